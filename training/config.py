@@ -1,0 +1,453 @@
+"""Every knob of the suite, once: a field here is a flag, a YAML key, a line of --help and of config.json.
+
+Nothing heavy is imported, so `--help` answers at once. `parse_config` merges defaults, a YAML file and
+flags (flags win); the resolved `Config` is frozen and travels unchanged through the whole run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
+
+SYSTEM_PROMPT = "Solve the math problem step by step. Put your final answer in \\boxed{}."
+
+# The recipe names are here, not in precision.py, because the command line must know them without torch.
+FP8_SCENARIOS = ("default", "delayed", "current", "block", "mxfp8", "nvfp4")
+
+
+def knob(default: Any, help: str, *, free: bool = False) -> Any:
+    """One setting. `free` settings may change when a run is resumed; the others define the run."""
+    return field(default=default, metadata={"help": help, "free": free})
+
+
+def require(condition: bool, flag: str, value: Any, reason: str) -> None:
+    if not condition:
+        raise ValueError(f"--{flag} {value}: {reason}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """model"""
+
+    model_name: str = knob("tiny-llama", "hub id, local folder, or preset (see te_models/presets.py)")
+    init: Literal["auto", "pretrained", "random"] = knob(
+        "auto",
+        "weights: read them, or draw them from the model's dimensions; auto draws for tiny-* presets only",
+    )
+    tokenizer_name: str | None = knob(
+        None, "hub id, local folder, or `demo`; default: the model's own (tiny-* presets: demo)"
+    )
+    use_te: bool = knob(False, "build the decoder from te.TransformerLayer (Transformer Engine, needs CUDA)")
+    gradient_checkpointing: bool = knob(
+        False, "recompute each layer's activations in backward to save memory"
+    )
+    compile_model: bool = knob(False, "torch.compile each decoder layer (Hugging Face models only)")
+    weights_cache_dir: str | None = knob(
+        None, "folder for downloaded weights; default: the Hugging Face cache", free=True
+    )
+    trust_remote_code: bool = knob(False, "run Python code that a model's or data set's repository brings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """precision"""
+
+    mixed_precision: Literal["bf16", "fp8", "fp32"] = knob("bf16", "compute precision")
+    fp8_scenario: Literal["default", "delayed", "current", "block", "mxfp8", "nvfp4"] = knob(
+        "default", "scaling recipe under --mixed_precision fp8; default is delayed scaling"
+    )
+    fp8_fallback: Literal["warn", "error"] = knob(
+        "warn", "when this GPU or TE cannot run mxfp8 or nvfp4: use the default recipe and warn, or stop"
+    )
+    fp8_format: Literal["hybrid", "e4m3"] = knob(
+        "hybrid", "hybrid: E4M3 forward, E5M2 backward; e4m3: both E4M3"
+    )
+    fp8_margin: int = knob(0, "delayed scaling: keep this many powers of two of head room")
+    fp8_amax_history_len: int = knob(1024, "delayed scaling: steps of amax history")
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = knob(
+        "max", "delayed scaling: amax taken from the history"
+    )
+    fp8_attention: bool = knob(False, "attention in FP8 too (TE fp8_dpa; delayed and current scaling)")
+    master_weights: Literal["fp32", "none"] = knob(
+        "fp32", "FP32 master weights; none keeps BF16 alone and loses small updates (docs/precision.md)"
+    )
+    moment_dtype: Literal["fp32", "bf16"] = knob(
+        "fp32", "dtype of Adam's two moments; bf16 saves 4 bytes a parameter"
+    )
+
+    def __post_init__(self) -> None:
+        require(self.fp8_margin >= 0, "fp8_margin", self.fp8_margin, "must be 0 or more")
+        require(
+            self.fp8_amax_history_len >= 1,
+            "fp8_amax_history_len",
+            self.fp8_amax_history_len,
+            "must be 1 or more",
+        )
+        if self.fp8_attention and self.fp8_scenario not in ("default", "delayed", "current"):
+            raise ValueError(
+                f"--fp8_attention: TE's FP8 attention runs under delayed and current scaling, not "
+                f"--fp8_scenario {self.fp8_scenario}; drop one of the two"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """data"""
+
+    dataset_name: str = knob(
+        "demo", "hub id, local folder, data file (.jsonl .json .parquet .csv), or `demo`"
+    )
+    split_name: str = knob("train_1M", "split to train on")
+    eval_split: str | None = knob(None, "split to evaluate on; default: a held-out part of --split_name")
+    eval_samples: int = knob(
+        1000, "evaluation samples at most; a held-out part also never exceeds 10 % of the data"
+    )
+    num_of_samples: int | None = knob(None, "use only this many training rows; default: all")
+    dataset_text_field: str | None = knob(
+        None, "column of plain text to continue; default: chat or prompt columns, found by name"
+    )
+    dataset_prompt_field: str | None = knob(None, "column of the prompt; default: found by name")
+    dataset_completion_field: str | None = knob(None, "column of the answer; default: found by name")
+    system_prompt: str = knob(SYSTEM_PROMPT, "system message for prompt/answer data; '' for none")
+    train_on_prompt: bool = knob(False, "put loss on the prompt too, not on the answer alone")
+    max_seq_length: int = knob(1024, "tokens per sequence at most")
+    packing: bool = knob(True, "fill sequences with several samples that do not attend to each other")
+    overlong: Literal["drop", "truncate"] = knob(
+        "drop",
+        "samples over --max_seq_length: leave out or cut, counted either way (plain text is split instead)",
+    )
+    streaming: bool = knob(
+        False, "read the data set as a stream (needs --max_steps), for sets larger than the disk"
+    )
+    num_proc: int | None = knob(
+        None, "processes for tokenisation; default: one per core, at most 16", free=True
+    )
+    num_workers: int = knob(2, "loader worker processes; 0 loads in the training process", free=True)
+    data_cache_dir: str | None = knob(
+        None, "folder for downloaded and tokenised data; default: the Hugging Face cache", free=True
+    )
+
+    def __post_init__(self) -> None:
+        require(self.max_seq_length >= 2, "max_seq_length", self.max_seq_length, "must be 2 or more")
+        require(self.eval_samples >= 0, "eval_samples", self.eval_samples, "must be 0 or more")
+        require(self.num_workers >= 0, "num_workers", self.num_workers, "must be 0 or more")
+        if self.num_of_samples is not None:
+            require(self.num_of_samples >= 1, "num_of_samples", self.num_of_samples, "must be 1 or more")
+        if self.num_proc is not None:
+            require(self.num_proc >= 1, "num_proc", self.num_proc, "must be 1 or more")
+        if (self.dataset_prompt_field is None) != (self.dataset_completion_field is None):
+            raise ValueError("--dataset_prompt_field and --dataset_completion_field go together; give both")
+        if self.dataset_text_field is not None and self.dataset_prompt_field is not None:
+            raise ValueError("--dataset_text_field and --dataset_prompt_field exclude each other; give one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """optimizer and schedule"""
+
+    batch_size: int = knob(8, "sequences per micro-batch and device")
+    eval_batch_size: int | None = knob(
+        None, "sequences per evaluation batch and device; default: --batch_size", free=True
+    )
+    gradient_accumulation_steps: int = knob(1, "micro-batches per optimizer step")
+    num_epochs: int = knob(1, "passes over the training data", free=True)
+    max_steps: int | None = knob(
+        None, "stop after this many optimizer steps, 0 only evaluates; default: --num_epochs", free=True
+    )
+    learning_rate: float = knob(1e-5, "peak learning rate")
+    lr_scheduler: Literal["cosine", "linear", "constant"] = knob("cosine", "shape after warm-up")
+    min_lr_ratio: float = knob(0.0, "final learning rate as a share of the peak")
+    num_warmup_steps: int | None = knob(None, "warm-up steps; default: --warmup_ratio of all steps")
+    warmup_ratio: float = knob(0.03, "share of all steps that warm up")
+    weight_decay: float = knob(0.01, "AdamW weight decay, on all weights but norms and biases")
+    adam_beta1: float = knob(0.9, "AdamW beta1")
+    adam_beta2: float = knob(0.95, "AdamW beta2")
+    adam_epsilon: float = knob(1e-8, "AdamW epsilon")
+    max_grad_norm: float = knob(1.0, "clip the global gradient norm to this; 0 measures it without clipping")
+    max_skipped_steps: int = knob(
+        5, "stop after this many steps in a row with a non-finite loss or gradient", free=True
+    )
+    seed: int = knob(42, "seed of weights, shuffling and held-out part")
+    deterministic: bool = knob(False, "bitwise repeatable kernels, where they exist, at some cost in speed")
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "gradient_accumulation_steps", "num_epochs", "max_skipped_steps"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "must be 1 or more")
+        for name in ("eval_batch_size",):
+            value = getattr(self, name)
+            require(value is None or value >= 1, name, value, "must be 1 or more")
+        for name in ("max_steps", "num_warmup_steps"):
+            value = getattr(self, name)
+            require(value is None or value >= 0, name, value, "must be 0 or more")
+        require(self.learning_rate > 0, "learning_rate", self.learning_rate, "must be positive")
+        for name in ("min_lr_ratio", "warmup_ratio"):
+            require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "must be between 0 and 1")
+        for name in ("adam_beta1", "adam_beta2"):
+            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "must be at least 0 and below 1")
+        for name in ("weight_decay", "max_grad_norm"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
+        require(self.adam_epsilon > 0, "adam_epsilon", self.adam_epsilon, "must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """run folder and checkpoints"""
+
+    output_dir: str | None = knob(None, "run folder; default: runs/<model>-<precision>-<time>", free=True)
+    save_interval: int = knob(
+        500, "steps between checkpoints; 0 saves at the end and on a signal only", free=True
+    )
+    keep_last: int = knob(5, "checkpoints kept, beside the best by evaluation loss", free=True)
+    resume: str = knob(
+        "auto",
+        "auto: continue from --output_dir's latest checkpoint if any; a checkpoint's path; or none",
+        free=True,
+    )
+    export: bool = knob(True, "write a Hugging Face model (BF16 safetensors) at the end", free=True)
+    generate_samples: int = knob(
+        0, "at the end, answer this many evaluation prompts with the exported model", free=True
+    )
+
+    def __post_init__(self) -> None:
+        require(self.save_interval >= 0, "save_interval", self.save_interval, "must be 0 or more")
+        require(self.keep_last >= 1, "keep_last", self.keep_last, "must be 1 or more")
+        require(self.generate_samples >= 0, "generate_samples", self.generate_samples, "must be 0 or more")
+        if self.generate_samples and not self.export:
+            raise ValueError("--generate_samples reads the exported model; drop --no_export")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """evaluation and logging"""
+
+    eval_interval: int = knob(500, "steps between evaluations; 0 evaluates at the end only", free=True)
+    eval_at_start: bool = knob(False, "evaluate before the first step too", free=True)
+    log_interval: int = knob(10, "steps between log lines", free=True)
+    log_dir: str | None = knob(None, "write TensorBoard logs to this folder", free=True)
+    use_wandb: bool = knob(False, "log to Weights & Biases", free=True)
+    wandb_project: str = knob("llm-fp8", "W&B project", free=True)
+    wandb_run_name: str | None = knob(None, "W&B run name; default: the run folder's name", free=True)
+    wandb_mode: Literal["online", "offline", "disabled"] | None = knob(
+        None, "W&B mode; default: WANDB_MODE, else online", free=True
+    )
+    wandb_tags: str | None = knob(None, "W&B tags, separated by commas", free=True)
+    wandb_group: str | None = knob(None, "W&B group of runs to be compared", free=True)
+
+    def __post_init__(self) -> None:
+        require(self.eval_interval >= 0, "eval_interval", self.eval_interval, "must be 0 or more")
+        require(self.log_interval >= 1, "log_interval", self.log_interval, "must be 1 or more")
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "precision": PrecisionConfig,
+    "data": DataConfig,
+    "optim": OptimConfig,
+    "checkpoint": CheckpointConfig,
+    "log": LogConfig,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The resolved settings of one run, by section."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        if self.data.streaming and self.optim.max_steps is None:
+            raise ValueError(
+                "--streaming: the length of a stream is unknown, so the schedule needs --max_steps"
+            )
+        if self.precision.mixed_precision == "fp32" and self.model.use_te:
+            raise ValueError(
+                "--mixed_precision fp32 with --use_te: TE layers run in bf16 or fp8; drop one of the two"
+            )
+        if self.model.compile_model and self.model.use_te:
+            raise ValueError(
+                "--compile_model with --use_te: TE layers are fused kernels that torch.compile breaks up "
+                "(and delayed scaling refuses it); drop one of the two"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings, flat, by flag name; `config_from_dict` is the inverse."""
+        return {f.name: getattr(getattr(self, s), f.name) for s, cls in SECTIONS.items() for f in fields(cls)}
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def knobs() -> dict[str, tuple[str, dataclasses.Field, Any]]:
+    """Flag name -> (section, field, resolved type), over all sections."""
+    found: dict[str, tuple[str, dataclasses.Field, Any]] = {}
+    for section, cls in SECTIONS.items():
+        hints = get_type_hints(cls)
+        for f in fields(cls):
+            assert f.name not in found, f"{f.name} stands in two sections"
+            found[f.name] = (section, f, hints[f.name])
+    return found
+
+
+def config_from_dict(values: dict[str, Any]) -> Config:
+    """Build a Config from flat {flag: value}; values may be strings. ValueError names the flag."""
+    table = knobs()
+    sections: dict[str, dict[str, Any]] = {s: {} for s in SECTIONS}
+    for name, value in values.items():
+        if name not in table:
+            raise ValueError(f"unknown setting {name!r}{nearest(name, table)}")
+        section, _, hint = table[name]
+        sections[section][name] = convert(name, value, hint)
+    return Config(**{s: SECTIONS[s](**v) for s, v in sections.items()})
+
+
+def changed_settings(old: dict[str, Any], new: Config) -> dict[str, tuple[Any, Any]]:
+    """{flag: (old, new)} of the settings that define a run and differ; settings marked free are left out."""
+    current = new.to_dict()
+    return {
+        name: (old[name], current[name])
+        for name, (_, f, _) in knobs().items()
+        if not f.metadata["free"] and name in old and old[name] != current[name]
+    }
+
+
+def nearest(name: str, candidates: Any) -> str:
+    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _strip_optional(hint: Any) -> tuple[Any, bool]:
+    if get_origin(hint) in (types.UnionType, typing.Union):
+        inner = [a for a in get_args(hint) if a is not type(None)]
+        return inner[0], True
+    return hint, False
+
+
+def convert(name: str, value: Any, hint: Any) -> Any:
+    """Give a flag's or YAML key's value its field's type (YAML reads 1e-5 as a string)."""
+    hint, optional = _strip_optional(hint)
+    if value is None or (optional and isinstance(value, str) and value.lower() in ("none", "null")):
+        if optional:
+            return None
+        raise ValueError(f"--{name} needs a value")
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        if value not in choices:
+            raise ValueError(
+                f"--{name} {value}: not one of {', '.join(choices)}{nearest(str(value), choices)}"
+            )
+        return value
+    if hint is bool:
+        if isinstance(value, bool):
+            return value
+        if str(value).lower() in ("true", "false"):
+            return str(value).lower() == "true"
+        raise ValueError(f"--{name} {value}: must be true or false")
+    if isinstance(value, bool | list | dict):
+        raise ValueError(f"--{name} {value}: must be {_kind(hint)}")
+    if hint is int and isinstance(value, float) and not value.is_integer():
+        raise ValueError(f"--{name} {value}: must be a whole number")
+    try:
+        return hint(value)
+    except ValueError:
+        raise ValueError(f"--{name} {value}: must be {_kind(hint)}") from None
+
+
+def _kind(hint: Any) -> str:
+    return {int: "a whole number", float: "a number", str: "text"}[hint]
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that refuses abbreviations, suggests the nearest flag, and raises instead of exiting."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise ValueError(message)
+
+
+def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=prog,
+        description=description,
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=110),
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML or JSON file with any of these settings; flags win"
+    )
+    groups = {s: parser.add_argument_group(cls.__doc__) for s, cls in SECTIONS.items()}
+    for name, (section, f, hint) in knobs().items():
+        inner, _ = _strip_optional(hint)
+        text = f.metadata["help"].replace("%", "%%")
+        if f.default is not None and inner is not bool:
+            text += f" (default: {str(f.default)!r})" if " " in str(f.default) else f" (default: {f.default})"
+        if inner is bool:
+            text += f" (default: {'on' if f.default else 'off'})"
+            group = groups[section].add_mutually_exclusive_group()
+            shown, hidden = (f"--no_{name}", f"--{name}") if f.default else (f"--{name}", f"--no_{name}")
+            group.add_argument(
+                shown,
+                dest=name,
+                action="store_const",
+                const=not f.default,
+                default=argparse.SUPPRESS,
+                help=text,
+            )
+            group.add_argument(
+                hidden,
+                dest=name,
+                action="store_const",
+                const=f.default,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )
+        else:
+            choices = get_args(inner) if get_origin(inner) is Literal else None
+            metavar = "{" + ",".join(choices) + "}" if choices else {int: "N", float: "X"}.get(inner, "TEXT")
+            groups[section].add_argument(f"--{name}", metavar=metavar, default=argparse.SUPPRESS, help=text)
+    return parser
+
+
+def parse_config(argv: list[str], *, prog: str, description: str) -> Config:
+    """Command line -> Config. ValueError for anything a user got wrong; SystemExit(0) after --help."""
+    parser = build_parser(prog, description)
+    flags = [option for action in parser._actions for option in action.option_strings]
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flag = unknown[0].split("=")[0]
+        what = "unknown flag" if flag.startswith("-") else "unexpected argument"
+        raise ValueError(f"{what} {flag}{nearest(flag, flags)}")
+    values = vars(given)
+    path = values.pop("config")
+    return config_from_dict({**(load_config_file(path) if path else {}), **values})
+
+
+def load_config_file(path: str) -> dict[str, Any]:
+    """Read flat settings from a YAML file or a run's config.json."""
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"--config {path}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {path}: not valid YAML: {str(error).splitlines()[0]}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
+        raise ValueError(f"--config {path}: must hold `setting: value` lines")
+    table = knobs()
+    for name in loaded:
+        if name not in table:
+            raise ValueError(f"--config {path}: unknown setting {name!r}{nearest(name, table)}")
+    return loaded
