@@ -377,6 +377,16 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
+class _Switch(argparse.Action):
+    """--name turns a setting on, --no_name off, so that flags can win over a YAML file either way."""
+
+    def __init__(self, option_strings: list[str], dest: str, **kwargs: Any):
+        super().__init__(option_strings, dest, nargs=0, **kwargs)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, not str(option_string).startswith("--no_"))
+
+
 def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=prog,
@@ -395,23 +405,9 @@ def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
             text += f" (default: {str(f.default)!r})" if " " in str(f.default) else f" (default: {f.default})"
         if inner is bool:
             text += f" (default: {'on' if f.default else 'off'})"
-            group = groups[section].add_mutually_exclusive_group()
-            shown, hidden = (f"--no_{name}", f"--{name}") if f.default else (f"--{name}", f"--no_{name}")
-            group.add_argument(
-                shown,
-                dest=name,
-                action="store_const",
-                const=not f.default,
-                default=argparse.SUPPRESS,
-                help=text,
-            )
-            group.add_argument(
-                hidden,
-                dest=name,
-                action="store_const",
-                const=f.default,
-                default=argparse.SUPPRESS,
-                help=argparse.SUPPRESS,
+            options = [f"--{name}", f"--no_{name}"]
+            groups[section].add_argument(
+                *options, dest=name, action=_Switch, default=argparse.SUPPRESS, help=text
             )
         else:
             choices = get_args(inner) if get_origin(inner) is Literal else None

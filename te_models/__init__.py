@@ -1,0 +1,181 @@
+"""Models: which families have a TE form, and `build_model`, which gives the TE or the Hugging Face one.
+
+A family is one module with `unsupported(config) -> reason | None`, entered in FAMILIES by its model_type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_models import llama
+from te_models.hugging_face import HFCausalLM, hf_state
+from te_models.presets import LOCAL_PRESETS, PRESETS
+from te_models.weights import RandomSource, SafetensorsSource, WeightSource, load_te, te_to_hf
+
+FAMILIES = {"llama": llama}
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What is to be built: the configuration, and the folder of its weights (None: random)."""
+
+    name: str
+    config: Any
+    weights: Path | None
+
+    @property
+    def family(self) -> str:
+        return self.config.model_type
+
+
+def plan_model(
+    name: str, *, init: str, use_te: bool, cache_dir: str | None = None, trust_remote_code: bool = False
+) -> ModelPlan:
+    """Resolve `--model_name` and `--init`, downloading configuration and weights where they are needed.
+
+    ValueError if there is no such model, its hub is out of reach, or `use_te` has no form for it.
+    """
+    random = init == "random" or (init == "auto" and name in LOCAL_PRESETS)
+    if not random and name in LOCAL_PRESETS:
+        raise ValueError(f"--init pretrained: the preset {name} has no weights; use --init random")
+    config = _config(name, random=random, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
+    if use_te:
+        refuse_te(name, config)
+    weights = None if random else _weights_folder(name, cache_dir)
+    return ModelPlan(name, config, weights)
+
+
+def refuse_te(name: str, config: Any) -> None:
+    """ValueError where `--use_te` has no form for this model."""
+    family = FAMILIES.get(config.model_type)
+    reason = family.unsupported(config) if family else f"model type {config.model_type!r} has no TE form yet"
+    if reason:
+        raise ValueError(
+            f"--use_te --model_name {name}: {reason}. TE families: {', '.join(FAMILIES)}; "
+            "run this model without --use_te"
+        )
+
+
+def _config(name: str, *, random: bool, cache_dir: str | None, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    if random and name in PRESETS:
+        fields = dict(PRESETS[name])
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    try:
+        return AutoConfig.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"--model_name {name}: it brings its own Python code; read that, then add --trust_remote_code"
+            ) from None
+        way = " or use --init random" if name in PRESETS else " (presets: te_models/presets.py)"
+        raise ValueError(
+            f"--model_name {name}: {str(error).strip().splitlines()[0]} Give a local folder or a hub id{way}"
+        ) from None
+
+
+def _weights_folder(name: str, cache_dir: str | None) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, cache_dir=cache_dir, allow_patterns=["*.safetensors*", "*.json"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"--model_name {name}: the weights cannot be fetched ({str(error).splitlines()[0]}); give a "
+            "local folder, log in with `hf auth login` if the model is gated, or use --init random"
+        ) from None
+
+
+def build_model(
+    plan: ModelPlan,
+    *,
+    use_te: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    packed: bool,
+    max_positions: int,
+    gradient_checkpointing: bool = False,
+    compile_layers: bool = False,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """The model on `device` in `dtype`; its TE and Hugging Face forms hold the same weights."""
+    if not use_te:
+        model = _build_hugging_face(plan, dtype, device, seed, trust_remote_code)
+        return HFCausalLM(
+            model, gradient_checkpointing=gradient_checkpointing, compile_layers=compile_layers
+        ).train()
+    from te_models.decoder import TECausalLM
+
+    model = TECausalLM(
+        plan.config,
+        attention="thd" if packed else "bshd",
+        dtype=dtype,
+        max_positions=max_positions,
+        gradient_checkpointing=gradient_checkpointing,
+    ).materialize(device)
+    load_te(model, weight_source(plan, seed=seed, device=device))
+    return model.train()
+
+
+def weight_source(plan: ModelPlan, *, seed: int, device: torch.device) -> WeightSource:
+    """Where a TE model's weights come from: the plan's safetensors, or seeded random ones."""
+    if plan.weights is not None:
+        return SafetensorsSource(plan.weights)
+    return RandomSource(_hf_shapes(plan.config), seed=seed, std=plan.config.initializer_range, device=device)
+
+
+def _hf_shapes(config: Any) -> dict[str, torch.Size]:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: p.shape for name, p in model.named_parameters()}
+
+
+def _build_hugging_face(
+    plan: ModelPlan, dtype: torch.dtype, device: torch.device, seed: int, trust_remote_code: bool
+) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    if plan.weights is not None:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            plan.weights, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+        if missing := set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}:
+            raise ValueError(
+                f"--model_name {plan.name}: the weights lack {', '.join(sorted(missing))}; "
+                "give a complete model (transformers would fill them at random)"
+            )
+        return model.to(device)
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            plan.config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    if plan.family in FAMILIES:  # the same random weights as the TE form has
+        source = weight_source(plan, seed=seed, device=device)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(source.get(name))
+    return model
+
+
+def export_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A model's weights under Hugging Face names, one after the other."""
+    return iter(hf_state(model).items()) if isinstance(model, HFCausalLM) else te_to_hf(model)
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers, in order."""
+    return model.blocks if isinstance(model, HFCausalLM) else list(model.layers)

@@ -1,0 +1,142 @@
+"""A causal language model made of te.TransformerLayer, one class for every family.
+
+B batch, S sequence, T = B*S tokens, D hidden size, K head size, V vocabulary.
+
+Precision is not decided here: the same module runs in BF16, or in FP8 under te.autocast. Embedding, final
+norm and LM head always run in BF16.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from training.loss import TokenLoss, linear_cross_entropy
+
+
+class TECausalLM(nn.Module):
+    """Token ids in, summed token loss out; built on the meta device, filled by `weights.load_te`.
+
+    `attention` chooses how sequences are told apart: "thd" reads packed batches (`cu_seqlens`), "bshd" reads
+    right-padded batches, where the causal mask alone keeps padding out of sight of real tokens.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        attention: Literal["thd", "bshd"],
+        dtype: torch.dtype,
+        max_positions: int,
+        gradient_checkpointing: bool = False,
+    ):
+        import transformer_engine.pytorch as te
+
+        super().__init__()
+        self.config = config
+        self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
+        self.tied = config.tie_word_embeddings
+        self.attention, self.max_positions = attention, max_positions
+        self.gradient_checkpointing = gradient_checkpointing
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta", dtype=dtype)
+        self.layers = nn.ModuleList(
+            te.TransformerLayer(
+                config.hidden_size,
+                config.intermediate_size,
+                self.heads,
+                num_gqa_groups=self.groups,
+                kv_channels=head_dim(config),
+                layernorm_epsilon=config.rms_norm_eps,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                normalization="RMSNorm",
+                activation="swiglu",
+                bias=False,
+                fuse_qkv_params=True,
+                qkv_weight_interleaved=True,
+                self_attn_mask_type="padding_causal" if attention == "thd" else "causal",
+                attn_input_format=attention,
+                layer_number=i + 1,
+                params_dtype=dtype,
+                device="meta",
+            )
+            for i in range(config.num_hidden_layers)
+        )
+        self.norm = te.RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device="meta")
+        self.lm_head = nn.Linear(
+            config.hidden_size, config.vocab_size, bias=False, device="meta", dtype=dtype
+        )
+        self.register_buffer("rope", torch.empty(0), persistent=False)
+        self.tie()
+
+    def tie(self) -> None:
+        if self.tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def materialize(self, device: torch.device) -> TECausalLM:
+        """Allocate parameters (uninitialised) and the RoPE table on `device`; ties what `to_empty` unties."""
+        self.to_empty(device=device)
+        self.tie()
+        self.rope = rope_angles(self.config, self.max_positions).to(device)
+        return self
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> TokenLoss:
+        """Summed loss and correct predictions over label tokens.
+
+        `input_ids`, `labels` [B, S] int64, labels already shifted, -100 for no loss; `cu_seqlens` int32 [N+1]
+        over the B*S tokens with "thd". Positions follow from `cu_seqlens` (restarting) or from S.
+        """
+        del position_ids
+        hidden = self.embed_tokens(input_ids)  # [B, S, D]
+        sequences: dict[str, Any] = {}
+        if self.attention == "thd":
+            hidden = hidden.flatten(0, 1)  # [T, D]
+            sequences = {
+                "cu_seqlens_q": cu_seqlens,
+                "cu_seqlens_kv": cu_seqlens,
+                "max_seqlen_q": max_seqlen,
+                "max_seqlen_kv": max_seqlen,
+                "pad_between_seqs": False,  # TE would compare cu_seqlens on the host to find out
+            }
+        for layer in self.layers:
+            hidden = self._run(layer, hidden, sequences)
+        hidden = self.norm(hidden).flatten(0, -2)  # [T, D]
+        return linear_cross_entropy(hidden, self.lm_head.weight, labels.flatten())
+
+    def _run(self, layer: nn.Module, hidden: Tensor, sequences: dict[str, Any]) -> Tensor:
+        if not (self.gradient_checkpointing and torch.is_grad_enabled()):
+            return layer(hidden, rotary_pos_emb=self.rope, **sequences)
+        import transformer_engine.pytorch as te
+
+        # TE's checkpoint replays the first pass's FP8 scales; torch's would quantise with newer ones.
+        return te.checkpoint(layer, hidden, rotary_pos_emb=self.rope, use_reentrant=False, **sequences)
+
+
+def head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def rope_angles(config: Any, positions: int) -> Tensor:
+    """Rotary angles as TE takes them, [S, 1, 1, K] float32, from transformers' own inverse frequencies.
+
+    ValueError for RoPE types that also rescale attention or depend on the sequence's length.
+    """
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    with torch.device("cpu"):
+        rotary = LlamaRotaryEmbedding(config)
+    if rotary.attention_scaling != 1.0 or rotary.rope_type not in ("default", "linear", "llama3"):
+        raise ValueError(
+            f"--use_te: RoPE type {rotary.rope_type!r} has no TE form here; run without --use_te"
+        )
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), rotary.inv_freq.float())  # [S, K/2]
+    return torch.cat([angles, angles], dim=-1)[:, None, None, :]  # [S, 1, 1, K]

@@ -1,0 +1,65 @@
+"""The model as transformers implements it, behind the same call as the TE model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from training.loss import TokenLoss, linear_cross_entropy, logits_cross_entropy
+
+# Families whose logits are plainly `lm_head(hidden)`; others (scaled or capped logits) keep their own head.
+PLAIN_HEADS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+
+
+class HFCausalLM(nn.Module):
+    """Wraps an AutoModelForCausalLM: token ids in, summed token loss out, as in `TECausalLM.forward`.
+
+    Packed samples are kept apart by transformers itself, from `position_ids` that restart.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, gradient_checkpointing: bool = False, compile_layers: bool = False
+    ):
+        super().__init__()
+        self.model = model
+        self.config = model.config
+        self.tied = bool(model.config.get_text_config().tie_word_embeddings)
+        self.plain_head = model.config.model_type in PLAIN_HEADS
+        if gradient_checkpointing:
+            if not model.supports_gradient_checkpointing:
+                raise ValueError(
+                    f"--gradient_checkpointing: {type(model).__name__} does not support it; drop it"
+                )
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if compile_layers:
+            for block in self.blocks:
+                block.compile()
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The decoder layers: the longest ModuleList, whatever the architecture calls it."""
+        lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList)]
+        return list(max(lists, key=len, default=[]))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> TokenLoss:
+        del cu_seqlens, max_seqlen
+        inputs: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+        if not self.plain_head:
+            logits = self.model(**inputs).logits
+            return logits_cross_entropy(logits.flatten(0, 1), labels.flatten())
+        hidden = self.model.get_decoder()(**inputs).last_hidden_state.flatten(0, 1)  # [T, D]
+        return linear_cross_entropy(hidden, self.model.get_output_embeddings().weight, labels.flatten())
+
+
+def hf_state(model: HFCausalLM) -> dict[str, torch.Tensor]:
+    """The weights under their Hugging Face names, each tensor once (a tied head is left out)."""
+    return {name: p.detach() for name, p in model.model.named_parameters()}

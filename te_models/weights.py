@@ -1,0 +1,220 @@
+"""Weight layouts: Hugging Face <-> Transformer Engine, pure torch, in both directions.
+
+Letters: D hidden size, F feed-forward size, H query heads, G key/value groups, R = H / G queries per group,
+K head size, V vocabulary. Linear weights are [out, in].
+
+Conversions `pop` every key they use and fail if one is left over: a bias or a norm that the target has no
+place for stops the load instead of being dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, *, heads: int, groups: int) -> Tensor:
+    """[H*K, D], [G*K, D], [G*K, D] -> [G*(R+2)*K, D]: group by group R queries, one key, one value.
+
+    The layout of te.TransformerLayer(fuse_qkv_params=True, qkv_weight_interleaved=True). Works on biases
+    ([H*K] and so on) alike.
+    """
+    size, rest = q.shape[0] // heads, q.shape[1:]
+    q = q.reshape(groups, heads // groups, size, *rest)  # [G, R, K, D]
+    k = k.reshape(groups, 1, size, *rest)  # [G, 1, K, D]
+    v = v.reshape(groups, 1, size, *rest)  # [G, 1, K, D]
+    return torch.cat([q, k, v], dim=1).flatten(0, 2)  # [G*(R+2)*K, D]
+
+
+def split_qkv(qkv: Tensor, *, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Inverse of `fuse_qkv`: [G*(R+2)*K, D] -> [H*K, D], [G*K, D], [G*K, D]."""
+    per_group = heads // groups
+    size, rest = qkv.shape[0] // (groups * (per_group + 2)), qkv.shape[1:]
+    qkv = qkv.reshape(groups, per_group + 2, size, *rest)  # [G, R+2, K, D]
+    q, k, v = qkv.split([per_group, 1, 1], dim=1)
+    return q.flatten(0, 2), k.flatten(0, 2), v.flatten(0, 2)
+
+
+def layer_to_te(hf: dict[str, Tensor], *, heads: int, groups: int) -> dict[str, Tensor]:
+    """One decoder layer's Hugging Face tensors (names after `model.layers.N.`) in TE's names and layout.
+
+    Empties `hf`; ValueError if a tensor is missing or left over.
+    """
+    try:
+        q, k, v = (hf.pop(f"self_attn.{p}_proj.weight") for p in "qkv")
+        te = {
+            "self_attention.layernorm_qkv.layer_norm_weight": hf.pop("input_layernorm.weight"),
+            "self_attention.layernorm_qkv.weight": fuse_qkv(q, k, v, heads=heads, groups=groups),
+            "self_attention.proj.weight": hf.pop("self_attn.o_proj.weight"),
+            "layernorm_mlp.layer_norm_weight": hf.pop("post_attention_layernorm.weight"),
+            # TE's swiglu gates with the first half: silu(x[:F]) * x[F:].
+            "layernorm_mlp.fc1_weight": torch.cat(
+                [hf.pop("mlp.gate_proj.weight"), hf.pop("mlp.up_proj.weight")]
+            ),  # [2F, D]
+            "layernorm_mlp.fc2_weight": hf.pop("mlp.down_proj.weight"),
+        }
+    except KeyError as missing:
+        raise ValueError(f"the weights lack {missing.args[0]} of a decoder layer") from None
+    _refuse_leftovers(hf)
+    return te
+
+
+def layer_to_hf(te: dict[str, Tensor], *, heads: int, groups: int) -> dict[str, Tensor]:
+    """Inverse of `layer_to_te`, exact. Empties `te`; ValueError if a tensor is left over."""
+    qkv = te.pop("self_attention.layernorm_qkv.weight")
+    q, k, v = split_qkv(qkv, heads=heads, groups=groups)
+    gate, up = te.pop("layernorm_mlp.fc1_weight").chunk(2)
+    hf = {
+        "input_layernorm.weight": te.pop("self_attention.layernorm_qkv.layer_norm_weight"),
+        "self_attn.q_proj.weight": q,
+        "self_attn.k_proj.weight": k,
+        "self_attn.v_proj.weight": v,
+        "self_attn.o_proj.weight": te.pop("self_attention.proj.weight"),
+        "post_attention_layernorm.weight": te.pop("layernorm_mlp.layer_norm_weight"),
+        "mlp.gate_proj.weight": gate,
+        "mlp.up_proj.weight": up,
+        "mlp.down_proj.weight": te.pop("layernorm_mlp.fc2_weight"),
+    }
+    _refuse_leftovers(te)
+    return hf
+
+
+def _refuse_leftovers(tensors: Mapping[str, Tensor]) -> None:
+    if tensors:
+        raise ValueError(f"weights without a place in the model: {', '.join(sorted(tensors))}")
+
+
+class WeightSource(Protocol):
+    """Where a model's weights come from, by Hugging Face name."""
+
+    def keys(self) -> set[str]: ...
+
+    def get(self, key: str) -> Tensor: ...
+
+
+class SafetensorsSource:
+    """Tensors of a folder's `*.safetensors`, read from disk one at a time."""
+
+    def __init__(self, folder: Path):
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        if index.exists():
+            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        elif single.exists():
+            with safe_open(single, framework="pt") as handle:
+                files = dict.fromkeys(handle.keys(), single.name)
+        else:
+            raise ValueError(
+                f"--model_name {folder}: no model.safetensors or model.safetensors.index.json there; "
+                "give a folder with safetensors weights, or --init random"
+            )
+        missing = sorted({name for name in files.values() if not (folder / name).exists()})
+        if missing:
+            raise ValueError(f"--model_name {folder}: weight file {missing[0]} is missing; download it again")
+        # Old checkpoints carry RoPE tables as weights; they follow from the configuration.
+        self._files = {k: folder / f for k, f in files.items() if not k.endswith("rotary_emb.inv_freq")}
+        self._stack, self._open = ExitStack(), {}
+
+    def keys(self) -> set[str]:
+        return set(self._files)
+
+    def get(self, key: str) -> Tensor:
+        path = self._files[key]
+        if path not in self._open:
+            self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+        return self._open[path].get_tensor(key)
+
+
+class RandomSource:
+    """Seeded random weights: each tensor depends on the seed and its own name alone.
+
+    So TE and Hugging Face models, and any sharding, start from the same weights on the same kind of device.
+    Matrices are N(0, std), norms ones, biases zeros, as transformers initialises Llama and Qwen.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], *, seed: int, std: float, device: torch.device):
+        self._shapes, self._seed, self._std, self._device = dict(shapes), seed, std, device
+
+    def keys(self) -> set[str]:
+        return set(self._shapes)
+
+    def get(self, key: str) -> Tensor:
+        shape = self._shapes[key]
+        if len(shape) < 2:
+            fill = torch.zeros if key.endswith("bias") else torch.ones
+            return fill(shape, device=self._device)
+        generator = torch.Generator(self._device).manual_seed(self._seed * 2**32 + zlib.crc32(key.encode()))
+        return torch.empty(shape, device=self._device).normal_(0.0, self._std, generator=generator)
+
+
+def _layer_names(keys: set[str], layer: int) -> dict[str, str]:
+    prefix = f"model.layers.{layer}."
+    return {key[len(prefix) :]: key for key in keys if key.startswith(prefix)}
+
+
+@torch.no_grad()
+def load_te(model: nn.Module, source: WeightSource) -> None:
+    """Fill a TECausalLM layer by layer from Hugging Face tensors, casting to the parameters' dtype.
+
+    At most one layer's tensors exist beside the model. ValueError if the source and the model differ.
+    """
+    keys = source.keys()
+    deepest = max((int(m[1]) for k in keys if (m := re.match(r"model\.layers\.(\d+)\.", k))), default=-1)
+    if deepest + 1 != len(model.layers):
+        raise ValueError(
+            f"the weights have {deepest + 1} decoder layers, the configuration {len(model.layers)}"
+        )
+    for i, layer in enumerate(model.layers):
+        names = _layer_names(keys, i)
+        tensors = {suffix: source.get(key) for suffix, key in names.items()}
+        _fill(layer, layer_to_te(tensors, heads=model.heads, groups=model.groups), where=f"layer {i}")
+        keys -= set(names.values())
+    rest = {"embed_tokens.weight": EMBEDDING, "norm.weight": FINAL_NORM}
+    if model.tied:
+        keys.discard(LM_HEAD)  # some tied checkpoints store the shared matrix twice
+    else:
+        rest["lm_head.weight"] = LM_HEAD
+    absent = [key for key in rest.values() if key not in keys]
+    if absent:
+        raise ValueError(f"the weights lack {', '.join(absent)}")
+    for name, key in rest.items():
+        _copy(model.get_parameter(name), source.get(key), key)
+    _refuse_leftovers(dict.fromkeys(keys - set(rest.values())))
+
+
+def _fill(module: nn.Module, tensors: dict[str, Tensor], *, where: str) -> None:
+    for name, parameter in module.named_parameters():
+        if name not in tensors:
+            raise ValueError(f"the weights have nothing for {where}'s {name}")
+        _copy(parameter, tensors.pop(name), f"{where}'s {name}")
+    _refuse_leftovers(tensors)
+
+
+def _copy(parameter: Tensor, tensor: Tensor, name: str) -> None:
+    if parameter.shape != tensor.shape:
+        raise ValueError(
+            f"{name} is {list(tensor.shape)} in the weights, {list(parameter.shape)} in the model"
+        )
+    parameter.copy_(tensor)
+
+
+def te_to_hf(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A TECausalLM's weights under Hugging Face names, one layer at a time; `lm_head` is left out if tied."""
+    yield EMBEDDING, model.embed_tokens.weight.detach()
+    for i, layer in enumerate(model.layers):
+        tensors = {name: p.detach() for name, p in layer.named_parameters()}
+        for name, tensor in layer_to_hf(tensors, heads=model.heads, groups=model.groups).items():
+            yield f"model.layers.{i}.{name}", tensor
+    yield FINAL_NORM, model.norm.weight.detach()
+    if not model.tied:
+        yield LM_HEAD, model.lm_head.weight.detach()

@@ -1,0 +1,140 @@
+"""AdamW with FP32 master weights, and the learning-rate schedule.
+
+At a weight near 0.02 a BF16 step is 6e-5, so a learning rate of 1e-5 rounds to nothing: weights must be kept
+in FP32 somewhere. On a GPU with Transformer Engine that is FusedAdam's 16-bit remainder beside each BF16
+weight (the two together are the FP32 weight, bit by bit, in 4 bytes); otherwise the parameters are FP32.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from training.config import OptimConfig, PrecisionConfig
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """Which optimizer, over parameters of which dtype."""
+
+    kind: Literal["te_fused_adam", "torch_adamw"]
+    parameter_dtype: torch.dtype
+    master_weights: bool
+    moment_dtype: torch.dtype
+
+    def describe(self) -> str:
+        name = {"te_fused_adam": "TE FusedAdam", "torch_adamw": "torch AdamW"}[self.kind]
+        weights = {
+            ("te_fused_adam", True): "BF16 weights with FP32 masters",
+            ("torch_adamw", True): "FP32 weights",
+        }.get((self.kind, self.master_weights), "BF16 weights, no masters")
+        return f"{name}, {weights}, {str(self.moment_dtype).removeprefix('torch.')} moments"
+
+
+MASTER_NONE_WARNING = (
+    "WARNING: --master_weights none keeps weights in BF16 alone: near 0.02 their step is 6e-5, so updates "
+    "of a small learning rate round to nothing (1B from random weights, 250 steps at 1e-5: loss 9.14, "
+    "against 5.48 with masters)"
+)
+
+
+def plan_optimizer(cfg: PrecisionConfig, *, te_available: bool) -> OptimizerPlan:
+    """Choose optimizer and parameter dtype. ValueError for a moment dtype that the optimizer cannot hold."""
+    moments = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.moment_dtype]
+    master = cfg.master_weights == "fp32"
+    if te_available and cfg.mixed_precision != "fp32":
+        return OptimizerPlan("te_fused_adam", torch.bfloat16, master, moments)
+    dtype = torch.float32 if master or cfg.mixed_precision == "fp32" else torch.bfloat16
+    if moments != dtype:
+        raise ValueError(
+            f"--moment_dtype {cfg.moment_dtype}: torch AdamW keeps moments in the weights' {dtype}; "
+            "other moments need Transformer Engine's FusedAdam: a CUDA GPU, TE, --mixed_precision bf16 or fp8"
+        )
+    return OptimizerPlan("torch_adamw", dtype, dtype == torch.float32, moments)
+
+
+def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
+    """Weight decay on everything but norms and biases, which are the vectors among the parameters."""
+    decayed, plain = [], []
+    for parameter in parameters:
+        (decayed if parameter.ndim >= 2 else plain).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(model: nn.Module, cfg: OptimConfig, plan: OptimizerPlan) -> torch.optim.Optimizer:
+    groups = parameter_groups(model.parameters(), cfg.weight_decay)
+    common = {"lr": cfg.learning_rate, "betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon}
+    if plan.kind == "torch_adamw":
+        return torch.optim.AdamW(groups, **common, fused=True)
+    optimizers = importlib.import_module("transformer_engine.pytorch.optimizers")
+    return optimizers.FusedAdam(
+        groups,
+        **common,
+        master_weights=plan.master_weights,
+        store_param_remainders=plan.master_weights,
+        exp_avg_dtype=plan.moment_dtype,
+        exp_avg_sq_dtype=plan.moment_dtype,
+    )
+
+
+def learning_rate(step: int, cfg: OptimConfig, total_steps: int) -> float:
+    """Learning rate of 0-based `step`: linear warm-up to the peak, then the scheduler's shape to the end."""
+    warmup = cfg.num_warmup_steps
+    if warmup is None:
+        warmup = math.ceil(cfg.warmup_ratio * total_steps)
+    if step < warmup:
+        return cfg.learning_rate * (step + 1) / warmup
+    if cfg.lr_scheduler == "constant":
+        return cfg.learning_rate
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    shape = 0.5 * (1 + math.cos(math.pi * progress)) if cfg.lr_scheduler == "cosine" else 1 - progress
+    return cfg.learning_rate * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """Live references to every state tensor as `<parameter>.<state>`, in the dtypes the optimizer keeps.
+
+    Allocates the state where no step has been taken yet, so that a checkpoint can be loaded into it.
+    (FusedAdam's own state_dict would cast BF16 moments to float32: 32 GB more for an 8B model.)
+    """
+    state: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if not optimizer.state[parameter]:
+            _allocate(optimizer, parameter)
+        state.update({f"{name}.{key}": value for key, value in optimizer.state[parameter].items()})
+    return state
+
+
+def _allocate(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+    if isinstance(optimizer, torch.optim.AdamW):
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    else:
+        remainders = optimizer.store_param_remainders and parameter.dtype == torch.bfloat16
+        optimizer.initialize_state(parameter, remainders)
+
+
+def optimizer_steps(optimizer: torch.optim.Optimizer) -> int:
+    """Steps taken as FusedAdam counts them, by group; torch AdamW has them among its state tensors."""
+    return int(optimizer.param_groups[0].get("step", 0))
+
+
+def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    if not isinstance(optimizer, torch.optim.AdamW) and steps:
+        for group in optimizer.param_groups:
+            group["step"] = steps

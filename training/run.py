@@ -1,0 +1,391 @@
+"""Composition root: builds everything in order, trains, exports, sums up; it alone sees the others."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import te_models
+from data import build_loaders
+from data.chat import load_tokenizer
+from training import metrics, optim, precision
+from training.checkpoint import Checkpoints, resolve_resume
+from training.config import Config, parse_config
+from training.export import export_hf
+from training.run_folder import check_resume, open_run_folder, train_losses, write_json
+from training.state import restore_run, save_run
+from training.trackers import Progress as Display
+from training.trackers import build_tracker, describe_environment, redact
+from training.trainer import Hooks, Meter, Progress, Trainer
+
+EXIT_BAD_SETTING = 2
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command again goes on
+STARTED = time.perf_counter()
+
+
+def main(argv: list[str], *, description: str, strategy: Callable[[], Any]) -> int:
+    """Parse, run, and turn errors a user can act on into one line. Returns the exit code."""
+    try:
+        cfg = parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
+        return Run(cfg, strategy()).run()
+    except torch.OutOfMemoryError as error:
+        way_out = (
+            "Try a smaller --batch_size with more --gradient_accumulation_steps, --gradient_checkpointing, "
+            "a shorter --max_seq_length or --moment_dtype bf16"
+        )
+        return _fail(f"{str(error).splitlines()[0]} {way_out}", EXIT_FAILED)
+    except (ValueError, RuntimeError) as error:
+        if not _raised_here(error):
+            raise
+        return _fail(str(error), EXIT_BAD_SETTING if isinstance(error, ValueError) else EXIT_FAILED)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"error: {redact(message)}", file=sys.stderr, flush=True)
+    return code
+
+
+def _raised_here(error: BaseException) -> bool:
+    """Whether our own code raised it: such messages are written for users, others need their traceback."""
+    root = Path(__file__).resolve().parent.parent
+    path = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+    return path.is_relative_to(root) and "site-packages" not in path.parts
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+class Run:
+    """One training run. Building decides and refuses; `run` trains and returns the exit code."""
+
+    def __init__(self, cfg: Config, strategy: Any):
+        self.cfg, self.strategy, self.device = cfg, strategy, strategy.device
+        set_determinism(cfg.optim.deterministic)
+        self._decide()
+        self._open_folder()
+        self._load_data()
+        self._build_model()
+
+    def _decide(self) -> None:
+        """Precision, model and optimizer, before any weight is read."""
+        cfg = self.cfg
+        self.precision = precision.resolve_precision(cfg)
+        if reason := self.precision.fallback_reason:
+            rule = "!" * 100
+            say(f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {self.precision.effective} scaling\n{rule}")
+        self.plan = te_models.plan_model(
+            cfg.model.model_name,
+            init=cfg.model.init,
+            use_te=cfg.model.use_te,
+            cache_dir=cfg.model.weights_cache_dir,
+            trust_remote_code=cfg.model.trust_remote_code,
+        )
+        self.shape = metrics.ModelShape.from_hf_config(self.plan.config)
+        precision.check_sizes(self.precision, self.plan.name, gemm_sizes(self.shape))
+        te_available = precision.why_not_te() is None
+        self.optimizer_plan = optim.plan_optimizer(cfg.precision, te_available=te_available)
+        if cfg.precision.master_weights == "none":
+            say(optim.MASTER_NONE_WARNING)
+
+    def _open_folder(self) -> None:
+        cfg = self.cfg
+        self.folder = open_run_folder(cfg, self.plan.name, self.precision.effective)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", keep_last=cfg.checkpoint.keep_last)
+        self.resume = resolve_resume(cfg.checkpoint.resume, self.checkpoints)
+        if self.resume:
+            self.meta = self.checkpoints.read_meta(self.resume)
+            check_resume(self.meta, cfg, self.precision.effective, self.resume)
+
+    def _load_data(self) -> None:
+        cfg = self.cfg
+        self.tokenizer = self._load_tokenizer()
+        self.loaders = build_loaders(
+            cfg.data,
+            self.tokenizer,
+            batch_size=cfg.optim.batch_size,
+            eval_batch_size=cfg.optim.eval_batch_size or cfg.optim.batch_size,
+            seed=cfg.optim.seed,
+            pad_multiple=self.precision.token_multiple,
+            vocab_size=self.plan.config.vocab_size,
+            max_positions=self.plan.config.max_position_embeddings,
+            rank=self.strategy.rank,
+            world_size=self.strategy.world_size,
+            pin_memory=self.device.type == "cuda",
+            trust_remote_code=cfg.model.trust_remote_code,
+        )
+        for line in self.loaders.report.lines():
+            say(line)
+        self.total_steps = count_steps(cfg, self.loaders.train.micro_batches_per_epoch)
+
+    def _load_tokenizer(self) -> Any:
+        cfg, plan = self.cfg, self.plan
+        default = "demo" if plan.name in te_models.LOCAL_PRESETS else plan.name
+        tokenizer = load_tokenizer(
+            cfg.model.tokenizer_name or default,
+            family=plan.family,
+            trust_remote_code=cfg.model.trust_remote_code,
+            cache_dir=cfg.model.weights_cache_dir,
+        )
+        if plan.weights is None:  # a model without weights of its own speaks this tokenizer's special tokens
+            plan.config.bos_token_id = tokenizer.bos_token_id
+            plan.config.eos_token_id = tokenizer.eos_token_id
+            plan.config.pad_token_id = tokenizer.pad_token_id
+        return tokenizer
+
+    def _build_model(self) -> None:
+        cfg = self.cfg
+        multiple = self.precision.token_multiple
+        self.model = te_models.build_model(
+            self.plan,
+            use_te=cfg.model.use_te,
+            dtype=self.optimizer_plan.parameter_dtype,
+            device=self.device,
+            seed=cfg.optim.seed,
+            packed=cfg.data.packing,
+            max_positions=-(-cfg.data.max_seq_length // multiple) * multiple,
+            gradient_checkpointing=cfg.model.gradient_checkpointing,
+            compile_layers=cfg.model.compile_model,
+            trust_remote_code=cfg.model.trust_remote_code,
+        )
+        self.optimizer = optim.build_optimizer(self.model, cfg.optim, self.optimizer_plan)
+        self.autocast = precision.build_autocast(
+            self.precision, device=self.device, parameter_dtype=self.optimizer_plan.parameter_dtype
+        )
+        millions = sum(p.numel() for p in self.model.parameters()) / 1e6
+        layers = "Transformer Engine" if cfg.model.use_te else "Hugging Face"
+        say(f"{self.plan.name}: {millions:,.1f} M parameters, {layers} layers, on {self.device}")
+        say(f"precision {self.precision.effective}; {self.optimizer_plan.describe()}")
+
+    def run(self) -> int:
+        # Everything is restored before the tracker opens: it cuts the log at the step that goes on.
+        progress, self.scaling = Progress(), {}
+        if self.resume:
+            progress, self.scaling = restore_run(
+                self.checkpoints,
+                self.resume,
+                self.meta,
+                model=self.model,
+                optimizer=self.optimizer,
+                loader=self.loaders.train,
+            )
+            say(f"resumed from {self.resume} at step {progress.step}")
+        self.environment = describe_environment() | self.precision.as_dict()
+        self.environment["optimizer"] = self.optimizer_plan.describe()
+        write_json(self.folder / "env.json", self.environment)
+        self.tracker = build_tracker(
+            self.cfg.log,
+            self.folder,
+            config=self.cfg.to_dict() | self.precision.as_dict(),
+            tags=self._tags(),
+            resume_step=progress.step if (self.folder / "metrics.jsonl").exists() else None,
+        )
+        self.display = Display(self.total_steps, progress.step)
+        self.trainer = self._build_trainer(progress)
+        code = EXIT_FAILED
+        try:
+            finished = self.trainer.fit()
+            self.display.close()
+            if finished and self.total_steps and self.cfg.checkpoint.export:
+                self._export()
+            self.tracker.summary(self._summary())
+            code = 0 if finished else EXIT_INTERRUPTED
+        finally:
+            self.display.close()
+            self.tracker.finish(code)
+        say(f"run folder: {self.folder}")
+        return code
+
+    def _tags(self) -> list[str]:
+        layers = "te" if self.cfg.model.use_te else "hf"
+        return [self.plan.name.rstrip("/").split("/")[-1], self.precision.effective, layers]
+
+    def _build_trainer(self, progress: Progress) -> Trainer:
+        return Trainer(
+            self.cfg,
+            model=self.model,
+            optimizer=self.optimizer,
+            strategy=self.strategy,
+            autocast=self.autocast,
+            learning_rate=lambda step: optim.learning_rate(step, self.cfg.optim, self.total_steps),
+            total_steps=self.total_steps,
+            loaders=self.loaders,
+            tracker=self.tracker,
+            display=self.display,
+            meter=Meter(self.shape, self.strategy.world_size, self._peaks()),
+            hooks=Hooks(
+                prepare=self._prepare,
+                after_first_step=self._after_first_step,
+                on_skipped=lambda: precision.scrub_scaling(self.model),
+                evaluating=lambda: precision.frozen_scaling(self.model),
+                save=self._save,
+            ),
+            progress=progress,
+        )
+
+    def _peaks(self) -> dict[str, float | None]:
+        name = self.environment.get("gpu_name")
+        peaks = {p: metrics.peak_tflops(name, p) if name else None for p in ("bf16", "fp8")}
+        if name and not peaks["bf16"]:
+            say(f"no peak rate is known for {name}: MFU is left out")
+        return peaks
+
+    def _prepare(self, batch: Any) -> None:
+        """Delayed scaling starts from scales of 1, which crush small weights: one pass calibrates them.
+
+        On a resume the pass makes TE allocate its state, which the checkpoint's then overwrites.
+        """
+        if self.precision.effective != "delayed":
+            return
+        label_tokens = max(1, batch.label_tokens * self.cfg.optim.gradient_accumulation_steps)
+        with torch.enable_grad():
+            with self.autocast():
+                loss, _ = self.model(**batch.inputs)
+            self.strategy.backward(self.model, loss / label_tokens)
+        self.optimizer.zero_grad(set_to_none=True)
+        precision.restore_scaling(self.model, self.scaling)
+
+    def _after_first_step(self) -> None:
+        found = precision.coverage(self.model, self.precision)
+        backend = precision.attention_backend()
+        self.environment |= {
+            "coverage": found.as_dict(),
+            "attention_backend": backend,
+            "seconds_to_first_step": round(time.perf_counter() - STARTED, 2),
+        }
+        write_json(self.folder / "env.json", self.environment)
+        self.display.message("\n".join(found.lines()))
+        if self.precision.recipe is not None and not found.fp8_modules:
+            raise RuntimeError(
+                "--mixed_precision fp8: no module ran in FP8 in the first step; please report it with env.json"
+            )
+        if backend == "unfused":
+            self.display.message(precision.UNFUSED_WARNING)
+        tune_garbage_collection()
+
+    def _save(self, step: int, eval_loss: float | None) -> None:
+        save_run(
+            self.checkpoints,
+            self.cfg,
+            self.precision,
+            model=self.model,
+            optimizer=self.optimizer,
+            loader=self.loaders.train,
+            progress=self.trainer.progress,
+            eval_loss=eval_loss,
+        )
+
+    def _export(self) -> None:
+        folder = export_hf(
+            self.folder / "export",
+            te_models.export_tensors(self.model),
+            config=self.plan.config,
+            tokenizer=self.tokenizer,
+            generation_config=generation_config(self.plan, self.tokenizer),
+        )
+        say(f"exported to {folder}")
+        prompts = self.loaders.eval_prompts[: self.cfg.checkpoint.generate_samples]
+        if prompts:
+            text = answer(folder, prompts, self.device)
+            (self.folder / "samples.txt").write_text(text, encoding="utf-8")
+            say(f"\nsamples from the exported model:\n\n{text}")
+
+    def _summary(self) -> dict[str, Any]:
+        """The values of summary.json, over all starts of the run."""
+        progress, losses = self.trainer.progress, train_losses(self.folder)
+        tail = losses[-max(1, len(losses) // 10) :]
+        gpus = self.strategy.world_size if self.device.type == "cuda" else 0
+        return {
+            "model_name": self.cfg.model.model_name,
+            "mixed_precision": self.cfg.precision.mixed_precision,
+            "use_te": self.cfg.model.use_te,
+            **self.precision.as_dict(),
+            "steps": progress.step,
+            "skipped_steps": progress.skipped_steps,
+            "tokens": progress.real_tokens,
+            "label_tokens": progress.label_tokens,
+            "train_loss": losses[-1] if losses else None,
+            "train_loss_tail_mean": sum(tail) / len(tail) if losses else None,
+            **self.trainer.results(),
+            "best_eval_loss": progress.best_eval_loss,
+            "runtime_seconds": progress.seconds,
+            "peak_memory_gb": torch.cuda.max_memory_allocated(self.device) / 1e9 if gpus else None,
+            "gpu_name": self.environment.get("gpu_name"),
+            "gpus": gpus,
+            "nodes": self.strategy.num_nodes,
+            "gpu_hours": metrics.gpu_hours(progress.seconds, gpus),
+            "node_hours": metrics.node_hours(progress.seconds, self.strategy.num_nodes),
+            "seconds_to_first_step": self.environment.get("seconds_to_first_step"),
+        }
+
+
+def set_determinism(deterministic: bool) -> None:
+    """Before the first CUDA call; TE reads its switch when it loads."""
+    if deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, hides nothing here
+
+
+def tune_garbage_collection() -> None:
+    """Python's full collections stall launches for tens of milliseconds: freeze what outlives every step."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 100)
+
+
+def gemm_sizes(shape: metrics.ModelShape) -> dict[str, int]:
+    return {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.ffn_hidden_size,
+        "query width": shape.num_heads * shape.head_dim,
+        "key/value width": shape.num_kv_heads * shape.head_dim,
+    }
+
+
+def count_steps(cfg: Config, micro_batches: int | None) -> int:
+    if cfg.optim.max_steps is not None:
+        return cfg.optim.max_steps
+    assert micro_batches is not None  # Config refuses streaming without --max_steps
+    return cfg.optim.num_epochs * -(-micro_batches // cfg.optim.gradient_accumulation_steps)
+
+
+def generation_config(plan: te_models.ModelPlan, tokenizer: Any) -> Any:
+    """The source model's, or one from its configuration; generation ends at the chat template's turn too."""
+    from transformers import GenerationConfig
+
+    if plan.weights and (plan.weights / "generation_config.json").exists():
+        generation = GenerationConfig.from_pretrained(plan.weights)
+    else:
+        generation = GenerationConfig.from_model_config(plan.config)
+    ends = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|eot_id|>")} - {None}
+    generation.eos_token_id = sorted(ends) or None
+    generation.pad_token_id = tokenizer.pad_token_id
+    return generation
+
+
+def answer(export: Path, prompts: list[tuple[str, str]], device: torch.device) -> str:
+    """Greedy answers of the exported model, loaded as any user would, beside the reference answers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    model = AutoModelForCausalLM.from_pretrained(export, dtype=dtype).to(device).eval()
+    texts = []
+    for prompt, reference in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
+        output = model.generate(**inputs, max_new_tokens=200, do_sample=False)
+        reply = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        texts.append(f"PROMPT\n{prompt}\nANSWER\n{reply}\nREFERENCE\n{reference}\n")
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(texts))

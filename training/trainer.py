@@ -1,0 +1,335 @@
+"""The loop: steps, evaluation, logging, saving. It knows no model, precision or sharding by name."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import islice
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from training.config import Config
+from training.metrics import mfu, model_flops, perplexity, tokens_per_second
+
+WARMUP_STEPS = 5  # left out of the reported rates: kernels are chosen and memory is reserved in them
+
+
+@dataclass(frozen=True)
+class StepResult:
+    loss: Tensor  # mean over the global batch's label tokens, float32 scalar on the device
+    grad_norm: Tensor
+    learning_rate: float
+    taken: bool
+
+
+@dataclass
+class Progress:
+    """What the run has done so far, over all its starts; saved with every checkpoint."""
+
+    step: int = 0
+    epoch: int = 0
+    real_tokens: int = 0
+    label_tokens: int = 0
+    skipped_steps: int = 0
+    seconds: float = 0.0
+    best_eval_loss: float | None = None
+
+
+@dataclass
+class Hooks:
+    """What the loop calls at its turns; each does nothing by default."""
+
+    prepare: Callable[[Any], None] = lambda batch: None  # once, with a batch, before anything is computed
+    after_first_step: Callable[[], None] = lambda: None
+    on_skipped: Callable[[], None] = lambda: None
+    evaluating: Callable[[], AbstractContextManager] = nullcontext
+    save: Callable[[int, float | None], None] = lambda step, eval_loss: (
+        None
+    )  # (step, eval loss at it or None)
+
+
+class NonFinite(RuntimeError):
+    """Too many steps in a row had a loss or gradient that is not finite."""
+
+
+@dataclass
+class Meter:
+    """Rates since the last log line: host counts and wall time of whole steps, data wait included."""
+
+    shape: Any
+    world_size: int
+    peaks: dict[str, float | None]
+    seconds: float = 0.0
+    waited: float = 0.0
+    steps: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, window: list[Any], seconds: float, waited: float) -> None:
+        self.seconds, self.waited, self.steps = self.seconds + seconds, self.waited + waited, self.steps + 1
+        for batch in window:
+            for name in ("real_tokens", "label_tokens", "padded_tokens", "sum_squared_lengths"):
+                self.counts[name] = self.counts.get(name, 0) + getattr(batch, name)
+
+    def read(self, total: Callable[[dict[str, int]], dict[str, int]]) -> dict[str, float]:
+        """The metrics of the interval, summed over ranks by `total`; resets the meter."""
+        counts, seconds = total(self.counts), self.seconds
+        flops = model_flops(
+            self.shape, tokens=counts["real_tokens"], sum_squared_lengths=counts["sum_squared_lengths"]
+        )
+        tflops = flops / seconds / self.world_size / 1e12
+        out = {
+            "perf/tokens_per_second": tokens_per_second(counts["real_tokens"], seconds),
+            "perf/label_tokens_per_second": tokens_per_second(counts["label_tokens"], seconds),
+            "perf/padded_tokens_per_second": tokens_per_second(counts["padded_tokens"], seconds),
+            "perf/model_tflops_per_gpu": tflops,
+            "perf/step_seconds": seconds / self.steps,
+            "perf/data_wait_share": self.waited / seconds,
+        }
+        out |= {f"perf/mfu_{p}": mfu(tflops, peak) for p, peak in self.peaks.items() if peak}
+        self.seconds = self.waited = 0.0
+        self.steps, self.counts = 0, {}
+        return out
+
+
+class Trainer:
+    """Trains `model` on `loaders.train` to `total_steps`, evaluating on `loaders.eval`.
+
+    `model(**batch.inputs)` returns (summed loss, correct predictions); a batch is a `data.Batch`.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Any,
+        autocast: Callable[[], AbstractContextManager],
+        learning_rate: Callable[[int], float],
+        total_steps: int,
+        loaders: Any,
+        tracker: Any,
+        display: Any,
+        meter: Meter,
+        hooks: Hooks | None = None,
+        progress: Progress | None = None,
+    ):
+        self.cfg, self.model, self.optimizer, self.strategy = cfg, model, optimizer, strategy
+        self.autocast, self.learning_rate, self.total_steps = autocast, learning_rate, total_steps
+        self.loaders, self.tracker, self.display, self.meter = loaders, tracker, display, meter
+        self.hooks, self.progress = hooks or Hooks(), progress or Progress()
+        self.device = strategy.device
+        self.stop_requested = False
+        self.rates: list[tuple[float, float]] = []  # (tokens/s, TFLOP/s per GPU) of each log interval
+        self._skipped_in_a_row, self._prepared, self._covered = 0, False, False
+        self._saved_step = self._evaluated_step = -1
+        self._last_eval: dict[str, float] = {}
+
+    def train_step(self, micro_batches: list[Any]) -> StepResult:
+        """One optimizer step; the result is the same for any split into micro-batches and ranks."""
+        rate = self.learning_rate(self.progress.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        labels = sum(batch.label_tokens for batch in micro_batches)
+        tokens = self.strategy.sum(torch.tensor(labels, device=self.device, dtype=torch.float32))
+        divisor = tokens.clamp(min=1)
+        loss_sum = torch.zeros((), device=self.device)
+        for i, batch in enumerate(micro_batches):
+            with self.strategy.accumulating(self.model, last=i == len(micro_batches) - 1):
+                with self.autocast():
+                    loss, _ = self.model(**batch.inputs)  # summed over this micro-batch's label tokens
+                # Backward stays outside autocast; ranks average gradients, world_size undoes that.
+                self.strategy.backward(self.model, loss * (self.strategy.world_size / divisor))
+            loss_sum += loss.detach()
+        mean = self.strategy.sum(loss_sum) / divisor
+        outcome = self.strategy.step(
+            self.model,
+            self.optimizer,
+            usable=mean.isfinite() & (tokens > 0),
+            max_norm=self.cfg.optim.max_grad_norm,
+        )
+        return StepResult(mean, outcome.grad_norm, rate, outcome.taken)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Loss, perplexity and token accuracy over the whole evaluation set, weighted by label tokens."""
+        sums = torch.zeros(3, device=self.device, dtype=torch.float64)  # loss, correct, label tokens
+        self.model.eval()
+        with self.hooks.evaluating():
+            for batch in self.loaders.eval:
+                batch = batch.to(self.device)
+                self._prepare(batch)
+                with self.autocast():
+                    loss, correct = self.model(**batch.inputs)
+                sums[0] += loss
+                sums[1] += correct
+                sums[2] += batch.label_tokens
+        self.model.train()
+        loss_sum, correct_sum, tokens = self.strategy.sum(sums).tolist()
+        loss = loss_sum / max(tokens, 1)
+        return {
+            "eval/loss": loss,
+            "eval/perplexity": perplexity(loss),
+            "eval/token_accuracy": correct_sum / max(tokens, 1),
+            "eval/label_tokens": tokens,
+        }
+
+    def fit(self) -> bool:
+        """Run to the end; False if a signal stopped it first. Everything is saved either way."""
+        restore = [(s, signal.signal(s, self._on_signal)) for s in (signal.SIGTERM, signal.SIGINT)]
+        try:
+            return self._fit()
+        finally:
+            for number, handler in restore:
+                signal.signal(number, handler)
+
+    def _fit(self) -> bool:
+        if self.total_steps == 0:
+            self._evaluate_and_log()
+            return True
+        while self.progress.step < self.total_steps:
+            started = time.perf_counter()
+            for window in self._windows():
+                waited = time.perf_counter() - started
+                window = [batch.to(self.device) for batch in window]
+                self._first_time(window[0])
+                started = started if self._covered else time.perf_counter()
+                result = self.train_step(window)
+                self._account(window, result, time.perf_counter() - started, waited)
+                if self.strategy.any(self.stop_requested):
+                    self._save()
+                    self.display.message(f"stopped by a signal after step {self.progress.step}; saved")
+                    return False
+                if self.progress.step >= self.total_steps:
+                    break
+                started = time.perf_counter()
+            self.progress.epoch = self.loaders.train.epoch
+        self._evaluate_and_log()
+        self._save()
+        return True
+
+    def _windows(self) -> Iterator[list[Any]]:
+        """The micro-batches of each optimizer step up to the epoch's end; the last window may be shorter."""
+        batches = iter(self.loaders.train)
+        while window := list(islice(batches, self.cfg.optim.gradient_accumulation_steps)):
+            yield window
+
+    def _prepare(self, batch: Any) -> None:
+        if not self._prepared:
+            self._prepared = True
+            self.hooks.prepare(batch)
+
+    def _first_time(self, batch: Any) -> None:
+        self._prepare(batch)
+        if self.cfg.log.eval_at_start and self.progress.step == 0 and self._evaluated_step < 0:
+            self._evaluate_and_log()
+
+    def _account(self, window: list[Any], result: StepResult, seconds: float, waited: float) -> None:
+        progress, log = self.progress, self.cfg.log
+        progress.step += 1
+        progress.seconds += seconds
+        progress.real_tokens += sum(batch.real_tokens for batch in window)
+        progress.label_tokens += sum(batch.label_tokens for batch in window)
+        if not self._covered:
+            self._covered = True
+            self.hooks.after_first_step()
+        self.meter.add(window, seconds, waited)
+        self._judge(result)
+        if progress.step % log.log_interval == 0 or progress.step == self.total_steps:
+            self._log(result)
+        due = log.eval_interval and progress.step % log.eval_interval == 0
+        if due and progress.step < self.total_steps:
+            self._evaluate_and_log()
+        interval = self.cfg.checkpoint.save_interval
+        if interval and progress.step % interval == 0 and progress.step < self.total_steps:
+            self._save()
+
+    def _judge(self, result: StepResult) -> None:
+        if result.taken:
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
+        self.progress.skipped_steps += 1
+        self.hooks.on_skipped()
+        loss, norm = result.loss.item(), result.grad_norm.item()
+        self.display.message(
+            f"step {self.progress.step} not taken: loss {loss}, gradient norm {norm} "
+            f"({self.progress.skipped_steps} skipped so far)"
+        )
+        if self._skipped_in_a_row >= self.cfg.optim.max_skipped_steps:
+            raise NonFinite(
+                f"{self._skipped_in_a_row} steps in a row had no finite loss and gradient "
+                f"(--max_skipped_steps {self.cfg.optim.max_skipped_steps}); try a lower --learning_rate, "
+                "more warm-up, --fp8_scenario current or --mixed_precision bf16, or look at the data here"
+            )
+
+    def _log(self, result: StepResult) -> None:
+        metrics: dict[str, float] = {
+            "train/loss": result.loss.item(),
+            "train/grad_norm": result.grad_norm.item(),
+            "train/learning_rate": result.learning_rate,
+            "train/epoch": self._epoch(),
+            "train/skipped_steps": self.progress.skipped_steps,
+        }
+        steps = self.meter.steps
+        metrics |= self.meter.read(self._sum_counts) | self._memory()
+        if self.progress.step - steps >= WARMUP_STEPS or self.total_steps <= WARMUP_STEPS:
+            self.rates.append((metrics["perf/tokens_per_second"], metrics["perf/model_tflops_per_gpu"]))
+        self.tracker.log(self.progress.step, metrics)
+        self.display.update(self.progress.step, metrics)
+
+    def _epoch(self) -> float:
+        per_epoch = self.loaders.train.micro_batches_per_epoch
+        if per_epoch is None:
+            return float(self.loaders.train.epoch)
+        steps = -(-per_epoch // self.cfg.optim.gradient_accumulation_steps)
+        return self.progress.step / steps
+
+    def _sum_counts(self, counts: dict[str, int]) -> dict[str, int]:
+        values = torch.tensor(list(counts.values()), device=self.device, dtype=torch.float64)
+        return dict(zip(counts, (int(v) for v in self.strategy.sum(values).tolist()), strict=True))
+
+    def _memory(self) -> dict[str, float]:
+        if self.device.type != "cuda":
+            return {}
+        peak = torch.tensor(torch.cuda.max_memory_allocated(self.device) / 1e9, device=self.device)
+        return {"perf/peak_memory_gb": self.strategy.max(peak).item()}
+
+    def _evaluate_and_log(self) -> None:
+        if self.loaders.eval is None or self._evaluated_step == self.progress.step:
+            return
+        self._evaluated_step = self.progress.step
+        metrics = self._last_eval = self.evaluate()
+        best = self.progress.best_eval_loss
+        if best is None or metrics["eval/loss"] < best:
+            self.progress.best_eval_loss = metrics["eval/loss"]
+        self.tracker.log(self.progress.step, metrics)
+        self.display.message(
+            f"step {self.progress.step}: eval loss {metrics['eval/loss']:.4f}, perplexity "
+            f"{metrics['eval/perplexity']:.2f}, token accuracy {metrics['eval/token_accuracy']:.2%}"
+        )
+
+    def _save(self) -> None:
+        if self._saved_step == self.progress.step:
+            return
+        self._saved_step = self.progress.step
+        fresh = self._evaluated_step == self.progress.step
+        self.hooks.save(self.progress.step, self._last_eval.get("eval/loss") if fresh else None)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self.stop_requested = True  # a second signal during the save changes nothing
+
+    def results(self) -> dict[str, float]:
+        """Final evaluation and the median rates after warm-up, for summary.json."""
+        out = {name.replace("eval/", "eval_"): value for name, value in self._last_eval.items()}
+        if self.rates:
+            tokens, tflops = (median(column) for column in zip(*self.rates, strict=True))
+            out |= {"tokens_per_second": tokens, "model_tflops_per_gpu": tflops}
+            out |= {f"mfu_{p}": mfu(tflops, peak) for p, peak in self.meter.peaks.items() if peak}
+        return out
