@@ -1,0 +1,77 @@
+"""Small Llamas for GPU tests: sizes every recipe can run, and weights far enough from trivial to compare."""
+
+import torch
+from transformers import LlamaConfig
+
+from te_models import ModelPlan, build_model
+
+DEVICE = torch.device("cuda", 0)
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+
+def plan(*, tied: bool = False, scaled_rope: bool = True, layers: int = 4, init_std: float = 0.03) -> ModelPlan:
+    config = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=2048,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        # Larger than 0.02, so that logits spread and a swapped head or a wrong angle shows.
+        initializer_range=init_std,
+        tie_word_embeddings=tied,
+        rope_parameters=LLAMA3_ROPE if scaled_rope else {"rope_type": "default", "rope_theta": 10000.0},
+    )
+    return ModelPlan("test-llama", config, None)
+
+
+def build(model_plan: ModelPlan, *, use_te: bool, packed: bool, **options):
+    return build_model(
+        model_plan,
+        use_te=use_te,
+        dtype=options.pop("dtype", torch.bfloat16),
+        device=DEVICE,
+        seed=options.pop("seed", 0),
+        packed=packed,
+        max_positions=2048,
+        **options,
+    )
+
+
+def batch(lengths: list[list[int]], *, packed: bool, seed: int = 0, vocab: int = 2048) -> dict:
+    """Rows of samples with these lengths; labels on two of three tokens, none on a sample's last."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(sum(row) for row in lengths)
+    ids = torch.zeros(len(lengths), width, dtype=torch.int64)
+    labels = torch.full_like(ids, -100)
+    positions = torch.arange(width).repeat(len(lengths), 1)
+    boundaries = [0]
+    for r, row in enumerate(lengths):
+        start = 0
+        for length in row:
+            tokens = torch.randint(0, vocab, (length,), generator=generator)
+            ids[r, start : start + length] = tokens
+            labels[r, start : start + length - 1] = tokens[1:]
+            labels[r, start : start + length : 3] = -100
+            if packed:
+                positions[r, start : start + length] = torch.arange(length)
+                boundaries.append(r * width + start + length)
+            start += length
+        if start < width and packed:
+            positions[r, start:] = torch.arange(width - start)
+            boundaries.append((r + 1) * width)
+    out = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    if packed:
+        out |= {"cu_seqlens": torch.tensor(boundaries, dtype=torch.int32)}
+    out = {name: tensor.to(DEVICE) for name, tensor in out.items()}
+    return out | ({"max_seqlen": width} if packed else {})

@@ -1,0 +1,217 @@
+"""The TE model against Hugging Face on the same weights, and its recipes against its own BF16."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import te_models.decoder
+import te_models.hugging_face
+from te_models import export_tensors, weight_source
+from te_models.weights import load_te
+from tests.gpu.models import DEVICE, batch, build, plan
+from training.config import PrecisionConfig
+from training.loss import linear_cross_entropy
+from training.precision import (
+    RECIPES,
+    Precision,
+    attention_backend,
+    build_autocast,
+    coverage,
+    frozen_scaling,
+    make_recipe,
+    scaling_state,
+    why_not,
+)
+
+pytestmark = pytest.mark.gpu
+PADDED, PACKED = [[256], [200], [131]], [[100, 60, 96], [256], [31, 200]]
+
+
+def logits_of(model, inputs, monkeypatch) -> tuple[torch.Tensor, float]:
+    """[T, V] float32 logits at label positions, read off the LM head's input, and the mean loss."""
+    seen = []
+
+    def spy(hidden, weight, labels):
+        seen.append((hidden @ weight.T).float()[labels != -100])
+        return linear_cross_entropy(hidden, weight, labels)
+
+    for module in (te_models.decoder, te_models.hugging_face):
+        monkeypatch.setattr(module, "linear_cross_entropy", spy)
+    with torch.no_grad():
+        loss = model(**inputs).loss / (inputs["labels"] != -100).sum()
+    return seen[0], loss.item()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("scaled_rope", [False, True], ids=["rope", "llama3-rope"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_te_matches_hugging_face(tied, scaled_rope, packed, monkeypatch):
+    model_plan = plan(tied=tied, scaled_rope=scaled_rope)
+    inputs = batch(PACKED if packed else PADDED, packed=packed)
+    reference, reference_loss = logits_of(build(model_plan, use_te=False, packed=packed), inputs, monkeypatch)
+    logits, loss = logits_of(build(model_plan, use_te=True, packed=packed), inputs, monkeypatch)
+    assert abs(loss - reference_loss) < 5e-3
+    divergence = F.kl_div(
+        logits.log_softmax(-1), reference.log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1)
+    assert divergence.max() < 5e-3 and divergence.mean() < 1e-3
+    cosine = F.cosine_similarity(logits, reference, dim=-1)
+    print(
+        f"loss {loss:.5f} against {reference_loss:.5f}, KL max {divergence.max():.2e}, cosine {cosine.min():.6f}"
+    )
+    assert cosine.min() >= 0.9999
+
+
+def test_export_is_what_was_loaded():
+    model_plan = plan(tied=True)
+    hf = dict(export_tensors(build(model_plan, use_te=False, packed=True)))
+    te = dict(export_tensors(build(model_plan, use_te=True, packed=True)))
+    assert te.keys() == hf.keys()
+    assert all(torch.equal(te[name], hf[name]) for name in hf)
+
+
+def test_load_refuses_a_weight_without_place():
+    model_plan = plan()
+    model = build(model_plan, use_te=True, packed=True)
+    source = weight_source(model_plan, seed=0, device=DEVICE)
+    source._shapes["model.layers.0.self_attn.q_proj.bias"] = torch.Size([512])
+    with pytest.raises(ValueError, match=r"q_proj\.bias"):
+        load_te(model, source)
+
+
+def step(model, inputs, autocast):
+    with autocast():
+        loss = model(**inputs).loss
+    loss = loss / (inputs["labels"] != -100).sum()
+    loss.backward()
+    grads = {name: p.grad.float().clone() for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return loss.item(), grads
+
+
+def fp8(name):
+    if reason := why_not(name):
+        pytest.skip(reason)
+    precision = Precision(name, name, recipe=make_recipe(name, PrecisionConfig()))
+    return precision, build_autocast(precision, device=DEVICE, parameter_dtype=torch.bfloat16)
+
+
+def bf16():
+    return build_autocast(Precision("bf16", "bf16"), device=DEVICE, parameter_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_is_close_to_bf16(name, packed):
+    precision, autocast = fp8(name)
+    # Eight rows of 256: every recipe's token multiple.
+    inputs = batch([[256]] * 8 if not packed else [[100, 156]] * 8, packed=packed)
+    model = build(plan(), use_te=True, packed=packed)
+    reference, reference_grads = step(model, inputs, bf16())
+    if name == "delayed":
+        step(model, inputs, autocast)  # the product calibrates the same way
+    loss, grads = step(model, inputs, autocast)
+    assert abs(loss - reference) / reference < 0.01
+    for key, grad in grads.items():
+        error = (grad - reference_grads[key]).norm() / reference_grads[key].norm()
+        assert error < 0.35, f"{key}: relative error {error:.3f}"
+    found = coverage(model, precision)
+    assert found.fp8_modules == 3 * 4  # qkv, proj, mlp of four layers
+    head = next(row for row in found.rows if row.modules == "lm_head")
+    assert head.precision == "bf16" and found.fp8_gemm_share == pytest.approx(1 - head.gemm_share)
+
+
+def test_bf16_runs_no_fp8_and_coverage_says_so():
+    model = build(plan(), use_te=True, packed=True)
+    step(model, batch(PACKED, packed=True), bf16())
+    assert coverage(model, Precision("bf16", "bf16")).fp8_modules == 0
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+def test_fp8_gemms_run_on_the_gpu(name):
+    """The coverage table reads TE's flags; the profiler says which kernels ran."""
+    _, autocast = fp8(name)
+    inputs = batch([[256]] * 8, packed=False)
+    model = build(plan(), use_te=True, packed=False)
+    step(model, inputs, autocast)
+
+    def kernels(context):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step(model, inputs, context)
+            torch.cuda.synchronize()
+        names = [event.name.lower() for event in profile.events()]
+        return [n for n in names if "e4m3" in n or "e5m2" in n or "qmma" in n or "fp8" in n]
+
+    ran, idle = kernels(autocast), kernels(bf16())
+    print(name, len(ran), sorted(set(ran))[:5])
+    assert len(ran) >= 3 * 4 * 3 and not idle
+
+
+@pytest.mark.parametrize("name", [None, "delayed", "current"])
+def test_packed_samples_do_not_see_each_other(name):
+    autocast = fp8(name)[1] if name else bf16()
+    model_plan = plan()
+    apart = build(model_plan, use_te=True, packed=False)
+    together = build(model_plan, use_te=True, packed=True)
+    one = batch([[128], [128], [128], [128]], packed=False)
+    row = {"input_ids": one["input_ids"].view(1, -1), "labels": one["labels"].view(1, -1)}
+    row |= {"cu_seqlens": torch.arange(0, 513, 128, dtype=torch.int32, device=DEVICE), "max_seqlen": 512}
+    for _ in range(2):  # delayed scaling: once to calibrate
+        alone, packed = step(apart, one, autocast)[0], step(together, row, autocast)[0]
+    tolerance = 2e-3 if name else 2e-4
+    assert packed == pytest.approx(alone, rel=tolerance)
+    changed = dict(row, input_ids=row["input_ids"].clone())
+    changed["input_ids"][:, :128] = 7
+    labels = row["labels"].clone()
+    labels[:, :128] = -100
+    with torch.no_grad(), bf16()():
+        base = together(**dict(row, labels=labels)).loss
+        assert together(**dict(changed, labels=labels)).loss == base
+
+
+@pytest.mark.parametrize("name", [None, "delayed", "current"])
+def test_recomputation_gives_the_same_gradients(name):
+    autocast = fp8(name)[1] if name else bf16()
+    inputs = batch([[100, 156]] * 8, packed=True)
+    results = []
+    for recompute in (False, True):
+        model = build(plan(), use_te=True, packed=True, gradient_checkpointing=recompute)
+        for _ in range(3):
+            loss, grads = step(model, inputs, autocast)
+        results.append((loss, grads))
+    (loss, grads), (again, regrads) = results
+    assert again == pytest.approx(loss, rel=1e-5)
+    for key, grad in grads.items():
+        assert (grad - regrads[key]).norm() / grad.norm() < 1e-2, key
+
+
+def test_evaluation_leaves_the_scaling_state_alone():
+    _, autocast = fp8("delayed")
+    model = build(plan(), use_te=True, packed=True)
+    step(model, batch(PACKED, packed=True), autocast)
+    before = {name: t.clone() for name, t in scaling_state(model).items()}
+    assert before
+    with frozen_scaling(model), torch.no_grad(), autocast():
+        model(**batch(PACKED, packed=True, seed=9))
+        moved = any(not torch.equal(before[name], t) for name, t in scaling_state(model).items())
+    after = scaling_state(model)
+    assert moved and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_attention_backend_is_reported_and_fused():
+    model = build(plan(), use_te=True, packed=True)
+    step(model, batch(PACKED, packed=True), bf16())
+    assert attention_backend() in ("fused", "flash")
+
+
+def test_unfused_attention_is_detected(monkeypatch):
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
+
+    _attention_backends["backend_selection_requires_update"] = True
+    model = build(plan(layers=1), use_te=True, packed=False)
+    step(model, batch([[128]], packed=False), bf16())
+    found = attention_backend()
+    _attention_backends["attention_params"] = None
+    assert found == "unfused"

@@ -1,0 +1,660 @@
+"""Checkpoints: exact, atomic, verified, prunable, and the same over any number of ranks."""
+
+import errno
+import json
+import os
+import pickle
+import random
+import resource
+import signal
+import sys
+import time
+import traceback
+import warnings
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from training.checkpoint import (
+    Checkpoints,
+    DamagedCheckpoint,
+    resolve_resume,
+    rng_state,
+    set_rng_state,
+)
+
+torch.set_num_threads(1)  # children are forked, and a forked OpenMP pool hangs
+fork = get_context("fork")
+
+
+def filled(value: float) -> dict[str, torch.Tensor]:
+    return {
+        "weight": torch.full((6, 5), float(value)),
+        "moment": torch.full((7,), value, dtype=torch.bfloat16),
+    }
+
+
+def empty_like(tensors: dict) -> dict[str, torch.Tensor]:
+    return {key: torch.zeros(tensor.shape, dtype=tensor.dtype) for key, tensor in tensors.items()}
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def holds(checkpoints: Checkpoints, path: Path, value: float) -> bool:
+    target = empty_like(filled(0))
+    checkpoints.load(path, target)
+    return all(torch.equal(target[key], tensor) for key, tensor in filled(value).items())
+
+
+def index_of(checkpoints: Checkpoints) -> dict:
+    return json.loads((checkpoints.folder / "index.json").read_text())
+
+
+def on_disk(checkpoints: Checkpoints) -> list[str]:
+    return sorted(path.name for path in checkpoints.folder.iterdir() if path.is_dir())
+
+
+def shard_of(path: Path) -> Path:
+    return sorted(path.glob("*.safetensors"))[0]
+
+
+# Exactness
+
+
+def awkward_tensors() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    noise = torch.randint(0, 256, (96,), dtype=torch.uint8, generator=g)  # any bit pattern, NaNs too
+    dtypes = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.bfloat16, torch.float16)
+    dtypes += (torch.float32, torch.float64, torch.int8, torch.int16, torch.int64, torch.uint8, torch.uint16)
+    tensors = {f"any.{dtype}": noise.view(dtype).reshape(3, -1).clone() for dtype in dtypes}
+    tensors |= {
+        "bool": torch.tensor([[True, False], [False, False]]),
+        "0-d": torch.tensor(3.25, dtype=torch.float64),
+        "0-d step": torch.tensor(7),
+        "0-d float8": torch.tensor(0.5).to(torch.float8_e4m3fn),
+        "empty": torch.empty(0),
+        "empty rows": torch.empty(0, 4, dtype=torch.bfloat16),
+        "empty columns": torch.empty(3, 0, dtype=torch.float8_e5m2),
+        "transposed": torch.randn(4, 6, generator=g).t(),
+        "strided": torch.randn(5, 8, generator=g)[1:4, ::3],
+        "expanded": torch.randn(3, 1, generator=g).expand(3, 4),
+        "slice": torch.arange(100.0)[10:20],
+        "parameter": torch.nn.Parameter(torch.randn(3, generator=g)),
+    }
+    return tensors
+
+
+@pytest.mark.parametrize("file_bytes", [2**31, 64], ids=["one file", "many files"])
+def test_every_kind_of_tensor_comes_back_bit_by_bit(tmp_path, file_bytes):
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    checkpoints.file_bytes = file_bytes
+    tensors = awkward_tensors()
+    meta = {"step": 100, "nested": {"list": [1, 2.5, None, "x"]}}
+    path = checkpoints.save(100, tensors, meta)
+    assert path == tmp_path / "step_000100"
+    assert (len(list(path.glob("*.safetensors"))) > 5) == (file_bytes == 64)
+    assert checkpoints.keys(path) == tensors.keys()
+    assert checkpoints.read_meta(path) == meta
+
+    target = empty_like(tensors) | {"transposed": torch.zeros(4, 6).t(), "slice": torch.zeros(50)[5:15]}
+    before = dict(target)
+    assert checkpoints.load(path, target) == meta
+    for key, tensor in tensors.items():
+        assert target[key] is before[key], "filled in place"
+        assert target[key].dtype == tensor.dtype and target[key].shape == tensor.shape
+        assert raw_bytes(target[key]) == raw_bytes(tensor.detach()), key
+
+
+def test_a_part_of_a_checkpoint_can_be_loaded_and_nothing_at_all_saved(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    path = checkpoints.save(1, filled(4), {})
+    target = {"moment": torch.zeros(7, dtype=torch.bfloat16)}
+    checkpoints.load(path, target)
+    assert torch.equal(target["moment"], filled(4)["moment"])
+    path = checkpoints.save(2, {}, {"a": 1})
+    assert checkpoints.load(path, {}) == {"a": 1} and checkpoints.keys(path) == set()
+
+
+def test_load_names_the_key_that_does_not_fit(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    path = checkpoints.save(1, filled(1), {})
+    for target, named in [
+        ({"other": torch.zeros(1)}, "'other'"),
+        ({"weight": torch.zeros(6, 4)}, r"'weight'.*\[6, 5\].*\[6, 4\]"),
+        ({"weight": torch.zeros(6, 5, dtype=torch.float64)}, "'weight'.*float32.*float64"),
+        ({"weight": torch.zeros(6, 5, device="meta")}, "'weight'.*meta"),
+    ]:
+        untouched = filled(9) | target
+        with pytest.raises(ValueError, match=named):
+            checkpoints.load(path, untouched)
+        assert torch.equal(untouched["moment"], filled(9)["moment"])
+
+
+def test_a_dtype_that_safetensors_lacks_is_refused_by_name(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    with pytest.raises(ValueError, match=r"'z'.*complex128"):
+        checkpoints.save(1, {"z": torch.zeros(2, dtype=torch.complex128)}, {})
+    assert on_disk(checkpoints) == [] and checkpoints.latest() is None
+
+
+def test_random_state_continues_every_generator(tmp_path):
+    def draw():
+        return (
+            torch.rand(3).tolist(),
+            random.gauss(0, 1),
+            random.random(),
+            np.random.standard_normal(3).tolist(),
+        )
+
+    random.gauss(0, 1), np.random.standard_normal()  # both generators now keep a second draw for later
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    path = checkpoints.save(1, rng_state(), {})
+    expected = draw()
+    state = rng_state()
+    checkpoints.load(path, state)
+    set_rng_state(state)
+    assert draw() == expected
+
+
+# What is kept
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, float("nan"))]:
+        checkpoints.save(step, filled(step), {}, eval_loss=loss)
+    assert on_disk(checkpoints) == ["step_000002", "step_000004", "step_000005"]
+    index = index_of(checkpoints)
+    assert (index["latest"], index["best"], index["best_eval_loss"]) == ("step_000005", "step_000002", 1.0)
+    assert index["steps"] == [2, 4, 5]
+
+    checkpoints.note_eval(4, 0.5)  # evaluated after it was saved
+    checkpoints.note_eval(6, 0.25)  # evaluated before it is saved
+    assert index_of(checkpoints)["best"] == "step_000004"
+    checkpoints.save(6, filled(6), {})
+    assert (index_of(checkpoints)["best"], index_of(checkpoints)["best_eval_loss"]) == ("step_000006", 0.25)
+    checkpoints.save(7, filled(7), {})
+    checkpoints.save(8, filled(8), {})
+    assert on_disk(checkpoints) == ["step_000006", "step_000007", "step_000008"]
+    assert holds(checkpoints, tmp_path / "step_000006", 6)
+
+
+def test_latest_and_pruning_follow_the_order_of_saving(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    for step in (100, 200, 300):
+        checkpoints.save(step, filled(step), {})
+    # A run that was resumed from an older step goes on from what it saves now.
+    checkpoints.save(250, filled(250), {})
+    assert Checkpoints(tmp_path, keep_last=2).latest().name == "step_000250"
+    assert on_disk(checkpoints) == ["step_000250", "step_000300"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_last=3)
+    checkpoints.save(1, filled(1), {}, eval_loss=0.1)
+    checkpoints.save(2, filled(2), {}, eval_loss=0.2)
+    path = checkpoints.save(1, filled(11), {"again": True})
+    assert holds(checkpoints, path, 11) and checkpoints.read_meta(path) == {"again": True}
+    assert on_disk(checkpoints) == ["step_000001", "step_000002"]
+    index = index_of(checkpoints)
+    assert (index["latest"], index["steps"]) == ("step_000001", [2, 1])
+    assert index["best"] == "step_000002", "the loss of the replaced weights is forgotten"
+
+
+# Damage
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def change_manifest(path: Path) -> None:
+    outer = json.loads((path / "manifest.json").read_text())
+    outer["manifest"]["tensors"]["weight"]["shape"] = [5, 6]
+    (path / "manifest.json").write_text(json.dumps(outer))
+
+
+DAMAGE = {
+    "truncated shard": (
+        lambda p: os.truncate(shard_of(p), shard_of(p).stat().st_size - 1),
+        "safetensors: .* bytes",
+    ),
+    "flipped shard": (lambda p: flip(shard_of(p), -1), "safetensors: .*checksum"),
+    "missing shard": (lambda p: shard_of(p).unlink(), "safetensors: missing"),
+    "foreign shard": (lambda p: (p / "x.safetensors").write_bytes(b"?"), "x.safetensors: not in manifest"),
+    "missing meta": (lambda p: (p / "meta.json").unlink(), "meta.json: missing"),
+    "flipped meta": (lambda p: flip(p / "meta.json", 3), "meta.json: .*checksum"),
+    "missing manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json: missing"),
+    "garbled manifest": (lambda p: (p / "manifest.json").write_bytes(b"\xff{"), "manifest.json: unreadable"),
+    "changed manifest": (change_manifest, "manifest.json: .*checksum"),
+    "empty folder": (lambda p: [file.unlink() for file in p.iterdir()], "manifest.json: missing"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_named_and_the_previous_checkpoint_offered(tmp_path, kind):
+    checkpoints = Checkpoints(tmp_path, keep_last=4)
+    for step in (1, 2, 3, 4):
+        checkpoints.save(step, filled(step), {"step": step})
+    damage, named = DAMAGE[kind]
+    damage(tmp_path / "step_000003")
+    damage(tmp_path / "step_000002")
+    path = checkpoints.folder / "step_000003"
+    offered = f"--resume {tmp_path / 'step_000001'}`"
+    for use in (checkpoints.verify, lambda path: checkpoints.load(path, empty_like(filled(0)))):
+        with pytest.raises(DamagedCheckpoint, match=named) as caught:
+            use(path)
+        assert str(path) in str(caught.value) and offered in str(caught.value)
+    if "manifest" in named or "meta" in named:
+        with pytest.raises(DamagedCheckpoint, match=named):
+            checkpoints.read_meta(path)
+    checkpoints.verify(tmp_path / "step_000004")
+
+
+def test_a_folder_that_only_looks_published_is_found_out(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    checkpoints.save(1, filled(1), {})
+    (tmp_path / "step_000009").mkdir()
+    path = checkpoints.latest()
+    with pytest.raises(DamagedCheckpoint, match=r"step_000009.*manifest.*--resume .*step_000001"):
+        checkpoints.load(path, filled(0))
+    # It never counts as one of the newest, and is the first to go.
+    checkpoints.save(2, filled(2), {})
+    checkpoints.save(3, filled(3), {})
+    assert on_disk(checkpoints) == ["step_000002", "step_000003"]
+    assert checkpoints.latest().name == "step_000003"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"latest": "../x", "steps": [1], "eval_losses": {}}', b"\xff"]
+)
+def test_an_unreadable_index_is_named_and_made_anew_by_the_next_save(tmp_path, content):
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    for step in (1, 2):
+        checkpoints.save(step, filled(step), {})
+    flip(shard_of(tmp_path / "step_000002"), -1)
+    (tmp_path / "index.json").write_bytes(content)
+    with pytest.raises(DamagedCheckpoint, match=r"index.json: unreadable.*--resume .*step_000001"):
+        checkpoints.latest()
+    with pytest.warns(UserWarning, match="index.json: unreadable"):
+        checkpoints.save(3, filled(3), {})
+    assert checkpoints.latest().name == "step_000003"
+    assert on_disk(checkpoints) == ["step_000002", "step_000003"]
+
+
+def test_an_index_that_names_a_missing_folder_is_found_out(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_last=3)
+    for step in (1, 2):
+        checkpoints.save(step, filled(step), {})
+    (tmp_path / "step_000002").rename(tmp_path / "moved")
+    with pytest.raises(DamagedCheckpoint, match=r"step_000002.*gone.*--resume .*step_000001"):
+        checkpoints.latest()
+    (tmp_path / "step_000001").rename(tmp_path / "moved too")
+    with pytest.raises(DamagedCheckpoint, match=r"no intact one is left"):
+        checkpoints.latest()
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, (str(Path(os.environ["BOMB"])),)
+
+
+def test_a_planted_pickle_is_never_opened(tmp_path, monkeypatch):
+    monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=2)
+    path = checkpoints.save(1, filled(1), {})
+    planted = {".metadata", "model.pt", "__0_0.distcp", "meta.pkl"}
+    for name in planted:
+        (path / name).write_bytes(pickle.dumps(Bomb()))
+    opened = []
+    watching = True
+    sys.addaudithook(
+        lambda event, args: opened.append(str(args[0])) if watching and event == "open" else None
+    )
+    assert holds(checkpoints, path, 1)
+    watching = False
+    assert str(path / "meta.json") in opened, "the watch works"
+    assert not planted & {Path(name).name for name in opened}
+    assert not (tmp_path / "exploded").exists()
+    assert not list(path.parent.rglob("*.pt")) or planted
+
+
+# --resume
+
+
+def test_resume_takes_auto_none_and_any_folder_of_a_run(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    checkpoints = Checkpoints(run / "checkpoints", keep_last=3)
+    assert resolve_resume("auto", checkpoints) is None
+    paths = [checkpoints.save(step, filled(step), {}) for step in (1, 2)]
+    assert resolve_resume("auto", checkpoints) == paths[1]
+    assert resolve_resume("none", checkpoints) is None
+    elsewhere = Checkpoints(tmp_path / "other" / "checkpoints", keep_last=3)
+    for given, found in [(paths[0], 0), (run, 1), (run / "checkpoints", 1), (f"{paths[0]}/", 0)]:
+        assert resolve_resume(str(given), elsewhere) == paths[found]
+    monkeypatch.chdir(paths[0])
+    assert resolve_resume(".", elsewhere) == paths[0]
+    assert resolve_resume("../step_000002", elsewhere) == paths[1]
+
+
+@pytest.mark.parametrize("resume", ["latest", "missing/step_000001", "empty", "file", ""])
+def test_resume_from_where_nothing_is_names_the_flag(tmp_path, monkeypatch, resume):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match=f"--resume {resume}: no checkpoint there"):
+        resolve_resume(resume, Checkpoints(tmp_path / "checkpoints", keep_last=1))
+
+
+# Crashes and full disks
+
+
+@contextmanager
+def disk_that_takes(num_bytes: int):
+    """Files of this process cannot grow beyond `num_bytes`: a real write error, EFBIG."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 30, 450], ids=["meta", "tensors", "manifest"])
+def test_a_write_error_loses_nothing_and_says_so(tmp_path, num_bytes):
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    with pytest.raises(RuntimeError, match="no earlier one"), disk_that_takes(0):
+        checkpoints.save(1, filled(1), {})
+    checkpoints.save(1, filled(1), {})
+    for step in (1, 2):  # saved again, and new
+        with (
+            pytest.raises(RuntimeError, match=os.strerror(errno.EFBIG)) as caught,
+            disk_that_takes(num_bytes),
+        ):
+            checkpoints.save(step, filled(7), {})
+        assert f"step_{step:06d}" in str(caught.value) and "--resume" in str(caught.value)
+        assert str(tmp_path / "step_000001") in str(caught.value)
+        assert on_disk(checkpoints) == ["step_000001"]
+        assert holds(checkpoints, checkpoints.latest(), 1)
+    checkpoints.save(2, filled(2), {})
+    assert holds(checkpoints, checkpoints.latest(), 2)
+
+
+def in_child(work) -> int:
+    """Run `work` in a forked process; its exit code, negative for a signal."""
+    child = fork.Process(target=work)
+    child.start()
+    child.join(60)
+    assert child.exitcode is not None
+    return child.exitcode
+
+
+def die_at(count: int, folder: Path) -> None:
+    """SIGKILL this process just before its `count`-th change in `folder`."""
+    left = count
+
+    def watch(event: str, args: tuple) -> None:
+        nonlocal left
+        writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if (writes or event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir")) and left > 0:
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+@pytest.mark.parametrize("step", [2, 1], ids=["new step", "same step again"])
+def test_a_kill_before_any_single_change_leaves_a_whole_checkpoint(tmp_path, step):
+    kills = 0
+    for count in range(1, 60):
+        folder = tmp_path / str(count)
+        checkpoints = Checkpoints(folder, keep_last=1)
+        checkpoints.save(1, filled(1), {})
+
+        def save(count=count, folder=folder):
+            die_at(count, folder)
+            Checkpoints(folder, keep_last=1).save(step, filled(5), {})
+
+        exitcode = in_child(save)
+        survivor = Checkpoints(folder, keep_last=1)
+        path = survivor.latest()
+        survivor.verify(path)
+        new = path.name == f"step_{step:06d}" and holds(survivor, path, 5)
+        assert new or (path.name == "step_000001" and holds(survivor, path, 1))
+        survivor.save(3, filled(3), {})
+        assert holds(survivor, survivor.latest(), 3)
+        assert on_disk(survivor) == ["step_000003"], "leftovers are gone"
+        if exitcode == 0:
+            assert new
+            break
+        assert exitcode == -signal.SIGKILL
+        kills += 1
+    assert 10 < kills < 59
+
+
+def test_kills_at_random_moments(tmp_path):
+    rounds = random.Random(7)
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    checkpoints.save(1, filled(1), {})
+
+    def save_on_and_on():
+        step = int(checkpoints.latest().name[5:])
+        while True:
+            step += 1
+            checkpoints.save(step, filled(step % 128), {"step": step}, eval_loss=1 / step)
+
+    for _ in range(5):
+        before = checkpoints.latest()
+        child = fork.Process(target=save_on_and_on)
+        child.start()
+        while checkpoints.latest() == before:
+            time.sleep(0.01)
+        time.sleep(rounds.uniform(0, 0.3))
+        child.kill()
+        child.join()
+        path = checkpoints.latest()
+        step = int(path.name[5:])
+        checkpoints.verify(path)
+        assert holds(checkpoints, path, step % 128) and checkpoints.read_meta(path) == {"step": step}
+
+
+# Ranks
+
+
+def run_ranks(work, folder: Path, world_size: int = 2) -> None:
+    """Run `work(rank, folder)` on forked ranks over gloo; their failures fail the test."""
+
+    def main(rank: int) -> None:
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+            )
+            work(rank, folder)
+            dist.barrier()
+            dist.destroy_process_group()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    (folder / "store").unlink(missing_ok=True)
+    ranks = [fork.Process(target=main, args=(rank,)) for rank in range(world_size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    assert codes == [0] * world_size
+
+
+def full_tensors() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return {
+        "even": torch.randn(4, 3, generator=g),
+        "uneven": torch.randn(5, 3, generator=g).to(torch.bfloat16),
+        "one row": torch.randn(1, 3, generator=g).to(torch.float8_e4m3fn),
+        "columns": torch.randn(2, 5, generator=g),
+        "replicated": torch.randn(3, generator=g),
+        "plain": torch.arange(4, dtype=torch.int16),
+        "0-d": torch.tensor(9),
+        "no rows": torch.empty(0, 2),
+    }
+
+
+LAYOUT = {"columns": Shard(1), "replicated": Replicate()}
+
+
+def distributed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plain = ("plain", "0-d")
+
+    def spread(key: str, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == torch.float8_e4m3fn:  # scatter knows no float8
+            bits = distribute_tensor(tensor.view(torch.uint8), mesh, [Shard(0)])
+            local = bits.to_local().view(tensor.dtype)
+            shape, stride = tensor.shape, tensor.stride()
+            return type(bits).from_local(local, mesh, [Shard(0)], shape=shape, stride=stride)
+        return distribute_tensor(tensor, mesh, [LAYOUT.get(key, Shard(0))])
+
+    return {key: t if key in plain else spread(key, t) for key, t in tensors.items()}
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def save_distributed(rank: int, folder: Path) -> None:
+    checkpoints = Checkpoints(
+        folder / "checkpoints", keep_last=1, rank=rank, world_size=dist.get_world_size()
+    )
+    own = {f"rng.{rank}": torch.full((3,), rank)}
+    for step in (1, 2):
+        checkpoints.save(step, distributed(full_tensors()) | own, {"rank": rank}, eval_loss=rank - step)
+
+
+def load_distributed(rank: int, folder: Path) -> None:
+    checkpoints = Checkpoints(
+        folder / "checkpoints", keep_last=1, rank=rank, world_size=dist.get_world_size()
+    )
+    path = checkpoints.latest()
+    expected = distributed(full_tensors())
+    target = distributed(empty_like(full_tensors()))
+    before = dict(target)
+    checkpoints.load(path, target)
+    for key, tensor in expected.items():
+        assert target[key] is before[key]
+        assert raw_bytes(local(target[key])) == raw_bytes(local(tensor)), key
+
+
+def test_two_ranks_to_one_and_to_three(tmp_path):
+    run_ranks(save_distributed, tmp_path)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
+    assert on_disk(checkpoints) == ["step_000002"], "rank 0 pruned"
+    path = checkpoints.latest()
+    expected = full_tensors() | {"rng.0": torch.full((3,), 0), "rng.1": torch.full((3,), 1)}
+    assert checkpoints.keys(path) == expected.keys()
+    target = empty_like(expected)
+    assert checkpoints.load(path, target) == {"rank": 0}
+    for key, tensor in expected.items():
+        assert raw_bytes(target[key]) == raw_bytes(tensor), key
+    run_ranks(load_distributed, tmp_path, world_size=3)
+
+
+def test_one_rank_to_two(tmp_path):
+    Checkpoints(tmp_path / "checkpoints", keep_last=1).save(1, full_tensors(), {})
+    run_ranks(load_distributed, tmp_path)
+
+
+def small_model(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+
+
+def trained_fsdp_state(seed: int) -> dict[str, torch.Tensor]:
+    model = fully_shard(small_model(seed), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    state = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        state |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+    return state
+
+
+def fsdp_round_trip(rank: int, folder: Path) -> None:
+    checkpoints = Checkpoints(folder / "checkpoints", keep_last=1, rank=rank, world_size=2)
+    saved, other = trained_fsdp_state(0), trained_fsdp_state(1)
+    assert not torch.equal(local(saved["model.0.weight"]), local(other["model.0.weight"]))
+    path = checkpoints.save(1, saved, {})
+    checkpoints.load(path, other)
+    for key, tensor in saved.items():
+        assert torch.equal(local(other[key]), local(tensor)), key
+    full = {key: t.full_tensor() if hasattr(t, "full_tensor") else t for key, t in saved.items()}
+    if rank == 0:
+        alone = Checkpoints(folder / "checkpoints", keep_last=1)
+        target = empty_like(full)
+        alone.load(path, target)
+        assert all(torch.equal(target[key], full[key]) for key in full)
+        assert "optimizer.0.weight.exp_avg" in full and target["model.0.weight"].shape == (5, 3)
+
+
+def test_fsdp_model_and_optimizer(tmp_path):
+    run_ranks(fsdp_round_trip, tmp_path)
+
+
+def errors_on_one_rank(rank: int, folder: Path) -> None:
+    checkpoints = Checkpoints(folder / "checkpoints", keep_last=1, rank=rank, world_size=2)
+    path = checkpoints.save(1, distributed(full_tensors()), {})
+
+    def refused(error, match, work):
+        with pytest.raises(error, match=match):
+            work()
+
+    # Each of these goes wrong on rank 1 alone, and every rank must hear of it.
+    limit = disk_that_takes(200) if rank == 1 else disk_that_takes(2**40)
+    with limit:
+        tensors = distributed(full_tensors()) | {f"big.{rank}": torch.zeros(100)}
+        refused(RuntimeError, "step_000002.*too large.*step_000001", lambda: checkpoints.save(2, tensors, {}))
+    unfit = {"x": torch.zeros(2, dtype=torch.complex128 if rank else torch.float32)}
+    refused(ValueError, "complex128", lambda: checkpoints.save(2, unfit, {}))
+    unequal = {"x": torch.zeros(2 + rank)}
+    refused(ValueError, "'x' is .* on one rank", lambda: checkpoints.save(2, unequal, {}))
+    missing = {"x": torch.zeros(2)} if rank else {}
+    refused(ValueError, "no tensor 'x'", lambda: checkpoints.load(path, missing))
+    dist.barrier()
+    assert on_disk(checkpoints) == ["step_000001"]
+    for name in sorted(path.glob("*.safetensors")):
+        if rank == 0:
+            flip(name, -1)
+        dist.barrier()
+        refused(DamagedCheckpoint, name.name, lambda: checkpoints.load(path, distributed(full_tensors())))
+        dist.barrier()
+        if rank == 0:
+            flip(name, -1)
+        dist.barrier()
+    checkpoints.load(path, distributed(full_tensors()))
+
+
+def test_an_error_on_one_rank_reaches_all(tmp_path):
+    run_ranks(errors_on_one_rank, tmp_path)
+
+
+def test_one_process_saves_and_loads_without_a_warning(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert holds(checkpoints, checkpoints.save(1, filled(1), {}), 1)

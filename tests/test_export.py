@@ -1,0 +1,229 @@
+"""Exports load in Hugging Face transformers as the model that was trained, and never half replace an older one."""
+
+import json
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from training.export import export_hf
+
+torch.set_num_threads(1)
+
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+FAMILIES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False}),
+    "llama tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
+    "qwen tied": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+}
+
+
+def build(family: str = "llama", seed: int = 0):
+    model_class, config_class, settings = FAMILIES[family]
+    torch.manual_seed(seed)
+    return model_class(config_class(**TINY, **settings)).eval()
+
+
+def weights(model) -> list[tuple[str, torch.Tensor]]:
+    tied = model.config.tie_word_embeddings
+    return [(name, t) for name, t in model.state_dict().items() if not (tied and name == "lm_head.weight")]
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(
+        models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, "one": 3, "two": 4}, unk_token="<unk>")
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="<unk>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    return tokenizer
+
+
+@pytest.mark.parametrize("max_shard_bytes", [2**32, 6000], ids=["one file", "sharded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_export_is_the_model(tmp_path, family, max_shard_bytes):
+    source = build(family)
+    assert source.config.dtype != torch.bfloat16
+    folder = export_hf(
+        tmp_path / "export", iter(weights(source)), config=source.config, max_shard_bytes=max_shard_bytes
+    )
+    assert source.config.dtype != torch.bfloat16, "the caller's config is left alone"
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert {key: len(found) for key, found in info.items() if key.endswith("keys")} == {
+        "missing_keys": 0,
+        "unexpected_keys": 0,
+        "mismatched_keys": 0,
+    }
+    assert type(loaded) is type(source) and loaded.dtype == torch.bfloat16
+    tied = source.config.tie_word_embeddings
+    assert (loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()) == tied
+
+    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, source.bfloat16()(tokens).logits)
+    answer = loaded.generate(tokens[:1], max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert answer.shape == (1, 20)
+
+
+def test_files_are_named_and_indexed_as_hugging_face_does(tmp_path):
+    source = build()
+    pairs = weights(source)
+    folder = export_hf(tmp_path / "export", pairs, config=source.config, max_shard_bytes=6000)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    count = len(files)
+    assert count > 3
+    assert files == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    assert index["weight_map"].keys() == dict(pairs).keys()
+    held = {name: file for file in files for name in load_file(folder / file)}
+    assert held == index["weight_map"]
+    assert index["metadata"]["total_size"] == 2 * sum(tensor.numel() for _, tensor in pairs)
+    for file in files:
+        tensors = load_file(folder / file)
+        assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 6000
+    one = export_hf(tmp_path / "one", pairs, config=source.config)
+    assert [path.name for path in one.glob("model*")] == ["model.safetensors"]
+    assert {path.name for path in tmp_path.iterdir()} == {"export", "one"}, "nothing written aside is left"
+
+
+def test_config_generation_settings_and_tokenizer_come_along(tmp_path):
+    source = build()
+    source.config.architectures = ["TEDecoder"]
+    folder = export_hf(
+        tmp_path / "export",
+        weights(source),
+        config=source.config,
+        tokenizer=tiny_tokenizer(),
+        generation_config=GenerationConfig(eos_token_id=[2, 3], max_length=17),
+    )
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["dtype"] == "bfloat16"
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2, 3]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("one two").input_ids == [3, 4]
+    chat = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "user: hi"
+
+    plain = export_hf(tmp_path / "plain", weights(source), config=source.config)
+    assert json.loads((plain / "generation_config.json").read_text())["eos_token_id"] == 2
+
+
+def test_dtype_slices_and_strides(tmp_path):
+    source = build()
+    state = dict(weights(source))
+    fused = torch.stack([state["model.norm.weight"] * 3, state["model.norm.weight"]]).t().contiguous().t()
+    state["model.norm.weight"] = fused[0]  # strided, and part of a larger storage
+    down = torch.cat([state["model.layers.0.mlp.down_proj.weight"]] * 2)
+    state["model.layers.0.mlp.down_proj.weight"] = down[:32]
+    folder = export_hf(tmp_path / "export", state.items(), config=source.config, dtype=torch.float32)
+    saved = load_file(folder / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in state.items())
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    assert (folder / "model.safetensors").stat().st_size < 1.1 * sum(t.nbytes for t in state.values())
+
+
+def renamed(pairs):
+    return [(name.replace("q_proj", "query"), tensor) for name, tensor in pairs]
+
+
+WRONG = {
+    "renamed": (renamed, "q.*query.* is no weight of this model"),
+    "missing": (lambda pairs: pairs[:-1], "1 weights of the model are missing, lm_head.weight"),
+    "none": (lambda pairs: [], "weights of the model are missing"),
+    "twice": (lambda pairs: [*pairs, pairs[0]], "embed_tokens.weight comes twice"),
+    "transposed": (
+        lambda pairs: [(name, t.t() if "down" in name else t) for name, t in pairs],
+        "down_proj.*48, 32",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_weights_that_are_not_the_models_are_refused(tmp_path, kind):
+    spoil, named = WRONG[kind]
+    source = build()
+    with pytest.raises(ValueError, match=named):
+        export_hf(tmp_path / "export", spoil(weights(source)), config=source.config)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tied_head_must_be_left_out(tmp_path):
+    source = build("llama tied")
+    with pytest.raises(
+        ValueError, match=r"lm_head.weight is no weight of this model \(a tied one is left out\)"
+    ):
+        export_hf(tmp_path / "export", source.state_dict().items(), config=source.config)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_an_export_is_replaced_whole_or_not_at_all(tmp_path):
+    first, second = build(seed=0), build(seed=1)
+    folder = export_hf(tmp_path / "export", weights(first), config=first.config, max_shard_bytes=6000)
+    before = contents(folder)
+
+    def breaks_off():
+        yield from weights(second)[:9]
+        raise KeyError("the model went away")
+
+    with pytest.raises(KeyError, match="went away"):
+        export_hf(folder, breaks_off(), config=second.config, max_shard_bytes=6000)
+    assert contents(folder) == before
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (7000, hard))  # the whole model does not fit into one file
+    try:
+        with pytest.raises(RuntimeError, match=r"File too large; the earlier export there is untouched"):
+            export_hf(folder, weights(second), config=second.config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert contents(folder) == before and [path.name for path in tmp_path.iterdir()] == ["export"]
+
+    export_hf(folder, weights(second), config=second.config)
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+    assert sorted(contents(folder)) == ["config.json", "generation_config.json", "model.safetensors"]
+    saved = load_file(folder / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor.bfloat16()) for name, tensor in weights(second))
+
+
+def test_an_export_that_died_while_replacing_is_put_right(tmp_path):
+    source = build()
+    folder = export_hf(tmp_path / "export", weights(source), config=source.config)
+    before = contents(folder)
+    os.rename(folder, tmp_path / ".export.replaced")  # killed between the two renames
+    with pytest.raises(ValueError, match="missing"):
+        export_hf(folder, [], config=source.config)
+    assert contents(folder) == before
+    export_hf(folder, weights(source), config=source.config)
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_a_folder_of_something_else_is_not_replaced(tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    source = build()
+    with pytest.raises(ValueError, match="holds something else than a model"):
+        export_hf(tmp_path, weights(source), config=source.config)
+    assert (tmp_path / "thesis.tex").read_text() == "x"

@@ -1,0 +1,138 @@
+"""A trained model as a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads without a remark."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from training.checkpoint import as_os_error, flush, hidden, publish, recover
+
+
+def export_hf(
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    config: Any,
+    tokenizer: Any = None,
+    generation_config: Any = None,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_bytes: int = 4 * 2**30,
+) -> Path:
+    """Stream (name, tensor) pairs into a Hugging Face model folder and return it; call it on one process.
+
+    Names and shapes are Hugging Face's; a tied `lm_head.weight` is left out. Floating tensors are cast to `dtype`.
+    About `max_shard_bytes` are in memory at a time. An export that exists is replaced once this one is complete.
+    ValueError: a tensor that the model of `config` does not have, lacks, or has in another shape, or a `folder`
+    that holds something else than an export. RuntimeError: the files could not be written.
+    """
+    folder = Path(folder)
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"export to {folder}: it exists and is no Hugging Face model; move it, or export elsewhere"
+        )
+    partial = hidden(folder, "partial")
+    try:
+        recover(folder)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        config, expected = _describe(config, dtype)
+        _write_weights(partial, _checked(tensors, expected), dtype, max_shard_bytes)
+        config.save_pretrained(partial)
+        (generation_config or GenerationConfig.from_model_config(config)).save_pretrained(partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        for path in (*partial.iterdir(), partial):
+            flush(path)
+        publish(partial, folder)
+    except (OSError, SafetensorError) as error:
+        cause = as_os_error(error) if isinstance(error, SafetensorError) else error
+        kept = "the earlier export there is untouched" if folder.exists() else "nothing is there"
+        raise RuntimeError(
+            f"export to {folder} could not be written: {cause.strerror or cause}; {kept}. Free space or point "
+            "--output_dir at another disk; the weights are in the run's latest checkpoint"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _describe(config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, torch.Size]]:
+    """A copy of `config` with architecture and dtype set, and the shapes of its model's weights by name."""
+    config = copy.deepcopy(config)
+    config.dtype = dtype
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(model).__name__]
+    tied = set() if not config.tie_word_embeddings else set(model.all_tied_weights_keys)
+    return config, {name: t.shape for name, t in model.state_dict().items() if name not in tied}
+
+
+def _checked(
+    tensors: Iterable[tuple[str, Tensor]], expected: dict[str, torch.Size]
+) -> Iterable[tuple[str, Tensor]]:
+    """Pass the pairs on; ValueError at the first that does not belong, or at the end if one is missing."""
+    missing = dict(expected)
+    for name, tensor in tensors:
+        if name not in missing:
+            why = "comes twice" if name in expected else "is no weight of this model (a tied one is left out)"
+            raise ValueError(f"export: {name} {why}")
+        if tensor.shape != missing.pop(name):
+            raise ValueError(
+                f"export: {name} is {list(tensor.shape)}, but the model has {list(expected[name])}"
+            )
+        yield name, tensor
+    if missing:
+        raise ValueError(
+            f"export: {len(missing)} weights are missing, so loading would draw them: {min(missing)}"
+        )
+
+
+def _write_weights(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, max_shard_bytes: int
+) -> None:
+    """Write shards while the stream lasts; their final names carry their number, known only at its end."""
+    shards: list[list[str]] = []
+    bucket: dict[str, Tensor] = {}
+    filled = total = 0
+
+    def write() -> None:
+        save_file(bucket, folder / f"{len(shards)}.part", metadata={"format": "pt"})
+        shards.append(list(bucket))
+        bucket.clear()
+
+    for name, tensor in tensors:
+        tensor = _on_cpu(tensor, dtype)
+        if bucket and filled + tensor.nbytes > max_shard_bytes:
+            write()
+            filled = 0
+        bucket[name] = tensor
+        filled += tensor.nbytes
+        total += tensor.nbytes
+    write()
+
+    if len(shards) == 1:
+        (folder / "0.part").rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"{number}.part").rename(folder / file)
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _on_cpu(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    tensor = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+    # A slice of a fused weight would drag its whole storage along, and safetensors refuses shared storage.
+    return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
