@@ -153,7 +153,8 @@ class RandomSource:
         if len(shape) < 2:
             fill = torch.zeros if key.endswith("bias") else torch.ones
             return fill(shape, device=self._device)
-        generator = torch.Generator(self._device).manual_seed(self._seed * 2**32 + zlib.crc32(key.encode()))
+        # 32 bits: torch's CPU generator ignores the upper half of a seed.
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed}/{key}".encode()))
         return torch.empty(shape, device=self._device).normal_(0.0, self._std, generator=generator)
 
 

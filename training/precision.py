@@ -282,7 +282,7 @@ def coverage(model: nn.Module, precision: Precision) -> Coverage:
         is_attention = type(module).__name__ == "DotProductAttention"
         if isinstance(module, nn.Embedding) or not (elements or is_attention):
             continue
-        key = (re.sub(r"\.\d+\.", ".*.", name), _ran_in(module, precision, is_attention))
+        key = (re.sub(r"\.\d+(?=\.|$)", ".*", name), _ran_in(module, precision, is_attention))
         count, total = found.get(key, (0, 0))
         found[key] = (count + 1, total + elements)
     all_elements = sum(total for _, total in found.values())

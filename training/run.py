@@ -267,7 +267,7 @@ class Run:
         self.display.message("\n".join(found.lines()))
         if self.precision.recipe is not None and not found.fp8_modules:
             raise RuntimeError(
-                "--mixed_precision fp8: no module ran in FP8 in the first step; please report it with env.json"
+                "--mixed_precision fp8: no module ran in FP8 in the first step; report it with env.json"
             )
         if backend == "unfused":
             self.display.message(precision.UNFUSED_WARNING)

@@ -16,7 +16,9 @@ LLAMA3_ROPE = {
 }
 
 
-def plan(*, tied: bool = False, scaled_rope: bool = True, layers: int = 4, init_std: float = 0.03) -> ModelPlan:
+def plan(
+    *, tied: bool = False, scaled_rope: bool = True, layers: int = 4, init_std: float = 0.03
+) -> ModelPlan:
     config = LlamaConfig(
         hidden_size=512,
         intermediate_size=1024,

@@ -57,7 +57,7 @@ def test_te_matches_hugging_face(tied, scaled_rope, packed, monkeypatch):
     assert divergence.max() < 5e-3 and divergence.mean() < 1e-3
     cosine = F.cosine_similarity(logits, reference, dim=-1)
     print(
-        f"loss {loss:.5f} against {reference_loss:.5f}, KL max {divergence.max():.2e}, cosine {cosine.min():.6f}"
+        f"loss {loss:.5f} and {reference_loss:.5f}, KL max {divergence.max():.2e}, cosine {cosine.min():.6f}"
     )
     assert cosine.min() >= 0.9999
 

@@ -1,0 +1,121 @@
+"""Whole runs on a GPU with Transformer Engine, as subprocesses of the command line."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    "--use_te --num_of_samples 200 --max_seq_length 256 --batch_size 4 --eval_samples 20 --num_workers 0 "
+    "--num_proc 1 --learning_rate 1e-3 --log_interval 1 --eval_interval 5 --save_interval 6 --max_steps 12 "
+    "--deterministic"
+)
+
+
+def start(folder: Path, flags: str, *, without_gpu: bool = False) -> subprocess.Popen:
+    command = [sys.executable, "train_fp8.py", *shlex.split(flags), "--output_dir", str(folder)]
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if without_gpu else {})
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def train(folder: Path, flags: str, *, code: int = 0, without_gpu: bool = False) -> str:
+    process = start(folder, flags, without_gpu=without_gpu)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == code, output
+    return output
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+
+
+def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted((folder / "checkpoints" / "step_000012").glob("*.safetensors"))
+    return {k: t for f in files for k, t in load_file(f).items()}
+
+
+@pytest.mark.parametrize(
+    "precision",
+    ["bf16", "fp8 --fp8_scenario delayed", "fp8 --fp8_scenario current", "fp8 --moment_dtype bf16"],
+)
+def test_stopped_and_resumed_is_bit_for_bit_uninterrupted(tmp_path, precision):
+    flags = f"{SMALL} --mixed_precision {precision}"
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    output = train(whole, flags)
+    assert ("FP8 ran in 9 modules" in output) == precision.startswith("fp8")
+    process = start(stopped, flags)
+    while process.poll() is None:
+        if (stopped / "metrics.jsonl").exists() and len(losses(stopped)) >= 3:
+            process.send_signal(signal.SIGTERM)
+            break
+        time.sleep(0.01)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 75, output
+    assert 3 <= max(losses(stopped)) < 12
+    train(stopped, flags)
+    assert losses(stopped) == losses(whole)
+    expected, got = checkpoint(whole), checkpoint(stopped)
+    assert expected.keys() == got.keys()
+    different = [name for name, tensor in expected.items() if not torch.equal(tensor, got[name])]
+    assert not different
+    assert any(name.startswith("fp8/") for name in expected) == (
+        "delayed" in precision or "moment" in precision
+    )
+
+
+def test_the_export_scores_on_a_cpu_as_the_run_did(tmp_path):
+    train(tmp_path / "run", f"{SMALL} --mixed_precision fp8 --fp8_scenario current")
+    flags = SMALL.replace("--use_te", "").replace("--max_steps 12", "--max_steps 0")
+    train(tmp_path / "scored", f"{flags} --model_name {tmp_path}/run/export", without_gpu=True)
+    ran, scored = (json.loads((tmp_path / f / "summary.json").read_text()) for f in ("run", "scored"))
+    assert scored["eval_loss"] == pytest.approx(ran["eval_loss"], rel=5e-3)
+    assert ran["mfu_bf16"] > 0 and ran["mfu_fp8"] > 0 and ran["peak_memory_gb"] > 0
+
+
+def test_mxfp8_on_hopper_falls_back_loudly_or_stops(tmp_path):
+    if torch.cuda.get_device_capability() >= (10, 0):
+        pytest.skip("this GPU runs MXFP8")
+    flags = f"{SMALL} --mixed_precision fp8 --fp8_scenario mxfp8 --max_steps 1 --no_export"
+    output = train(tmp_path / "run", flags)
+    assert "WARNING: --fp8_scenario mxfp8 cannot run here" in output
+    for name in ("env.json", "summary.json"):
+        found = json.loads((tmp_path / "run" / name).read_text())
+        assert (found["requested_recipe"], found["recipe"]) == ("mxfp8", "delayed")
+    output = train(tmp_path / "error", f"{flags} --fp8_fallback error", code=1)
+    assert "This machine runs: delayed, current, block" in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize("flags", ["--gradient_checkpointing", "--no_packing", "--fp8_scenario block"])
+def test_options_train(tmp_path, flags):
+    train(tmp_path / "run", f"{SMALL} --mixed_precision fp8 {flags} --no_export")
+    found = losses(tmp_path / "run")
+    assert found[12] < 0.8 * found[1]
+
+
+def test_fp8_attention_runs_or_is_refused_in_one_line(tmp_path):
+    flags = f"{SMALL} --mixed_precision fp8 --fp8_attention --no_packing --no_export"
+    train(tmp_path / "run", flags)
+    rows = json.loads((tmp_path / "run" / "env.json").read_text())["coverage"]["rows"]
+    attention = next(row for row in rows if row["modules"].endswith("core_attention"))
+    assert attention["precision"] == "fp8 delayed"
+
+
+def test_hugging_face_model_on_a_gpu_keeps_masters_too(tmp_path):
+    flags = SMALL.replace("--use_te", "")
+    output = train(tmp_path / "run", f"{flags} --mixed_precision bf16")
+    assert "TE FusedAdam, BF16 weights with FP32 masters" in output
+    found = losses(tmp_path / "run")
+    assert found[12] < 0.8 * found[1]

@@ -1,0 +1,84 @@
+"""Parameter groups, schedules, optimizer choice and state."""
+
+import pytest
+import torch
+
+from te_models import build_model, plan_model
+from training.config import OptimConfig, PrecisionConfig
+from training.optim import (
+    build_optimizer,
+    learning_rate,
+    optimizer_state,
+    parameter_groups,
+    plan_optimizer,
+)
+
+
+def test_only_norms_and_biases_are_spared_weight_decay():
+    plan = plan_model("tiny-llama", init="auto", use_te=False)
+    model = build_model(
+        plan,
+        use_te=False,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        seed=0,
+        packed=True,
+        max_positions=8,
+    )
+    names = {id(p): name for name, p in model.named_parameters()}
+    decayed, plain = parameter_groups(model.parameters(), 0.1)
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert len(decayed["params"]) + len(plain["params"]) == len(names)
+    assert {"norm" in names[id(p)] for p in plain["params"]} == {True}
+    assert not any("norm" in names[id(p)] for p in decayed["params"])
+    biased = torch.nn.Linear(4, 4)
+    assert parameter_groups(biased.parameters(), 0.1)[1]["params"] == [biased.bias]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "step", "expected"),  # 100 steps, 10 of warm-up, peak 1, floor 0.1; computed by hand
+    [
+        ("cosine", 0, 0.1),
+        ("cosine", 9, 1.0),
+        ("cosine", 10, 1.0),
+        ("cosine", 55, 0.55),
+        ("cosine", 100, 0.1),
+        ("cosine", 500, 0.1),
+        ("linear", 55, 0.55),
+        ("linear", 32, 0.78),
+        ("constant", 99, 1.0),
+    ],
+)
+def test_schedules(scheduler, step, expected):
+    cfg = OptimConfig(learning_rate=1.0, lr_scheduler=scheduler, min_lr_ratio=0.1, num_warmup_steps=10)
+    assert learning_rate(step, cfg, 100) == pytest.approx(expected)
+
+
+def test_warmup_ratio_and_its_override():
+    cfg = OptimConfig(learning_rate=1.0, warmup_ratio=0.2, lr_scheduler="constant")
+    assert [learning_rate(s, cfg, 10) for s in range(3)] == [0.5, 1.0, 1.0]
+    assert learning_rate(0, OptimConfig(learning_rate=1.0, num_warmup_steps=0), 10) == 1.0
+
+
+def test_masters_are_fp32_wherever_te_is_missing():
+    plan = plan_optimizer(PrecisionConfig(), te_available=False)
+    assert (plan.kind, plan.parameter_dtype, plan.master_weights) == ("torch_adamw", torch.float32, True)
+    plan = plan_optimizer(PrecisionConfig(), te_available=True)
+    assert (plan.kind, plan.parameter_dtype, plan.master_weights) == ("te_fused_adam", torch.bfloat16, True)
+    plan = plan_optimizer(PrecisionConfig(master_weights="none", moment_dtype="bf16"), te_available=False)
+    assert (plan.parameter_dtype, plan.master_weights) == (torch.bfloat16, False)
+    assert plan_optimizer(PrecisionConfig(mixed_precision="fp32"), te_available=True).kind == "torch_adamw"
+    with pytest.raises(ValueError, match="--moment_dtype bf16"):
+        plan_optimizer(PrecisionConfig(moment_dtype="bf16"), te_available=False)
+
+
+def test_state_is_allocated_before_the_first_step_and_live():
+    model = torch.nn.Linear(4, 3)
+    plan = plan_optimizer(PrecisionConfig(), te_available=False)
+    optimizer = build_optimizer(model, OptimConfig(), plan)
+    state = optimizer_state(optimizer, model)
+    assert set(state) == {f"{p}.{s}" for p in ("weight", "bias") for s in ("step", "exp_avg", "exp_avg_sq")}
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert state["weight.step"] == 1 and state["weight.exp_avg"].any()
+    assert state["weight.exp_avg"] is optimizer_state(optimizer, model)["weight.exp_avg"]

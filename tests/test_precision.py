@@ -1,0 +1,112 @@
+"""Precision decisions that need no GPU: recipes, reasons, sizes."""
+
+import pytest
+import torch
+
+from training import precision
+from training.config import FP8_SCENARIOS, Config, config_from_dict
+from training.precision import (
+    FALLING_BACK,
+    RECIPES,
+    STANDARD_RECIPE,
+    Precision,
+    build_autocast,
+    check_sizes,
+    resolve_precision,
+    why_not,
+    why_not_te,
+)
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
+
+
+def settings(**values) -> Config:
+    return config_from_dict(values)
+
+
+def test_the_table_and_the_command_line_know_the_same_recipes():
+    assert set(FP8_SCENARIOS) == {"default", *RECIPES}
+    assert set(FALLING_BACK) < set(RECIPES) and STANDARD_RECIPE in RECIPES
+
+
+@NO_GPU
+def test_without_a_gpu_te_and_fp8_say_why_and_what_runs():
+    assert "needs a CUDA GPU" in why_not_te() and "needs a CUDA GPU" in why_not("delayed")
+    with pytest.raises(RuntimeError, match=r"--use_te cannot run here.*--mixed_precision bf16 or fp32"):
+        resolve_precision(settings(use_te=True, mixed_precision="bf16"))
+    with pytest.raises(RuntimeError, match=r"--mixed_precision fp8 needs --use_te.*--mixed_precision bf16"):
+        resolve_precision(settings(mixed_precision="fp8"))
+
+
+def test_missing_te_names_the_install_line(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(precision, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"pip install --no-build-isolation -r requirements-gpu\.txt"):
+        resolve_precision(settings(use_te=True, mixed_precision="fp8"))
+
+
+def on_hopper(monkeypatch):
+    """A machine whose TE runs everything but the Blackwell recipes, as an H200 does."""
+    reason = "Device compute capability 10.0 or higher required"
+    monkeypatch.setattr(precision, "why_not_te", lambda: None)
+    monkeypatch.setattr(precision, "why_not", lambda name: reason if name in FALLING_BACK else None)
+    monkeypatch.setattr(precision, "make_recipe", lambda name, cfg: name)
+
+
+def test_mxfp8_falls_back_loudly_or_stops(monkeypatch):
+    on_hopper(monkeypatch)
+    cfg = {"use_te": True, "mixed_precision": "fp8", "fp8_scenario": "mxfp8"}
+    resolved = resolve_precision(settings(**cfg))
+    assert (resolved.requested, resolved.effective, resolved.recipe) == ("mxfp8", "delayed", "delayed")
+    assert "capability 10.0" in resolved.fallback_reason
+    assert "This machine runs: delayed, current, block" in resolved.fallback_reason
+    with pytest.raises(RuntimeError, match=r"--fp8_scenario mxfp8 cannot run here.*delayed, current, block"):
+        resolve_precision(settings(**cfg, fp8_fallback="error"))
+
+
+def test_default_is_delayed_scaling_and_bf16_has_no_recipe(monkeypatch):
+    on_hopper(monkeypatch)
+    resolved = resolve_precision(settings(use_te=True, mixed_precision="fp8"))
+    assert (resolved.requested, resolved.effective, resolved.fallback_reason) == ("delayed", "delayed", None)
+    assert resolve_precision(settings(use_te=True, mixed_precision="bf16")).recipe is None
+
+
+@pytest.mark.parametrize(("name", "multiple"), [("delayed", 16), ("block", 128), ("mxfp8", 32)])
+def test_sizes_that_a_recipe_cannot_run_are_named(name, multiple):
+    resolved = Precision(name, name, recipe=object())
+    check_sizes(resolved, "m", {"hidden_size": multiple * 3})
+    with pytest.raises(
+        ValueError, match=rf"--fp8_scenario {name}.*hidden_size {multiple * 3 + 8}.*{multiple}"
+    ):
+        check_sizes(resolved, "m", {"hidden_size": multiple * 3 + 8, "fine": multiple})
+    check_sizes(Precision("bf16", "bf16"), "m", {"hidden_size": 7})
+
+
+def test_bf16_over_fp32_weights_is_torch_autocast():
+    cpu = torch.device("cpu")
+    for effective, dtype, expected in (
+        ("bf16", torch.float32, torch.bfloat16),
+        ("fp32", torch.float32, torch.float32),
+        ("bf16", torch.bfloat16, torch.bfloat16),
+    ):
+        layer = torch.nn.Linear(4, 4).to(dtype)
+        with build_autocast(Precision(effective, effective), device=cpu, parameter_dtype=dtype)():
+            assert layer(torch.ones(1, 4, dtype=dtype)).dtype == expected
+
+
+def test_coverage_counts_gemms_by_their_weights():
+    model = torch.nn.ModuleDict(
+        {
+            "embed": torch.nn.Embedding(100, 8),
+            "layers": torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3)),
+            "lm_head": torch.nn.Linear(8, 100, bias=False),
+        }
+    )
+    found = precision.coverage(model, Precision("bf16", "bf16"))
+    shares = {row.modules: (row.count, row.precision, row.gemm_share) for row in found.rows}
+    head = 800 / (800 + 3 * 64)
+    assert shares == {
+        "layers.*": (3, "bf16", pytest.approx(1 - head)),
+        "lm_head": (1, "bf16", pytest.approx(head)),
+    }
+    assert found.fp8_modules == 0 and found.fp8_gemm_share == 0

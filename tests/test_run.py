@@ -1,0 +1,260 @@
+"""Whole runs through the command line's own entry point: resume, export, faults, folders."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from training.config import parse_config
+from training.run import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED, main
+from training.sharding import SingleDevice
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = (
+    "--num_of_samples 60 --max_seq_length 128 --batch_size 2 --eval_samples 6 --num_workers 0 --num_proc 1 "
+    "--learning_rate 1e-3 --log_interval 1 --eval_interval 3 --deterministic --mixed_precision fp32"
+)
+
+
+def train(folder: Path, flags: str = "", *, code: int = 0) -> Path:
+    """Run in this process; returns the run folder."""
+    argv = [*shlex.split(SMALL), "--output_dir", str(folder), *shlex.split(flags)]
+    assert main(argv, description="test", strategy=lambda: SingleDevice(torch.device("cpu"))) == code
+    return folder
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "export" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """Eight uninterrupted steps over more than one epoch, saved every four."""
+    return train(tmp_path_factory.mktemp("runs") / "whole", "--max_steps 8 --save_interval 4")
+
+
+def test_the_run_folder_holds_what_it_promises(finished, capsys):
+    assert (
+        parse_config(["--config", str(finished / "config.json")], prog="p", description="d").optim.max_steps
+        == 8
+    )
+    environment = json.loads((finished / "env.json").read_text())
+    assert (environment["requested_recipe"], environment["recipe"]) == ("fp32", "fp32")
+    assert environment["coverage"]["fp8_modules"] == 0 and environment["seconds_to_first_step"] > 0
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary["steps"] == 8 and summary["gpus"] == 0 and summary["gpu_hours"] == 0
+    assert summary["train_loss"] == losses(finished)[8]
+    assert summary["node_hours"] == pytest.approx(summary["runtime_seconds"] / 3600)
+    assert sorted(losses(finished)) == list(range(1, 9))
+    index = json.loads((finished / "checkpoints" / "index.json").read_text())
+    assert index["latest"] == "step_000008"
+    assert losses(finished)[8] < losses(finished)[1]
+
+
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(finished, tmp_path):
+    again = train(
+        tmp_path / "again", f"--max_steps 8 --save_interval 4 --resume {finished}/checkpoints/step_000004"
+    )
+    whole = losses(finished)
+    assert losses(again) == {step: whole[step] for step in range(5, 9)}
+    expected = exported(finished)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in exported(again).items())
+    states = [f / "checkpoints" / "step_000008" for f in (finished, again)]
+    meta, remeta = (json.loads((s / "meta.json").read_text()) for s in states)
+    for name in ("loader", "optimizer_steps"):
+        assert meta[name] == remeta[name]
+    tensors = [
+        {k: t for f in sorted(s.glob("*.safetensors")) for k, t in load_file(f).items()} for s in states
+    ]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(torch.equal(t, tensors[1][k]) for k, t in tensors[0].items())
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(finished, tmp_path):
+    folder = tmp_path / "stopped"
+    command = [sys.executable, "train_fp8.py", *shlex.split(SMALL), "--output_dir", str(folder)]
+    command += shlex.split("--max_steps 8 --save_interval 4")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if (folder / "metrics.jsonl").exists() and losses(folder):
+            process.send_signal(signal.SIGTERM)
+            break
+        time.sleep(0.02)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == EXIT_INTERRUPTED, output
+    assert output.strip().splitlines()[-1] == f"run folder: {folder}"
+    stopped_at = max(losses(folder))
+    assert 1 <= stopped_at < 8 and not (folder / "export").exists()
+    train(folder, "--max_steps 8 --save_interval 4")
+    assert losses(folder) == losses(finished)
+    assert all(torch.equal(t, exported(finished)[n]) for n, t in exported(folder).items())
+
+
+def test_a_finished_run_started_again_changes_no_weight(finished, capsys):
+    before = exported(finished)
+    train(finished, "--max_steps 8 --save_interval 4")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in exported(finished).items())
+    assert sorted(losses(finished)) == list(range(1, 9))
+
+
+def test_the_export_loads_and_scores_as_the_run_did(finished, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, info = AutoModelForCausalLM.from_pretrained(finished / "export", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    tokenizer = AutoTokenizer.from_pretrained(finished / "export")
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 3 + 4?"}], add_generation_prompt=True, return_tensors="pt"
+    )
+    assert model.generate(**prompt, max_new_tokens=3).shape[1] > prompt["input_ids"].shape[1]
+    scored = train(tmp_path / "scored", f"--model_name {finished}/export --max_steps 0")
+    ran, again = (json.loads((f / "summary.json").read_text()) for f in (finished, scored))
+    assert again["eval_loss"] == pytest.approx(ran["eval_loss"], rel=2e-3)
+    assert again["eval_label_tokens"] == ran["eval_label_tokens"]
+
+
+def test_bf16_on_a_cpu_and_no_packing_train_too(tmp_path):
+    folder = train(tmp_path / "bf16", "--mixed_precision bf16 --no_packing --max_steps 3 --no_export")
+    assert all(loss > 0 for loss in losses(folder).values()) and not (folder / "export").exists()
+
+
+def test_recomputation_gives_the_same_losses(tmp_path):
+    plain = train(tmp_path / "plain", "--max_steps 2 --no_export")
+    recomputed = train(tmp_path / "recomputed", "--max_steps 2 --no_export --gradient_checkpointing")
+    assert losses(recomputed) == pytest.approx(losses(plain), rel=1e-6)
+
+
+def test_samples_are_answered_by_the_export(tmp_path):
+    folder = train(tmp_path / "samples", "--max_steps 1 --generate_samples 1")
+    text = (folder / "samples.txt").read_text()
+    assert all(part in text for part in ("PROMPT", "ANSWER", "REFERENCE"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (
+            "--use_te --mixed_precision bf16",
+            EXIT_FAILED,
+            "--use_te cannot run here: Transformer Engine needs a CUDA GPU",
+        ),
+        ("--mixed_precision fp8", EXIT_FAILED, "--mixed_precision fp8 needs --use_te"),
+        ("--model_name /nowhere", EXIT_BAD_SETTING, "--model_name /nowhere"),
+        ("--init pretrained", EXIT_BAD_SETTING, "--init pretrained: the preset tiny-llama has no weights"),
+        ("--dataset_name /nowhere", EXIT_BAD_SETTING, "--dataset_name /nowhere"),
+        ("--split_name validation", EXIT_BAD_SETTING, "--split_name validation"),
+        ("--dataset_text_field nope", EXIT_BAD_SETTING, "--dataset_text_field nope"),
+        ("--max_seq_length 4096", EXIT_BAD_SETTING, "--max_seq_length 4096"),
+        ("--resume /nowhere", EXIT_BAD_SETTING, "--resume /nowhere"),
+        ("--moment_dtype bf16", EXIT_BAD_SETTING, "--moment_dtype bf16"),
+        ("--output_dir /proc/run", EXIT_BAD_SETTING, "--output_dir /proc/run"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch, flags, code, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    train(tmp_path / "run", flags, code=code)
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and message in error
+
+
+def test_a_run_folder_is_not_shared_by_different_runs(finished, tmp_path, capsys):
+    train(finished, "--max_steps 8 --batch_size 4", code=EXIT_BAD_SETTING)
+    assert "holds another run (--batch_size 2 there, 4 here)" in capsys.readouterr().err
+    train(finished, "--max_steps 8 --resume none", code=EXIT_BAD_SETTING)
+    assert "holds a run already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--batch_size 4", "--batch_size 2 there, 4 here"),
+        ("--mixed_precision bf16", "--mixed_precision fp32 there, bf16 here"),
+        ("--num_of_samples 50", "--num_of_samples 60 there, 50 here"),
+    ],
+)
+def test_a_resume_with_other_settings_is_refused(finished, tmp_path, capsys, flags, message):
+    train(tmp_path / "other", f"--resume {finished} {flags}", code=EXIT_BAD_SETTING)
+    assert message in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_offered(tmp_path, capsys):
+    folder = train(tmp_path / "run", "--max_steps 4 --save_interval 2 --no_export")
+    victim = next((folder / "checkpoints" / "step_000004").glob("*.safetensors"))
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    train(folder, "--max_steps 6 --save_interval 2 --no_export", code=EXIT_BAD_SETTING)
+    error = capsys.readouterr().err
+    assert victim.name in error and "step_000002" in error and "--resume" in error
+
+
+def test_tokens_never_reach_output_or_run_folder(tmp_path, capsys, monkeypatch):
+    secret = "hf_" + "a" * 34
+    monkeypatch.setenv("HF_TOKEN", secret)
+    train(tmp_path / "run", f"--model_name /nowhere/{secret}", code=EXIT_BAD_SETTING)
+    folder = train(tmp_path / "kept", "--max_steps 1 --no_export")
+    assert secret not in capsys.readouterr().err
+    assert not any(secret in p.read_text(errors="ignore") for p in folder.rglob("*") if p.is_file())
+
+
+COMMAND = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:\S*python3?|torchrun) (?:.*\\\n)*.*$", re.M)
+
+
+def commands() -> list[str]:
+    """Every training command that stands in the README and in docs, and the ones users already run."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    found = [
+        re.sub(r"\s*\\\n\s*", " ", command)
+        for page in pages
+        for command in COMMAND.findall(page.read_text(encoding="utf-8"))
+        if "train_fp8.py" in command or "train_multi_gpu.py" in command
+    ]
+    llama = (
+        "python train_fp8.py --model_name {} --dataset_name nvidia/OpenMathInstruct-2 --batch_size 12 "
+        "--mixed_precision fp8 --max_seq_length 1024 --split_name train_1M --use_te --use_wandb "
+        "--wandb_project llm-fp8 --wandb_run_name run"
+    )
+    three = llama.format("meta-llama/Llama-3.2-3B")
+    return [
+        *found,
+        llama.format("meta-llama/Llama-3.2-1B"),
+        three,
+        three + " --fp8_scenario mxfp8",
+        three.replace("--mixed_precision fp8", "--mixed_precision bf16").replace(" --use_te", ""),
+        llama.format("meta-llama/Meta-Llama-3.1-8B").replace("size 12", "size 8"),
+        llama.format("Qwen/Qwen2.5-14B").replace(" --use_te", "").replace("size 12", "size 4"),
+        three.replace("train_1M", "validation"),
+        "python train_fp8.py --model_name meta-llama/Llama-3.2-1B --dataset_name nvidia/OpenMathInstruct-2 "
+        "--batch_size 8 --mixed_precision fp8 --max_seq_length 512 --split_name train_1M --num_epochs 1 "
+        "--use_te",
+    ]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_documented_commands_parse(command):
+    words = shlex.split(command, comments=True)
+    script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    assert (ROOT / words[script]).exists()
+    flags = words[script + 1 :]
+    if "--config" in flags and not (ROOT / flags[flags.index("--config") + 1]).exists():
+        pytest.skip("names a file of the user's own")
+    if "--help" not in flags:
+        parse_config(flags, prog=words[script], description="")

@@ -1,0 +1,290 @@
+"""The loop with a ten-line model: the same run however it is split, and no non-finite step is taken."""
+
+import math
+import os
+import signal
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from data.collate import Batch
+from training.config import config_from_dict
+from training.loss import TokenLoss
+from training.metrics import ModelShape
+from training.optim import learning_rate
+from training.sharding import SingleDevice
+from training.trainer import Hooks, Meter, NonFinite, Progress, Trainer
+
+CPU = torch.device("cpu")
+SHAPE = ModelShape(
+    hidden_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, ffn_hidden_size=8, vocab_size=11
+)
+
+
+class Bigram(nn.Module):
+    """Predicts the next token from the current one; its loss is a sum, as every model's here."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(11, 11)
+
+    def forward(self, input_ids, labels):
+        logits = self.table(input_ids)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        return TokenLoss(loss, ((logits.argmax(-1) == labels) & (labels != -100)).sum())
+
+
+def rows(count: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Rows whose label counts differ widely, so that a mean of means is not the mean."""
+    generator = torch.Generator().manual_seed(seed)
+    out = []
+    for i in range(count):
+        ids = torch.randint(0, 11, (12,), generator=generator)
+        labels = ids.roll(-1)
+        labels[1 + (i * 5) % 11 :] = -100
+        out.append((ids, labels))
+    return out
+
+
+def to_batch(part) -> Batch:
+    ids, labels = (torch.stack(t) for t in zip(*part, strict=True))
+    counted = int((labels != -100).sum())
+    return Batch({"input_ids": ids, "labels": labels}, counted, ids.numel(), ids.numel(), 0, [])
+
+
+class ListLoader:
+    """Batches from a list, over and over; counts epochs as data.Loader does."""
+
+    def __init__(self, batches):
+        self.batches, self.epoch = batches, 0
+        self.micro_batches_per_epoch = len(batches)
+
+    def __iter__(self):
+        yield from self.batches
+        self.epoch += 1
+
+
+@dataclass
+class Loaders:
+    train: ListLoader
+    eval: ListLoader | None = None
+
+
+@dataclass
+class Record:
+    """Tracker and display in one."""
+
+    lines: list = field(default_factory=list)
+    messages: list = field(default_factory=list)
+
+    def log(self, step, metrics):
+        self.lines.append((step, metrics))
+
+    def update(self, step, metrics):
+        pass
+
+    def message(self, text):
+        self.messages.append(text)
+
+    def series(self, name):
+        return [metrics[name] for _, metrics in self.lines if name in metrics]
+
+
+def trainer(batches, *, total_steps, model=None, eval_batches=None, hooks=None, strategy=None, **settings):
+    settings = {"log_interval": 1, "learning_rate": 0.05, "eval_interval": 0, "save_interval": 0} | settings
+    cfg = config_from_dict(settings)
+    model, record = model or Bigram(), Record()
+    made = Trainer(
+        cfg,
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), weight_decay=0.0),
+        strategy=strategy or SingleDevice(CPU),
+        autocast=torch.enable_grad,
+        learning_rate=lambda step: learning_rate(step, cfg.optim, total_steps),
+        total_steps=total_steps,
+        loaders=Loaders(ListLoader(batches), ListLoader(eval_batches) if eval_batches else None),
+        tracker=record,
+        display=record,
+        meter=Meter(SHAPE, 1, {"bf16": None, "fp8": None}),
+        hooks=hooks,
+        progress=Progress(),
+    )
+    return made, record
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_any_split_into_micro_batches_gives_the_same_run(size):
+    """24 rows as four steps of 6 rows, each in micro-batches of `size`, against whole batches of 6."""
+    data = rows(24)
+    whole, expected = trainer([to_batch(data[i : i + 6]) for i in range(0, 24, 6)], total_steps=4)
+    split, got = trainer(
+        [to_batch(data[i : i + size]) for i in range(0, 24, size)],
+        total_steps=4,
+        gradient_accumulation_steps=6 // size,
+    )
+    assert whole.fit() and split.fit()
+    for name in ("train/loss", "train/grad_norm"):
+        assert got.series(name) == pytest.approx(expected.series(name), rel=1e-5)
+    torch.testing.assert_close(split.model.table.weight, whole.model.table.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_the_loss_is_the_mean_over_label_tokens_of_the_whole_step():
+    data = rows(4)
+    one, record = trainer(
+        [to_batch(data[:1]), to_batch(data[1:])], total_steps=1, gradient_accumulation_steps=2
+    )
+    ids, labels = (torch.stack(t) for t in zip(*data, strict=True))
+    with torch.no_grad():
+        expected = F.cross_entropy(one.model.table(ids).flatten(0, 1), labels.flatten(), ignore_index=-100)
+    one.fit()
+    assert record.series("train/loss") == [pytest.approx(expected.item(), rel=1e-6)]
+
+
+def test_the_last_batch_and_window_of_an_epoch_are_trained_on():
+    """7 micro-batches at 3 a step: 3 steps an epoch, the third on one micro-batch, then the next epoch."""
+    data = rows(7)
+    made, record = trainer([to_batch([r]) for r in data], total_steps=6, gradient_accumulation_steps=3)
+    made.fit()
+    labels = sum(int((r[1] != -100).sum()) for r in data)
+    assert made.progress.label_tokens == 2 * labels and made.progress.epoch == 2
+    assert record.series("train/epoch") == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
+
+
+def test_gradients_are_clipped_by_their_global_norm():
+    data = [to_batch(rows(4))]
+    free, unclipped = trainer(data, total_steps=1, max_grad_norm=0)
+    clipped, record = trainer(data, total_steps=1, max_grad_norm=1e-3)
+    seen = {}
+    clipped.optimizer.register_step_pre_hook(
+        lambda *_: seen.update(norm=clipped.model.table.weight.grad.norm().item())
+    )
+    free.fit()
+    clipped.fit()
+    assert record.series("train/grad_norm") == unclipped.series("train/grad_norm")
+    assert seen["norm"] == pytest.approx(1e-3, rel=1e-4)
+
+
+class Poisoned(Bigram):
+    """Gives a non-finite loss at chosen calls."""
+
+    def __init__(self, bad_calls, value=math.nan):
+        super().__init__()
+        self.bad, self.value, self.calls = set(bad_calls), value, 0
+
+    def forward(self, input_ids, labels):
+        out = super().forward(input_ids, labels)
+        self.calls += 1
+        return TokenLoss(out.loss * self.value, out.correct) if self.calls in self.bad else out
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_step_that_is_not_finite_is_not_taken(value):
+    model = Poisoned({2}, value)
+    skips = []
+    made, record = trainer(
+        [to_batch(rows(4))], total_steps=3, model=model, hooks=Hooks(on_skipped=lambda: skips.append(1))
+    )
+    before = {}
+
+    def watch(step, metrics):
+        before[step] = model.table.weight.detach().clone()
+
+    made.tracker.log = watch
+    made.fit()
+    assert torch.equal(before[1], before[2]) and not torch.equal(before[2], before[3])
+    assert made.progress.skipped_steps == len(skips) == 1
+    assert made.optimizer.state[model.table.weight]["step"] == 2
+    assert any("step 2 not taken" in message for message in record.messages)
+
+
+def test_several_such_steps_in_a_row_stop_the_run_with_advice():
+    made, _ = trainer(
+        [to_batch(rows(4))], total_steps=20, model=Poisoned({2, 4, 5, 6, 7}), max_skipped_steps=3
+    )
+    with pytest.raises(NonFinite, match="--learning_rate"):
+        made.fit()
+    assert made.progress.step == 6 and made.progress.skipped_steps == 4
+
+
+def test_a_window_without_label_tokens_changes_nothing():
+    ids, labels = rows(1)[0]
+    empty = to_batch([(ids, torch.full_like(labels, -100))])
+    made, record = trainer([empty], total_steps=1)
+    before = made.model.table.weight.detach().clone()
+    made.fit()
+    assert torch.equal(before, made.model.table.weight) and record.series("train/loss") == [0.0]
+    assert made.progress.skipped_steps == 1
+
+
+def test_evaluation_is_weighted_by_tokens():
+    data = rows(5, seed=3)
+    made, record = trainer(
+        [to_batch(data)], total_steps=1, eval_batches=[to_batch(data[:1]), to_batch(data[1:])]
+    )
+    made.fit()
+    ids, labels = (torch.stack(t) for t in zip(*data, strict=True))
+    with torch.no_grad():
+        logits = made.model.table(ids)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100).item()
+    accuracy = ((logits.argmax(-1) == labels) & (labels != -100)).sum() / (labels != -100).sum()
+    assert record.series("eval/loss") == [pytest.approx(loss, rel=1e-6)]
+    assert record.series("eval/perplexity") == [pytest.approx(math.exp(loss), rel=1e-5)]
+    assert record.series("eval/token_accuracy") == [pytest.approx(accuracy.item())]
+    assert made.model.training
+
+
+def test_evaluations_and_saves_come_when_asked_and_once_at_the_end():
+    saved = []
+    hooks = Hooks(save=lambda step, eval_loss: saved.append((step, eval_loss is not None)))
+    made, record = trainer(
+        [to_batch(rows(4))],
+        total_steps=7,
+        eval_batches=[to_batch(rows(2))],
+        hooks=hooks,
+        eval_interval=3,
+        save_interval=2,
+        eval_at_start=True,
+    )
+    made.fit()
+    assert [step for step, metrics in record.lines if "eval/loss" in metrics] == [0, 3, 6, 7]
+    assert saved == [(2, False), (4, False), (6, True), (7, True)]
+
+
+def test_a_signal_finishes_the_step_saves_and_stops():
+    saved = []
+
+    def on_first_step():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def save(step, eval_loss):
+        saved.append(step)
+        os.kill(os.getpid(), signal.SIGTERM)  # a second one during the save changes nothing
+
+    made, _ = trainer(
+        [to_batch(rows(4))], total_steps=9, hooks=Hooks(after_first_step=on_first_step, save=save)
+    )
+    handler = signal.getsignal(signal.SIGTERM)
+    assert made.fit() is False
+    assert saved == [1] and made.progress.step == 1
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_zero_steps_only_evaluate():
+    made, record = trainer([to_batch(rows(4))], total_steps=0, eval_batches=[to_batch(rows(2))])
+    before = made.model.table.weight.detach().clone()
+    assert made.fit()
+    assert len(record.series("eval/loss")) == 1 and torch.equal(before, made.model.table.weight)
+
+
+def test_the_learning_rate_of_every_step_reaches_the_optimizer():
+    made, record = trainer(
+        [to_batch(rows(4))], total_steps=4, lr_scheduler="linear", num_warmup_steps=2, learning_rate=0.4
+    )
+    used = []
+    made.optimizer.register_step_pre_hook(lambda opt, *_: used.append(opt.param_groups[0]["lr"]))
+    made.fit()
+    assert used == record.series("train/learning_rate") == pytest.approx([0.2, 0.4, 0.4, 0.2])
