@@ -203,6 +203,9 @@ class CheckpointConfig:
     """run folder and checkpoints"""
 
     output_dir: str | None = knob(None, "run folder; default: runs/<model>-<precision>-<time>", free=True)
+    save_checkpoints: bool = knob(
+        True, "write checkpoints at all; without them a stopped run is lost (for benchmarks)", free=True
+    )
     save_interval: int = knob(
         500, "steps between checkpoints; 0 saves at the end and on a signal only", free=True
     )
@@ -281,6 +284,11 @@ class Config:
             raise ValueError(
                 "--compile_model with --use_te: TE layers are fused kernels that torch.compile breaks up "
                 "(and delayed scaling refuses it); drop one of the two"
+            )
+
+        if self.precision.fp8_attention and self.optim.deterministic:
+            raise ValueError(
+                "--fp8_attention with --deterministic: FP8 attention has no deterministic backward; drop one"
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import re
 import sys
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import te_models
@@ -71,7 +73,7 @@ class Run:
 
     def __init__(self, cfg: Config, strategy: Any):
         self.cfg, self.strategy, self.device = cfg, strategy, strategy.device
-        set_determinism(cfg.optim.deterministic)
+        set_determinism(cfg.optim.deterministic, cfg.optim.seed)
         self._decide()
         self._open_folder()
         self._load_data()
@@ -274,6 +276,8 @@ class Run:
         tune_garbage_collection()
 
     def _save(self, step: int, eval_loss: float | None) -> None:
+        if not self.cfg.checkpoint.save_checkpoints:
+            return
         save_run(
             self.checkpoints,
             self.cfg,
@@ -329,8 +333,11 @@ class Run:
         }
 
 
-def set_determinism(deterministic: bool) -> None:
-    """Before the first CUDA call; TE reads its switch when it loads."""
+def set_determinism(deterministic: bool, seed: int) -> None:
+    """Seed every generator; before the first CUDA call, since TE and cuBLAS read their switches once."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
     if deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"

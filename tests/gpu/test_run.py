@@ -105,12 +105,14 @@ def test_options_train(tmp_path, flags):
     assert found[12] < 0.8 * found[1]
 
 
-def test_fp8_attention_runs_or_is_refused_in_one_line(tmp_path):
-    flags = f"{SMALL} --mixed_precision fp8 --fp8_attention --no_packing --no_export"
-    train(tmp_path / "run", flags)
+@pytest.mark.parametrize("packing", ["packing", "no_packing"])
+@pytest.mark.parametrize("scenario", ["delayed", "current"])
+def test_fp8_attention_runs(tmp_path, scenario, packing):
+    flags = f"{SMALL} --no_deterministic --mixed_precision fp8 --fp8_scenario {scenario} --{packing}"
+    train(tmp_path / "run", f"{flags} --fp8_attention --no_export")
     rows = json.loads((tmp_path / "run" / "env.json").read_text())["coverage"]["rows"]
     attention = next(row for row in rows if row["modules"].endswith("core_attention"))
-    assert attention["precision"] == "fp8 delayed"
+    assert attention["precision"] == f"fp8 {scenario}"
 
 
 def test_hugging_face_model_on_a_gpu_keeps_masters_too(tmp_path):

@@ -1,0 +1,1 @@
+"""Tools that read models and run folders: reports, comparisons, throughput."""

@@ -1,0 +1,119 @@
+"""The command line: one knob is one flag, one YAML key and one saved setting."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from training.config import (
+    FP8_SCENARIOS,
+    Config,
+    changed_settings,
+    config_from_dict,
+    knobs,
+    parse_config,
+)
+
+
+def parse(*argv: str) -> Config:
+    return parse_config(list(argv), prog="train_fp8.py", description="test")
+
+
+def test_defaults_and_flags():
+    cfg = parse("--use_te", "--mixed_precision", "fp8", "--learning_rate", "3e-4", "--no_packing")
+    assert cfg.model.use_te and cfg.precision.mixed_precision == "fp8"
+    assert cfg.optim.learning_rate == 3e-4 and not cfg.data.packing
+    assert (cfg.data.split_name, cfg.log.wandb_project) == ("train_1M", "llm-fp8")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cfg.optim.learning_rate = 1.0
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--use_t"], "unknown flag --use_t; did you mean '--use_te'"),
+        (["--batch_siz", "3"], "did you mean '--batch_size'"),
+        (["surprise"], "unexpected argument surprise"),
+        (["--batch_size"], "expected one argument"),
+        (["--batch_size", "two"], "--batch_size two: must be a whole number"),
+        (["--batch_size", "0"], "--batch_size 0: must be 1 or more"),
+        (["--learning_rate", "-1"], "--learning_rate -1.0: must be positive"),
+        (["--mixed_precision", "fp16"], "--mixed_precision fp16: not one of bf16, fp8, fp32"),
+        (["--fp8_scenario", "mxfp"], "did you mean 'mxfp8'"),
+        (["--streaming"], "--streaming: the length of a stream is unknown"),
+        (["--use_te", "--mixed_precision", "fp32"], "TE layers run in bf16 or fp8"),
+        (["--use_te", "--compile_model"], "--compile_model with --use_te"),
+        (["--fp8_attention", "--fp8_scenario", "block"], "--fp8_attention"),
+        (["--fp8_attention", "--deterministic"], "no deterministic backward; drop one"),
+        (["--dataset_prompt_field", "q"], "--dataset_completion_field"),
+        (["--no_export", "--generate_samples", "1"], "--generate_samples"),
+    ],
+)
+def test_bad_input_names_flag_value_and_way_out(argv, message):
+    with pytest.raises(ValueError) as error:
+        parse(*argv)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_yaml_sets_and_flags_win(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("learning_rate: 1e-4\nbatch_size: 3\npacking: false\neval_split: test\n")
+    cfg = parse("--config", str(file), "--batch_size", "5", "--packing")
+    assert (cfg.optim.learning_rate, cfg.optim.batch_size, cfg.data.packing) == (1e-4, 5, True)
+    assert cfg.data.eval_split == "test"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rat: 1", "unknown setting 'learning_rat'; did you mean 'learning_rate'"),
+        ("- a\n- b", "must hold `setting: value` lines"),
+        ("a: [", "not valid YAML"),
+        ("batch_size: 1.5", "--batch_size 1.5: must be a whole number"),
+        ("batch_size: true", "--batch_size True: must be a whole number"),
+        ("use_te: maybe", "--use_te maybe: must be true or false"),
+    ],
+)
+def test_bad_yaml(tmp_path, text, message):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError) as error:
+        parse("--config", str(file))
+    assert message in str(error.value)
+
+
+def test_missing_config_file():
+    with pytest.raises(ValueError, match=r"--config /nowhere\.yaml"):
+        parse("--config", "/nowhere.yaml")
+
+
+def test_saved_config_comes_back_as_config(tmp_path):
+    cfg = parse("--use_te", "--eval_split", "test", "--warmup_ratio", "0.1", "--no_export")
+    cfg.save(tmp_path / "config.json")
+    assert parse("--config", str(tmp_path / "config.json")) == cfg
+    assert config_from_dict(json.loads((tmp_path / "config.json").read_text())) == cfg
+
+
+def test_only_settings_that_define_a_run_count_as_changed():
+    old = parse("--batch_size", "4").to_dict()
+    new = parse("--batch_size", "8", "--log_interval", "1", "--max_steps", "7")
+    assert changed_settings(old, new) == {"batch_size": (4, 8)}
+
+
+def test_every_knob_has_help_and_the_scenarios_match():
+    for name, (_, field, hint) in knobs().items():
+        assert len(field.metadata["help"]) > 10, name
+        assert hint is not None
+    hint = knobs()["fp8_scenario"][2]
+    assert hint.__args__ == FP8_SCENARIOS
+
+
+def test_help_is_quick_and_names_every_flag():
+    code = "import sys; sys.modules['torch'] = None; sys.argv = ['train_fp8.py', '--help']; " + (
+        "import runpy; runpy.run_path('train_fp8.py', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert all(f"--{name}" in done.stdout for name in knobs())

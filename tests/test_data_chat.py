@@ -1,0 +1,246 @@
+"""Templates, prompts as at inference, and which tokens carry loss."""
+
+from __future__ import annotations
+
+import huggingface_hub
+import numpy as np
+import pytest
+
+from data.chat import CHATML, LLAMA3, Encoder, Status, load_tokenizer, why_unusable
+from data.demo import TOKENIZER_DIR
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": " What is 2 + 3? "},
+    {"role": "assistant", "content": "It is 5."},
+    {"role": "user", "content": "And 3 + 4?"},
+    {"role": "assistant", "content": "It is 7."},
+]
+LLAMA3_CHAT = (
+    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nWhat is 2 + 3?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nIt is 5.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nAnd 3 + 4?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nIt is 7.<|eot_id|>"
+)
+CHATML_CHAT = (
+    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n What is 2 + 3? <|im_end|>\n"
+    "<|im_start|>assistant\nIt is 5.<|im_end|>\n<|im_start|>user\nAnd 3 + 4?<|im_end|>\n"
+    "<|im_start|>assistant\nIt is 7.<|im_end|>\n"
+)
+# Only the last answer keeps its reasoning, as in Qwen3.
+REWRITING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def as_is(row):
+    return row
+
+
+def encoder(tokenizer, *, chat=True, system=""):
+    return Encoder(tokenizer, as_is, chat=chat, system=system)
+
+
+def encode(tokenizer, sample):
+    columns = encoder(tokenizer, chat="messages" in sample).encode([sample], [0])
+    return [
+        (ids.tolist(), spans.reshape(-1, 2).tolist())
+        for ids, spans in zip(columns["input_ids"], columns["spans"], strict=True)
+    ]
+
+
+def with_loss(tokenizer, sample):
+    """Decoded text of each span."""
+    return [tokenizer.decode(ids[a:b]) for ids, spans in encode(tokenizer, sample) for a, b in spans]
+
+
+@pytest.fixture
+def demo():
+    return load_tokenizer("demo", family="llama")
+
+
+@pytest.fixture
+def chatml(tmp_path):
+    """A tokenizer without BOS, pad token or template, with ChatML's markers, as Qwen's base models have."""
+    tokenizer = load_tokenizer("demo", family="llama")
+    tokenizer.backend_tokenizer.post_processor = None
+    tokenizer.bos_token = tokenizer.pad_token = tokenizer.chat_template = None
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.save_pretrained(tmp_path / "qwen")
+    return load_tokenizer(str(tmp_path / "qwen"), family="qwen2")
+
+
+def test_llama3_rendering_is_exact(demo):
+    demo.chat_template = LLAMA3.text
+    assert encoder(demo).render(CHAT) == LLAMA3_CHAT
+    prompt = encoder(demo).render(CHAT[:2], generate=True)
+    header = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    assert prompt == LLAMA3_CHAT[: LLAMA3_CHAT.index(header) + len(header)]
+
+
+def test_chatml_is_set_where_the_tokenizer_has_no_template(chatml):
+    assert chatml.chat_template == CHATML.text
+    assert chatml.pad_token == "<|endoftext|>"
+    assert encoder(chatml).render(CHAT) == CHATML_CHAT
+
+
+def test_a_template_of_its_own_is_kept(demo, tmp_path):
+    demo.chat_template = REWRITING
+    demo.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path), family="llama").chat_template == REWRITING
+
+
+def test_a_family_template_needs_its_markers(demo, tmp_path):
+    demo.chat_template = None
+    demo.save_pretrained(tmp_path)
+    for family in ("qwen2", "gpt2"):
+        tokenizer = load_tokenizer(str(tmp_path), family=family)
+        assert tokenizer.chat_template is None
+        encoder(tokenizer, chat=False)  # plain text needs none
+        with pytest.raises(ValueError, match=r"--tokenizer_name .*no chat template.*--dataset_text_field"):
+            encoder(tokenizer)
+
+
+def test_every_token_is_there_and_every_answer_carries_loss(demo, chatml):
+    for tokenizer, text, end in ((demo, LLAMA3_CHAT, "<|eot_id|>"), (chatml, CHATML_CHAT, "<|im_end|>")):
+        [(ids, _)] = encode(tokenizer, {"messages": CHAT})
+        assert tokenizer.decode(ids) == text
+        # The end-of-turn token too, but not the newline that ChatML writes after it.
+        assert with_loss(tokenizer, {"messages": CHAT}) == [f"It is 5.{end}", f"It is 7.{end}"]
+
+
+@pytest.mark.parametrize("template", [LLAMA3.text, CHATML.text])
+def test_one_bos_whoever_writes_it(demo, template):
+    assert demo("a")["input_ids"][0] == demo.bos_token_id  # this tokenizer adds one by itself
+    demo.chat_template = template  # LLAMA3 writes one as well, ChatML none
+    [(ids, _)] = encode(demo, {"messages": CHAT})
+    assert ids[0] == demo.bos_token_id and ids.count(demo.bos_token_id) == 1
+
+
+def test_no_bos_where_neither_writes_one(chatml):
+    [(ids, _)] = encode(chatml, {"messages": CHAT})
+    assert chatml.convert_ids_to_tokens(ids[0]) == "<|im_start|>"
+
+
+def test_the_prompt_is_tokenised_as_at_inference(demo, chatml):
+    for tokenizer in (demo, chatml):
+        [(ids, spans)] = encode(tokenizer, {"messages": CHAT[:3]})
+        at_inference = tokenizer.apply_chat_template(
+            CHAT[:2], add_generation_prompt=True, return_dict=False, tokenize=True
+        )
+        assert ids[: spans[0][0]] == at_inference
+        prompt, answer = encoder(tokenizer).prompt_and_answer(CHAT[:3])
+        assert tokenizer(prompt, add_special_tokens=False)["input_ids"] == at_inference
+        assert answer == "It is 5."
+
+
+def test_a_template_that_rewrites_history_gives_one_sample_per_answer(chatml):
+    chatml.chat_template = REWRITING
+    samples = encode(chatml, {"messages": CHAT})
+    assert len(samples) == 2
+    for (ids, [[start, stop]]), turns in zip(samples, (3, 5), strict=True):
+        prompt = encoder(chatml).render(CHAT[: turns - 1], generate=True)
+        assert chatml.decode(ids[:start]) == prompt
+        answer = CHAT[turns - 1]["content"]
+        assert chatml.decode(ids[start:stop]) == f"<think>\n\n</think>\n\n{answer}<|im_end|>"
+
+
+def test_a_generation_prompt_that_opens_reasoning_is_kept_out_of_the_loss(chatml):
+    chatml.chat_template = CHATML.text.replace(
+        "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    [(ids, [[start, stop]])] = encode(chatml, {"messages": CHAT[:3]})
+    assert chatml.decode(ids[start:stop]) == "It is 5.<|im_end|>"
+    assert chatml.decode(ids[:start]).endswith("<|im_start|>assistant\n<think>\n")
+
+
+def test_a_date_in_the_template_does_not_change_with_the_day(demo):
+    demo.chat_template = "{{ date_string }}" + LLAMA3.text
+    assert "26 Jul 2024" in encoder(demo).render(CHAT)
+
+
+def test_plain_text_stands_between_bos_and_eos_and_all_of_it_carries_loss(demo, chatml):
+    [(ids, spans)] = encode(demo, {"text": "Two plus two."})
+    assert demo.decode(ids) == "<|begin_of_text|>Two plus two.<|eot_id|>" and spans == [[0, len(ids)]]
+    [(ids, spans)] = encode(chatml, {"text": "Two plus two."})
+    assert chatml.decode(ids) == "Two plus two.<|endoftext|>" and spans == [[0, len(ids)]]
+    [(ids, _)] = encode(demo, {"text": "<|begin_of_text|>Two."})
+    assert ids.count(demo.bos_token_id) == 1
+
+
+@pytest.mark.parametrize(
+    ("sample", "status"),
+    [
+        ({"text": "ok"}, Status.USED),
+        ({"text": " \n"}, Status.EMPTY),
+        ({"text": None}, Status.BAD),
+        ({"text": 5}, Status.BAD),
+        ({"text": "bad \ufffd byte"}, Status.BAD),
+        ({"text": "lone \ud800 surrogate"}, Status.BAD),
+        ({"messages": CHAT}, Status.USED),
+        ({"messages": []}, Status.EMPTY),
+        ({"messages": CHAT[:2]}, Status.WITHOUT_LABEL),
+        ({"messages": [*CHAT[:2], {"role": "assistant", "content": ""}]}, Status.EMPTY),
+        ({"messages": [*CHAT[:2], {"role": "assistant", "content": 5}]}, Status.BAD),
+        ({"messages": [{"role": None, "content": "a"}]}, Status.BAD),
+        ({"messages": "hello"}, Status.BAD),
+        ({"messages": ["hello"]}, Status.BAD),
+        ({"messages": None}, Status.BAD),
+    ],
+)
+def test_unusable_samples(sample, status):
+    assert why_unusable(sample) == status
+
+
+def test_a_conversation_the_template_refuses_is_a_bad_row(demo):
+    demo.chat_template = LLAMA3.text.replace(
+        "<|start_header_id|>{{",
+        "{% if message['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}<|start_header_id|>{{",
+    )
+    refused = {"messages": [{"role": "tool", "content": "x"}, *CHAT]}
+    columns = encoder(demo).encode([refused, {"messages": CHAT}], [0, 1])
+    assert columns["status"] == [Status.BAD, Status.USED]
+    assert columns["input_ids"][0].dtype == np.int32 and len(columns["input_ids"][0]) == 0
+
+
+def test_a_template_that_refuses_the_system_prompt_says_so(demo):
+    demo.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(ValueError, match=r"--tokenizer_name .*no system role; try --system_prompt ''"):
+        encoder(demo, system="Be brief.")
+
+
+def test_a_template_that_moves_the_prompt_is_refused(demo):
+    demo.chat_template = (
+        "{% if add_generation_prompt %}ask: {% else %}told: {% endif %}{{ messages[-1]['content'] }}"
+    )
+    with pytest.raises(ValueError, match="not written after its own prompt"):
+        encoder(demo)
+
+
+@pytest.mark.parametrize("name", ["no-such-owner/no-such-tokenizer", "/no/such/folder"])
+def test_an_unreadable_tokenizer_names_the_flag_and_the_way_out(name, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ValueError, match=rf"--tokenizer_name {name} .*--model_name.*--tokenizer_name demo"
+    ) as info:
+        load_tokenizer(name, family="llama")
+    assert "\n" not in str(info.value)
+
+
+def test_the_committed_tokenizer_is_what_its_script_makes(tmp_path):
+    from data.demo.train_tokenizer import train
+
+    tokenizer = train()
+    tokenizer.save_pretrained(tmp_path, save_jinja_files=False)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / name).read_bytes() == (TOKENIZER_DIR / name).read_bytes()
+    assert len(tokenizer) == 2048
+    assert (
+        tokenizer.decode(tokenizer("Gr\u00fc\u00dfe, \u4e16\u754c!", add_special_tokens=False)["input_ids"])
+        == "Gr\u00fc\u00dfe, \u4e16\u754c!"
+    )

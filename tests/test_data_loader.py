@@ -1,0 +1,280 @@
+"""The order of the data: complete, repeatable, resumable anywhere and on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+import data.loader
+from data import build_loaders, load_tokenizer
+from data.chat import Encoder
+from training.config import DataConfig
+
+ROWS = 90
+MODES = {
+    "packed": {},
+    "padded": {"packing": False},
+    "workers": {"num_workers": 2},
+    "streamed": {"streaming": True},
+    "streamed, worker": {"streaming": True, "num_workers": 1},
+}
+mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("demo", family="llama")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Prompt/answer rows of very different lengths, 20 of them in a second split."""
+    path = tmp_path_factory.mktemp("data") / "rows"
+    path.mkdir()
+    rng = np.random.default_rng(0)
+    for split, count in (("train", ROWS), ("test", 20)):
+        rows = [
+            {"prompt": f"{split} {i}", "completion": "so " * int(rng.integers(1, 70))} for i in range(count)
+        ]
+        (path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def build(folder, tokenizer, monkeypatch):
+    monkeypatch.setattr(data.loader, "WINDOW", 25)  # several windows in ROWS
+
+    def build(*, batch_size=2, rank=0, world_size=1, seed=3, pad_multiple=16, vocab_size=2048, **settings):
+        defaults = {
+            "dataset_name": str(folder),
+            "split_name": "train",
+            "system_prompt": "",
+            "max_seq_length": 128,
+            "eval_samples": 0,
+            "num_workers": 0,
+            "num_proc": 1,
+            "data_cache_dir": str(folder.parent / "cache"),
+        }
+        return build_loaders(
+            DataConfig(**{**defaults, **settings}),
+            tokenizer,
+            batch_size=batch_size,
+            eval_batch_size=batch_size,
+            seed=seed,
+            pad_multiple=pad_multiple,
+            vocab_size=vocab_size,
+            max_positions=2048,
+            rank=rank,
+            world_size=world_size,
+        )
+
+    return build
+
+
+def content(batch):
+    """All of a batch, comparable."""
+    inputs = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in batch.inputs.items()}
+    return inputs, batch.sample_ids, batch.label_tokens, batch.real_tokens, batch.padded_tokens
+
+
+def ids(batches):
+    return [i for batch in batches for i in batch.sample_ids]
+
+
+@mode
+def test_an_epoch_holds_every_sample_once(build, mode):
+    loader = build(**mode).train
+    epochs = [list(loader) for _ in range(2)]
+    for epoch in epochs:
+        assert Counter(ids(epoch)) == Counter(range(ROWS))
+    assert ids(epochs[0]) != ids(epochs[1]) and ids(epochs[0]) != sorted(ids(epochs[0]))
+    assert loader.epoch == 2
+    if not mode.get("streaming"):
+        assert loader.micro_batches_per_epoch == len(epochs[0])
+    else:
+        assert loader.micro_batches_per_epoch is None
+
+
+@mode
+def test_resume_anywhere_is_the_uninterrupted_run(build, mode):
+    whole = build(**mode).train
+    batches, states = [], [whole.state_dict()]
+    for _ in range(2):
+        for batch in whole:
+            batches.append(content(batch))
+            states.append(json.loads(json.dumps(whole.state_dict())))
+    for done in range(0, len(states), 1 + len(states) // 10):
+        loader = build(**mode).train
+        loader.load_state_dict(states[done])
+        rest = [content(batch) for _ in range(loader.epoch, 2) for batch in loader]
+        assert rest == batches[done:]
+
+
+@mode
+def test_another_world_size_goes_on_with_the_same_order(build, mode):
+    whole = ids(build(**mode, batch_size=1).train)
+    done, state = [], None
+    for world_size, steps in ((4, 2), (2, 3), (1, None)):
+        loaders = [
+            build(**mode, batch_size=1, rank=r, world_size=world_size).train for r in range(world_size)
+        ]
+        if state:
+            for loader in loaders:
+                loader.load_state_dict(state)
+        for share in islice(zip(*loaders, strict=True), steps):
+            done += ids(share)
+            state = loaders[0].state_dict()
+        assert all(loader.state_dict() == loaders[0].state_dict() for loader in loaders)
+    assert done == whole
+
+
+@mode
+def test_the_last_step_is_kept_and_every_rank_takes_part_in_it(build, mode):
+    settings = {**mode, "num_of_samples": 9, "packing": False}  # 9 bins for 4 ranks of 2
+    shares = [list(build(**settings, rank=r, world_size=4).train) for r in range(4)]
+    assert [len(share) for share in shares] == [2] * 4
+    last = [share[-1] for share in shares]
+    assert [len(batch.sample_ids) for batch in last] == [1, 0, 0, 0]
+    assert [batch.label_tokens > 0 for batch in last] == [True, False, False, False]
+    assert all(tuple(batch.inputs["input_ids"].shape) == (1, 16) for batch in last[1:])
+
+
+def test_an_epoch_does_not_depend_on_those_before_it(build):
+    first, second = build().train, build().train
+    list(first)
+    second.load_state_dict({**second.state_dict(), "epoch": 1})
+    assert [content(b) for b in first] == [content(b) for b in second]
+
+
+def test_the_padding_multiple_does_not_change_what_is_read(build):
+    assert ids(build(pad_multiple=16).train) == ids(build(pad_multiple=96).train)
+    assert {b.inputs["input_ids"].shape[1] for b in build(pad_multiple=96).train} == {192}
+
+
+def test_iterating_leaves_the_global_random_state_alone(build):
+    before = torch.get_rng_state()
+    list(build(num_workers=2).train)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_workers_read_ahead_but_the_state_does_not(build):
+    loader = build(num_workers=2).train
+    batches = iter(loader)
+    next(batches)
+    assert loader.state_dict()["position"] == 2  # two bins: one micro-batch of two
+
+
+def test_evaluation_starts_over_and_keeps_the_order_of_the_rows(build):
+    loader = build(eval_split="test", eval_samples=10, packing=False, seed=8).eval
+    assert ids(islice(loader, 2)) == [0, 2, 4, 6]  # every second of the 20 rows
+    assert ids(loader) == ids(loader) == list(range(0, 20, 2))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_held_out_part_is_never_trained_on(build, streaming):
+    loaders = build(eval_samples=7, streaming=streaming)
+    train, held = set(ids(loaders.train)), set(ids(loaders.eval))
+    assert len(held) == 7 and train | held == set(range(ROWS)) and not train & held
+    assert len(loaders.eval_prompts) == 7
+    assert loaders.report.rows == (25 if streaming else ROWS - 7) and loaders.eval_report.rows == 7
+    prompts = {f"train {i}" for i in held}
+    assert {
+        p.split("<|end_header_id|>\n\n")[1].split("<|eot_id|>")[0] for p, _ in loaders.eval_prompts
+    } == prompts
+
+
+def test_the_held_out_part_is_a_tenth_at_most_and_depends_on_the_seed(build):
+    parts = [set(ids(build(eval_samples=1000, seed=seed).eval)) for seed in (3, 3, 4)]
+    assert [len(part) for part in parts] == [9, 9, 9]
+    assert parts[0] == parts[1] != parts[2]
+
+
+def test_too_few_rows_to_hold_some_out_is_said(build, tmp_path, caplog):
+    (tmp_path / "few.jsonl").write_text('{"text": "one two three"}\n' * 9)
+    loaders = build(dataset_name=str(tmp_path / "few.jsonl"), eval_samples=5)
+    assert loaders.eval is None and loaders.eval_report is None and "too few to hold some out" in caplog.text
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_num_of_samples_limits_training_rows(build, streaming):
+    loaders = build(num_of_samples=30, eval_samples=5, streaming=streaming)
+    assert len(set(ids(loaders.train))) == 30 and len(set(ids(loaders.eval))) == 5
+
+
+def test_no_evaluation_on_request(build):
+    loaders = build(eval_samples=0, eval_split="test")
+    assert loaders.eval is None and loaders.eval_prompts == []
+
+
+def test_eval_split_leaves_all_rows_to_training(build):
+    for streaming in (False, True):
+        loaders = build(eval_split="test", eval_samples=1000, streaming=streaming)
+        assert set(ids(loaders.train)) == set(range(ROWS)) and set(ids(loaders.eval)) == set(range(20))
+
+
+def test_train_on_prompt_puts_loss_on_all_but_the_first_token(build):
+    answer, everything = (build(train_on_prompt=on, packing=False) for on in (False, True))
+    assert answer.report.tokens == everything.report.tokens
+    assert everything.report.label_tokens == everything.report.tokens - ROWS
+    assert answer.report.label_tokens < everything.report.label_tokens
+    for loaders in (answer, everything):
+        batches = list(loaders.train)
+        assert sum(b.label_tokens for b in batches) == loaders.report.label_tokens
+        assert sum(b.real_tokens for b in batches) == loaders.report.tokens
+        padded = sum(b.padded_tokens for b in batches)
+        assert loaders.report.packing_efficiency == pytest.approx(loaders.report.tokens / padded)
+
+
+def test_a_second_build_reads_the_cache(build, monkeypatch):
+    settings = {
+        "dataset_prompt_field": "prompt",
+        "dataset_completion_field": "completion",
+        "num_of_samples": 50,
+    }
+    first = ids(build(**settings).train)
+    monkeypatch.setattr(Encoder, "encode", lambda *_: pytest.fail("tokenised again"))
+    assert ids(build(**settings).train) == first
+    for change in ({"max_seq_length": 64}, {"seed": 5}, {"packing": False}, {"train_on_prompt": True}):
+        build(**settings, **change)
+    with pytest.raises(pytest.fail.Exception, match="tokenised again"):
+        build(**settings, system_prompt="Another prompt.")
+
+
+def test_a_token_past_the_vocabulary(build):
+    for streaming in (False, True):
+        with pytest.raises(
+            ValueError, match=r"--tokenizer_name .*past the vocabulary of --model_name \(300 tokens\)"
+        ):
+            build(vocab_size=300, streaming=streaming)
+
+
+@pytest.mark.parametrize(
+    ("change", "flag"),
+    [
+        ({"split_name": "test"}, "--split_name"),
+        ({"num_of_samples": 40}, "--num_of_samples"),
+        ({"system_prompt": "Be brief."}, "--system_prompt"),
+        ({"max_seq_length": 256}, r"--max_seq_length \(128, now 256\)"),
+        ({"packing": False}, r"--packing \(True, now False\)"),
+        ({"seed": 4}, r"--seed \(3, now 4\)"),
+        ({"streaming": True}, r"--streaming \(False, now True\)"),
+    ],
+)
+def test_a_state_of_other_data_is_refused(build, change, flag):
+    state = build().train.state_dict()
+    with pytest.raises(ValueError, match=f"changed .*{flag}.*--resume none"):
+        build(**change).train.load_state_dict(state)
+
+
+def test_another_batch_size_may_resume(build):
+    whole = ids(build(batch_size=1).train)
+    loader = build(batch_size=2).train
+    done = ids(islice(loader, 3))
+    other = build(batch_size=3).train
+    other.load_state_dict(loader.state_dict())
+    assert done + ids(other) == whole

@@ -1,0 +1,387 @@
+"""Every data set of the table, columns found by name, faulty rows, and errors a user can act on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from itertools import chain
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from datasets import Dataset
+
+from data import DATASETS, build_loaders, load_tokenizer
+from data.chat import why_unusable
+from data.collate import IGNORE
+from data.demo import SIZES, generate
+from data.sources import choose_columns, detect
+from training.config import DataConfig
+
+OPENMATH = Path(__file__).parents[2] / "shared" / "data" / "openmath_gsm8k"
+PAIR = {"problem": "What is 1 + 1?", "generated_solution": "It is 2."}
+# Rows in the columns of a data set that tests cannot download.
+OFFLINE_ROWS = {
+    "nvidia/OpenMathInstruct-2": [
+        {**PAIR, "expected_answer": "2", "problem_source": f"{i}"} for i in range(5)
+    ]
+}
+
+
+@pytest.fixture
+def tokenizer():
+    return load_tokenizer("demo", family="llama")
+
+
+@pytest.fixture
+def load(tokenizer, tmp_path):
+    """Loaders over a file with these bytes, or over a data set by name."""
+
+    def load(contents=b"", name="rows.jsonl", **settings):
+        if contents:
+            (tmp_path / name).write_bytes(contents)
+            settings = {"dataset_name": str(tmp_path / name), "split_name": "train", **settings}
+        defaults = {
+            "num_workers": 0,
+            "num_proc": 1,
+            "eval_samples": 0,
+            "data_cache_dir": str(tmp_path / "cache"),
+        }
+        return build_loaders(
+            DataConfig(**{**defaults, **settings}),
+            tokenizer,
+            batch_size=1,
+            eval_batch_size=1,
+            seed=0,
+            pad_multiple=8,
+            vocab_size=2048,
+            max_positions=2048,
+        )
+
+    return load
+
+
+def lines(*rows):
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def texts(loaders, tokenizer):
+    """What an unpacked epoch holds: the decoded tokens of each row and of its loss, by row number."""
+    found = {}
+    for batch in loaders.train:
+        ids, labels = batch.inputs["input_ids"][0, : batch.real_tokens], batch.inputs["labels"][0]
+        found[batch.sample_ids[0]] = tokenizer.decode(ids), tokenizer.decode(labels[labels != IGNORE])
+    return [found[row] for row in sorted(found)]
+
+
+def answers(loaders, tokenizer):
+    return [answer.removesuffix("<|eot_id|>") for _, answer in texts(loaders, tokenizer)]
+
+
+def table_source(name, tmp_path, streaming=False):
+    settings = {"dataset_name": name, "data_cache_dir": str(tmp_path / "cache"), "streaming": streaming}
+    if name in OFFLINE_ROWS:
+        (tmp_path / "set").mkdir(exist_ok=True)
+        (tmp_path / "set" / "train_1M.jsonl").write_bytes(lines(*OFFLINE_ROWS[name]))
+        (tmp_path / "set" / "README.md").write_text(
+            "---\nconfigs:\n- config_name: default\n  data_files:\n"
+            "  - split: train_1M\n    path: train_1M.jsonl\n---\n"
+        )
+        settings["dataset_name"] = str(tmp_path / "set")
+    return DATASETS[name](DataConfig(**settings), "train_1M")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", DATASETS)
+def test_data_sets_of_the_table_have_the_schema_and_are_repeatable(name, streaming, tmp_path):
+    first, second = (table_source(name, tmp_path, streaming) for _ in range(2))
+    samples = [first.to_sample(row) for row in first.rows]
+    assert samples == [second.to_sample(row) for row in second.rows]
+    assert samples and all(why_unusable(sample) == 0 for sample in samples)
+    assert all(("messages" if first.chat else "text") in sample for sample in samples)
+
+
+@pytest.mark.parametrize("split", SIZES)
+def test_demo_answers_are_arithmetically_right(split):
+    rows = list(generate(split))
+    assert len(rows) == SIZES[split] and len({row["problem"] for row in rows}) == len(rows)
+    checked = 0
+    for row in rows:
+        *steps, last = row["generated_solution"].split("\n")
+        assert last == f"The answer is $\\boxed{{{row['expected_answer']}}}$."
+        equations = re.findall(r"(\d+(?: [-+*/] \d+)+) = (\d+)", "\n".join(steps))
+        assert len(equations) >= len(steps)
+        for left, right in equations:
+            assert eval(left) == int(right), row
+        # Every number that a step starts from stands in the problem or is an earlier step's result.
+        assert row["expected_answer"] in [right for _, right in equations]
+        known = set(re.findall(r"\d+", row["problem"])) | {"2", "3", "4", "100"}
+        for left, right in equations:
+            assert set(re.findall(r"\d+", left)) <= known, row
+            known.add(right)
+        checked += len(equations)
+    assert checked > 2 * len(rows)
+
+
+def test_demo_splits_share_no_problem_and_never_change():
+    train, test = (list(generate(split)) for split in ("train_1M", "test"))
+    assert not {row["problem"] for row in train} & {row["problem"] for row in test}
+    assert train == list(generate("train_1M"))
+    text = json.dumps([test, train]).encode()
+    assert (
+        hashlib.sha256(text).hexdigest()[:16] == "ae52e7bdbd6b61fa"
+    )  # the tokenizer was trained on these rows
+
+
+def test_demo_is_the_default_and_train_is_train_1m(load):
+    named, default = load(num_of_samples=20, split_name="train"), load(num_of_samples=20)
+    assert named.train.state_dict() == default.train.state_dict()
+    assert default.report.used == 20
+
+
+@pytest.mark.skipif(not OPENMATH.is_dir(), reason="no GSM8K sample folder beside the repository")
+@pytest.mark.parametrize("streaming", [False, True])
+def test_real_rows_in_openmath_columns(load, streaming):
+    loaders = load(
+        dataset_name=str(OPENMATH),
+        eval_split="test",
+        eval_samples=50,
+        num_of_samples=300,
+        streaming=streaming,
+    )
+    assert loaders.report.used == 300 and loaders.eval_report.used == 50
+    assert loaders.report.packing_efficiency > 0.97
+    assert all("\\boxed{" in answer for _, answer in loaders.eval_prompts)
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "prompt", "answer"),
+    [
+        (PAIR, {}, PAIR["problem"], PAIR["generated_solution"]),
+        ({"instruction": "Add.", "input": "1, 2", "output": "3"}, {}, "Add.\n\n1, 2", "3"),
+        ({"instruction": "Add.", "input": "", "output": "3"}, {}, "Add.", "3"),
+        ({"question": "1?", "answer": "2"}, {}, "1?", "2"),
+        ({"prompt": "1?", "completion": "2"}, {}, "1?", "2"),
+        (
+            {**PAIR, "a": "one", "b": "two"},
+            {"dataset_prompt_field": "a", "dataset_completion_field": "b"},
+            "one",
+            "two",
+        ),
+    ],
+)
+def test_prompt_columns_are_found_by_name(row, settings, prompt, answer):
+    to_sample, chat = choose_columns(DataConfig(system_prompt="Think.", **settings), list(row))
+    assert chat
+    assert to_sample(row)["messages"] == [
+        {"role": "system", "content": "Think."},
+        {"role": "user", "content": prompt},
+        {"role": "assistant", "content": answer},
+    ]
+    to_sample, _ = choose_columns(DataConfig(system_prompt="", **settings), list(row))
+    assert [m["role"] for m in to_sample(row)["messages"]] == ["user", "assistant"]
+
+
+def test_chat_and_text_columns_are_found_by_name():
+    cfg = DataConfig()
+    turns = [{"role": "user", "content": "a"}]
+    to_sample, chat = choose_columns(cfg, ["text", "messages"])
+    assert chat and to_sample({"messages": turns}) == {"messages": turns}
+    for name in ("text", "content"):
+        to_sample, chat = choose_columns(cfg, ["id", name])
+        assert not chat and to_sample({"id": 1, name: "x"}) == {"text": "x"}
+    to_sample, chat = choose_columns(DataConfig(dataset_text_field="id"), ["id", "messages"])
+    assert not chat and to_sample({"id": "x"}) == {"text": "x"}
+
+
+def test_file_formats_give_the_same_rows(load, tokenizer, tmp_path):
+    rows = [{"question": f"{i}?", "answer": f"It is {i}."} for i in range(4)]
+    Dataset.from_list(rows).to_parquet(tmp_path / "source.parquet")
+    csv = "question,answer\n" + "".join(f"{r['question']},{r['answer']}\n" for r in rows)
+    files = {
+        "a.jsonl": lines(*rows),
+        "a.json": json.dumps(rows).encode(),
+        "a.csv": csv.encode(),
+        "a.parquet": (tmp_path / "source.parquet").read_bytes(),
+    }
+    for name, contents in files.items():
+        for streaming in (False, True):
+            loaders = load(contents, name=name, packing=False, streaming=streaming)
+            assert answers(loaders, tokenizer) == [row["answer"] for row in rows], name
+    loaders = load(b"one line\nanother\n", name="a.txt", packing=False)
+    assert answers(loaders, tokenizer) == ["one line", "another"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_faulty_rows_are_counted_and_left_out(load, tokenizer, streaming):
+    contents = (
+        lines(PAIR)
+        + b'{"problem": "bad \xff\xfe bytes", "generated_solution": "x"}\n'
+        + b'{"problem": "lone \\ud800 surrogate", "generated_solution": "x"}\n'
+        + b'{"problem": "cut off\n\n[1, 2]\n'
+        + lines({"problem": "p", "generated_solution": None}, {"problem": "p", "generated_solution": 5})
+        + lines(
+            {"problem": "p", "generated_solution": " "},
+            {"problem": "p"},
+            {"problem": "", "generated_solution": "x"},
+        )
+        + lines({"problem": "p", "generated_solution": "so " * 200})
+        + lines({**PAIR, "generated_solution": "It is two."})
+    )
+    loaders = load(contents, max_seq_length=128, packing=False, streaming=streaming)
+    assert answers(loaders, tokenizer) == ["It is 2.", "It is two."]
+    report = loaders.report
+    assert (report.rows, report.used, report.bad_rows, report.empty, report.overlong_dropped) == (
+        13,
+        2,
+        7,
+        3,
+        1,
+    )
+    shown = " ".join(report.lines())
+    assert "2 of 13 rows" in shown and "3 empty" in shown and "1 over --max_seq_length, dropped" in shown
+    assert report.as_dict()["bad_rows"] == 7
+
+
+def test_overlong_rows_are_cut_on_request(load, tokenizer):
+    rows = [
+        {"prompt": "p", "completion": "so " * 200},
+        {"prompt": "so " * 200, "completion": "answer"},
+        {"prompt": "p", "completion": "q"},
+    ]
+    loaders = load(lines(*rows), overlong="truncate", max_seq_length=64, packing=False, system_prompt="")
+    report = loaders.report
+    # The second row's answer lies beyond the cut.
+    assert (report.used, report.overlong_truncated, report.without_label) == (2, 1, 1)
+    assert report.rows == report.used + report.without_label
+    (text, answer), _ = texts(loaders, tokenizer)
+    assert len(tokenizer(text, add_special_tokens=False)["input_ids"]) == 64 and set(answer.split()) == {"so"}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("packing", [False, True])
+def test_long_texts_are_split_without_losing_a_token(load, tokenizer, packing, streaming):
+    # Counting makes every piece of two tokens recognisable.
+    documents = [
+        " ".join(str(n) for n in range(100 * i, 100 * i + count)) for i, count in enumerate((3, 40, 1, 90))
+    ]
+    loaders = load(
+        lines(*({"text": d} for d in documents)), max_seq_length=24, packing=packing, streaming=streaming
+    )
+    assert (loaders.report.used, loaders.report.overlong_dropped) == (4, 0)
+    pieces = {row: [] for row in range(4)}
+    for batch in loaders.train:
+        ids, at = batch.inputs["input_ids"][0].tolist(), 0
+        cu_seqlens = batch.inputs.get("cu_seqlens", [0, batch.real_tokens])
+        for row, end in zip(batch.sample_ids, cu_seqlens[1:], strict=False):
+            pieces[row].append(ids[at : int(end)])
+            at = int(end)
+    for row, document in enumerate(documents):
+        whole = tokenizer(document)["input_ids"] + [tokenizer.eos_token_id]
+        starts = {}
+        for piece in pieces[row]:
+            assert len(piece) <= 24
+            [start] = [i for i in range(len(whole)) if whole[i : i + len(piece)] == piece]
+            starts[start] = piece
+        assert list(chain.from_iterable(starts[i] for i in sorted(starts))) == whole
+
+
+def test_a_token_that_pads_and_ends_keeps_its_loss(load, tokenizer):
+    tokenizer.pad_token = tokenizer.eos_token
+    for packing in (False, True):
+        [batch] = load(lines({"text": "two words"}), packing=packing, max_seq_length=64).train
+        labels = batch.inputs["labels"][0]
+        assert labels[labels != IGNORE][-1] == tokenizer.eos_token_id
+        assert batch.label_tokens == batch.real_tokens - 1
+        assert set(batch.inputs["input_ids"][0, batch.real_tokens :].tolist()) == {tokenizer.eos_token_id}
+
+
+USABLE = lines(*[{"text": f"row {i}"} for i in range(3)])
+ERRORS = {
+    "unknown split": (
+        USABLE,
+        {"split_name": "validation"},
+        r"--split_name validation: no such split.*there are: train$",
+    ),
+    "unknown evaluation split": (
+        USABLE,
+        {"eval_split": "dev", "eval_samples": 1},
+        r"--eval_split dev: no such split.*: train$",
+    ),
+    "training split as evaluation split": (
+        USABLE,
+        {"eval_split": "train"},
+        "--eval_split train: is the training split",
+    ),
+    "no such text column": (
+        USABLE,
+        {"dataset_text_field": "body"},
+        "--dataset_text_field body: there is no such column.*text",
+    ),
+    "no such prompt column": (
+        USABLE,
+        {"dataset_prompt_field": "text", "dataset_completion_field": "b"},
+        "--dataset_completion_field b: there is no such column.*text",
+    ),
+    "no known columns": (
+        lines({"x": "1", "y": "2"}),
+        {},
+        r"--dataset_name .*--dataset_text_field.*\(columns .*: x, y\)",
+    ),
+    "no rows": (b"text\n", {"name": "a.csv"}, "--dataset_name .*(no rows|cannot be read)"),
+    "no usable rows": (
+        lines({"text": ""}, {"text": 5}),
+        {},
+        "--split_name train .*no row can be used .1 empty, 1 bad",
+    ),
+    "all overlong": (lines(PAIR), {"max_seq_length": 8}, r"1 overlong.*--max_seq_length 8"),
+    "not a data file": (b"x", {"name": "a.pkl"}, r"--dataset_name .*a.pkl: not a data file.*\.jsonl"),
+    "broken file": (b"PAR1 not parquet", {"name": "a.parquet"}, "--dataset_name .*a.parquet: cannot be read"),
+    "too long for the model": (
+        USABLE,
+        {"max_seq_length": 4096},
+        "--max_seq_length 4096: --model_name has 2048 positions",
+    ),
+    "no such file": (
+        b"",
+        {"dataset_name": "no/rows.jsonl"},
+        "--dataset_name no/rows.jsonl: there is no such file",
+    ),
+    "no such folder": (
+        b"",
+        {"dataset_name": "/no/such/folder"},
+        "--dataset_name /no/such/folder: cannot be read.*demo",
+    ),
+    "out of reach": (
+        b"",
+        {"dataset_name": "no-such-owner/no-such-set"},
+        "--dataset_name no-such-owner/no-such-set: cannot be read.*demo",
+    ),
+    "demo has no such split": (
+        b"",
+        {"split_name": "validation"},
+        "--split_name validation: .*train_1M, test",
+    ),
+}
+
+
+@pytest.mark.parametrize(("contents", "settings", "message"), ERRORS.values(), ids=ERRORS)
+def test_errors_name_the_flag_and_the_way_out(load, contents, settings, message, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=message) as info:
+        load(contents, **settings)
+    assert "\n" not in str(info.value)
+
+
+def test_a_stream_shorter_than_its_evaluation_part(load):
+    with pytest.raises(ValueError, match=r"no rows after the 5 held out.*--eval_samples"):
+        load(USABLE, streaming=True, eval_samples=5)
+
+
+def test_only_the_files_of_the_split_are_read(tmp_path):
+    (tmp_path / "set").mkdir()
+    Dataset.from_list([PAIR]).to_parquet(tmp_path / "set" / "train.parquet")
+    (tmp_path / "set" / "test.parquet").write_bytes(b"not to be read")
+    cfg = DataConfig(dataset_name=str(tmp_path / "set"), data_cache_dir=str(tmp_path / "cache"))
+    assert list(detect(cfg, "train").rows) == [PAIR]

@@ -1,0 +1,91 @@
+"""Who may import whom: read from the sources, so that the layering cannot erode unseen."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("training", "te_models", "data", "benchmarks")
+TRAINING_LEAVES = {"precision", "sharding", "optim", "checkpoint", "export", "trackers", "run_folder"}
+LAZY = {"transformer_engine", "deepspeed", "wandb", "torchao", "liger_kernel"}
+TE_HOMES = {"training/precision.py", "training/optim.py", "te_models/decoder.py"}
+
+
+def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def ours(path: Path) -> set[str]:
+    """Our modules that a file imports, as package or package.module."""
+    modules = set()
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] in PACKAGES:
+            modules.add(".".join(parts[:2]))
+    return modules
+
+
+def sources() -> list[Path]:
+    return [p for package in PACKAGES for p in sorted((ROOT / package).rglob("*.py"))]
+
+
+def allowed(path: Path) -> set[str] | None:
+    """Our modules this file may import, beside its own package for data and te_models; None: any."""
+    relative = path.relative_to(ROOT)
+    if relative.parts[0] == "te_models":
+        return {"training", "training.loss", "training.loss_triton"}
+    if relative.parts[0] == "data":
+        return {"training", "training.config"}
+    if relative.parts[0] == "benchmarks":
+        return {"training", "training.config", "training.metrics"}
+    stem = relative.stem
+    if stem in ("config", "metrics", "loss_triton", "__init__"):
+        return set()
+    if stem == "loss":
+        return {"training.loss_triton"}
+    if stem in TRAINING_LEAVES:
+        return {"training", "training.config"} | ({"training.checkpoint"} if stem == "export" else set())
+    if stem == "trainer":
+        return {"training", "training.config", "training.metrics"}
+    return None
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_layering(path):
+    may = allowed(path)
+    if may is None:
+        return
+    package = path.relative_to(ROOT).parts[0]
+    strange = {
+        name
+        for name in ours(path)
+        if name not in may
+        and name not in {f"training.{n.rsplit('.', 1)[-1]}" for n in may}
+        and not (package != "training" and name.split(".")[0] == package)
+        and not any(name.startswith(f"{m}.") for m in may if m != "training")
+    }
+    strange = {
+        name for name in strange if (ROOT / (name.replace(".", "/") + ".py")).exists() or "." not in name
+    }
+    assert not strange, f"{path.relative_to(ROOT)} may not import {sorted(strange)}"
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_optional_libraries_load_only_where_they_are_used(path):
+    roots = {name.split(".")[0] for name in imports(path, top_level_only=True)}
+    assert not roots & LAZY
+    if str(path.relative_to(ROOT)) not in TE_HOMES:
+        assert "transformer_engine" not in {name.split(".")[0] for name in imports(path)}
+
+
+def test_the_readers_of_this_file_see_the_packages():
+    assert len(sources()) > 15

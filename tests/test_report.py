@@ -1,0 +1,188 @@
+"""Reports from run folders as the trackers write them, whole, crashed and broken."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.report import COLUMNS, draw_losses, main, read_run, smooth, table
+from training.config import Config, LogConfig
+from training.trackers import build_tracker
+
+ENVIRONMENT = {
+    "gpu_name": "NVIDIA H200",
+    "gpu_count": 4,
+    "date": "2026-01-02T03:04:05+00:00",
+    "versions": {"torch": "2.11.0", "transformer_engine": "2.20.2", "transformers": None},
+    "git": {"commit": "0123456789abcdef0123456789abcdef01234567", "dirty": True},
+    "requested_recipe": "mxfp8",
+    "recipe": "delayed",
+    "fallback_reason": "needs compute capability 10.0",
+}
+SUMMARY = {
+    "model_name": "org/some|model",
+    "mixed_precision": "fp8",
+    "use_te": True,
+    **{name: ENVIRONMENT[name] for name in ("requested_recipe", "recipe", "fallback_reason", "gpu_name")},
+    "steps": 1200,
+    "train_loss": 1.23456,
+    "train_loss_tail_mean": 1.3,
+    "eval_loss": 1.5,
+    "eval_perplexity": 4.4817,
+    "tokens_per_second": 14376.4,
+    "model_tflops_per_gpu": 739.94,
+    "mfu_bf16": 0.7482,
+    "mfu_fp8": 0.3739,
+    "peak_memory_gb": 91.26,
+    "gpu_hours": 2.456,
+    "gpus": 2,
+}
+
+
+def write_run(folder, *, losses=(), summary=None, environment=None):
+    """A run folder with a loss every 10 steps and an evaluation of half that loss every 20."""
+    tracker = build_tracker(LogConfig(), folder, config={}, tags=[], resume_step=None)
+    Config().save(folder / "config.json")
+    (folder / "env.json").write_text(json.dumps(environment or {}))
+    for i, loss in enumerate(losses, 1):
+        rates = {"perf/tokens_per_second": 100.0 * i, "perf/peak_memory_gb": 10.0 - i}
+        tracker.log(10 * i, {"train/loss": loss, **rates})
+        if i % 2 == 0:
+            tracker.log(10 * i, {"eval/loss": loss / 2})
+    if summary:
+        tracker.summary(summary)
+    tracker.finish()
+    return folder
+
+
+def cells(run):
+    row = table([run]).splitlines()[2]
+    values = row.strip("| ").replace("\\|", "\0").split(" | ")
+    return {name: value.replace("\0", "|") for name, value in zip(COLUMNS, values, strict=True)}
+
+
+def test_table_of_a_finished_run(tmp_path):
+    run = read_run(write_run(tmp_path / "my-run", losses=[3.0], summary=SUMMARY, environment=ENVIRONMENT))
+    assert list(cells(run).values()) == [
+        "my-run",
+        "org/some|model",
+        "fp8 delayed (asked for mxfp8), TE layers",
+        "1,200",
+        "1.2346",
+        "1.3000",
+        "1.5000",
+        "4.48",
+        "14,376",
+        "739.9",
+        "74.8% / 37.4%",
+        "91.3",
+        "2.46",
+    ]
+    note = table([run]).splitlines()[-1]
+    assert note == (
+        "- my-run: 2 x NVIDIA H200, 2026-01-02, torch 2.11.0, transformer_engine 2.20.2, "
+        "commit 0123456789ab with changes"
+    )
+
+
+def test_table_of_a_crashed_run_comes_from_its_metrics(tmp_path):
+    losses = [9.0, math.nan] + [float(i) for i in range(20, 0, -1)]
+    folder = write_run(tmp_path / "crashed", losses=losses)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 230, "train/lo')
+    shown = cells(read_run(folder))
+    assert shown == {
+        "run": "crashed (unfinished)",
+        "model": "tiny-llama",
+        "precision": "bf16, HF layers",
+        "steps": "220",
+        "train loss": "1.0000",
+        "train loss, mean of last 10 %": "1.5000",  # of 21 finite losses the last two: 2 and 1
+        "eval loss": "0.5000",
+        "perplexity": "1.65",
+        "tokens/s": "1,200",  # median of 200, 300 .. 2200: the first interval warms up
+        "TFLOP/s per GPU": "-",
+        "MFU (of BF16 / FP8 peak)": "- / -",
+        "peak GB": "9.0",
+        "GPU-hours": "-",
+    }
+
+
+def test_a_run_that_crashed_before_its_first_line_has_a_row(tmp_path, capsys):
+    write_run(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "env.json").unlink()
+    assert main([str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "(unfinished) | tiny-llama | bf16, HF layers | 0 | - |" in shown
+    assert "CPU, date unknown" in shown and "no loss.png: no loss was logged" in shown
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_smooth():
+    assert smooth([1.0, 2.0, 6.0]) == [1.5, 3.0, 4.0]
+    assert smooth([7.0]) == [7.0]
+    noisy = [float(i % 2) for i in range(400)]  # half width 10: 21 values around each
+    assert smooth(noisy)[200] == pytest.approx(10 / 21, abs=0.05) and len(smooth(noisy)) == 400
+
+
+def test_the_curve_shows_all_runs_without_non_finite_losses(tmp_path):
+    folders = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
+    write_run(folders[0], losses=[4.0, math.nan, 2.0])
+    write_run(folders[1], losses=[8.0, 6.0])
+    (axes,) = draw_losses([read_run(folder) for folder in folders]).axes
+    drawn = [list(zip(*line.get_data(), strict=True)) for line in axes.lines]
+    assert drawn == [
+        [(10, 4.0), (30, 2.0)],
+        [(10, 3.0), (30, 3.0)],
+        [(10, 8.0), (20, 6.0)],
+        [(10, 7.0), (20, 7.0)],
+        [(20, 3.0)],
+    ]
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == [
+        f"{folders[0]}: training, smoothed",
+        f"{folders[1]}: training, smoothed",
+        f"{folders[1]}: evaluation",
+    ]
+
+
+def is_png(path):
+    return path.read_bytes().startswith(b"\x89PNG\r\n") and path.stat().st_size > 10_000
+
+
+def test_command_line_writes_the_curve_into_the_run(tmp_path):
+    write_run(tmp_path, losses=[3.0, 2.0, 1.0], summary=SUMMARY)
+    command = [sys.executable, "-m", "benchmarks.report", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == f"loss curve: {tmp_path / 'loss.png'}"
+    assert is_png(tmp_path / "loss.png")
+
+
+def test_several_runs_share_a_curve_in_the_output_folder(tmp_path, capsys):
+    runs = [str(write_run(tmp_path / name, losses=[3.0, 2.0])) for name in ("a", "b")]
+    assert main([*runs, "--output_dir", str(tmp_path / "new" / "report")]) == 0
+    assert is_png(tmp_path / "new" / "report" / "loss.png")
+    assert main(runs) == 0
+    assert "several runs need --output_dir" in capsys.readouterr().out
+    assert not (tmp_path / "a" / "loss.png").exists()
+
+
+def test_what_is_no_run_is_one_line_and_exit_code_2(tmp_path, capsys):
+    good = write_run(tmp_path / "good", losses=[1.0])
+    (tmp_path / "empty").mkdir()
+    broken = write_run(tmp_path / "broken", losses=[1.0])
+    (broken / "summary.json").write_text("{")
+    for arguments, reason in (
+        ([tmp_path / "empty"], "empty: not a run folder (it has no config.json)"),
+        ([good, tmp_path / "nowhere"], "nowhere: not a run folder"),
+        ([broken], "summary.json: cannot be read"),
+        ([good, "--output_dir", broken / "summary.json"], "summary.json: File exists"),
+    ):
+        assert main([str(argument) for argument in arguments]) == 2
+        shown = capsys.readouterr().err
+        assert shown.startswith("error: ") and reason in shown and shown.count("\n") == 1

@@ -1,0 +1,245 @@
+"""Weight layouts: exact in both directions, every key used once, presets as published."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from te_models import ModelPlan, build_model, export_tensors, plan_model, refuse_te, weight_source
+from te_models.decoder import rope_angles
+from te_models.presets import PRESETS
+from te_models.weights import (
+    RandomSource,
+    SafetensorsSource,
+    fuse_qkv,
+    layer_to_hf,
+    layer_to_te,
+    load_te,
+    split_qkv,
+    te_to_hf,
+)
+
+CPU = torch.device("cpu")
+
+
+def tiny(**changes) -> ModelPlan:
+    plan = plan_model("tiny-llama", init="auto", use_te=True)
+    for name, value in changes.items():
+        setattr(plan.config, name, value)
+    return plan
+
+
+class Shell(nn.Module):
+    """A TECausalLM's parameters by name, without TE: the conversions see nothing else of it."""
+
+    def __init__(self, config):
+        super().__init__()
+        hidden, ffn, size = config.hidden_size, config.intermediate_size, config.head_dim
+        self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
+        self.tied = config.tie_word_embeddings
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        shapes = {
+            "self_attention.layernorm_qkv.layer_norm_weight": (hidden,),
+            "self_attention.layernorm_qkv.weight": ((self.heads + 2 * self.groups) * size, hidden),
+            "self_attention.proj.weight": (hidden, self.heads * size),
+            "layernorm_mlp.layer_norm_weight": (hidden,),
+            "layernorm_mlp.fc1_weight": (2 * ffn, hidden),
+            "layernorm_mlp.fc2_weight": (hidden, ffn),
+        }
+        self.layers = nn.ModuleList(module_of(shapes) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(hidden)
+        self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False)
+        if self.tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+
+def module_of(shapes: dict[str, tuple]) -> nn.Module:
+    root = nn.Module()
+    for name, shape in shapes.items():
+        *path, leaf = name.split(".")
+        module = root
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = getattr(module, part)
+        module.register_parameter(leaf, nn.Parameter(torch.full(shape, torch.nan)))
+    return root
+
+
+def test_qkv_layout_by_hand():
+    # 4 heads in 2 groups of head size 1: group by group two queries, one key, one value.
+    q, k, v = (
+        torch.tensor([[1.0], [2], [3], [4]]),
+        torch.tensor([[10.0], [20]]),
+        torch.tensor([[100.0], [200]]),
+    )
+    fused = fuse_qkv(q, k, v, heads=4, groups=2)
+    assert fused.flatten().tolist() == [1, 2, 10, 100, 3, 4, 20, 200]
+
+
+@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 2, 8), (8, 8, 4), (6, 1, 16), (32, 8, 2)])
+def test_qkv_round_trip(heads, groups, size):
+    q, k, v = (torch.randn(n * size, 24) for n in (heads, groups, groups))
+    parts = split_qkv(fuse_qkv(q, k, v, heads=heads, groups=groups), heads=heads, groups=groups)
+    assert all(torch.equal(a, b) for a, b in zip(parts, (q, k, v), strict=True))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_hf_te_hf_is_exact_and_uses_every_key(tied):
+    plan = tiny(tie_word_embeddings=tied)
+    source = weight_source(plan, seed=3, device=CPU)
+    shell = Shell(plan.config)
+    load_te(shell, source)
+    back = dict(te_to_hf(shell))
+    assert back.keys() == source.keys()
+    assert all(torch.equal(back[name], source.get(name)) for name in back)
+
+
+def test_hugging_face_and_te_forms_start_from_the_same_weights():
+    plan = tiny()
+    hf = build_model(
+        plan, use_te=False, dtype=torch.float32, device=CPU, seed=3, packed=True, max_positions=64
+    )
+    shell = Shell(plan.config)
+    load_te(shell, weight_source(plan, seed=3, device=CPU))
+    te = dict(te_to_hf(shell))
+    exported = dict(export_tensors(hf))
+    assert te.keys() == exported.keys() and all(torch.equal(te[n], exported[n]) for n in te)
+
+
+@pytest.mark.parametrize(
+    ("add", "drop", "message"),
+    [
+        ("model.layers.1.self_attn.q_proj.bias", None, "without a place.*q_proj.bias"),
+        ("model.layers.0.self_attn.q_norm.weight", None, "without a place.*q_norm"),
+        ("model.extra.weight", None, "without a place.*model.extra.weight"),
+        ("model.layers.3.mlp.up_proj.weight", None, "4 decoder layers, the configuration 3"),
+        (None, "model.layers.2.mlp.up_proj.weight", "lack mlp.up_proj.weight"),
+        (None, "model.norm.weight", "lack model.norm.weight"),
+    ],
+)
+def test_load_refuses_foreign_and_missing_keys(add, drop, message):
+    plan = tiny()
+    source = weight_source(plan, seed=0, device=CPU)
+    if add:
+        source._shapes[add] = torch.Size([256])
+    if drop:
+        del source._shapes[drop]
+    with pytest.raises(ValueError, match=message):
+        load_te(Shell(plan.config), source)
+
+
+def test_wrong_shape_is_named():
+    plan = tiny()
+    source = weight_source(plan, seed=0, device=CPU)
+    source._shapes["model.norm.weight"] = torch.Size([8])
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is \[8\] in the weights"):
+        load_te(Shell(plan.config), source)
+
+
+def test_layer_conversion_fails_on_leftovers_both_ways():
+    config = tiny().config
+    shell = Shell(config)
+    te = {name: p.detach() for name, p in shell.layers[0].named_parameters()}
+    hf = layer_to_hf(dict(te), heads=4, groups=2)
+    assert set(layer_to_te(dict(hf), heads=4, groups=2)) == set(te)
+    with pytest.raises(ValueError, match="fc1_bias"):
+        layer_to_hf(te | {"layernorm_mlp.fc1_bias": torch.zeros(4)}, heads=4, groups=2)
+
+
+def test_safetensors_source_reads_shards_and_skips_rope_tables(tmp_path):
+    plan = tiny()
+    random = weight_source(plan, seed=1, device=CPU)
+    names = sorted(random.keys())
+    half = len(names) // 2
+    weight_map = {}
+    for file, part in (("a.safetensors", names[:half]), ("b.safetensors", names[half:])):
+        save_file({name: random.get(name) for name in part}, tmp_path / file)
+        weight_map |= dict.fromkeys(part, file)
+    weight_map["model.layers.0.self_attn.rotary_emb.inv_freq"] = "a.safetensors"
+    import json
+
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    shell = Shell(plan.config)
+    load_te(shell, SafetensorsSource(tmp_path))
+    assert all(torch.equal(t, random.get(name)) for name, t in te_to_hf(shell))
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"b\.safetensors is missing"):
+        SafetensorsSource(tmp_path)
+
+
+def test_a_folder_without_weights_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"no model\.safetensors"):
+        SafetensorsSource(tmp_path)
+
+
+def test_random_weights_depend_on_seed_and_name_alone():
+    shapes = {"a.weight": torch.Size([64, 64]), "b.weight": torch.Size([64, 64]), "n.bias": torch.Size([4])}
+    first, again, other = (RandomSource(shapes, seed=s, std=0.02, device=CPU) for s in (0, 0, 1))
+    again.get("b.weight")
+    assert torch.equal(first.get("a.weight"), again.get("a.weight"))
+    assert not torch.equal(first.get("a.weight"), first.get("b.weight"))
+    assert not torch.equal(first.get("a.weight"), other.get("a.weight"))
+    assert first.get("a.weight").std().item() == pytest.approx(0.02, rel=0.1)
+    assert not first.get("n.bias").any()
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),  # parameters as published, tied heads counted once
+    [
+        ("meta-llama/Llama-3.2-1B", 1235.8),
+        ("meta-llama/Llama-3.2-3B", 3212.7),
+        ("meta-llama/Meta-Llama-3.1-8B", 8030.3),
+        ("meta-llama/Llama-3.1-70B", 70553.7),
+        ("meta-llama/Llama-3.1-405B", 405853.4),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters(name, millions):
+    plan = plan_model(name, init="random", use_te=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(plan.config)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.1)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_preset_rope_follows_transformers(name):
+    """Angles against transformers' own cos and sin, so that theta and the Llama-3 scaling are not lost."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = plan_model(name, init="random", use_te=True).config
+    angles = rope_angles(config, 300)[:, 0, 0]
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(300)[None])
+    assert torch.allclose(angles.cos(), cos[0], atol=1e-4) and torch.allclose(angles.sin(), sin[0], atol=1e-4)
+    if name != "tiny-llama":
+        slowest = config.rope_parameters["rope_theta"] ** (-(config.head_dim - 2) / config.head_dim)
+        factor = config.rope_parameters["factor"]
+        assert angles[1, config.head_dim // 2 - 1].item() == pytest.approx(slowest / factor, rel=1e-4)
+
+
+def test_rope_types_without_a_te_form_are_refused():
+    plan = tiny(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0})
+    with pytest.raises(ValueError, match="RoPE type 'yarn'"):
+        rope_angles(plan.config, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "model type 'gpt2' has no TE form"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ],
+)
+def test_models_without_a_te_form_are_refused(change, message):
+    config = tiny().config
+    for name, value in change.items():
+        config.__class__ = type(
+            "Changed", (config.__class__,), {"model_type": change.get("model_type", "llama")}
+        )
+        if name != "model_type":
+            setattr(config, name, value)
+    with pytest.raises(ValueError, match=message) as error:
+        refuse_te("some/model", config)
+    assert "without --use_te" in str(error.value)

@@ -1,0 +1,154 @@
+"""What the numbers in a report mean: FLOPs, peaks, rates and costs, as pure functions.
+
+A FLOP is one multiplication or one addition, so a GEMM of [m, k] x [k, n] takes 2*m*k*n. "Model FLOPs" are
+those the mathematics of a step needs: recomputed activations, padding and the masked half of attention do
+not count, so a faster run always shows a higher rate.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Dimensions of a dense decoder-only language model with gated MLPs (SwiGLU)."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+
+    @classmethod
+    def from_hf_config(cls, config: Any) -> ModelShape:
+        """Read a transformers config; ValueError for a mixture of experts, whose FLOPs depend on routing."""
+        for name in ("num_experts", "num_local_experts"):
+            if getattr(config, name, None):
+                raise ValueError(f"{config.model_type}: FLOPs are counted for dense models, this has {name}")
+        return cls(
+            hidden_size=config.hidden_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            ffn_hidden_size=config.intermediate_size,
+            vocab_size=config.vocab_size,
+        )
+
+
+def matmul_parameters(shape: ModelShape) -> int:
+    """Weights that every token is multiplied with: q, k, v, o, gate, up, down and LM head.
+
+    The embedding is a look-up and norms and biases are no GEMMs, so they are left out; a tied LM head counts.
+    """
+    query_and_output = 2 * shape.hidden_size * shape.num_heads * shape.head_dim
+    key_and_value = 2 * shape.hidden_size * shape.num_kv_heads * shape.head_dim
+    mlp = 3 * shape.hidden_size * shape.ffn_hidden_size
+    lm_head = shape.hidden_size * shape.vocab_size
+    return shape.num_layers * (query_and_output + key_and_value + mlp) + lm_head
+
+
+def gemm_flops(shape: ModelShape, tokens: int) -> float:
+    """FLOPs of forward and backward over `tokens` in the weights' GEMMs: 6 per weight and token."""
+    return 6.0 * matmul_parameters(shape) * tokens
+
+
+def attention_flops(shape: ModelShape, sum_squared_lengths: int) -> float:
+    """FLOPs of forward and backward in QK^T and PV, for causal sequences of the given summed squared length.
+
+    Full attention takes 12 * layers * heads * head_dim * length^2; a causal mask needs half.
+    """
+    return 6.0 * shape.num_layers * shape.num_heads * shape.head_dim * sum_squared_lengths
+
+
+def model_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int) -> float:
+    """FLOPs of forward and backward over `tokens` tokens in causal sequences that do not see each other.
+
+    `sum_squared_lengths` is the sum of length^2 over the sequences: samples packed into one row count one by
+    one. Source: PaLM (arXiv:2204.02311), appendix B, 6N + 12LHQT per token, with N the weights in GEMMs and
+    the causal half of the second term. Llama-3.1-8B at 8192 tokens: 51.47 GFLOP per token.
+    """
+    return gemm_flops(shape, tokens) + attention_flops(shape, sum_squared_lengths)
+
+
+class Peak(NamedTuple):
+    """Dense tensor-core peaks in TFLOP/s with FP32 accumulation; None: no such tensor cores."""
+
+    bf16: float
+    fp8: float | None
+
+
+# The words of a key must all be words of the device name that CUDA reports, and the first key that fits
+# counts, so variants stand before the plain name. Datasheets that only give rates with sparsity are halved.
+PEAK_TFLOPS: dict[str, Peak] = {
+    "A100": Peak(312, None),  # NVIDIA A100 datasheet
+    "A800": Peak(312, None),  # an A100 with slower NVLink
+    "H100 PCIe": Peak(756, 1513),  # NVIDIA H100 datasheet, PCIe column
+    "H100 NVL": Peak(835, 1671),  # NVIDIA H100 NVL datasheet, per GPU
+    "H100": Peak(989, 1979),  # NVIDIA H100 datasheet, SXM column; "NVIDIA H100 80GB HBM3"
+    "H800 PCIe": Peak(756, 1513),  # an H100 PCIe with slower NVLink
+    "H800": Peak(989, 1979),  # an H100 SXM with slower NVLink
+    "H200 NVL": Peak(835, 1671),  # NVIDIA H200 datasheet, NVL column
+    "H200": Peak(989, 1979),  # NVIDIA H200 datasheet, SXM column
+    "GH200": Peak(989, 1979),  # NVIDIA GH200 Grace Hopper Superchip datasheet
+    "H20": Peak(148, 296),  # NVIDIA H20 product brief
+    "B100": Peak(1750, 3500),  # NVIDIA Blackwell architecture brief, HGX B100 / 8
+    "B200": Peak(2250, 4500),  # NVIDIA Blackwell architecture brief, HGX B200 / 8
+    "GB200": Peak(2500, 5000),  # NVIDIA GB200 NVL72 datasheet / 72
+    "B300": Peak(2250, 4500),  # NVIDIA HGX B300 datasheet / 8
+    "GB300": Peak(2500, 5000),  # NVIDIA GB300 NVL72 datasheet / 72
+    "L4": Peak(121, 242),  # NVIDIA L4 datasheet
+    "L40": Peak(181, 362),  # NVIDIA L40 datasheet
+    "L40S": Peak(362, 733),  # NVIDIA L40S datasheet
+    "RTX 6000 Ada": Peak(364, 728),  # NVIDIA Ada professional GPU architecture whitepaper
+    "RTX PRO 6000 Max Q": Peak(439, 878),  # NVIDIA RTX Blackwell PRO GPU architecture whitepaper
+    "RTX PRO 6000": Peak(504, 1008),  # NVIDIA RTX Blackwell PRO GPU architecture whitepaper
+    "RTX 4090": Peak(165.2, 330.3),  # NVIDIA Ada GPU architecture whitepaper, appendix A
+    "RTX 5090": Peak(209.5, 419),  # NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A
+}
+
+# A slice of a GPU, and cut-down chips sold under a full chip's number: their peak is not the number's.
+_OTHER_CHIPS = {"MIG", "LAPTOP", "D"}
+
+
+def peak_tflops(gpu_name: str, precision: Literal["bf16", "fp8"]) -> float | None:
+    """Dense peak of one GPU in TFLOP/s; None for a GPU the table does not know or without that precision."""
+    words = set(re.findall(r"\w+", gpu_name.upper()))
+    if words & _OTHER_CHIPS:
+        return None
+    for key, peak in PEAK_TFLOPS.items():
+        if words.issuperset(key.upper().split()):
+            return getattr(peak, precision)
+    return None
+
+
+def mfu(tflops: float, peak: float) -> float:
+    """Model FLOPs utilisation: achieved model TFLOP/s of one GPU as a share (0 to 1) of its peak."""
+    return tflops / peak
+
+
+def tokens_per_second(tokens: int, seconds: float) -> float:
+    """Tokens that carry content (no padding) per second of wall-clock time; `seconds` is positive."""
+    return tokens / seconds
+
+
+def perplexity(loss: float) -> float:
+    """exp of a mean loss per token in nats; infinity where a float cannot hold it, NaN for NaN."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def gpu_hours(seconds: float, gpus: int) -> float:
+    return seconds * gpus / 3600
+
+
+def node_hours(seconds: float, nodes: int) -> float:
+    return seconds * nodes / 3600
