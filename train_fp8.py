@@ -1,6 +1,9 @@
 """Train a causal language model in FP8 or BF16 on one device. `--help` lists every setting."""
 
 import sys
+import time
+
+STARTED = time.perf_counter()
 
 
 def single_device():
@@ -18,4 +21,4 @@ if __name__ == "__main__":
         parse_config(["--help"], prog="train_fp8.py", description=__doc__)
     from training.run import main
 
-    sys.exit(main(sys.argv[1:], description=__doc__, strategy=single_device))
+    sys.exit(main(sys.argv[1:], description=__doc__, strategy=single_device, started=STARTED))

@@ -149,6 +149,9 @@ COLUMNS: dict[str, Callable[[RunRecord], str]] = {
 }
 
 
+PACKAGES = ("torch", "transformer_engine", "transformers")
+
+
 def table(runs: list[RunRecord]) -> str:
     """Markdown: one row a run, and under it where, when and with which versions each one ran."""
     rows = [list(COLUMNS), ["---"] * len(COLUMNS)]
@@ -158,25 +161,24 @@ def table(runs: list[RunRecord]) -> str:
 
 
 def provenance(run: RunRecord) -> str:
+    """GPUs, date, versions and commit, from env.json."""
     environment = run.environment
-    gpus = run.value("gpus") or environment.get("gpu_count")
-    versions = environment.get("versions") or {}
-    names = ("torch", "transformer_engine", "transformers")
-    git = environment.get("git") or {}
-    parts = [
-        f"{gpus} x {environment['gpu_name']}" if environment.get("gpu_name") else "CPU",
-        str(environment.get("date", "date unknown"))[:10],
-        *(f"{name} {versions[name]}" for name in names if versions.get(name)),
-    ]
+    if not environment:
+        return "stopped before it looked at the machine"
+    gpus, versions, git = run.value("gpus"), environment["versions"], environment["git"]
+    machine = environment["gpu_name"] or "CPU"
+    parts = [f"{gpus} x {machine}" if gpus else machine, environment["date"][:10]]
+    parts += [f"{name} {versions[name]}" for name in PACKAGES if versions.get(name)]
     if git:
         parts.append(f"commit {git['commit'][:12]}{' with changes' if git['dirty'] else ''}")
     return ", ".join(parts)
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Centred moving mean over about 5 % of the values, narrower at both ends."""
-    half = max(1, len(values) // 40)
-    return [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+    """Centred moving mean over about 5 % of the values; the window narrows evenly towards both ends."""
+    most = len(values) // 40
+    halves = [min(most, i, len(values) - 1 - i) for i in range(len(values))]
+    return [fmean(values[i - half : i + half + 1]) for i, half in enumerate(halves)]
 
 
 def draw_losses(runs: list[RunRecord]) -> Figure:
@@ -193,6 +195,7 @@ def draw_losses(runs: list[RunRecord]) -> Figure:
         if evaluation := run.series("eval/loss"):
             axes.plot(*zip(*evaluation, strict=True), "o--", color=color, label=f"{label}: evaluation")
     axes.set(xlabel="optimizer step", ylabel="loss (nats per label token)")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend()
     return figure

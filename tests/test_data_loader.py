@@ -7,12 +7,14 @@ from collections import Counter
 from itertools import islice
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
 import data.loader
 from data import build_loaders, load_tokenizer
 from data.chat import Encoder
+from data.samples import count_labels
 from training.config import DataConfig
 
 ROWS = 90
@@ -144,6 +146,12 @@ def test_the_last_step_is_kept_and_every_rank_takes_part_in_it(build, mode):
     assert all(tuple(batch.inputs["input_ids"].shape) == (1, 16) for batch in last[1:])
 
 
+def test_a_rank_without_packed_sequences_gets_one_short_row(build):
+    *full, last = build(rank=24, world_size=25).train
+    assert not full and last.inputs["input_ids"].shape == (1, 16)
+    assert last.inputs["max_seqlen"] == 128 and last.label_tokens == last.real_tokens == 0
+
+
 def test_an_epoch_does_not_depend_on_those_before_it(build):
     first, second = build().train, build().train
     list(first)
@@ -173,6 +181,7 @@ def test_evaluation_starts_over_and_keeps_the_order_of_the_rows(build):
     loader = build(eval_split="test", eval_samples=10, packing=False, seed=8).eval
     assert ids(islice(loader, 2)) == [0, 2, 4, 6]  # every second of the 20 rows
     assert ids(loader) == ids(loader) == list(range(0, 20, 2))
+    assert loader.epoch == 0
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -206,6 +215,16 @@ def test_num_of_samples_limits_training_rows(build, streaming):
     assert len(set(ids(loaders.train))) == 30 and len(set(ids(loaders.eval))) == 5
 
 
+def test_a_stream_tells_of_rows_it_leaves_out_later(build, tmp_path, caplog):
+    rows = [{"text": f"row {i}" if i != 30 else 5} for i in range(40)]  # windows of 25
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for rank, told in ((1, False), (0, True)):
+        loaders = build(dataset_name=str(tmp_path / "rows.jsonl"), streaming=True, rank=rank, world_size=2)
+        assert loaders.report.bad_rows == 0
+        list(loaders.train)
+        assert ("1 of the stream's rows from row 25 on are left out" in caplog.text) == told
+
+
 def test_no_evaluation_on_request(build):
     loaders = build(eval_samples=0, eval_split="test")
     assert loaders.eval is None and loaders.eval_prompts == []
@@ -228,6 +247,12 @@ def test_train_on_prompt_puts_loss_on_all_but_the_first_token(build):
         assert sum(b.real_tokens for b in batches) == loaders.report.tokens
         padded = sum(b.padded_tokens for b in batches)
         assert loaders.report.packing_efficiency == pytest.approx(loaders.report.tokens / padded)
+
+
+def test_tokens_with_loss_by_hand():
+    spans = pa.chunked_array([[[0, 3], [2, 5, 7, 9]], [[], [0, 1]]])
+    # Token 0 has no predictor; the second document is cut after 8 tokens.
+    assert count_labels(spans, np.array([3, 8, 4, 1])).tolist() == [2, 4, 0, 0]
 
 
 def test_a_second_build_reads_the_cache(build, monkeypatch):

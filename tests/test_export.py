@@ -1,14 +1,15 @@
-"""Exports load in Hugging Face transformers as the model that was trained, and never half replace an older one."""
+"""Exports load in transformers as the model that was trained, and never half replace an older one."""
 
 import json
 import os
 import resource
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -55,6 +56,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     words = Tokenizer(
         models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, "one": 3, "two": 4}, unk_token="<unk>")
     )
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="<unk>")
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
     return tokenizer
@@ -80,8 +82,10 @@ def test_the_export_is_the_model(tmp_path, family, max_shard_bytes):
     assert (loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()) == tied
 
     tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+    for parameter in source.parameters():  # alone: model.bfloat16() would round the rotary frequencies too
+        parameter.data = parameter.data.bfloat16()
     with torch.no_grad():
-        assert torch.equal(loaded(tokens).logits, source.bfloat16()(tokens).logits)
+        assert torch.equal(loaded(tokens).logits, source(tokens).logits)
     answer = loaded.generate(tokens[:1], max_new_tokens=4, min_new_tokens=4, do_sample=False)
     assert answer.shape == (1, 20)
 
@@ -99,9 +103,9 @@ def test_files_are_named_and_indexed_as_hugging_face_does(tmp_path):
     held = {name: file for file in files for name in load_file(folder / file)}
     assert held == index["weight_map"]
     assert index["metadata"]["total_size"] == 2 * sum(tensor.numel() for _, tensor in pairs)
-    for file in files:
-        tensors = load_file(folder / file)
-        assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 6000
+    sizes = [[tensor.nbytes for tensor in load_file(folder / file).values()] for file in files]
+    assert all(len(size) == 1 or sum(size) <= 6000 for size in sizes), "no shard is too large"
+    assert all(sum(a) + sum(b) > 6000 for a, b in pairwise(sizes)), "and none smaller than it must be"
     one = export_hf(tmp_path / "one", pairs, config=source.config)
     assert [path.name for path in one.glob("model*")] == ["model.safetensors"]
     assert {path.name for path in tmp_path.iterdir()} == {"export", "one"}, "nothing written aside is left"
@@ -134,8 +138,9 @@ def test_dtype_slices_and_strides(tmp_path):
     state = dict(weights(source))
     fused = torch.stack([state["model.norm.weight"] * 3, state["model.norm.weight"]]).t().contiguous().t()
     state["model.norm.weight"] = fused[0]  # strided, and part of a larger storage
-    down = torch.cat([state["model.layers.0.mlp.down_proj.weight"]] * 2)
-    state["model.layers.0.mlp.down_proj.weight"] = down[:32]
+    names = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1)]
+    down = torch.cat([state[name] for name in names])
+    state |= {names[0]: down[:32], names[1]: down[32:]}
     folder = export_hf(tmp_path / "export", state.items(), config=source.config, dtype=torch.float32)
     saved = load_file(folder / "model.safetensors")
     assert all(torch.equal(saved[name], tensor) for name, tensor in state.items())
@@ -147,8 +152,12 @@ def renamed(pairs):
     return [(name.replace("q_proj", "query"), tensor) for name, tensor in pairs]
 
 
+def transposed(pairs):
+    return [(name, tensor.t() if "down" in name else tensor) for name, tensor in pairs]
+
+
 WRONG = {
-    "renamed": (renamed, "q.*query.* is no weight of this model"),
+    "renamed": (renamed, "query.weight is no weight of this model"),
     "missing": (lambda pairs: pairs[:-1], "1 weights of the model are missing, lm_head.weight"),
     "none": (lambda pairs: [], "weights of the model are missing"),
     "twice": (lambda pairs: [*pairs, pairs[0]], "embed_tokens.weight comes twice"),

@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads without a remark."""
+"""A trained model as a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` reads as it is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from training.checkpoint import as_os_error, flush, hidden, publish, recover
+from training.checkpoint import as_os_error, hidden, publish, recover, sync_to_disk
 
 
 def export_hf(
@@ -30,16 +30,14 @@ def export_hf(
 ) -> Path:
     """Stream (name, tensor) pairs into a Hugging Face model folder and return it; call it on one process.
 
-    Names and shapes are Hugging Face's; a tied `lm_head.weight` is left out. Floating tensors are cast to `dtype`.
-    About `max_shard_bytes` are in memory at a time. An export that exists is replaced once this one is complete.
-    ValueError: a tensor that the model of `config` does not have, lacks, or has in another shape, or a `folder`
-    that holds something else than an export. RuntimeError: the files could not be written.
+    Names and shapes are Hugging Face's, without a tied `lm_head.weight`; floats are cast to `dtype`. About
+    `max_shard_bytes` are in memory at a time. An existing export is replaced once this one is complete.
+    ValueError: a tensor that the model of `config` lacks, misses or has in another shape, or a `folder` that
+    holds something else than a model. RuntimeError: the files could not be written.
     """
     folder = Path(folder)
-    if folder.exists() and not (folder / "config.json").is_file():
-        raise ValueError(
-            f"export to {folder}: it exists and is no Hugging Face model; move it, or export elsewhere"
-        )
+    if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+        raise ValueError(f"export to {folder}: it holds something else than a model; move that away")
     partial = hidden(folder, "partial")
     try:
         recover(folder)
@@ -52,14 +50,14 @@ def export_hf(
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         for path in (*partial.iterdir(), partial):
-            flush(path)
+            sync_to_disk(path)
         publish(partial, folder)
     except (OSError, SafetensorError) as error:
         cause = as_os_error(error) if isinstance(error, SafetensorError) else error
         kept = "the earlier export there is untouched" if folder.exists() else "nothing is there"
         raise RuntimeError(
-            f"export to {folder} could not be written: {cause.strerror or cause}; {kept}. Free space or point "
-            "--output_dir at another disk; the weights are in the run's latest checkpoint"
+            f"export to {folder} could not be written: {cause.strerror or cause}; {kept}. Free space, or "
+            "point --output_dir at another disk"
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -92,9 +90,7 @@ def _checked(
             )
         yield name, tensor
     if missing:
-        raise ValueError(
-            f"export: {len(missing)} weights are missing, so loading would draw them: {min(missing)}"
-        )
+        raise ValueError(f"export: {len(missing)} weights of the model are missing, {min(missing)} first")
 
 
 def _write_weights(
@@ -111,7 +107,7 @@ def _write_weights(
         bucket.clear()
 
     for name, tensor in tensors:
-        tensor = _on_cpu(tensor, dtype)
+        tensor = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
         if bucket and filled + tensor.nbytes > max_shard_bytes:
             write()
             filled = 0
@@ -130,9 +126,3 @@ def _write_weights(
         weight_map.update(dict.fromkeys(names, file))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _on_cpu(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    tensor = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
-    # A slice of a fused weight would drag its whole storage along, and safetensors refuses shared storage.
-    return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor

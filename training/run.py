@@ -32,14 +32,17 @@ from training.trainer import Hooks, Meter, Progress, Trainer
 EXIT_BAD_SETTING = 2
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command again goes on
-STARTED = time.perf_counter()
+CALIBRATION_PASSES = 2  # the second starts from the first one's scales, so that nothing underflows on the way
 
 
-def main(argv: list[str], *, description: str, strategy: Callable[[], Any]) -> int:
-    """Parse, run, and turn errors a user can act on into one line. Returns the exit code."""
+def main(argv: list[str], *, description: str, strategy: Callable[[], Any], started: float = 0.0) -> int:
+    """Parse, run, and turn errors a user can act on into one line. Returns the exit code.
+
+    `started` is time.perf_counter() at the command's start, from which the first step's time is told.
+    """
     try:
         cfg = parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
-        return Run(cfg, strategy()).run()
+        return Run(cfg, strategy(), started or time.perf_counter()).run()
     except torch.OutOfMemoryError as error:
         way_out = (
             "Try a smaller --batch_size with more --gradient_accumulation_steps, --gradient_checkpointing, "
@@ -71,8 +74,9 @@ def say(text: str) -> None:
 class Run:
     """One training run. Building decides and refuses; `run` trains and returns the exit code."""
 
-    def __init__(self, cfg: Config, strategy: Any):
+    def __init__(self, cfg: Config, strategy: Any, started: float):
         self.cfg, self.strategy, self.device = cfg, strategy, strategy.device
+        self.started = started
         set_determinism(cfg.optim.deterministic, cfg.optim.seed)
         self._decide()
         self._open_folder()
@@ -243,18 +247,20 @@ class Run:
         return peaks
 
     def _prepare(self, batch: Any) -> None:
-        """Delayed scaling starts from scales of 1, which crush small weights: one pass calibrates them.
+        """Give delayed scaling its first scales; see `precision.scale_gradients` for why the loss is a sum.
 
-        On a resume the pass makes TE allocate its state, which the checkpoint's then overwrites.
+        On a resume these passes make TE allocate its state, which the checkpoint's then overwrites.
         """
         if self.precision.effective != "delayed":
             return
-        label_tokens = max(1, batch.label_tokens * self.cfg.optim.gradient_accumulation_steps)
-        with torch.enable_grad():
-            with self.autocast():
-                loss, _ = self.model(**batch.inputs)
-            self.strategy.backward(self.model, loss / label_tokens)
-        self.optimizer.zero_grad(set_to_none=True)
+        for _ in range(CALIBRATION_PASSES):
+            with torch.enable_grad():
+                with self.autocast():
+                    loss, _ = self.model(**batch.inputs)
+                self.strategy.backward(self.model, loss)
+            self.optimizer.zero_grad(set_to_none=True)
+        step_tokens = batch.label_tokens * self.cfg.optim.gradient_accumulation_steps
+        precision.scale_gradients(self.model, 1 / max(1, step_tokens))
         precision.restore_scaling(self.model, self.scaling)
 
     def _after_first_step(self) -> None:
@@ -263,7 +269,7 @@ class Run:
         self.environment |= {
             "coverage": found.as_dict(),
             "attention_backend": backend,
-            "seconds_to_first_step": round(time.perf_counter() - STARTED, 2),
+            "seconds_to_first_step": round(time.perf_counter() - self.started, 2),
         }
         write_json(self.folder / "env.json", self.environment)
         self.display.message("\n".join(found.lines()))

@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from training.precision import RECIPES, why_not
+
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -121,3 +123,22 @@ def test_hugging_face_model_on_a_gpu_keeps_masters_too(tmp_path):
     assert "TE FusedAdam, BF16 weights with FP32 masters" in output
     found = losses(tmp_path / "run")
     assert found[12] < 0.8 * found[1]
+
+
+@pytest.mark.parametrize("packing", ["packing", "no_packing"])
+def test_every_recipes_first_step_is_bf16s(tmp_path, packing):
+    """Loss within 1 %, and the gradient's norm: delayed scaling that is not calibrated loses most of it."""
+    flags = f"{SMALL} --max_steps 2 --no_export --no_save_checkpoints --{packing}"
+
+    def first(name, precision):
+        train(tmp_path / name, f"{flags} --mixed_precision {precision}")
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return next(line for line in map(json.loads, lines) if "train/loss" in line)
+
+    reference = first("bf16", "bf16")
+    for name in RECIPES:
+        if why_not(name):
+            continue
+        found = first(name, f"fp8 --fp8_scenario {name}")
+        assert found["train/loss"] == pytest.approx(reference["train/loss"], rel=0.01), name
+        assert found["train/grad_norm"] == pytest.approx(reference["train/grad_norm"], rel=0.05), name

@@ -1,0 +1,59 @@
+# make train            train the demo model (FP8 where this machine can) and draw its loss curve
+# make test             tests that need no GPU
+# make lint             ruff check and format
+# make test-gpu         tests on one GPU with Transformer Engine
+# make test-multi-gpu   tests on two or more GPUs
+#
+# The first call makes .venv and installs requirements.txt into it; Python 3.10 or newer must be in PATH.
+# More settings for training:   make train ARGS="--max_steps 50 --log_interval 1"
+# Another interpreter, as it is: make train PYTHON=python3
+# That is for a machine whose python3 already has torch and Transformer Engine, such as NVIDIA's containers;
+# a fresh .venv would hide them. Install what else is missing there, without touching torch:
+#   grep -v '^torch==' requirements.txt | python3 -m pip install -r /dev/stdin
+
+SHELL := /bin/bash
+ARGS ?=
+
+ifdef PYTHON
+PY := $(PYTHON)
+else
+PY := .venv/bin/python
+INSTALLED := .venv/.installed
+endif
+
+.PHONY: help train test lint test-gpu test-multi-gpu
+
+help:
+	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
+
+FP8_FLAGS := from training.precision import why_not_te; \
+  print("" if why_not_te() else "--use_te --mixed_precision fp8")
+
+# tee -i: Ctrl-C is for the run, which saves a checkpoint and prints more before it ends.
+train: $(INSTALLED)
+	@set -eo pipefail; \
+	log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
+	fp8=$$($(PY) -c '$(FP8_FLAGS)'); \
+	(set -x; $(PY) train_fp8.py --config configs/demo.yaml $$fp8 $(ARGS)) | tee -i "$$log"; \
+	$(PY) -m benchmarks.report "$$(sed -n 's/^run folder: //p' "$$log" | tail -n 1)"
+
+test: $(INSTALLED)
+	$(PY) -m pytest $(ARGS)
+
+lint: $(INSTALLED)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+test-gpu: $(INSTALLED)
+	$(PY) -m pytest -m gpu $(ARGS)
+
+test-multi-gpu: $(INSTALLED)
+	$(PY) -m pytest -m multi_gpu $(ARGS)
+
+.venv/.installed: requirements.txt
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	{ echo "error: python3 in PATH must be Python 3.10 or newer, found: $$(python3 --version 2>&1)" >&2; exit 1; }
+	@[ -x .venv/bin/python ] || python3 -m venv .venv || \
+	{ rm -rf .venv; echo "error: cannot make .venv (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	.venv/bin/python -m pip install --quiet -r requirements.txt
+	@touch $@

@@ -1,0 +1,617 @@
+"""Checkpoints that are published whole or not at all, and checked before anything in them is read.
+
+    checkpoints/index.json                    latest, best, best_eval_loss; steps in the order they were saved
+    checkpoints/step_000100/*.safetensors     every rank's shards (torch.distributed.checkpoint)
+    checkpoints/step_000100/meta.json         the caller's JSON
+    checkpoints/step_000100/manifest.json     shape and dtype of every tensor, size and checksum of every file
+
+A hidden folder is never a checkpoint: `.step_N.partial` is being written, `.step_N.replaced` gave way to a
+new save of the same step, `.step_N.pruned` is being deleted. No file is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import random
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+T = TypeVar("T")
+
+INDEX, MANIFEST, META = "index.json", "manifest.json", "meta.json"
+STEP = re.compile(r"step_(\d{6,})")
+THREADS = 4  # per rank, to write, read and hash files: all three run without the GIL
+
+# What safetensors stores; float8 comes on top, see `_as_stored`.
+STORED = {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
+STORED |= {torch.int8, torch.int16, torch.int32, torch.int64}
+STORED |= {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64}
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint that must not be used; names folder, file, reason and what to `--resume` instead."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `folder` = <run>/checkpoints; every rank calls what is collective."""
+
+    file_bytes = 2**30  # a save copies this much per writer thread from the GPU, and nothing from the CPU
+
+    def __init__(self, folder: Path, *, keep_last: int, rank: int = 0, world_size: int = 1):
+        self.folder = Path(folder)
+        self.keep_last = keep_last
+        self.rank = rank
+        self.world_size = world_size
+        self._evaluated: dict[
+            int, float
+        ] = {}  # by this process, so of the weights that it saves at that step
+
+    def save(
+        self, step: int, tensors: dict[str, Tensor], meta: dict, *, eval_loss: float | None = None
+    ) -> Path:
+        """Write `tensors` bit by bit, publish them as `step`, then prune; returns the folder. Collective.
+
+        Tensors are plain ones or DTensors, of any shape and layout, that share no memory. Ranks may have keys
+        of their own; a plain tensor that several ranks give must be equal on them. Rank 0's `meta` (JSON) and
+        `eval_loss` count. On any error every rank raises (RuntimeError where writing failed) and the earlier
+        checkpoints are untouched.
+        """
+        final = self.folder / f"step_{step:06d}"
+        partial = hidden(final, "partial")
+        try:
+            self._on_first(lambda: self._begin(partial, meta))
+            specs = self._specs(tensors)
+            self._write_tensors(partial, tensors)
+            self._seal(partial, step, specs)
+            self._on_first(lambda: self._publish(partial, step, eval_loss))
+        except (Exception, dcp.CheckpointException) as error:
+            if self.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            cause = _cause(error)
+            if not isinstance(cause, OSError):
+                raise cause from None
+            raise RuntimeError(self._write_failed(final, cause)) from cause
+        self._on_first(self._prune)
+        return final
+
+    def note_eval(self, step: int, eval_loss: float) -> None:
+        """Record the evaluation loss at `step`, saved already or yet to be; `best` in index.json follows."""
+        if self.rank != 0:
+            return
+        self._evaluated[step] = eval_loss
+        steps, losses = self._saved()
+        if step in steps:
+            self._write_index(steps, losses | {step: eval_loss})
+
+    def latest(self) -> Path | None:
+        """The step folder saved last, or None; DamagedCheckpoint if it is gone or the index unreadable."""
+        self._recover()
+        with self._offering(self.folder):
+            index = self._read_index()
+        folders = self._folders()  # after the index: a run that is saving meanwhile only adds newer ones
+        # A folder that the index does not know was published by a save that died before it wrote the index.
+        if unknown := folders.keys() - set(index.steps):
+            return folders[max(unknown)]
+        if index.latest is None:
+            return None
+        path = self.folder / index.latest
+        with self._offering(path):
+            if not path.is_dir():
+                raise DamagedCheckpoint(f"{path}: the folder is gone, but {INDEX} names it as the latest")
+        return path
+
+    def verify(self, path: Path) -> None:
+        """Read every byte; DamagedCheckpoint if a file is missing, truncated, changed or foreign."""
+        with self._offering(Path(path)):
+            inspect_checkpoint(Path(path))
+
+    def load(self, path: Path, tensors: dict[str, Tensor]) -> dict:
+        """Verify, fill `tensors` in place whatever their device and sharding, return meta. Collective.
+
+        ValueError names a key that is missing, or has another shape or dtype there: nothing is cast.
+        Ranks share the verification, and each reads only what it holds.
+        """
+        path = Path(path)
+        self._together(lambda: self._check_before_load(path, tensors))
+        reader = dcp.HuggingFaceStorageReader(str(path), thread_count=THREADS)
+        planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            with _quiet():
+                detached = {key: tensor.detach() for key, tensor in tensors.items()}
+                dcp.load(detached, storage_reader=reader, planner=planner, no_dist=self.world_size == 1)
+        except dcp.CheckpointException as error:
+            raise _cause(error) from None
+        return self._together(lambda: self.read_meta(path))[0]
+
+    def read_meta(self, path: Path) -> dict:
+        """The `meta` of a checkpoint, verified, without its tensors."""
+        with self._offering(Path(path)):
+            inspect_checkpoint(Path(path), [META])
+        return json.loads((Path(path) / META).read_bytes())
+
+    def keys(self, path: Path) -> set[str]:
+        """Names of the tensors in a checkpoint, from its verified manifest."""
+        with self._offering(Path(path)):
+            return set(_read_manifest(Path(path))["tensors"])
+
+    def shapes(self, path: Path) -> dict[str, torch.Size]:
+        """Shapes of the tensors in a checkpoint by name, from its verified manifest."""
+        with self._offering(Path(path)):
+            tensors = _read_manifest(Path(path))["tensors"]
+        return {name: torch.Size(spec["shape"]) for name, spec in tensors.items()}
+
+    # Ranks
+
+    def _together(self, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank: all results in rank order, or one failing rank's error on every rank."""
+        try:
+            outcome: tuple[Any, Exception | None] = (work(), None)
+        except Exception as error:
+            outcome = (None, error)
+        outcomes = [outcome]
+        if self.world_size > 1:
+            outcomes = [outcome] * self.world_size
+            dist.all_gather_object(outcomes, outcome)
+        for _, error in outcomes:
+            if error is not None:
+                raise error
+        return [result for result, _ in outcomes]
+
+    def _on_first(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 while the others wait; its result or error on every rank."""
+        return self._together(lambda: work() if self.rank == 0 else None)[0]
+
+    # Saving, in order
+
+    def _begin(self, partial: Path, meta: dict) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._recover()
+        for pattern in (".step_*.partial", ".step_*.pruned"):
+            for leftover in self.folder.glob(pattern):
+                shutil.rmtree(leftover)
+        partial.mkdir()
+        _write_json(partial / META, meta)
+
+    def _specs(self, tensors: dict[str, Tensor]) -> dict[str, dict]:
+        """Shape and dtype of every rank's tensors."""
+        specs: dict[str, dict] = {}
+        for own in self._together(lambda: {key: _spec(key, tensor) for key, tensor in tensors.items()}):
+            for key, spec in own.items():
+                if specs.setdefault(key, spec) != spec:
+                    raise ValueError(f"tensor {key!r} is {specs[key]} on one rank and {spec} on another")
+        return specs
+
+    def _write_tensors(self, partial: Path, tensors: dict[str, Tensor]) -> None:
+        writer = _Writer(partial, f"rank{self.rank:05d}", self.file_bytes)
+        planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        with _quiet():
+            detached = {key: tensor.detach() for key, tensor in tensors.items()}
+            dcp.save(detached, storage_writer=writer, planner=planner, no_dist=self.world_size == 1)
+
+    def _seal(self, partial: Path, step: int, specs: dict[str, dict]) -> None:
+        """Flush and checksum every file, shared out over the ranks, then write the manifest."""
+        names = self._on_first(lambda: sorted(path.name for path in partial.iterdir()))
+        shares = self._together(lambda: _digests(partial, names[self.rank :: self.world_size], flush=True))
+        files = {name: digest for share in shares for name, digest in share.items()}
+        self._on_first(lambda: _write_manifest(partial, {"step": step, "files": files, "tensors": specs}))
+
+    def _publish(self, partial: Path, step: int, eval_loss: float | None) -> None:
+        steps, losses = self._saved()
+        publish(partial, self.folder / f"step_{step:06d}")
+        if eval_loss is not None:
+            self._evaluated[step] = eval_loss
+        losses.pop(step, None)  # of the checkpoint that was replaced
+        if step in self._evaluated:
+            losses[step] = self._evaluated[step]
+        self._write_index([s for s in steps if s != step] + [step], losses)
+
+    def _prune(self) -> None:
+        """Delete all but the newest `keep_last` and the best; renamed first, so none is seen half deleted."""
+        steps, losses = self._saved()
+        keep = {*steps[-self.keep_last :], _best(losses)}
+        doomed = [self.folder / f"step_{step:06d}" for step in steps if step not in keep]
+        try:
+            for path in doomed:
+                os.rename(path, hidden(path, "pruned"))
+            if doomed:
+                self._write_index([step for step in steps if step in keep], losses)
+            for path in doomed:
+                shutil.rmtree(hidden(path, "pruned"))
+        except OSError as error:
+            warnings.warn(f"{self.folder}: an old checkpoint could not be deleted: {error}", stacklevel=2)
+
+    def _write_failed(self, final: Path, cause: OSError) -> str:
+        steps, _ = self._saved()
+        message = f"{final}: this checkpoint could not be written: {cause.strerror or cause}; "
+        if not steps:
+            return message + "there is no earlier one. Free space, or point --output_dir at another disk"
+        previous = self.folder / f"step_{steps[-1]:06d}"
+        return message + (
+            f"nothing saved earlier is lost. Free space, lower --keep_last (now {self.keep_last}) or point "
+            f"--output_dir at another disk, then continue with `--resume {previous}`"
+        )
+
+    # Loading
+
+    def _check_before_load(self, path: Path, tensors: dict[str, Tensor]) -> None:
+        with self._offering(path):
+            manifest = inspect_checkpoint(path, share=(self.rank, self.world_size))
+        for key, tensor in tensors.items():
+            if key not in manifest["tensors"]:
+                raise ValueError(f"{path}: the checkpoint has no tensor {key!r}")
+            there, here = manifest["tensors"][key], _spec(key, tensor)
+            if there != here:
+                raise ValueError(f"{path}: tensor {key!r} is {there} in the checkpoint, but {here} here")
+
+    @contextlib.contextmanager
+    def _offering(self, path: Path) -> Iterator[None]:
+        """Complete a DamagedCheckpoint about `path` with the intact checkpoint beside it to resume from."""
+        try:
+            yield
+        except DamagedCheckpoint as error:
+            folder = self.folder if path == self.folder else path.parent
+            intact = _newest_intact(folder, other_than=path)
+            way_out = f"intact: `--resume {intact}`" if intact else f"no intact one is left in {folder}"
+            raise DamagedCheckpoint(f"{error}; {way_out}") from None
+
+    # The index and the folders
+
+    def _folders(self) -> dict[int, Path]:
+        return _step_folders(self.folder)
+
+    def _recover(self) -> None:
+        for replaced in self.folder.glob(".step_*.replaced"):
+            recover(self.folder / replaced.name[1 : -len(".replaced")])
+
+    def _read_index(self) -> _Index:
+        path = self.folder / INDEX
+        if not path.exists():
+            return _Index(None, [], {})
+        try:
+            index = json.loads(path.read_bytes())
+            losses = {int(step): float(loss) for step, loss in index["eval_losses"].items()}
+            if not STEP.fullmatch(index["latest"]):
+                raise ValueError(f"latest is {index['latest']!r}")
+            return _Index(index["latest"], [int(step) for step in index["steps"]], losses)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DamagedCheckpoint(f"{path}: unreadable ({type(error).__name__}: {error})") from None
+
+    def _saved(self) -> tuple[list[int], dict[int, float]]:
+        """Steps on disk as they were saved, those without a manifest first, and their evaluation losses."""
+        try:
+            index = self._read_index()
+        except DamagedCheckpoint as error:
+            warnings.warn(f"{error}; made anew from the folders, without earlier evaluations", stacklevel=2)
+            index = _Index(None, [], {})
+        folders = self._folders()
+        steps = [step for step in index.steps if step in folders]
+        steps += sorted(folders.keys() - set(steps))
+        steps.sort(key=lambda step: (folders[step] / MANIFEST).is_file())
+        return steps, {step: loss for step, loss in index.losses.items() if step in folders}
+
+    def _write_index(self, steps: list[int], losses: dict[int, float]) -> None:
+        best = _best(losses)
+        index = {
+            "latest": f"step_{steps[-1]:06d}",
+            "best": None if best is None else f"step_{best:06d}",
+            "best_eval_loss": losses.get(best),
+            "steps": steps,
+            "eval_losses": {str(step): loss for step, loss in losses.items() if step in steps},
+        }
+        _write_json(self.folder / INDEX, index)
+
+
+class _Index(NamedTuple):
+    latest: str | None
+    steps: list[int]
+    losses: dict[int, float]
+
+
+def _best(losses: dict[int, float]) -> int | None:
+    finite = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
+    return min(finite, key=finite.__getitem__, default=None)
+
+
+def _step_folders(folder: Path) -> dict[int, Path]:
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return {int(match[1]): path for path in paths if (match := STEP.fullmatch(path.name)) and path.is_dir()}
+
+
+def _newest_intact(folder: Path, *, other_than: Path) -> Path | None:
+    """The newest checkpoint before `other_than` that verifies, else the newest after it."""
+    match = STEP.fullmatch(other_than.name)
+    limit = int(match[1]) if match else math.inf
+    folders = _step_folders(folder)
+    for step in sorted(folders, key=lambda step: (step < limit, step), reverse=True):
+        with contextlib.suppress(DamagedCheckpoint):
+            if folders[step] != other_than:
+                inspect_checkpoint(folders[step])
+                return folders[step]
+    return None
+
+
+def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
+    """--resume as a step folder: `auto` (the latest if any), `none`, or a step, checkpoints or run folder."""
+    if resume == "none":
+        return None
+    if resume == "auto":
+        return checkpoints.latest()
+    path = Path(resume).expanduser().resolve()
+    if path.is_dir() and (STEP.fullmatch(path.name) or (path / MANIFEST).is_file()):
+        return path
+    for folder in (path, path / "checkpoints"):
+        if latest := Checkpoints(folder, keep_last=checkpoints.keep_last).latest():
+            return latest
+    raise ValueError(
+        f"--resume {resume}: no checkpoint there; give a step_N folder, a run folder with checkpoints, "
+        "auto or none"
+    )
+
+
+# Tensors in torch.distributed.checkpoint
+
+
+def _is_float8(dtype: torch.dtype) -> bool:
+    return dtype.itemsize == 1 and dtype.is_floating_point
+
+
+def _as_stored(tensor: Tensor) -> Tensor:
+    # float8 travels as its bytes: safetensors' torch reader has no name for the E8M0 scales of MXFP8.
+    return tensor.view(torch.uint8) if _is_float8(tensor.dtype) else tensor
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    def transform_object(self, write_item: Any, object: Any) -> Tensor:
+        return _as_stored(object).contiguous()  # safetensors refuses strides
+
+
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    def transform_tensor(self, read_item: Any, tensor: Tensor) -> Tensor:
+        return _as_stored(super().transform_tensor(read_item, tensor))
+
+
+class _Writer(dcp.StorageWriter):
+    """Writes what the plan gives this rank into safetensors files that HuggingFaceStorageReader can read.
+
+    torch's own HuggingFaceStorageWriter serialises each file in memory first, at twice its size, and loses
+    the errors of its threads, so that a full disk looks like success.
+    """
+
+    def __init__(self, folder: Path, prefix: str, file_bytes: int):
+        self.folder, self.prefix, self.file_bytes = folder, prefix, file_bytes
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+        return plans
+
+    def finish(self, metadata: Any, results: Any) -> None: ...
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list]:
+        files: list[list[dcp.WriteItem]] = [[]]
+        filled = 0
+        for item in plan.items:
+            data = item.tensor_data
+            nbytes = math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+            if filled and filled + nbytes > self.file_bytes:
+                files.append([])
+                filled = 0
+            files[-1].append(item)
+            filled += nbytes
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda number: self._write(number, files[number], planner), range(len(files))))
+        done: torch.futures.Future[list] = torch.futures.Future()
+        done.set_result([])
+        return done
+
+    def _write(self, number: int, items: list[dcp.WriteItem], planner: dcp.SavePlanner) -> None:
+        path = self.folder / f"{self.prefix}-{number:05d}.safetensors"
+        tensors = {item.index.fqn: planner.resolve_data(item).cpu() for item in items}
+        # Where each piece lies in its whole tensor, as the reader wants it.
+        pieces = {item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for item in items}
+        try:
+            save_file(tensors, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(pieces)})
+        except SafetensorError as error:
+            raise as_os_error(error) from None
+
+
+def as_os_error(error: SafetensorError) -> OSError:
+    """The operating system's error that safetensors reports in words."""
+    code = re.search(r"os error (\d+)", str(error))
+    return OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(str(error))
+
+
+def _spec(key: str, tensor: Tensor) -> dict:
+    if tensor.is_meta:
+        raise ValueError(f"tensor {key!r} is on the meta device: nothing to save from or load into")
+    if tensor.dtype not in STORED and not _is_float8(tensor.dtype):
+        raise ValueError(f"tensor {key!r} is {tensor.dtype}, which safetensors cannot store")
+    return {"dtype": str(tensor.dtype), "shape": list(tensor.shape)}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # One process without a process group is no mistake here.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The first rank's own error inside a CheckpointException, a disk's first."""
+    if not isinstance(error, dcp.CheckpointException):
+        return error
+    errors = [failure for _, (failure, _) in sorted(error.failures.items())]
+    return next((e for e in errors if isinstance(e, OSError)), errors[0])
+
+
+# Files that survive a crash
+
+
+def hidden(path: Path, state: str) -> Path:
+    return path.with_name(f".{path.name}.{state}")
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Rename a finished folder to `final`, durably; what stood there is deleted only then."""
+    replaced = hidden(final, "replaced")
+    try:
+        if final.exists():
+            os.rename(final, replaced)
+        os.rename(partial, final)
+    except OSError:
+        recover(final)
+        raise
+    sync_to_disk(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def recover(final: Path) -> None:
+    """Undo a `publish` that died between its two renames, or finish one that died after them."""
+    replaced = hidden(final, "replaced")
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+    else:
+        with contextlib.suppress(FileNotFoundError):  # nothing to undo, or another rank did
+            os.rename(replaced, final)
+
+
+def sync_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    aside = hidden(path, "partial")
+    aside.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    sync_to_disk(aside)
+    os.replace(aside, path)
+    sync_to_disk(path.parent)
+
+
+def _digest(path: Path) -> dict[str, Any]:
+    checksum = xxhash.xxh3_128()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(2**23):
+            checksum.update(block)
+    return {"size": path.stat().st_size, "xxh3_128": checksum.hexdigest()}
+
+
+def _digests(folder: Path, names: Iterable[str], *, flush: bool = False) -> dict[str, dict]:
+    """Size and checksum of the named files, `flush`ed to disk first if wanted."""
+
+    def one(name: str) -> tuple[str, dict]:
+        if flush:
+            sync_to_disk(folder / name)
+        return name, _digest(folder / name)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return dict(pool.map(one, names))
+
+
+def _checksum(manifest: dict) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True).encode())
+
+
+def _write_manifest(folder: Path, manifest: dict) -> None:
+    _write_json(folder / MANIFEST, {"xxh3_128": _checksum(manifest), "manifest": manifest})
+
+
+def _read_manifest(folder: Path) -> dict:
+    path = folder / MANIFEST
+    try:
+        outer = json.loads(path.read_bytes())
+        manifest, checksum = outer["manifest"], outer["xxh3_128"]
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{path}: missing, so {folder.name} is no whole checkpoint") from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DamagedCheckpoint(f"{path}: unreadable ({type(error).__name__}: {error})") from None
+    if checksum != _checksum(manifest):
+        raise DamagedCheckpoint(f"{path}: its content does not match its checksum")
+    return manifest
+
+
+def inspect_checkpoint(
+    folder: Path, names: Iterable[str] | None = None, *, share: tuple[int, int] = (0, 1)
+) -> dict:
+    """The manifest, once all files (or `names`) match it; `share` (i, n) hashes only every n-th, from i."""
+    manifest = _read_manifest(folder)
+    files = manifest["files"]
+    for path in folder.glob("*.safetensors"):  # the reader opens all of them
+        if path.name not in files:
+            raise DamagedCheckpoint(f"{path}: not in {MANIFEST}, so not from this save")
+    checked = sorted(files if names is None else names)
+    for name in checked:
+        path = folder / name
+        if not path.is_file():
+            raise DamagedCheckpoint(f"{path}: missing")
+        if (size := path.stat().st_size) != files[name]["size"]:
+            raise DamagedCheckpoint(f"{path}: {size} bytes, but {files[name]['size']} were saved")
+    try:
+        found = _digests(folder, checked[share[0] :: share[1]])
+    except OSError as error:
+        raise DamagedCheckpoint(f"{error.filename}: unreadable ({error.strerror})") from None
+    for name, digest in found.items():
+        if digest != files[name]:
+            raise DamagedCheckpoint(f"{folder / name}: its content does not match its checksum")
+    return manifest
+
+
+# Random number generators
+
+
+def rng_state() -> dict[str, Tensor]:
+    """States of torch (CPU, current GPU), Python and NumPy; `load` can fill it, as shapes are fixed."""
+    _, words, gauss = random.getstate()
+    _, key, position, has_gauss, cached = np.random.get_state()
+    state = {
+        "torch_cpu": torch.get_rng_state(),
+        "python": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64),
+        "numpy": torch.tensor([*key.tolist(), position, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+    }
+    if torch.cuda.is_available():
+        state["torch_cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Tensor]) -> None:
+    """Restore what `rng_state` returned; the CUDA generator only where `state` has one."""
+    torch.set_rng_state(state["torch_cpu"])
+    has_gauss, gauss = state["python_gauss"].tolist()
+    random.setstate((3, tuple(state["python"].tolist()), gauss if has_gauss else None))
+    *key, position, has_gauss = state["numpy"].tolist()
+    cached = state["numpy_gauss"].item()
+    np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, has_gauss, cached))
+    if "torch_cuda" in state:
+        torch.cuda.set_rng_state(state["torch_cuda"])
