@@ -215,18 +215,12 @@ def test_tokens_never_reach_output_or_run_folder(tmp_path, capsys, monkeypatch):
     assert not any(secret in p.read_text(errors="ignore") for p in folder.rglob("*") if p.is_file())
 
 
-COMMAND = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:\S*python3?|torchrun) (?:.*\\\n)*.*$", re.M)
-
-
 def commands() -> list[str]:
-    """Every training command that stands in the README and in docs, and the ones users already run."""
+    """Every training command in a code block of the README or of docs, and the ones users already run."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    found = [
-        re.sub(r"\s*\\\n\s*", " ", command)
-        for page in pages
-        for command in COMMAND.findall(page.read_text(encoding="utf-8"))
-        if "train_fp8.py" in command or "train_multi_gpu.py" in command
-    ]
+    blocks = [b for page in pages for b in re.findall(r"^```.*?\n(.*?)^```", page.read_text(), re.M | re.S)]
+    lines = [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
+    found = [line for line in lines if re.search(r"\b(python3?|torchrun) .*train_\w+\.py", line)]
     llama = (
         "python train_fp8.py --model_name {} --dataset_name nvidia/OpenMathInstruct-2 --batch_size 12 "
         "--mixed_precision fp8 --max_seq_length 1024 --split_name train_1M --use_te --use_wandb "

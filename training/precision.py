@@ -214,10 +214,10 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
 def scale_gradients(model: nn.Module, factor: float) -> None:
     """Make the gradients' scales those of a loss `factor` times as large; exact, since backward is linear.
 
-    Delayed scaling starts from scales of 1, and the gradients of a mean over 10,000 tokens lie far below what
-    E5M2 holds at that scale: they underflow, one layer lower with every step, and the first gradients are wrong
-    (1B Llama, first step: norm 2.73 instead of 11.4). So calibration uses the summed loss, whose gradients fit,
-    and this turns its scales into the mean's.
+    Delayed scaling starts from scales of 1, and the gradients of a mean over 10,000 tokens lie far below
+    what E5M2 holds at that scale: they underflow, one layer lower with every step, and the first gradients
+    are wrong (1B Llama, first step: norm 2.73 instead of 11.4). So calibration uses the summed loss, whose
+    gradients fit, and this turns its scales into the mean's.
     """
     for name, tensor in scaling_state(model).items():
         if ".scaling_bwd." in name:

@@ -194,7 +194,7 @@ class Run:
             self.folder,
             config=self.cfg.to_dict() | self.precision.as_dict(),
             tags=self._tags(),
-            resume_step=progress.step if (self.folder / "metrics.jsonl").exists() else None,
+            resume_step=progress.step if self.resume else None,
         )
         self.display = Display(self.total_steps, progress.step)
         self.trainer = self._build_trainer(progress)

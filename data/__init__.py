@@ -1,0 +1,193 @@
+"""Data: from a data set's name to resumable, rank-sharded micro-batches. See `build_loaders`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from data import sources
+from data.chat import Encoder, Status, load_tokenizer
+from data.collate import Batch
+from data.loader import Layout, Loader, Stored, Stream
+from data.packing import Bins, shuffled
+from data.samples import DataReport, Selection, Split
+from data.sources import Source
+from training.config import DataConfig
+
+__all__ = ["DATASETS", "Batch", "DataReport", "Loader", "Loaders", "build_loaders", "load_tokenizer"]
+
+# A data set not named here is read by sources.detect.
+DATASETS: dict[str, Callable[[DataConfig, str], Source]] = {
+    "demo": sources.demo,
+    "nvidia/OpenMathInstruct-2": sources.openmath_instruct_2,
+}
+NUM_PROMPTS = 256  # held-out prompts kept for sample answers, at most
+HELD_OUT_KEY = 2**32 - 1  # tells the held-out part's shuffling from the epochs'
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """What training reads: `eval` is None without evaluation data, `eval_prompts` is [] unless it is chat."""
+
+    train: Loader
+    eval: Loader | None
+    report: DataReport
+    eval_report: DataReport | None
+    # (rendered prompt, reference answer); the prompt holds its special tokens, so tokenise it as it is.
+    eval_prompts: list[tuple[str, str]]
+
+
+def build_loaders(
+    cfg: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    batch_size: int,
+    eval_batch_size: int,
+    seed: int,
+    pad_multiple: int,
+    vocab_size: int,
+    max_positions: int,
+    rank: int = 0,
+    world_size: int = 1,
+    pin_memory: bool = False,
+    trust_remote_code: bool = False,
+) -> Loaders:
+    """Open, tokenise (or find in the cache), hold out and pack the same on every rank; each takes its share.
+
+    `batch_size` and `eval_batch_size` are sequences per micro-batch and rank. A row's tokens are a multiple
+    of `pad_multiple`, which the FP8 recipe asks for; `vocab_size` and `max_positions` are the model's.
+    `trust_remote_code` changes nothing: `datasets` runs no code of a data set's repository, and says so.
+    ValueError for settings, or data, that cannot be trained on.
+    """
+    check(cfg, max_positions)
+    pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    layout = Layout(cfg.max_seq_length, pad_multiple, cfg.packing, batch_size, pad, rank, world_size)
+    split = eval_split = open_split(cfg, cfg.split_name, tokenizer, vocab_size)
+    # Rows of the training split that evaluation takes.
+    held_out = cfg.eval_samples if cfg.eval_split is None else 0
+    source: Stored | Stream
+    if cfg.streaming:
+        source = Stream(split, layout, seed=seed, held_out=held_out)
+        train, bins = source.first, source.plan(0, held_out, source.first)
+        held = split.sample(held_out) if held_out else None
+    else:
+        train, held = divide(split, held_out, seed)
+        source = Stored(train.samples, layout, seed=seed)
+        bins = source.bins(0)
+    require_usable(train, f"--split_name {cfg.split_name}", cfg)
+    if cfg.eval_split is not None and cfg.eval_samples:
+        eval_split = open_split(cfg, cfg.eval_split, tokenizer, vocab_size)
+        held = eval_split.sample(cfg.eval_samples)
+    identity = {
+        "samples": train.fingerprint,
+        "max_seq_length": cfg.max_seq_length,
+        "packing": cfg.packing,
+        "seed": seed,
+        "streaming": cfg.streaming,
+    }
+    workers = {"num_workers": cfg.num_workers, "pin_memory": pin_memory}
+    loaders = Loaders(
+        train=Loader(source, identity=identity, **workers),
+        eval=None,
+        report=report(train, layout, bins, streaming=cfg.streaming),
+        eval_report=None,
+        eval_prompts=[],
+    )
+    if held is None:
+        return loaders
+    require_usable(held, f"--eval_split {cfg.eval_split}" if cfg.eval_split else "the held-out part", cfg)
+    layout = replace(layout, batch_size=eval_batch_size)
+    eval_source = Stored(held.samples, layout, seed=None)
+    return replace(
+        loaders,
+        eval=Loader(eval_source, identity={"samples": held.fingerprint}, restart=True, **workers),
+        eval_report=report(held, layout, eval_source.bins(0)),
+        eval_prompts=prompts(eval_split, held),
+    )
+
+
+def check(cfg: DataConfig, max_positions: int) -> None:
+    if cfg.max_seq_length > max_positions:
+        raise ValueError(
+            f"--max_seq_length {cfg.max_seq_length}: --model_name has {max_positions} positions; lower it"
+        )
+    if cfg.eval_split is not None and cfg.eval_split == cfg.split_name:
+        raise ValueError(
+            f"--eval_split {cfg.eval_split}: is the training split; leave it out to hold out a part of that"
+        )
+
+
+def open_split(cfg: DataConfig, name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Split:
+    source = DATASETS.get(cfg.dataset_name, sources.detect)(cfg, name)
+    if isinstance(source.rows, Dataset) and not len(source.rows):
+        raise ValueError(f"--dataset_name {cfg.dataset_name}: split {name} has no rows; take another split")
+    encoder = Encoder(tokenizer, source.to_sample, chat=source.chat, system=cfg.system_prompt)
+    return Split(cfg, source, encoder, vocab_size)
+
+
+def divide(split: Split, eval_samples: int, seed: int) -> tuple[Selection, Selection | None]:
+    """Training rows and at most `eval_samples` held out of them: never over 10 %, chosen by seed."""
+    cfg, rows = split.cfg, split.source.rows
+    held_out = min(eval_samples, len(rows) // 10)
+    if eval_samples and not held_out:
+        logger.warning("%d rows are too few to hold some out: this run has no evaluation", len(rows))
+    if cfg.num_of_samples is not None and cfg.num_of_samples + held_out < len(rows):
+        rows = rows.select(range(cfg.num_of_samples + held_out))
+    tokens = split.tokenise(rows)
+    held = np.zeros(len(rows), dtype=bool)
+    held[shuffled(len(rows), seed, HELD_OUT_KEY)[:held_out]] = True
+    numbers = np.arange(len(rows))
+    train = split.select(tokens, ~held, numbers)
+    return train, split.select(tokens, held, numbers) if held_out else None
+
+
+def require_usable(selection: Selection, flag: str, cfg: DataConfig) -> None:
+    if len(selection.samples):
+        return
+    counts = {status.name.lower(): int(n) for status, n in zip(Status, selection.counts, strict=True) if n}
+    reasons = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in counts.items()) or "it is empty"
+    raise ValueError(
+        f"{flag} of --dataset_name {cfg.dataset_name}: no row can be used ({reasons}); check the data, its "
+        f"columns, and --max_seq_length {cfg.max_seq_length}"
+    )
+
+
+def report(selection: Selection, layout: Layout, bins: Bins, *, streaming: bool = False) -> DataReport:
+    counts, lengths = selection.counts, selection.samples.length
+    tokens = int(lengths.sum())
+    return DataReport(
+        rows=int(counts.sum()),
+        used=int(counts[: Status.TRUNCATED + 1].sum()),
+        empty=int(counts[Status.EMPTY]),
+        overlong_dropped=int(counts[Status.OVERLONG]),
+        overlong_truncated=int(counts[Status.TRUNCATED]),
+        without_label=int(counts[Status.WITHOUT_LABEL]),
+        bad_rows=int(counts[Status.BAD]),
+        tokens=tokens,
+        label_tokens=selection.label_tokens,
+        sequences=len(bins),
+        packing_efficiency=tokens / max(layout.padded_tokens(lengths, bins), 1),
+        streaming=streaming,
+    )
+
+
+def prompts(split: Split, selection: Selection) -> list[tuple[str, str]]:
+    """The first NUM_PROMPTS (rendered prompt, reference answer) of a selection; [] for plain text."""
+    if not split.source.chat:
+        return []
+    rows, wanted = split.source.rows, np.unique(selection.samples.row)[:NUM_PROMPTS].tolist()
+    if isinstance(rows, Dataset):
+        found = list(rows.select(wanted))
+    else:
+        head = list(islice(rows, wanted[-1] + 1))
+        found = [head[i] for i in wanted]
+    samples = (split.source.to_sample(row) for row in found)
+    return [split.encoder.prompt_and_answer(sample["messages"]) for sample in samples]

@@ -1,0 +1,269 @@
+"""Chat templates, and which tokens carry loss.
+
+A sample is either `{"messages": [{"role", "content"}, ...]}` or `{"text": ...}`. It becomes token ids plus
+spans `[start, stop)` of the tokens that carry loss: the assistant's answers with their end-of-turn token, or
+all of a plain text. A prompt is tokenised by itself, with the generation prompt at its end, exactly as it
+will be at inference; the answer follows as a piece of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from datasets import List, Value
+from jinja2.exceptions import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from data.demo import TOKENIZER_DIR
+
+Row = dict[str, Any]
+Segment = tuple[str, bool]  # text, whether its tokens carry loss
+
+# Llama 3.2's own template writes today's date into the prompt unless it is given one; a run resumed tomorrow
+# must see the text of today.
+TEMPLATE_DATE = "26 Jul 2024"
+
+
+class Template(NamedTuple):
+    text: str  # Jinja
+    markers: tuple[str, ...]  # tokens the vocabulary must hold for it to make sense
+    pad: str  # set as padding token where the tokenizer has none
+
+
+LLAMA3 = Template(
+    "{{ bos_token }}{% for message in messages %}"
+    "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n{{ message['content'] | trim }}<|eot_id|>"
+    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+    ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "<|finetune_right_pad_id|>",
+)
+CHATML = Template(
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    ("<|im_start|>", "<|im_end|>"),
+    "<|endoftext|>",
+)
+# Used only where the tokenizer brings no template of its own, as base models' tokenizers do.
+TEMPLATES: dict[str, Template] = {
+    "llama": LLAMA3,
+    "qwen2": CHATML,
+    "qwen2_moe": CHATML,
+    "qwen3": CHATML,
+    "qwen3_moe": CHATML,
+}
+
+
+def load_tokenizer(
+    name: str, *, family: str, trust_remote_code: bool = False, cache_dir: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a hub id, a local folder or `demo`, with the chat template of `family` if it has none.
+
+    `family` is the model's Hugging Face `model_type`. A family that TEMPLATES does not know, or whose markers
+    the vocabulary lacks, stays without a template; chat data then raises. ValueError if it cannot be read.
+    """
+    path = str(TOKENIZER_DIR) if name == "demo" else name
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=trust_remote_code, cache_dir=cache_dir
+        )
+    except Exception as error:  # a hub client, a parser or remote code may raise anything
+        raise ValueError(
+            f"--tokenizer_name {name} (default: the one of --model_name): {first_line(error)}; "
+            f"give a local folder, or --tokenizer_name demo"
+        ) from error
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"--tokenizer_name {name}: has no fast version (tokenizer.json); convert it and give the folder"
+        )
+    template, vocab = TEMPLATES.get(family), tokenizer.get_vocab()
+    if template and tokenizer.chat_template is None and all(m in vocab for m in template.markers):
+        tokenizer.chat_template = template.text
+    if tokenizer.pad_token is None:
+        known = template is not None and template.pad in vocab
+        tokenizer.pad_token = template.pad if known else tokenizer.eos_token
+    return tokenizer
+
+
+def first_line(error: Exception) -> str:
+    """What an exception says, in one line, with its type if it says nothing."""
+    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+
+
+class Status(IntEnum):
+    """What became of a row, from best to worst; a row of several samples has its worst sample's."""
+
+    USED = 0
+    TRUNCATED = 1
+    OVERLONG = 2
+    WITHOUT_LABEL = 3
+    EMPTY = 4
+    BAD = 5
+
+
+class Encoder:
+    """Turns batches of rows into token ids and loss spans; goes to worker processes by pickle.
+
+    ValueError if `chat` data meets a tokenizer whose template is missing or refuses a probe conversation.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, to_sample: Callable[[Row], Row], *, chat: bool, system: str
+    ):
+        self.tokenizer = tokenizer
+        self.to_sample = to_sample
+        bos = tokenizer.bos_token_id
+        self.adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+        if chat:
+            self._probe(system)
+        elif tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"--tokenizer_name {tokenizer.name_or_path}: has no end-of-text token, which plain text needs"
+            )
+
+    def _probe(self, system: str) -> None:
+        name = self.tokenizer.name_or_path
+        if self.tokenizer.chat_template is None:
+            raise ValueError(
+                f"--tokenizer_name {name}: has no chat template and none is known that fits it; take the "
+                f"tokenizer of the model's chat version, or train on plain text (--dataset_text_field)"
+            )
+        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            self.segments([{"role": "system", "content": system}, *probe] if system else probe)
+        except TemplateError as error:
+            hint = "; try --system_prompt ''" if system else ""
+            raise ValueError(
+                f"--tokenizer_name {name}: its chat template refuses: {first_line(error)}{hint}"
+            ) from error
+
+    def render(self, messages: list[Row], *, generate: bool = False) -> str:
+        """The conversation as text, special tokens included: tokenise it with add_special_tokens=False."""
+        text = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=generate, date_string=TEMPLATE_DATE
+        )
+        bos = self.tokenizer.bos_token
+        return bos + text if self.adds_bos and not text.startswith(bos) else text
+
+    def segments(self, messages: list[Row]) -> list[list[Segment]]:
+        """Samples of a conversation, as texts with and without loss; jinja2's TemplateError if it is refused.
+
+        It is one sample, unless the template writes earlier turns differently once a later one follows (Qwen3
+        drops their reasoning): then each answer is a sample with the prompt it has at inference. What follows
+        the last answer is left out.
+        """
+        samples: list[list[Segment]] = [[]]
+        done = tail = ""
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt, through = self.render(messages[:i], generate=True), self.render(messages[: i + 1])
+            if not prompt.startswith(done):
+                samples[-1].append((tail, False))
+                samples.append([])
+                done = ""
+            # A generation prompt may say more than the answer keeps, like an opened <think>.
+            shared = os.path.commonprefix([prompt, through])  # noqa: RUF071 - characters are meant
+            if shared != prompt and len(shared) < len(self.render(messages[:i])):
+                raise TemplateError("an answer is not written after its own prompt")
+            # What follows the end-of-turn token (ChatML's newline) is never predicted.
+            answer = through[len(shared) :].rstrip()
+            tail = through[len(shared) + len(answer) :]
+            samples[-1] += [(prompt[len(done) :], False), (answer, True)]
+            done = prompt + answer
+        samples[-1].append((tail, False))
+        return samples
+
+    def prompt_and_answer(self, messages: list[Row]) -> tuple[str, str]:
+        """The rendered prompt of a conversation's last answer, and that answer."""
+        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        return self.render(messages[:last], generate=True), messages[last]["content"]
+
+    def __call__(self, batch: dict[str, list], numbers: list[int]) -> dict[str, list]:
+        """`encode` for `datasets.map`, which hands over columns."""
+        rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        return self.encode(rows, numbers)
+
+    def encode(self, rows: Sequence[Row], numbers: Sequence[int]) -> dict[str, list]:
+        """COLUMNS of the rows' samples, at least one per row; an unusable row's sample has no tokens."""
+        drafts: list[tuple[int, Status, list[Segment]]] = []
+        for number, row in zip(numbers, rows, strict=True):
+            sample = self.to_sample(row)
+            status, found = why_unusable(sample), [[]]
+            if status == Status.USED:
+                try:
+                    plain = "text" in sample
+                    found = self.document(sample["text"]) if plain else self.segments(sample["messages"])
+                except TemplateError:
+                    status = Status.BAD
+            drafts += [(number, status, segments) for segments in found]
+        texts = [text for _, _, segments in drafts for text, _ in segments]
+        # One call for the whole batch is what makes it fast. verbose: lengths are checked later.
+        encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        pieces = iter(encoded)
+        samples = []
+        for number, status, segments in drafts:
+            ids: list[int] = []
+            spans: list[int] = []
+            for _, loss in segments:
+                start = len(ids)
+                ids += next(pieces)
+                spans += [start, len(ids)] if loss else []
+            arrays = np.array(ids, dtype=np.int32), np.array(spans, dtype=np.int32)
+            crc = zlib.crc32(arrays[1].tobytes(), zlib.crc32(arrays[0].tobytes()))
+            samples.append((*arrays, number, int(status), crc, max(ids, default=0)))
+        return dict(zip(COLUMNS, map(list, zip(*samples, strict=True)), strict=True))
+
+    def document(self, text: str) -> list[list[Segment]]:
+        """A plain text between the tokenizer's BOS (where it has one) and EOS, all of it with loss."""
+        bos = self.tokenizer.bos_token or ""
+        start = "" if text.startswith(bos) else bos
+        return [[(start + text + self.tokenizer.eos_token, True)]]
+
+
+# What `Encoder.encode` returns, one entry per sample: token ids; the spans that carry loss, flat (start,
+# stop, start, stop, ...); the row's number; its Status; a checksum of ids and spans; the largest id.
+COLUMNS = {
+    "input_ids": List(Value("int32")),
+    "spans": List(Value("int32")),
+    "row": Value("int64"),
+    "status": Value("int8"),
+    "crc": Value("int64"),
+    "top": Value("int32"),
+}
+
+
+def why_unusable(sample: Row) -> Status:
+    """USED, or what is wrong with a sample's text before it is tokenised."""
+    if "text" in sample:
+        texts = needed = [sample["text"]]
+        answers = 1
+    else:
+        messages = sample["messages"]
+        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+            return Status.BAD
+        if not all(isinstance(m.get("role"), str) for m in messages):
+            return Status.BAD
+        texts = [m.get("content") for m in messages]
+        needed = [m.get("content") for m in messages if m["role"] in ("user", "assistant")]
+        answers = sum(m["role"] == "assistant" for m in messages)
+    if not all(isinstance(text, str) and is_utf8(text) for text in texts):
+        return Status.BAD
+    if not needed or not all(text.strip() for text in needed):
+        return Status.EMPTY
+    return Status.USED if answers else Status.WITHOUT_LABEL
+
+
+def is_utf8(text: str) -> bool:
+    """False for lone surrogates, and for U+FFFD, which readers put in place of bytes they cannot decode."""
+    if "\ufffd" in text:
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,268 @@
+"""The resumable loader: a global order of bins, of which each rank takes its share.
+
+A bin is what fills one row of a batch. Global micro-batch m holds the B * W bins from the position on (B the
+batch size, W the ranks), rank r the r-th B of them. So the order of bins does not depend on W, and a state is
+no more than an epoch and the next bin.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import IterableDataset as TorchIterableDataset
+
+from data.chat import Status
+from data.collate import Batch, Sample, pack_rows, pad_rows, round_up
+from data.packing import Bins, fill, one_each, shuffled
+from data.samples import Samples, Selection, Split
+
+WINDOW = 1000  # rows of a stream that are shuffled and packed together
+Position = int | list[int]
+Item = tuple[Position, Batch]  # a micro-batch, and where the next one starts
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How bins become this rank's batches."""
+
+    max_seq_length: int  # tokens of samples in a bin at most
+    pad_multiple: int
+    packing: bool
+    batch_size: int
+    pad_id: int
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def width(self) -> int:
+        """Tokens per packed row."""
+        return round_up(self.max_seq_length, self.pad_multiple)
+
+    @property
+    def stride(self) -> int:
+        """Bins per global micro-batch."""
+        return self.batch_size * self.world_size
+
+    def plan(self, lengths: np.ndarray, key: tuple[int, ...] | None) -> Bins:
+        """Bins over samples of these lengths, shuffled by `key`, or in order without one."""
+        order = np.arange(len(lengths)) if key is None else shuffled(len(lengths), *key)
+        return fill(lengths, order, self.max_seq_length) if self.packing else one_each(order)
+
+    def share(self, bins: list[Any]) -> list[Any]:
+        """This rank's part of a global micro-batch."""
+        return bins[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]
+
+    def collate(self, bins: list[list[Sample]]) -> Batch:
+        if not self.packing:
+            return pad_rows(
+                [sample for samples in bins for sample in samples], self.pad_multiple, self.pad_id
+            )
+        # A rank left without bins at the end gets the smallest batch there is.
+        width = self.width if bins else self.pad_multiple
+        return pack_rows(bins, width, self.pad_id, max_seqlen=self.width)
+
+    def padded_tokens(self, lengths: np.ndarray, bins: Bins) -> int:
+        """Tokens and padding of all bins, filler batches aside."""
+        if self.packing:
+            return len(bins) * self.width
+        groups = np.arange(0, len(bins), self.batch_size)
+        widest = np.maximum.reduceat(lengths[bins.order], groups)
+        sizes = np.diff([*groups, len(bins)])
+        return int((-(-widest // self.pad_multiple) * self.pad_multiple * sizes).sum())
+
+
+class BinSource(Protocol):
+    """What a Loader reads: an endless choice of epochs, each a fixed order of bins."""
+
+    start: Position
+    workers: int | None  # worker processes at most
+
+    def micro_batches(self) -> int | None: ...
+    def items(self, epoch: int, position: Position) -> TorchDataset: ...
+
+
+class Stored:
+    """Bins over samples on disk, planned for a whole epoch at once."""
+
+    start = 0
+    workers = None
+
+    def __init__(self, samples: Samples, layout: Layout, *, seed: int | None):
+        self.samples, self.layout, self.seed = samples, layout, seed
+        self.bins = lru_cache(maxsize=2)(self._plan)
+
+    def _plan(self, epoch: int) -> Bins:
+        return self.layout.plan(self.samples.length, None if self.seed is None else (self.seed, epoch))
+
+    def micro_batches(self) -> int:
+        return -(-len(self.bins(0)) // self.layout.stride)
+
+    def items(self, epoch: int, position: int) -> TorchDataset:
+        return StoredItems(self.samples, self.layout, self.bins(epoch), position)
+
+
+class StoredItems(TorchDataset):
+    """Micro-batches from a position to the epoch's end, by number."""
+
+    def __init__(self, samples: Samples, layout: Layout, bins: Bins, position: int):
+        self.samples, self.layout, self.bins, self.position = samples, layout, bins, position
+
+    def __len__(self) -> int:
+        return -(-(len(self.bins) - self.position) // self.layout.stride)
+
+    def __getitem__(self, number: int) -> Item:
+        first = self.position + number * self.layout.stride
+        after = min(first + self.layout.stride, len(self.bins))
+        mine = [self.bins.members(i) for i in self.layout.share(list(range(first, after)))]
+        samples = iter(self.samples.fetch([index for members in mine for index in members]))
+        return after, self.layout.collate([list(islice(samples, len(members))) for members in mine])
+
+
+class Stream:
+    """Bins over a stream, shuffled and packed window by window of WINDOW rows.
+
+    A position is [first row of the window, next bin in it]: a resumed run reads that window again. Every rank
+    reads the whole stream and keeps its share, in one worker process at most.
+    """
+
+    workers = 1
+
+    def __init__(self, split: Split, layout: Layout, *, seed: int, held_out: int):
+        self.split, self.layout, self.seed = split, layout, seed
+        self.start = [held_out, 0]
+        wanted = split.cfg.num_of_samples
+        self.end = None if wanted is None else held_out + wanted
+        first = next(self.windows(held_out), None)
+        if first is None:
+            raise ValueError(
+                f"--dataset_name {split.cfg.dataset_name}: its stream has no rows after the {held_out} held "
+                f"out for evaluation; lower --eval_samples, or name another --split_name"
+            )
+        self.first = first[1]
+
+    def windows(self, row: int) -> Iterator[tuple[int, Selection]]:
+        """(first row, usable samples) of each window from `row` on."""
+        rows = iter(self.split.source.rows.skip(row))
+        while True:
+            window = list(islice(rows, WINDOW if self.end is None else min(WINDOW, self.end - row)))
+            if not window:
+                return
+            yield row, self.split.encode(window, row)
+            row += len(window)
+
+    def plan(self, epoch: int, row: int, selection: Selection) -> Bins:
+        return self.layout.plan(selection.samples.length, (self.seed, epoch, row))
+
+    def micro_batches(self) -> None:
+        return None
+
+    def items(self, epoch: int, position: list[int]) -> TorchIterableDataset:
+        return StreamItems(self, epoch, position)
+
+    def bins(self, epoch: int, position: list[int]) -> Iterator[tuple[list[int], Samples, list[int]]]:
+        """(position after it, samples, members) of each bin of an epoch from a position on."""
+        row, skip = position
+        for first, selection in self.windows(row):
+            unusable = int(selection.counts[Status.OVERLONG :].sum())
+            told = first == self.start[0] or self.layout.rank > 0  # by the report, or by rank 0
+            if unusable and not told:
+                logger.warning("%d of the stream's rows from row %d on are left out", unusable, first)
+            bins = self.plan(epoch, first, selection)
+            for index in range(skip if first == row else 0, len(bins)):
+                yield [first, index + 1], selection.samples, bins.members(index)
+
+
+class StreamItems(TorchIterableDataset):
+    """Micro-batches from a position to the stream's end."""
+
+    def __init__(self, stream: Stream, epoch: int, position: list[int]):
+        self.stream, self.epoch, self.position = stream, epoch, position
+
+    def __iter__(self) -> Iterator[Item]:
+        if torch.utils.data.get_worker_info():
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
+        layout = self.stream.layout
+        bins = self.stream.bins(self.epoch, self.position)
+        while chunk := list(islice(bins, layout.stride)):
+            mine = [samples.fetch(members) for _, samples, members in layout.share(chunk)]
+            yield chunk[-1][0], layout.collate(mine)
+
+
+# What a changed part of `identity` means for the user.
+CULPRITS = {
+    "samples": "--dataset_name, --split_name, --num_of_samples, --eval_samples, --tokenizer_name, "
+    "--system_prompt, --overlong or the data itself"
+}
+
+
+class Loader:
+    """One split, this rank's share: micro-batches from the current position to the end of the epoch.
+
+    `state_dict` counts what was yielded, whatever the workers have read ahead. With `restart`, as for
+    evaluation, each pass starts at the first bin of epoch 0.
+    """
+
+    def __init__(
+        self,
+        source: BinSource,
+        *,
+        identity: dict[str, Any],
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        restart: bool = False,
+    ):
+        self.source, self.pin_memory, self.restart = source, pin_memory, restart
+        self.identity = identity  # JSON-able; what a position is relative to
+        self.num_workers = num_workers if source.workers is None else min(num_workers, source.workers)
+        self.epoch = 0
+        self.position: Position = source.start
+        # Epoch 0's number throughout, so that a schedule made from it is the same after a resume; the packing
+        # of another epoch may need a micro-batch more or less.
+        self.micro_batches_per_epoch = source.micro_batches()
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self.restart:
+            self.position = self.source.start
+        loader = DataLoader(
+            self.source.items(self.epoch, self.position),
+            batch_size=None,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            # Its own, or the DataLoader would draw from the global one, which belongs to the training state.
+            generator=torch.Generator(),
+        )
+        for position, batch in loader:
+            self.position = position
+            yield batch
+        self.position = self.source.start
+        if not self.restart:
+            self.epoch += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "position": self.position, "identity": self.identity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken, on any number of ranks; ValueError if it belongs to other data."""
+        old, new = state["identity"], self.identity
+        changed = [key for key in new if old.get(key) != new[key]]
+        if changed:
+            flags = ", ".join(
+                CULPRITS.get(key, f"--{key} ({old.get(key)}, now {new[key]})") for key in changed
+            )
+            raise ValueError(
+                f"the checkpoint's place in the data does not fit this run: changed {flags}; "
+                f"set it back, or start afresh with --resume none"
+            )
+        self.epoch, self.position = state["epoch"], state["position"]

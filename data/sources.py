@@ -1,0 +1,200 @@
+"""Where rows come from, and how a row becomes a sample: one function per data set.
+
+Each takes the data settings and a split and returns a Source. `detect` serves every data set that is not in
+the DATASETS table, by the names of its columns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets import Dataset, IterableDataset
+
+from data import demo as demo_set
+from data.chat import Row, first_line
+from training.config import DataConfig
+
+# Columns of prompt/answer data, tried in this order.
+PAIRS = (
+    ("problem", "generated_solution"),
+    ("problem", "solution"),
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
+    ("input", "output"),
+)
+TEXTS = ("text", "content")
+READERS = {".jsonl": "text", ".txt": "text", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One split: its rows, and the function that makes `{"messages": ...}` or `{"text": ...}` of a row."""
+
+    rows: Dataset | IterableDataset
+    to_sample: Callable[[Row], Row]
+    chat: bool  # False: plain text, which may be split anywhere
+
+
+def openmath_instruct_2(cfg: DataConfig, split: str) -> Source:
+    """nvidia/OpenMathInstruct-2: splits train (14 M rows), train_1M, train_2M and train_5M."""
+    if not (cfg.dataset_text_field or cfg.dataset_prompt_field):
+        cfg = replace(cfg, dataset_prompt_field="problem", dataset_completion_field="generated_solution")
+    return detect(cfg, split)
+
+
+def demo(cfg: DataConfig, split: str) -> Source:
+    """The embedded generated set: train_1M (also called train) and test."""
+    split = demo_set.ALIASES.get(split, split)
+    check_split(cfg, split, demo_set.SIZES)
+    # The generator's own text is part of the fingerprint: `datasets` does not see into imported functions.
+    code = Path(demo_set.__file__).read_bytes()
+    rows = Dataset.from_generator(
+        demo_set.generate,
+        gen_kwargs={"split": split},
+        cache_dir=cfg.data_cache_dir,
+        fingerprint=hashlib.blake2b(code + split.encode(), digest_size=8).hexdigest(),
+    )
+    if cfg.streaming:
+        rows = rows.to_iterable_dataset()
+    return Source(rows, *choose_columns(cfg, rows.column_names))
+
+
+def detect(cfg: DataConfig, split: str) -> Source:
+    """Any other data set: columns named in the settings, else chat, prompt/answer or text, found by name."""
+    rows, json_lines = open_split(cfg, split)
+    parse = from_json if json_lines else dict
+    first = next((found for row in islice(rows, 100) if (found := parse(row))), {})
+    columns = list(first if json_lines else rows.column_names or first)
+    to_sample, chat = choose_columns(cfg, columns)
+    return Source(rows, partial(json_line, to_sample) if json_lines else to_sample, chat)
+
+
+def choose_columns(cfg: DataConfig, columns: list[str]) -> tuple[Callable[[Row], Row], bool]:
+    """The row-to-sample function for these columns, and whether it makes chats; ValueError lists them."""
+    known = f"columns of --dataset_name {cfg.dataset_name}: {', '.join(columns) or 'none'}"
+    for flag in ("dataset_text_field", "dataset_prompt_field", "dataset_completion_field"):
+        field = getattr(cfg, flag)
+        if field is not None and field not in columns:
+            raise ValueError(f"--{flag} {field}: there is no such column; {known}")
+    if cfg.dataset_text_field:
+        return partial(text, cfg.dataset_text_field), False
+    if cfg.dataset_prompt_field:
+        fields = cfg.dataset_prompt_field, cfg.dataset_completion_field
+        return partial(pair, *fields, None, cfg.system_prompt), True
+    if "messages" in columns:
+        return messages, True
+    for prompt, answer in PAIRS:
+        if prompt in columns and answer in columns:
+            context = "input" if prompt == "instruction" and "input" in columns else None
+            return partial(pair, prompt, answer, context, cfg.system_prompt), True
+    for field in TEXTS:
+        if field in columns:
+            return partial(text, field), False
+    raise ValueError(
+        f"--dataset_name {cfg.dataset_name}: no chat, prompt/answer or text columns found; name them with "
+        f"--dataset_text_field, or --dataset_prompt_field and --dataset_completion_field ({known})"
+    )
+
+
+def messages(row: Row) -> Row:
+    return {"messages": row.get("messages")}
+
+
+def text(field: str, row: Row) -> Row:
+    return {"text": row.get(field)}
+
+
+def pair(prompt: str, answer: str, context: str | None, system: str, row: Row) -> Row:
+    """Prompt and answer columns as a chat; a non-empty `context` column is appended to the prompt."""
+    question = row.get(prompt)
+    if context and row.get(context) and isinstance(question, str):
+        question = f"{question}\n\n{row[context]}"
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": row.get(answer)}]
+    return {"messages": [{"role": "system", "content": system}, *turns] if system else turns}
+
+
+def json_line(to_sample: Callable[[Row], Row], row: Row) -> Row:
+    """A sample of one line of JSON; a blank or broken line is a sample without usable text."""
+    if not row["text"].strip():
+        return {"text": ""}
+    parsed = from_json(row)
+    return {"text": None} if parsed is None else to_sample(parsed)
+
+
+def from_json(row: Row) -> Row | None:
+    try:
+        parsed = json.loads(row["text"])
+    except ValueError:
+        return None
+    return parsed if isinstance(parsed, dict) else None
+
+
+def open_split(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, bool]:
+    """Rows of a file, folder or hub data set, and whether they are raw lines of JSON.
+
+    Lines are parsed one at a time, later: so one broken line costs one row, not the file.
+    """
+    path = Path(cfg.dataset_name).expanduser()
+    name = str(path) if path.exists() else cfg.dataset_name
+    if path.suffix in READERS and not path.is_file():
+        raise ValueError(f"--dataset_name {cfg.dataset_name}: there is no such file; check the path")
+    common: dict[str, Any] = {"split": split, "cache_dir": cfg.data_cache_dir, "streaming": cfg.streaming}
+    try:
+        if path.is_file():
+            files: dict[str, list[str]] = {"train": [str(path)]}
+        else:
+            builder = datasets.load_dataset_builder(name, cache_dir=cfg.data_cache_dir)
+            files = {str(key): list(value) for key, value in (builder.config.data_files or {}).items()}
+    except Exception as error:  # hub client, fsspec and parsers raise what they like
+        raise unreadable(cfg, error) from error
+    if files:
+        check_split(cfg, split, files)
+    suffixes = {Path(file).suffix for file in files.get(split, [])}
+    reader = READERS.get(suffixes.pop()) if len(suffixes) == 1 else None
+    json_lines = reader == "text" and files[split][0].endswith(".jsonl")
+    if path.is_file() and reader is None:
+        raise ValueError(f"--dataset_name {name}: not a data file; these are read: {', '.join(READERS)}")
+    try:
+        if path.is_file() or json_lines:
+            # Undecodable bytes become U+FFFD, which marks the row as unusable.
+            errors = {"encoding_errors": "replace"} if reader in ("text", "csv") else {}
+            return datasets.load_dataset(
+                reader, data_files={split: files[split]}, **errors, **common
+            ), json_lines
+        # Only the split's own files: OpenMathInstruct-2's `train` alone is 14 times its train_1M.
+        only = {"data_files": {split: files[split]}, "verification_mode": "no_checks"} if files else {}
+        return datasets.load_dataset(name, **only, **common), False
+    except Exception as error:
+        raise unreadable(cfg, error) from error
+
+
+def check_split(cfg: DataConfig, split: str, splits: Iterable[str]) -> None:
+    if split not in splits:
+        flag = "eval_split" if split == cfg.eval_split else "split_name"
+        known = ", ".join(splits)
+        raise ValueError(
+            f"--{flag} {split}: no such split in --dataset_name {cfg.dataset_name}; there are: {known}"
+        )
+
+
+def unreadable(cfg: DataConfig, error: Exception) -> ValueError:
+    cause = error
+    while isinstance(cause, datasets.exceptions.DatasetGenerationError) and cause.__cause__:
+        cause = cause.__cause__
+    return ValueError(
+        f"--dataset_name {cfg.dataset_name}: cannot be read: {first_line(cause)}; check the name and the "
+        f"network, or give a local folder, a file ({', '.join(READERS)}), or --dataset_name demo"
+    )
