@@ -183,6 +183,25 @@ def check_sizes(precision: Precision, model_name: str, sizes: dict[str, int]) ->
         )
 
 
+def check_fp8_attention(cfg: Config, precision: Precision, head_size: int) -> None:
+    """RuntimeError with what cuDNN's FP8 attention lacks on GPUs before Blackwell (TE 2.20's own conditions)."""
+    if not cfg.precision.fp8_attention or precision.recipe is None:
+        return
+    if torch.cuda.get_device_capability() >= (10, 0):
+        return
+    reasons = []
+    if precision.effective != "delayed":
+        reasons.append(f"--fp8_scenario {precision.effective}: only delayed scaling has it before Blackwell")
+    if head_size != 128:
+        reasons.append(f"head size {head_size}: only 128 has it before Blackwell")
+    if cfg.data.packing and torch.backends.cudnn.version() < 92300:
+        reasons.append(
+            f"--packing needs cuDNN 9.23, this is {torch.backends.cudnn.version()}: add --no_packing"
+        )
+    if reasons:
+        raise RuntimeError(f"--fp8_attention cannot run here: {'; '.join(reasons)}; or drop --fp8_attention")
+
+
 def build_autocast(
     precision: Precision, *, device: torch.device, parameter_dtype: torch.dtype
 ) -> Callable[[], AbstractContextManager]:

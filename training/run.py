@@ -99,6 +99,7 @@ class Run:
         )
         self.shape = metrics.ModelShape.from_hf_config(self.plan.config)
         precision.check_sizes(self.precision, self.plan.name, gemm_sizes(self.shape))
+        precision.check_fp8_attention(cfg, self.precision, self.shape.head_dim)
         te_available = precision.why_not_te() is None
         self.optimizer_plan = optim.plan_optimizer(cfg.precision, te_available=te_available)
         if cfg.precision.master_weights == "none":

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from te_models import plan_model
 from training.precision import RECIPES, why_not
 
 pytestmark = pytest.mark.gpu
@@ -107,14 +108,33 @@ def test_options_train(tmp_path, flags):
     assert found[12] < 0.8 * found[1]
 
 
-@pytest.mark.parametrize("packing", ["packing", "no_packing"])
-@pytest.mark.parametrize("scenario", ["delayed", "current"])
-def test_fp8_attention_runs(tmp_path, scenario, packing):
-    flags = f"{SMALL} --no_deterministic --mixed_precision fp8 --fp8_scenario {scenario} --{packing}"
-    train(tmp_path / "run", f"{flags} --fp8_attention --no_export")
+@pytest.fixture
+def wide_heads(tmp_path) -> Path:
+    """A tiny Llama with the head size that FP8 attention takes."""
+    plan = plan_model("tiny-llama", init="auto", use_te=True)
+    plan.config.update({"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1})
+    plan.config.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_fp8_attention_runs_and_is_covered(tmp_path, wide_heads):
+    flags = f"{SMALL} --no_deterministic --mixed_precision fp8 --no_packing --fp8_attention --no_export"
+    train(tmp_path / "run", f"{flags} --model_name {wide_heads} --init random --tokenizer_name demo")
     rows = json.loads((tmp_path / "run" / "env.json").read_text())["coverage"]["rows"]
     attention = next(row for row in rows if row["modules"].endswith("core_attention"))
-    assert attention["precision"] == f"fp8 {scenario}"
+    assert attention["precision"] == "fp8 delayed"
+    found = losses(tmp_path / "run")
+    assert found[12] < 0.8 * found[1]
+
+
+def test_fp8_attention_that_cannot_run_says_why(tmp_path):
+    if torch.cuda.get_device_capability() >= (10, 0):
+        pytest.skip("Blackwell runs it")
+    flags = f"{SMALL} --no_deterministic --mixed_precision fp8 --fp8_attention"
+    output = train(tmp_path / "run", f"{flags} --fp8_scenario current", code=1)
+    for reason in ("only delayed scaling", "head size 64", "--fp8_attention cannot run here"):
+        assert reason in output
+    assert "Traceback" not in output
 
 
 def test_hugging_face_model_on_a_gpu_keeps_masters_too(tmp_path):
