@@ -48,12 +48,14 @@ def allowed(path: Path) -> set[str] | None:
     if relative.parts[0] == "benchmarks":
         return {"training", "training.config", "training.metrics"}
     stem = relative.stem
-    if stem in ("config", "metrics", "loss_triton", "__init__"):
+    if stem in ("config", "metrics", "loss_triton", "durable_files", "__init__"):
         return set()
     if stem == "loss":
         return {"training.loss_triton"}
     if stem in TRAINING_LEAVES:
-        return {"training", "training.config"} | ({"training.checkpoint"} if stem == "export" else set())
+        return {"training", "training.config"} | (
+            {"training.durable_files"} if stem in ("export", "checkpoint") else set()
+        )
     if stem == "trainer":
         return {"training", "training.config", "training.metrics"}
     return None

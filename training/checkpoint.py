@@ -15,38 +15,45 @@ import contextlib
 import json
 import math
 import os
-import random
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from training.durable_files import (
+    MANIFEST,
+    THREADS,
+    DamagedCheckpoint,
+    as_os_error,
+    digests,
+    hidden,
+    inspect_checkpoint,
+    publish,
+    read_manifest,
+    recover,
+    write_json,
+    write_manifest,
+)
+
 T = TypeVar("T")
 
-INDEX, MANIFEST, META = "index.json", "manifest.json", "meta.json"
+INDEX, META = "index.json", "meta.json"
 STEP = re.compile(r"step_(\d{6,})")
-THREADS = 4  # per rank, to write, read and hash files: all three run without the GIL
 
 # What safetensors stores; float8 comes on top, see `_as_stored`.
 STORED = {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 STORED |= {torch.int8, torch.int16, torch.int32, torch.int64}
 STORED |= {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64}
-
-
-class DamagedCheckpoint(ValueError):
-    """A checkpoint that must not be used; names folder, file, reason and what to `--resume` instead."""
 
 
 class Checkpoints:
@@ -146,15 +153,10 @@ class Checkpoints:
             inspect_checkpoint(Path(path), [META])
         return json.loads((Path(path) / META).read_bytes())
 
-    def keys(self, path: Path) -> set[str]:
-        """Names of the tensors in a checkpoint, from its verified manifest."""
-        with self._offering(Path(path)):
-            return set(_read_manifest(Path(path))["tensors"])
-
     def shapes(self, path: Path) -> dict[str, torch.Size]:
         """Shapes of the tensors in a checkpoint by name, from its verified manifest."""
         with self._offering(Path(path)):
-            tensors = _read_manifest(Path(path))["tensors"]
+            tensors = read_manifest(Path(path))["tensors"]
         return {name: torch.Size(spec["shape"]) for name, spec in tensors.items()}
 
     # Ranks
@@ -187,7 +189,7 @@ class Checkpoints:
             for leftover in self.folder.glob(pattern):
                 shutil.rmtree(leftover)
         partial.mkdir()
-        _write_json(partial / META, meta)
+        write_json(partial / META, meta)
 
     def _specs(self, tensors: dict[str, Tensor]) -> dict[str, dict]:
         """Shape and dtype of every rank's tensors."""
@@ -208,9 +210,9 @@ class Checkpoints:
     def _seal(self, partial: Path, step: int, specs: dict[str, dict]) -> None:
         """Flush and checksum every file, shared out over the ranks, then write the manifest."""
         names = self._on_first(lambda: sorted(path.name for path in partial.iterdir()))
-        shares = self._together(lambda: _digests(partial, names[self.rank :: self.world_size], flush=True))
+        shares = self._together(lambda: digests(partial, names[self.rank :: self.world_size], flush=True))
         files = {name: digest for share in shares for name, digest in share.items()}
-        self._on_first(lambda: _write_manifest(partial, {"step": step, "files": files, "tensors": specs}))
+        self._on_first(lambda: write_manifest(partial, {"step": step, "files": files, "tensors": specs}))
 
     def _publish(self, partial: Path, step: int, eval_loss: float | None) -> None:
         steps, losses = self._saved()
@@ -315,7 +317,7 @@ class Checkpoints:
             "steps": steps,
             "eval_losses": {str(step): loss for step, loss in losses.items() if step in steps},
         }
-        _write_json(self.folder / INDEX, index)
+        write_json(self.folder / INDEX, index)
 
 
 class _Index(NamedTuple):
@@ -441,12 +443,6 @@ class _Writer(dcp.StorageWriter):
             raise as_os_error(error) from None
 
 
-def as_os_error(error: SafetensorError) -> OSError:
-    """The operating system's error that safetensors reports in words."""
-    code = re.search(r"os error (\d+)", str(error))
-    return OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(str(error))
-
-
 def _spec(key: str, tensor: Tensor) -> dict:
     if tensor.is_meta:
         raise ValueError(f"tensor {key!r} is on the meta device: nothing to save from or load into")
@@ -469,149 +465,3 @@ def _cause(error: BaseException) -> BaseException:
         return error
     errors = [failure for _, (failure, _) in sorted(error.failures.items())]
     return next((e for e in errors if isinstance(e, OSError)), errors[0])
-
-
-# Files that survive a crash
-
-
-def hidden(path: Path, state: str) -> Path:
-    return path.with_name(f".{path.name}.{state}")
-
-
-def publish(partial: Path, final: Path) -> None:
-    """Rename a finished folder to `final`, durably; what stood there is deleted only then."""
-    replaced = hidden(final, "replaced")
-    try:
-        if final.exists():
-            os.rename(final, replaced)
-        os.rename(partial, final)
-    except OSError:
-        recover(final)
-        raise
-    sync_to_disk(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def recover(final: Path) -> None:
-    """Undo a `publish` that died between its two renames, or finish one that died after them."""
-    replaced = hidden(final, "replaced")
-    if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-    else:
-        with contextlib.suppress(FileNotFoundError):  # nothing to undo, or another rank did
-            os.rename(replaced, final)
-
-
-def sync_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    aside = hidden(path, "partial")
-    aside.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    sync_to_disk(aside)
-    os.replace(aside, path)
-    sync_to_disk(path.parent)
-
-
-def _digest(path: Path) -> dict[str, Any]:
-    checksum = xxhash.xxh3_128()
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(2**23):
-            checksum.update(block)
-    return {"size": path.stat().st_size, "xxh3_128": checksum.hexdigest()}
-
-
-def _digests(folder: Path, names: Iterable[str], *, flush: bool = False) -> dict[str, dict]:
-    """Size and checksum of the named files, `flush`ed to disk first if wanted."""
-
-    def one(name: str) -> tuple[str, dict]:
-        if flush:
-            sync_to_disk(folder / name)
-        return name, _digest(folder / name)
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        return dict(pool.map(one, names))
-
-
-def _checksum(manifest: dict) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True).encode())
-
-
-def _write_manifest(folder: Path, manifest: dict) -> None:
-    _write_json(folder / MANIFEST, {"xxh3_128": _checksum(manifest), "manifest": manifest})
-
-
-def _read_manifest(folder: Path) -> dict:
-    path = folder / MANIFEST
-    try:
-        outer = json.loads(path.read_bytes())
-        manifest, checksum = outer["manifest"], outer["xxh3_128"]
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{path}: missing, so {folder.name} is no whole checkpoint") from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DamagedCheckpoint(f"{path}: unreadable ({type(error).__name__}: {error})") from None
-    if checksum != _checksum(manifest):
-        raise DamagedCheckpoint(f"{path}: its content does not match its checksum")
-    return manifest
-
-
-def inspect_checkpoint(
-    folder: Path, names: Iterable[str] | None = None, *, share: tuple[int, int] = (0, 1)
-) -> dict:
-    """The manifest, once all files (or `names`) match it; `share` (i, n) hashes only every n-th, from i."""
-    manifest = _read_manifest(folder)
-    files = manifest["files"]
-    for path in folder.glob("*.safetensors"):  # the reader opens all of them
-        if path.name not in files:
-            raise DamagedCheckpoint(f"{path}: not in {MANIFEST}, so not from this save")
-    checked = sorted(files if names is None else names)
-    for name in checked:
-        path = folder / name
-        if not path.is_file():
-            raise DamagedCheckpoint(f"{path}: missing")
-        if (size := path.stat().st_size) != files[name]["size"]:
-            raise DamagedCheckpoint(f"{path}: {size} bytes, but {files[name]['size']} were saved")
-    try:
-        found = _digests(folder, checked[share[0] :: share[1]])
-    except OSError as error:
-        raise DamagedCheckpoint(f"{error.filename}: unreadable ({error.strerror})") from None
-    for name, digest in found.items():
-        if digest != files[name]:
-            raise DamagedCheckpoint(f"{folder / name}: its content does not match its checksum")
-    return manifest
-
-
-# Random number generators
-
-
-def rng_state() -> dict[str, Tensor]:
-    """States of torch (CPU, current GPU), Python and NumPy; `load` can fill it, as shapes are fixed."""
-    _, words, gauss = random.getstate()
-    _, key, position, has_gauss, cached = np.random.get_state()
-    state = {
-        "torch_cpu": torch.get_rng_state(),
-        "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64),
-        "numpy": torch.tensor([*key.tolist(), position, has_gauss], dtype=torch.int64),
-        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
-    }
-    if torch.cuda.is_available():
-        state["torch_cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_rng_state(state: dict[str, Tensor]) -> None:
-    """Restore what `rng_state` returned; the CUDA generator only where `state` has one."""
-    torch.set_rng_state(state["torch_cpu"])
-    has_gauss, gauss = state["python_gauss"].tolist()
-    random.setstate((3, tuple(state["python"].tolist()), gauss if has_gauss else None))
-    *key, position, has_gauss = state["numpy"].tolist()
-    cached = state["numpy_gauss"].item()
-    np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, has_gauss, cached))
-    if "torch_cuda" in state:
-        torch.cuda.set_rng_state(state["torch_cuda"])

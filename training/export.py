@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from training.checkpoint import as_os_error, hidden, publish, recover, sync_to_disk
+from training.durable_files import as_os_error, hidden, publish, recover, sync_to_disk
 
 
 def export_hf(

@@ -184,7 +184,7 @@ def check_sizes(precision: Precision, model_name: str, sizes: dict[str, int]) ->
 
 
 def check_fp8_attention(cfg: Config, precision: Precision, head_size: int) -> None:
-    """RuntimeError with what cuDNN's FP8 attention lacks on GPUs before Blackwell (TE 2.20's own conditions)."""
+    """RuntimeError with what FP8 attention lacks on GPUs before Blackwell (the conditions of TE 2.20)."""
     if not cfg.precision.fp8_attention or precision.recipe is None:
         return
     if torch.cuda.get_device_capability() >= (10, 0):

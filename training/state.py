@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from training import optim, precision
-from training.checkpoint import Checkpoints, rng_state, set_rng_state
+from training.checkpoint import Checkpoints
 from training.config import Config
 from training.trainer import Progress
 
@@ -72,3 +74,31 @@ def _model_and_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 def _rng() -> dict[str, Tensor]:
     return {f"rng/{name}": tensor for name, tensor in rng_state().items()}
+
+
+def rng_state() -> dict[str, Tensor]:
+    """States of torch (CPU, current GPU), Python and NumPy; `load` can fill it, as shapes are fixed."""
+    _, words, gauss = random.getstate()
+    _, key, position, has_gauss, cached = np.random.get_state()
+    state = {
+        "torch_cpu": torch.get_rng_state(),
+        "python": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64),
+        "numpy": torch.tensor([*key.tolist(), position, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+    }
+    if torch.cuda.is_available():
+        state["torch_cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Tensor]) -> None:
+    """Restore what `rng_state` returned; the CUDA generator only where `state` has one."""
+    torch.set_rng_state(state["torch_cpu"])
+    has_gauss, gauss = state["python_gauss"].tolist()
+    random.setstate((3, tuple(state["python"].tolist()), gauss if has_gauss else None))
+    *key, position, has_gauss = state["numpy"].tolist()
+    cached = state["numpy_gauss"].item()
+    np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, has_gauss, cached))
+    if "torch_cuda" in state:
+        torch.cuda.set_rng_state(state["torch_cuda"])
