@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models import llama
-from te_models.hugging_face import HFCausalLM, hf_state
+from te_models.hugging_face import HFCausalLM, hf_state, refuse_leaking_packing
 from te_models.presets import LOCAL_PRESETS, PRESETS
 from te_models.weights import RandomSource, SafetensorsSource, WeightSource, load_te, te_to_hf
 
@@ -111,10 +111,14 @@ def build_model(
 ) -> nn.Module:
     """The model on `device` in `dtype`; its TE and Hugging Face forms hold the same weights."""
     if not use_te:
-        model = _build_hugging_face(plan, dtype, device, seed, trust_remote_code)
-        return HFCausalLM(
-            model, gradient_checkpointing=gradient_checkpointing, compile_layers=compile_layers
-        ).train()
+        inner = _build_hugging_face(plan, dtype, device, seed, trust_remote_code)
+        model = HFCausalLM(inner, gradient_checkpointing=gradient_checkpointing)
+        if packed:
+            refuse_leaking_packing(model.eval())
+        if compile_layers:
+            for block in model.blocks:
+                block.compile()
+        return model.train()
     from te_models.decoder import TECausalLM
 
     model = TECausalLM(

@@ -19,9 +19,7 @@ class HFCausalLM(nn.Module):
     Packed samples are kept apart by transformers itself, from `position_ids` that restart.
     """
 
-    def __init__(
-        self, model: nn.Module, *, gradient_checkpointing: bool = False, compile_layers: bool = False
-    ):
+    def __init__(self, model: nn.Module, *, gradient_checkpointing: bool = False):
         super().__init__()
         self.model = model
         self.config = model.config
@@ -33,9 +31,6 @@ class HFCausalLM(nn.Module):
                     f"--gradient_checkpointing: {type(model).__name__} does not support it; drop it"
                 )
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        if compile_layers:
-            for block in self.blocks:
-                block.compile()
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -58,6 +53,25 @@ class HFCausalLM(nn.Module):
             return logits_cross_entropy(logits.flatten(0, 1), labels.flatten())
         hidden = self.model.get_decoder()(**inputs).last_hidden_state.flatten(0, 1)  # [T, D]
         return linear_cross_entropy(hidden, self.model.get_output_embeddings().weight, labels.flatten())
+
+
+@torch.no_grad()
+def refuse_leaking_packing(model: HFCausalLM) -> None:
+    """ValueError if this model lets a packed sample see the one before it.
+
+    Not every implementation reads sequence borders off `position_ids`, and those that do not train on other
+    samples' tokens without an error. So two tokens of a first sample are exchanged, and the second one's
+    loss must not notice.
+    """
+    device = next(model.parameters()).device
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]], device=device)
+    labels = torch.tensor([[-100, -100, -100, -100, 1, 2, 3, -100]], device=device)
+    rows = ([1, 2, 3, 4, 5, 6, 7, 8], [3, 1, 4, 2, 5, 6, 7, 8])
+    one, other = (model(torch.tensor([ids], device=device), labels, positions).loss for ids in rows)
+    if not torch.equal(one, other):
+        raise ValueError(
+            f"--packing: {type(model.model).__name__} lets packed samples see each other; add --no_packing"
+        )
 
 
 def hf_state(model: HFCausalLM) -> dict[str, torch.Tensor]:

@@ -142,6 +142,19 @@ def test_recomputation_gives_the_same_losses(tmp_path):
     assert losses(recomputed) == pytest.approx(losses(plain), rel=1e-6)
 
 
+def test_a_model_whose_flops_are_unknown_trains_without_them(tmp_path, capsys):
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model("gpt_neox", vocab_size=2048, max_position_embeddings=256, **sizes)
+    config.save_pretrained(tmp_path / "model")
+    flags = f"--model_name {tmp_path}/model --init random --tokenizer_name demo --max_steps 2 --no_packing"
+    folder = train(tmp_path / "run", flags)
+    assert "FLOPs of model type gpt_neox are not known" in capsys.readouterr().out
+    summary = json.loads((folder / "summary.json").read_text())
+    assert "model_tflops_per_gpu" not in summary and summary["tokens_per_second"] > 0
+
+
 def test_samples_are_answered_by_the_export(tmp_path):
     folder = train(tmp_path / "samples", "--max_steps 1 --generate_samples 1")
     text = (folder / "samples.txt").read_text()

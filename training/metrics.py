@@ -12,6 +12,9 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+# Families whose FLOPs `ModelShape` counts right: dense, gated MLPs, one LM head.
+COUNTED = frozenset({"gemma", "gemma2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"})
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -26,11 +29,10 @@ class ModelShape:
     vocab_size: int
 
     @classmethod
-    def from_hf_config(cls, config: Any) -> ModelShape:
-        """Read a transformers config; ValueError for a mixture of experts, whose FLOPs depend on routing."""
-        for name in ("num_experts", "num_local_experts"):
-            if getattr(config, name, None):
-                raise ValueError(f"{config.model_type}: FLOPs are counted for dense models, this has {name}")
+    def from_hf_config(cls, config: Any) -> ModelShape | None:
+        """Read a transformers config; None for a model type whose FLOPs are not known to be these."""
+        if config.model_type not in COUNTED:
+            return None
         return cls(
             hidden_size=config.hidden_size,
             num_layers=config.num_hidden_layers,

@@ -98,8 +98,11 @@ class Run:
             trust_remote_code=cfg.model.trust_remote_code,
         )
         self.shape = metrics.ModelShape.from_hf_config(self.plan.config)
-        precision.check_sizes(self.precision, self.plan.name, gemm_sizes(self.shape))
-        precision.check_fp8_attention(cfg, self.precision, self.shape.head_dim)
+        if self.shape is None:
+            say(f"TFLOP/s and MFU are left out: FLOPs of model type {self.plan.family} are not known")
+        elif cfg.model.use_te:
+            precision.check_sizes(self.precision, self.plan.name, gemm_sizes(self.shape))
+            precision.check_fp8_attention(cfg, self.precision, self.shape.head_dim)
         te_available = precision.why_not_te() is None
         self.optimizer_plan = optim.plan_optimizer(cfg.precision, te_available=te_available)
         if cfg.precision.master_weights == "none":
@@ -197,6 +200,7 @@ class Run:
             tags=self._tags(),
             resume_step=progress.step if self.resume else None,
         )
+        self.wall_before = progress.wall_seconds
         self.display = Display(self.total_steps, progress.step)
         self.trainer = self._build_trainer(progress)
         code = EXIT_FAILED
@@ -285,6 +289,7 @@ class Run:
     def _save(self, step: int, eval_loss: float | None) -> None:
         if not self.cfg.checkpoint.save_checkpoints:
             return
+        self._count_wall_time()
         save_run(
             self.checkpoints,
             self.cfg,
@@ -295,6 +300,9 @@ class Run:
             progress=self.trainer.progress,
             eval_loss=eval_loss,
         )
+
+    def _count_wall_time(self) -> None:
+        self.trainer.progress.wall_seconds = self.wall_before + time.perf_counter() - self.started
 
     def _export(self) -> None:
         folder = export_hf(
@@ -313,6 +321,7 @@ class Run:
 
     def _summary(self) -> dict[str, Any]:
         """The values of summary.json, over all starts of the run."""
+        self._count_wall_time()
         progress, losses = self.trainer.progress, train_losses(self.folder)
         tail = losses[-max(1, len(losses) // 10) :]
         gpus = self.strategy.world_size if self.device.type == "cuda" else 0
@@ -329,13 +338,14 @@ class Run:
             "train_loss_tail_mean": sum(tail) / len(tail) if losses else None,
             **self.trainer.results(),
             "best_eval_loss": progress.best_eval_loss,
-            "runtime_seconds": progress.seconds,
+            "runtime_seconds": progress.wall_seconds,
+            "train_seconds": progress.train_seconds,
             "peak_memory_gb": torch.cuda.max_memory_allocated(self.device) / 1e9 if gpus else None,
             "gpu_name": self.environment.get("gpu_name"),
             "gpus": gpus,
             "nodes": self.strategy.num_nodes,
-            "gpu_hours": metrics.gpu_hours(progress.seconds, gpus),
-            "node_hours": metrics.node_hours(progress.seconds, self.strategy.num_nodes),
+            "gpu_hours": metrics.gpu_hours(progress.wall_seconds, gpus),
+            "node_hours": metrics.node_hours(progress.wall_seconds, self.strategy.num_nodes),
             "seconds_to_first_step": self.environment.get("seconds_to_first_step"),
         }
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from training.config import Config
-from training.metrics import mfu, model_flops, perplexity, tokens_per_second
+from training.metrics import ModelShape, mfu, model_flops, perplexity, tokens_per_second
 
+RATES = ("perf/tokens_per_second", "perf/model_tflops_per_gpu", "perf/mfu_bf16", "perf/mfu_fp8")
 WARMUP_STEPS = 5  # left out of the reported rates: kernels are chosen and memory is reserved in them
 
 
@@ -37,7 +38,8 @@ class Progress:
     real_tokens: int = 0
     label_tokens: int = 0
     skipped_steps: int = 0
-    seconds: float = 0.0
+    train_seconds: float = 0.0  # of steps, data wait included
+    wall_seconds: float = 0.0  # of everything, which is what a GPU is paid for
     best_eval_loss: float | None = None
 
 
@@ -62,7 +64,7 @@ class NonFinite(RuntimeError):
 class Meter:
     """Rates since the last log line: host counts and wall time of whole steps, data wait included."""
 
-    shape: Any
+    shape: ModelShape | None  # None: FLOPs are not known for this model
     world_size: int
     peaks: dict[str, float | None]
     seconds: float = 0.0
@@ -79,19 +81,19 @@ class Meter:
     def read(self, total: Callable[[dict[str, int]], dict[str, int]]) -> dict[str, float]:
         """The metrics of the interval, summed over ranks by `total`; resets the meter."""
         counts, seconds = total(self.counts), self.seconds
-        flops = model_flops(
-            self.shape, tokens=counts["real_tokens"], sum_squared_lengths=counts["sum_squared_lengths"]
-        )
-        tflops = flops / seconds / self.world_size / 1e12
         out = {
             "perf/tokens_per_second": tokens_per_second(counts["real_tokens"], seconds),
             "perf/label_tokens_per_second": tokens_per_second(counts["label_tokens"], seconds),
             "perf/padded_tokens_per_second": tokens_per_second(counts["padded_tokens"], seconds),
-            "perf/model_tflops_per_gpu": tflops,
             "perf/step_seconds": seconds / self.steps,
             "perf/data_wait_share": self.waited / seconds,
         }
-        out |= {f"perf/mfu_{p}": mfu(tflops, peak) for p, peak in self.peaks.items() if peak}
+        if self.shape is not None:
+            tokens, pairs = counts["real_tokens"], counts["sum_squared_lengths"]
+            flops = model_flops(self.shape, tokens=tokens, sum_squared_lengths=pairs)
+            tflops = flops / seconds / self.world_size / 1e12
+            out["perf/model_tflops_per_gpu"] = tflops
+            out |= {f"perf/mfu_{p}": mfu(tflops, peak) for p, peak in self.peaks.items() if peak}
         self.seconds = self.waited = 0.0
         self.steps, self.counts = 0, {}
         return out
@@ -126,7 +128,7 @@ class Trainer:
         self.hooks, self.progress = hooks or Hooks(), progress or Progress()
         self.device = strategy.device
         self.stop_requested = False
-        self.rates: list[tuple[float, float]] = []  # (tokens/s, TFLOP/s per GPU) of each log interval
+        self.rates: list[dict[str, float]] = []  # of each log interval after warm-up
         self._skipped_in_a_row, self._prepared, self._covered = 0, False, False
         self._saved_step = self._evaluated_step = -1
         self._last_eval: dict[str, float] = {}
@@ -233,7 +235,7 @@ class Trainer:
     def _account(self, window: list[Any], result: StepResult, seconds: float, waited: float) -> None:
         progress, log = self.progress, self.cfg.log
         progress.step += 1
-        progress.seconds += seconds
+        progress.train_seconds += seconds
         progress.real_tokens += sum(batch.real_tokens for batch in window)
         progress.label_tokens += sum(batch.label_tokens for batch in window)
         if not self._covered:
@@ -280,7 +282,7 @@ class Trainer:
         steps = self.meter.steps
         metrics |= self.meter.read(self._sum_counts) | self._memory()
         if self.progress.step - steps >= WARMUP_STEPS or self.total_steps <= WARMUP_STEPS:
-            self.rates.append((metrics["perf/tokens_per_second"], metrics["perf/model_tflops_per_gpu"]))
+            self.rates.append({name: metrics[name] for name in RATES if name in metrics})
         self.tracker.log(self.progress.step, metrics)
         self.display.update(self.progress.step, metrics)
 
@@ -328,8 +330,6 @@ class Trainer:
     def results(self) -> dict[str, float]:
         """Final evaluation and the median rates after warm-up, for summary.json."""
         out = {name.replace("eval/", "eval_"): value for name, value in self._last_eval.items()}
-        if self.rates:
-            tokens, tflops = (median(column) for column in zip(*self.rates, strict=True))
-            out |= {"tokens_per_second": tokens, "model_tflops_per_gpu": tflops}
-            out |= {f"mfu_{p}": mfu(tflops, peak) for p, peak in self.meter.peaks.items() if peak}
+        for name in self.rates[0] if self.rates else ():
+            out[name.removeprefix("perf/")] = median(rates[name] for rates in self.rates)
         return out
