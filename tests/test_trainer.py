@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from data.collate import Batch
+from training import trainer as trainer_module
 from training.config import config_from_dict
 from training.loss import TokenLoss
 from training.metrics import ModelShape
@@ -288,3 +289,26 @@ def test_the_learning_rate_of_every_step_reaches_the_optimizer():
     made.optimizer.register_step_pre_hook(lambda opt, *_: used.append(opt.param_groups[0]["lr"]))
     made.fit()
     assert used == record.series("train/learning_rate") == pytest.approx([0.2, 0.4, 0.4, 0.2])
+
+
+def test_rates_count_every_second_of_a_step_and_none_of_an_evaluation(monkeypatch):
+    """A clock that stands still but for 2 s a step, 100 s an evaluation and 1,000 s a save."""
+    now = [0.0]
+    monkeypatch.setattr(trainer_module.time, "perf_counter", lambda: now[0])
+    made, record = trainer(
+        [to_batch(rows(4))],
+        total_steps=8,
+        eval_batches=[to_batch(rows(2))],
+        hooks=Hooks(save=lambda *_: now.__setitem__(0, now[0] + 1000)),
+        log_interval=2,
+        eval_interval=2,
+        save_interval=3,
+    )
+    made.optimizer.register_step_pre_hook(lambda *_: now.__setitem__(0, now[0] + 2))
+    evaluate = made.evaluate
+    made.evaluate = lambda: now.__setitem__(0, now[0] + 100) or evaluate()
+    made.fit()
+    assert record.series("perf/step_seconds") == [2.0] * 4
+    assert record.series("perf/tokens_per_second") == [4 * 12 / 2] * 4
+    assert made.progress.train_seconds == 16.0
+    assert made.results()["tokens_per_second"] == 24.0

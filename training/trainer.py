@@ -56,6 +56,10 @@ class Hooks:
     )  # (step, eval loss at it or None)
 
 
+def _due(step: int, interval: int) -> bool:
+    return bool(interval) and step % interval == 0
+
+
 class NonFinite(RuntimeError):
     """Too many steps in a row had a loss or gradient that is not finite."""
 
@@ -129,6 +133,7 @@ class Trainer:
         self.device = strategy.device
         self.stop_requested = False
         self.rates: list[dict[str, float]] = []  # of each log interval after warm-up
+        self._clock = 0.0  # when the time of the current step began
         self._skipped_in_a_row, self._prepared, self._covered = 0, False, False
         self._saved_step = self._evaluated_step = -1
         self._last_eval: dict[str, float] = {}
@@ -196,21 +201,20 @@ class Trainer:
             self._evaluate_and_log()
             return True
         while self.progress.step < self.total_steps:
-            started = time.perf_counter()
+            self._clock = time.perf_counter()
             for window in self._windows():
-                waited = time.perf_counter() - started
+                waited = time.perf_counter() - self._clock
                 window = [batch.to(self.device) for batch in window]
-                self._first_time(window[0])
-                started = started if self._covered else time.perf_counter()
-                result = self.train_step(window)
-                self._account(window, result, time.perf_counter() - started, waited)
+                if not self._covered:  # the preparations are no part of the first step's time
+                    self._first_time(window[0])
+                    self._clock, waited = time.perf_counter(), 0.0
+                self._account(window, self.train_step(window), waited)
                 if self.strategy.any(self.stop_requested):
                     self._save()
                     self.display.message(f"stopped by a signal after step {self.progress.step}; saved")
                     return False
                 if self.progress.step >= self.total_steps:
                     break
-                started = time.perf_counter()
             self.progress.epoch = self.loaders.train.epoch
         self._evaluate_and_log()
         self._save()
@@ -232,25 +236,34 @@ class Trainer:
         if self.cfg.log.eval_at_start and self.progress.step == 0 and self._evaluated_step < 0:
             self._evaluate_and_log()
 
-    def _account(self, window: list[Any], result: StepResult, seconds: float, waited: float) -> None:
-        progress, log = self.progress, self.cfg.log
+    def _account(self, window: list[Any], result: StepResult, waited: float) -> None:
+        """Count, log, evaluate and save what is due after a step; the last two are not in a step's time."""
+        progress, settings = self.progress, self.cfg
         progress.step += 1
+        last = progress.step == self.total_steps
+        log = last or progress.step % settings.log.log_interval == 0
+        evaluate = not last and _due(progress.step, settings.log.eval_interval)
+        save = not last and _due(progress.step, settings.checkpoint.save_interval)
+        if (log or evaluate or save) and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the optimizer still runs, on this interval's time
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
         progress.train_seconds += seconds
         progress.real_tokens += sum(batch.real_tokens for batch in window)
         progress.label_tokens += sum(batch.label_tokens for batch in window)
-        if not self._covered:
-            self._covered = True
-            self.hooks.after_first_step()
         self.meter.add(window, seconds, waited)
+        first, self._covered = not self._covered, True
+        if first:
+            self.hooks.after_first_step()
         self._judge(result)
-        if progress.step % log.log_interval == 0 or progress.step == self.total_steps:
+        if log:
             self._log(result)
-        due = log.eval_interval and progress.step % log.eval_interval == 0
-        if due and progress.step < self.total_steps:
+        if evaluate:
             self._evaluate_and_log()
-        interval = self.cfg.checkpoint.save_interval
-        if interval and progress.step % interval == 0 and progress.step < self.total_steps:
+        if save:
             self._save()
+        if first or evaluate or save:
+            self._clock = time.perf_counter()
 
     def _judge(self, result: StepResult) -> None:
         if result.taken:
