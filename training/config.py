@@ -177,7 +177,10 @@ class OptimConfig:
         5, "stop after this many steps in a row with a non-finite loss or gradient", free=True
     )
     seed: int = knob(42, "seed of weights, shuffling and held-out part")
-    deterministic: bool = knob(False, "bitwise repeatable kernels, where they exist, at some cost in speed")
+    deterministic: bool = knob(
+        False,
+        "bitwise repeatable kernels, where they exist; slow for packed attention in TE (docs/precision.md)",
+    )
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "gradient_accumulation_steps", "num_epochs", "max_skipped_steps"):

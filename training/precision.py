@@ -343,9 +343,15 @@ def attention_backend() -> str | None:
     return None
 
 
-UNFUSED_WARNING = (
-    "WARNING: attention runs UNFUSED, about 4x slower and with 5x the memory. Usually two cuDNNs are "
-    "mixed: before the start, set CUDNN_HOME to the folder of torch's own "
-    "(python -c 'import nvidia.cudnn; print(nvidia.cudnn.__path__[0])'); "
-    "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints TE's reasons"
-)
+def unfused_warning(*, deterministic: bool) -> str:
+    """What to say of attention that TE runs unfused, by its likeliest cause."""
+    cause = (
+        "--deterministic has no fused kernel for packed batches here: add --no_packing or drop it."
+        if deterministic
+        else "Usually two cuDNNs are mixed: before the start, set CUDNN_HOME to the folder of torch's own "
+        "(python -c 'import nvidia.cudnn; print(nvidia.cudnn.__path__[0])')."
+    )
+    return (
+        f"WARNING: attention runs UNFUSED, about 4x slower and with 5x the memory. {cause} "
+        "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints TE's reasons"
+    )

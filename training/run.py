@@ -258,12 +258,15 @@ class Run:
         """
         if self.precision.effective != "delayed":
             return
-        for _ in range(CALIBRATION_PASSES):
-            with torch.enable_grad():
-                with self.autocast():
-                    loss, _ = self.model(**batch.inputs)
-                self.strategy.backward(self.model, loss)
-            self.optimizer.zero_grad(set_to_none=True)
+        devices = [self.device] if self.device.type == "cuda" else []
+        # Attention kernels draw from the generator even without dropout; the run must not notice.
+        with torch.random.fork_rng(devices):
+            for _ in range(CALIBRATION_PASSES):
+                with torch.enable_grad():
+                    with self.autocast():
+                        loss, _ = self.model(**batch.inputs)
+                    self.strategy.backward(self.model, loss)
+                self.optimizer.zero_grad(set_to_none=True)
         step_tokens = batch.label_tokens * self.cfg.optim.gradient_accumulation_steps
         precision.scale_gradients(self.model, 1 / max(1, step_tokens))
         precision.restore_scaling(self.model, self.scaling)
@@ -283,7 +286,8 @@ class Run:
                 "--mixed_precision fp8: no module ran in FP8 in the first step; report it with env.json"
             )
         if backend == "unfused":
-            self.display.message(precision.UNFUSED_WARNING)
+            deterministic = self.cfg.optim.deterministic
+            self.display.message(precision.unfused_warning(deterministic=deterministic))
         tune_garbage_collection()
 
     def _save(self, step: int, eval_loss: float | None) -> None:
