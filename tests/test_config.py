@@ -46,7 +46,6 @@ def test_defaults_and_flags():
         (["--use_te", "--mixed_precision", "fp32"], "TE layers run in bf16 or fp8"),
         (["--use_te", "--compile_model"], "--compile_model with --use_te"),
         (["--fp8_attention", "--fp8_scenario", "block"], "--fp8_attention"),
-        (["--fp8_attention", "--deterministic"], "no deterministic backward; drop one"),
         (["--dataset_prompt_field", "q"], "--dataset_completion_field"),
         (["--no_export", "--generate_samples", "1"], "--generate_samples"),
     ],

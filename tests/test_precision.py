@@ -110,3 +110,17 @@ def test_coverage_counts_gemms_by_their_weights():
         "lm_head": (1, "bf16", pytest.approx(head)),
     }
     assert found.fp8_modules == 0 and found.fp8_gemm_share == 0
+
+
+def test_fp8_attention_names_everything_it_lacks(monkeypatch):
+    resolved = Precision("current", "current", recipe=object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91800)
+    cfg = settings(fp8_attention=True, mixed_precision="fp8", use_te=True, deterministic=True)
+    with pytest.raises(RuntimeError) as error:
+        precision.check_fp8_attention(cfg, resolved, 64)
+    for reason in ("--fp8_scenario current", "head size 64", "--no_packing", "--deterministic needs cuDNN"):
+        assert reason in str(error.value)
+    precision.check_fp8_attention(settings(mixed_precision="fp8", use_te=True), resolved, 64)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    precision.check_fp8_attention(cfg, resolved, 64)

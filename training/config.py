@@ -289,11 +289,6 @@ class Config:
                 "(and delayed scaling refuses it); drop one of the two"
             )
 
-        if self.precision.fp8_attention and self.optim.deterministic:
-            raise ValueError(
-                "--fp8_attention with --deterministic: FP8 attention has no deterministic backward; drop one"
-            )
-
     def to_dict(self) -> dict[str, Any]:
         """All settings, flat, by flag name; `config_from_dict` is the inverse."""
         return {f.name: getattr(getattr(self, s), f.name) for s, cls in SECTIONS.items() for f in fields(cls)}

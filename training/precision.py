@@ -189,15 +189,15 @@ def check_fp8_attention(cfg: Config, precision: Precision, head_size: int) -> No
         return
     if torch.cuda.get_device_capability() >= (10, 0):
         return
-    reasons = []
+    reasons, cudnn = [], torch.backends.cudnn.version()
     if precision.effective != "delayed":
         reasons.append(f"--fp8_scenario {precision.effective}: only delayed scaling has it before Blackwell")
     if head_size != 128:
         reasons.append(f"head size {head_size}: only 128 has it before Blackwell")
-    if cfg.data.packing and torch.backends.cudnn.version() < 92300:
-        reasons.append(
-            f"--packing needs cuDNN 9.23, this is {torch.backends.cudnn.version()}: add --no_packing"
-        )
+    if cfg.data.packing and cudnn < 92300:
+        reasons.append(f"--packing needs cuDNN 9.23.0, this is {cudnn}: add --no_packing")
+    if cfg.optim.deterministic and cudnn < 91900:
+        reasons.append(f"--deterministic needs cuDNN 9.19.0, this is {cudnn}: drop it")
     if reasons:
         raise RuntimeError(f"--fp8_attention cannot run here: {'; '.join(reasons)}; or drop --fp8_attention")
 
@@ -346,7 +346,7 @@ def attention_backend() -> str | None:
 def unfused_warning(*, deterministic: bool) -> str:
     """What to say of attention that TE runs unfused, by its likeliest cause."""
     cause = (
-        "--deterministic has no fused kernel for packed batches here: add --no_packing or drop it."
+        "--deterministic has no fused kernel for large packed batches: add --no_packing or drop it."
         if deterministic
         else "Usually two cuDNNs are mixed: before the start, set CUDNN_HOME to the folder of torch's own "
         "(python -c 'import nvidia.cudnn; print(nvidia.cudnn.__path__[0])')."
