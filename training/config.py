@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import math
 import types
 import typing
 from dataclasses import dataclass, field, fields
@@ -364,12 +365,15 @@ def convert(name: str, value: Any, hint: Any) -> Any:
         raise ValueError(f"--{name} {value}: must be true or false")
     if isinstance(value, bool | list | dict):
         raise ValueError(f"--{name} {value}: must be {_kind(hint)}")
-    if hint is int and isinstance(value, float) and not value.is_integer():
+    if hint is int and isinstance(value, float) and not value.is_integer():  # NaN and infinity are not, too
         raise ValueError(f"--{name} {value}: must be a whole number")
     try:
-        return hint(value)
-    except ValueError:
+        converted = hint(value)
+    except (ValueError, OverflowError):
         raise ValueError(f"--{name} {value}: must be {_kind(hint)}") from None
+    if hint is float and not math.isfinite(converted):
+        raise ValueError(f"--{name} {value}: must be a finite number")
+    return converted
 
 
 def _kind(hint: Any) -> str:

@@ -106,10 +106,11 @@ def resolve_precision(cfg: Config) -> Precision:
     scenario = cfg.precision.fp8_scenario
     requested = STANDARD_RECIPE if scenario == "default" else scenario
     if not use_te:
-        hint = "add --use_te" if why_not_te() is None else f"and --use_te cannot run here: {why_not_te()}"
+        reason = why_not_te()
+        hint = f", which cannot run here: {reason}" if reason else ""
         raise RuntimeError(
-            "--mixed_precision fp8 needs --use_te: FP8 without Transformer Engine is not built in; "
-            f"{hint}. Without FP8: --mixed_precision bf16"
+            f"--mixed_precision fp8 needs --use_te{hint}. FP8 without Transformer Engine is not built in; "
+            "without FP8: --mixed_precision bf16"
         )
     reason = why_not(requested)
     if reason is None:

@@ -281,7 +281,7 @@ class Trainer:
             raise NonFinite(
                 f"{self._skipped_in_a_row} steps in a row had no finite loss and gradient "
                 f"(--max_skipped_steps {self.cfg.optim.max_skipped_steps}); try a lower --learning_rate, "
-                "more warm-up, --fp8_scenario current or --mixed_precision bf16, or look at the data here"
+                "more warm-up, --fp8_scenario current or --mixed_precision bf16, or look at the data near it"
             )
 
     def _log(self, result: StepResult) -> None:
