@@ -178,8 +178,3 @@ def _build_hugging_face(
 def export_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """A model's weights under Hugging Face names, one after the other."""
     return iter(hf_state(model).items()) if isinstance(model, HFCausalLM) else te_to_hf(model)
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers, in order."""
-    return model.blocks if isinstance(model, HFCausalLM) else list(model.layers)

@@ -22,8 +22,6 @@ class HFCausalLM(nn.Module):
     def __init__(self, model: nn.Module, *, gradient_checkpointing: bool = False):
         super().__init__()
         self.model = model
-        self.config = model.config
-        self.tied = bool(model.config.get_text_config().tie_word_embeddings)
         self.plain_head = model.config.model_type in PLAIN_HEADS
         if gradient_checkpointing:
             if not model.supports_gradient_checkpointing:

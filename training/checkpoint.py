@@ -66,9 +66,6 @@ class Checkpoints:
         self.keep_last = keep_last
         self.rank = rank
         self.world_size = world_size
-        self._evaluated: dict[
-            int, float
-        ] = {}  # by this process, so of the weights that it saves at that step
 
     def save(
         self, step: int, tensors: dict[str, Tensor], meta: dict, *, eval_loss: float | None = None
@@ -97,15 +94,6 @@ class Checkpoints:
             raise RuntimeError(self._write_failed(final, cause)) from cause
         self._on_first(self._prune)
         return final
-
-    def note_eval(self, step: int, eval_loss: float) -> None:
-        """Record the evaluation loss at `step`, saved already or yet to be; `best` in index.json follows."""
-        if self.rank != 0:
-            return
-        self._evaluated[step] = eval_loss
-        steps, losses = self._saved()
-        if step in steps:
-            self._write_index(steps, losses | {step: eval_loss})
 
     def latest(self) -> Path | None:
         """The step folder saved last, or None; DamagedCheckpoint if it is gone or the index unreadable."""
@@ -217,11 +205,9 @@ class Checkpoints:
     def _publish(self, partial: Path, step: int, eval_loss: float | None) -> None:
         steps, losses = self._saved()
         publish(partial, self.folder / f"step_{step:06d}")
-        if eval_loss is not None:
-            self._evaluated[step] = eval_loss
         losses.pop(step, None)  # of the checkpoint that was replaced
-        if step in self._evaluated:
-            losses[step] = self._evaluated[step]
+        if eval_loss is not None:
+            losses[step] = eval_loss
         self._write_index([s for s in steps if s != step] + [step], losses)
 
     def _prune(self) -> None:

@@ -21,9 +21,6 @@ import yaml
 
 SYSTEM_PROMPT = "Solve the math problem step by step. Put your final answer in \\boxed{}."
 
-# The recipe names are here, not in precision.py, because the command line must know them without torch.
-FP8_SCENARIOS = ("default", "delayed", "current", "block", "mxfp8", "nvfp4")
-
 
 def knob(default: Any, help: str, *, free: bool = False) -> Any:
     """One setting. `free` settings may change when a run is resumed; the others define the run."""

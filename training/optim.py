@@ -98,11 +98,6 @@ def learning_rate(step: int, cfg: OptimConfig, total_steps: int) -> float:
     return cfg.learning_rate * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = value
-
-
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """Live references to every state tensor as `<parameter>.<state>`, in the dtypes the optimizer keeps.
 
