@@ -54,7 +54,7 @@ def build_loaders(
     seed: int,
     pad_multiple: int,
     vocab_size: int,
-    max_positions: int,
+    max_positions: int | None,
     rank: int = 0,
     world_size: int = 1,
     pin_memory: bool = False,
@@ -114,8 +114,8 @@ def build_loaders(
     )
 
 
-def check(cfg: DataConfig, max_positions: int) -> None:
-    if cfg.max_seq_length > max_positions:
+def check(cfg: DataConfig, max_positions: int | None) -> None:
+    if max_positions is not None and cfg.max_seq_length > max_positions:
         raise ValueError(
             f"--max_seq_length {cfg.max_seq_length}: --model_name has {max_positions} positions; lower it"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -200,6 +201,12 @@ class StreamItems(TorchIterableDataset):
             yield chunk[-1][0], layout.collate(mine)
 
 
+def outlive_the_stop_signal(_: int) -> None:
+    """Schedulers and `timeout` send SIGTERM to the whole process group; the run that saves still needs its
+    workers, which end with it."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 # What a changed part of `identity` means for the user.
 CULPRITS = {
     "samples": "--dataset_name, --split_name, --num_of_samples, --eval_samples, --tokenizer_name, "
@@ -240,6 +247,7 @@ class Loader:
             batch_size=None,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
+            worker_init_fn=outlive_the_stop_signal,
             # Its own, or the DataLoader would draw from the global one, which belongs to the training state.
             generator=torch.Generator(),
         )

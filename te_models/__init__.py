@@ -88,7 +88,11 @@ def _weights_folder(name: str, cache_dir: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, cache_dir=cache_dir, allow_patterns=["*.safetensors*", "*.json"]))
+        wanted = ["*.safetensors*", "*.json", "*.py"]
+        twice = ["consolidated*", "original/*"]  # the same weights in the authors' own layout
+        return Path(
+            snapshot_download(name, cache_dir=cache_dir, allow_patterns=wanted, ignore_patterns=twice)
+        )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
             f"--model_name {name}: the weights cannot be fetched ({str(error).splitlines()[0]}); give a "

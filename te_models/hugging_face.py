@@ -74,4 +74,6 @@ def refuse_leaking_packing(model: HFCausalLM) -> None:
 
 def hf_state(model: HFCausalLM) -> dict[str, torch.Tensor]:
     """The weights under their Hugging Face names, each tensor once (a tied head is left out)."""
-    return {name: p.detach() for name, p in model.model.named_parameters()}
+    parameters = {name for name, _ in model.model.named_parameters()}
+    tied = {name for name, _ in model.model.named_parameters(remove_duplicate=False)} - parameters
+    return {name: t.detach() for name, t in model.model.state_dict().items() if name not in tied}

@@ -14,6 +14,7 @@ from training.config import (
     knobs,
     parse_config,
 )
+from training.run_folder import write_json
 
 
 def parse(*argv: str) -> Config:
@@ -49,6 +50,9 @@ def test_defaults_and_flags():
         (["--fp8_attention", "--fp8_scenario", "block"], "--fp8_attention"),
         (["--dataset_prompt_field", "q"], "--dataset_completion_field"),
         (["--no_export", "--generate_samples", "1"], "--generate_samples"),
+        (["--eval_samples", "0", "--generate_samples", "1"], "--eval_samples 0"),
+        (["--eval_samples", "0", "--max_steps", "0"], "--eval_samples 0"),
+        (["--seed", "-1"], "--seed -1: must be between 0"),
     ],
 )
 def test_bad_input_names_flag_value_and_way_out(argv, message):
@@ -92,7 +96,7 @@ def test_missing_config_file():
 
 def test_saved_config_comes_back_as_config(tmp_path):
     cfg = parse("--use_te", "--eval_split", "test", "--warmup_ratio", "0.1", "--no_export")
-    cfg.save(tmp_path / "config.json")
+    write_json(tmp_path / "config.json", cfg.to_dict())
     assert parse("--config", str(tmp_path / "config.json")) == cfg
     assert config_from_dict(json.loads((tmp_path / "config.json").read_text())) == cfg
 

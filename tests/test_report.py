@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.report import COLUMNS, draw_losses, main, read_run, smooth, table
 from training.config import Config, LogConfig
+from training.run_folder import write_json
 from training.trackers import build_tracker
 
 ENVIRONMENT = {
@@ -45,7 +46,7 @@ SUMMARY = {
 def write_run(folder, *, losses=(), summary=None, environment=None):
     """A run folder with a loss every 10 steps and an evaluation of half that loss every 20."""
     tracker = build_tracker(LogConfig(), folder, config={}, tags=[], resume_step=None)
-    Config().save(folder / "config.json")
+    write_json(folder / "config.json", Config().to_dict())
     (folder / "env.json").write_text(json.dumps(environment or {}))
     for i, loss in enumerate(losses, 1):
         rates = {"perf/tokens_per_second": 100.0 * i, "perf/peak_memory_gb": 10.0 - i}

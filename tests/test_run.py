@@ -84,33 +84,91 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(finished, tmp_path):
     assert all(torch.equal(t, tensors[1][k]) for k, t in tensors[0].items())
 
 
-def test_sigterm_saves_and_the_same_command_goes_on(finished, tmp_path):
-    folder = tmp_path / "stopped"
+def start(folder: Path, flags: str) -> subprocess.Popen:
+    """Run as a process of its own, in a process group of its own."""
     command = [sys.executable, "train_fp8.py", *shlex.split(SMALL), "--output_dir", str(folder)]
-    command += shlex.split("--max_steps 8 --save_interval 4")
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    return subprocess.Popen(
+        [*command, *shlex.split(flags)],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
+
+
+def wait_for_a_step(process: subprocess.Popen, folder: Path) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
         if (folder / "metrics.jsonl").exists() and losses(folder):
-            process.send_signal(signal.SIGTERM)
-            break
+            return
         time.sleep(0.02)
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(finished, tmp_path):
+    folder = tmp_path / "stopped"
+    process = start(folder, "--max_steps 8 --save_interval 4")
+    wait_for_a_step(process, folder)
+    process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == EXIT_INTERRUPTED, output
-    assert output.strip().splitlines()[-1] == f"run folder: {folder}"
+    *_, way_on, last = output.strip().splitlines()
+    assert last == f"run folder: {folder}" and f"--output_dir {folder}" in way_on
     stopped_at = max(losses(folder))
-    assert 1 <= stopped_at < 8 and not (folder / "export").exists()
+    assert 1 <= stopped_at < 8
+    assert not (folder / "export").exists() and not (folder / "summary.json").exists()
     train(folder, "--max_steps 8 --save_interval 4")
     assert losses(folder) == losses(finished)
     assert all(torch.equal(t, exported(finished)[n]) for n, t in exported(folder).items())
 
 
+def test_sigterm_to_the_whole_process_group_saves_too(tmp_path):
+    """As schedulers and `timeout` send it: the loader's worker processes get it as well, even twice."""
+    folder = tmp_path / "stopped"
+    process = start(folder, "--max_steps 400 --num_workers 2 --no_deterministic --no_export")
+    wait_for_a_step(process, folder)
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == EXIT_INTERRUPTED, output
+    assert (folder / "checkpoints" / "index.json").exists()
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path, capsys):
+    folder = tmp_path / "run"
+    process = start(folder, "--max_steps 4000 --no_export")
+    wait_for_a_step(process, folder)
+    train(folder, "--max_steps 4000 --no_export", code=EXIT_FAILED)
+    process.kill()
+    process.communicate(timeout=60)
+    assert "another run is writing to it" in capsys.readouterr().err
+
+
+def test_a_folder_that_only_saw_a_refused_command_is_free(tmp_path):
+    train(tmp_path / "run", "--dataset_name nowhere.jsonl", code=EXIT_BAD_SETTING)
+    train(tmp_path / "run", "--max_steps 1 --no_export")
+
+
+def test_another_runs_checkpoint_is_a_start_only(finished, tmp_path, capsys):
+    flags = f"--resume {finished}/checkpoints/step_000004 --save_interval 1 --no_export"
+    folder = train(tmp_path / "child", f"{flags} --max_steps 5")
+    train(folder, f"{flags} --max_steps 6")
+    assert "child/checkpoints/step_000005 at step 5" in capsys.readouterr().out
+    assert sorted(losses(folder)) == [5, 6]
+
+
+def test_a_broken_config_is_one_line(tmp_path, capsys):
+    folder = train(tmp_path / "run", "--max_steps 1 --no_export")
+    (folder / "config.json").write_text("")
+    train(folder, "--max_steps 2 --no_export", code=EXIT_BAD_SETTING)
+    assert "its config.json is broken" in capsys.readouterr().err
+
+
 def test_a_finished_run_started_again_changes_no_weight(finished, capsys):
-    before = exported(finished)
+    before, summary = exported(finished), (finished / "summary.json").read_text()
     train(finished, "--max_steps 8 --save_interval 4")
+    assert (finished / "summary.json").read_text() == summary
     assert all(torch.equal(tensor, before[name]) for name, tensor in exported(finished).items())
     assert sorted(losses(finished)) == list(range(1, 9))
 

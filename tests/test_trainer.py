@@ -151,7 +151,7 @@ def test_the_last_batch_and_window_of_an_epoch_are_trained_on():
     made, record = trainer([to_batch([r]) for r in data], total_steps=6, gradient_accumulation_steps=3)
     made.fit()
     labels = sum(int((r[1] != -100).sum()) for r in data)
-    assert made.progress.label_tokens == 2 * labels and made.progress.epoch == 2
+    assert made.progress.label_tokens == 2 * labels and made.loaders.train.epoch == 2
     assert record.series("train/epoch") == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
 
 
@@ -312,3 +312,24 @@ def test_rates_count_every_second_of_a_step_and_none_of_an_evaluation(monkeypatc
     assert record.series("perf/tokens_per_second") == [4 * 12 / 2] * 4
     assert made.progress.train_seconds == 16.0
     assert made.results()["tokens_per_second"] == 24.0
+
+
+def test_a_signal_during_an_evaluation_ends_it_and_saves():
+    saved, seen = [], []
+    made, record = trainer(
+        [to_batch(rows(4))],
+        total_steps=2,
+        eval_batches=[to_batch(rows(2))] * 3,
+        hooks=Hooks(save=lambda step, eval_loss: saved.append((step, eval_loss))),
+    )
+
+    class Interrupted(ListLoader):
+        def __iter__(self):
+            for batch in self.batches:
+                seen.append(batch)
+                made.stop_requested = True
+                yield batch
+
+    made.loaders.eval = Interrupted(made.loaders.eval.batches)
+    assert made.fit() is False
+    assert len(seen) < 3 and saved == [(2, None)] and not record.series("eval/loss")

@@ -342,6 +342,10 @@ def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
     if resume == "auto":
         return checkpoints.latest()
     path = Path(resume).expanduser().resolve()
+    own = checkpoints.folder.resolve()
+    # Another run's checkpoint is a start only: once this run has some, they go on.
+    if own not in (path, *path.parents, path / "checkpoints") and (latest := checkpoints.latest()):
+        return latest
     if path.is_dir() and (STEP.fullmatch(path.name) or (path / MANIFEST).is_file()):
         return path
     for folder in (path, path / "checkpoints"):

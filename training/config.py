@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import json
 import math
 import types
 import typing
@@ -102,12 +101,12 @@ class DataConfig:
     """data"""
 
     dataset_name: str = knob(
-        "demo", "hub id, local folder, data file (.jsonl .json .parquet .csv), or `demo`"
+        "demo", "hub id, local folder, data file (.jsonl .json .parquet .csv .txt), or `demo`"
     )
     split_name: str = knob("train_1M", "split to train on")
     eval_split: str | None = knob(None, "split to evaluate on; default: a held-out part of --split_name")
     eval_samples: int = knob(
-        1000, "evaluation samples at most; a held-out part also never exceeds 10 % of the data"
+        1000, "evaluation samples at most; a held-out part (but of a stream) never exceeds 10 % of the data"
     )
     num_of_samples: int | None = knob(None, "use only this many training rows; default: all")
     dataset_text_field: str | None = knob(
@@ -189,6 +188,7 @@ class OptimConfig:
         for name in ("max_steps", "num_warmup_steps"):
             value = getattr(self, name)
             require(value is None or value >= 0, name, value, "must be 0 or more")
+        require(0 <= self.seed < 2**32, "seed", self.seed, "must be between 0 and 2**32 - 1")
         require(self.learning_rate > 0, "learning_rate", self.learning_rate, "must be positive")
         for name in ("min_lr_ratio", "warmup_ratio"):
             require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "must be between 0 and 1")
@@ -277,6 +277,10 @@ class Config:
             raise ValueError(
                 "--streaming: the length of a stream is unknown, so the schedule needs --max_steps"
             )
+        if self.data.eval_samples == 0 and (self.checkpoint.generate_samples or self.optim.max_steps == 0):
+            raise ValueError(
+                "--eval_samples 0: --generate_samples and --max_steps 0 need evaluation samples; give some"
+            )
         if self.precision.mixed_precision == "fp32" and self.model.use_te:
             raise ValueError(
                 "--mixed_precision fp32 with --use_te: TE layers run in bf16 or fp8; drop one of the two"
@@ -290,9 +294,6 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """All settings, flat, by flag name; `config_from_dict` is the inverse."""
         return {f.name: getattr(getattr(self, s), f.name) for s, cls in SECTIONS.items() for f in fields(cls)}
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
 def knobs() -> dict[str, tuple[str, dataclasses.Field, Any]]:

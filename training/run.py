@@ -43,6 +43,8 @@ def main(argv: list[str], *, description: str, strategy: Callable[[], Any], star
     try:
         cfg = parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
         return Run(cfg, strategy(), started or time.perf_counter()).run()
+    except KeyboardInterrupt:
+        return _fail("interrupted outside the training loop; what was saved before is intact", 130)
     except torch.OutOfMemoryError as error:
         way_out = (
             "Try a smaller --batch_size with more --gradient_accumulation_steps, --gradient_checkpointing, "
@@ -110,7 +112,7 @@ class Run:
 
     def _open_folder(self) -> None:
         cfg = self.cfg
-        self.folder = open_run_folder(cfg, self.plan.name, self.precision.effective)
+        self.folder, self.lock = open_run_folder(cfg, self.plan.name, self.precision.effective)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep_last=cfg.checkpoint.keep_last)
         self.resume = resolve_resume(cfg.checkpoint.resume, self.checkpoints)
         if self.resume:
@@ -120,6 +122,7 @@ class Run:
     def _load_data(self) -> None:
         cfg = self.cfg
         self.tokenizer = self._load_tokenizer()
+        config = self.plan.config.get_text_config()
         self.loaders = build_loaders(
             cfg.data,
             self.tokenizer,
@@ -127,8 +130,8 @@ class Run:
             eval_batch_size=cfg.optim.eval_batch_size or cfg.optim.batch_size,
             seed=cfg.optim.seed,
             pad_multiple=self.precision.token_multiple,
-            vocab_size=self.plan.config.vocab_size,
-            max_positions=self.plan.config.max_position_embeddings,
+            vocab_size=config.vocab_size,
+            max_positions=getattr(config, "max_position_embeddings", None),
             rank=self.strategy.rank,
             world_size=self.strategy.world_size,
             pin_memory=self.device.type == "cuda",
@@ -136,6 +139,8 @@ class Run:
         )
         for line in self.loaders.report.lines():
             say(line)
+        for line in self.loaders.eval_report.lines() if self.loaders.eval_report else ():
+            say(f"evaluation: {line}")
         self.total_steps = count_steps(cfg, self.loaders.train.micro_batches_per_epoch)
 
     def _load_tokenizer(self) -> Any:
@@ -190,6 +195,11 @@ class Run:
                 loader=self.loaders.train,
             )
             say(f"resumed from {self.resume} at step {progress.step}")
+            if progress.step >= self.total_steps and (self.folder / "summary.json").exists():
+                self.lock.release()
+                say("this run is finished; raise --max_steps or --num_epochs to go on")
+                say(f"run folder: {self.folder}")
+                return 0
         self.environment = describe_environment() | self.precision.as_dict()
         self.environment["optimizer"] = self.optimizer_plan.describe()
         write_json(self.folder / "env.json", self.environment)
@@ -209,11 +219,15 @@ class Run:
             self.display.close()
             if finished and self.total_steps and self.cfg.checkpoint.export:
                 self._export()
-            self.tracker.summary(self._summary())
+            if finished:
+                self.tracker.summary(self._summary())
             code = 0 if finished else EXIT_INTERRUPTED
         finally:
             self.display.close()
             self.tracker.finish(code)
+            self.lock.release()
+        if code == EXIT_INTERRUPTED:
+            say(f"to go on: the same command with --output_dir {self.folder}")
         say(f"run folder: {self.folder}")
         return code
 
@@ -324,7 +338,7 @@ class Run:
             say(f"\nsamples from the exported model:\n\n{text}")
 
     def _summary(self) -> dict[str, Any]:
-        """The values of summary.json, over all starts of the run."""
+        """The values of summary.json: counts and losses over all starts of the run, rates of the last one."""
         self._count_wall_time()
         progress, losses = self.trainer.progress, train_losses(self.folder)
         tail = losses[-max(1, len(losses) // 10) :]

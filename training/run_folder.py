@@ -7,37 +7,56 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from training.config import Config, changed_settings
 
 
-def open_run_folder(cfg: Config, model_name: str, recipe: str) -> Path:
-    """Make or reopen the run folder and write config.json.
+def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, FileLock]:
+    """Make or reopen the run folder, lock it for this process and write config.json.
 
-    ValueError if it cannot be written to, or holds a run of other settings.
+    ValueError if it cannot be written to or holds a run of other settings, RuntimeError if another process
+    is writing to it.
     """
     given = cfg.checkpoint.output_dir
     stem = f"{model_name.rstrip('/').split('/')[-1]}-{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(given) if given else _unused(Path("runs") / stem)
-    saved = folder / "config.json"
-    if saved.exists():
-        old = json.loads(saved.read_text(encoding="utf-8"))
-        if changed := changed_settings(old, cfg):
-            raise ValueError(
-                f"--output_dir {folder}: holds another run ({describe_changes(changed)}); "
-                "choose another folder, or give the settings it was started with to resume it"
-            )
-        if cfg.checkpoint.resume == "none":
-            raise ValueError(
-                f"--resume none --output_dir {folder}: holds a run already; choose another folder"
-            )
+    lock = FileLock(folder / ".lock")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        cfg.save(saved)
+        lock.acquire(blocking=False)
+        _refuse_other_run(cfg, folder)
+        write_json(folder / "config.json", cfg.to_dict())
+    except Timeout:
+        raise RuntimeError(
+            f"--output_dir {folder}: another run is writing to it; wait for it, or choose another folder"
+        ) from None
     except OSError as error:
         raise ValueError(
             f"--output_dir {folder}: {error.strerror}; choose a folder you can write to"
         ) from None
-    return folder
+    return folder, lock
+
+
+def _refuse_other_run(cfg: Config, folder: Path) -> None:
+    # Before its first logged line or checkpoint there is no run to protect, only a command that was refused.
+    if not any((folder / name).exists() for name in ("checkpoints", "metrics.jsonl")):
+        return
+    saved = folder / "config.json"
+    try:
+        old = json.loads(saved.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"--output_dir {folder}: its config.json is broken ({error}); choose another folder, "
+            f"with --resume {folder} to go on from its checkpoints"
+        ) from None
+    if changed := changed_settings(old, cfg):
+        raise ValueError(
+            f"--output_dir {folder}: holds another run ({describe_changes(changed)}); "
+            "choose another folder, or give the settings it was started with to resume it"
+        )
+    if cfg.checkpoint.resume == "none":
+        raise ValueError(f"--resume none --output_dir {folder}: holds a run already; choose another folder")
 
 
 def _unused(folder: Path) -> Path:
@@ -62,7 +81,10 @@ def check_resume(meta: dict, cfg: Config, recipe: str, path: Path) -> None:
 
 
 def write_json(path: Path, values: dict) -> None:
-    path.write_text(json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8")
+    """Replace `path` at once, so that a crash leaves the old file or the new one."""
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_text(json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8")
+    aside.replace(path)
 
 
 def train_losses(folder: Path) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +35,6 @@ class Progress:
     """What the run has done so far, over all its starts; saved with every checkpoint."""
 
     step: int = 0
-    epoch: int = 0
     real_tokens: int = 0
     label_tokens: int = 0
     skipped_steps: int = 0
@@ -164,12 +164,17 @@ class Trainer:
         return StepResult(mean, outcome.grad_norm, rate, outcome.taken)
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """Loss, perplexity and token accuracy over the whole evaluation set, weighted by label tokens."""
+    def evaluate(self) -> dict[str, float] | None:
+        """Loss, perplexity and token accuracy over the whole evaluation set, weighted by label tokens.
+
+        None if a signal asks to stop meanwhile.
+        """
         sums = torch.zeros(3, device=self.device, dtype=torch.float64)  # loss, correct, label tokens
         self.model.eval()
         with self.hooks.evaluating():
             for batch in self.loaders.eval:
+                if self.strategy.any(self.stop_requested):
+                    break
                 batch = batch.to(self.device)
                 self._prepare(batch)
                 with self.autocast():
@@ -178,6 +183,8 @@ class Trainer:
                 sums[1] += correct
                 sums[2] += batch.label_tokens
         self.model.train()
+        if self.strategy.any(self.stop_requested):
+            return None
         loss_sum, correct_sum, tokens = self.strategy.sum(sums).tolist()
         loss = loss_sum / max(tokens, 1)
         return {
@@ -199,7 +206,7 @@ class Trainer:
     def _fit(self) -> bool:
         if self.total_steps == 0:
             self._evaluate_and_log()
-            return True
+            return not self.strategy.any(self.stop_requested)
         while self.progress.step < self.total_steps:
             self._clock = time.perf_counter()
             for window in self._windows():
@@ -210,15 +217,19 @@ class Trainer:
                     self._clock, waited = time.perf_counter(), 0.0
                 self._account(window, self.train_step(window), waited)
                 if self.strategy.any(self.stop_requested):
-                    self._save()
-                    self.display.message(f"stopped by a signal after step {self.progress.step}; saved")
-                    return False
+                    return self._stop()
                 if self.progress.step >= self.total_steps:
                     break
-            self.progress.epoch = self.loaders.train.epoch
         self._evaluate_and_log()
+        if self.strategy.any(self.stop_requested):
+            return self._stop()
         self._save()
         return True
+
+    def _stop(self) -> bool:
+        self._save()
+        self.display.message(f"stopped by a signal after step {self.progress.step}")
+        return False
 
     def _windows(self) -> Iterator[list[Any]]:
         """The micro-batches of each optimizer step up to the epoch's end; the last window may be shorter."""
@@ -319,10 +330,11 @@ class Trainer:
     def _evaluate_and_log(self) -> None:
         if self.loaders.eval is None or self._evaluated_step == self.progress.step:
             return
-        self._evaluated_step = self.progress.step
-        metrics = self._last_eval = self.evaluate()
+        if (metrics := self.evaluate()) is None:
+            return
+        self._evaluated_step, self._last_eval = self.progress.step, metrics
         best = self.progress.best_eval_loss
-        if best is None or metrics["eval/loss"] < best:
+        if math.isfinite(metrics["eval/loss"]) and (best is None or metrics["eval/loss"] < best):
             self.progress.best_eval_loss = metrics["eval/loss"]
         self.tracker.log(self.progress.step, metrics)
         self.display.message(
