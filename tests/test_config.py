@@ -120,3 +120,14 @@ def test_help_is_quick_and_names_every_flag():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert all(f"--{name}" in done.stdout for name in knobs())
+
+
+def test_what_defines_a_run_cannot_change_on_a_resume():
+    free = {name: section for name, (section, f, _) in knobs().items() if f.metadata["free"]}
+    assert {name for name, section in free.items() if section not in ("checkpoint", "log")} == {
+        *("weights_cache_dir", "data_cache_dir", "num_proc", "num_workers"),
+        *("eval_batch_size", "num_epochs", "max_steps", "max_skipped_steps"),
+    }
+    assert {
+        name for name, (section, *_) in knobs().items() if section in ("checkpoint", "log")
+    } <= free.keys()

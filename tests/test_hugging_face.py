@@ -85,3 +85,9 @@ def test_recomputation_that_a_model_lacks_is_refused(monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "supports_gradient_checkpointing", False)
     with pytest.raises(ValueError, match="--gradient_checkpointing: LlamaForCausalLM"):
         build("llama", packed=False, gradient_checkpointing=True)
+
+
+def test_blocks_are_the_decoder_layers_and_recompute_if_asked():
+    plain, recomputing = (build("llama", packed=False, gradient_checkpointing=on) for on in (False, True))
+    assert [type(block).__name__ for block in plain.blocks] == ["LlamaDecoderLayer"] * 2
+    assert [m.model.is_gradient_checkpointing for m in (plain, recomputing)] == [False, True]

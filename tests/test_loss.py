@@ -70,3 +70,31 @@ def test_full_logits_give_the_same_sums():
     fused, full = linear_cross_entropy(h, w, labels), logits_cross_entropy(h @ w.T, labels)
     torch.testing.assert_close(fused.loss, full.loss)
     assert fused.correct == full.correct
+
+
+def test_a_weight_is_trained_on_hidden_states_that_are_not():
+    h, w, labels = case()
+    linear_cross_entropy(h, w, labels).loss.backward()
+    expected, w.grad = w.grad, None
+    linear_cross_entropy(h.detach(), w, labels).loss.backward()
+    assert torch.equal(w.grad, expected)
+
+
+def test_softmax_is_taken_in_fp32_of_bf16_logits():
+    h, w, labels = (t.detach() for t in case())
+    h, w = h.bfloat16(), w.bfloat16()
+    expected = F.cross_entropy((h @ w.T).float(), labels, ignore_index=-100, reduction="sum")
+    for out in (linear_cross_entropy(h, w, labels), logits_cross_entropy(h @ w.T, labels)):
+        assert out.loss.dtype == torch.float32
+        torch.testing.assert_close(out.loss, expected)
+
+
+def test_chunks_add_up_in_fp32(monkeypatch):
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 1)
+    h, w, labels = case(tokens=128 * 60)
+    h, w = h.detach().bfloat16(), w.detach().bfloat16()
+    exact = w.float().requires_grad_()
+    linear_cross_entropy(h.float(), exact, labels).loss.backward()
+    linear_cross_entropy(h, w.requires_grad_(), labels).loss.backward()
+    error = (w.grad.float() - exact.grad).norm() / exact.grad.norm()
+    assert error < 3e-3

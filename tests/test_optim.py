@@ -57,6 +57,8 @@ def test_schedules(scheduler, step, expected):
 def test_warmup_ratio_and_its_override():
     cfg = OptimConfig(learning_rate=1.0, warmup_ratio=0.2, lr_scheduler="constant")
     assert [learning_rate(s, cfg, 10) for s in range(3)] == [0.5, 1.0, 1.0]
+    cfg = OptimConfig(learning_rate=1.0, warmup_ratio=0.25, lr_scheduler="constant")
+    assert learning_rate(2, cfg, 10) == 1.0 and learning_rate(1, cfg, 10) == pytest.approx(2 / 3)  # 2.5 -> 3
     assert learning_rate(0, OptimConfig(learning_rate=1.0, num_warmup_steps=0), 10) == 1.0
 
 
@@ -67,6 +69,8 @@ def test_masters_are_fp32_wherever_te_is_missing():
     assert (plan.kind, plan.parameter_dtype, plan.master_weights) == ("te_fused_adam", torch.bfloat16, True)
     plan = plan_optimizer(PrecisionConfig(master_weights="none", moment_dtype="bf16"), te_available=False)
     assert (plan.parameter_dtype, plan.master_weights) == (torch.bfloat16, False)
+    plan = plan_optimizer(PrecisionConfig(master_weights="none", moment_dtype="bf16"), te_available=True)
+    assert (plan.kind, plan.master_weights, plan.moment_dtype) == ("te_fused_adam", False, torch.bfloat16)
     assert plan_optimizer(PrecisionConfig(mixed_precision="fp32"), te_available=True).kind == "torch_adamw"
     with pytest.raises(ValueError, match="--moment_dtype bf16"):
         plan_optimizer(PrecisionConfig(moment_dtype="bf16"), te_available=False)
@@ -82,3 +86,12 @@ def test_state_is_allocated_before_the_first_step_and_live():
     optimizer.step()
     assert state["weight.step"] == 1 and state["weight.exp_avg"].any()
     assert state["weight.exp_avg"] is optimizer_state(optimizer, model)["weight.exp_avg"]
+
+
+def test_every_setting_reaches_the_optimizer():
+    cfg = OptimConfig(learning_rate=0.5, weight_decay=0.2, adam_beta1=0.7, adam_beta2=0.8, adam_epsilon=1e-3)
+    plan = plan_optimizer(PrecisionConfig(), te_available=False)
+    matrix, vector = build_optimizer(torch.nn.Linear(4, 3), cfg, plan).param_groups
+    for group in (matrix, vector):
+        assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.7, 0.8), 1e-3)
+    assert (matrix["weight_decay"], vector["weight_decay"]) == (0.2, 0.0)

@@ -1,5 +1,6 @@
 """Precision decisions that need no GPU: recipes, reasons, sizes."""
 
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -64,6 +65,29 @@ def test_mxfp8_falls_back_loudly_or_stops(monkeypatch):
     assert "This machine runs: delayed, current, block" in resolved.fallback_reason
     with pytest.raises(RuntimeError, match=r"--fp8_scenario mxfp8 cannot run here.*delayed, current, block"):
         resolve_precision(settings(**cfg, fp8_fallback="error"))
+    monkeypatch.setattr(precision, "why_not", lambda name: None if name == "current" else "too old")
+    with pytest.raises(
+        RuntimeError, match=r"--fp8_scenario mxfp8 cannot run here.*This machine runs: current$"
+    ):
+        resolve_precision(settings(**cfg))
+
+
+def test_every_setting_reaches_the_recipe():
+    te = SimpleNamespace(DelayedScaling=dict, Float8CurrentScaling=dict, Format={"E4M3": 1, "HYBRID": 2})
+    cfg = settings(
+        fp8_margin=3,
+        fp8_format="e4m3",
+        fp8_amax_history_len=7,
+        fp8_amax_compute_algo="most_recent",
+        fp8_attention=True,
+    ).precision
+    shared = {"fp8_format": 1, "fp8_dpa": True}
+    assert RECIPES["current"].make(cfg, te) == shared
+    assert RECIPES["delayed"].make(cfg, te) == shared | {
+        "margin": 3,
+        "amax_history_len": 7,
+        "amax_compute_algo": "most_recent",
+    }
 
 
 def test_default_is_delayed_scaling_and_bf16_has_no_recipe(monkeypatch):
@@ -73,7 +97,9 @@ def test_default_is_delayed_scaling_and_bf16_has_no_recipe(monkeypatch):
     assert resolve_precision(settings(use_te=True, mixed_precision="bf16")).recipe is None
 
 
-@pytest.mark.parametrize(("name", "multiple"), [("delayed", 16), ("block", 128), ("mxfp8", 32)])
+@pytest.mark.parametrize(
+    ("name", "multiple"), [("delayed", 16), ("block", 128), ("mxfp8", 32), ("nvfp4", 32)]
+)
 def test_sizes_that_a_recipe_cannot_run_are_named(name, multiple):
     resolved = Precision(name, name, recipe=object())
     check_sizes(resolved, "m", {"hidden_size": multiple * 3})
@@ -94,6 +120,7 @@ def test_bf16_over_fp32_weights_is_torch_autocast():
         layer = torch.nn.Linear(4, 4).to(dtype)
         with build_autocast(Precision(effective, effective), device=cpu, parameter_dtype=dtype)():
             assert layer(torch.ones(1, 4, dtype=dtype)).dtype == expected
+            assert torch.is_autocast_enabled("cpu") == (dtype != expected)
 
 
 def test_coverage_counts_gemms_by_their_weights():
@@ -126,3 +153,62 @@ def test_fp8_attention_names_everything_it_lacks(monkeypatch):
     precision.check_fp8_attention(settings(mixed_precision="fp8", use_te=True), resolved, 64)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     precision.check_fp8_attention(cfg, resolved, 64)
+
+
+def test_tokens_are_padded_to_what_the_recipe_that_runs_needs():
+    assert Precision("bf16", "bf16").token_multiple == 8
+    for name, multiple in (("delayed", 16), ("current", 16), ("block", 128), ("mxfp8", 32)):
+        assert Precision(name, name, recipe=object()).token_multiple == multiple
+    assert Precision("mxfp8", "delayed", recipe=object()).token_multiple == 16
+
+
+class Scaled(torch.nn.Module):
+    """A module with delayed scaling's state as TE keeps it: outside parameters and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.fp8_meta = {
+            direction: SimpleNamespace(scale=torch.full((3,), 8.0), amax_history=torch.full((4, 3), 2.0))
+            for direction in ("scaling_fwd", "scaling_bwd")
+        }
+
+
+def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in precision.scaling_state(model).items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_scaling_state_is_found_frozen_and_restored():
+    model = torch.nn.ModuleDict({"a": Scaled(), "b": torch.nn.Linear(2, 2), "c": Scaled()})
+    before = values(model)
+    assert len(before) == 8 and "a.scaling_bwd.amax_history" in before
+
+    with precision.frozen_scaling(model):
+        for tensor in precision.scaling_state(model).values():
+            tensor.add_(1)
+    assert same(values(model), before)
+
+    wanted = {name: torch.rand_like(tensor) for name, tensor in before.items()}
+    precision.restore_scaling(model, {})
+    assert same(values(model), before)
+    precision.restore_scaling(model, wanted)
+    assert same(values(model), wanted)
+    with pytest.raises(ValueError, match=r"--resume: .*FP8 scaling state"):
+        precision.restore_scaling(model, {"a.scaling_fwd.scale": torch.ones(3)})
+
+
+def test_scaling_forgets_what_is_not_finite_and_scales_gradients_alone():
+    model = Scaled()
+    history = model.fp8_meta["scaling_fwd"].amax_history
+    history[0] = torch.tensor([torch.nan, torch.inf, 5.0])
+    precision.scrub_scaling(model)
+    assert history.tolist() == [[0.0, 0.0, 5.0], *[[2.0] * 3] * 3]
+
+    model = Scaled()
+    precision.scale_gradients(model, 1 / 4)
+    forward, backward = model.fp8_meta["scaling_fwd"], model.fp8_meta["scaling_bwd"]
+    assert forward.scale.eq(8).all() and forward.amax_history.eq(2).all()
+    assert backward.scale.eq(32).all() and backward.amax_history.eq(0.5).all()

@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from training.config import parse_config
-from training.run import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED, main
+from training.config import config_from_dict, parse_config
+from training.run import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED, count_steps, main
+from training.run_folder import check_resume, train_losses
 from training.sharding import SingleDevice
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,7 +58,7 @@ def test_the_run_folder_holds_what_it_promises(finished, capsys):
     assert environment["coverage"]["fp8_modules"] == 0 and environment["seconds_to_first_step"] > 0
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["steps"] == 8 and summary["gpus"] == 0 and summary["gpu_hours"] == 0
-    assert summary["train_loss"] == losses(finished)[8]
+    assert summary["train_loss"] == summary["train_loss_tail_mean"] == losses(finished)[8]
     assert summary["node_hours"] == pytest.approx(summary["runtime_seconds"] / 3600)
     assert sorted(losses(finished)) == list(range(1, 9))
     index = json.loads((finished / "checkpoints" / "index.json").read_text())
@@ -112,7 +113,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(finished, tmp_path):
     wait_for_a_step(process, folder)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
-    assert process.returncode == EXIT_INTERRUPTED, output
+    assert process.returncode == EXIT_INTERRUPTED == 75, output
     *_, way_on, last = output.strip().splitlines()
     assert last == f"run folder: {folder}" and f"--output_dir {folder}" in way_on
     stopped_at = max(losses(folder))
@@ -264,6 +265,37 @@ def test_a_run_folder_is_not_shared_by_different_runs(finished, tmp_path, capsys
 def test_a_resume_with_other_settings_is_refused(finished, tmp_path, capsys, flags, message):
     train(tmp_path / "other", f"--resume {finished} {flags}", code=EXIT_BAD_SETTING)
     assert message in capsys.readouterr().err
+
+
+def test_a_resume_with_another_effective_recipe_is_refused():
+    """The same settings run another recipe on another GPU, where --fp8_fallback decides."""
+    cfg = config_from_dict({})
+    check_resume({"config": cfg.to_dict(), "recipe": "delayed"}, cfg, "delayed", Path("run"))
+    with pytest.raises(ValueError, match="--fp8_scenario mxfp8 there, delayed here"):
+        check_resume({"config": cfg.to_dict(), "recipe": "mxfp8"}, cfg, "delayed", Path("run"))
+
+
+def test_steps_follow_from_epochs_unless_they_are_given():
+    settings = {"num_epochs": 3, "gradient_accumulation_steps": 4}
+    assert count_steps(config_from_dict(settings), 10) == 3 * 3
+    assert count_steps(config_from_dict(settings | {"max_steps": 0}), 10) == 0
+
+
+def test_out_of_memory_is_one_line_and_a_library_s_error_keeps_its_traceback(capsys):
+    def out_of_memory():
+        raise torch.OutOfMemoryError("out of memory\nand more")
+
+    assert main([], description="test", strategy=out_of_memory) == EXIT_FAILED
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: out of memory ") and "--batch_size" in error and "\n" not in error
+    with pytest.raises(json.JSONDecodeError):
+        main([], description="test", strategy=lambda: json.loads("x"))
+
+
+def test_losses_that_are_not_finite_are_left_out_of_the_mean(tmp_path):
+    lines = [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": None}, {"step": 2, "eval/loss": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert train_losses(tmp_path) == [2.0] and train_losses(tmp_path / "none") == []
 
 
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_offered(tmp_path, capsys):

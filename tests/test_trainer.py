@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,7 +15,7 @@ from data.collate import Batch
 from training import trainer as trainer_module
 from training.config import config_from_dict
 from training.loss import TokenLoss
-from training.metrics import ModelShape
+from training.metrics import ModelShape, model_flops
 from training.optim import learning_rate
 from training.sharding import SingleDevice
 from training.trainer import Hooks, Meter, NonFinite, Progress, Trainer
@@ -110,7 +111,7 @@ def trainer(batches, *, total_steps, model=None, eval_batches=None, hooks=None, 
         loaders=Loaders(ListLoader(batches), ListLoader(eval_batches) if eval_batches else None),
         tracker=record,
         display=record,
-        meter=Meter(SHAPE, 1, {"bf16": None, "fp8": None}),
+        meter=Meter(SHAPE, strategy.world_size if strategy else 1, {"bf16": None, "fp8": None}),
         hooks=hooks,
         progress=Progress(),
     )
@@ -152,6 +153,7 @@ def test_the_last_batch_and_window_of_an_epoch_are_trained_on():
     made.fit()
     labels = sum(int((r[1] != -100).sum()) for r in data)
     assert made.progress.label_tokens == 2 * labels and made.loaders.train.epoch == 2
+    assert made.progress.real_tokens == 2 * 7 * 12
     assert record.series("train/epoch") == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
 
 
@@ -167,6 +169,9 @@ def test_gradients_are_clipped_by_their_global_norm():
     clipped.fit()
     assert record.series("train/grad_norm") == unclipped.series("train/grad_norm")
     assert seen["norm"] == pytest.approx(1e-3, rel=1e-4)
+    loose, _ = trainer(data, total_steps=1, max_grad_norm=1e3)
+    loose.fit()
+    assert torch.equal(loose.model.table.weight, free.model.table.weight)
 
 
 class Poisoned(Bigram):
@@ -253,25 +258,27 @@ def test_evaluations_and_saves_come_when_asked_and_once_at_the_end():
     made.fit()
     assert [step for step, metrics in record.lines if "eval/loss" in metrics] == [0, 3, 6, 7]
     assert saved == [(2, False), (4, False), (6, True), (7, True)]
+    assert made.progress.best_eval_loss == min(record.series("eval/loss"))
 
 
-def test_a_signal_finishes_the_step_saves_and_stops():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("save_interval", [0, 1])
+def test_a_signal_finishes_the_step_saves_once_and_stops(number, save_interval):
     saved = []
 
     def on_first_step():
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     def save(step, eval_loss):
         saved.append(step)
-        os.kill(os.getpid(), signal.SIGTERM)  # a second one during the save changes nothing
+        os.kill(os.getpid(), number)  # a second one during the save changes nothing
 
-    made, _ = trainer(
-        [to_batch(rows(4))], total_steps=9, hooks=Hooks(after_first_step=on_first_step, save=save)
-    )
-    handler = signal.getsignal(signal.SIGTERM)
+    hooks = Hooks(after_first_step=on_first_step, save=save)
+    made, _ = trainer([to_batch(rows(4))], total_steps=9, hooks=hooks, save_interval=save_interval)
+    handler = signal.getsignal(number)
     assert made.fit() is False
     assert saved == [1] and made.progress.step == 1
-    assert signal.getsignal(signal.SIGTERM) is handler
+    assert signal.getsignal(number) is handler
 
 
 def test_zero_steps_only_evaluate():
@@ -285,14 +292,17 @@ def test_the_learning_rate_of_every_step_reaches_the_optimizer():
     made, record = trainer(
         [to_batch(rows(4))], total_steps=4, lr_scheduler="linear", num_warmup_steps=2, learning_rate=0.4
     )
+    made.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     used = []
-    made.optimizer.register_step_pre_hook(lambda opt, *_: used.append(opt.param_groups[0]["lr"]))
+    made.optimizer.register_step_pre_hook(lambda opt, *_: used.append([g["lr"] for g in opt.param_groups]))
     made.fit()
-    assert used == record.series("train/learning_rate") == pytest.approx([0.2, 0.4, 0.4, 0.2])
+    rates = record.series("train/learning_rate")
+    assert rates == pytest.approx([0.2, 0.4, 0.4, 0.2])
+    assert used == [[rate, rate] for rate in rates]
 
 
 def test_rates_count_every_second_of_a_step_and_none_of_an_evaluation(monkeypatch):
-    """A clock that stands still but for 2 s a step, 100 s an evaluation and 1,000 s a save."""
+    """A clock that moves 2 s a step (4 s in the first three), 100 s an evaluation and 1,000 s a save."""
     now = [0.0]
     monkeypatch.setattr(trainer_module.time, "perf_counter", lambda: now[0])
     made, record = trainer(
@@ -304,14 +314,16 @@ def test_rates_count_every_second_of_a_step_and_none_of_an_evaluation(monkeypatc
         eval_interval=2,
         save_interval=3,
     )
-    made.optimizer.register_step_pre_hook(lambda *_: now.__setitem__(0, now[0] + 2))
+    made.optimizer.register_step_pre_hook(
+        lambda *_: now.__setitem__(0, now[0] + (4 if made.progress.step < 3 else 2))
+    )
     evaluate = made.evaluate
     made.evaluate = lambda: now.__setitem__(0, now[0] + 100) or evaluate()
     made.fit()
-    assert record.series("perf/step_seconds") == [2.0] * 4
-    assert record.series("perf/tokens_per_second") == [4 * 12 / 2] * 4
-    assert made.progress.train_seconds == 16.0
-    assert made.results()["tokens_per_second"] == 24.0
+    assert record.series("perf/step_seconds") == [4.0, 3.0, 2.0, 2.0]
+    assert record.series("perf/tokens_per_second") == [12.0, 16.0, 24.0, 24.0]
+    assert made.progress.train_seconds == 22.0
+    assert made.results()["tokens_per_second"] == 24.0  # of the steps after warm-up
 
 
 def test_a_signal_during_an_evaluation_ends_it_and_saves():
@@ -333,3 +345,114 @@ def test_a_signal_during_an_evaluation_ends_it_and_saves():
     made.loaders.eval = Interrupted(made.loaders.eval.batches)
     assert made.fit() is False
     assert len(seen) < 3 and saved == [(2, None)] and not record.series("eval/loss")
+
+
+class TwoRanks(SingleDevice):
+    """One of two ranks that are given the same batches: sums double, averaged gradients stay."""
+
+    world_size = 2
+
+    def __init__(self, device, other_stops=False):
+        super().__init__(device)
+        self.other_stops, self.exchanges = other_stops, []
+
+    def accumulating(self, model, *, last):
+        self.exchanges.append(last)
+        return super().accumulating(model, last=last)
+
+    def sum(self, tensor):
+        return 2 * tensor
+
+    def any(self, flag):
+        return flag or self.other_stops
+
+
+def test_two_ranks_with_the_same_batches_train_as_one_of_them():
+    data = [to_batch([r]) for r in rows(4)]
+    options = {"total_steps": 3, "eval_batches": data, "gradient_accumulation_steps": 2}
+    (one, expected), (two, got) = (trainer(data, strategy=s, **options) for s in (None, TwoRanks(CPU)))
+    assert one.fit() and two.fit()
+    for name in ("train/loss", "train/grad_norm", "eval/loss", "eval/token_accuracy"):
+        assert got.series(name) == pytest.approx(expected.series(name), rel=1e-6)
+    torch.testing.assert_close(two.model.table.weight, one.model.table.weight)
+    assert got.series("eval/label_tokens") == [2 * n for n in expected.series("eval/label_tokens")]
+    assert two.strategy.exchanges == [False, True] * 3
+
+    def per_step(record, name):
+        return [m[name] * m["perf/step_seconds"] for _, m in record.lines if name in m]
+
+    name = "perf/tokens_per_second"
+    assert per_step(got, name) == pytest.approx([2 * n for n in per_step(expected, name)])
+    name = "perf/model_tflops_per_gpu"
+    assert per_step(got, name) == pytest.approx(per_step(expected, name))
+
+
+def test_a_signal_on_another_rank_stops_this_one_too():
+    made, _ = trainer([to_batch(rows(4))], total_steps=9, strategy=TwoRanks(CPU, other_stops=True))
+    assert made.fit() is False and made.progress.step == 1
+
+
+def add_infinity(model):
+    forward = model.forward
+    model.forward = lambda **inputs: TokenLoss(forward(**inputs).loss + math.inf, torch.tensor(0))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [add_infinity, lambda model: model.table.weight.register_hook(lambda gradient: gradient * math.inf)],
+    ids=["loss alone", "gradient alone"],
+)
+def test_loss_and_gradient_must_both_be_finite(spoil):
+    made, _ = trainer([to_batch(rows(4))], total_steps=1)
+    spoil(made.model)
+    before = made.model.table.weight.detach().clone()
+    made.fit()
+    assert made.progress.skipped_steps == 1 and torch.equal(before, made.model.table.weight)
+
+
+def test_evaluation_forwards_are_in_eval_mode_and_inside_their_hook():
+    model, inside, seen = Bigram(), [], []
+
+    @contextmanager
+    def evaluating():
+        inside.append(True)
+        yield
+        inside.clear()
+
+    model.register_forward_pre_hook(lambda module, _: seen.append((module.training, bool(inside))))
+    batches = [to_batch(rows(4))]
+    made, _ = trainer(
+        batches, total_steps=1, model=model, eval_batches=batches, hooks=Hooks(evaluating=evaluating)
+    )
+    made.fit()
+    assert seen == [(True, False), (False, True)]
+
+
+def test_a_resumed_run_does_not_evaluate_at_its_start():
+    made, record = trainer(
+        [to_batch(rows(4))], total_steps=4, eval_batches=[to_batch(rows(2))], eval_at_start=True
+    )
+    made.progress.step = 2
+    made.fit()
+    assert [step for step, metrics in record.lines if "eval/loss" in metrics] == [4]
+
+
+def test_the_meter_by_hand():
+    """Two steps of one and two batches on 2 GPUs: 30 real, 9 label and 48 padded tokens in 4 s."""
+    meter = Meter(SHAPE, 2, {"bf16": 2.0, "fp8": None})
+    batch = Batch({}, 3, 10, 16, 100, [])
+    for _ in range(2):  # the second reading starts from nothing
+        meter.add([batch], 1.0, 0.25)
+        meter.add([batch, batch], 3.0, 0.75)
+        tflops = model_flops(SHAPE, tokens=30, sum_squared_lengths=300) / 4 / 2 / 1e12
+        assert meter.read(lambda counts: counts) == pytest.approx(
+            {
+                "perf/tokens_per_second": 7.5,
+                "perf/label_tokens_per_second": 2.25,
+                "perf/padded_tokens_per_second": 12.0,
+                "perf/step_seconds": 2.0,
+                "perf/data_wait_share": 0.25,
+                "perf/model_tflops_per_gpu": tflops,
+                "perf/mfu_bf16": tflops / 2,
+            }
+        )

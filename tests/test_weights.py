@@ -130,6 +130,47 @@ def test_load_refuses_foreign_and_missing_keys(add, drop, message):
         load_te(Shell(plan.config), source)
 
 
+def test_a_layer_by_hand():
+    """What a round trip cannot tell: which norm is which, and that TE gates with the first half of fc1."""
+    sizes = {"q": 4, "k": 2, "v": 2}
+    hf = {f"self_attn.{p}_proj.weight": torch.zeros(n, 4) for p, n in sizes.items()}
+    hf |= {
+        "input_layernorm.weight": torch.tensor([1.0]),
+        "post_attention_layernorm.weight": torch.tensor([2.0]),
+    }
+    hf |= {"self_attn.o_proj.weight": torch.tensor([[3.0]]), "mlp.down_proj.weight": torch.tensor([[4.0]])}
+    hf |= {"mlp.gate_proj.weight": torch.tensor([[5.0]]), "mlp.up_proj.weight": torch.tensor([[6.0]])}
+    te = layer_to_te(hf, heads=2, groups=1)
+    del te["self_attention.layernorm_qkv.weight"]
+    assert {name: tensor.flatten().tolist() for name, tensor in te.items()} == {
+        "self_attention.layernorm_qkv.layer_norm_weight": [1],
+        "layernorm_mlp.layer_norm_weight": [2],
+        "self_attention.proj.weight": [3],
+        "layernorm_mlp.fc2_weight": [4],
+        "layernorm_mlp.fc1_weight": [5, 6],
+    }
+
+
+def test_a_tied_head_that_is_stored_twice_is_no_leftover():
+    plan = tiny()
+    source = weight_source(plan, seed=0, device=CPU)
+    source._shapes["lm_head.weight"] = source._shapes["model.embed_tokens.weight"]
+    shell = Shell(plan.config)
+    load_te(shell, source)
+    assert torch.equal(shell.lm_head.weight, source.get("model.embed_tokens.weight"))
+
+
+def test_incomplete_weights_are_refused_by_the_hugging_face_form(tmp_path):
+    plan = tiny()
+    plan.config.save_pretrained(tmp_path)
+    source = weight_source(plan, seed=0, device=CPU)
+    tensors = {name: source.get(name) for name in source.keys() - {"model.norm.weight"}}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    arguments = {"use_te": False, "dtype": torch.float32, "device": CPU, "seed": 0, "packed": False}
+    with pytest.raises(ValueError, match=r"the weights lack model\.norm\.weight"):
+        build_model(ModelPlan("m", plan.config, tmp_path), max_positions=64, **arguments)
+
+
 def test_wrong_shape_is_named():
     plan = tiny()
     source = weight_source(plan, seed=0, device=CPU)
@@ -176,13 +217,14 @@ def test_a_folder_without_weights_is_named(tmp_path):
 
 def test_random_weights_depend_on_seed_and_name_alone():
     shapes = {"a.weight": torch.Size([64, 64]), "b.weight": torch.Size([64, 64]), "n.bias": torch.Size([4])}
+    shapes["n.weight"] = torch.Size([4])
     first, again, other = (RandomSource(shapes, seed=s, std=0.02, device=CPU) for s in (0, 0, 1))
     again.get("b.weight")
     assert torch.equal(first.get("a.weight"), again.get("a.weight"))
     assert not torch.equal(first.get("a.weight"), first.get("b.weight"))
     assert not torch.equal(first.get("a.weight"), other.get("a.weight"))
     assert first.get("a.weight").std().item() == pytest.approx(0.02, rel=0.1)
-    assert not first.get("n.bias").any()
+    assert not first.get("n.bias").any() and first.get("n.weight").eq(1).all()
 
 
 @pytest.mark.parametrize(
@@ -202,6 +244,20 @@ def test_presets_have_the_published_number_of_parameters(name, millions):
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.1)
 
 
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"tiny-llama"}))
+def test_presets_have_the_published_rope_and_norms(name):
+    config = plan_model(name, init="random", use_te=True).config
+    assert (config.rms_norm_eps, config.max_position_embeddings) == (1e-5, 131072)
+    assert config.rope_parameters == {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0 if "3.2" in name else 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_preset_rope_follows_transformers(name):
     """Angles against transformers' own cos and sin, so that theta and the Llama-3 scaling are not lost."""
@@ -217,9 +273,10 @@ def test_preset_rope_follows_transformers(name):
         assert angles[1, config.head_dim // 2 - 1].item() == pytest.approx(slowest / factor, rel=1e-4)
 
 
-def test_rope_types_without_a_te_form_are_refused():
-    plan = tiny(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0})
-    with pytest.raises(ValueError, match="RoPE type 'yarn'"):
+@pytest.mark.parametrize("kind", ["yarn", "dynamic"])  # one rescales attention, one follows the length
+def test_rope_types_without_a_te_form_are_refused(kind):
+    plan = tiny(rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 4.0})
+    with pytest.raises(ValueError, match=f"RoPE type '{kind}'"):
         rope_angles(plan.config, 16)
 
 

@@ -1,0 +1,62 @@
+"""A run's whole state, out and in again: weights, buffers, optimizer, random state, loader, FP8 scaling."""
+
+import json
+import random
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from training.checkpoint import Checkpoints
+from training.config import config_from_dict
+from training.precision import Precision, scaling_state
+from training.state import restore_run, save_run
+from training.trainer import Progress
+
+
+class Place:
+    """A loader that is nothing but its place in the data."""
+
+    def __init__(self, row: int):
+        self.row = row
+
+    def state_dict(self) -> dict:
+        return {"row": self.row}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.row = state["row"]
+
+
+def parts(value: float, count: int):
+    """Model, optimizer and loader; Adagrad, given a count by group, counts its steps where FusedAdam does."""
+    model = nn.BatchNorm1d(3)
+    for tensor in (*model.parameters(), model.running_mean):
+        nn.init.constant_(tensor, value)
+    model.register_buffer("scratch", torch.full((2,), value), persistent=False)
+    tensors = SimpleNamespace(scale=torch.full((3,), value), amax_history=torch.full((4, 3), value))
+    model.fp8_meta = {"scaling_fwd": tensors}
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=value)
+    optimizer.param_groups[0]["step"] = count
+    return {"model": model, "optimizer": optimizer, "loader": Place(count)}
+
+
+def test_everything_a_run_was_comes_back(tmp_path):
+    checkpoints, saved = Checkpoints(tmp_path, keep_last=1), parts(5.0, 7)
+    progress = Progress(step=3, real_tokens=11, skipped_steps=1, best_eval_loss=0.5)
+    cfg, resolved = config_from_dict({}), Precision("mxfp8", "delayed", "too old")
+    save_run(checkpoints, cfg, resolved, **saved, progress=progress, eval_loss=0.5)
+    expected = torch.rand(2).tolist(), random.random()
+    assert json.loads((tmp_path / "index.json").read_text())["best_eval_loss"] == 0.5
+
+    path, fresh = checkpoints.latest(), parts(1.0, 0)
+    meta = checkpoints.read_meta(path)
+    assert (meta["config"], meta["recipe"]) == (cfg.to_dict(), "delayed")
+    returned, scaling = restore_run(checkpoints, path, meta, **fresh)
+    assert returned == progress and fresh["loader"].row == 7
+    assert (torch.rand(2).tolist(), random.random()) == expected
+    assert fresh["optimizer"].param_groups[0]["step"] == 7
+    model, accumulated = fresh["model"], fresh["optimizer"].state
+    for tensor in (model.weight, model.bias, model.running_mean, accumulated[model.weight]["sum"]):
+        assert tensor.eq(5).all()
+    assert model.scratch.eq(1).all()  # what follows from the configuration is not saved
+    assert scaling.keys() == scaling_state(model).keys() and all(t.eq(5).all() for t in scaling.values())
