@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from training.config import config_from_dict, parse_config
-from training.run import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED, count_steps, main
+from training.precision import Precision
+from training.run import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED, Run, count_steps, main
 from training.run_folder import check_resume, train_losses
 from training.sharding import SingleDevice
 
@@ -355,3 +356,18 @@ def test_documented_commands_parse(command):
         pytest.skip("names a file of the user's own")
     if "--help" not in flags:
         parse_config(flags, prog=words[script], description="")
+
+
+def test_calibration_takes_no_step_and_draws_no_random_number(tmp_path):
+    """The passes that give delayed scaling its first scales, here on a model that has none."""
+    argv = [*shlex.split(SMALL), "--output_dir", str(tmp_path / "run")]
+    cfg = parse_config(argv, prog="p", description="d")
+    run = Run(cfg, SingleDevice(torch.device("cpu")), time.perf_counter())
+    run.precision, run.scaling = Precision("delayed", "delayed"), {}
+    before = [p.detach().clone() for p in run.model.parameters()]
+    passes, state = [], torch.get_rng_state()
+    run.model.register_forward_pre_hook(lambda *_: passes.append(torch.rand(1)))
+    run._prepare(next(iter(run.loaders.train)))
+    assert len(passes) == 2 and torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in run.model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
