@@ -30,6 +30,11 @@ class ModelPlan:
     weights: Path | None
 
     @property
+    def short_name(self) -> str:
+        """The name without its organisation or folder, for run folders and tags."""
+        return self.name.rstrip("/").split("/")[-1]
+
+    @property
     def family(self) -> str:
         return self.config.model_type
 

@@ -112,7 +112,7 @@ class Run:
 
     def _open_folder(self) -> None:
         cfg = self.cfg
-        self.folder, self.lock = open_run_folder(cfg, self.plan.name, self.precision.effective)
+        self.folder, self.lock = open_run_folder(cfg, self.plan.short_name, self.precision.effective)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep_last=cfg.checkpoint.keep_last)
         self.resume = resolve_resume(cfg.checkpoint.resume, self.checkpoints)
         if self.resume:
@@ -233,7 +233,7 @@ class Run:
 
     def _tags(self) -> list[str]:
         layers = "te" if self.cfg.model.use_te else "hf"
-        return [self.plan.name.rstrip("/").split("/")[-1], self.precision.effective, layers]
+        return [self.plan.short_name, self.precision.effective, layers]
 
     def _build_trainer(self, progress: Progress) -> Trainer:
         return Trainer(

@@ -19,7 +19,7 @@ def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, Fi
     is writing to it.
     """
     given = cfg.checkpoint.output_dir
-    stem = f"{model_name.rstrip('/').split('/')[-1]}-{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+    stem = f"{model_name}-{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(given) if given else _unused(Path("runs") / stem)
     lock = FileLock(folder / ".lock")
     try:

@@ -51,9 +51,8 @@ class Hooks:
     after_first_step: Callable[[], None] = lambda: None
     on_skipped: Callable[[], None] = lambda: None
     evaluating: Callable[[], AbstractContextManager] = nullcontext
-    save: Callable[[int, float | None], None] = lambda step, eval_loss: (
-        None
-    )  # (step, eval loss at it or None)
+    # (step, evaluation loss at it or None)
+    save: Callable[[int, float | None], None] = lambda step, eval_loss: None
 
 
 def _due(step: int, interval: int) -> bool:
