@@ -6,12 +6,10 @@ import time
 STARTED = time.perf_counter()
 
 
-def single_device():
-    import torch
+def one_device(cfg):
+    from training import ranks
 
-    from training.sharding import SingleDevice
-
-    return SingleDevice(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    return ranks.one_device()
 
 
 if __name__ == "__main__":
@@ -21,4 +19,4 @@ if __name__ == "__main__":
         parse_config(["--help"], prog="train_fp8.py", description=__doc__)
     from training.run import main
 
-    sys.exit(main(sys.argv[1:], description=__doc__, strategy=single_device, started=STARTED))
+    sys.exit(main(sys.argv[1:], description=__doc__, start=one_device, started=STARTED))

@@ -83,6 +83,12 @@ def build_loaders(
         source = Stored(train.samples, layout, seed=seed)
         bins = source.bins(0)
     require_usable(train, f"--split_name {cfg.split_name}", cfg)
+    if world_size > 1 and not cfg.streaming and len(bins) < layout.stride:
+        raise ValueError(
+            f"--batch_size {batch_size} on {world_size} ranks: a micro-batch takes {layout.stride} "
+            f"sequences, but --split_name {cfg.split_name} has {len(bins)}; use a smaller --batch_size, fewer ranks or "
+            "more data"
+        )
     if cfg.eval_split is not None and cfg.eval_samples:
         eval_split = open_split(cfg, cfg.eval_split, tokenizer, vocab_size)
         held = eval_split.sample(cfg.eval_samples)

@@ -90,7 +90,10 @@ class BinSource(Protocol):
     start: Position
     workers: int | None  # worker processes at most
 
-    def micro_batches(self) -> int | None: ...
+    def micro_batches(self, position: Position | None = None) -> int | None:
+        """Global micro-batches from a position of epoch 0 to its end; None if that is not known."""
+        ...
+
     def items(self, epoch: int, position: Position) -> TorchDataset: ...
 
 
@@ -107,8 +110,8 @@ class Stored:
     def _plan(self, epoch: int) -> Bins:
         return self.layout.plan(self.samples.length, None if self.seed is None else (self.seed, epoch))
 
-    def micro_batches(self) -> int:
-        return -(-len(self.bins(0)) // self.layout.stride)
+    def micro_batches(self, position: int | None = None) -> int:
+        return max(0, -(-(len(self.bins(0)) - (position or 0)) // self.layout.stride))
 
     def items(self, epoch: int, position: int) -> TorchDataset:
         return StoredItems(self.samples, self.layout, self.bins(epoch), position)
@@ -166,7 +169,7 @@ class Stream:
     def plan(self, epoch: int, row: int, selection: Selection) -> Bins:
         return self.layout.plan(selection.samples.length, (self.seed, epoch, row))
 
-    def micro_batches(self) -> None:
+    def micro_batches(self, position: list[int] | None = None) -> None:
         return None
 
     def items(self, epoch: int, position: list[int]) -> TorchIterableDataset:
@@ -257,6 +260,10 @@ class Loader:
         self.position = self.source.start
         if not self.restart:
             self.epoch += 1
+
+    def micro_batches_left(self) -> int | None:
+        """Global micro-batches to the end of this epoch, as if it were packed like epoch 0."""
+        return self.source.micro_batches(self.position)
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "position": self.position, "identity": self.identity}

@@ -5,7 +5,7 @@ A family is one module with `unsupported(config) -> reason | None`, entered in F
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from te_models import llama
-from te_models.hugging_face import HFCausalLM, hf_state, refuse_leaking_packing
+from te_models.hugging_face import (
+    HFCausalLM,
+    hf_state,
+    materialize,
+    parameters_on_meta,
+    refuse_leaking_packing,
+)
 from te_models.presets import LOCAL_PRESETS, PRESETS
-from te_models.weights import RandomSource, SafetensorsSource, WeightSource, load_te, te_to_hf
+from te_models.weights import (
+    Gather,
+    RandomSource,
+    SafetensorsSource,
+    WeightSource,
+    fill_named,
+    load_te,
+    te_to_hf,
+)
 
 FAMILIES = {"llama": llama}
 
@@ -117,11 +131,31 @@ def build_model(
     gradient_checkpointing: bool = False,
     compile_layers: bool = False,
     trust_remote_code: bool = False,
+    shard: Callable[[nn.Module], None] | None = None,
+    parameter_device: torch.device | None = None,
 ) -> nn.Module:
-    """The model on `device` in `dtype`; its TE and Hugging Face forms hold the same weights."""
+    """The model on `device` in `dtype`; its TE and Hugging Face forms hold the same weights.
+
+    `shard` cuts the model into shards while it has no storage yet, so that no rank ever holds it whole;
+    `parameter_device` is where the shards stay, if not on `device`.
+    """
     if not use_te:
-        inner = _build_hugging_face(plan, dtype, device, seed, trust_remote_code)
-        model = HFCausalLM(inner, gradient_checkpointing=gradient_checkpointing)
+        from transformers import AutoModelForCausalLM
+
+        if shard and (source := _streamed_source(plan, seed, device)):
+            with parameters_on_meta():
+                inner = AutoModelForCausalLM.from_config(
+                    plan.config, dtype=dtype, trust_remote_code=trust_remote_code
+                )
+            model = HFCausalLM(inner, gradient_checkpointing=gradient_checkpointing)
+            shard(model)
+            materialize(inner, parameter_device or device)
+            fill_named(dict(inner.named_parameters()), source)
+        else:
+            inner = _build_hugging_face(plan, dtype, device, seed, trust_remote_code)
+            model = HFCausalLM(inner, gradient_checkpointing=gradient_checkpointing)
+            if shard:
+                shard(model)
         if packed:
             refuse_leaking_packing(model.eval())
         if compile_layers:
@@ -136,7 +170,10 @@ def build_model(
         dtype=dtype,
         max_positions=max_positions,
         gradient_checkpointing=gradient_checkpointing,
-    ).materialize(device)
+    )
+    if shard:
+        shard(model)
+    model.materialize(device, parameter_device)
     load_te(model, weight_source(plan, seed=seed, device=device))
     return model.train()
 
@@ -146,6 +183,14 @@ def weight_source(plan: ModelPlan, *, seed: int, device: torch.device) -> Weight
     if plan.weights is not None:
         return SafetensorsSource(plan.weights)
     return RandomSource(_hf_shapes(plan.config), seed=seed, std=plan.config.initializer_range, device=device)
+
+
+def _streamed_source(plan: ModelPlan, seed: int, device: torch.device) -> WeightSource | None:
+    """A source with exactly the Hugging Face model's own names; None if only transformers can load it."""
+    if plan.weights is None:
+        return weight_source(plan, seed=seed, device=device) if plan.family in FAMILIES else None
+    source, shapes = SafetensorsSource(plan.weights), _hf_shapes(plan.config)
+    return source if all(source.shapes().get(name) == shape for name, shape in shapes.items()) else None
 
 
 def _hf_shapes(config: Any) -> dict[str, torch.Size]:
@@ -184,6 +229,16 @@ def _build_hugging_face(
     return model
 
 
-def export_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A model's weights under Hugging Face names, one after the other."""
-    return iter(hf_state(model).items()) if isinstance(model, HFCausalLM) else te_to_hf(model)
+def count_parameters(config: Any) -> int:
+    """Parameters of the Hugging Face model, a tied weight once."""
+    return sum(shape.numel() for shape in _hf_shapes(config).values())
+
+
+def whole(tensors: list[Tensor]) -> list[Tensor]:
+    """The `gather` of a model that is not sharded."""
+    return [tensor.detach() for tensor in tensors]
+
+
+def export_tensors(model: nn.Module, gather: Gather = whole) -> Iterator[tuple[str, Tensor]]:
+    """A model's weights under Hugging Face names, one after the other; collective if `gather` is."""
+    return hf_state(model, gather) if isinstance(model, HFCausalLM) else te_to_hf(model, gather)

@@ -71,13 +71,22 @@ class TECausalLM(nn.Module):
         self.register_buffer("rope", torch.empty(0), persistent=False)
         self.tie()
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The decoder layers, which sharding gathers one by one."""
+        return list(self.layers)
+
     def tie(self) -> None:
         if self.tied:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def materialize(self, device: torch.device) -> TECausalLM:
-        """Allocate parameters (uninitialised) and the RoPE table on `device`; ties what `to_empty` unties."""
-        self.to_empty(device=device)
+    def materialize(self, device: torch.device, parameter_device: torch.device | None = None) -> TECausalLM:
+        """Allocate parameters (uninitialised) and the RoPE table; `device` is where forward passes run.
+
+        Sharded parameters are allocated as shards, on the CPU if that is where they stay. Ties what
+        `to_empty` unties.
+        """
+        self.to_empty(device=parameter_device or device)
         self.tie()
         self.rope = rope_angles(self.config, self.max_positions).to(device)
         return self

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from te_models.weights import Gather
 from training.loss import TokenLoss, linear_cross_entropy, logits_cross_entropy
 
 # Families whose logits are plainly `lm_head(hidden)`; others (scaled or capped logits) keep their own head.
@@ -72,8 +75,37 @@ def refuse_leaking_packing(model: HFCausalLM) -> None:
         )
 
 
-def hf_state(model: HFCausalLM) -> dict[str, torch.Tensor]:
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules built inside have parameters without storage, but real buffers, which no weight file brings."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Allocate parameters that are on the meta device, uninitialised, and tie again what that unties."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                empty = torch.empty_like(parameter, device=device)
+                setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+    model.tie_weights()
+
+
+def hf_state(model: HFCausalLM, gather: Gather) -> Iterator[tuple[str, Tensor]]:
     """The weights under their Hugging Face names, each tensor once (a tied head is left out)."""
-    parameters = {name for name, _ in model.model.named_parameters()}
-    tied = {name for name, _ in model.model.named_parameters(remove_duplicate=False)} - parameters
-    return {name: t.detach() for name, t in model.model.state_dict().items() if name not in tied}
+    parameters = dict(model.model.named_parameters())
+    tied = {name for name, _ in model.model.named_parameters(remove_duplicate=False)} - parameters.keys()
+    for name, tensor in model.model.state_dict().items():
+        if name not in tied:
+            yield name, gather([parameters[name]])[0] if name in parameters else tensor

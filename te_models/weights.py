@@ -12,14 +12,16 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -95,16 +97,22 @@ def _refuse_leftovers(tensors: Mapping[str, Tensor]) -> None:
         raise ValueError(f"weights without a place in the model: {', '.join(sorted(tensors))}")
 
 
-class WeightSource(Protocol):
+class WeightSource(ABC):
     """Where a model's weights come from, by Hugging Face name."""
 
-    def keys(self) -> set[str]: ...
+    @abstractmethod
+    def shapes(self) -> dict[str, torch.Size]: ...
 
-    def get(self, key: str) -> Tensor: ...
+    @abstractmethod
+    def rows(self, key: str, start: int, stop: int) -> Tensor:
+        """Rows start to stop of a weight [rows, ...]."""
+
+    def get(self, key: str) -> Tensor:
+        return self.rows(key, 0, self.shapes()[key][0])
 
 
-class SafetensorsSource:
-    """Tensors of a folder's `*.safetensors`, read from disk one at a time."""
+class SafetensorsSource(WeightSource):
+    """Tensors of a folder's `*.safetensors`, of which only the rows asked for are read from disk."""
 
     def __init__(self, folder: Path):
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
@@ -124,18 +132,22 @@ class SafetensorsSource:
         # Old checkpoints carry RoPE tables as weights; they follow from the configuration.
         self._files = {k: folder / f for k, f in files.items() if not k.endswith("rotary_emb.inv_freq")}
         self._stack, self._open = ExitStack(), {}
+        self._shapes = {key: torch.Size(self._slice(key).get_shape()) for key in self._files}
 
-    def keys(self) -> set[str]:
-        return set(self._files)
+    def shapes(self) -> dict[str, torch.Size]:
+        return self._shapes
 
-    def get(self, key: str) -> Tensor:
+    def rows(self, key: str, start: int, stop: int) -> Tensor:
+        return self._slice(key)[start:stop]
+
+    def _slice(self, key: str) -> Any:
         path = self._files[key]
         if path not in self._open:
             self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
-        return self._open[path].get_tensor(key)
+        return self._open[path].get_slice(key)
 
 
-class RandomSource:
+class RandomSource(WeightSource):
     """Seeded random weights: each tensor depends on the seed and its own name alone.
 
     So TE and Hugging Face models, and any sharding, start from the same weights on the same kind of device.
@@ -145,77 +157,134 @@ class RandomSource:
     def __init__(self, shapes: Mapping[str, torch.Size], *, seed: int, std: float, device: torch.device):
         self._shapes, self._seed, self._std, self._device = dict(shapes), seed, std, device
 
-    def keys(self) -> set[str]:
-        return set(self._shapes)
+    def shapes(self) -> dict[str, torch.Size]:
+        return self._shapes
 
-    def get(self, key: str) -> Tensor:
+    def rows(self, key: str, start: int, stop: int) -> Tensor:
         shape = self._shapes[key]
         if len(shape) < 2:
             fill = torch.zeros if key.endswith("bias") else torch.ones
-            return fill(shape, device=self._device)
+            return fill(stop - start, device=self._device)
         # 32 bits: torch's CPU generator ignores the upper half of a seed.
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed}/{key}".encode()))
-        return torch.empty(shape, device=self._device).normal_(0.0, self._std, generator=generator)
+        whole = torch.empty(shape, device=self._device).normal_(0.0, self._std, generator=generator)
+        return whole[start:stop]
 
 
-def _layer_names(keys: set[str], layer: int) -> dict[str, str]:
+def _layer_names(keys: Iterable[str], layer: int) -> dict[str, str]:
     prefix = f"model.layers.{layer}."
     return {key[len(prefix) :]: key for key in keys if key.startswith(prefix)}
 
 
 @torch.no_grad()
 def load_te(model: nn.Module, source: WeightSource) -> None:
-    """Fill a TECausalLM layer by layer from Hugging Face tensors, casting to the parameters' dtype.
+    """Fill a TECausalLM from Hugging Face tensors, casting to the parameters' dtype.
 
-    At most one layer's tensors exist beside the model. ValueError if the source and the model differ.
+    Of a sharded model each rank reads the rows of its own shards. ValueError if the source and the model
+    differ.
     """
-    keys = source.keys()
-    deepest = max((int(m[1]) for k in keys if (m := re.match(r"model\.layers\.(\d+)\.", k))), default=-1)
+    shapes = source.shapes()
+    left = set(shapes)
+    deepest = max((int(m[1]) for k in left if (m := re.match(r"model\.layers\.(\d+)\.", k))), default=-1)
     if deepest + 1 != len(model.layers):
         raise ValueError(
             f"the weights have {deepest + 1} decoder layers, the configuration {len(model.layers)}"
         )
     for i, layer in enumerate(model.layers):
-        names = _layer_names(keys, i)
-        tensors = {suffix: source.get(key) for suffix, key in names.items()}
-        _fill(layer, layer_to_te(tensors, heads=model.heads, groups=model.groups), where=f"layer {i}")
-        keys -= set(names.values())
+        names = _layer_names(left, i)
+        numbered, owners = _number_rows({suffix: shapes[key] for suffix, key in names.items()})
+        layout = layer_to_te(numbered, heads=model.heads, groups=model.groups)
+        for name, parameter in layer.named_parameters():
+            if name not in layout:
+                raise ValueError(f"the weights have nothing for layer {i}'s {name}")
+            _fill(parameter, layout.pop(name), {n: names[suffix] for n, suffix in owners.items()}, source)
+        _refuse_leftovers(layout)
+        left -= set(names.values())
     rest = {"embed_tokens.weight": EMBEDDING, "norm.weight": FINAL_NORM}
     if model.tied:
-        keys.discard(LM_HEAD)  # some tied checkpoints store the shared matrix twice
+        left.discard(LM_HEAD)  # some tied checkpoints store the shared matrix twice
     else:
         rest["lm_head.weight"] = LM_HEAD
-    absent = [key for key in rest.values() if key not in keys]
+    absent = [key for key in rest.values() if key not in left]
     if absent:
         raise ValueError(f"the weights lack {', '.join(absent)}")
-    for name, key in rest.items():
-        _copy(model.get_parameter(name), source.get(key), key)
-    _refuse_leftovers(dict.fromkeys(keys - set(rest.values())))
+    fill_named({key: model.get_parameter(name) for name, key in rest.items()}, source)
+    _refuse_leftovers(dict.fromkeys(left - set(rest.values())))
 
 
-def _fill(module: nn.Module, tensors: dict[str, Tensor], *, where: str) -> None:
-    for name, parameter in module.named_parameters():
-        if name not in tensors:
-            raise ValueError(f"the weights have nothing for {where}'s {name}")
-        _copy(parameter, tensors.pop(name), f"{where}'s {name}")
-    _refuse_leftovers(tensors)
+@torch.no_grad()
+def fill_named(parameters: Mapping[str, Tensor], source: WeightSource) -> None:
+    """Fill parameters, whole or sharded, from the weights of these names."""
+    shapes = source.shapes()
+    for key, parameter in parameters.items():
+        numbered, owners = _number_rows({key: shapes[key]})
+        _fill(parameter, numbered[key], owners, source)
 
 
-def _copy(parameter: Tensor, tensor: Tensor, name: str) -> None:
-    if parameter.shape != tensor.shape:
+def _number_rows(shapes: Mapping[str, torch.Size]) -> tuple[dict[str, Tensor], dict[int, str]]:
+    """A number for every row of every tensor, [rows] each, and the tensor that owns a number's upper bits.
+
+    What a layout conversion does to these numbers it does to the rows, so it also tells which rows of which
+    tensors a part of its result is made of.
+    """
+    numbered, owners = {}, {}
+    for i, (name, shape) in enumerate(shapes.items()):
+        numbered[name] = torch.arange(shape[0]) + (i << ROW_BITS)
+        owners[i] = name
+    return numbered, owners
+
+
+ROW_BITS = 32
+
+
+def _fill(parameter: Tensor, numbers: Tensor, owners: dict[int, str], source: WeightSource) -> None:
+    """Copy the rows of these numbers, [rows], into `parameter`; into a shard, this rank's part of them."""
+    shapes = source.shapes()
+    width = shapes[owners[int(numbers[0]) >> ROW_BITS]][1:]
+    if parameter.shape != (len(numbers), *width):
+        names = ", ".join(sorted({owners[int(n)] for n in (numbers >> ROW_BITS).unique()}))
         raise ValueError(
-            f"{name} is {list(tensor.shape)} in the weights, {list(parameter.shape)} in the model"
+            f"{names}: {[len(numbers), *width]} in the weights, {list(parameter.shape)} in the model"
         )
-    parameter.copy_(tensor)
+    target = parameter
+    if isinstance(parameter, DTensor):
+        target = parameter.to_local()
+        start = _first_row(parameter)
+        numbers = numbers[start : start + target.shape[0]]
+    # One read for each stretch of neighbouring rows.
+    borders = (numbers.diff() != 1).nonzero().flatten().add(1).tolist()
+    done = 0
+    for run in numbers.tensor_split(borders):
+        if not len(run):
+            continue  # more ranks than rows
+        first, rows = int(run[0]), len(run)
+        begin = first & ((1 << ROW_BITS) - 1)
+        target[done : done + rows].copy_(source.rows(owners[first >> ROW_BITS], begin, begin + rows))
+        done += rows
 
 
-def te_to_hf(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _first_row(parameter: DTensor) -> int:
+    """Where this rank's rows begin in a tensor that is cut along dim 0 as torch.chunk does."""
+    start = 0
+    for dim, placement in enumerate(parameter.placements):
+        if placement.is_shard():
+            assert placement.dim == 0, placement
+            size = -(-parameter.shape[0] // parameter.device_mesh.size(dim))
+            start = min(parameter.device_mesh.get_local_rank(dim) * size, parameter.shape[0])
+    return start
+
+
+Gather = Callable[[list[Tensor]], list[Tensor]]  # whole tensors from shards; a strategy's `gather`
+
+
+def te_to_hf(model: nn.Module, gather: Gather) -> Iterator[tuple[str, Tensor]]:
     """A TECausalLM's weights under Hugging Face names, one layer at a time; `lm_head` is left out if tied."""
-    yield EMBEDDING, model.embed_tokens.weight.detach()
+    yield EMBEDDING, *gather([model.embed_tokens.weight])
     for i, layer in enumerate(model.layers):
-        tensors = {name: p.detach() for name, p in layer.named_parameters()}
+        names, parameters = zip(*layer.named_parameters(), strict=True)
+        tensors = dict(zip(names, gather(list(parameters)), strict=True))
         for name, tensor in layer_to_hf(tensors, heads=model.heads, groups=model.groups).items():
             yield f"model.layers.{i}.{name}", tensor
-    yield FINAL_NORM, model.norm.weight.detach()
+    yield FINAL_NORM, *gather([model.norm.weight])
     if not model.tied:
-        yield LM_HEAD, model.lm_head.weight.detach()
+        yield LM_HEAD, *gather([model.lm_head.weight])

@@ -127,6 +127,8 @@ def test_what_defines_a_run_cannot_change_on_a_resume():
     assert {name for name, section in free.items() if section not in ("checkpoint", "log")} == {
         *("weights_cache_dir", "data_cache_dir", "num_proc", "num_workers"),
         *("eval_batch_size", "num_epochs", "max_steps", "max_skipped_steps"),
+        *("sharding_mode", "deepspeed_config", "cpu_offload", "hsdp_shard_size"),
+        *("empty_cache_freq", "timeout_minutes"),
     }
     assert {
         name for name, (section, *_) in knobs().items() if section in ("checkpoint", "log")

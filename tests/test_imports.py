@@ -8,6 +8,15 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("training", "te_models", "data", "benchmarks")
 TRAINING_LEAVES = {"precision", "sharding", "optim", "checkpoint", "export", "trackers", "run_folder"}
+TRAINING_LEAVES |= {"watchdog", "zero"}
+# What these may import beside the configuration.
+ALSO = {
+    "checkpoint": ("durable_files", "ranks"),
+    "export": ("durable_files",),
+    "sharding": ("ranks", "zero"),
+    "watchdog": ("ranks",),
+    "zero": ("ranks", "sharding", "optim"),
+}
 LAZY = {"transformer_engine", "deepspeed", "wandb", "torchao", "liger_kernel"}
 TE_HOMES = {"training/precision.py", "training/optim.py", "te_models/decoder.py"}
 
@@ -48,14 +57,12 @@ def allowed(path: Path) -> set[str] | None:
     if relative.parts[0] == "benchmarks":
         return {"training", "training.config", "training.metrics"}
     stem = relative.stem
-    if stem in ("config", "metrics", "loss_triton", "durable_files", "__init__"):
+    if stem in ("config", "metrics", "loss_triton", "durable_files", "ranks", "__init__"):
         return set()
     if stem == "loss":
         return {"training.loss_triton"}
     if stem in TRAINING_LEAVES:
-        return {"training", "training.config"} | (
-            {"training.durable_files"} if stem in ("export", "checkpoint") else set()
-        )
+        return {"training", "training.config", *(f"training.{name}" for name in ALSO.get(stem, ()))}
     if stem == "trainer":
         return {"training", "training.config", "training.metrics"}
     return None

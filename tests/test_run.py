@@ -18,7 +18,7 @@ from training.config import config_from_dict, parse_config
 from training.precision import Precision
 from training.run import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED, Run, count_steps, main
 from training.run_folder import check_resume, train_losses
-from training.sharding import SingleDevice
+from training.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = (
@@ -30,7 +30,7 @@ SMALL = (
 def train(folder: Path, flags: str = "", *, code: int = 0) -> Path:
     """Run in this process; returns the run folder."""
     argv = [*shlex.split(SMALL), "--output_dir", str(folder), *shlex.split(flags)]
-    assert main(argv, description="test", strategy=lambda: SingleDevice(torch.device("cpu"))) == code
+    assert main(argv, description="test", start=lambda cfg: torch.device("cpu")) == code
     return folder
 
 
@@ -249,8 +249,8 @@ def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch, flags, code, messa
 
 
 def test_a_run_folder_is_not_shared_by_different_runs(finished, tmp_path, capsys):
-    train(finished, "--max_steps 8 --batch_size 4", code=EXIT_BAD_SETTING)
-    assert "holds another run (--batch_size 2 there, 4 here)" in capsys.readouterr().err
+    train(finished, "--max_steps 8 --seed 7", code=EXIT_BAD_SETTING)
+    assert "holds another run (--seed 42 there, 7 here)" in capsys.readouterr().err
     train(finished, "--max_steps 8 --resume none", code=EXIT_BAD_SETTING)
     assert "holds a run already" in capsys.readouterr().err
 
@@ -271,9 +271,10 @@ def test_a_resume_with_other_settings_is_refused(finished, tmp_path, capsys, fla
 def test_a_resume_with_another_effective_recipe_is_refused():
     """The same settings run another recipe on another GPU, where --fp8_fallback decides."""
     cfg = config_from_dict({})
-    check_resume({"config": cfg.to_dict(), "recipe": "delayed"}, cfg, "delayed", Path("run"))
+    meta = {"config": cfg.to_dict(), "world_size": 1}
+    check_resume(meta | {"recipe": "delayed"}, cfg, "delayed", Path("run"), 1)
     with pytest.raises(ValueError, match="--fp8_scenario mxfp8 there, delayed here"):
-        check_resume({"config": cfg.to_dict(), "recipe": "mxfp8"}, cfg, "delayed", Path("run"))
+        check_resume(meta | {"recipe": "mxfp8"}, cfg, "delayed", Path("run"), 1)
 
 
 def test_steps_follow_from_epochs_unless_they_are_given():
@@ -283,14 +284,14 @@ def test_steps_follow_from_epochs_unless_they_are_given():
 
 
 def test_out_of_memory_is_one_line_and_a_library_s_error_keeps_its_traceback(capsys):
-    def out_of_memory():
+    def out_of_memory(cfg):
         raise torch.OutOfMemoryError("out of memory\nand more")
 
-    assert main([], description="test", strategy=out_of_memory) == EXIT_FAILED
+    assert main([], description="test", start=out_of_memory) == EXIT_FAILED
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: out of memory ") and "--batch_size" in error and "\n" not in error
     with pytest.raises(json.JSONDecodeError):
-        main([], description="test", strategy=lambda: json.loads("x"))
+        main([], description="test", start=lambda cfg: json.loads("x"))
 
 
 def test_losses_that_are_not_finite_are_left_out_of_the_mean(tmp_path):
@@ -362,7 +363,7 @@ def test_calibration_takes_no_step_and_draws_no_random_number(tmp_path):
     """The passes that give delayed scaling its first scales, here on a model that has none."""
     argv = [*shlex.split(SMALL), "--output_dir", str(tmp_path / "run")]
     cfg = parse_config(argv, prog="p", description="d")
-    run = Run(cfg, SingleDevice(torch.device("cpu")), time.perf_counter())
+    run = Run(cfg, torch.device("cpu"), Watchdog(1.0), time.perf_counter())
     run.precision, run.scaling = Precision("delayed", "delayed"), {}
     before = [p.detach().clone() for p in run.model.parameters()]
     passes, state = [], torch.get_rng_state()

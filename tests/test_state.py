@@ -10,6 +10,7 @@ from torch import nn
 from training.checkpoint import Checkpoints
 from training.config import config_from_dict
 from training.precision import Precision, scaling_state
+from training.sharding import SingleDevice
 from training.state import restore_run, save_run
 from training.trainer import Progress
 
@@ -43,15 +44,16 @@ def parts(value: float, count: int):
 def test_everything_a_run_was_comes_back(tmp_path):
     checkpoints, saved = Checkpoints(tmp_path, keep_last=1), parts(5.0, 7)
     progress = Progress(step=3, real_tokens=11, skipped_steps=1, best_eval_loss=0.5)
+    alone = SingleDevice(torch.device("cpu"))
     cfg, resolved = config_from_dict({}), Precision("mxfp8", "delayed", "too old")
-    save_run(checkpoints, cfg, resolved, **saved, progress=progress, eval_loss=0.5)
+    save_run(checkpoints, cfg, resolved, **saved, strategy=alone, progress=progress, eval_loss=0.5)
     expected = torch.rand(2).tolist(), random.random()
     assert json.loads((tmp_path / "index.json").read_text())["best_eval_loss"] == 0.5
 
     path, fresh = checkpoints.latest(), parts(1.0, 0)
     meta = checkpoints.read_meta(path)
     assert (meta["config"], meta["recipe"]) == (cfg.to_dict(), "delayed")
-    returned, scaling = restore_run(checkpoints, path, meta, **fresh)
+    returned, scaling = restore_run(checkpoints, path, meta, cfg, **fresh, strategy=alone)
     assert returned == progress and fresh["loader"].row == 7
     assert (torch.rand(2).tolist(), random.random()) == expected
     assert fresh["optimizer"].param_groups[0]["step"] == 7

@@ -350,10 +350,9 @@ def test_a_signal_during_an_evaluation_ends_it_and_saves():
 class TwoRanks(SingleDevice):
     """One of two ranks that are given the same batches: sums double, averaged gradients stay."""
 
-    world_size = 2
-
     def __init__(self, device, other_stops=False):
         super().__init__(device)
+        self.world_size = 2
         self.other_stops, self.exchanges = other_stops, []
 
     def accumulating(self, model, *, last):
@@ -361,7 +360,10 @@ class TwoRanks(SingleDevice):
         return super().accumulating(model, last=last)
 
     def sum(self, tensor):
-        return 2 * tensor
+        doubled = 2 * tensor
+        if tensor.shape == (2,):  # the loss, and whether a rank was asked to stop
+            doubled[1] += self.other_stops
+        return doubled
 
     def any(self, flag):
         return flag or self.other_stops
@@ -445,7 +447,7 @@ def test_the_meter_by_hand():
         meter.add([batch], 1.0, 0.25)
         meter.add([batch, batch], 3.0, 0.75)
         tflops = model_flops(SHAPE, tokens=30, sum_squared_lengths=300) / 4 / 2 / 1e12
-        assert meter.read(lambda counts: counts) == pytest.approx(
+        assert meter.read(lambda counts: counts, lambda seconds: seconds) == pytest.approx(
             {
                 "perf/tokens_per_second": 7.5,
                 "perf/label_tokens_per_second": 2.25,

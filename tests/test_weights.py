@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from te_models import ModelPlan, build_model, export_tensors, plan_model, refuse_te, weight_source
+from te_models import ModelPlan, build_model, export_tensors, plan_model, refuse_te, weight_source, whole
 from te_models.decoder import rope_angles
 from te_models.presets import PRESETS
 from te_models.weights import (
@@ -91,8 +91,8 @@ def test_hf_te_hf_is_exact_and_uses_every_key(tied):
     source = weight_source(plan, seed=3, device=CPU)
     shell = Shell(plan.config)
     load_te(shell, source)
-    back = dict(te_to_hf(shell))
-    assert back.keys() == source.keys()
+    back = dict(te_to_hf(shell, whole))
+    assert back.keys() == source.shapes().keys()
     assert all(torch.equal(back[name], source.get(name)) for name in back)
 
 
@@ -103,7 +103,7 @@ def test_hugging_face_and_te_forms_start_from_the_same_weights():
     )
     shell = Shell(plan.config)
     load_te(shell, weight_source(plan, seed=3, device=CPU))
-    te = dict(te_to_hf(shell))
+    te = dict(te_to_hf(shell, whole))
     exported = dict(export_tensors(hf))
     assert te.keys() == exported.keys() and all(torch.equal(te[n], exported[n]) for n in te)
 
@@ -164,7 +164,7 @@ def test_incomplete_weights_are_refused_by_the_hugging_face_form(tmp_path):
     plan = tiny()
     plan.config.save_pretrained(tmp_path)
     source = weight_source(plan, seed=0, device=CPU)
-    tensors = {name: source.get(name) for name in source.keys() - {"model.norm.weight"}}
+    tensors = {name: source.get(name) for name in source.shapes().keys() - {"model.norm.weight"}}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     arguments = {"use_te": False, "dtype": torch.float32, "device": CPU, "seed": 0, "packed": False}
     with pytest.raises(ValueError, match=r"the weights lack model\.norm\.weight"):
@@ -175,7 +175,7 @@ def test_wrong_shape_is_named():
     plan = tiny()
     source = weight_source(plan, seed=0, device=CPU)
     source._shapes["model.norm.weight"] = torch.Size([8])
-    with pytest.raises(ValueError, match=r"model\.norm\.weight is \[8\] in the weights"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight: \[8\] in the weights"):
         load_te(Shell(plan.config), source)
 
 
@@ -192,7 +192,7 @@ def test_layer_conversion_fails_on_leftovers_both_ways():
 def test_safetensors_source_reads_shards_and_skips_rope_tables(tmp_path):
     plan = tiny()
     random = weight_source(plan, seed=1, device=CPU)
-    names = sorted(random.keys())
+    names = sorted(random.shapes())
     half = len(names) // 2
     weight_map = {}
     for file, part in (("a.safetensors", names[:half]), ("b.safetensors", names[half:])):
@@ -204,7 +204,7 @@ def test_safetensors_source_reads_shards_and_skips_rope_tables(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     shell = Shell(plan.config)
     load_te(shell, SafetensorsSource(tmp_path))
-    assert all(torch.equal(t, random.get(name)) for name, t in te_to_hf(shell))
+    assert all(torch.equal(t, random.get(name)) for name, t in te_to_hf(shell, whole))
     (tmp_path / "b.safetensors").unlink()
     with pytest.raises(ValueError, match=r"b\.safetensors is missing"):
         SafetensorsSource(tmp_path)

@@ -18,18 +18,18 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from training import ranks
 from training.durable_files import (
     MANIFEST,
     THREADS,
@@ -45,8 +45,6 @@ from training.durable_files import (
     write_manifest,
 )
 
-T = TypeVar("T")
-
 INDEX, META = "index.json", "meta.json"
 STEP = re.compile(r"step_(\d{6,})")
 
@@ -61,11 +59,9 @@ class Checkpoints:
 
     file_bytes = 2**30  # a save copies this much per writer thread from the GPU, and nothing from the CPU
 
-    def __init__(self, folder: Path, *, keep_last: int, rank: int = 0, world_size: int = 1):
+    def __init__(self, folder: Path, *, keep_last: int):
         self.folder = Path(folder)
         self.keep_last = keep_last
-        self.rank = rank
-        self.world_size = world_size
 
     def save(
         self, step: int, tensors: dict[str, Tensor], meta: dict, *, eval_loss: float | None = None
@@ -80,19 +76,19 @@ class Checkpoints:
         final = self.folder / f"step_{step:06d}"
         partial = hidden(final, "partial")
         try:
-            self._on_first(lambda: self._begin(partial, meta))
+            ranks.on_first(lambda: self._begin(partial, meta))
             specs = self._specs(tensors)
             self._write_tensors(partial, tensors)
             self._seal(partial, step, specs)
-            self._on_first(lambda: self._publish(partial, step, eval_loss))
+            ranks.on_first(lambda: self._publish(partial, step, eval_loss))
         except (Exception, dcp.CheckpointException) as error:
-            if self.rank == 0:
+            if ranks.rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             cause = _cause(error)
             if not isinstance(cause, OSError):
                 raise cause from None
             raise RuntimeError(self._write_failed(final, cause)) from cause
-        self._on_first(self._prune)
+        ranks.on_first(self._prune)
         return final
 
     def latest(self) -> Path | None:
@@ -124,16 +120,16 @@ class Checkpoints:
         Ranks share the verification, and each reads only what it holds.
         """
         path = Path(path)
-        self._together(lambda: self._check_before_load(path, tensors))
+        ranks.together(lambda: self._check_before_load(path, tensors))
         reader = dcp.HuggingFaceStorageReader(str(path), thread_count=THREADS)
         planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             with _quiet():
                 detached = {key: tensor.detach() for key, tensor in tensors.items()}
-                dcp.load(detached, storage_reader=reader, planner=planner, no_dist=self.world_size == 1)
+                dcp.load(detached, storage_reader=reader, planner=planner, no_dist=ranks.world_size() == 1)
         except dcp.CheckpointException as error:
             raise _cause(error) from None
-        return self._together(lambda: self.read_meta(path))[0]
+        return ranks.together(lambda: self.read_meta(path))[0]
 
     def read_meta(self, path: Path) -> dict:
         """The `meta` of a checkpoint, verified, without its tensors."""
@@ -146,27 +142,6 @@ class Checkpoints:
         with self._offering(Path(path)):
             tensors = read_manifest(Path(path))["tensors"]
         return {name: torch.Size(spec["shape"]) for name, spec in tensors.items()}
-
-    # Ranks
-
-    def _together(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank: all results in rank order, or one failing rank's error on every rank."""
-        try:
-            outcome: tuple[Any, Exception | None] = (work(), None)
-        except Exception as error:
-            outcome = (None, error)
-        outcomes = [outcome]
-        if self.world_size > 1:
-            outcomes = [outcome] * self.world_size
-            dist.all_gather_object(outcomes, outcome)
-        for _, error in outcomes:
-            if error is not None:
-                raise error
-        return [result for result, _ in outcomes]
-
-    def _on_first(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 while the others wait; its result or error on every rank."""
-        return self._together(lambda: work() if self.rank == 0 else None)[0]
 
     # Saving, in order
 
@@ -182,25 +157,27 @@ class Checkpoints:
     def _specs(self, tensors: dict[str, Tensor]) -> dict[str, dict]:
         """Shape and dtype of every rank's tensors."""
         specs: dict[str, dict] = {}
-        for own in self._together(lambda: {key: _spec(key, tensor) for key, tensor in tensors.items()}):
+        for own in ranks.together(lambda: {key: _spec(key, tensor) for key, tensor in tensors.items()}):
             for key, spec in own.items():
                 if specs.setdefault(key, spec) != spec:
                     raise ValueError(f"tensor {key!r} is {specs[key]} on one rank and {spec} on another")
         return specs
 
     def _write_tensors(self, partial: Path, tensors: dict[str, Tensor]) -> None:
-        writer = _Writer(partial, f"rank{self.rank:05d}", self.file_bytes)
+        writer = _Writer(partial, f"rank{ranks.rank():05d}", self.file_bytes)
         planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _quiet():
             detached = {key: tensor.detach() for key, tensor in tensors.items()}
-            dcp.save(detached, storage_writer=writer, planner=planner, no_dist=self.world_size == 1)
+            dcp.save(detached, storage_writer=writer, planner=planner, no_dist=ranks.world_size() == 1)
 
     def _seal(self, partial: Path, step: int, specs: dict[str, dict]) -> None:
         """Flush and checksum every file, shared out over the ranks, then write the manifest."""
-        names = self._on_first(lambda: sorted(path.name for path in partial.iterdir()))
-        shares = self._together(lambda: digests(partial, names[self.rank :: self.world_size], flush=True))
+        names = ranks.on_first(lambda: sorted(path.name for path in partial.iterdir()))
+        shares = ranks.together(
+            lambda: digests(partial, names[ranks.rank() :: ranks.world_size()], flush=True)
+        )
         files = {name: digest for share in shares for name, digest in share.items()}
-        self._on_first(lambda: write_manifest(partial, {"step": step, "files": files, "tensors": specs}))
+        ranks.on_first(lambda: write_manifest(partial, {"step": step, "files": files, "tensors": specs}))
 
     def _publish(self, partial: Path, step: int, eval_loss: float | None) -> None:
         steps, losses = self._saved()
@@ -240,7 +217,7 @@ class Checkpoints:
 
     def _check_before_load(self, path: Path, tensors: dict[str, Tensor]) -> None:
         with self._offering(path):
-            manifest = inspect_checkpoint(path, share=(self.rank, self.world_size))
+            manifest = inspect_checkpoint(path, share=(ranks.rank(), ranks.world_size()))
         for key, tensor in tensors.items():
             if key not in manifest["tensors"]:
                 raise ValueError(f"{path}: the checkpoint has no tensor {key!r}")

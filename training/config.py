@@ -200,6 +200,68 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShardingConfig:
+    """many GPUs (train_multi_gpu.py)"""
+
+    sharding_mode: Literal[
+        "auto",
+        "ddp",
+        "fsdp_full",
+        "fsdp_grad",
+        "fsdp_offload",
+        "hsdp",
+        "deepspeed",
+        "ds_zero1",
+        "ds_zero2",
+        "ds_zero3",
+        "ds_zero3_offload",
+    ] = knob(
+        "auto",
+        "ddp: a whole model on every GPU; fsdp_full: weights sharded, gathered layer by layer (ZeRO-3); "
+        "fsdp_grad: gathered once a step (ZeRO-2); fsdp_offload: sharded, kept on the CPU; hsdp: sharded "
+        "within --hsdp_shard_size ranks, replicated across; deepspeed: as --deepspeed_config says, ds_*: "
+        "short names for ds_configs/*.json; auto: by memory, and says why",
+        free=True,
+    )
+    deepspeed_config: str | None = knob(
+        None, "DeepSpeed JSON of --sharding_mode deepspeed, with sharding settings only", free=True
+    )
+    cpu_offload: bool = knob(False, "keep weights and optimizer on the CPU: fsdp_offload", free=True)
+    hsdp_shard_size: int | None = knob(
+        None, "hsdp: ranks that share one copy of the model; default: the ranks of a node", free=True
+    )
+    grad_reduce_dtype: Literal["fp32", "bf16"] = knob(
+        "fp32", "dtype in which gradients are summed over ranks"
+    )
+    empty_cache_freq: int = knob(
+        0, "steps between calls of torch.cuda.empty_cache, against fragmentation; 0 for none", free=True
+    )
+    timeout_minutes: float = knob(
+        30.0, "end the job when a rank makes no progress for this long, and name it", free=True
+    )
+
+    def __post_init__(self) -> None:
+        size = self.hsdp_shard_size
+        require(size is None or size >= 1, "hsdp_shard_size", size, "must be 1 or more")
+        require(self.empty_cache_freq >= 0, "empty_cache_freq", self.empty_cache_freq, "must be 0 or more")
+        require(self.timeout_minutes > 0, "timeout_minutes", self.timeout_minutes, "must be positive")
+        if (self.sharding_mode == "deepspeed") != (self.deepspeed_config is not None):
+            raise ValueError(
+                f"--sharding_mode {self.sharding_mode} --deepspeed_config {self.deepspeed_config}: "
+                "--sharding_mode deepspeed and a --deepspeed_config go together (ds_configs/zero2.json, say)"
+            )
+        if self.cpu_offload and self.sharding_mode not in ("auto", "fsdp_full", "fsdp_offload"):
+            raise ValueError(
+                f"--cpu_offload --sharding_mode {self.sharding_mode}: offload is fsdp_offload; leave out "
+                "--sharding_mode, or use --sharding_mode ds_zero3_offload"
+            )
+
+    @property
+    def mode(self) -> str:
+        return "fsdp_offload" if self.cpu_offload else self.sharding_mode
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """run folder and checkpoints"""
 
@@ -256,6 +318,7 @@ SECTIONS: dict[str, type] = {
     "precision": PrecisionConfig,
     "data": DataConfig,
     "optim": OptimConfig,
+    "sharding": ShardingConfig,
     "checkpoint": CheckpointConfig,
     "log": LogConfig,
 }
@@ -269,6 +332,7 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
 

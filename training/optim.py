@@ -23,16 +23,23 @@ from training.config import OptimConfig, PrecisionConfig
 class OptimizerPlan:
     """Which optimizer, over parameters of which dtype."""
 
-    kind: Literal["te_fused_adam", "torch_adamw"]
+    kind: Literal["te_fused_adam", "torch_adamw", "zero_adamw"]
     parameter_dtype: torch.dtype
     master_weights: bool
     moment_dtype: torch.dtype
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes per parameter of weight, gradient and optimizer state."""
+        remainder = 2 if self.kind == "te_fused_adam" and self.master_weights else 0
+        return 2 * self.parameter_dtype.itemsize + remainder + 2 * self.moment_dtype.itemsize
+
     def describe(self) -> str:
-        name = {"te_fused_adam": "TE FusedAdam", "torch_adamw": "torch AdamW"}[self.kind]
+        name = {"te_fused_adam": "TE FusedAdam"}.get(self.kind, "torch AdamW")
         weights = {
             ("te_fused_adam", True): "BF16 weights with FP32 masters",
             ("torch_adamw", True): "FP32 weights",
+            ("zero_adamw", True): "FP32 masters in ZeRO",
         }.get((self.kind, self.master_weights), "BF16 weights, no masters")
         return f"{name}, {weights}, {str(self.moment_dtype).removeprefix('torch.')} moments"
 
@@ -44,19 +51,34 @@ MASTER_NONE_WARNING = (
 )
 
 
-def plan_optimizer(cfg: PrecisionConfig, *, te_available: bool) -> OptimizerPlan:
-    """Choose optimizer and parameter dtype. ValueError for a moment dtype that the optimizer cannot hold."""
+def plan_optimizer(
+    cfg: PrecisionConfig, *, te_available: bool, master_home: Literal["device", "cpu", "zero"] = "device"
+) -> OptimizerPlan:
+    """Choose optimizer and parameter dtype. ValueError for a moment dtype that the optimizer cannot hold.
+
+    `master_home`: FP32 weights on the GPU, on the CPU (where TE's optimizer cannot step), or kept by ZeRO.
+    """
     moments = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.moment_dtype]
     master = cfg.master_weights == "fp32"
-    if te_available and cfg.mixed_precision != "fp32":
+    full = cfg.mixed_precision == "fp32"
+    if te_available and not full and master_home == "device":
         return OptimizerPlan("te_fused_adam", torch.bfloat16, master, moments)
-    dtype = torch.float32 if master or cfg.mixed_precision == "fp32" else torch.bfloat16
-    if moments != dtype:
+    if master_home == "zero":
+        if not master:
+            raise ValueError(
+                "--master_weights none: DeepSpeed always has FP32 masters; use another --sharding_mode"
+            )
+        kept, plan = torch.float32, ("zero_adamw", torch.float32 if full else torch.bfloat16, True)
+    else:
+        kept = torch.float32 if master or full else torch.bfloat16
+        plan = ("torch_adamw", kept, kept == torch.float32)
+    if moments != kept:
         raise ValueError(
-            f"--moment_dtype {cfg.moment_dtype}: torch AdamW keeps moments in the weights' {dtype}; "
-            "other moments need Transformer Engine's FusedAdam: a CUDA GPU, TE, --mixed_precision bf16 or fp8"
+            f"--moment_dtype {cfg.moment_dtype}: torch AdamW keeps moments in the weights' {kept}; other "
+            "moments need Transformer Engine's FusedAdam: a CUDA GPU, TE, --mixed_precision bf16 or fp8, and "
+            "a --sharding_mode without offload or DeepSpeed"
         )
-    return OptimizerPlan("torch_adamw", dtype, dtype == torch.float32, moments)
+    return OptimizerPlan(*plan, moments)
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
@@ -71,7 +93,7 @@ def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) ->
 def build_optimizer(model: nn.Module, cfg: OptimConfig, plan: OptimizerPlan) -> torch.optim.Optimizer:
     groups = parameter_groups(model.parameters(), cfg.weight_decay)
     common = {"lr": cfg.learning_rate, "betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon}
-    if plan.kind == "torch_adamw":
+    if plan.kind != "te_fused_adam":
         return torch.optim.AdamW(groups, **common, fused=True)
     optimizers = importlib.import_module("transformer_engine.pytorch.optimizers")
     return optimizers.FusedAdam(
@@ -98,17 +120,33 @@ def learning_rate(step: int, cfg: OptimConfig, total_steps: int) -> float:
     return cfg.learning_rate * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape)
 
 
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """FP32 weights as TE's FusedAdam keeps them: BF16, rounded half up, and the low 16 bits as int16."""
+    bits = master.contiguous().view(torch.int32)
+    remainder = bits.to(torch.int16)
+    high = (bits >> 16) + (remainder < 0).int()  # a remainder of a half and more has rounded up
+    return high.to(torch.int16).view(torch.bfloat16), remainder
+
+
+def merge_master(weight: Tensor, remainder: Tensor) -> Tensor:
+    """Inverse of `split_master`, exact."""
+    high = weight.contiguous().view(torch.int16).to(torch.int32) - (remainder < 0).int()
+    return ((high << 16) | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
+
+
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """Live references to every state tensor as `<parameter>.<state>`, in the dtypes the optimizer keeps.
 
-    Allocates the state where no step has been taken yet, so that a checkpoint can be loaded into it.
-    (FusedAdam's own state_dict would cast BF16 moments to float32: 32 GB more for an 8B model.)
+    Allocates the state where no step has been taken yet, so that a checkpoint can be loaded into it. torch
+    AdamW's step counts are left out, see `optimizer_steps`. (FusedAdam's own state_dict would cast BF16
+    moments to float32: 32 GB more for an 8B model.)
     """
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if not optimizer.state[parameter]:
             _allocate(optimizer, parameter)
-        state.update({f"{name}.{key}": value for key, value in optimizer.state[parameter].items()})
+        kept = optimizer.state[parameter]
+        state.update({f"{name}.{key}": value for key, value in kept.items() if key != "step"})
     return state
 
 
@@ -125,11 +163,16 @@ def _allocate(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None
 
 
 def optimizer_steps(optimizer: torch.optim.Optimizer) -> int:
-    """Steps taken as FusedAdam counts them, by group; torch AdamW has them among its state tensors."""
+    """Steps taken, which Adam's bias correction needs; counted by group or by parameter."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
     return int(optimizer.param_groups[0].get("step", 0))
 
 
 def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    if not isinstance(optimizer, torch.optim.AdamW) and steps:
+    if isinstance(optimizer, torch.optim.AdamW):
+        for state in optimizer.state.values():
+            state["step"].fill_(steps)
+    elif steps:
         for group in optimizer.param_groups:
             group["step"] = steps

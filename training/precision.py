@@ -312,7 +312,9 @@ def coverage(model: nn.Module, precision: Precision) -> Coverage:
     """
     found: dict[tuple[str, str], tuple[int, int]] = {}
     for name, module in model.named_modules():
-        elements = sum(p.numel() for p in module.parameters(recurse=False) if p.ndim == 2)
+        # ZeRO-3 leaves an empty tensor where a weight was, and its shape beside it.
+        shapes = [getattr(p, "ds_shape", p.shape) for p in module.parameters(recurse=False)]
+        elements = sum(shape.numel() for shape in shapes if len(shape) == 2)
         is_attention = type(module).__name__ == "DotProductAttention"
         if isinstance(module, nn.Embedding) or not (elements or is_attention):
             continue

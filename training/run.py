@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import random
 import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 import te_models
 from data import build_loaders
 from data.chat import load_tokenizer
-from training import metrics, optim, precision
+from training import metrics, optim, precision, ranks
 from training.checkpoint import Checkpoints, resolve_resume
 from training.config import Config, parse_config
 from training.export import export_hf
-from training.run_folder import check_resume, open_run_folder, train_losses, write_json
+from training.run_folder import check_resume, global_batch, open_run_folder, train_losses, write_json
+from training.sharding import STRATEGIES, Memory, SingleDevice, choose_mode, refuse_small_host
 from training.state import restore_run, save_run
 from training.trackers import Progress as Display
-from training.trackers import build_tracker, describe_environment, redact
+from training.trackers import build_tracker, describe_environment, redact, version
 from training.trainer import Hooks, Meter, Progress, Trainer
+from training.watchdog import Watchdog
 
 EXIT_BAD_SETTING = 2
 EXIT_FAILED = 1
@@ -35,30 +39,63 @@ EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command again goes on
 CALIBRATION_PASSES = 2  # the second starts from the first one's scales, so that nothing underflows on the way
 
 
-def main(argv: list[str], *, description: str, strategy: Callable[[], Any], started: float = 0.0) -> int:
+def main(
+    argv: list[str], *, description: str, start: Callable[[Config], torch.device], started: float = 0.0
+) -> int:
     """Parse, run, and turn errors a user can act on into one line. Returns the exit code.
 
-    `started` is time.perf_counter() at the command's start, from which the first step's time is told.
+    `start` joins the job's other ranks, if there are any, and returns this one's device. `started` is
+    time.perf_counter() at the command's start, from which the first step's time is told.
     """
+    watchdog = None
     try:
         cfg = parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
-        return Run(cfg, strategy(), started or time.perf_counter()).run()
+        device = start(cfg)
+        watchdog = Watchdog(cfg.sharding.timeout_minutes)
+        code = Run(cfg, device, watchdog, started or time.perf_counter()).run()
+        watchdog.rest()
+        ranks.leave(watchdog.close)
+        return code
     except KeyboardInterrupt:
-        return _fail("interrupted outside the training loop; what was saved before is intact", 130)
+        return _fail("interrupted outside the training loop; what was saved before is intact", 130, watchdog)
     except torch.OutOfMemoryError as error:
         way_out = (
             "Try a smaller --batch_size with more --gradient_accumulation_steps, --gradient_checkpointing, "
-            "a shorter --max_seq_length or --moment_dtype bf16"
+            "a shorter --max_seq_length, --moment_dtype bf16, or more sharding (--sharding_mode fsdp_full)"
         )
-        return _fail(f"{str(error).splitlines()[0]} {way_out}", EXIT_FAILED)
+        return _fail(f"{str(error).splitlines()[0]} {way_out}", EXIT_FAILED, watchdog)
     except (ValueError, RuntimeError) as error:
+        if isinstance(error, dist.DistError) and not _raised_here(error):
+            text = str(error).splitlines()[0]
+            return _fail(f"another rank is gone or does not answer ({text})", EXIT_FAILED, watchdog)
         if not _raised_here(error):
+            if ranks.world_size() > 1:
+                traceback.print_exc()
+                return _fail(f"{type(error).__name__}: {error}", EXIT_FAILED, watchdog)
             raise
-        return _fail(str(error), EXIT_BAD_SETTING if isinstance(error, ValueError) else EXIT_FAILED)
+        code = EXIT_BAD_SETTING if isinstance(error, ValueError) else EXIT_FAILED
+        return _fail(str(error), code, watchdog)
+    except Exception as error:
+        if ranks.world_size() == 1:
+            raise
+        traceback.print_exc()
+        return _fail(f"{type(error).__name__}: {error}", EXIT_FAILED, watchdog)
 
 
-def _fail(message: str, code: int) -> int:
-    print(f"error: {redact(message)}", file=sys.stderr, flush=True)
+def _fail(message: str, code: int, watchdog: Watchdog | None) -> int:
+    """Print the message, if this rank is the first that fails, and end without waiting for the others."""
+    message = redact(message)
+    if watchdog is None:
+        if os.environ.get("RANK", "0") == "0":  # they all read the same settings
+            print(f"error: {message}", file=sys.stderr, flush=True)
+        return code
+    many = ranks.world_size() > 1
+    if watchdog.fail(message):
+        who = f"rank {ranks.rank()} ({platform.node()}): " if many else ""
+        print(f"error: {who}{message}", file=sys.stderr, flush=True)
+    if many:
+        sys.stdout.flush()
+        os._exit(code)  # an orderly exit would wait for ranks that wait for this one
     return code
 
 
@@ -70,19 +107,24 @@ def _raised_here(error: BaseException) -> bool:
 
 
 def say(text: str) -> None:
-    print(text, flush=True)
+    if ranks.rank() == 0:
+        print(text, flush=True)
 
 
 class Run:
     """One training run. Building decides and refuses; `run` trains and returns the exit code."""
 
-    def __init__(self, cfg: Config, strategy: Any, started: float):
-        self.cfg, self.strategy, self.device = cfg, strategy, strategy.device
-        self.started = started
+    def __init__(self, cfg: Config, device: torch.device, watchdog: Watchdog, started: float):
+        self.cfg, self.device, self.watchdog, self.started = cfg, device, watchdog, started
         set_determinism(cfg.optim.deterministic, cfg.optim.seed)
-        self._decide()
-        self._open_folder()
-        self._load_data()
+        agree("the settings", cfg.to_dict())
+        agree("the software", software())
+        ranks.together(self._decide)
+        self.folder = ranks.on_first(self._open_folder)
+        ranks.together(self._see_folder)
+        self.resume, self.meta = ranks.on_first(self._find_checkpoint)
+        ranks.together(self._load_data)
+        agree("the data", self.loaders.train.identity)
         self._build_model()
 
     def _decide(self) -> None:
@@ -105,19 +147,62 @@ class Run:
         elif cfg.model.use_te:
             precision.check_sizes(self.precision, self.plan.name, gemm_sizes(self.shape))
             precision.check_fp8_attention(cfg, self.precision, self.shape.head_dim)
-        te_available = precision.why_not_te() is None
-        self.optimizer_plan = optim.plan_optimizer(cfg.precision, te_available=te_available)
+        self.strategy = self._choose_strategy()
+        self.optimizer_plan = self._plan_optimizer(self.strategy.master_home)
         if cfg.precision.master_weights == "none":
             say(optim.MASTER_NONE_WARNING)
 
-    def _open_folder(self) -> None:
-        cfg = self.cfg
-        self.folder, self.lock = open_run_folder(cfg, self.plan.short_name, self.precision.effective)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", keep_last=cfg.checkpoint.keep_last)
-        self.resume = resolve_resume(cfg.checkpoint.resume, self.checkpoints)
-        if self.resume:
-            self.meta = self.checkpoints.read_meta(self.resume)
-            check_resume(self.meta, cfg, self.precision.effective, self.resume)
+    def _plan_optimizer(self, master_home: str) -> optim.OptimizerPlan:
+        te_available = precision.why_not_te() is None
+        return optim.plan_optimizer(self.cfg.precision, te_available=te_available, master_home=master_home)
+
+    def _choose_strategy(self) -> SingleDevice:
+        mode = self.cfg.sharding.mode
+        if not dist.is_initialized():
+            if mode != "auto":
+                say(
+                    f"--sharding_mode {mode}: one device, nothing to shard (torchrun train_multi_gpu.py does)"
+                )
+            return SingleDevice(self.device, self.cfg)
+        parameters = te_models.count_parameters(self.plan.config)
+        _, local_size = ranks.local_rank_and_size()
+        if mode == "auto":
+            memory = None
+            if self.device.type == "cuda":
+                plan = self._plan_optimizer("device")
+                gpu = torch.cuda.get_device_properties(self.device).total_memory
+                memory = Memory(parameters, weights=2, state=plan.state_bytes, gpu=gpu)
+            mode, why = choose_mode(memory, world_size=ranks.world_size(), local_size=local_size)
+            say(f"--sharding_mode auto: {mode} ({why})")
+        if mode == "fsdp_offload":
+            refuse_small_host(parameters, local_size=local_size, world_size=ranks.world_size())
+        return STRATEGIES[mode](self.device, self.cfg)
+
+    def _open_folder(self) -> Path:
+        folder, self.lock = open_run_folder(self.cfg, self.plan.short_name, self.precision.effective)
+        return folder
+
+    def _see_folder(self) -> None:
+        if not self.folder.exists():
+            raise ValueError(
+                f"--output_dir {self.folder}: not seen on {platform.node()}; every node must reach it, so "
+                "choose a folder on a shared file system"
+            )
+
+    def _find_checkpoint(self) -> tuple[Path | None, dict]:
+        """The checkpoint to go on from, and its meta."""
+        checkpoints = self._checkpoints()
+        resume = resolve_resume(self.cfg.checkpoint.resume, checkpoints)
+        if resume is None:
+            return None, {}
+        meta = checkpoints.read_meta(resume)
+        notice = check_resume(meta, self.cfg, self.precision.effective, resume, ranks.world_size())
+        if notice:
+            say(notice)
+        return resume, meta
+
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.folder / "checkpoints", keep_last=self.cfg.checkpoint.keep_last)
 
     def _load_data(self) -> None:
         cfg = self.cfg
@@ -132,8 +217,8 @@ class Run:
             pad_multiple=self.precision.token_multiple,
             vocab_size=config.vocab_size,
             max_positions=getattr(config, "max_position_embeddings", None),
-            rank=self.strategy.rank,
-            world_size=self.strategy.world_size,
+            rank=ranks.rank(),
+            world_size=ranks.world_size(),
             pin_memory=self.device.type == "cuda",
             trust_remote_code=cfg.model.trust_remote_code,
         )
@@ -161,11 +246,16 @@ class Run:
     def _build_model(self) -> None:
         cfg = self.cfg
         multiple = self.precision.token_multiple
+        plan, strategy = self.optimizer_plan, self.strategy
+        compute = torch.float32 if cfg.precision.mixed_precision == "fp32" else torch.bfloat16
+        dtypes = {"parameter_dtype": plan.parameter_dtype, "compute_dtype": compute}
         self.model = te_models.build_model(
             self.plan,
             use_te=cfg.model.use_te,
-            dtype=self.optimizer_plan.parameter_dtype,
+            dtype=plan.parameter_dtype,
             device=self.device,
+            shard=(lambda model: strategy.shard(model, **dtypes)) if strategy.shards_weights else None,
+            parameter_device=torch.device("cpu") if strategy.master_home == "cpu" else self.device,
             seed=cfg.optim.seed,
             packed=cfg.data.packing,
             max_positions=-(-cfg.data.max_seq_length // multiple) * multiple,
@@ -173,45 +263,65 @@ class Run:
             compile_layers=cfg.model.compile_model,
             trust_remote_code=cfg.model.trust_remote_code,
         )
-        self.optimizer = optim.build_optimizer(self.model, cfg.optim, self.optimizer_plan)
-        self.autocast = precision.build_autocast(
-            self.precision, device=self.device, parameter_dtype=self.optimizer_plan.parameter_dtype
-        )
+        strategy.settle(self.model)
         millions = sum(p.numel() for p in self.model.parameters()) / 1e6
+        optimizer = optim.build_optimizer(self.model, cfg.optim, plan)
+        # The bare model is what is saved and exported; the loop calls the wrapped one.
+        self.wrapped, self.optimizer = strategy.wrap(self.model, optimizer)
+        self.autocast = precision.build_autocast(
+            self.precision, device=self.device, parameter_dtype=strategy.compute_dtype(**dtypes)
+        )
         layers = "Transformer Engine" if cfg.model.use_te else "Hugging Face"
-        say(f"{self.plan.name}: {millions:,.1f} M parameters, {layers} layers, on {self.device}")
-        say(f"precision {self.precision.effective}; {self.optimizer_plan.describe()}")
+        where = str(self.device)
+        if strategy.world_size > 1:
+            nodes = f" on {strategy.num_nodes} nodes" if strategy.num_nodes > 1 else ""
+            where = f"{strategy.world_size} x {self.device.type}{nodes}, {strategy.mode}"
+            torch.manual_seed(cfg.optim.seed + strategy.rank)  # dropout, if any, differs between ranks
+        say(f"{self.plan.name}: {millions:,.1f} M parameters, {layers} layers, on {where}")
+        say(f"precision {self.precision.effective}; {plan.describe()}")
 
     def run(self) -> int:
         # Everything is restored before the tracker opens: it cuts the log at the step that goes on.
+        self.checkpoints = self._checkpoints()
         progress, self.scaling = Progress(), {}
         if self.resume:
             progress, self.scaling = restore_run(
                 self.checkpoints,
                 self.resume,
                 self.meta,
+                self.cfg,
                 model=self.model,
                 optimizer=self.optimizer,
+                strategy=self.strategy,
                 loader=self.loaders.train,
             )
             say(f"resumed from {self.resume} at step {progress.step}")
+            if global_batch(self.meta["config"], self.meta["world_size"]) != self._global_batch():
+                self.total_steps = steps_left(self.cfg, self.loaders.train, progress.step)
             if progress.step >= self.total_steps and (self.folder / "summary.json").exists():
-                self.lock.release()
+                self._unlock()
                 say("this run is finished; raise --max_steps or --num_epochs to go on")
                 say(f"run folder: {self.folder}")
                 return 0
         self.environment = describe_environment() | self.precision.as_dict()
-        self.environment["optimizer"] = self.optimizer_plan.describe()
-        write_json(self.folder / "env.json", self.environment)
+        self.environment |= {
+            "optimizer": self.optimizer_plan.describe(),
+            "sharding_mode": self.strategy.mode,
+            "world_size": self.strategy.world_size,
+            "nodes": self.strategy.num_nodes,
+            "hosts": sorted(set(ranks.gather(platform.node()))),
+        }
+        self._write_environment()
         self.tracker = build_tracker(
             self.cfg.log,
             self.folder,
             config=self.cfg.to_dict() | self.precision.as_dict(),
             tags=self._tags(),
             resume_step=progress.step if self.resume else None,
+            enabled=self.strategy.rank == 0,
         )
         self.wall_before = progress.wall_seconds
-        self.display = Display(self.total_steps, progress.step)
+        self.display = Display(self.total_steps, progress.step, enabled=self.strategy.rank == 0)
         self.trainer = self._build_trainer(progress)
         code = EXIT_FAILED
         try:
@@ -225,20 +335,32 @@ class Run:
         finally:
             self.display.close()
             self.tracker.finish(code)
-            self.lock.release()
+            self._unlock()
         if code == EXIT_INTERRUPTED:
             say(f"to go on: the same command with --output_dir {self.folder}")
         say(f"run folder: {self.folder}")
         return code
 
+    def _unlock(self) -> None:
+        if self.strategy.rank == 0:
+            self.lock.release()
+
+    def _write_environment(self) -> None:
+        if self.strategy.rank == 0:
+            write_json(self.folder / "env.json", self.environment)
+
+    def _global_batch(self) -> int:
+        return global_batch(self.cfg.to_dict(), self.strategy.world_size)
+
     def _tags(self) -> list[str]:
         layers = "te" if self.cfg.model.use_te else "hf"
-        return [self.plan.short_name, self.precision.effective, layers]
+        mode = [self.strategy.mode] if self.strategy.world_size > 1 else []
+        return [self.plan.short_name, self.precision.effective, layers, *mode]
 
     def _build_trainer(self, progress: Progress) -> Trainer:
         return Trainer(
             self.cfg,
-            model=self.model,
+            model=self.wrapped,
             optimizer=self.optimizer,
             strategy=self.strategy,
             autocast=self.autocast,
@@ -254,6 +376,7 @@ class Run:
                 on_skipped=lambda: precision.scrub_scaling(self.model),
                 evaluating=lambda: precision.frozen_scaling(self.model),
                 save=self._save,
+                beat=self.watchdog.beat,
             ),
             progress=progress,
         )
@@ -276,12 +399,14 @@ class Run:
         # Attention kernels draw from the generator even without dropout; the run must not notice.
         with torch.random.fork_rng(devices):
             for _ in range(CALIBRATION_PASSES):
-                with torch.enable_grad():
+                with torch.enable_grad(), self.strategy.accumulating(self.wrapped, last=True):
                     with self.autocast():
-                        loss, _ = self.model(**batch.inputs)
-                    self.strategy.backward(self.model, loss)
-                self.optimizer.zero_grad(set_to_none=True)
-        step_tokens = batch.label_tokens * self.cfg.optim.gradient_accumulation_steps
+                        loss, _ = self.wrapped(**batch.inputs)
+                    self.strategy.backward(self.wrapped, loss)
+                self.strategy.discard(self.wrapped, self.optimizer)
+        # Ranks share their scales, so they must share the factor; each rank's loss is divided by the mean.
+        tokens = self.strategy.sum(torch.tensor(float(batch.label_tokens), device=self.device)).item()
+        step_tokens = tokens / self.strategy.world_size * self.cfg.optim.gradient_accumulation_steps
         precision.scale_gradients(self.model, 1 / max(1, step_tokens))
         precision.restore_scaling(self.model, self.scaling)
 
@@ -293,7 +418,7 @@ class Run:
             "attention_backend": backend,
             "seconds_to_first_step": round(time.perf_counter() - self.started, 2),
         }
-        write_json(self.folder / "env.json", self.environment)
+        self._write_environment()
         self.display.message("\n".join(found.lines()))
         if self.precision.recipe is not None and not found.fp8_modules:
             raise RuntimeError(
@@ -314,6 +439,7 @@ class Run:
             self.precision,
             model=self.model,
             optimizer=self.optimizer,
+            strategy=self.strategy,
             loader=self.loaders.train,
             progress=self.trainer.progress,
             eval_loss=eval_loss,
@@ -323,19 +449,25 @@ class Run:
         self.trainer.progress.wall_seconds = self.wall_before + time.perf_counter() - self.started
 
     def _export(self) -> None:
-        folder = export_hf(
+        self.watchdog.beat("exporting")
+        self.strategy.settle(self.model)
+        tensors = te_models.export_tensors(self.model, self.strategy.gather)
+        folder = ranks.on_first_of(tensors, self._write_export)
+        say(f"exported to {folder}")
+        prompts = self.loaders.eval_prompts[: self.cfg.checkpoint.generate_samples]
+        if prompts and self.strategy.rank == 0:
+            text = answer(folder, prompts, self.device)
+            (self.folder / "samples.txt").write_text(text, encoding="utf-8")
+            say(f"\nsamples from the exported model:\n\n{text}")
+
+    def _write_export(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Path:
+        return export_hf(
             self.folder / "export",
-            te_models.export_tensors(self.model),
+            tensors,
             config=self.plan.config,
             tokenizer=self.tokenizer,
             generation_config=generation_config(self.plan, self.tokenizer),
         )
-        say(f"exported to {folder}")
-        prompts = self.loaders.eval_prompts[: self.cfg.checkpoint.generate_samples]
-        if prompts:
-            text = answer(folder, prompts, self.device)
-            (self.folder / "samples.txt").write_text(text, encoding="utf-8")
-            say(f"\nsamples from the exported model:\n\n{text}")
 
     def _summary(self) -> dict[str, Any]:
         """The values of summary.json: counts and losses over all starts of the run, rates of the last one."""
@@ -343,6 +475,7 @@ class Run:
         progress, losses = self.trainer.progress, train_losses(self.folder)
         tail = losses[-max(1, len(losses) // 10) :]
         gpus = self.strategy.world_size if self.device.type == "cuda" else 0
+        peak = torch.tensor(torch.cuda.max_memory_allocated(self.device) / 1e9 if gpus else 0.0)
         return {
             "model_name": self.cfg.model.model_name,
             "mixed_precision": self.cfg.precision.mixed_precision,
@@ -358,9 +491,11 @@ class Run:
             "best_eval_loss": progress.best_eval_loss,
             "runtime_seconds": progress.wall_seconds,
             "train_seconds": progress.train_seconds,
-            "peak_memory_gb": torch.cuda.max_memory_allocated(self.device) / 1e9 if gpus else None,
+            "peak_memory_gb": self.strategy.max(peak).item() if gpus else None,
             "gpu_name": self.environment.get("gpu_name"),
             "gpus": gpus,
+            "world_size": self.strategy.world_size,
+            "sharding_mode": self.strategy.mode,
             "nodes": self.strategy.num_nodes,
             "gpu_hours": metrics.gpu_hours(progress.wall_seconds, gpus),
             "node_hours": metrics.node_hours(progress.wall_seconds, self.strategy.num_nodes),
@@ -401,6 +536,35 @@ def count_steps(cfg: Config, micro_batches: int | None) -> int:
         return cfg.optim.max_steps
     assert micro_batches is not None  # Config refuses streaming without --max_steps
     return cfg.optim.num_epochs * -(-micro_batches // cfg.optim.gradient_accumulation_steps)
+
+
+def steps_left(cfg: Config, loader: Any, done: int) -> int:
+    """All steps of a run that goes on after `done` with another global batch: the data's rest decides."""
+    per_epoch = loader.micro_batches_per_epoch
+    if cfg.optim.max_steps is not None or per_epoch is None:
+        return count_steps(cfg, per_epoch)
+    accumulation = cfg.optim.gradient_accumulation_steps
+    epochs_after = max(0, cfg.optim.num_epochs - loader.epoch - 1)
+    here = loader.micro_batches_left() if loader.epoch < cfg.optim.num_epochs else 0
+    return done + -(-here // accumulation) + epochs_after * -(-per_epoch // accumulation)
+
+
+def software() -> dict[str, str | None]:
+    """Versions that all ranks of a job must share."""
+    return {name: version(name) for name in ("torch", "transformers", "transformer_engine", "datasets")}
+
+
+def agree(what: str, values: dict[str, Any]) -> None:
+    """ValueError if `values` are not the same on every rank: they would train different models, or hang."""
+    everyone = ranks.gather((platform.node(), values))
+    _, first = everyone[0]
+    for rank, (host, own) in enumerate(everyone):
+        if differing := [key for key in first if own.get(key) != first[key]]:
+            shown = ", ".join(f"{key} {own.get(key)} (rank 0: {first[key]})" for key in differing)
+            raise ValueError(
+                f"{what} differ on rank {rank} ({host}): {shown}; start every rank with the same command, "
+                "environment and data"
+            )
 
 
 def generation_config(plan: te_models.ModelPlan, tokenizer: Any) -> Any:

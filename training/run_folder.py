@@ -50,7 +50,10 @@ def _refuse_other_run(cfg: Config, folder: Path) -> None:
             f"--output_dir {folder}: its config.json is broken ({error}); choose another folder, "
             f"with --resume {folder} to go on from its checkpoints"
         ) from None
-    if changed := changed_settings(old, cfg):
+    changed = changed_settings(old, cfg)
+    if (folder / "checkpoints").exists():  # then `check_resume` knows on how many ranks it ran
+        changed = {name: values for name, values in changed.items() if name not in SPLIT}
+    if changed:
         raise ValueError(
             f"--output_dir {folder}: holds another run ({describe_changes(changed)}); "
             "choose another folder, or give the settings it was started with to resume it"
@@ -68,9 +71,25 @@ def describe_changes(changed: dict[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"--{name} {old} there, {new} here" for name, (old, new) in changed.items())
 
 
-def check_resume(meta: dict, cfg: Config, recipe: str, path: Path) -> None:
-    """ValueError if the checkpoint belongs to a run of other settings or of another effective recipe."""
+# How a global batch is split may change with the number of ranks, its size only then.
+SPLIT = ("batch_size", "gradient_accumulation_steps")
+
+
+def global_batch(settings: dict[str, Any], world_size: int) -> int:
+    """Sequences per optimizer step."""
+    return settings["batch_size"] * settings["gradient_accumulation_steps"] * world_size
+
+
+def check_resume(meta: dict, cfg: Config, recipe: str, path: Path, world_size: int) -> str | None:
+    """ValueError if the checkpoint belongs to a run of other settings or of another effective recipe.
+
+    Returns what the user should know of a global batch that changes with the number of ranks.
+    """
     changed = changed_settings(meta["config"], cfg)
+    old, new = global_batch(meta["config"], meta["world_size"]), global_batch(cfg.to_dict(), world_size)
+    split = {name: changed.pop(name) for name in SPLIT if name in changed}
+    if old != new and (split or meta["world_size"] == world_size):
+        changed |= split
     if meta["recipe"] != recipe:
         changed["fp8_scenario"] = (meta["recipe"], recipe)
     if changed:
@@ -78,6 +97,13 @@ def check_resume(meta: dict, cfg: Config, recipe: str, path: Path) -> None:
             f"--resume {path}: was saved with other settings ({describe_changes(changed)}); "
             "give the same ones, or start a new run from its exported model"
         )
+    if old == new:
+        return None
+    return (
+        f"WARNING: saved on {meta['world_size']} ranks with a global batch of {old} sequences, which is "
+        f"{new} on {world_size}: steps and learning rate follow the new one. To keep {old}, change "
+        "--gradient_accumulation_steps or --batch_size"
+    )
 
 
 def write_json(path: Path, values: dict) -> None:

@@ -1,15 +1,33 @@
 """How the work is spread over devices: the few things that differ between one device and many.
 
 A strategy shards the model, says when gradients are exchanged, and owns backward and the optimizer's step.
+Gradients are averaged over ranks; the loop scales the loss by the number of ranks to undo it.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from training import ranks
+from training.config import Config
 
 
 @dataclass(frozen=True)
@@ -19,12 +37,31 @@ class StepOutcome:
 
 
 class SingleDevice:
-    """Everything on one device."""
+    """Everything on one device; also what the others have in common."""
 
-    rank, world_size, num_nodes = 0, 1, 1
+    mode = "single"
+    shards_weights = False  # so that weights are drawn into shards instead of a whole model
+    master_home = "device"  # where FP32 weights are: on the device, on the CPU ("cpu") or in ZeRO ("zero")
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, cfg: Config | None = None):
+        self.device, self.cfg = device, cfg
+        self.rank, self.world_size, self.num_nodes = ranks.rank(), ranks.world_size(), ranks.num_nodes()
+
+    def shard(self, model: nn.Module, *, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
+        """Shard `model`, on the meta device or not, before its weights are read."""
+
+    def compute_dtype(self, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
+        """The dtype that forward passes find parameters in."""
+        return parameter_dtype
+
+    def wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """What the loop calls and steps instead of `model` and `optimizer`, once both hold their values."""
+        return model, optimizer
+
+    def settle(self, model: nn.Module) -> None:
+        """After forward passes without backward: parameters are again those that the optimizer holds."""
 
     def accumulating(self, model: nn.Module, *, last: bool) -> AbstractContextManager:
         """Around a micro-batch; all but the last may skip the exchange of gradients."""
@@ -40,8 +77,9 @@ class SingleDevice:
 
         Waits for the device once, since whether the step is taken must be known before it is.
         """
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = global_norm(gradients)
+        gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None]
+        norm = self.total_norm(global_norm(gradients))
+        usable = usable.to(norm.device)
         taken, host_norm = torch.stack([(norm.isfinite() & usable).float(), norm]).tolist()
         if taken:
             if max_norm and host_norm > max_norm:
@@ -50,17 +88,169 @@ class SingleDevice:
         optimizer.zero_grad(set_to_none=True)
         return StepOutcome(norm, bool(taken))
 
+    def total_norm(self, norm: Tensor) -> Tensor:
+        """The whole gradient's norm from that of this rank's part of it."""
+        return norm
+
+    def discard(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Throw the gradients of a finished backward away."""
+        optimizer.zero_grad(set_to_none=True)
+
+    def gather(self, tensors: list[Tensor]) -> list[Tensor]:
+        """These parameters, whole, on every rank; collective. One layer at a time fits everywhere."""
+        return [t.full_tensor() if isinstance(t, DTensor) else t for t in (t.detach() for t in tensors)]
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks."""
-        return tensor
+        return ranks.all_sum(tensor)
 
     def max(self, tensor: Tensor) -> Tensor:
         """Maximum over ranks."""
-        return tensor
+        return ranks.all_max(tensor)
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says so; every rank gets the same answer."""
-        return flag
+        if self.world_size == 1:
+            return flag
+        return bool(ranks.all_max(torch.tensor(float(flag), device=self.device)))
+
+
+class DDP(SingleDevice):
+    """The whole model on every rank; gradients are averaged in buckets while backward runs."""
+
+    mode = "ddp"
+
+    def wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        wrapped = nn.parallel.DistributedDataParallel(
+            model,
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+        )
+        if self.cfg.sharding.grad_reduce_dtype == "fp32" and any(
+            p.dtype != torch.float32 for p in model.parameters()
+        ):
+            wrapped.register_comm_hook(None, _average_in_fp32)
+        return wrapped, optimizer
+
+    def accumulating(self, model: nn.Module, *, last: bool) -> AbstractContextManager:
+        return nullcontext() if last else model.no_sync()
+
+
+def _average_in_fp32(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    low = bucket.buffer()
+    high = low.float().div_(dist.get_world_size())
+    future = dist.all_reduce(high, async_op=True).get_future()
+    return future.then(lambda done: low.copy_(done.value()[0]))
+
+
+class FSDP(SingleDevice):
+    """FSDP2: every block's weights, gradients and optimizer state are cut along dim 0 over the ranks.
+
+    `resharded`: weights are gathered for forward and again for backward (ZeRO-3), or kept between the two
+    (ZeRO-2).
+    """
+
+    shards_weights = True
+
+    def __init__(
+        self,
+        device: torch.device,
+        cfg: Config,
+        *,
+        mode: str,
+        resharded: bool = True,
+        offload: bool = False,
+        shard_size: int | None = None,
+    ):
+        super().__init__(device, cfg)
+        self.mode, self.resharded, self.offload = mode, resharded, offload
+        self.master_home = "cpu" if offload else "device"
+        size = shard_size or self.world_size
+        if size == self.world_size:
+            self.mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+        else:
+            shape = (self.world_size // size, size)
+            self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+    def shard(self, model: nn.Module, *, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
+        reduce_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.cfg.sharding.grad_reduce_dtype]
+        gathered = self.compute_dtype(parameter_dtype, compute_dtype)
+        settings = {
+            "mesh": self.mesh,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=None if gathered == parameter_dtype else gathered,
+                reduce_dtype=None if gathered == reduce_dtype else reduce_dtype,
+                cast_forward_inputs=False,  # it would cast RoPE angles to BF16
+            ),
+            "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+            if self.offload
+            else OffloadPolicy(),
+        }
+        blocks = model.blocks
+        for block in blocks:
+            fully_shard(block, reshard_after_forward=self.resharded, **settings)
+        # Embedding, final norm and LM head make one group, which a tied weight needs.
+        fully_shard(model, reshard_after_forward=False, **settings)
+        # Without it a block's weights are asked for when the CPU gets there: late, where launching is slow.
+        for block, following in pairwise(blocks):
+            block.set_modules_to_forward_prefetch([following])
+
+    def settle(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what stays gathered until backward, as the root does
+
+    def compute_dtype(self, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
+        return compute_dtype  # FP32 weights are cast before they are gathered
+
+    @contextmanager
+    def accumulating(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+        model.set_requires_gradient_sync(last)
+        yield
+
+    def total_norm(self, norm: Tensor) -> Tensor:
+        square = norm.square()
+        dist.all_reduce(square, group=self.mesh.get_group("shard"))
+        return square.sqrt()
+
+
+def _zero(device: torch.device, cfg: Config) -> SingleDevice:
+    from training.zero import Zero  # imports DeepSpeed
+
+    return Zero(device, cfg)
+
+
+# Sharding modes: how each is built from a device and the configuration.
+STRATEGIES: dict[str, Callable[[torch.device, Config], SingleDevice]] = {
+    "ddp": DDP,
+    "fsdp_full": lambda device, cfg: FSDP(device, cfg, mode="fsdp_full"),
+    "fsdp_grad": lambda device, cfg: FSDP(device, cfg, mode="fsdp_grad", resharded=False),
+    "fsdp_offload": lambda device, cfg: FSDP(device, cfg, mode="fsdp_offload", offload=True),
+    "hsdp": lambda device, cfg: FSDP(device, cfg, mode="hsdp", shard_size=hsdp_shard_size(cfg)),
+    "deepspeed": _zero,
+    "ds_zero1": _zero,
+    "ds_zero2": _zero,
+    "ds_zero3": _zero,
+    "ds_zero3_offload": _zero,
+}
+
+
+def hsdp_shard_size(cfg: Config) -> int:
+    """Ranks that hold one copy of the model together. ValueError if they do not divide the world."""
+    size, world = cfg.sharding.hsdp_shard_size or ranks.local_rank_and_size()[1], ranks.world_size()
+    if world % size:
+        raise ValueError(
+            f"--hsdp_shard_size {size}: does not divide the {world} ranks; give a divisor, or use "
+            "--sharding_mode fsdp_full"
+        )
+    return size
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def global_norm(gradients: list[Tensor]) -> Tensor:
@@ -70,3 +260,52 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(
         torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients])
     )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a training run holds per parameter, in bytes, and how much room a GPU has."""
+
+    parameters: int
+    weights: int  # as they are gathered for a forward pass
+    state: int  # weights, gradient and optimizer state together
+    gpu: int
+
+
+ROOM = 0.6  # of a GPU's memory for what `Memory` counts; the rest is for activations, FP8 copies and NCCL
+
+
+def choose_mode(memory: Memory | None, *, world_size: int, local_size: int) -> tuple[str, str]:
+    """The sharding mode that exchanges least among those that fit, and why, for --sharding_mode auto."""
+    if memory is None:
+        return "ddp", "without a GPU there is no memory to plan for"
+    whole = memory.parameters * memory.state / 1e9
+    gathered = memory.parameters * memory.weights / 1e9
+    room = ROOM * memory.gpu / 1e9
+    what = f"weights, gradients and optimizer take {whole:.1f} GB, a GPU has {room:.1f} GB for them"
+    if whole <= room:
+        return "ddp", what
+    if gathered * 2 + whole / world_size <= room:
+        return (
+            "fsdp_grad",
+            f"{what}; gathered weights and gradients ({gathered * 2:.1f} GB) fit beside a shard",
+        )
+    if world_size > local_size > 1 and whole / local_size <= room:
+        return "hsdp", f"{what}; sharded over the {local_size} ranks of a node they fit"
+    if whole / world_size <= room:
+        return "fsdp_full", f"{what}; sharded over {world_size} ranks they fit"
+    return (
+        "fsdp_offload",
+        f"{what}; even sharded over {world_size} ranks they do not fit, the CPU must hold them",
+    )
+
+
+def refuse_small_host(parameters: int, *, local_size: int, world_size: int) -> None:
+    """RuntimeError if this node cannot hold its share of FP32 weights, gradients and two moments."""
+    needed = 16 * parameters * local_size / world_size
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > total:
+        raise RuntimeError(
+            f"--sharding_mode fsdp_offload: needs {needed / 1e9:.0f} GB of host memory on this node for FP32 "
+            f"weights, gradients and moments, which has {total / 1e9:.0f} GB; use more nodes, or fsdp_full"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from training import optim, precision
 from training.checkpoint import Checkpoints
@@ -24,10 +26,12 @@ def save_run(
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    strategy: Any,
     loader: Any,
     progress: Progress,
     eval_loss: float | None,
 ) -> None:
+    """Save everything the run is, as one checkpoint. Collective."""
     scaling = {f"fp8/{name}": tensor for name, tensor in precision.scaling_state(model).items()}
     meta = {
         "config": cfg.to_dict(),
@@ -35,45 +39,90 @@ def save_run(
         "progress": asdict(progress),
         "loader": loader.state_dict(),
         "optimizer_steps": optim.optimizer_steps(optimizer),
+        "world_size": strategy.world_size,
     }
-    tensors = _model_and_optimizer(model, optimizer) | _rng() | scaling
-    checkpoints.save(progress.step, tensors, meta, eval_loss=eval_loss)
+    tensors, _ = weights_and_optimizer(model, optimizer, strategy, cfg)
+    checkpoints.save(progress.step, tensors | rng(strategy.rank) | scaling, meta, eval_loss=eval_loss)
 
 
 def restore_run(
     checkpoints: Checkpoints,
     path: Path,
     meta: dict,
+    cfg: Config,
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    strategy: Any,
     loader: Any,
 ) -> tuple[Progress, dict[str, Tensor]]:
     """Load model, optimizer, random state and loader; returns progress and the FP8 scaling state to apply.
 
     TE allocates its scales in the first forward pass, so they are handed back instead of being filled here.
+    A rank that the saved run did not have keeps the random state it was started with. Collective.
     """
     shapes = checkpoints.shapes(path)
     scaling = {key: torch.empty(shape) for key, shape in shapes.items() if key.startswith("fp8/")}
-    rng = _rng()
-    checkpoints.load(path, _model_and_optimizer(model, optimizer) | rng | scaling)
-    set_rng_state({name.removeprefix("rng/"): tensor for name, tensor in rng.items()})
+    tensors, put_back = weights_and_optimizer(model, optimizer, strategy, cfg)
+    random_state = {key: tensor for key, tensor in rng(strategy.rank).items() if key in shapes}
+    checkpoints.load(path, tensors | random_state | scaling)
+    put_back()
     optim.set_optimizer_steps(optimizer, meta["optimizer_steps"])
+    if random_state:
+        set_rng_state({key.rpartition("/")[2]: tensor for key, tensor in random_state.items()})
     loader.load_state_dict(meta["loader"])
     return Progress(**meta["progress"]), {k.removeprefix("fp8/"): t for k, t in scaling.items()}
 
 
-def _model_and_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    tensors = {f"model/{name}": p.detach() for name, p in model.named_parameters()}
+def weights_and_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Any, cfg: Config
+) -> tuple[dict[str, Tensor], Callable[[], None]]:
+    """What a checkpoint holds of them, the same in every sharding mode, and what puts it back after a load.
+
+    32-bit weights are kept as BF16 and the 16 bits below it, whichever optimizer holds them, unless the run
+    computes in FP32. Where the model has them in this form the tensors are live references.
+    """
+    strategy.settle(model)
+    if strategy.master_home == "zero":
+        return strategy.state(model, optimizer)
+    tensors, whole = {}, {}
+    halved = cfg.precision.mixed_precision != "fp32"
+    for name, parameter in model.named_parameters():
+        tensors[f"model/{name}"] = parameter.detach()
+        if halved and parameter.dtype == torch.float32:
+            whole[name] = parameter.detach()
+            weight, remainder = _like(parameter, optim.split_master)
+            tensors |= {f"model/{name}": weight, f"optimizer/{name}.master_param": remainder}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 tensors[f"model/{name}"] = buffer
-    return tensors | {f"optimizer/{k}": v for k, v in optim.optimizer_state(optimizer, model).items()}
+    tensors |= {f"optimizer/{k}": v for k, v in optim.optimizer_state(optimizer, model).items()}
+
+    def put_back() -> None:
+        for name, parameter in whole.items():
+            halves = tensors[f"model/{name}"], tensors[f"optimizer/{name}.master_param"]
+            _local(parameter).copy_(optim.merge_master(*map(_local, halves)))
+
+    return tensors, put_back
 
 
-def _rng() -> dict[str, Tensor]:
-    return {f"rng/{name}": tensor for name, tensor in rng_state().items()}
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(parameter: Tensor, work: Callable[[Tensor], tuple[Tensor, ...]]) -> list[Tensor]:
+    """`work` on this rank's part of `parameter`, its results sharded alike."""
+    results = work(_local(parameter.detach()))
+    if not isinstance(parameter, DTensor):
+        return list(results)
+    layout = {"shape": parameter.size(), "stride": parameter.stride(), "run_check": False}
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return [DTensor.from_local(result, mesh, placements, **layout) for result in results]
+
+
+def rng(rank: int) -> dict[str, Tensor]:
+    return {f"rng/{rank}/{name}": tensor for name, tensor in rng_state().items()}
 
 
 def rng_state() -> dict[str, Tensor]:

@@ -379,12 +379,12 @@ def describe_environment() -> dict[str, Any]:
         "driver": (_output(smi.split()) or "").split("\n")[0] or None,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: version(name) for name in PACKAGES},
         "git": _git_state(Path(__file__).resolve().parents[1]),
     }
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -28,6 +28,7 @@ class StepResult:
     grad_norm: Tensor
     learning_rate: float
     taken: bool
+    stop: Tensor  # more than 0 if any rank was asked to stop before the step
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Hooks:
     after_first_step: Callable[[], None] = lambda: None
     on_skipped: Callable[[], None] = lambda: None
     evaluating: Callable[[], AbstractContextManager] = nullcontext
+    beat: Callable[[str], None] = lambda doing: None  # what this rank does next, for who watches over it
     # (step, evaluation loss at it or None)
     save: Callable[[int, float | None], None] = lambda step, eval_loss: None
 
@@ -81,15 +83,20 @@ class Meter:
             for name in ("real_tokens", "label_tokens", "padded_tokens", "sum_squared_lengths"):
                 self.counts[name] = self.counts.get(name, 0) + getattr(batch, name)
 
-    def read(self, total: Callable[[dict[str, int]], dict[str, int]]) -> dict[str, float]:
-        """The metrics of the interval, summed over ranks by `total`; resets the meter."""
-        counts, seconds = total(self.counts), self.seconds
+    def read(
+        self,
+        total: Callable[[dict[str, int]], dict[str, int]],
+        slowest: Callable[[list[float]], list[float]],
+    ) -> dict[str, float]:
+        """The metrics of the interval: counts summed over ranks by `total`, times the slowest rank's."""
+        counts = total(self.counts)
+        seconds, waited = slowest([self.seconds, self.waited])
         out = {
             "perf/tokens_per_second": tokens_per_second(counts["real_tokens"], seconds),
             "perf/label_tokens_per_second": tokens_per_second(counts["label_tokens"], seconds),
             "perf/padded_tokens_per_second": tokens_per_second(counts["padded_tokens"], seconds),
             "perf/step_seconds": seconds / self.steps,
-            "perf/data_wait_share": self.waited / seconds,
+            "perf/data_wait_share": waited / seconds,
         }
         if self.shape is not None:
             tokens, pairs = counts["real_tokens"], counts["sum_squared_lengths"]
@@ -146,6 +153,7 @@ class Trainer:
         tokens = self.strategy.sum(torch.tensor(labels, device=self.device, dtype=torch.float32))
         divisor = tokens.clamp(min=1)
         loss_sum = torch.zeros((), device=self.device)
+        self.hooks.beat(f"computing step {self.progress.step + 1}")
         for i, batch in enumerate(micro_batches):
             with self.strategy.accumulating(self.model, last=i == len(micro_batches) - 1):
                 with self.autocast():
@@ -153,14 +161,17 @@ class Trainer:
                 # Backward stays outside autocast; ranks average gradients, world_size undoes that.
                 self.strategy.backward(self.model, loss * (self.strategy.world_size / divisor))
             loss_sum += loss.detach()
-        mean = self.strategy.sum(loss_sum) / divisor
+        asked = torch.tensor(float(self.stop_requested), device=self.device)
+        total, stop = self.strategy.sum(torch.stack([loss_sum, asked])).unbind()
+        mean = total / divisor
+        self.hooks.beat(f"waiting for step {self.progress.step + 1}")
         outcome = self.strategy.step(
             self.model,
             self.optimizer,
             usable=mean.isfinite() & (tokens > 0),
             max_norm=self.cfg.optim.max_grad_norm,
         )
-        return StepResult(mean, outcome.grad_norm, rate, outcome.taken)
+        return StepResult(mean, outcome.grad_norm, rate, outcome.taken, stop)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float] | None:
@@ -172,6 +183,7 @@ class Trainer:
         self.model.eval()
         with self.hooks.evaluating():
             for batch in self.loaders.eval:
+                self.hooks.beat(f"evaluating at step {self.progress.step}")
                 if self.strategy.any(self.stop_requested):
                     break
                 batch = batch.to(self.device)
@@ -214,8 +226,9 @@ class Trainer:
                 if not self._covered:  # the preparations are no part of the first step's time
                     self._first_time(window[0])
                     self._clock, waited = time.perf_counter(), 0.0
-                self._account(window, self.train_step(window), waited)
-                if self.strategy.any(self.stop_requested):
+                result = self.train_step(window)
+                paused = self._account(window, result, waited)
+                if self._asked_to_stop(result, paused):
                     return self._stop()
                 if self.progress.step >= self.total_steps:
                     break
@@ -225,6 +238,12 @@ class Trainer:
         self._save()
         return True
 
+    def _asked_to_stop(self, result: StepResult, paused: bool) -> bool:
+        """Whether any rank was; what came with the step's own sums spares many ranks another exchange."""
+        if paused or self.strategy.world_size == 1:
+            return self.strategy.any(self.stop_requested)
+        return bool(result.stop.item())
+
     def _stop(self) -> bool:
         self._save()
         self.display.message(f"stopped by a signal after step {self.progress.step}")
@@ -233,7 +252,10 @@ class Trainer:
     def _windows(self) -> Iterator[list[Any]]:
         """The micro-batches of each optimizer step up to the epoch's end; the last window may be shorter."""
         batches = iter(self.loaders.train)
-        while window := list(islice(batches, self.cfg.optim.gradient_accumulation_steps)):
+        while True:
+            self.hooks.beat(f"loading the data of step {self.progress.step + 1}")
+            if not (window := list(islice(batches, self.cfg.optim.gradient_accumulation_steps))):
+                return
             yield window
 
     def _prepare(self, batch: Any) -> None:
@@ -246,8 +268,11 @@ class Trainer:
         if self.cfg.log.eval_at_start and self.progress.step == 0 and self._evaluated_step < 0:
             self._evaluate_and_log()
 
-    def _account(self, window: list[Any], result: StepResult, waited: float) -> None:
-        """Count, log, evaluate and save what is due after a step; the last two are not in a step's time."""
+    def _account(self, window: list[Any], result: StepResult, waited: float) -> bool:
+        """Count, log, evaluate and save what is due after a step; the last two are not in a step's time.
+
+        True if it evaluated or saved, and so took its time.
+        """
         progress, settings = self.progress, self.cfg
         progress.step += 1
         last = progress.step == self.total_steps
@@ -272,8 +297,11 @@ class Trainer:
             self._evaluate_and_log()
         if save:
             self._save()
+        if self.device.type == "cuda" and _due(progress.step, settings.sharding.empty_cache_freq):
+            torch.cuda.empty_cache()
         if first or evaluate or save:
             self._clock = time.perf_counter()
+        return evaluate or save
 
     def _judge(self, result: StepResult) -> None:
         if result.taken:
@@ -303,7 +331,7 @@ class Trainer:
             "train/skipped_steps": self.progress.skipped_steps,
         }
         steps = self.meter.steps
-        metrics |= self.meter.read(self._sum_counts) | self._memory()
+        metrics |= self.meter.read(self._sum_counts, self._slowest) | self._memory()
         if self.progress.step - steps >= WARMUP_STEPS or self.total_steps <= WARMUP_STEPS:
             self.rates.append({name: metrics[name] for name in RATES if name in metrics})
         self.tracker.log(self.progress.step, metrics)
@@ -319,6 +347,9 @@ class Trainer:
     def _sum_counts(self, counts: dict[str, int]) -> dict[str, int]:
         values = torch.tensor(list(counts.values()), device=self.device, dtype=torch.float64)
         return dict(zip(counts, (int(v) for v in self.strategy.sum(values).tolist()), strict=True))
+
+    def _slowest(self, seconds: list[float]) -> list[float]:
+        return self.strategy.max(torch.tensor(seconds, device=self.device, dtype=torch.float64)).tolist()
 
     def _memory(self) -> dict[str, float]:
         if self.device.type != "cuda":
@@ -345,6 +376,7 @@ class Trainer:
         if self._saved_step == self.progress.step:
             return
         self._saved_step = self.progress.step
+        self.hooks.beat(f"saving at step {self.progress.step}")
         fresh = self._evaluated_step == self.progress.step
         self.hooks.save(self.progress.step, self._last_eval.get("eval/loss") if fresh else None)
 

@@ -1,0 +1,28 @@
+"""Train a causal language model in FP8 or BF16 on many devices and nodes, started by torchrun.
+
+`--help` lists every setting; they are train_fp8.py's, of which --sharding_mode says how the model is spread.
+"""
+
+import sys
+import time
+
+STARTED = time.perf_counter()
+
+
+def join_torchrun(cfg):
+    from training import ranks
+
+    if ranks.under_torchrun():
+        return ranks.join(cfg.sharding.timeout_minutes)
+    print("not started by torchrun: running on one device", flush=True)
+    return ranks.one_device()
+
+
+if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):  # answers before torch is imported
+        from training.config import parse_config
+
+        parse_config(["--help"], prog="train_multi_gpu.py", description=__doc__)
+    from training.run import main
+
+    sys.exit(main(sys.argv[1:], description=__doc__, start=join_torchrun, started=STARTED))

@@ -1,0 +1,155 @@
+"""The processes of a job, one per device: who they are, and what they agree on.
+
+Every function works without a process group too, as the one rank of a world of one.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import platform
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def one_device() -> torch.device:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def join(timeout_minutes: float) -> torch.device:
+    """Join the job that torchrun started and return this rank's device.
+
+    The launcher's MASTER_ADDR and MASTER_PORT are used as they are. RuntimeError where a node has more ranks
+    than GPUs.
+    """
+    local_rank, local_size = local_rank_and_size()
+    if torch.cuda.is_available():
+        if local_size > torch.cuda.device_count():
+            raise RuntimeError(
+                f"--nproc_per_node {local_size}: {platform.node()} has {torch.cuda.device_count()} GPUs; "
+                "start one rank per GPU"
+            )
+        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    # A little longer than the watchdog waits, which says more.
+    timeout = timedelta(minutes=timeout_minutes) + timedelta(seconds=30)
+    dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+    return device
+
+
+def leave(close: Callable[[], None]) -> None:
+    """The orderly end: no rank goes while another may still wait for it; `close` what watched over them."""
+    if dist.is_initialized():
+        dist.barrier()
+        close()
+        dist.destroy_process_group()
+
+
+def under_torchrun() -> bool:
+    return all(name in os.environ for name in TORCHRUN)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def local_rank_and_size() -> tuple[int, int]:
+    """This rank's number on its node, and the ranks there."""
+    if not under_torchrun():
+        return 0, 1
+    return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def num_nodes() -> int:
+    return max(1, world_size() // local_rank_and_size()[1])
+
+
+def all_sum(tensor: Tensor) -> Tensor:
+    """Sum over ranks; `tensor` itself stays as it is."""
+    return _reduce(tensor, dist.ReduceOp.SUM)
+
+
+def all_max(tensor: Tensor) -> Tensor:
+    """Maximum over ranks; `tensor` itself stays as it is."""
+    return _reduce(tensor, dist.ReduceOp.MAX)
+
+
+def _reduce(tensor: Tensor, operation: Any) -> Tensor:
+    if world_size() == 1:
+        return tensor
+    total = tensor.clone()
+    dist.all_reduce(total, op=operation)
+    return total
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's picklable `value`, in rank order, on every rank."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def together(work: Callable[[], T]) -> list[T]:
+    """Run `work` on every rank: all results in rank order, or one failing rank's error on every rank.
+
+    An error carries `ranks`, those that failed. For work without collectives of its own.
+    """
+    own: Exception | None = None
+    result = None
+    try:
+        result = work()
+    except Exception as error:
+        own = error
+    outcomes = gather((result, own and _portable(own)))
+    failed = [number for number, (_, error) in enumerate(outcomes) if error is not None]
+    if failed:
+        error = own or outcomes[failed[0]][1]  # its own has the traceback
+        error.ranks = failed
+        try:
+            raise error
+        finally:
+            del error, own, outcomes  # or the traceback would keep alive what `work` held, such as a lock
+    return [result for result, _ in outcomes]
+
+
+def on_first(work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 while the others wait; its result or error on every rank."""
+    return together(lambda: work() if rank() == 0 else None)[0]
+
+
+def on_first_of(items: Iterator[Any], work: Callable[[Iterator[Any]], T]) -> T:
+    """`work(items)` on rank 0; making an item is collective, so every rank goes through all of them."""
+
+    def go() -> T | None:
+        try:
+            return work(items) if rank() == 0 else None
+        finally:
+            for _ in items:
+                pass
+
+    return together(go)[0]
+
+
+def _portable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
