@@ -86,8 +86,8 @@ def build_loaders(
     if world_size > 1 and not cfg.streaming and len(bins) < layout.stride:
         raise ValueError(
             f"--batch_size {batch_size} on {world_size} ranks: a micro-batch takes {layout.stride} "
-            f"sequences, but --split_name {cfg.split_name} has {len(bins)}; use a smaller --batch_size, fewer ranks or "
-            "more data"
+            f"sequences, but --split_name {cfg.split_name} has {len(bins)}; use a smaller --batch_size, "
+            "fewer ranks or more data"
         )
     if cfg.eval_split is not None and cfg.eval_samples:
         eval_split = open_split(cfg, cfg.eval_split, tokenizer, vocab_size)

@@ -7,6 +7,7 @@ Gradients are averaged over ranks; the loop scales the loss by the number of ran
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -123,12 +124,15 @@ class DDP(SingleDevice):
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        wrapped = nn.parallel.DistributedDataParallel(
-            model,
-            device_ids=[self.device] if self.device.type == "cuda" else None,
-            broadcast_buffers=False,
-            gradient_as_bucket_view=True,
-        )
+        with warnings.catch_warnings():
+            # torch 2.13 renames `broadcast_buffers`; torch 2.11 knows no other name.
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+            wrapped = nn.parallel.DistributedDataParallel(
+                model,
+                device_ids=[self.device] if self.device.type == "cuda" else None,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+            )
         if self.cfg.sharding.grad_reduce_dtype == "fp32" and any(
             p.dtype != torch.float32 for p in model.parameters()
         ):

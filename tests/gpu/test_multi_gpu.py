@@ -1,0 +1,176 @@
+"""Every sharding mode with Transformer Engine on two GPUs, or all there are, against one GPU's run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from training.checkpoint import Checkpoints
+from training.durable_files import read_manifest
+
+pytestmark = pytest.mark.multi_gpu
+ROOT = Path(__file__).resolve().parents[2]
+GPUS = min(4, torch.cuda.device_count())
+ROWS = 8  # per optimizer step, over all GPUs
+FSDP = ["fsdp_full", "fsdp_grad", "fsdp_offload", "hsdp"]
+ZERO = ["ds_zero1", "ds_zero2", "ds_zero3", "ds_zero3_offload"]
+MODES = ["ddp", *FSDP, *ZERO]
+PRECISIONS = {
+    "bf16": "bf16",
+    "delayed": "fp8 --fp8_scenario delayed",
+    "current": "fp8 --fp8_scenario current",
+}
+STEPS = 12
+
+
+def flags(mode: str, precision: str, *, gpus: int = GPUS, accumulation: int = 1) -> str:
+    rows = ROWS // gpus // accumulation
+    sharding = f"--sharding_mode {mode}" if gpus > 1 else ""
+    if mode == "hsdp":
+        sharding += f" --hsdp_shard_size {gpus // 2}"
+    return (
+        "--use_te --num_of_samples 400 --max_seq_length 256 --eval_samples 20 --num_workers 0 --num_proc 1 "
+        f"--learning_rate 1e-3 --log_interval 1 --eval_interval 5 --save_interval 0 --max_steps {STEPS} "
+        f"--batch_size {rows} --gradient_accumulation_steps {accumulation} --eval_batch_size 2 "
+        f"--mixed_precision {PRECISIONS[precision]} {sharding}"
+    )
+
+
+def launch(folder: Path, runs: dict[str, str], gpus: int) -> str:
+    """Run them all in one set of processes; the output if they succeed."""
+    script = str(ROOT / "tests" / "gpu" / "many_runs.py")
+    (folder / "runs.json").write_text(json.dumps(runs))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"] if gpus > 1 else []
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(
+        [sys.executable, *torchrun, script, str(folder / "runs.json")],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+    )
+    print(done.stdout[-20000:])
+    assert done.returncode == 0, done.stdout[-5000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    if GPUS < 2:
+        pytest.skip("needs two GPUs")
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def one(folder) -> Path:
+    """One GPU, every precision."""
+    path = folder / "one"
+    path.mkdir()
+    launch(path, {f"single-{p}": flags("", p, gpus=1) for p in PRECISIONS}, 1)
+    return path
+
+
+def group(modes: list[str]) -> dict[str, str]:
+    runs = {f"{m}-{p}": flags(m, p) for m in modes for p in PRECISIONS}
+    return runs | {f"{m}-bf16-2": flags(m, "bf16", accumulation=2) for m in modes}
+
+
+@pytest.fixture(scope="module")
+def many(folder) -> dict[str, Path]:
+    """The folder of every mode's runs; a family of modes that fails leaves the others their results."""
+    found = {}
+    for family, modes in {"ddp": ["ddp"], "fsdp": FSDP, "zero": ZERO}.items():
+        path = folder / family
+        path.mkdir()
+        found |= dict.fromkeys(modes, path)
+        try:
+            launch(path, group(modes), GPUS)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            print(f"{family}: {error}")
+    return found
+
+
+def logged(run: Path, name: str) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[name] for line in lines if name in line}
+
+
+def summary(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_mode_trains_as_one_gpu_does(one, many, mode, precision):
+    reference, run = one / f"single-{precision}", many[mode] / f"{mode}-{precision}"
+    expected, got = (logged(r, "train/loss") for r in (reference, run))
+    assert sorted(got) == list(range(1, STEPS + 1))
+    gaps = [abs(got[step] - expected[step]) / expected[step] for step in expected]
+    norms, ours = (logged(r, "train/grad_norm") for r in (reference, run))
+    print(mode, precision, f"largest loss gap {max(gaps):.1e}, first norm {ours[1]:.4f}, {norms[1]:.4f}")
+    assert gaps[0] < (1e-4 if precision == "bf16" else 2e-3)
+    assert max(gaps) < (5e-3 if precision == "bf16" else 2e-2)
+    assert ours[1] == pytest.approx(norms[1], rel=1e-2 if precision == "bf16" else 5e-2)
+    for name in ("label_tokens", "tokens", "eval_label_tokens"):
+        assert summary(run)[name] == summary(reference)[name]
+    assert summary(run)["eval_loss"] == pytest.approx(summary(reference)["eval_loss"], rel=2e-2)
+    left = json.loads((many[mode] / f"{mode}-{precision}.ranks.json").read_text())
+    assert len({rank["scaling"] for rank in left}) == 1, "ranks have scales of their own"
+    assert bool(left[0]["scaling"]) == (precision == "delayed")
+    rows = json.loads((run / "env.json").read_text())["coverage"]
+    assert bool(rows["fp8_modules"]) == (precision != "bf16")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_accumulation_changes_nothing(many, mode):
+    once, twice = (logged(many[mode] / f"{mode}-bf16{split}", "train/loss") for split in ("", "-2"))
+    assert twice[1] == pytest.approx(once[1], rel=1e-4)
+    assert twice == pytest.approx(once, rel=5e-3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_export_holds_the_trained_weights(many, mode):
+    """The export's tensors are the checkpoint's BF16 weights, under other names."""
+    run = many[mode] / f"{mode}-bf16"
+    exported = load_file(run / "export" / "model.safetensors")
+    saved = whole_checkpoint(run)
+    assert torch.equal(exported["model.norm.weight"], saved["model/norm.weight"])
+    name = "layers.2.self_attention.proj.weight"
+    assert torch.equal(exported["model.layers.2.self_attn.o_proj.weight"], saved[f"model/{name}"])
+
+
+def whole_checkpoint(run: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the last checkpoint, put together from the ranks' files."""
+    checkpoints = Checkpoints(run / "checkpoints", keep_last=1)
+    path = checkpoints.latest()
+    manifest = read_manifest(path)["tensors"]
+    wanted = {k: v for k, v in manifest.items() if k.startswith(("model/", "optimizer/"))}
+    tensors = {k: torch.empty(v["shape"], dtype=getattr(torch, v["dtype"][6:])) for k, v in wanted.items()}
+    checkpoints.load(path, tensors)
+    return tensors
+
+
+@pytest.mark.parametrize("source", ["fsdp_full", "ds_zero2"])
+def test_a_run_resumes_in_every_mode_with_exact_weights_and_optimizer(folder, many, source):
+    """Resumed and saved again without a step in between, also on one GPU: the same bits."""
+    first = many[source] / f"{source}-delayed"
+    path = folder / f"resumed-{source}"
+    path.mkdir()
+    resume = f"--resume {first}/checkpoints/step_{STEPS:06d} --no_export"
+    targets = [mode for mode in MODES if mode not in ("fsdp_grad", "hsdp")]
+    launch(path, {mode: f"{flags(mode, 'delayed')} {resume}" for mode in targets}, GPUS)
+    launch(path, {"single": f"{flags('', 'delayed', gpus=1)} {resume}"}, 1)
+    expected = whole_checkpoint(first)
+    for name in (*targets, "single"):
+        got = whole_checkpoint(path / name)
+        assert got.keys() == expected.keys(), name
+        different = [key for key, tensor in expected.items() if not torch.equal(tensor, got[key])]
+        assert not different, (name, different[:5])
+        assert summary(path / name)["eval_loss"] == pytest.approx(summary(first)["eval_loss"], rel=2e-3)
