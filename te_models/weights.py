@@ -150,8 +150,9 @@ class SafetensorsSource(WeightSource):
 class RandomSource(WeightSource):
     """Seeded random weights: each tensor depends on the seed and its own name alone.
 
-    So TE and Hugging Face models, and any sharding, start from the same weights on the same kind of device.
-    Matrices are N(0, std), norms ones, biases zeros, as transformers initialises Llama and Qwen.
+    So TE and Hugging Face models, any sharding, and any dtype of weights, for which they are rounded to BF16,
+    start from the same weights on the same kind of device. Matrices are N(0, std), norms ones, biases zeros,
+    as transformers initialises Llama and Qwen.
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size], *, seed: int, std: float, device: torch.device):
@@ -168,7 +169,7 @@ class RandomSource(WeightSource):
         # 32 bits: torch's CPU generator ignores the upper half of a seed.
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed}/{key}".encode()))
         whole = torch.empty(shape, device=self._device).normal_(0.0, self._std, generator=generator)
-        return whole[start:stop]
+        return whole[start:stop].bfloat16()
 
 
 def _layer_names(keys: Iterable[str], layer: int) -> dict[str, str]:

@@ -143,6 +143,7 @@ class Trainer:
         self._skipped_in_a_row, self._prepared, self._covered = 0, False, False
         self._saved_step = self._evaluated_step = -1
         self._last_eval: dict[str, float] = {}
+        self._uncounted = {"real_tokens": 0, "label_tokens": 0}  # of this rank, not yet in progress
 
     def train_step(self, micro_batches: list[Any]) -> StepResult:
         """One optimizer step; the result is the same for any split into micro-batches and ranks."""
@@ -284,8 +285,8 @@ class Trainer:
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         progress.train_seconds += seconds
-        progress.real_tokens += sum(batch.real_tokens for batch in window)
-        progress.label_tokens += sum(batch.label_tokens for batch in window)
+        for name in self._uncounted:
+            self._uncounted[name] += sum(getattr(batch, name) for batch in window)
         self.meter.add(window, seconds, waited)
         first, self._covered = not self._covered, True
         if first:
@@ -331,6 +332,7 @@ class Trainer:
             "train/skipped_steps": self.progress.skipped_steps,
         }
         steps = self.meter.steps
+        self._count_tokens()
         metrics |= self.meter.read(self._sum_counts, self._slowest) | self._memory()
         if self.progress.step - steps >= WARMUP_STEPS or self.total_steps <= WARMUP_STEPS:
             self.rates.append({name: metrics[name] for name in RATES if name in metrics})
@@ -343,6 +345,11 @@ class Trainer:
             return float(self.loaders.train.epoch)
         steps = -(-per_epoch // self.cfg.optim.gradient_accumulation_steps)
         return self.progress.step / steps
+
+    def _count_tokens(self) -> None:
+        for name, count in self._sum_counts(self._uncounted).items():
+            setattr(self.progress, name, getattr(self.progress, name) + count)
+            self._uncounted[name] = 0
 
     def _sum_counts(self, counts: dict[str, int]) -> dict[str, int]:
         values = torch.tensor(list(counts.values()), device=self.device, dtype=torch.float64)
@@ -377,6 +384,7 @@ class Trainer:
             return
         self._saved_step = self.progress.step
         self.hooks.beat(f"saving at step {self.progress.step}")
+        self._count_tokens()
         fresh = self._evaluated_step == self.progress.step
         self.hooks.save(self.progress.step, self._last_eval.get("eval/loss") if fresh else None)
 
