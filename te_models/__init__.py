@@ -133,11 +133,13 @@ def build_model(
     trust_remote_code: bool = False,
     shard: Callable[[nn.Module], None] | None = None,
     parameter_device: torch.device | None = None,
+    weight_recipe: Any = None,
 ) -> nn.Module:
     """The model on `device` in `dtype`; its TE and Hugging Face forms hold the same weights.
 
     `shard` cuts the model into shards while it has no storage yet, so that no rank ever holds it whole;
-    `parameter_device` is where the shards stay, if not on `device`.
+    `parameter_device` is where the shards stay, if not on `device`. `weight_recipe` prepares a TE model for
+    `quantize_weights`.
     """
     if not use_te:
         from transformers import AutoModelForCausalLM
@@ -170,6 +172,7 @@ def build_model(
         dtype=dtype,
         max_positions=max_positions,
         gradient_checkpointing=gradient_checkpointing,
+        weight_recipe=weight_recipe,
     )
     if shard:
         shard(model)

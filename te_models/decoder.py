@@ -8,6 +8,8 @@ norm and LM head always run in BF16.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -31,6 +33,7 @@ class TECausalLM(nn.Module):
         dtype: torch.dtype,
         max_positions: int,
         gradient_checkpointing: bool = False,
+        weight_recipe: Any = None,
     ):
         import transformer_engine.pytorch as te
 
@@ -41,7 +44,19 @@ class TECausalLM(nn.Module):
         self.attention, self.max_positions = attention, max_positions
         self.gradient_checkpointing = gradient_checkpointing
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta", dtype=dtype)
-        self.layers = nn.ModuleList(
+        quantized = te.quantized_model_init(enabled=True, recipe=weight_recipe) if weight_recipe else None
+        with quantized or nullcontext():
+            self.layers = self._build_layers(te, dtype)
+        self.norm = te.RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device="meta")
+        self.lm_head = nn.Linear(
+            config.hidden_size, config.vocab_size, bias=False, device="meta", dtype=dtype
+        )
+        self.register_buffer("rope", torch.empty(0), persistent=False)
+        self.tie()
+
+    def _build_layers(self, te: Any, dtype: torch.dtype) -> nn.ModuleList:
+        config, attention = self.config, self.attention
+        return nn.ModuleList(
             te.TransformerLayer(
                 config.hidden_size,
                 config.intermediate_size,
@@ -64,12 +79,6 @@ class TECausalLM(nn.Module):
             )
             for i in range(config.num_hidden_layers)
         )
-        self.norm = te.RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device="meta")
-        self.lm_head = nn.Linear(
-            config.hidden_size, config.vocab_size, bias=False, device="meta", dtype=dtype
-        )
-        self.register_buffer("rope", torch.empty(0), persistent=False)
-        self.tie()
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -90,6 +99,25 @@ class TECausalLM(nn.Module):
         self.tie()
         self.rope = rope_angles(self.config, self.max_positions).to(device)
         return self
+
+    @torch.no_grad()
+    def quantize_weights(self) -> dict[str, Tensor]:
+        """Turn sharded GEMM weights, already filled, into the FP8 that `weight_recipe` asked for.
+
+        Returns this rank's shards as they were, by name, for master weights: the quantized ones have lost
+        bits. Every parameter is a new object afterwards. Collective, since shards share a scale.
+        """
+        before = {}
+        for prefix, module in self.named_modules():
+            if not getattr(module, "primary_weights_in_fp8", False):
+                continue
+            for name, init in module.param_init_meta.items():
+                if init.fp8_meta_index is not None:
+                    before[f"{prefix}.{name}"] = module.get_parameter(name).to_local().clone()
+                # TE quantizes where it initialises, which must leave the values alone here.
+                module.param_init_meta[name] = replace(init, init_fn=_keep, get_rng_state_tracker=None)
+            module.reset_parameters()
+        return before
 
     def forward(
         self,
@@ -128,6 +156,10 @@ class TECausalLM(nn.Module):
 
         # TE's checkpoint replays the first pass's FP8 scales; torch's would quantise with newer ones.
         return te.checkpoint(layer, hidden, rotary_pos_emb=self.rope, use_reentrant=False, **sequences)
+
+
+def _keep(tensor: Tensor) -> None:
+    pass
 
 
 def head_dim(config: Any) -> int:

@@ -40,6 +40,23 @@ _LLAMA_31_8B = _llama3(4096, 32, 32, 14336, head_dim=128, tied=False, factor=8.0
 _LLAMA_31_70B = _llama3(8192, 80, 64, 28672, head_dim=128, tied=False, factor=8.0)
 _LLAMA_31_405B = _llama3(16384, 126, 128, 53248, head_dim=128, tied=False, factor=8.0)
 
+# https://arxiv.org/abs/2412.15115, table 1, and the published config.json.
+_QWEN_25_14B = {
+    "model_type": "qwen2",
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+}
+
 # Every size is a multiple of 128, so the tiny model runs under every recipe, block scaling included.
 _TINY_LLAMA = {
     "model_type": "llama",
@@ -69,6 +86,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "meta-llama/Meta-Llama-3.1-70B": _LLAMA_31_70B,
     "meta-llama/Llama-3.1-405B": _LLAMA_31_405B,
     "meta-llama/Meta-Llama-3.1-405B": _LLAMA_31_405B,
+    "Qwen/Qwen2.5-14B": _QWEN_25_14B,
 }
 
 # Presets that exist nowhere else: their weights are always random, their tokenizer is the demo's.

@@ -233,6 +233,9 @@ class ShardingConfig:
     grad_reduce_dtype: Literal["fp32", "bf16"] = knob(
         "fp32", "dtype in which gradients are summed over ranks"
     )
+    fp8_all_gather: bool = knob(
+        False, "keep GEMM weights in FP8 and gather them so (FSDP modes, --fp8_scenario current)"
+    )
     empty_cache_freq: int = knob(
         0, "steps between calls of torch.cuda.empty_cache, against fragmentation; 0 for none", free=True
     )
@@ -349,6 +352,19 @@ class Config:
             raise ValueError(
                 "--mixed_precision fp32 with --use_te: TE layers run in bf16 or fp8; drop one of the two"
             )
+        if self.sharding.fp8_all_gather:
+            mode, scenario = self.sharding.mode, self.precision.fp8_scenario
+            if mode not in ("fsdp_full", "fsdp_grad", "hsdp"):
+                raise ValueError(
+                    f"--fp8_all_gather --sharding_mode {mode}: it is for fsdp_full, fsdp_grad and hsdp"
+                )
+            if not (self.model.use_te and self.precision.mixed_precision == "fp8" and scenario == "current"):
+                raise ValueError(
+                    "--fp8_all_gather: weights are scaled by their own largest value, so it needs --use_te "
+                    f"--mixed_precision fp8 --fp8_scenario current (here {scenario})"
+                )
+            if self.precision.master_weights != "fp32":
+                raise ValueError("--fp8_all_gather --master_weights none: FP8 weights need FP32 masters")
         if self.model.compile_model and self.model.use_te:
             raise ValueError(
                 "--compile_model with --use_te: TE layers are fused kernels that torch.compile breaks up "

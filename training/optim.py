@@ -27,6 +27,7 @@ class OptimizerPlan:
     parameter_dtype: torch.dtype
     master_weights: bool
     moment_dtype: torch.dtype
+    whole_masters: bool = False  # FP32 beside weights in FP8, instead of the bits that BF16 lacks
 
     @property
     def state_bytes(self) -> int:
@@ -37,7 +38,7 @@ class OptimizerPlan:
     def describe(self) -> str:
         name = {"te_fused_adam": "TE FusedAdam"}.get(self.kind, "torch AdamW")
         weights = {
-            ("te_fused_adam", True): "BF16 weights with FP32 masters",
+            ("te_fused_adam", True): f"{'FP8' if self.whole_masters else 'BF16'} weights with FP32 masters",
             ("torch_adamw", True): "FP32 weights",
             ("zero_adamw", True): "FP32 masters in ZeRO",
         }.get((self.kind, self.master_weights), "BF16 weights, no masters")
@@ -100,7 +101,7 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig, plan: OptimizerPlan) -> 
         groups,
         **common,
         master_weights=plan.master_weights,
-        store_param_remainders=plan.master_weights,
+        store_param_remainders=plan.master_weights and not plan.whole_masters,
         exp_avg_dtype=plan.moment_dtype,
         exp_avg_sq_dtype=plan.moment_dtype,
     )
@@ -148,6 +149,22 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
         kept = optimizer.state[parameter]
         state.update({f"{name}.{key}": value for key, value in kept.items() if key != "step"})
     return state
+
+
+def master_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
+    """The whole FP32 master of a parameter, if the optimizer keeps one."""
+    master = optimizer.state.get(parameter, {}).get("master_param")
+    return master if master is not None and master.dtype == torch.float32 else None
+
+
+@torch.no_grad()
+def set_masters(optimizer: torch.optim.Optimizer, model: nn.Module, shards: dict[str, Tensor]) -> None:
+    """Start these parameters' whole masters from this rank's shards of the weights before quantization."""
+    for name, parameter in model.named_parameters():
+        if not optimizer.state[parameter]:
+            _allocate(optimizer, parameter)
+        if name in shards:
+            master_of(optimizer, parameter).to_local().copy_(shards[name])
 
 
 def _allocate(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:

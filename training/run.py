@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,10 @@ class Run:
         plan, strategy = self.optimizer_plan, self.strategy
         compute = torch.float32 if cfg.precision.mixed_precision == "fp32" else torch.bfloat16
         dtypes = {"parameter_dtype": plan.parameter_dtype, "compute_dtype": compute}
+        # FP8 weights are gathered as they are, if there is anything to gather.
+        fp8_weights = cfg.sharding.fp8_all_gather and strategy.shards_weights
+        if fp8_weights:
+            plan = self.optimizer_plan = replace(plan, whole_masters=True)
         self.model = te_models.build_model(
             self.plan,
             use_te=cfg.model.use_te,
@@ -262,10 +267,14 @@ class Run:
             gradient_checkpointing=cfg.model.gradient_checkpointing,
             compile_layers=cfg.model.compile_model,
             trust_remote_code=cfg.model.trust_remote_code,
+            weight_recipe=self.precision.recipe if fp8_weights else None,
         )
         strategy.settle(self.model)
+        shards = self.model.quantize_weights() if fp8_weights else {}
         millions = sum(p.numel() for p in self.model.parameters()) / 1e6
         optimizer = optim.build_optimizer(self.model, cfg.optim, plan)
+        if fp8_weights:
+            optim.set_masters(optimizer, self.model, shards)
         # The bare model is what is saved and exported; the loop calls the wrapped one.
         self.wrapped, self.optimizer = strategy.wrap(self.model, optimizer)
         self.autocast = precision.build_autocast(
@@ -451,7 +460,7 @@ class Run:
     def _export(self) -> None:
         self.watchdog.beat("exporting")
         self.strategy.settle(self.model)
-        tensors = te_models.export_tensors(self.model, self.strategy.gather)
+        tensors = te_models.export_tensors(self.model, self._gather)
         folder = ranks.on_first_of(tensors, self._write_export)
         say(f"exported to {folder}")
         prompts = self.loaders.eval_prompts[: self.cfg.checkpoint.generate_samples]
@@ -459,6 +468,12 @@ class Run:
             text = answer(folder, prompts, self.device)
             (self.folder / "samples.txt").write_text(text, encoding="utf-8")
             say(f"\nsamples from the exported model:\n\n{text}")
+
+    def _gather(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Whole weights for the export: from FP32 masters where the weights are in FP8."""
+        masters = [optim.master_of(self.optimizer, parameter) for parameter in parameters]
+        exact = [p if m is None else m for p, m in zip(parameters, masters, strict=True)]
+        return self.strategy.gather(exact)
 
     def _write_export(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Path:
         return export_hf(

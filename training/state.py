@@ -85,24 +85,33 @@ def weights_and_optimizer(
     strategy.settle(model)
     if strategy.master_home == "zero":
         return strategy.state(model, optimizer)
-    tensors, whole = {}, {}
+    tensors = {f"optimizer/{k}": v for k, v in optim.optimizer_state(optimizer, model).items()}
+    whole: dict[str, Tensor] = {}
     halved = cfg.precision.mixed_precision != "fp32"
     for name, parameter in model.named_parameters():
         tensors[f"model/{name}"] = parameter.detach()
-        if halved and parameter.dtype == torch.float32:
-            whole[name] = parameter.detach()
-            weight, remainder = _like(parameter, optim.split_master)
+        master = optim.master_of(optimizer, parameter)
+        if master is None and halved and parameter.dtype == torch.float32:
+            master = parameter.detach()
+        if master is not None:
+            whole[name] = master
+            weight, remainder = _like(master, optim.split_master)
             tensors |= {f"model/{name}": weight, f"optimizer/{name}.master_param": remainder}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 tensors[f"model/{name}"] = buffer
-    tensors |= {f"optimizer/{k}": v for k, v in optim.optimizer_state(optimizer, model).items()}
 
+    @torch.no_grad()
     def put_back() -> None:
-        for name, parameter in whole.items():
+        for name, master in whole.items():
             halves = tensors[f"model/{name}"], tensors[f"optimizer/{name}.master_param"]
-            _local(parameter).copy_(optim.merge_master(*map(_local, halves)))
+            _local(master).copy_(optim.merge_master(*map(_local, halves)))
+            weight = _local(model.get_parameter(name).detach())
+            if hasattr(weight, "quantize_"):  # FP8, with a scale that all shards share
+                weight.quantize_(_local(master))
+            elif weight.dtype != torch.float32:
+                weight.copy_(_local(halves[0]))
 
     return tensors, put_back
 

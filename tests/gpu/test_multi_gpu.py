@@ -79,7 +79,8 @@ def one(folder) -> Path:
 
 def group(modes: list[str]) -> dict[str, str]:
     runs = {f"{m}-{p}": flags(m, p) for m in modes for p in PRECISIONS}
-    return runs | {f"{m}-bf16-2": flags(m, "bf16", accumulation=2) for m in modes}
+    runs |= {f"{m}-bf16-2": flags(m, "bf16", accumulation=2) for m in modes}
+    return runs | {f"{m}-recomputed": f"{flags(m, 'delayed')} --gradient_checkpointing" for m in modes}
 
 
 class Families:
@@ -140,6 +141,40 @@ def test_accumulation_changes_nothing(many, mode):
     once, twice = (logged(many[mode] / f"{mode}-bf16{split}", "train/loss") for split in ("", "-2"))
     assert twice[1] == pytest.approx(once[1], rel=1e-4)
     assert twice == pytest.approx(once, rel=5e-3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_recomputation_changes_nothing(many, mode):
+    plain, again = (logged(many[mode] / f"{mode}-{name}", "train/loss") for name in ("delayed", "recomputed"))
+    assert again[1] == pytest.approx(plain[1], rel=1e-4)
+    assert again == pytest.approx(plain, rel=1e-2)
+
+
+@pytest.mark.parametrize("mode", ["fsdp_full", "fsdp_grad"])
+def test_weights_gathered_in_fp8_train_alike_and_resume_exactly(tmp_path, one, mode):
+    """Each run's weights are rounded to FP8 either way; only where the scale comes from may differ."""
+    fp8 = f"{flags(mode, 'current')} --fp8_all_gather"
+    launch(tmp_path, {"whole": fp8}, GPUS)
+    expected, got = (logged(r, "train/loss") for r in (one / "single-current", tmp_path / "whole"))
+    gaps = [abs(got[step] - expected[step]) / expected[step] for step in expected]
+    print(mode, f"gathered in FP8: largest loss gap {max(gaps):.1e}")
+    assert gaps[0] < 2e-3 and max(gaps) < 2e-2
+    resume = f"{fp8} --no_export --resume {tmp_path}/whole/checkpoints/step_{STEPS:06d}"
+    launch(tmp_path, {"again": resume}, GPUS)
+    whole, again = (whole_checkpoint(tmp_path / name) for name in ("whole", "again"))
+    assert whole.keys() == again.keys() and all(torch.equal(whole[key], again[key]) for key in whole)
+    exported = load_file(tmp_path / "whole" / "export" / "model.safetensors")
+    ours = whole["model/layers.2.self_attention.proj.weight"]
+    torch.testing.assert_close(exported["model.layers.2.self_attn.o_proj.weight"], ours, rtol=2**-7, atol=0)
+
+
+def test_weights_from_files_reach_every_shard(tmp_path, one):
+    """A Hugging Face folder, read slice by slice, scores as the run that exported it."""
+    score = f"--model_name {one}/single-bf16/export --init pretrained --max_steps 0 --no_save_checkpoints"
+    launch(tmp_path, {m: f"{flags(m, 'bf16')} {score}" for m in ("ddp", "fsdp_full", "fsdp_offload")}, GPUS)
+    for mode in ("ddp", "fsdp_full", "fsdp_offload"):
+        ran = summary(one / "single-bf16")["eval_loss"]
+        assert summary(tmp_path / mode)["eval_loss"] == pytest.approx(ran, rel=1e-3)
 
 
 @pytest.mark.parametrize("mode", MODES)
