@@ -129,6 +129,7 @@ def build_model(
     packed: bool,
     max_positions: int,
     gradient_checkpointing: bool = False,
+    reentrant: bool = False,
     compile_layers: bool = False,
     trust_remote_code: bool = False,
     shard: Callable[[nn.Module], None] | None = None,
@@ -139,8 +140,9 @@ def build_model(
 
     `shard` cuts the model into shards while it has no storage yet, so that no rank ever holds it whole;
     `parameter_device` is where the shards stay, if not on `device`. `weight_recipe` prepares a TE model for
-    `quantize_weights`.
+    `quantize_weights`. `reentrant` recomputation builds autograd's graph anew, as ZeRO-3's hooks need it.
     """
+    recomputation = {"gradient_checkpointing": gradient_checkpointing, "reentrant": reentrant}
     if not use_te:
         from transformers import AutoModelForCausalLM
 
@@ -149,13 +151,13 @@ def build_model(
                 inner = AutoModelForCausalLM.from_config(
                     plan.config, dtype=dtype, trust_remote_code=trust_remote_code
                 )
-            model = HFCausalLM(inner, gradient_checkpointing=gradient_checkpointing)
+            model = HFCausalLM(inner, **recomputation)
             shard(model)
             materialize(inner, parameter_device or device)
             fill_named(dict(inner.named_parameters()), source)
         else:
             inner = _build_hugging_face(plan, dtype, device, seed, trust_remote_code)
-            model = HFCausalLM(inner, gradient_checkpointing=gradient_checkpointing)
+            model = HFCausalLM(inner, **recomputation)
             if shard:
                 shard(model)
         if packed:
@@ -171,7 +173,7 @@ def build_model(
         attention="thd" if packed else "bshd",
         dtype=dtype,
         max_positions=max_positions,
-        gradient_checkpointing=gradient_checkpointing,
+        **recomputation,
         weight_recipe=weight_recipe,
     )
     if shard:

@@ -33,6 +33,7 @@ class TECausalLM(nn.Module):
         dtype: torch.dtype,
         max_positions: int,
         gradient_checkpointing: bool = False,
+        reentrant: bool = False,
         weight_recipe: Any = None,
     ):
         import transformer_engine.pytorch as te
@@ -42,7 +43,7 @@ class TECausalLM(nn.Module):
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.tied = config.tie_word_embeddings
         self.attention, self.max_positions = attention, max_positions
-        self.gradient_checkpointing = gradient_checkpointing
+        self.gradient_checkpointing, self.reentrant = gradient_checkpointing, reentrant
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta", dtype=dtype)
         quantized = te.quantized_model_init(enabled=True, recipe=weight_recipe) if weight_recipe else None
         with quantized or nullcontext():
@@ -155,7 +156,9 @@ class TECausalLM(nn.Module):
         import transformer_engine.pytorch as te
 
         # TE's checkpoint replays the first pass's FP8 scales; torch's would quantise with newer ones.
-        return te.checkpoint(layer, hidden, rotary_pos_emb=self.rope, use_reentrant=False, **sequences)
+        return te.checkpoint(
+            layer, hidden, rotary_pos_emb=self.rope, use_reentrant=self.reentrant, **sequences
+        )
 
 
 def _keep(tensor: Tensor) -> None:

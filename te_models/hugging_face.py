@@ -22,7 +22,7 @@ class HFCausalLM(nn.Module):
     Packed samples are kept apart by transformers itself, from `position_ids` that restart.
     """
 
-    def __init__(self, model: nn.Module, *, gradient_checkpointing: bool = False):
+    def __init__(self, model: nn.Module, *, gradient_checkpointing: bool = False, reentrant: bool = False):
         super().__init__()
         self.model = model
         self.plain_head = model.config.model_type in PLAIN_HEADS
@@ -31,7 +31,7 @@ class HFCausalLM(nn.Module):
                 raise ValueError(
                     f"--gradient_checkpointing: {type(model).__name__} does not support it; drop it"
                 )
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
 
     @property
     def blocks(self) -> list[nn.Module]:

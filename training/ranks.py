@@ -5,9 +5,12 @@ Every function works without a process group too, as the one rank of a world of 
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import platform
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+
+_stores: list[dist.Store] = []  # the one that this process joined a job with
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -44,8 +49,46 @@ def join(timeout_minutes: float) -> torch.device:
         device, backend = torch.device("cpu"), "gloo"
     # A little longer than the watchdog waits, which says more.
     timeout = timedelta(minutes=timeout_minutes) + timedelta(seconds=30)
-    dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+    store, number, size = next(dist.rendezvous("env://", timeout=timeout))
+    store = dist.PrefixStore(_agree_on_start(store, number, size, timeout), store)
+    _stores[:] = [store]
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=number,
+        world_size=size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
     return device
+
+
+def _agree_on_start(store: dist.Store, number: int, size: int, timeout: timedelta) -> str:
+    """A name that all ranks share and that no earlier start of them used.
+
+    torchrun --max_restarts keeps its store, where new ranks would find the addresses of dead ones, and each
+    node counts restarts on its own (https://github.com/pytorch/pytorch/issues/135712). So rank 0 makes a
+    name, and the others take one only from a rank 0 that knows of them.
+    """
+    own = uuid.uuid4().hex
+    if number == 0:
+        store.set("start", own)
+        known = [store.get(f"{own}/{other}").decode() for other in range(1, size)]
+        store.set(f"{own}/known", json.dumps(known))
+        return own
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        name = store.get("start").decode()
+        store.set(f"{name}/{number}", own)
+        if store.check([f"{name}/known"]) and own in json.loads(store.get(f"{name}/known")):
+            return name
+        time.sleep(0.05)
+    raise RuntimeError(f"rank 0 does not answer rank {number} ({platform.node()}); start the job again")
+
+
+def connection() -> dist.Store:
+    """A connection to the job's store, for a thread of its own: another may be held by a rank that waits."""
+    return _stores[0].clone()
 
 
 def leave(close: Callable[[], None]) -> None:

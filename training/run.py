@@ -265,6 +265,7 @@ class Run:
             packed=cfg.data.packing,
             max_positions=-(-cfg.data.max_seq_length // multiple) * multiple,
             gradient_checkpointing=cfg.model.gradient_checkpointing,
+            reentrant=strategy.reentrant,
             compile_layers=cfg.model.compile_model,
             trust_remote_code=cfg.model.trust_remote_code,
             weight_recipe=self.precision.recipe if fp8_weights else None,

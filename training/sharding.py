@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -40,6 +42,9 @@ class SingleDevice:
     """Everything on one device; also what the others have in common."""
 
     mode = "single"
+    reentrant = (
+        False  # what activations are recomputed with: autograd's graph of the second pass, or the first
+    )
     shards_weights = False  # so that weights are drawn into shards instead of a whole model
     master_home = "device"  # where FP32 weights are: on the device, on the CPU ("cpu") or in ZeRO ("zero")
 
@@ -131,15 +136,69 @@ class DDP(SingleDevice):
                 device_ids=[self.device] if self.device.type == "cuda" else None,
                 broadcast_buffers=False,
                 gradient_as_bucket_view=True,
+                bucket_cap_mb=100,
             )
-        if self.cfg.sharding.grad_reduce_dtype == "fp32" and any(
-            p.dtype != torch.float32 for p in model.parameters()
-        ):
-            wrapped.register_comm_hook(None, _average_in_fp32)
+        low = any(p.dtype != torch.float32 for p in model.parameters())
+        if low and self.cfg.sharding.grad_reduce_dtype == "fp32":
+            close = within_a_node(self.world_size) and self.device.type == "cuda"
+            hook = AverageByPieces(self.device) if close else _average_in_fp32
+            wrapped.register_comm_hook(None, hook)
         return wrapped, optimizer
 
     def accumulating(self, model: nn.Module, *, last: bool) -> AbstractContextManager:
         return nullcontext() if last else model.no_sync()
+
+
+def within_a_node(group_size: int) -> bool:
+    """Whether groups of this many neighbouring ranks lie within a node, whose links join every pair."""
+    return ranks.local_rank_and_size()[1] % group_size == 0
+
+
+class FP32Sums:
+    """FSDP2's reduce-scatter of 16-bit gradients: they travel as they are and are summed in FP32 on arrival.
+
+    The sums are those of a reduce-scatter in FP32, for half its traffic. Every rank sends every other one its
+    piece, which suits the links within a node; across nodes NCCL's rings are better.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        output_tensor.copy_(_sum_of_pieces(input_tensor, group, mean=op == dist.ReduceOp.AVG))
+
+
+def _sum_of_pieces(tensor: Tensor, group: Any, *, mean: bool) -> Tensor:
+    """This rank's piece of the sum over ranks: [N * n] of any dtype to [n] in float32."""
+    received = torch.empty_like(tensor)
+    dist.all_to_all_single(received, tensor, group=group)
+    pieces = received.view(dist.get_world_size(group), -1)
+    return (torch.mean if mean else torch.sum)(pieces, dim=0, dtype=torch.float32)
+
+
+class AverageByPieces:
+    """DDP communication hook: as `FP32Sums`, and the averaged pieces are gathered in 16 bits again."""
+
+    __name__ = __qualname__ = "AverageByPieces"  # DDP logs a hook's name
+
+    def __init__(self, device: torch.device):
+        self.device, self.stream = device, torch.cuda.Stream(device)
+
+    def __call__(self, _, bucket):  # DDP refuses annotations that are strings, as all are in this module
+        gradients, world_size = bucket.buffer(), dist.get_world_size()
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            padding = -gradients.numel() % world_size
+            whole = F.pad(gradients, (0, padding)) if padding else gradients
+            piece = _sum_of_pieces(whole, None, mean=True).to(gradients.dtype)
+            dist.all_gather_into_tensor(whole, piece)
+            if padding:
+                gradients.copy_(whole[: gradients.numel()])
+            future = torch.futures.Future(devices=[self.device])
+            future.set_result(gradients)  # remembers where on this stream it is done
+        return future
 
 
 def _average_in_fp32(_, bucket):  # DDP refuses annotations that are strings, as all are in this module
@@ -182,6 +241,12 @@ class FSDP(SingleDevice):
     def shard(self, model: nn.Module, *, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
         reduce_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.cfg.sharding.grad_reduce_dtype]
         gathered = self.compute_dtype(parameter_dtype, compute_dtype)
+        # Gradients of several micro-batches add up before they travel, which takes FP32 itself.
+        once = self.cfg.optim.gradient_accumulation_steps == 1
+        pieces = parameter_dtype == gathered == torch.bfloat16 and reduce_dtype == torch.float32
+        pieces = pieces and once and self.mesh.ndim == 1 and within_a_node(self.world_size)
+        if pieces:
+            reduce_dtype = gathered
         settings = {
             "mesh": self.mesh,
             "mp_policy": MixedPrecisionPolicy(
@@ -198,6 +263,9 @@ class FSDP(SingleDevice):
             fully_shard(block, reshard_after_forward=self.resharded, **settings)
         # Embedding, final norm and LM head make one group, which a tied weight needs.
         fully_shard(model, reshard_after_forward=False, **settings)
+        if pieces:
+            for module in (*blocks, model):
+                module.set_custom_reduce_scatter(FP32Sums())
         # Without it a block's weights are asked for when the CPU gets there: late, where launching is slow.
         for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])

@@ -51,10 +51,8 @@ class Watchdog:
         self._ended = threading.Event()
         self._store = None
         if ranks.world_size() > 1:
-            # A connection of its own: the process group's may be held by a rank that waits.
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            patience = timedelta(seconds=30)
-            self._store = dist.TCPStore(*address, is_master=False, timeout=patience, wait_for_workers=False)
+            self._store = ranks.connection()
+            self._store.set_timeout(timedelta(seconds=30))
             self._lock = threading.Lock()
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
