@@ -47,6 +47,19 @@ class RunRecord:
             return self.summary.get(name)
         return self.environment.get(name, self.config.get(name, self._from_metrics(name)))
 
+    @property
+    def gpus(self) -> int:
+        """GPUs of the whole job, 0 on a CPU; a run recorded before several could take part had one."""
+        if self.summary is not None:
+            return self.summary.get("gpus", 1)
+        return self.environment.get("world_size", 1) if self.environment.get("gpu_name") else 0
+
+    @property
+    def tokens_per_gpu(self) -> float | None:
+        """Tokens/s of one GPU."""
+        rate = self.value("tokens_per_second")
+        return rate / self.gpus if rate is not None and self.gpus else None
+
     def _from_metrics(self, name: str) -> Any:
         if name == "steps":
             return self.records[-1]["step"] if self.records else 0
@@ -114,17 +127,24 @@ FROM_METRICS: dict[str, tuple[str, Callable[[list[float]], float]]] = {
 }
 
 
-def _shown(format_: str, *names: str) -> Callable[[RunRecord], str]:
+Cell = Callable[[RunRecord, list[RunRecord]], str]  # of a run, beside all runs of the report
+
+
+def _shown(format_: str, *names: str) -> Cell:
     """A cell of one or more values, with a dash for each that the run does not have."""
 
-    def cell(run: RunRecord) -> str:
+    def cell(run: RunRecord, _: list[RunRecord]) -> str:
         values = [run.value(name) for name in names]
         return " / ".join("-" if value is None else format_.format(value) for value in values)
 
     return cell
 
 
-def _precision(run: RunRecord) -> str:
+def _name(run: RunRecord, _: list[RunRecord]) -> str:
+    return run.name if run.summary is not None else f"{run.name} (unfinished)"
+
+
+def _precision(run: RunRecord, _: list[RunRecord]) -> str:
     mixed, recipe = run.value("mixed_precision"), run.value("recipe")
     text = mixed if recipe in (None, mixed) else f"{mixed} {recipe}"
     if run.value("fallback_reason"):
@@ -132,16 +152,43 @@ def _precision(run: RunRecord) -> str:
     return f"{text}, {'TE' if run.value('use_te') else 'HF'} layers"
 
 
-COLUMNS: dict[str, Callable[[RunRecord], str]] = {
-    "run": lambda run: run.name if run.summary is not None else f"{run.name} (unfinished)",
+def _mode(run: RunRecord, _: list[RunRecord]) -> str:
+    known = run.summary or run.environment  # config.json has what was asked for, perhaps `auto`
+    return known.get("sharding_mode", "single") if known else "-"
+
+
+def _per_gpu(run: RunRecord, _: list[RunRecord]) -> str:
+    return "-" if run.tokens_per_gpu is None else f"{run.tokens_per_gpu:,.0f}"
+
+
+def _work(run: RunRecord) -> list[Any]:
+    """What two runs must share for their rates to be compared."""
+    names = ("model_name", "mixed_precision", "recipe", "use_te")
+    return [*(run.value(name) for name in names), run.config.get("max_seq_length")]
+
+
+def _scaling(run: RunRecord, runs: list[RunRecord]) -> str:
+    """Tokens/s per GPU against the one-GPU run of the same work; a dash unless there is exactly one."""
+    alone = [other for other in runs if other.gpus == 1 and _work(other) == _work(run)]
+    if run.gpus < 2 or len(alone) != 1 or not run.tokens_per_gpu or not alone[0].tokens_per_gpu:
+        return "-"
+    return f"{run.tokens_per_gpu / alone[0].tokens_per_gpu:.1%}"
+
+
+COLUMNS: dict[str, Cell] = {
+    "run": _name,
     "model": _shown("{}", "model_name"),
     "precision": _precision,
+    "GPUs": lambda run, _: str(run.gpus or "-"),
+    "mode": _mode,
     "steps": _shown("{:,}", "steps"),
     "train loss": _shown("{:.4f}", "train_loss"),
     "train loss, mean of last 10 %": _shown("{:.4f}", "train_loss_tail_mean"),
     "eval loss": _shown("{:.4f}", "eval_loss"),
     "perplexity": _shown("{:.2f}", "eval_perplexity"),
     "tokens/s": _shown("{:,.0f}", "tokens_per_second"),
+    "tokens/s per GPU": _per_gpu,
+    "scaling": _scaling,
     "TFLOP/s per GPU": _shown("{:,.1f}", "model_tflops_per_gpu"),
     "MFU (of BF16 / FP8 peak)": _shown("{:.1%}", "mfu_bf16", "mfu_fp8"),
     "peak GB": _shown("{:.1f}", "peak_memory_gb"),
@@ -155,7 +202,7 @@ PACKAGES = ("torch", "transformer_engine", "transformers")
 def table(runs: list[RunRecord]) -> str:
     """Markdown: one row a run, and under it where, when and with which versions each one ran."""
     rows = [list(COLUMNS), ["---"] * len(COLUMNS)]
-    rows += [[cell(run).replace("|", "\\|") for cell in COLUMNS.values()] for run in runs]
+    rows += [[cell(run, runs).replace("|", "\\|") for cell in COLUMNS.values()] for run in runs]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([*lines, "", *(f"- {run.name}: {provenance(run)}" for run in runs)])
 
@@ -165,9 +212,9 @@ def provenance(run: RunRecord) -> str:
     environment = run.environment
     if not environment:
         return "stopped before it looked at the machine"
-    gpus, versions, git = run.value("gpus"), environment["versions"], environment["git"]
+    versions, git = environment["versions"], environment["git"]
     machine = environment["gpu_name"] or "CPU"
-    parts = [f"{gpus} x {machine}" if gpus else machine, environment["date"][:10]]
+    parts = [f"{run.gpus} x {machine}" if run.gpus else machine, environment["date"][:10]]
     parts += [f"{name} {versions[name]}" for name in PACKAGES if versions.get(name)]
     if git:
         parts.append(f"commit {git['commit'][:12]}{' with changes' if git['dirty'] else ''}")

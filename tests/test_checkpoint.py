@@ -12,7 +12,6 @@ import time
 import traceback
 import warnings
 from contextlib import contextmanager
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -24,16 +23,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests.children import children, preload
 from training.checkpoint import Checkpoints, resolve_resume
 from training.durable_files import DamagedCheckpoint, publish
 from training.state import rng_state, set_rng_state
 
 torch.set_num_threads(1)
 
-# Children are forked by a server that has imported this module and never touched a GPU: a fork of the test
-# process would start as fast, but could inherit a CUDA context that it cannot use.
-children = get_context("forkserver")
-children.set_forkserver_preload([__name__])
+preload(__name__)
 
 
 def start(work, *args):

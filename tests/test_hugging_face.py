@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from te_models import ModelPlan, build_model
-from te_models.hugging_face import PLAIN_HEADS
+from te_models.hugging_face import PLAIN_HEADS, materialize, parameters_on_meta
 
 TINY = {
     "vocab_size": 64,
@@ -91,3 +91,32 @@ def test_blocks_are_the_decoder_layers_and_recompute_if_asked():
     plain, recomputing = (build("llama", packed=False, gradient_checkpointing=on) for on in (False, True))
     assert [type(block).__name__ for block in plain.blocks] == ["LlamaDecoderLayer"] * 2
     assert [m.model.is_gradient_checkpointing for m in (plain, recomputing)] == [False, True]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_on_meta_take_no_memory_and_are_tied_again_with_buffers_as_they_were(tied):
+    config = AutoConfig.for_model("llama", **TINY, tie_word_embeddings=tied)
+    whole = AutoModelForCausalLM.from_config(config)
+    with parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(config)
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == dict(whole.named_parameters()).keys()
+    assert all(p.is_meta and p.requires_grad for p in parameters.values())
+    buffers = dict(model.named_buffers())
+    assert buffers and all(torch.equal(b, buffers[name]) for name, b in whole.named_buffers())
+    materialize(model, torch.device("cpu"))
+    assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    model.load_state_dict(whole.state_dict())
+    ids = torch.arange(3, 12)[None]
+    assert torch.equal(model(ids).logits, whole(ids).logits)
+
+
+def test_modules_have_storage_again_outside_also_after_an_error():
+    with pytest.raises(RuntimeError, match="inside"), parameters_on_meta():
+        frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+        holder = torch.nn.Module()
+        holder.weight = frozen
+        assert holder.weight.is_meta and not holder.weight.requires_grad
+        raise RuntimeError("inside")
+    assert not torch.nn.Linear(2, 2).weight.is_meta

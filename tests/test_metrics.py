@@ -10,11 +10,9 @@ from training.metrics import (
     ModelShape,
     attention_flops,
     gemm_flops,
-    gpu_hours,
     matmul_parameters,
     mfu,
     model_flops,
-    node_hours,
     peak_tflops,
     perplexity,
     tokens_per_second,
@@ -134,11 +132,9 @@ def test_no_entry_hides_another(name):
     assert (peak_tflops(f"NVIDIA {name}", "bf16"), peak_tflops(f"NVIDIA {name}", "fp8")) == PEAK_TFLOPS[name]
 
 
-def test_rates_and_costs():
+def test_rates():
     assert tokens_per_second(999_424, 48.30) == pytest.approx(20_692, abs=1)
     assert mfu(753, 1979) == pytest.approx(0.3805, abs=1e-4)
-    assert gpu_hours(5400, 4) == 6.0
-    assert node_hours(5400, 2) == 3.0
 
 
 def test_perplexity():

@@ -8,10 +8,12 @@ from training.config import OptimConfig, PrecisionConfig
 from training.optim import (
     build_optimizer,
     learning_rate,
+    merge_master,
     optimizer_state,
     optimizer_steps,
     parameter_groups,
     plan_optimizer,
+    split_master,
 )
 
 
@@ -96,3 +98,27 @@ def test_every_setting_reaches_the_optimizer():
     for group in (matrix, vector):
         assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.7, 0.8), 1e-3)
     assert (matrix["weight_decay"], vector["weight_decay"]) == (0.2, 0.0)
+
+
+def test_masters_are_split_into_bf16_and_its_remainder_exactly():
+    """Any 32 bits; around a half, where BF16 rounds up; both signs; down to zero and up to infinity."""
+    bits = torch.randint(-(2**31), 2**31, (4096,), generator=torch.Generator().manual_seed(0))
+    near = torch.tensor(
+        [0x3F800000, 0x3F807FFF, 0x3F808000, 0x3F808001, 0x3F80FFFF, 0, 1, 0x8000, 0x7F7FFFFF]
+    )
+    master = torch.cat([bits, near, near - 2**31]).to(torch.int32).view(torch.float32)
+    weight, remainder = split_master(master)
+    assert (weight.dtype, remainder.dtype) == (torch.bfloat16, torch.int16)
+    assert torch.equal(merge_master(weight, remainder).view(torch.int32), master.view(torch.int32))
+
+
+def test_the_bf16_half_of_a_master_is_the_nearest_weight():
+    one, half_step = 1.0, 2**-8  # BF16 numbers after 1 are 2**-7 apart
+    masters = torch.tensor([one, one + 0.9 * half_step, one + half_step, one + 1.5 * half_step, -one])
+    weight, remainder = split_master(masters)
+    assert weight.tolist() == [1.0, 1.0, 1 + 2**-7, 1 + 2**-7, -1.0], "a half rounds up, as TE has it"
+    assert remainder.tolist()[0] == 0 and remainder[2] == -(2**15)
+    master = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(split_master(master)[0].float(), master, rtol=2**-8, atol=0)
+    columns = torch.randn(4, 6).t()
+    assert torch.equal(merge_master(*split_master(columns)), columns), "any layout"

@@ -40,13 +40,15 @@ SUMMARY = {
     "peak_memory_gb": 91.26,
     "gpu_hours": 2.456,
     "gpus": 2,
+    "world_size": 2,
+    "sharding_mode": "fsdp_full",
 }
 
 
-def write_run(folder, *, losses=(), summary=None, environment=None):
+def write_run(folder, *, losses=(), summary=None, environment=None, **settings):
     """A run folder with a loss every 10 steps and an evaluation of half that loss every 20."""
     tracker = build_tracker(LogConfig(), folder, config={}, tags=[], resume_step=None)
-    write_json(folder / "config.json", Config().to_dict())
+    write_json(folder / "config.json", Config().to_dict() | settings)
     (folder / "env.json").write_text(json.dumps(environment or {}))
     for i, loss in enumerate(losses, 1):
         rates = {"perf/tokens_per_second": 100.0 * i, "perf/peak_memory_gb": 10.0 - i}
@@ -59,8 +61,8 @@ def write_run(folder, *, losses=(), summary=None, environment=None):
     return folder
 
 
-def cells(run):
-    row = table([run]).splitlines()[2]
+def cells(run, *others):
+    row = table([run, *others]).splitlines()[2]
     values = row.strip("| ").replace("\\|", "\0").split(" | ")
     return {name: value.replace("\0", "|") for name, value in zip(COLUMNS, values, strict=True)}
 
@@ -71,12 +73,16 @@ def test_table_of_a_finished_run(tmp_path):
         "my-run",
         "org/some | model",
         "fp8 delayed (asked for mxfp8), TE layers",
+        "2",
+        "fsdp_full",
         "1,200",
         "1.2346",
         "1.3000",
         "1.5000",
         "4.48",
         "14,376",
+        "7,188",
+        "-",
         "739.9",
         "74.8% / 37.4%",
         "91.3",
@@ -99,12 +105,16 @@ def test_table_of_a_crashed_run_comes_from_its_metrics(tmp_path):
         "run": "crashed (unfinished)",
         "model": "tiny-llama",
         "precision": "bf16, HF layers",
+        "GPUs": "-",
+        "mode": "-",
         "steps": "220",
         "train loss": "1.0000",
         "train loss, mean of last 10 %": "1.5000",  # of 21 finite losses the last two: 2 and 1
         "eval loss": "0.5000",
         "perplexity": "1.65",
         "tokens/s": "1,200",  # median of 200, 300 .. 2200: the first interval warms up
+        "tokens/s per GPU": "-",
+        "scaling": "-",
         "TFLOP/s per GPU": "-",
         "MFU (of BF16 / FP8 peak)": "- / -",
         "peak GB": "9.0",
@@ -118,9 +128,52 @@ def test_a_run_that_crashed_before_its_first_line_has_a_row(tmp_path, capsys):
     (tmp_path / "env.json").unlink()
     assert main([str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "(unfinished) | tiny-llama | bf16, HF layers | 0 | - |" in shown
+    assert "(unfinished) | tiny-llama | bf16, HF layers | - | - | 0 | - |" in shown
     assert "stopped before it looked at the machine" in shown and "no loss.png: no loss was logged" in shown
     assert not (tmp_path / "loss.png").exists()
+
+
+def rated(folder, gpus, tokens_per_second, *, recipe="delayed", **settings):
+    values = {"gpus": gpus, "tokens_per_second": tokens_per_second, "recipe": recipe}
+    return read_run(write_run(folder, summary=SUMMARY | values, environment=ENVIRONMENT, **settings))
+
+
+def test_scaling_is_against_the_one_gpu_run_of_the_same_work(tmp_path):
+    one = rated(tmp_path / "one", 1, 10_000.0)
+    four = rated(tmp_path / "four", 4, 30_000.0)
+    strangers = [
+        rated(tmp_path / "current", 1, 9_000.0, recipe="current"),
+        rated(tmp_path / "longer", 1, 8_000.0, max_seq_length=2048),
+        rated(tmp_path / "two", 2, 18_000.0),
+    ]
+    shown = cells(four, one, *strangers)
+    assert (shown["GPUs"], shown["tokens/s"], shown["tokens/s per GPU"]) == ("4", "30,000", "7,500")
+    assert shown["scaling"] == "75.0%"  # 7,500 of 10,000
+    assert cells(strangers[2], four, one)["scaling"] == "90.0%"
+    assert cells(one, four)["scaling"] == "-"  # what others are compared with
+    assert cells(four, *strangers)["scaling"] == "-"
+    again = rated(tmp_path / "again", 1, 10_100.0)
+    assert cells(four, one, again)["scaling"] == "-"  # which of the two?
+
+
+def test_a_run_recorded_before_there_were_several_gpus_had_one(tmp_path):
+    summary = {k: v for k, v in SUMMARY.items() if k not in ("gpus", "world_size", "sharding_mode")}
+    run = read_run(write_run(tmp_path / "old", summary=summary, environment=ENVIRONMENT))
+    shown = cells(run)
+    assert (shown["GPUs"], shown["mode"]) == ("1", "single")
+    assert shown["tokens/s per GPU"] == shown["tokens/s"] == "14,376"
+    assert table([run]).splitlines()[-1].startswith("- old: 1 x NVIDIA H200, ")
+
+
+def test_gpus_and_mode_of_a_crashed_run_come_from_its_environment(tmp_path):
+    gpus = [{"name": "NVIDIA H200", "memory_gb": 150.1}] * 4  # of rank 0's node
+    environment = ENVIRONMENT | {"gpus": gpus, "world_size": 8, "sharding_mode": "hsdp"}
+    run = read_run(write_run(tmp_path / "crashed", losses=[3.0, 2.0], environment=environment))
+    shown = cells(run)
+    assert (shown["GPUs"], shown["mode"], shown["tokens/s per GPU"]) == ("8", "hsdp", "25")  # 200 / 8
+    assert table([run]).splitlines()[-1].startswith("- crashed: 8 x NVIDIA H200, ")
+    alone = read_run(write_run(tmp_path / "alone", losses=[3.0], environment=ENVIRONMENT | {"gpus": gpus}))
+    assert (cells(alone)["GPUs"], cells(alone)["mode"]) == ("1", "single")
 
 
 def test_smooth_averages_noise_and_keeps_a_slope():

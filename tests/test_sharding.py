@@ -1,9 +1,13 @@
-"""The gradient norm that clipping and the finite check rest on."""
+"""The gradient norm that clipping and the finite check rest on, and which mode is taken where."""
+
+import os
 
 import pytest
 import torch
 
-from training.sharding import global_norm
+from training import ranks
+from training.config import config_from_dict
+from training.sharding import Memory, choose_mode, global_norm, hsdp_shard_size, refuse_small_host
 
 
 def test_the_norm_is_that_of_all_gradients_in_fp32():
@@ -17,3 +21,57 @@ def test_the_norm_is_that_of_all_gradients_in_fp32():
 def test_a_model_without_gradients_is_named():
     with pytest.raises(RuntimeError, match="nothing of the model is trainable"):
         global_norm([])
+
+
+# Parameters, bytes of weights and state as TE's optimizer has them, on GPUs of 100 GB: 60 GB are for these.
+@pytest.mark.parametrize(
+    ("billions", "world_size", "local_size", "mode"),
+    [
+        (4.0, 2, 2, "ddp"),  # 56 GB
+        (8.0, 8, 8, "fsdp_grad"),  # 112 GB; gathered weights and gradients 32, a shard 14
+        (20.0, 16, 8, "hsdp"),  # 280 GB; gathered 80, over the ranks of a node 35
+        (20.0, 8, 8, "fsdp_full"),  # there is one node
+        (20.0, 8, 1, "fsdp_full"),  # a node is one GPU
+        (70.0, 32, 8, "fsdp_full"),  # 980 GB; over a node 122.5, over all ranks 31
+        (70.0, 8, 8, "fsdp_offload"),
+    ],
+)
+def test_auto_takes_the_mode_that_exchanges_least_of_those_that_fit(billions, world_size, local_size, mode):
+    memory = Memory(int(billions * 1e9), weights=2, state=14, accumulated=0, gpu=int(100e9))
+    found, why = choose_mode(memory, world_size=world_size, local_size=local_size)
+    assert found == mode
+    assert f"take {billions * 14:.1f} GB, a GPU has 60.0 GB for them" in why
+
+
+def test_auto_counts_the_whole_gradients_that_accumulation_keeps():
+    """20 B parameters on 8 GPUs with 60 GB for them: 35 GB of shards, and 80 GB of FP32 gradients."""
+    memory = Memory(20 * 10**9, weights=2, state=14, accumulated=4, gpu=int(100e9))
+    found, why = choose_mode(memory, world_size=8, local_size=8)
+    assert found == "fsdp_offload" and "accumulated gradients 80.0 GB" in why
+
+
+def test_auto_without_a_gpu_is_ddp():
+    assert choose_mode(None, world_size=2, local_size=2)[0] == "ddp"
+
+
+def test_a_host_too_small_to_offload_to_is_refused(monkeypatch):
+    """8 B parameters, 16 bytes each: 128 GB, of which a node of two has to hold a half."""
+    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": int(100e9) // 4096}
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    refuse_small_host(8 * 10**9, local_size=8, world_size=16)
+    with pytest.raises(RuntimeError, match=r"fsdp_offload: needs 128 GB .* which has 100 GB; use more nodes"):
+        refuse_small_host(8 * 10**9, local_size=8, world_size=8)
+
+
+@pytest.mark.parametrize(("given", "size"), [(None, 4), (2, 2), (8, 8), (1, 1)])
+def test_hsdp_shards_over_a_node_or_as_many_ranks_as_are_given(given, size, monkeypatch):
+    monkeypatch.setattr(ranks, "world_size", lambda: 8)
+    monkeypatch.setattr(ranks, "local_rank_and_size", lambda: (0, 4))
+    assert hsdp_shard_size(config_from_dict({"hsdp_shard_size": given})) == size
+
+
+@pytest.mark.parametrize("given", [3, 16])
+def test_hsdp_shards_that_do_not_divide_the_ranks_are_refused(given, monkeypatch):
+    monkeypatch.setattr(ranks, "world_size", lambda: 8)
+    with pytest.raises(ValueError, match=f"--hsdp_shard_size {given}: does not divide the 8 ranks"):
+        hsdp_shard_size(config_from_dict({"hsdp_shard_size": given}))

@@ -1,9 +1,16 @@
 """Weight layouts: exact in both directions, every key used once, presets as published."""
 
+import math
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from te_models import ModelPlan, build_model, export_tensors, plan_model, refuse_te, weight_source, whole
@@ -12,6 +19,7 @@ from te_models.presets import PRESETS
 from te_models.weights import (
     RandomSource,
     SafetensorsSource,
+    WeightSource,
     fuse_qkv,
     layer_to_hf,
     layer_to_te,
@@ -19,7 +27,10 @@ from te_models.weights import (
     split_qkv,
     te_to_hf,
 )
+from tests.children import preload
+from tests.test_checkpoint import run_ranks
 
+preload(__name__)
 CPU = torch.device("cpu")
 
 
@@ -233,6 +244,7 @@ def test_random_weights_depend_on_seed_and_name_alone():
         ("meta-llama/Llama-3.2-1B", 1235.8),
         ("meta-llama/Llama-3.2-3B", 3212.7),
         ("meta-llama/Meta-Llama-3.1-8B", 8030.3),
+        ("Qwen/Qwen2.5-14B", 14770.0),
         ("meta-llama/Llama-3.1-70B", 70553.7),
         ("meta-llama/Llama-3.1-405B", 405853.4),
     ],
@@ -244,7 +256,10 @@ def test_presets_have_the_published_number_of_parameters(name, millions):
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.1)
 
 
-@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"tiny-llama"}))
+LLAMAS = sorted(name for name, fields in PRESETS.items() if fields["model_type"] == "llama")
+
+
+@pytest.mark.parametrize("name", sorted(set(LLAMAS) - {"tiny-llama"}))
 def test_presets_have_the_published_rope_and_norms(name):
     config = plan_model(name, init="random", use_te=True).config
     assert (config.rms_norm_eps, config.max_position_embeddings) == (1e-5, 131072)
@@ -258,7 +273,7 @@ def test_presets_have_the_published_rope_and_norms(name):
     }
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("name", LLAMAS)
 def test_preset_rope_follows_transformers(name):
     """Angles against transformers' own cos and sin, so that theta and the Llama-3 scaling are not lost."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -300,3 +315,59 @@ def test_models_without_a_te_form_are_refused(change, message):
     with pytest.raises(ValueError, match=message) as error:
         refuse_te("some/model", config)
     assert "without --use_te" in str(error.value)
+
+
+# Shards
+
+TINIER = {  # 7 embeddings, 8 rows of a norm, 10 of fc1, 16 of q, k and v together
+    "vocab_size": 7,
+    "hidden_size": 8,
+    "intermediate_size": 5,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+}
+
+
+class Counted(WeightSource):
+    """Counts how often each row is asked for."""
+
+    def __init__(self, source: WeightSource):
+        self.source = source
+        self.asked = {key: torch.zeros(shape[0]) for key, shape in source.shapes().items()}
+
+    def shapes(self) -> dict[str, torch.Size]:
+        return self.source.shapes()
+
+    def rows(self, key: str, start: int, stop: int) -> torch.Tensor:
+        self.asked[key][start:stop] += 1
+        return self.source.rows(key, start, stop)
+
+
+def load_shards(rank: int, folder: Path, *, shape: tuple[int, ...]) -> None:
+    plan = tiny(**TINIER)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copy", "shard")[-len(shape) :])
+    shell, unsharded = Shell(plan.config), Shell(plan.config)
+    for block in shell.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(shell, mesh=mesh)
+    source = Counted(weight_source(plan, seed=5, device=CPU))
+    load_te(shell, source)
+    load_te(unsharded, source.source)
+    expected = dict(te_to_hf(unsharded, whole))
+    found = dict(te_to_hf(shell, lambda tensors: [t.full_tensor() for t in tensors]))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    for key, own in source.asked.items():
+        assert own.max() <= 1
+        total = own.clone()
+        dist.all_reduce(total)
+        copies = shape[0] if len(shape) > 1 else 1
+        assert total.eq(copies).all(), f"{key}: each row is read by the rank that holds it"
+
+
+@pytest.mark.parametrize(
+    "shape", [(2,), (3,), (5,), (2, 2)], ids=["two", "uneven", "one without a row of some", "two copies"]
+)
+def test_each_rank_reads_the_rows_of_its_own_shards(shape, tmp_path):
+    run_ranks(partial(load_shards, shape=shape), tmp_path, world_size=math.prod(shape))

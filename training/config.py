@@ -218,7 +218,7 @@ class ShardingConfig:
     ] = knob(
         "auto",
         "ddp: a whole model on every GPU; fsdp_full: weights sharded, gathered layer by layer (ZeRO-3); "
-        "fsdp_grad: gathered once a step (ZeRO-2); fsdp_offload: sharded, kept on the CPU; hsdp: sharded "
+        "fsdp_grad: gathered once a batch (ZeRO-2); fsdp_offload: sharded, kept on the CPU; hsdp: sharded "
         "within --hsdp_shard_size ranks, replicated across; deepspeed: as --deepspeed_config says, ds_*: "
         "short names for ds_configs/*.json; auto: by memory, and says why",
         free=True,

@@ -146,11 +146,3 @@ def perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
-
-
-def gpu_hours(seconds: float, gpus: int) -> float:
-    return seconds * gpus / 3600
-
-
-def node_hours(seconds: float, nodes: int) -> float:
-    return seconds * nodes / 3600

@@ -145,7 +145,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if not optimizer.state[parameter]:
-            _allocate(optimizer, parameter)
+            allocate(optimizer, parameter)
         kept = optimizer.state[parameter]
         state.update({f"{name}.{key}": value for key, value in kept.items() if key != "step"})
     return state
@@ -162,12 +162,13 @@ def set_masters(optimizer: torch.optim.Optimizer, model: nn.Module, shards: dict
     """Start these parameters' whole masters from this rank's shards of the weights before quantization."""
     for name, parameter in model.named_parameters():
         if not optimizer.state[parameter]:
-            _allocate(optimizer, parameter)
+            allocate(optimizer, parameter)
         if name in shards:
             master_of(optimizer, parameter).to_local().copy_(shards[name])
 
 
-def _allocate(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+def allocate(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+    """Make the state that the first step would make, so that it can be read and filled before."""
     if isinstance(optimizer, torch.optim.AdamW):
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),

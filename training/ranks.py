@@ -119,7 +119,7 @@ def local_rank_and_size() -> tuple[int, int]:
 
 
 def num_nodes() -> int:
-    return max(1, world_size() // local_rank_and_size()[1])
+    return int(os.environ.get("GROUP_WORLD_SIZE", 1)) if dist.is_initialized() else 1
 
 
 def all_sum(tensor: Tensor) -> Tensor:

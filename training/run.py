@@ -87,7 +87,7 @@ def _fail(message: str, code: int, watchdog: Watchdog | None) -> int:
     """Print the message, if this rank is the first that fails, and end without waiting for the others."""
     message = redact(message)
     if watchdog is None:
-        if os.environ.get("RANK", "0") == "0":  # they all read the same settings
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # a node's ranks share settings and GPUs
             print(f"error: {message}", file=sys.stderr, flush=True)
         return code
     many = ranks.world_size() > 1
@@ -171,8 +171,14 @@ class Run:
             memory = None
             if self.device.type == "cuda":
                 plan = self._plan_optimizer("device")
-                gpu = torch.cuda.get_device_properties(self.device).total_memory
-                memory = Memory(parameters, weights=2, state=plan.state_bytes, gpu=gpu)
+                accumulating = self.cfg.optim.gradient_accumulation_steps > 1
+                memory = Memory(
+                    parameters,
+                    weights=4 if self.cfg.precision.mixed_precision == "fp32" else 2,
+                    state=plan.state_bytes,
+                    accumulated=(4 if self.cfg.sharding.grad_reduce_dtype == "fp32" else 2) * accumulating,
+                    gpu=torch.cuda.get_device_properties(self.device).total_memory,
+                )
             mode, why = choose_mode(memory, world_size=ranks.world_size(), local_size=local_size)
             say(f"--sharding_mode auto: {mode} ({why})")
         if mode == "fsdp_offload":
@@ -330,7 +336,7 @@ class Run:
             resume_step=progress.step if self.resume else None,
             enabled=self.strategy.rank == 0,
         )
-        self.wall_before = progress.wall_seconds
+        self.counted = self.started
         self.display = Display(self.total_steps, progress.step, enabled=self.strategy.rank == 0)
         self.trainer = self._build_trainer(progress)
         code = EXIT_FAILED
@@ -341,6 +347,8 @@ class Run:
                 self._export()
             if finished:
                 self.tracker.summary(self._summary())
+            if finished and self.cfg.checkpoint.generate_samples and self.strategy.rank == 0:
+                self._answer()
             code = 0 if finished else EXIT_INTERRUPTED
         finally:
             self.display.close()
@@ -456,17 +464,27 @@ class Run:
         )
 
     def _count_wall_time(self) -> None:
-        self.trainer.progress.wall_seconds = self.wall_before + time.perf_counter() - self.started
+        """Up to now; GPUs and nodes may be others after a resume, so their hours add up here too."""
+        progress, now = self.trainer.progress, time.perf_counter()
+        seconds, self.counted = now - self.counted, now
+        progress.wall_seconds += seconds
+        progress.gpu_seconds += seconds * self._gpus()
+        progress.node_seconds += seconds * self.strategy.num_nodes
+
+    def _gpus(self) -> int:
+        return self.strategy.world_size if self.device.type == "cuda" else 0
 
     def _export(self) -> None:
         self.watchdog.beat("exporting")
         self.strategy.settle(self.model)
         tensors = te_models.export_tensors(self.model, self._gather)
-        folder = ranks.on_first_of(tensors, self._write_export)
-        say(f"exported to {folder}")
+        say(f"exported to {ranks.on_first_of(tensors, self._write_export)}")
+
+    def _answer(self) -> None:
+        self.watchdog.rest()  # the other ranks are done
         prompts = self.loaders.eval_prompts[: self.cfg.checkpoint.generate_samples]
-        if prompts and self.strategy.rank == 0:
-            text = answer(folder, prompts, self.device)
+        if prompts:
+            text = answer(self.folder / "export", prompts, self.device)
             (self.folder / "samples.txt").write_text(text, encoding="utf-8")
             say(f"\nsamples from the exported model:\n\n{text}")
 
@@ -490,7 +508,7 @@ class Run:
         self._count_wall_time()
         progress, losses = self.trainer.progress, train_losses(self.folder)
         tail = losses[-max(1, len(losses) // 10) :]
-        gpus = self.strategy.world_size if self.device.type == "cuda" else 0
+        gpus = self._gpus()
         peak = torch.tensor(torch.cuda.max_memory_allocated(self.device) / 1e9 if gpus else 0.0)
         return {
             "model_name": self.cfg.model.model_name,
@@ -513,8 +531,8 @@ class Run:
             "world_size": self.strategy.world_size,
             "sharding_mode": self.strategy.mode,
             "nodes": self.strategy.num_nodes,
-            "gpu_hours": metrics.gpu_hours(progress.wall_seconds, gpus),
-            "node_hours": metrics.node_hours(progress.wall_seconds, self.strategy.num_nodes),
+            "gpu_hours": progress.gpu_seconds / 3600,
+            "node_hours": progress.node_seconds / 3600,
             "seconds_to_first_step": self.environment.get("seconds_to_first_step"),
         }
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -141,8 +142,10 @@ class DDP(SingleDevice):
         low = any(p.dtype != torch.float32 for p in model.parameters())
         if low and self.cfg.sharding.grad_reduce_dtype == "fp32":
             close = within_a_node(self.world_size) and self.device.type == "cuda"
-            hook = AverageByPieces(self.device) if close else _average_in_fp32
+            hook = average_by_pieces(self.device) if close else _average_in_fp32
             wrapped.register_comm_hook(None, hook)
+        elif self.cfg.sharding.grad_reduce_dtype == "bf16" and not low:
+            wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
         return wrapped, optimizer
 
     def accumulating(self, model: nn.Module, *, last: bool) -> AbstractContextManager:
@@ -178,27 +181,25 @@ def _sum_of_pieces(tensor: Tensor, group: Any, *, mean: bool) -> Tensor:
     return (torch.mean if mean else torch.sum)(pieces, dim=0, dtype=torch.float32)
 
 
-class AverageByPieces:
+def average_by_pieces(device: torch.device) -> Callable[[Any, dist.GradBucket], torch.futures.Future]:
     """DDP communication hook: as `FP32Sums`, and the averaged pieces are gathered in 16 bits again."""
+    stream = torch.cuda.Stream(device)
 
-    __name__ = __qualname__ = "AverageByPieces"  # DDP logs a hook's name
-
-    def __init__(self, device: torch.device):
-        self.device, self.stream = device, torch.cuda.Stream(device)
-
-    def __call__(self, _, bucket):  # DDP refuses annotations that are strings, as all are in this module
+    def hook(_, bucket):  # DDP refuses annotations that are strings, as all are in this module
         gradients, world_size = bucket.buffer(), dist.get_world_size()
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
             padding = -gradients.numel() % world_size
             whole = F.pad(gradients, (0, padding)) if padding else gradients
             piece = _sum_of_pieces(whole, None, mean=True).to(gradients.dtype)
             dist.all_gather_into_tensor(whole, piece)
             if padding:
                 gradients.copy_(whole[: gradients.numel()])
-            future = torch.futures.Future(devices=[self.device])
+            future = torch.futures.Future(devices=[device])
             future.set_result(gradients)  # remembers where on this stream it is done
         return future
+
+    return hook
 
 
 def _average_in_fp32(_, bucket):  # DDP refuses annotations that are strings, as all are in this module
@@ -341,6 +342,7 @@ class Memory:
     parameters: int
     weights: int  # as they are gathered for a forward pass
     state: int  # weights, gradient and optimizer state together
+    accumulated: int  # whole gradients that FSDP keeps until the last micro-batch
     gpu: int
 
 
@@ -353,18 +355,21 @@ def choose_mode(memory: Memory | None, *, world_size: int, local_size: int) -> t
         return "ddp", "without a GPU there is no memory to plan for"
     whole = memory.parameters * memory.state / 1e9
     gathered = memory.parameters * memory.weights / 1e9
+    kept = memory.parameters * memory.accumulated / 1e9
     room = ROOM * memory.gpu / 1e9
     what = f"weights, gradients and optimizer take {whole:.1f} GB, a GPU has {room:.1f} GB for them"
+    if kept:
+        what += f", accumulated gradients {kept:.1f} GB"
     if whole <= room:
         return "ddp", what
-    if gathered * 2 + whole / world_size <= room:
+    if gathered * 2 + kept + whole / world_size <= room:
         return (
             "fsdp_grad",
             f"{what}; gathered weights and gradients ({gathered * 2:.1f} GB) fit beside a shard",
         )
-    if world_size > local_size > 1 and whole / local_size <= room:
+    if world_size > local_size > 1 and kept + whole / local_size <= room:
         return "hsdp", f"{what}; sharded over the {local_size} ranks of a node they fit"
-    if whole / world_size <= room:
+    if kept + whole / world_size <= room:
         return "fsdp_full", f"{what}; sharded over {world_size} ranks they fit"
     return (
         "fsdp_offload",

@@ -41,6 +41,8 @@ class Progress:
     skipped_steps: int = 0
     train_seconds: float = 0.0  # of steps, data wait included
     wall_seconds: float = 0.0  # of everything, which is what a GPU is paid for
+    gpu_seconds: float = 0.0  # the same for each GPU, and each node
+    node_seconds: float = 0.0
     best_eval_loss: float | None = None
 
 

@@ -43,12 +43,15 @@ def flags(mode: str, precision: str, *, gpus: int = GPUS, accumulation: int = 1)
 
 def launch(folder: Path, runs: dict[str, str], gpus: int) -> str:
     """Run them all in one set of processes; the output if they succeed."""
-    script = str(ROOT / "tests" / "gpu" / "many_runs.py")
     (folder / "runs.json").write_text(json.dumps(runs))
+    return start("many_runs.py", folder / "runs.json", gpus)
+
+
+def start(script: str, argument: Path, gpus: int) -> str:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"] if gpus > 1 else []
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(
-        [sys.executable, *torchrun, script, str(folder / "runs.json")],
+        [sys.executable, *torchrun, str(ROOT / "tests" / "gpu" / script), str(argument)],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -166,6 +169,10 @@ def test_weights_gathered_in_fp8_train_alike_and_resume_exactly(tmp_path, one, m
     exported = load_file(tmp_path / "whole" / "export" / "model.safetensors")
     ours = whole["model/layers.2.self_attention.proj.weight"]
     torch.testing.assert_close(exported["model.layers.2.self_attn.o_proj.weight"], ours, rtol=2**-7, atol=0)
+
+
+def test_a_70b_is_built_on_meta_and_filled_shard_by_shard(folder, tmp_path):
+    print(start("sharded_load.py", tmp_path, GPUS).splitlines()[-1])
 
 
 def test_weights_from_files_reach_every_shard(tmp_path, one):

@@ -1,0 +1,86 @@
+"""Started by torchrun: Llama 3.1 70B's form on the meta device, and its layers filled from files, in shards.
+
+Usage: sharded_load.py FOLDER. No rank may ever hold the model: peak memory is checked against its size.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from te_models import build_model, plan_model, weight_source
+from training import ranks
+from training.config import config_from_dict
+from training.sharding import STRATEGIES
+
+NAME = "meta-llama/Llama-3.1-70B"
+
+
+def main() -> None:
+    folder, device = Path(sys.argv[1]), ranks.join(5.0)
+    cfg = config_from_dict({"sharding_mode": "fsdp_full", "model_name": NAME, "use_te": True})
+    strategy = STRATEGIES["fsdp_full"](device, cfg)
+    dtypes = {"parameter_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16}
+
+    def shard(model: torch.nn.Module) -> None:
+        strategy.shard(model, **dtypes)
+
+    plan = plan_model(NAME, init="random", use_te=True)
+    meta_build(plan, shard)
+
+    plan.config.num_hidden_layers, plan.config.vocab_size = 2, 2048
+    if ranks.rank() == 0:
+        write_files(folder, plan, device)
+    ranks.gather(None)  # wait for the files
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    options = {"use_te": True, "dtype": torch.bfloat16, "device": device, "seed": 0, "packed": True}
+    model = build_model(replace(plan, weights=folder), **options, max_positions=128, shard=shard)
+    peak = torch.cuda.max_memory_allocated()
+    size = 2 * sum(p.numel() for p in model.parameters())
+    assert peak < 1.2 * size / ranks.world_size(), (peak, size)
+
+    source = weight_source(plan, seed=0, device=device)
+    up = source.get("model.layers.1.mlp.up_proj.weight").bfloat16()
+    key = source.get("model.layers.1.self_attn.k_proj.weight").bfloat16()
+    layer = model.layers[1]
+    (fc1,) = strategy.gather([layer.layernorm_mlp.fc1_weight])
+    (qkv,) = strategy.gather([layer.self_attention.layernorm_qkv.weight])
+    assert torch.equal(fc1.chunk(2)[1], up)
+    groups = plan.config.num_key_value_heads
+    rows = qkv.view(groups, -1, 128, qkv.shape[1])  # [G, R+2, K, D]
+    assert torch.equal(rows[:, -2].flatten(0, 1), key)
+    if ranks.rank() == 0:
+        print(f"peak {peak / 1e9:.2f} GB a rank of {size / 1e9:.2f} GB")
+    ranks.leave(lambda: None)
+
+
+def meta_build(plan, shard) -> None:
+    """All 80 layers: sharded, without a byte of storage."""
+    from te_models.decoder import TECausalLM
+
+    model = TECausalLM(plan.config, attention="thd", dtype=torch.bfloat16, max_positions=128)
+    shard(model)
+    assert sum(p.numel() for p in model.parameters()) > 70e9
+    assert all(p.to_local().is_meta for p in model.parameters())
+    assert torch.cuda.max_memory_allocated() < 1e9
+
+
+def write_files(folder: Path, plan, device: torch.device) -> None:
+    """A file a layer, as large models come."""
+    source = weight_source(plan, seed=0, device=device)
+    files: dict[str, list[str]] = {}
+    for key in source.shapes():
+        part = key.split(".")[2] if ".layers." in key else "rest"
+        files.setdefault(f"model-{part}.safetensors", []).append(key)
+    for file, keys in files.items():
+        save_file({key: source.get(key).bfloat16().contiguous() for key in keys}, folder / file)
+    index = {"weight_map": {key: file for file, keys in files.items() for key in keys}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+if __name__ == "__main__":
+    main()
