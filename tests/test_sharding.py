@@ -27,7 +27,8 @@ def test_a_model_without_gradients_is_named():
 @pytest.mark.parametrize(
     ("billions", "world_size", "local_size", "mode"),
     [
-        (4.0, 2, 2, "ddp"),  # 56 GB
+        (0.5, 2, 2, "ddp"),  # 7 GB
+        (4.0, 2, 2, "fsdp_grad"),  # 56 GB, which fit whole; gathered 16, a shard 28
         (8.0, 8, 8, "fsdp_grad"),  # 112 GB; gathered weights and gradients 32, a shard 14
         (20.0, 16, 8, "hsdp"),  # 280 GB; gathered 80, over the ranks of a node 35
         (20.0, 8, 8, "fsdp_full"),  # there is one node
@@ -36,11 +37,17 @@ def test_a_model_without_gradients_is_named():
         (70.0, 8, 8, "fsdp_offload"),
     ],
 )
-def test_auto_takes_the_mode_that_exchanges_least_of_those_that_fit(billions, world_size, local_size, mode):
+def test_auto_takes_the_fastest_mode_of_those_that_fit(billions, world_size, local_size, mode):
     memory = Memory(int(billions * 1e9), weights=2, state=14, accumulated=0, gpu=int(100e9))
     found, why = choose_mode(memory, world_size=world_size, local_size=local_size)
     assert found == mode
     assert f"take {billions * 14:.1f} GB, a GPU has 60.0 GB for them" in why
+
+
+def test_auto_leaves_a_model_whole_if_accumulation_would_keep_whole_gradients_beside_shards():
+    """4 B on 2 GPUs: 56 GB whole, or 28 GB of shards, 16 GB gathered and 16 GB of FP32 gradients kept."""
+    memory = Memory(4 * 10**9, weights=2, state=14, accumulated=4, gpu=int(95e9))
+    assert choose_mode(memory, world_size=2, local_size=2)[0] == "ddp"
 
 
 def test_auto_counts_the_whole_gradients_that_accumulation_keeps():

@@ -250,7 +250,7 @@ def test_random_weights_depend_on_seed_and_name_alone():
     ],
 )
 def test_presets_have_the_published_number_of_parameters(name, millions):
-    plan = plan_model(name, init="random", use_te=True)
+    plan = plan_model(name, init="random", use_te=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(plan.config)
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.1)

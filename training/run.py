@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import platform
 import random
@@ -65,27 +66,27 @@ def main(
             "a shorter --max_seq_length, --moment_dtype bf16, or more sharding (--sharding_mode fsdp_full)"
         )
         return _fail(f"{str(error).splitlines()[0]} {way_out}", EXIT_FAILED, watchdog)
-    except (ValueError, RuntimeError) as error:
-        if isinstance(error, dist.DistError) and not _raised_here(error):
+    except Exception as error:
+        if _lost_a_rank(error):
             text = str(error).splitlines()[0]
             return _fail(f"another rank is gone or does not answer ({text})", EXIT_FAILED, watchdog)
-        if not _raised_here(error):
-            if ranks.world_size() > 1:
-                traceback.print_exc()
-                return _fail(f"{type(error).__name__}: {error}", EXIT_FAILED, watchdog)
-            raise
-        code = EXIT_BAD_SETTING if isinstance(error, ValueError) else EXIT_FAILED
-        return _fail(str(error), code, watchdog)
-    except Exception as error:
+        if _raised_here(error) and isinstance(error, (ValueError, RuntimeError)):
+            code = EXIT_BAD_SETTING if isinstance(error, ValueError) else EXIT_FAILED
+            return _fail(str(error), code, watchdog)
         if ranks.world_size() == 1:
             raise
-        traceback.print_exc()
-        return _fail(f"{type(error).__name__}: {error}", EXIT_FAILED, watchdog)
+        details = traceback.format_exc()
+        return _fail(f"{type(error).__name__}: {error}", EXIT_FAILED, watchdog, details)
 
 
-def _fail(message: str, code: int, watchdog: Watchdog | None) -> int:
-    """Print the message, if this rank is the first that fails, and end without waiting for the others."""
-    message = redact(message)
+def _lost_a_rank(error: Exception) -> bool:
+    """Whether a collective failed; Gloo has no error class of its own."""
+    return not _raised_here(error) and (isinstance(error, dist.DistError) or "/gloo/" in str(error))
+
+
+def _fail(message: str, code: int, watchdog: Watchdog | None, details: str = "") -> int:
+    """Print it, if this rank is the first that fails, and end without waiting for the others."""
+    message, details = redact(message), redact(details)
     if watchdog is None:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # a node's ranks share settings and GPUs
             print(f"error: {message}", file=sys.stderr, flush=True)
@@ -93,7 +94,7 @@ def _fail(message: str, code: int, watchdog: Watchdog | None) -> int:
     many = ranks.world_size() > 1
     if watchdog.fail(message):
         who = f"rank {ranks.rank()} ({platform.node()}): " if many else ""
-        print(f"error: {who}{message}", file=sys.stderr, flush=True)
+        print(f"{details}error: {who}{message}", file=sys.stderr, flush=True)
     if many:
         sys.stdout.flush()
         os._exit(code)  # an orderly exit would wait for ranks that wait for this one
@@ -118,6 +119,8 @@ class Run:
     def __init__(self, cfg: Config, device: torch.device, watchdog: Watchdog, started: float):
         self.cfg, self.device, self.watchdog, self.started = cfg, device, watchdog, started
         set_determinism(cfg.optim.deterministic, cfg.optim.seed)
+        if ranks.rank() > 0:  # every rank reads the same rows and would say the same of them
+            logging.getLogger("data").setLevel(logging.ERROR)
         agree("the settings", cfg.to_dict())
         agree("the software", software())
         ranks.together(self._decide)

@@ -149,6 +149,7 @@ class Trainer:
 
     def train_step(self, micro_batches: list[Any]) -> StepResult:
         """One optimizer step; the result is the same for any split into micro-batches and ranks."""
+        self.hooks.beat(f"computing step {self.progress.step + 1}")
         rate = self.learning_rate(self.progress.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -156,7 +157,6 @@ class Trainer:
         tokens = self.strategy.sum(torch.tensor(labels, device=self.device, dtype=torch.float32))
         divisor = tokens.clamp(min=1)
         loss_sum = torch.zeros((), device=self.device)
-        self.hooks.beat(f"computing step {self.progress.step + 1}")
         for i, batch in enumerate(micro_batches):
             with self.strategy.accumulating(self.model, last=i == len(micro_batches) - 1):
                 with self.autocast():

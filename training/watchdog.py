@@ -1,8 +1,9 @@
 """What ends a job of many ranks when one fails, dies or stalls: within a bounded time, and saying who.
 
 Every rank tells the job's store where it is. A rank that fails leaves its message there, and the others stop
-instead of waiting for it in a collective. A rank that makes no progress for --timeout_minutes looks up where
-the others are and ends the job with the name of the one that is behind.
+instead of waiting for it in a collective. Each rank also listens for the next one, and ends the job when that
+falls silent. One that makes no progress for --timeout_minutes looks up where the others are and ends the job
+with the name of the one that is behind.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from training import ranks
 
 EXIT_FAILED = 1
 GRACE_SECONDS = 10.0  # for a rank that hears of another's failure to end on its own
+SILENCE_SECONDS = 60.0  # after which a rank that said something every two seconds is taken for dead
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,12 @@ class Place:
     doing: str
     host: str
     seconds: float
-    told: float  # Unix time at which the rank said so
+    told: int  # how often the rank has said so; clocks of hosts differ
 
-    def describe(self, rank: int, now: float, stale: float) -> str:
+    def describe(self, rank: int, *, silent: bool = False) -> str:
         name = f"rank {rank} ({self.host})"
-        if now - self.told > stale:
-            return f"{name} has not been heard of for {now - self.told:.0f} s, last {self.doing}"
+        if silent:
+            return f"{name} is not heard of any more, last {self.doing}"
         return f"{name} {self.doing} for {self.seconds:.0f} s"
 
 
@@ -47,13 +49,15 @@ class Watchdog:
     def __init__(self, timeout_minutes: float):
         self.timeout = 60 * timeout_minutes
         self.pause = min(2.0, self.timeout / 10)
-        self._beats, self._doing, self._since = 0, "starting", None
+        self._beats, self._doing, self._since, self._told = 0, "starting", None, 0
+        self._next, self._heard = None, time.monotonic()  # the next rank's last place, and since when it is
         self._ended = threading.Event()
         self._store = None
         if ranks.world_size() > 1:
             self._store = ranks.connection()
             self._store.set_timeout(timedelta(seconds=30))
             self._lock = threading.Lock()
+            self._tell()
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
 
@@ -92,13 +96,35 @@ class Watchdog:
                 if failed:
                     self._ended.wait(GRACE_SECONDS)
                     self._exit()
-                if self._since is not None and time.monotonic() - self._since > self.timeout:
-                    message = self._who()
+                if message := self._dead() or self._stalled():
                     if self.fail(message):
                         print(f"error: {message}", file=sys.stderr, flush=True)
                     self._exit()
             except (dist.DistError, RuntimeError):
                 return  # the launcher is gone, and ends this process too
+
+    def _dead(self) -> str | None:
+        """What to say of the next rank if it has fallen silent."""
+        rank = (ranks.rank() + 1) % ranks.world_size()
+        place, now = self._places([rank]).get(rank), time.monotonic()
+        if place != self._next:
+            self._next, self._heard = place, now
+        elif place and now - self._heard > SILENCE_SECONDS:
+            return f"{place.describe(rank, silent=True)}: it was killed, or its node is gone. {AFTERWARDS}"
+        return None
+
+    def _stalled(self) -> str | None:
+        if self._since is None or time.monotonic() - self._since <= self.timeout:
+            return None
+        everyone = list(range(ranks.world_size()))
+        before = self._places(everyone)
+        for _ in range(4):  # others listen to this rank meanwhile
+            self._ended.wait(self.pause)
+            with self._lock:
+                self._tell()
+        after = self._places(everyone)
+        silent = {rank for rank, place in after.items() if place == before.get(rank)} - {ranks.rank()}
+        return stalled(after, silent, timeout=self.timeout)
 
     def _exit(self) -> None:
         if not self._ended.is_set():
@@ -108,26 +134,26 @@ class Watchdog:
     def _tell(self) -> None:
         since = self._since
         seconds = 0.0 if since is None else time.monotonic() - since
-        place = Place(self._beats, self._doing, platform.node(), seconds, time.time())
+        self._told += 1
+        place = Place(self._beats, self._doing, platform.node(), seconds, self._told)
         self._store.set(f"watchdog/{ranks.rank()}", json.dumps(vars(place)))
 
-    def _who(self) -> str:
+    def _places(self, numbers: list[int]) -> dict[int, Place]:
         with self._lock:
-            keys = {rank: f"watchdog/{rank}" for rank in range(ranks.world_size())}
-            places = {r: Place(**json.loads(self._store.get(k))) for r, k in keys.items()}
-        return stalled(places, timeout=self.timeout, stale=5 * self.pause, now=time.time())
+            keys = {number: f"watchdog/{number}" for number in numbers}
+            known = {number: key for number, key in keys.items() if self._store.check([key])}
+            return {number: Place(**json.loads(self._store.get(key))) for number, key in known.items()}
 
 
-def stalled(places: dict[int, Place], *, timeout: float, stale: float, now: float) -> str:
+AFTERWARDS = "What was saved before is intact; the same command goes on from it"
+
+
+def stalled(places: dict[int, Place], silent: set[int], *, timeout: float) -> str:
     """Who holds the job up: ranks that are silent, else those with the fewest beats."""
-    silent = [rank for rank, place in places.items() if now - place.told > stale]
     least = min(place.beats for place in places.values())
     behind = [rank for rank, place in places.items() if place.beats == least]
-    named = silent or (behind if len(behind) < len(places) else [])
-    shown = [places[rank].describe(rank, now, stale) for rank in (named or places)]
+    named = sorted(silent) or (behind if len(behind) < len(places) else [])
+    shown = [places[rank].describe(rank, silent=rank in silent) for rank in (named or places)]
     who = "; ".join(shown[:8]) + (f"; and {len(shown) - 8} more" if len(shown) > 8 else "")
     others = "" if named else "all ranks are in the same place: "
-    return (
-        f"--timeout_minutes {timeout / 60:g}: no progress for {timeout:.0f} s; {others}{who}. What was saved "
-        "before is intact; the same command goes on from it"
-    )
+    return f"--timeout_minutes {timeout / 60:g}: no progress for {timeout:.0f} s; {others}{who}. {AFTERWARDS}"

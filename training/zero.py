@@ -124,7 +124,8 @@ def _decided(cfg: Config, world_size: int, parameter_dtype: torch.dtype) -> tupl
         "gradient_clipping": optimizer.max_grad_norm,
         # The default is the weights' dtype: BF16 sums, which lose what one rank adds to many.
         "communication_data_type": reduce_dtype,
-        "data_types": {"grad_accum_dtype": "fp32"},
+        # Sums of several micro-batches need FP32; one gradient, reduced, is no more exact than its terms.
+        "data_types": {"grad_accum_dtype": "fp32" if steps > 1 else None},
         # Without the check a step with a gradient that is not finite would be taken.
         "bf16": {"enabled": parameter_dtype == torch.bfloat16, "check_grad_overflow": True},
         "zero_allow_untested_optimizer": True,

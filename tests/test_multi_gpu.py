@@ -1,0 +1,694 @@
+"""Whole runs on several ranks, over gloo on the CPU: the same run as on one device, resume, and faults."""
+
+import contextlib
+import json
+import os
+import platform
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers.models.llama.modeling_llama  # noqa: F401  (what a run imports on its way)
+from safetensors.torch import load_file
+
+from data.loader import StoredItems
+from te_models.hugging_face import HFCausalLM
+from tests.children import children, preload
+from train_multi_gpu import join_torchrun
+from training import run, watchdog
+from training.checkpoint import Checkpoints
+from training.ranks import TORCHRUN
+from training.run import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
+from training.trainer import Trainer
+
+preload(__name__)
+
+ROOT = Path(__file__).resolve().parent.parent
+MODES = ("ddp", "fsdp_full", "fsdp_grad", "fsdp_offload", "hsdp")
+# 37 sequences; in the epoch's last step, of one sequence, the second rank has none.
+SMALL = (
+    "--num_of_samples 60 --max_seq_length 128 --batch_size 2 --eval_samples 6 --num_workers 0 --num_proc 1 "
+    "--learning_rate 1e-3 --log_interval 1 --eval_interval 3 --deterministic --mixed_precision fp32"
+)
+Patch = Callable[[int], None]  # what a test changes in a rank before it starts
+
+
+@dataclass
+class Job:
+    """The ranks of a run, and what they print."""
+
+    folder: Path
+    output: Path
+    ranks: list[BaseProcess]
+    store: dist.TCPStore
+
+    def wait(self, timeout: float = 120) -> list[int]:
+        """Exit codes; no rank may still run after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        for process in self.ranks:
+            process.join(max(0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in self.ranks]
+        for process in self.ranks:
+            process.kill()
+        assert None not in codes, f"exit codes {codes} after {timeout} s\n{self.printed()}"
+        return codes
+
+    def printed(self) -> str:
+        return "".join(path.read_text() for path in sorted(self.output.iterdir()))
+
+    def errors(self) -> list[str]:
+        return [line for line in self.printed().splitlines() if "error: " in line]
+
+
+def one_rank(argv: list[str], environment: dict[str, str], output: Path, patch: Patch | None) -> None:
+    """A command that torchrun, or nobody, started; in a process that has imported everything already."""
+    os.environ |= environment | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    for number in (1, 2):
+        os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+    if patch:
+        patch(int(environment.get("RANK", 0)))
+    sys.argv = ["train_multi_gpu.py", *argv]
+    code = run.main(argv, description="test", start=join_torchrun)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def start(folder: Path, flags: str = "", *, ranks: int = 2, patch: Patch | None = None) -> Job:
+    """Start a run on that many ranks, as torchrun does; on one rank without torchrun."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    argv = [*shlex.split(SMALL), "--output_dir", str(folder), *shlex.split(flags)]
+    output = folder.with_name(f"{folder.name}.output.{time.monotonic_ns()}")
+    output.mkdir(parents=True)
+    processes = []
+    for rank in range(ranks):
+        environment = {}
+        if ranks > 1:
+            values = (rank, ranks, rank, ranks, "127.0.0.1", store.port)
+            environment = {name: str(value) for name, value in zip(TORCHRUN, values, strict=True)}
+            environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        arguments = (argv, environment, output / f"rank{rank}", patch)
+        processes.append(children.Process(target=one_rank, args=arguments))
+        processes[-1].start()
+    return Job(folder, output, processes, store)
+
+
+def train(folder: Path, flags: str = "", *, ranks: int = 2, patch: Patch | None = None) -> Job:
+    """A run to its end."""
+    job = start(folder, flags, ranks=ranks, patch=patch)
+    codes = job.wait()
+    assert codes == [0] * ranks, job.printed()
+    return job
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(folder: Path, name: str) -> dict[int, float]:
+    """A metric by step."""
+    return {line["step"]: line[name] for line in lines(folder) if name in line}
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return curve(folder, "train/loss")
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "export" / "model.safetensors")
+
+
+def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state of a checkpoint, whole."""
+    path = folder / "checkpoints" / f"step_{step:06d}"
+    kinds = json.loads((path / "manifest.json").read_text())["manifest"]["tensors"]
+    tensors = {
+        key: torch.empty(kind["shape"], dtype=getattr(torch, kind["dtype"].removeprefix("torch.")))
+        for key, kind in kinds.items()
+        if key.startswith(("model/", "optimizer/"))
+    }
+    Checkpoints(folder / "checkpoints", keep_last=1).load(path, tensors)
+    return tensors
+
+
+def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(t, other[name]) for name, t in one.items())
+
+
+# The same run on any number of ranks, in any mode
+
+
+def same_run(one: Path, other: Path, *, rel: float = 1e-5, skipped: tuple[int, ...] = ()) -> None:
+    """Losses, gradient norms, evaluation, counts and weights; those of skipped steps are not finite."""
+    # A CPU sums the squares of half a million FP32 numbers with an error of its own.
+    for name, tolerance in {"train/loss": rel, "train/grad_norm": max(rel, 1e-4), "eval/loss": rel}.items():
+        a, b = ({k: v for k, v in curve(f, name).items() if k not in skipped} for f in (one, other))
+        assert a == pytest.approx(b, rel=tolerance) and a, name
+    a, b = summary(one), summary(other)
+    for name in ("steps", "tokens", "label_tokens", "eval_label_tokens", "skipped_steps"):
+        assert a[name] == b[name], name
+    a, b = exported(one), exported(other)
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        torch.testing.assert_close(b[name], tensor, rtol=2**-7, atol=10 * rel)  # a rounding of BF16
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The epoch on one device, with the global batch of two ranks; each with its flags is run once."""
+    done: dict[str, Path] = {}
+
+    def run_once(flags: str = "") -> Path:
+        if flags not in done:
+            folder = tmp_path_factory.mktemp("reference") / "run"
+            done[flags] = train(folder, f"--batch_size 4 {flags}", ranks=1).folder
+        return done[flags]
+
+    return run_once
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory) -> dict[str, Path]:
+    """The epoch on two ranks under FSDP, saved on the way, by precision; one is logged to W&B too."""
+    folder = tmp_path_factory.mktemp("sharded")
+    flags = "--sharding_mode fsdp_full --save_interval 3"
+    more = {"fp32": "--use_wandb --wandb_mode offline", "bf16": "--mixed_precision bf16"}
+    return {name: train(folder / name, f"{flags} {own}").folder for name, own in more.items()}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("mode", [*MODES, "ds_zero2", "ds_zero3"])
+def test_the_sharding_mode_does_not_change_the_run(mode, accumulation, reference, tmp_path):
+    """Labels are masked unevenly, and a mean of the ranks' means would show."""
+    flags = f"--gradient_accumulation_steps {accumulation}"
+    shards = "--hsdp_shard_size 1" if mode == "hsdp" else ""
+    train(tmp_path / "run", f"{flags} --sharding_mode {mode} {shards}")
+    same_run(tmp_path / "run", reference(flags))
+    assert summary(tmp_path / "run")["sharding_mode"] == mode
+
+
+def test_hsdp_over_four_ranks_does_not_change_the_run(reference, tmp_path):
+    """Two copies of the model, each over two ranks."""
+    flags = "--gradient_accumulation_steps 1"
+    train(tmp_path / "run", f"{flags} --batch_size 1 --sharding_mode hsdp --hsdp_shard_size 2", ranks=4)
+    same_run(tmp_path / "run", reference(flags))
+
+
+def test_bf16_over_two_ranks_stays_close(sharded, reference):
+    same_run(sharded["bf16"], reference("--mixed_precision bf16"), rel=2e-3)
+
+
+# Resume
+
+
+def go_on(folder: Path, origin: Path, step: int, flags: str, *, ranks: int) -> Path:
+    checkpoint = origin / "checkpoints" / f"step_{step:06d}"
+    return train(folder, f"--resume {checkpoint} --save_interval 3 {flags}", ranks=ranks).folder
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_goes_on_over_two_one_and_two_ranks_and_between_modes(precision, sharded, tmp_path):
+    whole, given = sharded[precision], f"--mixed_precision {precision}"
+    one = go_on(tmp_path / "one", whole, 3, f"{given} --batch_size 4", ranks=1)
+    two = go_on(tmp_path / "two", one, 6, f"{given} --sharding_mode ddp", ranks=2)
+    tolerance = {"fp32": 1e-6, "bf16": 1e-3}[precision]  # in BF16 the order of sums shows
+    for folder, first in ((one, 4), (two, 7)):
+        expected = {step: loss for step, loss in losses(whole).items() if step >= first}
+        assert losses(folder) == pytest.approx(expected, rel=tolerance)
+        assert summary(folder)["label_tokens"] == summary(whole)["label_tokens"]
+    assert (summary(one)["world_size"], summary(two)["world_size"]) == (1, 2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_saved_is_the_same_bit_by_bit_on_any_ranks_and_in_any_mode(precision, sharded, tmp_path):
+    """From a run's end, where there is no further step: 2 ranks -> 1 -> 3 -> 2."""
+    given = f"--mixed_precision {precision} --no_export"
+    expected, folder = saved(sharded[precision], 10), sharded[precision]
+    for ranks, mode in ((1, ""), (3, "fsdp_offload"), (2, "ddp"), (2, "fsdp_grad")):
+        flags = f"{given} --sharding_mode {mode}" if mode else given
+        folder = go_on(tmp_path / f"{ranks}{mode}", folder, 10, flags, ranks=ranks)
+        assert same_bits(saved(folder, 10), expected), (ranks, mode)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_more_or_fewer_ranks_with_the_same_batch_size_see_every_sample_once(ranks, sharded, tmp_path):
+    """The global batch changes, which is said; the data goes on at the next unseen sample."""
+    checkpoint = sharded["fp32"] / "checkpoints" / "step_000003"
+    job = train(tmp_path / "run", f"--resume {checkpoint} --no_export", ranks=ranks)
+    old, new = 4, 2 * ranks
+    warning = f"saved on 2 ranks with a global batch of {old} sequences, which is {new} on {ranks}"
+    assert job.printed().count(f"WARNING: {warning}") == 1
+    whole, found = summary(sharded["fp32"]), summary(job.folder)
+    assert (found["tokens"], found["label_tokens"]) == (whole["tokens"], whole["label_tokens"])
+    assert found["steps"] == 3 + -(-(37 - 3 * old) // new)
+
+
+def test_another_global_batch_on_the_same_ranks_is_refused(sharded, tmp_path):
+    checkpoint = sharded["fp32"] / "checkpoints" / "step_000003"
+    job = start(tmp_path / "run", f"--resume {checkpoint} --batch_size 1")
+    assert job.wait() == [EXIT_BAD_SETTING] * 2
+    (error,) = job.errors()
+    assert "--batch_size 2 there, 1 here" in error and "Traceback" not in job.printed()
+
+
+def test_the_same_global_batch_may_be_split_otherwise(sharded, tmp_path):
+    flags = "--batch_size 1 --gradient_accumulation_steps 2"
+    folder = go_on(tmp_path / "run", sharded["fp32"], 6, flags, ranks=2)
+    expected = {step: loss for step, loss in losses(sharded["fp32"]).items() if step > 6}
+    assert losses(folder) == pytest.approx(expected, rel=1e-6)
+
+
+# Signals
+
+
+def wait_for_step(job: Job, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and job.ranks[0].is_alive():
+        if (job.folder / "metrics.jsonl").exists() and max(losses(job.folder), default=0) >= step:
+            return
+        time.sleep(0.01)
+    raise AssertionError(job.printed())
+
+
+def slow(rank: int) -> None:
+    """Steps of a tenth of a second and more, so that a test is in time for one."""
+    step = Trainer.train_step
+
+    def slower(trainer, window):
+        time.sleep(0.1)
+        return step(trainer, window)
+
+    Trainer.train_step = slower
+
+
+def test_sigterm_to_one_rank_stops_all_and_the_same_command_goes_on(sharded, tmp_path):
+    flags = "--sharding_mode fsdp_full --save_interval 3"
+    job = start(tmp_path / "run", flags, patch=slow)
+    wait_for_step(job, 1)
+    for _ in range(2):
+        os.kill(job.ranks[1].pid, signal.SIGTERM)
+    assert job.wait() == [EXIT_INTERRUPTED] * 2
+    *_, way_on, last = job.printed().strip().splitlines()
+    assert last == f"run folder: {job.folder}" and f"--output_dir {job.folder}" in way_on
+    stopped_at = max(losses(job.folder))
+    assert stopped_at < 10 and not (job.folder / "summary.json").exists()
+    saves = {path.name for path in (job.folder / "checkpoints").glob("step_*")}
+    assert saves == {f"step_{step:06d}" for step in {*range(3, stopped_at + 1, 3), stopped_at}}
+    train(job.folder, flags)
+    assert losses(job.folder) == losses(sharded["fp32"])
+    assert same_bits(exported(job.folder), exported(sharded["fp32"]))
+    assert summary(job.folder)["tokens"] == summary(sharded["fp32"])["tokens"]
+
+
+# Not finite, on one rank
+
+
+def spoil_two_steps(folder: Path, spoiled: int, rank: int) -> None:
+    """Step 2 has a loss that is NaN on one rank, step 4 a finite one with a gradient that is not.
+
+    Every rank leaves its weights of the end behind.
+    """
+    take_step, forward, results = Trainer.train_step, HFCausalLM.forward, Trainer.results
+    number = 0
+
+    def counted(trainer, window):
+        nonlocal number
+        number = trainer.progress.step + 1
+        try:
+            return take_step(trainer, window)
+        finally:
+            number = 0
+
+    def spoil(model, *args, **inputs):
+        out = forward(model, *args, **inputs)
+        if rank == spoiled and number == 2:
+            return out._replace(loss=out.loss * float("nan"))
+        if rank == spoiled and number == 4:
+            out.loss.register_hook(lambda gradient: gradient * float("inf"))
+        return out
+
+    def leave_weights(trainer):
+        model = getattr(trainer.model, "module", trainer.model)
+        weights = {name: getattr(p, "full_tensor", p.detach)() for name, p in model.named_parameters()}
+        torch.save(weights, folder / f"weights{rank}.pt")
+        return results(trainer)
+
+    Trainer.train_step, HFCausalLM.forward, Trainer.results = counted, spoil, leave_weights
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
+def test_a_step_that_is_not_finite_on_one_rank_is_taken_by_none(mode, tmp_path):
+    """As if a single device had skipped these steps."""
+    flags = "--max_steps 6 --save_interval 0 --eval_interval 0"
+    alone = train(
+        tmp_path / "alone", f"{flags} --batch_size 4", ranks=1, patch=partial(spoil_two_steps, tmp_path, 0)
+    )
+    job = train(
+        tmp_path / "run", f"{flags} --sharding_mode {mode}", patch=partial(spoil_two_steps, tmp_path, 1)
+    )
+    same_run(job.folder, alone.folder, skipped=(2, 4))
+    assert summary(job.folder)["skipped_steps"] == 2
+    meta = json.loads((job.folder / "checkpoints" / "step_000006" / "meta.json").read_text())
+    assert meta["optimizer_steps"] == 4
+    assert job.printed().count("not taken") == 2, "said once"
+    one, other = (torch.load(tmp_path / f"weights{rank}.pt") for rank in range(2))
+    assert same_bits(one, other)
+
+
+# Ranks that fail, die or stall
+
+
+def before_step(number: int, action: Callable[[], None], rank: int) -> None:
+    """Have rank 1 do something before it takes this step."""
+    step = Trainer.train_step
+
+    def changed(trainer, window):
+        if rank == 1 and trainer.progress.step + 1 == number:
+            action()
+        return step(trainer, window)
+
+    Trainer.train_step = changed
+
+
+def while_loading(number: int, action: Callable[[], None], rank: int) -> None:
+    load = StoredItems.__getitem__
+
+    def changed(items, index):
+        if rank == 1 and index + 1 == number:
+            action()
+        return load(items, index)
+
+    StoredItems.__getitem__ = changed
+
+
+def fail() -> None:
+    raise KeyError("no such column")
+
+
+def refuse() -> None:
+    raise ValueError("--flag value: not so\nand a second line")
+
+
+def run_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.\nmore of it")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def halt() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep() -> None:
+    time.sleep(300)
+
+
+def last_checkpoint(folder: Path) -> str:
+    checkpoints = Checkpoints(folder / "checkpoints", keep_last=5)
+    path = checkpoints.latest()
+    checkpoints.verify(path)
+    return path.name
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (fail, "KeyError: 'no such column'"),
+        (run_out_of_memory, "CUDA out of memory. Try a smaller --batch_size"),
+    ],
+)
+def test_the_error_of_one_rank_ends_the_job_and_is_told_once_with_its_rank(mode, action, message, tmp_path):
+    flags = f"--sharding_mode {mode} --save_interval 1"
+    job = start(tmp_path / "run", flags, patch=partial(before_step, 3, action))
+    assert job.wait(60) == [EXIT_FAILED] * 2
+    (error,) = job.errors()
+    assert error.startswith(f"error: rank 1 ({platform.node()}): {message}")
+    assert ("Traceback" in job.printed()) == (action is fail)
+    assert last_checkpoint(job.folder) == "step_000002"
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
+def test_a_rank_that_is_killed_ends_the_job(mode, tmp_path):
+    flags = f"--sharding_mode {mode} --save_interval 1"
+    job = start(tmp_path / "run", flags, patch=partial(before_step, 3, die))
+    assert job.wait(60) == [EXIT_FAILED, -signal.SIGKILL]
+    (error,) = job.errors()
+    assert error.startswith(f"error: rank 0 ({platform.node()}): another rank is gone or does not answer")
+    assert last_checkpoint(job.folder) == "step_000002"
+
+
+@pytest.mark.parametrize(
+    ("patch", "message"),
+    [
+        (partial(before_step, 3, halt), "is not heard of any more, last"),
+        (partial(while_loading, 3, sleep), "loading the data of step 3 for"),
+    ],
+    ids=["stopped", "asleep"],
+)
+def test_a_rank_that_stalls_ends_the_job_and_is_named(patch, message, tmp_path):
+    job = start(tmp_path / "run", "--save_interval 1 --timeout_minutes 0.1", patch=patch)
+    job.ranks[0].join(60)
+    if patch.args[1] is halt:
+        os.kill(job.ranks[1].pid, signal.SIGKILL)  # torchrun does, once a rank has failed
+    assert job.wait(20)[0] == EXIT_FAILED
+    (error,) = job.errors()
+    stalled = f"no progress for 6 s; rank 1 ({platform.node()}) {message}"
+    assert error.startswith(f"error: --timeout_minutes 0.1: {stalled}")
+    assert last_checkpoint(job.folder) == "step_000002"
+
+
+def impatient(rank: int) -> None:
+    watchdog.SILENCE_SECONDS = 2.0
+    before_step(3, halt, rank)
+
+
+def test_a_rank_that_falls_silent_ends_the_job_long_before_the_timeout(tmp_path):
+    job = start(tmp_path / "run", "--save_interval 1", patch=impatient)
+    job.ranks[0].join(60)
+    os.kill(job.ranks[1].pid, signal.SIGKILL)  # torchrun does, once a rank has failed
+    assert job.wait(20)[0] == EXIT_FAILED
+    (error,) = job.errors()
+    assert error.startswith(f"error: rank 1 ({platform.node()}) is not heard of any more, last ")
+    assert "it was killed, or its node is gone" in error
+
+
+# Ranks that do not fit together
+
+
+def with_flags(flags: str, rank: int) -> None:
+    if rank == 1:
+        parse = run.parse_config
+        run.parse_config = lambda argv, **words: parse([*argv, *flags.split()], **words)
+
+
+def with_other_software(rank: int) -> None:
+    if rank == 1:
+        found = run.software() | {"torch": "1.0"}
+        run.software = lambda: found
+
+
+def in_a_folder_of_its_own(folder: Path, rank: int) -> None:
+    os.chdir(folder / str(rank))
+
+
+def refused(job: Job) -> str:
+    """The one line that ends a job which cannot start."""
+    assert job.wait(60) == [EXIT_BAD_SETTING] * len(job.ranks), job.printed()
+    assert "Traceback" not in job.printed()
+    (error,) = job.errors()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("patch", "message"),
+    [
+        (partial(with_flags, "--seed 7"), r"the settings differ on rank 1 \(.*\): seed 7 \(rank 0: 42\)"),
+        (with_other_software, r"the software differ on rank 1 \(.*\): torch 1.0 \(rank 0: "),
+    ],
+)
+def test_ranks_with_other_settings_or_software_are_refused(patch, message, tmp_path):
+    error = refused(start(tmp_path / "run", patch=patch))
+    assert re.search(message, error) and not (tmp_path / "run").exists()
+
+
+def rows(number: int) -> str:
+    return "".join(
+        json.dumps({"text": f"{i} is the number after {i - 1}. " * 5}) + "\n" for i in range(number)
+    )
+
+
+def test_ranks_that_see_other_data_or_another_folder_are_refused(tmp_path):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "rows.jsonl").write_text(rows(40 + rank))
+    patch = partial(in_a_folder_of_its_own, tmp_path)
+    data = start(tmp_path / "run", "--dataset_name rows.jsonl --split_name train", patch=patch)
+    folder = start(tmp_path / "other", "--output_dir here", patch=patch)
+    assert re.search(r"the data differ on rank 1 \(.*\): samples ", refused(data))
+    assert "--output_dir here: not seen on" in refused(folder)
+
+
+def with_too_few_gpus(rank: int) -> None:
+    if rank == 1:
+        os.environ["LOCAL_RANK"] = "0"  # the first of another node
+        torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
+
+
+def test_a_node_with_fewer_gpus_than_ranks_says_so(tmp_path):
+    """Whichever node that is: the others only wait for it."""
+    job = start(tmp_path / "run", patch=with_too_few_gpus)
+    job.ranks[1].join(60)
+    job.ranks[0].kill()
+    assert job.wait() == [-signal.SIGKILL, EXIT_FAILED]
+    (error,) = job.errors()
+    assert "--nproc_per_node 2" in error and "has 1 GPUs; start one rank per GPU" in error
+
+
+def test_more_ranks_than_sequences_are_refused(tmp_path):
+    error = refused(start(tmp_path / "run", "--num_of_samples 10 --batch_size 4", ranks=3))
+    assert (
+        "--batch_size 4 on 3 ranks: a micro-batch takes 12 sequences, but --split_name train_1M has" in error
+    )
+
+
+def test_shards_that_do_not_divide_the_ranks_are_refused(tmp_path):
+    error = refused(start(tmp_path / "run", "--sharding_mode hsdp --hsdp_shard_size 2", ranks=3))
+    assert "--hsdp_shard_size 2: does not divide the 3 ranks" in error
+
+
+# What is written, and by whom
+
+
+def test_only_the_first_rank_logs(sharded):
+    folder = sharded["fp32"]
+    steps = [line["step"] for line in lines(folder) if "train/loss" in line]
+    assert steps == list(range(1, 11))
+    assert len(list(folder.rglob("offline-run-*"))) == 1
+    assert [path.name for path in folder.parent.iterdir() if (path / "config.json").exists()] == list(sharded)
+    found = summary(folder)
+    assert (found["world_size"], found["nodes"], found["gpus"]) == (2, 1, 0)
+    environment = json.loads((folder / "env.json").read_text())
+    assert (environment["world_size"], environment["hosts"]) == (2, [platform.node()])
+
+
+def test_a_finished_run_on_two_ranks_started_again_changes_nothing(sharded):
+    before = (sharded["fp32"] / "summary.json").read_text(), exported(sharded["fp32"])
+    job = train(sharded["fp32"], "--sharding_mode fsdp_full --save_interval 3")
+    assert "this run is finished" in job.printed()
+    assert (job.folder / "summary.json").read_text() == before[0]
+    assert same_bits(exported(job.folder), before[1])
+
+
+def test_without_torchrun_a_run_is_on_one_device_and_says_so(tmp_path):
+    flags = "--sharding_mode fsdp_full --max_steps 1 --no_export --no_save_checkpoints"
+    job = train(tmp_path / "run", flags, ranks=1)
+    assert "not started by torchrun: running on one device" in job.printed()
+    assert "--sharding_mode fsdp_full: one device, nothing to shard" in job.printed()
+    assert summary(job.folder)["sharding_mode"] == "single"
+
+
+# Under torchrun itself
+
+
+class Torchrun:
+    """A torchrun command and its ranks."""
+
+    def __init__(self, folder: Path, flags: str, options: str = "--standalone --nproc_per_node=2"):
+        command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(options), "train_multi_gpu.py"]
+        self.folder = folder
+        self.agent = subprocess.Popen(
+            [*command, *shlex.split(SMALL), "--output_dir", str(folder), *shlex.split(flags)],
+            cwd=ROOT,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def pid(self, rank: int) -> int:
+        """Of one of its ranks, each a process group of its own."""
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                environment = (path / "environ").read_bytes().split(b"\0")
+                if parent == self.agent.pid and f"RANK={rank}".encode() in environment:
+                    return int(path.name)
+        raise AssertionError(f"no rank {rank}")
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and self.agent.poll() is None:
+            if (self.folder / "metrics.jsonl").exists() and max(losses(self.folder), default=0) >= step:
+                return
+            time.sleep(0.02)
+        raise AssertionError(self.end())
+
+    def end(self) -> str:
+        """What it printed; a job that hangs is ended by its torchrun, which ends its ranks."""
+        try:
+            return self.agent.communicate(timeout=120)[0]
+        except subprocess.TimeoutExpired:
+            self.agent.terminate()
+            raise AssertionError(self.agent.communicate(timeout=60)[0]) from None
+
+
+def test_a_bad_setting_is_told_once_under_torchrun(tmp_path):
+    job = Torchrun(tmp_path / "run", "--model_name /nowhere")
+    output = job.end()
+    assert job.agent.returncode != 0
+    assert len(re.findall(r"^error: .*--model_name /nowhere", output, re.M)) == 1
+
+
+def test_a_killed_rank_is_started_again_by_torchrun_and_a_stopped_job_by_the_same_command(sharded, tmp_path):
+    """With --max_restarts all ranks start again and go on; SIGTERM to one of them saves and ends the job."""
+    folder, flags = tmp_path / "run", "--sharding_mode fsdp_full --save_interval 3"
+    job = Torchrun(folder, flags, "--standalone --nproc_per_node=2 --max_restarts=1")
+    job.wait_for_step(4)  # so that step 3 is saved
+    os.kill(job.pid(1), signal.SIGKILL)
+    deadline = time.monotonic() + 120
+    while not (folder / "metrics.discarded.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    job.wait_for_step(4)
+    os.kill(job.pid(1), signal.SIGTERM)
+    output = job.end()
+    assert job.agent.returncode == 1, output
+    for part in ("resumed from", "stopped by a signal", f"exitcode: {EXIT_INTERRUPTED}"):
+        assert part in re.sub(" +:", ":", output), output
+    assert not (folder / "summary.json").exists()
+    train(folder, flags)
+    assert losses(folder) == losses(sharded["fp32"])
+    assert same_bits(exported(folder), exported(sharded["fp32"]))
+
+
+def test_two_nodes_train_together(reference, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = f"--nnodes=2 --nproc_per_node=1 --rdzv_backend=c10d --rdzv_endpoint=localhost:{port}"
+    nodes = [Torchrun(tmp_path / "run", "--sharding_mode fsdp_full", options) for _ in range(2)]
+    outputs = [node.end() for node in nodes]
+    assert [node.agent.returncode for node in nodes] == [0, 0], outputs
+    assert sum("on 2 x cpu on 2 nodes, fsdp_full" in output for output in outputs) == 1
+    same_run(tmp_path / "run", reference("--gradient_accumulation_steps 1"))
+    found = summary(tmp_path / "run")
+    assert found["nodes"] == found["world_size"] == 2
+    assert found["node_hours"] == pytest.approx(2 * found["runtime_seconds"] / 3600)

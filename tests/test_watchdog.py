@@ -1,0 +1,88 @@
+"""Who is named when a job stalls, and how ranks find each other again after a restart."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from training import ranks
+from training.watchdog import Place, Watchdog, stalled
+
+
+def places(**changes: dict) -> dict[int, Place]:
+    """Four ranks on two nodes, computing step 7 for 60 s, but for `rank1=...`."""
+    found = {}
+    for rank in range(4):
+        values = {"beats": 20, "doing": "computing step 7", "seconds": 60.0, "told": 30}
+        found[rank] = Place(host=f"node{rank // 2}", **values | changes.get(f"rank{rank}", {}))
+    return found
+
+
+def message(silent: tuple[int, ...] = (), **changes: dict) -> str:
+    return stalled(places(**changes), set(silent), timeout=60.0)
+
+
+def test_a_rank_behind_the_others_is_named():
+    text = message(rank2={"beats": 19, "doing": "loading the data of step 7", "seconds": 61.0})
+    assert text == (
+        "--timeout_minutes 1: no progress for 60 s; rank 2 (node1) loading the data of step 7 for 61 s. What "
+        "was saved before is intact; the same command goes on from it"
+    )
+
+
+def test_a_silent_rank_is_named_before_one_that_is_behind():
+    text = message(silent=(3,), rank0={"beats": 19})
+    assert "rank 3 (node1) is not heard of any more, last computing step 7" in text
+    assert "rank 0" not in text
+
+
+def test_ranks_in_the_same_place_are_all_named():
+    text = message()
+    assert "all ranks are in the same place: rank 0 (node0) computing step 7 for 60 s; rank 1" in text
+    assert "rank 3 (node1)" in text
+
+
+def test_of_many_ranks_eight_are_named():
+    many = {rank: Place(1, "exporting", "node", 90.0, 30) for rank in range(12)}
+    text = stalled(many, set(), timeout=60.0)
+    assert "rank 7 (node)" in text and "rank 8 (node)" not in text and "and 4 more" in text
+
+
+def test_without_other_ranks_the_watchdog_does_nothing():
+    watchdog = Watchdog(0.001)
+    watchdog.beat("computing step 1")
+    assert watchdog.fail("an error of the only rank"), "whose message is to be printed"
+    watchdog.rest()
+    watchdog.close()
+
+
+def start_together(store: dist.Store, order: list[int]) -> set[str]:
+    """The names that ranks agree on when they come in this order."""
+    names = {}
+
+    def join(number: int) -> None:
+        names[number] = ranks._agree_on_start(store, number, len(order), timedelta(seconds=20))
+
+    threads = [threading.Thread(target=join, args=(number,)) for number in order]
+    for thread in threads:
+        thread.start()
+        thread.join(0.1)
+    for thread in threads:
+        thread.join(30)
+    assert names.keys() == set(order)
+    return set(names.values())
+
+
+def test_each_start_of_the_ranks_has_a_name_of_its_own():
+    """The launcher keeps its store over restarts; ranks of a new start must not take the old name."""
+    store = dist.HashStore()
+    starts = [start_together(store, order) for order in ([0, 1, 2], [1, 2, 0], [2, 0, 1])]
+    assert [len(names) for names in starts] == [1, 1, 1] and len(set.union(*starts)) == 3
+
+
+def test_a_start_without_its_first_rank_ends():
+    store = dist.HashStore()
+    start_together(store, [0, 1])
+    with pytest.raises(RuntimeError, match="rank 0 does not answer rank 1"):
+        ranks._agree_on_start(store, 1, 2, timedelta(seconds=0.3))
