@@ -2,8 +2,11 @@
 
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -226,3 +229,50 @@ def test_a_run_resumes_in_every_mode_with_exact_weights_and_optimizer(tmp_path, 
         different = [key for key, tensor in expected.items() if not torch.equal(tensor, got[key])]
         assert not different, (name, different[:5])
         assert summary(path / name)["eval_loss"] == pytest.approx(summary(first)["eval_loss"], rel=2e-3)
+
+
+def command(folder: Path, steps: int) -> list[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={GPUS}"]
+    settings = flags("fsdp_full", "delayed").replace(f"--max_steps {STEPS}", f"--max_steps {steps}")
+    options = "--save_interval 5 --eval_interval 0 --num_workers 2 --no_export"
+    words = shlex.split(f"train_multi_gpu.py {settings} {options}")
+    return [*torchrun, *words, "--output_dir", str(folder)]
+
+
+def signal_a_worker(folder: Path, steps: int, number: int) -> tuple[subprocess.Popen, float]:
+    """Start a run, signal its second rank once steps are logged; the process, and seconds until it ended."""
+    process = subprocess.Popen(
+        command(folder, steps), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if (folder / "metrics.jsonl").exists() and len(logged(folder, "train/loss")) >= 7:
+            break
+        time.sleep(0.05)
+    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    sent = time.monotonic()
+    os.kill(int(workers[1]), number)
+    output, _ = process.communicate(timeout=120)
+    print(output[-4000:])
+    return process, time.monotonic() - sent
+
+
+def test_sigterm_to_one_rank_saves_and_the_same_command_goes_on(folder):
+    run = folder / "stopped"
+    process, _ = signal_a_worker(run, 400, signal.SIGTERM)
+    assert process.returncode != 0
+    path = Checkpoints(run / "checkpoints", keep_last=5).latest()
+    stopped_at = int(path.name.removeprefix("step_"))
+    assert 7 <= stopped_at < 400 and max(logged(run, "train/loss")) == stopped_at
+    done = subprocess.run([*command(run, 400), "--max_steps", str(stopped_at + 3)], cwd=ROOT, timeout=120)
+    assert done.returncode == 0
+    assert sorted(logged(run, "train/loss")) == list(range(1, stopped_at + 4))
+
+
+def test_a_killed_rank_ends_the_job_and_leaves_the_last_checkpoint(folder):
+    run = folder / "killed"
+    process, seconds = signal_a_worker(run, 4000, signal.SIGKILL)
+    print(f"the job ended after {seconds:.0f} s")
+    assert process.returncode != 0 and seconds < 100
+    checkpoints = Checkpoints(run / "checkpoints", keep_last=5)
+    checkpoints.verify(checkpoints.latest())
