@@ -250,13 +250,19 @@ def test_what_is_saved_is_the_same_bit_by_bit_on_any_ranks_and_in_any_mode(preci
 def test_more_or_fewer_ranks_with_the_same_batch_size_see_every_sample_once(ranks, sharded, tmp_path):
     """The global batch changes, which is said; the data goes on at the next unseen sample."""
     checkpoint = sharded["fp32"] / "checkpoints" / "step_000003"
-    job = train(tmp_path / "run", f"--resume {checkpoint} --no_export", ranks=ranks)
+    flags = f"--resume {checkpoint} --no_export --save_interval 1"
+    job = train(tmp_path / "run", flags, ranks=ranks)
     old, new = 4, 2 * ranks
     warning = f"saved on 2 ranks with a global batch of {old} sequences, which is {new} on {ranks}"
     assert job.printed().count(f"WARNING: {warning}") == 1
     whole, found = summary(sharded["fp32"]), summary(job.folder)
     assert (found["tokens"], found["label_tokens"]) == (whole["tokens"], whole["label_tokens"])
     assert found["steps"] == 3 + -(-(37 - 3 * old) // new)
+    # Resumed once more, on as many ranks, the run keeps the length it was given.
+    last = found["steps"] - 3
+    again = go_on(tmp_path / "again", job.folder, last, "--no_export", ranks=ranks)
+    expected = {step: loss for step, loss in losses(job.folder).items() if step > last}
+    assert losses(again) == expected and summary(again)["tokens"] == found["tokens"]
 
 
 def test_another_global_batch_on_the_same_ranks_is_refused(sharded, tmp_path):

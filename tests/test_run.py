@@ -271,7 +271,7 @@ def test_a_resume_with_other_settings_is_refused(finished, tmp_path, capsys, fla
 def test_a_resume_with_another_effective_recipe_is_refused():
     """The same settings run another recipe on another GPU, where --fp8_fallback decides."""
     cfg = config_from_dict({})
-    meta = {"config": cfg.to_dict(), "world_size": 1}
+    meta = {"config": cfg.to_dict(), "world_size": 1, "total_steps": 9}
     check_resume(meta | {"recipe": "delayed"}, cfg, "delayed", Path("run"), 1)
     with pytest.raises(ValueError, match="--fp8_scenario mxfp8 there, delayed here"):
         check_resume(meta | {"recipe": "mxfp8"}, cfg, "delayed", Path("run"), 1)

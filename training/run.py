@@ -25,10 +25,10 @@ from data import build_loaders
 from data.chat import load_tokenizer
 from training import metrics, optim, precision, ranks
 from training.checkpoint import Checkpoints, resolve_resume
-from training.config import Config, parse_config
+from training.config import Config, config_from_dict, parse_config
 from training.export import export_hf
 from training.run_folder import check_resume, global_batch, open_run_folder, train_losses, write_json
-from training.sharding import STRATEGIES, Memory, SingleDevice, choose_mode, refuse_small_host
+from training.sharding import STRATEGIES, Memory, choose_mode, refuse_small_host
 from training.state import restore_run, save_run
 from training.trackers import Progress as Display
 from training.trackers import build_tracker, describe_environment, redact, version
@@ -124,6 +124,7 @@ class Run:
         agree("the settings", cfg.to_dict())
         agree("the software", software())
         ranks.together(self._decide)
+        self._plan_memory()
         self.folder = ranks.on_first(self._open_folder)
         ranks.together(self._see_folder)
         self.resume, self.meta = ranks.on_first(self._find_checkpoint)
@@ -151,23 +152,27 @@ class Run:
         elif cfg.model.use_te:
             precision.check_sizes(self.precision, self.plan.name, gemm_sizes(self.shape))
             precision.check_fp8_attention(cfg, self.precision, self.shape.head_dim)
-        self.strategy = self._choose_strategy()
-        self.optimizer_plan = self._plan_optimizer(self.strategy.master_home)
+        self.mode = self._choose_mode()
         if cfg.precision.master_weights == "none":
             say(optim.MASTER_NONE_WARNING)
+
+    def _plan_memory(self) -> None:
+        """How weights and optimizer state are kept and spread; a mesh of ranks is made together."""
+        self.strategy = STRATEGIES[self.mode](self.device, self.cfg)
+        self.optimizer_plan = self._plan_optimizer(self.strategy.master_home)
 
     def _plan_optimizer(self, master_home: str) -> optim.OptimizerPlan:
         te_available = precision.why_not_te() is None
         return optim.plan_optimizer(self.cfg.precision, te_available=te_available, master_home=master_home)
 
-    def _choose_strategy(self) -> SingleDevice:
+    def _choose_mode(self) -> str:
         mode = self.cfg.sharding.mode
         if not dist.is_initialized():
             if mode != "auto":
                 say(
                     f"--sharding_mode {mode}: one device, nothing to shard (torchrun train_multi_gpu.py does)"
                 )
-            return SingleDevice(self.device, self.cfg)
+            return "single"
         parameters = te_models.count_parameters(self.plan.config)
         _, local_size = ranks.local_rank_and_size()
         if mode == "auto":
@@ -186,7 +191,7 @@ class Run:
             say(f"--sharding_mode auto: {mode} ({why})")
         if mode == "fsdp_offload":
             refuse_small_host(parameters, local_size=local_size, world_size=ranks.world_size())
-        return STRATEGIES[mode](self.device, self.cfg)
+        return mode
 
     def _open_folder(self) -> Path:
         folder, self.lock = open_run_folder(self.cfg, self.plan.short_name, self.precision.effective)
@@ -236,7 +241,7 @@ class Run:
             say(line)
         for line in self.loaders.eval_report.lines() if self.loaders.eval_report else ():
             say(f"evaluation: {line}")
-        self.total_steps = count_steps(cfg, self.loaders.train.micro_batches_per_epoch)
+        self.total_steps = count_steps(cfg, self._per_epoch())
 
     def _load_tokenizer(self) -> Any:
         cfg, plan = self.cfg, self.plan
@@ -315,8 +320,7 @@ class Run:
                 loader=self.loaders.train,
             )
             say(f"resumed from {self.resume} at step {progress.step}")
-            if global_batch(self.meta["config"], self.meta["world_size"]) != self._global_batch():
-                self.total_steps = steps_left(self.cfg, self.loaders.train, progress.step)
+            self.total_steps = self._steps_of_a_resumed_run(progress.step)
             if progress.step >= self.total_steps and (self.folder / "summary.json").exists():
                 self._unlock()
                 say("this run is finished; raise --max_steps or --num_epochs to go on")
@@ -361,6 +365,23 @@ class Run:
             say(f"to go on: the same command with --output_dir {self.folder}")
         say(f"run folder: {self.folder}")
         return code
+
+    def _steps_of_a_resumed_run(self, done: int) -> int:
+        """As the settings say, unless the global batch changes now, or did at an earlier resume."""
+        old, saved = self.meta["config"], self.meta["total_steps"]
+        if global_batch(old, self.meta["world_size"]) == self._global_batch():
+            new = {name: self.cfg.to_dict()[name] for name in ("max_steps", "num_epochs")}
+            as_set = count_steps(
+                config_from_dict(self.cfg.to_dict() | {n: old[n] for n in new}), self._per_epoch()
+            )
+            if saved == as_set:
+                return self.total_steps
+            if all(old[name] == value for name, value in new.items()):
+                return saved
+        return steps_left(self.cfg, self.loaders.train, done)
+
+    def _per_epoch(self) -> int | None:
+        return self.loaders.train.micro_batches_per_epoch
 
     def _unlock(self) -> None:
         if self.strategy.rank == 0:
@@ -463,6 +484,7 @@ class Run:
             strategy=self.strategy,
             loader=self.loaders.train,
             progress=self.trainer.progress,
+            total_steps=self.total_steps,
             eval_loss=eval_loss,
         )
 

@@ -85,6 +85,10 @@ def check_resume(meta: dict, cfg: Config, recipe: str, path: Path, world_size: i
 
     Returns what the user should know of a global batch that changes with the number of ranks.
     """
+    if "total_steps" not in meta:
+        raise ValueError(
+            f"--resume {path}: an older version of this suite saved it; start from that run's export"
+        )
     changed = changed_settings(meta["config"], cfg)
     old, new = global_batch(meta["config"], meta["world_size"]), global_batch(cfg.to_dict(), world_size)
     split = {name: changed.pop(name) for name in SPLIT if name in changed}

@@ -296,8 +296,9 @@ def _zero(device: torch.device, cfg: Config) -> SingleDevice:
     return Zero(device, cfg)
 
 
-# Sharding modes: how each is built from a device and the configuration.
+# How each mode is built from a device and the configuration; "single" is no choice of the user's.
 STRATEGIES: dict[str, Callable[[torch.device, Config], SingleDevice]] = {
+    "single": SingleDevice,
     "ddp": DDP,
     "fsdp_full": lambda device, cfg: FSDP(device, cfg, mode="fsdp_full"),
     "fsdp_grad": lambda device, cfg: FSDP(device, cfg, mode="fsdp_grad", resharded=False),

@@ -29,6 +29,7 @@ def save_run(
     strategy: Any,
     loader: Any,
     progress: Progress,
+    total_steps: int,
     eval_loss: float | None,
 ) -> None:
     """Save everything the run is, as one checkpoint. Collective."""
@@ -37,6 +38,7 @@ def save_run(
         "config": cfg.to_dict(),
         **resolved.as_dict(),
         "progress": asdict(progress),
+        "total_steps": total_steps,
         "loader": loader.state_dict(),
         "optimizer_steps": optim.optimizer_steps(optimizer),
         "world_size": strategy.world_size,

@@ -342,11 +342,10 @@ class Trainer:
         self.display.update(self.progress.step, metrics)
 
     def _epoch(self) -> float:
-        per_epoch = self.loaders.train.micro_batches_per_epoch
-        if per_epoch is None:
-            return float(self.loaders.train.epoch)
-        steps = -(-per_epoch // self.cfg.optim.gradient_accumulation_steps)
-        return self.progress.step / steps
+        loader = self.loaders.train
+        if loader.micro_batches_per_epoch is None:
+            return float(loader.epoch)
+        return loader.epoch + 1 - loader.micro_batches_left() / loader.micro_batches_per_epoch
 
     def _count_tokens(self) -> None:
         for name, count in self._sum_counts(self._uncounted).items():
