@@ -9,7 +9,6 @@ import resource
 import signal
 import sys
 import time
-import traceback
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.children import children, preload
+from tests.children import preload, run_ranks, start
 from training.checkpoint import Checkpoints, resolve_resume
 from training.durable_files import DamagedCheckpoint, publish
 from training.state import rng_state, set_rng_state
@@ -31,17 +30,6 @@ from training.state import rng_state, set_rng_state
 torch.set_num_threads(1)
 
 preload(__name__)
-
-
-def start(work, *args):
-    child = children.Process(target=without_gpus, args=(work, *args))
-    child.start()
-    return child
-
-
-def without_gpus(work, *args) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is tested here needs none, and they take seconds to wake
-    work(*args)
 
 
 def filled(value: float) -> dict[str, torch.Tensor]:
@@ -489,30 +477,6 @@ def test_kills_at_random_moments(tmp_path):
 
 
 # Ranks
-
-
-def one_rank(work, rank: int, world_size: int, folder: Path) -> None:
-    store = f"file://{folder}/store"
-    try:
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
-        work(rank, folder)
-        dist.barrier()
-        dist.destroy_process_group()
-    except BaseException:
-        (folder / f"error.{rank}").write_text(traceback.format_exc())
-        os._exit(1)  # without waiting for threads of a broken process group
-
-
-def run_ranks(work, folder: Path, world_size: int = 2) -> None:
-    """Run `work(rank, folder)` on that many processes over gloo; a failure of one fails the test."""
-    (folder / "store").unlink(missing_ok=True)
-    ranks = [start(one_rank, work, rank, world_size, folder) for rank in range(world_size)]
-    for process in ranks:
-        process.join(60)
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-    assert codes == [0] * world_size, "".join(path.read_text() for path in folder.glob("error.*"))
 
 
 def full_tensors() -> dict[str, torch.Tensor]:

@@ -1,13 +1,25 @@
-"""The gradient norm that clipping and the finite check rest on, and which mode is taken where."""
+"""Gradient norm, gradient sums over ranks, and which mode is taken where."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.children import preload, run_ranks
 from training import ranks
 from training.config import config_from_dict
-from training.sharding import Memory, choose_mode, global_norm, hsdp_shard_size, refuse_small_host
+from training.sharding import (
+    FP32Sums,
+    Memory,
+    choose_mode,
+    global_norm,
+    hsdp_shard_size,
+    refuse_small_host,
+)
+
+preload(__name__)
 
 
 def test_the_norm_is_that_of_all_gradients_in_fp32():
@@ -82,3 +94,19 @@ def test_hsdp_shards_that_do_not_divide_the_ranks_are_refused(given, monkeypatch
     monkeypatch.setattr(ranks, "world_size", lambda: 8)
     with pytest.raises(ValueError, match=f"--hsdp_shard_size {given}: does not divide the 8 ranks"):
         hsdp_shard_size(config_from_dict({"hsdp_shard_size": given}))
+
+
+def sum_by_pieces(rank: int, folder: Path) -> None:
+    """Terms that BF16 sums would lose: a large one on rank 0, small ones on the others."""
+    world_size = dist.get_world_size()
+    large = torch.arange(1, 12 * world_size + 1).bfloat16() * 256
+    mine = large if rank == 0 else torch.full_like(large, 0.5)
+    for op, divisor in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, world_size)):
+        output = torch.empty(12, dtype=torch.float32)
+        FP32Sums()(output, mine.clone(), group=dist.group.WORLD, op=op)
+        expected = (large.double() + 0.5 * (world_size - 1))[12 * rank : 12 * (rank + 1)] / divisor
+        torch.testing.assert_close(output, expected.float(), rtol=1e-7, atol=0)
+
+
+def test_16_bit_gradients_are_summed_in_fp32(tmp_path):
+    run_ranks(sum_by_pieces, tmp_path, world_size=3)

@@ -27,8 +27,7 @@ from te_models.weights import (
     split_qkv,
     te_to_hf,
 )
-from tests.children import preload
-from tests.test_checkpoint import run_ranks
+from tests.children import preload, run_ranks
 
 preload(__name__)
 CPU = torch.device("cpu")

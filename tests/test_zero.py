@@ -6,16 +6,14 @@ import json
 import os
 import signal
 import sys
-import traceback
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.children import children, preload
+from tests import children
 from training import optim
 from training.checkpoint import Checkpoints
 from training.config import Config, OptimConfig, ShardingConfig, config_from_dict
@@ -26,7 +24,7 @@ installed = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not installed, reason="deepspeed is not installed")
 
 torch.set_num_threads(1)
-preload(__name__)
+children.preload(__name__)
 if installed and sys.argv[0] == "-c":  # in the server that ranks are forked from: it takes seconds to import
     os.environ["DS_ACCELERATOR"] = "cpu"
     importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
@@ -209,38 +207,18 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 # Processes
 
 
-def one_rank(work, rank: int, world_size: int, folder: Path, arguments: tuple) -> None:
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}
+def quietly(rank: int, folder: Path, work, arguments: tuple) -> None:
+    """`work(folder, *arguments)`, which prints nothing and leaves alone what is the launcher's."""
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}
     os.dup2(os.open(folder / f"printed.{rank}", os.O_CREAT | os.O_WRONLY), 1)
-    store = f"file://{folder}/store"
-    try:
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
-        work(folder, *arguments)
-        assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("elsewhere", "1")
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-        sys.stdout.flush()
-        dist.barrier()
-    except BaseException:
-        (folder / f"error.{rank}").write_text(traceback.format_exc())
-        os._exit(1)  # without waiting for threads of a broken process group
-    os._exit(0)
+    work(folder, *arguments)
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("elsewhere", "1")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    sys.stdout.flush()
 
 
 def run_ranks(work, folder: Path, *arguments, world_size: int = RANKS) -> None:
-    """Run `work(folder, *arguments)` on that many processes over gloo; a failure of one fails the test."""
-    (folder / "store").unlink(missing_ok=True)
-    processes = []
-    for rank in range(world_size):
-        process = children.Process(target=one_rank, args=(work, rank, world_size, folder, arguments))
-        process.start()
-        processes.append(process)
-    for process in processes:
-        process.join(60)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    assert codes == [0] * world_size, "".join(path.read_text() for path in folder.glob("error.*"))
+    children.run_ranks(quietly, folder, work, arguments, world_size=world_size)
     printed = "".join(path.read_text() for path in folder.glob("printed.*"))
     assert not printed, f"DeepSpeed printed: {printed}"
 
