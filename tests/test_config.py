@@ -53,6 +53,17 @@ def test_defaults_and_flags():
         (["--eval_samples", "0", "--generate_samples", "1"], "--eval_samples 0"),
         (["--eval_samples", "0", "--max_steps", "0"], "--eval_samples 0"),
         (["--seed", "-1"], "--seed -1: must be between 0"),
+        (
+            ["--hsdp_shard_size", "2", "--sharding_mode", "fsdp_full"],
+            "--hsdp_shard_size 2 --sharding_mode fsdp_full",
+        ),
+        (["--timeout_minutes", "1e9"], "--timeout_minutes 1000000000.0: must be above 0, at most a week"),
+        (["--deepspeed_config", "x.json"], "--sharding_mode auto --deepspeed_config x.json"),
+        (["--sharding_mode", "deepspeed"], "--sharding_mode deepspeed --deepspeed_config None"),
+        (["--cpu_offload", "--sharding_mode", "ddp"], "--cpu_offload --sharding_mode ddp"),
+        (["--fp8_all_gather"], "--fp8_all_gather --sharding_mode auto"),
+        (["--fp8_all_gather", "--sharding_mode", "fsdp_full"], "--fp8_all_gather: weights are scaled by"),
+        (["--max_steps", "0", "--generate_samples", "1"], "--max_steps 0 --generate_samples"),
     ],
 )
 def test_bad_input_names_flag_value_and_way_out(argv, message):

@@ -8,13 +8,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("training", "te_models", "data", "benchmarks")
 TRAINING_LEAVES = {"precision", "sharding", "optim", "checkpoint", "export", "trackers", "run_folder"}
-TRAINING_LEAVES |= {"watchdog", "zero"}
+TRAINING_LEAVES |= {"watchdog", "zero", "outcome", "generate"}
 # What these may import beside the configuration.
 ALSO = {
     "checkpoint": ("durable_files", "ranks"),
     "export": ("durable_files",),
     "sharding": ("ranks", "zero"),
     "watchdog": ("ranks",),
+    "outcome": ("ranks", "trackers"),
     "zero": ("ranks", "sharding", "optim"),
 }
 LAZY = {"transformer_engine", "deepspeed", "wandb", "torchao", "liger_kernel"}

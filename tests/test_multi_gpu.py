@@ -29,8 +29,8 @@ from tests.children import children, preload
 from train_multi_gpu import join_torchrun
 from training import run, watchdog
 from training.checkpoint import Checkpoints
+from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
 from training.ranks import TORCHRUN
-from training.run import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
 from training.trainer import Trainer
 
 preload(__name__)
@@ -497,6 +497,54 @@ def test_a_rank_that_falls_silent_ends_the_job_long_before_the_timeout(tmp_path)
     assert "it was killed, or its node is gone" in error
 
 
+def with_a_store_that_stutters(rank: int) -> None:
+    """Every other request of rank 1's watchdog fails."""
+    tell, count = watchdog.Watchdog._tell, iter(range(10**6))
+
+    def stutter(self):
+        if rank == 1 and next(count) % 2:
+            raise dist.DistStoreError("a timeout")
+        tell(self)
+
+    watchdog.Watchdog._tell, watchdog.SILENCE_SECONDS = stutter, 3.0
+    while_loading(4, partial(time.sleep, 6), rank)
+
+
+def test_a_store_that_answers_late_ends_no_job(tmp_path):
+    train(tmp_path / "run", "--max_steps 5 --timeout_minutes 0.2", patch=with_a_store_that_stutters)
+
+
+def with_late_data(rank: int) -> None:
+    if rank == 1:
+        load = run.Run._load_data
+        run.Run._load_data = lambda self: (time.sleep(10), load(self))[1]
+
+
+def test_before_the_first_step_a_rank_may_take_longer_than_the_timeout(tmp_path):
+    train(tmp_path / "run", "--max_steps 1 --timeout_minutes 0.05", patch=with_late_data)
+
+
+def with_another_opinion(rank: int) -> None:
+    """Of the sharding mode, as a GPU of another size has."""
+    run.choose_mode = lambda *_, **__: (("ddp", "fsdp_full")[rank], "so")
+
+
+def test_the_first_rank_chooses_the_mode_for_all(tmp_path):
+    job = train(tmp_path / "run", "--max_steps 1", patch=with_another_opinion)
+    assert summary(job.folder)["sharding_mode"] == "ddp"
+
+
+def late_answers(rank: int) -> None:
+    answer = run.answer
+    run.answer = lambda *arguments: (time.sleep(8), answer(*arguments))[1]
+
+
+def test_samples_are_answered_when_the_other_ranks_are_gone(tmp_path):
+    flags = "--max_steps 1 --generate_samples 1 --timeout_minutes 0.05"
+    job = train(tmp_path / "run", flags, patch=late_answers)
+    assert "ANSWER" in (job.folder / "samples.txt").read_text()
+
+
 # Ranks that do not fit together
 
 
@@ -564,7 +612,7 @@ def test_a_node_with_fewer_gpus_than_ranks_says_so(tmp_path):
     job = start(tmp_path / "run", patch=with_too_few_gpus)
     job.ranks[1].join(60)
     job.ranks[0].kill()
-    assert job.wait() == [-signal.SIGKILL, EXIT_FAILED]
+    assert job.wait() == [-signal.SIGKILL, EXIT_BAD_SETTING]
     (error,) = job.errors()
     assert "--nproc_per_node 2" in error and "has 1 GPUs; start one rank per GPU" in error
 

@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from training.config import config_from_dict, parse_config
+from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
 from training.precision import Precision
-from training.run import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED, Run, count_steps, main
+from training.run import Run, count_steps, main
 from training.run_folder import check_resume, train_losses
 from training.watchdog import Watchdog
 
@@ -246,6 +247,19 @@ def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch, flags, code, messa
     train(tmp_path / "run", flags, code=code)
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and message in error
+
+
+def test_a_refused_resume_leaves_config_json_alone(finished, capsys):
+    before = (finished / "config.json").read_text()
+    train(finished, "--max_steps 9 --batch_size 4", code=EXIT_BAD_SETTING)
+    assert "was saved with other settings (--batch_size 2 there, 4 here)" in capsys.readouterr().err
+    assert (finished / "config.json").read_text() == before
+
+
+def test_a_checkpoint_of_an_older_version_is_refused_in_one_line():
+    cfg = config_from_dict({})
+    with pytest.raises(ValueError, match="an older version of this suite"):
+        check_resume({"config": cfg.to_dict(), "recipe": "bf16"}, cfg, "bf16", Path("run"), 1)
 
 
 def test_a_run_folder_is_not_shared_by_different_runs(finished, tmp_path, capsys):

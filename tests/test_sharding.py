@@ -77,23 +77,26 @@ def test_a_host_too_small_to_offload_to_is_refused(monkeypatch):
     """8 B parameters, 16 bytes each: 128 GB, of which a node of two has to hold a half."""
     pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": int(100e9) // 4096}
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)
-    refuse_small_host(8 * 10**9, local_size=8, world_size=16)
+    monkeypatch.setattr(ranks, "local_rank_and_size", lambda: (0, 8))
+    monkeypatch.setattr(ranks, "world_size", lambda: 16)
+    refuse_small_host(8 * 10**9)
+    monkeypatch.setattr(ranks, "world_size", lambda: 8)
     with pytest.raises(RuntimeError, match=r"fsdp_offload: needs 128 GB .* which has 100 GB; use more nodes"):
-        refuse_small_host(8 * 10**9, local_size=8, world_size=8)
+        refuse_small_host(8 * 10**9)
 
 
 @pytest.mark.parametrize(("given", "size"), [(None, 4), (2, 2), (8, 8), (1, 1)])
 def test_hsdp_shards_over_a_node_or_as_many_ranks_as_are_given(given, size, monkeypatch):
     monkeypatch.setattr(ranks, "world_size", lambda: 8)
     monkeypatch.setattr(ranks, "local_rank_and_size", lambda: (0, 4))
-    assert hsdp_shard_size(config_from_dict({"hsdp_shard_size": given})) == size
+    assert hsdp_shard_size(config_from_dict({"sharding_mode": "hsdp", "hsdp_shard_size": given})) == size
 
 
 @pytest.mark.parametrize("given", [3, 16])
 def test_hsdp_shards_that_do_not_divide_the_ranks_are_refused(given, monkeypatch):
     monkeypatch.setattr(ranks, "world_size", lambda: 8)
     with pytest.raises(ValueError, match=f"--hsdp_shard_size {given}: does not divide the 8 ranks"):
-        hsdp_shard_size(config_from_dict({"hsdp_shard_size": given}))
+        hsdp_shard_size(config_from_dict({"sharding_mode": "hsdp", "hsdp_shard_size": given}))
 
 
 def sum_by_pieces(rank: int, folder: Path) -> None:

@@ -456,6 +456,7 @@ def test_a_file_that_contradicts_a_flag_names_both(key, tmp_path):
         ({"stage": 2, "reduce_bucket_size": -1}, "zero_optimization.reduce_bucket_size"),
         ({"stage": 2, "compute_grad_norm": False}, "compute_grad_norm"),
         ({"stage": 2, "offload_param": {"device": "cpu"}}, "offload_param needs stage 3"),
+        ({"stage": 2, "offload_optimizer": "cpu"}, "offload_optimizer must be like"),
         ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, "offload_optimizer.device"),
         ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "offload_optimizer"),
         ({"stage": 3, "zero_quantized_weights": True}, "zero_quantized_weights"),

@@ -87,7 +87,9 @@ class Checkpoints:
             cause = _cause(error)
             if not isinstance(cause, OSError):
                 raise cause from None
-            raise RuntimeError(self._write_failed(final, cause)) from cause
+            failure = RuntimeError(self._write_failed(final, cause))
+            failure.ranks = getattr(cause, "ranks", None) or dict.fromkeys(_failed_ranks(error), "")
+            raise failure from cause
         ranks.on_first(self._prune)
         return final
 
@@ -424,6 +426,10 @@ def _quiet() -> Iterator[None]:
         # One process without a process group is no mistake here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+def _failed_ranks(error: BaseException) -> list[int]:
+    return sorted(error.failures) if isinstance(error, dcp.CheckpointException) else [ranks.rank()]
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -247,7 +247,12 @@ class ShardingConfig:
         size = self.hsdp_shard_size
         require(size is None or size >= 1, "hsdp_shard_size", size, "must be 1 or more")
         require(self.empty_cache_freq >= 0, "empty_cache_freq", self.empty_cache_freq, "must be 0 or more")
-        require(self.timeout_minutes > 0, "timeout_minutes", self.timeout_minutes, "must be positive")
+        minutes = self.timeout_minutes
+        require(0 < minutes <= 10_080, "timeout_minutes", minutes, "must be above 0, at most a week (10080)")
+        if size is not None and self.sharding_mode != "hsdp":
+            raise ValueError(
+                f"--hsdp_shard_size {size} --sharding_mode {self.sharding_mode}: it is for hsdp alone"
+            )
         if (self.sharding_mode == "deepspeed") != (self.deepspeed_config is not None):
             raise ValueError(
                 f"--sharding_mode {self.sharding_mode} --deepspeed_config {self.deepspeed_config}: "
@@ -348,6 +353,8 @@ class Config:
             raise ValueError(
                 "--eval_samples 0: --generate_samples and --max_steps 0 need evaluation samples; give some"
             )
+        if self.optim.max_steps == 0 and self.checkpoint.generate_samples:
+            raise ValueError("--max_steps 0 --generate_samples: nothing is exported to answer with; drop one")
         if self.precision.mixed_precision == "fp32" and self.model.use_te:
             raise ValueError(
                 "--mixed_precision fp32 with --use_te: TE layers run in bf16 or fp8; drop one of the two"

@@ -33,13 +33,13 @@ def one_device() -> torch.device:
 def join(timeout_minutes: float) -> torch.device:
     """Join the job that torchrun started and return this rank's device.
 
-    The launcher's MASTER_ADDR and MASTER_PORT are used as they are. RuntimeError where a node has more ranks
-    than GPUs.
+    The launcher's MASTER_ADDR and MASTER_PORT are used as they are. ValueError where a node has more ranks
+    than GPUs, RuntimeError if the others do not come.
     """
     local_rank, local_size = local_rank_and_size()
     if torch.cuda.is_available():
         if local_size > torch.cuda.device_count():
-            raise RuntimeError(
+            raise ValueError(
                 f"--nproc_per_node {local_size}: {platform.node()} has {torch.cuda.device_count()} GPUs; "
                 "start one rank per GPU"
             )
@@ -47,17 +47,23 @@ def join(timeout_minutes: float) -> torch.device:
         torch.cuda.set_device(device)
     else:
         device, backend = torch.device("cpu"), "gloo"
-    # A little longer than the watchdog waits, which says more.
-    timeout = timedelta(minutes=timeout_minutes) + timedelta(seconds=30)
-    store, number, size = next(dist.rendezvous("env://", timeout=timeout))
-    store = dist.PrefixStore(_agree_on_start(store, number, size, timeout), store)
+    patience = timedelta(minutes=timeout_minutes) + timedelta(seconds=30)
+    try:
+        store, number, size = next(dist.rendezvous("env://", timeout=patience))
+        store = dist.PrefixStore(_agree_on_start(store, number, size, patience), store)
+    except dist.DistError:
+        raise RuntimeError(
+            f"--timeout_minutes {timeout_minutes:g}: the other ranks did not come within {patience}; see "
+            "what they printed"
+        ) from None
     _stores[:] = [store]
     dist.init_process_group(
         backend,
         store=store,
         rank=number,
         world_size=size,
-        timeout=timeout,
+        # The watchdog ends a job that stalls, and says more; before the first step nothing but silence does.
+        timeout=max(patience, timedelta(days=1)),
         device_id=device if device.type == "cuda" else None,
     )
     return device
@@ -152,7 +158,7 @@ def gather(value: T) -> list[T]:
 def together(work: Callable[[], T]) -> list[T]:
     """Run `work` on every rank: all results in rank order, or one failing rank's error on every rank.
 
-    An error carries `ranks`, those that failed. For work without collectives of its own.
+    An error carries `ranks`, {rank: host} of those that failed. For work without collectives of its own.
     """
     own: Exception | None = None
     result = None
@@ -160,16 +166,16 @@ def together(work: Callable[[], T]) -> list[T]:
         result = work()
     except Exception as error:
         own = error
-    outcomes = gather((result, own and _portable(own)))
-    failed = [number for number, (_, error) in enumerate(outcomes) if error is not None]
+    outcomes = gather((result, own and _portable(own), platform.node()))
+    failed = {number: host for number, (_, error, host) in enumerate(outcomes) if error is not None}
     if failed:
-        error = own or outcomes[failed[0]][1]  # its own has the traceback
+        error = own or outcomes[min(failed)][1]  # its own has the traceback
         error.ranks = failed
         try:
             raise error
         finally:
             del error, own, outcomes  # or the traceback would keep alive what `work` held, such as a lock
-    return [result for result, _ in outcomes]
+    return [result for result, *_ in outcomes]
 
 
 def on_first(work: Callable[[], T]) -> T:
@@ -188,6 +194,21 @@ def on_first_of(items: Iterator[Any], work: Callable[[Iterator[Any]], T]) -> T:
                 pass
 
     return together(go)[0]
+
+
+def agree(what: str, values: dict[str, Any]) -> None:
+    """ValueError if `values` are not the same on every rank: they would train different models, or hang."""
+    everyone = gather((platform.node(), values))
+    _, first = everyone[0]
+    for number, (host, own) in enumerate(everyone):
+        if differing := [key for key in first if own.get(key) != first[key]]:
+            shown = ", ".join(f"{key} {own.get(key)} (rank 0: {first[key]})" for key in differing)
+            error = ValueError(
+                f"{what} differ on rank {number} ({host}): {shown}; start every rank with the same command, "
+                "environment and data"
+            )
+            error.ranks = {n: name for n, (name, _) in enumerate(everyone)}
+            raise error
 
 
 def _portable(error: Exception) -> Exception:

@@ -7,10 +7,8 @@ import logging
 import os
 import platform
 import random
-import re
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,17 +25,23 @@ from training import metrics, optim, precision, ranks
 from training.checkpoint import Checkpoints, resolve_resume
 from training.config import Config, config_from_dict, parse_config
 from training.export import export_hf
-from training.run_folder import check_resume, global_batch, open_run_folder, train_losses, write_json
+from training.generate import answer, generation_config
+from training.outcome import EXIT_FAILED, EXIT_INTERRUPTED, end
+from training.run_folder import (
+    check_resume,
+    global_batch,
+    open_run_folder,
+    train_losses,
+    write_config,
+    write_json,
+)
 from training.sharding import STRATEGIES, Memory, choose_mode, refuse_small_host
 from training.state import restore_run, save_run
 from training.trackers import Progress as Display
-from training.trackers import build_tracker, describe_environment, redact, version
+from training.trackers import build_tracker, describe_environment, version
 from training.trainer import Hooks, Meter, Progress, Trainer
 from training.watchdog import Watchdog
 
-EXIT_BAD_SETTING = 2
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command again goes on
 CALIBRATION_PASSES = 2  # the second starts from the first one's scales, so that nothing underflows on the way
 
 
@@ -54,58 +58,16 @@ def main(
         cfg = parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
         device = start(cfg)
         watchdog = Watchdog(cfg.sharding.timeout_minutes)
-        code = Run(cfg, device, watchdog, started or time.perf_counter()).run()
+        run = Run(cfg, device, watchdog, started or time.perf_counter())
+        code = run.run()
         watchdog.rest()
+        first = ranks.rank() == 0
         ranks.leave(watchdog.close)
+        if code == 0 and first:  # the other GPUs are free by now
+            run.answer_prompts()
         return code
-    except KeyboardInterrupt:
-        return _fail("interrupted outside the training loop; what was saved before is intact", 130, watchdog)
-    except torch.OutOfMemoryError as error:
-        way_out = (
-            "Try a smaller --batch_size with more --gradient_accumulation_steps, --gradient_checkpointing, "
-            "a shorter --max_seq_length, --moment_dtype bf16, or more sharding (--sharding_mode fsdp_full)"
-        )
-        return _fail(f"{str(error).splitlines()[0]} {way_out}", EXIT_FAILED, watchdog)
-    except Exception as error:
-        if _lost_a_rank(error):
-            text = str(error).splitlines()[0]
-            return _fail(f"another rank is gone or does not answer ({text})", EXIT_FAILED, watchdog)
-        if _raised_here(error) and isinstance(error, (ValueError, RuntimeError)):
-            code = EXIT_BAD_SETTING if isinstance(error, ValueError) else EXIT_FAILED
-            return _fail(str(error), code, watchdog)
-        if ranks.world_size() == 1:
-            raise
-        details = traceback.format_exc()
-        return _fail(f"{type(error).__name__}: {error}", EXIT_FAILED, watchdog, details)
-
-
-def _lost_a_rank(error: Exception) -> bool:
-    """Whether a collective failed; Gloo has no error class of its own."""
-    return not _raised_here(error) and (isinstance(error, dist.DistError) or "/gloo/" in str(error))
-
-
-def _fail(message: str, code: int, watchdog: Watchdog | None, details: str = "") -> int:
-    """Print it, if this rank is the first that fails, and end without waiting for the others."""
-    message, details = redact(message), redact(details)
-    if watchdog is None:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # a node's ranks share settings and GPUs
-            print(f"error: {message}", file=sys.stderr, flush=True)
-        return code
-    many = ranks.world_size() > 1
-    if watchdog.fail(message):
-        who = f"rank {ranks.rank()} ({platform.node()}): " if many else ""
-        print(f"{details}error: {who}{message}", file=sys.stderr, flush=True)
-    if many:
-        sys.stdout.flush()
-        os._exit(code)  # an orderly exit would wait for ranks that wait for this one
-    return code
-
-
-def _raised_here(error: BaseException) -> bool:
-    """Whether our own code raised it: such messages are written for users, others need their traceback."""
-    root = Path(__file__).resolve().parent.parent
-    path = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    return path.is_relative_to(root) and "site-packages" not in path.parts
+    except (Exception, KeyboardInterrupt) as error:
+        return end(error, watchdog)
 
 
 def say(text: str) -> None:
@@ -121,15 +83,15 @@ class Run:
         set_determinism(cfg.optim.deterministic, cfg.optim.seed)
         if ranks.rank() > 0:  # every rank reads the same rows and would say the same of them
             logging.getLogger("data").setLevel(logging.ERROR)
-        agree("the settings", cfg.to_dict())
-        agree("the software", software())
+        ranks.agree("the settings", cfg.to_dict())
+        ranks.agree("the software", software())
         ranks.together(self._decide)
         self._plan_memory()
         self.folder = ranks.on_first(self._open_folder)
         ranks.together(self._see_folder)
         self.resume, self.meta = ranks.on_first(self._find_checkpoint)
         ranks.together(self._load_data)
-        agree("the data", self.loaders.train.identity)
+        ranks.agree("the data", self.loaders.train.identity)
         self._build_model()
 
     def _decide(self) -> None:
@@ -152,12 +114,17 @@ class Run:
         elif cfg.model.use_te:
             precision.check_sizes(self.precision, self.plan.name, gemm_sizes(self.shape))
             precision.check_fp8_attention(cfg, self.precision, self.shape.head_dim)
-        self.mode = self._choose_mode()
         if cfg.precision.master_weights == "none":
             say(optim.MASTER_NONE_WARNING)
 
     def _plan_memory(self) -> None:
-        """How weights and optimizer state are kept and spread; a mesh of ranks is made together."""
+        """How weights and optimizer state are kept and spread, the same on every rank."""
+        gpu = None
+        if self.device.type == "cuda":
+            gpu = min(ranks.gather(torch.cuda.get_device_properties(self.device).total_memory))
+        self.mode = ranks.on_first(lambda: self._choose_mode(gpu))
+        if self.mode == "fsdp_offload":
+            ranks.together(lambda: refuse_small_host(te_models.count_parameters(self.plan.config)))
         self.strategy = STRATEGIES[self.mode](self.device, self.cfg)
         self.optimizer_plan = self._plan_optimizer(self.strategy.master_home)
 
@@ -165,32 +132,28 @@ class Run:
         te_available = precision.why_not_te() is None
         return optim.plan_optimizer(self.cfg.precision, te_available=te_available, master_home=master_home)
 
-    def _choose_mode(self) -> str:
-        mode = self.cfg.sharding.mode
+    def _choose_mode(self, gpu: int | None) -> str:
+        """`gpu`: bytes of the smallest GPU's memory."""
+        cfg, mode = self.cfg, self.cfg.sharding.mode
         if not dist.is_initialized():
             if mode != "auto":
-                say(
-                    f"--sharding_mode {mode}: one device, nothing to shard (torchrun train_multi_gpu.py does)"
-                )
+                say(f"--sharding_mode {mode}: one device, nothing to shard; torchrun train_multi_gpu.py does")
             return "single"
-        parameters = te_models.count_parameters(self.plan.config)
+        if mode != "auto":
+            return mode
+        memory = None
+        if gpu is not None:
+            accumulating = cfg.optim.gradient_accumulation_steps > 1
+            memory = Memory(
+                te_models.count_parameters(self.plan.config),
+                weights=4 if cfg.precision.mixed_precision == "fp32" else 2,
+                state=self._plan_optimizer("device").state_bytes,
+                accumulated=(4 if cfg.sharding.grad_reduce_dtype == "fp32" else 2) * accumulating,
+                gpu=gpu,
+            )
         _, local_size = ranks.local_rank_and_size()
-        if mode == "auto":
-            memory = None
-            if self.device.type == "cuda":
-                plan = self._plan_optimizer("device")
-                accumulating = self.cfg.optim.gradient_accumulation_steps > 1
-                memory = Memory(
-                    parameters,
-                    weights=4 if self.cfg.precision.mixed_precision == "fp32" else 2,
-                    state=plan.state_bytes,
-                    accumulated=(4 if self.cfg.sharding.grad_reduce_dtype == "fp32" else 2) * accumulating,
-                    gpu=torch.cuda.get_device_properties(self.device).total_memory,
-                )
-            mode, why = choose_mode(memory, world_size=ranks.world_size(), local_size=local_size)
-            say(f"--sharding_mode auto: {mode} ({why})")
-        if mode == "fsdp_offload":
-            refuse_small_host(parameters, local_size=local_size, world_size=ranks.world_size())
+        mode, why = choose_mode(memory, world_size=ranks.world_size(), local_size=local_size)
+        say(f"--sharding_mode auto: {mode} ({why})")
         return mode
 
     def _open_folder(self) -> Path:
@@ -205,15 +168,15 @@ class Run:
             )
 
     def _find_checkpoint(self) -> tuple[Path | None, dict]:
-        """The checkpoint to go on from, and its meta."""
+        """The checkpoint to go on from, and its meta; from here on the folder is this run's."""
         checkpoints = self._checkpoints()
         resume = resolve_resume(self.cfg.checkpoint.resume, checkpoints)
-        if resume is None:
-            return None, {}
-        meta = checkpoints.read_meta(resume)
-        notice = check_resume(meta, self.cfg, self.precision.effective, resume, ranks.world_size())
-        if notice:
-            say(notice)
+        meta = checkpoints.read_meta(resume) if resume else {}
+        if resume:
+            notice = check_resume(meta, self.cfg, self.precision.effective, resume, ranks.world_size())
+            if notice:
+                say(notice)
+        write_config(self.cfg, self.folder)
         return resume, meta
 
     def _checkpoints(self) -> Checkpoints:
@@ -354,8 +317,6 @@ class Run:
                 self._export()
             if finished:
                 self.tracker.summary(self._summary())
-            if finished and self.cfg.checkpoint.generate_samples and self.strategy.rank == 0:
-                self._answer()
             code = 0 if finished else EXIT_INTERRUPTED
         finally:
             self.display.close()
@@ -505,10 +466,10 @@ class Run:
         tensors = te_models.export_tensors(self.model, self._gather)
         say(f"exported to {ranks.on_first_of(tensors, self._write_export)}")
 
-    def _answer(self) -> None:
-        self.watchdog.rest()  # the other ranks are done
+    def answer_prompts(self) -> None:
+        """Answer --generate_samples evaluation prompts with the exported model; on one rank."""
         prompts = self.loaders.eval_prompts[: self.cfg.checkpoint.generate_samples]
-        if prompts:
+        if prompts and (self.folder / "export").exists():
             text = answer(self.folder / "export", prompts, self.device)
             (self.folder / "samples.txt").write_text(text, encoding="utf-8")
             say(f"\nsamples from the exported model:\n\n{text}")
@@ -611,46 +572,3 @@ def steps_left(cfg: Config, loader: Any, done: int) -> int:
 def software() -> dict[str, str | None]:
     """Versions that all ranks of a job must share."""
     return {name: version(name) for name in ("torch", "transformers", "transformer_engine", "datasets")}
-
-
-def agree(what: str, values: dict[str, Any]) -> None:
-    """ValueError if `values` are not the same on every rank: they would train different models, or hang."""
-    everyone = ranks.gather((platform.node(), values))
-    _, first = everyone[0]
-    for rank, (host, own) in enumerate(everyone):
-        if differing := [key for key in first if own.get(key) != first[key]]:
-            shown = ", ".join(f"{key} {own.get(key)} (rank 0: {first[key]})" for key in differing)
-            raise ValueError(
-                f"{what} differ on rank {rank} ({host}): {shown}; start every rank with the same command, "
-                "environment and data"
-            )
-
-
-def generation_config(plan: te_models.ModelPlan, tokenizer: Any) -> Any:
-    """The source model's, or one from its configuration; generation ends at the chat template's turn too."""
-    from transformers import GenerationConfig
-
-    if plan.weights and (plan.weights / "generation_config.json").exists():
-        generation = GenerationConfig.from_pretrained(plan.weights)
-    else:
-        generation = GenerationConfig.from_model_config(plan.config)
-    ends = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|eot_id|>")} - {None}
-    generation.eos_token_id = sorted(ends) or None
-    generation.pad_token_id = tokenizer.pad_token_id
-    return generation
-
-
-def answer(export: Path, prompts: list[tuple[str, str]], device: torch.device) -> str:
-    """Greedy answers of the exported model, loaded as any user would, beside the reference answers."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    tokenizer = AutoTokenizer.from_pretrained(export)
-    model = AutoModelForCausalLM.from_pretrained(export, dtype=dtype).to(device).eval()
-    texts = []
-    for prompt, reference in prompts:
-        inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
-        output = model.generate(**inputs, max_new_tokens=200, do_sample=False)
-        reply = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        texts.append(f"PROMPT\n{prompt}\nANSWER\n{reply}\nREFERENCE\n{reference}\n")
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(texts))

@@ -13,7 +13,7 @@ from training.config import Config, changed_settings
 
 
 def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, FileLock]:
-    """Make or reopen the run folder, lock it for this process and write config.json.
+    """Make or reopen the run folder and lock it for this process.
 
     ValueError if it cannot be written to or holds a run of other settings, RuntimeError if another process
     is writing to it.
@@ -26,16 +26,25 @@ def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, Fi
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)
         _refuse_other_run(cfg, folder)
-        write_json(folder / "config.json", cfg.to_dict())
     except Timeout:
         raise RuntimeError(
             f"--output_dir {folder}: another run is writing to it; wait for it, or choose another folder"
         ) from None
     except OSError as error:
-        raise ValueError(
-            f"--output_dir {folder}: {error.strerror}; choose a folder you can write to"
-        ) from None
+        raise _unwritable(folder, error) from None
     return folder, lock
+
+
+def write_config(cfg: Config, folder: Path) -> None:
+    """Write config.json, once nothing stands against the run. ValueError if it cannot be written."""
+    try:
+        write_json(folder / "config.json", cfg.to_dict())
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+
+
+def _unwritable(folder: Path, error: OSError) -> ValueError:
+    return ValueError(f"--output_dir {folder}: {error.strerror}; choose a folder you can write to")
 
 
 def _refuse_other_run(cfg: Config, folder: Path) -> None:

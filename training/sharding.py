@@ -43,9 +43,8 @@ class SingleDevice:
     """Everything on one device; also what the others have in common."""
 
     mode = "single"
-    reentrant = (
-        False  # what activations are recomputed with: autograd's graph of the second pass, or the first
-    )
+    # Whether recomputation must build the graph of its second pass.
+    reentrant = False
     shards_weights = False  # so that weights are drawn into shards instead of a whole model
     master_home = "device"  # where FP32 weights are: on the device, on the CPU ("cpu") or in ZeRO ("zero")
 
@@ -382,9 +381,9 @@ def choose_mode(memory: Memory | None, *, world_size: int, local_size: int) -> t
     )
 
 
-def refuse_small_host(parameters: int, *, local_size: int, world_size: int) -> None:
+def refuse_small_host(parameters: int) -> None:
     """RuntimeError if this node cannot hold its share of FP32 weights, gradients and two moments."""
-    needed = 16 * parameters * local_size / world_size
+    needed = 16 * parameters * ranks.local_rank_and_size()[1] / ranks.world_size()
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > total:
         raise RuntimeError(

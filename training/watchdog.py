@@ -55,7 +55,7 @@ class Watchdog:
         self._store = None
         if ranks.world_size() > 1:
             self._store = ranks.connection()
-            self._store.set_timeout(timedelta(seconds=30))
+            self._store.set_timeout(timedelta(seconds=10))
             self._lock = threading.Lock()
             self._tell()
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -67,27 +67,29 @@ class Watchdog:
 
     def rest(self) -> None:
         """No progress is expected until the next beat."""
-        self._since = None
+        self._doing, self._since = "waiting for the others", None
 
     def close(self) -> None:
         self._ended.set()
         if self._store is not None:
             self._thread.join()
+            self._store = None
 
     def fail(self, message: str) -> bool:
-        """Tell the others; True for the first rank that fails, whose message is the one to print."""
+        """Tell the others; True for the first rank that does, whose message is the one to print."""
         if self._store is None:
             return True
         with self._lock:
             try:
                 first = self._store.add("watchdog/failures", 1) == 1
                 if first:
-                    self._store.set("watchdog/failure", f"rank {ranks.rank()} ({platform.node()}): {message}")
+                    self._store.set("watchdog/failure", message)
             except (dist.DistError, RuntimeError):
                 return True  # nobody is left to tell
         return first
 
     def _watch(self) -> None:
+        answered = time.monotonic()
         while not self._ended.wait(self.pause):
             try:
                 with self._lock:
@@ -100,8 +102,10 @@ class Watchdog:
                     if self.fail(message):
                         print(f"error: {message}", file=sys.stderr, flush=True)
                     self._exit()
-            except (dist.DistError, RuntimeError):
-                return  # the launcher is gone, and ends this process too
+                answered = time.monotonic()
+            except (dist.DistError, RuntimeError):  # a slow store is not a lost one
+                if time.monotonic() - answered > SILENCE_SECONDS:
+                    return
 
     def _dead(self) -> str | None:
         """What to say of the next rank if it has fallen silent."""

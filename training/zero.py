@@ -175,6 +175,8 @@ def _check_zero(zero: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: zero_optimization.zero_hpz_partition_size: use --sharding_mode hsdp")
     for key in ("offload_param", "offload_optimizer"):
         offload = zero.get(key) or {}
+        if not isinstance(offload, dict):
+            raise ValueError(f'{where}: zero_optimization.{key} must be like {{"device": "cpu"}}')
         if offload.get("device", "none") not in ("none", "cpu"):
             raise ValueError(f'{where}: zero_optimization.{key}.device must be "cpu", or leave {key} out')
         if offload.get("super_offload") or offload.get("ratio", 1) != 1:

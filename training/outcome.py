@@ -1,0 +1,80 @@
+"""How a run ends: exit codes, and errors as the one line that a user can act on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from training import ranks
+from training.trackers import redact
+
+EXIT_BAD_SETTING = 2
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command again goes on
+
+OUT_OF_MEMORY = (
+    "Try a smaller --batch_size with more --gradient_accumulation_steps, --gradient_checkpointing, a shorter "
+    "--max_seq_length, --moment_dtype bf16, or more sharding (--sharding_mode fsdp_full)"
+)
+
+
+def end(error: BaseException, watchdog: Any | None) -> int:
+    """Say why the run ends, once for all ranks, and return the exit code; one of many ranks ends here.
+
+    Errors that are not for users come with their traceback: on one device by being raised again.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        message = "interrupted outside the training loop; what was saved before is intact"
+        return _say(error, message, 130, watchdog)
+    if isinstance(error, torch.OutOfMemoryError):
+        return _say(error, f"{str(error).splitlines()[0]} {OUT_OF_MEMORY}", EXIT_FAILED, watchdog)
+    if _lost_a_rank(error):
+        text = str(error).splitlines()[0]
+        return _say(error, f"another rank is gone or does not answer ({text})", EXIT_FAILED, watchdog)
+    if _raised_here(error) and isinstance(error, (ValueError, RuntimeError)):
+        code = EXIT_BAD_SETTING if isinstance(error, ValueError) else EXIT_FAILED
+        return _say(error, str(error), code, watchdog)
+    if ranks.world_size() == 1:
+        raise error
+    details = "".join(traceback.format_exception(error))
+    return _say(error, f"{type(error).__name__}: {error}", EXIT_FAILED, watchdog, details)
+
+
+def _say(error: BaseException, message: str, code: int, watchdog: Any | None, details: str = "") -> int:
+    """Print it, if this rank is the first that fails, and end without waiting for the others."""
+    message, many = redact(message), ranks.world_size() > 1
+    if watchdog is None:  # before the ranks met
+        shared = code == EXIT_BAD_SETTING and os.environ.get("LOCAL_RANK", "0") != "0"
+        if not shared:  # a node's ranks read the same settings
+            own = f"rank {os.environ['RANK']} ({platform.node()}): " if "RANK" in os.environ else ""
+            print(f"error: {own if code != EXIT_BAD_SETTING else ''}{message}", file=sys.stderr, flush=True)
+        return code
+    failed = getattr(error, "ranks", {ranks.rank(): platform.node()})
+    if many and len(failed) < ranks.world_size():
+        number, host = min(failed.items())
+        message = f"rank {number}{f' ({host})' if host else ''}: {message}"
+    if watchdog.fail(message):
+        print(f"{redact(details)}error: {message}", file=sys.stderr, flush=True)
+    if many:
+        sys.stdout.flush()
+        os._exit(code)  # an orderly exit would wait for ranks that wait for this one
+    return code
+
+
+def _lost_a_rank(error: BaseException) -> bool:
+    """Whether a collective failed; Gloo has no error class of its own."""
+    return isinstance(error, dist.DistError) or (not _raised_here(error) and "/gloo/" in str(error))
+
+
+def _raised_here(error: BaseException) -> bool:
+    """Whether our own code raised it: such messages are written for users, others need their traceback."""
+    root = Path(__file__).resolve().parent.parent
+    path = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+    return path.is_relative_to(root) and "site-packages" not in path.parts
