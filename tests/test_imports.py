@@ -8,15 +8,17 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("training", "te_models", "data", "benchmarks")
 TRAINING_LEAVES = {"precision", "sharding", "optim", "checkpoint", "export", "trackers", "run_folder"}
-TRAINING_LEAVES |= {"watchdog", "zero", "outcome", "generate"}
+TRAINING_LEAVES |= {"watchdog", "zero", "zero_settings", "outcome", "generate", "gradient_sums", "auto_mode"}
 # What these may import beside the configuration.
 ALSO = {
     "checkpoint": ("durable_files", "ranks"),
     "export": ("durable_files",),
-    "sharding": ("ranks", "zero"),
+    "sharding": ("ranks", "zero", "gradient_sums"),
     "watchdog": ("ranks",),
+    "gradient_sums": ("ranks",),
+    "auto_mode": ("ranks",),
     "outcome": ("ranks", "trackers"),
-    "zero": ("ranks", "sharding", "optim"),
+    "zero": ("sharding", "optim", "zero_settings"),
 }
 LAZY = {"transformer_engine", "deepspeed", "wandb", "torchao", "liger_kernel"}
 TE_HOMES = {"training/precision.py", "training/optim.py", "te_models/decoder.py"}

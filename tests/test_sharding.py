@@ -9,15 +9,10 @@ import torch.distributed as dist
 
 from tests.children import preload, run_ranks
 from training import ranks
+from training.auto_mode import Memory, choose_mode, refuse_small_host
 from training.config import config_from_dict
-from training.sharding import (
-    FP32Sums,
-    Memory,
-    choose_mode,
-    global_norm,
-    hsdp_shard_size,
-    refuse_small_host,
-)
+from training.gradient_sums import FP32Sums
+from training.sharding import global_norm, hsdp_shard_size
 
 preload(__name__)
 

@@ -18,7 +18,8 @@ from training import optim
 from training.checkpoint import Checkpoints
 from training.config import Config, OptimConfig, ShardingConfig, config_from_dict
 from training.loss import IGNORE, TokenLoss, linear_cross_entropy
-from training.zero import CONFIGS, ROOT, Zero, merge_settings
+from training.zero import Zero
+from training.zero_settings import CONFIGS, ROOT, merge_settings
 
 installed = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not installed, reason="deepspeed is not installed")

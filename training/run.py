@@ -22,6 +22,7 @@ import te_models
 from data import build_loaders
 from data.chat import load_tokenizer
 from training import metrics, optim, precision, ranks
+from training.auto_mode import Memory, choose_mode, refuse_small_host
 from training.checkpoint import Checkpoints, resolve_resume
 from training.config import Config, config_from_dict, parse_config
 from training.export import export_hf
@@ -35,7 +36,7 @@ from training.run_folder import (
     write_config,
     write_json,
 )
-from training.sharding import STRATEGIES, Memory, choose_mode, refuse_small_host
+from training.sharding import STRATEGIES
 from training.state import restore_run, save_run
 from training.trackers import Progress as Display
 from training.trackers import build_tracker, describe_environment, version

@@ -6,17 +6,14 @@ Gradients are averaged over ranks; the loop scales the loss by the number of ran
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from training import ranks
 from training.config import Config
+from training.gradient_sums import FP32Sums, average_by_pieces, average_in_fp32, within_a_node
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class SingleDevice:
 
         Waits for the device once, since whether the step is taken must be known before it is.
         """
-        gradients = [_local(p.grad) for p in model.parameters() if p.grad is not None]
+        gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
         norm = self.total_norm(global_norm(gradients))
         usable = usable.to(norm.device)
         taken, host_norm = torch.stack([(norm.isfinite() & usable).float(), norm]).tolist()
@@ -141,7 +139,7 @@ class DDP(SingleDevice):
         low = any(p.dtype != torch.float32 for p in model.parameters())
         if low and self.cfg.sharding.grad_reduce_dtype == "fp32":
             close = within_a_node(self.world_size) and self.device.type == "cuda"
-            hook = average_by_pieces(self.device) if close else _average_in_fp32
+            hook = average_by_pieces(self.device) if close else average_in_fp32
             wrapped.register_comm_hook(None, hook)
         elif self.cfg.sharding.grad_reduce_dtype == "bf16" and not low:
             wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
@@ -149,64 +147,6 @@ class DDP(SingleDevice):
 
     def accumulating(self, model: nn.Module, *, last: bool) -> AbstractContextManager:
         return nullcontext() if last else model.no_sync()
-
-
-def within_a_node(group_size: int) -> bool:
-    """Whether groups of this many neighbouring ranks lie within a node, whose links join every pair."""
-    return ranks.local_rank_and_size()[1] % group_size == 0
-
-
-class FP32Sums:
-    """FSDP2's reduce-scatter of 16-bit gradients: they travel as they are and are summed in FP32 on arrival.
-
-    The sums are those of a reduce-scatter in FP32, for half its traffic. Every rank sends every other one its
-    piece, which suits the links within a node; across nodes NCCL's rings are better.
-    """
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        output_tensor.copy_(_sum_of_pieces(input_tensor, group, mean=op == dist.ReduceOp.AVG))
-
-
-def _sum_of_pieces(tensor: Tensor, group: Any, *, mean: bool) -> Tensor:
-    """This rank's piece of the sum over ranks: [N * n] of any dtype to [n] in float32."""
-    received = torch.empty_like(tensor)
-    dist.all_to_all_single(received, tensor, group=group)
-    pieces = received.view(dist.get_world_size(group), -1)
-    return (torch.mean if mean else torch.sum)(pieces, dim=0, dtype=torch.float32)
-
-
-def average_by_pieces(device: torch.device) -> Callable[[Any, dist.GradBucket], torch.futures.Future]:
-    """DDP communication hook: as `FP32Sums`, and the averaged pieces are gathered in 16 bits again."""
-    stream = torch.cuda.Stream(device)
-
-    def hook(_, bucket):  # DDP refuses annotations that are strings, as all are in this module
-        gradients, world_size = bucket.buffer(), dist.get_world_size()
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            padding = -gradients.numel() % world_size
-            whole = F.pad(gradients, (0, padding)) if padding else gradients
-            piece = _sum_of_pieces(whole, None, mean=True).to(gradients.dtype)
-            dist.all_gather_into_tensor(whole, piece)
-            if padding:
-                gradients.copy_(whole[: gradients.numel()])
-            future = torch.futures.Future(devices=[device])
-            future.set_result(gradients)  # remembers where on this stream it is done
-        return future
-
-    return hook
-
-
-def _average_in_fp32(_, bucket):  # DDP refuses annotations that are strings, as all are in this module
-    """Communication hook: sums a bucket of 16-bit gradients over ranks in FP32."""
-    low = bucket.buffer()
-    high = low.float().div_(dist.get_world_size())
-    future = dist.all_reduce(high, async_op=True).get_future()
-    return future.then(lambda done: low.copy_(done.value()[0]))
 
 
 class FSDP(SingleDevice):
@@ -322,7 +262,8 @@ def hsdp_shard_size(cfg: Config) -> int:
     return size
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -333,60 +274,3 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(
         torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients])
     )
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What a training run holds per parameter, in bytes, and how much room a GPU has."""
-
-    parameters: int
-    weights: int  # as they are gathered for a forward pass
-    state: int  # weights, gradient and optimizer state together
-    accumulated: int  # whole gradients that FSDP keeps until the last micro-batch
-    gpu: int
-
-
-# From here on sharing the optimizer's work out saves more than gathering weights costs (docs/multi_gpu.md).
-LARGE = 10**9
-ROOM = 0.6  # of a GPU's memory for what `Memory` counts; the rest is for activations, FP8 copies and NCCL
-
-
-def choose_mode(memory: Memory | None, *, world_size: int, local_size: int) -> tuple[str, str]:
-    """The fastest sharding mode among those that fit, and why, for --sharding_mode auto."""
-    if memory is None:
-        return "ddp", "without a GPU there is no memory to plan for"
-    whole = memory.parameters * memory.state / 1e9
-    gathered = memory.parameters * memory.weights / 1e9
-    kept = memory.parameters * memory.accumulated / 1e9
-    room = ROOM * memory.gpu / 1e9
-    what = f"weights, gradients and optimizer take {whole:.1f} GB, a GPU has {room:.1f} GB for them"
-    if kept:
-        what += f", accumulated gradients {kept:.1f} GB"
-    if whole <= room and memory.parameters < LARGE:
-        return "ddp", what
-    if gathered * 2 + kept + whole / world_size <= room:
-        return (
-            "fsdp_grad",
-            f"{what}; gathered weights and gradients ({gathered * 2:.1f} GB) fit beside a shard",
-        )
-    if whole <= room:
-        return "ddp", what
-    if world_size > local_size > 1 and kept + whole / local_size <= room:
-        return "hsdp", f"{what}; sharded over the {local_size} ranks of a node they fit"
-    if kept + whole / world_size <= room:
-        return "fsdp_full", f"{what}; sharded over {world_size} ranks they fit"
-    return (
-        "fsdp_offload",
-        f"{what}; even sharded over {world_size} ranks they do not fit, the CPU must hold them",
-    )
-
-
-def refuse_small_host(parameters: int) -> None:
-    """RuntimeError if this node cannot hold its share of FP32 weights, gradients and two moments."""
-    needed = 16 * parameters * ranks.local_rank_and_size()[1] / ranks.world_size()
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > total:
-        raise RuntimeError(
-            f"--sharding_mode fsdp_offload: needs {needed / 1e9:.0f} GB of host memory on this node for FP32 "
-            f"weights, gradients and moments, which has {total / 1e9:.0f} GB; use more nodes, or fsdp_full"
-        )

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from training import optim, precision
 from training.checkpoint import Checkpoints
 from training.config import Config
+from training.sharding import local
 from training.trainer import Progress
 
 
@@ -108,23 +109,19 @@ def weights_and_optimizer(
     def put_back() -> None:
         for name, master in whole.items():
             halves = tensors[f"model/{name}"], tensors[f"optimizer/{name}.master_param"]
-            _local(master).copy_(optim.merge_master(*map(_local, halves)))
-            weight = _local(model.get_parameter(name).detach())
+            local(master).copy_(optim.merge_master(*map(local, halves)))
+            weight = local(model.get_parameter(name).detach())
             if hasattr(weight, "quantize_"):  # FP8, with a scale that all shards share
-                weight.quantize_(_local(master))
+                weight.quantize_(local(master))
             elif weight.dtype != torch.float32:
-                weight.copy_(_local(halves[0]))
+                weight.copy_(local(halves[0]))
 
     return tensors, put_back
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _like(parameter: Tensor, work: Callable[[Tensor], tuple[Tensor, ...]]) -> list[Tensor]:
     """`work` on this rank's part of `parameter`, its results sharded alike."""
-    results = work(_local(parameter.detach()))
+    results = work(local(parameter.detach()))
     if not isinstance(parameter, DTensor):
         return list(results)
     layout = {"shape": parameter.size(), "stride": parameter.stride(), "run_check": False}

@@ -1,0 +1,65 @@
+"""Which sharding mode fits, by the memory it takes; for --sharding_mode auto, and before offloading."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from training import ranks
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a training run holds per parameter, in bytes, and how much room a GPU has."""
+
+    parameters: int
+    weights: int  # as they are gathered for a forward pass
+    state: int  # weights, gradient and optimizer state together
+    accumulated: int  # whole gradients that FSDP keeps until the last micro-batch
+    gpu: int
+
+
+# From here on sharing the optimizer's work out saves more than gathering weights costs (docs/multi_gpu.md).
+LARGE = 10**9
+ROOM = 0.6  # of a GPU's memory for what `Memory` counts; the rest is for activations, FP8 copies and NCCL
+
+
+def choose_mode(memory: Memory | None, *, world_size: int, local_size: int) -> tuple[str, str]:
+    """The fastest sharding mode among those that fit, and why, for --sharding_mode auto."""
+    if memory is None:
+        return "ddp", "without a GPU there is no memory to plan for"
+    whole = memory.parameters * memory.state / 1e9
+    gathered = memory.parameters * memory.weights / 1e9
+    kept = memory.parameters * memory.accumulated / 1e9
+    room = ROOM * memory.gpu / 1e9
+    what = f"weights, gradients and optimizer take {whole:.1f} GB, a GPU has {room:.1f} GB for them"
+    if kept:
+        what += f", accumulated gradients {kept:.1f} GB"
+    if whole <= room and memory.parameters < LARGE:
+        return "ddp", what
+    if gathered * 2 + kept + whole / world_size <= room:
+        return (
+            "fsdp_grad",
+            f"{what}; gathered weights and gradients ({gathered * 2:.1f} GB) fit beside a shard",
+        )
+    if whole <= room:
+        return "ddp", what
+    if world_size > local_size > 1 and kept + whole / local_size <= room:
+        return "hsdp", f"{what}; sharded over the {local_size} ranks of a node they fit"
+    if kept + whole / world_size <= room:
+        return "fsdp_full", f"{what}; sharded over {world_size} ranks they fit"
+    return (
+        "fsdp_offload",
+        f"{what}; even sharded over {world_size} ranks they do not fit, the CPU must hold them",
+    )
+
+
+def refuse_small_host(parameters: int) -> None:
+    """RuntimeError if this node cannot hold its share of FP32 weights, gradients and two moments."""
+    needed = 16 * parameters * ranks.local_rank_and_size()[1] / ranks.world_size()
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > total:
+        raise RuntimeError(
+            f"--sharding_mode fsdp_offload: needs {needed / 1e9:.0f} GB of host memory on this node for FP32 "
+            f"weights, gradients and moments, which has {total / 1e9:.0f} GB; use more nodes, or fsdp_full"
+        )
