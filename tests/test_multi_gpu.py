@@ -497,6 +497,23 @@ def test_a_rank_that_falls_silent_ends_the_job_long_before_the_timeout(tmp_path)
     assert "it was killed, or its node is gone" in error
 
 
+def slow_and_impatient(rank: int) -> None:
+    watchdog.SILENCE_SECONDS = 2.0
+    slow(rank)
+
+
+def test_a_job_that_is_suspended_and_continued_goes_on(tmp_path):
+    """Both ranks come back to clocks that say the other one was silent, and itself without progress."""
+    flags = "--max_steps 12 --timeout_minutes 0.05 --no_export"
+    job = start(tmp_path / "run", flags, patch=slow_and_impatient)
+    wait_for_step(job, 3)
+    for number, pause in ((signal.SIGSTOP, 5.0), (signal.SIGCONT, 0.0)):
+        for process in job.ranks:
+            os.kill(process.pid, number)
+        time.sleep(pause)
+    assert job.wait() == [0, 0], job.printed()
+
+
 def with_a_store_that_stutters(rank: int) -> None:
     """Every other request of rank 1's watchdog fails."""
     tell, count = watchdog.Watchdog._tell, iter(range(10**6))

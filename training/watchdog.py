@@ -89,8 +89,10 @@ class Watchdog:
         return first
 
     def _watch(self) -> None:
-        answered = time.monotonic()
+        answered = here = time.monotonic()
         while not self._ended.wait(self.pause):
+            self._forgive(time.monotonic() - here - self.pause)
+            here = time.monotonic()
             try:
                 with self._lock:
                     self._tell()
@@ -106,6 +108,13 @@ class Watchdog:
             except (dist.DistError, RuntimeError):  # a slow store is not a lost one
                 if time.monotonic() - answered > SILENCE_SECONDS:
                     return
+
+    def _forgive(self, away: float) -> None:
+        """Time that this process did not run, as schedulers suspend jobs, is nobody's delay."""
+        if away > 5 * self.pause:
+            self._heard += away
+            if self._since is not None:
+                self._since += away
 
     def _dead(self) -> str | None:
         """What to say of the next rank if it has fallen silent."""
