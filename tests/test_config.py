@@ -14,7 +14,7 @@ from training.config import (
     knobs,
     parse_config,
 )
-from training.run_folder import write_json
+from training.durable_files import write_json
 
 
 def parse(*argv: str) -> Config:

@@ -13,6 +13,8 @@ TRAINING_LEAVES |= {"watchdog", "zero", "zero_settings", "outcome", "generate", 
 ALSO = {
     "checkpoint": ("durable_files", "ranks"),
     "export": ("durable_files",),
+    "run_folder": ("durable_files",),
+    "trackers": ("durable_files",),
     "sharding": ("ranks", "zero", "gradient_sums"),
     "watchdog": ("ranks",),
     "gradient_sums": ("ranks",),

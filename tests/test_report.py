@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.report import COLUMNS, draw_losses, main, read_run, smooth, table
 from training.config import Config, LogConfig
-from training.run_folder import write_json
+from training.durable_files import write_json
 from training.trackers import build_tracker
 
 ENVIRONMENT = {

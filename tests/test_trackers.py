@@ -117,8 +117,8 @@ def test_a_resume_killed_half_way_loses_no_line(tmp_path, monkeypatch):
         replaced.append(path)
         write(path, content)
 
-    write = trackers._write_atomically
-    monkeypatch.setattr(trackers, "_write_atomically", killed_at_the_second_file)
+    write = trackers.replace_file
+    monkeypatch.setattr(trackers, "replace_file", killed_at_the_second_file)
     with pytest.raises(KeyboardInterrupt):
         build(tmp_path, resume_step=1)
     everywhere = lines(tmp_path / "metrics.jsonl") + lines(tmp_path / "metrics.discarded.jsonl")

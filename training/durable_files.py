@@ -60,8 +60,13 @@ def sync_to_disk(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
+    replace_file(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file at once: a crash leaves the old one or the new one, whole."""
     aside = hidden(path, "partial")
-    aside.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    aside.write_bytes(content)
     sync_to_disk(aside)
     os.replace(aside, path)
     sync_to_disk(path.parent)

@@ -25,6 +25,7 @@ from training import metrics, optim, precision, ranks
 from training.auto_mode import Memory, choose_mode, refuse_small_host
 from training.checkpoint import Checkpoints, resolve_resume
 from training.config import Config, config_from_dict, parse_config
+from training.durable_files import write_json
 from training.export import export_hf
 from training.generate import answer, generation_config
 from training.outcome import EXIT_FAILED, EXIT_INTERRUPTED, end
@@ -34,7 +35,6 @@ from training.run_folder import (
     open_run_folder,
     train_losses,
     write_config,
-    write_json,
 )
 from training.sharding import STRATEGIES
 from training.state import restore_run, save_run

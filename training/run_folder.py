@@ -10,6 +10,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from training.config import Config, changed_settings
+from training.durable_files import write_json
 
 
 def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, FileLock]:
@@ -117,13 +118,6 @@ def check_resume(meta: dict, cfg: Config, recipe: str, path: Path, world_size: i
         f"{new} on {world_size}: steps and learning rate follow the new one. To keep {old}, change "
         "--gradient_accumulation_steps or --batch_size"
     )
-
-
-def write_json(path: Path, values: dict) -> None:
-    """Replace `path` at once, so that a crash leaves the old file or the new one."""
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8")
-    aside.replace(path)
 
 
 def train_losses(folder: Path) -> list[float]:

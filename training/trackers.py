@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from training.config import LogConfig
+from training.durable_files import replace_file
 
 Metrics = dict[str, float | int | str]
 
@@ -150,7 +151,7 @@ class MetricsFile:
             ) from None
 
     def summary(self, values: dict[str, Any]) -> None:
-        _write_atomically(self._summary_path, _to_json(values, indent=2) + b"\n")
+        replace_file(self._summary_path, _to_json(values, indent=2) + b"\n")
 
     def finish(self, exit_code: int) -> None:
         self._file.close()
@@ -177,17 +178,8 @@ def _discard_after(path: Path, step: int) -> None:
     if moved:
         discarded = path.with_name("metrics.discarded.jsonl")
         earlier = [line for line, _ in _complete_lines(discarded)] if discarded.exists() else []
-        _write_atomically(discarded, b"".join(earlier + moved))
-    _write_atomically(path, b"".join(kept))
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    aside = path.with_name(path.name + ".tmp")
-    with aside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+        replace_file(discarded, b"".join(earlier + moved))
+    replace_file(path, b"".join(kept))
 
 
 def _to_json(value: dict[str, Any], indent: int | None = None) -> bytes:
