@@ -16,7 +16,7 @@ ALSO = {
     "run_folder": ("durable_files",),
     "trackers": ("durable_files",),
     "sharding": ("ranks", "zero", "gradient_sums"),
-    "watchdog": ("ranks",),
+    "watchdog": ("ranks", "outcome"),
     "gradient_sums": ("ranks",),
     "auto_mode": ("ranks",),
     "outcome": ("ranks", "trackers"),

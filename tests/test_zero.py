@@ -18,6 +18,7 @@ from training import optim
 from training.checkpoint import Checkpoints
 from training.config import Config, OptimConfig, ShardingConfig, config_from_dict
 from training.loss import IGNORE, TokenLoss, linear_cross_entropy
+from training.state import weights_and_optimizer
 from training.zero import Zero
 from training.zero_settings import CONFIGS, ROOT, merge_settings
 
@@ -116,7 +117,7 @@ class Plain:
             parameter.copy_(self.masters[name])
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, written down independently of `Zero.state`."""
+        """What a checkpoint holds, written down independently of `weights_and_optimizer`."""
         tensors = {"model/table": self.model.table}
         for name, master in self.masters.items():
             tensors[f"model/{name}"] = master.detach().clone()
@@ -135,7 +136,7 @@ class Run:
         mode, _, offload = mode.partition("+")
         sharding = {"sharding_mode": mode, "batch_size": 3, "gradient_accumulation_steps": 2}
         cfg = config_from_dict(sharding | {"mixed_precision": dtype, "max_grad_norm": MAX_NORM})
-        self.zero = Zero(torch.device("cpu"), cfg)
+        self.cfg, self.zero = cfg, Zero(torch.device("cpu"), cfg)
         own = self.zero.settings["zero_optimization"]
         # Several buckets and subgroups, one parameter over a bucket's size, some that stay whole.
         own |= {"reduce_bucket_size": 40, "allgather_bucket_size": 40}
@@ -175,13 +176,16 @@ class Run:
         self.engine.train()
 
     def state(self) -> dict[str, Tensor]:
-        return self.zero.state(self.engine, self.optimizer)[0]
+        return self.tensors()[0]
+
+    def tensors(self):
+        return weights_and_optimizer(self.model, self.optimizer, self.zero, self.cfg)
 
     def weights(self) -> list[Tensor]:
         return self.zero.gather(list(self.model.parameters()))
 
     def load(self, checkpoints: Checkpoints, path: Path) -> dict[str, Tensor]:
-        tensors, put_back = self.zero.state(self.engine, self.optimizer)
+        tensors, put_back = self.tensors()
         meta = checkpoints.load(path, tensors)
         put_back()
         optim.set_optimizer_steps(self.optimizer, meta["steps"])

@@ -144,9 +144,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
     """
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        if not optimizer.state[parameter]:
-            allocate(optimizer, parameter)
-        kept = optimizer.state[parameter]
+        kept = state_of(optimizer, parameter)
         state.update({f"{name}.{key}": value for key, value in kept.items() if key != "step"})
     return state
 
@@ -161,14 +159,15 @@ def master_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | N
 def set_masters(optimizer: torch.optim.Optimizer, model: nn.Module, shards: dict[str, Tensor]) -> None:
     """Start these parameters' whole masters from this rank's shards of the weights before quantization."""
     for name, parameter in model.named_parameters():
-        if not optimizer.state[parameter]:
-            allocate(optimizer, parameter)
+        state = state_of(optimizer, parameter)
         if name in shards:
-            master_of(optimizer, parameter).to_local().copy_(shards[name])
+            state["master_param"].to_local().copy_(shards[name])
 
 
-def allocate(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
-    """Make the state that the first step would make, so that it can be read and filled before."""
+def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """A parameter's state; made here as the first step would, so that it can be read and filled before."""
+    if optimizer.state[parameter]:
+        return optimizer.state[parameter]
     if isinstance(optimizer, torch.optim.AdamW):
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -178,6 +177,7 @@ def allocate(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
     else:
         remainders = optimizer.store_param_remainders and parameter.dtype == torch.bfloat16
         optimizer.initialize_state(parameter, remainders)
+    return optimizer.state[parameter]
 
 
 def optimizer_steps(optimizer: torch.optim.Optimizer) -> int:

@@ -24,7 +24,7 @@ from data.chat import load_tokenizer
 from training import metrics, optim, precision, ranks
 from training.auto_mode import Memory, choose_mode, refuse_small_host
 from training.checkpoint import Checkpoints, resolve_resume
-from training.config import Config, config_from_dict, parse_config
+from training.config import Config, parse_config
 from training.durable_files import write_json
 from training.export import export_hf
 from training.generate import answer, generation_config
@@ -90,6 +90,7 @@ class Run:
         self._plan_memory()
         self.folder = ranks.on_first(self._open_folder)
         ranks.together(self._see_folder)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", keep_last=cfg.checkpoint.keep_last)
         self.resume, self.meta = ranks.on_first(self._find_checkpoint)
         ranks.together(self._load_data)
         ranks.agree("the data", self.loaders.train.identity)
@@ -170,18 +171,14 @@ class Run:
 
     def _find_checkpoint(self) -> tuple[Path | None, dict]:
         """The checkpoint to go on from, and its meta; from here on the folder is this run's."""
-        checkpoints = self._checkpoints()
-        resume = resolve_resume(self.cfg.checkpoint.resume, checkpoints)
-        meta = checkpoints.read_meta(resume) if resume else {}
+        resume = resolve_resume(self.cfg.checkpoint.resume, self.checkpoints)
+        meta = self.checkpoints.read_meta(resume) if resume else {}
         if resume:
             notice = check_resume(meta, self.cfg, self.precision.effective, resume, ranks.world_size())
             if notice:
                 say(notice)
         write_config(self.cfg, self.folder)
         return resume, meta
-
-    def _checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.folder / "checkpoints", keep_last=self.cfg.checkpoint.keep_last)
 
     def _load_data(self) -> None:
         cfg = self.cfg
@@ -270,7 +267,6 @@ class Run:
 
     def run(self) -> int:
         # Everything is restored before the tracker opens: it cuts the log at the step that goes on.
-        self.checkpoints = self._checkpoints()
         progress, self.scaling = Progress(), {}
         if self.resume:
             progress, self.scaling = restore_run(
@@ -332,13 +328,10 @@ class Run:
         """As the settings say, unless the global batch changes now, or did at an earlier resume."""
         old, saved = self.meta["config"], self.meta["total_steps"]
         if global_batch(old, self.meta["world_size"]) == self._global_batch():
-            new = {name: self.cfg.to_dict()[name] for name in ("max_steps", "num_epochs")}
-            as_set = count_steps(
-                config_from_dict(self.cfg.to_dict() | {n: old[n] for n in new}), self._per_epoch()
-            )
-            if saved == as_set:
+            then = replace(self.cfg.optim, max_steps=old["max_steps"], num_epochs=old["num_epochs"])
+            if saved == count_steps(replace(self.cfg, optim=then), self._per_epoch()):
                 return self.total_steps
-            if all(old[name] == value for name, value in new.items()):
+            if then == self.cfg.optim:
                 return saved
         return steps_left(self.cfg, self.loaders.train, done)
 

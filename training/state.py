@@ -87,7 +87,20 @@ def weights_and_optimizer(
     """
     strategy.settle(model)
     if strategy.master_home == "zero":
-        return strategy.state(model, optimizer)
+        tensors, put_back = strategy.state(model, optimizer)
+    else:
+        tensors, put_back = _held_by_optimizer(model, optimizer, cfg)
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                tensors[f"model/{name}"] = buffer
+    return tensors, put_back
+
+
+def _held_by_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, cfg: Config
+) -> tuple[dict[str, Tensor], Callable[[], None]]:
+    """Parameters and optimizer state, where no library keeps them in a form of its own."""
     tensors = {f"optimizer/{k}": v for k, v in optim.optimizer_state(optimizer, model).items()}
     whole: dict[str, Tensor] = {}
     halved = cfg.precision.mixed_precision != "fp32"
@@ -100,10 +113,6 @@ def weights_and_optimizer(
             whole[name] = master
             weight, remainder = _like(master, optim.split_master)
             tensors |= {f"model/{name}": weight, f"optimizer/{name}.master_param": remainder}
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                tensors[f"model/{name}"] = buffer
 
     @torch.no_grad()
     def put_back() -> None:

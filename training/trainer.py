@@ -145,7 +145,7 @@ class Trainer:
         self._skipped_in_a_row, self._prepared, self._covered = 0, False, False
         self._saved_step = self._evaluated_step = -1
         self._last_eval: dict[str, float] = {}
-        self._uncounted = {"real_tokens": 0, "label_tokens": 0}  # of this rank, not yet in progress
+        self._uncounted = {"real_tokens": 0, "label_tokens": 0}  # of this rank, since the last save
 
     def train_step(self, micro_batches: list[Any]) -> StepResult:
         """One optimizer step; the result is the same for any split into micro-batches and ranks."""
@@ -334,7 +334,6 @@ class Trainer:
             "train/skipped_steps": self.progress.skipped_steps,
         }
         steps = self.meter.steps
-        self._count_tokens()
         metrics |= self.meter.read(self._sum_counts, self._slowest) | self._memory()
         if self.progress.step - steps >= WARMUP_STEPS or self.total_steps <= WARMUP_STEPS:
             self.rates.append({name: metrics[name] for name in RATES if name in metrics})

@@ -20,8 +20,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from training import ranks
+from training.outcome import EXIT_FAILED
 
-EXIT_FAILED = 1
 GRACE_SECONDS = 10.0  # for a rank that hears of another's failure to end on its own
 SILENCE_SECONDS = 60.0  # after which a rank that said something every two seconds is taken for dead
 

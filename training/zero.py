@@ -147,10 +147,6 @@ class Zero(SingleDevice):
                 tensors |= {f"model/{name}": weight, f"optimizer/{name}.master_param": remainder}
             for key in ("exp_avg", "exp_avg_sq"):
                 tensors[f"optimizer/{name}.{key}"] = self._rows(parameter, key)
-        for prefix, child in module.named_modules():
-            for name, buffer in child.named_buffers(prefix, recurse=False):
-                if name.rpartition(".")[2] not in child._non_persistent_buffers_set:
-                    tensors[f"model/{name}"] = buffer
 
         @torch.no_grad()
         def put_back() -> None:
@@ -185,10 +181,7 @@ class Zero(SingleDevice):
         """The master weights (None) or a moment of a fragment; a view."""
         source = fragment.flat
         if key is not None:
-            state = self.engine.optimizer.state
-            if not state[source]:
-                optim.allocate(self.engine.optimizer.optimizer, source)
-            source = state[source][key]
+            source = optim.state_of(self.engine.optimizer.optimizer, source)[key]
         return source.detach().narrow(0, fragment.offset, fragment.size)
 
     def _rows(self, parameter: nn.Parameter, key: str | None) -> DTensor:
