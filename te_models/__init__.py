@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models import llama
+from te_models.engine import Backend
 from te_models.hugging_face import (
     HFCausalLM,
     hf_state,
@@ -122,7 +123,7 @@ def _weights_folder(name: str, cache_dir: str | None) -> Path:
 def build_model(
     plan: ModelPlan,
     *,
-    use_te: bool,
+    te_backend: Backend | None,
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
@@ -138,12 +139,13 @@ def build_model(
 ) -> nn.Module:
     """The model on `device` in `dtype`; its TE and Hugging Face forms hold the same weights.
 
+    `te_backend` says whose TE layers it is made of, see `te_models.engine`; None: the Hugging Face form.
     `shard` cuts the model into shards while it has no storage yet, so that no rank ever holds it whole;
     `parameter_device` is where the shards stay, if not on `device`. `weight_recipe` prepares a TE model for
     `quantize_weights`. `reentrant` recomputation builds autograd's graph anew, as ZeRO-3's hooks need it.
     """
     recomputation = {"gradient_checkpointing": gradient_checkpointing, "reentrant": reentrant}
-    if not use_te:
+    if te_backend is None:
         from transformers import AutoModelForCausalLM
 
         if shard and (source := _streamed_source(plan, seed, device)):
@@ -170,6 +172,7 @@ def build_model(
 
     model = TECausalLM(
         plan.config,
+        backend=te_backend,
         attention="thd" if packed else "bshd",
         dtype=dtype,
         max_positions=max_positions,

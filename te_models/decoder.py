@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from te_models.engine import Backend, engine
 from training.loss import TokenLoss, linear_cross_entropy
 
 
@@ -22,13 +23,15 @@ class TECausalLM(nn.Module):
     """Token ids in, summed token loss out; built on the meta device, filled by `weights.load_te`.
 
     `attention` chooses how sequences are told apart: "thd" reads packed batches (`cu_seqlens`), "bshd" reads
-    right-padded batches, where the causal mask alone keeps padding out of sight of real tokens.
+    right-padded batches, where the causal mask alone keeps padding out of sight of real tokens. `backend`:
+    whose layers, see `te_models.engine`.
     """
 
     def __init__(
         self,
         config: Any,
         *,
+        backend: Backend,
         attention: Literal["thd", "bshd"],
         dtype: torch.dtype,
         max_positions: int,
@@ -36,9 +39,8 @@ class TECausalLM(nn.Module):
         reentrant: bool = False,
         weight_recipe: Any = None,
     ):
-        import transformer_engine.pytorch as te
-
         super().__init__()
+        self.backend, te = backend, engine(backend)
         self.config = config
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.tied = config.tie_word_embeddings
@@ -47,7 +49,7 @@ class TECausalLM(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta", dtype=dtype)
         quantized = te.quantized_model_init(enabled=True, recipe=weight_recipe) if weight_recipe else None
         with quantized or nullcontext():
-            self.layers = self._build_layers(te, dtype)
+            self.layers = self._build_layers(dtype)
         self.norm = te.RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device="meta")
         self.lm_head = nn.Linear(
             config.hidden_size, config.vocab_size, bias=False, device="meta", dtype=dtype
@@ -55,10 +57,10 @@ class TECausalLM(nn.Module):
         self.register_buffer("rope", torch.empty(0), persistent=False)
         self.tie()
 
-    def _build_layers(self, te: Any, dtype: torch.dtype) -> nn.ModuleList:
+    def _build_layers(self, dtype: torch.dtype) -> nn.ModuleList:
         config, attention = self.config, self.attention
         return nn.ModuleList(
-            te.TransformerLayer(
+            engine(self.backend).TransformerLayer(
                 config.hidden_size,
                 config.intermediate_size,
                 self.heads,
@@ -153,10 +155,8 @@ class TECausalLM(nn.Module):
     def _run(self, layer: nn.Module, hidden: Tensor, sequences: dict[str, Any]) -> Tensor:
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             return layer(hidden, rotary_pos_emb=self.rope, **sequences)
-        import transformer_engine.pytorch as te
-
         # TE's checkpoint replays the first pass's FP8 scales; torch's would quantise with newer ones.
-        return te.checkpoint(
+        return engine(self.backend).checkpoint(
             layer, hidden, rotary_pos_emb=self.rope, use_reentrant=self.reentrant, **sequences
         )
 

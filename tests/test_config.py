@@ -46,7 +46,7 @@ def test_defaults_and_flags():
         (["--fp8_scenario", "mxfp"], "did you mean 'mxfp8'"),
         (["--streaming"], "--streaming: the length of a stream is unknown"),
         (["--use_te", "--mixed_precision", "fp32"], "TE layers run in bf16 or fp8"),
-        (["--use_te", "--compile_model"], "--compile_model with --use_te"),
+        (["--use_te", "--compile"], "--compile with --use_te"),
         (["--fp8_attention", "--fp8_scenario", "block"], "--fp8_attention"),
         (["--dataset_prompt_field", "q"], "--dataset_completion_field"),
         (["--no_export", "--generate_samples", "1"], "--generate_samples"),
@@ -137,7 +137,7 @@ def test_what_defines_a_run_cannot_change_on_a_resume():
     free = {name: section for name, (section, f, _) in knobs().items() if f.metadata["free"]}
     assert {name for name, section in free.items() if section not in ("checkpoint", "log")} == {
         *("weights_cache_dir", "data_cache_dir", "num_proc", "num_workers"),
-        *("eval_batch_size", "num_epochs", "max_steps", "max_skipped_steps"),
+        *("compile", "eval_batch_size", "num_epochs", "max_steps", "max_skipped_steps"),
         *("sharding_mode", "deepspeed_config", "cpu_offload", "hsdp_shard_size"),
         *("empty_cache_freq", "timeout_minutes"),
     }

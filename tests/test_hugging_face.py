@@ -25,7 +25,7 @@ def build(model_type: str, *, packed: bool, **options):
     config = AutoConfig.for_model(model_type, **TINY)
     return build_model(
         ModelPlan(model_type, config, None),
-        use_te=False,
+        te_backend=None,
         dtype=torch.float32,
         device=torch.device("cpu"),
         seed=0,

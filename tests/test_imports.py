@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("training", "te_models", "data", "benchmarks")
 TRAINING_LEAVES = {"precision", "sharding", "optim", "checkpoint", "export", "trackers", "run_folder"}
+TRAINING_LEAVES |= {"coverage", "scaling_state", "te_runtime"}
 TRAINING_LEAVES |= {"watchdog", "zero", "zero_settings", "outcome", "generate", "gradient_sums", "auto_mode"}
 # What these may import beside the configuration.
 ALSO = {
@@ -20,10 +21,12 @@ ALSO = {
     "gradient_sums": ("ranks",),
     "auto_mode": ("ranks",),
     "outcome": ("ranks", "trackers"),
+    "precision": ("te_runtime",),
+    "coverage": ("precision",),
     "zero": ("sharding", "optim", "zero_settings"),
 }
 LAZY = {"transformer_engine", "deepspeed", "wandb", "torchao", "liger_kernel"}
-TE_HOMES = {"training/precision.py", "training/optim.py", "te_models/decoder.py"}
+TE_HOMES = {"training/te_runtime.py", "training/optim.py", "te_models/engine.py"}
 
 
 def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
@@ -67,7 +70,8 @@ def allowed(path: Path) -> set[str] | None:
     if stem == "loss":
         return {"training.loss_triton"}
     if stem in TRAINING_LEAVES:
-        return {"training", "training.config", *(f"training.{name}" for name in ALSO.get(stem, ()))}
+        te = {"te_models", "te_models.engine"} if stem == "precision" else set()
+        return te | {"training", "training.config", *(f"training.{name}" for name in ALSO.get(stem, ()))}
     if stem == "trainer":
         return {"training", "training.config", "training.metrics"}
     return None

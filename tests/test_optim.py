@@ -21,7 +21,7 @@ def test_only_norms_and_biases_are_spared_weight_decay():
     plan = plan_model("tiny-llama", init="auto", use_te=False)
     model = build_model(
         plan,
-        use_te=False,
+        te_backend=None,
         dtype=torch.float32,
         device=torch.device("cpu"),
         seed=0,

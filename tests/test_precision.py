@@ -6,8 +6,9 @@ from typing import get_args
 import pytest
 import torch
 
-from training import precision
-from training.config import Config, config_from_dict, knobs
+from training import precision, te_runtime
+from training.config import TE_RECIPES, TORCHAO_RECIPES, Config, config_from_dict, knobs
+from training.coverage import coverage
 from training.precision import (
     FALLING_BACK,
     RECIPES,
@@ -17,8 +18,8 @@ from training.precision import (
     check_sizes,
     resolve_precision,
     why_not,
-    why_not_te,
 )
+from training.te_runtime import why_not_te
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
 
@@ -28,22 +29,55 @@ def settings(**values) -> Config:
 
 
 def test_the_table_and_the_command_line_know_the_same_recipes():
-    assert set(get_args(knobs()["fp8_scenario"][2])) == {"default", *RECIPES}
+    assert set(get_args(knobs()["fp8_scenario"][2])) == {"default", *RECIPES, *TORCHAO_RECIPES}
+    assert set(TE_RECIPES) == set(RECIPES)
     assert set(FALLING_BACK) < set(RECIPES) and STANDARD_RECIPE in RECIPES
 
 
 @NO_GPU
-def test_without_a_gpu_te_and_fp8_say_why_and_what_runs():
+def test_without_a_gpu_native_te_says_why_and_what_runs():
     assert "needs a CUDA GPU" in why_not_te() and "needs a CUDA GPU" in why_not("delayed")
-    with pytest.raises(RuntimeError, match=r"--use_te cannot run here.*--mixed_precision bf16 or fp32"):
-        resolve_precision(settings(use_te=True, mixed_precision="bf16"))
-    with pytest.raises(RuntimeError, match=r"--mixed_precision fp8 needs --use_te.*--mixed_precision bf16"):
+    native = {"use_te": True, "te_backend": "native"}
+    with pytest.raises(RuntimeError, match=r"--te_backend native cannot run here.*--te_backend emulated"):
+        resolve_precision(settings(**native, mixed_precision="bf16"))
+
+
+@NO_GPU
+def test_without_a_gpu_fp8_is_emulated_and_says_so():
+    te = resolve_precision(settings(use_te=True, mixed_precision="bf16"))
+    assert (te.te_backend, te.emulated, te.effective) == ("emulated", False, "bf16")
+    torchao = resolve_precision(settings(mixed_precision="fp8"))
+    assert (torchao.te_backend, torchao.emulated, torchao.effective) == (None, True, "tensorwise")
+    assert torchao.fp8 and torchao.token_multiple == 16
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6)])
+def test_fp8_without_te_on_a_gpu_without_fp8_is_refused(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "old")
+    with pytest.raises(RuntimeError, match=r"--mixed_precision fp8 cannot run here.*8\.9.*bf16"):
         resolve_precision(settings(mixed_precision="fp8"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    assert not resolve_precision(settings(mixed_precision="fp8")).emulated
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"fp8_scenario": "rowwise", "use_te": True}, "rowwise with --use_te.*delayed, current, block"),
+        ({"fp8_scenario": "block"}, "block without --use_te.*tensorwise, rowwise, rowwise_with_gw_hp"),
+        ({"te_backend": "emulated"}, "--te_backend emulated: it is for --use_te"),
+    ],
+)
+def test_a_recipe_of_the_other_path_is_refused_with_the_right_names(values, words):
+    with pytest.raises(ValueError, match=words):
+        settings(mixed_precision="fp8", **values)
 
 
 def test_missing_te_names_the_install_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(precision, "find_spec", lambda name: None)
+    monkeypatch.setattr(te_runtime, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"pip install --no-build-isolation -r requirements-gpu\.txt"):
         resolve_precision(settings(use_te=True, mixed_precision="fp8"))
 
@@ -51,9 +85,10 @@ def test_missing_te_names_the_install_line(monkeypatch):
 def on_hopper(monkeypatch):
     """A machine whose TE runs everything but the Blackwell recipes, as an H200 does."""
     reason = "Device compute capability 10.0 or higher required"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(precision, "why_not_te", lambda: None)
-    monkeypatch.setattr(precision, "why_not", lambda name: reason if name in FALLING_BACK else None)
-    monkeypatch.setattr(precision, "make_recipe", lambda name, cfg: name)
+    monkeypatch.setattr(precision, "why_not", lambda name, backend: reason if name in FALLING_BACK else None)
+    monkeypatch.setattr(precision, "make_recipe", lambda name, cfg, backend: name)
 
 
 def test_mxfp8_falls_back_loudly_or_stops(monkeypatch):
@@ -65,9 +100,9 @@ def test_mxfp8_falls_back_loudly_or_stops(monkeypatch):
     assert "This machine runs: delayed, current, block" in resolved.fallback_reason
     with pytest.raises(RuntimeError, match=r"--fp8_scenario mxfp8 cannot run here.*delayed, current, block"):
         resolve_precision(settings(**cfg, fp8_fallback="error"))
-    monkeypatch.setattr(precision, "why_not", lambda name: None if name == "current" else "too old")
+    monkeypatch.setattr(precision, "why_not", lambda name, backend: None if name == "current" else "too old")
     with pytest.raises(
-        RuntimeError, match=r"--fp8_scenario mxfp8 cannot run here.*This machine runs: current$"
+        RuntimeError, match=r"--fp8_scenario mxfp8 cannot run here.*This machine runs: current;"
     ):
         resolve_precision(settings(**cfg))
 
@@ -131,7 +166,7 @@ def test_coverage_counts_gemms_by_their_weights():
             "lm_head": torch.nn.Linear(8, 100, bias=False),
         }
     )
-    found = precision.coverage(model, Precision("bf16", "bf16"))
+    found = coverage(model, Precision("bf16", "bf16"))
     shares = {row.modules: (row.count, row.precision, row.gemm_share) for row in found.rows}
     head = 800 / (800 + 3 * 64)
     assert shares == {
@@ -160,55 +195,3 @@ def test_tokens_are_padded_to_what_the_recipe_that_runs_needs():
     for name, multiple in (("delayed", 16), ("current", 16), ("block", 128), ("mxfp8", 32)):
         assert Precision(name, name, recipe=object()).token_multiple == multiple
     assert Precision("mxfp8", "delayed", recipe=object()).token_multiple == 16
-
-
-class Scaled(torch.nn.Module):
-    """A module with delayed scaling's state as TE keeps it: outside parameters and buffers."""
-
-    def __init__(self):
-        super().__init__()
-        self.fp8_meta = {
-            direction: SimpleNamespace(scale=torch.full((3,), 8.0), amax_history=torch.full((4, 3), 2.0))
-            for direction in ("scaling_fwd", "scaling_bwd")
-        }
-
-
-def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in precision.scaling_state(model).items()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_scaling_state_is_found_frozen_and_restored():
-    model = torch.nn.ModuleDict({"a": Scaled(), "b": torch.nn.Linear(2, 2), "c": Scaled()})
-    before = values(model)
-    assert len(before) == 8 and "a.scaling_bwd.amax_history" in before
-
-    with precision.frozen_scaling(model):
-        for tensor in precision.scaling_state(model).values():
-            tensor.add_(1)
-    assert same(values(model), before)
-
-    wanted = {name: torch.rand_like(tensor) for name, tensor in before.items()}
-    precision.restore_scaling(model, {})
-    assert same(values(model), before)
-    precision.restore_scaling(model, wanted)
-    assert same(values(model), wanted)
-    with pytest.raises(ValueError, match=r"--resume: .*FP8 scaling state"):
-        precision.restore_scaling(model, {"a.scaling_fwd.scale": torch.ones(3)})
-
-
-def test_scaling_forgets_what_is_not_finite_and_scales_gradients_alone():
-    model = Scaled()
-    history = model.fp8_meta["scaling_fwd"].amax_history
-    history[0] = torch.tensor([torch.nan, torch.inf, 5.0])
-    precision.scrub_scaling(model)
-    assert history.tolist() == [[0.0, 0.0, 5.0], *[[2.0] * 3] * 3]
-
-    model = Scaled()
-    precision.scale_gradients(model, 1 / 4)
-    forward, backward = model.fp8_meta["scaling_fwd"], model.fp8_meta["scaling_bwd"]
-    assert forward.scale.eq(8).all() and forward.amax_history.eq(2).all()
-    assert backward.scale.eq(32).all() and backward.amax_history.eq(0.5).all()

@@ -226,11 +226,11 @@ def test_samples_are_answered_by_the_export(tmp_path):
     ("flags", "code", "message"),
     [
         (
-            "--use_te --mixed_precision bf16",
+            "--use_te --te_backend native --mixed_precision bf16",
             EXIT_FAILED,
-            "--use_te cannot run here: Transformer Engine needs a CUDA GPU",
+            "--te_backend native cannot run here: Transformer Engine needs a CUDA GPU",
         ),
-        ("--mixed_precision fp8", EXIT_FAILED, "--mixed_precision fp8 needs --use_te"),
+        ("--mixed_precision fp8 --fp8_scenario block", EXIT_BAD_SETTING, "--fp8_scenario block without"),
         ("--model_name /nowhere", EXIT_BAD_SETTING, "--model_name /nowhere"),
         ("--init pretrained", EXIT_BAD_SETTING, "--init pretrained: the preset tiny-llama has no weights"),
         ("--dataset_name /nowhere", EXIT_BAD_SETTING, "--dataset_name /nowhere"),

@@ -9,7 +9,8 @@ from torch import nn
 
 from training.checkpoint import Checkpoints
 from training.config import config_from_dict
-from training.precision import Precision, scaling_state
+from training.precision import Precision
+from training.scaling_state import scaling_state
 from training.sharding import SingleDevice
 from training.state import restore_run, save_run
 from training.trainer import Progress

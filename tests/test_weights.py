@@ -109,7 +109,7 @@ def test_hf_te_hf_is_exact_and_uses_every_key(tied):
 def test_hugging_face_and_te_forms_start_from_the_same_weights():
     plan = tiny()
     hf = build_model(
-        plan, use_te=False, dtype=torch.float32, device=CPU, seed=3, packed=True, max_positions=64
+        plan, te_backend=None, dtype=torch.float32, device=CPU, seed=3, packed=True, max_positions=64
     )
     shell = Shell(plan.config)
     load_te(shell, weight_source(plan, seed=3, device=CPU))
@@ -176,7 +176,7 @@ def test_incomplete_weights_are_refused_by_the_hugging_face_form(tmp_path):
     source = weight_source(plan, seed=0, device=CPU)
     tensors = {name: source.get(name) for name in source.shapes().keys() - {"model.norm.weight"}}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    arguments = {"use_te": False, "dtype": torch.float32, "device": CPU, "seed": 0, "packed": False}
+    arguments = {"te_backend": None, "dtype": torch.float32, "device": CPU, "seed": 0, "packed": False}
     with pytest.raises(ValueError, match=r"the weights lack model\.norm\.weight"):
         build_model(ModelPlan("m", plan.config, tmp_path), max_positions=64, **arguments)
 

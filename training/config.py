@@ -18,6 +18,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
+TE_RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")  # with --use_te
+TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # without
 SYSTEM_PROMPT = "Solve the math problem step by step. Put your final answer in \\boxed{}."
 
 
@@ -43,11 +45,18 @@ class ModelConfig:
     tokenizer_name: str | None = knob(
         None, "hub id, local folder, or `demo`; default: the model's own (tiny-* presets: demo)"
     )
-    use_te: bool = knob(False, "build the decoder from te.TransformerLayer (Transformer Engine, needs CUDA)")
+    use_te: bool = knob(False, "build the decoder from te.TransformerLayer (Transformer Engine)")
+    te_backend: Literal["auto", "native", "emulated"] = knob(
+        "auto",
+        "TE layers of --use_te: native runs them (needs CUDA), emulated computes the same numerics in plain "
+        "PyTorch, slowly, anywhere; auto is native, or emulated on a machine without a GPU",
+    )
     gradient_checkpointing: bool = knob(
         False, "recompute each layer's activations in backward to save memory"
     )
-    compile_model: bool = knob(False, "torch.compile each decoder layer (Hugging Face models only)")
+    compile: bool | None = knob(
+        None, "torch.compile each decoder layer of a Hugging Face model; default: on a GPU", free=True
+    )
     weights_cache_dir: str | None = knob(
         None, "folder for downloaded weights; default: the Hugging Face cache", free=True
     )
@@ -59,8 +68,27 @@ class PrecisionConfig:
     """precision"""
 
     mixed_precision: Literal["bf16", "fp8", "fp32"] = knob("bf16", "compute precision")
-    fp8_scenario: Literal["default", "delayed", "current", "block", "mxfp8", "nvfp4"] = knob(
-        "default", "scaling recipe under --mixed_precision fp8; default is delayed scaling"
+    fp8_scenario: Literal[
+        "default",
+        "delayed",
+        "current",
+        "block",
+        "mxfp8",
+        "nvfp4",
+        "tensorwise",
+        "rowwise",
+        "rowwise_with_gw_hp",
+    ] = knob(
+        "default",
+        "scaling recipe under --mixed_precision fp8; with --use_te delayed (its default) to nvfp4, without "
+        "it torchao's tensorwise (its default) to rowwise_with_gw_hp",
+    )
+    bf16_first_layers: int = knob(0, "keep this many decoder layers at the start in BF16")
+    bf16_last_layers: int = knob(0, "keep this many decoder layers at the end in BF16")
+    precision_map: str | None = knob(
+        None,
+        "precision by module, PATTERN=RECIPE,...: part of a name in the coverage table, with "
+        "* for any part, and a recipe or bf16 (layers.0=bf16,layers.*.self_attention=current)",
     )
     fp8_fallback: Literal["warn", "error"] = knob(
         "warn", "when this GPU or TE cannot run mxfp8 or nvfp4: use the default recipe and warn, or stop"
@@ -89,6 +117,8 @@ class PrecisionConfig:
             self.fp8_amax_history_len,
             "must be 1 or more",
         )
+        for name in ("bf16_first_layers", "bf16_last_layers"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
         if self.fp8_attention and self.fp8_scenario not in ("default", "delayed", "current"):
             raise ValueError(
                 f"--fp8_attention: TE's FP8 attention runs under delayed and current scaling, not "
@@ -306,6 +336,9 @@ class LogConfig:
     eval_interval: int = knob(500, "steps between evaluations; 0 evaluates at the end only", free=True)
     eval_at_start: bool = knob(False, "evaluate before the first step too", free=True)
     log_interval: int = knob(10, "steps between log lines", free=True)
+    fp8_stats_interval: int = knob(
+        0, "steps between FP8 tensor statistics (underflow, overflow, scale, amax); 0 for none", free=True
+    )
     log_dir: str | None = knob(None, "write TensorBoard logs to this folder", free=True)
     use_wandb: bool = knob(False, "log to Weights & Biases", free=True)
     wandb_project: str = knob("llm-fp8", "W&B project", free=True)
@@ -318,6 +351,8 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         require(self.eval_interval >= 0, "eval_interval", self.eval_interval, "must be 0 or more")
+        interval = self.fp8_stats_interval
+        require(interval >= 0, "fp8_stats_interval", interval, "must be 0 or more")
         require(self.log_interval >= 1, "log_interval", self.log_interval, "must be 1 or more")
 
 
@@ -372,10 +407,24 @@ class Config:
                 )
             if self.precision.master_weights != "fp32":
                 raise ValueError("--fp8_all_gather --master_weights none: FP8 weights need FP32 masters")
-        if self.model.compile_model and self.model.use_te:
+        self._check_backend()
+
+    def _check_backend(self) -> None:
+        """What --use_te decides: recipes, compilation."""
+        if self.model.use_te and self.model.compile:
             raise ValueError(
-                "--compile_model with --use_te: TE layers are fused kernels that torch.compile breaks up "
+                "--compile with --use_te: TE layers are fused kernels that torch.compile breaks up "
                 "(and delayed scaling refuses it); drop one of the two"
+            )
+        if self.model.te_backend != "auto" and not self.model.use_te:
+            raise ValueError(f"--te_backend {self.model.te_backend}: it is for --use_te; add that or drop it")
+        scenario, use_te = self.precision.fp8_scenario, self.model.use_te
+        own = TE_RECIPES if use_te else TORCHAO_RECIPES
+        if self.precision.mixed_precision == "fp8" and scenario not in ("default", *own):
+            how, instead = ("with", "drop") if use_te else ("without", "add")
+            raise ValueError(
+                f"--fp8_scenario {scenario} {how} --use_te: the recipes {how} it are {', '.join(own)}; "
+                f"choose one of them, or {instead} --use_te"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -499,7 +548,7 @@ def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
         if f.default is not None and inner is not bool:
             text += f" (default: {str(f.default)!r})" if " " in str(f.default) else f" (default: {f.default})"
         if inner is bool:
-            text += f" (default: {'on' if f.default else 'off'})"
+            text += "" if f.default is None else f" (default: {'on' if f.default else 'off'})"
             options = [f"--{name}", f"--no_{name}"]
             groups[section].add_argument(
                 *options, dest=name, action=_Switch, default=argparse.SUPPRESS, help=text

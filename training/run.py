@@ -21,10 +21,11 @@ import torch.distributed as dist
 import te_models
 from data import build_loaders
 from data.chat import load_tokenizer
-from training import metrics, optim, precision, ranks
+from training import metrics, optim, precision, ranks, scaling_state, te_runtime
 from training.auto_mode import Memory, choose_mode, refuse_small_host
 from training.checkpoint import Checkpoints, resolve_resume
 from training.config import Config, parse_config
+from training.coverage import coverage
 from training.durable_files import write_json
 from training.export import export_hf
 from training.generate import answer, generation_config
@@ -131,7 +132,7 @@ class Run:
         self.optimizer_plan = self._plan_optimizer(self.strategy.master_home)
 
     def _plan_optimizer(self, master_home: str) -> optim.OptimizerPlan:
-        te_available = precision.why_not_te() is None
+        te_available = te_runtime.why_not_te() is None
         return optim.plan_optimizer(self.cfg.precision, te_available=te_available, master_home=master_home)
 
     def _choose_mode(self, gpu: int | None) -> str:
@@ -231,7 +232,7 @@ class Run:
             plan = self.optimizer_plan = replace(plan, whole_masters=True)
         self.model = te_models.build_model(
             self.plan,
-            use_te=cfg.model.use_te,
+            te_backend=self.precision.te_backend,
             dtype=plan.parameter_dtype,
             device=self.device,
             shard=(lambda model: strategy.shard(model, **dtypes)) if strategy.shards_weights else None,
@@ -241,7 +242,7 @@ class Run:
             max_positions=-(-cfg.data.max_seq_length // multiple) * multiple,
             gradient_checkpointing=cfg.model.gradient_checkpointing,
             reentrant=strategy.reentrant,
-            compile_layers=cfg.model.compile_model,
+            compile_layers=self._compiles(),
             trust_remote_code=cfg.model.trust_remote_code,
             weight_recipe=self.precision.recipe if fp8_weights else None,
         )
@@ -256,7 +257,9 @@ class Run:
         self.autocast = precision.build_autocast(
             self.precision, device=self.device, parameter_dtype=strategy.compute_dtype(**dtypes)
         )
-        layers = "Transformer Engine" if cfg.model.use_te else "Hugging Face"
+        layers = {"native": "Transformer Engine", "emulated": "emulated Transformer Engine"}.get(
+            self.precision.te_backend, "Hugging Face"
+        )
         where = str(self.device)
         if strategy.world_size > 1:
             nodes = f" on {strategy.num_nodes} nodes" if strategy.num_nodes > 1 else ""
@@ -264,6 +267,12 @@ class Run:
             torch.manual_seed(cfg.optim.seed + strategy.rank)  # dropout, if any, differs between ranks
         say(f"{self.plan.name}: {millions:,.1f} M parameters, {layers} layers, on {where}")
         say(f"precision {self.precision.effective}; {plan.describe()}")
+
+    def _compiles(self) -> bool:
+        """Hugging Face layers are compiled on a GPU, where it pays, unless the user says otherwise."""
+        if self.cfg.model.use_te or self.cfg.model.compile is not None:
+            return bool(self.cfg.model.compile)
+        return self.device.type == "cuda"
 
     def run(self) -> int:
         # Everything is restored before the tracker opens: it cuts the log at the step that goes on.
@@ -370,8 +379,8 @@ class Run:
             hooks=Hooks(
                 prepare=self._prepare,
                 after_first_step=self._after_first_step,
-                on_skipped=lambda: precision.scrub_scaling(self.model),
-                evaluating=lambda: precision.frozen_scaling(self.model),
+                on_skipped=lambda: scaling_state.scrub_scaling(self.model),
+                evaluating=lambda: scaling_state.frozen_scaling(self.model),
                 save=self._save,
                 beat=self.watchdog.beat,
             ),
@@ -386,7 +395,7 @@ class Run:
         return peaks
 
     def _prepare(self, batch: Any) -> None:
-        """Give delayed scaling its first scales; see `precision.scale_gradients` for why the loss is a sum.
+        """Give delayed scaling its first scales; why the loss is a sum: `scaling_state.scale_gradients`.
 
         On a resume these passes make TE allocate its state, which the checkpoint's then overwrites.
         """
@@ -404,12 +413,12 @@ class Run:
         # Ranks share their scales, so they must share the factor; each rank's loss is divided by the mean.
         tokens = self.strategy.sum(torch.tensor(float(batch.label_tokens), device=self.device)).item()
         step_tokens = tokens / self.strategy.world_size * self.cfg.optim.gradient_accumulation_steps
-        precision.scale_gradients(self.model, 1 / max(1, step_tokens))
-        precision.restore_scaling(self.model, self.scaling)
+        scaling_state.scale_gradients(self.model, 1 / max(1, step_tokens))
+        scaling_state.restore_scaling(self.model, self.scaling)
 
     def _after_first_step(self) -> None:
-        found = precision.coverage(self.model, self.precision)
-        backend = precision.attention_backend()
+        found = coverage(self.model, self.precision)
+        backend = te_runtime.attention_backend()
         self.environment |= {
             "coverage": found.as_dict(),
             "attention_backend": backend,
@@ -417,13 +426,13 @@ class Run:
         }
         self._write_environment()
         self.display.message("\n".join(found.lines()))
-        if self.precision.recipe is not None and not found.fp8_modules:
+        if self.precision.fp8 and not found.fp8_modules:
             raise RuntimeError(
                 "--mixed_precision fp8: no module ran in FP8 in the first step; report it with env.json"
             )
         if backend == "unfused":
             deterministic = self.cfg.optim.deterministic
-            self.display.message(precision.unfused_warning(deterministic=deterministic))
+            self.display.message(te_runtime.unfused_warning(deterministic=deterministic))
         tune_garbage_collection()
 
     def _save(self, step: int, eval_loss: float | None) -> None:

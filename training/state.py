@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from training import optim, precision
 from training.checkpoint import Checkpoints
 from training.config import Config
+from training.scaling_state import scaling_state
 from training.sharding import local
 from training.trainer import Progress
 
@@ -34,7 +35,7 @@ def save_run(
     eval_loss: float | None,
 ) -> None:
     """Save everything the run is, as one checkpoint. Collective."""
-    scaling = {f"fp8/{name}": tensor for name, tensor in precision.scaling_state(model).items()}
+    scaling = {f"fp8/{name}": tensor for name, tensor in scaling_state(model).items()}
     meta = {
         "config": cfg.to_dict(),
         **resolved.as_dict(),

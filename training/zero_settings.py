@@ -38,7 +38,7 @@ FLAGS_INSTEAD = {
     "amp": "--mixed_precision",
     "torch_autocast": "--mixed_precision",
     "activation_checkpointing": "--gradient_checkpointing",
-    "compile": "--compile_model",
+    "compile": "--compile",
     "wandb": "--use_wandb",
     "tensorboard": "--log_dir",
     "comet": "--use_wandb or --log_dir",

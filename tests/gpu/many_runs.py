@@ -14,8 +14,8 @@ import torch
 
 from training import ranks
 from training.config import parse_config
-from training.precision import scaling_state
 from training.run import Run
+from training.scaling_state import scaling_state
 from training.watchdog import Watchdog
 
 

@@ -37,10 +37,10 @@ def plan(
     return ModelPlan("test-llama", config, None)
 
 
-def build(model_plan: ModelPlan, *, use_te: bool, packed: bool, **options):
+def build(model_plan: ModelPlan, *, use_te: bool, packed: bool, backend: str = "native", **options):
     return build_model(
         model_plan,
-        use_te=use_te,
+        te_backend=backend if use_te else None,
         dtype=options.pop("dtype", torch.bfloat16),
         device=DEVICE,
         seed=options.pop("seed", 0),

@@ -37,7 +37,7 @@ def main() -> None:
     ranks.gather(None)  # wait for the files
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    options = {"use_te": True, "dtype": torch.bfloat16, "device": device, "seed": 0, "packed": True}
+    options = {"te_backend": "native", "dtype": torch.bfloat16, "device": device, "seed": 0, "packed": True}
     model = build_model(replace(plan, weights=folder), **options, max_positions=128, shard=shard)
     peak = torch.cuda.max_memory_allocated()
     size = 2 * sum(p.numel() for p in model.parameters())
@@ -62,7 +62,9 @@ def meta_build(plan, shard) -> None:
     """All 80 layers: sharded, without a byte of storage."""
     from te_models.decoder import TECausalLM
 
-    model = TECausalLM(plan.config, attention="thd", dtype=torch.bfloat16, max_positions=128)
+    model = TECausalLM(
+        plan.config, backend="native", attention="thd", dtype=torch.bfloat16, max_positions=128
+    )
     shard(model)
     assert sum(p.numel() for p in model.parameters()) > 70e9
     assert all(p.to_local().is_meta for p in model.parameters())

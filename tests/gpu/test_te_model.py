@@ -10,18 +10,11 @@ from te_models import export_tensors, weight_source
 from te_models.weights import load_te
 from tests.gpu.models import DEVICE, batch, build, plan
 from training.config import PrecisionConfig
+from training.coverage import coverage
 from training.loss import linear_cross_entropy
-from training.precision import (
-    RECIPES,
-    Precision,
-    attention_backend,
-    build_autocast,
-    coverage,
-    frozen_scaling,
-    make_recipe,
-    scaling_state,
-    why_not,
-)
+from training.precision import RECIPES, Precision, build_autocast, make_recipe, why_not
+from training.scaling_state import frozen_scaling, scaling_state
+from training.te_runtime import attention_backend
 
 pytestmark = pytest.mark.gpu
 PADDED, PACKED = [[256], [200], [131]], [[100, 60, 96], [256], [31, 200]]
@@ -92,7 +85,7 @@ def step(model, inputs, autocast):
 def fp8(name):
     if reason := why_not(name):
         pytest.skip(reason)
-    precision = Precision(name, name, recipe=make_recipe(name, PrecisionConfig()))
+    precision = Precision(name, name, recipe=make_recipe(name, PrecisionConfig()), te_backend="native")
     return precision, build_autocast(precision, device=DEVICE, parameter_dtype=torch.bfloat16)
 
 
