@@ -16,14 +16,15 @@ ALSO = {
     "export": ("durable_files",),
     "run_folder": ("durable_files",),
     "trackers": ("durable_files",),
-    "sharding": ("ranks", "zero", "gradient_sums"),
+    "sharding": ("ranks", "zero", "gradient_sums", "optim"),
+    "optim": ("adamw",),
     "watchdog": ("ranks", "outcome"),
     "gradient_sums": ("ranks",),
     "auto_mode": ("ranks",),
     "outcome": ("ranks", "trackers"),
     "precision": ("te_runtime",),
     "coverage": ("precision",),
-    "zero": ("sharding", "optim", "zero_settings"),
+    "zero": ("sharding", "optim", "adamw", "zero_settings"),
 }
 LAZY = {"transformer_engine", "deepspeed", "wandb", "torchao", "liger_kernel"}
 TE_HOMES = {"training/te_runtime.py", "training/optim.py", "te_models/engine.py"}
@@ -65,10 +66,10 @@ def allowed(path: Path) -> set[str] | None:
     if relative.parts[0] == "benchmarks":
         return {"training", "training.config", "training.metrics"}
     stem = relative.stem
-    if stem in ("config", "metrics", "loss_triton", "durable_files", "ranks", "__init__"):
+    if stem in ("config", "metrics", "loss_triton", "adamw_triton", "durable_files", "ranks", "__init__"):
         return set()
-    if stem == "loss":
-        return {"training.loss_triton"}
+    if stem in ("loss", "adamw"):
+        return {f"training.{stem}_triton"}
     if stem in TRAINING_LEAVES:
         te = {"te_models", "te_models.engine"} if stem == "precision" else set()
         return te | {"training", "training.config", *(f"training.{name}" for name in ALSO.get(stem, ()))}

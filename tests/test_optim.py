@@ -4,16 +4,15 @@ import pytest
 import torch
 
 from te_models import build_model, plan_model
+from training.adamw import merge_master, split_master
 from training.config import OptimConfig, PrecisionConfig
 from training.optim import (
     build_optimizer,
     learning_rate,
-    merge_master,
     optimizer_state,
     optimizer_steps,
     parameter_groups,
     plan_optimizer,
-    split_master,
 )
 
 
@@ -66,22 +65,22 @@ def test_warmup_ratio_and_its_override():
 
 
 def test_masters_are_fp32_wherever_te_is_missing():
-    plan = plan_optimizer(PrecisionConfig(), te_available=False)
+    plan = plan_optimizer(PrecisionConfig(), on_gpu=False)
     assert (plan.kind, plan.parameter_dtype, plan.master_weights) == ("torch_adamw", torch.float32, True)
-    plan = plan_optimizer(PrecisionConfig(), te_available=True)
-    assert (plan.kind, plan.parameter_dtype, plan.master_weights) == ("te_fused_adam", torch.bfloat16, True)
-    plan = plan_optimizer(PrecisionConfig(master_weights="none", moment_dtype="bf16"), te_available=False)
+    plan = plan_optimizer(PrecisionConfig(), on_gpu=True)
+    assert (plan.kind, plan.parameter_dtype, plan.master_weights) == ("fused_adamw", torch.bfloat16, True)
+    plan = plan_optimizer(PrecisionConfig(master_weights="none", moment_dtype="bf16"), on_gpu=False)
     assert (plan.parameter_dtype, plan.master_weights) == (torch.bfloat16, False)
-    plan = plan_optimizer(PrecisionConfig(master_weights="none", moment_dtype="bf16"), te_available=True)
-    assert (plan.kind, plan.master_weights, plan.moment_dtype) == ("te_fused_adam", False, torch.bfloat16)
-    assert plan_optimizer(PrecisionConfig(mixed_precision="fp32"), te_available=True).kind == "torch_adamw"
+    plan = plan_optimizer(PrecisionConfig(master_weights="none", moment_dtype="bf16"), on_gpu=True)
+    assert (plan.kind, plan.master_weights, plan.moment_dtype) == ("fused_adamw", False, torch.bfloat16)
+    assert plan_optimizer(PrecisionConfig(mixed_precision="fp32"), on_gpu=True).kind == "torch_adamw"
     with pytest.raises(ValueError, match="--moment_dtype bf16"):
-        plan_optimizer(PrecisionConfig(moment_dtype="bf16"), te_available=False)
+        plan_optimizer(PrecisionConfig(moment_dtype="bf16"), on_gpu=False)
 
 
 def test_state_is_allocated_before_the_first_step_and_live():
     model = torch.nn.Linear(4, 3)
-    plan = plan_optimizer(PrecisionConfig(), te_available=False)
+    plan = plan_optimizer(PrecisionConfig(), on_gpu=False)
     optimizer = build_optimizer(model, OptimConfig(), plan)
     state = optimizer_state(optimizer, model)
     assert set(state) == {f"{p}.{s}" for p in ("weight", "bias") for s in ("exp_avg", "exp_avg_sq")}
@@ -93,7 +92,7 @@ def test_state_is_allocated_before_the_first_step_and_live():
 
 def test_every_setting_reaches_the_optimizer():
     cfg = OptimConfig(learning_rate=0.5, weight_decay=0.2, adam_beta1=0.7, adam_beta2=0.8, adam_epsilon=1e-3)
-    plan = plan_optimizer(PrecisionConfig(), te_available=False)
+    plan = plan_optimizer(PrecisionConfig(), on_gpu=False)
     matrix, vector = build_optimizer(torch.nn.Linear(4, 3), cfg, plan).param_groups
     for group in (matrix, vector):
         assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.7, 0.8), 1e-3)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import children
-from training import optim
+from training import adamw, optim
 from training.checkpoint import Checkpoints
 from training.config import Config, OptimConfig, ShardingConfig, config_from_dict
 from training.loss import IGNORE, TokenLoss, linear_cross_entropy
@@ -122,7 +122,7 @@ class Plain:
         for name, master in self.masters.items():
             tensors[f"model/{name}"] = master.detach().clone()
             if self.model.embed.weight.dtype == torch.bfloat16:
-                weight, remainder = optim.split_master(master.detach())
+                weight, remainder = adamw.split_master(master.detach())
                 tensors |= {f"model/{name}": weight, f"optimizer/{name}.master_param": remainder}
             for key in ("exp_avg", "exp_avg_sq"):
                 tensors[f"optimizer/{name}.{key}"] = self.optimizer.state[master][key]
@@ -261,7 +261,7 @@ def train(folder: Path, mode: str, dtype: str) -> None:
         assert (weight.dtype, weight.shape) == (like.dtype, like.shape)
         master = local(end[f"model/{name}"])
         if dtype == "bf16":
-            master = optim.merge_master(master, local(end[f"optimizer/{name}.master_param"]))
+            master = adamw.merge_master(master, local(end[f"optimizer/{name}.master_param"]))
         rows = -(-len(weight) // RANKS)
         assert torch.equal(weight[rows * run.zero.rank :][:rows], master.to(weight.dtype))
     if run.zero.rank == 0:

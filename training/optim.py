@@ -1,8 +1,8 @@
 """AdamW with FP32 master weights, and the learning-rate schedule.
 
 At a weight near 0.02 a BF16 step is 6e-5, so a learning rate of 1e-5 rounds to nothing: weights must be kept
-in FP32 somewhere. On a GPU with Transformer Engine that is FusedAdam's 16-bit remainder beside each BF16
-weight (the two together are the FP32 weight, bit by bit, in 4 bytes); otherwise the parameters are FP32.
+in FP32 somewhere. On a GPU that is a 16-bit remainder beside each BF16 weight (the two together are the FP32
+weight, bit by bit, in 4 bytes); elsewhere the parameters are FP32.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from training.adamw import FusedAdamW
 from training.config import OptimConfig, PrecisionConfig
 
 
@@ -23,22 +24,22 @@ from training.config import OptimConfig, PrecisionConfig
 class OptimizerPlan:
     """Which optimizer, over parameters of which dtype."""
 
-    kind: Literal["te_fused_adam", "torch_adamw", "zero_adamw"]
+    kind: Literal["fused_adamw", "te_fused_adam", "torch_adamw", "zero_adamw"]
     parameter_dtype: torch.dtype
     master_weights: bool
     moment_dtype: torch.dtype
-    whole_masters: bool = False  # FP32 beside weights in FP8, instead of the bits that BF16 lacks
 
     @property
     def state_bytes(self) -> int:
         """Bytes per parameter of weight, gradient and optimizer state."""
-        remainder = 2 if self.kind == "te_fused_adam" and self.master_weights else 0
+        remainder = 2 if self.kind == "fused_adamw" and self.master_weights else 0
         return 2 * self.parameter_dtype.itemsize + remainder + 2 * self.moment_dtype.itemsize
 
     def describe(self) -> str:
-        name = {"te_fused_adam": "TE FusedAdam"}.get(self.kind, "torch AdamW")
+        name = {"fused_adamw": "fused AdamW", "te_fused_adam": "TE FusedAdam"}.get(self.kind, "torch AdamW")
         weights = {
-            ("te_fused_adam", True): f"{'FP8' if self.whole_masters else 'BF16'} weights with FP32 masters",
+            ("fused_adamw", True): "BF16 weights with FP32 masters",
+            ("te_fused_adam", True): "FP8 weights with FP32 masters",
             ("torch_adamw", True): "FP32 weights",
             ("zero_adamw", True): "FP32 masters in ZeRO",
         }.get((self.kind, self.master_weights), "BF16 weights, no masters")
@@ -53,17 +54,17 @@ MASTER_NONE_WARNING = (
 
 
 def plan_optimizer(
-    cfg: PrecisionConfig, *, te_available: bool, master_home: Literal["device", "cpu", "zero"] = "device"
+    cfg: PrecisionConfig, *, on_gpu: bool, master_home: Literal["device", "cpu", "zero"] = "device"
 ) -> OptimizerPlan:
     """Choose optimizer and parameter dtype. ValueError for a moment dtype that the optimizer cannot hold.
 
-    `master_home`: FP32 weights on the GPU, on the CPU (where TE's optimizer cannot step), or kept by ZeRO.
+    `master_home`: FP32 weights on the device, on the CPU beside a GPU, or kept by ZeRO.
     """
     moments = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.moment_dtype]
     master = cfg.master_weights == "fp32"
     full = cfg.mixed_precision == "fp32"
-    if te_available and not full and master_home == "device":
-        return OptimizerPlan("te_fused_adam", torch.bfloat16, master, moments)
+    if on_gpu and not full and master_home == "device":
+        return OptimizerPlan("fused_adamw", torch.bfloat16, master, moments)
     if master_home == "zero":
         if not master:
             raise ValueError(
@@ -76,8 +77,8 @@ def plan_optimizer(
     if moments != kept:
         raise ValueError(
             f"--moment_dtype {cfg.moment_dtype}: torch AdamW keeps moments in the weights' {kept}; other "
-            "moments need Transformer Engine's FusedAdam: a CUDA GPU, TE, --mixed_precision bf16 or fp8, and "
-            "a --sharding_mode without offload or DeepSpeed"
+            "moments need a GPU, --mixed_precision bf16 or fp8, and a --sharding_mode without offload or "
+            "DeepSpeed"
         )
     return OptimizerPlan(*plan, moments)
 
@@ -94,17 +95,36 @@ def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) ->
 def build_optimizer(model: nn.Module, cfg: OptimConfig, plan: OptimizerPlan) -> torch.optim.Optimizer:
     groups = parameter_groups(model.parameters(), cfg.weight_decay)
     common = {"lr": cfg.learning_rate, "betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon}
+    if plan.kind == "fused_adamw":
+        return FusedAdamW(
+            groups, **common, master_weights=plan.master_weights, moment_dtype=plan.moment_dtype
+        )
     if plan.kind != "te_fused_adam":
         return torch.optim.AdamW(groups, **common, fused=True)
+    # Only TE's own knows how to step weights that are in FP8.
     optimizers = importlib.import_module("transformer_engine.pytorch.optimizers")
     return optimizers.FusedAdam(
         groups,
         **common,
         master_weights=plan.master_weights,
-        store_param_remainders=plan.master_weights and not plan.whole_masters,
         exp_avg_dtype=plan.moment_dtype,
         exp_avg_sq_dtype=plan.moment_dtype,
     )
+
+
+def step_if(
+    optimizer: torch.optim.Optimizer, *, taken: Tensor, scale: Tensor, gradients: list[Tensor]
+) -> None:
+    """Step from gradients times `scale` where `taken`; both are scalars on the device."""
+    if isinstance(optimizer, FusedAdamW):
+        optimizer.step(scale=scale, taken=taken)
+    elif getattr(optimizer, "_step_supports_amp_scaling", False):
+        # How torch's fused optimizers take what a gradient scaler found.
+        optimizer.grad_scale, optimizer.found_inf = 1 / scale, (~taken).float()
+        optimizer.step()
+    elif taken:
+        torch._foreach_mul_(gradients, scale)
+        optimizer.step()
 
 
 def learning_rate(step: int, cfg: OptimConfig, total_steps: int) -> float:
@@ -121,25 +141,11 @@ def learning_rate(step: int, cfg: OptimConfig, total_steps: int) -> float:
     return cfg.learning_rate * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape)
 
 
-def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """FP32 weights as TE's FusedAdam keeps them: BF16, rounded half up, and the low 16 bits as int16."""
-    bits = master.contiguous().view(torch.int32)
-    remainder = bits.to(torch.int16)
-    high = (bits >> 16) + (remainder < 0).int()  # a remainder of a half and more has rounded up
-    return high.to(torch.int16).view(torch.bfloat16), remainder
-
-
-def merge_master(weight: Tensor, remainder: Tensor) -> Tensor:
-    """Inverse of `split_master`, exact."""
-    high = weight.contiguous().view(torch.int16).to(torch.int32) - (remainder < 0).int()
-    return ((high << 16) | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
-
-
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """Live references to every state tensor as `<parameter>.<state>`, in the dtypes the optimizer keeps.
 
     Allocates the state where no step has been taken yet, so that a checkpoint can be loaded into it. torch
-    AdamW's step counts are left out, see `optimizer_steps`. (FusedAdam's own state_dict would cast BF16
+    AdamW's step counts are left out, see `optimizer_steps`. (The state_dict of TE's FusedAdam would cast BF16
     moments to float32: 32 GB more for an 8B model.)
     """
     state: dict[str, Tensor] = {}
@@ -174,9 +180,10 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, T
             "exp_avg": torch.zeros_like(parameter),
             "exp_avg_sq": torch.zeros_like(parameter),
         }
+    elif isinstance(optimizer, FusedAdamW):
+        optimizer.initialize_state(parameter)
     else:
-        remainders = optimizer.store_param_remainders and parameter.dtype == torch.bfloat16
-        optimizer.initialize_state(parameter, remainders)
+        optimizer.initialize_state(parameter, False)
     return optimizer.state[parameter]
 
 
@@ -184,6 +191,8 @@ def optimizer_steps(optimizer: torch.optim.Optimizer) -> int:
     """Steps taken, which Adam's bias correction needs; counted by group or by parameter."""
     if isinstance(optimizer, torch.optim.AdamW):
         return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
+    if isinstance(optimizer, FusedAdamW):
+        return int(optimizer.steps)
     return int(optimizer.param_groups[0].get("step", 0))
 
 
@@ -191,6 +200,8 @@ def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
     if isinstance(optimizer, torch.optim.AdamW):
         for state in optimizer.state.values():
             state["step"].fill_(steps)
+    elif isinstance(optimizer, FusedAdamW):
+        optimizer.steps.fill_(steps)
     elif steps:
         for group in optimizer.param_groups:
             group["step"] = steps

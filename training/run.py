@@ -132,8 +132,8 @@ class Run:
         self.optimizer_plan = self._plan_optimizer(self.strategy.master_home)
 
     def _plan_optimizer(self, master_home: str) -> optim.OptimizerPlan:
-        te_available = te_runtime.why_not_te() is None
-        return optim.plan_optimizer(self.cfg.precision, te_available=te_available, master_home=master_home)
+        on_gpu = self.device.type == "cuda"
+        return optim.plan_optimizer(self.cfg.precision, on_gpu=on_gpu, master_home=master_home)
 
     def _choose_mode(self, gpu: int | None) -> str:
         """`gpu`: bytes of the smallest GPU's memory."""
@@ -229,7 +229,7 @@ class Run:
         # FP8 weights are gathered as they are, if there is anything to gather.
         fp8_weights = cfg.sharding.fp8_all_gather and strategy.shards_weights
         if fp8_weights:
-            plan = self.optimizer_plan = replace(plan, whole_masters=True)
+            plan = self.optimizer_plan = replace(plan, kind="te_fused_adam")
         self.model = te_models.build_model(
             self.plan,
             te_backend=self.precision.te_backend,

@@ -29,12 +29,14 @@ from torch.distributed.tensor import DTensor
 from training import ranks
 from training.config import Config
 from training.gradient_sums import FP32Sums, average_by_pieces, average_in_fp32, within_a_node
+from training.optim import step_if
 
 
 @dataclass(frozen=True)
 class StepOutcome:
     grad_norm: Tensor  # of all gradients together, before clipping; float32 scalar
-    taken: bool  # False: something was not finite and neither weights nor optimizer changed
+    # Whether it was taken, a bool scalar on the device; if not, neither weights nor optimizer changed.
+    taken: Tensor
 
 
 class SingleDevice:
@@ -78,18 +80,15 @@ class SingleDevice:
     ) -> StepOutcome:
         """Clip to `max_norm` (0: do not) and step, if `usable` and the gradient is finite; zeroes gradients.
 
-        Waits for the device once, since whether the step is taken must be known before it is.
+        Nothing waits for the device: the optimizer reads there whether and how far to step.
         """
         gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
         norm = self.total_norm(global_norm(gradients))
-        usable = usable.to(norm.device)
-        taken, host_norm = torch.stack([(norm.isfinite() & usable).float(), norm]).tolist()
-        if taken:
-            if max_norm and host_norm > max_norm:
-                torch._foreach_mul_(gradients, max_norm / host_norm)
-            optimizer.step()
+        taken = norm.isfinite() & usable.to(norm.device)
+        scale = (max_norm / norm).clamp(max=1.0) if max_norm else torch.ones_like(norm)
+        step_if(optimizer, taken=taken, scale=scale, gradients=gradients)
         optimizer.zero_grad(set_to_none=True)
-        return StepOutcome(norm, bool(taken))
+        return StepOutcome(norm, taken)
 
     def total_norm(self, norm: Tensor) -> Tensor:
         """The whole gradient's norm from that of this rank's part of it."""
@@ -271,6 +270,4 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
     """Euclidean norm over all tensors, accumulated in float32 whatever their dtype."""
     if not gradients:
         raise RuntimeError("no parameter has a gradient: nothing of the model is trainable")
-    return torch.linalg.vector_norm(
-        torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients])
-    )
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, torch.float32)))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from training import optim, precision
+from training import adamw, optim, precision
 from training.checkpoint import Checkpoints
 from training.config import Config
 from training.scaling_state import scaling_state
@@ -112,14 +112,14 @@ def _held_by_optimizer(
             master = parameter.detach()
         if master is not None:
             whole[name] = master
-            weight, remainder = _like(master, optim.split_master)
+            weight, remainder = _like(master, adamw.split_master)
             tensors |= {f"model/{name}": weight, f"optimizer/{name}.master_param": remainder}
 
     @torch.no_grad()
     def put_back() -> None:
         for name, master in whole.items():
             halves = tensors[f"model/{name}"], tensors[f"optimizer/{name}.master_param"]
-            local(master).copy_(optim.merge_master(*map(local, halves)))
+            local(master).copy_(adamw.merge_master(*map(local, halves)))
             weight = local(model.get_parameter(name).detach())
             if hasattr(weight, "quantize_"):  # FP8, with a scale that all shards share
                 weight.quantize_(local(master))

@@ -27,8 +27,8 @@ class StepResult:
     loss: Tensor  # mean over the global batch's label tokens, float32 scalar on the device
     grad_norm: Tensor
     learning_rate: float
-    taken: bool
-    stop: Tensor  # more than 0 if any rank was asked to stop before the step
+    # Waits for the device and says whether the step was taken, and whether any rank was asked to stop.
+    verdict: Callable[[], list[float]]
 
 
 @dataclass
@@ -57,6 +57,22 @@ class Hooks:
     beat: Callable[[str], None] = lambda doing: None  # what this rank does next, for who watches over it
     # (step, evaluation loss at it or None)
     save: Callable[[int, float | None], None] = lambda step, eval_loss: None
+
+
+def read_later(values: Tensor) -> Callable[[], list[float]]:
+    """Start to copy `values` to the host; calling the result waits for them, but for nothing after them."""
+    if values.device.type != "cuda":
+        return values.tolist
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> list[float]:
+        copied.synchronize()
+        return host.tolist()
+
+    return read
 
 
 def _due(step: int, interval: int) -> bool:
@@ -143,6 +159,7 @@ class Trainer:
         self.rates: list[dict[str, float]] = []  # of each log interval after warm-up
         self._clock = 0.0  # when the time of the current step began
         self._skipped_in_a_row, self._prepared, self._covered = 0, False, False
+        self._unread: list[tuple[int, StepResult]] = []  # steps whose verdict is not known yet
         self._saved_step = self._evaluated_step = -1
         self._last_eval: dict[str, float] = {}
         self._uncounted = {"real_tokens": 0, "label_tokens": 0}  # of this rank, since the last save
@@ -154,7 +171,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         labels = sum(batch.label_tokens for batch in micro_batches)
-        tokens = self.strategy.sum(torch.tensor(labels, device=self.device, dtype=torch.float32))
+        tokens = self.strategy.sum(torch.full((), labels, device=self.device, dtype=torch.float32))
         divisor = tokens.clamp(min=1)
         loss_sum = torch.zeros((), device=self.device)
         for i, batch in enumerate(micro_batches):
@@ -164,7 +181,7 @@ class Trainer:
                 # Backward stays outside autocast; ranks average gradients, world_size undoes that.
                 self.strategy.backward(self.model, loss * (self.strategy.world_size / divisor))
             loss_sum += loss.detach()
-        asked = torch.tensor(float(self.stop_requested), device=self.device)
+        asked = torch.full((), float(self.stop_requested), device=self.device)
         total, stop = self.strategy.sum(torch.stack([loss_sum, asked])).unbind()
         mean = total / divisor
         self.hooks.beat(f"waiting for step {self.progress.step + 1}")
@@ -174,7 +191,8 @@ class Trainer:
             usable=mean.isfinite() & (tokens > 0),
             max_norm=self.cfg.optim.max_grad_norm,
         )
-        return StepResult(mean, outcome.grad_norm, rate, outcome.taken, stop)
+        verdict = read_later(torch.stack([outcome.taken.float(), stop]))
+        return StepResult(mean, outcome.grad_norm, rate, verdict)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float] | None:
@@ -230,8 +248,7 @@ class Trainer:
                     self._first_time(window[0])
                     self._clock, waited = time.perf_counter(), 0.0
                 result = self.train_step(window)
-                paused = self._account(window, result, waited)
-                if self._asked_to_stop(result, paused):
+                if self._account(window, result, waited):
                     return self._stop()
                 if self.progress.step >= self.total_steps:
                     break
@@ -240,12 +257,6 @@ class Trainer:
             return self._stop()
         self._save()
         return True
-
-    def _asked_to_stop(self, result: StepResult, paused: bool) -> bool:
-        """Whether any rank was; what came with the step's own sums spares many ranks another exchange."""
-        if paused or self.strategy.world_size == 1:
-            return self.strategy.any(self.stop_requested)
-        return bool(result.stop.item())
 
     def _stop(self) -> bool:
         self._save()
@@ -274,7 +285,8 @@ class Trainer:
     def _account(self, window: list[Any], result: StepResult, waited: float) -> bool:
         """Count, log, evaluate and save what is due after a step; the last two are not in a step's time.
 
-        True if it evaluated or saved, and so took its time.
+        True if a rank was asked to stop. What came with a step's own sums spares many ranks another exchange,
+        and is read a step later, so that the GPU always has its next step before the host waits.
         """
         progress, settings = self.progress, self.cfg
         progress.step += 1
@@ -282,6 +294,8 @@ class Trainer:
         log = last or progress.step % settings.log.log_interval == 0
         evaluate = not last and _due(progress.step, settings.log.eval_interval)
         save = not last and _due(progress.step, settings.checkpoint.save_interval)
+        self._unread.append((progress.step, result))
+        stop = self._judge(all_of_them=log or evaluate or save or self.device.type != "cuda")
         if (log or evaluate or save) and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the optimizer still runs, on this interval's time
         now = time.perf_counter()
@@ -293,7 +307,6 @@ class Trainer:
         first, self._covered = not self._covered, True
         if first:
             self.hooks.after_first_step()
-        self._judge(result)
         if log:
             self._log(result)
         if evaluate:
@@ -304,18 +317,31 @@ class Trainer:
             torch.cuda.empty_cache()
         if first or evaluate or save:
             self._clock = time.perf_counter()
-        return evaluate or save
+        if evaluate or save or self.strategy.world_size == 1:
+            return self.strategy.any(self.stop_requested)
+        return stop
 
-    def _judge(self, result: StepResult) -> None:
-        if result.taken:
-            self._skipped_in_a_row = 0
-            return
+    def _judge(self, *, all_of_them: bool) -> bool:
+        """Read the verdicts on all steps, or all but the newest; True if one of them says stop."""
+        stop = False
+        while len(self._unread) > (0 if all_of_them else 1):
+            step, result = self._unread.pop(0)
+            self.hooks.beat(f"waiting for step {step}")
+            taken, asked = result.verdict()
+            stop = stop or asked > 0
+            if taken:
+                self._skipped_in_a_row = 0
+            else:
+                self._skip(step, result)
+        return stop
+
+    def _skip(self, step: int, result: StepResult) -> None:
         self._skipped_in_a_row += 1
         self.progress.skipped_steps += 1
         self.hooks.on_skipped()
         loss, norm = result.loss.item(), result.grad_norm.item()
         self.display.message(
-            f"step {self.progress.step} not taken: loss {loss}, gradient norm {norm} "
+            f"step {step} not taken: loss {loss}, gradient norm {norm} "
             f"({self.progress.skipped_steps} skipped so far)"
         )
         if self._skipped_in_a_row >= self.cfg.optim.max_skipped_steps:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from training import optim
+from training import adamw, optim
 from training.config import Config
 from training.sharding import SingleDevice, StepOutcome
 from training.zero_settings import import_deepspeed, merge_settings
@@ -93,10 +93,11 @@ class Zero(SingleDevice):
         assert max_norm == self.settings["gradient_clipping"]
         if self.max((~usable).float().to(self.device)).item():
             self.discard(model, optimizer)
-            return StepOutcome(torch.full((), float("nan"), device=self.device), False)
+            return StepOutcome(torch.full((), float("nan"), device=self.device), usable.new_zeros(()))
         self.engine.step()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
-        return StepOutcome(norm, self.engine.was_step_applied())
+        taken = torch.tensor(self.engine.was_step_applied(), device=self.device)
+        return StepOutcome(norm, taken)
 
     def discard(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         zero = self.engine.optimizer
@@ -142,7 +143,7 @@ class Zero(SingleDevice):
             if parameter.dtype == torch.float32:
                 tensors[f"model/{name}"] = master
             else:
-                halves = optim.split_master(master.to_local())
+                halves = adamw.split_master(master.to_local())
                 weight, remainder = (self._distributed(half, master.shape) for half in halves)
                 tensors |= {f"model/{name}": weight, f"optimizer/{name}.master_param": remainder}
             for key in ("exp_avg", "exp_avg_sq"):
@@ -154,7 +155,7 @@ class Zero(SingleDevice):
                 rows = tensors[f"model/{name}"].to_local()
                 if parameter.dtype != torch.float32:
                     remainder = tensors[f"optimizer/{name}.master_param"].to_local()
-                    rows = optim.merge_master(rows, remainder)
+                    rows = adamw.merge_master(rows, remainder)
                 self._set_rows(parameter, None, rows)
                 for key in ("exp_avg", "exp_avg_sq"):
                     self._set_rows(parameter, key, tensors[f"optimizer/{name}.{key}"].to_local())
