@@ -12,7 +12,7 @@ BLOCK = 2048
 
 
 @triton.jit
-def _kernel(
+def adamw_kernel(
     weights,
     grads,
     firsts,
@@ -71,7 +71,7 @@ def adamw_(
     grad = grad.contiguous()
     for tensor in (weight, exp_avg, exp_avg_sq):
         assert tensor.is_contiguous(), "one flat pass over all of them"
-    _kernel[(triton.cdiv(weight.numel(), BLOCK),)](
+    adamw_kernel[(triton.cdiv(weight.numel(), BLOCK),)](
         weight,
         grad,
         exp_avg,

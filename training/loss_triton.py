@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _kernel(
+def cross_entropy_kernel(
     logits, labels, loss, correct, stride, vocab, ignore, WRITE_GRAD: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One program a row: an online softmax, then (for the gradient) a second pass that overwrites the row."""
@@ -44,7 +44,7 @@ def cross_entropy_(logits: Tensor, labels: Tensor, *, ignore: int, write_grad: b
     rows, vocab = logits.shape
     loss = torch.empty(rows, device=logits.device, dtype=torch.float32)
     correct = torch.empty(rows, device=logits.device, dtype=torch.int32)
-    _kernel[(rows,)](
+    cross_entropy_kernel[(rows,)](
         logits, labels, loss, correct, logits.stride(0), vocab, ignore, write_grad, BLOCK=8192, num_warps=16
     )
     return loss.sum(), correct.sum()

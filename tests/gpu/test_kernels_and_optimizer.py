@@ -53,7 +53,7 @@ def trained(device: torch.device, moments: torch.dtype, master: bool, steps: int
     torch.manual_seed(1)
     model = torch.nn.Linear(257, 300, bias=False).bfloat16().to(device)
     plan = OptimizerPlan("fused_adamw", torch.bfloat16, master, moments)
-    optimizer = build_optimizer(model, OptimConfig(learning_rate=1e-4, weight_decay=0.1), plan)
+    optimizer = build_optimizer(model, OptimConfig(learning_rate=1e-2, weight_decay=0.1), plan)
     for step in range(steps):
         model.weight.grad = gradients(step).to(device)
         taken, scale = torch.tensor(step != 3, device=device), torch.tensor(0.5, device=device)
@@ -75,11 +75,10 @@ def test_the_optimizers_kernel_is_its_plain_form(moments, master):
     else:
         one, other = weight.float().cpu(), plain_weight.float()
     torch.manual_seed(1)
-    moved = (other - torch.nn.Linear(257, 300, bias=False).weight.bfloat16().float()).abs().median()
+    moved = (other - torch.nn.Linear(257, 300, bias=False).weight.bfloat16().float()).norm()
     # Moments in BF16 may round the other way where FP32 differs in the last bit, and so may weights.
-    worst = (one - other).abs().max()
-    assert moved > 0 and worst < (1e-4 * moved if moments == torch.float32 and master else 0.2 * moved + 2e-3)
-    assert (one - other).abs().mean() < 2e-3 * moved
+    exact = moments == torch.float32 and master
+    assert moved > 1 and (one - other).norm() < (1e-5 if exact else 1e-2) * moved
     for name in ("exp_avg", "exp_avg_sq"):
         assert state[name].dtype == moments
         error = (state[name].cpu().float() - plain[name].float()).norm() / plain[name].float().norm()
@@ -93,7 +92,7 @@ def test_fp32_masters_follow_transformer_engines_optimizer():
     torch.manual_seed(1)
     start = torch.nn.Linear(257, 300, bias=False).weight.bfloat16().to(DEVICE)
     theirs = torch.nn.Parameter(start.clone())
-    settings = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     full = FusedAdam([theirs], **settings, master_weights=True)
     for step in range(30):
         if step != 3:
