@@ -1,4 +1,4 @@
-# make train            train the demo model (FP8 where this machine can) and draw its loss curve
+# make train            train the demo model in FP8 (emulated without a GPU) and draw its loss curve
 # make test             tests that need no GPU
 # make lint             ruff check and format
 # make test-gpu         tests on one GPU with Transformer Engine
@@ -26,8 +26,8 @@ endif
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
-FP8_FLAGS := from training.te_runtime import why_not_te; \
-  print("" if why_not_te() else "--use_te --mixed_precision fp8")
+FP8_FLAGS := import torch; from training.te_runtime import why_not_te; \
+  print("--mixed_precision fp8" if torch.cuda.is_available() and why_not_te() else "--use_te --mixed_precision fp8")
 
 # tee -i: Ctrl-C is for the run, which saves a checkpoint and prints more before it ends.
 train: $(INSTALLED)

@@ -17,6 +17,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from benchmarks.fp8_heatmap import draw_casts, last_casts
 from training.metrics import perplexity
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as metrics.jsonl writes them
@@ -149,6 +150,8 @@ def _precision(run: RunRecord, _: list[RunRecord]) -> str:
     text = mixed if recipe in (None, mixed) else f"{mixed} {recipe}"
     if run.value("fallback_reason"):
         text += f" (asked for {run.value('requested_recipe')})"
+    if run.value("emulated"):
+        text += " (emulated)"
     return f"{text}, {'TE' if run.value('use_te') else 'HF'} layers"
 
 
@@ -248,12 +251,34 @@ def draw_losses(runs: list[RunRecord]) -> Figure:
     return figure
 
 
+def write_figures(runs: list[RunRecord], target: Path) -> str | None:
+    """loss.png and each run's fp8_stats.png, as far as the runs have logged what they show; or why not."""
+    figures = {}
+    if any(run.series("train/loss") or run.series("eval/loss") for run in runs):
+        figures["loss curve", "loss.png"] = draw_losses(runs)
+    else:
+        print("\nno loss.png: no loss was logged")
+    for number, run in enumerate(runs, 1):
+        if casts := last_casts(run.records):
+            name = "fp8_stats.png" if len(runs) == 1 else f"fp8_stats_{number}_{run.name}.png"
+            figures["FP8 statistics", name] = draw_casts(run.name, *casts)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for (_, name), figure in figures.items():
+            figure.savefig(target / name, dpi=150)
+    except OSError as error:
+        return error.strerror
+    for what, name in figures:
+        print(f"\n{what}: {target / name}")
+    return None
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Print the table, write loss.png; exit code 2 for a folder that is no run."""
+    """Print the table, write the figures; exit code 2 for a folder that is no run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
     parser.add_argument(
-        "--output_dir", type=Path, help="where loss.png goes; default: the folder of a single run"
+        "--output_dir", type=Path, help="where figures go; default: the folder of a single run"
     )
     args = parser.parse_args(argv)
     try:
@@ -265,16 +290,9 @@ def main(argv: list[str] | None = None) -> int:
     target = args.output_dir or (args.runs[0] if len(runs) == 1 else None)
     if target is None:
         print("\nno loss.png: several runs need --output_dir")
-    elif not any(run.series("train/loss") or run.series("eval/loss") for run in runs):
-        print("\nno loss.png: no loss was logged")
-    else:
-        try:
-            target.mkdir(parents=True, exist_ok=True)
-            draw_losses(runs).savefig(target / "loss.png", dpi=150)
-        except OSError as error:
-            print(f"error: --output_dir {target}: {error.strerror}", file=sys.stderr)
-            return 2
-        print(f"\nloss curve: {target / 'loss.png'}")
+    elif error := write_figures(runs, target):
+        print(f"error: --output_dir {target}: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -48,6 +48,18 @@ CHATML = Template(
     ("<|im_start|>", "<|im_end|>"),
     "<|endoftext|>",
 )
+# Version 3 of Mistral's format, the first whose markers are tokens of their own. It has no system role: that
+# text opens the first user's turn, for in the last one it would move with every turn.
+MISTRAL = Template(
+    "{{ bos_token }}{% set ns = namespace(system='') %}{% for message in messages %}"
+    "{% set role, text = message['role'], message['content'] | trim %}"
+    "{% if role == 'system' %}{% set ns.system = text + '\n\n' if text else '' %}"
+    "{% elif role == 'user' %}[INST] {{ ns.system + text }}[/INST]{% set ns.system = '' %}"
+    "{% elif role == 'assistant' and not ns.system %} {{ text }}{{ eos_token }}"
+    "{% else %}{{ raise_exception('no place for role ' + role + ' here') }}{% endif %}{% endfor %}",
+    ("[INST]", "[/INST]"),
+    "<pad>",
+)
 # Used only where the tokenizer brings no template of its own, as base models' tokenizers do.
 TEMPLATES: dict[str, Template] = {
     "llama": LLAMA3,
@@ -55,6 +67,7 @@ TEMPLATES: dict[str, Template] = {
     "qwen2_moe": CHATML,
     "qwen3": CHATML,
     "qwen3_moe": CHATML,
+    "mistral": MISTRAL,
 }
 
 

@@ -1,7 +1,4 @@
-"""Models: which families have a TE form, and `build_model`, which gives the TE or the Hugging Face one.
-
-A family is one module with `unsupported(config) -> reason | None`, entered in FAMILIES by its model_type.
-"""
+"""Models: `plan_model` finds one, `build_model` gives its TE or its Hugging Face form."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_models import llama
 from te_models.engine import Backend
+from te_models.families import FAMILIES
 from te_models.hugging_face import (
     HFCausalLM,
     hf_state,
@@ -32,8 +29,6 @@ from te_models.weights import (
     load_te,
     te_to_hf,
 )
-
-FAMILIES = {"llama": llama}
 
 
 @dataclass(frozen=True)
@@ -136,6 +131,8 @@ def build_model(
     shard: Callable[[nn.Module], None] | None = None,
     parameter_device: torch.device | None = None,
     weight_recipe: Any = None,
+    compute_dtype: torch.dtype | None = None,
+    convert: Callable[[HFCausalLM], None] | None = None,
 ) -> nn.Module:
     """The model on `device` in `dtype`; its TE and Hugging Face forms hold the same weights.
 
@@ -143,6 +140,8 @@ def build_model(
     `shard` cuts the model into shards while it has no storage yet, so that no rank ever holds it whole;
     `parameter_device` is where the shards stay, if not on `device`. `weight_recipe` prepares a TE model for
     `quantize_weights`. `reentrant` recomputation builds autograd's graph anew, as ZeRO-3's hooks need it.
+    `compute_dtype` is what forward passes compute in (default: `dtype`). `convert` replaces linear layers of
+    a Hugging Face model before it is sharded; parameters keep their names.
     """
     recomputation = {"gradient_checkpointing": gradient_checkpointing, "reentrant": reentrant}
     if te_backend is None:
@@ -154,19 +153,23 @@ def build_model(
                     plan.config, dtype=dtype, trust_remote_code=trust_remote_code
                 )
             model = HFCausalLM(inner, **recomputation)
+            if convert:
+                convert(model)
             shard(model)
             materialize(inner, parameter_device or device)
             fill_named(dict(inner.named_parameters()), source)
         else:
             inner = _build_hugging_face(plan, dtype, device, seed, trust_remote_code)
             model = HFCausalLM(inner, **recomputation)
+            if convert:
+                convert(model)
             if shard:
                 shard(model)
+        model.choose_attention(device, compute_dtype or dtype)
         if packed:
             refuse_leaking_packing(model.eval())
         if compile_layers:
-            for block in model.blocks:
-                block.compile()
+            model.compile_blocks()
         return model.train()
     from te_models.decoder import TECausalLM
 

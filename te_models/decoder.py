@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from te_models.engine import Backend, engine
+from te_models.families import FAMILIES
 from training.loss import TokenLoss, linear_cross_entropy
 
 
@@ -41,7 +42,7 @@ class TECausalLM(nn.Module):
     ):
         super().__init__()
         self.backend, te = backend, engine(backend)
-        self.config = config
+        self.config, self.family = config, FAMILIES[config.model_type]
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.tied = config.tie_word_embeddings
         self.attention, self.max_positions = attention, max_positions
@@ -58,30 +59,45 @@ class TECausalLM(nn.Module):
         self.tie()
 
     def _build_layers(self, dtype: torch.dtype) -> nn.ModuleList:
-        config, attention = self.config, self.attention
-        return nn.ModuleList(
-            engine(self.backend).TransformerLayer(
+        return nn.ModuleList(self._build_layer(i, dtype) for i in range(self.config.num_hidden_layers))
+
+    def _build_layer(self, index: int, dtype: torch.dtype) -> nn.Module:
+        config, attention, te = self.config, self.attention, engine(self.backend)
+        size, eps = head_dim(config), config.rms_norm_eps
+        qk_norm = {"qk_norm_type": "RMSNorm", "qk_norm_eps": eps, "qk_norm_before_rope": True}
+        layer = te.TransformerLayer(
+            config.hidden_size,
+            config.intermediate_size,
+            self.heads,
+            num_gqa_groups=self.groups,
+            kv_channels=size,
+            layernorm_epsilon=eps,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            normalization="RMSNorm",
+            activation="swiglu",
+            bias=False,
+            fuse_qkv_params=True,
+            qkv_weight_interleaved=True,
+            self_attn_mask_type="padding_causal" if attention == "thd" else "causal",
+            attn_input_format=attention,
+            layer_number=index + 1,
+            params_dtype=dtype,
+            device="meta",
+            **(qk_norm if self.family.qk_norm else {}),
+        )
+        if self.family.qkv_bias:
+            # TE's `bias` is for all linears of a layer, and only q, k and v have one.
+            layer.self_attention.layernorm_qkv = te.LayerNormLinear(
                 config.hidden_size,
-                config.intermediate_size,
-                self.heads,
-                num_gqa_groups=self.groups,
-                kv_channels=head_dim(config),
-                layernorm_epsilon=config.rms_norm_eps,
-                hidden_dropout=0.0,
-                attention_dropout=0.0,
+                (self.heads + 2 * self.groups) * size,
+                eps=eps,
                 normalization="RMSNorm",
-                activation="swiglu",
-                bias=False,
-                fuse_qkv_params=True,
-                qkv_weight_interleaved=True,
-                self_attn_mask_type="padding_causal" if attention == "thd" else "causal",
-                attn_input_format=attention,
-                layer_number=i + 1,
+                bias=True,
                 params_dtype=dtype,
                 device="meta",
             )
-            for i in range(config.num_hidden_layers)
-        )
+        return layer
 
     @property
     def blocks(self) -> list[nn.Module]:

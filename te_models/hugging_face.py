@@ -4,28 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_models.packed_attention import NAME, sequence_borders, use_packed_attention
 from te_models.weights import Gather
 from training.loss import TokenLoss, linear_cross_entropy, logits_cross_entropy
 
 # Families whose logits are plainly `lm_head(hidden)`; others (scaled or capped logits) keep their own head.
 PLAIN_HEADS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+# Variants of a layer: training and evaluation, whole and last batches, packed or one sample a row.
+COMPILED_VARIANTS = 64
 
 
 class HFCausalLM(nn.Module):
     """Wraps an AutoModelForCausalLM: token ids in, summed token loss out, as in `TECausalLM.forward`.
 
-    Packed samples are kept apart by transformers itself, from `position_ids` that restart.
+    Packed samples are kept apart by `packed_attention` where `choose_attention` found that it can be, else by
+    transformers itself, from `position_ids` that restart.
     """
 
     def __init__(self, model: nn.Module, *, gradient_checkpointing: bool = False, reentrant: bool = False):
         super().__init__()
         self.model = model
         self.plain_head = model.config.model_type in PLAIN_HEADS
+        self.own_attention: str | None = "not chosen yet"  # why transformers' own attention runs, or None
         if gradient_checkpointing:
             if not model.supports_gradient_checkpointing:
                 raise ValueError(
@@ -35,9 +42,32 @@ class HFCausalLM(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The decoder layers: the longest ModuleList, whatever the architecture calls it."""
+        """The decoder layers: the longest ModuleList outside of any other (experts are lists in layers)."""
         lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList)]
-        return list(max(lists, key=len, default=[]))
+        inner = {id(m) for whole in lists for layer in whole for m in layer.modules()}
+        return list(max((m for m in lists if id(m) not in inner), key=len, default=[]))
+
+    @property
+    def attention(self) -> str:
+        """What keeps packed samples apart, for the run's records."""
+        return NAME if self.own_attention is None else f"transformers' own ({self.own_attention})"
+
+    def choose_attention(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Find out, with weights in place, which attention runs; `dtype` is the one it computes in."""
+        self.own_attention = None  # so that `forward` hands borders on
+        with high_precision_linears(self):
+            self.own_attention = use_packed_attention(self.model, self, device, dtype)
+
+    def compile_blocks(self, **options: Any) -> None:
+        """Compile each decoder layer's forward; `options` of torch.compile.
+
+        The forward, not the call: hooks (FSDP gathers weights in them) and recomputation stay outside. So
+        layers of a kind share one graph, and a layer that is run again in backward finds it.
+        """
+        limit = torch._dynamo.config.recompile_limit
+        torch._dynamo.config.recompile_limit = max(limit, COMPILED_VARIANTS)
+        for block in self.blocks:
+            block.forward = torch.compile(block.forward, **options)
 
     def forward(
         self,
@@ -47,8 +77,12 @@ class HFCausalLM(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> TokenLoss:
-        del cu_seqlens, max_seqlen
+        """Summed loss and correct predictions over label tokens; inputs as in `data.Batch`."""
         inputs: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+        # With as many sequences as rows every row is one, which plain causal attention computes faster.
+        if self.own_attention is None and cu_seqlens is not None and len(cu_seqlens) > len(input_ids) + 1:
+            torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)  # one graph for any number of samples
+            inputs |= sequence_borders(cu_seqlens, max_seqlen)
         if not self.plain_head:
             logits = self.model(**inputs).logits
             return logits_cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -60,19 +94,45 @@ class HFCausalLM(nn.Module):
 def refuse_leaking_packing(model: HFCausalLM) -> None:
     """ValueError if this model lets a packed sample see the one before it.
 
-    Not every implementation reads sequence borders off `position_ids`, and those that do not train on other
-    samples' tokens without an error. So two tokens of a first sample are exchanged, and the second one's
-    loss must not notice.
+    Not every implementation keeps to the borders of sequences, and those that do not train on other samples'
+    tokens without an error. So two tokens of a first sample are exchanged, and the second one's loss must not
+    notice. In high precision: one scale for a whole tensor is a link between samples, too.
     """
     device = next(model.parameters()).device
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]], device=device)
-    labels = torch.tensor([[-100, -100, -100, -100, 1, 2, 3, -100]], device=device)
+    positions = torch.arange(8, device=device).repeat(2)[None]  # [1, 16]
+    labels = torch.full((1, 16), -100, device=device)
+    labels[0, 8:15] = torch.arange(1, 8, device=device)
     rows = ([1, 2, 3, 4, 5, 6, 7, 8], [3, 1, 4, 2, 5, 6, 7, 8])
-    one, other = (model(torch.tensor([ids], device=device), labels, positions).loss for ids in rows)
+    borders = torch.tensor([0, 8, 16], dtype=torch.int32, device=device)
+    with high_precision_linears(model):
+        one, other = (
+            model(torch.tensor([[*ids, *rows[0]]], device=device), labels, positions, borders, 8).loss
+            for ids in rows
+        )
     if not torch.equal(one, other):
         raise ValueError(
             f"--packing: {type(model.model).__name__} lets packed samples see each other; add --no_packing"
         )
+
+
+@contextmanager
+def high_precision_linears(model: nn.Module) -> Iterator[None]:
+    """Inside, linear layers whose class computes in FP8 are plain ones."""
+    special = [m for m in model.modules() if isinstance(m, nn.Linear) and type(m) is not nn.Linear]
+    for module in special:
+        module.forward = partial(_plain_linear, module)
+    try:
+        yield
+    finally:
+        for module in special:
+            del module.forward
+
+
+def _plain_linear(module: nn.Linear, hidden: Tensor) -> Tensor:
+    weight = module.weight
+    if hasattr(weight, "to_original_precision"):  # gathered in FP8
+        weight = weight.to_original_precision()
+    return F.linear(hidden, weight, module.bias)
 
 
 @contextmanager

@@ -23,6 +23,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from te_models.families import Family
+
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -48,46 +50,51 @@ def split_qkv(qkv: Tensor, *, heads: int, groups: int) -> tuple[Tensor, Tensor, 
     return q.flatten(0, 2), k.flatten(0, 2), v.flatten(0, 2)
 
 
-def layer_to_te(hf: dict[str, Tensor], *, heads: int, groups: int) -> dict[str, Tensor]:
+# TE's names of tensors that both sides hold alike, and Hugging Face's.
+RENAMED = {
+    "self_attention.layernorm_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.proj.weight": "self_attn.o_proj.weight",
+    "layernorm_mlp.layer_norm_weight": "post_attention_layernorm.weight",
+    "layernorm_mlp.fc2_weight": "mlp.down_proj.weight",
+}
+QK_NORMS = {f"self_attention.{p}_norm.weight": f"self_attn.{p}_norm.weight" for p in "qk"}
+
+
+def _renamed(family: Family) -> dict[str, str]:
+    return RENAMED | (QK_NORMS if family.qk_norm else {})
+
+
+def _fused(family: Family) -> tuple[str, ...]:
+    return ("weight", "bias") if family.qkv_bias else ("weight",)
+
+
+def layer_to_te(hf: dict[str, Tensor], *, heads: int, groups: int, family: Family) -> dict[str, Tensor]:
     """One decoder layer's Hugging Face tensors (names after `model.layers.N.`) in TE's names and layout.
 
     Empties `hf`; ValueError if a tensor is missing or left over.
     """
     try:
-        q, k, v = (hf.pop(f"self_attn.{p}_proj.weight") for p in "qkv")
-        te = {
-            "self_attention.layernorm_qkv.layer_norm_weight": hf.pop("input_layernorm.weight"),
-            "self_attention.layernorm_qkv.weight": fuse_qkv(q, k, v, heads=heads, groups=groups),
-            "self_attention.proj.weight": hf.pop("self_attn.o_proj.weight"),
-            "layernorm_mlp.layer_norm_weight": hf.pop("post_attention_layernorm.weight"),
-            # TE's swiglu gates with the first half: silu(x[:F]) * x[F:].
-            "layernorm_mlp.fc1_weight": torch.cat(
-                [hf.pop("mlp.gate_proj.weight"), hf.pop("mlp.up_proj.weight")]
-            ),  # [2F, D]
-            "layernorm_mlp.fc2_weight": hf.pop("mlp.down_proj.weight"),
-        }
+        te = {name: hf.pop(hf_name) for name, hf_name in _renamed(family).items()}
+        for kind in _fused(family):
+            q, k, v = (hf.pop(f"self_attn.{p}_proj.{kind}") for p in "qkv")
+            te[f"self_attention.layernorm_qkv.{kind}"] = fuse_qkv(q, k, v, heads=heads, groups=groups)
+        # TE's swiglu gates with the first half: silu(x[:F]) * x[F:].
+        gate_and_up = [hf.pop("mlp.gate_proj.weight"), hf.pop("mlp.up_proj.weight")]
+        te["layernorm_mlp.fc1_weight"] = torch.cat(gate_and_up)  # [2F, D]
     except KeyError as missing:
         raise ValueError(f"the weights lack {missing.args[0]} of a decoder layer") from None
     _refuse_leftovers(hf)
     return te
 
 
-def layer_to_hf(te: dict[str, Tensor], *, heads: int, groups: int) -> dict[str, Tensor]:
+def layer_to_hf(te: dict[str, Tensor], *, heads: int, groups: int, family: Family) -> dict[str, Tensor]:
     """Inverse of `layer_to_te`, exact. Empties `te`; ValueError if a tensor is left over."""
-    qkv = te.pop("self_attention.layernorm_qkv.weight")
-    q, k, v = split_qkv(qkv, heads=heads, groups=groups)
+    hf = {hf_name: te.pop(name) for name, hf_name in _renamed(family).items()}
+    for kind in _fused(family):
+        qkv = split_qkv(te.pop(f"self_attention.layernorm_qkv.{kind}"), heads=heads, groups=groups)
+        hf |= {f"self_attn.{p}_proj.{kind}": part for p, part in zip("qkv", qkv, strict=True)}
     gate, up = te.pop("layernorm_mlp.fc1_weight").chunk(2)
-    hf = {
-        "input_layernorm.weight": te.pop("self_attention.layernorm_qkv.layer_norm_weight"),
-        "self_attn.q_proj.weight": q,
-        "self_attn.k_proj.weight": k,
-        "self_attn.v_proj.weight": v,
-        "self_attn.o_proj.weight": te.pop("self_attention.proj.weight"),
-        "post_attention_layernorm.weight": te.pop("layernorm_mlp.layer_norm_weight"),
-        "mlp.gate_proj.weight": gate,
-        "mlp.up_proj.weight": up,
-        "mlp.down_proj.weight": te.pop("layernorm_mlp.fc2_weight"),
-    }
+    hf |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
     _refuse_leftovers(te)
     return hf
 
@@ -194,7 +201,7 @@ def load_te(model: nn.Module, source: WeightSource) -> None:
     for i, layer in enumerate(model.layers):
         names = _layer_names(left, i)
         numbered, owners = _number_rows({suffix: shapes[key] for suffix, key in names.items()})
-        layout = layer_to_te(numbered, heads=model.heads, groups=model.groups)
+        layout = layer_to_te(numbered, heads=model.heads, groups=model.groups, family=model.family)
         for name, parameter in layer.named_parameters():
             if name not in layout:
                 raise ValueError(f"the weights have nothing for layer {i}'s {name}")
@@ -284,7 +291,8 @@ def te_to_hf(model: nn.Module, gather: Gather) -> Iterator[tuple[str, Tensor]]:
     for i, layer in enumerate(model.layers):
         names, parameters = zip(*layer.named_parameters(), strict=True)
         tensors = dict(zip(names, gather(list(parameters)), strict=True))
-        for name, tensor in layer_to_hf(tensors, heads=model.heads, groups=model.groups).items():
+        shape = {"heads": model.heads, "groups": model.groups, "family": model.family}
+        for name, tensor in layer_to_hf(tensors, **shape).items():
             yield f"model.layers.{i}.{name}", tensor
     yield FINAL_NORM, *gather([model.norm.weight])
     if not model.tied:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import huggingface_hub
 import numpy as np
 import pytest
+from jinja2.exceptions import TemplateError
 
-from data.chat import CHATML, LLAMA3, Encoder, Status, load_tokenizer, why_unusable
+from data.chat import CHATML, LLAMA3, MISTRAL, Encoder, Status, load_tokenizer, why_unusable
 from data.demo import TOKENIZER_DIR
 
 CHAT = [
@@ -27,6 +28,10 @@ CHATML_CHAT = (
     "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n What is 2 + 3? <|im_end|>\n"
     "<|im_start|>assistant\nIt is 5.<|im_end|>\n<|im_start|>user\nAnd 3 + 4?<|im_end|>\n"
     "<|im_start|>assistant\nIt is 7.<|im_end|>\n"
+)
+MISTRAL_CHAT = (
+    "<|begin_of_text|>[INST] Be brief.\n\nWhat is 2 + 3?[/INST] It is 5.<|eot_id|>"
+    "[INST] And 3 + 4?[/INST] It is 7.<|eot_id|>"
 )
 # Only the last answer keeps its reasoning, as in Qwen3.
 REWRITING = (
@@ -87,6 +92,37 @@ def test_chatml_is_set_where_the_tokenizer_has_no_template(chatml):
     assert chatml.chat_template == CHATML.text
     assert chatml.pad_token == "<|endoftext|>"
     assert encoder(chatml).render(CHAT) == CHATML_CHAT
+
+
+@pytest.fixture
+def mistral(tmp_path):
+    """A tokenizer with Mistral's markers and no template, as the base model's has."""
+    tokenizer = load_tokenizer("demo", family="llama")
+    tokenizer.chat_template = None
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[INST]", "[/INST]"]})
+    tokenizer.save_pretrained(tmp_path / "mistral")
+    return load_tokenizer(str(tmp_path / "mistral"), family="mistral")
+
+
+def test_mistral_is_set_where_the_tokenizer_has_no_template(mistral):
+    assert mistral.chat_template == MISTRAL.text
+    assert encoder(mistral).render(CHAT) == MISTRAL_CHAT
+    assert encoder(mistral).render(CHAT[:2], generate=True) == MISTRAL_CHAT[: MISTRAL_CHAT.index(" It is 5")]
+    [(ids, _)] = encode(mistral, {"messages": CHAT})  # one sample: no turn rewrites an earlier one
+    assert mistral.decode(ids) == MISTRAL_CHAT
+    assert with_loss(mistral, {"messages": CHAT}) == [" It is 5.<|eot_id|>", " It is 7.<|eot_id|>"]
+    silent = [{"role": "system", "content": ""}, *CHAT[1:]]
+    assert encoder(mistral).render(silent) == encoder(mistral).render(CHAT[1:])
+
+
+@pytest.mark.parametrize(
+    ("messages", "role"),
+    [([{"role": "tool", "content": "5"}, *CHAT], "tool"), ([CHAT[0], CHAT[2]], "assistant")],
+    ids=["a tool", "a system prompt that no user follows"],
+)
+def test_mistral_refuses_what_it_has_no_place_for(mistral, messages, role):
+    with pytest.raises(TemplateError, match=f"no place for role {role}"):
+        encoder(mistral).segments(messages)
 
 
 def test_a_template_of_its_own_is_kept(demo, tmp_path):

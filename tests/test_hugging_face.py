@@ -1,11 +1,15 @@
 """Models as transformers implements them: any architecture, packed only where samples stay apart."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from te_models import ModelPlan, build_model
-from te_models.hugging_face import PLAIN_HEADS, materialize, parameters_on_meta
+from te_models import ModelPlan, build_model, hugging_face
+from te_models.hugging_face import materialize, parameters_on_meta
+from te_models.packed_attention import NAME, packed_attention
 
 TINY = {
     "vocab_size": 64,
@@ -21,8 +25,8 @@ TINY = {
 }
 
 
-def build(model_type: str, *, packed: bool, **options):
-    config = AutoConfig.for_model(model_type, **TINY)
+def build(model_type: str, *, packed: bool, gradient_checkpointing: bool = False, **changes):
+    config = AutoConfig.for_model(model_type, **TINY | changes)
     return build_model(
         ModelPlan(model_type, config, None),
         te_backend=None,
@@ -31,7 +35,7 @@ def build(model_type: str, *, packed: bool, **options):
         seed=0,
         packed=packed,
         max_positions=64,
-        **options,
+        gradient_checkpointing=gradient_checkpointing,
     )
 
 
@@ -44,15 +48,131 @@ def inputs(lengths: list[int]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
-@pytest.mark.parametrize("model_type", sorted(PLAIN_HEADS | {"gemma2", "granite"}))
+def borders(lengths: list[int]) -> dict:
+    """What tells packed sequences apart."""
+    return {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(), "max_seqlen": 48}
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+# The last two keep transformers' own attention, which has windows and caps.
+@pytest.mark.parametrize(
+    "model_type", ["gpt_neox", "granite", "llama", "phi3", "qwen2", "qwen3", "mistral", "gemma2"]
+)
 def test_packed_samples_score_as_they_do_alone(model_type):
-    model = build(model_type, packed=True).eval()
-    together, start, apart = inputs([5, 17, 9]), 0, 0.0
-    for length in (5, 17, 9):
-        alone = {name: tensor[:, start : start + length] for name, tensor in together.items()}
-        apart += model(**alone).loss.item()
-        start += length
-    assert model(**together).loss.item() == pytest.approx(apart, rel=1e-5)
+    """Losses and gradients; two rows, so that borders are counted over all tokens."""
+    model = build(model_type, packed=True)
+    assert (model.attention == "packed_causal") == (model_type not in ("mistral", "gemma2"))
+    lengths, start, apart = [5, 17, 9], 0, 0.0
+    row = inputs(lengths)
+    for length in lengths:
+        loss = model(**{name: tensor[:, start : start + length] for name, tensor in row.items()}).loss
+        loss.backward()
+        apart, start = apart + loss.item(), start + length
+    alone = gradients(model)
+    loss = model(**{name: tensor.repeat(2, 1) for name, tensor in row.items()}, **borders(lengths * 2)).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(2 * apart, rel=1e-5)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, 2 * alone[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_packed_attention_is_the_masked_one():
+    """Against torch's own attention under a block-diagonal mask, forward and backward, in float64."""
+    torch.manual_seed(0)
+    lengths, heads, groups, size = [3, 1, 12], 6, 2, 8
+    q, k, v, grad = (torch.randn(16, n, size, dtype=torch.float64) for n in (heads, groups, groups, heads))
+    sample = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    mask = (sample[:, None] == sample) & torch.ones(16, 16).tril().bool()
+    results = []
+    for own in (True, False):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        if own:
+            out = packed_attention(*leaves, borders(lengths)["cu_seqlens"], 12, 0.3)[0]
+        else:
+            parts = [t.transpose(0, 1)[None] for t in leaves]
+            out = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=0.3, enable_gqa=True)
+            out = out[0].transpose(0, 1)
+        out.backward(grad)
+        results.append([out, *(leaf.grad for leaf in leaves)])
+    for own, reference in zip(*results, strict=True):
+        torch.testing.assert_close(own, reference, rtol=1e-5, atol=1e-6)  # computed in float32
+
+
+def test_the_operator_keeps_torch_s_contract():
+    torch.manual_seed(0)
+    shapes = ((9, 4, 8), (9, 2, 8), (9, 2, 8))
+    q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    arguments = (q, k, v, torch.tensor([0, 4, 9], dtype=torch.int32), 5, 0.5)
+    torch.library.opcheck(packed_attention, arguments)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("llama", {}, None),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "a window"),
+        ("mistral", {"sliding_window": None}, None),
+        ("mistral", {"sliding_window": 64}, "a window"),
+        ("gemma3_text", {}, "a window"),
+        ("llama", {"attention_dropout": 0.1}, "dropout"),
+        ("gpt2", {}, "dropout"),
+        ("gpt_oss", {}, "a window"),
+        ("stablelm", {}, "do not reach"),
+        ("falcon", {}, "no function that can be replaced"),
+    ],
+)
+def test_attention_that_is_more_than_causal_stays_transformers_own(model_type, changes, reason):
+    model = build(model_type, packed=False, **changes)
+    own = model.model.config._attn_implementation
+    if reason is None:
+        assert model.attention == own == "packed_causal"
+    else:
+        assert reason in model.attention and own != "packed_causal"
+
+
+def test_what_attention_does_not_compute_is_refused_when_it_comes_up_later():
+    model = build("llama", packed=False)
+    for layer in model.model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with pytest.raises(RuntimeError, match="LlamaAttention: attention with dropout reached packed_causal"):
+        model(**inputs([8]))
+
+
+def graphs() -> tuple[int, int]:
+    """Graphs made and graph breaks, since the last reset."""
+    counters = torch._dynamo.utils.counters
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_layers_share_one_graph_that_fits_every_batch(recompute):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = build("qwen3", packed=True, gradient_checkpointing=recompute, num_hidden_layers=4)
+    plain = build("qwen3", packed=True, num_hidden_layers=4)
+    model.compile_blocks(backend="aot_eager")
+    for lengths in ([5, 27, 16], [16, 16, 8, 8], [24, 24], [4] * 12):
+        batch = inputs(lengths) | borders(lengths)
+        losses = [m(**batch).loss for m in (model, plain)]
+        torch.testing.assert_close(*losses)
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(gradients(model), gradients(plain))
+    assert graphs() == (1, 0)
+    whole = inputs([48]) | borders([48])  # one sample a row
+    model(**whole).loss.backward()
+    assert graphs() == (2, 0)
+    model.eval()
+    with torch.no_grad():
+        for lengths in ([5, 27, 16], [24, 24]):
+            model(**inputs(lengths), **borders(lengths))
+    assert graphs() in ((3, 0), (4, 0))  # recomputed layers differ in whether their input has a gradient
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_neox"])
@@ -68,15 +188,24 @@ def test_loss_is_transformers_own(model_type):
 
 
 def test_a_model_that_leaks_between_packed_samples_is_refused(monkeypatch):
-    """With transformers' own border detection switched off, any model leaks."""
+    """With transformers' own border detection switched off, its own attention leaks."""
     from transformers import masking_utils
 
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
     with pytest.raises(
-        ValueError, match="LlamaForCausalLM lets packed samples see each other; add --no_packing"
+        ValueError, match="Gemma2ForCausalLM lets packed samples see each other; add --no_packing"
     ):
+        build("gemma2", packed=True)
+    build("gemma2", packed=False)
+
+
+def test_a_border_that_gets_lost_is_noticed(monkeypatch):
+    monkeypatch.setattr(hugging_face, "sequence_borders", lambda cu_seqlens, max_seqlen: {})
+    monkeypatch.setattr(
+        hugging_face, "use_packed_attention", lambda model, *_: model.set_attn_implementation(NAME)
+    )
+    with pytest.raises(ValueError, match="LlamaForCausalLM lets packed samples see each other"):
         build("llama", packed=True)
-    build("llama", packed=False)
 
 
 def test_recomputation_that_a_model_lacks_is_refused(monkeypatch):
@@ -91,6 +220,15 @@ def test_blocks_are_the_decoder_layers_and_recompute_if_asked():
     plain, recomputing = (build("llama", packed=False, gradient_checkpointing=on) for on in (False, True))
     assert [type(block).__name__ for block in plain.blocks] == ["LlamaDecoderLayer"] * 2
     assert [m.model.is_gradient_checkpointing for m in (plain, recomputing)] == [False, True]
+
+
+def test_blocks_are_layers_also_where_experts_outnumber_them():
+    def layer() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(8)))
+
+    inner = torch.nn.Module()
+    inner.config, inner.layers = SimpleNamespace(model_type="x"), torch.nn.ModuleList([layer(), layer()])
+    assert hugging_face.HFCausalLM(inner).blocks == list(inner.layers)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -8,8 +8,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("training", "te_models", "data", "benchmarks")
 TRAINING_LEAVES = {"precision", "sharding", "optim", "checkpoint", "export", "trackers", "run_folder"}
-TRAINING_LEAVES |= {"coverage", "scaling_state", "te_runtime"}
+TRAINING_LEAVES |= {"coverage", "scaling_state", "te_runtime", "precision_map", "fp8_stats", "fp8_inspect"}
+TRAINING_LEAVES |= {"torchao_fp8"}
 TRAINING_LEAVES |= {"watchdog", "zero", "zero_settings", "outcome", "generate", "gradient_sums", "auto_mode"}
+# These import nothing of ours.
+BARE = {"config", "metrics", "loss_triton", "adamw_triton", "durable_files", "ranks", "cudnn", "__init__"}
+BARE |= {"checks"}
 # What these may import beside the configuration.
 ALSO = {
     "checkpoint": ("durable_files", "ranks"),
@@ -23,10 +27,15 @@ ALSO = {
     "auto_mode": ("ranks",),
     "outcome": ("ranks", "trackers"),
     "precision": ("te_runtime",),
+    "te_runtime": ("cudnn",),
     "coverage": ("precision",),
+    "precision_map": ("precision",),
+    "fp8_inspect": ("precision", "precision_map"),
+    "fp8_stats": ("precision", "precision_map", "fp8_inspect"),
     "zero": ("sharding", "optim", "adamw", "zero_settings"),
 }
-LAZY = {"transformer_engine", "deepspeed", "wandb", "torchao", "liger_kernel"}
+ENGINE_USERS = ("precision", "precision_map", "fp8_stats")
+LAZY = {"transformer_engine", "deepspeed", "wandb", "torchao", "liger_kernel", "nvdlfw_inspect"}
 TE_HOMES = {"training/te_runtime.py", "training/optim.py", "te_models/engine.py"}
 
 
@@ -64,14 +73,14 @@ def allowed(path: Path) -> set[str] | None:
     if relative.parts[0] == "data":
         return {"training", "training.config"}
     if relative.parts[0] == "benchmarks":
-        return {"training", "training.config", "training.metrics"}
+        return {"training", "training.config", "training.metrics", "te_models.presets"}
     stem = relative.stem
-    if stem in ("config", "metrics", "loss_triton", "adamw_triton", "durable_files", "ranks", "__init__"):
+    if stem in BARE:
         return set()
     if stem in ("loss", "adamw"):
         return {f"training.{stem}_triton"}
     if stem in TRAINING_LEAVES:
-        te = {"te_models", "te_models.engine"} if stem == "precision" else set()
+        te = {"te_models", "te_models.engine"} if stem in ENGINE_USERS else set()
         return te | {"training", "training.config", *(f"training.{name}" for name in ALSO.get(stem, ()))}
     if stem == "trainer":
         return {"training", "training.config", "training.metrics"}

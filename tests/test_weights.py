@@ -1,4 +1,4 @@
-"""Weight layouts: exact in both directions, every key used once, presets as published."""
+"""Weight layouts: exact in both directions, every key used once, shards read once."""
 
 import math
 from functools import partial
@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from te_models import ModelPlan, build_model, export_tensors, plan_model, refuse_te, weight_source, whole
-from te_models.decoder import rope_angles
-from te_models.presets import PRESETS
+from te_models import ModelPlan, build_model, export_tensors, plan_model, weight_source, whole
+from te_models.decoder import head_dim
+from te_models.families import FAMILIES
 from te_models.weights import (
+    RENAMED,
     RandomSource,
     SafetensorsSource,
     WeightSource,
@@ -28,13 +29,15 @@ from te_models.weights import (
     te_to_hf,
 )
 from tests.children import preload, run_ranks
+from training.export import export_hf
 
 preload(__name__)
 CPU = torch.device("cpu")
+LLAMA = {"heads": 4, "groups": 2, "family": FAMILIES["llama"]}
 
 
-def tiny(**changes) -> ModelPlan:
-    plan = plan_model("tiny-llama", init="auto", use_te=True)
+def tiny(family: str = "llama", **changes) -> ModelPlan:
+    plan = plan_model(f"tiny-{family}", init="auto", use_te=True)
     for name, value in changes.items():
         setattr(plan.config, name, value)
     return plan
@@ -45,18 +48,23 @@ class Shell(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        hidden, ffn, size = config.hidden_size, config.intermediate_size, config.head_dim
+        hidden, ffn, size = config.hidden_size, config.intermediate_size, head_dim(config)
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
-        self.tied = config.tie_word_embeddings
+        self.tied, self.family = config.tie_word_embeddings, FAMILIES[config.model_type]
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        qkv = (self.heads + 2 * self.groups) * size
         shapes = {
             "self_attention.layernorm_qkv.layer_norm_weight": (hidden,),
-            "self_attention.layernorm_qkv.weight": ((self.heads + 2 * self.groups) * size, hidden),
+            "self_attention.layernorm_qkv.weight": (qkv, hidden),
             "self_attention.proj.weight": (hidden, self.heads * size),
             "layernorm_mlp.layer_norm_weight": (hidden,),
             "layernorm_mlp.fc1_weight": (2 * ffn, hidden),
             "layernorm_mlp.fc2_weight": (hidden, ffn),
         }
+        if config.model_type == "qwen2":
+            shapes["self_attention.layernorm_qkv.bias"] = (qkv,)
+        if config.model_type == "qwen3":
+            shapes |= {f"self_attention.{p}_norm.weight": (size,) for p in "qk"}
         self.layers = nn.ModuleList(module_of(shapes) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(hidden)
         self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False)
@@ -95,10 +103,27 @@ def test_qkv_round_trip(heads, groups, size):
     assert all(torch.equal(a, b) for a, b in zip(parts, (q, k, v), strict=True))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_hf_te_hf_is_exact_and_uses_every_key(tied):
-    plan = tiny(tie_word_embeddings=tied)
-    source = weight_source(plan, seed=3, device=CPU)
+class Distinct(WeightSource):
+    """Rows of numbers that no other row has: zeros and ones of biases and norms would hide an exchange."""
+
+    def __init__(self, shapes: dict[str, torch.Size]):
+        self._shapes = shapes
+        self._first = dict(zip(shapes, range(0, 10**6, 10**4), strict=False))
+
+    def shapes(self) -> dict[str, torch.Size]:
+        return self._shapes
+
+    def rows(self, key: str, start: int, stop: int) -> torch.Tensor:
+        numbers = torch.arange(start, stop, dtype=torch.float32) + self._first[key]
+        width = self._shapes[key][1:]
+        return numbers.view(-1, *[1] * len(width)).expand(-1, *width)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hf_te_hf_is_exact_and_uses_every_key(family, tied):
+    plan = tiny(family, tie_word_embeddings=tied)
+    source = Distinct(weight_source(plan, seed=3, device=CPU).shapes())
     shell = Shell(plan.config)
     load_te(shell, source)
     back = dict(te_to_hf(shell, whole))
@@ -106,8 +131,45 @@ def test_hf_te_hf_is_exact_and_uses_every_key(tied):
     assert all(torch.equal(back[name], source.get(name)) for name in back)
 
 
-def test_hugging_face_and_te_forms_start_from_the_same_weights():
-    plan = tiny()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_export_holds_what_was_loaded(family, tmp_path):
+    """From a Hugging Face model's own file, through TE's layout, to a file transformers reads back whole."""
+    plan = tiny(family)
+    source = Distinct(weight_source(plan, seed=3, device=CPU).shapes())
+    tensors = {name: source.get(name).contiguous() for name in source.shapes()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    shell = Shell(plan.config)
+    load_te(shell, SafetensorsSource(tmp_path))
+    folder = export_hf(tmp_path / "export", te_to_hf(shell, whole), config=plan.config, dtype=torch.float32)
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(found for key, found in info.items() if key.endswith("keys"))
+    loaded = dict(model.named_parameters())
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def test_qwen2_biases_and_qwen3_norms_by_hand():
+    """4 heads in 2 groups of head size 2: biases are fused as weights are, norms keep their names."""
+    hf = {name: torch.zeros(1, 1) for name in RENAMED.values()}
+    hf |= {f"mlp.{p}_proj.weight": torch.zeros(1, 1) for p in ("gate", "up")}
+    hf |= {f"self_attn.{p}_proj.weight": torch.zeros(n, 1) for p, n in {"q": 8, "k": 4, "v": 4}.items()}
+    biases = {"q": [1.0, 2, 3, 4, 5, 6, 7, 8], "k": [10.0, 11, 20, 21], "v": [100.0, 101, 200, 201]}
+    qwen2 = hf | {f"self_attn.{p}_proj.bias": torch.tensor(b) for p, b in biases.items()}
+    te = layer_to_te(qwen2, heads=4, groups=2, family=FAMILIES["qwen2"])
+    assert te["self_attention.layernorm_qkv.bias"].tolist() == [
+        *[1, 2, 3, 4, 10, 11, 100, 101],
+        *[5, 6, 7, 8, 20, 21, 200, 201],
+    ]
+    qwen3 = hf | {f"self_attn.{p}_norm.weight": torch.tensor([n, n]) for p, n in {"q": 1.0, "k": 2.0}.items()}
+    te = layer_to_te(qwen3, heads=4, groups=2, family=FAMILIES["qwen3"])
+    assert te["self_attention.q_norm.weight"].tolist() == [1, 1]
+    assert te["self_attention.k_norm.weight"].tolist() == [2, 2]
+    assert not any(name.endswith("bias") for name in te)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hugging_face_and_te_forms_start_from_the_same_weights(family):
+    plan = tiny(family)
     hf = build_model(
         plan, te_backend=None, dtype=torch.float32, device=CPU, seed=3, packed=True, max_positions=64
     )
@@ -119,18 +181,24 @@ def test_hugging_face_and_te_forms_start_from_the_same_weights():
 
 
 @pytest.mark.parametrize(
-    ("add", "drop", "message"),
+    ("family", "add", "drop", "message"),
     [
-        ("model.layers.1.self_attn.q_proj.bias", None, "without a place.*q_proj.bias"),
-        ("model.layers.0.self_attn.q_norm.weight", None, "without a place.*q_norm"),
-        ("model.extra.weight", None, "without a place.*model.extra.weight"),
-        ("model.layers.3.mlp.up_proj.weight", None, "4 decoder layers, the configuration 3"),
-        (None, "model.layers.2.mlp.up_proj.weight", "lack mlp.up_proj.weight"),
-        (None, "model.norm.weight", "lack model.norm.weight"),
+        ("llama", "model.layers.1.self_attn.q_proj.bias", None, "without a place.*q_proj.bias"),
+        ("mistral", "model.layers.1.self_attn.q_proj.bias", None, "without a place.*q_proj.bias"),
+        ("qwen3", "model.layers.1.self_attn.k_proj.bias", None, "without a place.*k_proj.bias"),
+        ("qwen2", "model.layers.1.self_attn.o_proj.bias", None, "without a place.*o_proj.bias"),
+        ("llama", "model.layers.0.self_attn.q_norm.weight", None, "without a place.*q_norm"),
+        ("qwen2", "model.layers.0.self_attn.q_norm.weight", None, "without a place.*q_norm"),
+        ("llama", "model.extra.weight", None, "without a place.*model.extra.weight"),
+        ("llama", "model.layers.3.mlp.up_proj.weight", None, "4 decoder layers, the configuration 3"),
+        ("llama", None, "model.layers.2.mlp.up_proj.weight", "lack mlp.up_proj.weight"),
+        ("llama", None, "model.norm.weight", "lack model.norm.weight"),
+        ("qwen2", None, "model.layers.2.self_attn.v_proj.bias", "lack self_attn.v_proj.bias"),
+        ("qwen3", None, "model.layers.2.self_attn.k_norm.weight", "lack self_attn.k_norm.weight"),
     ],
 )
-def test_load_refuses_foreign_and_missing_keys(add, drop, message):
-    plan = tiny()
+def test_load_refuses_foreign_and_missing_keys(family, add, drop, message):
+    plan = tiny(family)
     source = weight_source(plan, seed=0, device=CPU)
     if add:
         source._shapes[add] = torch.Size([256])
@@ -150,7 +218,7 @@ def test_a_layer_by_hand():
     }
     hf |= {"self_attn.o_proj.weight": torch.tensor([[3.0]]), "mlp.down_proj.weight": torch.tensor([[4.0]])}
     hf |= {"mlp.gate_proj.weight": torch.tensor([[5.0]]), "mlp.up_proj.weight": torch.tensor([[6.0]])}
-    te = layer_to_te(hf, heads=2, groups=1)
+    te = layer_to_te(hf, heads=2, groups=1, family=FAMILIES["llama"])
     del te["self_attention.layernorm_qkv.weight"]
     assert {name: tensor.flatten().tolist() for name, tensor in te.items()} == {
         "self_attention.layernorm_qkv.layer_norm_weight": [1],
@@ -193,10 +261,13 @@ def test_layer_conversion_fails_on_leftovers_both_ways():
     config = tiny().config
     shell = Shell(config)
     te = {name: p.detach() for name, p in shell.layers[0].named_parameters()}
-    hf = layer_to_hf(dict(te), heads=4, groups=2)
-    assert set(layer_to_te(dict(hf), heads=4, groups=2)) == set(te)
+    hf = layer_to_hf(dict(te), **LLAMA)
+    assert set(layer_to_te(dict(hf), **LLAMA)) == set(te)
+    biased = te | {"self_attention.layernorm_qkv.bias": torch.zeros(512)}
+    with pytest.raises(ValueError, match=r"layernorm_qkv\.bias"):
+        layer_to_hf(biased, **LLAMA)
     with pytest.raises(ValueError, match="fc1_bias"):
-        layer_to_hf(te | {"layernorm_mlp.fc1_bias": torch.zeros(4)}, heads=4, groups=2)
+        layer_to_hf(te | {"layernorm_mlp.fc1_bias": torch.zeros(4)}, **LLAMA)
 
 
 def test_safetensors_source_reads_shards_and_skips_rope_tables(tmp_path):
@@ -237,85 +308,6 @@ def test_random_weights_depend_on_seed_and_name_alone():
     assert not first.get("n.bias").any() and first.get("n.weight").eq(1).all()
 
 
-@pytest.mark.parametrize(
-    ("name", "millions"),  # parameters as published, tied heads counted once
-    [
-        ("meta-llama/Llama-3.2-1B", 1235.8),
-        ("meta-llama/Llama-3.2-3B", 3212.7),
-        ("meta-llama/Meta-Llama-3.1-8B", 8030.3),
-        ("Qwen/Qwen2.5-14B", 14770.0),
-        ("meta-llama/Llama-3.1-70B", 70553.7),
-        ("meta-llama/Llama-3.1-405B", 405853.4),
-    ],
-)
-def test_presets_have_the_published_number_of_parameters(name, millions):
-    plan = plan_model(name, init="random", use_te=False)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(plan.config)
-    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.1)
-
-
-LLAMAS = sorted(name for name, fields in PRESETS.items() if fields["model_type"] == "llama")
-
-
-@pytest.mark.parametrize("name", sorted(set(LLAMAS) - {"tiny-llama"}))
-def test_presets_have_the_published_rope_and_norms(name):
-    config = plan_model(name, init="random", use_te=True).config
-    assert (config.rms_norm_eps, config.max_position_embeddings) == (1e-5, 131072)
-    assert config.rope_parameters == {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 32.0 if "3.2" in name else 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-
-
-@pytest.mark.parametrize("name", LLAMAS)
-def test_preset_rope_follows_transformers(name):
-    """Angles against transformers' own cos and sin, so that theta and the Llama-3 scaling are not lost."""
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    config = plan_model(name, init="random", use_te=True).config
-    angles = rope_angles(config, 300)[:, 0, 0]
-    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(300)[None])
-    assert torch.allclose(angles.cos(), cos[0], atol=1e-4) and torch.allclose(angles.sin(), sin[0], atol=1e-4)
-    if name != "tiny-llama":
-        slowest = config.rope_parameters["rope_theta"] ** (-(config.head_dim - 2) / config.head_dim)
-        factor = config.rope_parameters["factor"]
-        assert angles[1, config.head_dim // 2 - 1].item() == pytest.approx(slowest / factor, rel=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["yarn", "dynamic"])  # one rescales attention, one follows the length
-def test_rope_types_without_a_te_form_are_refused(kind):
-    plan = tiny(rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 4.0})
-    with pytest.raises(ValueError, match=f"RoPE type '{kind}'"):
-        rope_angles(plan.config, 16)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "gpt2"}, "model type 'gpt2' has no TE form"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"mlp_bias": True}, "mlp_bias=True"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-    ],
-)
-def test_models_without_a_te_form_are_refused(change, message):
-    config = tiny().config
-    for name, value in change.items():
-        config.__class__ = type(
-            "Changed", (config.__class__,), {"model_type": change.get("model_type", "llama")}
-        )
-        if name != "model_type":
-            setattr(config, name, value)
-    with pytest.raises(ValueError, match=message) as error:
-        refuse_te("some/model", config)
-    assert "without --use_te" in str(error.value)
-
-
 # Shards
 
 TINIER = {  # 7 embeddings, 8 rows of a norm, 10 of fc1, 16 of q, k and v together
@@ -343,14 +335,14 @@ class Counted(WeightSource):
         return self.source.rows(key, start, stop)
 
 
-def load_shards(rank: int, folder: Path, *, shape: tuple[int, ...]) -> None:
-    plan = tiny(**TINIER)
+def load_shards(rank: int, folder: Path, *, family: str, shape: tuple[int, ...]) -> None:
+    plan = tiny(family, **TINIER)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copy", "shard")[-len(shape) :])
     shell, unsharded = Shell(plan.config), Shell(plan.config)
     for block in shell.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(shell, mesh=mesh)
-    source = Counted(weight_source(plan, seed=5, device=CPU))
+    source = Counted(Distinct(weight_source(plan, seed=5, device=CPU).shapes()))
     load_te(shell, source)
     load_te(unsharded, source.source)
     expected = dict(te_to_hf(unsharded, whole))
@@ -366,7 +358,9 @@ def load_shards(rank: int, folder: Path, *, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(2,), (3,), (5,), (2, 2)], ids=["two", "uneven", "one without a row of some", "two copies"]
+    ("family", "shape"),
+    [("llama", (2,)), ("qwen2", (3,)), ("qwen3", (5,)), ("llama", (2, 2))],
+    ids=["two", "uneven", "one without a row of some", "two copies"],
 )
-def test_each_rank_reads_the_rows_of_its_own_shards(shape, tmp_path):
-    run_ranks(partial(load_shards, shape=shape), tmp_path, world_size=math.prod(shape))
+def test_each_rank_reads_the_rows_of_its_own_shards(family, shape, tmp_path):
+    run_ranks(partial(load_shards, family=family, shape=shape), tmp_path, world_size=math.prod(shape))

@@ -86,7 +86,8 @@ class FusedAdamW(torch.optim.Optimizer):
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return getattr(part, "_tensor", part)  # torchao wraps weights that are gathered in FP8
 
 
 def update_(

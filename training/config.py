@@ -55,7 +55,9 @@ class ModelConfig:
         False, "recompute each layer's activations in backward to save memory"
     )
     compile: bool | None = knob(
-        None, "torch.compile each decoder layer of a Hugging Face model; default: on a GPU", free=True
+        None,
+        "torch.compile each decoder layer of a Hugging Face model; default: on a GPU, not under DeepSpeed",
+        free=True,
     )
     weights_cache_dir: str | None = knob(
         None, "folder for downloaded weights; default: the Hugging Face cache", free=True
@@ -264,7 +266,7 @@ class ShardingConfig:
         "fp32", "dtype in which gradients are summed over ranks"
     )
     fp8_all_gather: bool = knob(
-        False, "keep GEMM weights in FP8 and gather them so (FSDP modes, --fp8_scenario current)"
+        False, "gather GEMM weights in FP8 (FSDP modes; --fp8_scenario current, without --use_te tensorwise)"
     )
     empty_cache_freq: int = knob(
         0, "steps between calls of torch.cuda.empty_cache, against fragmentation; 0 for none", free=True
@@ -396,14 +398,16 @@ class Config:
             )
         if self.sharding.fp8_all_gather:
             mode, scenario = self.sharding.mode, self.precision.fp8_scenario
+            one_scale = ("current",) if self.model.use_te else ("default", "tensorwise")
             if mode not in ("fsdp_full", "fsdp_grad", "hsdp"):
                 raise ValueError(
                     f"--fp8_all_gather --sharding_mode {mode}: it is for fsdp_full, fsdp_grad and hsdp"
                 )
-            if not (self.model.use_te and self.precision.mixed_precision == "fp8" and scenario == "current"):
+            if self.precision.mixed_precision != "fp8" or scenario not in one_scale:
                 raise ValueError(
-                    "--fp8_all_gather: weights are scaled by their own largest value, so it needs --use_te "
-                    f"--mixed_precision fp8 --fp8_scenario current (here {scenario})"
+                    "--fp8_all_gather: weights are scaled by their own largest value, one for all shards, so "
+                    "it needs --mixed_precision fp8 and --fp8_scenario current with --use_te, tensorwise "
+                    f"without it (here {self.precision.mixed_precision}, {scenario})"
                 )
             if self.precision.master_weights != "fp32":
                 raise ValueError("--fp8_all_gather --master_weights none: FP8 weights need FP32 masters")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class RecipeSpec:
     probe: str  # a te.is_*_available function
     token_multiple: int  # tokens of a micro-batch
     feature_multiple: int  # rows and columns of every weight
+    te_class: str
 
 
 def _delayed(cfg: PrecisionConfig, te: Any) -> Any:
@@ -55,11 +56,21 @@ def _current(cfg: PrecisionConfig, te: Any) -> Any:
 
 
 RECIPES: dict[str, RecipeSpec] = {
-    "delayed": RecipeSpec(_delayed, "is_fp8_available", 16, 16),
-    "current": RecipeSpec(_current, "is_fp8_available", 16, 16),
-    "block": RecipeSpec(lambda cfg, te: te.Float8BlockScaling(), "is_fp8_block_scaling_available", 128, 128),
-    "mxfp8": RecipeSpec(lambda cfg, te: te.MXFP8BlockScaling(), "is_mxfp8_available", 32, 32),
-    "nvfp4": RecipeSpec(lambda cfg, te: te.NVFP4BlockScaling(), "is_nvfp4_available", 128, 32),
+    "delayed": RecipeSpec(_delayed, "is_fp8_available", 16, 16, "DelayedScaling"),
+    "current": RecipeSpec(_current, "is_fp8_available", 16, 16, "Float8CurrentScaling"),
+    "block": RecipeSpec(
+        lambda cfg, te: te.Float8BlockScaling(),
+        "is_fp8_block_scaling_available",
+        128,
+        128,
+        "Float8BlockScaling",
+    ),
+    "mxfp8": RecipeSpec(
+        lambda cfg, te: te.MXFP8BlockScaling(), "is_mxfp8_available", 32, 32, "MXFP8BlockScaling"
+    ),
+    "nvfp4": RecipeSpec(
+        lambda cfg, te: te.NVFP4BlockScaling(), "is_nvfp4_available", 128, 32, "NVFP4BlockScaling"
+    ),
 }
 # Recipes only Blackwell runs; elsewhere --fp8_fallback decides between the standard recipe and an error.
 FALLING_BACK = ("mxfp8", "nvfp4")
@@ -74,14 +85,31 @@ class Precision:
     fallback_reason: str | None = None
     recipe: Any = None  # the TE recipe; None outside FP8 and without TE
     te_backend: Backend | None = None  # None without --use_te
-    emulated: bool = False  # FP8 computed in higher precision: right losses, meaningless speed
+    emulated: bool = False  # TE's layers or FP8's GEMMs are: right losses, meaningless speed
+    # Of a run with precision by layer, see `precision_map`: TE module -> its recipe's name or "bf16", for
+    # every one; the TE recipes of these names; and the recipes that run in the place of others, with why.
+    by_module: dict[str, str] = field(default_factory=dict)
+    recipes: dict[str, Any] = field(default_factory=dict)
+    map_fallbacks: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def in_use(self) -> set[str]:
+        """The recipes that modules run in."""
+        return set(self.by_module.values()) - {"bf16"} if self.by_module else {self.effective}
+
+    @property
+    def in_attention(self) -> set[str]:
+        """The recipes in use whose --fp8_attention is on where attention runs in them."""
+        if not self.by_module:
+            return self.in_use
+        return {r for name, r in self.by_module.items() if "self_attention" in name} & {"delayed", "current"}
 
     @property
     def token_multiple(self) -> int:
         """Tokens of a micro-batch must be a multiple of this; 8 keeps BF16 GEMMs aligned."""
         if self.effective in TORCHAO_RECIPES:
             return 16
-        return RECIPES[self.effective].token_multiple if self.recipe is not None else 8
+        return max(RECIPES[name].token_multiple for name in self.in_use) if self.recipe is not None else 8
 
     @property
     def fp8(self) -> bool:
@@ -94,6 +122,7 @@ class Precision:
             "fallback_reason": self.fallback_reason,
             "te_backend": self.te_backend,
             "emulated": self.emulated,
+            "map_fallbacks": self.map_fallbacks,
         }
 
 
@@ -102,23 +131,27 @@ def resolve_precision(cfg: Config) -> Precision:
     mixed, scenario = cfg.precision.mixed_precision, cfg.precision.fp8_scenario
     backend = resolve_backend(cfg)
     if mixed != "fp8":
-        return Precision(mixed, mixed, te_backend=backend)
+        return Precision(mixed, mixed, te_backend=backend, emulated=backend == "emulated")
     if backend is None:
         name = "tensorwise" if scenario == "default" else scenario
         return Precision(name, name, emulated=fp8_gemms_are_emulated())
     requested = STANDARD_RECIPE if scenario == "default" else scenario
+    name, reason = usable(requested, f"--fp8_scenario {scenario}", cfg, backend)
+    recipe = make_recipe(name, cfg.precision, backend)
+    return Precision(requested, name, reason, recipe, backend, backend == "emulated")
 
-    def runs(name: str, fallback_reason: str | None = None) -> Precision:
-        recipe = make_recipe(name, cfg.precision, backend)
-        return Precision(requested, name, fallback_reason, recipe, backend, backend == "emulated")
 
+def usable(requested: str, flag: str, cfg: Config, backend: Backend) -> tuple[str, str | None]:
+    """The recipe that runs where `flag` asks for `requested`, and why if it is another one.
+
+    RuntimeError where --fp8_fallback allows no other, or there is none.
+    """
     reason = why_not(requested, backend)
     if reason is None:
-        return runs(requested)
+        return requested, None
     able = ", ".join(name for name in RECIPES if why_not(name, backend) is None)
     message = (
-        f"--fp8_scenario {scenario} cannot run here: {reason}. This machine runs: "
-        f"{able or 'none; use --mixed_precision bf16'}"
+        f"{flag} cannot run here: {reason}. This machine runs: {able or 'none; use --mixed_precision bf16'}"
     )
     if requested in FALLING_BACK and backend == "native":
         message += f"; with --te_backend emulated, to study losses: {requested}"
@@ -128,7 +161,7 @@ def resolve_precision(cfg: Config) -> Precision:
         or why_not(STANDARD_RECIPE, backend)
     ):
         raise RuntimeError(message)
-    return runs(STANDARD_RECIPE, message)
+    return STANDARD_RECIPE, message
 
 
 def resolve_backend(cfg: Config) -> Backend | None:
@@ -164,6 +197,11 @@ def make_recipe(name: str, cfg: PrecisionConfig, backend: Backend = "native") ->
     return RECIPES[name].make(cfg, recipes(backend))
 
 
+def recipe_name(recipe: Any) -> str:
+    """The name in RECIPES of a TE recipe, native or emulated."""
+    return next(name for name, spec in RECIPES.items() if spec.te_class == type(recipe).__name__)
+
+
 def why_not(name: str, backend: Backend = "native") -> str | None:
     """Why a recipe cannot run on this machine, in the library's own words, or None."""
     if backend == "native" and (reason := why_not_te()):
@@ -182,13 +220,17 @@ def check_sizes(precision: Precision, model_name: str, sizes: dict[str, int]) ->
     """ValueError naming the sizes whose GEMMs the recipe's kernels cannot run."""
     if precision.recipe is None:
         return
-    multiple = RECIPES[precision.effective].feature_multiple
-    odd = [f"{name} {size}" for name, size in sizes.items() if size % multiple]
-    if odd:
+    if odd := odd_sizes(precision.effective, sizes):
+        multiple = RECIPES[precision.effective].feature_multiple
         raise ValueError(
             f"--fp8_scenario {precision.effective} --model_name {model_name}: {', '.join(odd)} not a "
             f"multiple of {multiple}, which its FP8 GEMMs need; use another recipe or --mixed_precision bf16"
         )
+
+
+def odd_sizes(recipe: str, sizes: dict[str, int]) -> list[str]:
+    multiple = RECIPES[recipe].feature_multiple
+    return [f"{name} {size}" for name, size in sizes.items() if size % multiple]
 
 
 def check_fp8_attention(cfg: Config, precision: Precision, head_size: int) -> None:
@@ -198,8 +240,9 @@ def check_fp8_attention(cfg: Config, precision: Precision, head_size: int) -> No
     if torch.cuda.get_device_capability() >= (10, 0):
         return
     reasons, cudnn = [], torch.backends.cudnn.version()
-    if precision.effective != "delayed":
-        reasons.append(f"--fp8_scenario {precision.effective}: only delayed scaling has it before Blackwell")
+    where = "--precision_map ...=" if precision.by_module else "--fp8_scenario "
+    for name in sorted(precision.in_attention - {"delayed"}):
+        reasons.append(f"{where}{name}: only delayed scaling has it before Blackwell")
     if head_size != 128:
         reasons.append(f"head size {head_size}: only 128 has it before Blackwell")
     if cfg.data.packing and cudnn < 92300:

@@ -21,10 +21,20 @@ import torch.distributed as dist
 import te_models
 from data import build_loaders
 from data.chat import load_tokenizer
-from training import metrics, optim, precision, ranks, scaling_state, te_runtime
+from training import (
+    fp8_stats,
+    metrics,
+    optim,
+    precision,
+    precision_map,
+    ranks,
+    scaling_state,
+    te_runtime,
+    torchao_fp8,
+)
 from training.auto_mode import Memory, choose_mode, refuse_small_host
 from training.checkpoint import Checkpoints, resolve_resume
-from training.config import Config, parse_config
+from training.config import TORCHAO_RECIPES, Config, parse_config
 from training.coverage import coverage
 from training.durable_files import write_json
 from training.export import export_hf
@@ -101,9 +111,12 @@ class Run:
         """Precision, model and optimizer, before any weight is read."""
         cfg = self.cfg
         self.precision = precision.resolve_precision(cfg)
-        if reason := self.precision.fallback_reason:
-            rule = "!" * 100
-            say(f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {self.precision.effective} scaling\n{rule}")
+        if self.precision.te_backend == "native" and (said := te_runtime.point_te_at_torchs_cudnn()):
+            say(said)
+        self.torchao = self.precision.effective in TORCHAO_RECIPES
+        torchao_fp8.silence_import()  # transformers loads it, too, wherever it is installed
+        if self.torchao:
+            torchao_fp8.require_torchao()
         self.plan = te_models.plan_model(
             cfg.model.model_name,
             init=cfg.model.init,
@@ -111,11 +124,16 @@ class Run:
             cache_dir=cfg.model.weights_cache_dir,
             trust_remote_code=cfg.model.trust_remote_code,
         )
+        self.precision = precision_map.resolve(cfg, self.precision, self.plan.config.get_text_config())
+        for reason in filter(None, [self.precision.fallback_reason, *self.precision.map_fallbacks.values()]):
+            rule = "!" * 100
+            say(f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {precision.STANDARD_RECIPE} scaling\n{rule}")
         self.shape = metrics.ModelShape.from_hf_config(self.plan.config)
         if self.shape is None:
             say(f"TFLOP/s and MFU are left out: FLOPs of model type {self.plan.family} are not known")
         elif cfg.model.use_te:
-            precision.check_sizes(self.precision, self.plan.name, gemm_sizes(self.shape))
+            by_layer = precision_map if self.precision.by_module else precision
+            by_layer.check_sizes(self.precision, self.plan.name, gemm_sizes(self.shape))
             precision.check_fp8_attention(cfg, self.precision, self.shape.head_dim)
         if cfg.precision.master_weights == "none":
             say(optim.MASTER_NONE_WARNING)
@@ -129,6 +147,7 @@ class Run:
         if self.mode == "fsdp_offload":
             ranks.together(lambda: refuse_small_host(te_models.count_parameters(self.plan.config)))
         self.strategy = STRATEGIES[self.mode](self.device, self.cfg)
+        ranks.together(lambda: fp8_stats.check(self.cfg, self.precision, compiles=self._compiles()))
         self.optimizer_plan = self._plan_optimizer(self.strategy.master_home)
 
     def _plan_optimizer(self, master_home: str) -> optim.OptimizerPlan:
@@ -175,6 +194,7 @@ class Run:
         resume = resolve_resume(self.cfg.checkpoint.resume, self.checkpoints)
         meta = self.checkpoints.read_meta(resume) if resume else {}
         if resume:
+            precision_map.check_resume(meta, self.precision)
             notice = check_resume(meta, self.cfg, self.precision.effective, resume, ranks.world_size())
             if notice:
                 say(notice)
@@ -227,9 +247,11 @@ class Run:
         compute = torch.float32 if cfg.precision.mixed_precision == "fp32" else torch.bfloat16
         dtypes = {"parameter_dtype": plan.parameter_dtype, "compute_dtype": compute}
         # FP8 weights are gathered as they are, if there is anything to gather.
-        fp8_weights = cfg.sharding.fp8_all_gather and strategy.shards_weights
+        fp8_gather = cfg.sharding.fp8_all_gather and strategy.shards_weights
+        fp8_weights = fp8_gather and not self.torchao  # torchao quantises just before it gathers
         if fp8_weights:
             plan = self.optimizer_plan = replace(plan, kind="te_fused_adam")
+        self.fp8_stats = fp8_stats.Fp8Stats(cfg, self.precision, self.folder)
         self.model = te_models.build_model(
             self.plan,
             te_backend=self.precision.te_backend,
@@ -245,13 +267,19 @@ class Run:
             compile_layers=self._compiles(),
             trust_remote_code=cfg.model.trust_remote_code,
             weight_recipe=self.precision.recipe if fp8_weights else None,
+            compute_dtype=compute,
+            convert=(lambda model: self._convert(model, fp8_gather)) if self.torchao else None,
         )
+        precision_map.apply(self.model, self.precision, fp8_attention=cfg.precision.fp8_attention)
+        self.fp8_stats.attach(self.model)
         strategy.settle(self.model)
         shards = self.model.quantize_weights() if fp8_weights else {}
         millions = sum(p.numel() for p in self.model.parameters()) / 1e6
         optimizer = optim.build_optimizer(self.model, cfg.optim, plan)
         if fp8_weights:
             optim.set_masters(optimizer, self.model, shards)
+        elif fp8_gather:
+            torchao_fp8.refresh_scales_after_steps(self.model, optimizer)
         # The bare model is what is saved and exported; the loop calls the wrapped one.
         self.wrapped, self.optimizer = strategy.wrap(self.model, optimizer)
         self.autocast = precision.build_autocast(
@@ -268,11 +296,20 @@ class Run:
         say(f"{self.plan.name}: {millions:,.1f} M parameters, {layers} layers, on {where}")
         say(f"precision {self.precision.effective}; {plan.describe()}")
 
+    def _convert(self, model: te_models.HFCausalLM, fp8_gather: bool) -> None:
+        """Give a Hugging Face model's linear layers the FP8 recipes that the settings ask for."""
+        names = torchao_fp8.linear_names(model)
+        recipes = precision_map.assign(self.cfg, names, len(model.blocks))
+        torchao_fp8.convert(model, recipes.get, emulated=self.precision.emulated, all_gather=fp8_gather)
+
     def _compiles(self) -> bool:
-        """Hugging Face layers are compiled on a GPU, where it pays, unless the user says otherwise."""
+        """Hugging Face layers are compiled on a GPU, where it pays, unless the user says otherwise.
+
+        Under DeepSpeed, whose hooks on every module would cut each layer's graph in pieces, only if asked.
+        """
         if self.cfg.model.use_te or self.cfg.model.compile is not None:
             return bool(self.cfg.model.compile)
-        return self.device.type == "cuda"
+        return self.device.type == "cuda" and self.strategy.master_home != "zero"
 
     def run(self) -> int:
         # Everything is restored before the tracker opens: it cuts the log at the step that goes on.
@@ -326,6 +363,7 @@ class Run:
             code = 0 if finished else EXIT_INTERRUPTED
         finally:
             self.display.close()
+            self.fp8_stats.close()
             self.tracker.finish(code)
             self._unlock()
         if code == EXIT_INTERRUPTED:
@@ -361,7 +399,8 @@ class Run:
     def _tags(self) -> list[str]:
         layers = "te" if self.cfg.model.use_te else "hf"
         mode = [self.strategy.mode] if self.strategy.world_size > 1 else []
-        return [self.plan.short_name, self.precision.effective, layers, *mode]
+        emulated = ["emulated"] if self.precision.emulated else []
+        return [self.plan.short_name, self.precision.effective, layers, *emulated, *mode]
 
     def _build_trainer(self, progress: Progress) -> Trainer:
         return Trainer(
@@ -375,9 +414,11 @@ class Run:
             loaders=self.loaders,
             tracker=self.tracker,
             display=self.display,
-            meter=Meter(self.shape, self.strategy.world_size, self._peaks()),
+            meter=Meter(self.shape, self.strategy.world_size, self._peaks(), self.precision.emulated),
             hooks=Hooks(
                 prepare=self._prepare,
+                before_step=self.fp8_stats.before_step,
+                after_step=self._after_step,
                 after_first_step=self._after_first_step,
                 on_skipped=lambda: scaling_state.scrub_scaling(self.model),
                 evaluating=lambda: scaling_state.frozen_scaling(self.model),
@@ -399,7 +440,7 @@ class Run:
 
         On a resume these passes make TE allocate its state, which the checkpoint's then overwrites.
         """
-        if self.precision.effective != "delayed":
+        if "delayed" not in self.precision.in_use:
             return
         devices = [self.device] if self.device.type == "cuda" else []
         # Attention kernels draw from the generator even without dropout; the run must not notice.
@@ -416,9 +457,13 @@ class Run:
         scaling_state.scale_gradients(self.model, 1 / max(1, step_tokens))
         scaling_state.restore_scaling(self.model, self.scaling)
 
+    def _after_step(self, step: int) -> None:
+        if found := self.fp8_stats.after_step(step, self.strategy):
+            self.tracker.log(step, found)
+
     def _after_first_step(self) -> None:
         found = coverage(self.model, self.precision)
-        backend = te_runtime.attention_backend()
+        backend = te_runtime.attention_backend() if self.cfg.model.use_te else self.model.attention
         self.environment |= {
             "coverage": found.as_dict(),
             "attention_backend": backend,

@@ -100,7 +100,9 @@ class SingleDevice:
 
     def gather(self, tensors: list[Tensor]) -> list[Tensor]:
         """These parameters, whole, on every rank; collective. One layer at a time fits everywhere."""
-        return [t.full_tensor() if isinstance(t, DTensor) else t for t in (t.detach() for t in tensors)]
+        return [
+            local(t.full_tensor() if isinstance(t, DTensor) else t) for t in (t.detach() for t in tensors)
+        ]
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks."""
@@ -262,8 +264,9 @@ def hsdp_shard_size(cfg: Config) -> int:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's part of a tensor; where torchao gathers a weight in FP8, the part that it is made from."""
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return getattr(part, "_tensor", part)
 
 
 def global_norm(gradients: list[Tensor]) -> Tensor:

@@ -106,7 +106,7 @@ def _held_by_optimizer(
     whole: dict[str, Tensor] = {}
     halved = cfg.precision.mixed_precision != "fp32"
     for name, parameter in model.named_parameters():
-        tensors[f"model/{name}"] = parameter.detach()
+        tensors[f"model/{name}"] = _unwrapped(parameter.detach())
         master = optim.master_of(optimizer, parameter)
         if master is None and halved and parameter.dtype == torch.float32:
             master = parameter.detach()
@@ -127,6 +127,12 @@ def _held_by_optimizer(
                 weight.copy_(local(halves[0]))
 
     return tensors, put_back
+
+
+def _unwrapped(parameter: Tensor) -> Tensor:
+    """A parameter without what torchao wraps around a shard that it gathers in FP8; the same memory."""
+    shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return parameter if local(parameter) is shard else _like(parameter, lambda part: (part,))[0]
 
 
 def _like(parameter: Tensor, work: Callable[[Tensor], tuple[Tensor, ...]]) -> list[Tensor]:

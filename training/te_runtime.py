@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
+
+from training import cudnn
 
 INSTALL_TE = "pip install --no-build-isolation -r requirements-gpu.txt"
 
@@ -19,26 +22,53 @@ def why_not_te() -> str | None:
         return "Transformer Engine needs a CUDA GPU and PyTorch sees none"
     if find_spec("transformer_engine") is None:
         return f"Transformer Engine is not installed; install it with `{INSTALL_TE}`"
-    point_te_at_torchs_cudnn()
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, OSError, RuntimeError) as error:
-        first = str(error).strip().splitlines()[0]
-        return f"Transformer Engine does not load ({first}); reinstall it for this torch with `{INSTALL_TE}`"
+    if error := load_error():
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return f"Transformer Engine does not load ({first}); build it for this torch with `{rebuild_te()}`"
     return None
 
 
-def point_te_at_torchs_cudnn() -> None:
+@functools.cache
+def load_error() -> Exception | None:
+    """What importing TE raises, or None. Asked once: a second import would fail in another way."""
+    point_te_at_torchs_cudnn()
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:  # TE asserts that versions match
+        return error
+    return None
+
+
+def rebuild_te() -> str:
+    """The command; pip takes an extension for another torch as installed, and keeps what it built once."""
+    try:
+        pin = f"=={version('transformer_engine')}"
+    except PackageNotFoundError:
+        pin = ""
+    options = "--no-build-isolation --no-cache-dir --force-reinstall --no-deps"
+    return f"pip install {options} transformer_engine_torch{pin}"
+
+
+@functools.cache
+def point_te_at_torchs_cudnn() -> str | None:
     """With a system cuDNN beside torch's, TE mixes the two and attention runs unfused, 4x slower.
 
-    Has an effect only before TE loads; a CUDNN_HOME the user set stays.
+    Has an effect only before TE loads; a CUDNN_HOME the user set stays. Returns what to say of it, on every
+    call: None where there is no second cuDNN.
     """
     if "CUDNN_HOME" in os.environ or "transformer_engine" in sys.modules:
-        return
-    spec = find_spec("nvidia.cudnn") if find_spec("nvidia") else None
-    for location in spec.submodule_search_locations or [] if spec else []:
-        if (Path(location) / "lib").is_dir():
-            os.environ["CUDNN_HOME"] = location
+        return None
+    own, other = cudnn.of_torch(), cudnn.of_te()
+    if own is None or (other and other[0] == own):
+        return None
+    os.environ["CUDNN_HOME"] = str(own)
+    if other is None:
+        return None
+    folder, origin = other
+    return (
+        f"two cuDNNs: Transformer Engine would load the one in {folder} (found by {origin}) beside torch's; "
+        f"CUDNN_HOME={own} makes it load torch's"
+    )
 
 
 def attention_backend() -> str | None:

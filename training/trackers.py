@@ -290,6 +290,7 @@ SHOWN = {
     "train/grad_norm": "grad norm {:.3g}",
     "train/learning_rate": "lr {:.2e}",
     "perf/tokens_per_second": "{:,.0f} tokens/s",
+    "emulated/tokens_per_second": "{:,.0f} tokens/s (emulated)",
     "perf/mfu_bf16": "MFU {:.1%}",
     "perf/mfu_fp8": "FP8 MFU {:.1%}",
     "perf/peak_memory_gb": "{:.1f} GB",

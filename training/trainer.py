@@ -51,6 +51,8 @@ class Hooks:
     """What the loop calls at its turns; each does nothing by default."""
 
     prepare: Callable[[Any], None] = lambda batch: None  # once, with a batch, before anything is computed
+    before_step: Callable[[int], None] = lambda step: None  # with the step's number
+    after_step: Callable[[int], None] = lambda step: None  # before anything else is done with the model
     after_first_step: Callable[[], None] = lambda: None
     on_skipped: Callable[[], None] = lambda: None
     evaluating: Callable[[], AbstractContextManager] = nullcontext
@@ -85,11 +87,15 @@ class NonFinite(RuntimeError):
 
 @dataclass
 class Meter:
-    """Rates since the last log line: host counts and wall time of whole steps, data wait included."""
+    """Rates since the last log line: host counts and wall time of whole steps, data wait included.
+
+    Emulated ones go by names of their own: no table or dashboard may set them beside real ones.
+    """
 
     shape: ModelShape | None  # None: FLOPs are not known for this model
     world_size: int
     peaks: dict[str, float | None]
+    emulated: bool = False
     seconds: float = 0.0
     waited: float = 0.0
     steps: int = 0
@@ -124,7 +130,7 @@ class Meter:
             out |= {f"perf/mfu_{p}": mfu(tflops, peak) for p, peak in self.peaks.items() if peak}
         self.seconds = self.waited = 0.0
         self.steps, self.counts = 0, {}
-        return out
+        return {name.replace("perf/", "emulated/"): v for name, v in out.items()} if self.emulated else out
 
 
 class Trainer:
@@ -167,6 +173,7 @@ class Trainer:
     def train_step(self, micro_batches: list[Any]) -> StepResult:
         """One optimizer step; the result is the same for any split into micro-batches and ranks."""
         self.hooks.beat(f"computing step {self.progress.step + 1}")
+        self.hooks.before_step(self.progress.step + 1)
         rate = self.learning_rate(self.progress.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -304,6 +311,7 @@ class Trainer:
         for name in self._uncounted:
             self._uncounted[name] += sum(getattr(batch, name) for batch in window)
         self.meter.add(window, seconds, waited)
+        self.hooks.after_step(progress.step)
         first, self._covered = not self._covered, True
         if first:
             self.hooks.after_first_step()

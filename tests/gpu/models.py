@@ -1,11 +1,21 @@
-"""Small Llamas for GPU tests: sizes every recipe can run, and weights far enough from trivial to compare."""
+"""Small models for tests: sizes every recipe can run, and weights far enough from trivial to compare."""
+
+from dataclasses import replace
+from pathlib import Path
 
 import torch
-from transformers import LlamaConfig
+from safetensors.torch import save_file
+from transformers import AutoConfig
 
-from te_models import ModelPlan, build_model
+from te_models import ModelPlan, build_model, weight_source
 
 DEVICE = torch.device("cuda", 0)
+OWN_SETTINGS = {
+    "llama": {"head_dim": 64},
+    "qwen2": {},
+    "qwen3": {"head_dim": 128},
+    "mistral": {"sliding_window": None},
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -17,15 +27,20 @@ LLAMA3_ROPE = {
 
 
 def plan(
-    *, tied: bool = False, scaled_rope: bool = True, layers: int = 4, init_std: float = 0.03
+    *,
+    family: str = "llama",
+    tied: bool = False,
+    scaled_rope: bool = True,
+    layers: int = 4,
+    init_std: float = 0.03,
 ) -> ModelPlan:
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        family,
         hidden_size=512,
         intermediate_size=1024,
         num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=2,
-        head_dim=64,
         vocab_size=2048,
         max_position_embeddings=2048,
         rms_norm_eps=1e-5,
@@ -33,8 +48,25 @@ def plan(
         initializer_range=init_std,
         tie_word_embeddings=tied,
         rope_parameters=LLAMA3_ROPE if scaled_rope else {"rope_type": "default", "rope_theta": 10000.0},
+        **OWN_SETTINGS[family],
     )
-    return ModelPlan("test-llama", config, None)
+    return ModelPlan(f"test-{family}", config, None)
+
+
+def perturbed(model_plan: ModelPlan, folder: Path) -> ModelPlan:
+    """The same model from weights in `folder` whose norms are not all ones and whose biases are not zeros.
+
+    Every value is one that BF16 holds.
+    """
+    source = weight_source(model_plan, seed=0, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for name, shape in source.shapes().items():
+        noise = 0.3 * torch.randn(shape, generator=generator) if len(shape) == 1 else 0.0
+        tensors[name] = (source.get(name) + noise).bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model_plan.config.save_pretrained(folder)
+    return replace(model_plan, weights=folder)
 
 
 def build(model_plan: ModelPlan, *, use_te: bool, packed: bool, backend: str = "native", **options):
@@ -42,7 +74,7 @@ def build(model_plan: ModelPlan, *, use_te: bool, packed: bool, backend: str = "
         model_plan,
         te_backend=backend if use_te else None,
         dtype=options.pop("dtype", torch.bfloat16),
-        device=DEVICE,
+        device=options.pop("device", DEVICE),
         seed=options.pop("seed", 0),
         packed=packed,
         max_positions=2048,
@@ -50,7 +82,14 @@ def build(model_plan: ModelPlan, *, use_te: bool, packed: bool, backend: str = "
     )
 
 
-def batch(lengths: list[list[int]], *, packed: bool, seed: int = 0, vocab: int = 2048) -> dict:
+def batch(
+    lengths: list[list[int]],
+    *,
+    packed: bool,
+    seed: int = 0,
+    vocab: int = 2048,
+    device: torch.device = DEVICE,
+) -> dict:
     """Rows of samples with these lengths; labels on two of three tokens, none on a sample's last."""
     generator = torch.Generator().manual_seed(seed)
     width = max(sum(row) for row in lengths)
@@ -75,5 +114,5 @@ def batch(lengths: list[list[int]], *, packed: bool, seed: int = 0, vocab: int =
     out = {"input_ids": ids, "labels": labels, "position_ids": positions}
     if packed:
         out |= {"cu_seqlens": torch.tensor(boundaries, dtype=torch.int32)}
-    out = {name: tensor.to(DEVICE) for name, tensor in out.items()}
+    out = {name: tensor.to(device) for name, tensor in out.items()}
     return out | ({"max_seqlen": width} if packed else {})

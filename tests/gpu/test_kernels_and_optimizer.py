@@ -78,11 +78,11 @@ def test_the_optimizers_kernel_is_its_plain_form(moments, master):
     moved = (other - torch.nn.Linear(257, 300, bias=False).weight.bfloat16().float()).norm()
     # Moments in BF16 may round the other way where FP32 differs in the last bit, and so may weights.
     exact = moments == torch.float32 and master
-    assert moved > 1 and (one - other).norm() < (1e-5 if exact else 1e-2) * moved
+    assert moved > 1 and (one - other).norm() < (1e-5 if exact else 3e-2) * moved
     for name in ("exp_avg", "exp_avg_sq"):
         assert state[name].dtype == moments
         error = (state[name].cpu().float() - plain[name].float()).norm() / plain[name].float().norm()
-        assert error < (1e-6 if moments == torch.float32 else 1e-3), (name, error)
+        assert error < (1e-6 if moments == torch.float32 else 5e-3), (name, error)
 
 
 def test_fp32_masters_follow_transformer_engines_optimizer():

@@ -137,7 +137,7 @@ def test_fp8_attention_that_cannot_run_says_why(tmp_path):
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("options", ["", "--no_deterministic --compile_model"], ids=["eager", "compiled"])
+@pytest.mark.parametrize("options", ["", "--no_deterministic --compile"], ids=["eager", "compiled"])
 def test_hugging_face_model_on_a_gpu_keeps_masters_too(tmp_path, options):
     flags = SMALL.replace("--use_te", "")
     output = train(tmp_path / "run", f"{flags} --mixed_precision bf16 --no_export {options}")

@@ -1,0 +1,55 @@
+"""Heatmaps of a run's FP8 tensor statistics: layers by tensors, one for each statistic."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+
+METRIC = re.compile(r"fp8/(?:.*\.)?layers\.(\d+)\.(.+)/(activation|weight|gradient)/(\w+)")
+SHARES = ("underflow", "overflow")  # drawn from 0 on; what else there is by its order of magnitude
+
+# {(module and tensor, layer): value}
+Values = dict[tuple[str, int], float]
+
+
+def last_casts(records: list[dict[str, Any]]) -> tuple[int, dict[str, Values]] | None:
+    """The last logged step that has FP8 statistics, and its values by statistic; None if none has."""
+    for record in reversed(records):
+        found: dict[str, Values] = {}
+        for name, value in record.items():
+            if match := METRIC.fullmatch(name):
+                layer, module, tensor, statistic = match.groups()
+                found.setdefault(statistic, {})[f"{module} {tensor}", int(layer)] = value
+        if found:
+            return record["step"], found
+    return None
+
+
+def draw_casts(name: str, step: int, statistics: dict[str, Values]) -> Figure:
+    """One heatmap a statistic; what a tensor does not have, or is not finite, stays blank."""
+    figure = Figure(figsize=(5 * len(statistics), 8), layout="constrained")
+    figure.suptitle(f"{name}: FP8 casts of step {step:,}")
+    for axes, (statistic, values) in zip(
+        figure.subplots(1, len(statistics), squeeze=False)[0], statistics.items(), strict=True
+    ):
+        _draw(figure, axes, statistic, values)
+    return figure
+
+
+def _draw(figure: Figure, axes: Axes, statistic: str, values: Values) -> None:
+    tensors = sorted({tensor for tensor, _ in values})
+    layers = range(1 + max(layer for _, layer in values))
+    grid = [[values.get((tensor, layer), math.nan) for tensor in tensors] for layer in layers]
+    usable = [value for value in values.values() if math.isfinite(value) and value > 0]
+    norm = Normalize(0.0, max(usable, default=1.0))
+    if statistic not in SHARES and usable:
+        norm = LogNorm(min(usable), max(usable) * 1.001)  # a range of nothing is none
+    figure.colorbar(axes.imshow(grid, aspect="auto", interpolation="none", norm=norm), ax=axes)
+    axes.set(title=statistic, ylabel="layer", xticks=range(len(tensors)))
+    axes.set_xticklabels(tensors, rotation=90, fontsize=7)
+    axes.yaxis.get_major_locator().set_params(integer=True)

@@ -1,0 +1,195 @@
+"""The stack that people train with without this suite, to be measured beside it on the same GPU.
+
+transformers' model from random weights, torch's attention, torchao's FP8, torch.compile layer by layer,
+torch's fused AdamW over BF16 weights and states, Liger's fused linear cross entropy where it is installed
+(else chunks of logits); synthetic tokens, every row one full sequence. No training code of this suite runs.
+
+    python -m benchmarks.peers --model_name meta-llama/Llama-3.1-8B --max_seq_length 8192 --batch_size 1 \\
+        --precision tensorwise --steps 16 --output_dir DIR
+
+writes DIR/peer-MODEL-PRECISION-LENGTHxBATCH.json and prints it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_models.presets import PRESETS
+from training.metrics import ModelShape, mfu, model_flops, peak_tflops, tokens_per_second
+
+PRECISIONS = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+PACKAGES = ("torch", "transformers", "torchao", "liger_kernel", "triton")
+WARMUP_STEPS = 5  # kernels are compiled and memory is reserved in them
+CHUNK_TOKENS = 2048  # of logits, without Liger
+
+
+def main(argv: list[str]) -> int:
+    arguments = parse(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(arguments.seed)
+    model = build(arguments, device)
+    kind, cross_entropy = head_loss(device)
+    losses, seconds = train(model, cross_entropy, arguments, device)
+    record = describe(argv, arguments, model.config, device) | {"cross_entropy": kind}
+    record |= results(arguments, model.config, losses, seconds, record["gpu"])
+    name = f"peer-{arguments.model_name.rpartition('/')[2]}-{arguments.precision}"
+    path = Path(arguments.output_dir) / f"{name}-{arguments.max_seq_length}x{arguments.batch_size}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(record, indent=2))
+    return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.split("\n")[0])
+    parser.add_argument("--model_name", choices=sorted(PRESETS), metavar="PRESET", required=True)
+    parser.add_argument("--num_layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--max_seq_length", type=int, default=8192)
+    parser.add_argument("--batch_size", type=int, default=1)
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--max_grad_norm", type=float, default=1.0, help="0 leaves clipping out")
+    parser.add_argument("--gradient_checkpointing", action="store_true")
+    parser.add_argument("--no_compile", action="store_true")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--output_dir", required=True)
+    arguments = parser.parse_args(argv)
+    if arguments.steps <= WARMUP_STEPS:
+        parser.error(f"--steps {arguments.steps}: the first {WARMUP_STEPS} are not counted; give more")
+    return arguments
+
+
+def build(arguments: argparse.Namespace, device: torch.device) -> nn.Module:
+    """The causal LM in BF16, converted and compiled as asked."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    dimensions = dict(PRESETS[arguments.model_name])
+    if arguments.num_layers:
+        dimensions["num_hidden_layers"] = arguments.num_layers
+    config = AutoConfig.for_model(dimensions.pop("model_type"), **dimensions)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    if arguments.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    layers = model.model.layers
+    if arguments.precision != "bf16":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        settings = Float8LinearConfig.from_recipe_name(arguments.precision)
+        convert_to_float8_training(layers, config=replace(settings, emulate=device.type == "cpu"))
+    if not arguments.no_compile:
+        for layer in layers:
+            layer.compile()
+    return model.train()
+
+
+def head_loss(device: torch.device) -> tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """Mean cross entropy of hidden states [T, D] under a head [V, D], and what computes it."""
+    if device.type == "cuda" and find_spec("liger_kernel"):
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        fused = LigerFusedLinearCrossEntropyLoss()
+        return "liger", lambda hidden, head, labels: fused(head, hidden, labels)
+    return "chunked logits", chunked_cross_entropy
+
+
+def chunked_cross_entropy(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    def part(hidden: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy((hidden @ head.T).float(), labels, reduction="sum")
+
+    total = hidden.new_zeros((), dtype=torch.float32)
+    for h, y in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True):
+        total = total + torch.utils.checkpoint.checkpoint(part, h, y, use_reentrant=False)
+    return total / len(labels)
+
+
+def train(
+    model: nn.Module, cross_entropy: Callable, arguments: argparse.Namespace, device: torch.device
+) -> tuple[list[float], list[float]]:
+    """Loss and wall time in seconds of every step, the optimizer's included."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), fused=True)
+    shape = (arguments.steps, arguments.batch_size, arguments.max_seq_length)
+    tokens = torch.randint(model.config.vocab_size, shape, device=device)
+    losses, seconds = [], []
+    for ids in tokens:
+        synchronize(device)
+        start = time.perf_counter()
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state  # [B, S, D]
+        loss = cross_entropy(hidden.flatten(0, 1), model.lm_head.weight, ids.roll(-1, 1).flatten())
+        loss.backward()
+        if arguments.max_grad_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), arguments.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+        losses.append(loss.item())
+    return losses, seconds
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def describe(
+    argv: list[str], arguments: argparse.Namespace, config: Any, device: torch.device
+) -> dict[str, Any]:
+    def installed(name: str) -> str | None:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return None
+
+    return {
+        "stack": "transformers + torchao" if arguments.precision != "bf16" else "transformers",
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmarks.peers", *argv]),
+        "settings": vars(arguments) | {"num_layers": config.num_hidden_layers},
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "versions": {name: installed(name) for name in PACKAGES}
+        | {"python": platform.python_version(), "cuda": torch.version.cuda},
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def results(
+    arguments: argparse.Namespace, config: Any, losses: list[float], seconds: list[float], gpu: str | None
+) -> dict[str, Any]:
+    """Rates of the median step after the first ones."""
+    step = statistics.median(seconds[WARMUP_STEPS:])
+    tokens = arguments.batch_size * arguments.max_seq_length
+    record = {
+        "median_step_seconds": step,
+        "tokens_per_second": tokens_per_second(tokens, step),
+        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if gpu else None,
+        "losses": losses,
+        "step_seconds": seconds,
+    }
+    if shape := ModelShape.from_hf_config(config):
+        squared = arguments.batch_size * arguments.max_seq_length**2
+        record["model_tflops"] = model_flops(shape, tokens=tokens, sum_squared_lengths=squared) / step / 1e12
+        if gpu and (peak := peak_tflops(gpu, "bf16")):
+            record["mfu_bf16"] = mfu(record["model_tflops"], peak)
+    return record
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,99 @@
+"""The doctor on a healthy GPU host, and on the same host with faults that environment variables make."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from training import cudnn
+from training.precision import RECIPES, why_not
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def examine(*arguments: str, **environment: str) -> tuple[int, dict[str, list[dict]]]:
+    """(exit code, findings by check) of `python -m training.doctor` in a process of its own."""
+    own = {name: value for name, value in os.environ.items() if name not in cudnn.SEARCHED[:2]}
+    command = [sys.executable, "-m", "training.doctor", "--json", *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env=own | environment, capture_output=True, text=True, timeout=500
+    )
+    report = json.loads(done.stdout)
+    assert done.returncode == report["exit_code"]
+    print(done.stdout)
+    checks: dict[str, list[dict]] = {}
+    for finding in report["findings"]:
+        checks.setdefault(finding["check"], []).append(finding)
+    return done.returncode, checks
+
+
+@cache
+def healthy() -> tuple[int, dict[str, list[dict]]]:
+    return examine()
+
+
+def test_a_healthy_host():
+    code, checks = healthy()
+    assert code == 0
+    assert {"gpu", "cudnn", "te", "attention", "gemm", "layer"} <= checks.keys()
+    assert len(checks["cudnn"][0]["data"]["loaded"]) == 1
+
+
+def test_attention_is_fused():
+    found = {finding["data"]["packed"]: finding["data"]["backend"] for finding in healthy()[1]["attention"]}
+    assert found.keys() == {True, False} and set(found.values()) <= {"fused", "flash"}
+
+
+def test_speeds_are_plausible():
+    gemms = {finding["data"]["precision"]: finding["data"] for finding in healthy()[1]["gemm"]}
+    assert gemms.keys() == {"bf16", "fp8"} and gemms["fp8"]["tflops"] > 1.3 * gemms["bf16"]["tflops"]
+    layers = {f["data"]["precision"]: f["data"] for f in healthy()[1]["layer"] if "precision" in f["data"]}
+    assert layers.keys() == {"bf16", "fp8"}
+    if gemms["bf16"]["share"] is not None:  # the peak of this GPU is known
+        assert all(0.3 < gemm["share"] < 1.1 for gemm in gemms.values())
+        assert all(0.1 < layer["share"] < gemms[name]["share"] for name, layer in layers.items())
+
+
+def test_recipes_are_those_that_training_takes():
+    rows = {
+        f["data"]["recipe"]: f["data"]["native"] for f in healthy()[1]["recipes"] if "native" in f["data"]
+    }
+    assert rows == {"bf16": True, **{name: why_not(name) is None for name in RECIPES}}
+
+
+def test_unfused_attention_is_a_fault():
+    code, checks = examine("--no_speed", NVTE_FUSED_ATTN="0", NVTE_FLASH_ATTN="0")
+    assert code == 1
+    assert {finding["status"] for finding in checks["attention"]} == {"fault"}
+    assert checks["attention"][0]["cure"] == "unset NVTE_FUSED_ATTN NVTE_FLASH_ATTN"
+
+
+@pytest.fixture
+def second(tmp_path):
+    """A copy of torch's cuDNN: to the loader another library."""
+    folder = tmp_path / "lib"
+    folder.mkdir()
+    for path in cudnn.of_torch().glob("libcudnn*.so*"):
+        shutil.copy(path, folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_two_cudnns_mixed_are_a_fault(second):
+    code, checks = examine("--no_speed", CUDNN_HOME=str(second))
+    fault = next(finding for finding in checks["cudnn"] if finding["status"] == "fault")
+    assert code == 1 and set(fault["data"]["loaded"]) == {str(second.resolve()), str(cudnn.of_torch())}
+    assert fault["cure"] == f"export CUDNN_HOME={cudnn.of_torch()}"
+
+
+def test_a_second_cudnn_is_kept_out(second):
+    code, checks = examine("--no_speed", CUDNN_PATH=str(second))
+    assert code == 0 and [finding["status"] for finding in checks["cudnn"]] == ["ok", "note"]
+    assert checks["cudnn"][0]["data"]["loaded"] == [str(cudnn.of_torch())]
+    assert {finding["data"]["backend"] for finding in checks["attention"]} <= {"fused", "flash"}

@@ -1,0 +1,154 @@
+"""Precision by layer in Transformer Engine's layers: nested autocasts, scales, recomputation, attention."""
+
+import json
+
+import pytest
+import torch
+
+from te_models import FAMILIES, plan_model
+from tests.gpu.models import DEVICE, batch, build, plan
+from tests.gpu.test_run import SMALL, losses, train
+from training import precision_map
+from training.config import config_from_dict
+from training.coverage import coverage
+from training.precision import Precision, build_autocast, resolve_precision, why_not
+from training.precision_map import te_names
+from training.scaling_state import scaling_state
+
+pytestmark = pytest.mark.gpu
+LAYERS = 2
+INPUTS = [[100, 60, 96], [256], [31, 225]]
+
+
+def resolve(**values) -> Precision:
+    cfg = config_from_dict({"use_te": True, "te_backend": "native", "mixed_precision": "fp8", **values})
+    return precision_map.resolve(cfg, resolve_precision(cfg), plan(layers=LAYERS).config)
+
+
+def learn(found: Precision, steps: int = 3, **options) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+    """A model after some steps in these recipes, and its losses and gradients."""
+    model = build(plan(layers=LAYERS), use_te=True, packed=True, **options)
+    precision_map.apply(model, found, fp8_attention=False)
+    autocast = build_autocast(found, device=DEVICE, parameter_dtype=torch.bfloat16)
+    inputs, said = batch(INPUTS, packed=True), []
+    for _ in range(steps):
+        with autocast():
+            loss = model(**inputs).loss
+        loss.backward()
+        said += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 1e-4 * p.grad
+                p.grad = None
+    return model, said
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_names_are_those_of_a_te_model(family):
+    model = build(plan(layers=LAYERS, family=family), use_te=True, packed=False)
+    kinds = ("Linear", "LayerNormLinear", "LayerNormMLP")
+    gemms = [name for name, module in model.named_modules() if type(module).__name__ in kinds]
+    assert [name for name in gemms if name != "lm_head"] == te_names(LAYERS)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_every_module_runs_in_what_it_was_given(recompute):
+    rest = "current" if why_not("block") else "block"
+    text = "layers.1.self_attention.proj=current,layers.1.layernorm_mlp=delayed"
+    found = resolve(precision_map=text, bf16_first_layers=1, fp8_scenario=rest)
+    model, said = learn(found, gradient_checkpointing=recompute)
+    rows = {(row.modules.rpartition(".")[2], row.precision): row.count for row in coverage(model, found).rows}
+    assert rows == {
+        ("layernorm_qkv", "bf16"): 1,
+        ("proj", "bf16"): 1,
+        ("layernorm_mlp", "bf16"): 1,
+        ("layernorm_qkv", f"fp8 {rest}"): 1,
+        ("proj", "fp8 current"): 1,
+        ("layernorm_mlp", "fp8 delayed"): 1,
+        ("core_attention", "bf16"): 2,
+        ("lm_head", "bf16"): 1,
+    }
+    assert {name.partition(".scaling")[0] for name in scaling_state(model)} == {"layers.1.layernorm_mlp"}
+    scales = [t for name, t in scaling_state(model).items() if name.endswith(".scale")]
+    # Both directions moved on: tensors that are cast (input and weight; gradient) left their first scale, 1.
+    assert all((scale != 1).sum() >= 2 for scale in scales)
+    _, in_bf16 = learn(Precision("bf16", "bf16", te_backend="native"), gradient_checkpointing=recompute)
+    assert said[0].item() == pytest.approx(in_bf16[0].item(), rel=0.01)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("around", "inside"), [("current", "delayed"), ("delayed", "current")])
+def test_a_map_of_one_recipe_for_all_is_that_recipe(around, inside, recompute, monkeypatch):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    mapped = learn(
+        resolve(fp8_scenario=around, precision_map=f"layers.*={inside}"), gradient_checkpointing=recompute
+    )
+    alone = learn(resolve(fp8_scenario=inside), gradient_checkpointing=recompute)
+    torch.testing.assert_close(mapped[1], alone[1], rtol=1e-3, atol=1e-3)
+    states = [
+        {name: t for name, t in scaling_state(model).items() if "core_attention" not in name}
+        for model, _ in (mapped, alone)
+    ]
+    torch.testing.assert_close(*states, rtol=1e-2, atol=0)
+    assert bool(states[0]) == (inside == "delayed")
+
+
+def test_amaxes_are_reduced_once_a_step_and_direction(monkeypatch):
+    """However many modules have an autocast of their own."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
+
+    reduced, reduce = [], Manager.reduce_and_update_fp8_tensors
+    monkeypatch.setattr(
+        Manager,
+        "reduce_and_update_fp8_tensors",
+        lambda forward=True: (reduced.append(forward), reduce(forward=forward)),
+    )
+    for values in (
+        {"fp8_scenario": "current", "precision_map": "layers.*=delayed"},
+        {"fp8_scenario": "current", "precision_map": "layers.1=delayed,layers.0=bf16"},
+        {"fp8_scenario": "delayed", "precision_map": "proj=current", "bf16_last_layers": 0},
+        {"fp8_scenario": "delayed", "bf16_first_layers": 1},
+        {"fp8_scenario": "delayed"},
+    ):
+        reduced.clear()
+        learn(resolve(**values), steps=2)
+        assert reduced == [True, False] * 2, values
+
+
+def test_an_unusable_recipe_falls_back_or_stops():
+    if (reason := why_not("mxfp8")) is None:
+        pytest.skip("this GPU runs mxfp8")
+    found = resolve(fp8_scenario="current", precision_map="proj=mxfp8")
+    assert found.in_use == {"current", "delayed"} and reason in found.map_fallbacks["mxfp8"]
+    with pytest.raises(RuntimeError, match=r"--precision_map \.\.\.=mxfp8 cannot run here"):
+        resolve(fp8_scenario="current", precision_map="proj=mxfp8", fp8_fallback="error")
+
+
+def test_a_resumed_run_with_delayed_scaling_in_the_map_alone_is_the_uninterrupted_one(tmp_path):
+    flags = f"{SMALL} --mixed_precision fp8 --fp8_scenario current --no_export --eval_interval 0"
+    flags += " --precision_map layers.1=delayed,layers.2.layernorm_mlp=bf16"
+    train(tmp_path / "whole", flags)
+    again = f"--resume {tmp_path / 'whole' / 'checkpoints' / 'step_000006'}"
+    train(tmp_path / "again", f"{flags} {again}")
+    whole = losses(tmp_path / "whole")
+    assert losses(tmp_path / "again") == {step: whole[step] for step in range(7, 13)}
+    assert whole[12] < 0.8 * whole[1]
+
+
+def test_fp8_attention_goes_with_its_layer(tmp_path):
+    """A layer in BF16 has its attention in BF16 too."""
+    narrow = plan_model("tiny-llama", init="auto", use_te=True)  # Hopper's FP8 attention needs heads of 128
+    narrow.config.update({"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1})
+    narrow.config.save_pretrained(tmp_path / "model")
+    flags = f"{SMALL} --no_deterministic --no_packing --mixed_precision fp8 --fp8_attention --no_export"
+    flags += f" --model_name {tmp_path / 'model'} --init random --tokenizer_name demo"
+    train(tmp_path / "run", f"{flags} --bf16_first_layers 1")
+    rows = json.loads((tmp_path / "run" / "env.json").read_text())["coverage"]["rows"]
+    ran = {
+        row["precision"]: row["count"]
+        for row in rows
+        if row["modules"].endswith("self_attention.core_attention")
+    }
+    assert ran == {"bf16": 1, "fp8 delayed": 2}
+    found = losses(tmp_path / "run")
+    assert found[12] < 0.8 * found[1]

@@ -1,0 +1,171 @@
+"""FP8 casts against values computed by hand, by search over all FP8 numbers, and by torchao."""
+
+import math
+
+import pytest
+import torch
+
+from te_models.emulation.casts import (
+    E4M3,
+    E5M2,
+    Quantized,
+    cast_blocks,
+    cast_mx,
+    cast_tensor,
+    cast_with_scale,
+    largest,
+    mx_exponent,
+    saturate,
+    scale_of,
+    widen,
+)
+
+INF, NAN = float("inf"), float("nan")
+
+
+def numbers(dtype: torch.dtype) -> torch.Tensor:
+    """Every finite value of an FP8 format, ascending, from its bits: sign, exponent, mantissa."""
+    exponent_bits, mantissa_bits, bias = (4, 3, 7) if dtype == E4M3 else (5, 2, 15)
+    found = set()
+    for code in range(128):
+        exponent, mantissa = code >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
+        top = exponent == (1 << exponent_bits) - 1
+        if top and (dtype == E5M2 or mantissa == (1 << mantissa_bits) - 1):
+            continue  # infinity and NaN
+        fraction = mantissa / (1 << mantissa_bits)
+        value = (1 + fraction) * 2.0 ** (exponent - bias) if exponent else fraction * 2.0 ** (1 - bias)
+        found |= {value, -value}
+    return torch.tensor(sorted(found), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_casts_round_to_the_nearest_number_and_saturate(dtype):
+    known = numbers(dtype)
+    assert known.max() == {E4M3: 448, E5M2: 57344}[dtype] and len(known) == {E4M3: 253, E5M2: 247}[dtype]
+    middles = (known[1:] + known[:-1]) / 2  # all exact in float32
+    nudged = [middles.float().nextafter(torch.tensor(towards)) for towards in (-INF, INF)]
+    x = torch.cat([known.float(), middles.float(), *nudged, known.float() * 1.01])
+    got = widen(saturate(x, dtype)).double()
+    distance = (known[None] - x.double()[:, None].clamp(known[0], known[-1])).abs()
+    torch.testing.assert_close(
+        (got - x.double().clamp(known[0], known[-1])).abs(), distance.amin(1), rtol=0, atol=0
+    )
+    even = widen(saturate(middles.float(), dtype)).to(dtype).view(torch.uint8) % 2 == 0
+    assert even.all()
+    beyond = widen(saturate(torch.tensor([1e9, -INF, INF, NAN]), dtype))
+    assert beyond[:3].tolist() == [known[-1], known[0], known[-1]] and beyond[3].isnan()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_widening_knows_every_code(dtype):
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(dtype)
+    torch.testing.assert_close(widen(codes), codes.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_scales_by_hand():
+    amax = torch.tensor([3.5, 3.0, 0.0, INF, 1e-45, 448.0])
+    exact = scale_of(amax, E4M3, power_of_two=False)
+    assert exact.tolist() == [
+        128.0,
+        torch.tensor(448 / 3).item(),
+        1.0,
+        1.0,
+        torch.finfo(torch.float32).max,
+        1.0,
+    ]
+    powers = scale_of(amax, E4M3, power_of_two=True)
+    assert powers.tolist() == [128.0, 128.0, 1.0, 1.0, 2.0**127, 1.0]
+    assert scale_of(torch.tensor(7.0), E5M2, power_of_two=False) == 8192.0
+
+
+def test_the_largest_magnitude_passes_over_nan():
+    x = torch.tensor([[NAN, -3.0], [2.0, 1.0]], dtype=torch.bfloat16)
+    assert largest(x) == 3.0 and largest(x).dtype == torch.float32
+    assert largest(torch.tensor([-INF, 1.0])) == INF
+    assert largest(x, (1,)).tolist() == [3.0, 2.0]
+
+
+def test_per_tensor_casts_by_hand():
+    x = torch.tensor([[1.0, -2.0], [3.5, 0.2]], dtype=torch.bfloat16)  # 0.2 is 0.2002 in BF16
+    current = cast_tensor(x, E4M3)
+    assert widen(current.data).tolist() == [[128.0, -256.0], [448.0, 26.0]]
+    assert current.scale_inv == 1 / 128 and current.dequantize()[1, 1] == 26 / 128
+    # An amax from before rounding gives another scale, and the rounded value saturates.
+    assert widen(cast_tensor(x, E4M3, amax=torch.tensor(3.4)).data)[1, 0] == 448.0
+    delayed = cast_with_scale(x, torch.tensor(256.0), E5M2)
+    assert widen(delayed.data).tolist() == [[256.0, -512.0], [896.0, 48.0]]
+    assert widen(cast_with_scale(x, torch.tensor(256.0), E4M3).data)[1, 0] == 448.0  # 896 saturates
+
+
+def block_matrix(rows: int, columns: int) -> torch.Tensor:
+    """Magnitudes that grow by powers of 2 from block to block, so that every block has a scale of its own."""
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, columns, generator=generator)
+    row, column = torch.arange(rows)[:, None] // 128, torch.arange(columns)[None] // 128
+    return (x * 2.0 ** (3 * row - 2 * column)).bfloat16()
+
+
+@pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128)])
+@pytest.mark.parametrize("shape", [(256, 384), (160, 200)])  # with and without cut off blocks
+def test_blocks_share_a_power_of_two_scale(block, shape):
+    x = block_matrix(*shape)
+    quantized = cast_blocks(x, E4M3, block)
+    assert quantized.data.shape == shape
+    scales = [math.ceil(side / length) for side, length in zip(shape, block, strict=True)]
+    assert list(quantized.scale_inv.shape) == scales
+    got = quantized.dequantize()
+    for i in range(0, scales[0], 37):
+        for j in range(0, scales[1], 29):
+            part = (slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1]))
+            values = x[part].double()
+            scale = 2.0 ** math.floor(math.log2(448 / values.abs().max().item()))
+            assert quantized.scale_inv[i, j] == 1 / scale
+            expected = widen(saturate((values * scale).float(), E4M3)).double() / scale
+            assert torch.equal(got[part].double(), expected)
+
+
+def test_blocks_of_zeros_stay_zeros():
+    x = torch.zeros(128, 256)
+    x[:, 128:] = 1.0
+    for quantized in (cast_blocks(x, E4M3, (1, 128)), cast_mx(x, E4M3, dim=1)):
+        assert torch.equal(quantized.dequantize(), x)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32])
+def test_mx_is_torchaos(dtype, dim, source):
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    config = pytest.importorskip("torchao.prototype.mx_formats.config")
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(96, 160, generator=generator) * 2.0 ** torch.randint(
+        -30, 30, (96, 160), generator=generator
+    )
+    x[:, :32] = 0.0
+    x[:32] = 0.0
+    x[40, 40], x[64:, 64:] = 448.0 * 2**29, 448.0
+    x[64:, 32:64] = 1e-37  # below what the smallest scale could bring into range
+    x = x.to(source)
+    lines = x if dim == 1 else x.T.contiguous()
+    scale, data = mx.to_mx(lines, dtype, 32, scaling_mode=config.ScaleCalculationMode.RCEIL)
+    ours = cast_mx(x, dtype, dim=dim)
+    ours_data, ours_scale = (ours.data, ours.scale_inv) if dim == 1 else (ours.data.T, ours.scale_inv.T)
+    assert torch.equal(ours_data.contiguous().view(torch.uint8), data.view(torch.uint8).reshape(lines.shape))
+    exponents = scale.view(torch.uint8).reshape(ours_scale.shape).double() - 127
+    theirs = exponents.exp2().float()
+    assert torch.equal(ours_scale, theirs)
+
+
+def test_mx_exponents_by_hand():
+    """E8M0 has bias 127; 448 * 2^k needs 2^k, anything above it the next power."""
+    amax = torch.tensor([448.0, 449.0, 896.0, 1.0, 0.0, 1e-45, INF, 3e38])
+    assert mx_exponent(amax, E4M3).tolist() == [127, 128, 128, 119, 0, 0, 254, 247]
+    with pytest.raises(ValueError, match=r"mxfp8: a side of 33 is no multiple of 32"):
+        cast_mx(torch.ones(32, 33), E4M3, dim=1)
+
+
+def test_dequantize_undoes_the_scale_alone():
+    data = torch.tensor([[1.0, 2.0]]).to(E4M3)
+    assert Quantized(data, torch.tensor(0.5)).dequantize().tolist() == [[0.5, 1.0]]
+    blocks = Quantized(data, torch.tensor([[0.5, 4.0]]), (1, 1))
+    assert blocks.dequantize().tolist() == [[0.5, 8.0]]
