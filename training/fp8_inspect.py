@@ -3,6 +3,7 @@
 TE sees the casts inside its modules; all that is done here is to tell it which statistics of which modules to
 take at which steps, and to pass its numbers on. A module without statistics in a step runs as fast as ever.
 Overflow is told of delayed scaling alone: the other recipes scale by the largest value, so nothing overflows.
+Scales are told of recipes with one a tensor.
 
 https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/debug.html
 """
@@ -31,8 +32,9 @@ SCALES = ["scale_inv_min", "scale_inv_max"]
 FEATURES = {
     "delayed": ("LogFp8TensorStats", ["underflows%", "overflows%", *SCALES]),
     "current": ("LogFp8TensorStats", ["underflows%", *SCALES]),
-    "block": ("LogFp8TensorStats", ["underflows%", *SCALES]),
-    "mxfp8": ("LogFp8TensorStats", ["underflows%", *SCALES]),
+    # TE pads the tensors that hold a scale per block, and its scale statistics count the padding too.
+    "block": ("LogFp8TensorStats", ["underflows%"]),
+    "mxfp8": ("LogFp8TensorStats", ["underflows%"]),
     "nvfp4": ("LogNvfp4TensorStats", ["underflows%"]),
 }
 # TE's name -> (ours, how its value becomes ours); TE counts in percent and knows the inverse of a scale.

@@ -198,7 +198,8 @@ class Trainer:
             usable=mean.isfinite() & (tokens > 0),
             max_norm=self.cfg.optim.max_grad_norm,
         )
-        verdict = read_later(torch.stack([outcome.taken.float(), stop]))
+        taken = outcome.taken.to(self.device, torch.float32)  # known on the CPU where weights are offloaded
+        verdict = read_later(torch.stack([taken, stop]))
         return StepResult(mean, outcome.grad_norm, rate, verdict)
 
     @torch.no_grad()
