@@ -31,9 +31,15 @@ def last_casts(records: list[dict[str, Any]]) -> tuple[int, dict[str, Values]] |
 
 
 def draw_casts(name: str, step: int, statistics: dict[str, Values]) -> Figure:
-    """One heatmap a statistic; what a tensor does not have, or is not finite, stays blank."""
-    figure = Figure(figsize=(5 * len(statistics), 8), layout="constrained")
-    figure.suptitle(f"{name}: FP8 casts of step {step:,}")
+    """One heatmap a statistic; what a tensor does not have, or is not finite, stays blank.
+
+    Without a `name` there is no title: whoever shows it says what it is.
+    """
+    layers = 1 + max(layer for values in statistics.values() for _, layer in values)
+    size = (5 * len(statistics), min(8.0, 4 + layers / 6))
+    figure = Figure(figsize=size, layout="constrained")
+    if name:
+        figure.suptitle(f"{name}: FP8 casts of step {step:,}", parse_math=False)
     for axes, (statistic, values) in zip(
         figure.subplots(1, len(statistics), squeeze=False)[0], statistics.items(), strict=True
     ):
@@ -52,4 +58,5 @@ def _draw(figure: Figure, axes: Axes, statistic: str, values: Values) -> None:
     figure.colorbar(axes.imshow(grid, aspect="auto", interpolation="none", norm=norm), ax=axes)
     axes.set(title=statistic, ylabel="layer", xticks=range(len(tensors)))
     axes.set_xticklabels(tensors, rotation=90, fontsize=7)
+    axes.grid(False)
     axes.yaxis.get_major_locator().set_params(integer=True)

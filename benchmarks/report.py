@@ -1,132 +1,25 @@
-"""Table and loss curve of finished, stopped or crashed runs, read from their run folders alone.
+"""Table, figures and an HTML page of finished, stopped or crashed runs, read from their run folders alone.
 
-python -m benchmarks.report RUN [RUN ...] [--output_dir DIR]
+python -m benchmarks.report RUN [RUN ...] [--reference RUN] [--output_dir DIR]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
+import matplotlib
 from matplotlib.figure import Figure
 
+from benchmarks import figures, html_report
 from benchmarks.fp8_heatmap import draw_casts, last_casts
-from training.metrics import perplexity
-
-NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as metrics.jsonl writes them
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """What a run folder says; `summary` is None for a run that did not get to its end."""
-
-    folder: Path
-    config: dict[str, Any]
-    environment: dict[str, Any]
-    records: list[dict[str, Any]]
-    summary: dict[str, Any] | None
-
-    @property
-    def name(self) -> str:
-        return self.folder.resolve().name
-
-    def series(self, metric: str) -> list[tuple[int, float]]:
-        """(step, value) of every finite value logged."""
-        found = [(record["step"], record[metric]) for record in self.records if metric in record]
-        return [(step, value) for step, value in found if math.isfinite(value)]
-
-    def value(self, name: str) -> Any:
-        """A summary value by its name; of a run without summary what metrics.jsonl tells, else None."""
-        if self.summary is not None:
-            return self.summary.get(name)
-        return self.environment.get(name, self.config.get(name, self._from_metrics(name)))
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of the whole job, 0 on a CPU; a run recorded before several could take part had one."""
-        if self.summary is not None:
-            return self.summary.get("gpus", 1)
-        return self.environment.get("world_size", 1) if self.environment.get("gpu_name") else 0
-
-    @property
-    def tokens_per_gpu(self) -> float | None:
-        """Tokens/s of one GPU."""
-        rate = self.value("tokens_per_second")
-        return rate / self.gpus if rate is not None and self.gpus else None
-
-    def _from_metrics(self, name: str) -> Any:
-        if name == "steps":
-            return self.records[-1]["step"] if self.records else 0
-        metric, reduce = FROM_METRICS.get(name, (None, None))
-        values = [value for _, value in self.series(metric)] if metric else []
-        return reduce(values) if values else None
-
-
-def read_run(folder: Path) -> RunRecord:
-    """Read a run folder; ValueError if it is none, or holds a broken file."""
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder}: not a run folder (it has no config.json)")
-    summary = folder / "summary.json"
-    return RunRecord(
-        folder=folder,
-        config=_read_json(folder / "config.json"),
-        environment=_read_json(folder / "env.json") if (folder / "env.json").exists() else {},
-        records=_read_metrics(folder / "metrics.jsonl"),
-        summary=_read_json(summary) if summary.exists() else None,
-    )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return _with_numbers(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from None
-
-
-def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The logged lines; a run that is being written, or was killed, may end in half a line."""
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        try:
-            records.append(_with_numbers(json.loads(line)))
-        except ValueError:
-            continue
-    return records
-
-
-def _with_numbers(values: dict[str, Any]) -> dict[str, Any]:
-    return {k: NON_FINITE.get(v, v) if isinstance(v, str) else v for k, v in values.items()}
-
-
-def tail_mean(values: list[float]) -> float:
-    """Mean of the last 10 % (at least one value)."""
-    return fmean(values[-max(1, len(values) // 10) :])
-
-
-def _after_warmup(values: list[float]) -> float:
-    return median(values[1:] or values)  # the first line holds the warm-up
-
-
-# Summary value -> (metric, how its series becomes the value), for runs that left no summary.
-FROM_METRICS: dict[str, tuple[str, Callable[[list[float]], float]]] = {
-    "train_loss": ("train/loss", lambda values: values[-1]),
-    "train_loss_tail_mean": ("train/loss", tail_mean),
-    "eval_loss": ("eval/loss", lambda values: values[-1]),
-    "eval_perplexity": ("eval/loss", lambda values: perplexity(values[-1])),
-    "tokens_per_second": ("perf/tokens_per_second", _after_warmup),
-    "model_tflops_per_gpu": ("perf/model_tflops_per_gpu", _after_warmup),
-    "mfu_bf16": ("perf/mfu_bf16", _after_warmup),
-    "mfu_fp8": ("perf/mfu_fp8", _after_warmup),
-    "peak_memory_gb": ("perf/peak_memory_gb", max),
-}
-
+from benchmarks.gaps import comparison, pick_reference
+from benchmarks.runs import RunRecord as RunRecord
+from benchmarks.runs import read_run
+from benchmarks.runs import tail_mean as tail_mean
 
 Cell = Callable[[RunRecord, list[RunRecord]], str]  # of a run, beside all runs of the report
 
@@ -156,8 +49,7 @@ def _precision(run: RunRecord, _: list[RunRecord]) -> str:
 
 
 def _mode(run: RunRecord, _: list[RunRecord]) -> str:
-    known = run.summary or run.environment  # config.json has what was asked for, perhaps `auto`
-    return known.get("sharding_mode", "single") if known else "-"
+    return run.mode or "-"
 
 
 def _per_gpu(run: RunRecord, _: list[RunRecord]) -> str:
@@ -224,74 +116,88 @@ def provenance(run: RunRecord) -> str:
     return ", ".join(parts)
 
 
-def smooth(values: list[float]) -> list[float]:
-    """Centred moving mean over about 5 % of the values; the window narrows evenly towards both ends."""
-    most = len(values) // 40
-    halves = [min(most, i, len(values) - 1 - i) for i in range(len(values))]
-    return [fmean(values[i - half : i + half + 1]) for i, half in enumerate(halves)]
-
-
-def draw_losses(runs: list[RunRecord]) -> Figure:
-    """Training loss, raw and smoothed, and evaluation loss of all runs on shared axes."""
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.subplots()
-    names = [run.name for run in runs]
-    for i, run in enumerate(runs):
-        color, label = f"C{i % 10}", run.name if names.count(run.name) == 1 else str(run.folder)
-        if train := run.series("train/loss"):
-            steps, losses = zip(*train, strict=True)
-            axes.plot(steps, losses, color=color, alpha=0.3, linewidth=1)
-            axes.plot(steps, smooth(list(losses)), color=color, label=f"{label}: training, smoothed")
-        if evaluation := run.series("eval/loss"):
-            axes.plot(*zip(*evaluation, strict=True), "o--", color=color, label=f"{label}: evaluation")
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per label token)")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    return figure
-
-
-def write_figures(runs: list[RunRecord], target: Path) -> str | None:
-    """loss.png and each run's fp8_stats.png, as far as the runs have logged what they show; or why not."""
-    figures = {}
+def draw(runs: list[RunRecord], reference: RunRecord) -> dict[str, tuple[str, Figure]]:
+    """{file: (what it shows, figure)}, as far as the runs have logged what they show."""
+    found = {}
     if any(run.series("train/loss") or run.series("eval/loss") for run in runs):
-        figures["loss curve", "loss.png"] = draw_losses(runs)
-    else:
-        print("\nno loss.png: no loss was logged")
+        found["loss.png"] = ("loss curve", figures.draw_losses(runs))
+        found["loss_log.png"] = ("loss curve, logarithmic", figures.draw_losses(runs, log=True))
+    against = comparison(runs, reference)
+    if against.runs:
+        found["gap.png"] = ("gap to the reference", figures.draw_gap(runs, against))
+    for axis in figures.AXES:
+        lines = figures.scaling(runs, axis)
+        for rate, (_, _, word) in figures.RATES.items():
+            if lines and (figure := figures.draw_scaling(lines, axis, rate)):
+                found[f"{word}_by_{axis.replace(' ', '_').lower()}.png"] = (f"{rate} by {axis}", figure)
+    if figures.precisions(runs):
+        found["coverage.png"] = ("precision coverage", figures.draw_coverage(runs))
     for number, run in enumerate(runs, 1):
         if casts := last_casts(run.records):
-            name = "fp8_stats.png" if len(runs) == 1 else f"fp8_stats_{number}_{run.name}.png"
-            figures["FP8 statistics", name] = draw_casts(run.name, *casts)
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        for (_, name), figure in figures.items():
-            figure.savefig(target / name, dpi=150)
-    except OSError as error:
-        return error.strerror
-    for what, name in figures:
-        print(f"\n{what}: {target / name}")
-    return None
+            file = "fp8_stats.png" if len(runs) == 1 else f"fp8_stats_{number}_{run.name}.png"
+            found[file] = ("FP8 statistics", draw_casts(run.name, *casts))
+    return found
+
+
+def write_figures(runs: list[RunRecord], reference: RunRecord, target: Path) -> None:
+    """The figures as PNGs into the folder `target`."""
+    with matplotlib.rc_context(figures.PAPER):
+        found = draw(runs, reference)
+        for file, (what, figure) in found.items():
+            figure.savefig(target / file, dpi=150)
+            print(f"\n{what}: {target / file}")
+    if "loss.png" not in found:
+        print("\nno loss.png: no loss was logged")
+
+
+def write_page(runs: list[RunRecord], reference: RunRecord, target: Path) -> None:
+    """report.html into the folder `target`."""
+    rows = {name: [cell(run, runs) for run in runs] for name, cell in COLUMNS.items()}
+    page = html_report.page(runs, reference, rows, [provenance(run) for run in runs])
+    (target / "report.html").write_text(page, encoding="utf-8")
+    print(f"\nreport: {target / 'report.html'}")
+
+
+def read_all(folders: list[Path], reference: Path | None) -> tuple[list[RunRecord], RunRecord]:
+    """The runs and their reference, which joins them if need be; ValueError for what is no run."""
+    found: dict[Path, RunRecord] = {}
+    for folder in [*folders, *([reference] if reference else [])]:
+        if folder.resolve() not in found:
+            found[folder.resolve()] = read_run(folder)
+    runs = list(found.values())
+    return runs, found[reference.resolve()] if reference else pick_reference(runs)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the table, write the figures; exit code 2 for a folder that is no run."""
+    """Print the table, write page and figures; exit code 2 for a folder that is no run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
     parser.add_argument(
-        "--output_dir", type=Path, help="where figures go; default: the folder of a single run"
+        "--reference",
+        type=Path,
+        metavar="RUN",
+        help="run that losses are set against; default: the first in BF16, else the first",
+    )
+    parser.add_argument(
+        "--output_dir", type=Path, help="where page and figures go; default: the folder of a single run"
     )
     args = parser.parse_args(argv)
     try:
-        runs = [read_run(folder) for folder in args.runs]
+        runs, reference = read_all(args.runs, args.reference)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(table(runs))
     target = args.output_dir or (args.runs[0] if len(runs) == 1 else None)
     if target is None:
-        print("\nno loss.png: several runs need --output_dir")
-    elif error := write_figures(runs, target):
-        print(f"error: --output_dir {target}: {error}", file=sys.stderr)
+        print("\nno report.html and loss.png: several runs need --output_dir")
+        return 0
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        write_figures(runs, reference, target)
+        write_page(runs, reference, target)
+    except OSError as error:
+        print(f"error: --output_dir {target}: {error.strerror}", file=sys.stderr)
         return 2
     return 0
 

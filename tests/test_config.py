@@ -53,6 +53,7 @@ def test_defaults_and_flags():
         (["--eval_samples", "0", "--generate_samples", "1"], "--eval_samples 0"),
         (["--eval_samples", "0", "--max_steps", "0"], "--eval_samples 0"),
         (["--seed", "-1"], "--seed -1: must be between 0"),
+        (["--profile_steps", "-1"], "--profile_steps -1: must be 0 or more"),
         (
             ["--hsdp_shard_size", "2", "--sharding_mode", "fsdp_full"],
             "--hsdp_shard_size 2 --sharding_mode fsdp_full",

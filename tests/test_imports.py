@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("training", "te_models", "data", "benchmarks")
 TRAINING_LEAVES = {"precision", "sharding", "optim", "checkpoint", "export", "trackers", "run_folder"}
 TRAINING_LEAVES |= {"coverage", "scaling_state", "te_runtime", "precision_map", "fp8_stats", "fp8_inspect"}
-TRAINING_LEAVES |= {"torchao_fp8"}
+TRAINING_LEAVES |= {"torchao_fp8", "profiling"}
 TRAINING_LEAVES |= {"watchdog", "zero", "zero_settings", "outcome", "generate", "gradient_sums", "auto_mode"}
 # These import nothing of ours.
 BARE = {"config", "metrics", "loss_triton", "adamw_triton", "durable_files", "ranks", "cudnn", "__init__"}
@@ -20,6 +20,7 @@ ALSO = {
     "export": ("durable_files",),
     "run_folder": ("durable_files",),
     "trackers": ("durable_files",),
+    "profiling": ("durable_files",),
     "sharding": ("ranks", "zero", "gradient_sums", "optim"),
     "optim": ("adamw",),
     "watchdog": ("ranks", "outcome"),
@@ -73,7 +74,9 @@ def allowed(path: Path) -> set[str] | None:
     if relative.parts[0] == "data":
         return {"training", "training.config"}
     if relative.parts[0] == "benchmarks":
-        return {"training", "training.config", "training.metrics", "te_models.presets"}
+        leaves = {"training.config", "training.metrics", "training.trackers", "training.durable_files"}
+        leaves |= {"training.auto_mode"}  # plans ask which mode training would take
+        return {"training", *leaves, "te_models.presets", "data.demo"}
     stem = relative.stem
     if stem in BARE:
         return set()

@@ -91,8 +91,11 @@ def test_saying_the_same_twice_is_no_disagreement():
         ({"precision_map": "=bf16"}, r"'=bf16' is not PATTERN=RECIPE"),
         ({"precision_map": "layers..proj=bf16"}, r"'layers..proj=bf16' is not PATTERN=RECIPE"),
         ({"precision_map": "a=b=bf16"}, r"'a=b=bf16' is not PATTERN=RECIPE"),
-        ({"precision_map": "proj=mxfp9"}, r"mxfp9 is none; with it .*delayed, .*nvfp4, bf16; .*'mxfp8'"),
-        ({"precision_map": "proj=rowwise"}, r"rowwise is a recipe without --use_te; with it .*delayed"),
+        (
+            {"precision_map": "proj=mxfp9"},
+            r"mxfp9 is no recipe; with --use_te .*delayed, .*nvfp4, bf16; .*'mxfp8'",
+        ),
+        ({"precision_map": "proj=rowwise"}, r"rowwise is one without --use_te; with --use_te .*delayed"),
         ({"precision_map": "layers.9=bf16"}, r"layers.9=bf16: no GEMM module .*layers\.\*\..*layers 0 to 3"),
         (
             {"precision_map": "layers.1=bf16,proj=current"},
@@ -113,7 +116,7 @@ def test_what_makes_no_sense_is_refused_in_one_line(values, words):
 
 
 def test_te_s_recipes_are_refused_without_te():
-    with pytest.raises(ValueError, match=r"block is a recipe of --use_te; without it .*rowwise_with_gw_hp"):
+    with pytest.raises(ValueError, match=r"block is one of --use_te; without --use_te .*rowwise_with_gw_hp"):
         parse("proj=block", use_te=False)
 
 
@@ -175,7 +178,7 @@ def test_a_map_is_for_fp8_alone(given, use_te):
 
 def test_a_hugging_face_model_s_map_is_read_before_its_weights():
     cfg = config_from_dict(HF | {"precision_map": "proj=block"})
-    with pytest.raises(ValueError, match="block is a recipe of --use_te"):
+    with pytest.raises(ValueError, match="block is one of --use_te"):
         precision_map.resolve(cfg, Precision("tensorwise", "tensorwise"), CONFIG)
 
 
@@ -306,7 +309,7 @@ def test_a_layer_in_bf16_computes_as_without_fp8():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--precision_map proj=block", "block is a recipe of --use_te"),
+        ("--precision_map proj=block", "block is one of --use_te"),
         ("--precision_map layers.7=bf16", "layers.7=bf16: no GEMM module has such a name"),
         ("--use_te --te_backend emulated --precision_map proj", "'proj' is not PATTERN=RECIPE"),
         ("--use_te --te_backend emulated --bf16_first_layers 9", "use --mixed_precision bf16"),

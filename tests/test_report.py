@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.report import COLUMNS, draw_losses, main, read_run, smooth, table
+from benchmarks.figures import draw_losses
+from benchmarks.gaps import comparison, loss_gap, noise_band, pick_reference, tail_gap, tail_noise
+from benchmarks.report import COLUMNS, main, read_run, table
+from benchmarks.runs import smooth
 from training.config import Config, LogConfig
 from training.durable_files import write_json
 from training.trackers import build_tracker
@@ -189,7 +192,8 @@ def test_the_curve_shows_all_runs_without_non_finite_losses(tmp_path):
     folders = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
     write_run(folders[0], losses=[4.0, math.nan, 2.0])
     write_run(folders[1], losses=[8.0, 6.0])
-    (axes,) = draw_losses([read_run(folder) for folder in folders]).axes
+    figure = draw_losses([read_run(folder) for folder in folders])
+    (axes,) = figure.axes
     drawn = [list(zip(*line.get_data(), strict=True)) for line in axes.lines]
     assert drawn == [
         [(10, 4.0), (30, 2.0)],
@@ -198,7 +202,8 @@ def test_the_curve_shows_all_runs_without_non_finite_losses(tmp_path):
         [(10, 8.0), (20, 6.0)],
         [(20, 3.0)],
     ]
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    (legend,) = figure.legends
+    labels = [text.get_text() for text in legend.get_texts()]
     assert labels == [
         f"{folders[0]}: training, smoothed",
         f"{folders[1]}: training, smoothed",
@@ -215,7 +220,9 @@ def test_command_line_writes_the_curve_into_the_run(tmp_path):
     command = [sys.executable, "-m", "benchmarks.report", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == f"loss curve: {tmp_path / 'loss.png'}"
+    lines = done.stdout.splitlines()
+    assert f"loss curve: {tmp_path / 'loss.png'}" in lines
+    assert lines[-1] == f"report: {tmp_path / 'report.html'}"
     assert is_png(tmp_path / "loss.png")
 
 
@@ -237,8 +244,77 @@ def test_what_is_no_run_is_one_line_and_exit_code_2(tmp_path, capsys):
         ([tmp_path / "empty"], "empty: not a run folder (it has no config.json)"),
         ([good, tmp_path / "nowhere"], "nowhere: not a run folder"),
         ([broken], "summary.json: cannot be read"),
+        ([good, "--reference", tmp_path / "empty"], "empty: not a run folder"),
         ([good, "--output_dir", broken / "summary.json"], "summary.json: File exists"),
     ):
         assert main([str(argument) for argument in arguments]) == 2
         shown = capsys.readouterr().err
         assert shown.startswith("error: ") and reason in shown and shown.count("\n") == 1
+
+
+def trained(folder, losses, recipe="bf16", **settings):
+    values = {"recipe": recipe, "mixed_precision": "bf16" if recipe == "bf16" else "fp8"}
+    folder = write_run(
+        folder, losses=losses, summary=SUMMARY | values | {"gpus": 1, "world_size": 1}, **settings
+    )
+    return read_run(folder)
+
+
+def test_the_reference_is_the_first_bf16_run_else_the_first(tmp_path):
+    fp8 = trained(tmp_path / "fp8", [2.0], "delayed")
+    empty, bf16 = trained(tmp_path / "empty", []), trained(tmp_path / "bf16", [2.0])
+    assert pick_reference([fp8, empty, bf16]) is bf16
+    assert pick_reference([fp8, empty]) is fp8
+
+
+def test_gap_and_noise_band_against_the_reference(tmp_path):
+    reference = trained(tmp_path / "a", [4.0, 2.0, 2.0], seed=1)
+    twin = trained(tmp_path / "b", [4.4, 2.2, 1.9], seed=2)
+    fp8 = trained(tmp_path / "c", [4.0, 2.1, 2.04, 1.0], "delayed", seed=1, mixed_precision="fp8")
+    again = trained(tmp_path / "d", [9.0, 9.0, 9.0], seed=1)  # no other seed: says nothing of noise
+    warmer = trained(tmp_path / "e", [9.0, 9.0, 9.0], seed=3, learning_rate=1.0)  # nor another setting
+    runs = [reference, twin, fp8, again, warmer]
+    against = comparison(runs, reference)
+    assert (against.runs, against.family, against.left_out) == (runs[1:], [reference, twin], {})
+    assert loss_gap(fp8, reference) == [(10, 0.0), (20, pytest.approx(0.05)), (30, pytest.approx(0.02))]
+    assert noise_band(against.family) == [
+        (10, pytest.approx(0.1)),
+        (20, pytest.approx(0.1)),
+        (30, pytest.approx(0.05)),
+    ]
+    assert noise_band([reference]) == [] and tail_noise([reference]) is None
+    assert tail_gap(fp8, reference) == pytest.approx(0.02)  # of step 30, which both have
+    assert tail_noise(against.family) == pytest.approx(0.05)
+
+
+def test_the_noise_of_three_seeds_is_their_whole_spread(tmp_path):
+    family = [trained(tmp_path / str(loss), [loss], seed=i) for i, loss in enumerate((2.0, 2.2, 1.9))]
+    assert noise_band(family) == [(10, pytest.approx(0.15))]
+    assert tail_noise(family) == pytest.approx(0.15)
+
+
+def test_losses_of_other_work_are_not_compared(tmp_path):
+    reference = trained(tmp_path / "a", [2.0])
+    longer = trained(tmp_path / "longer", [2.0], max_seq_length=2048)
+    larger = trained(tmp_path / "larger", [2.0], batch_size=4 * reference.config["batch_size"])
+    silent = trained(tmp_path / "silent", [])
+    against = comparison([reference, longer, larger, silent], reference)
+    assert against.runs == []
+    rows = reference.config["batch_size"]
+    assert against.left_out == {
+        "longer": f"max_seq_length is 2048, the reference's {reference.config['max_seq_length']}",
+        "larger": f"its global batch is {4 * rows} rows, the reference's {rows}",
+        "silent": "it logged no training loss",
+    }
+
+
+def test_an_emulated_run_shows_no_speed(tmp_path):
+    folder = write_run(tmp_path / "done", summary=SUMMARY | {"emulated": True}, environment=ENVIRONMENT)
+    stopped = write_run(tmp_path / "stopped", losses=[3.0, 2.0], environment=ENVIRONMENT | {"emulated": True})
+    for run in (read_run(folder), read_run(stopped)):
+        shown = cells(run)
+        assert "(emulated)" in shown["precision"]
+        assert {shown[name] for name in ("tokens/s", "tokens/s per GPU", "scaling", "TFLOP/s per GPU")} == {
+            "-"
+        }
+        assert shown["MFU (of BF16 / FP8 peak)"] == "- / -"

@@ -171,6 +171,8 @@ def test_a_broken_config_is_one_line(tmp_path, capsys):
 def test_a_finished_run_started_again_changes_no_weight(finished, capsys):
     before, summary = exported(finished), (finished / "summary.json").read_text()
     train(finished, "--max_steps 8 --save_interval 4")
+    said = capsys.readouterr().out
+    assert "this run is finished" in said and "parameters" not in said, "nothing is built to say so"
     assert (finished / "summary.json").read_text() == summary
     assert all(torch.equal(tensor, before[name]) for name, tensor in exported(finished).items())
     assert sorted(losses(finished)) == list(range(1, 9))

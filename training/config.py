@@ -341,6 +341,11 @@ class LogConfig:
     fp8_stats_interval: int = knob(
         0, "steps between FP8 tensor statistics (underflow, overflow, scale, amax); 0 for none", free=True
     )
+    profile_steps: int = knob(
+        0,
+        "profile this many steps from the ninth on: GPU time by kind of kernel (profile.json, and a trace)",
+        free=True,
+    )
     log_dir: str | None = knob(None, "write TensorBoard logs to this folder", free=True)
     use_wandb: bool = knob(False, "log to Weights & Biases", free=True)
     wandb_project: str = knob("llm-fp8", "W&B project", free=True)
@@ -355,6 +360,7 @@ class LogConfig:
         require(self.eval_interval >= 0, "eval_interval", self.eval_interval, "must be 0 or more")
         interval = self.fp8_stats_interval
         require(interval >= 0, "fp8_stats_interval", interval, "must be 0 or more")
+        require(self.profile_steps >= 0, "profile_steps", self.profile_steps, "must be 0 or more")
         require(self.log_interval >= 1, "log_interval", self.log_interval, "must be 1 or more")
 
 

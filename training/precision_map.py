@@ -54,10 +54,10 @@ def parse(text: str, *, use_te: bool) -> list[tuple[str, str]]:
         if not (equals and recipe and all(pattern.split("."))) or "=" in recipe:
             raise ValueError(f"{flag}: {entry.strip()!r} is not PATTERN=RECIPE (layers.0=bf16)")
         if recipe not in (*own, "bf16"):
-            how = f" is a recipe {'without' if use_te else 'of'} --use_te" if recipe in other else " is none"
+            how = f" is one {'without' if use_te else 'of'} --use_te" if recipe in other else " is no recipe"
             hint = nearest(recipe, (*own, "bf16")) if recipe not in other else ""
             raise ValueError(
-                f"{flag}: {recipe}{how}; {'with' if use_te else 'without'} it a module runs in one of "
+                f"{flag}: {recipe}{how}; {'with' if use_te else 'without'} --use_te a module runs in one of "
                 f"{', '.join(own)}, bf16{hint}"
             )
         entries.append((pattern, recipe))
@@ -130,7 +130,8 @@ def assign(cfg: Config, names: Sequence[str], num_layers: int) -> dict[str, str]
         heard.update(wish.said for wish in said)
         if len({wish.recipe for wish in said}) > 1:
             raise ValueError(
-                f"{' and '.join(wish.said for wish in said)} disagree on {name}; leave one of them out there"
+                f"--precision_map: {' and '.join(wish.said for wish in said)} disagree on {name}; leave one "
+                "of them out there"
             )
         assigned[name] = said[0].recipe if said else usual
     for wish in wishes[2:]:

@@ -27,6 +27,7 @@ KINDS: dict[str, str] = {
     "copies and sums": r"memcpy|memset|copy|fill|elementwise|CatArray|reduce_kernel|multi_tensor",
 }
 OTHER, IDLE = "other", "idle"
+FIRST = 9  # step of a run that is profiled first: warm-up is over, and a log interval of 8 too
 
 
 class Kernel(NamedTuple):
@@ -79,27 +80,48 @@ def lines(found: dict[str, Any]) -> list[str]:
     return [f"GPU time of a step, mean of {found['steps']}: {found['step_ms']:.2f} ms", *body]
 
 
+def check(count: int, device: torch.device) -> None:
+    """RuntimeError where --profile_steps has no kernels to time."""
+    if count and device.type != "cuda":
+        raise RuntimeError(
+            f"--profile_steps {count}: it times a GPU's kernels, and this run is on {device.type}; drop it, "
+            "or run on a CUDA GPU"
+        )
+
+
+def profiled_steps(count: int, *, done: int, total: int) -> range:
+    """The `count` steps to profile of a run that goes on after `done` steps and ends at `total`.
+
+    They begin FIRST steps on, or are the last ones of a shorter run; never is its first step among them, in
+    which kernels are chosen and compiled. ValueError if there are not as many.
+    """
+    if count and total - done <= count:
+        raise ValueError(
+            f"--profile_steps {count}: this run has {total - done} steps, and its first is not profiled; "
+            "profile fewer, or raise --max_steps"
+        )
+    first = min(done + FIRST, total - count + 1)
+    return range(first, first + count)
+
+
 class StepProfiler:
-    """Profiles `count` steps from step `first` on; afterwards profile.json and profile_trace.json are there.
+    """Profiles `steps`; afterwards profile.json and profile_trace.json are in `folder`.
 
     Steps that are profiled launch slower, which shows as idle time where a model is launch-bound.
     """
 
-    def __init__(self, folder: Path, *, first: int, count: int):
-        self.folder, self.first, self.count = folder, first, count
+    def __init__(self, folder: Path, steps: range):
+        self.folder, self.steps = folder, steps
         self._profiler: torch.profiler.profile | None = None
 
-    def before_step(self, step: int) -> None:
-        if step == self.first:
-            torch.cuda.synchronize()
-            activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-            self._profiler = torch.profiler.profile(activities=activities)
-            self._profiler.__enter__()
+    def start(self) -> None:
+        torch.cuda.synchronize()
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        self._profiler = torch.profiler.profile(activities=activities)
+        self._profiler.__enter__()
 
-    def after_step(self, step: int) -> list[str]:
-        """Lines to show, after the last profiled step; else none."""
-        if self._profiler is None or step < self.first + self.count - 1:
-            return []
+    def finish(self) -> list[str]:
+        """Write the files; lines to show."""
         torch.cuda.synchronize()
         profiler, self._profiler = self._profiler, None
         profiler.__exit__(None, None, None)
@@ -108,7 +130,13 @@ class StepProfiler:
             for event in profiler.events()
             if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
         ]
-        found = breakdown(kernels, self.count)
+        found = breakdown(kernels, len(self.steps))
         write_json(self.folder / "profile.json", found)
         profiler.export_chrome_trace(str(self.folder / "profile_trace.json"))
         return [*lines(found), f"trace, for https://ui.perfetto.dev: {self.folder / 'profile_trace.json'}"]
+
+    def close(self) -> None:
+        """Stop, if the run ended meanwhile."""
+        if self._profiler is not None:
+            self._profiler.__exit__(None, None, None)
+            self._profiler = None

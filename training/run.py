@@ -27,6 +27,7 @@ from training import (
     optim,
     precision,
     precision_map,
+    profiling,
     ranks,
     scaling_state,
     te_runtime,
@@ -105,7 +106,9 @@ class Run:
         self.resume, self.meta = ranks.on_first(self._find_checkpoint)
         ranks.together(self._load_data)
         ranks.agree("the data", self.loaders.train.identity)
-        self._build_model()
+        self.finished = self._is_finished()
+        if not self.finished:
+            self._build_model()
 
     def _decide(self) -> None:
         """Precision, model and optimizer, before any weight is read."""
@@ -148,6 +151,7 @@ class Run:
             ranks.together(lambda: refuse_small_host(te_models.count_parameters(self.plan.config)))
         self.strategy = STRATEGIES[self.mode](self.device, self.cfg)
         ranks.together(lambda: fp8_stats.check(self.cfg, self.precision, compiles=self._compiles()))
+        ranks.together(lambda: profiling.check(self.cfg.log.profile_steps, self.device))
         self.optimizer_plan = self._plan_optimizer(self.strategy.master_home)
 
     def _plan_optimizer(self, master_home: str) -> optim.OptimizerPlan:
@@ -311,7 +315,21 @@ class Run:
             return bool(self.cfg.model.compile)
         return self.device.type == "cuda" and self.strategy.master_home != "zero"
 
+    def _is_finished(self) -> bool:
+        """Whether the checkpoint is the end of a run that was summed up; nothing need be built to tell."""
+        if not self.resume:
+            return False
+        self.loaders.train.load_state_dict(self.meta["loader"])  # how much data is left
+        done = self.meta["progress"]["step"]
+        self.total_steps = self._steps_of_a_resumed_run(done)
+        return done >= self.total_steps and ranks.on_first((self.folder / "summary.json").exists)
+
     def run(self) -> int:
+        if self.finished:
+            self._unlock()
+            say("this run is finished; raise --max_steps or --num_epochs to go on")
+            say(f"run folder: {self.folder}")
+            return 0
         # Everything is restored before the tracker opens: it cuts the log at the step that goes on.
         progress, self.scaling = Progress(), {}
         if self.resume:
@@ -326,12 +344,9 @@ class Run:
                 loader=self.loaders.train,
             )
             say(f"resumed from {self.resume} at step {progress.step}")
-            self.total_steps = self._steps_of_a_resumed_run(progress.step)
-            if progress.step >= self.total_steps and (self.folder / "summary.json").exists():
-                self._unlock()
-                say("this run is finished; raise --max_steps or --num_epochs to go on")
-                say(f"run folder: {self.folder}")
-                return 0
+        count, total = self.cfg.log.profile_steps, self.total_steps
+        profiled = ranks.together(lambda: profiling.profiled_steps(count, done=progress.step, total=total))[0]
+        self.profiler = profiling.StepProfiler(self.folder, profiled)
         self.environment = describe_environment() | self.precision.as_dict()
         self.environment |= {
             "optimizer": self.optimizer_plan.describe(),
@@ -364,6 +379,7 @@ class Run:
         finally:
             self.display.close()
             self.fp8_stats.close()
+            self.profiler.close()
             self.tracker.finish(code)
             self._unlock()
         if code == EXIT_INTERRUPTED:
@@ -417,7 +433,7 @@ class Run:
             meter=Meter(self.shape, self.strategy.world_size, self._peaks(), self.precision.emulated),
             hooks=Hooks(
                 prepare=self._prepare,
-                before_step=self.fp8_stats.before_step,
+                before_step=self._before_step,
                 after_step=self._after_step,
                 after_first_step=self._after_first_step,
                 on_skipped=lambda: scaling_state.scrub_scaling(self.model),
@@ -457,9 +473,20 @@ class Run:
         scaling_state.scale_gradients(self.model, 1 / max(1, step_tokens))
         scaling_state.restore_scaling(self.model, self.scaling)
 
+    def _before_step(self, step: int) -> None:
+        self.fp8_stats.before_step(step)
+        steps = self.profiler.steps
+        if step in steps:
+            self.trainer.meter.disturbed = True
+            if step == steps[0] and self.strategy.rank == 0:
+                self.profiler.start()
+
     def _after_step(self, step: int) -> None:
         if found := self.fp8_stats.after_step(step, self.strategy):
             self.tracker.log(step, found)
+        if step in self.profiler.steps[-1:]:
+            self.display.message("\n".join(ranks.on_first(self.profiler.finish)))
+            self.trainer.restart_clock()
 
     def _after_first_step(self) -> None:
         found = coverage(self.model, self.precision)
@@ -560,6 +587,7 @@ class Run:
             "runtime_seconds": progress.wall_seconds,
             "train_seconds": progress.train_seconds,
             "peak_memory_gb": self.strategy.max(peak).item() if gpus else None,
+            "num_layers": getattr(self.plan.config.get_text_config(), "num_hidden_layers", None),
             "gpu_name": self.environment.get("gpu_name"),
             "gpus": gpus,
             "world_size": self.strategy.world_size,

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from training.config import Config
 from training.metrics import ModelShape, mfu, model_flops, perplexity, tokens_per_second
 
-RATES = ("perf/tokens_per_second", "perf/model_tflops_per_gpu", "perf/mfu_bf16", "perf/mfu_fp8")
+RATES = (
+    "perf/tokens_per_second",
+    "perf/padded_tokens_per_second",
+    "perf/model_tflops_per_gpu",
+    "perf/mfu_bf16",
+    "perf/mfu_fp8",
+    "perf/data_wait_share",
+)
 WARMUP_STEPS = 5  # left out of the reported rates: kernels are chosen and memory is reserved in them
 
 
@@ -100,6 +107,7 @@ class Meter:
     waited: float = 0.0
     steps: int = 0
     counts: dict[str, int] = field(default_factory=dict)
+    disturbed: bool = False  # by a profiler, say: the interval's rates are no figures of the run
 
     def add(self, window: list[Any], seconds: float, waited: float) -> None:
         self.seconds, self.waited, self.steps = self.seconds + seconds, self.waited + waited, self.steps + 1
@@ -129,7 +137,7 @@ class Meter:
             out["perf/model_tflops_per_gpu"] = tflops
             out |= {f"perf/mfu_{p}": mfu(tflops, peak) for p, peak in self.peaks.items() if peak}
         self.seconds = self.waited = 0.0
-        self.steps, self.counts = 0, {}
+        self.steps, self.counts, self.disturbed = 0, {}, False
         return {name.replace("perf/", "emulated/"): v for name, v in out.items()} if self.emulated else out
 
 
@@ -325,10 +333,14 @@ class Trainer:
         if self.device.type == "cuda" and _due(progress.step, settings.sharding.empty_cache_freq):
             torch.cuda.empty_cache()
         if first or evaluate or save:
-            self._clock = time.perf_counter()
+            self.restart_clock()
         if evaluate or save or self.strategy.world_size == 1:
             return self.strategy.any(self.stop_requested)
         return stop
+
+    def restart_clock(self) -> None:
+        """What was done since the last step is on no step's time."""
+        self._clock = time.perf_counter()
 
     def _judge(self, *, all_of_them: bool) -> bool:
         """Read the verdicts on all steps, or all but the newest; True if one of them says stop."""
@@ -368,9 +380,10 @@ class Trainer:
             "train/epoch": self._epoch(),
             "train/skipped_steps": self.progress.skipped_steps,
         }
-        steps = self.meter.steps
+        steps, disturbed = self.meter.steps, self.meter.disturbed
         metrics |= self.meter.read(self._sum_counts, self._slowest) | self._memory()
-        if self.progress.step - steps >= WARMUP_STEPS or self.total_steps <= WARMUP_STEPS:
+        warm = self.progress.step - steps >= WARMUP_STEPS or self.total_steps <= WARMUP_STEPS
+        if warm and not disturbed:
             self.rates.append({name: metrics[name] for name in RATES if name in metrics})
         self.tracker.log(self.progress.step, metrics)
         self.display.update(self.progress.step, metrics)

@@ -1,0 +1,273 @@
+"""Is FP8 as good as BF16 on this model and data, and what does it gain? One command, one verdict.
+
+python -m benchmarks.compare --variants bf16,delayed,current --output_dir DIR [any flags of train_fp8.py]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import verdict
+from benchmarks.launch import EXIT_INTERRUPTED, OneLineParser, Outcome, is_finished, launch
+from benchmarks.runs import RunRecord, read_run
+from benchmarks.variants import VARIANTS, Variant, given_settings, parse_variants, resolve
+from training.config import Config
+from training.durable_files import replace_file
+from training.trackers import redact
+
+PROG = "python -m benchmarks.compare"
+# What a comparison wants of its runs, unless the command says otherwise.
+DEFAULTS: dict[str, Any] = {
+    "eval_at_start": True,  # shows that the runs start from the same weights
+    "eval_interval": 0,
+    "log_interval": 1,  # the tail mean is over what was logged
+    "export": False,
+    "keep_last": 1,
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of the comparison; `seed_of` names the variant that a run for the noise band repeats."""
+
+    name: str
+    cfg: Config
+    against: str | None = None
+    seed_of: str | None = None
+
+
+def build_jobs(variants: list[Variant], given: dict[str, Any], folder: Path, noise_seeds: int) -> list[Job]:
+    """The runs, the reference first; ValueError if there is none, or for settings that cannot be."""
+    by_name = {variant.name: variant for variant in variants}
+    against = {name: _reference(variant, by_name) for name, variant in by_name.items()}
+    reference = next(name for name in against if against[name] is None)
+    ordered = [reference, *(name for name in by_name if name != reference)]
+    jobs = [_job(by_name[name], given, folder, against=against[name]) for name in ordered]
+    first = jobs[0].cfg.optim.seed
+    for seed in range(first + 1, first + 1 + noise_seeds):
+        jobs.append(_job(by_name[reference], given | {"seed": seed}, folder, seed=seed))
+    return jobs
+
+
+def _reference(variant: Variant, by_name: dict[str, Variant]) -> str | None:
+    """The BF16 run that a variant is held against: of its own layers, else of the others."""
+    if variant.name == "bf16" or (variant.name == "bf16_hf" and "bf16" not in by_name):
+        return None
+    order = ("bf16", "bf16_hf")
+    preferred = order if variant.uses_te or variant.name == "bf16_hf" else order[::-1]
+    found = next((name for name in preferred if name in by_name), None)
+    if found is None:
+        raise ValueError(
+            "--variants: needs bf16 or bf16_hf, as they are, to compare the others with; add one"
+        )
+    return found
+
+
+def _job(
+    variant: Variant,
+    given: dict[str, Any],
+    folder: Path,
+    *,
+    against: str | None = None,
+    seed: int | None = None,
+) -> Job:
+    own = variant.folder_name if seed is None else f"{variant.folder_name}-seed{seed}"
+    try:
+        cfg = resolve(DEFAULTS | given | variant.settings, folder / "runs" / own)
+    except ValueError as error:
+        raise ValueError(f"variant {variant.name}: {error}") from None
+    return Job(
+        own if seed is not None else variant.name, cfg, against, None if seed is None else variant.name
+    )
+
+
+def run_jobs(jobs: list[Job], *, gpus: int, folder: Path) -> tuple[int, dict[str, Outcome]]:
+    """Run what is unfinished. Returns a code other than 0 to end with at once, and the runs that failed."""
+    failed: dict[str, Outcome] = {}
+    for number, job in enumerate(jobs, 1):
+        title = f"[{number}/{len(jobs)}] {job.name}"
+        if is_finished(job.cfg):
+            print(f"{title}: finished already", flush=True)
+            continue
+        print(f"{title}: {job.cfg.checkpoint.output_dir}", flush=True)
+        own = Path(job.cfg.checkpoint.output_dir).name
+        outcome = launch(job.cfg, gpus=gpus, log=folder / "logs" / f"{own}.log")
+        if outcome.stopped:
+            print(f"stopped in {job.name}; to go on: the same command", flush=True)
+            return EXIT_INTERRUPTED, failed
+        if outcome.code:
+            failed[job.name] = outcome
+            if number == 1:
+                print(f"error: the reference {job.name} did not run: {outcome.reason}", file=sys.stderr)
+                return outcome.code, failed
+    return 0, failed
+
+
+def conclude(
+    jobs: list[Job], failed: dict[str, Outcome], *, max_loss_gap: float, price: float | None
+) -> tuple[dict[str, Any], list[verdict.Row]]:
+    """The verdict, as verdict.json has it, and its rows; ValueError if finished runs cannot be compared."""
+    runs = {j.name: read_run(Path(j.cfg.checkpoint.output_dir)) for j in jobs if j.name not in failed}
+    reference = jobs[0].name
+    seeds = [runs[job.name] for job in jobs if job.seed_of and job.name in runs]
+    for job in jobs[1:]:
+        if job.name in runs:
+            refuse_difference(runs[reference], runs[job.name], other_seed=job.seed_of is not None)
+    rows = [
+        _row(job, runs, failed, max_loss_gap=max_loss_gap, price=price) for job in jobs if not job.seed_of
+    ]
+    variants = {job.name: runs[job.name] for job in jobs if job.name in runs and not job.seed_of}
+    band = verdict.noise_band(runs[reference], seeds)
+    notes = verdict.notes(variants, seeds, band)
+    notes += [f"{row.variant}: {row.status}, {row.reason}" for row in rows if row.reason]
+    notes += [
+        f"{job.name} has other layers than {job.against}, so its gap is theirs too; add "
+        f"{'bf16' if job.cfg.model.use_te else 'bf16_hf'} to hold it against its own"
+        for job in jobs
+        if job.against and not job.name.startswith("bf16") and job.cfg.model.use_te != _te(jobs, job.against)
+    ]
+    lost = [job.name for job in jobs if job.seed_of and job.name in failed]
+    notes += [f"{name}: not in the noise band, {failed[name].reason}" for name in lost]
+    if band:
+        for row in rows:
+            gap = row.values.get("gap")
+            if gap is not None and row.status == "FAIL" and band[0] <= gap <= band[1]:
+                notes.append(f"{row.variant}: its gap lies inside BF16's noise band all the same")
+    result = {
+        "reference": reference,
+        "max_loss_gap_percent": max_loss_gap,
+        "noise_band_percent": band,
+        "seeds": [run.config["seed"] for run in (runs[reference], *seeds)],
+        "emulated": any(run.emulated for run in runs.values()),
+        "price_per_gpu_hour": price,
+        "notes": notes,
+        "variants": [asdict(row) for row in rows],
+    }
+    return result, rows
+
+
+def _te(jobs: list[Job], name: str) -> bool:
+    return next(job.cfg.model.use_te for job in jobs if job.name == name)
+
+
+def refuse_difference(reference: RunRecord, run: RunRecord, *, other_seed: bool) -> None:
+    if reason := verdict.what_differs(reference, run, other_seed=other_seed):
+        raise ValueError(f"{reason}; remove {run.folder} to run it again, or use another --output_dir")
+
+
+def _row(
+    job: Job,
+    runs: dict[str, RunRecord],
+    failed: dict[str, Outcome],
+    *,
+    max_loss_gap: float,
+    price: float | None,
+) -> verdict.Row:
+    if job.name in failed:
+        outcome = failed[job.name]
+        return verdict.Row(job.name, "SKIPPED" if outcome.refused else "FAIL", job.against, outcome.reason)
+    if job.against is not None and job.against not in runs:
+        return verdict.Row(job.name, "FAIL", job.against, f"its reference {job.against} did not run")
+    return verdict.judge(
+        job.name,
+        runs[job.name],
+        runs[job.against] if job.against else None,
+        max_loss_gap=max_loss_gap,
+        price=price,
+        against=job.against,
+    )
+
+
+def exit_code(rows: list[verdict.Row], failed: dict[str, Outcome], *, strict: bool) -> int:
+    """1 if a variant failed, or a run for the noise band, or with `strict` one was skipped."""
+    bad = {"FAIL", "SKIPPED"} if strict else {"FAIL"}
+    seeds_failed = set(failed) - {row.variant for row in rows}
+    return int(bool(seeds_failed) or any(row.status in bad for row in rows))
+
+
+def write_verdict(result: dict[str, Any], rows: list[verdict.Row], folder: Path, command: str) -> None:
+    """verdict.json and verdict.md."""
+    replace_file(folder / "verdict.json", json.dumps(result | {"command": command}, indent=1).encode())
+    title = "# FP8 against BF16" + (" (emulated)" if result["emulated"] else "")
+    limit = (
+        f"PASS: the training loss, mean of the last 10 %, is at most {result['max_loss_gap_percent']:g} % "
+    )
+    limit += "above the reference's."
+    listed = "\n".join(f"- {note}" for note in result["notes"])
+    text = f"{title}\n\n{verdict.table(rows)}\n\n{limit}\n\n{listed}\n\n```\n{command}\n```\n"
+    replace_file(folder / "verdict.md", text.encode())
+    print(f"\n{verdict.table(rows)}\n\n{limit}\n{listed}\n\nverdict: {folder / 'verdict.md'}", flush=True)
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = OneLineParser(
+        prog=PROG,
+        allow_abbrev=False,
+        description=__doc__.splitlines()[0],
+        epilog="All other flags are train_fp8.py's (see its --help) and are given to every run.",
+    )
+    names = ", ".join(VARIANTS)
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        required=True,
+        metavar="NAME[+SETTING=VALUE],...",
+        help=f"what to compare: {names}; bf16 has TE layers beside a TE recipe or bf16_hf",
+    )
+    parser.add_argument("--output_dir", type=Path, required=True, help="runs, verdict, figures; resumes")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs of every run; over 1 through torchrun")
+    parser.add_argument(
+        "--noise_seeds", type=int, default=2, help="BF16 runs with further seeds (default: 2)"
+    )
+    parser.add_argument(
+        "--max_loss_gap",
+        type=float,
+        default=0.5,
+        help="percent of the reference's training loss that a variant may lie above it (default: 0.5)",
+    )
+    parser.add_argument("--price_per_gpu_hour", type=float, help="adds a column of costs, in its currency")
+    parser.add_argument("--strict", action="store_true", help="exit code 1 if a variant was skipped, too")
+    args, training = parser.parse_known_args(argv)
+    for name, least in (("gpus", 1), ("noise_seeds", 0), ("max_loss_gap", 0.0), ("price_per_gpu_hour", 0.0)):
+        value = getattr(args, name)
+        if value is not None and not least <= value < float("inf"):
+            raise ValueError(f"--{name} {value}: must be {least:g} or more")
+    return args, training
+
+
+def compare(argv: list[str]) -> int:
+    args, training = parse(argv)
+    jobs = build_jobs(
+        parse_variants(args.variants), given_settings(training, PROG), args.output_dir, args.noise_seeds
+    )
+    for job in jobs:  # a folder of other settings is told before hours are spent
+        is_finished(job.cfg)
+    code, failed = run_jobs(jobs, gpus=args.gpus, folder=args.output_dir)
+    if code:
+        return code
+    result, rows = conclude(jobs, failed, max_loss_gap=args.max_loss_gap, price=args.price_per_gpu_hour)
+    write_verdict(result, rows, args.output_dir, redact(shlex.join([*PROG.split(), *argv])))
+    from benchmarks import report  # matplotlib takes a while; refusals do not wait for it
+
+    folders = [job.cfg.checkpoint.output_dir for job in jobs if job.name not in failed]
+    reported = report.main([*folders, "--output_dir", str(args.output_dir)])
+    return reported or exit_code(rows, failed, strict=args.strict)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit codes: 0 all variants pass; 1 one does not; 2 a setting is wrong; 75 stopped, to be gone on."""
+    try:
+        return compare(sys.argv[1:] if argv is None else argv)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Losses of runs against those of a reference run, and what another seed alone does to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.runs import RunRecord, Series, labels, smooth, tail_mean
+
+
+def pick_reference(runs: list[RunRecord]) -> RunRecord:
+    """The run that the others' losses are set against: the first in BF16 with a loss, else the first."""
+    found = [run for run in runs if run.value("recipe") == "bf16" and run.series("train/loss")]
+    return (found or runs)[0]
+
+
+# Settings under which losses can be set against each other. The global batch has to match too.
+SAME_WORK = (
+    "model_name",
+    "init",
+    "dataset_name",
+    "split_name",
+    "max_seq_length",
+    "packing",
+    "train_on_prompt",
+)
+# Settings that neither the seed's noise nor the loss depends on.
+ANY_VALUE = {"seed", "output_dir", "log_interval", "log_dir", "resume", "save_interval", "save_checkpoints"}
+ANY_VALUE |= {
+    "fp8_stats_interval",
+    "profile_steps",
+    "timeout_minutes",
+    "keep_last",
+    "export",
+    "generate_samples",
+    "eval_interval",
+    "eval_at_start",
+}
+
+PRECISION = ("mixed_precision", "fp8_", "bf16_", "te_backend", "precision_map")
+
+
+def why_not_comparable(run: RunRecord, reference: RunRecord) -> str | None:
+    """Why a run's loss says nothing beside the reference's; None if it does."""
+    for name in SAME_WORK:
+        ours, theirs = run.config.get(name), reference.config.get(name)
+        if ours != theirs:
+            return f"{name} is {ours}, the reference's {theirs}"
+    if run.global_batch != reference.global_batch:
+        return f"its global batch is {run.global_batch} rows, the reference's {reference.global_batch}"
+    return None if run.series("train/loss") else "it logged no training loss"
+
+
+def other_settings(run: RunRecord, reference: RunRecord, *, precision: bool = False) -> list[str]:
+    """Settings in which a run and its reference differ and which losses may depend on.
+
+    Those of precision are what is compared, and count only if asked for. A setting that only one of them
+    recorded, because it is newer than the other run, tells nothing.
+    """
+
+    def counts(name: str) -> bool:
+        free = name in ANY_VALUE or name.startswith("wandb")
+        return not free and (precision or not name.startswith(PRECISION))
+
+    names = [name for name in reference.config if name in run.config and counts(name)]
+    return [name for name in names if run.config.get(name) != reference.config.get(name)]
+
+
+def seed_runs(runs: list[RunRecord], reference: RunRecord) -> list[RunRecord]:
+    """The reference and its repetitions: same precision and settings, every one another seed."""
+
+    found, seeds = [reference], {reference.config.get("seed")}
+    for run in runs:
+        same = run.value("recipe") == reference.value("recipe") and run.emulated == reference.emulated
+        alike = same and not other_settings(run, reference, precision=True)
+        if alike and why_not_comparable(run, reference) is None and run.config.get("seed") not in seeds:
+            seeds.add(run.config.get("seed"))
+            found.append(run)
+    return found
+
+
+def smoothed(run: RunRecord) -> dict[int, float]:
+    """{step: smoothed training loss}."""
+    train = run.series("train/loss")
+    return dict(zip((step for step, _ in train), smooth([loss for _, loss in train]), strict=True))
+
+
+def loss_gap(run: RunRecord, reference: RunRecord) -> Series:
+    """(step, gap as a share of the reference's loss) of the smoothed training losses, where both have one."""
+    ours, theirs = smoothed(run), smoothed(reference)
+    return [(step, ours[step] / theirs[step] - 1) for step in sorted(ours) if theirs.get(step)]
+
+
+def noise_band(family: list[RunRecord]) -> Series:
+    """(step, half width) of what another seed alone does: the runs' spread over the first one's loss.
+
+    The spread is the largest smoothed training loss of that step less the smallest, as a moving mean over a
+    fifth of the steps: curves of two seeds cross, which makes neither less noisy. Empty for one run.
+    """
+    curves = [smoothed(run) for run in family]
+    if len(curves) < 2:
+        return []
+    steps = sorted(set(curves[0]).intersection(*curves[1:]))
+    at = {step: [curve[step] for curve in curves] for step in steps if curves[0][step]}
+    widths = [(max(losses) - min(losses)) / losses[0] for losses in at.values()]
+    return list(zip(at, smooth(widths, share=5), strict=True))
+
+
+def tail_gap(run: RunRecord, reference: RunRecord) -> float | None:
+    """Gap of the tail means over the steps that both logged; a share of the reference's."""
+    ours, theirs = dict(run.series("train/loss")), dict(reference.series("train/loss"))
+    steps = sorted(ours.keys() & theirs.keys())
+    if not steps:
+        return None
+    return tail_mean([ours[s] for s in steps]) / tail_mean([theirs[s] for s in steps]) - 1
+
+
+def tail_noise(family: list[RunRecord]) -> float | None:
+    """Spread of the tail gaps of a reference (first) and its repetitions; None for one run."""
+    gaps = [tail_gap(run, family[0]) for run in family]
+    known = [gap for gap in gaps if gap is not None]
+    return max(known) - min(known) if len(known) > 1 else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs whose losses may be set against one reference, and why each of the others may not."""
+
+    reference: RunRecord
+    runs: list[RunRecord]
+    left_out: dict[str, str]  # label -> reason
+    family: list[RunRecord]  # the reference and its repetitions with other seeds
+
+
+def comparison(runs: list[RunRecord], reference: RunRecord) -> Comparison:
+    """Sort the runs other than the reference into comparable ones and those left out."""
+    why = {
+        label: (run, why_not_comparable(run, reference))
+        for label, run in zip(labels(runs), runs, strict=True)
+        if run is not reference
+    }
+    return Comparison(
+        reference=reference,
+        runs=[run for run, reason in why.values() if reason is None],
+        left_out={label: reason for label, (_, reason) in why.items() if reason is not None},
+        family=seed_runs(runs, reference),
+    )

@@ -1,0 +1,312 @@
+"""The report as one HTML file that needs nothing else: inline SVG, a style sheet, no script, no network.
+
+Whatever comes from a run folder passes `text` on its way into the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+from typing import Any
+
+import matplotlib
+
+from benchmarks import figures
+from benchmarks.fp8_heatmap import draw_casts, last_casts
+from benchmarks.gaps import comparison, other_settings, tail_gap, tail_noise
+from benchmarks.page_style import STYLE
+from benchmarks.runs import LOSSES, STATISTICS, RunRecord, labels, settings
+
+Rows = dict[str, list[str]]  # {what: a cell of each run}, as the reader sees them
+DASH_LENGTHS = {"-": "", "--": "6 3", "-.": "6 3 1 3", ":": "2 2"}
+MOST_COLUMNS = 6  # runs side by side; more are one below the other
+
+
+def text(value: Any) -> str:
+    """Any value as text of a page."""
+    if value is None:
+        return "-"
+    return escape(f"{value:g}" if isinstance(value, float) else str(value), quote=True)
+
+
+def page(runs: list[RunRecord], reference: RunRecord, rows: Rows, origins: list[str]) -> str:
+    """The whole file: `rows` is the report's table by column, `origins` where and when each run ran."""
+    with matplotlib.rc_context(figures.PAGE):
+        bodies = {
+            "Runs": _runs(runs, rows, origins),
+            "Losses": _losses(runs),
+            "Gap to the reference": _gap(runs, reference),
+            "Loss statistics": _statistics(runs),
+            "Throughput, MFU and memory": _scaling(runs),
+            "Precision coverage": _coverage(runs),
+            "FP8 statistics": _casts(runs),
+            "Hours": _hours(runs),
+            "Settings": _settings(runs, reference),
+        }
+    links = " ".join(f'<a href="#{_id(title)}">{text(title)}</a>' for title in bodies)
+    sections = "\n".join(
+        f'<section id="{_id(title)}">\n<h2>{text(title)}</h2>\n{body}\n</section>'
+        for title, body in bodies.items()
+    )
+    title = f"Training report: {labels(runs)[0] if len(runs) == 1 else f'{len(runs)} runs'}"
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{text(title)}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n"
+        f"<header>\n<h1>{text(title)}</h1>\n{_emulated_note(runs)}<nav>{links}</nav>\n</header>\n"
+        f"<main>\n{sections}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _id(title: str) -> str:
+    return title.lower().replace(",", "").replace(" ", "-")
+
+
+def _emulated_note(runs: list[RunRecord]) -> str:
+    names = ", ".join(label for label, run in zip(labels(runs), runs, strict=True) if run.emulated)
+    if not names:
+        return ""
+    return note(f"Emulated: {names}. Losses are real; speed says nothing about any GPU and is not shown.")
+
+
+def note(sentence: str) -> str:
+    return f'<p class="note">{text(sentence)}</p>\n'
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]], *, kind: str = "numbers") -> str:
+    """A table that scrolls sideways by itself; `head` and `rows` hold markup, each row's first a heading."""
+    lines = ["".join(f'<th scope="col">{cell}</th>' for cell in head)]
+    for first, *cells in rows:
+        lines.append(f'<th scope="row">{first}</th>' + "".join(f"<td>{cell}</td>" for cell in cells))
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines[1:])
+    top = f"<thead><tr>{lines[0]}</tr></thead>"
+    return (
+        f'<div class="wide" tabindex="0"><table class="{kind}">{top}<tbody>\n{body}\n</tbody></table></div>\n'
+    )
+
+
+def by_run(runs: list[RunRecord], rows: Rows) -> str:
+    """A table of `rows`: few runs stand side by side, many below each other."""
+    names = [_name(i, run, label) for i, (run, label) in enumerate(zip(runs, labels(runs), strict=True))]
+    if len(runs) <= MOST_COLUMNS:
+        return table(["", *names], [[text(what), *_texts(cells)] for what, cells in rows.items()])
+    lines = zip(names, *map(_texts, rows.values()), strict=True)
+    return table(["", *map(text, rows)], lines)
+
+
+def _texts(cells: list[str]) -> list[str]:
+    return [text(cell) for cell in cells]
+
+
+def _name(number: int, run: RunRecord, label: str) -> str:
+    emulated = ' <span class="tag">emulated</span>' if run.emulated else ""
+    return f"{_swatch(number)} {text(label)}{emulated}"
+
+
+def _swatch(number: int) -> str:
+    style = figures.style(number)
+    color = f"var(--run{style['color'][1:]})"
+    dashes = DASH_LENGTHS[style["linestyle"]]
+    return (
+        '<svg class="swatch" viewBox="0 0 24 8" aria-hidden="true">'
+        f'<line x1="0" y1="4" x2="24" y2="4" style="stroke: {color}" stroke-dasharray="{dashes}"/></svg>'
+    )
+
+
+def _key(entries: Iterable[tuple[int, str]]) -> str:
+    items = "".join(f"<li>{_swatch(number)} {text(label)}</li>" for number, label in entries)
+    return f'<ul class="key">{items}</ul>\n'
+
+
+def _figure(svg: str, caption: str, kind: str = "") -> str:
+    return (
+        f'<figure class="{kind}"><div class="wide" role="img" aria-label="{text(caption)}">{svg}</div>'
+        f"<figcaption>{text(caption)}</figcaption></figure>\n"
+    )
+
+
+def _runs(runs: list[RunRecord], rows: Rows, origins: list[str]) -> str:
+    rows = {name: cells for name, cells in rows.items() if name != "run"}
+    where = "".join(
+        f"<li><b>{text(label)}</b>{'' if run.summary is not None else ' (unfinished)'}: {text(origin)}</li>"
+        for label, run, origin in zip(labels(runs), runs, origins, strict=True)
+    )
+    return f'{by_run(runs, rows)}<ul class="origins">{where}</ul>'
+
+
+def _losses(runs: list[RunRecord]) -> str:
+    logged = [i for i, run in enumerate(runs) if run.series("train/loss") or run.series("eval/loss")]
+    if not logged:
+        return note("No run logged a loss.")
+    names = labels(runs)
+    scales = {"linear": False, "log": True}
+    inputs = "".join(
+        f'<input type="radio" name="scale" id="scale-{name}"{"" if log else " checked"}>'
+        f'<label for="scale-{name}">{name}</label>'
+        for name, log in scales.items()
+    )
+    drawn = "".join(
+        _figure(
+            figures.to_svg(figures.draw_losses(runs, log=log, legend=False), f"loss-{name}"),
+            f"Loss on a {name} scale. Pale: as logged; strong: training, moving mean over about 5 % of the "
+            "values; dots: evaluation.",
+            f"big scale-{name}",
+        )
+        for name, log in scales.items()
+    )
+    return f'<div class="scales">{inputs}\n{_key((i, names[i]) for i in logged)}{drawn}</div>'
+
+
+def _gap(runs: list[RunRecord], reference: RunRecord) -> str:
+    names = dict(zip((id(run) for run in runs), labels(runs), strict=True))
+    against = comparison(runs, reference)
+    out = note(f"Reference: {names[id(reference)]}.")
+    if against.runs:
+        caption = "Smoothed training loss against the reference's; the first tenth may leave the picture."
+        noise = tail_noise(against.family)
+        if noise is not None:
+            seeds = ", ".join(names[id(run)] for run in against.family)
+            width = f"their means of the last 10 % lie {noise:.3%} apart"
+            out += note(f"Noise band: spread of {len(against.family)} seeds ({seeds}); {width}.")
+        else:
+            out += note("No noise band: it takes the reference's settings with another seed, or several.")
+        svg = figures.to_svg(figures.draw_gap(runs, against, legend=False), "gap")
+        numbers = [i for i, run in enumerate(runs) if run in against.runs]
+        out += _key((i, names[id(runs[i])]) for i in numbers) + _figure(svg, caption, "big")
+        gaps = [tail_gap(runs[i], reference) for i in numbers]
+        others = [", ".join(other_settings(runs[i], reference)) or "none" for i in numbers]
+        rows = {
+            "gap of the mean of the last 10 % of common steps": [
+                "-" if gap is None else f"{gap:+.3%}" for gap in gaps
+            ],
+            "other settings than precision that differ": others,
+        }
+        lines = zip(
+            (_name(i, runs[i], names[id(runs[i])]) for i in numbers), *map(_texts, rows.values()), strict=True
+        )
+        out += table(["", *map(text, rows)], lines)
+    elif not against.left_out:
+        out += note("No other run to compare.")
+    if against.left_out:
+        why = "".join(note(f"{label}: {reason}.") for label, reason in against.left_out.items())
+        out += f"<details><summary>Not compared ({len(against.left_out)})</summary>{why}</details>"
+    return out
+
+
+def _statistics(runs: list[RunRecord]) -> str:
+    out = ""
+    for title, metric in LOSSES.items():
+        out += f"<h3>{text(title.capitalize())} loss</h3>\n"
+        found = [[value for _, value in run.series(metric)] for run in runs]
+        if not any(metric in record for run in runs for record in run.records):
+            out += note("No run logged one.")
+            continue
+        rows = {
+            name: [f"{of(values):.4f}" if values else "-" for values in found]
+            for name, of in STATISTICS.items()
+        }
+        rows["values"] = [f"{len(values):,}" for values in found]
+        rows["not finite"] = [
+            str(sum(metric in record for record in run.records) - len(values))
+            for run, values in zip(runs, found, strict=True)
+        ]
+        out += by_run(runs, rows)
+    return out + note("Over all finite values logged; the standard deviation is the population's.")
+
+
+def _scaling(runs: list[RunRecord]) -> str:
+    out = ""
+    for number, axis in enumerate(figures.AXES):
+        lines = figures.scaling(runs, axis)
+        drawn = {
+            rate: figures.draw_scaling(lines, axis, rate, legend=False) for rate in figures.RATES if lines
+        }
+        panels = [
+            _figure(figures.to_svg(figure, f"rate{number}-{i}"), f"{rate} by {axis}")
+            for i, (rate, figure) in enumerate(drawn.items())
+            if figure
+        ]
+        if panels:
+            out += f"<h3>By {text(axis)}</h3>\n{_key(enumerate(lines))}"
+            out += f'<div class="panels">{"".join(panels)}</div>\n'
+        else:
+            out += note(f"By {axis}: no two native GPU runs of the same work differ in it.")
+    return out
+
+
+def _coverage(runs: list[RunRecord]) -> str:
+    kinds = figures.precisions(runs)
+    # The runs' colours, less that of the unquantised rest.
+    colors = {kind: f"var(--run{i % len(figures.PALETTE)})" for i, kind in enumerate(kinds)}
+    colors |= dict.fromkeys(("bf16", "fp32"), "var(--soft)")
+    bars = []
+    for label, run in zip(labels(runs), runs, strict=True):
+        shares = figures.covered(run)
+        parts = "".join(
+            f'<span style="width: {100 * share:.2f}%; background: {colors[kind]}"></span>'
+            for kind, share in shares.items()
+        )
+        told = ", ".join(
+            f'<i class="dot" style="background: {colors[kind]}"></i>{text(kind)} {share:.1%}'
+            for kind, share in shares.items()
+        )
+        bars.append(
+            f'<div class="coverage"><p><b>{text(label)}</b>: {told or "not recorded"}</p>'
+            f'<div class="bar" aria-hidden="true">{parts}</div></div>\n'
+        )
+    return note("Share of a step's GEMM FLOPs by the precision they ran in.") + "".join(bars)
+
+
+def _casts(runs: list[RunRecord]) -> str:
+    out = ""
+    for number, (run, label) in enumerate(zip(runs, labels(runs), strict=True)):
+        if casts := last_casts(run.records):
+            step, statistics = casts
+            panels = "".join(
+                _figure(
+                    figures.to_svg(draw_casts("", step, {name: values}), f"fp8-{number}-{i}"), name, "cast"
+                )
+                for i, (name, values) in enumerate(statistics.items())
+            )
+            out += f'<h3>{text(label)}, step {step:,}</h3>\n<div class="panels">{panels}</div>'
+    return out or note("No run logged FP8 statistics (--fp8_stats_interval).")
+
+
+def _hours(runs: list[RunRecord]) -> str:
+    def shown(name: str, form: str, scale: float = 1.0) -> list[str]:
+        values = [run.value(name) for run in runs]
+        return ["-" if value is None else form.format(value / scale) for value in values]
+
+    rows = {
+        "runtime, hours": shown("runtime_seconds", "{:,.3f}", 3600.0),
+        "nodes": [text(run.nodes) for run in runs],
+        "GPUs": [str(run.gpus) for run in runs],
+        "node-hours": shown("node_hours", "{:,.3f}"),
+        "GPU-hours": shown("gpu_hours", "{:,.3f}"),
+    }
+    return by_run(runs, rows) + note("Of all starts of a run together. An unfinished run has recorded none.")
+
+
+def _settings(runs: list[RunRecord], reference: RunRecord) -> str:
+    found = [settings(run) for run in runs]
+    base = settings(reference)
+    names = list(dict.fromkeys(name for values in found for name in values))
+    differing = [name for name in names if any(values.get(name) != found[0].get(name) for values in found)]
+    rows = [
+        [text(name), *(_marked(values.get(name), base.get(name)) for values in found)] for name in differing
+    ]
+    head = [
+        "",
+        *(_name(i, run, label) for i, (run, label) in enumerate(zip(runs, labels(runs), strict=True))),
+    ]
+    out = note("Marked: other than the reference's.") + table(head, rows, kind="words") if differing else ""
+    same = [[text(name), text(found[0].get(name))] for name in names if name not in differing]
+    title = "Settings that all runs share" if len(runs) > 1 else "All settings"
+    inner = table(["", "value"], same, kind="words")
+    state = "" if differing else " open"
+    return f"{out}<details{state}><summary>{title} ({len(same)})</summary>{inner}</details>"
+
+
+def _marked(value: Any, base: Any) -> str:
+    return text(value) if value == base else f"<mark>{text(value)}</mark>"

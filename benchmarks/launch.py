@@ -1,0 +1,187 @@
+"""Start training scripts as processes: settings in, exit code out, signals passed on, output kept.
+
+One process per run, so that a run finds the GPU as empty as the one before, and a crash ends one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from training.config import Config, changed_settings
+from training.trackers import redact
+
+ROOT = Path(__file__).resolve().parent.parent
+EXIT_INTERRUPTED = 75  # as the training scripts have it: the same command goes on
+LENGTH = ("num_epochs", "max_steps")  # may change on a resume, but a shorter run is not a finished longer one
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    code: int
+    folder: Path
+    error: str  # its line of error, else the last line that it printed
+    stopped: bool  # a signal came: what is unfinished goes on with the same command
+
+    @property
+    def refused(self) -> bool:
+        """Whether it ended before it took its folder: a setting or this machine stood against it."""
+        return self.code != 0 and not self.stopped and not (self.folder / "config.json").exists()
+
+    @property
+    def out_of_memory(self) -> bool:
+        return self.code != 0 and "out of memory" in self.error.lower()
+
+    @property
+    def reason(self) -> str:
+        return f"{self.error or 'it printed nothing'} (exit code {self.code})"
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse whose errors are ValueErrors, for one line without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def command(cfg: Config, gpus: int) -> list[str]:
+    """The command line of a run: train_fp8.py on one GPU (or none), torchrun on more."""
+    if gpus == 1:
+        start = [sys.executable, "-u", str(ROOT / "train_fp8.py")]
+    else:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        start = [*torchrun, f"--nproc_per_node={gpus}", str(ROOT / "train_multi_gpu.py")]
+    return start + to_flags(cfg)
+
+
+def to_flags(cfg: Config) -> list[str]:
+    """The flags that differ from the defaults."""
+    default, flags = Config().to_dict(), []
+    for name, value in cfg.to_dict().items():
+        if value == default[name]:
+            continue
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no_{name}")
+        else:  # with "=", since a value may start with a dash
+            flags.append(f"--{name}={value}")
+    return flags
+
+
+def launch(cfg: Config, *, gpus: int = 1, log: Path) -> Outcome:
+    """Run one training script to its end in its --output_dir; its output goes to `log` and the terminal.
+
+    SIGINT and SIGTERM are passed on and waited for, so that the run saves a checkpoint.
+    """
+    line, last, error = command(cfg, gpus), "", None
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a", encoding="utf-8") as file, _Relay() as relay:
+        file.write(f"$ {redact(shlex.join(line))}\n")
+        # A session of its own: a terminal's Ctrl-C reaches this process alone, which passes it on once.
+        process = subprocess.Popen(
+            line,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
+        relay.attach(process)
+        for text in process.stdout:
+            file.write(text)
+            file.flush()
+            print(text, end="", flush=True)
+            last = text.strip() or last
+            if text.startswith("error: "):
+                error = text.strip().removeprefix("error: ")
+        code = process.wait()
+    stopped = bool(relay.came) or code == EXIT_INTERRUPTED
+    return Outcome(code, Path(cfg.checkpoint.output_dir), error or last, stopped)
+
+
+class _Relay:
+    """Passes this process's SIGINT and SIGTERM on to a run; `came` are those that came."""
+
+    def __init__(self) -> None:
+        self.came: list[int] = []
+        self._process: subprocess.Popen | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Relay:
+        if threading.current_thread() is threading.main_thread():  # Python delivers signals to no other
+            self._before = {n: signal.signal(n, self._pass_on) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def attach(self, process: subprocess.Popen) -> None:
+        self._process = process
+        for number in self.came:  # between the handlers and the start
+            self._send(number)
+
+    def _pass_on(self, number: int, frame: Any) -> None:
+        self.came.append(number)
+        if self._process is not None:
+            self._send(number)
+
+    def _send(self, number: int) -> None:
+        for pid in _workers(self._process.pid) or [self._process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def _workers(pid: int) -> list[int]:
+    """The ranks under torchrun, which would kill them 30 seconds after a signal of its own, saved or not."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            words = (path.parent / "cmdline").read_bytes().split(b"\0")
+        except (OSError, IndexError, ValueError):  # it has just ended
+            continue
+        if parent == pid and os.fsencode(ROOT / "train_multi_gpu.py") in words:
+            found.append(int(path.parent.name))
+    return found
+
+
+def is_finished(cfg: Config) -> bool:
+    """Whether the run folder of `cfg` holds this run's end; ValueError if it holds another run."""
+    folder = Path(cfg.checkpoint.output_dir)
+    saved = folder / "config.json"
+    if not saved.exists():
+        return False
+    try:
+        old = json.loads(saved.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{saved}: cannot be read ({error}); remove the folder to run it again") from None
+    if not any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
+        return False
+    if changed := changed_settings(old, cfg):
+        differences = ", ".join(f"--{name} {a} there, {b} here" for name, (a, b) in changed.items())
+        raise ValueError(
+            f"{folder}: holds a run of other settings ({differences}); give the settings it was started "
+            "with, or another --output_dir"
+        )
+    new = cfg.to_dict()
+    return (folder / "summary.json").exists() and all(old.get(name) == new[name] for name in LENGTH)
+
+
+def count_gpus() -> int:
+    """GPUs of this machine that a process may use."""
+    import torch  # seconds, and only where several GPUs are asked for
+
+    return torch.cuda.device_count()

@@ -1,0 +1,254 @@
+"""Writes the tables of docs/performance.md from recorded measurements; the rest of the page stays as it is.
+
+    python -m benchmarks.performance_page
+
+reads benchmarks/results/throughput.jsonl (`benchmarks.throughput`) and every peer-*.json below
+benchmarks/results (`benchmarks.peers`), and replaces what is between the page's two markers. Runs of the
+same settings are one row, with the median of each column over those of the newest commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "performance.md"
+BEGIN = "<!-- tables: written by python -m benchmarks.performance_page; do not edit -->"
+END = "<!-- end of tables -->"
+
+# What a table's rows share, what a row and its BF16 baseline share beyond that, what makes a row.
+TABLE = ("gpu_name", "gpus", "model_name", "num_layers", "max_seq_length", "dataset")
+SHAPE = ("batch_size", "gradient_accumulation_steps")
+ROW = (*SHAPE, "stack", "precision", "packing", "sharding_mode", "moment_dtype", "master_weights", "options")
+OURS = "this suite"
+# Flags that columns or the table's heading tell already; a row's options are the others.
+TOLD = {*TABLE, *SHAPE, *ROW, "use_te", "mixed_precision", "fp8_scenario", "init", "tokenizer_name"}
+TOLD |= {"dataset_name", "split_name", "output_dir", "num_workers", "num_proc", "data_cache_dir"}
+
+
+def from_throughput(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of throughput.jsonl with the columns of this page."""
+    layers = "TE" if line["use_te"] else "HF"
+    mixed, recipe = line["mixed_precision"], line["recipe"]
+    options = {name: value for name, value in line["settings"].items() if name not in TOLD}
+    return line | {
+        "stack": OURS,
+        "precision": f"{mixed.upper()}{f' {recipe}' if recipe != mixed else ''}, {layers} layers",
+        "layers": layers,
+        "bf16": mixed == "bf16",
+        "options": shlex.join(f"--{n}" if v is True else f"--{n}={v}" for n, v in sorted(options.items())),
+        "padded": line["padded_tokens_per_second_per_gpu"],
+    }
+
+
+def from_peer(found: dict[str, Any]) -> dict[str, Any]:
+    """A record of benchmarks.peers with the columns of this page."""
+    settings, precision = found["settings"], found["settings"]["precision"]
+    flags = {"gradient_checkpointing": settings["gradient_checkpointing"], "eager": settings["no_compile"]}
+    return {
+        **{name: settings[name] for name in ("model_name", "num_layers", "max_seq_length", "batch_size")},
+        "gpu_name": found["gpu"],
+        "gpus": 1,
+        "dataset": "synthetic",
+        "gradient_accumulation_steps": 1,
+        "stack": found["stack"],
+        "precision": "BF16" if precision == "bf16" else f"FP8 {precision}",
+        "layers": found["stack"].split(" + ")[0],
+        "bf16": precision == "bf16",
+        "packing": True,
+        "sharding_mode": "single",
+        "moment_dtype": "bf16",
+        "master_weights": "none",
+        "options": ", ".join(name for name, on in flags.items() if on),
+        "tokens_per_second_per_gpu": found["tokens_per_second"],
+        "padded": found["tokens_per_second"],
+        "model_tflops_per_gpu": found.get("model_tflops"),
+        "mfu_bf16": found.get("mfu_bf16"),
+        **{name: found[name] for name in ("peak_memory_gb", "versions", "date")},
+    }
+
+
+@dataclass(frozen=True)
+class Row:
+    """Runs of the same settings and code."""
+
+    runs: list[dict[str, Any]]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.runs[0].get(name)
+
+    def median(self, name: str) -> float | None:
+        values = [run[name] for run in self.runs if run.get(name) is not None]
+        return median(values) if values else None
+
+
+def grouped(runs: Iterable[dict[str, Any]], names: tuple[str, ...]) -> list[list[dict[str, Any]]]:
+    """Runs that agree in `names`, in the order of their first one."""
+    groups: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
+    for run in runs:
+        groups[tuple(run.get(name) for name in names)].append(run)
+    return list(groups.values())
+
+
+def ratio(row: Row, rows: list[Row], is_baseline: Callable[[Row], bool]) -> str:
+    """Useful tokens/s against the fastest baseline of the same micro-batch and accumulation."""
+    of_shape = [r for r in rows if is_baseline(r) and all(r[name] == row[name] for name in SHAPE)]
+    rates = [r.median("tokens_per_second_per_gpu") for r in of_shape]
+    return f"{row.median('tokens_per_second_per_gpu') / max(rates):.2f}x" if rates else "-"
+
+
+def against_bf16(row: Row, rows: list[Row]) -> str:
+    same = ("stack", "layers", "packing") if row["stack"] == OURS else ("layers",)
+    return ratio(row, rows, lambda r: r["bf16"] and all(r[name] == row[name] for name in same))
+
+
+def against_padded(row: Row, rows: list[Row]) -> str:
+    return ratio(row, rows, lambda r: r["bf16"] and not r["packing"] and r["layers"] == "HF")
+
+
+def shown(format_: str, *names: str) -> Callable[[Row, list[Row]], str]:
+    def cell(row: Row, _: list[Row]) -> str:
+        values = [row.median(name) for name in names]
+        return " / ".join("-" if value is None else format_.format(value) for value in values)
+
+    return cell
+
+
+def state(row: Row, _: list[Row]) -> str:
+    masters = {"fp32": "FP32 masters", "none": "no masters"}[row["master_weights"]]
+    return f"{masters}, {row['moment_dtype'].upper()} moments"
+
+
+COLUMNS: dict[str, Callable[[Row, list[Row]], str]] = {
+    "stack": lambda row, _: row["stack"],
+    "precision": lambda row, _: row["precision"],
+    "batch": lambda row, _: " x ".join(str(row[name]) for name in SHAPE),
+    "rows": lambda row, _: "packed" if row["packing"] else "padded",
+    "mode": lambda row, _: f"`{row['sharding_mode']}`",
+    "optimizer state": state,
+    "options": lambda row, _: f"`{row['options']}`" if row["options"] else "-",
+    "tokens/s per GPU": shown("{:,.0f}", "tokens_per_second_per_gpu"),
+    "with padding": shown("{:,.0f}", "padded"),
+    "against BF16": against_bf16,
+    "against padded BF16, HF layers": against_padded,
+    "TFLOP/s": shown("{:,.0f}", "model_tflops_per_gpu"),
+    "MFU of BF16 / FP8 peak": shown("{:.1%}", "mfu_bf16", "mfu_fp8"),
+    "peak GB": shown("{:.1f}", "peak_memory_gb"),
+    "data wait": shown("{:.2%}", "data_wait_share"),
+    "s to first step": shown("{:.0f}", "seconds_to_first_step"),
+    "runs": lambda row, _: str(len(row.runs)),
+}
+# Columns that only say something where some row is padded, or spread over several GPUs.
+ONLY: dict[str, Callable[[Row], bool]] = {
+    "rows": lambda row: not row["packing"],
+    "with padding": lambda row: not row["packing"],
+    "against padded BF16, HF layers": lambda row: not row["packing"],
+    "mode": lambda row: row["gpus"] > 1,
+}
+
+
+def tables(runs: list[dict[str, Any]]) -> str:
+    """Markdown: a heading and a table for every model, length, data and number of GPUs."""
+    return "\n\n".join(part for group in grouped(runs, TABLE) for part in section(group))
+
+
+def section(runs: list[dict[str, Any]]) -> list[str]:
+    """Heading, table, profiles if there are any, and where it all comes from."""
+    rows = [Row(of_newest_commit(group)) for group in grouped(runs, ROW)]
+    names = [name for name in COLUMNS if name not in ONLY or any(map(ONLY[name], rows))]
+    lines = [names, ["---"] * len(names)]
+    lines += [[COLUMNS[name](row, rows).replace("|", "\\|") for name in names] for row in rows]
+    about = runs[0]
+    machine = f"{about['gpus']} x {about['gpu_name']}" if about["gpu_name"] else "CPU"
+    model = f"{about['model_name']}, {about['num_layers']} layers, {about['max_seq_length']:,} tokens"
+    made = [f"### {model}, {about['dataset']} data, {machine}"]
+    made.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+    if profiled := [row for row in rows if row["profile"]]:
+        kinds = [f"- {row['precision']}: {profile(row['profile'])}" for row in profiled]
+        made.append("\n".join(["GPU time of a step by kind of kernel, ms:", "", *kinds]))
+    return [*made, provenance([run for row in rows for run in row.runs])]
+
+
+def of_newest_commit(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the code that the last one ran, so that a row mixes no two states of it."""
+    return [run for run in runs if run.get("commit") == runs[-1].get("commit")]
+
+
+def profile(found: dict[str, Any]) -> str:
+    kinds = ", ".join(f"{kind} {of['ms']:.1f}" for kind, of in found["kinds"].items())
+    return f"{found['step_ms']:.1f} ({kinds})"
+
+
+def provenance(runs: list[dict[str, Any]]) -> str:
+    """When, with which versions and from which commits."""
+    days = sorted({run["date"][:10] for run in runs})
+    parts = [days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"]
+    for package in ("torch", "transformer_engine", "torchao", "transformers"):
+        found = sorted({run["versions"][package] for run in runs if run["versions"].get(package)})
+        parts += [f"{package} {' and '.join(found)}"] if found else []
+    commits = sorted(
+        {run["commit"][:12] + " with changes" * bool(run["dirty"]) for run in runs if run.get("commit")}
+    )
+    return ", ".join(parts + ([f"commit {' and '.join(commits)}"] if commits else [])) + "."
+
+
+def read_runs(throughput: Path, peers: Path) -> list[dict[str, Any]]:
+    """All measurements, ours first. ValueError for a broken file, or where there is none at all."""
+    lines = throughput.read_text(encoding="utf-8").splitlines() if throughput.exists() else []
+    runs = [from_throughput(parsed(line, f"{throughput}:{n}")) for n, line in enumerate(lines, 1) if line]
+    for path in sorted(peers.rglob("peer-*.json")):
+        runs.append(from_peer(parsed(path.read_text(encoding="utf-8"), str(path))))
+    if not runs:
+        raise ValueError(
+            f"{throughput}, {peers}: no measurement there; python -m benchmarks.throughput makes some"
+        )
+    return runs
+
+
+def parsed(text: str, place: str) -> dict[str, Any]:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{place}: cannot be read ({error})") from None
+
+
+def replaced(page: str, made: str, path: Path) -> str:
+    """`page` with `made` between its markers. ValueError unless each stands there once, in order."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end) or BEGIN in rest or END in before + after:
+        raise ValueError(f"{path}: must hold these two lines once, in this order: {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Rewrite the page's tables; exit code 2 where something cannot be read."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.performance_page", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--throughput", type=Path, default=RESULTS / "throughput.jsonl", metavar="FILE")
+    parser.add_argument("--peers", type=Path, default=RESULTS, metavar="FOLDER", help="holds peer-*.json")
+    parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE")
+    arguments = parser.parse_args(argv)
+    try:
+        made = tables(read_runs(arguments.throughput, arguments.peers))
+        page = arguments.page.read_text(encoding="utf-8")
+        arguments.page.write_text(replaced(page, made, arguments.page), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""Memory, speed, days and cost of a training job, before any GPU is rented.
+
+python -m benchmarks.plan --model_name meta-llama/Llama-3.1-8B --use_te --mixed_precision fp8 --batch_size 1 \
+    --max_seq_length 8192 --gpus 1,8,64 --gpu H200 --tokens 15e12 --price_per_gpu_hour 3
+python -m benchmarks.plan --check
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.plan_check import check_runs, check_table
+from benchmarks.plan_flags import PROG, build_parser, find_gpu, split_flags
+from benchmarks.plan_job import Job, build_job, read_model, recipe_of
+from benchmarks.plan_memory import UNMEASURED_RECIPES, largest_batch, peak
+from benchmarks.plan_time import Gpu, step_seconds
+from training.config import Config, parse_config
+from training.metrics import mfu, model_flops
+
+# CUDA's context, NCCL and fragmentation: the recorded 8B run with 147.6 GB of tensors ran in 150.1 GB.
+RESERVED = 2e9
+WEIGHT_BYTES = GRADIENT_BYTES = 2  # BF16; what --sharding_mode auto counts beside the optimizer's state
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is predicted for one job on one kind of GPU: bytes and seconds by part."""
+
+    job: Job
+    gpu: Gpu
+    memory: dict[str, float]
+    seconds: dict[str, float]
+    largest_batch: int
+
+    @property
+    def fits(self) -> bool:
+        return sum(self.memory.values()) <= room(self.gpu)
+
+    @property
+    def step(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs together."""
+        return self.job.tokens * self.job.accumulation * self.job.gpus / self.step
+
+    @property
+    def tflops(self) -> float:
+        """Model TFLOP/s of one GPU."""
+        tokens = self.job.tokens * self.job.accumulation
+        flops = model_flops(self.job.model.shape, tokens=tokens, sum_squared_lengths=tokens * self.job.length)
+        return flops / self.step / 1e12
+
+    def days(self, tokens: float) -> float:
+        return tokens / (self.tokens_per_second * 86_400)
+
+
+def room(gpu: Gpu) -> float:
+    return gpu.memory_gb * 1e9 - RESERVED
+
+
+def choose_mode(cfg: Config, parameters: int, gpu: Gpu, gpus: int, gpus_per_node: int) -> str:
+    """The sharding mode that training would take. ValueError for one that cannot be planned."""
+    mode = cfg.sharding.mode
+    if gpus == 1 and not mode.endswith("offload"):
+        return "single"
+    if mode == "deepspeed":
+        raise ValueError(
+            "--sharding_mode deepspeed: plans cover ds_zero1, ds_zero2, ds_zero3 and its offload"
+        )
+    if mode.startswith("ds_") and (
+        cfg.precision.master_weights != "fp32" or cfg.precision.moment_dtype != "fp32"
+    ):
+        raise ValueError(
+            f"--sharding_mode {mode}: DeepSpeed has FP32 masters and moments; leave out --master_weights and "
+            "--moment_dtype, or use fsdp_full"
+        )
+    if mode != "auto":
+        return mode
+    from training import auto_mode  # imports torch
+
+    moments = 8 if cfg.precision.moment_dtype == "fp32" else 4
+    masters = 2 if cfg.precision.master_weights == "fp32" else 0
+    whole_gradients = 4 if cfg.sharding.grad_reduce_dtype == "fp32" else 2
+    memory = auto_mode.Memory(
+        parameters,
+        weights=WEIGHT_BYTES,
+        state=WEIGHT_BYTES + GRADIENT_BYTES + masters + moments,
+        accumulated=whole_gradients * (cfg.optim.gradient_accumulation_steps > 1),
+        gpu=int(gpu.memory_gb * 1e9),
+    )
+    return auto_mode.choose_mode(memory, world_size=gpus, local_size=min(gpus, gpus_per_node))[0]
+
+
+def make_plan(cfg: Config, gpu: Gpu, *, gpus: int, gpus_per_node: int = 8, network_gbs: float = 50.0) -> Plan:
+    """Predict one training command on `gpus` GPUs; `network_gbs` is a GPU's share of its node's network."""
+    model = read_model(cfg.model.model_name)
+    mode = choose_mode(cfg, model.parameters, gpu, gpus, gpus_per_node)
+    job = build_job(cfg, model, mode=mode, gpus=gpus, gpus_per_node=gpus_per_node)
+    return Plan(
+        job,
+        gpu,
+        peak(job),
+        step_seconds(job, gpu, network=network_gbs * 1e9),
+        largest_batch(job, room(gpu)),
+    )
+
+
+def _cells(plan: Plan, tokens: float | None, price: float | None) -> list[str]:
+    total = sum(plan.memory.values()) / 1e9
+    cells = [f"{plan.job.gpus:,}", plan.job.mode, f"{total:.1f}", f"{plan.largest_batch:,}"]
+    if plan.fits:
+        shares = [mfu(plan.tflops, p) for p in (plan.gpu.bf16_tflops, plan.gpu.fp8_tflops) if p]
+        cells += [f"{1e3 * plan.step:,.0f}", f"{plan.tokens_per_second:,.0f}", f"{plan.tflops:.0f}"]
+        cells += [" / ".join(f"{share:.1%}" for share in shares)]
+    else:
+        cells += ["does not fit", "-", "-", "-"]
+    if tokens:
+        days = plan.days(tokens)
+        cells += [f"{days:,.1f}" if plan.fits else "-"]
+        if price:
+            cells += [f"{days * 24 * plan.job.gpus * price:,.0f}" if plan.fits else "-"]
+    return cells
+
+
+def _table(rows: list[list[str]]) -> str:
+    """Markdown, padded to columns, the first row as its head."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    )
+
+
+def _gpus(job: Job) -> str:
+    return f"{job.gpus:,} GPU{'s' * (job.gpus > 1)}"
+
+
+def _parts(title: str, plans: list[Plan], read: Callable[[Plan], dict[str, float]], scale: float) -> str:
+    """One row for each part that is not nothing everywhere, one column for each number of GPUs."""
+    rows = [[title, *(_gpus(plan.job) for plan in plans)]]
+    for name in read(plans[0]):
+        values = [read(plan)[name] / scale for plan in plans]
+        if any(values):
+            rows.append([name, *(f"{value:,.2f}" for value in values)])
+    rows.append(["sum", *(f"{sum(read(plan).values()) / scale:,.2f}" for plan in plans)])
+    return _table(rows)
+
+
+def report(plans: list[Plan], *, tokens: float | None, price: float | None) -> str:
+    """The tables of several plans of one command."""
+    job, gpu = plans[0].job, plans[0].gpu
+    head = [
+        "GPUs",
+        "mode",
+        "peak GB",
+        "largest micro-batch",
+        "step ms",
+        "tokens/s",
+        "TFLOP/s",
+        "MFU BF16 / FP8",
+    ]
+    head += ["days"] * bool(tokens) + ["cost"] * bool(tokens and price)
+    about = (
+        f"{job.model.parameters / 1e9:.2f} billion parameters, {job.recipe}, {job.batch} x {job.length} "
+        f"tokens a micro-batch and GPU, {job.accumulation} of them a step"
+        f"{', recomputation' if job.recompute else ''}; {gpu.memory_gb:g} GB a GPU"
+    )
+    lines = [about, "", _table([head, *(_cells(plan, tokens, price) for plan in plans)])]
+    lines += ["", _parts("GB a GPU", plans, lambda plan: plan.memory, 1e9)]
+    if fitting := [plan for plan in plans if plan.fits]:
+        lines += ["", _parts("ms a step", fitting, lambda plan: plan.seconds, 1e-3)]
+    else:
+        lines += [
+            "",
+            "Nothing fits: try --gradient_checkpointing, --moment_dtype bf16, more --gpus, fsdp_full.",
+        ]
+    if job.recipe in UNMEASURED_RECIPES:
+        lines += ["", f"{job.recipe} was never measured: its time is that of delayed scaling's kernels."]
+    for plan in plans:
+        if plan.job.offload:
+            host = 16 * job.model.parameters / plan.job.nodes / 1e9
+            lines += ["", f"{_gpus(plan.job)}: {host:.0f} GB in the memory of each node's CPUs."]
+    if any(plan.job.nodes > 1 for plan in plans):
+        lines += ["", "Several nodes were never measured; docs/plan.md has the assumptions."]
+    return "\n".join(lines)
+
+
+def run(argv: list[str]) -> str:
+    """The text that `argv` asks for. ValueError for anything a user got wrong."""
+    args, training = split_flags(build_parser(__doc__.splitlines()[0]), argv)
+    if args.check is not None:
+        if training:
+            raise ValueError(f"--check takes no other flags, got {training[0]}")
+        return check_table(*check_runs(args.check))
+    if args.price_per_gpu_hour and not args.tokens:
+        raise ValueError(f"--price_per_gpu_hour {args.price_per_gpu_hour:g}: a cost needs --tokens too")
+    cfg = parse_config(training, prog=PROG, description=__doc__)
+    gpu = find_gpu(args, recipe_of(cfg))
+    where = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
+    plans = [make_plan(cfg, gpu, gpus=gpus, **where) for gpus in args.gpus]
+    return report(plans, tokens=args.tokens, price=args.price_per_gpu_hour)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the plan; exit code 2 for a setting that is wrong."""
+    try:
+        print(run(sys.argv[1:] if argv is None else argv))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Recorded runs beside what the plan predicts for them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plan_job import Job, build_job, read_model
+from benchmarks.plan_memory import peak
+from benchmarks.plan_time import GPUS, step_seconds
+from te_models.presets import PRESETS
+from training.config import Config, config_from_dict, knobs
+
+# Folders of `benchmarks/results` whose runs are compared.
+GROUPS = ("calibration", "h200", "h200-fused-adamw", "h200-multi")
+RESULTS = Path(__file__).parent / "results"
+# A model of the recorded runs that is no preset: Llama 3.1 70B cut to 20 layers.
+CUT_MODELS = {"llama-70b-20-layers": PRESETS["meta-llama/Llama-3.1-70B"] | {"num_hidden_layers": 20}}
+# Flags that older runs called otherwise.
+RENAMED = {"compile_model": "compile"}
+# Whose speed says nothing, by the start of the folder's name, and why (benchmarks/results/README.md).
+UNTIMED = {
+    "calibration/": "logged without waiting for the optimizer",
+    "h200-multi/gsm-4gpu-ddp": "ran beside others",
+    "h200-multi/qwen14b-": "ran beside others",
+}
+UNPLANNED = {
+    "1b-deterministic": "attention ran unfused",
+    "1b-export": "evaluation only",
+    "fp32-traffic": "a path that was switched off by hand",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """A recorded run: measured and predicted peak in GB and step time in seconds (None: not comparable)."""
+
+    name: str
+    memory: tuple[float, float]
+    seconds: tuple[float, float] | None
+
+    @staticmethod
+    def error(pair: tuple[float, float]) -> float:
+        measured, predicted = pair
+        return predicted / measured - 1
+
+
+def _read(folder: Path, file: str) -> dict[str, Any]:
+    return json.loads((folder / file).read_text(encoding="utf-8"))
+
+
+def recorded_job(folder: Path) -> tuple[Job, bool]:
+    """The job of a recorded run, and whether another AdamW than the suite's stepped it, as env.json says."""
+    stored, environment, summary = (_read(folder, f"{n}.json") for n in ("config", "env", "summary"))
+    known = knobs()
+    settings = {RENAMED.get(k, k): v for k, v in stored.items() if RENAMED.get(k, k) in known}
+    cfg: Config = config_from_dict(settings)
+    gpus = summary.get("world_size", 1)
+    mode = summary.get("sharding_mode", "single")
+    model = read_model(cfg.model.model_name, CUT_MODELS)
+    job = build_job(cfg, model, mode=mode, gpus=gpus, gpus_per_node=gpus)
+    return job, not environment.get("optimizer", "TE FusedAdam").startswith("fused AdamW")
+
+
+def check_runs(results: Path = RESULTS) -> tuple[list[Check], list[str]]:
+    """Every finished run under `results`, and a line for each that is left out, with the reason."""
+    checks, left_out = [], []
+    found = [path.parent for group in GROUPS for path in sorted((results / group).glob("*/config.json"))]
+    if not found:
+        raise ValueError(f"--check {results}: holds none of the folders {', '.join(GROUPS)} with run folders")
+    for folder in found:
+        name = f"{folder.parent.name}/{folder.name}"
+        reason = next((why for part, why in UNPLANNED.items() if part in name), None)
+        if not (folder / "summary.json").exists():
+            reason = reason or "did not finish"
+        elif _read(folder, "env.json").get("gpu_name") != "NVIDIA H200":
+            reason = reason or "on no H200"
+        if reason:
+            left_out.append(f"{name}: {reason}")
+            continue
+        job, te_adam = recorded_job(folder)
+        summary = _read(folder, "summary.json")
+        seconds = None
+        if not any(name.startswith(start) for start in UNTIMED) and summary.get("tokens_per_second"):
+            tokens = job.tokens * job.accumulation * job.gpus
+            predicted = sum(step_seconds(job, GPUS["H200"], te_adam=te_adam).values())
+            seconds = (tokens / summary["tokens_per_second"], predicted)
+        checks.append(Check(name, (summary["peak_memory_gb"], sum(peak(job).values()) / 1e9), seconds))
+    return checks, left_out
+
+
+def check_table(checks: list[Check], left_out: list[str]) -> str:
+    """A Markdown table of prediction beside measurement, and what was left out of it."""
+    lines = [
+        "| run | peak GB, measured | predicted | error | step ms, measured | predicted | error |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for check in checks:
+        cells = [f"{check.memory[0]:.1f}", f"{check.memory[1]:.1f}", f"{Check.error(check.memory):+.1%}"]
+        if check.seconds:
+            cells += [f"{1e3 * value:.1f}" for value in check.seconds]
+            cells += [f"{Check.error(check.seconds):+.1%}"]
+        else:
+            cells += ["-"] * 3
+        lines.append(f"| {check.name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", "Left out:", "", *(f"- {line}" for line in left_out)])

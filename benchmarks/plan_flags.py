@@ -1,0 +1,119 @@
+"""The flags of `python -m benchmarks.plan` that are not training's, and the GPU that they name."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any, NoReturn
+
+from benchmarks.plan_check import RESULTS
+from benchmarks.plan_memory import UNMEASURED_RECIPES
+from benchmarks.plan_time import GPUS, Gpu
+from training.config import knobs, nearest
+
+PROG = "python -m benchmarks.plan"
+BLACKWELL = ("B200", "GB200", "B300")
+
+
+def find_gpu(args: argparse.Namespace, recipe: str) -> Gpu:
+    """The GPU of --gpu, changed by the flags that are given.
+
+    ValueError for one that nothing is known of, or whose generation has no such recipe.
+    """
+    wanted = args.gpu.upper().removeprefix("NVIDIA").strip()
+    name = next((key for key in GPUS if key.upper() == wanted), None)
+    given = {
+        "memory_gb": args.gpu_memory_gb,
+        "bf16_tflops": args.bf16_tflops,
+        "fp8_tflops": args.fp8_tflops,
+        "memory_bandwidth": args.memory_tbs and args.memory_tbs * 1e12,
+        "link_bandwidth": args.link_gbs and args.link_gbs * 1e9,
+    }
+    given = {field: value for field, value in given.items() if value is not None}
+    if name is not None:
+        if recipe in UNMEASURED_RECIPES and name not in BLACKWELL:
+            raise ValueError(f"--fp8_scenario {recipe} --gpu {name}: needs one of {', '.join(BLACKWELL)}")
+        return GPUS[name]._replace(**given)
+    if not {"memory_gb", "bf16_tflops", "memory_bandwidth", "link_bandwidth"} <= given.keys():
+        raise ValueError(
+            f"--gpu {args.gpu}: not known ({', '.join(GPUS)}); give its --gpu_memory_gb, --bf16_tflops, "
+            "--fp8_tflops (if it has any), --memory_tbs and --link_gbs"
+        )
+    return Gpu(**({"fp8_tflops": None} | given))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text}: must be a positive number")
+    return value
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_whole(part.strip()) for part in text.split(",")]
+
+
+def build_parser(description: str) -> argparse.ArgumentParser:
+    """The flags of a plan alone; every flag of training is taken beside them."""
+    parser = _Parser(
+        prog=PROG,
+        description=description,
+        allow_abbrev=False,
+        epilog="All flags of training are taken too: python train_fp8.py --help",
+    )
+    add: Any = parser.add_argument
+    add("--gpus", type=_counts, default=[1, 8, 64, 512, 4096], metavar="N,N,...", help="numbers of GPUs")
+    add("--gpus_per_node", type=_whole, default=8, metavar="N", help="GPUs that fast links join (default: 8)")
+    add("--gpu", default="H200", help=f"{', '.join(GPUS)} (default: H200)")
+    for flag, unit in {
+        "gpu_memory_gb": "a GPU's memory, 10^9 bytes",
+        "bf16_tflops": "its dense BF16 peak",
+        "fp8_tflops": "its dense FP8 peak",
+        "memory_tbs": "its memory bandwidth, TB/s",
+        "link_gbs": "its links to the others of a node, GB/s in one direction",
+        "tokens": "token budget, for days (15e12, say)",
+        "price_per_gpu_hour": "for the cost of --tokens",
+    }.items():
+        add(f"--{flag}", type=_positive, metavar="X", help=unit)
+    add(
+        "--network_gbs",
+        type=_positive,
+        default=50.0,
+        metavar="X",
+        help="a node's network for each of its GPUs, GB/s in one direction (default: 50: 400 Gbit/s)",
+    )
+    add(
+        "--check",
+        nargs="?",
+        const=RESULTS,
+        type=Path,
+        metavar="FOLDER",
+        help="print predictions beside recorded runs (default: benchmarks/results)",
+    )
+    return parser
+
+
+def split_flags(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The plan's own flags, parsed, and training's. ValueError for a flag of neither, with the nearest."""
+    args, training = parser.parse_known_args(argv)
+    theirs = {"--config", *(f"--{prefix}{name}" for name in knobs() for prefix in ("", "no_"))}
+    own = {option for action in parser._actions for option in action.option_strings}
+    for flag in (text.split("=")[0] for text in training if text.startswith("--")):
+        if flag not in theirs:
+            raise ValueError(f"unknown flag {flag}{nearest(flag, sorted(own | theirs))}")
+    return args, training

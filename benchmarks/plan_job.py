@@ -1,0 +1,168 @@
+"""A training job as a plan sees it: the model's dimensions, and the settings that memory and time hang on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from te_models.presets import PRESETS
+from training.config import Config
+from training.metrics import ModelShape, matmul_parameters
+
+# The two that a configuration adds to matrices and norms: biases of q, k, v; norms of query and key heads.
+QKV_BIASES, HEAD_NORMS = frozenset({"qwen2"}), frozenset({"qwen3"})
+PLANNED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+
+
+@dataclass(frozen=True)
+class Model:
+    """Dimensions and parameters of a model that can be planned."""
+
+    shape: ModelShape
+    model_type: str
+    tied: bool
+
+    @property
+    def gemm_weights(self) -> int:
+        """Weights of the decoder's linear layers, which FP8 recipes cast."""
+        return matmul_parameters(self.shape) - self.head
+
+    @property
+    def head(self) -> int:
+        return self.shape.vocab_size * self.shape.hidden_size
+
+    @property
+    def root(self) -> int:
+        """Embedding, LM head and final norm: one FSDP group, gathered throughout."""
+        return self.head * (1 if self.tied else 2) + self.shape.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        s = self.shape
+        layer = 2 * s.hidden_size
+        if self.model_type in QKV_BIASES:
+            layer += (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
+        if self.model_type in HEAD_NORMS:
+            layer += 2 * s.head_dim
+        return self.gemm_weights + s.num_layers * layer + self.root
+
+    @property
+    def block(self) -> float:
+        return (self.parameters - self.root) / self.shape.num_layers
+
+
+def read_model(name: str, extra: dict[str, dict] | None = None) -> Model:
+    """Dimensions of a preset or of a folder with a config.json. ValueError for anything else."""
+    presets = PRESETS | (extra or {})
+    if name in presets:
+        fields = presets[name]
+    else:
+        try:
+            fields = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"--model_name {name}: neither a preset nor a folder with a config.json "
+                f"({getattr(error, 'strerror', None) or error}); presets: te_models/presets.py"
+            ) from None
+    kind = fields.get("model_type") if isinstance(fields, dict) else None
+    if kind not in PLANNED:
+        raise ValueError(
+            f"--model_name {name}: model type {kind!r} cannot be planned; those that can: "
+            + ", ".join(sorted(PLANNED))
+        )
+    try:
+        shape = ModelShape.from_hf_config(SimpleNamespace(**fields))
+    except AttributeError as error:
+        raise ValueError(f"--model_name {name}: its config.json has no {error.name}") from None
+    return Model(shape, kind, bool(fields.get("tie_word_embeddings", False)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training job: what of a configuration decides memory and time, and the GPUs it runs on."""
+
+    model: Model
+    recipe: str
+    use_te: bool
+    batch: int
+    length: int
+    accumulation: int
+    recompute: bool
+    masters: bool
+    moment_bytes: int  # of one of Adam's two moments
+    mode: str
+    gpus: int
+    gpus_per_node: int
+    shard: int  # GPUs that hold one copy of the model; 1 where it is whole
+    grad_fp32: bool = True
+    fp8_all_gather: bool = False
+    fp8_layers: float = 1.0  # share of the decoder layers under the recipe
+
+    @property
+    def tokens(self) -> int:
+        """Of one micro-batch on one GPU."""
+        return self.batch * self.length
+
+    @property
+    def sharded(self) -> bool:
+        return self.mode in ("fsdp_full", "fsdp_grad", "fsdp_offload", "hsdp")
+
+    @property
+    def zero(self) -> int:
+        """DeepSpeed's stage, 0 without it."""
+        return int(self.mode[7]) if self.mode.startswith("ds_zero") else 0
+
+    @property
+    def offload(self) -> bool:
+        return self.mode.endswith("offload")
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.gpus // self.gpus_per_node)
+
+    @property
+    def two_layouts(self) -> bool:
+        """Whether FP8 weights are kept until backward: TE gives them up under FSDP2 and casts them again."""
+        return self.use_te and not self.sharded and not self.recompute
+
+
+def recipe_of(cfg: Config) -> str:
+    if cfg.precision.mixed_precision == "fp32":
+        raise ValueError("--mixed_precision fp32: plans cover bf16 and fp8")
+    if cfg.precision.precision_map:
+        raise ValueError(
+            f"--precision_map {cfg.precision.precision_map}: plans cover whole layers; use "
+            "--bf16_first_layers and --bf16_last_layers"
+        )
+    if cfg.precision.mixed_precision == "bf16":
+        return "bf16"
+    default = "delayed" if cfg.model.use_te else "tensorwise"
+    return default if cfg.precision.fp8_scenario == "default" else cfg.precision.fp8_scenario
+
+
+def build_job(cfg: Config, model: Model, *, mode: str, gpus: int, gpus_per_node: int) -> Job:
+    """The job of a configuration in this sharding mode. ValueError for a shard size that does not divide."""
+    own = cfg.precision.bf16_first_layers + cfg.precision.bf16_last_layers
+    shard = {"single": 1, "ddp": 1, "hsdp": cfg.sharding.hsdp_shard_size or min(gpus, gpus_per_node)}
+    if mode == "hsdp" and gpus % shard["hsdp"]:
+        raise ValueError(f"--hsdp_shard_size {shard['hsdp']}: does not divide the {gpus} GPUs of --gpus")
+    return Job(
+        model=model,
+        recipe=recipe_of(cfg),
+        use_te=cfg.model.use_te,
+        batch=cfg.optim.batch_size,
+        length=cfg.data.max_seq_length,
+        accumulation=cfg.optim.gradient_accumulation_steps,
+        recompute=cfg.model.gradient_checkpointing,
+        masters=cfg.precision.master_weights == "fp32",
+        moment_bytes=4 if cfg.precision.moment_dtype == "fp32" else 2,
+        mode=mode,
+        gpus=gpus,
+        gpus_per_node=gpus_per_node,
+        shard=shard.get(mode, gpus),
+        grad_fp32=cfg.sharding.grad_reduce_dtype == "fp32",
+        fp8_all_gather=cfg.sharding.fp8_all_gather,
+        fp8_layers=max(0.0, 1 - own / model.shape.num_layers),
+    )

@@ -1,0 +1,206 @@
+"""What run folders say, and what several of them say together: nothing here draws or formats."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean, median, pstdev
+from typing import Any
+
+from training.metrics import perplexity
+
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as metrics.jsonl writes them
+# What an emulated run has no say about, under whichever name it was recorded.
+SPEED = frozenset({"tokens_per_second", "model_tflops_per_gpu", "mfu_bf16", "mfu_fp8"})
+
+Series = list[tuple[int, float]]  # (optimizer step, value)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run folder says; `summary` is None for a run that did not get to its end."""
+
+    folder: Path
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    records: list[dict[str, Any]]
+    summary: dict[str, Any] | None
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    def series(self, metric: str) -> Series:
+        """(step, value) of every finite value logged."""
+        found = [(record["step"], record[metric]) for record in self.records if metric in record]
+        return [(step, value) for step, value in found if math.isfinite(value)]
+
+    def value(self, name: str) -> Any:
+        """A summary value by its name; of a run without summary what metrics.jsonl tells, else None.
+
+        None for the speed of an emulated run, which says nothing about any machine.
+        """
+        if name in SPEED and self.emulated:
+            return None
+        if self.summary is not None:
+            return self.summary.get(name)
+        return self.environment.get(name, self.config.get(name, self._from_metrics(name)))
+
+    @property
+    def emulated(self) -> bool:
+        known = self.environment if self.summary is None else self.summary
+        return bool(known.get("emulated"))
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the whole job, 0 on a CPU; a run recorded before several could take part had one."""
+        if self.summary is not None:
+            return self.summary.get("gpus", 1)
+        return self.environment.get("world_size", 1) if self.environment.get("gpu_name") else 0
+
+    @property
+    def nodes(self) -> int | None:
+        """Machines of the job; None for a run that stopped before it counted them."""
+        return self.environment.get("nodes") if self.summary is None else self.summary.get("nodes", 1)
+
+    @property
+    def mode(self) -> str | None:
+        """How the run was sharded; config.json has what was asked for, perhaps `auto`."""
+        known = self.summary or self.environment
+        return known.get("sharding_mode", "single") if known else None
+
+    @property
+    def tokens_per_gpu(self) -> float | None:
+        """Tokens/s of one GPU."""
+        rate = self.value("tokens_per_second")
+        return rate / self.gpus if rate is not None and self.gpus else None
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of one optimizer step over all ranks."""
+        ranks = (self.summary or {}).get("world_size") or self.environment.get("world_size") or self.gpus
+        return self.config["batch_size"] * self.config["gradient_accumulation_steps"] * max(1, ranks)
+
+    def _from_metrics(self, name: str) -> Any:
+        if name == "steps":
+            return self.records[-1]["step"] if self.records else 0
+        metric, reduce = FROM_METRICS.get(name, (None, None))
+        values = [value for _, value in self.series(metric)] if metric else []
+        return reduce(values) if values else None
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read a run folder; ValueError if it is none, or holds a broken file."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder}: not a run folder (it has no config.json)")
+    summary = folder / "summary.json"
+    return RunRecord(
+        folder=folder,
+        config=_read_json(folder / "config.json"),
+        environment=_read_json(folder / "env.json") if (folder / "env.json").exists() else {},
+        records=_read_metrics(folder / "metrics.jsonl"),
+        summary=_read_json(summary) if summary.exists() else None,
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return _with_numbers(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from None
+
+
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The logged lines; a run that is being written, or was killed, may end in half a line."""
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        try:
+            records.append(_with_numbers(json.loads(line)))
+        except ValueError:
+            continue
+    return records
+
+
+def _with_numbers(values: Any) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise ValueError(f"holds a {type(values).__name__}, no object")
+    return {k: NON_FINITE.get(v, v) if isinstance(v, str) else v for k, v in values.items()}
+
+
+def tail_mean(values: list[float]) -> float:
+    """Mean of the last 10 % (at least one value)."""
+    return fmean(values[-max(1, len(values) // 10) :])
+
+
+def _after_warmup(values: list[float]) -> float:
+    return median(values[1:] or values)  # the first line holds the warm-up
+
+
+# Summary value -> (metric, how its series becomes the value), for runs that left no summary.
+FROM_METRICS: dict[str, tuple[str, Callable[[list[float]], float]]] = {
+    "train_loss": ("train/loss", lambda values: values[-1]),
+    "train_loss_tail_mean": ("train/loss", tail_mean),
+    "eval_loss": ("eval/loss", lambda values: values[-1]),
+    "eval_perplexity": ("eval/loss", lambda values: perplexity(values[-1])),
+    "tokens_per_second": ("perf/tokens_per_second", _after_warmup),
+    "model_tflops_per_gpu": ("perf/model_tflops_per_gpu", _after_warmup),
+    "mfu_bf16": ("perf/mfu_bf16", _after_warmup),
+    "mfu_fp8": ("perf/mfu_fp8", _after_warmup),
+    "peak_memory_gb": ("perf/peak_memory_gb", max),
+}
+
+LOSSES = {"training": "train/loss", "validation": "eval/loss"}
+STATISTICS: dict[str, Callable[[list[float]], float]] = {
+    "maximum": max,
+    "minimum": min,
+    "mean": fmean,
+    "final": lambda values: values[-1],
+    "standard deviation": pstdev,
+    "mean of last 10 %": tail_mean,
+}
+
+
+def smooth(values: list[float], share: int = 20) -> list[float]:
+    """Centred moving mean over about 1 / share of the values; the window narrows evenly towards both ends."""
+    most = len(values) // (2 * share)
+    halves = [min(most, i, len(values) - 1 - i) for i in range(len(values))]
+    sums = [0.0, *accumulate(values)]
+    return [(sums[i + half + 1] - sums[i - half]) / (2 * half + 1) for i, half in enumerate(halves)]
+
+
+def labels(runs: list[RunRecord]) -> list[str]:
+    """A name for each run: its folder's, or where two share that, the path as given."""
+    names = [run.name for run in runs]
+    return [
+        name if names.count(name) == 1 else str(run.folder) for name, run in zip(names, runs, strict=True)
+    ]
+
+
+MACHINE = (
+    "gpu_name",
+    "driver",
+    "cuda",
+    "cudnn",
+    "python",
+    "platform",
+    "recipe",
+    "fallback_reason",
+    "optimizer",
+)
+MACHINE += ("attention_backend", "emulated", "sharding_mode", "world_size", "nodes")
+
+
+def settings(run: RunRecord) -> dict[str, Any]:
+    """Everything a run was set to: its configuration, then what it ran on and with."""
+    environment = run.environment
+    git = environment.get("git") or {}
+    return (
+        run.config
+        | {name: environment.get(name) for name in MACHINE}
+        | {f"version of {name}": value for name, value in (environment.get("versions") or {}).items()}
+        | {"commit": git.get("commit"), "commit with changes": git.get("dirty")}
+    )

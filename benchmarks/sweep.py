@@ -1,0 +1,261 @@
+"""Run a grid of training runs (model x precision x sequence length x GPUs x batch), one after another.
+
+python -m benchmarks.sweep sweep.yaml [--output_dir DIR] [any flags of train_fp8.py]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.launch import EXIT_INTERRUPTED, OneLineParser, Outcome, count_gpus, is_finished, launch
+from benchmarks.variants import DECIDED, given_settings, parse_variants, resolve
+from training.config import Config, knobs, nearest
+from training.durable_files import replace_file
+
+PROG = "python -m benchmarks.sweep"
+# Axis -> the setting it stands for; any other setting may be an axis under its own name.
+AXES = {"model": "model_name", "sequence_length": "max_seq_length"}
+OTHER_AXES = ("precision", "gpus")  # variants of benchmarks.compare; GPUs of a run
+SHORT = {"sequence_length": "seq", "batch_size": "batch", "gradient_accumulation_steps": "accumulation"}
+GROWING = ("max_seq_length", "batch_size")  # memory grows with these, all else equal
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of the grid."""
+
+    name: str
+    gpus: int
+    cfg: Config
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.cfg.checkpoint.output_dir)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a point; status is done, skipped, out_of_memory or failed."""
+
+    name: str
+    status: str
+    reason: str = ""
+
+
+def read_sweep(path: Path) -> dict[str, Any]:
+    """The sweep's `grid`, `base` and `needs`. ValueError names the file and what is wrong in it."""
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from None
+    kinds = {"grid": dict, "base": dict, "needs": list}
+    if not isinstance(loaded, dict) or "grid" not in loaded:
+        raise ValueError(f"{path}: must hold a `grid:`, and may hold `base:` and `needs:`")
+    for name, value in loaded.items():
+        if name not in kinds:
+            raise ValueError(f"{path}: unknown key {name!r}{nearest(name, kinds)}")
+        if not isinstance(value, kinds[name]):
+            raise ValueError(f"{path}: `{name}:` must be a {'list' if kinds[name] is list else 'mapping'}")
+    for name in (*loaded.get("base", {}), *loaded.get("needs", [])):
+        if name not in knobs() or name in DECIDED:
+            raise ValueError(f"{path}: {name!r} is no setting of all runs{nearest(name, knobs())}")
+    return {"base": {}, "needs": []} | loaded
+
+
+def read_axes(grid: dict[str, Any], replaced: list[str]) -> dict[str, list[Any]]:
+    """The grid's axes with those of `--axis NAME=VALUE,...`; ValueError for an unknown or empty one."""
+    axes = dict(grid)
+    for text in replaced:
+        name, _, values = text.partition("=")
+        if name not in grid:
+            raise ValueError(f"--axis {text}: the grid has {', '.join(grid)}{nearest(name, grid)}")
+        axes[name] = [value for value in values.split(",") if value]
+    names = [*AXES, *OTHER_AXES, *(name for name in knobs() if name not in DECIDED)]
+    for name, values in axes.items():
+        if name not in names:
+            raise ValueError(f"axis {name!r} is unknown{nearest(name, names)}")
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"axis {name}: must be a list with at least one value, not {values!r}")
+    return axes
+
+
+def build_points(axes: dict[str, list[Any]], given: dict[str, Any], folder: Path) -> list[Point]:
+    """All points of the grid, the first axis slowest. ValueError for settings that cannot be."""
+    named = list(axes)
+    variants = parse_variants([str(v) for v in axes.get("precision", ["bf16"])], flag="axis precision")
+    axes = axes | {"precision": variants, "gpus": [_gpus(v) for v in axes.get("gpus", [1])]}
+    for name in axes:
+        if (setting := AXES.get(name, name)) in given:
+            raise ValueError(f"--{setting}: it is an axis of the grid; give --axis {name}=... instead")
+    points = []
+    for values in itertools.product(*axes.values()):
+        at = dict(zip(axes, values, strict=True))
+        name = "-".join(_label(axis, at[axis]) for axis in named)
+        variant, gpus = at.pop("precision"), at.pop("gpus")
+        own = {AXES.get(axis, axis): value for axis, value in at.items()}
+        try:
+            cfg = resolve(given | own | variant.settings, folder / "runs" / name)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        points.append(Point(name, gpus, cfg))
+    repeated = [name for name, count in Counter(point.name for point in points).items() if count > 1]
+    if repeated:
+        raise ValueError(f"the grid has {repeated[0]} twice; name each value of an axis once")
+    return points
+
+
+def _gpus(value: Any) -> int:
+    if not str(value).isdigit() or int(value) < 1:
+        raise ValueError(f"axis gpus: {value!r} is no number of GPUs")
+    return int(value)
+
+
+def _label(axis: str, value: Any) -> str:
+    """A part of a run folder's name, such as Llama-3.2-1B, delayed, seq2048 or gpus2."""
+    if axis == "precision":
+        return value.folder_name
+    text = re.sub(r"[^\w.+=-]", "_", str(value).rstrip("/").rsplit("/", 1)[-1])
+    return text if axis == "model" else f"{SHORT.get(axis, axis)}{text}"
+
+
+def why_skip(point: Point, results: dict[str, Result], points: list[Point], machine_gpus: int) -> str | None:
+    """Why a point cannot run or fit here, known without trying; None if nothing is known."""
+    if point.gpus > max(1, machine_gpus):
+        return f"needs {point.gpus} GPUs, this machine has {machine_gpus}"
+    for other in points:
+        tried = results.get(other.name)
+        if tried and tried.status == "out_of_memory" and _is_smaller(other, point):
+            return f"{other.name} ran out of memory, and this one needs more"
+    return None
+
+
+def _is_smaller(a: Point, b: Point) -> bool:
+    """Whether `a` is `b` but for a shorter sequence or a smaller batch."""
+    if a.gpus != b.gpus or a.name == b.name:
+        return False
+    first, second = ({k: v for k, v in p.cfg.to_dict().items() if k != "output_dir"} for p in (a, b))
+    different = [name for name in first if first[name] != second[name]]
+    return all(name in GROWING and first[name] < second[name] for name in different)
+
+
+def run_points(points: list[Point], folder: Path, *, retry: bool) -> tuple[dict[str, Result], bool]:
+    """Run what is neither finished nor known to fail. Returns the results, and whether a signal came."""
+    record = folder / "sweep.json"
+    tried = {} if retry else _read_record(record)
+    results: dict[str, Result] = {}
+    machine_gpus = count_gpus() if any(point.gpus > 1 for point in points) else 1
+    for number, point in enumerate(points, 1):
+        title = f"[{number}/{len(points)}] {point.name}"
+        stopped = False
+        if is_finished(point.cfg):
+            result = Result(point.name, "done")
+        elif point.name in tried:
+            result = tried[point.name]
+        elif reason := why_skip(point, results, points, machine_gpus):
+            result = Result(point.name, "skipped", reason)
+        else:
+            print(f"{title}: {point.folder}", flush=True)
+            outcome = launch(point.cfg, gpus=point.gpus, log=folder / "logs" / f"{point.name}.log")
+            stopped = outcome.stopped
+            result = _result(point, outcome)
+        if stopped:
+            print(f"stopped in {point.name}; to go on: the same command", flush=True)
+            return results, True
+        results[point.name] = result
+        print(f"{title}: {result.status}{f', {result.reason}' if result.reason else ''}", flush=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(record, json.dumps([asdict(r) for r in results.values()], indent=1).encode())
+    return results, False
+
+
+def _result(point: Point, outcome: Outcome) -> Result:
+    if not outcome.code:
+        return Result(point.name, "done")
+    status = "out_of_memory" if outcome.out_of_memory else "skipped" if outcome.refused else "failed"
+    return Result(point.name, status, outcome.reason)
+
+
+def _read_record(path: Path) -> dict[str, Result]:
+    """The points that ran out of memory before: they would again."""
+    if not path.exists():
+        return {}
+    try:
+        found = [Result(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); remove it to go on") from None
+    return {result.name: result for result in found if result.status == "out_of_memory"}
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = OneLineParser(
+        prog=PROG,
+        allow_abbrev=False,
+        description=__doc__.splitlines()[0],
+        epilog="All other flags are train_fp8.py's (see its --help) and win over the file's `base:`.",
+    )
+    parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="the grid (benchmarks/sweeps)")
+    parser.add_argument("--output_dir", type=Path, help="runs and figures; default: runs/<name of the file>")
+    parser.add_argument(
+        "--axis",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,...",
+        help="other values for an axis of the grid, such as gpus=1 or precision=bf16_hf,tensorwise",
+    )
+    parser.add_argument("--retry", action="store_true", help="try again what ran out of memory before")
+    parser.add_argument("--dry_run", action="store_true", help="list the runs, start none")
+    return parser.parse_known_args(argv)
+
+
+def sweep(argv: list[str]) -> int:
+    args, training = parse(argv)
+    plan = read_sweep(args.sweep)
+    given = plan["base"] | given_settings(training, PROG)
+    axes = read_axes(plan["grid"], args.axis)
+    for name in plan["needs"]:
+        if name not in given:
+            raise ValueError(f"{args.sweep}: needs --{name}; give it on the command line")
+    folder = args.output_dir or Path("runs") / args.sweep.stem
+    points = build_points(axes, given, folder)
+    if args.dry_run:
+        print("\n".join(f"{p.name}: {'finished' if is_finished(p.cfg) else 'to run'}" for p in points))
+        return 0
+    for point in points:  # a folder of other settings is told before hours are spent
+        is_finished(point.cfg)
+    results, stopped = run_points(points, folder, retry=args.retry)
+    if stopped:
+        return EXIT_INTERRUPTED
+    from benchmarks import report  # matplotlib takes a while; refusals do not wait for it
+
+    done = [str(point.folder) for point in points if results[point.name].status == "done"]
+    reported = report.main([*done, "--output_dir", str(folder)]) if done else 0
+    print("\n" + ", ".join(f"{n} {s}" for s, n in Counter(r.status for r in results.values()).items()))
+    for result in results.values():
+        if result.status != "done":
+            print(f"- {result.name}: {result.status}, {result.reason}")
+    return reported or int(any(r.status == "failed" for r in results.values()) or not done)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit codes: 0 the grid is done; 1 a run failed, or none ran; 2 a setting is wrong; 75 stopped."""
+    try:
+        return sweep(sys.argv[1:] if argv is None else argv)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,358 @@
+"""benchmarks.compare: a comparison stopped and gone on with, its verdict's numbers, what it refuses."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.compare import build_jobs, conclude, exit_code, main, parse, write_verdict
+from benchmarks.launch import Outcome, _workers, is_finished, to_flags
+from benchmarks.variants import given_settings, parse_variants
+from training.config import config_from_dict, parse_config
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = (
+    "--num_of_samples 60 --max_seq_length 128 --batch_size 2 --eval_samples 20 --num_workers 0 --num_proc 1 "
+    "--learning_rate 1e-3 --max_steps 10 --save_interval 0"
+)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """A comparison stopped by SIGTERM in its second run, and the same command again: (folder, outputs)."""
+    folder = tmp_path_factory.mktemp("compared")
+    flags = f"--variants bf16,delayed --noise_seeds 1 --max_loss_gap 3 --output_dir {folder} {TINY}"
+    command = [sys.executable, "-m", "benchmarks.compare", *shlex.split(flags)]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    first = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not losses(folder / "runs" / "delayed") and time.monotonic() < deadline and first.poll() is None:
+        time.sleep(0.02)
+    first.send_signal(signal.SIGTERM)
+    stopped, _ = first.communicate(timeout=120)
+    reached = max(losses(folder / "runs" / "delayed"), default=0), first.returncode
+    again = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    return folder, stopped, reached, again
+
+
+def test_a_stopped_comparison_says_so_and_saves(compared):
+    _, output, (step, code), _ = compared
+    assert code == 75, output
+    assert 1 <= step < 10
+    assert "stopped in delayed; to go on: the same command" in output
+    assert "[3/3]" not in output
+
+
+def test_the_same_command_goes_on_and_ends_in_a_verdict(compared):
+    folder, _, (step, _), again = compared
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "[1/3] bf16: finished already" in again.stdout
+    assert f"resumed from {folder}/runs/delayed/checkpoints/step_{step:06d} at step {step}" in again.stdout
+    assert (folder / "logs" / "bf16.log").read_text().count("$ ") == 1
+    assert (folder / "logs" / "delayed.log").read_text().count("$ ") == 2
+    assert all(sorted(losses(run)) == list(range(1, 11)) for run in (folder / "runs").iterdir())
+    verdict = json.loads((folder / "verdict.json").read_text())
+    rows = {row["variant"]: row for row in verdict["variants"]}
+    assert [row["status"] for row in rows.values()] == ["REFERENCE", "PASS"]
+    tail = {name: losses(folder / "runs" / name)[10] for name in (*rows, "bf16-seed43")}  # 10 % of 10
+    assert rows["delayed"]["values"]["gap"] == pytest.approx(100 * (tail["delayed"] / tail["bf16"] - 1))
+    noise = 100 * (tail["bf16-seed43"] / tail["bf16"] - 1)
+    assert verdict["noise_band_percent"] == pytest.approx([min(0, noise), max(0, noise)])
+    assert verdict["seeds"] == [42, 43] and (folder / "loss.png").exists()
+
+
+def test_an_emulated_comparison_shows_losses_and_no_speed(compared):
+    folder, *_ = compared
+    page = (folder / "verdict.md").read_text()
+    assert page.startswith("# FP8 against BF16 (emulated)") and "EMULATED: bf16, delayed." in page
+    head = page.splitlines()[2]
+    assert "token accuracy" in head
+    assert not any(word in head for word in ("tokens/s", "TFLOP", "MFU", "GB", "hours", "speed"))
+
+
+def jobs_of(
+    folder: Path, variants: str = "bf16,delayed,current", seeds: int = 0, flags: str = "--max_steps 20"
+):
+    return build_jobs(parse_variants([variants]), given_settings(flags.split(), "p"), folder, seeds)
+
+
+H200 = {"gpu_name": "NVIDIA H200", "versions": {"torch": "2.11.0"}, "git": None}
+
+
+def write_run(job, loss: float, *, start: float = 8.0, summary=None, **config) -> None:
+    """A finished run of 20 steps on a GPU, whose last two losses have the mean `loss`."""
+    folder = Path(job.cfg.checkpoint.output_dir)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(job.cfg.to_dict() | config))
+    (folder / "env.json").write_text(json.dumps(H200))
+    values = [9.0] * 18 + [loss - 0.1, loss + 0.1]
+    lines = [{"step": 0, "eval/loss": start}]
+    lines += [{"step": step, "train/loss": value} for step, value in enumerate(values, 1)]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    settings = job.cfg.to_dict()
+    known = {name: settings[name] for name in ("use_te", "mixed_precision")}
+    known |= {"recipe": "bf16" if settings["mixed_precision"] == "bf16" else settings["fp8_scenario"]}
+    known |= {"steps": 20, "label_tokens": 5000, "eval_label_tokens": 300, "eval_loss": 2.5, "world_size": 1}
+    known |= {"tokens_per_second": 1000.0, "gpu_hours": 0.5, "gpus": 1, "emulated": False}
+    (folder / "summary.json").write_text(json.dumps(known | (summary or {})))
+
+
+def judged(jobs, failed=None, price=None):
+    return conclude(jobs, failed or {}, max_loss_gap=0.5, price=price)
+
+
+def test_verdict_of_hand_made_runs(tmp_path):
+    jobs = jobs_of(tmp_path, seeds=2)
+    fast = {"tokens_per_second": 1250.0, "eval_loss": 2.55}
+    for job, loss in zip(jobs, (2.0, 2.012, 2.008, 1.98, 2.03), strict=True):
+        write_run(job, loss, summary=fast if job.name == "delayed" else None)
+    result, rows = judged(jobs, price=3.0)
+    assert [(row.variant, row.status) for row in rows] == [
+        ("bf16", "REFERENCE"),
+        ("delayed", "FAIL"),
+        ("current", "PASS"),
+    ]
+    delayed = rows[1].values
+    assert delayed["gap"] == pytest.approx(0.6) and rows[2].values["gap"] == pytest.approx(0.4)
+    assert delayed["eval_gap"] == pytest.approx(2.0) and delayed["speedup"] == pytest.approx(1.25)
+    assert delayed["cost"] == pytest.approx(1.5)
+    assert result["noise_band_percent"] == pytest.approx((-1.0, 1.5))
+    assert not any("other layers" in note for note in result["notes"])
+    assert any("inside BF16's noise band all the same" in note for note in result["notes"])
+    assert exit_code(rows, {}, strict=False) == 1
+    write_verdict(result, rows, tmp_path, "the command")
+    row = next(line for line in (tmp_path / "verdict.md").read_text().splitlines() if "| delayed" in line)
+    assert all(text in row for text in ("FAIL", "2.0120", "+0.60 %", "1,250", "1.25x", "1.50"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset_name": "other"}, "data (--dataset_name demo there, other here)"),
+        ({"max_seq_length": 512}, "data (--max_seq_length 1024 there, 512 here)"),
+        ({"batch_size": 4}, "global batch (sequences a step 8 there, 4 here)"),
+        ({"summary": {"world_size": 2}}, "global batch (sequences a step 8 there, 16 here)"),
+        ({"summary": {"steps": 10}}, "steps (steps 20 there, 10 here)"),
+        ({"summary": {"label_tokens": 4999}}, "tokens (label_tokens 5000 there, 4999 here)"),
+        ({"model_name": "tiny-qwen2"}, "weights (--model_name tiny-llama there, tiny-qwen2 here)"),
+        ({"seed": 43}, "weights (--seed 42 there, 43 here)"),
+        ({"start": 8.1}, "weights (evaluation loss before the first step 8.00000 there, 8.10000 here)"),
+        ({"learning_rate": 1e-4}, "optimizer (--learning_rate 1e-05 there, 0.0001 here)"),
+    ],
+)
+def test_runs_that_differ_are_not_compared(tmp_path, changes, message):
+    bf16, delayed, current = jobs_of(tmp_path)
+    write_run(bf16, 2.0)
+    write_run(delayed, 2.0, **changes)
+    write_run(current, 2.0)
+    with pytest.raises(ValueError) as raised:
+        judged([bf16, delayed, current])
+    assert message in str(raised.value) and "delayed and bf16 cannot be compared" in str(raised.value)
+
+
+def test_weights_of_the_same_precision_must_score_the_same(tmp_path):
+    """0.5 % is what FP8 may change of an untrained model's loss, and ten times what BF16 differs by."""
+    jobs = jobs_of(tmp_path, "bf16,bf16+moment_dtype=bf16")
+    write_run(jobs[0], 2.0)
+    write_run(jobs[1], 2.0, start=8.04)
+    with pytest.raises(ValueError, match="evaluation loss before the first step"):
+        judged(jobs)
+
+
+def test_a_batch_may_be_split_otherwise_and_noise_runs_may_differ_by_their_seed(tmp_path):
+    jobs = jobs_of(tmp_path, "bf16,delayed+batch_size=2+gradient_accumulation_steps=4", seeds=1)
+    write_run(jobs[0], 2.0)
+    write_run(jobs[1], 2.0)
+    write_run(jobs[2], 2.0, start=8.5, summary={"label_tokens": 4000, "eval_label_tokens": 200})
+    assert [row.status for row in judged(jobs)[1]] == ["REFERENCE", "PASS"]
+
+
+def test_each_path_is_held_against_its_own_layers(tmp_path):
+    def against(variants):
+        return {job.name: job.against for job in jobs_of(tmp_path, variants)}
+
+    both = against("tensorwise,delayed,bf16_hf,bf16")
+    assert both == {"bf16": None, "tensorwise": "bf16_hf", "delayed": "bf16", "bf16_hf": "bf16"}
+    assert against("bf16,tensorwise,delayed")["tensorwise"] == "bf16"
+    assert against("bf16_hf,tensorwise") == {"bf16_hf": None, "tensorwise": "bf16_hf"}
+    te = {job.name: job.cfg.model.use_te for job in jobs_of(tmp_path, "bf16,delayed,tensorwise")}
+    assert te == {"bf16": True, "delayed": True, "tensorwise": False}
+    assert not jobs_of(tmp_path, "bf16,tensorwise")[0].cfg.model.use_te
+    both = jobs_of(tmp_path, "bf16,bf16_hf,tensorwise")
+    assert [job.cfg.model.use_te for job in both] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("variants", "told"), [("bf16,delayed,tensorwise", True), ("bf16,tensorwise", False)]
+)
+def test_a_gap_over_other_layers_is_told(tmp_path, variants, told):
+    jobs = jobs_of(tmp_path, variants)
+    for job in jobs:
+        write_run(job, 2.0)
+    notes = [note for note in judged(jobs)[0]["notes"] if "other layers" in note]
+    assert len(notes) == told and all(
+        note.startswith("tensorwise has other layers than bf16") for note in notes
+    )
+
+
+def test_what_cannot_run_is_skipped_and_what_fails_fails(tmp_path):
+    jobs = jobs_of(tmp_path, "bf16,nvfp4,block")
+    write_run(jobs[0], 2.0)
+    (tmp_path / "runs" / "block").mkdir()
+    (tmp_path / "runs" / "block" / "config.json").write_text("{}")
+    outcomes = {
+        job.name: Outcome(1, Path(job.cfg.checkpoint.output_dir), "no such cores", False) for job in jobs[1:]
+    }
+    only_skipped = {"nvfp4": outcomes["nvfp4"]}
+    result, rows = judged(jobs[:2], only_skipped)
+    assert [row.status for row in rows] == ["REFERENCE", "SKIPPED"]
+    assert "nvfp4: SKIPPED, no such cores (exit code 1)" in result["notes"]
+    assert exit_code(rows, only_skipped, strict=False) == 0
+    assert exit_code(rows, only_skipped, strict=True) == 1
+    _, rows = judged(jobs, outcomes)
+    assert [row.status for row in rows] == ["REFERENCE", "SKIPPED", "FAIL"]
+    assert exit_code(rows, outcomes, strict=False) == 1
+
+
+def test_the_noise_band_holds_the_reference(tmp_path):
+    jobs = jobs_of(tmp_path, "bf16", seeds=1)
+    for job, loss in zip(jobs, (2.0, 2.03), strict=True):
+        write_run(job, loss)
+    assert judged(jobs)[0]["noise_band_percent"] == pytest.approx((0.0, 1.5))
+
+
+def test_speed_memory_and_cost_of_an_emulated_run_are_left_out(tmp_path):
+    """On a GPU, where they were measured."""
+    jobs = jobs_of(tmp_path, "bf16,mxfp8+te_backend=emulated")
+    write_run(jobs[0], 2.0)
+    write_run(jobs[1], 2.0, summary={"emulated": True, "peak_memory_gb": 9.0, "mfu_fp8": 0.1})
+    result, (_, row) = judged(jobs, price=3.0)
+    assert result["emulated"] and row.status == "PASS" and row.values["gap"] == pytest.approx(0)
+    for name in ("tokens_per_second", "mfu_fp8", "peak_memory_gb", "gpu_hours", "cost"):
+        assert row.values[name] is None
+    assert "speedup" not in row.values
+
+
+def test_speed_on_a_cpu_is_left_out(tmp_path):
+    jobs = jobs_of(tmp_path, "bf16")
+    write_run(jobs[0], 2.0, summary={"gpus": 0})
+    assert judged(jobs)[1][0].values["tokens_per_second"] is None
+
+
+def test_a_failed_noise_run_is_told(tmp_path):
+    jobs = jobs_of(tmp_path, "bf16", seeds=1)
+    write_run(jobs[0], 2.0)
+    failed = {"bf16-seed43": Outcome(1, tmp_path / "x", "it broke", False)}
+    result, rows = judged(jobs, failed)
+    assert result["noise_band_percent"] is None and any("it broke" in note for note in result["notes"])
+    assert exit_code(rows, failed, strict=False) == 1
+
+
+def test_a_finished_run_is_one_of_the_same_settings_and_length(tmp_path):
+    job = jobs_of(tmp_path, "bf16")[0]
+    assert not is_finished(job.cfg)
+    write_run(job, 2.0)
+    assert is_finished(job.cfg)
+    assert not is_finished(jobs_of(tmp_path, "bf16", flags="--max_steps 30")[0].cfg)
+    with pytest.raises(ValueError, match=r"--batch_size 8 there, 4 here"):
+        is_finished(jobs_of(tmp_path, "bf16", flags="--max_steps 20 --batch_size 4")[0].cfg)
+    (tmp_path / "runs" / "bf16" / "summary.json").unlink()
+    assert not is_finished(job.cfg)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--variants bf16,curent", "--variants bf16,curent: unknown variant; did you mean 'current'?"),
+        ("--variants delayed", "needs bf16 or bf16_hf"),
+        ("--variants bf16,bf16", "is named twice"),
+        ("--variants bf16,delayed+seed=3", "a variant may not change seed"),
+        ("--variants bf16,delayed+nope=3", "unknown setting 'nope'"),
+        ("--variants bf16,delayed+use_te=false", "a variant may not change use_te"),
+        ("--variants bf16,delayed --use_te", "--use_te True: python -m benchmarks.compare decides it"),
+        ("--variants bf16,delayed --lerning_rate 1", "unknown flag --lerning_rate; did you mean"),
+        ("--variants bf16,block --fp8_attention", "variant block: --fp8_attention"),
+        ("--variants bf16 --noise_seeds -1", "--noise_seeds -1: must be 0 or more"),
+        ("--variants bf16 --gpus 0", "--gpus 0: must be 1 or more"),
+        ("--variants bf16 --config /nowhere.yaml", "--config /nowhere.yaml"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, capsys, flags, message):
+    assert main([*flags.split(), "--output_dir", str(tmp_path / "out")]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ")
+    assert message.removeprefix("--variants bf16,curent: ") in lines[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_value_may_hold_commas(tmp_path):
+    names = [v.name for v in parse_variants(["bf16,delayed+precision_map=layers.0=bf16,layers.1=bf16,block"])]
+    assert names == ["bf16", "delayed+precision_map=layers.0=bf16,layers.1=bf16", "block"]
+    job = jobs_of(tmp_path, "bf16,delayed+precision_map=layers.0=bf16,layers.1=bf16+fp8_margin=1")[1]
+    assert job.cfg.precision.precision_map == "layers.0=bf16,layers.1=bf16"
+    assert (
+        job.cfg.precision.fp8_margin == 1 and Path(job.cfg.checkpoint.output_dir).parent == tmp_path / "runs"
+    )
+
+
+def test_a_command_line_gives_the_settings_back():
+    settings = {"model_name": "-x", "packing": False, "compile": False, "eval_at_start": True, "max_steps": 3}
+    cfg = config_from_dict(settings | {"system_prompt": "two words\n'quoted'", "learning_rate": 3e-5})
+    assert parse_config(to_flags(cfg), prog="p", description="d") == cfg
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_comparison_s_defaults(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("log_interval: 7\nbatch_size: 3\nmixed_precision: fp8\n")
+    _, training = parse(f"--variants bf16 --output_dir x --config {file} --batch_size 5".split())
+    cfg = build_jobs(parse_variants(["bf16"]), given_settings(training, "p"), tmp_path, 0)[0].cfg
+    assert (cfg.log.log_interval, cfg.optim.batch_size, cfg.precision.mixed_precision) == (7, 5, "bf16")
+    assert cfg.log.eval_at_start and not cfg.checkpoint.export
+
+
+def test_signals_go_to_torchrun_s_workers():
+    """Stand-ins: a launcher with a worker (by its script's name) and another child; another's worker."""
+    sleep = "import time; time.sleep(60)"
+    worker = [sys.executable, "-c", sleep, str(ROOT / "train_multi_gpu.py")]
+    program = f"import subprocess, time; print(subprocess.Popen({worker!r}).pid, flush=True); "
+    program += f"subprocess.Popen([{sys.executable!r}, '-c', {sleep!r}]); time.sleep(60)"
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    stranger = subprocess.Popen(worker)
+    try:
+        pid = int(launcher.stdout.readline())
+        deadline = time.monotonic() + 10
+        while not _workers(launcher.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)  # between fork and exec it has its parent's command line
+        assert _workers(launcher.pid) == [pid]
+    finally:
+        stranger.kill()
+        stranger.wait()
+        os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.communicate()
+
+
+def test_the_documented_command_is_one(tmp_path):
+    page = (ROOT / "docs" / "compare.md").read_text()
+    command = page.split("```")[1].replace("\\\n", " ")
+    args, training = parse(shlex.split(command)[3:])
+    jobs = build_jobs(
+        parse_variants(args.variants), given_settings(training, "p"), tmp_path, args.noise_seeds
+    )
+    assert [job.name for job in jobs][:3] == ["bf16", "delayed", "current"] and len(jobs) == 6 + 2
+    assert args.price_per_gpu_hour == 3 and jobs[0].cfg.data.eval_split == "test"

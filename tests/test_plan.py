@@ -1,0 +1,308 @@
+"""Plans against recorded runs, and against numbers worked out by hand."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plan_check
+from benchmarks.plan import main, make_plan, room, run
+from benchmarks.plan_check import Check, check_runs
+from benchmarks.plan_job import read_model
+from benchmarks.plan_memory import peak
+from benchmarks.plan_time import GPUS, adam_bytes, communication_seconds, exchange
+from te_models.presets import PRESETS
+from training.config import config_from_dict
+
+ROOT = Path(__file__).resolve().parent.parent
+LLAMA_8B = "meta-llama/Llama-3.1-8B"
+N8 = 8_030_261_248  # parameters of the 8B
+FP8 = {"use_te": True, "mixed_precision": "fp8"}
+
+
+def plan_of(model=LLAMA_8B, *, gpus=1, gpus_per_node=8, gpu="H200", network_gbs=50.0, **settings):
+    given = {"batch_size": 1, "max_seq_length": 8192, "use_te": True} | settings
+    cfg = config_from_dict({"model_name": model} | given)
+    return make_plan(cfg, GPUS[gpu], gpus=gpus, gpus_per_node=gpus_per_node, network_gbs=network_gbs)
+
+
+@pytest.fixture(scope="module")
+def checks():
+    return check_runs()[0]
+
+
+def test_peaks_are_predicted_within_3_percent(checks):
+    assert len(checks) >= 45
+    wrong = {
+        check.name: Check.error(check.memory) for check in checks if abs(Check.error(check.memory)) > 0.03
+    }
+    assert not wrong
+
+
+def test_steps_are_predicted_within_10_percent(checks):
+    timed = [check for check in checks if check.seconds]
+    assert len(timed) >= 40
+    wrong = {
+        check.name: Check.error(check.seconds) for check in timed if abs(Check.error(check.seconds)) > 0.1
+    }
+    assert not wrong
+
+
+def test_what_is_compared_is_what_was_recorded(checks):
+    by_name = {check.name: check for check in checks}
+    folder = ROOT / "benchmarks/results/h200-multi/8b-4gpu-fsdp_full"
+    summary = json.loads((folder / "summary.json").read_text())
+    memory, seconds = (
+        by_name["h200-multi/8b-4gpu-fsdp_full"].memory,
+        by_name["h200-multi/8b-4gpu-fsdp_full"].seconds,
+    )
+    assert memory[0] == summary["peak_memory_gb"]
+    assert seconds[0] == pytest.approx(4 * 8192 / summary["tokens_per_second"])
+
+
+def test_env_json_decides_which_optimizer_a_recorded_run_had():
+    old = plan_check.recorded_job(plan_check.RESULTS / "h200/Llama-3.1-8B-8192-bf16")
+    new = plan_check.recorded_job(plan_check.RESULTS / "h200-fused-adamw/Llama-3.1-8B-8192-bf16")
+    assert old == (new[0], True)
+    assert new[1] is False
+
+
+def test_docs_hold_the_table_that_check_prints():
+    assert run(["--check"]) in (ROOT / "docs/plan.md").read_text(encoding="utf-8")
+
+
+# From the checkpoints' published safetensors indices (total_size / 2).
+@pytest.mark.parametrize(
+    "name, parameters",
+    {
+        "meta-llama/Llama-3.2-1B": 1_235_814_400,
+        "meta-llama/Llama-3.2-3B": 3_212_749_824,
+        LLAMA_8B: N8,
+        "meta-llama/Llama-3.1-70B": 70_553_706_496,
+        "meta-llama/Llama-3.1-405B": 405_853_388_800,
+        "Qwen/Qwen2.5-0.5B": 494_032_768,
+        "Qwen/Qwen2.5-14B": 14_770_033_664,
+        "Qwen/Qwen3-8B": 8_190_735_360,
+        "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    }.items(),
+)
+def test_parameters(name, parameters):
+    assert read_model(name).parameters == parameters
+
+
+# docs/multi_gpu.md: bytes per parameter of weights, masters and moments.
+@pytest.mark.parametrize(
+    "mode, state",
+    {
+        "ddp": 12,
+        "fsdp_full": 12 / 4,
+        "fsdp_grad": 12 / 4,
+        "fsdp_offload": 0,
+        "ds_zero1": 2 + 12 / 4,
+        "ds_zero2": 2 + 12 / 4,
+        "ds_zero3": 14 / 4,
+    }.items(),
+)
+def test_state_by_mode(mode, state):
+    memory = plan_of(gpus=4, sharding_mode=mode).memory
+    held = sum(memory[part] for part in ("weights", "master weights", "moments"))
+    assert held == pytest.approx(state * N8)
+
+
+def test_hsdp_holds_a_shard_of_its_group():
+    memory = plan_of(gpus=16, sharding_mode="hsdp", hsdp_shard_size=4).memory
+    assert memory["moments"] == pytest.approx(8 * N8 / 4)
+
+
+def test_settings_change_their_own_part():
+    plain, low = plan_of().memory, plan_of(moment_dtype="bf16", master_weights="none").memory
+    assert plain["moments"] - low["moments"] == 4 * N8
+    assert plain["master weights"] == 2 * N8 and low["master weights"] == 0
+    # One layer of the 8B in BF16: 4 x 4096 + 2 x 4096 + 2 x 1024 + 3 x 14336 values a token.
+    assert plain["activations"] == 32 * 8192 * 2 * 69_632
+    assert plan_of(**FP8).memory["FP8 weight copies"] == 2 * 32 * 218_103_808
+    assert plan_of(**FP8, sharding_mode="fsdp_full", gpus=4).memory["FP8 weight copies"] == 0
+    half = plan_of(**FP8, bf16_first_layers=10, bf16_last_layers=6)
+    assert half.memory["FP8 weight copies"] == pytest.approx(32 * 218_103_808)
+
+
+def test_gathered_weights_by_mode():
+    root, block = 2 * 128_256 * 4096 + 4096, 218_103_808 + 2 * 4096
+    gathered = {
+        mode: plan_of(gpus=4, sharding_mode=mode).memory["gathered, communication"]
+        for mode in ("ddp", "fsdp_full", "fsdp_grad")
+    }
+    assert gathered == {"ddp": 0, "fsdp_full": 2 * (root + block), "fsdp_grad": 2 * N8}
+    across = plan_of(gpus=16, sharding_mode="ddp", grad_reduce_dtype="fp32")
+    assert across.memory["gathered, communication"] == 4 * N8
+    assert (
+        plan_of(gpus=16, sharding_mode="ddp", grad_reduce_dtype="bf16").memory["gathered, communication"] == 0
+    )
+
+
+def test_accumulation_keeps_gradients_and_multiplies_the_work():
+    one, four = (
+        plan_of(gpus=8, sharding_mode="fsdp_full", gradient_accumulation_steps=n, **FP8) for n in (1, 4)
+    )
+    assert four.memory["gradients"] - one.memory["gradients"] == pytest.approx(4 * N8)
+    assert four.seconds["linear layers"] == pytest.approx(4 * one.seconds["linear layers"])
+    assert four.seconds["optimizer"] == one.seconds["optimizer"]
+
+
+def test_recomputation_trades_memory_for_time():
+    plain, recomputed = plan_of(**FP8), plan_of(**FP8, gradient_checkpointing=True)
+    assert sum(recomputed.memory.values()) < sum(plain.memory.values())
+    assert recomputed.seconds["linear layers"] == pytest.approx(4 / 3 * plain.seconds["linear layers"])
+
+
+@pytest.mark.parametrize(
+    "settings, traffic", [({}, 26), ({"moment_dtype": "bf16"}, 18), ({"master_weights": "none"}, 22)]
+)
+def test_optimizer_traffic(settings, traffic):
+    assert adam_bytes(plan_of(**settings).job) == traffic
+
+
+@pytest.mark.parametrize("settings", [FP8, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize("model", ["meta-llama/Llama-3.2-1B", LLAMA_8B])
+def test_the_largest_micro_batch_fits_and_one_more_does_not(model, settings):
+    batch = plan_of(model, **settings).largest_batch
+    assert plan_of(model, batch_size=batch, **settings).fits
+    assert not plan_of(model, batch_size=batch + 1, **settings).fits
+
+
+def test_the_8b_fills_an_h200_and_does_not_fit_an_h100():
+    assert plan_of(**FP8).largest_batch == 1
+    small = plan_of(**FP8, gpu="H100")
+    assert small.largest_batch == 0 and not small.fits
+    assert sum(peak(small.job).values()) > room(small.gpu)
+    assert room(GPUS["H200"]) == pytest.approx(148.1e9)  # 2 GB are no tensors'
+
+
+def test_rates_days_and_cost_by_hand(capsys):
+    plan = plan_of(gpus=8, sharding_mode="fsdp_grad", **FP8)
+    assert plan.tokens_per_second == pytest.approx(8 * 8192 / plan.step)
+    assert plan.days(1e12) == pytest.approx(1e12 / (8 * 8192 / plan.step) / 86_400)
+    # 51.47 GFLOP a token (training/metrics.py).
+    assert plan.tflops == pytest.approx(51.47e-3 * 8192 / plan.step, rel=1e-3)
+    flags = "--batch_size 1 --max_seq_length 8192 --use_te --mixed_precision fp8 --sharding_mode fsdp_grad"
+    money = "--tokens 1e12 --price_per_gpu_hour 2.5"
+    assert main(f"--model_name {LLAMA_8B} {flags} --gpus 8 {money}".split()) == 0
+    cost = f"{plan.days(1e12) * 24 * 8 * 2.5:,.0f}"
+    assert re.search(rf"\| {plan.days(1e12):,.1f} +\| {re.escape(cost)} +\|", capsys.readouterr().out)
+
+
+def test_bytes_that_travel():
+    gradients_fp32 = {"gpus": 16, "gpus_per_node": 8}
+    within = {
+        mode: exchange(plan_of(gpus=8, sharding_mode=mode).job).within / N8 for mode in ("ddp", "fsdp_full")
+    }
+    assert within == {"ddp": 4, "fsdp_full": 6}
+    assert exchange(plan_of(sharding_mode="fsdp_grad", gpus=8).job).within == 4 * N8
+    assert exchange(plan_of(sharding_mode="fsdp_full", **gradients_fp32).job).within == 8 * N8
+    assert exchange(plan_of().job).within == 0
+    # 1/8 of a gradient in FP32, reduced among the copies: twice its bytes.
+    assert exchange(plan_of(sharding_mode="hsdp", **gradients_fp32).job).across == N8
+
+
+def test_a_ring_within_a_node_by_hand():
+    job = plan_of(gpus=8, sharding_mode="ddp").job
+    wire = 4 * N8 * 7 / 8 / (450e9 * 0.75)
+    assert communication_seconds(job, GPUS["H200"], 50e9) == pytest.approx(wire)
+
+
+def test_hsdp_spares_a_slow_network():
+    work = {"gpus": 64, "gradient_accumulation_steps": 4, **FP8}
+    full, hybrid = (plan_of(sharding_mode=m, network_gbs=5.0, **work) for m in ("fsdp_full", "hsdp"))
+    assert hybrid.step < full.step
+    assert plan_of(sharding_mode="fsdp_full", **work).step < full.step
+
+
+def test_a_ring_across_nodes_by_hand():
+    # 8 bytes a parameter, 7 of 8 nodes' worth over the 8 cards of a node; 7 hops, 32 layers, 3 collectives.
+    job = plan_of(gpus=64, sharding_mode="fsdp_full").job
+    wire = 8 * N8 * 7 / 8 / (8 * 5e9) + 7 * 32 * 3 * 10e-6
+    assert communication_seconds(job, GPUS["H200"], 5e9) == pytest.approx(wire)
+    # Within a node everything but that travels again over its links, here the busier of the two.
+    links = 8 * N8 * 7 / 8 / (450e9 * 0.75) + 7 * 32 * 3 * 10e-6
+    assert communication_seconds(job, GPUS["H200"], 500e9) == pytest.approx(links)
+
+
+def test_more_gpus_are_never_faster_each_and_shards_shrink():
+    plans = [plan_of(gpus=n, sharding_mode="fsdp_full", **FP8) for n in (8, 64, 512, 4096)]
+    each = [plan.tokens_per_second / plan.job.gpus for plan in plans]
+    assert each == sorted(each, reverse=True)
+    totals = [sum(plan.memory.values()) for plan in plans]
+    assert totals == sorted(totals, reverse=True)
+
+
+def test_auto_takes_what_training_takes():
+    assert plan_of().job.mode == "single"
+    assert plan_of(gpus=8).job.mode == "fsdp_grad"  # docs/multi_gpu.md: from 1 B parameters on, if it fits
+    assert plan_of("tiny-llama", gpus=8).job.mode == "ddp"
+    assert plan_of("meta-llama/Llama-3.1-405B", gpus=8).job.mode == "fsdp_offload"
+
+
+def test_a_folder_is_read_as_its_preset(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["Qwen/Qwen3-8B"]))
+    assert read_model(str(tmp_path)) == read_model("Qwen/Qwen3-8B")
+
+
+@pytest.mark.parametrize("content", ['{"model_type": "llama"}', "[]", "{", '{"model_type": "mixtral"}'])
+def test_a_broken_folder_is_refused(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match="--model_name"):
+        read_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        ("--gpu MI300X", "--gpu_memory_gb, --bf16_tflops, --fp8_tflops .* --memory_tbs and --link_gbs"),
+        ("--gpu MI300X --gpu_memory_gb 192", "--gpu MI300X: not known"),
+        ("--gpu A100 --mixed_precision fp8", "--fp8_tflops"),
+        ("--mixed_precision fp8 --use_te --fp8_scenario mxfp8", "--gpu H200: needs one of B200"),
+        ("--mixed_precision fp32", "--mixed_precision fp32: plans cover"),
+        ("--precision_map layers.0=bf16", "--precision_map"),
+        ("--gpus 0", "--gpus: '0'"),
+        ("--gpus 8,x", "--gpus: 'x'"),
+        ("--gpuss 8", "unknown flag --gpuss; did you mean '--gpus'"),
+        ("--batch_siz 8", "unknown flag --batch_siz; did you mean '--batch_size'"),
+        ("--tokens inf", "--tokens: inf: must be a positive number"),
+        ("--price_per_gpu_hour 3", "needs --tokens"),
+        ("--model_name no/such", "--model_name no/such"),
+        ("--sharding_mode hsdp --gpus 12", "does not divide the 12 GPUs"),
+        ("--sharding_mode ds_zero2 --moment_dtype bf16 --gpus 8", "--sharding_mode ds_zero2"),
+        ("--check --batch_size 1", "--check takes no other flags"),
+        ("--check no_such_folder", "--check no_such_folder"),
+    ],
+)
+def test_bad_input_is_one_clear_line(flags, says, capsys):
+    assert main(flags.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert re.search(says, error)
+
+
+def test_an_unknown_gpu_is_planned_from_its_flags():
+    own = "--gpu MI300X --gpu_memory_gb 205 --bf16_tflops 1307 --fp8_tflops 2614"
+    own += " --memory_tbs 5.3 --link_gbs 448"
+    text = run(f"{own} --model_name {LLAMA_8B} --gpus 1,8 --use_te --mixed_precision fp8".split())
+    assert "205 GB a GPU" in text
+    assert "120 GB a GPU" in run(["--gpu", "NVIDIA H200", "--gpu_memory_gb", "120", "--gpus", "1"])
+
+
+def test_the_command_runs_as_it_is_documented():
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.plan",
+        "--model_name",
+        "meta-llama/Llama-3.1-405B",
+        "--gpus",
+        "8,512",
+    ]
+    done = subprocess.run([*command, "--gpu", "h200"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "405.85 billion parameters" in done.stdout and "does not fit" in done.stdout
