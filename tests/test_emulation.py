@@ -189,8 +189,8 @@ OPERANDS = {
 
 
 def operand(name: str, kind: str, x: torch.Tensor, *, across: bool) -> torch.Tensor:
-    """float64; `across`: for a GEMM that contracts its first side."""
-    return OPERANDS[name][kind][across](x.detach()).dequantize().double()
+    """float64, of what is in BF16 before FP8; `across`: for a GEMM that contracts its first side."""
+    return OPERANDS[name][kind][across](x.detach().bfloat16()).dequantize().double()
 
 
 @pytest.mark.parametrize("name", OPERANDS)

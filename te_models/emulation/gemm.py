@@ -107,6 +107,8 @@ class SwiGLUFunction(torch.autograd.Function):
 class LinearFunction(torch.autograd.Function):
     """x [T, D] times weight [E, D] transposed, plus bias [E], in `dtype`; in FP8 as `gemms` say, if they do.
 
+    A weight in float32 is rounded to `dtype` before FP8: what is cast is what a run on a GPU, which keeps
+    weights in BF16, casts.
     `amax` []: of x, if it is known beforehand.
     """
 
@@ -128,7 +130,7 @@ class LinearFunction(torch.autograd.Function):
             ctx.save_for_backward(weight, x if keeps_x else None, None, None)
         else:
             inputs = gemms.recipe.quantize(x, "input", gemms.input, amax)
-            weights = gemms.recipe.quantize(weight, "weight", gemms.weight)
+            weights = gemms.recipe.quantize(weight.to(dtype), "weight", gemms.weight)
             y = multiply_fp8(inputs(1), weights(1), transpose_b=True)
             scale = gemms.weight.scale.clone() if gemms.weight else None
             kept = inputs(0) if keeps_x else None
@@ -153,7 +155,7 @@ class LinearFunction(torch.autograd.Function):
             grads = gemms.recipe.quantize(grad, "grad", gemms.grad)
             if needs_x:
                 slot = gemms.requantize or (Slot(weight_scale) if weight_scale is not None else None)
-                weights = gemms.recipe.quantize(weight, "weight", slot)
+                weights = gemms.recipe.quantize(weight.to(dtype), "weight", slot)
                 grad_x = multiply_fp8(grads(1), weights(0))
             if needs_weight:
                 kept = Quantized(x, scale_inv, ctx.block)
