@@ -136,6 +136,8 @@ def recipe_of(cfg: Config) -> str:
             f"--precision_map {cfg.precision.precision_map}: plans cover whole layers; use "
             "--bf16_first_layers and --bf16_last_layers"
         )
+    if cfg.precision.fp8_attention:
+        raise ValueError("--fp8_attention: plans cover attention in BF16, the only one with recorded runs")
     if cfg.precision.mixed_precision == "bf16":
         return "bf16"
     default = "delayed" if cfg.model.use_te else "tensorwise"
