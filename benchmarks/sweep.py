@@ -18,6 +18,8 @@ from typing import Any
 import yaml
 
 from benchmarks.launch import EXIT_INTERRUPTED, OneLineParser, Outcome, count_gpus, is_finished, launch
+from benchmarks.plan import make_plan
+from benchmarks.plan_time import GPUS, Gpu
 from benchmarks.variants import DECIDED, given_settings, parse_variants, resolve
 from training.config import Config, knobs, nearest
 from training.durable_files import replace_file
@@ -27,6 +29,7 @@ PROG = "python -m benchmarks.sweep"
 AXES = {"model": "model_name", "sequence_length": "max_seq_length"}
 OTHER_AXES = ("precision", "gpus")  # variants of benchmarks.compare; GPUs of a run
 SHORT = {"sequence_length": "seq", "batch_size": "batch", "gradient_accumulation_steps": "accumulation"}
+PLAN_SLACK = 1.05  # plans were within 3 % of the recorded peaks
 GROWING = ("max_seq_length", "batch_size")  # memory grows with these, all else equal
 
 
@@ -130,15 +133,36 @@ def _label(axis: str, value: Any) -> str:
     return text if axis == "model" else f"{SHORT.get(axis, axis)}{text}"
 
 
-def why_skip(point: Point, results: dict[str, Result], points: list[Point], machine_gpus: int) -> str | None:
-    """Why a point cannot run or fit here, known without trying; None if nothing is known."""
+def why_skip(
+    point: Point,
+    results: dict[str, Result],
+    points: list[Point],
+    machine_gpus: int,
+    gpu: Gpu | None = None,
+) -> str | None:
+    """Why a point cannot run or fit here, known without trying; None if nothing is known.
+
+    `gpu`: what it would have to fit on, by `benchmarks.plan`.
+    """
     if point.gpus > max(1, machine_gpus):
         return f"needs {point.gpus} GPUs, this machine has {machine_gpus}"
+    if gpu and (needed := _planned_gb(point, gpu)) and needed > gpu.memory_gb * PLAN_SLACK:
+        return f"needs {needed:.0f} GB a GPU by benchmarks.plan, of {gpu.memory_gb:.0f}"
     for other in points:
         tried = results.get(other.name)
         if tried and tried.status == "out_of_memory" and _is_smaller(other, point):
             return f"{other.name} ran out of memory, and this one needs more"
     return None
+
+
+def _planned_gb(point: Point, gpu: Gpu) -> float | None:
+    """Peak memory that is planned; None for what is not planned, emulated layers among it."""
+    if point.cfg.model.te_backend == "emulated":
+        return None
+    try:
+        return sum(make_plan(point.cfg, gpu, gpus=point.gpus).memory.values()) / 1e9
+    except ValueError:
+        return None
 
 
 def _is_smaller(a: Point, b: Point) -> bool:
@@ -150,7 +174,9 @@ def _is_smaller(a: Point, b: Point) -> bool:
     return all(name in GROWING and first[name] < second[name] for name in different)
 
 
-def run_points(points: list[Point], folder: Path, *, retry: bool) -> tuple[dict[str, Result], bool]:
+def run_points(
+    points: list[Point], folder: Path, *, retry: bool, gpu: Gpu | None = None
+) -> tuple[dict[str, Result], bool]:
     """Run what is neither finished nor known to fail. Returns the results, and whether a signal came."""
     record = folder / "sweep.json"
     tried = {} if retry else _read_record(record)
@@ -163,7 +189,7 @@ def run_points(points: list[Point], folder: Path, *, retry: bool) -> tuple[dict[
             result = Result(point.name, "done")
         elif point.name in tried:
             result = tried[point.name]
-        elif reason := why_skip(point, results, points, machine_gpus):
+        elif reason := why_skip(point, results, points, machine_gpus, gpu):
             result = Result(point.name, "skipped", reason)
         else:
             print(f"{title}: {point.folder}", flush=True)
@@ -214,6 +240,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="NAME=VALUE,...",
         help="other values for an axis of the grid, such as gpus=1 or precision=bf16_hf,tensorwise",
     )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help=f"skip what does not fit on it by benchmarks.plan: {', '.join(GPUS)}"
+    )
     parser.add_argument("--retry", action="store_true", help="try again what ran out of memory before")
     parser.add_argument("--dry_run", action="store_true", help="list the runs, start none")
     return parser.parse_known_args(argv)
@@ -227,6 +256,8 @@ def sweep(argv: list[str]) -> int:
     for name in plan["needs"]:
         if name not in given:
             raise ValueError(f"{args.sweep}: needs --{name}; give it on the command line")
+    if args.gpu is not None and args.gpu not in GPUS:
+        raise ValueError(f"--gpu {args.gpu}: not one of {', '.join(GPUS)}{nearest(args.gpu, GPUS)}")
     folder = args.output_dir or Path("runs") / args.sweep.stem
     points = build_points(axes, given, folder)
     if args.dry_run:
@@ -234,7 +265,7 @@ def sweep(argv: list[str]) -> int:
         return 0
     for point in points:  # a folder of other settings is told before hours are spent
         is_finished(point.cfg)
-    results, stopped = run_points(points, folder, retry=args.retry)
+    results, stopped = run_points(points, folder, retry=args.retry, gpu=GPUS.get(args.gpu))
     if stopped:
         return EXIT_INTERRUPTED
     from benchmarks import report  # matplotlib takes a while; refusals do not wait for it

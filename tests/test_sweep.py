@@ -1,6 +1,7 @@
 """benchmarks.sweep: the grid, what is skipped and why, and a small sweep run twice."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import yaml
 
 from benchmarks import sweep as module
 from benchmarks.launch import Outcome
+from benchmarks.plan_time import GPUS
 from benchmarks.sweep import Point, Result, build_points, main, read_axes, read_sweep, run_points, why_skip
 from training.config import config_from_dict
 
@@ -100,6 +102,30 @@ def test_what_is_larger_than_what_ran_out_of_memory_is_skipped():
     assert [why_skip(p, results, grid, 2) for p in (shorter, more_gpus, traded, small)] == [None] * 4
     assert why_skip(longer, {small.name: Result(small.name, "failed")}, grid, 2) is None
     assert why_skip(more_gpus, {}, grid, 1) == "needs 2 GPUs, this machine has 1"
+
+
+def test_what_does_not_fit_by_the_plan_is_skipped():
+    def point(model: str, **settings) -> Point:
+        flags = {"model_name": model, "max_seq_length": 8192, "batch_size": 1, "use_te": True, **settings}
+        return Point(model, 1, config_from_dict(flags))
+
+    large, small = point("meta-llama/Llama-3.1-8B"), point("meta-llama/Llama-3.2-1B")
+    recorded = 137.4  # GB, of the 8B in BF16 on an H200
+    reason = why_skip(large, {}, [large, small], 1, GPUS["H100"])
+    needed = float(re.fullmatch(r"needs (\d+) GB a GPU by benchmarks\.plan, of 85", reason)[1])
+    assert needed == pytest.approx(recorded, rel=0.03)
+    assert why_skip(small, {}, [large, small], 1, GPUS["H100"]) is None
+    assert why_skip(large, {}, [large, small], 1, GPUS["H200"]) is None
+    assert why_skip(large, {}, [large, small], 1) is None, "without --gpu runs tell"
+    emulated = point("meta-llama/Llama-3.1-8B", te_backend="emulated")
+    assert why_skip(emulated, {}, [emulated], 1, GPUS["H100"]) is None
+
+
+def test_an_unknown_gpu_is_named(capsys, tmp_path):
+    path = tmp_path / "s.yaml"
+    path.write_text("grid: {model: [tiny-llama]}")
+    assert main([str(path), "--gpu", "H20O"]) == 2
+    assert "--gpu H20O: not one of" in capsys.readouterr().err
 
 
 def test_out_of_memory_is_recorded_and_the_grid_goes_on(tmp_path, monkeypatch):
