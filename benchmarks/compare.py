@@ -17,6 +17,7 @@ from benchmarks import verdict
 from benchmarks.launch import EXIT_INTERRUPTED, OneLineParser, Outcome, is_finished, launch
 from benchmarks.runs import RunRecord, read_run
 from benchmarks.variants import VARIANTS, Variant, given_settings, parse_variants, resolve
+from benchmarks.wandb_report import upload
 from training.config import Config
 from training.durable_files import replace_file
 from training.trackers import redact
@@ -78,8 +79,9 @@ def _job(
     seed: int | None = None,
 ) -> Job:
     own = variant.folder_name if seed is None else f"{variant.folder_name}-seed{seed}"
+    group = {"wandb_group": folder.resolve().name}  # one dashboard group, unless the command names another
     try:
-        cfg = resolve(DEFAULTS | given | variant.settings, folder / "runs" / own)
+        cfg = resolve(DEFAULTS | group | given | variant.settings, folder / "runs" / own)
     except ValueError as error:
         raise ValueError(f"variant {variant.name}: {error}") from None
     return Job(
@@ -257,6 +259,9 @@ def compare(argv: list[str]) -> int:
 
     folders = [job.cfg.checkpoint.output_dir for job in jobs if job.name not in failed]
     reported = report.main([*folders, "--output_dir", str(args.output_dir)])
+    if jobs[0].cfg.log.use_wandb:
+        summary = {name: value for name, value in result.items() if name != "variants"}
+        upload(args.output_dir, jobs[0].cfg.log, rows, summary)
     return reported or exit_code(rows, failed, strict=args.strict)
 
 

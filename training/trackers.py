@@ -215,7 +215,7 @@ class WandbWriter:
 
         settings = wandb.setup().settings
         if (cfg.wandb_mode or settings.mode) == "online":
-            _check_server(settings.base_url)
+            check_server(settings.base_url)
         id_file = run_folder / "wandb_id.txt"
         resumed = resume_step is not None and id_file.exists()
         run_id = id_file.read_text().strip() if resumed else secrets.token_hex(4)
@@ -250,7 +250,7 @@ class WandbWriter:
         self._run.finish(exit_code=exit_code)
 
 
-def _check_server(url: str) -> None:
+def check_server(url: str) -> None:
     """RuntimeError if the W&B server does not answer: `wandb.init` would try again for hours."""
     import requests  # wandb's own client library, so proxies and certificates are found alike
 
