@@ -18,6 +18,7 @@ ROWS = [
 def offline(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb.teardown()  # the settings are read once a process
     yield
     wandb.teardown()
 
@@ -29,6 +30,7 @@ def test_table_figures_and_page_are_one_run_of_the_group(tmp_path, offline, caps
     (folder / "report.html").write_text("<p>a page of its own</p>")
     cfg = LogConfig(use_wandb=True, wandb_group="my-group", wandb_project="my-project")
     assert upload(folder, cfg, ROWS, {"max_loss_gap_percent": 0.5})
+    wandb.teardown()  # everything is on disk after it
     (run,) = folder.glob("wandb/offline-run-*")
     written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
     for text in ("my-comparison-verdict", "my-group", "my-project", "report/verdict", "report/loss"):
