@@ -79,9 +79,8 @@ def _job(
     seed: int | None = None,
 ) -> Job:
     own = variant.folder_name if seed is None else f"{variant.folder_name}-seed{seed}"
-    group = {"wandb_group": folder.resolve().name}  # one dashboard group, unless the command names another
     try:
-        cfg = resolve(DEFAULTS | group | given | variant.settings, folder / "runs" / own)
+        cfg = resolve(DEFAULTS | given | variant.settings, folder / "runs" / own)
     except ValueError as error:
         raise ValueError(f"variant {variant.name}: {error}") from None
     return Job(

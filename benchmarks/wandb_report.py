@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from training.config import LogConfig
-from training.trackers import UPLOAD_SECONDS, check_server
+from training.trackers import check_server, wandb_settings
 
 COLUMNS = ("variant", "status", "against", "reason")
 
@@ -21,8 +21,7 @@ def upload(folder: Path, cfg: LogConfig, rows: Sequence[Any], config: dict[str, 
     import wandb
 
     try:
-        if (cfg.wandb_mode or wandb.setup().settings.mode) == "online":
-            check_server(wandb.setup().settings.base_url)
+        check_server(cfg)
         run = wandb.init(
             project=cfg.wandb_project,
             name=f"{folder.resolve().name}-verdict",
@@ -31,9 +30,7 @@ def upload(folder: Path, cfg: LogConfig, rows: Sequence[Any], config: dict[str, 
             mode=cfg.wandb_mode,
             config=config,
             dir=str(folder),
-            settings=wandb.Settings(
-                console="off", x_disable_meta=True, finish_timeout=UPLOAD_SECONDS, finish_timeout_raises=True
-            ),
+            settings=wandb_settings(),
         )
         values = list(dict.fromkeys(name for row in rows for name in row.values))
         table = wandb.Table(columns=[*COLUMNS, *values])

@@ -21,7 +21,7 @@ ALSO = {
     "run_folder": ("durable_files",),
     "trackers": ("durable_files",),
     "profiling": ("durable_files",),
-    "sharding": ("ranks", "zero", "gradient_sums", "optim"),
+    "sharding": ("ranks", "zero", "gradient_sums", "optim", "adamw"),
     "optim": ("adamw",),
     "watchdog": ("ranks", "outcome"),
     "gradient_sums": ("ranks",),

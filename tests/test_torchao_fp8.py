@@ -18,33 +18,22 @@ from transformers import AutoConfig
 from te_models import ModelPlan, build_model
 from te_models.hugging_face import HFCausalLM, high_precision_linears
 from tests.children import preload, run_ranks
+from tests.test_hugging_face import TINY
 from tests.test_multi_gpu import train as train_on_ranks
+from tests.test_run import losses
 from training import torchao_fp8
-from training.adamw import FusedAdamW
+from training.adamw import FusedAdamW, local
 from training.config import TORCHAO_RECIPES
 from training.coverage import coverage
 from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED
 from training.precision import Precision
 from training.run import main
-from training.sharding import local
 
 preload(__name__)
 
 if find_spec("torchao") is None:
     pytest.skip("torchao is not installed", allow_module_level=True)
 
-TINY = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 LINEARS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
 LINEARS += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 
@@ -229,11 +218,6 @@ def train(folder: Path, flags: str = "", *, code: int = 0) -> Path:
     argv = [*shlex.split(SMALL), "--output_dir", str(folder), *shlex.split(flags)]
     assert main(argv, description="test", start=lambda cfg: torch.device("cpu")) == code
     return folder
-
-
-def losses(folder: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
 
 def environment(folder: Path) -> dict:

@@ -82,12 +82,13 @@ class FusedAdamW(torch.optim.Optimizer):
                     continue
                 state = self.state[parameter] or self.initialize_state(parameter)
                 tensors = (parameter, parameter.grad, *state.values())
-                update_(*(_local(t) for t in tensors), scalars=scalars, hyper=hyper)
+                update_(*(local(t) for t in tensors), scalars=scalars, hyper=hyper)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor; where torchao gathers a weight in FP8, the part that it is made from."""
     part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return getattr(part, "_tensor", part)  # torchao wraps weights that are gathered in FP8
+    return getattr(part, "_tensor", part)
 
 
 def update_(

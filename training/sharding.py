@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from training import ranks
+from training.adamw import local
 from training.config import Config
 from training.gradient_sums import FP32Sums, average_by_pieces, average_in_fp32, within_a_node
 from training.optim import step_if
@@ -261,12 +262,6 @@ def hsdp_shard_size(cfg: Config) -> int:
             "--sharding_mode fsdp_full"
         )
     return size
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; where torchao gathers a weight in FP8, the part that it is made from."""
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return getattr(part, "_tensor", part)
 
 
 def global_norm(gradients: list[Tensor]) -> Tensor:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from training import adamw, optim, precision
+from training.adamw import local
 from training.checkpoint import Checkpoints
 from training.config import Config
 from training.scaling_state import scaling_state
-from training.sharding import local
 from training.trainer import Progress
 
 

@@ -213,9 +213,7 @@ class WandbWriter:
     ) -> None:
         import wandb
 
-        settings = wandb.setup().settings
-        if (cfg.wandb_mode or settings.mode) == "online":
-            check_server(settings.base_url)
+        check_server(cfg)
         id_file = run_folder / "wandb_id.txt"
         resumed = resume_step is not None and id_file.exists()
         run_id = id_file.read_text().strip() if resumed else secrets.token_hex(4)
@@ -231,10 +229,7 @@ class WandbWriter:
             tags=[*own_tags, *tags],
             config={key: redact(v) if isinstance(v, str) else v for key, v in config.items()},
             dir=str(run_folder),
-            # W&B would upload the terminal's output and the command line as they are, tokens included.
-            settings=wandb.Settings(
-                console="off", x_disable_meta=True, finish_timeout=UPLOAD_SECONDS, finish_timeout_raises=True
-            ),
+            settings=wandb_settings(),
         )
         # Steps repeat after a resume, and W&B drops what is logged at its own step again.
         self._run.define_metric("train/step")
@@ -250,10 +245,24 @@ class WandbWriter:
         self._run.finish(exit_code=exit_code)
 
 
-def check_server(url: str) -> None:
-    """RuntimeError if the W&B server does not answer: `wandb.init` would try again for hours."""
-    import requests  # wandb's own client library, so proxies and certificates are found alike
+def wandb_settings() -> Any:
+    """Of every W&B run: the terminal's output and the command line, with tokens in them, are not uploaded."""
+    import wandb
 
+    return wandb.Settings(
+        console="off", x_disable_meta=True, finish_timeout=UPLOAD_SECONDS, finish_timeout_raises=True
+    )
+
+
+def check_server(cfg: LogConfig) -> None:
+    """RuntimeError if a W&B server is wanted and does not answer: `wandb.init` would try again for hours."""
+    import requests  # wandb's own client library, so proxies and certificates are found alike
+    import wandb
+
+    settings = wandb.setup().settings
+    if (cfg.wandb_mode or settings.mode) != "online":
+        return
+    url = settings.base_url
     try:
         status = requests.get(url, timeout=10).status_code
     except requests.RequestException as error:
