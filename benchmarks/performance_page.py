@@ -222,13 +222,13 @@ def parsed(text: str, place: str) -> dict[str, Any]:
         raise ValueError(f"{place}: cannot be read ({error})") from None
 
 
-def replaced(page: str, made: str, path: Path) -> str:
-    """`page` with `made` between its markers. ValueError unless each stands there once, in order."""
-    before, begin, rest = page.partition(BEGIN)
+def replaced(page: str, made: str, path: Path, begin: str = BEGIN) -> str:
+    """`page` with `made` between `begin` and `END`. ValueError unless each stands there once, in order."""
+    before, found, rest = page.partition(begin)
     _, end, after = rest.partition(END)
-    if not (begin and end) or BEGIN in rest or END in before + after:
-        raise ValueError(f"{path}: must hold these two lines once, in this order: {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
+    if not (found and end) or begin in rest or END in before + after:
+        raise ValueError(f"{path}: must hold these two lines once, in this order: {begin} and {END}")
+    return f"{before}{begin}\n\n{made}\n\n{END}{after}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -99,6 +99,7 @@ class Job:
     grad_fp32: bool = True
     fp8_all_gather: bool = False
     fp8_layers: float = 1.0  # share of the decoder layers under the recipe
+    fp8_weight_cache: bool = True
 
     @property
     def tokens(self) -> int:
@@ -121,6 +122,12 @@ class Job:
     @property
     def nodes(self) -> int:
         return -(-self.gpus // self.gpus_per_node)
+
+    @property
+    def keeps_fp8_weights(self) -> bool:
+        """Whether FP8 weights outlive a micro-batch, for the step's others."""
+        whole = self.mode in ("single", "ddp")
+        return self.use_te and self.fp8_weight_cache and whole and self.accumulation > 1
 
     @property
     def two_layouts(self) -> bool:
@@ -167,4 +174,5 @@ def build_job(cfg: Config, model: Model, *, mode: str, gpus: int, gpus_per_node:
         grad_fp32=cfg.sharding.grad_reduce_dtype == "fp32",
         fp8_all_gather=cfg.sharding.fp8_all_gather,
         fp8_layers=max(0.0, 1 - own / model.shape.num_layers),
+        fp8_weight_cache=cfg.precision.fp8_weight_cache,
     )

@@ -116,9 +116,10 @@ def at_loss(job: Job) -> dict[str, float]:
         gradients = 2 * model.parameters / (1 if job.zero == 1 else job.gpus)
         gradients += 2 * model.parameters / (1 if job.zero == 1 else job.gpus) * (job.accumulation > 1)
     elif job.accumulation > 1:
-        gradients = (4 if job.sharded and job.grad_fp32 else 2) * model.parameters
+        gradients = (4 if job.grad_fp32 else 2) * model.parameters
     activations = 2.0 * job.tokens * model.shape.hidden_size if job.recompute else layer_bytes(job)
-    copies = KEPT[job.recipe].weight_copies * model.gemm_weights * job.fp8_layers * job.two_layouts
+    kept = job.two_layouts or job.keeps_fp8_weights
+    copies = KEPT[job.recipe].weight_copies * model.gemm_weights * job.fp8_layers * kept
     return _state(job) | {
         "gradients": gradients,
         "FP8 weight copies": copies,
@@ -138,10 +139,11 @@ def after_backward(job: Job) -> dict[str, float]:
         gradients += 0.0 if job.offload else 2.0 * (model.parameters - model.root) / job.shard
         communication = 8.0 * model.root
     elif not job.zero:
-        gradients = 2.0 * model.parameters
+        gradients = max(gradients, 2.0 * model.parameters)
+    layers_cast = model.shape.num_layers if job.keeps_fp8_weights else 1
     return parts | {
         "gradients": gradients,
-        "FP8 weight copies": parts["FP8 weight copies"] / model.shape.num_layers,
+        "FP8 weight copies": parts["FP8 weight copies"] * layers_cast / model.shape.num_layers,
         "activations": 0.0 if job.sharded else layer_bytes(job),
         "logits and head gradient": 0.0,
         "gathered, communication": communication,
@@ -152,7 +154,7 @@ def start_of_backward(job: Job) -> dict[str, float]:
     """Bytes by part when the last layer goes backward: gradients of its weights and activations are new."""
     model, parts, s = job.model, at_loss(job), job.model.shape
     copies = parts["FP8 weight copies"]
-    if job.use_te and not job.two_layouts:  # made again, for this layer
+    if job.use_te and not (job.two_layouts or job.keeps_fp8_weights):  # made again, for this layer
         copies = KEPT[job.recipe].weight_copies * model.gemm_weights / s.num_layers * job.fp8_layers
     # Gradients of gate, up and product, and two of the hidden size, in BF16.
     activations = parts["activations"] + 2.0 * job.tokens * (3 * s.ffn_hidden_size + 2 * s.hidden_size)

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock
 
 from benchmarks.launch import EXIT_INTERRUPTED, OneLineParser, Outcome, count_gpus, is_finished, launch
 from benchmarks.plan import make_plan
 from benchmarks.plan_time import GPUS, Gpu
-from benchmarks.variants import DECIDED, given_settings, parse_variants, resolve
+from benchmarks.variants import DECIDED, Variant, given_settings, parse_variants, resolve
 from training.config import Config, knobs, nearest
 from training.durable_files import replace_file
 
@@ -94,10 +95,15 @@ def read_axes(grid: dict[str, Any], replaced: list[str]) -> dict[str, list[Any]]
     return axes
 
 
-def build_points(axes: dict[str, list[Any]], given: dict[str, Any], folder: Path) -> list[Point]:
-    """All points of the grid, the first axis slowest. ValueError for settings that cannot be."""
+def build_points(
+    axes: dict[str, list[Any]], given: dict[str, Any], folder: Path, beside: list[Any] | None = None
+) -> list[Point]:
+    """All points of the grid, the first axis slowest. ValueError for settings that cannot be.
+
+    `beside` are the precisions of the whole file, of which `axes` may have a part.
+    """
     named = list(axes)
-    variants = parse_variants([str(v) for v in axes.get("precision", ["bf16"])], flag="axis precision")
+    variants = _variants(axes.get("precision", ["bf16"]), beside or [])
     axes = axes | {"precision": variants, "gpus": [_gpus(v) for v in axes.get("gpus", [1])]}
     for name in axes:
         if (setting := AXES.get(name, name)) in given:
@@ -117,6 +123,15 @@ def build_points(axes: dict[str, list[Any]], given: dict[str, Any], folder: Path
     if repeated:
         raise ValueError(f"the grid has {repeated[0]} twice; name each value of an axis once")
     return points
+
+
+def _variants(values: list[Any], beside: list[Any]) -> list[Variant]:
+    """The variants of an axis; `bf16` has the layers it has in the whole file, so that a part is its runs."""
+    flag = "axis precision"
+    own = [variant.name for variant in parse_variants([str(value) for value in values], flag=flag)]
+    others = [str(value) for value in beside if str(value) not in own]
+    known = {variant.name: variant for variant in parse_variants([*own, *others], flag=flag)}
+    return [known[name] for name in own]
 
 
 def _gpus(value: Any) -> int:
@@ -178,8 +193,7 @@ def run_points(
     points: list[Point], folder: Path, *, retry: bool, gpu: Gpu | None = None
 ) -> tuple[dict[str, Result], bool]:
     """Run what is neither finished nor known to fail. Returns the results, and whether a signal came."""
-    record = folder / "sweep.json"
-    tried = {} if retry else _read_record(record)
+    tried = {} if retry else _out_of_memory(folder)
     results: dict[str, Result] = {}
     machine_gpus = count_gpus() if any(point.gpus > 1 for point in points) else 1
     for number, point in enumerate(points, 1):
@@ -201,8 +215,7 @@ def run_points(
             return results, True
         results[point.name] = result
         print(f"{title}: {result.status}{f', {result.reason}' if result.reason else ''}", flush=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(record, json.dumps([asdict(r) for r in results.values()], indent=1).encode())
+        _save(result, folder)
     return results, False
 
 
@@ -213,15 +226,35 @@ def _result(point: Point, outcome: Outcome) -> Result:
     return Result(point.name, status, outcome.reason)
 
 
+def _locked(folder: Path) -> FileLock:
+    """Held while files that all sweeps into `folder` share are written: several may run at once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder / ".sweep.lock")
+
+
+def _save(result: Result, folder: Path) -> None:
+    """Put one result into the folder's sweep.json, beside those of other sweeps into it."""
+    record = folder / "sweep.json"
+    with _locked(folder):
+        results = _read_record(record) | {result.name: result}
+        replace_file(record, json.dumps([asdict(r) for r in results.values()], indent=1).encode())
+
+
 def _read_record(path: Path) -> dict[str, Result]:
-    """The points that ran out of memory before: they would again."""
+    """By name, what sweep.json holds; ValueError if it cannot be read."""
     if not path.exists():
         return {}
     try:
         found = [Result(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{path}: cannot be read ({error}); remove it to go on") from None
-    return {result.name: result for result in found if result.status == "out_of_memory"}
+    return {result.name: result for result in found}
+
+
+def _out_of_memory(folder: Path) -> dict[str, Result]:
+    """The points that ran out of memory before: they would again."""
+    found = _read_record(folder / "sweep.json")
+    return {name: result for name, result in found.items() if result.status == "out_of_memory"}
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -259,7 +292,7 @@ def sweep(argv: list[str]) -> int:
     if args.gpu is not None and args.gpu not in GPUS:
         raise ValueError(f"--gpu {args.gpu}: not one of {', '.join(GPUS)}{nearest(args.gpu, GPUS)}")
     folder = args.output_dir or Path("runs") / args.sweep.stem
-    points = build_points(axes, given, folder)
+    points = build_points(axes, given, folder, beside=plan["grid"].get("precision"))
     if args.dry_run:
         print("\n".join(f"{p.name}: {'finished' if is_finished(p.cfg) else 'to run'}" for p in points))
         return 0
@@ -271,7 +304,8 @@ def sweep(argv: list[str]) -> int:
     from benchmarks import report  # matplotlib takes a while; refusals do not wait for it
 
     done = [str(point.folder) for point in points if results[point.name].status == "done"]
-    reported = report.main([*done, "--output_dir", str(folder)]) if done else 0
+    with _locked(folder):
+        reported = report.main([*done, "--output_dir", str(folder)]) if done else 0
     print("\n" + ", ".join(f"{n} {s}" for s, n in Counter(r.status for r in results.values()).items()))
     for result in results.values():
         if result.status != "done":

@@ -133,6 +133,8 @@ def build_model(
     weight_recipe: Any = None,
     compute_dtype: torch.dtype | None = None,
     convert: Callable[[HFCausalLM], None] | None = None,
+    cache_fp8_weights: bool = False,
+    fuse_gradient_sums: bool = False,
 ) -> nn.Module:
     """The model on `device` in `dtype`; its TE and Hugging Face forms hold the same weights.
 
@@ -141,7 +143,8 @@ def build_model(
     `parameter_device` is where the shards stay, if not on `device`. `weight_recipe` prepares a TE model for
     `quantize_weights`. `reentrant` recomputation builds autograd's graph anew, as ZeRO-3's hooks need it.
     `compute_dtype` is what forward passes compute in (default: `dtype`). `convert` replaces linear layers of
-    a Hugging Face model before it is sharded; parameters keep their names.
+    a Hugging Face model before it is sharded; parameters keep their names. `cache_fp8_weights` and
+    `fuse_gradient_sums` are of TE's own layers, see `TECausalLM`.
     """
     recomputation = {"gradient_checkpointing": gradient_checkpointing, "reentrant": reentrant}
     if te_backend is None:
@@ -171,8 +174,11 @@ def build_model(
         if compile_layers:
             model.compile_blocks()
         return model.train()
+    from te_models import fused_swiglu
     from te_models.decoder import TECausalLM
 
+    if te_backend == "native":
+        fused_swiglu.install()
     model = TECausalLM(
         plan.config,
         backend=te_backend,
@@ -181,6 +187,8 @@ def build_model(
         max_positions=max_positions,
         **recomputation,
         weight_recipe=weight_recipe,
+        cache_fp8_weights=cache_fp8_weights and te_backend == "native",
+        fuse_gradient_sums=fuse_gradient_sums and te_backend == "native",
     )
     if shard:
         shard(model)

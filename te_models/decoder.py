@@ -25,7 +25,9 @@ class TECausalLM(nn.Module):
 
     `attention` chooses how sequences are told apart: "thd" reads packed batches (`cu_seqlens`), "bshd" reads
     right-padded batches, where the causal mask alone keeps padding out of sight of real tokens. `backend`:
-    whose layers, see `te_models.engine`.
+    whose layers, see `te_models.engine`. With `cache_fp8_weights` FP8 weights of a step's first micro-batch
+    (`first_micro_batch`) serve the others; with `fuse_gradient_sums` TE's GEMMs add to `main_grad`, see
+    `training.accumulation`. Both are for the native backend.
     """
 
     def __init__(
@@ -39,9 +41,13 @@ class TECausalLM(nn.Module):
         gradient_checkpointing: bool = False,
         reentrant: bool = False,
         weight_recipe: Any = None,
+        cache_fp8_weights: bool = False,
+        fuse_gradient_sums: bool = False,
     ):
         super().__init__()
         self.backend, te = backend, engine(backend)
+        self.cache_fp8_weights, self.fuse_gradient_sums = cache_fp8_weights, fuse_gradient_sums
+        self.first_micro_batch: bool | None = None  # of a step, or None outside of steps
         self.config, self.family = config, FAMILIES[config.model_type]
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.tied = config.tie_word_embeddings
@@ -65,6 +71,7 @@ class TECausalLM(nn.Module):
         config, attention, te = self.config, self.attention, engine(self.backend)
         size, eps = head_dim(config), config.rms_norm_eps
         qk_norm = {"qk_norm_type": "RMSNorm", "qk_norm_eps": eps, "qk_norm_before_rope": True}
+        sums = {"fuse_wgrad_accumulation": True} if self.fuse_gradient_sums else {}
         layer = te.TransformerLayer(
             config.hidden_size,
             config.intermediate_size,
@@ -85,6 +92,7 @@ class TECausalLM(nn.Module):
             params_dtype=dtype,
             device="meta",
             **(qk_norm if self.family.qk_norm else {}),
+            **sums,
         )
         if self.family.qkv_bias:
             # TE's `bias` is for all linears of a layer, and only q, k and v have one.
@@ -96,6 +104,7 @@ class TECausalLM(nn.Module):
                 bias=True,
                 params_dtype=dtype,
                 device="meta",
+                **sums,
             )
         return layer
 
@@ -153,10 +162,12 @@ class TECausalLM(nn.Module):
         """
         del position_ids
         hidden = self.embed_tokens(input_ids)  # [B, S, D]
-        sequences: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
+        if self.cache_fp8_weights:
+            arguments["is_first_microbatch"] = self.first_micro_batch
         if self.attention == "thd":
             hidden = hidden.flatten(0, 1)  # [T, D]
-            sequences = {
+            arguments |= {
                 "cu_seqlens_q": cu_seqlens,
                 "cu_seqlens_kv": cu_seqlens,
                 "max_seqlen_q": max_seqlen,
@@ -164,16 +175,16 @@ class TECausalLM(nn.Module):
                 "pad_between_seqs": False,  # TE would compare cu_seqlens on the host to find out
             }
         for layer in self.layers:
-            hidden = self._run(layer, hidden, sequences)
+            hidden = self._run(layer, hidden, arguments)
         hidden = self.norm(hidden).flatten(0, -2)  # [T, D]
         return linear_cross_entropy(hidden, self.lm_head.weight, labels.flatten())
 
-    def _run(self, layer: nn.Module, hidden: Tensor, sequences: dict[str, Any]) -> Tensor:
+    def _run(self, layer: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
-            return layer(hidden, rotary_pos_emb=self.rope, **sequences)
+            return layer(hidden, rotary_pos_emb=self.rope, **arguments)
         # TE's checkpoint replays the first pass's FP8 scales; torch's would quantise with newer ones.
         return engine(self.backend).checkpoint(
-            layer, hidden, rotary_pos_emb=self.rope, use_reentrant=self.reentrant, **sequences
+            layer, hidden, rotary_pos_emb=self.rope, use_reentrant=self.reentrant, **arguments
         )
 
 

@@ -9,6 +9,7 @@ B rows, S tokens a row, T = B*S, N sequences, H query heads, G key/value groups,
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from itertools import pairwise
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 NAME = "packed_causal"
 PROBE = "packed_causal_probe"
+FLASH_ATTENTION_4 = "flash_attn.cute.interface"
 # What models hand to their attention and what does not change it.
 HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "cu_seq_lens_q", "cu_seq_lens_k"})
 HARMLESS |= {"max_length_q", "max_length_k"}
@@ -35,6 +37,10 @@ def packed_attention(
     `cu_seqlens` int32 [N+1] as in `data.Batch`; no sequence is longer than `max_seqlen`. One operator, so
     that compiled layers keep it whole. Where no kernel runs, see `why_no_kernel`, the definition is computed.
     """
+    if not why_no_kernel(q) and _flash_attention_4:
+        arguments = _for_flash_attention_4(cu_seqlens, max_seqlen, scale)
+        out, sums, *_ = _flash_attention_4._flash_attn_fwd(q, k, v, return_lse=True, **arguments)
+        return out, sums
     if not why_no_kernel(q):
         out, sums, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, True, False, scale=scale
@@ -67,6 +73,11 @@ def _packed_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; with P the weights, dS = P * (dO V^T - rowsum(dO * O)), arXiv:2205.14135."""
+    if not why_no_kernel(q) and _flash_attention_4:
+        arguments = _for_flash_attention_4(cu_seqlens, max_seqlen, scale)
+        arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        grads = _flash_attention_4._flash_attn_bwd(q, k, v, out, grad, sums, **arguments)
+        return grads[0], grads[1], grads[2]
     if not why_no_kernel(q):
         random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none
         unused = torch.empty(0, device=q.device)
@@ -107,6 +118,23 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
 
 
 packed_attention.register_autograd(_backward, setup_context=_save)
+
+
+# The module whose kernels run instead of torch's, see `use_flash_attention_4`.
+_flash_attention_4: Any = None
+
+
+def use_flash_attention_4() -> None:
+    """From now on FlashAttention 4's kernels, which must be installed, run instead of torch's."""
+    global _flash_attention_4
+    _flash_attention_4 = importlib.import_module(FLASH_ATTENTION_4)
+
+
+def _for_flash_attention_4(cu_seqlens: Tensor, max_seqlen: int, scale: float) -> dict[str, Any]:
+    """The arguments that forward and backward share; by name, since their order changes with the version."""
+    spans = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    spans |= {"max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
+    return spans | {"softmax_scale": scale, "causal": True}
 
 
 def why_no_kernel(q: Tensor) -> str | None:
@@ -161,6 +189,11 @@ def attend(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     rows, heads, _, size = query.shape
     scale = size**-0.5 if scaling is None else scaling
+    kernel = _flash_attention_4 and not why_no_kernel(query)
+    if cu_seq_lens_q is None and kernel:
+        max_length_q = query.shape[2]
+        borders = torch.arange(rows + 1, dtype=torch.int32, device=query.device)
+        cu_seq_lens_q = borders * max_length_q
     if cu_seq_lens_q is None:
         grouped = heads != key.shape[1]
         out = F.scaled_dot_product_attention(

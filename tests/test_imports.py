@@ -13,7 +13,7 @@ TRAINING_LEAVES |= {"torchao_fp8", "profiling"}
 TRAINING_LEAVES |= {"watchdog", "zero", "zero_settings", "outcome", "generate", "gradient_sums", "auto_mode"}
 # These import nothing of ours.
 BARE = {"config", "metrics", "loss_triton", "adamw_triton", "durable_files", "ranks", "cudnn", "__init__"}
-BARE |= {"checks"}
+BARE |= {"checks", "accumulation", "flash_attention"}
 # What these may import beside the configuration.
 ALSO = {
     "checkpoint": ("durable_files", "ranks"),
@@ -21,14 +21,14 @@ ALSO = {
     "run_folder": ("durable_files",),
     "trackers": ("durable_files",),
     "profiling": ("durable_files",),
-    "sharding": ("ranks", "zero", "gradient_sums", "optim", "adamw"),
+    "sharding": ("ranks", "zero", "gradient_sums", "accumulation", "optim", "adamw"),
     "optim": ("adamw",),
     "watchdog": ("ranks", "outcome"),
     "gradient_sums": ("ranks",),
     "auto_mode": ("ranks",),
     "outcome": ("ranks", "trackers"),
     "precision": ("te_runtime",),
-    "te_runtime": ("cudnn",),
+    "te_runtime": ("cudnn", "flash_attention"),
     "coverage": ("precision",),
     "precision_map": ("precision",),
     "fp8_inspect": ("precision", "precision_map"),
@@ -81,7 +81,7 @@ def allowed(path: Path) -> set[str] | None:
     if stem in BARE:
         return set()
     if stem in ("loss", "adamw"):
-        return {f"training.{stem}_triton"}
+        return {"training", f"training.{stem}_triton", "training.accumulation"}
     if stem in TRAINING_LEAVES:
         te = {"te_models", "te_models.engine"} if stem in ENGINE_USERS else set()
         return te | {"training", "training.config", *(f"training.{name}" for name in ALSO.get(stem, ()))}

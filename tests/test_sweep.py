@@ -174,11 +174,44 @@ def test_what_failed_is_tried_again(tmp_path, monkeypatch):
     assert run_points(grid, tmp_path, retry=False) == ({}, True) and not codes
 
 
+def test_a_part_of_a_grid_is_the_same_runs(tmp_path, capsys):
+    """`bf16` alone would have Hugging Face layers; a part of a file that has TE recipes keeps TE's."""
+    file = write(tmp_path / "grid.yaml", {"grid": {"precision": ["bf16", "delayed"], "batch_size": [1, 2]}})
+    plan = read_sweep(file)
+    whole = build_points(read_axes(plan["grid"], []), {}, tmp_path)
+    axes = read_axes(plan["grid"], ["precision=bf16"])
+    part = build_points(axes, {}, tmp_path, beside=plan["grid"]["precision"])
+    assert part == whole[:2] and all(point.cfg.model.use_te for point in part)
+    assert not any(point.cfg.model.use_te for point in build_points(axes, {}, tmp_path))
+
+
+def test_sweeps_into_one_folder_keep_each_other_s_records(tmp_path, monkeypatch):
+    """Stand-ins for runs; each of the two sweeps knows its own points alone."""
+
+    def launch(cfg, *, gpus, log):
+        return Outcome(1, ROOT / "benchmarks", "CUDA out of memory", stopped=False)
+
+    monkeypatch.setattr(module, "launch", launch)
+    first, second = ([point] for point in build_points({"batch_size": [1, 2]}, {}, tmp_path))
+    run_points(first, tmp_path, retry=False)
+    run_points(second, tmp_path, retry=False)
+    entries = json.loads((tmp_path / "sweep.json").read_text())
+    assert [(entry["name"], entry["status"]) for entry in entries] == [
+        ("batch1", "out_of_memory"),
+        ("batch2", "out_of_memory"),
+    ]
+    monkeypatch.setattr(module, "launch", None)
+    results, _ = run_points([*first, *second], tmp_path, retry=False)
+    assert [result.status for result in results.values()] == ["out_of_memory"] * 2
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_sweeps_are_whole(path, tmp_path):
     plan = read_sweep(path)
     found = build_points(read_axes(plan["grid"], []), plan["base"] | {"dataset_name": "demo"}, tmp_path)
-    assert len(found) == {"b200_study": 54, "recipes": 18}[path.stem]
+    # batch_one: 3 batches x 2 learning rates x 12 precisions; fsdp_finetuning: 4 x 2 x 2 x 8.
+    counts = {"b200_study": 54, "recipes": 18, "batch_one": 72, "fsdp_finetuning": 128}
+    assert len(found) == counts[path.stem]
     assert all(point.cfg.model.init == "random" for point in found)
 
 

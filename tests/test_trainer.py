@@ -360,9 +360,9 @@ class TwoRanks(SingleDevice):
         self.world_size = 2
         self.other_stops, self.exchanges = other_stops, []
 
-    def accumulating(self, model, *, last):
+    def accumulating(self, model, *, first, last):
         self.exchanges.append(last)
-        return super().accumulating(model, last=last)
+        return super().accumulating(model, first=first, last=last)
 
     def sum(self, tensor):
         doubled = 2 * tensor

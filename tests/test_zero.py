@@ -154,7 +154,8 @@ class Run:
     def backward(self, step: int, spoil: float = 1.0, *, finish: bool = True) -> float:
         total, batches = 0.0, micro_batches(step, self.ranks)
         for i, (ids, labels) in enumerate(batches):
-            with self.zero.accumulating(self.engine, last=finish and i == len(batches) - 1):
+            ends = {"first": i == 0, "last": finish and i == len(batches) - 1}
+            with self.zero.accumulating(self.engine, **ends):
                 out = self.engine(ids=ids, labels=labels)
                 assert isinstance(out, TokenLoss)
                 loss = out.loss * (spoil / label_tokens(step))

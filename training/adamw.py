@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from training.accumulation import gradient_of
+
 
 class Hyper(NamedTuple):
     """What a step of one parameter group needs, as Python numbers."""
@@ -78,10 +80,10 @@ class FusedAdamW(torch.optim.Optimizer):
             scalars = torch.cat([torch.stack([scale, taken]), corrections])
             hyper = Hyper(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
             for parameter in group["params"]:
-                if parameter.grad is None:
+                if (gradient := gradient_of(parameter)) is None:
                     continue
                 state = self.state[parameter] or self.initialize_state(parameter)
-                tensors = (parameter, parameter.grad, *state.values())
+                tensors = (parameter, gradient, *state.values())
                 update_(*(local(t) for t in tensors), scalars=scalars, hyper=hyper)
 
 

@@ -59,6 +59,11 @@ class ModelConfig:
         "torch.compile each decoder layer of a Hugging Face model; default: on a GPU, not under DeepSpeed",
         free=True,
     )
+    flash_attention: bool = knob(
+        True,
+        "attention by FlashAttention 4 where it is installed, on Hopper; else cuDNN's and torch's",
+        free=True,
+    )
     weights_cache_dir: str | None = knob(
         None, "folder for downloaded weights; default: the Hugging Face cache", free=True
     )
@@ -103,12 +108,22 @@ class PrecisionConfig:
     fp8_amax_compute_algo: Literal["max", "most_recent"] = knob(
         "max", "delayed scaling: amax taken from the history"
     )
+    fp8_fast_accumulation: bool = knob(
+        False,
+        "backward's FP8 GEMMs add up with fewer bits, as forward's always do: faster on Hopper (delayed and "
+        "current scaling)",
+    )
     fp8_attention: bool = knob(False, "attention in FP8 too (TE fp8_dpa; delayed and current scaling)")
     master_weights: Literal["fp32", "none"] = knob(
         "fp32", "FP32 master weights; none keeps BF16 alone and loses small updates (docs/precision.md)"
     )
     moment_dtype: Literal["fp32", "bf16"] = knob(
         "fp32", "dtype of Adam's two moments; bf16 saves 4 bytes a parameter"
+    )
+    fp8_weight_cache: bool = knob(
+        True,
+        "cast TE's weights to FP8 once a step, not once a micro-batch (one GPU and ddp): 2 bytes a weight",
+        free=True,
     )
 
     def __post_init__(self) -> None:
@@ -121,6 +136,11 @@ class PrecisionConfig:
         )
         for name in ("bf16_first_layers", "bf16_last_layers"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
+        if self.fp8_fast_accumulation and self.fp8_scenario not in ("default", "delayed", "current"):
+            raise ValueError(
+                f"--fp8_fast_accumulation --fp8_scenario {self.fp8_scenario}: TE has the choice under "
+                "delayed and current scaling alone; drop one of the two"
+            )
         if self.fp8_attention and self.fp8_scenario not in ("default", "delayed", "current"):
             raise ValueError(
                 f"--fp8_attention: TE's FP8 attention runs under delayed and current scaling, not "
@@ -263,7 +283,7 @@ class ShardingConfig:
         None, "hsdp: ranks that share one copy of the model; default: the ranks of a node", free=True
     )
     grad_reduce_dtype: Literal["fp32", "bf16"] = knob(
-        "fp32", "dtype in which gradients are summed over ranks"
+        "fp32", "dtype in which gradients are summed over ranks, and over micro-batches but under ddp"
     )
     fp8_all_gather: bool = knob(
         False, "gather GEMM weights in FP8 (FSDP modes; --fp8_scenario current, without --use_te tensorwise)"

@@ -59,15 +59,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if needs_grad:
                 torch.mm(logits, weight, out=grad_hidden[start : start + rows])
                 grad_weight = _accumulate(grad_weight, logits, part, only=len(chunks) == 1)
-        # Kept as attributes, not saved tensors: backward scales them in place and hands them on.
-        ctx.grads = (grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype))
+        # Kept as attributes, not saved tensors, so that backward can give them up one by one.
+        ctx.grads, ctx.dtype = [grad_hidden, grad_weight], weight.dtype
         ctx.mark_non_differentiable(correct)
         return loss, correct
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple:
-        (grad_hidden, grad_weight), ctx.grads = ctx.grads, None
-        return grad_hidden.mul_(grad_loss), grad_weight.mul_(grad_loss), None, None
+        grad_weight = scaled(ctx.grads.pop(), grad_loss, ctx.dtype)
+        grad_hidden = scaled(ctx.grads.pop(), grad_loss, ctx.dtype)
+        return grad_hidden, grad_weight, None, None
 
 
 def _accumulate(total: Tensor | None, grad_logits: Tensor, hidden: Tensor, *, only: bool) -> Tensor:
@@ -80,6 +81,15 @@ def _accumulate(total: Tensor | None, grad_logits: Tensor, hidden: Tensor, *, on
     if total is None:
         return torch.mm(grad_logits.T, hidden, out_dtype=torch.float32)
     return torch.addmm(total, grad_logits.T, hidden, out_dtype=torch.float32, out=total)
+
+
+def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor` times the float32 scalar `factor`, in `dtype`."""
+    if tensor.is_cuda:
+        from training.loss_triton import scaled
+
+        return scaled(tensor, factor, dtype)
+    return tensor.mul(factor).to(dtype)
 
 
 def softmax_cross_entropy_(logits: Tensor, labels: Tensor, *, write_grad: bool) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The CUDA kernel behind `loss.softmax_cross_entropy_`: two passes over a row instead of a dozen."""
+"""The CUDA kernels of the loss: cross entropy in two passes over a row, not a dozen, and a scaled copy."""
 
 from __future__ import annotations
 
@@ -48,3 +48,19 @@ def cross_entropy_(logits: Tensor, labels: Tensor, *, ignore: int, write_grad: b
         logits, labels, loss, correct, logits.stride(0), vocab, ignore, write_grad, BLOCK=8192, num_warps=16
     )
     return loss.sum(), correct.sum()
+
+
+@triton.jit
+def scaled_kernel(source, factor, target, numel, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(source + at, mask=at < numel, other=0.0).to(tl.float32) * tl.load(factor)
+    tl.store(target + at, x.to(target.dtype.element_ty), mask=at < numel)
+
+
+def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `loss.scaled`. torch multiplies by a scalar on the device at a quarter of this speed."""
+    target = torch.empty_like(tensor, dtype=dtype)
+    scaled_kernel[(triton.cdiv(tensor.numel(), 4096),)](
+        tensor.contiguous(), factor, target, tensor.numel(), BLOCK=4096
+    )
+    return target

@@ -194,7 +194,12 @@ def fp8_gemms_are_emulated() -> bool:
 
 
 def make_recipe(name: str, cfg: PrecisionConfig, backend: Backend = "native") -> Any:
-    return RECIPES[name].make(cfg, recipes(backend))
+    te = recipes(backend)
+    recipe = RECIPES[name].make(cfg, te)
+    if cfg.fp8_fast_accumulation and name in ("delayed", "current") and backend == "native":
+        for gemm in ("fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+            setattr(recipe, gemm, te.MMParams(use_split_accumulator=False))
+    return recipe
 
 
 def recipe_name(recipe: Any) -> str:

@@ -22,6 +22,7 @@ import te_models
 from data import build_loaders
 from data.chat import load_tokenizer
 from training import (
+    flash_attention,
     fp8_stats,
     metrics,
     optim,
@@ -138,8 +139,28 @@ class Run:
             by_layer = precision_map if self.precision.by_module else precision
             by_layer.check_sizes(self.precision, self.plan.name, gemm_sizes(self.shape))
             precision.check_fp8_attention(cfg, self.precision, self.shape.head_dim)
+        self.flash_attention = self._takes_flash_attention()
         if cfg.precision.master_weights == "none":
             say(optim.MASTER_NONE_WARNING)
+
+    def _takes_flash_attention(self) -> bool:
+        """Whether FlashAttention 4 runs attention; tells TE so, which loads it only if it may be taken."""
+        cfg, shape, native = self.cfg, self.shape, self.precision.te_backend == "native"
+        if native and flash_attention.chosen_by_user():
+            return False
+        wanted = cfg.model.flash_attention and cfg.precision.mixed_precision != "fp32"
+        if not wanted or shape is None or flash_attention.why_not(shape.head_dim):
+            return False
+        if not native:
+            return self.precision.te_backend is None
+        if wrong := flash_attention.wrong_in_te(shape.num_heads, shape.num_kv_heads, shape.head_dim):
+            say(f"WARNING: FlashAttention 4 is not used: {wrong}")
+            flash_attention.keep_from_te()
+            return False
+        if cfg.precision.fp8_attention:  # cuDNN's alone
+            return False
+        flash_attention.prefer_in_te()
+        return True
 
     def _plan_memory(self) -> None:
         """How weights and optimizer state are kept and spread, the same on every rank."""
@@ -273,7 +294,11 @@ class Run:
             weight_recipe=self.precision.recipe if fp8_weights else None,
             compute_dtype=compute,
             convert=(lambda model: self._convert(model, fp8_gather)) if self.torchao else None,
+            cache_fp8_weights=strategy.accumulates and cfg.precision.fp8_weight_cache and self.precision.fp8,
+            fuse_gradient_sums=strategy.sums_micro_batches and plan.kind == "fused_adamw",
         )
+        if self.flash_attention and self.precision.te_backend is None:
+            self.flash_attention = self.model.use_flash_attention_4()
         precision_map.apply(self.model, self.precision, fp8_attention=cfg.precision.fp8_attention)
         self.fp8_stats.attach(self.model)
         strategy.settle(self.model)
@@ -462,7 +487,7 @@ class Run:
         # Attention kernels draw from the generator even without dropout; the run must not notice.
         with torch.random.fork_rng(devices):
             for _ in range(CALIBRATION_PASSES):
-                with torch.enable_grad(), self.strategy.accumulating(self.wrapped, last=True):
+                with torch.enable_grad(), self.strategy.accumulating(self.wrapped, first=True, last=True):
                     with self.autocast():
                         loss, _ = self.wrapped(**batch.inputs)
                     self.strategy.backward(self.wrapped, loss)
@@ -494,6 +519,7 @@ class Run:
         self.environment |= {
             "coverage": found.as_dict(),
             "attention_backend": backend,
+            "flash_attention_4": flash_attention.installed() if self.flash_attention else None,
             "seconds_to_first_step": round(time.perf_counter() - self.started, 2),
         }
         self._write_environment()
@@ -503,8 +529,11 @@ class Run:
                 "--mixed_precision fp8: no module ran in FP8 in the first step; report it with env.json"
             )
         if backend == "unfused":
-            deterministic = self.cfg.optim.deterministic
-            self.display.message(te_runtime.unfused_warning(deterministic=deterministic))
+            self.display.message(
+                te_runtime.unfused_warning(
+                    deterministic=self.cfg.optim.deterministic, flash_attention=self.flash_attention
+                )
+            )
         tune_garbage_collection()
 
     def _save(self, step: int, eval_loss: float | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -27,7 +27,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from training import ranks
-from training.adamw import local
+from training.accumulation import GradientSums, gradient_of
+from training.adamw import FusedAdamW, local
 from training.config import Config
 from training.gradient_sums import FP32Sums, average_by_pieces, average_in_fp32, within_a_node
 from training.optim import step_if
@@ -52,6 +53,16 @@ class SingleDevice:
     def __init__(self, device: torch.device, cfg: Config | None = None):
         self.device, self.cfg = device, cfg
         self.rank, self.world_size, self.num_nodes = ranks.rank(), ranks.world_size(), ranks.num_nodes()
+        self.gradient_sums: GradientSums | None = None
+
+    @property
+    def accumulates(self) -> bool:
+        return self.cfg is not None and self.cfg.optim.gradient_accumulation_steps > 1
+
+    @property
+    def sums_micro_batches(self) -> bool:
+        """Whether gradients of BF16 weights add up in `GradientSums`; other modes have their own sums."""
+        return self.accumulates
 
     def shard(self, model: nn.Module, *, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
         """Shard `model`, on the meta device or not, before its weights are read."""
@@ -64,14 +75,25 @@ class SingleDevice:
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """What the loop calls and steps instead of `model` and `optimizer`, once both hold their values."""
+        if self.sums_micro_batches and isinstance(optimizer, FusedAdamW):
+            self.gradient_sums = GradientSums(model, self.sum_dtype)
         return model, optimizer
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.cfg.sharding.grad_reduce_dtype]
 
     def settle(self, model: nn.Module) -> None:
         """After forward passes without backward: parameters are again those that the optimizer holds."""
 
-    def accumulating(self, model: nn.Module, *, last: bool) -> AbstractContextManager:
+    @contextmanager
+    def accumulating(self, model: nn.Module, *, first: bool, last: bool) -> Iterator[None]:
         """Around a micro-batch; all but the last may skip the exchange of gradients."""
-        return nullcontext()
+        model.first_micro_batch = first  # TE's layers keep FP8 weights for the step's other micro-batches
+        if self.gradient_sums:
+            self.gradient_sums.begin_micro_batch(first=first)
+        yield
+        model.first_micro_batch = None
 
     def backward(self, model: nn.Module, loss: Tensor) -> None:
         loss.backward()
@@ -83,12 +105,13 @@ class SingleDevice:
 
         Nothing waits for the device: the optimizer reads there whether and how far to step.
         """
-        gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
+        found = map(gradient_of, model.parameters())
+        gradients = [local(gradient) for gradient in found if gradient is not None]
         norm = self.total_norm(global_norm(gradients))
         taken = norm.isfinite() & usable.to(norm.device)
         scale = (max_norm / norm).clamp(max=1.0) if max_norm else torch.ones_like(norm)
         step_if(optimizer, taken=taken, scale=scale, gradients=gradients)
-        optimizer.zero_grad(set_to_none=True)
+        self.discard(model, optimizer)
         return StepOutcome(norm, taken)
 
     def total_norm(self, norm: Tensor) -> Tensor:
@@ -98,6 +121,8 @@ class SingleDevice:
     def discard(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Throw the gradients of a finished backward away."""
         optimizer.zero_grad(set_to_none=True)
+        if self.gradient_sums:
+            self.gradient_sums.clear()
 
     def gather(self, tensors: list[Tensor]) -> list[Tensor]:
         """These parameters, whole, on every rank; collective. One layer at a time fits everywhere."""
@@ -124,6 +149,7 @@ class DDP(SingleDevice):
     """The whole model on every rank; gradients are averaged in buckets while backward runs."""
 
     mode = "ddp"
+    sums_micro_batches = False
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -147,8 +173,11 @@ class DDP(SingleDevice):
             wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
         return wrapped, optimizer
 
-    def accumulating(self, model: nn.Module, *, last: bool) -> AbstractContextManager:
-        return nullcontext() if last else model.no_sync()
+    @contextmanager
+    def accumulating(self, model: nn.Module, *, first: bool, last: bool) -> Iterator[None]:
+        exchange = nullcontext() if last else model.no_sync()
+        with super().accumulating(model.module, first=first, last=last), exchange:
+            yield
 
 
 class FSDP(SingleDevice):
@@ -159,6 +188,7 @@ class FSDP(SingleDevice):
     """
 
     shards_weights = True
+    sums_micro_batches = False
 
     def __init__(
         self,
@@ -181,12 +211,11 @@ class FSDP(SingleDevice):
             self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def shard(self, model: nn.Module, *, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
-        reduce_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self.cfg.sharding.grad_reduce_dtype]
+        reduce_dtype = self.sum_dtype
         gathered = self.compute_dtype(parameter_dtype, compute_dtype)
         # Gradients of several micro-batches add up before they travel, which takes FP32 itself.
-        once = self.cfg.optim.gradient_accumulation_steps == 1
         pieces = parameter_dtype == gathered == torch.bfloat16 and reduce_dtype == torch.float32
-        pieces = pieces and once and self.mesh.ndim == 1 and within_a_node(self.world_size)
+        pieces = pieces and not self.accumulates and self.mesh.ndim == 1 and within_a_node(self.world_size)
         if pieces:
             reduce_dtype = gathered
         settings = {
@@ -221,7 +250,7 @@ class FSDP(SingleDevice):
         return compute_dtype  # FP32 weights are cast before they are gathered
 
     @contextmanager
-    def accumulating(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+    def accumulating(self, model: nn.Module, *, first: bool, last: bool) -> Iterator[None]:
         model.set_requires_gradient_sync(last)
         yield
 

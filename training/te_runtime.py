@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import torch
 
 from training import cudnn
+from training.flash_attention import INSTALL as INSTALL_FLASH
 
 INSTALL_TE = "pip install --no-build-isolation -r requirements-gpu.txt"
 
@@ -81,14 +82,20 @@ def attention_backend() -> str | None:
     return None
 
 
-def unfused_warning(*, deterministic: bool) -> str:
+def unfused_warning(*, deterministic: bool, flash_attention: bool) -> str:
     """What to say of attention that TE runs unfused, by its likeliest cause."""
-    cause = (
-        "--deterministic has no fused kernel for large packed batches: add --no_packing or drop it."
-        if deterministic
-        else "Usually two cuDNNs are mixed: before the start, set CUDNN_HOME to the folder of torch's own "
-        "(python -c 'import nvidia.cudnn; print(nvidia.cudnn.__path__[0])')."
-    )
+    if flash_attention:
+        cause = "Transformer Engine refused FlashAttention 4: add --no_flash_attention."
+    elif deterministic:
+        cause = (
+            "--deterministic has no fused kernel for large packed batches: install FlashAttention 4 "
+            f"({INSTALL_FLASH}), add --no_packing or drop it."
+        )
+    else:
+        cause = (
+            "Usually two cuDNNs are mixed: before the start, set CUDNN_HOME to the folder of torch's own "
+            "(python -c 'import nvidia.cudnn; print(nvidia.cudnn.__path__[0])')."
+        )
     return (
         f"WARNING: attention runs UNFUSED, about 4x slower and with 5x the memory. {cause} "
         "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints TE's reasons"

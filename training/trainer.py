@@ -190,7 +190,8 @@ class Trainer:
         divisor = tokens.clamp(min=1)
         loss_sum = torch.zeros((), device=self.device)
         for i, batch in enumerate(micro_batches):
-            with self.strategy.accumulating(self.model, last=i == len(micro_batches) - 1):
+            ends = {"first": i == 0, "last": i == len(micro_batches) - 1}
+            with self.strategy.accumulating(self.model, **ends):
                 with self.autocast():
                     loss, _ = self.model(**batch.inputs)  # summed over this micro-batch's label tokens
                 # Backward stays outside autocast; ranks average gradients, world_size undoes that.

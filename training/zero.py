@@ -43,6 +43,7 @@ class Zero(SingleDevice):
     """
 
     master_home = "zero"
+    sums_micro_batches = False
 
     def __init__(self, device: torch.device, cfg: Config):
         super().__init__(device, cfg)
@@ -78,7 +79,7 @@ class Zero(SingleDevice):
             )
         return self.engine, optimizer
 
-    def accumulating(self, model: nn.Module, *, last: bool) -> AbstractContextManager:
+    def accumulating(self, model: nn.Module, *, first: bool, last: bool) -> AbstractContextManager:
         # Told, not counted: the last window of an epoch may be shorter than the others.
         self.engine.set_gradient_accumulation_boundary(last)
         return nullcontext()

@@ -53,7 +53,12 @@ def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "precision",
-    ["bf16", "fp8 --fp8_scenario delayed", "fp8 --fp8_scenario current", "fp8 --moment_dtype bf16"],
+    [
+        "bf16",
+        "fp8 --fp8_scenario delayed",
+        "fp8 --fp8_scenario current",
+        "fp8 --moment_dtype bf16 --gradient_accumulation_steps 3",
+    ],
 )
 def test_stopped_and_resumed_is_bit_for_bit_uninterrupted(tmp_path, precision):
     flags = f"{SMALL} --mixed_precision {precision} --max_steps {LONG}"

@@ -1,0 +1,147 @@
+"""Writes the tables of docs/studies from recorded run folders; the rest of each page stays as it is.
+
+    python -m benchmarks.study_page [--record STUDY FOLDER]
+
+reads every run folder below benchmarks/results/<study> and replaces what is between the two markers of
+docs/studies/<study>.md. `--record` first copies the runs below FOLDER there, as `record` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.performance_page import provenance, replaced
+from benchmarks.runs import RunRecord, read_run
+from benchmarks.study_tables import batch_one, fsdp_finetuning, notes, thousand_steps
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ROOT / "docs" / "studies"
+BEGIN = "<!-- tables: written by python -m benchmarks.study_page; do not edit -->"
+
+# What a recorded metrics.jsonl keeps of a line beside evaluations; rates are in summary.json, as medians.
+RECORDED = ("step", "time", "train/loss", "train/grad_norm", "train/learning_rate", "train/skipped_steps")
+
+
+@dataclass(frozen=True)
+class Study:
+    """A page of docs/studies: the command that its runs begin with, and what makes its tables."""
+
+    command: str
+    tables: Callable[[list[RunRecord]], list[str]]
+
+
+STUDIES = {
+    "batch_one": Study(
+        "python -m benchmarks.sweep benchmarks/sweeps/batch_one.yaml --dataset_name openmath_gsm8k", batch_one
+    ),
+    "fsdp_finetuning": Study(
+        "python -m benchmarks.sweep benchmarks/sweeps/fsdp_finetuning.yaml --dataset_name openmath_gsm8k",
+        fsdp_finetuning,
+    ),
+    "thousand_steps": Study(
+        "python -m benchmarks.compare --variants bf16,delayed,current,block "
+        "--output_dir runs/thousand_steps/te --model_name meta-llama/Llama-3.2-1B --init random "
+        "--tokenizer_name demo --dataset_name openmath_gsm8k --eval_split test --eval_samples 1319 "
+        "--batch_size 8 --max_seq_length 1024 --learning_rate 1e-4 --max_steps 1000 --no_save_checkpoints",
+        thousand_steps,
+    ),
+}
+
+
+def where_from(runs: list[RunRecord]) -> list[str]:
+    """Days, versions and commits of the runs, from env.json."""
+    known = []
+    for environment in (run.environment for run in runs if run.environment):
+        git = environment.get("git") or {}
+        found = {"commit": git.get("commit"), "dirty": git.get("dirty")}
+        known.append(found | {name: environment[name] for name in ("date", "versions")})
+    return [provenance(known)] if known else []
+
+
+def tables(study: Study, runs: list[RunRecord]) -> str:
+    """Markdown of a page's part between the markers."""
+    if not runs:
+        return f"Not run yet: `{study.command}`"
+    return "\n\n".join([*study.tables(runs), *notes(runs), *where_from(runs)])
+
+
+def run_folders(folder: Path) -> list[Path]:
+    found = [path.parent for path in folder.rglob("config.json")]
+    return sorted(path for path in found if (path / "metrics.jsonl").exists())
+
+
+def record(source: Path, target: Path) -> list[Path]:
+    """Copy the runs below `source`: settings, environment, summary, and of metrics.jsonl losses alone.
+
+    Returns the copies. A `runs` folder on the way is left out of their paths. ValueError if there is no run.
+    """
+    folders = run_folders(source)
+    if not folders:
+        raise ValueError(
+            f"--record {target.name} {source}: no run folder below it; give a sweep's --output_dir"
+        )
+    copies = []
+    for folder in folders:
+        copy = target.joinpath(*(part for part in folder.relative_to(source).parts if part != "runs"))
+        copy.mkdir(parents=True, exist_ok=True)
+        for name in ("config.json", "env.json", "summary.json"):
+            if (folder / name).exists():
+                shutil.copy(folder / name, copy / name)
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        (copy / "metrics.jsonl").write_text("".join(map(losses_alone, lines)), encoding="utf-8")
+        copies.append(copy)
+    return copies
+
+
+def losses_alone(line: str) -> str:
+    """What is recorded of a line of metrics.jsonl; nothing of a half one, with which a killed run ends."""
+    try:
+        logged = json.loads(line)
+    except ValueError:
+        return ""
+    kept = {name: v for name, v in logged.items() if name in RECORDED or name.startswith("eval/")}
+    return json.dumps(kept) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Rewrite all pages' tables; exit code 2 where something cannot be read."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.study_page", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="holds <study>/")
+    parser.add_argument("--pages", type=Path, default=PAGES, metavar="FOLDER", help="holds <study>.md")
+    parser.add_argument(
+        "--record",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("STUDY", "FOLDER"),
+        help=f"first copy the runs below FOLDER into --results; a study is one of {', '.join(STUDIES)}",
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        for name, folder in arguments.record:
+            if name not in STUDIES:
+                raise ValueError(f"--record {name}: no such study; there are {', '.join(STUDIES)}")
+            copies = record(Path(folder), arguments.results / name)
+            print(f"{name}: {len(copies)} runs recorded in {arguments.results / name}")
+        for name, study in STUDIES.items():
+            runs = [read_run(folder) for folder in run_folders(arguments.results / name)]
+            path = arguments.pages / f"{name}.md"
+            page = replaced(path.read_text(encoding="utf-8"), tables(study, runs), path, begin=BEGIN)
+            path.write_text(page, encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""The tables of docs/studies: which BF16 run each run is held against, and a row or cell for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from benchmarks import verdict
+from benchmarks.performance_page import Row, state
+from benchmarks.runs import RunRecord
+from benchmarks.variants import VARIANTS
+
+TAIL_STEPS = 50  # batch_one averages the losses of so many steps
+MAX_LOSS_GAP = 0.5  # percent, as benchmarks.compare has it unless told otherwise
+# What a run shares with the BF16 run that it is held against, beside what `verdict.what_differs` looks at.
+BATCH = ("batch_size", "gradient_accumulation_steps")
+SAME = ("use_te", "master_weights", "moment_dtype", "gradient_checkpointing", *BATCH)
+
+
+def is_bf16(run: RunRecord) -> bool:
+    return run.config["mixed_precision"] == "bf16"
+
+
+def bf16_like(run: RunRecord, runs: Iterable[RunRecord]) -> list[RunRecord]:
+    """The BF16 runs of the same layers, weights, GPUs and split of the batch."""
+    where = (run.gpus, run.mode)
+    return [
+        other
+        for other in runs
+        if is_bf16(other)
+        and (other.gpus, other.mode) == where
+        and all(other.config.get(name) == run.config.get(name) for name in SAME)
+    ]
+
+
+def baseline(run: RunRecord, runs: Iterable[RunRecord]) -> RunRecord | None:
+    """The BF16 run that differs from `run` in its precision alone; None without one."""
+    return next((o for o in bf16_like(run, runs) if verdict.what_differs(o, run) is None), None)
+
+
+def other_seeds(reference: RunRecord, runs: Iterable[RunRecord]) -> list[RunRecord]:
+    """The BF16 runs that differ from the BF16 run `reference` in their seed alone."""
+    return [
+        other
+        for other in bf16_like(reference, runs)
+        if other.config["seed"] != reference.config["seed"]
+        and verdict.what_differs(reference, other, other_seed=True) is None
+    ]
+
+
+def judged(run: RunRecord, runs: list[RunRecord]) -> verdict.Row:
+    """A run beside its baseline, by `verdict.judge`; BF16, and what has none, stands alone."""
+    found = None if is_bf16(run) else baseline(run, runs)
+    against = found.name if found else None
+    return verdict.judge(run.name, run, found, max_loss_gap=MAX_LOSS_GAP, price=None, against=against)
+
+
+def recipe(run: RunRecord) -> str:
+    """What `VARIANTS` calls the precision that the run had."""
+    if is_bf16(run):
+        return "bf16" if run.config["use_te"] else "bf16_hf"
+    return run.value("recipe") or run.config["fp8_scenario"]
+
+
+def precision(run: RunRecord) -> str:
+    parts = [
+        "BF16" if is_bf16(run) else f"FP8 {recipe(run)}",
+        f"{'TE' if run.config['use_te'] else 'HF'} layers",
+    ]
+    parts += ["FP8 all-gather"] if run.config.get("fp8_all_gather") else []
+    return ", ".join(parts) + (" (emulated)" if run.emulated else "")
+
+
+def order(run: RunRecord) -> tuple[int, str]:
+    """Where a row of this precision stands: TE layers, then others, BF16 before FP8."""
+    names = [*(name for name in VARIANTS if VARIANTS[name]["use_te"]), *VARIANTS]
+    return names.index(recipe(run)) if recipe(run) in names else len(names), precision(run)
+
+
+def by(runs: Iterable[RunRecord], key: Callable[[RunRecord], Any]) -> dict[Any, list[RunRecord]]:
+    """Runs by `key`, in the order of the keys."""
+    groups: dict[Any, list[RunRecord]] = {}
+    for run in runs:
+        groups.setdefault(key(run), []).append(run)
+    return dict(sorted(groups.items()))
+
+
+class Experiment(NamedTuple):
+    """What the rows of a table share."""
+
+    model: str
+    length: int
+    data: str
+    machine: str
+    learning_rate: float
+    steps: int
+
+    @classmethod
+    def of(cls, run: RunRecord) -> Experiment:
+        machine = run.environment.get("gpu_name") or "CPU"
+        data = run.config["dataset_name"].rstrip("/").rsplit("/", 1)[-1]
+        steps = run.config["max_steps"] or run.value("steps")
+        model, length, rate = (run.config[n] for n in ("model_name", "max_seq_length", "learning_rate"))
+        return cls(model, length, data, machine, rate, steps)
+
+    def heading(self) -> str:
+        sizes = f"{self.length:,} tokens, {self.steps:,} steps"
+        return f"### {self.model}, {sizes}, learning rate {self.learning_rate:g}, {self.data}, {self.machine}"
+
+
+def table(headings: list[str], rows: Iterable[list[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def formatted(value: float | None, format_: str) -> str:
+    return "-" if value is None else format_.format(value)
+
+
+def verdict_cells(row: verdict.Row, *headings: str) -> list[str]:
+    """Cells of columns that the verdict of a comparison has, too."""
+    columns = [verdict.COLUMNS[heading] for heading in headings]
+    return [formatted(row.values.get(name), format_) for name, format_ in columns]
+
+
+def last_losses(run: RunRecord) -> float | None:
+    """Mean of the training losses logged in the last `TAIL_STEPS` steps; None without any."""
+    series = run.series("train/loss")
+    return fmean(loss for step, loss in series if step > series[-1][0] - TAIL_STEPS) if series else None
+
+
+def split(run: RunRecord) -> tuple[int, int, int]:
+    """Sequences of a step, GPUs (1 for a CPU), and the micro-batches of each."""
+    return run.global_batch, max(1, run.gpus), run.config["gradient_accumulation_steps"]
+
+
+def column(batch: int, gpus: int, micro_batches: int) -> str:
+    how = [f"{gpus} GPUs"] * (gpus > 1) + [f"{micro_batches} micro-batches"] * (micro_batches > 1)
+    return f"batch {batch}" + (f" ({', '.join(how)})" if how else "")
+
+
+def batch_one(runs: list[RunRecord]) -> list[str]:
+    """For each experiment a table of precision and weights against global batch."""
+
+    def weights(run: RunRecord) -> str:
+        return state(Row([run.config]), [])
+
+    def cell(run: RunRecord) -> str:
+        if run.summary is None:
+            return f"stopped at step {run.value('steps')}"
+        mean, reference = last_losses(run), None if is_bf16(run) else baseline(run, runs)
+        gap = verdict.percent_above(mean, last_losses(reference)) if reference else None
+        return formatted(mean, "{:.4f}") + ("" if gap is None else f" ({gap:+.2f} %)")
+
+    parts = []
+    for experiment, group in by(runs, Experiment.of).items():
+        columns = by(group, split)
+        rows = by(group, lambda run: (weights(run), *order(run)))
+        lines = [
+            [precision(row[0]), weights(row[0])]
+            + [" / ".join(cell(run) for run in row if split(run) == key) or "-" for key in columns]
+            for row in rows.values()
+        ]
+        headings = ["precision", "weights", *(column(*key) for key in columns)]
+        parts += [experiment.heading(), table(headings, lines)]
+    return parts
+
+
+def fsdp_finetuning(runs: list[RunRecord]) -> list[str]:
+    """For each experiment a table with a row a run."""
+    losses = ("train loss, mean of last 10 %", "gap", "eval loss", "eval gap", "perplexity", "token accuracy")
+    rates = ("speed", "MFU of BF16 peak", "MFU of FP8 peak", "peak GB", "GPU-hours")
+    headings = ["precision", "GPUs", "mode", "batch", "final train loss", *losses, "tokens/s per GPU", *rates]
+    headings.append("node-hours")
+
+    def cells(run: RunRecord) -> list[str]:
+        row = judged(run, runs)
+        return [
+            *(precision(run), str(run.gpus or "-"), f"`{run.mode}`"),
+            " x ".join(str(run.config[name]) for name in BATCH),
+            formatted(run.value("train_loss"), "{:.4f}"),
+            *verdict_cells(row, *losses),
+            formatted(run.tokens_per_gpu, "{:,.0f}"),
+            *verdict_cells(row, *rates),
+            formatted(run.value("node_hours"), "{:.3f}"),
+        ]
+
+    def place(run: RunRecord) -> tuple[Any, ...]:
+        return (run.gpus, *(run.config[name] for name in BATCH), *order(run))
+
+    parts = []
+    for experiment, group in by(runs, Experiment.of).items():
+        parts += [experiment.heading(), table(headings, [cells(run) for run in sorted(group, key=place)])]
+    return parts
+
+
+def thousand_steps(runs: list[RunRecord]) -> list[str]:
+    """For each experiment a table with a row a recipe, and which seeds the noise is of."""
+    losses = ("eval loss", "eval gap", "tokens/s", "speed", "peak GB")
+    tail = ("train loss, mean of last 10 %", "gap")
+    headings = ["precision", "verdict", *tail, "BF16's noise", *losses]
+
+    def repeats(run: RunRecord) -> bool:
+        """Whether it is BF16 again, with a seed that is there for the noise alone."""
+        return is_bf16(run) and any(o.config["seed"] < run.config["seed"] for o in other_seeds(run, runs))
+
+    def cells(run: RunRecord) -> list[str]:
+        row, reference = judged(run, runs), run if is_bf16(run) else baseline(run, runs)
+        band = verdict.noise_band(reference, other_seeds(reference, runs)) if reference else None
+        noise = "-" if band is None else f"{band[0]:+.2f} % to {band[1]:+.2f} %"
+        status = row.status if reference else "-"
+        return [precision(run), status, *verdict_cells(row, *tail), noise, *verdict_cells(row, *losses)]
+
+    parts = []
+    for experiment, group in by(runs, Experiment.of).items():
+        rows = sorted((run for run in group if not repeats(run)), key=order)
+        parts += [experiment.heading(), table(headings, [cells(run) for run in rows])]
+        for run in rows:
+            if is_bf16(run) and (seeds := other_seeds(run, runs)):
+                numbers = ", ".join(str(other.config["seed"]) for other in (run, *seeds))
+                parts.append(f"Seeds of {precision(run)}: {numbers}.")
+    return parts
+
+
+def notes(runs: list[RunRecord]) -> list[str]:
+    """What a reader must know of these runs: which did not finish, and which nothing is held against."""
+    found = []
+    if unfinished := [f"{run.name} (step {run.value('steps')})" for run in runs if run.summary is None]:
+        found.append(f"Not finished: {', '.join(unfinished)}.")
+    alone = [r.name for r in runs if r.summary is not None and not is_bf16(r) and not baseline(r, runs)]
+    if alone:
+        alike = "layers, weights, batch, data, steps and seed"
+        found.append(f"Without a BF16 run of the same {alike}: {', '.join(alone)}.")
+    return found

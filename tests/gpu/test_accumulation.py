@@ -1,0 +1,79 @@
+"""Micro-batches through TE's own sums of gradients and FP8 weights cast once a step, against one by one."""
+
+import pytest
+import torch
+
+from tests.gpu.models import DEVICE, batch, build, plan
+from tests.gpu.test_te_model import bf16, fp8, step
+from training.accumulation import gradient_of
+from training.config import config_from_dict
+from training.optim import OptimizerPlan, build_optimizer
+from training.sharding import SingleDevice
+
+pytestmark = pytest.mark.gpu
+STEPS = 3  # micro-batches
+
+
+def optimizer_of(model):
+    cfg = config_from_dict({}).optim
+    return build_optimizer(model, cfg, OptimizerPlan("fused_adamw", torch.bfloat16, True, torch.float32))
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "cast-anew"])
+@pytest.mark.parametrize("name", [None, "delayed", "current", "block"])
+def test_sums_are_those_of_single_micro_batches(name, cached, recompute):
+    autocast = fp8(name)[1] if name else bf16()
+    inputs = [batch([[100, 156]] * 8, packed=True, seed=seed) for seed in range(STEPS)]
+    options = {"use_te": True, "packed": True, "gradient_checkpointing": recompute}
+    apart = build(plan(), **options)
+    together = build(plan(), **options, fuse_gradient_sums=True, cache_fp8_weights=cached)
+    chosen = SingleDevice(DEVICE, config_from_dict({"gradient_accumulation_steps": STEPS}))
+    wrapped, optimizer = chosen.wrap(together, optimizer_of(together))
+    names = {id(p): name for name, p in together.named_parameters()}
+    for _ in range(2):  # delayed scaling finds its scales, as in a run
+        step(apart, inputs[0], autocast)
+        with chosen.accumulating(wrapped, first=True, last=True):
+            with autocast():
+                loss = wrapped(**inputs[0]).loss / (inputs[0]["labels"] != -100).sum()
+            chosen.backward(wrapped, loss)
+        chosen.discard(wrapped, optimizer)
+    for turn in range(2):  # weights change in between
+        expected = {n: torch.zeros_like(p, dtype=torch.float32) for n, p in apart.named_parameters()}
+        for i, one in enumerate(inputs):
+            alone, grads = step(apart, one, autocast)
+            for key, grad in grads.items():
+                expected[key] += grad
+            with chosen.accumulating(wrapped, first=i == 0, last=i == STEPS - 1):
+                with autocast():
+                    loss = wrapped(**one).loss / (one["labels"] != -100).sum()
+                chosen.backward(wrapped, loss)
+            assert loss.item() == pytest.approx(alone, rel=1e-3)
+        for parameter in together.parameters():
+            found, key = gradient_of(parameter), names[id(parameter)]
+            assert parameter.grad is None and found.dtype == torch.float32
+            error = (found - expected[key]).norm() / expected[key].norm()
+            assert error < 1e-2, f"turn {turn}, {key}: {error:.4f}"
+        chosen.discard(wrapped, optimizer)
+        with torch.no_grad():
+            for model in (apart, together):
+                for parameter in model.parameters():
+                    parameter.mul_(1.2)
+
+
+def test_a_step_from_tes_sums_is_one_from_autograds():
+    """The same FP32 sums, handed over by TE and by hand, move the weights by the same bits."""
+    inputs = [batch([[100, 156]] * 8, packed=True, seed=seed) for seed in range(STEPS)]
+    model = build(plan(), use_te=True, packed=True, fuse_gradient_sums=True)
+    twin = build(plan(), use_te=True, packed=True)
+    chosen = SingleDevice(DEVICE, config_from_dict({"gradient_accumulation_steps": STEPS}))
+    wrapped, optimizer = chosen.wrap(model, optimizer_of(model))
+    for i, one in enumerate(inputs):
+        with chosen.accumulating(wrapped, first=i == 0, last=i == STEPS - 1):
+            chosen.backward(wrapped, wrapped(**one).loss / 1000)
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        theirs.main_grad = gradient_of(mine).clone()
+    assert chosen.step(wrapped, optimizer, usable=torch.tensor(True, device=DEVICE), max_norm=0.0).taken
+    optimizer_of(twin).step()
+    moved = [torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)]
+    assert all(moved)

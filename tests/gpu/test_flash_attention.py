@@ -1,0 +1,81 @@
+"""FlashAttention 4, where it is installed, against cuDNN's attention and torch's own."""
+
+import importlib
+import json
+
+import pytest
+import torch
+
+from te_models import packed_attention
+from tests.gpu.models import DEVICE
+from tests.gpu.test_run import SMALL, losses, train
+from training import flash_attention
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def needs_it():
+    if reason := flash_attention.why_not(64):
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("layers", ["--use_te", ""], ids=["te", "hf"])
+@pytest.mark.parametrize("packing", ["", "--no_packing"], ids=["packed", "padded"])
+def test_a_run_takes_it_and_learns_the_same(tmp_path, layers, packing):
+    flags = SMALL.replace("--use_te", layers).replace("--deterministic", packing) + " --no_export"
+    train(tmp_path / "flash", flags)
+    train(tmp_path / "other", f"{flags} --no_flash_attention")
+    environments = [json.loads((tmp_path / n / "env.json").read_text()) for n in ("flash", "other")]
+    taken = [env["flash_attention_4"] for env in environments]
+    assert taken == [flash_attention.installed(), None]
+    if layers:
+        assert [env["attention_backend"] for env in environments] == ["flash", "fused"]
+    found, expected = losses(tmp_path / "flash"), losses(tmp_path / "other")
+    assert found[1] == pytest.approx(expected[1], rel=1e-4)
+    assert found[12] == pytest.approx(expected[12], rel=2e-2)
+    assert found != expected  # or the same kernels ran
+
+
+def test_deterministic_runs_have_the_same_bits_and_no_unfused_attention(tmp_path):
+    flags = f"{SMALL} --mixed_precision fp8 --no_export"
+    outputs = [train(tmp_path / name, flags) for name in ("one", "two")]
+    assert losses(tmp_path / "one") == losses(tmp_path / "two")
+    assert not any("UNFUSED" in output for output in outputs)
+
+
+@pytest.mark.parametrize("heads", [(8, 2, 64), (8, 8, 128), (4, 1, 32)])
+def test_packed_attention_and_its_gradients(heads, monkeypatch):
+    number, groups, size = heads
+    lengths = [1, 300, 17, 128, 578]
+    borders = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+    torch.manual_seed(0)
+    q = torch.randn(sum(lengths), number, size, device=DEVICE)
+    k, v = (torch.randn(sum(lengths), groups, size, device=DEVICE) for _ in range(2))
+    grad = torch.randn_like(q)
+
+    def run(dtype):
+        inputs = [t.to(dtype, copy=True).requires_grad_() for t in (q, k, v)]
+        out, _ = packed_attention.packed_attention(*inputs, borders, max(lengths), size**-0.5)
+        out.backward(grad.to(dtype))
+        return [out, *(t.grad for t in inputs)]
+
+    expected = run(torch.float32)  # by the definition
+    monkeypatch.setattr(packed_attention, "_flash_attention_4", None)  # put back afterwards
+    packed_attention.use_flash_attention_4()
+    for a, b in zip(run(torch.bfloat16), expected, strict=True):
+        assert (a.float() - b).norm() / b.norm() < 1e-2
+
+
+@pytest.mark.parametrize("heads", [(32, 8, 64), (8, 8, 128)])
+def test_the_trial_finds_the_installed_version_right_and_a_broken_one_wrong(heads, monkeypatch):
+    assert flash_attention.wrong_in_te(*heads) is None
+    module = importlib.import_module(flash_attention.MODULE)
+    right = module.flash_attn_varlen_func
+
+    def zeros(*args, **kwargs):  # what 4.0.0b30 and later make of TE's window
+        out = right(*args, **kwargs)
+        return 0 * (out[0] if isinstance(out, tuple) else out)
+
+    monkeypatch.setattr(module, "flash_attn_varlen_func", zeros)
+    assert "wrong attention" in flash_attention.wrong_in_te(*heads)

@@ -1,0 +1,87 @@
+"""SwiGLU fused with its casts against TE's own kernels, bit for bit."""
+
+import importlib
+
+import pytest
+import torch
+
+from te_models import fused_swiglu
+from te_models.fused_swiglu import _Backward, _Forward
+from tests.gpu.models import DEVICE, batch, build, plan
+from tests.gpu.test_te_model import fp8, step
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def needs_hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("other GPUs have TE's kernels")
+
+
+def quantizer(dtype, scale, *, rowwise=True, columnwise=True):
+    tensors = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
+    extension = importlib.import_module("transformer_engine_torch")
+    one = {"device": DEVICE, "dtype": torch.float32}
+    kind = {"e4m3": extension.DType.kFloat8E4M3, "e5m2": extension.DType.kFloat8E5M2}[dtype]
+    made = tensors.Float8Quantizer(
+        torch.full((1,), scale, **one), torch.zeros(1, **one), kind, rowwise=rowwise, columnwise=columnwise
+    )
+    made.internal = True
+    return made
+
+
+def same(found, expected, mine, theirs) -> None:
+    assert torch.equal(mine.amax, theirs.amax)
+    assert torch.equal(found._scale_inv.flatten(), expected._scale_inv.flatten())
+    for name, wanted in (("_data", mine.rowwise_usage), ("_transpose", mine.columnwise_usage)):
+        a, b = getattr(found, name), getattr(expected, name)
+        assert not wanted or (a.shape == b.shape and torch.equal(a, b)), name
+
+
+@pytest.mark.parametrize("usage", [(True, True), (True, False)], ids=["both", "rows"])
+@pytest.mark.parametrize("shape", [(256, 512), (4096, 14336), (48, 176)])
+@pytest.mark.parametrize("scale", [1.0, 37.3, 3e4], ids=["small", "fits", "saturates"])
+def test_forward_and_backward_are_tes(shape, scale, usage):
+    extension = importlib.import_module("transformer_engine_torch")
+    tokens, features = shape
+    torch.manual_seed(0)
+    x = (2 * torch.randn(tokens, 2 * features, device=DEVICE)).bfloat16()
+    grad = torch.randn(tokens, features, device=DEVICE).bfloat16()
+    flags = dict(zip(("rowwise", "columnwise"), usage, strict=True))
+    mine, theirs = (quantizer("e4m3", scale, **flags) for _ in range(2))
+    same(_Forward(extension.swiglu)(x, mine), extension.swiglu(x, theirs), mine, theirs)
+    mine, theirs = (quantizer("e5m2", scale, **flags) for _ in range(2))
+    bias, found = _Backward(extension.dswiglu)(grad, x, mine)
+    assert bias is None
+    same(found, theirs(extension.dswiglu(grad, x, None)), mine, theirs)
+
+
+def test_what_is_not_finite_stays_so():
+    x = torch.zeros(64, 256, device=DEVICE, dtype=torch.bfloat16)
+    x[3, 5], x[3, 133] = float("nan"), 1.0
+    mine = quantizer("e4m3", 1.0)
+    found = _Forward(None)(x, mine)
+    for bits in (found._data, found._transpose.T):
+        assert bits.view(torch.float8_e4m3fn).float().isnan().nonzero().tolist() == [[3, 5]]
+
+
+def test_the_model_takes_it_and_computes_as_tes_does(monkeypatch):
+    """Both models from the same weights; attention's backward adds in changing order, hence no equality."""
+    module = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
+    calls = []
+    run = fused_swiglu._run
+    monkeypatch.setattr(fused_swiglu, "_run", lambda *args: calls.append(args[0]) or run(*args))
+    _, autocast = fp8("delayed")
+    inputs = batch([[256]] * 8, packed=False)
+    fused = build(plan(), use_te=True, packed=False)
+    for _ in range(3):
+        loss, grads = step(fused, inputs, autocast)
+    assert module._act_func.fuses_swiglu and len(calls) == 3 * 2 * 4
+    monkeypatch.setattr(fused_swiglu, "_can_cast", lambda *_: False)
+    apart = build(plan(), use_te=True, packed=False)
+    for _ in range(3):
+        expected, wanted = step(apart, inputs, autocast)
+    assert len(calls) == 3 * 2 * 4 and loss == pytest.approx(expected, rel=1e-5)
+    for name, grad in wanted.items():
+        assert (grads[name] - grad).norm() / grad.norm() < 2e-2, name
