@@ -174,11 +174,8 @@ def build_model(
         if compile_layers:
             model.compile_blocks()
         return model.train()
-    from te_models import fused_swiglu
     from te_models.decoder import TECausalLM
 
-    if te_backend == "native":
-        fused_swiglu.install()
     model = TECausalLM(
         plan.config,
         backend=te_backend,

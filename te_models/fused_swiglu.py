@@ -1,7 +1,8 @@
 """TE's MLP under delayed scaling on Hopper with SwiGLU and its casts in one kernel each, see `swiglu_triton`.
 
 TE looks up the functions of an activation in `layernorm_mlp._act_func`, by recipe: forward, backward, and
-backward fused with the cast, which it has for other activations alone. What these are is changed here.
+backward fused with the cast, which it has for other activations alone. What these are is changed here, if
+the kernels, compiled for this machine, are found to compute what TE's do.
 """
 
 from __future__ import annotations
@@ -13,12 +14,18 @@ import torch
 from torch import Tensor
 
 
-def install() -> None:
-    """Once a process is enough; does nothing but on Hopper."""
+def install() -> str | None:
+    """For the whole process, on Hopper; what is wrong where TE's own kernels stay instead, else None."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return None
     module = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
-    original = module._act_func
-    if torch.cuda.get_device_capability() != (9, 0) or getattr(original, "fuses_swiglu", False):
-        return
+    original = getattr(module, "_act_func", None)
+    if original is None:
+        return "this Transformer Engine has no place for SwiGLU fused with its casts: TE's own kernels run"
+    if getattr(original, "fuses_swiglu", False):
+        return None
+    if wrong := _wrong():
+        return f"SwiGLU fused with its casts {wrong} here: TE's own kernels run"
 
     def act_func(activation: str, recipe: Any = None) -> tuple:
         functions = original(activation, recipe)
@@ -29,6 +36,7 @@ def install() -> None:
 
     act_func.fuses_swiglu = True
     module._act_func = act_func
+    return None
 
 
 class _Forward:
@@ -82,3 +90,50 @@ def _run(kernel: Any, read: list[Tensor], shape: tuple[int, ...], quantizer: Any
     )
     out._transpose_invalid = not quantizer.columnwise_usage
     return out
+
+
+# Parts of the values that may differ from TE's, whose exponential function is another, by one FP8 number.
+OTHERWISE_ROUNDED = 1e-3
+
+
+def _wrong() -> str | None:
+    """What the kernels do that TE's do not, on blocks that are full and not, or None."""
+    tex = importlib.import_module("transformer_engine_torch")
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(208, 2 * 176, device="cuda", generator=generator).mul(2).bfloat16()
+    grad = torch.randn(208, 176, device="cuda", generator=generator).bfloat16()
+    try:
+        mine, theirs = (_trial_quantizer(tex.DType.kFloat8E4M3) for _ in range(2))
+        forward = differs(_Forward(tex.swiglu)(x, mine), tex.swiglu(x, theirs), mine, theirs)
+        mine, theirs = (_trial_quantizer(tex.DType.kFloat8E5M2) for _ in range(2))
+        found = _Backward(tex.dswiglu)(grad, x, mine)[1]
+        backward = differs(found, theirs(tex.dswiglu(grad, x, None)), mine, theirs)
+    except Exception as error:  # Triton's compiler, or another TE
+        return f"fails ({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
+    return f"computes another {forward or backward}" if forward or backward else None
+
+
+def _trial_quantizer(dtype: Any) -> Any:
+    tensors = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
+    made = tensors.Float8Quantizer(
+        torch.full((1,), 37.3, device="cuda"), torch.zeros(1, device="cuda"), dtype
+    )
+    made.internal = True
+    return made
+
+
+def differs(found: Any, expected: Any, mine: Any, theirs: Any) -> str | None:
+    """Which part of a quantized tensor, or of its quantizer, is not the expected one, or None."""
+    if not torch.allclose(mine.amax, theirs.amax, rtol=1e-6):
+        return "amax"
+    if not torch.equal(found._scale_inv.flatten(), expected._scale_inv.flatten()):
+        return "scale"
+    for name, wanted in (("_data", mine.rowwise_usage), ("_transpose", mine.columnwise_usage)):
+        if not wanted:
+            continue
+        a, b = (getattr(t, name).view(torch.uint8) for t in (found, expected))
+        # FP8 bits of one sign count up with the magnitude, so neighbours differ by 1.
+        distance = (a.to(torch.int16) - b.to(torch.int16)).abs()
+        if a.shape != b.shape or distance.max() > 1 or distance.float().mean() > OTHERWISE_ROUNDED:
+            return name.strip("_")
+    return None

@@ -17,21 +17,37 @@ BLOCK = 64  # tokens and features of a program
 
 @triton.jit
 def _cast(values, scale, LARGEST: tl.constexpr, E5M2: tl.constexpr):
-    """FP8 bits of `values` times `scale`, the largest number where that is too large."""
-    scaled = tl.clamp(values * scale, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    low = scaled.to(tl.float8e5) if E5M2 else scaled.to(tl.float8e4nv)
-    return low.to(tl.uint8, bitcast=True)
+    """FP8 bits of `values` times `scale`; the largest number where that is too large, NaN where it is NaN."""
+    scaled = values * scale
+    within = tl.clamp(scaled, -LARGEST, LARGEST)
+    low = within.to(tl.float8e5) if E5M2 else within.to(tl.float8e4nv)
+    return tl.where(scaled == scaled, low.to(tl.uint8, bitcast=True), 0x7F)
 
 
 @triton.jit
 def _store(
-    bits, rows, columns, tokens, t, f, width, inside, WITH_ROWS: tl.constexpr, WITH_COLUMNS: tl.constexpr
+    values,
+    scale,
+    rows,
+    columns,
+    tokens,
+    t,
+    f,
+    width,
+    inside,
+    LARGEST: tl.constexpr,
+    E5M2: tl.constexpr,
+    WITH_ROWS: tl.constexpr,
+    WITH_COLUMNS: tl.constexpr,
 ):
-    """`bits` [t, f] to `rows` [tokens, width], and transposed to `columns` [width, tokens]."""
+    """`values` [t, f], cast, to `rows` [tokens, width], and transposed to `columns` [width, tokens]."""
     if WITH_ROWS:
+        bits = _cast(values, scale, LARGEST, E5M2)
         tl.store(rows + t[:, None] * width + f[None, :], bits, mask=inside)
     if WITH_COLUMNS:
-        tl.store(columns + f[:, None] * tokens + t[None, :], tl.trans(bits), mask=tl.trans(inside))
+        # Transposed before the cast: Triton 3.6 mixes up the bytes of an 8-bit block.
+        bits = _cast(tl.trans(values), scale, LARGEST, E5M2)
+        tl.store(columns + f[:, None] * tokens + t[None, :], bits, mask=tl.trans(inside))
 
 
 @triton.jit
@@ -62,8 +78,10 @@ def swiglu_kernel(
     factor = tl.load(scale)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale_inverse, tl.div_rn(1.0, factor))
-    bits = _cast(product, factor, LARGEST, E5M2)
-    _store(bits, rows, columns, tokens, t, f, features, inside, WITH_ROWS, WITH_COLUMNS)
+    # fmt: off
+    _store(product, factor, rows, columns, tokens, t, f, features, inside,
+           LARGEST, E5M2, WITH_ROWS, WITH_COLUMNS)
+    # fmt: on
 
 
 @triton.jit
@@ -100,10 +118,12 @@ def swiglu_backward_kernel(
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale_inverse, tl.div_rn(1.0, factor))
     width = 2 * features
-    bits = _cast(grad_gate, factor, LARGEST, E5M2)
-    _store(bits, rows, columns, tokens, t, f, width, inside, WITH_ROWS, WITH_COLUMNS)
-    bits = _cast(grad_up, factor, LARGEST, E5M2)
-    _store(bits, rows, columns, tokens, t, f + features, width, inside, WITH_ROWS, WITH_COLUMNS)
+    # fmt: off
+    _store(grad_gate, factor, rows, columns, tokens, t, f, width, inside,
+           LARGEST, E5M2, WITH_ROWS, WITH_COLUMNS)
+    _store(grad_up, factor, rows, columns, tokens, t, f + features, width, inside,
+           LARGEST, E5M2, WITH_ROWS, WITH_COLUMNS)
+    # fmt: on
 
 
 def launch(

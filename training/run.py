@@ -21,6 +21,7 @@ import torch.distributed as dist
 import te_models
 from data import build_loaders
 from data.chat import load_tokenizer
+from te_models import fused_swiglu
 from training import (
     flash_attention,
     fp8_stats,
@@ -140,6 +141,9 @@ class Run:
             by_layer.check_sizes(self.precision, self.plan.name, gemm_sizes(self.shape))
             precision.check_fp8_attention(cfg, self.precision, self.shape.head_dim)
         self.flash_attention = self._takes_flash_attention()
+        delayed = self.precision.te_backend == "native" and "delayed" in self.precision.in_use
+        if delayed and (not_fused := fused_swiglu.install()):
+            say(f"WARNING: {not_fused}")
         if cfg.precision.master_weights == "none":
             say(optim.MASTER_NONE_WARNING)
 

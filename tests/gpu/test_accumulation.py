@@ -58,7 +58,7 @@ def test_sums_are_those_of_single_micro_batches(name, cached, recompute):
         with torch.no_grad():
             for model in (apart, together):
                 for parameter in model.parameters():
-                    parameter.mul_(1.2)
+                    parameter.mul_(0.5)  # within what delayed scaling knows
 
 
 def test_a_step_from_tes_sums_is_one_from_autograds():
