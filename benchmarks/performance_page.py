@@ -30,6 +30,8 @@ END = "<!-- end of tables -->"
 TABLE = ("gpu_name", "gpus", "model_name", "num_layers", "max_seq_length", "dataset")
 SHAPE = ("batch_size", "gradient_accumulation_steps")
 ROW = (*SHAPE, "stack", "precision", "packing", "sharding_mode", "moment_dtype", "master_weights", "options")
+# What a run on many GPUs shares with the one on a single GPU that it is held against.
+ALONE = tuple(name for name in (*TABLE, *ROW) if name not in ("gpus", "sharding_mode"))
 OURS = "this suite"
 # Flags that columns or the table's heading tell already; a row's options are the others.
 TOLD = {*TABLE, *SHAPE, *ROW, "use_te", "mixed_precision", "fp8_scenario", "init", "tokenizer_name"}
@@ -83,6 +85,7 @@ class Row:
     """Runs of the same settings and code."""
 
     runs: list[dict[str, Any]]
+    alone: float | None = None  # tokens/s of the same on one GPU
 
     def __getitem__(self, name: str) -> Any:
         return self.runs[0].get(name)
@@ -92,11 +95,15 @@ class Row:
         return median(values) if values else None
 
 
+def settings_of(run: dict[str, Any], names: tuple[str, ...]) -> tuple:
+    return tuple(run.get(name) for name in names)
+
+
 def grouped(runs: Iterable[dict[str, Any]], names: tuple[str, ...]) -> list[list[dict[str, Any]]]:
     """Runs that agree in `names`, in the order of their first one."""
     groups: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
     for run in runs:
-        groups[tuple(run.get(name) for name in names)].append(run)
+        groups[settings_of(run, names)].append(run)
     return list(groups.values())
 
 
@@ -114,6 +121,10 @@ def against_bf16(row: Row, rows: list[Row]) -> str:
 
 def against_padded(row: Row, rows: list[Row]) -> str:
     return ratio(row, rows, lambda r: r["bf16"] and not r["packing"] and r["layers"] == "HF")
+
+
+def scaling(row: Row, _: list[Row]) -> str:
+    return f"{row.median('tokens_per_second_per_gpu') / row.alone:.1%}" if row.alone else "-"
 
 
 def shown(format_: str, *names: str) -> Callable[[Row, list[Row]], str]:
@@ -141,6 +152,7 @@ COLUMNS: dict[str, Callable[[Row, list[Row]], str]] = {
     "with padding": shown("{:,.0f}", "padded"),
     "against BF16": against_bf16,
     "against padded BF16, HF layers": against_padded,
+    "scaling": scaling,
     "TFLOP/s": shown("{:,.0f}", "model_tflops_per_gpu"),
     "MFU of BF16 / FP8 peak": shown("{:.1%}", "mfu_bf16", "mfu_fp8"),
     "peak GB": shown("{:.1f}", "peak_memory_gb"),
@@ -154,17 +166,26 @@ ONLY: dict[str, Callable[[Row], bool]] = {
     "with padding": lambda row: not row["packing"],
     "against padded BF16, HF layers": lambda row: not row["packing"],
     "mode": lambda row: row["gpus"] > 1,
+    "scaling": lambda row: row["gpus"] > 1,
 }
 
 
 def tables(runs: list[dict[str, Any]]) -> str:
     """Markdown: a heading and a table for every model, length, data and number of GPUs."""
-    return "\n\n".join(part for group in grouped(runs, TABLE) for part in section(group))
+    alone = {}
+    for group in grouped((run for run in runs if run["gpus"] == 1), ALONE):
+        row = Row(of_newest_commit(group))
+        alone[settings_of(group[0], ALONE)] = row.median("tokens_per_second_per_gpu")
+    return "\n\n".join(part for group in grouped(runs, TABLE) for part in section(group, alone))
 
 
-def section(runs: list[dict[str, Any]]) -> list[str]:
-    """Heading, table, profiles if there are any, and where it all comes from."""
-    rows = [Row(of_newest_commit(group)) for group in grouped(runs, ROW)]
+def section(runs: list[dict[str, Any]], alone: dict[tuple, float]) -> list[str]:
+    """Heading, table, profiles if there are any, and where it all comes from.
+
+    `alone`: tokens/s on one GPU by the settings `ALONE`.
+    """
+    groups = [of_newest_commit(group) for group in grouped(runs, ROW)]
+    rows = [Row(group, alone.get(settings_of(group[0], ALONE))) for group in groups]
     names = [name for name in COLUMNS if name not in ONLY or any(map(ONLY[name], rows))]
     lines = [names, ["---"] * len(names)]
     lines += [[COLUMNS[name](row, rows).replace("|", "\\|") for name in names] for row in rows]

@@ -232,6 +232,16 @@ def test_each_shape_has_its_table_and_each_profile_its_line(tmp_path):
     assert "- FP8 delayed, TE layers: 5.0 (GEMM 4.0, idle 0.5)" in page
 
 
+def test_many_gpus_are_held_against_one_of_the_same_settings(tmp_path):
+    alone = [line(rate) for rate in (900.0, 1000.0, 1100.0)]
+    others = [line(5000.0, batch_size=2), line(3000.0, **BF16), line(2000.0, settings={"optimizer": "x"})]
+    many = line(950.0, gpus=4, sharding_mode="fsdp_full")
+    unmatched = line(940.0, gpus=4, sharding_mode="ddp", moment_dtype="bf16")
+    one, four = write(tmp_path, [*alone, *others, many, unmatched]).split("### org/8B")[1:]
+    assert "scaling" not in cells(one)[0]
+    assert [row["scaling"] for row in cells(four)] == ["95.0%", "-"]
+
+
 def test_what_is_written_by_hand_survives(tmp_path):
     page = write(tmp_path, [line(1.0)])
     before, after = HAND.split(f"{BEGIN}\nold\n{END}")
