@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+PACKED_TOKENS = 4  # the kernels take a multiple of this
+
 
 def install() -> str | None:
     """For the whole process, on Hopper; what is wrong where TE's own kernels stay instead, else None."""
@@ -69,8 +71,10 @@ class _Backward:
 
 def _can_cast(quantizer: Any, *read: Tensor) -> bool:
     tensors = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
-    return type(quantizer) is tensors.Float8Quantizer and all(
-        t.ndim == 2 and t.dtype == torch.bfloat16 and t.is_contiguous() and t.numel() for t in read
+    return (
+        type(quantizer) is tensors.Float8Quantizer
+        and all(t.ndim == 2 and t.dtype == torch.bfloat16 and t.is_contiguous() and t.numel() for t in read)
+        and read[0].shape[0] % PACKED_TOKENS == 0
     )
 
 
