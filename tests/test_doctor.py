@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from training import cudnn, precision, te_runtime
+from training import cudnn, flash_attention, precision, te_runtime
 from training.config import TORCHAO_RECIPES
 from training.doctor import checks as doctor_checks
 from training.doctor import gpu as doctor_gpu
@@ -553,6 +553,24 @@ def test_te_looks_for_cudnn_in_tes_order(gpu, monkeypatch, tmp_path):
         assert cudnn.of_te() == place
         take_away()
     assert cudnn.of_te() is None
+
+
+WRONG = "flash-attn-4 4.0.0b36 computes wrong attention"
+
+
+@pytest.mark.parametrize("missing, wrong, status, text", [
+    ("it is not installed", None, "note", "it is not installed"),
+    (None, WRONG, "warn", WRONG),
+    (None, None, "ok", "runs with BF16 attention take it"),
+])  # fmt: skip
+def test_flash_attention_4_is_tried(says, gpu, monkeypatch, missing, wrong, status, text):
+    tried = []
+    monkeypatch.setattr(flash_attention, "why_not", lambda size: missing)
+    monkeypatch.setattr(flash_attention, "wrong_in_te", lambda *heads: tried.append(heads) or wrong)
+    code, findings = says("flash")
+    assert code == 0 and findings[0]["status"] == "ok" and text in findings[1]["text"]
+    assert findings[1]["status"] == status and tried == ([] if missing else [(32, 8, 128)])
+    assert (findings[1]["cure"] is not None) == (status == "warn")
 
 
 @pytest.mark.parametrize("backend, switched_off, cure", [

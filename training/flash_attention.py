@@ -66,18 +66,18 @@ def chosen_by_user() -> bool:
     return any(name in os.environ for name in TE_SWITCHES)
 
 
-def wrong_in_te(heads: int, groups: int, head_size: int) -> str | None:
+def wrong_in_te(heads: int, groups: int, head_size: int, device: str = "cuda") -> str | None:
     """What is wrong with attention of `heads` query and `groups` key heads as TE calls it, or None.
 
     Two sequences, forward and backward, against the definition in float32.
     """
     interface: Any = importlib.import_module(MODULE)
-    lengths, generator = [100, 156], torch.Generator("cuda").manual_seed(0)
-    borders = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    lengths, generator = [100, 156], torch.Generator(device).manual_seed(0)
+    borders = torch.tensor([0, *lengths], device=device).cumsum(0).int()
     spans = {"cu_seqlens_q": borders, "cu_seqlens_k": borders}
     spans |= {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
     shapes = [(sum(lengths), n, head_size) for n in (heads, groups, groups, heads)]
-    q, k, v, grad = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for shape in shapes)
+    q, k, v, grad = (torch.randn(shape, device=device, generator=generator).bfloat16() for shape in shapes)
 
     def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = interface.flash_attn_varlen_func(q, k, v, causal=True, window_size=(-1, 0), **spans)

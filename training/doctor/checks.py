@@ -58,7 +58,6 @@ PACKAGES = (
     Package("matplotlib", "matplotlib", "benchmarks.report and its curves"),
 )
 TORCH = Package("torch", "torch", "everything", required=True, minimum="2.11")
-FLASH = {"2": "flash-attn", "3": "flash-attn-3", "4": "flash-attn-4"}
 
 
 def tool(*command: str) -> tuple[int | None, str]:
@@ -179,10 +178,3 @@ def wrong_with(package: Package, found: str | None) -> Finding | None:
         again = install.replace("pip install", "pip install --force-reinstall", 1)
         return Finding("fault", f"{package.name} {found} does not load: {first_line(error)}", again)
     return None
-
-
-def flash_attention() -> Iterator[Finding]:
-    """Optional: TE has cuDNN's fused attention, and takes FlashAttention where that is faster."""
-    found = {number: version(name) for number, name in FLASH.items()}
-    said = ", ".join(f"{number}: {installed or 'not installed'}" for number, installed in found.items())
-    yield Finding("ok", f"FlashAttention {said} (optional)", data={"flash_attention": found})

@@ -58,7 +58,7 @@ CHECKS = {
     "links": Check("training.doctor.gpu:links", ("torch", "gpu")),
     "cudnn": Check("training.doctor.te:cudnns", ("torch", "gpu")),
     "te": Check("training.doctor.te:te_itself", ("torch",)),
-    "flash": Check("training.doctor.checks:flash_attention", ("torch", "gpu")),
+    "flash": Check("training.doctor.te:flash_attention", ("torch", "gpu")),
     "packages": Check("training.doctor.checks:packages"),
     "recipes": Check("training.doctor.te:recipes", ("torch",)),
     "attention": Check("training.doctor.te:attention", ("torch", "gpu", "te")),

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from training import cudnn
-from training.doctor.checks import Finding, first_line, python, version
+from training.doctor.checks import Finding, first_line, pip, python, version
 from training.doctor.te_errors import diagnose, install_te, library, reinstall_te
 
 if TYPE_CHECKING:  # te_models needs packages that may be missing
@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # te_models needs packages that may be missing
 MODEL = "meta-llama/Llama-3.1-8B"  # a layer of its dimensions is tried and timed
 # Of transformer_engine.pytorch; older releases lack some.
 NEEDED = ("autocast", "quantized_model_init", "TransformerLayer", "checkpoint")
+FLASH = {"2": "flash-attn", "3": "flash-attn-3", "4": "flash-attn-4"}
+FLASH_TRIAL = (32, 8, 128)  # query and key heads of that layer, and their size
 
 
 def cudnns() -> Iterator[Finding]:
@@ -192,6 +194,22 @@ def one_layer(
         return run
 
     return model, {name: step(precision) for name, precision in precisions.items()}
+
+
+def flash_attention() -> Iterator[Finding]:
+    """Optional: TE has cuDNN's attention. Version 4 is tried as a run tries it before taking it."""
+    from training import flash_attention as flash_attention_4
+
+    found = {number: version(name) for number, name in FLASH.items()}
+    said = ", ".join(f"{number}: {installed or 'not installed'}" for number, installed in found.items())
+    yield Finding("ok", f"FlashAttention {said} (optional)", data={"flash_attention": found})
+    heads, groups, size = FLASH_TRIAL
+    if reason := flash_attention_4.why_not(size):
+        yield Finding("note", f"runs do not take FlashAttention 4: {reason}")
+    elif wrong := flash_attention_4.wrong_in_te(heads, groups, size):
+        yield Finding("warn", f"runs do not take FlashAttention 4: {wrong}", pip(flash_attention_4.INSTALL))
+    else:
+        yield Finding("ok", "FlashAttention 4 computes what it should: runs with BF16 attention take it")
 
 
 def attention() -> Iterator[Finding]:
