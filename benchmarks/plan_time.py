@@ -162,7 +162,7 @@ class Exchange(NamedTuple):
 
 
 def exchange(job: Job) -> Exchange:
-    """Bytes of one step: gathered weights of every micro-batch, and gradients of the last."""
+    """Bytes of one step: weights gathered, in fsdp_grad once, and gradients of the last micro-batch."""
     model, layers = job.model, job.model.shape.num_layers
     if job.gpus == 1:
         return Exchange(0, 0, 0, 0)
@@ -174,7 +174,7 @@ def exchange(job: Job) -> Exchange:
     if job.zero in (1, 2):
         rounds = job.accumulation if job.zero == 2 else 1
         return Exchange(rounds * gradient + 2 * model.parameters, 0, 6 * model.parameters, 2 * layers)
-    gathers = job.accumulation * (1 if job.mode == "fsdp_grad" else 2)
+    gathers = 1 if job.mode == "fsdp_grad" else 2 * job.accumulation
     weights = 2 * model.parameters - job.fp8_all_gather * model.gemm_weights
     rounds = job.accumulation if job.zero else 1
     across = 2 * gradient / job.shard if job.mode == "hsdp" else 0.0

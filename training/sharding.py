@@ -183,8 +183,7 @@ class DDP(SingleDevice):
 class FSDP(SingleDevice):
     """FSDP2: every block's weights, gradients and optimizer state are cut along dim 0 over the ranks.
 
-    `resharded`: weights are gathered for forward and again for backward (ZeRO-3), or kept between the two
-    (ZeRO-2).
+    `resharded`: weights are gathered for forward and again for backward (ZeRO-3), or once a step (ZeRO-2).
     """
 
     shards_weights = True
@@ -252,6 +251,8 @@ class FSDP(SingleDevice):
     @contextmanager
     def accumulating(self, model: nn.Module, *, first: bool, last: bool) -> Iterator[None]:
         model.set_requires_gradient_sync(last)
+        if not self.resharded:  # what is gathered serves all micro-batches of a step
+            model.set_reshard_after_backward(last)
         yield
 
     def total_norm(self, norm: Tensor) -> Tensor:
