@@ -17,8 +17,9 @@ demo's unless --init and --tokenizer_name say otherwise. A record of --results h
 - `mfu_bf16` and `mfu_fp8`: the same as a share of the GPU's dense peak;
 - `data_wait_share`: the part of a step in which the loop waited for its batch.
 
-Rates are medians over log intervals of 8 steps, by the wall clock between two points where the GPU has
-nothing left to do; the first interval is warm-up, and the one with profiled steps does not count.
+Rates are medians over log intervals of 8 micro-batches, or of a step that has more, by the wall clock between
+two points where the GPU has nothing left to do. The first five steps are warm-up, with the intervals that
+they are in, and intervals with profiled steps do not count.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import re
 import shlex
 import sys
 import tempfile
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -40,18 +42,20 @@ from training.config import Config, build_parser, config_from_dict, load_config_
 from training.trackers import redact
 
 RESULTS = ROOT / "benchmarks" / "results" / "throughput.jsonl"
-LOG_INTERVAL = 8  # steps; the first one is warm-up
-PROFILED = 3  # steps of --profile, all in the second interval
+INTERVAL = 8  # micro-batches
+COUNTED = 4  # intervals, unless --steps says otherwise
+WARMUP = 5  # steps; training.trainer counts no interval that begins earlier
+PROFILED_FROM = 9  # as training.profiling has it
 # What a measurement needs; a user's own flags may not set these.
 FIXED = {
-    "log_interval": LOG_INTERVAL,
     "eval_samples": 0,
     "eval_interval": 0,
     "save_checkpoints": False,
     "export": False,
     "resume": "none",
 }
-OWNED = {"max_steps": "use --steps", "profile_steps": "use --profile", **dict.fromkeys(FIXED, "leave it out")}
+OWNED = {"max_steps": "use --steps", "profile_steps": "use --profile"}
+OWNED |= dict.fromkeys(["log_interval", *FIXED], "leave it out")
 DEFAULTS = {"init": "random", "tokenizer_name": "demo"}
 SYNTHETIC = "synthetic"
 MEANINGLESS = "is emulated, and the speed of emulation says nothing"
@@ -63,6 +67,31 @@ SUMMED_UP = (
 )
 CONFIGURED = ("max_seq_length", "batch_size", "gradient_accumulation_steps", "packing")
 CONFIGURED += ("moment_dtype", "master_weights")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which steps of a run are timed, and which are profiled."""
+
+    interval: int  # steps
+    profiled: int  # steps, 0 for none
+
+    @classmethod
+    def of(cls, accumulation: int, profile: bool) -> Schedule:
+        return cls(max(1, INTERVAL // accumulation), max(1, 3 // accumulation) if profile else 0)
+
+    @property
+    def warmup(self) -> int:
+        return -(-WARMUP // self.interval) * self.interval
+
+    def steps(self, counted: int) -> int:
+        """Steps of a run with that many intervals whose rates count, and with all that is profiled."""
+        profiled = set(range(PROFILED_FROM, PROFILED_FROM + self.profiled))
+        steps = self.warmup
+        while counted or (profiled and steps < max(profiled)):
+            counted -= bool(counted) and profiled.isdisjoint(range(steps + 1, steps + self.interval + 1))
+            steps += self.interval
+        return steps
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -81,7 +110,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     parser = build_parser("python -m benchmarks.throughput", __doc__.split("\n")[0])
     own = parser.add_argument_group("benchmark")
     own.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of this machine (default: 1)")
-    own.add_argument("--steps", type=int, default=40, metavar="N", help="steps of a run (default: 40)")
+    own.add_argument(
+        "--steps", type=int, metavar="N", help="steps of a run; default: 40, fewer with accumulation"
+    )
     own.add_argument("--repeats", type=int, default=1, metavar="N", help="runs, a record each (default: 1)")
     own.add_argument("--profile", action="store_true", help="add GPU time by kind of kernel to the record")
     own.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help=f"default: {RESULTS}")
@@ -101,11 +132,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     for name in ("gpus", "repeats"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name} {getattr(arguments, name)}: must be 1 or more")
-    least = LOG_INTERVAL * (3 if arguments.profile else 2)
-    if arguments.steps < least:
+    schedule = Schedule.of(resolved["gradient_accumulation_steps"], arguments.profile)
+    if arguments.steps is None:
+        arguments.steps = schedule.steps(COUNTED)
+    if arguments.steps < (least := schedule.steps(1)):
         profiled = ", nor are those with profiled steps" if arguments.profile else ""
         raise ValueError(
-            f"--steps {arguments.steps}: the first {LOG_INTERVAL} are not counted{profiled}; "
+            f"--steps {arguments.steps}: the first {schedule.warmup} are not counted{profiled}; "
             f"give {least} or more"
         )
     return arguments, given
@@ -113,8 +146,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
 
 def measure(arguments: argparse.Namespace, given: dict[str, Any], command: str) -> int:
     """All repeats; 0, or the exit code of the run that failed."""
-    settings = DEFAULTS | given | FIXED | {"max_steps": arguments.steps}
-    settings |= {"profile_steps": PROFILED} if arguments.profile else {}
+    schedule = Schedule.of(given.get("gradient_accumulation_steps", 1), arguments.profile)
+    settings = DEFAULTS | given | FIXED | {"max_steps": arguments.steps, "log_interval": schedule.interval}
+    settings |= {"profile_steps": schedule.profiled} if arguments.profile else {}
     synthetic = "dataset_name" not in given
     if synthetic and settings["tokenizer_name"] != "demo":
         raise ValueError(

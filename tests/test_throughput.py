@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import performance_page, throughput
 from benchmarks.performance_page import BEGIN, END
-from benchmarks.throughput import main, parse, record
+from benchmarks.throughput import COUNTED, Schedule, main, parse, record
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,6 +28,32 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def measured(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "new" / "records.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "interval", "warmup", "least", "default", "least_profiled", "profiled"),
+    [
+        (1, 8, 8, 16, 40, 24, 3),
+        (2, 4, 8, 12, 24, 16, 1),
+        (3, 2, 6, 8, 14, 10, 1),
+        (8, 1, 5, 6, 9, 9, 1),
+        (64, 1, 5, 6, 9, 9, 1),
+    ],
+)
+def test_an_interval_is_eight_micro_batches(
+    accumulation, interval, warmup, least, default, least_profiled, profiled
+):
+    plain, watched = (Schedule.of(accumulation, profile) for profile in (False, True))
+    assert (plain.interval, plain.warmup, plain.profiled) == (interval, warmup, 0)
+    assert (plain.steps(1), plain.steps(COUNTED)) == (least, default)
+    assert (watched.steps(1), watched.profiled) == (least_profiled, profiled)
+
+
+def test_the_schedule_is_that_of_a_run():
+    from training import profiling, trainer
+
+    assert throughput.WARMUP == trainer.WARMUP_STEPS
+    assert profiling.profiled_steps(3, done=0, total=40)[0] == throughput.PROFILED_FROM
 
 
 def test_each_repeat_is_a_record_of_its_own(measured):
