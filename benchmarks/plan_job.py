@@ -127,7 +127,9 @@ class Job:
     def keeps_fp8_weights(self) -> bool:
         """Whether FP8 weights outlive a micro-batch, for the step's others."""
         whole = self.mode in ("single", "ddp")
-        return self.use_te and self.fp8_weight_cache and whole and self.accumulation > 1
+        return (
+            self.use_te and self.fp8_weight_cache and whole and self.accumulation > 1 and not self.recompute
+        )
 
     @property
     def two_layouts(self) -> bool:

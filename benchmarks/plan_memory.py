@@ -118,8 +118,7 @@ def at_loss(job: Job) -> dict[str, float]:
     elif job.accumulation > 1:
         gradients = (4 if job.grad_fp32 else 2) * model.parameters
     activations = 2.0 * job.tokens * model.shape.hidden_size if job.recompute else layer_bytes(job)
-    kept = job.two_layouts or job.keeps_fp8_weights
-    copies = KEPT[job.recipe].weight_copies * model.gemm_weights * job.fp8_layers * kept
+    copies = KEPT[job.recipe].weight_copies * model.gemm_weights * job.fp8_layers * job.two_layouts
     return _state(job) | {
         "gradients": gradients,
         "FP8 weight copies": copies,
@@ -154,7 +153,7 @@ def start_of_backward(job: Job) -> dict[str, float]:
     """Bytes by part when the last layer goes backward: gradients of its weights and activations are new."""
     model, parts, s = job.model, at_loss(job), job.model.shape
     copies = parts["FP8 weight copies"]
-    if job.use_te and not (job.two_layouts or job.keeps_fp8_weights):  # made again, for this layer
+    if job.use_te and not job.two_layouts:  # made again, for this layer
         copies = KEPT[job.recipe].weight_copies * model.gemm_weights / s.num_layers * job.fp8_layers
     # Gradients of gate, up and product, and two of the hidden size, in BF16.
     activations = parts["activations"] + 2.0 * job.tokens * (3 * s.ffn_hidden_size + 2 * s.hidden_size)

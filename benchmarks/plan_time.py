@@ -135,6 +135,8 @@ def _cast_bytes(job: Job) -> float:
     gradients = 2 * s.hidden_size + queries + 2 * keys + 2 * s.ffn_hidden_size
     values = s.num_layers * job.tokens * (inputs * (2 if job.recompute else 1) + gradients)
     weights = job.model.gemm_weights * (1 if job.two_layouts else 1.5)  # cast again for backward
+    if job.keeps_fp8_weights:
+        weights /= job.accumulation
     return CAST_BYTES[job.recipe] * (values + weights) * job.fp8_layers
 
 

@@ -16,29 +16,55 @@ from torch import Tensor
 PACKED_TOKENS = 4  # the kernels take a multiple of this
 
 
-def install() -> str | None:
-    """For the whole process, on Hopper; what is wrong where TE's own kernels stay instead, else None."""
+def why_not() -> str | None:
+    """What is wrong with the kernels on this machine, or None; on others than Hopper TE's own are as good."""
     if torch.cuda.get_device_capability() != (9, 0):
         return None
-    module = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
-    original = getattr(module, "_act_func", None)
-    if original is None:
-        return "this Transformer Engine has no place for SwiGLU fused with its casts: TE's own kernels run"
-    if getattr(original, "fuses_swiglu", False):
-        return None
-    if wrong := _wrong():
-        return f"SwiGLU fused with its casts {wrong} here: TE's own kernels run"
+    module = _module()
+    if not hasattr(module, "_act_func"):
+        return "this Transformer Engine has no place for it"
+    try:
+        module._act_func("swiglu", _Delayed)
+    except Exception as error:
+        return f"this Transformer Engine looks activations up otherwise ({_first_line(error)})"
+    return _wrong()
+
+
+def use(wanted: bool) -> None:
+    """From now on, for all models of the process, on Hopper; or TE's own kernels again."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    module = _module()
+    original = getattr(getattr(module, "_act_func", None), "original", None)
+    if not wanted:
+        if original:
+            module._act_func = original
+        return
+    if original:
+        return
+    unfused = module._act_func
 
     def act_func(activation: str, recipe: Any = None) -> tuple:
-        functions = original(activation, recipe)
+        functions = unfused(activation, recipe)
         if activation != "swiglu" or recipe is None or not recipe.delayed():
             return functions
         forward, backward, _ = functions
         return _Forward(forward), backward, _Backward(backward)
 
-    act_func.fuses_swiglu = True
+    act_func.original = unfused
     module._act_func = act_func
-    return None
+
+
+def _module() -> Any:
+    return importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
+
+
+class _Delayed:
+    """A recipe as far as TE's lookup asks."""
+
+    @staticmethod
+    def delayed() -> bool:
+        return True
 
 
 class _Forward:
@@ -56,7 +82,10 @@ class _Forward:
 
 
 class _Backward:
-    """`tex.dswiglu` and the cast: [T, F], [T, 2F] and a quantizer -> no bias gradient, [T, 2F]."""
+    """`tex.dswiglu` and the cast: [T, F], [T, 2F] and a quantizer -> no bias gradient, [T, 2F].
+
+    For layers without biases, as all of the suite's are.
+    """
 
     def __init__(self, unfused: Any):
         self.unfused = unfused
@@ -113,8 +142,12 @@ def _wrong() -> str | None:
         found = _Backward(tex.dswiglu)(grad, x, mine)[1]
         backward = differs(found, theirs(tex.dswiglu(grad, x, None)), mine, theirs)
     except Exception as error:  # Triton's compiler, or another TE
-        return f"fails ({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
-    return f"computes another {forward or backward}" if forward or backward else None
+        return f"it fails ({_first_line(error)})"
+    return f"it computes another {forward or backward}" if forward or backward else None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _trial_quantizer(dtype: Any) -> Any:

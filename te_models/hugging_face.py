@@ -11,12 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_models.packed_attention import (
-    NAME,
-    sequence_borders,
-    use_flash_attention_4,
-    use_packed_attention,
-)
+from te_models.packed_attention import NAME, sequence_borders, use_packed_attention
 from te_models.weights import Gather
 from training.loss import TokenLoss, linear_cross_entropy, logits_cross_entropy
 
@@ -62,12 +57,6 @@ class HFCausalLM(nn.Module):
         self.own_attention = None  # so that `forward` hands borders on
         with high_precision_linears(self):
             self.own_attention = use_packed_attention(self.model, self, device, dtype)
-
-    def use_flash_attention_4(self) -> bool:
-        """In `packed_attention`'s place, if attention goes through it, which is returned."""
-        if self.own_attention is None:
-            use_flash_attention_4()
-        return self.own_attention is None
 
     def compile_blocks(self, **options: Any) -> None:
         """Compile each decoder layer's forward; `options` of torch.compile.

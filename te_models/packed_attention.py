@@ -130,6 +130,17 @@ def use_flash_attention_4() -> None:
     _flash_attention_4 = importlib.import_module(FLASH_ATTENTION_4)
 
 
+def use_torch() -> None:
+    """Undo `use_flash_attention_4`."""
+    global _flash_attention_4
+    _flash_attention_4 = None
+
+
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    """`packed_attention` with the usual scale, without its sums."""
+    return packed_attention(q, k, v, cu_seqlens, max_seqlen, q.shape[-1] ** -0.5)[0]
+
+
 def _for_flash_attention_4(cu_seqlens: Tensor, max_seqlen: int, scale: float) -> dict[str, Any]:
     """The arguments that forward and backward share; by name, since their order changes with the version."""
     spans = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}

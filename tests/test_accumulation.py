@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from training.accumulation import GradientSums, gradient_of
+from training.accumulation import MicroBatchSums, gradient_of
 from training.adamw import FusedAdamW
 from training.config import config_from_dict
 from training.sharding import SingleDevice
@@ -120,7 +120,7 @@ class TELike(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_of_tes_weights_stay_and_are_told_when_to_start_anew(dtype):
     module = TELike()
-    sums = GradientSums(module, dtype)
+    sums = MicroBatchSums(module, dtype)
     assert module.weight.main_grad.dtype == dtype and not module.weight.main_grad.any()
     for first in (True, False):
         sums.begin_micro_batch(first=first)

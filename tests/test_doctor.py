@@ -566,10 +566,11 @@ WRONG = "flash-attn-4 4.0.0b36 computes wrong attention"
 def test_flash_attention_4_is_tried(says, gpu, monkeypatch, missing, wrong, status, text):
     tried = []
     monkeypatch.setattr(flash_attention, "why_not", lambda size: missing)
-    monkeypatch.setattr(flash_attention, "wrong_in_te", lambda *heads: tried.append(heads) or wrong)
+    monkeypatch.setattr(flash_attention, "as_te_calls", lambda **how: how)
+    monkeypatch.setattr(flash_attention, "wrong", lambda how, *heads: tried.append((how, *heads)) or wrong)
     code, findings = says("flash")
     assert code == 0 and findings[0]["status"] == "ok" and text in findings[1]["text"]
-    assert findings[1]["status"] == status and tried == ([] if missing else [(32, 8, 128)])
+    assert findings[1]["status"] == status and tried == ([] if missing else [({"packed": True}, 32, 8, 128)])
     assert (findings[1]["cure"] is not None) == (status == "warn")
 
 

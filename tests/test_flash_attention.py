@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from te_models import packed_attention
 from training import flash_attention, run
 from training.config import config_from_dict
 from training.metrics import ModelShape
@@ -20,16 +21,23 @@ def interface(monkeypatch):
     module = types.ModuleType(flash_attention.MODULE)
     module.calls, module.spoil = [], lambda out: out
 
-    def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, causal, window_size, **others):
-        module.calls.append((causal, window_size))
-        lengths = cu_seqlens_q.diff().tolist()
-        parts = zip(*(t.float().split(lengths) for t in (q, k, v)), strict=True)
-        heads = [[t.transpose(0, 1)[None] for t in part] for part in parts]
-        out = [F.scaled_dot_product_attention(*part, is_causal=causal, enable_gqa=True) for part in heads]
-        joined = torch.cat([part[0].transpose(0, 1) for part in out]).to(q.dtype)
-        return module.spoil(joined), None
+    def attend(q, k, v, causal):
+        heads = [t.float().transpose(1, 2) for t in (q, k, v)]
+        out = F.scaled_dot_product_attention(*heads, is_causal=causal, enable_gqa=True).transpose(1, 2)
+        return module.spoil(out.to(q.dtype)), None
 
-    module.flash_attn_varlen_func = flash_attn_varlen_func
+    def flash_attn_func(q, k, v, *, causal, window_size, deterministic):
+        module.calls.append(("rows", causal, window_size, deterministic))
+        return attend(q, k, v, causal)
+
+    def flash_attn_varlen_func(
+        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size, deterministic
+    ):
+        module.calls.append(("packed", causal, window_size, deterministic))
+        assert cu_seqlens_q.tolist() == cu_seqlens_k.tolist() == [0, max_seqlen_q, 2 * max_seqlen_k]
+        return attend(*(t.unflatten(0, (2, -1)) for t in (q, k, v)), causal)[0].flatten(0, 1)
+
+    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
     for name in ("flash_attn", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, flash_attention.MODULE, module)
@@ -37,13 +45,20 @@ def interface(monkeypatch):
     return module
 
 
-def trial() -> str | None:
-    return flash_attention.wrong_in_te(4, 2, 16, device="cpu")
+def trial(**how) -> str | None:
+    attend = flash_attention.as_te_calls(**{"packed": True} | how)
+    return flash_attention.wrong(attend, 4, 2, 16, device="cpu")
 
 
-def test_attention_that_is_right_is_found_so_as_te_calls_it(interface):
-    assert trial() is None
-    assert interface.calls == [(True, (-1, 0))]
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("packed", "form"), [(True, "packed"), (False, "rows")])
+def test_attention_that_is_right_is_found_so_as_te_calls_it(interface, packed, form, deterministic):
+    assert trial(packed=packed, deterministic=deterministic) is None
+    assert interface.calls == [(form, True, (-1, 0), deterministic)]
+
+
+def test_attention_of_hugging_face_layers_is_tried_by_its_own_operator():
+    assert flash_attention.wrong(packed_attention.attend_packed, 4, 2, 16, device="cpu") is None
 
 
 def zeros(out):
@@ -51,7 +66,7 @@ def zeros(out):
 
 
 def one_head_off(out):
-    return torch.cat([out[:, :3], out[:, 3:] * 1.1], dim=1)
+    return torch.cat([out[..., :3, :], out[..., 3:, :] * 1.1], dim=-2)
 
 
 def wrong_gradient(out):
@@ -73,7 +88,7 @@ def test_attention_that_fails_is_told_with_the_reason(interface):
         raise RuntimeError("no such kernel\nand more")
 
     interface.spoil = spoil
-    assert "fails as Transformer Engine calls it (no such kernel)" in trial()
+    assert "fails (no such kernel)" in trial() and "remove its kernels in" in trial()
 
 
 def test_reasons_not_to_take_it(monkeypatch):
@@ -92,31 +107,41 @@ def test_reasons_not_to_take_it(monkeypatch):
 
 
 @pytest.fixture
-def takes(monkeypatch, capsys):
-    """Whether a run with these settings takes it, what it says, and the switches that TE would see."""
+def choose(monkeypatch, capsys):
+    """What a run with these settings takes, what it says, and the switches that TE would see."""
     for name in flash_attention.TE_SWITCHES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(flash_attention, "as_te_calls", lambda **how: how)
+    monkeypatch.setattr(flash_attention, "load_failed", lambda: False)
+    taken_by_torch = []
+    monkeypatch.setattr(packed_attention, "use_flash_attention_4", lambda: taken_by_torch.append(True))
+    monkeypatch.setattr(packed_attention, "use_torch", taken_by_torch.clear)
 
-    def decide(settings, *, backend, missing=None, wrong=None, **environment):
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
+    def decide(settings, *, backend, missing=None, wrong=None):
+        tried = []
         monkeypatch.setattr(flash_attention, "why_not", lambda size: missing)
-        monkeypatch.setattr(flash_attention, "wrong_in_te", lambda *heads: wrong)
+        monkeypatch.setattr(flash_attention, "wrong", lambda how, *heads: tried.append(how) or wrong)
         one = run.Run.__new__(run.Run)
         one.cfg, one.shape = config_from_dict(settings), ModelShape(*[64] * 7)
         one.precision = Precision("bf16", "bf16", te_backend=backend)
-        taken = one._takes_flash_attention()
-        switches = {n: os.environ[n] for n in flash_attention.TE_SWITCHES if n in os.environ}
-        for name in switches:
-            monkeypatch.delenv(name)
-        return taken, capsys.readouterr().out, switches
+        one._choose_kernels()
+        switches = {n for n in flash_attention.TE_SWITCHES if backend and os.environ.get(n) == "0"}
+        return one.flash_attention, bool(taken_by_torch), switches, tried, capsys.readouterr().out
 
-    return decide
+    yield decide
+    flash_attention.chosen_by_user()  # takes back what was told
 
 
-def test_a_run_takes_it_where_it_is_right(takes):
-    assert takes({"use_te": True}, backend="native") == (True, "", {"NVTE_FUSED_ATTN": "0"})
-    assert takes({}, backend=None) == (True, "", {})
+CUDNN_OFF, FLASH_OFF = {"NVTE_FUSED_ATTN"}, {"NVTE_FLASH_ATTN_V4"}
+
+
+def test_a_run_takes_it_where_it_is_right(choose):
+    how = {"packed": True, "deterministic": False}
+    assert choose({"use_te": True}, backend="native") == (True, False, CUDNN_OFF, [how], "")
+    how = {"packed": False, "deterministic": True}
+    settings = {"use_te": True, "packing": False, "deterministic": True}
+    assert choose(settings, backend="native") == (True, False, CUDNN_OFF, [how], "")
+    assert choose({}, backend=None) == (True, True, set(), [packed_attention.attend_packed], "")
 
 
 @pytest.mark.parametrize(
@@ -127,24 +152,42 @@ def test_a_run_takes_it_where_it_is_right(takes):
         ({}, {"missing": "it is not installed"}),
     ],
 )
-def test_a_run_leaves_it_where_it_cannot_or_shall_not(takes, settings, options):
-    assert takes({"use_te": True} | settings, backend="native", **options) == (False, "", {})
+def test_te_does_not_take_by_itself_what_was_not_tried(choose, settings, options):
+    found = choose({"use_te": True} | settings, backend="native", **options)
+    assert found == (False, False, FLASH_OFF, [], "")
+    assert choose(settings, backend=None, **options) == (False, False, set(), [], "")
 
 
-def test_fp32_has_attention_of_its_own(takes):
-    assert takes({"mixed_precision": "fp32"}, backend=None) == (False, "", {})
+def test_fp32_and_the_emulation_have_attention_of_their_own(choose):
+    assert choose({"mixed_precision": "fp32"}, backend=None)[:2] == (False, False)
+    assert choose({"use_te": True}, backend="emulated") == (False, False, set(), [], "")
 
 
-def test_the_emulation_has_attention_of_its_own(takes):
-    assert takes({"use_te": True}, backend="emulated") == (False, "", {})
+def test_a_wrong_one_is_not_taken_and_said_to_be_wrong(choose):
+    for settings, backend in (({"use_te": True}, "native"), ({}, None)):
+        taken, by_torch, switches, _, said = choose(settings, backend=backend, wrong="it computes zeros")
+        assert (taken, by_torch, switches) == (False, False, FLASH_OFF if backend else set())
+        assert "WARNING: FlashAttention 4 is not used: it computes zeros" in said
 
 
-def test_a_wrong_one_is_kept_from_te_loudly(takes):
-    taken, said, switches = takes({"use_te": True}, backend="native", wrong="it computes zeros")
-    assert not taken and "WARNING: FlashAttention 4 is not used: it computes zeros" in said
-    assert switches == {"NVTE_FLASH_ATTN_V4": "0"}
+def test_one_that_does_not_load_is_named(choose, monkeypatch):
+    monkeypatch.setattr(flash_attention, "load_failed", lambda: True)
+    assert "not used: no compiler" in choose({"use_te": True}, backend="native", missing="no compiler")[-1]
 
 
-def test_tes_own_switches_are_the_users(takes):
-    found = takes({"use_te": True}, backend="native", NVTE_FUSED_ATTN="1")
-    assert found == (False, "", {"NVTE_FUSED_ATTN": "1"})
+def test_all_ranks_take_it_or_none(choose, monkeypatch):
+    def with_another_rank(work):
+        return [work(), (False, "its cache is locked")]
+
+    monkeypatch.setattr(run.ranks, "together", with_another_rank)
+    taken, _, switches, _, said = choose({"use_te": True}, backend="native")
+    assert not taken and switches == FLASH_OFF and "its cache is locked" in said
+
+
+def test_tes_own_switches_are_the_users_and_one_run_does_not_decide_the_next(choose, monkeypatch):
+    assert choose({"use_te": True}, backend="native")[0]
+    assert choose({"use_te": True, "flash_attention": False}, backend="native")[2] == FLASH_OFF
+    assert choose({"use_te": True}, backend="native")[2] == CUDNN_OFF
+    flash_attention.chosen_by_user()
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    assert choose({"use_te": True}, backend="native") == (False, False, {"NVTE_FLASH_ATTN"}, [], "")

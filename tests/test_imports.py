@@ -81,7 +81,8 @@ def allowed(path: Path) -> set[str] | None:
     if stem in BARE:
         return set()
     if stem in ("loss", "adamw"):
-        return {"training", f"training.{stem}_triton", "training.accumulation"}
+        sums = {"training.accumulation"} if stem == "adamw" else set()
+        return {"training", f"training.{stem}_triton", *sums}
     if stem in TRAINING_LEAVES:
         te = {"te_models", "te_models.engine"} if stem in ENGINE_USERS else set()
         return te | {"training", "training.config", *(f"training.{name}" for name in ALSO.get(stem, ()))}

@@ -176,6 +176,28 @@ def test_coverage_counts_gemms_by_their_weights():
     assert found.fp8_modules == 0 and found.fp8_gemm_share == 0
 
 
+@pytest.mark.parametrize(
+    "resolved",
+    [
+        precision.Precision("bf16", "bf16", te_backend="native"),
+        precision.Precision("block", "block", te_backend="native"),
+        precision.Precision("delayed", "delayed", te_backend="emulated"),
+        precision.Precision("tensorwise", "tensorwise"),
+        precision.Precision("delayed", "delayed", te_backend="native", by_module={"layers.0.x": "block"}),
+    ],
+)
+def test_fast_accumulation_where_no_gemm_has_the_choice_is_refused(resolved):
+    precision.check_fast_accumulation(settings(), resolved)
+    with pytest.raises(ValueError, match=r"--fp8_fast_accumulation: .*; drop it"):
+        precision.check_fast_accumulation(settings(fp8_fast_accumulation=True), resolved)
+
+
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_fast_accumulation_is_of_delayed_and_current_scaling(name):
+    resolved = precision.Precision(name, name, te_backend="native")
+    precision.check_fast_accumulation(settings(fp8_fast_accumulation=True), resolved)
+
+
 def test_fp8_attention_names_everything_it_lacks(monkeypatch):
     resolved = Precision("current", "current", recipe=object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))

@@ -1,18 +1,21 @@
 """Gradient norm, gradient sums over ranks, and which mode is taken where."""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.children import preload, run_ranks
 from training import ranks
 from training.auto_mode import Memory, choose_mode, refuse_small_host
 from training.config import config_from_dict
 from training.gradient_sums import FP32Sums
-from training.sharding import global_norm, hsdp_shard_size
+from training.sharding import STRATEGIES, global_norm, hsdp_shard_size
 
 preload(__name__)
 
@@ -108,3 +111,53 @@ def sum_by_pieces(rank: int, folder: Path) -> None:
 
 def test_16_bit_gradients_are_summed_in_fp32(tmp_path):
     run_ranks(sum_by_pieces, tmp_path, world_size=3)
+
+
+class Blocks(nn.Module):
+    """Two blocks and a root with a weight each."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.head = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that run inside."""
+
+    def __init__(self, counts: Counter):
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def gathers_of_a_step(rank: int, folder: Path, mode: str, expected: int) -> None:
+    cfg = config_from_dict({"sharding_mode": mode, "gradient_accumulation_steps": 3})
+    strategy, model = STRATEGIES[mode](torch.device("cpu"), cfg), Blocks()
+    strategy.shard(model, parameter_dtype=torch.float32, compute_dtype=torch.float32)
+    for _ in range(2):
+        counts = Counter()
+        with Collectives(counts):
+            for i in range(3):
+                with strategy.accumulating(model, first=i == 0, last=i == 2):
+                    strategy.backward(model, model(torch.ones(2, 8)).sum())
+        assert counts["_allgather_base_"] == expected and counts["_reduce_scatter_base_"] == 3, counts
+        model.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    # Blocks and root once a step; in every micro-batch the root once and each block twice.
+    [("fsdp_grad", 3), ("fsdp_full", 3 * (1 + 2 * 2))],
+)
+def test_weights_are_gathered_once_a_step_or_twice_a_micro_batch(tmp_path, mode, expected):
+    run_ranks(gathers_of_a_step, tmp_path, mode, expected)

@@ -19,7 +19,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return parameter.grad if main is None else main
 
 
-class GradientSums:
+class MicroBatchSums:
     """Keeps `main_grad` of `dtype` for every trainable parameter of `model`.
 
     The sums of weights in modules with TE's `fuse_wgrad_accumulation` live as long as the model, since a
@@ -32,7 +32,7 @@ class GradientSums:
             for module in model.modules()
             if getattr(module, "fuse_wgrad_accumulation", False)
             for name in TE_WEIGHTS
-            if getattr(module, name, None) is not None
+            if getattr(module, name, None) is not None and getattr(module, name).requires_grad
         ]
         for weight in self.fused:
             weight.main_grad = torch.zeros_like(weight, dtype=dtype)

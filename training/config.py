@@ -122,7 +122,7 @@ class PrecisionConfig:
     )
     fp8_weight_cache: bool = knob(
         True,
-        "cast TE's weights to FP8 once a step, not once a micro-batch (one GPU and ddp): 2 bytes a weight",
+        "cast TE's weights to FP8 once a step, not once a micro-batch (one GPU and ddp, no recomputation)",
         free=True,
     )
 
@@ -136,11 +136,6 @@ class PrecisionConfig:
         )
         for name in ("bf16_first_layers", "bf16_last_layers"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
-        if self.fp8_fast_accumulation and self.fp8_scenario not in ("default", "delayed", "current"):
-            raise ValueError(
-                f"--fp8_fast_accumulation --fp8_scenario {self.fp8_scenario}: TE has the choice under "
-                "delayed and current scaling alone; drop one of the two"
-            )
         if self.fp8_attention and self.fp8_scenario not in ("default", "delayed", "current"):
             raise ValueError(
                 f"--fp8_attention: TE's FP8 attention runs under delayed and current scaling, not "
@@ -283,7 +278,9 @@ class ShardingConfig:
         None, "hsdp: ranks that share one copy of the model; default: the ranks of a node", free=True
     )
     grad_reduce_dtype: Literal["fp32", "bf16"] = knob(
-        "fp32", "dtype in which gradients are summed over ranks, and over micro-batches but under ddp"
+        "fp32",
+        "dtype in which gradients are summed over ranks, and over micro-batches (but in ddp: bf16, and "
+        "DeepSpeed: fp32)",
     )
     fp8_all_gather: bool = knob(
         False, "gather GEMM weights in FP8 (FSDP modes; --fp8_scenario current, without --use_te tensorwise)"

@@ -11,6 +11,7 @@ import functools
 import importlib
 import os
 import warnings
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ MODULE = "flash_attn.cute.interface"
 INSTALL = f"pip install '{PACKAGE}[cu13]==4.0.0b29'"
 TE_SWITCHES = ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN", "NVTE_FLASH_ATTN_V4")
 CACHE = Path("~/.cache/flash_attention_4")  # of compiled kernels, which take seconds at every start
+# Queries [T, H, K], keys and values [T, G, K], borders of sequences int32 [N+1] and the longest -> [T, H, K].
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 
 def why_not(head_size: int) -> str | None:
@@ -51,51 +54,66 @@ def installed() -> str | None:
 @functools.cache
 def load_error() -> Exception | None:
     """What importing it raises, or None; its compiled kernels are kept on disk from here on."""
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE.expanduser()))
     warnings.filterwarnings("ignore", message=".*cannot be converted to a JitArgument")
     try:
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE.expanduser()))
         importlib.import_module(MODULE)
     except Exception as error:  # it comes with a compiler, which may fail in any way
         return error
     return None
 
 
-def chosen_by_user() -> bool:
-    """Whether one of TE's own switches says which attention it takes."""
-    return any(name in os.environ for name in TE_SWITCHES)
+def load_failed() -> bool:
+    """Whether it is installed and was found not to load."""
+    return load_error.cache_info().currsize > 0 and load_error() is not None
 
 
-def wrong_in_te(heads: int, groups: int, head_size: int, device: str = "cuda") -> str | None:
-    """What is wrong with attention of `heads` query and `groups` key heads as TE calls it, or None.
-
-    Two sequences, forward and backward, against the definition in float32.
-    """
+def as_te_calls(*, packed: bool, deterministic: bool = False) -> Attend:
+    """Its attention with the arguments that TE gives it for a causal layer."""
     interface: Any = importlib.import_module(MODULE)
-    lengths, generator = [100, 156], torch.Generator(device).manual_seed(0)
-    borders = torch.tensor([0, *lengths], device=device).cumsum(0).int()
-    spans = {"cu_seqlens_q": borders, "cu_seqlens_k": borders}
-    spans |= {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
-    shapes = [(sum(lengths), n, head_size) for n in (heads, groups, groups, heads)]
-    q, k, v, grad = (torch.randn(shape, device=device, generator=generator).bfloat16() for shape in shapes)
+    settings = {"causal": True, "window_size": (-1, 0), "deterministic": deterministic}
 
-    def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = interface.flash_attn_varlen_func(q, k, v, causal=True, window_size=(-1, 0), **spans)
-        return out[0] if isinstance(out, tuple) else out
+    def attend(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int) -> Tensor:
+        if packed:
+            spans = {"cu_seqlens_q": borders, "cu_seqlens_k": borders}
+            spans |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+            return _first(interface.flash_attn_varlen_func(q, k, v, **spans, **settings))
+        rows = (t.unflatten(0, (-1, longest)) for t in (q, k, v))
+        return _first(interface.flash_attn_func(*rows, **settings)).flatten(0, 1)
 
-    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        parts = zip(*(t.split(lengths) for t in (q, k, v)), strict=True)
+    return attend
+
+
+def _first(out: Any) -> Tensor:
+    return out[0] if isinstance(out, tuple) else out
+
+
+def wrong(attend: Attend, heads: int, groups: int, head_size: int, device: str = "cuda") -> str | None:
+    """What is wrong with attention of `heads` query and `groups` key heads, or None.
+
+    Two sequences of one length, forward and backward, against the definition in float32.
+    """
+    length, generator = 160, torch.Generator(device).manual_seed(0)
+    borders = torch.tensor([0, length, 2 * length], dtype=torch.int32, device=device)
+    shapes = [(2 * length, n, head_size) for n in (heads, groups, groups, heads)]
+    drawn = [torch.randn(shape, device=device, generator=generator).bfloat16() for shape in shapes]
+    *inputs, grad = drawn
+
+    def definition(*inputs: Tensor) -> Tensor:
+        parts = zip(*(t.split(length) for t in inputs), strict=True)
         return torch.cat([_causal(*part) for part in parts])
 
     try:
-        found = _with_gradients(flash, [q, k, v], grad)
-    except Exception as error:  # another version's call, or its compiler
+        found = _with_gradients(lambda *inputs: attend(*inputs, borders, length), inputs, grad)
+    except Exception as error:  # a version that is called otherwise, its compiler, or what it kept on disk
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return f"{PACKAGE} {installed()} fails as Transformer Engine calls it ({said}): {INSTALL}"
-    expected = _with_gradients(definition, [t.float() for t in (q, k, v)], grad.float())
+        cache = os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", CACHE)
+        return f"{PACKAGE} {installed()} fails ({said}): {INSTALL}, or remove its kernels in {cache}"
+    expected = _with_gradients(definition, [t.float() for t in inputs], grad.float())
     errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
     if not max(errors) < 0.02:
-        return f"{PACKAGE} {installed()} computes wrong attention as Transformer Engine calls it: {INSTALL}"
+        return f"{PACKAGE} {installed()} computes wrong attention as it is called here: {INSTALL}"
     return None
 
 
@@ -114,11 +132,25 @@ def _with_gradients(attend: Any, inputs: list[Tensor], grad: Tensor) -> list[Ten
         return [t.detach().float() for t in (out, *torch.autograd.grad(out, leaves, grad))]
 
 
-def prefer_in_te() -> None:
-    """Have TE take it instead of cuDNN's attention; before its first forward."""
-    os.environ["NVTE_FUSED_ATTN"] = "0"
+def tell_te(*, take: bool) -> None:
+    """Have TE take it instead of cuDNN's attention, or not even where cuDNN has none; before a first forward.
+
+    TE takes it by itself in deterministic runs, say, and whatever it computes. Without effect where one of
+    TE's own switches is the user's.
+    """
+    if chosen_by_user():
+        return
+    name = "NVTE_FUSED_ATTN" if take else "NVTE_FLASH_ATTN_V4"
+    os.environ[name] = "0"
+    _told.add(name)
 
 
-def keep_from_te() -> None:
-    """TE takes it by itself where cuDNN cannot, as in deterministic runs; not any more."""
-    os.environ["NVTE_FLASH_ATTN_V4"] = "0"
+def chosen_by_user() -> bool:
+    """Whether one of TE's own switches, set before the run, says which attention it takes."""
+    for name in _told:
+        os.environ.pop(name, None)
+    _told.clear()
+    return any(name in os.environ for name in TE_SWITCHES)
+
+
+_told: set[str] = set()  # switches set here, for an earlier run of this process

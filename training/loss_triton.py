@@ -59,7 +59,7 @@ def scaled_kernel(source, factor, target, numel, BLOCK: tl.constexpr):
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """See `loss.scaled`. torch multiplies by a scalar on the device at a quarter of this speed."""
-    target = torch.empty_like(tensor, dtype=dtype)
+    target = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     scaled_kernel[(triton.cdiv(tensor.numel(), 4096),)](
         tensor.contiguous(), factor, target, tensor.numel(), BLOCK=4096
     )

@@ -238,6 +238,18 @@ def odd_sizes(recipe: str, sizes: dict[str, int]) -> list[str]:
     return [f"{name} {size}" for name, size in sizes.items() if size % multiple]
 
 
+def check_fast_accumulation(cfg: Config, precision: Precision) -> None:
+    """ValueError for --fp8_fast_accumulation where no GEMM has the choice."""
+    if not cfg.precision.fp8_fast_accumulation:
+        return
+    if precision.te_backend != "native" or not precision.in_use & {"delayed", "current"}:
+        raise ValueError(
+            "--fp8_fast_accumulation: TE's own layers have the choice, under delayed and current scaling "
+            f"(here: {', '.join(sorted(precision.in_use))}, TE layers {precision.te_backend or 'not used'}); "
+            "drop it, or run --use_te --mixed_precision fp8 on a GPU"
+        )
+
+
 def check_fp8_attention(cfg: Config, precision: Precision, head_size: int) -> None:
     """RuntimeError with what FP8 attention lacks on GPUs before Blackwell (the conditions of TE 2.20)."""
     if not cfg.precision.fp8_attention or precision.recipe is None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import te_models
 from data import build_loaders
 from data.chat import load_tokenizer
-from te_models import fused_swiglu
+from te_models import fused_swiglu, packed_attention
 from training import (
     flash_attention,
     fp8_stats,
@@ -101,6 +101,7 @@ class Run:
         ranks.agree("the settings", cfg.to_dict())
         ranks.agree("the software", software())
         ranks.together(self._decide)
+        self._choose_kernels()
         self._plan_memory()
         self.folder = ranks.on_first(self._open_folder)
         ranks.together(self._see_folder)
@@ -140,31 +141,47 @@ class Run:
             by_layer = precision_map if self.precision.by_module else precision
             by_layer.check_sizes(self.precision, self.plan.name, gemm_sizes(self.shape))
             precision.check_fp8_attention(cfg, self.precision, self.shape.head_dim)
-        self.flash_attention = self._takes_flash_attention()
-        delayed = self.precision.te_backend == "native" and "delayed" in self.precision.in_use
-        if delayed and (not_fused := fused_swiglu.install()):
-            say(f"WARNING: {not_fused}")
+        precision.check_fast_accumulation(cfg, self.precision)
         if cfg.precision.master_weights == "none":
             say(optim.MASTER_NONE_WARNING)
 
-    def _takes_flash_attention(self) -> bool:
-        """Whether FlashAttention 4 runs attention; tells TE so, which loads it only if it may be taken."""
-        cfg, shape, native = self.cfg, self.shape, self.precision.te_backend == "native"
-        if native and flash_attention.chosen_by_user():
-            return False
-        wanted = cfg.model.flash_attention and cfg.precision.mixed_precision != "fp32"
-        if not wanted or shape is None or flash_attention.why_not(shape.head_dim):
-            return False
-        if not native:
-            return self.precision.te_backend is None
-        if wrong := flash_attention.wrong_in_te(shape.num_heads, shape.num_kv_heads, shape.head_dim):
-            say(f"WARNING: FlashAttention 4 is not used: {wrong}")
-            flash_attention.keep_from_te()
-            return False
-        if cfg.precision.fp8_attention:  # cuDNN's alone
-            return False
-        flash_attention.prefer_in_te()
-        return True
+    def _choose_kernels(self) -> None:
+        """Kernels that are tried before they are taken, by all ranks or by none."""
+        native = self.precision.te_backend == "native"
+        taken, wrong = zip(*ranks.together(self._try_flash_attention), strict=True)
+        self.flash_attention = all(taken)
+        if said := next(filter(None, wrong), None):
+            say(f"WARNING: FlashAttention 4 is not used: {said}")
+        if native:
+            flash_attention.tell_te(take=self.flash_attention)
+        elif self.flash_attention:
+            packed_attention.use_flash_attention_4()
+        if native and "delayed" in self.precision.in_use:
+            wrong = ranks.together(fused_swiglu.why_not)
+            if said := next(filter(None, wrong), None):
+                say(f"WARNING: SwiGLU is not fused with its casts: {said}")
+            fused_swiglu.use(not any(wrong))
+
+    def _try_flash_attention(self) -> tuple[bool, str | None]:
+        """Whether FlashAttention 4 can run attention, and what is wrong with one that is installed."""
+        cfg, shape, backend = self.cfg, self.shape, self.precision.te_backend
+        packed_attention.use_torch()
+        if backend == "emulated" or (backend == "native" and flash_attention.chosen_by_user()):
+            return False, None
+        wanted = cfg.model.flash_attention and not cfg.precision.fp8_attention  # which is cuDNN's alone
+        if not wanted or shape is None or cfg.precision.mixed_precision == "fp32":
+            return False, None
+        if reason := flash_attention.why_not(shape.head_dim):
+            return False, reason if flash_attention.load_failed() else None
+        if backend == "native":
+            deterministic = cfg.optim.deterministic
+            attend = flash_attention.as_te_calls(packed=cfg.data.packing, deterministic=deterministic)
+        else:
+            packed_attention.use_flash_attention_4()
+            attend = packed_attention.attend_packed
+        wrong = flash_attention.wrong(attend, shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        packed_attention.use_torch()
+        return wrong is None, wrong
 
     def _plan_memory(self) -> None:
         """How weights and optimizer state are kept and spread, the same on every rank."""
@@ -298,11 +315,9 @@ class Run:
             weight_recipe=self.precision.recipe if fp8_weights else None,
             compute_dtype=compute,
             convert=(lambda model: self._convert(model, fp8_gather)) if self.torchao else None,
-            cache_fp8_weights=strategy.accumulates and cfg.precision.fp8_weight_cache and self.precision.fp8,
+            cache_fp8_weights=self._caches_fp8_weights(),
             fuse_gradient_sums=strategy.sums_micro_batches and plan.kind == "fused_adamw",
         )
-        if self.flash_attention and self.precision.te_backend is None:
-            self.flash_attention = self.model.use_flash_attention_4()
         precision_map.apply(self.model, self.precision, fp8_attention=cfg.precision.fp8_attention)
         self.fp8_stats.attach(self.model)
         strategy.settle(self.model)
@@ -328,6 +343,11 @@ class Run:
             torch.manual_seed(cfg.optim.seed + strategy.rank)  # dropout, if any, differs between ranks
         say(f"{self.plan.name}: {millions:,.1f} M parameters, {layers} layers, on {where}")
         say(f"precision {self.precision.effective}; {plan.describe()}")
+
+    def _caches_fp8_weights(self) -> bool:
+        """Whether a step's first micro-batch casts weights for all; recomputation casts them anyway."""
+        wanted = self.cfg.precision.fp8_weight_cache and not self.cfg.model.gradient_checkpointing
+        return wanted and self.precision.fp8 and self.strategy.accumulates and self.strategy.whole_weights
 
     def _convert(self, model: te_models.HFCausalLM, fp8_gather: bool) -> None:
         """Give a Hugging Face model's linear layers the FP8 recipes that the settings ask for."""
@@ -523,7 +543,7 @@ class Run:
         self.environment |= {
             "coverage": found.as_dict(),
             "attention_backend": backend,
-            "flash_attention_4": flash_attention.installed() if self.flash_attention else None,
+            "flash_attention": self._flash_attention_version(),
             "seconds_to_first_step": round(time.perf_counter() - self.started, 2),
         }
         self._write_environment()
@@ -539,6 +559,13 @@ class Run:
                 )
             )
         tune_garbage_collection()
+
+    def _flash_attention_version(self) -> str | None:
+        """That of the FlashAttention which ran, or None."""
+        if self.precision.te_backend == "native":
+            return te_runtime.flash_attention_version()
+        packed = self.flash_attention and self.model.own_attention is None
+        return flash_attention.installed() if packed else None
 
     def _save(self, step: int, eval_loss: float | None) -> None:
         if not self.cfg.checkpoint.save_checkpoints:

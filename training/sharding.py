@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from training import ranks
-from training.accumulation import GradientSums, gradient_of
+from training.accumulation import MicroBatchSums, gradient_of
 from training.adamw import FusedAdamW, local
 from training.config import Config
 from training.gradient_sums import FP32Sums, average_by_pieces, average_in_fp32, within_a_node
@@ -48,12 +48,13 @@ class SingleDevice:
     # Whether recomputation must build the graph of its second pass.
     reentrant = False
     shards_weights = False  # so that weights are drawn into shards instead of a whole model
+    whole_weights = True  # on the device, from step to step
     master_home = "device"  # where FP32 weights are: on the device, on the CPU ("cpu") or in ZeRO ("zero")
 
     def __init__(self, device: torch.device, cfg: Config | None = None):
         self.device, self.cfg = device, cfg
         self.rank, self.world_size, self.num_nodes = ranks.rank(), ranks.world_size(), ranks.num_nodes()
-        self.gradient_sums: GradientSums | None = None
+        self.gradient_sums: MicroBatchSums | None = None
 
     @property
     def accumulates(self) -> bool:
@@ -61,7 +62,7 @@ class SingleDevice:
 
     @property
     def sums_micro_batches(self) -> bool:
-        """Whether gradients of BF16 weights add up in `GradientSums`; other modes have their own sums."""
+        """Whether gradients of BF16 weights add up in `MicroBatchSums`; other modes have their own sums."""
         return self.accumulates
 
     def shard(self, model: nn.Module, *, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
@@ -76,7 +77,7 @@ class SingleDevice:
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """What the loop calls and steps instead of `model` and `optimizer`, once both hold their values."""
         if self.sums_micro_batches and isinstance(optimizer, FusedAdamW):
-            self.gradient_sums = GradientSums(model, self.sum_dtype)
+            self.gradient_sums = MicroBatchSums(model, self.sum_dtype)
         return model, optimizer
 
     @property
@@ -187,6 +188,7 @@ class FSDP(SingleDevice):
     """
 
     shards_weights = True
+    whole_weights = False
     sums_micro_batches = False
 
     def __init__(

@@ -82,6 +82,14 @@ def attention_backend() -> str | None:
     return None
 
 
+def flash_attention_version() -> str | None:
+    """Of the FlashAttention that TE's attention chose last; None if it chose none."""
+    module = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention")
+    chosen = getattr(module, "_attention_backends", {})
+    found = chosen.get("flash_attention_backend") if chosen.get("use_flash_attention") else None
+    return str(found) if found else None
+
+
 def unfused_warning(*, deterministic: bool, flash_attention: bool) -> str:
     """What to say of attention that TE runs unfused, by its likeliest cause."""
     if flash_attention:

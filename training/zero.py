@@ -43,6 +43,7 @@ class Zero(SingleDevice):
     """
 
     master_home = "zero"
+    whole_weights = False
     sums_micro_batches = False
 
     def __init__(self, device: torch.device, cfg: Config):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.gpu.models import DEVICE, batch, build, plan
+from tests.gpu.models import DEVICE, batch, build, perturbed, plan
 from tests.gpu.test_te_model import bf16, fp8, step
 from training.accumulation import gradient_of
 from training.config import config_from_dict
@@ -23,12 +23,39 @@ def optimizer_of(model):
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "cast-anew"])
 @pytest.mark.parametrize("name", [None, "delayed", "current", "block"])
 def test_sums_are_those_of_single_micro_batches(name, cached, recompute):
+    compare_with_single_micro_batches(plan(), name, cached=cached, recompute=recompute)
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "name"),
+    [
+        ("llama", True, "delayed"),
+        ("qwen2", False, "delayed"),
+        ("qwen2", True, None),
+        ("qwen3", True, "current"),
+    ],
+)
+def test_sums_of_tied_weights_biases_and_head_norms(family, tied, name, tmp_path):
+    model_plan = perturbed(plan(family=family, tied=tied, layers=2), tmp_path)
+    compare_with_single_micro_batches(model_plan, name)
+
+
+@pytest.mark.parametrize("name", [None, "delayed", "block"])
+def test_sums_in_bf16_take_no_more_memory_than_gradients(name):
+    compare_with_single_micro_batches(plan(), name, sums=torch.bfloat16)
+
+
+def compare_with_single_micro_batches(
+    model_plan, name, *, cached=True, recompute=False, sums=torch.float32
+) -> None:
     autocast = fp8(name)[1] if name else bf16()
     inputs = [batch([[100, 156]] * 8, packed=True, seed=seed) for seed in range(STEPS)]
     options = {"use_te": True, "packed": True, "gradient_checkpointing": recompute}
-    apart = build(plan(), **options)
-    together = build(plan(), **options, fuse_gradient_sums=True, cache_fp8_weights=cached)
-    chosen = SingleDevice(DEVICE, config_from_dict({"gradient_accumulation_steps": STEPS}))
+    apart = build(model_plan, **options)
+    together = build(model_plan, **options, fuse_gradient_sums=True, cache_fp8_weights=cached)
+    settings = {"gradient_accumulation_steps": STEPS}
+    settings["grad_reduce_dtype"] = {torch.float32: "fp32", torch.bfloat16: "bf16"}[sums]
+    chosen = SingleDevice(DEVICE, config_from_dict(settings))
     wrapped, optimizer = chosen.wrap(together, optimizer_of(together))
     names = {id(p): name for name, p in together.named_parameters()}
     for _ in range(2):  # delayed scaling finds its scales, as in a run
@@ -51,8 +78,8 @@ def test_sums_are_those_of_single_micro_batches(name, cached, recompute):
             assert loss.item() == pytest.approx(alone, rel=1e-3)
         for parameter in together.parameters():
             found, key = gradient_of(parameter), names[id(parameter)]
-            assert parameter.grad is None and found.dtype == torch.float32
-            error = (found - expected[key]).norm() / expected[key].norm()
+            assert parameter.grad is None and found.dtype == sums
+            error = (found.float() - expected[key]).norm() / expected[key].norm()
             assert error < 1e-2, f"turn {turn}, {key}: {error:.4f}"
         chosen.discard(wrapped, optimizer)
         with torch.no_grad():
@@ -77,3 +104,21 @@ def test_a_step_from_tes_sums_is_one_from_autograds():
     optimizer_of(twin).step()
     moved = [torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)]
     assert all(moved)
+
+
+def test_a_step_after_one_that_was_not_finite_knows_nothing_of_it():
+    inputs = [batch([[100, 156]] * 8, packed=True, seed=seed) for seed in range(STEPS)]
+    model = build(plan(), use_te=True, packed=True, fuse_gradient_sums=True)
+    chosen = SingleDevice(DEVICE, config_from_dict({"gradient_accumulation_steps": STEPS}))
+    wrapped, optimizer = chosen.wrap(model, optimizer_of(model))
+    before = [p.clone() for p in model.parameters()]
+    for factor in (float("nan"), 1.0):
+        for i, one in enumerate(inputs):
+            with chosen.accumulating(wrapped, first=i == 0, last=i == STEPS - 1):
+                chosen.backward(wrapped, wrapped(**one).loss * factor)
+        usable = torch.tensor(True, device=DEVICE)
+        taken = chosen.step(wrapped, optimizer, usable=usable, max_norm=1.0).taken.item()
+        assert taken == (factor == 1.0)
+        assert all(p.isfinite().all() for p in model.parameters())
+        same = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+        assert not any(same) if taken else all(same)

@@ -27,7 +27,7 @@ def test_a_run_takes_it_and_learns_the_same(tmp_path, layers, packing):
     train(tmp_path / "flash", flags)
     train(tmp_path / "other", f"{flags} --no_flash_attention")
     environments = [json.loads((tmp_path / n / "env.json").read_text()) for n in ("flash", "other")]
-    taken = [env["flash_attention_4"] for env in environments]
+    taken = [env["flash_attention"] for env in environments]
     assert taken == [flash_attention.installed(), None]
     if layers:
         assert [env["attention_backend"] for env in environments] == ["flash", "fused"]
@@ -45,7 +45,7 @@ def test_deterministic_runs_have_the_same_bits_and_no_unfused_attention(tmp_path
 
 
 @pytest.mark.parametrize("heads", [(8, 2, 64), (8, 8, 128), (4, 1, 32)])
-def test_packed_attention_and_its_gradients(heads, monkeypatch):
+def test_packed_attention_and_its_gradients(heads):
     number, groups, size = heads
     lengths = [1, 300, 17, 128, 578]
     borders = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
@@ -61,21 +61,29 @@ def test_packed_attention_and_its_gradients(heads, monkeypatch):
         return [out, *(t.grad for t in inputs)]
 
     expected = run(torch.float32)  # by the definition
-    monkeypatch.setattr(packed_attention, "_flash_attention_4", None)  # put back afterwards
     packed_attention.use_flash_attention_4()
-    for a, b in zip(run(torch.bfloat16), expected, strict=True):
+    try:
+        found = run(torch.bfloat16)
+        assert flash_attention.wrong(packed_attention.attend_packed, *heads) is None
+    finally:
+        packed_attention.use_torch()
+    for a, b in zip(found, expected, strict=True):
         assert (a.float() - b).norm() / b.norm() < 1e-2
 
 
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("heads", [(32, 8, 64), (8, 8, 128)])
-def test_the_trial_finds_the_installed_version_right_and_a_broken_one_wrong(heads, monkeypatch):
-    assert flash_attention.wrong_in_te(*heads) is None
+def test_the_trial_finds_the_installed_version_right_and_a_broken_one_wrong(heads, packed, monkeypatch):
     module = importlib.import_module(flash_attention.MODULE)
-    right = module.flash_attn_varlen_func
+    for deterministic in (False, True):
+        attend = flash_attention.as_te_calls(packed=packed, deterministic=deterministic)
+        assert flash_attention.wrong(attend, *heads) is None
+    name = "flash_attn_varlen_func" if packed else "flash_attn_func"
+    right = getattr(module, name)
 
     def zeros(*args, **kwargs):  # what 4.0.0b30 and later make of TE's window
         out = right(*args, **kwargs)
         return 0 * (out[0] if isinstance(out, tuple) else out)
 
-    monkeypatch.setattr(module, "flash_attn_varlen_func", zeros)
-    assert "wrong attention" in flash_attention.wrong_in_te(*heads)
+    monkeypatch.setattr(module, name, zeros)
+    assert "wrong attention" in flash_attention.wrong(flash_attention.as_te_calls(packed=packed), *heads)

@@ -61,7 +61,8 @@ def test_what_is_not_finite_stays_so():
 def test_the_model_takes_it_and_computes_as_tes_does(monkeypatch):
     """Both models from the same weights; attention's backward adds in changing order, hence no equality."""
     module = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
-    assert fused_swiglu.install() is None
+    assert fused_swiglu.why_not() is None
+    fused_swiglu.use(True)
     calls = []
     run = fused_swiglu._run
     monkeypatch.setattr(fused_swiglu, "_run", lambda *args: calls.append(args[0]) or run(*args))
@@ -70,8 +71,9 @@ def test_the_model_takes_it_and_computes_as_tes_does(monkeypatch):
     fused = build(plan(), use_te=True, packed=False)
     for _ in range(3):
         loss, grads = step(fused, inputs, autocast)
-    assert module._act_func.fuses_swiglu and len(calls) == 3 * 2 * 4
-    monkeypatch.setattr(fused_swiglu, "_can_cast", lambda *_: False)
+    assert module._act_func.original and len(calls) == 3 * 2 * 4
+    fused_swiglu.use(False)
+    assert not hasattr(module._act_func, "original")
     apart = build(plan(), use_te=True, packed=False)
     for _ in range(3):
         expected, wanted = step(apart, inputs, autocast)
@@ -81,6 +83,7 @@ def test_the_model_takes_it_and_computes_as_tes_does(monkeypatch):
 
 
 def test_a_kernel_that_computes_something_else_is_not_taken(monkeypatch):
+    assert fused_swiglu.why_not() is None
     run = fused_swiglu._run
 
     def mixed_up(kernel, read, shape, quantizer):
@@ -88,9 +91,5 @@ def test_a_kernel_that_computes_something_else_is_not_taken(monkeypatch):
         out._transpose[1] = 0
         return out
 
-    module = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
-    monkeypatch.setattr(module, "_act_func", lambda activation, recipe=None: ())
     monkeypatch.setattr(fused_swiglu, "_run", mixed_up)
-    before = module._act_func
-    assert "computes another transpose" in fused_swiglu.install()
-    assert module._act_func is before
+    assert fused_swiglu.why_not() == "it computes another transpose"

@@ -206,7 +206,7 @@ def flash_attention() -> Iterator[Finding]:
     heads, groups, size = FLASH_TRIAL
     if reason := flash_attention_4.why_not(size):
         yield Finding("note", f"runs do not take FlashAttention 4: {reason}")
-    elif wrong := flash_attention_4.wrong_in_te(heads, groups, size):
+    elif wrong := flash_attention_4.wrong(flash_attention_4.as_te_calls(packed=True), heads, groups, size):
         yield Finding("warn", f"runs do not take FlashAttention 4: {wrong}", pip(flash_attention_4.INSTALL))
     else:
         yield Finding("ok", "FlashAttention 4 computes what it should: runs with BF16 attention take it")
