@@ -76,12 +76,12 @@ def build_loaders(
     source: Stored | Stream
     if cfg.streaming:
         source = Stream(split, layout, seed=seed, held_out=held_out)
-        train, bins = source.first, source.plan(0, held_out, source.first)
+        train = source.first
         held = split.sample(held_out) if held_out else None
     else:
         train, held = divide(split, held_out, seed)
         source = Stored(train.samples, layout, seed=seed)
-        bins = source.bins(0)
+    bins = source.bins
     require_usable(train, f"--split_name {cfg.split_name}", cfg)
     if world_size > 1 and not cfg.streaming and len(bins) < layout.stride:
         raise ValueError(
@@ -115,7 +115,7 @@ def build_loaders(
     return replace(
         loaders,
         eval=Loader(eval_source, identity={"samples": held.fingerprint}, restart=True, **workers),
-        eval_report=report(held, layout, eval_source.bins(0)),
+        eval_report=report(held, layout, eval_source.bins),
         eval_prompts=prompts(eval_split, held),
     )
 

@@ -7,14 +7,16 @@ no more than an epoch and the next bin.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import islice
-from typing import Any, Protocol
+from itertools import chain, count, islice
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -30,6 +32,7 @@ from data.samples import Samples, Selection, Split
 WINDOW = 1000  # rows of a stream that are shuffled and packed together
 Position = int | list[int]
 Item = tuple[Position, Batch]  # a micro-batch, and where the next one starts
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +61,19 @@ class Layout:
 
     def plan(self, lengths: np.ndarray, key: tuple[int, ...] | None) -> Bins:
         """Bins over samples of these lengths, shuffled by `key`, or in order without one."""
-        order = np.arange(len(lengths)) if key is None else shuffled(len(lengths), *key)
-        return fill(lengths, order, self.max_seq_length) if self.packing else one_each(order)
+        order = self.order(len(lengths), key)
+        return Bins.collect(fill(lengths, order, self.max_seq_length)) if self.packing else one_each(order)
+
+    def plan_along(self, lengths: np.ndarray, key: tuple[int, ...] | None) -> Iterator[list[int]]:
+        """The samples of each bin of `plan`, which is packed no further than it is read."""
+        order = self.order(len(lengths), key)
+        if self.packing:
+            return fill(lengths, order, self.max_seq_length)
+        bins = one_each(order)
+        return map(bins.members, range(len(bins)))
+
+    def order(self, num_samples: int, key: tuple[int, ...] | None) -> np.ndarray:
+        return np.arange(num_samples) if key is None else shuffled(num_samples, *key)
 
     def share(self, bins: list[Any]) -> list[Any]:
         """This rank's part of a global micro-batch."""
@@ -94,44 +108,70 @@ class BinSource(Protocol):
         """Global micro-batches from a position of epoch 0 to its end; None if that is not known."""
         ...
 
-    def items(self, epoch: int, position: Position) -> TorchDataset: ...
+    def items(self, epoch: int, position: Position) -> TorchDataset:
+        """Micro-batches from a position of an epoch on and of all later ones; None after each epoch."""
+        ...
 
 
 class Stored:
-    """Bins over samples on disk, planned for a whole epoch at once."""
+    """Bins over samples on disk; `bins` are those of epoch 0, by which a run's length is known."""
 
     start = 0
     workers = None
 
     def __init__(self, samples: Samples, layout: Layout, *, seed: int | None):
         self.samples, self.layout, self.seed = samples, layout, seed
-        self.bins = lru_cache(maxsize=2)(self._plan)
+        self.bins = layout.plan(samples.length, self.key(0))
 
-    def _plan(self, epoch: int) -> Bins:
-        return self.layout.plan(self.samples.length, None if self.seed is None else (self.seed, epoch))
+    def key(self, epoch: int) -> tuple[int, int] | None:
+        return None if self.seed is None else (self.seed, epoch)
 
     def micro_batches(self, position: int | None = None) -> int:
-        return max(0, -(-(len(self.bins(0)) - (position or 0)) // self.layout.stride))
+        return max(0, -(-(len(self.bins) - (position or 0)) // self.layout.stride))
 
     def items(self, epoch: int, position: int) -> TorchDataset:
-        return StoredItems(self.samples, self.layout, self.bins(epoch), position)
+        return StoredItems(self, epoch, position)
+
+    def members(self, epoch: int, position: int) -> Iterator[list[int]]:
+        """The samples of each bin of an epoch from a position on."""
+        if epoch == 0:
+            return map(self.bins.members, range(position, len(self.bins)))
+        return islice(self.layout.plan_along(self.samples.length, self.key(epoch)), position, None)
 
 
 class StoredItems(TorchDataset):
-    """Micro-batches from a position to the epoch's end, by number."""
+    """Micro-batches by number, which rises from call to call, as it does for each of a DataLoader's workers.
 
-    def __init__(self, samples: Samples, layout: Layout, bins: Bins, position: int):
-        self.samples, self.layout, self.bins, self.position = samples, layout, bins, position
+    Epochs are packed while they are read: nobody waits for the plan of a whole one.
+    """
 
-    def __len__(self) -> int:
-        return -(-(len(self.bins) - self.position) // self.layout.stride)
+    def __init__(self, source: Stored, epoch: int, position: int):
+        self.source, self.epoch, self.position = source, epoch, position
+        self.steps: Iterator[tuple[int, list[list[int]]] | None] | None = None
+        self.passed = 0  # steps
 
-    def __getitem__(self, number: int) -> Item:
-        first = self.position + number * self.layout.stride
-        after = min(first + self.layout.stride, len(self.bins))
-        mine = [self.bins.members(i) for i in self.layout.share(list(range(first, after)))]
-        samples = iter(self.samples.fetch([index for members in mine for index in members]))
-        return after, self.layout.collate([list(islice(samples, len(members))) for members in mine])
+    def __getitem__(self, number: int) -> Item | None:
+        if self.steps is None:  # made by the process that reads it
+            self.steps = self.plan()
+        step = next(islice(self.steps, number - self.passed, None))
+        self.passed = number + 1
+        if step is None:
+            return None
+        after, bins = step
+        layout, mine = self.source.layout, self.source.layout.share(bins)
+        samples = iter(self.source.samples.fetch([index for members in mine for index in members]))
+        return after, layout.collate([list(islice(samples, len(members))) for members in mine])
+
+    def plan(self) -> Iterator[tuple[int, list[list[int]]] | None]:
+        """(position after it, bins) of each global micro-batch, and None after each epoch."""
+        position = self.position
+        for epoch in count(self.epoch):
+            bins = self.source.members(epoch, position)
+            while chunk := list(islice(bins, self.source.layout.stride)):
+                position += len(chunk)
+                yield position, chunk
+            yield None
+            position = self.source.start
 
 
 class Stream:
@@ -148,16 +188,24 @@ class Stream:
         self.start = [held_out, 0]
         wanted = split.cfg.num_of_samples
         self.end = None if wanted is None else held_out + wanted
-        first = next(self.windows(held_out), None)
+        first = next(self.read(held_out), None)
         if first is None:
             raise ValueError(
                 f"--dataset_name {split.cfg.dataset_name}: its stream has no rows after the {held_out} held "
                 f"out for evaluation; lower --eval_samples, or name another --split_name"
             )
         self.first = first[1]
+        self.bins = self.plan(0, *first)
 
     def windows(self, row: int) -> Iterator[tuple[int, Selection]]:
-        """(first row, usable samples) of each window from `row` on."""
+        """(first row, usable samples) of each window from `row` on, one read ahead."""
+        known = []
+        if row == self.start[0]:
+            known = [(row, self.first)]
+            row += int(self.first.counts.sum())
+        return ahead(chain(known, self.read(row)))
+
+    def read(self, row: int) -> Iterator[tuple[int, Selection]]:
         rows = iter(self.split.source.rows.skip(row))
         while True:
             window = list(islice(rows, WINDOW if self.end is None else min(WINDOW, self.end - row)))
@@ -175,7 +223,7 @@ class Stream:
     def items(self, epoch: int, position: list[int]) -> TorchIterableDataset:
         return StreamItems(self, epoch, position)
 
-    def bins(self, epoch: int, position: list[int]) -> Iterator[tuple[list[int], Samples, list[int]]]:
+    def members(self, epoch: int, position: list[int]) -> Iterator[tuple[list[int], Samples, list[int]]]:
         """(position after it, samples, members) of each bin of an epoch from a position on."""
         row, skip = position
         for first, selection in self.windows(row):
@@ -189,25 +237,50 @@ class Stream:
 
 
 class StreamItems(TorchIterableDataset):
-    """Micro-batches from a position to the stream's end."""
+    """Micro-batches from a position on, epoch after epoch; None stands after each."""
 
     def __init__(self, stream: Stream, epoch: int, position: list[int]):
         self.stream, self.epoch, self.position = stream, epoch, position
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[Item | None]:
         if torch.utils.data.get_worker_info():
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
-        layout = self.stream.layout
-        bins = self.stream.bins(self.epoch, self.position)
-        while chunk := list(islice(bins, layout.stride)):
-            mine = [samples.fetch(members) for _, samples, members in layout.share(chunk)]
-            yield chunk[-1][0], layout.collate(mine)
+        layout, position = self.stream.layout, self.position
+        for epoch in count(self.epoch):
+            bins = self.stream.members(epoch, position)
+            while chunk := list(islice(bins, layout.stride)):
+                mine = [samples.fetch(members) for _, samples, members in layout.share(chunk)]
+                yield chunk[-1][0], layout.collate(mine)
+            yield None
+            position = self.stream.start
+
+
+def ahead(items: Iterator[T]) -> Iterator[T]:
+    """`items`, each made in a thread while the one before is used."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = thread.submit(next, items, None)
+            yield item
 
 
 def outlive_the_stop_signal(_: int) -> None:
     """Schedulers and `timeout` send SIGTERM to the whole process group; the run that saves still needs its
     workers, which end with it."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+READERS: WeakSet[Iterator] = WeakSet()  # DataLoader iterators with workers
+
+
+@atexit.register
+def end_workers() -> None:
+    """At exit, before multiprocessing sends them the SIGTERM that they outlive and waits for their end.
+
+    An iterator that is still there may be held by a Loader, or by the traceback of an error.
+    """
+    for reader in READERS:
+        reader._shutdown_workers()
 
 
 # What a changed part of `identity` means for the user.
@@ -221,7 +294,8 @@ class Loader:
     """One split, this rank's share: micro-batches from the current position to the end of the epoch.
 
     `state_dict` counts what was yielded, whatever the workers have read ahead. With `restart`, as for
-    evaluation, each pass starts at the first bin of epoch 0.
+    evaluation, each pass starts at the first bin of epoch 0. At the end of a pass the workers go on with the
+    next one, so that its first batch is there when it is asked for; a pass that is given up ends them.
     """
 
     def __init__(
@@ -238,6 +312,7 @@ class Loader:
         self.num_workers = num_workers if source.workers is None else min(num_workers, source.workers)
         self.epoch = 0
         self.position: Position = source.start
+        self.running: Iterator[Item | None] | None = None  # stands where the next pass starts
         # Epoch 0's number throughout, so that a schedule made from it is the same after a resume; the packing
         # of another epoch may need a micro-batch more or less.
         self.micro_batches_per_epoch = source.micro_batches()
@@ -245,21 +320,35 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         if self.restart:
             self.position = self.source.start
+        items = self.start() if self.running is None else self.running
+        self.running = None
+        for item in items:
+            if item is None:
+                break
+            self.position, batch = item
+            yield batch
+        self.running = items
+        self.position = self.source.start
+        if not self.restart:
+            self.epoch += 1
+
+    def start(self) -> Iterator[Item | None]:
+        """The source's items from the current position on, made by workers."""
+        items = self.source.items(self.epoch, self.position)
         loader = DataLoader(
-            self.source.items(self.epoch, self.position),
+            items,
             batch_size=None,
+            sampler=None if isinstance(items, TorchIterableDataset) else count(),
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
             worker_init_fn=outlive_the_stop_signal,
             # Its own, or the DataLoader would draw from the global one, which belongs to the training state.
             generator=torch.Generator(),
         )
-        for position, batch in loader:
-            self.position = position
-            yield batch
-        self.position = self.source.start
-        if not self.restart:
-            self.epoch += 1
+        reader = iter(loader)
+        if self.num_workers:
+            READERS.add(reader)
+        return reader
 
     def micro_batches_left(self) -> int | None:
         """Global micro-batches to the end of this epoch, as if it were packed like epoch 0."""
@@ -280,4 +369,4 @@ class Loader:
                 f"the checkpoint's place in the data does not fit this run: changed {flags}; "
                 f"set it back, or start afresh with --resume none"
             )
-        self.epoch, self.position = state["epoch"], state["position"]
+        self.epoch, self.position, self.running = state["epoch"], state["position"], None

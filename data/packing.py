@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from array import array
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
 
 LOOK_AHEAD = 64  # samples to choose from
+CHUNK = 65_536  # samples that are Python numbers at a time, which take five times an array's bytes
 
 
 class Bins(NamedTuple):
@@ -18,6 +21,15 @@ class Bins(NamedTuple):
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    @classmethod
+    def collect(cls, bins: Iterable[list[int]]) -> Bins:
+        """All of `bins`, given by their samples."""
+        order, sizes = array("q"), array("q", [0])
+        for members in bins:
+            order.extend(members)
+            sizes.append(len(members))
+        return cls(np.array(order), np.cumsum(sizes))
 
     def members(self, index: int) -> list[int]:
         return self.order[self.offsets[index] : self.offsets[index + 1]].tolist()
@@ -33,33 +45,34 @@ def one_each(order: np.ndarray) -> Bins:
     return Bins(order, np.arange(len(order) + 1))
 
 
-def fill(lengths: np.ndarray, order: np.ndarray, capacity: int) -> Bins:
+def fill(lengths: np.ndarray, order: np.ndarray, capacity: int) -> Iterator[list[int]]:
     """Fill bins of `capacity` tokens one after the other from the next LOOK_AHEAD samples in this order.
 
-    A bin takes the sample that has waited longest, then those that leave the least room. `lengths` int64
-    [samples], each from 1 to `capacity`. A few seconds for a million samples.
+    A bin takes the sample that has waited longest, then those that leave the least room. Yields the samples
+    of each bin, and packs no further than it is read: one to four seconds for a million samples. `lengths`
+    int64 [samples], each from 1 to `capacity`.
     """
     assert len(order) == 0 or (lengths.min() > 0 and lengths.max() <= capacity)
-    upcoming = zip(order.tolist(), lengths[order].tolist(), strict=True)
-    ahead = list(islice(upcoming, LOOK_AHEAD))  # (sample, length)
-    placed: list[int] = []
-    offsets = [0]
-
-    def take(index: int) -> int:
-        sample, length = ahead.pop(index)
-        placed.append(sample)
-        ahead.extend(islice(upcoming, 1))
-        return length
-
+    chunks = [order[i : i + CHUNK] for i in range(0, len(order), CHUNK)]
+    samples = chain.from_iterable(chunk.tolist() for chunk in chunks)
+    sizes = chain.from_iterable(lengths[chunk].tolist() for chunk in chunks)
+    # The samples to choose from, and their lengths.
+    ahead, ahead_sizes = list(islice(samples, LOOK_AHEAD)), list(islice(sizes, LOOK_AHEAD))
     while ahead:
-        free = capacity - take(0)
+        members: list[int] = []
+        free = capacity
         # Short samples in a long bin: nothing to choose as long as all that is in sight fits.
-        while ahead and sum(length for _, length in ahead) < free:
-            free -= take(0)
-        for index in reversed(fullest([length for _, length in ahead], free)):
-            take(index)
-        offsets.append(len(placed))
-    return Bins(np.array(placed, dtype=np.int64), np.array(offsets))
+        while ahead and (not members or sum(ahead_sizes) < free):
+            members.append(ahead.pop(0))
+            free -= ahead_sizes.pop(0)
+            ahead += islice(samples, 1)
+            ahead_sizes += islice(sizes, 1)
+        for index in reversed(fullest(ahead_sizes, free)):
+            members.append(ahead.pop(index))
+            del ahead_sizes[index]
+        ahead += islice(samples, LOOK_AHEAD - len(ahead))
+        ahead_sizes += islice(sizes, LOOK_AHEAD - len(ahead_sizes))
+        yield members
 
 
 def fullest(lengths: list[int], capacity: int) -> list[int]:
@@ -67,18 +80,23 @@ def fullest(lengths: list[int], capacity: int) -> list[int]:
 
     Subset sum by dynamic programming: bit t of `sums[i]` says whether some of the first i lengths sum to t.
     """
+    below = (1 << capacity) - 1  # the bits of sums under `capacity`
     within = (2 << capacity) - 1
-    sums = [1]
+    reachable, sums = 1, [1]
     for length in lengths:
-        sums.append((sums[-1] | sums[-1] << length) & within)
-        if sums[-1] >> capacity:
+        if length <= capacity:
+            reachable = (reachable | reachable << length) & within
+        sums.append(reachable)
+        if reachable > below:
             break
-    total = sums[-1].bit_length() - 1
+    total = reachable.bit_length() - 1
     chosen = []
-    for i in range(len(sums) - 1, 0, -1):
-        if not sums[i - 1] >> total & 1:
-            chosen.append(i - 1)
-            total -= lengths[i - 1]
+    for i in range(len(sums) - 2, -1, -1):
+        if not total:
+            break
+        if not sums[i] >> total & 1:
+            chosen.append(i)
+            total -= lengths[i]
     return chosen[::-1]
 
 

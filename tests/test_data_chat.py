@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
+from itertools import islice
+
 import huggingface_hub
 import numpy as np
+import pyarrow as pa
 import pytest
 from jinja2.exceptions import TemplateError
 
 from data.chat import CHATML, LLAMA3, MISTRAL, Encoder, Status, load_tokenizer, why_unusable
-from data.demo import TOKENIZER_DIR
+from data.demo import TOKENIZER_DIR, generate
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -51,11 +55,8 @@ def encoder(tokenizer, *, chat=True, system=""):
 
 
 def encode(tokenizer, sample):
-    columns = encoder(tokenizer, chat="messages" in sample).encode([sample], [0])
-    return [
-        (ids.tolist(), spans.reshape(-1, 2).tolist())
-        for ids, spans in zip(columns["input_ids"], columns["spans"], strict=True)
-    ]
+    rows = encoder(tokenizer, chat="messages" in sample).encode([sample], [0]).to_pylist()
+    return [(row["input_ids"], np.reshape(row["spans"], (-1, 2)).tolist()) for row in rows]
 
 
 def with_loss(tokenizer, sample):
@@ -175,6 +176,46 @@ def test_the_prompt_is_tokenised_as_at_inference(demo, chatml):
         assert answer == "It is 5."
 
 
+def piece_by_piece(encoder, samples):
+    """What `Encoder.encode` returns, each piece of text tokenised by itself by the tokenizer's own call."""
+    rows = []
+    for number, sample in enumerate(samples):
+        found = [[]] if why_unusable(sample) else encoder.segments(sample["messages"])
+        for segments in found:
+            ids, spans = [], []
+            for text, loss in segments:
+                start = len(ids)
+                ids += encoder.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+                spans += [start, len(ids)] if loss else []
+            crc = zlib.crc32(np.array(ids, dtype=np.int32).tobytes())
+            crc = zlib.crc32(np.array(spans, dtype=np.int32).tobytes(), crc)
+            status, top = why_unusable(sample), max(ids, default=0)
+            rows.append(
+                {"input_ids": ids, "spans": spans, "row": number, "status": status, "crc": crc, "top": top}
+            )
+    return rows
+
+
+@pytest.mark.parametrize("split_special_tokens", [False, True])
+def test_a_batch_is_tokenised_as_each_piece_by_itself(demo, chatml, split_special_tokens):
+    problems = [(row["problem"], row["generated_solution"]) for row in islice(generate("test"), 40)]
+    pairs = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in problems]
+    special = "Say <|eot_id|> or <|im_end|>, \u4e16\u754c!  \n\n\tTwo  spaces"
+    odd = [{"role": "user", "content": special}, {"role": "assistant", "content": special}]
+    samples = [{"messages": messages} for messages in (*pairs, [], odd, CHAT)]
+    for tokenizer in (demo, chatml):
+        tokenizer.split_special_tokens = split_special_tokens
+        for template in (tokenizer.chat_template, REWRITING):
+            tokenizer.chat_template = template
+            made = encoder(tokenizer)
+            # Such settings may come with a tokenizer.json; the tokenizer's own call does without them.
+            tokenizer.backend_tokenizer.enable_truncation(8)
+            tokenizer.backend_tokenizer.enable_padding(length=500)
+            tokenizer.backend_tokenizer.encode_special_tokens = not split_special_tokens
+            table = made.encode(samples, range(len(samples)))
+            assert table.to_pylist() == piece_by_piece(made, samples)
+
+
 def test_a_template_that_rewrites_history_gives_one_sample_per_answer(chatml):
     chatml.chat_template = REWRITING
     samples = encode(chatml, {"messages": CHAT})
@@ -240,9 +281,9 @@ def test_a_conversation_the_template_refuses_is_a_bad_row(demo):
         "{% if message['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}<|start_header_id|>{{",
     )
     refused = {"messages": [{"role": "tool", "content": "x"}, *CHAT]}
-    columns = encoder(demo).encode([refused, {"messages": CHAT}], [0, 1])
-    assert columns["status"] == [Status.BAD, Status.USED]
-    assert columns["input_ids"][0].dtype == np.int32 and len(columns["input_ids"][0]) == 0
+    table = encoder(demo).encode([refused, {"messages": CHAT}], [0, 1])
+    assert table["status"].to_pylist() == [Status.BAD, Status.USED]
+    assert table["input_ids"][0].as_py() == [] and table["input_ids"].type.value_type == pa.int32()
 
 
 def test_a_template_that_refuses_the_system_prompt_says_so(demo):

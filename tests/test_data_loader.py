@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import subprocess
+import sys
+import threading
 from collections import Counter
 from itertools import islice
+from pathlib import Path
+from textwrap import dedent
 
 import numpy as np
 import pyarrow as pa
@@ -12,11 +18,13 @@ import pytest
 import torch
 
 import data.loader
+import data.samples
 from data import build_loaders, load_tokenizer
 from data.chat import Encoder
 from data.samples import count_labels
 from training.config import DataConfig
 
+ROOT = Path(__file__).resolve().parent.parent
 ROWS = 90
 MODES = {
     "packed": {},
@@ -178,6 +186,110 @@ def test_workers_read_ahead_but_the_state_does_not(build):
     assert loader.state_dict()["position"] == 2  # two bins: one micro-batch of two
 
 
+def test_later_epochs_are_packed_as_the_plan_of_a_whole_epoch(build):
+    for settings in ({}, {"packing": False}):
+        loader = build(**settings).train
+        source = loader.source
+        list(loader)
+        plan = source.layout.plan(source.samples.length, (3, 1))  # seed and epoch
+        assert len(plan) > 2 and ids(loader) == source.samples.row[plan.order].tolist()
+
+
+def workers():
+    return {child.pid for child in multiprocessing.active_children()}
+
+
+@pytest.mark.parametrize("name", ["train", "eval"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_workers_go_on_with_the_next_pass_until_one_is_given_up(build, name, streaming):
+    others = workers()
+    loader = getattr(build(num_workers=2, eval_samples=8, streaming=streaming), name)
+    passes = [[content(batch) for batch in loader]]
+    started = workers() - others
+    assert len(started) == (1 if streaming and name == "train" else 2)
+    batches = iter(loader)
+    passes.append([content(batch) for batch in batches])
+    assert workers() - others == started
+    assert (passes[0] == passes[1]) == (name == "eval")
+    batches = iter(loader)
+    next(batches)
+    assert workers() - others == started
+    batches.close()
+    assert not workers() - others
+
+
+def test_a_loaded_state_counts_whatever_the_workers_have_read_ahead(build):
+    loader = build(num_workers=2).train
+    start = loader.state_dict()
+    first = [content(batch) for batch in loader]
+    loader.load_state_dict(start)
+    assert [content(batch) for batch in loader] == first
+
+
+ENDS = {
+    "after a pass": ("assert list(loaders.train) and list(loaders.eval)", 0, ""),
+    "in a pass": ("batches = iter(loaders.train); next(batches)", 0, ""),
+    "by an error in a worker": (
+        "Samples.fetch = None; list(loaders.train)",
+        1,
+        "'NoneType' object is not callable",
+    ),
+}
+
+
+@pytest.mark.parametrize(("last", "code", "error"), ENDS.values(), ids=ENDS)
+def test_a_process_whose_workers_wait_ends(folder, tmp_path, last, code, error):
+    """They ignore the SIGTERM by which multiprocessing would end them, and then it would wait for ever."""
+    script = f"""
+        import sys
+        from data import build_loaders, load_tokenizer
+        from data.samples import Samples
+        from training.config import DataConfig
+
+        folder, cache = sys.argv[1:]
+        settings = {{"num_workers": 2, "max_seq_length": 128, "eval_samples": 5, "data_cache_dir": cache}}
+        loaders = build_loaders(
+            DataConfig(dataset_name=folder, split_name="train", **settings),
+            load_tokenizer("demo", family="llama"),
+            batch_size=2,
+            eval_batch_size=2,
+            seed=3,
+            pad_multiple=16,
+            vocab_size=2048,
+            max_positions=2048,
+        )
+        {last}
+    """
+    arguments = [sys.executable, "-c", dedent(script), str(folder), str(tmp_path)]
+    ended = subprocess.run(arguments, cwd=ROOT, timeout=100, capture_output=True, text=True)
+    assert ended.returncode == code and error in ended.stderr, ended.stderr
+
+
+def test_an_item_is_made_while_the_one_before_is_used():
+    second = threading.Event()
+
+    def items():
+        yield 1
+        second.set()
+        yield 2
+        raise KeyError("the third")
+
+    found = data.loader.ahead(items())
+    assert next(found) == 1 and second.wait(timeout=30)
+    assert next(found) == 2
+    with pytest.raises(KeyError, match="the third"):
+        next(found)
+    assert list(data.loader.ahead(iter([]))) == []
+
+
+def test_no_window_of_a_stream_is_tokenised_twice(build, monkeypatch):
+    encode, encoded = Encoder.encode, []
+    monkeypatch.setattr(Encoder, "encode", lambda *args: encoded.append(len(args[1])) or encode(*args))
+    loader = build(streaming=True).train
+    assert sorted(ids(loader)) == list(range(ROWS))
+    assert encoded == [25, 25, 25, 15]
+
+
 def test_evaluation_starts_over_and_keeps_the_order_of_the_rows(build):
     loader = build(eval_split="test", eval_samples=10, packing=False, seed=8).eval
     assert ids(islice(loader, 2)) == [0, 2, 4, 6]  # every second of the 20 rows
@@ -269,6 +381,24 @@ def test_a_second_build_reads_the_cache(build, monkeypatch):
         build(**settings, **change)
     with pytest.raises(pytest.fail.Exception, match="tokenised again"):
         build(**settings, system_prompt="Another prompt.")
+
+
+def test_processes_tokenise_as_one_does_and_inherit_the_tokenizer(build, monkeypatch, tmp_path):
+    def unpicklable(_):
+        raise TypeError("the encoder was pickled")
+
+    alone = [content(batch) for batch in build(num_proc=1).train]
+    monkeypatch.setattr(Encoder, "__reduce__", unpicklable)
+    several = build(num_proc=3, data_cache_dir=str(tmp_path))
+    assert len(list(tmp_path.rglob("cache-*_of_00003.arrow"))) == 3
+    assert [content(batch) for batch in several.train] == alone
+
+
+def test_processes_that_are_not_forked_are_sent_the_encoder(monkeypatch):
+    monkeypatch.setattr(data.samples, "get_start_method", lambda: "spawn")
+    encoder = object()
+    with data.samples.inheritable(encoder) as function:
+        assert function is encoder
 
 
 def test_a_token_past_the_vocabulary(build):

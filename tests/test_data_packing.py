@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+import data.packing
 from data.collate import IGNORE, Sample, pack_rows, pad_rows
-from data.packing import LOOK_AHEAD, fill, fullest, one_each, shuffled, split_lengths
+from data.packing import LOOK_AHEAD, Bins, fill, fullest, one_each, shuffled, split_lengths
 
 
 def sample(*ids, loss=None, row=0):
@@ -35,8 +36,7 @@ def test_bins_hold_every_sample_once_and_never_too_much(seed):
     capacity = int(rng.integers(1, 200))
     lengths = rng.integers(1, capacity + 1, rng.integers(0, 400))
     order = shuffled(len(lengths), seed)
-    bins = fill(lengths, order, capacity)
-    members = [bins.members(i) for i in range(len(bins))]
+    members = list(fill(lengths, order, capacity))
     assert sorted(chain.from_iterable(members)) == list(range(len(lengths)))
     assert all(0 < lengths[m].sum() <= capacity for m in members)
     # The sample that has waited longest comes first, so none waits longer than the look-ahead of bins.
@@ -60,18 +60,72 @@ def test_fullest_is_the_best_subset():
         assert sum(lengths[i] for i in chosen) == max(sum(c) for c in subsets if sum(c) <= capacity)
 
 
+def subset_sums(lengths):
+    sums = {0}
+    for length in lengths:
+        sums |= {total + length for total in sums}
+    return sums
+
+
+def slow_fullest(lengths, capacity):
+    """As `fullest`, from sets of sums: the choice whose last index is the lowest, then the one before it."""
+    total = max(t for t in subset_sums(lengths) if t <= capacity)
+    chosen = []
+    while total:
+        last = next(i for i in range(len(lengths)) if total in subset_sums(lengths[: i + 1]))
+        chosen.append(last)
+        total -= lengths[last]
+        lengths = lengths[:last]
+    return chosen[::-1]
+
+
+def slow_fill(lengths, order, capacity):
+    """As `fill`, from one list of all samples."""
+    waiting, bins = order.tolist(), []
+    while waiting:
+        bins.append([waiting.pop(0)])
+        while waiting and sum(lengths[bins[-1] + waiting[:LOOK_AHEAD]]) < capacity:
+            bins[-1].append(waiting.pop(0))
+        free = capacity - lengths[bins[-1]].sum()
+        for i in reversed(slow_fullest(lengths[waiting[:LOOK_AHEAD]].tolist(), free)):
+            bins[-1].append(waiting.pop(i))
+    return bins
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bins_are_those_of_the_plain_way(seed, monkeypatch):
+    rng = np.random.default_rng(seed)
+    monkeypatch.setattr(data.packing, "CHUNK", 50)  # several in the samples
+    capacity = int(rng.integers(1, 120))
+    lengths = rng.integers(1, min(capacity, int(rng.integers(2, 120))) + 1, 180)
+    order = shuffled(len(lengths), seed)
+    assert list(fill(lengths, order, capacity)) == slow_fill(lengths, order, capacity)
+
+
+def test_filling_by_hand():
+    lengths = np.array([5, 3, 2, 5, 4, 1])
+    bins = list(fill(lengths, np.arange(6), 8))
+    assert bins == [[0, 1], [2, 5, 3], [4]]  # 5 + 3; 2, then 1 and 5 rather than 4; 4
+    # All that is in sight fits, but leaves no room: chosen as the fullest, from the back.
+    assert list(fill(np.array([2, 3, 3]), np.arange(3), 8)) == [[0, 2, 1]]
+    assert list(fill(np.array([2, 3, 3]), np.arange(3), 9)) == [[0, 1, 2]]
+    collected = Bins.collect(bins)
+    assert [collected.members(i) for i in range(len(collected))] == bins
+    assert collected.order.dtype == collected.offsets.dtype == np.int64
+    assert list(fill(lengths[:0], np.arange(0), 8)) == [] and len(Bins.collect([])) == 0
+
+
 def test_gsm8k_like_lengths_fill_sequences():
     lengths = np.random.default_rng(0).lognormal(5.4, 0.4, 7000).astype(np.int64).clip(80, 1024)
-    bins = fill(lengths, shuffled(len(lengths), 42, 0), 1024)
+    bins = list(fill(lengths, shuffled(len(lengths), 42, 0), 1024))
     assert lengths.sum() / (len(bins) * 1024) > 0.99
 
 
 def test_short_samples_fill_a_long_sequence():
     lengths = np.random.default_rng(0).integers(20, 60, 4000)
     capacity = 50 * LOOK_AHEAD  # more than the look-ahead can fill
-    bins = fill(lengths, np.arange(4000), capacity)
-    full = [lengths[bins.members(i)].sum() / capacity for i in range(len(bins) - 1)]
-    assert min(full) > 0.99
+    full = [lengths[members].sum() / capacity for members in fill(lengths, np.arange(4000), capacity)]
+    assert min(full[:-1]) > 0.99
 
 
 @pytest.mark.parametrize("limit", [2, 3, 7, 100])
