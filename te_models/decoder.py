@@ -24,10 +24,11 @@ class TECausalLM(nn.Module):
     """Token ids in, summed token loss out; built on the meta device, filled by `weights.load_te`.
 
     `attention` chooses how sequences are told apart: "thd" reads packed batches (`cu_seqlens`), "bshd" reads
-    right-padded batches, where the causal mask alone keeps padding out of sight of real tokens. `backend`:
-    whose layers, see `te_models.engine`. With `cache_fp8_weights` FP8 weights of a step's first micro-batch
-    (`first_micro_batch`) serve the others; with `fuse_gradient_sums` TE's GEMMs add to `main_grad`, see
-    `training.accumulation`. Both are for the native backend.
+    right-padded batches, where the causal mask alone keeps padding out of sight of real tokens, as it does in
+    packed batches whose rows are one sequence each. `backend`: whose layers, see `te_models.engine`. With
+    `cache_fp8_weights` FP8 weights of a step's first micro-batch (`first_micro_batch`) serve the others; with
+    `fuse_gradient_sums` TE's GEMMs add to `main_grad`, see `training.accumulation`. Both are for the native
+    backend.
     """
 
     def __init__(
@@ -165,7 +166,9 @@ class TECausalLM(nn.Module):
         arguments: dict[str, Any] = {}
         if self.cache_fp8_weights:
             arguments["is_first_microbatch"] = self.first_micro_batch
-        if self.attention == "thd":
+        if self.attention == "thd" and self._one_sequence_a_row(input_ids, cu_seqlens):
+            arguments["self_attn_mask_type"] = "causal"
+        elif self.attention == "thd":
             hidden = hidden.flatten(0, 1)  # [T, D]
             arguments |= {
                 "cu_seqlens_q": cu_seqlens,
@@ -178,6 +181,15 @@ class TECausalLM(nn.Module):
             hidden = self._run(layer, hidden, arguments)
         hidden = self.norm(hidden).flatten(0, -2)  # [T, D]
         return linear_cross_entropy(hidden, self.lm_head.weight, labels.flatten())
+
+    def _one_sequence_a_row(self, input_ids: Tensor, cu_seqlens: Tensor | None) -> bool:
+        """Whether plain causal attention, which is faster, serves a packed batch; TE's layers are told."""
+        if self.backend != "native" or cu_seqlens is None:
+            return False
+        plain = len(cu_seqlens) == len(input_ids) + 1
+        for layer in self.layers:
+            layer.self_attention.qkv_format = "bshd" if plain else "thd"
+        return plain
 
     def _run(self, layer: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):

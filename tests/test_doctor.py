@@ -570,7 +570,9 @@ def test_flash_attention_4_is_tried(says, gpu, monkeypatch, missing, wrong, stat
     monkeypatch.setattr(flash_attention, "wrong", lambda how, *heads: tried.append((how, *heads)) or wrong)
     code, findings = says("flash")
     assert code == 0 and findings[0]["status"] == "ok" and text in findings[1]["text"]
-    assert findings[1]["status"] == status and tried == ([] if missing else [({"packed": True}, 32, 8, 128)])
+    forms = [] if missing else [True] if wrong else [True, False]
+    assert findings[1]["status"] == status
+    assert tried == [({"packed": packed}, 32, 8, 128) for packed in forms]
     assert (findings[1]["cure"] is not None) == (status == "warn")
 
 

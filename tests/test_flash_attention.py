@@ -136,8 +136,8 @@ CUDNN_OFF, FLASH_OFF = {"NVTE_FUSED_ATTN"}, {"NVTE_FLASH_ATTN_V4"}
 
 
 def test_a_run_takes_it_where_it_is_right(choose):
-    how = {"packed": True, "deterministic": False}
-    assert choose({"use_te": True}, backend="native") == (True, False, CUDNN_OFF, [how], "")
+    forms = [{"packed": packed, "deterministic": False} for packed in (True, False)]
+    assert choose({"use_te": True}, backend="native") == (True, False, CUDNN_OFF, forms, "")
     how = {"packed": False, "deterministic": True}
     settings = {"use_te": True, "packing": False, "deterministic": True}
     assert choose(settings, backend="native") == (True, False, CUDNN_OFF, [how], "")

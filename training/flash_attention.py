@@ -69,6 +69,11 @@ def load_failed() -> bool:
     return load_error.cache_info().currsize > 0 and load_error() is not None
 
 
+def forms_of_te(*, packed: bool) -> tuple[bool, ...]:
+    """Whether sequences are packed in the calls of a run; rows of packed runs may be one sequence each."""
+    return (True, False) if packed else (False,)
+
+
 def as_te_calls(*, packed: bool, deterministic: bool = False) -> Attend:
     """Its attention with the arguments that TE gives it for a causal layer."""
     interface: Any = importlib.import_module(MODULE)

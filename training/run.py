@@ -174,12 +174,16 @@ class Run:
         if reason := flash_attention.why_not(shape.head_dim):
             return False, reason if flash_attention.load_failed() else None
         if backend == "native":
-            deterministic = cfg.optim.deterministic
-            attend = flash_attention.as_te_calls(packed=cfg.data.packing, deterministic=deterministic)
+            forms, deterministic = (
+                flash_attention.forms_of_te(packed=cfg.data.packing),
+                cfg.optim.deterministic,
+            )
+            tried = [flash_attention.as_te_calls(packed=form, deterministic=deterministic) for form in forms]
         else:
             packed_attention.use_flash_attention_4()
-            attend = packed_attention.attend_packed
-        wrong = flash_attention.wrong(attend, shape.num_heads, shape.num_kv_heads, shape.head_dim)
+            tried = [packed_attention.attend_packed]
+        sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        wrong = next(filter(None, (flash_attention.wrong(attend, *sizes) for attend in tried)), None)
         packed_attention.use_torch()
         return wrong is None, wrong
 

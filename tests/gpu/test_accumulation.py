@@ -111,7 +111,7 @@ def test_a_step_after_one_that_was_not_finite_knows_nothing_of_it():
     model = build(plan(), use_te=True, packed=True, fuse_gradient_sums=True)
     chosen = SingleDevice(DEVICE, config_from_dict({"gradient_accumulation_steps": STEPS}))
     wrapped, optimizer = chosen.wrap(model, optimizer_of(model))
-    before = [p.clone() for p in model.parameters()]
+    before = {name: p.clone() for name, p in model.named_parameters()}
     for factor in (float("nan"), 1.0):
         for i, one in enumerate(inputs):
             with chosen.accumulating(wrapped, first=i == 0, last=i == STEPS - 1):
@@ -119,6 +119,7 @@ def test_a_step_after_one_that_was_not_finite_knows_nothing_of_it():
         usable = torch.tensor(True, device=DEVICE)
         taken = chosen.step(wrapped, optimizer, usable=usable, max_norm=1.0).taken.item()
         assert taken == (factor == 1.0)
+        moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
         assert all(p.isfinite().all() for p in model.parameters())
-        same = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
-        assert not any(same) if taken else all(same)
+        # Norms start at 1, and a step of the learning rate is less than half of what BF16 resolves there.
+        assert moved == ({name for name, p in before.items() if p.ndim == 2} if taken else set())

@@ -8,9 +8,10 @@ import torch
 from te_models import fused_swiglu
 from te_models.fused_swiglu import _Backward, _Forward, differs
 from tests.gpu.models import DEVICE, batch, build, plan
-from tests.gpu.test_te_model import fp8, step
+from tests.gpu.test_te_model import bf16, fp8, step
 
 pytestmark = pytest.mark.gpu
+PASSES = 6  # delayed scaling has found the scales of gradients by then
 
 
 @pytest.fixture(autouse=True)
@@ -59,27 +60,36 @@ def test_what_is_not_finite_stays_so():
 
 
 def test_the_model_takes_it_and_computes_as_tes_does(monkeypatch):
-    """Both models from the same weights; attention's backward adds in changing order, hence no equality."""
+    """Gradients of the same weights lie as far from BF16's as with TE's kernels.
+
+    Not as near each other as that: attention's backward adds up in changing order, and a last bit is a step
+    of FP8 further on.
+    """
     module = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
     assert fused_swiglu.why_not() is None
-    fused_swiglu.use(True)
     calls = []
     run = fused_swiglu._run
     monkeypatch.setattr(fused_swiglu, "_run", lambda *args: calls.append(args[0]) or run(*args))
     _, autocast = fp8("delayed")
     inputs = batch([[256]] * 8, packed=False)
-    fused = build(plan(), use_te=True, packed=False)
-    for _ in range(3):
-        loss, grads = step(fused, inputs, autocast)
-    assert module._act_func.original and len(calls) == 3 * 2 * 4
+    exact, reference = step(build(plan(), use_te=True, packed=False), inputs, bf16())
+
+    def errors() -> dict[str, float]:
+        model = build(plan(), use_te=True, packed=False)
+        for _ in range(PASSES):
+            loss, grads = step(model, inputs, autocast)
+        assert loss == pytest.approx(exact, rel=1e-2)
+        return {key: ((grads[key] - grad).norm() / grad.norm()).item() for key, grad in reference.items()}
+
+    fused_swiglu.use(True)
+    fused = errors()
+    assert module._act_func.original and len(calls) == PASSES * 2 * 4
     fused_swiglu.use(False)
     assert not hasattr(module._act_func, "original")
-    apart = build(plan(), use_te=True, packed=False)
-    for _ in range(3):
-        expected, wanted = step(apart, inputs, autocast)
-    assert len(calls) == 3 * 2 * 4 and loss == pytest.approx(expected, rel=1e-4)
-    for name, grad in wanted.items():
-        assert (grads[name] - grad).norm() / grad.norm() < 2e-2, name
+    apart = errors()
+    assert len(calls) == PASSES * 2 * 4
+    for name, error in fused.items():
+        assert error < 1.1 * apart[name] + 0.01, f"{name}: {error:.4f}, with TE's kernels {apart[name]:.4f}"
 
 
 def test_a_kernel_that_computes_something_else_is_not_taken(monkeypatch):

@@ -131,7 +131,7 @@ def layer_speed() -> Iterator[Finding]:
             "note", f"a decoder layer is not timed: that takes {LAYER_BYTES / 1e9:.0f} GB of GPU memory"
         )
         return
-    model, steps = one_layer(packed=True, tokens=LAYER_TOKENS)
+    model, steps = one_layer(packed=False, tokens=LAYER_TOKENS)
     shape = ModelShape.from_hf_config(model.config)
     flops = model_flops(shape, tokens=LAYER_TOKENS, sum_squared_lengths=LAYER_TOKENS**2)
     times = {}
