@@ -59,6 +59,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if needs_grad:
                 torch.mm(logits, weight, out=grad_hidden[start : start + rows])
                 grad_weight = _accumulate(grad_weight, logits, part, only=len(chunks) == 1)
+            del logits  # or the next chunk's would be there beside them
         # Kept as attributes, not saved tensors, so that backward can give them up one by one.
         ctx.grads, ctx.dtype = [grad_hidden, grad_weight], weight.dtype
         ctx.mark_non_differentiable(correct)
