@@ -1,10 +1,10 @@
-"""Writes the tables of docs/performance.md from recorded measurements; the rest of the page stays as it is.
+"""Writes docs/performance.md's tables and README's from recorded measurements; the rest of a page stays.
 
     python -m benchmarks.performance_page
 
 reads benchmarks/results/throughput.jsonl (`benchmarks.throughput`) and every peer-*.json below
-benchmarks/results (`benchmarks.peers`), and replaces what is between the page's two markers. Runs of the
-same settings are one row, with the median of each column over those of the newest commit.
+benchmarks/results (`benchmarks.peers`), and replaces what is between a page's two markers. Runs of the same
+settings are one row, with the median of each column over those of the newest commit.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
 BEGIN = "<!-- tables: written by python -m benchmarks.performance_page; do not edit -->"
+README_BEGIN = "<!-- speed: written by python -m benchmarks.performance_page; do not edit -->"
 END = "<!-- end of tables -->"
 
 # What a table's rows share, what a row and its BF16 baseline share beyond that, what makes a row.
@@ -200,6 +201,39 @@ def section(runs: list[dict[str, Any]], alone: dict[tuple, float]) -> list[str]:
     return [*made, provenance([run for row in rows for run in row.runs])]
 
 
+BRIEF = {
+    "model, tokens a sequence": lambda row, _: (
+        f"{row['model_name'].split('/')[-1]}, {row['max_seq_length']:,}"
+    ),
+    "stack": COLUMNS["stack"],
+    "precision": COLUMNS["precision"],
+    "micro-batch x accumulation": COLUMNS["batch"],
+    "tokens/s": COLUMNS["tokens/s per GPU"],
+    "TFLOP/s": COLUMNS["TFLOP/s"],
+    "against BF16": lambda row, rows: against_padded(row, rows) if padded(rows) else against_bf16(row, rows),
+    "peak GB": COLUMNS["peak GB"],
+}
+
+
+def padded(rows: list[Row]) -> bool:
+    return not all(row["packing"] for row in rows)
+
+
+def overview(runs: list[dict[str, Any]]) -> str:
+    """Markdown: of every model, length and data on one GPU, the fastest of each stack in BF16 and in FP8."""
+    lines = [list(BRIEF), ["---"] * len(BRIEF)]
+    alone = [run for run in runs if run["gpus"] == 1]
+    for group in grouped(alone, TABLE):
+        rows = [Row(of_newest_commit(same)) for same in grouped(group, ROW)]
+        rate = "tokens_per_second_per_gpu"
+        fastest: dict[tuple, Row] = {}
+        for row in sorted(rows, key=lambda row: row.median(rate)):
+            fastest[row["stack"].split(" + ")[0], row["bf16"]] = row
+        for row in sorted(fastest.values(), key=lambda row: -row.median(rate)):
+            lines.append([cell(row, rows) for cell in BRIEF.values()])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
 def of_newest_commit(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those of the code that the last one ran, so that a row mixes no two states of it."""
     return [run for run in runs if run.get("commit") == runs[-1].get("commit")]
@@ -260,11 +294,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--throughput", type=Path, default=RESULTS / "throughput.jsonl", metavar="FILE")
     parser.add_argument("--peers", type=Path, default=RESULTS, metavar="FOLDER", help="holds peer-*.json")
     parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE")
+    parser.add_argument("--readme", type=Path, default=README, metavar="FILE")
     arguments = parser.parse_args(argv)
     try:
-        made = tables(read_runs(arguments.throughput, arguments.peers))
-        page = arguments.page.read_text(encoding="utf-8")
-        arguments.page.write_text(replaced(page, made, arguments.page), encoding="utf-8")
+        runs = read_runs(arguments.throughput, arguments.peers)
+        made = [(arguments.page, tables(runs), BEGIN), (arguments.readme, overview(runs), README_BEGIN)]
+        pages = {p: replaced(p.read_text(encoding="utf-8"), text, p, begin) for p, text, begin in made}
+        for path, text in pages.items():
+            path.write_text(text, encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

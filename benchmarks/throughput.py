@@ -144,6 +144,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     return arguments, given
 
 
+def without_secrets(command: str, commit: str | None) -> str:
+    """`command` as it may be recorded; a commit looks like an API key."""
+    return " ".join(word if word == commit else redact(word) for word in command.split(" "))
+
+
 def measure(arguments: argparse.Namespace, given: dict[str, Any], command: str) -> int:
     """All repeats; 0, or the exit code of the run that failed."""
     schedule = Schedule.of(given.get("gradient_accumulation_steps", 1), arguments.profile)
@@ -157,7 +162,8 @@ def measure(arguments: argparse.Namespace, given: dict[str, Any], command: str) 
         )
     cfg = config_from_dict(settings)
     refuse_emulation(cfg)
-    about = {"repeats": arguments.repeats, "gpus": arguments.gpus, "command": redact(command)}
+    about = {"repeats": arguments.repeats, "gpus": arguments.gpus}
+    about["command"] = without_secrets(command, arguments.commit)
     about |= {"dataset": SYNTHETIC if synthetic else cfg.data.dataset_name, "settings": given}
     with tempfile.TemporaryDirectory(prefix="throughput-") as name:
         if synthetic:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import performance_page, throughput
-from benchmarks.performance_page import BEGIN, END
+from benchmarks.performance_page import BEGIN, END, README_BEGIN
 from benchmarks.throughput import COUNTED, Schedule, main, parse, record
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,6 +151,13 @@ def test_a_run_that_fails_leaves_no_record_and_its_exit_code(tmp_path):
     assert main(shlex.split(flags)) == 2 and not results.exists()
 
 
+def test_a_recorded_command_keeps_its_commit_and_no_secret():
+    commit, key = "0123456789abcdef0123456789abcdef01234567", "a" * 40
+    command = f"python -m benchmarks.throughput --commit {commit} --wandb_run_name {key}"
+    kept = throughput.without_secrets(command, commit)
+    assert kept == command.replace(key, "***") and throughput.without_secrets(kept, None).count("***") == 2
+
+
 def test_documented_commands_parse():
     text = (ROOT / "docs" / "performance.md").read_text() + throughput.__doc__
     commands = re.findall(r"python -m benchmarks\.throughput (--(?:[^\n]*\\\n)*[^\n]*)", text)
@@ -199,12 +206,13 @@ def write(tmp_path, lines, peers=()) -> str:
         (tmp_path / "peers" / f"peer-{i}.json").write_text(json.dumps(peer))
     page = tmp_path / "page.md"
     page.write_text(HAND)
+    (tmp_path / "readme.md").write_text(HAND.replace(BEGIN, README_BEGIN))
     assert regenerate(tmp_path) == 0
     return page.read_text()
 
 
 def regenerate(tmp_path) -> int:
-    names = {"throughput": "records.jsonl", "peers": "peers", "page": "page.md"}
+    names = {"throughput": "records.jsonl", "peers": "peers", "page": "page.md", "readme": "readme.md"}
     return performance_page.main([f"--{flag}={tmp_path / name}" for flag, name in names.items()])
 
 
@@ -268,6 +276,28 @@ def test_many_gpus_are_held_against_one_of_the_same_settings(tmp_path):
     assert [row["scaling"] for row in cells(four)] == ["95.0%", "-"]
 
 
+def test_readme_has_the_fastest_of_each_stack_and_precision(tmp_path):
+    runs = [line(rate) for rate in (15000.0, 16000.0)] + [line(17000.0, settings={"fp8_attention": True})]
+    runs += [line(10000.0, **BF16), line(11000.0, **BF16, use_te=False), line(60000.0, gpus=4)]
+    write(tmp_path, [*runs, line(5.0, max_seq_length=1024)], [PEER, PEER | {"tokens_per_second": 12000.0}])
+    rows = cells((tmp_path / "readme.md").read_text())
+    assert [(row["stack"], row["precision"], row["tokens/s"]) for row in rows] == [
+        ("this suite", "FP8 delayed, TE layers", "17,000"),
+        ("transformers + torchao", "FP8 tensorwise", "11,500"),
+        ("this suite", "BF16, HF layers", "11,000"),
+        ("this suite", "FP8 delayed, TE layers", "5"),
+    ]
+    assert rows[0]["against BF16"] == "1.70x" and rows[0]["micro-batch x accumulation"] == "1 x 4"
+    assert [row["model, tokens a sequence"] for row in rows] == ["8B, 8,192"] * 3 + ["8B, 1,024"]
+
+
+def test_the_ratio_in_readme_is_to_padded_rows_where_there_are_some(tmp_path):
+    padded = line(10.0, **BF16, use_te=False, packing=False)
+    write(tmp_path, [padded, line(31.0), line(20.0, **BF16)])
+    rows = cells((tmp_path / "readme.md").read_text())
+    assert [row["against BF16"] for row in rows] == ["3.10x", "2.00x"]
+
+
 def test_what_is_written_by_hand_survives(tmp_path):
     page = write(tmp_path, [line(1.0)])
     before, after = HAND.split(f"{BEGIN}\nold\n{END}")
@@ -294,8 +324,8 @@ def test_broken_and_missing_records_are_named(tmp_path, capsys):
 
 
 def test_the_committed_page_has_its_markers():
-    page = (ROOT / "docs" / "performance.md").read_text()
-    assert "made" in performance_page.replaced(page, "made", performance_page.PAGE)
+    for path, begin in ((performance_page.PAGE, BEGIN), (performance_page.README, README_BEGIN)):
+        assert "made" in performance_page.replaced(path.read_text(), "made", path, begin)
 
 
 @pytest.mark.gpu
