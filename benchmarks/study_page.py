@@ -18,7 +18,15 @@ from pathlib import Path
 
 from benchmarks.performance_page import provenance, replaced
 from benchmarks.runs import RunRecord, read_run
-from benchmarks.study_tables import batch_one, fsdp_finetuning, notes, thousand_steps
+from benchmarks.study_tables import (
+    Against,
+    baseline,
+    batch_one,
+    fsdp_finetuning,
+    nearest_baseline,
+    notes,
+    thousand_steps,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -35,6 +43,7 @@ class Study:
 
     command: str
     tables: Callable[[list[RunRecord]], list[str]]
+    against: Against = baseline  # the BF16 run that a run is held against
 
 
 STUDIES = {
@@ -46,11 +55,14 @@ STUDIES = {
         fsdp_finetuning,
     ),
     "thousand_steps": Study(
-        "python -m benchmarks.compare --variants bf16,delayed,current,block "
+        "python -m benchmarks.compare --variants bf16,delayed,current,block,delayed+fp8_fast_accumulation,"
+        "delayed+fp8_fast_accumulation+moment_dtype=bf16+batch_size=4+gradient_accumulation_steps=2"
+        "+grad_reduce_dtype=bf16 "
         "--output_dir runs/thousand_steps/te --model_name meta-llama/Llama-3.2-1B --init random "
         "--tokenizer_name demo --dataset_name openmath_gsm8k --eval_split test --eval_samples 1319 "
         "--batch_size 8 --max_seq_length 1024 --learning_rate 1e-4 --max_steps 1000 --no_save_checkpoints",
         thousand_steps,
+        nearest_baseline,
     ),
 }
 
@@ -69,7 +81,7 @@ def tables(study: Study, runs: list[RunRecord]) -> str:
     """Markdown of a page's part between the markers."""
     if not runs:
         return f"Not run yet: `{study.command}`"
-    return "\n\n".join([*study.tables(runs), *notes(runs), *where_from(runs)])
+    return "\n\n".join([*study.tables(runs), *notes(runs, study.against), *where_from(runs)])
 
 
 def run_folders(folder: Path) -> list[Path]:

@@ -16,6 +16,12 @@ MAX_LOSS_GAP = 0.5  # percent, as benchmarks.compare has it unless told otherwis
 # What a run shares with the BF16 run that it is held against, beside what `verdict.what_differs` looks at.
 BATCH = ("batch_size", "gradient_accumulation_steps")
 SAME = ("use_te", "master_weights", "moment_dtype", "gradient_checkpointing", *BATCH)
+# What a recipe may be tried with that BF16 beside it is not, and how a row says so.
+OWN = {
+    "moment_dtype": "{} moments",
+    "gradient_accumulation_steps": "{} micro-batches",
+    "grad_reduce_dtype": "gradients summed in {}",
+}
 
 
 def is_bf16(run: RunRecord) -> bool:
@@ -39,6 +45,28 @@ def baseline(run: RunRecord, runs: Iterable[RunRecord]) -> RunRecord | None:
     return next((o for o in bf16_like(run, runs) if verdict.what_differs(o, run) is None), None)
 
 
+def nearest_baseline(run: RunRecord, runs: Iterable[RunRecord]) -> RunRecord | None:
+    """`baseline`, or else a BF16 run of the same layers and experiment whose `OWN` settings are others."""
+    if found := baseline(run, runs):
+        return found
+    where = (run.gpus, run.mode, run.config["use_te"], run.config["master_weights"])
+    return next(
+        (
+            other
+            for other in runs
+            if is_bf16(other)
+            and (other.gpus, other.mode, other.config["use_te"], other.config["master_weights"]) == where
+            and verdict.what_differs(other, run) is None
+        ),
+        None,
+    )
+
+
+def own_settings(run: RunRecord, reference: RunRecord) -> list[str]:
+    values = {name: (run.config.get(name), reference.config.get(name)) for name in OWN}
+    return [OWN[name].format(str(own).upper()) for name, (own, other) in values.items() if own != other]
+
+
 def other_seeds(reference: RunRecord, runs: Iterable[RunRecord]) -> list[RunRecord]:
     """The BF16 runs that differ from the BF16 run `reference` in their seed alone."""
     return [
@@ -49,9 +77,8 @@ def other_seeds(reference: RunRecord, runs: Iterable[RunRecord]) -> list[RunReco
     ]
 
 
-def judged(run: RunRecord, runs: list[RunRecord]) -> verdict.Row:
+def judged(run: RunRecord, found: RunRecord | None) -> verdict.Row:
     """A run beside its baseline, by `verdict.judge`; BF16, and what has none, stands alone."""
-    found = None if is_bf16(run) else baseline(run, runs)
     against = found.name if found else None
     return verdict.judge(run.name, run, found, max_loss_gap=MAX_LOSS_GAP, price=None, against=against)
 
@@ -69,6 +96,7 @@ def precision(run: RunRecord) -> str:
         f"{'TE' if run.config['use_te'] else 'HF'} layers",
     ]
     parts += ["FP8 all-gather"] if run.config.get("fp8_all_gather") else []
+    parts += ["fast accumulation"] if run.config.get("fp8_fast_accumulation") else []
     return ", ".join(parts) + (" (emulated)" if run.emulated else "")
 
 
@@ -175,7 +203,7 @@ def fsdp_finetuning(runs: list[RunRecord]) -> list[str]:
     headings.append("node-hours")
 
     def cells(run: RunRecord) -> list[str]:
-        row = judged(run, runs)
+        row = judged(run, None if is_bf16(run) else baseline(run, runs))
         return [
             *(precision(run), str(run.gpus or "-"), f"`{run.mode}`"),
             " x ".join(str(run.config[name]) for name in BATCH),
@@ -206,11 +234,13 @@ def thousand_steps(runs: list[RunRecord]) -> list[str]:
         return is_bf16(run) and any(o.config["seed"] < run.config["seed"] for o in other_seeds(run, runs))
 
     def cells(run: RunRecord) -> list[str]:
-        row, reference = judged(run, runs), run if is_bf16(run) else baseline(run, runs)
+        reference = run if is_bf16(run) else nearest_baseline(run, runs)
+        row = judged(run, None if is_bf16(run) else reference)
         band = verdict.noise_band(reference, other_seeds(reference, runs)) if reference else None
         noise = "-" if band is None else f"{band[0]:+.2f} % to {band[1]:+.2f} %"
-        status = row.status if reference else "-"
-        return [precision(run), status, *verdict_cells(row, *tail), noise, *verdict_cells(row, *losses)]
+        status, own = (row.status, own_settings(run, reference)) if reference else ("-", [])
+        name = ", ".join([precision(run), *own])
+        return [name, status, *verdict_cells(row, *tail), noise, *verdict_cells(row, *losses)]
 
     parts = []
     for experiment, group in by(runs, Experiment.of).items():
@@ -223,12 +253,15 @@ def thousand_steps(runs: list[RunRecord]) -> list[str]:
     return parts
 
 
-def notes(runs: list[RunRecord]) -> list[str]:
+Against = Callable[[RunRecord, Iterable[RunRecord]], RunRecord | None]
+
+
+def notes(runs: list[RunRecord], against: Against) -> list[str]:
     """What a reader must know of these runs: which did not finish, and which nothing is held against."""
     found = []
     if unfinished := [f"{run.name} (step {run.value('steps')})" for run in runs if run.summary is None]:
         found.append(f"Not finished: {', '.join(unfinished)}.")
-    alone = [r.name for r in runs if r.summary is not None and not is_bf16(r) and not baseline(r, runs)]
+    alone = [r.name for r in runs if r.summary is not None and not is_bf16(r) and not against(r, runs)]
     if alone:
         alike = "layers, weights, batch, data, steps and seed"
         found.append(f"Without a BF16 run of the same {alike}: {', '.join(alone)}.")

@@ -187,8 +187,8 @@ def test_recipes_beside_the_noise_of_bf16_s_seeds(tmp_path):
         ("summary.json", {"label_tokens": 1}),
         ("summary.json", {"steps": 178}),
         ("config.json", {"seed": 7}),
-        ("config.json", {"batch_size": 6, "gradient_accumulation_steps": 2}),
-        ("config.json", {"moment_dtype": "bf16"}),
+        ("config.json", {"batch_size": 6}),
+        ("config.json", {"master_weights": "none"}),
         ("config.json", {"use_te": False}),
         ("summary.json", {"gpus": 2, "world_size": 2}),
         ("summary.json", {"sharding_mode": "fsdp_full"}),
@@ -203,6 +203,24 @@ def test_unlike_runs_are_not_held_against_each_other(tmp_path, file, values):
     cells = row.strip("| ").split(" | ")
     assert cells[1:5] == ["-", "2.8320", "-", "-"] and cells[6] == cells[8] == "-"
     assert "same layers, weights, batch, data, steps and seed: 1b-packed-delayed." in text
+
+
+def test_a_recipe_with_settings_of_its_own_is_held_against_plain_bf16_where_there_is_no_other(tmp_path):
+    own = {"moment_dtype": "bf16", "batch_size": 6, "gradient_accumulation_steps": 2}
+    own |= {"grad_reduce_dtype": "bf16", "fp8_fast_accumulation": True}
+    folder = use(tmp_path, "thousand_steps", "h200", "1b-packed-bf16", "1b-packed-delayed")
+    change(folder / "1b-packed-delayed" / "config.json", **own)
+    assert write(tmp_path) == 0
+    name = (
+        "FP8 delayed, TE layers, fast accumulation, BF16 moments, 2 micro-batches, gradients summed in BF16"
+    )
+    row = rows(made(tmp_path, "thousand_steps"))[name]
+    assert (row["verdict"], row["gap"], row["speed"]) == ("PASS", "+0.20 %", "1.26x")
+    shutil.copytree(folder / "1b-packed-bf16", folder / "alike")
+    change(folder / "alike" / "config.json", **own | {"fp8_fast_accumulation": False})
+    change(folder / "alike" / "summary.json", train_loss_tail_mean=2.0)
+    assert write(tmp_path) == 0
+    assert "FP8 delayed, TE layers, fast accumulation" in rows(made(tmp_path, "thousand_steps"))
 
 
 def test_rows_of_fine_tuning(tmp_path):
@@ -328,13 +346,13 @@ def test_runs_started_by_hand_are_those_of_the_comparisons(tmp_path):
         variants = parse_variants(args.variants)
         jobs = compare.build_jobs(variants, given_settings(training, "p"), args.output_dir, args.noise_seeds)
         wanted |= {job.cfg.checkpoint.output_dir: job.cfg for job in jobs}
-    assert len(wanted) == 12
+    assert len(wanted) == 14
     gpus = {}
     for gpu, script, *flags in by_hand:
         cfg = parse_config(flags, prog=script, description="")
         assert script == "train_fp8.py" and cfg == wanted.pop(cfg.checkpoint.output_dir)
         gpus[gpu] = gpus.get(gpu, 0) + 1
-    assert not wanted and gpus == {"0": 3, "1": 3, "2": 3, "3": 3}
+    assert not wanted and gpus == {"0": 4, "1": 4, "2": 3, "3": 3}
 
 
 @pytest.mark.parametrize("name", STUDIES)
