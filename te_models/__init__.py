@@ -38,6 +38,7 @@ class ModelPlan:
     name: str
     config: Any
     weights: Path | None
+    trust_remote_code: bool = False  # the model's own Python code may run
 
     @property
     def short_name(self) -> str:
@@ -62,8 +63,14 @@ def plan_model(
     config = _config(name, random=random, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
     if use_te:
         refuse_te(name, config)
+    if quantized := getattr(config, "quantization_config", None):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else "unknown"
+        raise ValueError(
+            f"--model_name {name}: its weights are quantized (quant_method {method}), which cannot be "
+            "trained; give the model that they were made from"
+        )
     weights = None if random else _weights_folder(name, cache_dir)
-    return ModelPlan(name, config, weights)
+    return ModelPlan(name, config, weights, trust_remote_code)
 
 
 def refuse_te(name: str, config: Any) -> None:
@@ -127,7 +134,6 @@ def build_model(
     gradient_checkpointing: bool = False,
     reentrant: bool = False,
     compile_layers: bool = False,
-    trust_remote_code: bool = False,
     shard: Callable[[nn.Module], None] | None = None,
     parameter_device: torch.device | None = None,
     weight_recipe: Any = None,
@@ -153,7 +159,7 @@ def build_model(
         if shard and (source := _streamed_source(plan, seed, device)):
             with parameters_on_meta():
                 inner = AutoModelForCausalLM.from_config(
-                    plan.config, dtype=dtype, trust_remote_code=trust_remote_code
+                    plan.config, dtype=dtype, trust_remote_code=plan.trust_remote_code
                 )
             model = HFCausalLM(inner, **recomputation)
             if convert:
@@ -162,7 +168,7 @@ def build_model(
             materialize(inner, parameter_device or device)
             fill_named(dict(inner.named_parameters()), source)
         else:
-            inner = _build_hugging_face(plan, dtype, device, seed, trust_remote_code)
+            inner = _build_hugging_face(plan, dtype, device, seed)
             model = HFCausalLM(inner, **recomputation)
             if convert:
                 convert(model)
@@ -198,34 +204,42 @@ def weight_source(plan: ModelPlan, *, seed: int, device: torch.device) -> Weight
     """Where a TE model's weights come from: the plan's safetensors, or seeded random ones."""
     if plan.weights is not None:
         return SafetensorsSource(plan.weights)
-    return RandomSource(_hf_shapes(plan.config), seed=seed, std=plan.config.initializer_range, device=device)
+    return RandomSource(_hf_shapes(plan), seed=seed, std=plan.config.initializer_range, device=device)
 
 
 def _streamed_source(plan: ModelPlan, seed: int, device: torch.device) -> WeightSource | None:
-    """A source with exactly the Hugging Face model's own names; None if only transformers can load it."""
+    """A source that holds the model's parameters under their own names, and nothing else.
+
+    None if only transformers can load it: files that it renames, joins or scales, or a state of buffers.
+    """
     if plan.weights is None:
         return weight_source(plan, seed=seed, device=device) if plan.family in FAMILIES else None
-    source, shapes = SafetensorsSource(plan.weights), _hf_shapes(plan.config)
-    return source if all(source.shapes().get(name) == shape for name, shape in shapes.items()) else None
+    source, model = SafetensorsSource(plan.weights), _on_meta(plan)
+    tied = set(model.all_tied_weights_keys) if plan.config.tie_word_embeddings else set()
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    held = {n: s for n, s in source.shapes().items() if n not in tied and not n.endswith(".inv_freq")}
+    return source if held == shapes and set(model.state_dict()) - tied == shapes.keys() else None
 
 
-def _hf_shapes(config: Any) -> dict[str, torch.Size]:
+def _on_meta(plan: ModelPlan) -> nn.Module:
+    """The Hugging Face model without storage."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return {name: p.shape for name, p in model.named_parameters()}
+        return AutoModelForCausalLM.from_config(plan.config, trust_remote_code=plan.trust_remote_code)
 
 
-def _build_hugging_face(
-    plan: ModelPlan, dtype: torch.dtype, device: torch.device, seed: int, trust_remote_code: bool
-) -> nn.Module:
+def _hf_shapes(plan: ModelPlan) -> dict[str, torch.Size]:
+    return {name: p.shape for name, p in _on_meta(plan).named_parameters()}
+
+
+def _build_hugging_face(plan: ModelPlan, dtype: torch.dtype, device: torch.device, seed: int) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
+    options = {"dtype": dtype, "trust_remote_code": plan.trust_remote_code}
+
     if plan.weights is not None:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            plan.weights, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
-        )
+        model, info = AutoModelForCausalLM.from_pretrained(plan.weights, **options, output_loading_info=True)
         if missing := set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}:
             raise ValueError(
                 f"--model_name {plan.name}: the weights lack {', '.join(sorted(missing))}; "
@@ -234,9 +248,7 @@ def _build_hugging_face(
         return model.to(device)
     torch.manual_seed(seed)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            plan.config, dtype=dtype, trust_remote_code=trust_remote_code
-        )
+        model = AutoModelForCausalLM.from_config(plan.config, **options)
     if plan.family in FAMILIES:  # the same random weights as the TE form has
         source = weight_source(plan, seed=seed, device=device)
         with torch.no_grad():
@@ -245,9 +257,9 @@ def _build_hugging_face(
     return model
 
 
-def count_parameters(config: Any) -> int:
+def count_parameters(plan: ModelPlan) -> int:
     """Parameters of the Hugging Face model, a tied weight once."""
-    return sum(shape.numel() for shape in _hf_shapes(config).values())
+    return sum(shape.numel() for shape in _hf_shapes(plan).values())
 
 
 def whole(tensors: list[Tensor]) -> list[Tensor]:

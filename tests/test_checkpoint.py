@@ -112,6 +112,18 @@ def test_every_kind_of_tensor_comes_back_bit_by_bit(tmp_path, file_bytes):
         assert raw_bytes(target[key]) == raw_bytes(tensor.detach()), key
 
 
+def test_a_save_tells_that_it_makes_progress(tmp_path, monkeypatch):
+    """After each file that is written, and after each that is checked."""
+    beats = []
+    checkpoints = Checkpoints(
+        tmp_path, keep_last=1, beat=lambda: beats.append(len(list(tmp_path.rglob("*"))))
+    )
+    monkeypatch.setattr(Checkpoints, "file_bytes", 100)
+    path = checkpoints.save(1, {f"t{i}": torch.zeros(25) for i in range(5)}, {})
+    files = list(path.glob("*.safetensors"))
+    assert len(files) == 5 and len(beats) >= 2 * len(files)
+
+
 def test_a_part_of_a_checkpoint_can_be_loaded_and_nothing_at_all_saved(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep_last=2)
     path = checkpoints.save(1, filled(4), {})

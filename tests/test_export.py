@@ -21,7 +21,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from te_models import ModelPlan
 from training.export import export_hf
+from training.generate import generation_config
 
 torch.set_num_threads(1)
 
@@ -131,6 +133,17 @@ def test_config_generation_settings_and_tokenizer_come_along(tmp_path):
 
     plain = export_hf(tmp_path / "plain", weights(source), config=source.config)
     assert json.loads((plain / "generation_config.json").read_text())["eos_token_id"] == 2
+
+
+def test_generation_settings_that_transformers_would_not_save_again_do_not_lose_an_export(tmp_path):
+    """Sampling settings without do_sample, as some published folders have them."""
+    settings = {"temperature": 0.9, "top_p": 0.6, "_from_model_config": False}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    model, tokenizer = build(), tiny_tokenizer()
+    generation = generation_config(ModelPlan("m", model.config, tmp_path), tokenizer)
+    out = export_hf(tmp_path / "export", weights(model), config=model.config, generation_config=generation)
+    saved = GenerationConfig.from_pretrained(out)
+    assert (saved.temperature, saved.top_p, saved.do_sample) == (0.9, 0.6, True)
 
 
 def test_dtype_slices_and_strides(tmp_path):

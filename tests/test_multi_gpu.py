@@ -553,7 +553,7 @@ def test_the_first_rank_chooses_the_mode_for_all(tmp_path):
 
 def late_answers(rank: int) -> None:
     answer = run.answer
-    run.answer = lambda *arguments: (time.sleep(8), answer(*arguments))[1]
+    run.answer = lambda *args, **kwargs: (time.sleep(8), answer(*args, **kwargs))[1]
 
 
 def test_samples_are_answered_when_the_other_ranks_are_gone(tmp_path):

@@ -72,14 +72,14 @@ def test_auto_without_a_gpu_is_ddp():
 
 
 def test_a_host_too_small_to_offload_to_is_refused(monkeypatch):
-    """8 B parameters, 16 bytes each: 128 GB, of which a node of two has to hold a half."""
+    """8 B parameters, 20 bytes each: 160 GB, of which a node of two has to hold a half."""
     pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": int(100e9) // 4096}
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)
     monkeypatch.setattr(ranks, "local_rank_and_size", lambda: (0, 8))
     monkeypatch.setattr(ranks, "world_size", lambda: 16)
     refuse_small_host(8 * 10**9)
     monkeypatch.setattr(ranks, "world_size", lambda: 8)
-    with pytest.raises(RuntimeError, match=r"fsdp_offload: needs 128 GB .* which has 100 GB; use more nodes"):
+    with pytest.raises(RuntimeError, match=r"fsdp_offload: needs 160 GB .* which has 100 GB; use more nodes"):
         refuse_small_host(8 * 10**9)
 
 

@@ -47,9 +47,9 @@ def test_everything_a_run_was_comes_back(tmp_path):
     progress = Progress(step=3, real_tokens=11, skipped_steps=1, best_eval_loss=0.5)
     alone = SingleDevice(torch.device("cpu"))
     cfg, resolved = config_from_dict({}), Precision("mxfp8", "delayed", "too old")
-    save_run(
-        checkpoints, cfg, resolved, **saved, strategy=alone, progress=progress, total_steps=9, eval_loss=0.5
-    )
+    numbers = {"progress": progress, "total_steps": 9, "eval_loss": 0.5}
+    scaling = scaling_state(saved["model"])
+    save_run(checkpoints, cfg, resolved, **saved, **numbers, strategy=alone, scaling=scaling)
     expected = torch.rand(2).tolist(), random.random()
     assert json.loads((tmp_path / "index.json").read_text())["best_eval_loss"] == 0.5
 

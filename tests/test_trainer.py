@@ -435,6 +435,49 @@ def test_evaluation_forwards_are_in_eval_mode_and_inside_their_hook():
     assert seen == [(True, False), (False, True)]
 
 
+def test_evaluation_leaves_alone_what_its_first_batch_prepared():
+    events = []
+
+    @contextmanager
+    def evaluating():
+        events.append("evaluating")
+        yield
+
+    hooks = Hooks(prepare=lambda batch: events.append("prepared"), evaluating=evaluating)
+    batches = [to_batch(rows(4))]
+    made, _ = trainer(batches, total_steps=0, eval_batches=batches * 2, hooks=hooks)
+    made.fit()
+    assert events == ["prepared", "evaluating"]
+
+
+def test_a_stop_saves_after_the_verdict_on_its_last_step(monkeypatch):
+    """On a GPU the newest verdict is read a step later, which a step that is not finite must not survive."""
+    saved, skipped = [], []
+    hooks = Hooks(
+        after_first_step=lambda: os.kill(os.getpid(), signal.SIGTERM),
+        save=lambda step, eval_loss: saved.append((step, made.progress.skipped_steps, list(skipped))),
+        on_skipped=lambda: skipped.append(made.progress.step),
+    )
+    made, _ = trainer([to_batch(rows(4))], total_steps=9, hooks=hooks, log_interval=5)
+    judge = made._judge
+    monkeypatch.setattr(
+        made, "_judge", lambda *, all_of_them: judge(all_of_them=all_of_them and bool(saved_now))
+    )
+    saved_now = []
+    stop = made._stop
+    monkeypatch.setattr(made, "_stop", lambda: saved_now.append(1) or stop())
+    add_infinity(made.model)
+    assert made.fit() is False and saved == [(1, 1, [1])]
+
+
+def test_rates_of_a_resumed_run_leave_its_own_warm_up_out():
+    made, _ = trainer([to_batch(rows(4))], total_steps=30, log_interval=5)
+    resumed, _ = trainer([to_batch(rows(4))], total_steps=30, log_interval=5)
+    resumed.progress.step = resumed._began = 10
+    assert made.fit() and resumed.fit()
+    assert (len(made.rates), len(resumed.rates)) == (5, 3)
+
+
 def test_a_resumed_run_does_not_evaluate_at_its_start():
     made, record = trainer(
         [to_batch(rows(4))], total_steps=4, eval_batches=[to_batch(rows(2))], eval_at_start=True

@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,9 +59,10 @@ class Checkpoints:
 
     file_bytes = 2**30  # a save copies this much per writer thread from the GPU, and nothing from the CPU
 
-    def __init__(self, folder: Path, *, keep_last: int):
+    def __init__(self, folder: Path, *, keep_last: int, beat: Callable[[], None] = lambda: None):
+        """`beat` is called while a save makes progress."""
         self.folder = Path(folder)
-        self.keep_last = keep_last
+        self.keep_last, self.beat = keep_last, beat
 
     def save(
         self, step: int, tensors: dict[str, Tensor], meta: dict, *, eval_loss: float | None = None
@@ -166,7 +167,7 @@ class Checkpoints:
         return specs
 
     def _write_tensors(self, partial: Path, tensors: dict[str, Tensor]) -> None:
-        writer = _Writer(partial, f"rank{ranks.rank():05d}", self.file_bytes)
+        writer = _Writer(partial, f"rank{ranks.rank():05d}", self.file_bytes, self.beat)
         planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _quiet():
             detached = {key: tensor.detach() for key, tensor in tensors.items()}
@@ -176,7 +177,7 @@ class Checkpoints:
         """Flush and checksum every file, shared out over the ranks, then write the manifest."""
         names = ranks.on_first(lambda: sorted(path.name for path in partial.iterdir()))
         shares = ranks.together(
-            lambda: digests(partial, names[ranks.rank() :: ranks.world_size()], flush=True)
+            lambda: digests(partial, names[ranks.rank() :: ranks.world_size()], flush=True, beat=self.beat)
         )
         files = {name: digest for share in shares for name, digest in share.items()}
         ranks.on_first(lambda: write_manifest(partial, {"step": step, "files": files, "tensors": specs}))
@@ -365,8 +366,8 @@ class _Writer(dcp.StorageWriter):
     the errors of its threads, so that a full disk looks like success.
     """
 
-    def __init__(self, folder: Path, prefix: str, file_bytes: int):
-        self.folder, self.prefix, self.file_bytes = folder, prefix, file_bytes
+    def __init__(self, folder: Path, prefix: str, file_bytes: int, beat: Callable[[], None]):
+        self.folder, self.prefix, self.file_bytes, self.beat = folder, prefix, file_bytes, beat
 
     def reset(self, checkpoint_id: Any = None) -> None: ...
 
@@ -396,7 +397,8 @@ class _Writer(dcp.StorageWriter):
             files[-1].append(item)
             filled += nbytes
         with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(lambda number: self._write(number, files[number], planner), range(len(files))))
+            for _ in pool.map(lambda number: self._write(number, files[number], planner), range(len(files))):
+                self.beat()
         done: torch.futures.Future[list] = torch.futures.Future()
         done.set_result([])
         return done

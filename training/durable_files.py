@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -80,16 +80,22 @@ def _digest(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "xxh3_128": checksum.hexdigest()}
 
 
-def digests(folder: Path, names: Iterable[str], *, flush: bool = False) -> dict[str, dict]:
-    """Size and checksum of the named files, `flush`ed to disk first if wanted."""
+def digests(
+    folder: Path, names: Iterable[str], *, flush: bool = False, beat: Callable[[], None] = lambda: None
+) -> dict[str, dict]:
+    """Size and checksum of the named files, `flush`ed to disk first if wanted; a `beat` after each."""
 
     def one(name: str) -> tuple[str, dict]:
         if flush:
             sync_to_disk(folder / name)
         return name, _digest(folder / name)
 
+    found = {}
     with ThreadPoolExecutor(THREADS) as pool:
-        return dict(pool.map(one, names))
+        for name, digest in pool.map(one, names):
+            found[name] = digest
+            beat()
+    return found
 
 
 def _checksum(manifest: dict) -> str:

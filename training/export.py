@@ -27,11 +27,14 @@ def export_hf(
     generation_config: Any = None,
     dtype: torch.dtype = torch.bfloat16,
     max_shard_bytes: int = 4 * 2**30,
+    trust_remote_code: bool = False,
+    code_folder: Path | None = None,
 ) -> Path:
     """Stream (name, tensor) pairs into a Hugging Face model folder and return it; call it on one process.
 
     Names and shapes are Hugging Face's, without a tied `lm_head.weight`; floats are cast to `dtype`. About
     `max_shard_bytes` are in memory at a time. An existing export is replaced once this one is complete.
+    Python code that `config` names comes along from `code_folder`.
     ValueError: a tensor that the model of `config` lacks, misses or has in another shape, or a `folder` that
     holds something else than a model. RuntimeError: the files could not be written.
     """
@@ -43,9 +46,12 @@ def export_hf(
         recover(folder)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        config, expected = _describe(config, dtype)
+        config, expected = _describe(config, dtype, trust_remote_code)
         _write_weights(partial, _checked(tensors, expected), dtype, max_shard_bytes)
         config.save_pretrained(partial)
+        if code_folder and getattr(config, "auto_map", None):
+            for path in code_folder.glob("*.py"):
+                shutil.copy(path, partial / path.name)
         (generation_config or GenerationConfig.from_model_config(config)).save_pretrained(partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
@@ -64,12 +70,12 @@ def export_hf(
     return folder
 
 
-def _describe(config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, torch.Size]]:
+def _describe(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, dict[str, torch.Size]]:
     """A copy of `config` with architecture and dtype set, and the shapes of its model's weights by name."""
     config = copy.deepcopy(config)
     config.dtype = dtype
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     config.architectures = [type(model).__name__]
     tied = set() if not config.tie_word_embeddings else set(model.all_tied_weights_keys)
     return config, {name: t.shape for name, t in model.state_dict().items() if name not in tied}

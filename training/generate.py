@@ -17,19 +17,26 @@ def generation_config(plan: Any, tokenizer: Any) -> Any:
         generation = GenerationConfig.from_pretrained(plan.weights)
     else:
         generation = GenerationConfig.from_model_config(plan.config)
+    try:
+        generation.validate(strict=True)
+    except ValueError:  # sampling settings without do_sample, in older folders; they would not be saved
+        generation.do_sample = True
     ends = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|eot_id|>")} - {None}
     generation.eos_token_id = sorted(ends) or None
     generation.pad_token_id = tokenizer.pad_token_id
     return generation
 
 
-def answer(export: Path, prompts: list[tuple[str, str]], device: torch.device) -> str:
+def answer(
+    export: Path, prompts: list[tuple[str, str]], device: torch.device, *, trust_remote_code: bool = False
+) -> str:
     """Greedy answers of the exported model, loaded as any user would, beside the reference answers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    tokenizer = AutoTokenizer.from_pretrained(export)
-    model = AutoModelForCausalLM.from_pretrained(export, dtype=dtype).to(device).eval()
+    trusted = {"trust_remote_code": trust_remote_code}
+    tokenizer = AutoTokenizer.from_pretrained(export, **trusted)
+    model = AutoModelForCausalLM.from_pretrained(export, dtype=dtype, **trusted).to(device).eval()
     texts = []
     for prompt, reference in prompts:
         inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)

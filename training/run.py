@@ -105,7 +105,11 @@ class Run:
         self._plan_memory()
         self.folder = ranks.on_first(self._open_folder)
         ranks.together(self._see_folder)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", keep_last=cfg.checkpoint.keep_last)
+        self.checkpoints = Checkpoints(
+            self.folder / "checkpoints",
+            keep_last=cfg.checkpoint.keep_last,
+            beat=lambda: watchdog.beat("saving"),
+        )
         self.resume, self.meta = ranks.on_first(self._find_checkpoint)
         ranks.together(self._load_data)
         ranks.agree("the data", self.loaders.train.identity)
@@ -194,7 +198,7 @@ class Run:
             gpu = min(ranks.gather(torch.cuda.get_device_properties(self.device).total_memory))
         self.mode = ranks.on_first(lambda: self._choose_mode(gpu))
         if self.mode == "fsdp_offload":
-            ranks.together(lambda: refuse_small_host(te_models.count_parameters(self.plan.config)))
+            ranks.together(lambda: refuse_small_host(te_models.count_parameters(self.plan)))
         self.strategy = STRATEGIES[self.mode](self.device, self.cfg)
         ranks.together(lambda: fp8_stats.check(self.cfg, self.precision, compiles=self._compiles()))
         ranks.together(lambda: profiling.check(self.cfg.log.profile_steps, self.device))
@@ -217,7 +221,7 @@ class Run:
         if gpu is not None:
             accumulating = cfg.optim.gradient_accumulation_steps > 1
             memory = Memory(
-                te_models.count_parameters(self.plan.config),
+                te_models.count_parameters(self.plan),
                 weights=4 if cfg.precision.mixed_precision == "fp32" else 2,
                 state=self._plan_optimizer("device").state_bytes,
                 accumulated=(4 if cfg.sharding.grad_reduce_dtype == "fp32" else 2) * accumulating,
@@ -315,7 +319,6 @@ class Run:
             gradient_checkpointing=cfg.model.gradient_checkpointing,
             reentrant=strategy.reentrant,
             compile_layers=self._compiles(),
-            trust_remote_code=cfg.model.trust_remote_code,
             weight_recipe=self.precision.recipe if fp8_weights else None,
             compute_dtype=compute,
             convert=(lambda model: self._convert(model, fp8_gather)) if self.torchao else None,
@@ -586,6 +589,8 @@ class Run:
             progress=self.trainer.progress,
             total_steps=self.total_steps,
             eval_loss=eval_loss,
+            # Without a step or an evaluation since the resume TE has no state yet.
+            scaling=scaling_state.scaling_state(self.model) or self.scaling,
         )
 
     def _count_wall_time(self) -> None:
@@ -609,12 +614,14 @@ class Run:
         """Answer --generate_samples evaluation prompts with the exported model; on one rank."""
         prompts = self.loaders.eval_prompts[: self.cfg.checkpoint.generate_samples]
         if prompts and (self.folder / "export").exists():
-            text = answer(self.folder / "export", prompts, self.device)
+            trusted = {"trust_remote_code": self.plan.trust_remote_code}
+            text = answer(self.folder / "export", prompts, self.device, **trusted)
             (self.folder / "samples.txt").write_text(text, encoding="utf-8")
             say(f"\nsamples from the exported model:\n\n{text}")
 
     def _gather(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """Whole weights for the export: from FP32 masters where the weights are in FP8."""
+        self.watchdog.beat("exporting")
         masters = [optim.master_of(self.optimizer, parameter) for parameter in parameters]
         exact = [p if m is None else m for p, m in zip(parameters, masters, strict=True)]
         return self.strategy.gather(exact)
@@ -626,6 +633,8 @@ class Run:
             config=self.plan.config,
             tokenizer=self.tokenizer,
             generation_config=generation_config(self.plan, self.tokenizer),
+            trust_remote_code=self.plan.trust_remote_code,
+            code_folder=self.plan.weights,
         )
 
     def _summary(self) -> dict[str, Any]:

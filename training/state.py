@@ -17,7 +17,6 @@ from training import adamw, optim, precision
 from training.adamw import local
 from training.checkpoint import Checkpoints
 from training.config import Config
-from training.scaling_state import scaling_state
 from training.trainer import Progress
 
 
@@ -33,9 +32,10 @@ def save_run(
     progress: Progress,
     total_steps: int,
     eval_loss: float | None,
+    scaling: dict[str, Tensor],
 ) -> None:
-    """Save everything the run is, as one checkpoint. Collective."""
-    scaling = {f"fp8/{name}": tensor for name, tensor in scaling_state(model).items()}
+    """Save everything the run is, `scaling` TE's FP8 state by name, as one checkpoint. Collective."""
+    scaling = {f"fp8/{name}": tensor for name, tensor in scaling.items()}
     meta = {
         "config": cfg.to_dict(),
         **resolved.as_dict(),

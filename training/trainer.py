@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from statistics import median
 from typing import Any
 
@@ -26,6 +26,7 @@ RATES = (
     "perf/mfu_fp8",
     "perf/data_wait_share",
 )
+ASK_EVERY = 16  # evaluation batches between two looks for a signal, for which many ranks must wait
 WARMUP_STEPS = 5  # left out of the reported rates: kernels are chosen and memory is reserved in them
 
 
@@ -171,6 +172,7 @@ class Trainer:
         self.device = strategy.device
         self.stop_requested = False
         self.rates: list[dict[str, float]] = []  # of each log interval after warm-up
+        self._began = self.progress.step  # steps of earlier starts
         self._clock = 0.0  # when the time of the current step began
         self._skipped_in_a_row, self._prepared, self._covered = 0, False, False
         self._unread: list[tuple[int, StepResult]] = []  # steps whose verdict is not known yet
@@ -219,13 +221,15 @@ class Trainer:
         """
         sums = torch.zeros(3, device=self.device, dtype=torch.float64)  # loss, correct, label tokens
         self.model.eval()
+        batches = (batch.to(self.device) for batch in self.loaders.eval)
+        first = next(batches)
+        self._prepare(first)  # whose state evaluation must leave alone
         with self.hooks.evaluating():
-            for batch in self.loaders.eval:
+            for i, batch in enumerate(chain([first], batches)):
                 self.hooks.beat(f"evaluating at step {self.progress.step}")
-                if self.strategy.any(self.stop_requested):
+                ask = self.strategy.world_size == 1 or i % ASK_EVERY == 0
+                if ask and self.strategy.any(self.stop_requested):
                     break
-                batch = batch.to(self.device)
-                self._prepare(batch)
                 with self.autocast():
                     loss, correct = self.model(**batch.inputs)
                 sums[0] += loss
@@ -276,6 +280,7 @@ class Trainer:
         return True
 
     def _stop(self) -> bool:
+        self._judge(all_of_them=True)
         self._save()
         self.display.message(f"stopped by a signal after step {self.progress.step}")
         return False
@@ -383,7 +388,8 @@ class Trainer:
         }
         steps, disturbed = self.meter.steps, self.meter.disturbed
         metrics |= self.meter.read(self._sum_counts, self._slowest) | self._memory()
-        warm = self.progress.step - steps >= WARMUP_STEPS or self.total_steps <= WARMUP_STEPS
+        before = self.progress.step - steps - self._began  # steps of this start ahead of the interval
+        warm = before >= WARMUP_STEPS or self.total_steps - self._began <= WARMUP_STEPS
         if warm and not disturbed:
             self.rates.append({name: metrics[name] for name in RATES if name in metrics})
         self.tracker.log(self.progress.step, metrics)
