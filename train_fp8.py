@@ -17,6 +17,9 @@ if __name__ == "__main__":
         from training.config import parse_config
 
         parse_config(["--help"], prog="train_fp8.py", description=__doc__)
-    from training.run import main
+    try:
+        from training.run import main
+    except KeyboardInterrupt:
+        sys.exit("error: interrupted before the start")
 
     sys.exit(main(sys.argv[1:], description=__doc__, start=one_device, started=STARTED))

@@ -23,6 +23,9 @@ if __name__ == "__main__":
         from training.config import parse_config
 
         parse_config(["--help"], prog="train_multi_gpu.py", description=__doc__)
-    from training.run import main
+    try:
+        from training.run import main
+    except KeyboardInterrupt:
+        sys.exit("error: interrupted before the start")
 
     sys.exit(main(sys.argv[1:], description=__doc__, start=join_torchrun, started=STARTED))

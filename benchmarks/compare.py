@@ -102,6 +102,8 @@ def run_jobs(jobs: list[Job], *, gpus: int, folder: Path) -> tuple[int, dict[str
         if outcome.stopped:
             print(f"stopped in {job.name}; to go on: the same command", flush=True)
             return EXIT_INTERRUPTED, failed
+        if outcome.in_use:
+            raise ValueError(f"{job.name}: {outcome.error}; then the same command goes on")
         if outcome.code:
             failed[job.name] = outcome
             if number == 1:
@@ -247,6 +249,8 @@ def compare(argv: list[str]) -> int:
     jobs = build_jobs(
         parse_variants(args.variants), given_settings(training, PROG), args.output_dir, args.noise_seeds
     )
+    if jobs[0].cfg.optim.max_steps == 0:
+        raise ValueError("--max_steps 0: trains nothing that could be compared; give 1 or more")
     for job in jobs:  # a folder of other settings is told before hours are spent
         is_finished(job.cfg)
     code, failed = run_jobs(jobs, gpus=args.gpus, folder=args.output_dir)

@@ -14,6 +14,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +25,7 @@ from training.trackers import redact
 
 ROOT = Path(__file__).resolve().parent.parent
 EXIT_INTERRUPTED = 75  # as the training scripts have it: the same command goes on
+IN_USE = "another run is writing to it"  # as training.run_folder says it
 LENGTH = ("num_epochs", "max_steps")  # may change on a resume, but a shorter run is not a finished longer one
 
 
@@ -39,6 +42,11 @@ class Outcome:
     def refused(self) -> bool:
         """Whether it ended before it took its folder: a setting or this machine stood against it."""
         return self.code != 0 and not self.stopped and not (self.folder / "config.json").exists()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether another process is at work in its folder."""
+        return self.code != 0 and IN_USE in self.error
 
     @property
     def out_of_memory(self) -> bool:
@@ -82,27 +90,21 @@ def to_flags(cfg: Config) -> list[str]:
 def launch(cfg: Config, *, gpus: int = 1, log: Path) -> Outcome:
     """Run one training script to its end in its --output_dir; its output goes to `log` and the terminal.
 
-    SIGINT and SIGTERM are passed on and waited for, so that the run saves a checkpoint.
+    SIGINT, SIGTERM and SIGHUP are passed on and waited for, so that the run saves a checkpoint. The run
+    writes the log itself, and goes on if this process dies.
     """
     line, last, error = command(cfg, gpus), "", None
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8") as file, _Relay() as relay:
         file.write(f"$ {redact(shlex.join(line))}\n")
+        file.flush()
+        begin = file.tell()
         # A session of its own: a terminal's Ctrl-C reaches this process alone, which passes it on once.
-        process = subprocess.Popen(
-            line,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            start_new_session=True,
-        )
+        process = subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         relay.attach(process)
-        for text in process.stdout:
-            file.write(text)
-            file.flush()
-            print(text, end="", flush=True)
+        for text in _lines_of(log, begin, process):
+            with contextlib.suppress(OSError):  # a terminal that is gone
+                print(text, end="", flush=True)
             last = text.strip() or last
             if text.startswith("error: "):
                 error = text.strip().removeprefix("error: ")
@@ -111,8 +113,26 @@ def launch(cfg: Config, *, gpus: int = 1, log: Path) -> Outcome:
     return Outcome(code, Path(cfg.checkpoint.output_dir), error or last, stopped)
 
 
+def _lines_of(log: Path, begin: int, process: subprocess.Popen) -> Iterator[str]:
+    """What a process writes into its log from the byte `begin` on, line by line, until it has ended."""
+    with log.open(encoding="utf-8", errors="replace", newline="") as file:
+        file.seek(begin)
+        text, ended = "", False
+        while True:
+            text += file.readline()
+            if text.endswith("\n") or (text and ended):
+                yield text
+                text = ""
+            elif ended:
+                return
+            else:
+                ended = process.poll() is not None
+                if not ended:
+                    time.sleep(0.1)
+
+
 class _Relay:
-    """Passes this process's SIGINT and SIGTERM on to a run; `came` are those that came."""
+    """Passes this process's SIGINT, SIGTERM and SIGHUP on to a run; `came` are those that came."""
 
     def __init__(self) -> None:
         self.came: list[int] = []
@@ -121,7 +141,10 @@ class _Relay:
 
     def __enter__(self) -> _Relay:
         if threading.current_thread() is threading.main_thread():  # Python delivers signals to no other
-            self._before = {n: signal.signal(n, self._pass_on) for n in (signal.SIGINT, signal.SIGTERM)}
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+                numbers.append(signal.SIGHUP)
+            self._before = {n: signal.signal(n, self._pass_on) for n in numbers}
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -141,7 +164,7 @@ class _Relay:
     def _send(self, number: int) -> None:
         for pid in _workers(self._process.pid) or [self._process.pid]:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+                os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)
 
 
 def _workers(pid: int) -> list[int]:
@@ -159,7 +182,7 @@ def _workers(pid: int) -> list[int]:
 
 
 def is_finished(cfg: Config) -> bool:
-    """Whether the run folder of `cfg` holds this run's end; ValueError if it holds another run."""
+    """Whether the run folder of `cfg` holds this run's end; ValueError for another run's, or a longer's."""
     folder = Path(cfg.checkpoint.output_dir)
     saved = folder / "config.json"
     if not saved.exists():
@@ -176,8 +199,17 @@ def is_finished(cfg: Config) -> bool:
             f"{folder}: holds a run of other settings ({differences}); give the settings it was started "
             "with, or another --output_dir"
         )
-    new = cfg.to_dict()
-    return (folder / "summary.json").exists() and all(old.get(name) == new[name] for name in LENGTH)
+    summary, new = folder / "summary.json", cfg.to_dict()
+    if not summary.exists():
+        return False
+    for name in LENGTH:
+        there, here = old.get(name), new[name]
+        if there is not None and here is not None and here < there:
+            raise ValueError(
+                f"{folder}: holds a finished run of --{name} {there}, here it is {here}; give another "
+                "--output_dir"
+            )
+    return all(old.get(name) == new[name] for name in LENGTH)
 
 
 def count_gpus() -> int:

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 
 from te_models.presets import PRESETS
 from training.metrics import ModelShape, mfu, model_flops, peak_tflops, tokens_per_second
+from training.packages import version
 
 PRECISIONS = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 PACKAGES = ("torch", "transformers", "torchao", "liger_kernel", "triton")
@@ -152,19 +152,13 @@ def synchronize(device: torch.device) -> None:
 def describe(
     argv: list[str], arguments: argparse.Namespace, config: Any, device: torch.device
 ) -> dict[str, Any]:
-    def installed(name: str) -> str | None:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return None
-
     return {
         "stack": "transformers + torchao" if arguments.precision != "bf16" else "transformers",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "benchmarks.peers", *argv]),
         "settings": vars(arguments) | {"num_layers": config.num_hidden_layers},
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "versions": {name: installed(name) for name in PACKAGES}
+        "versions": {name: version(name) for name in PACKAGES}
         | {"python": platform.python_version(), "cuda": torch.version.cuda},
         "cudnn": torch.backends.cudnn.version(),
     }

@@ -16,13 +16,18 @@ PROG = "python -m benchmarks.plan"
 BLACKWELL = ("B200", "GB200", "B300")
 
 
+def gpu_name(text: str) -> str | None:
+    """As `GPUS` has it, whatever the case and with the maker's name or without."""
+    wanted = text.upper().removeprefix("NVIDIA").strip()
+    return next((key for key in GPUS if key.upper() == wanted), None)
+
+
 def find_gpu(args: argparse.Namespace, recipe: str) -> Gpu:
     """The GPU of --gpu, changed by the flags that are given.
 
     ValueError for one that nothing is known of, or whose generation has no such recipe.
     """
-    wanted = args.gpu.upper().removeprefix("NVIDIA").strip()
-    name = next((key for key in GPUS if key.upper() == wanted), None)
+    name = gpu_name(args.gpu)
     given = {
         "memory_gb": args.gpu_memory_gb,
         "bf16_tflops": args.bf16_tflops,

@@ -18,6 +18,8 @@ NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # 
 SPEED = frozenset({"tokens_per_second", "model_tflops_per_gpu", "mfu_bf16", "mfu_fp8"})
 
 Series = list[tuple[int, float]]  # (optimizer step, value)
+# What the config.json of every run has, and no other's.
+OF_A_RUN = ("mixed_precision", "batch_size", "gradient_accumulation_steps", "max_seq_length")
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class RunRecord:
     def series(self, metric: str) -> Series:
         """(step, value) of every finite value logged."""
         found = [(record["step"], record[metric]) for record in self.records if metric in record]
-        return [(step, value) for step, value in found if math.isfinite(value)]
+        return [(s, value) for s, value in found if isinstance(value, int | float) and math.isfinite(value)]
 
     def value(self, name: str) -> Any:
         """A summary value by its name; of a run without summary what metrics.jsonl tells, else None.
@@ -97,10 +99,13 @@ def read_run(folder: Path) -> RunRecord:
     """Read a run folder; ValueError if it is none, or holds a broken file."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: not a run folder (it has no config.json)")
+    config = _read_json(folder / "config.json")
+    if missing := next((name for name in OF_A_RUN if name not in config), None):
+        raise ValueError(f"{folder}: not a run folder (its config.json has no {missing})")
     summary = folder / "summary.json"
     return RunRecord(
         folder=folder,
-        config=_read_json(folder / "config.json"),
+        config=config,
         environment=_read_json(folder / "env.json") if (folder / "env.json").exists() else {},
         records=_read_metrics(folder / "metrics.jsonl"),
         summary=_read_json(summary) if summary.exists() else None,
@@ -119,9 +124,12 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
-            records.append(_with_numbers(json.loads(line)))
+            record = _with_numbers(json.loads(line))
         except ValueError:
             continue
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise ValueError(f"{path}: a line is none of a run: {line[:80]}")
+        records.append(record)
     return records
 
 

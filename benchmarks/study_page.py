@@ -102,6 +102,7 @@ def record(source: Path, target: Path) -> list[Path]:
     copies = []
     for folder in folders:
         copy = target.joinpath(*(part for part in folder.relative_to(source).parts if part != "runs"))
+        refuse_another(folder, copy)
         copy.mkdir(parents=True, exist_ok=True)
         for name in ("config.json", "env.json", "summary.json"):
             if (folder / name).exists():
@@ -110,6 +111,20 @@ def record(source: Path, target: Path) -> list[Path]:
         (copy / "metrics.jsonl").write_text("".join(map(losses_alone, lines)), encoding="utf-8")
         copies.append(copy)
     return copies
+
+
+def refuse_another(folder: Path, copy: Path) -> None:
+    """ValueError if what is recorded under this name is a run of other settings."""
+    if not (copy / "config.json").exists():
+        return
+    old, new = (json.loads((f / "config.json").read_text(encoding="utf-8")) for f in (copy, folder))
+    own = ("output_dir", "resume")
+    different = sorted(n for n in old.keys() | new.keys() if n not in own and old.get(n) != new.get(n))
+    if different:
+        raise ValueError(
+            f"--record: {copy} is recorded already, with other settings ({', '.join(different)}); remove it, "
+            "or give the runs another name"
+        )
 
 
 def losses_alone(line: str) -> str:

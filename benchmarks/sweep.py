@@ -20,6 +20,7 @@ from filelock import FileLock
 
 from benchmarks.launch import EXIT_INTERRUPTED, OneLineParser, Outcome, count_gpus, is_finished, launch
 from benchmarks.plan import make_plan
+from benchmarks.plan_flags import gpu_name
 from benchmarks.plan_time import GPUS, Gpu
 from benchmarks.variants import DECIDED, Variant, given_settings, parse_variants, resolve
 from training.config import Config, knobs, nearest
@@ -72,8 +73,14 @@ def read_sweep(path: Path) -> dict[str, Any]:
             raise ValueError(f"{path}: unknown key {name!r}{nearest(name, kinds)}")
         if not isinstance(value, kinds[name]):
             raise ValueError(f"{path}: `{name}:` must be a {'list' if kinds[name] is list else 'mapping'}")
+        if other := next((key for key in value if not isinstance(key, str)), None):
+            raise ValueError(f"{path}: `{name}:` holds {other!r}, which is no name of a setting")
+    if not loaded["grid"]:
+        raise ValueError(f"{path}: `grid:` must have an axis, such as precision: [bf16, delayed]")
     for name in (*loaded.get("base", {}), *loaded.get("needs", [])):
-        if name not in knobs() or name in DECIDED:
+        if name in DECIDED:
+            raise ValueError(f"{path}: {name!r} is not for a sweep's file; the sweep sets it itself")
+        if name not in knobs():
             raise ValueError(f"{path}: {name!r} is no setting of all runs{nearest(name, knobs())}")
     return {"base": {}, "needs": []} | loaded
 
@@ -88,6 +95,8 @@ def read_axes(grid: dict[str, Any], replaced: list[str]) -> dict[str, list[Any]]
         axes[name] = [value for value in values.split(",") if value]
     names = [*AXES, *OTHER_AXES, *(name for name in knobs() if name not in DECIDED)]
     for name, values in axes.items():
+        if name in AXES and AXES[name] in axes and AXES[name] != name:
+            raise ValueError(f"axes {name} and {AXES[name]} are the same; keep one")
         if name not in names:
             raise ValueError(f"axis {name!r} is unknown{nearest(name, names)}")
         if not isinstance(values, list) or not values:
@@ -222,7 +231,8 @@ def run_points(
 def _result(point: Point, outcome: Outcome) -> Result:
     if not outcome.code:
         return Result(point.name, "done")
-    status = "out_of_memory" if outcome.out_of_memory else "skipped" if outcome.refused else "failed"
+    skipped = outcome.refused or outcome.in_use
+    status = "out_of_memory" if outcome.out_of_memory else "skipped" if skipped else "failed"
     return Result(point.name, status, outcome.reason)
 
 
@@ -289,7 +299,8 @@ def sweep(argv: list[str]) -> int:
     for name in plan["needs"]:
         if name not in given:
             raise ValueError(f"{args.sweep}: needs --{name}; give it on the command line")
-    if args.gpu is not None and args.gpu not in GPUS:
+    name = gpu_name(args.gpu) if args.gpu is not None else None
+    if args.gpu is not None and name is None:
         raise ValueError(f"--gpu {args.gpu}: not one of {', '.join(GPUS)}{nearest(args.gpu, GPUS)}")
     folder = args.output_dir or Path("runs") / args.sweep.stem
     points = build_points(axes, given, folder, beside=plan["grid"].get("precision"))
@@ -298,7 +309,7 @@ def sweep(argv: list[str]) -> int:
         return 0
     for point in points:  # a folder of other settings is told before hours are spent
         is_finished(point.cfg)
-    results, stopped = run_points(points, folder, retry=args.retry, gpu=GPUS.get(args.gpu))
+    results, stopped = run_points(points, folder, retry=args.retry, gpu=GPUS.get(name))
     if stopped:
         return EXIT_INTERRUPTED
     from benchmarks import report  # matplotlib takes a while; refusals do not wait for it

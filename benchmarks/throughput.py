@@ -105,6 +105,20 @@ def main(argv: list[str] | None = None) -> int:
         return 2 if isinstance(error, ValueError) else 1
 
 
+def refuse_unwritable(path: Path) -> None:
+    """ValueError if nothing can be appended to --results, which is not to show after the measurement."""
+    there = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"--results {path}: cannot be written to ({error.strerror}); name another file"
+        ) from None
+
+
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     """The benchmark's own settings, and the training settings that were given. ValueError for bad ones."""
     parser = build_parser("python -m benchmarks.throughput", __doc__.split("\n")[0])
@@ -162,6 +176,7 @@ def measure(arguments: argparse.Namespace, given: dict[str, Any], command: str) 
         )
     cfg = config_from_dict(settings)
     refuse_emulation(cfg)
+    refuse_unwritable(arguments.results)
     about = {"repeats": arguments.repeats, "gpus": arguments.gpus}
     about["command"] = without_secrets(command, arguments.commit)
     about |= {"dataset": SYNTHETIC if synthetic else cfg.data.dataset_name, "settings": given}
@@ -241,7 +256,6 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def append(path: Path, found: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(found) + "\n")
     rate, tflops = found["tokens_per_second_per_gpu"], found["model_tflops_per_gpu"]

@@ -22,6 +22,7 @@ from tokenizers import Encoding
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data.demo import TOKENIZER_DIR
+from training.errors import first_line
 
 Row = dict[str, Any]
 Segment = tuple[str, bool]  # text, whether its tokens carry loss
@@ -88,7 +89,7 @@ def load_tokenizer(
         )
     except Exception as error:  # a hub client, a parser or remote code may raise anything
         raise ValueError(
-            f"--tokenizer_name {name} (default: the one of --model_name): {first_line(error)}; "
+            f"--tokenizer_name {name} (default: the one of --model_name): {first_line(error).rstrip('.')}; "
             f"give a local folder, or --tokenizer_name demo"
         ) from error
     if not tokenizer.is_fast:
@@ -102,11 +103,6 @@ def load_tokenizer(
         known = template is not None and token_to_id(template.pad) is not None
         tokenizer.pad_token = template.pad if known else tokenizer.eos_token
     return tokenizer
-
-
-def first_line(error: Exception) -> str:
-    """What an exception says, in one line, with its type if it says nothing."""
-    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
 
 
 class Status(IntEnum):
@@ -153,7 +149,7 @@ class Encoder:
         except TemplateError as error:
             hint = "; try --system_prompt ''" if system else ""
             raise ValueError(
-                f"--tokenizer_name {name}: its chat template refuses: {first_line(error)}{hint}"
+                f"--tokenizer_name {name}: its chat template refuses: {first_line(error).rstrip('.')}{hint}"
             ) from error
 
     def render(self, messages: list[Row], *, generate: bool = False) -> str:

@@ -19,8 +19,9 @@ import datasets
 from datasets import Dataset, IterableDataset
 
 from data import demo as demo_set
-from data.chat import Row, first_line
+from data.chat import Row
 from training.config import DataConfig
+from training.errors import first_line
 
 # Columns of prompt/answer data, tried in this order.
 PAIRS = (
@@ -195,6 +196,7 @@ def unreadable(cfg: DataConfig, error: Exception) -> ValueError:
     while isinstance(cause, datasets.exceptions.DatasetGenerationError) and cause.__cause__:
         cause = cause.__cause__
     return ValueError(
-        f"--dataset_name {cfg.dataset_name}: cannot be read: {first_line(cause)}; check the name and the "
+        f"--dataset_name {cfg.dataset_name}: cannot be read: {first_line(cause).rstrip('.')}; "
+        "check the name and the "
         f"network, or give a local folder, a file ({', '.join(READERS)}), or --dataset_name demo"
     )

@@ -29,6 +29,7 @@ from te_models.weights import (
     load_te,
     te_to_hf,
 )
+from training.errors import first_line
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _config(name: str, *, random: bool, cache_dir: str | None, trust_remote_code
             ) from None
         way = " or use --init random" if name in PRESETS else " (presets: te_models/presets.py)"
         raise ValueError(
-            f"--model_name {name}: {str(error).strip().splitlines()[0]} Give a local folder or a hub id{way}"
+            f"--model_name {name}: {first_line(error)} Give a local folder or a hub id{way}"
         ) from None
 
 
@@ -117,7 +118,7 @@ def _weights_folder(name: str, cache_dir: str | None) -> Path:
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
-            f"--model_name {name}: the weights cannot be fetched ({str(error).splitlines()[0]}); give a "
+            f"--model_name {name}: the weights cannot be fetched ({first_line(error)}); give a "
             "local folder, log in with `hf auth login` if the model is gated, or use --init random"
         ) from None
 

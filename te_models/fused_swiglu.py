@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from training.errors import first_line
+
 PACKED_TOKENS = 4  # the kernels take a multiple of this
 
 
@@ -26,7 +28,7 @@ def why_not() -> str | None:
     try:
         module._act_func("swiglu", _Delayed)
     except Exception as error:
-        return f"this Transformer Engine looks activations up otherwise ({_first_line(error)})"
+        return f"this Transformer Engine looks activations up otherwise ({first_line(error)})"
     return _wrong()
 
 
@@ -142,12 +144,8 @@ def _wrong() -> str | None:
         found = _Backward(tex.dswiglu)(grad, x, mine)[1]
         backward = differs(found, theirs(tex.dswiglu(grad, x, None)), mine, theirs)
     except Exception as error:  # Triton's compiler, or another TE
-        return f"it fails ({_first_line(error)})"
+        return f"it fails ({first_line(error)})"
     return f"it computes another {forward or backward}" if forward or backward else None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _trial_quantizer(dtype: Any) -> Any:

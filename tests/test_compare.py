@@ -268,6 +268,8 @@ def test_a_finished_run_is_one_of_the_same_settings_and_length(tmp_path):
     write_run(job, 2.0)
     assert is_finished(job.cfg)
     assert not is_finished(jobs_of(tmp_path, "bf16", flags="--max_steps 30")[0].cfg)
+    with pytest.raises(ValueError, match=r"a finished run of --max_steps 20, here it is 19; give another"):
+        is_finished(jobs_of(tmp_path, "bf16", flags="--max_steps 19")[0].cfg)
     with pytest.raises(ValueError, match=r"--batch_size 8 there, 4 here"):
         is_finished(jobs_of(tmp_path, "bf16", flags="--max_steps 20 --batch_size 4")[0].cfg)
     (tmp_path / "runs" / "bf16" / "summary.json").unlink()
@@ -289,6 +291,7 @@ def test_a_finished_run_is_one_of_the_same_settings_and_length(tmp_path):
         ("--variants bf16 --noise_seeds -1", "--noise_seeds -1: must be 0 or more"),
         ("--variants bf16 --gpus 0", "--gpus 0: must be 1 or more"),
         ("--variants bf16 --config /nowhere.yaml", "--config /nowhere.yaml"),
+        ("--variants bf16 --max_steps 0", "--max_steps 0: trains nothing"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, flags, message):
@@ -322,6 +325,33 @@ def test_flags_win_over_the_file_and_the_file_over_the_comparison_s_defaults(tmp
     cfg = build_jobs(parse_variants(["bf16"]), given_settings(training, "p"), tmp_path, 0)[0].cfg
     assert (cfg.log.log_interval, cfg.optim.batch_size, cfg.precision.mixed_precision) == (7, 5, "bf16")
     assert cfg.log.eval_at_start and not cfg.checkpoint.export
+
+
+def test_a_run_outlives_a_comparison_that_is_killed(tmp_path):
+    """It writes its own log, and saves; the folder is its own until it has ended."""
+    flags = f"--variants bf16 --noise_seeds 0 --output_dir {tmp_path} {TINY} --max_steps 200"
+    command = [sys.executable, "-m", "benchmarks.compare", *shlex.split(flags)]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    folder = tmp_path / "runs" / "bf16"
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not losses(folder) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.02)
+    process.kill()
+    process.communicate(timeout=60)
+    given = os.fsencode(f"--output_dir={folder}")
+    pids = [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if given in p.read_bytes()]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    again = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    assert again.returncode == 2 and not (tmp_path / "verdict.json").exists()
+    assert "another run is writing to it; wait for it" in again.stderr.splitlines()[-1]
+    while not (folder / "summary.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert max(losses(folder)) == 200
+    assert f"run folder: {folder}" in (tmp_path / "logs" / "bf16.log").read_text()
 
 
 def test_signals_go_to_torchrun_s_workers():

@@ -590,6 +590,7 @@ def test_attention_backends(says, gpu, monkeypatch, backend, switched_off, cure)
     monkeypatch.setattr(te_runtime, "why_not_te", lambda: None)
     monkeypatch.setattr(te_runtime, "attention_backend", lambda: backend if ran[-1] else "fused")
     monkeypatch.setattr(doctor_te, "one_layer", one_layer)
+    monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", raising=False)
     for name in switched_off:
         monkeypatch.setenv(name, "0")
     code, findings = says("attention")

@@ -187,15 +187,38 @@ def test_coverage_counts_gemms_by_their_weights():
     ],
 )
 def test_fast_accumulation_where_no_gemm_has_the_choice_is_refused(resolved):
-    precision.check_fast_accumulation(settings(), resolved)
+    precision.check_settings(settings(), resolved)
     with pytest.raises(ValueError, match=r"--fp8_fast_accumulation: .*; drop it"):
-        precision.check_fast_accumulation(settings(fp8_fast_accumulation=True), resolved)
+        precision.check_settings(settings(fp8_fast_accumulation=True), resolved)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "readers"),
+    [
+        ("fp8_margin", 3, {"delayed"}),
+        ("fp8_amax_history_len", 16, {"delayed"}),
+        ("fp8_amax_compute_algo", "most_recent", {"delayed"}),
+        ("fp8_format", "e4m3", {"delayed", "current"}),
+        ("fp8_attention", True, {"delayed", "current"}),
+    ],
+)
+def test_a_setting_that_no_recipe_reads_is_refused(name, value, readers):
+    for recipe in ("delayed", "current", "block", "tensorwise"):
+        resolved = precision.Precision(recipe, recipe)
+        if recipe in readers:
+            precision.check_settings(settings(**{name: value}), resolved)
+            continue
+        with pytest.raises(
+            ValueError, match=rf"--{name} {value}: is read under .*, not under {recipe}; drop it"
+        ):
+            precision.check_settings(settings(**{name: value}), resolved)
+    precision.check_settings(settings(**{name: value}), precision.Precision("bf16", "bf16"))
 
 
 @pytest.mark.parametrize("name", ["delayed", "current"])
 def test_fast_accumulation_is_of_delayed_and_current_scaling(name):
     resolved = precision.Precision(name, name, te_backend="native")
-    precision.check_fast_accumulation(settings(fp8_fast_accumulation=True), resolved)
+    precision.check_settings(settings(fp8_fast_accumulation=True), resolved)
 
 
 def test_fp8_attention_names_everything_it_lacks(monkeypatch):

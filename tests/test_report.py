@@ -237,10 +237,14 @@ def test_several_runs_share_a_curve_in_the_output_folder(tmp_path, capsys):
 
 def test_what_is_no_run_is_one_line_and_exit_code_2(tmp_path, capsys):
     good = write_run(tmp_path / "good", losses=[1.0])
-    (tmp_path / "empty").mkdir()
+    for name in ("empty", "export"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "export" / "config.json").write_text('{"model_type": "llama"}')
     broken = write_run(tmp_path / "broken", losses=[1.0])
     (broken / "summary.json").write_text("{")
     for arguments, reason in (
+        ([tmp_path / "export"], "export: not a run folder (its config.json has no mixed_precision)"),
+        ([good, tmp_path / "export"], "export: not a run folder"),
         ([tmp_path / "empty"], "empty: not a run folder (it has no config.json)"),
         ([good, tmp_path / "nowhere"], "nowhere: not a run folder"),
         ([broken], "summary.json: cannot be read"),

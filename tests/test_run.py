@@ -166,6 +166,9 @@ def test_a_broken_config_is_one_line(tmp_path, capsys):
     (folder / "config.json").write_text("")
     train(folder, "--max_steps 2 --no_export", code=EXIT_BAD_SETTING)
     assert "its config.json is broken" in capsys.readouterr().err
+    (folder / "config.json").unlink()
+    train(folder, "--max_steps 2 --no_export", code=EXIT_BAD_SETTING)
+    assert "its config.json is missing; choose another folder" in capsys.readouterr().err
 
 
 def test_a_finished_run_started_again_changes_no_weight(finished, capsys):
@@ -176,6 +179,23 @@ def test_a_finished_run_started_again_changes_no_weight(finished, capsys):
     assert (finished / "summary.json").read_text() == summary
     assert all(torch.equal(tensor, before[name]) for name, tensor in exported(finished).items())
     assert sorted(losses(finished)) == list(range(1, 9))
+    config = (finished / "config.json").read_text()
+    train(finished, "--max_steps 5 --save_interval 4")
+    assert (finished / "config.json").read_text() == config, "it is still the run of 8 steps"
+
+
+@pytest.mark.parametrize("way", ["hangup", "pipe"])
+def test_a_run_outlives_its_terminal(tmp_path, way):
+    """SIGHUP stops it as SIGTERM does; output that nobody reads any more is no reason to end."""
+    folder = tmp_path / "run"
+    process = start(folder, "--max_steps 40 --no_export")
+    wait_for_a_step(process, folder)
+    if way == "hangup":
+        process.send_signal(signal.SIGHUP)
+    process.stdout.close()
+    assert process.wait(timeout=120) == (EXIT_INTERRUPTED if way == "hangup" else 0)
+    assert (folder / "checkpoints" / f"step_{max(losses(folder)):06d}").is_dir()
+    assert (max(losses(folder)) < 40) == (way == "hangup")
 
 
 def test_the_export_loads_and_scores_as_the_run_did(finished, tmp_path):

@@ -157,6 +157,15 @@ def test_half_a_line_is_not_recorded(swept, tmp_path):
     assert len(logged(tmp_path / "results" / "batch_one" / killed.name)) == 52
 
 
+def test_another_run_of_the_same_name_does_not_replace_what_is_recorded(tmp_path, capsys):
+    folder = use(tmp_path, "thousand_steps", "h200", "1b-packed-bf16")
+    shutil.copytree(folder, tmp_path / "new")
+    assert write(tmp_path, "--record", "thousand_steps", str(tmp_path / "new")) == 0
+    change(tmp_path / "new" / "1b-packed-bf16" / "config.json", learning_rate=0.5)
+    assert write(tmp_path, "--record", "thousand_steps", str(tmp_path / "new")) == 2
+    assert "with other settings (learning_rate); remove it" in capsys.readouterr().err
+
+
 RECIPES = ("1b-packed-delayed", "1b-packed-current", "1b-packed-block")
 
 

@@ -249,6 +249,11 @@ def test_the_b200_grid(tmp_path):
         ("grid: {batch_size: [1]}", "--axis gpus=2", "--axis gpus=2: the grid has batch_size"),
         ("grid: {batch_size: [1]}", "--use_te", "decides it for each run"),
         ("grid: {batch_size: [1]", "", "not valid YAML"),
+        ("grid: {batch_size: [1], 3: [1]}", "", "`grid:` holds 3, which is no name of a setting"),
+        ("grid: {batch_size: [1]}\nneeds: [[1]]", "", "`needs:` holds [1], which is no name"),
+        ("grid: {}", "", "`grid:` must have an axis"),
+        ("grid: {model: [a], model_name: [b]}", "", "axes model and model_name are the same"),
+        ("grid: {batch_size: [1]}\nbase: {output_dir: x}", "", "the sweep sets it itself"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, text, flags, message):

@@ -151,6 +151,12 @@ def test_a_run_that_fails_leaves_no_record_and_its_exit_code(tmp_path):
     assert main(shlex.split(flags)) == 2 and not results.exists()
 
 
+def test_results_that_cannot_be_written_are_refused_before_anything_runs(tmp_path, capsys):
+    flags = f"--steps 16 --max_seq_length 64 --batch_size 1 --results {tmp_path}"
+    assert main(shlex.split(flags)) == 2
+    assert f"--results {tmp_path}: cannot be written to (Is a directory)" in capsys.readouterr().err
+
+
 def test_a_recorded_command_keeps_its_commit_and_no_secret():
     commit, key = "0123456789abcdef0123456789abcdef01234567", "a" * 40
     command = f"python -m benchmarks.throughput --commit {commit} --wandb_run_name {key}"

@@ -12,13 +12,15 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from training.errors import first_line
+from training.packages import version
 
 PACKAGE = "flash-attn-4"
 MODULE = "flash_attn.cute.interface"
@@ -38,17 +40,13 @@ def why_not(head_size: int) -> str | None:
     if head_size % 8 or not 8 <= head_size <= 256:
         return f"head size {head_size}: it takes multiples of 8 up to 256"
     if error := load_error():
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return f"{PACKAGE} {installed()} does not load ({said}): {INSTALL}"
+        return f"{PACKAGE} {installed()} does not load ({first_line(error)}): {INSTALL}"
     return None
 
 
 def installed() -> str | None:
     """Its version, or None."""
-    try:
-        return version(PACKAGE)
-    except PackageNotFoundError:
-        return None
+    return version(PACKAGE)
 
 
 @functools.cache
@@ -112,7 +110,7 @@ def wrong(attend: Attend, heads: int, groups: int, head_size: int, device: str =
     try:
         found = _with_gradients(lambda *inputs: attend(*inputs, borders, length), inputs, grad)
     except Exception as error:  # a version that is called otherwise, its compiler, or what it kept on disk
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        said = first_line(error)
         cache = os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", CACHE)
         return f"{PACKAGE} {installed()} fails ({said}): {INSTALL}, or remove its kernels in {cache}"
     expected = _with_gradients(definition, [t.float() for t in inputs], grad.float())

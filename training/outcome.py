@@ -6,6 +6,8 @@ import os
 import platform
 import sys
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,41 @@ OUT_OF_MEMORY = (
     "--max_seq_length, --moment_dtype bf16, --grad_reduce_dtype bf16 or --no_fp8_weight_cache with "
     "accumulation, or more sharding (--sharding_mode fsdp_full)"
 )
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """Inside, the run outlives whatever reads its output: a pipe, or a terminal that is closed."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(_Lasting, before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+class _Lasting:
+    """A text stream that leads nowhere once writing to it has failed."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, use: Callable[[], Any]) -> None:
+        try:
+            use()
+        except OSError:
+            with suppress(OSError, ValueError):  # what is in its buffer, too
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 def end(error: BaseException, watchdog: Any | None) -> int:

@@ -238,8 +238,24 @@ def odd_sizes(recipe: str, sizes: dict[str, int]) -> list[str]:
     return [f"{name} {size}" for name, size in sizes.items() if size % multiple]
 
 
-def check_fast_accumulation(cfg: Config, precision: Precision) -> None:
-    """ValueError for --fp8_fast_accumulation where no GEMM has the choice."""
+# Settings, and the recipes that read them.
+READ_BY = {name: {"delayed"} for name in ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")}
+READ_BY |= {name: {"delayed", "current"} for name in ("fp8_format", "fp8_attention")}
+
+
+def check_settings(cfg: Config, precision: Precision) -> None:
+    """ValueError for a setting of FP8 recipes that those of an FP8 run do not read.
+
+    Also for --fp8_fast_accumulation where no GEMM has the choice.
+    """
+    default = PrecisionConfig()
+    for name, readers in READ_BY.items() if precision.fp8 else ():
+        value = getattr(cfg.precision, name)
+        if value != getattr(default, name) and not precision.in_use & readers:
+            raise ValueError(
+                f"--{name} {value}: is read under {' and '.join(sorted(readers))} scaling (--use_te), not "
+                f"under {', '.join(sorted(precision.in_use))}; drop it"
+            )
     if not cfg.precision.fp8_fast_accumulation:
         return
     if precision.te_backend != "native" or not precision.in_use & {"delayed", "current"}:

@@ -42,7 +42,8 @@ from training.coverage import coverage
 from training.durable_files import write_json
 from training.export import export_hf
 from training.generate import answer, generation_config
-from training.outcome import EXIT_FAILED, EXIT_INTERRUPTED, end
+from training.outcome import EXIT_FAILED, EXIT_INTERRUPTED, end, lasting_output
+from training.packages import version
 from training.run_folder import (
     check_resume,
     global_batch,
@@ -53,13 +54,14 @@ from training.run_folder import (
 from training.sharding import STRATEGIES
 from training.state import restore_run, save_run
 from training.trackers import Progress as Display
-from training.trackers import build_tracker, describe_environment, version
+from training.trackers import build_tracker, describe_environment
 from training.trainer import Hooks, Meter, Progress, Trainer
 from training.watchdog import Watchdog
 
 CALIBRATION_PASSES = 2  # the second starts from the first one's scales, so that nothing underflows on the way
 
 
+@lasting_output()
 def main(
     argv: list[str], *, description: str, start: Callable[[Config], torch.device], started: float = 0.0
 ) -> int:
@@ -115,6 +117,7 @@ class Run:
         ranks.agree("the data", self.loaders.train.identity)
         self.finished = self._is_finished()
         if not self.finished:
+            ranks.on_first(lambda: write_config(cfg, self.folder))
             self._build_model()
 
     def _decide(self) -> None:
@@ -145,7 +148,7 @@ class Run:
             by_layer = precision_map if self.precision.by_module else precision
             by_layer.check_sizes(self.precision, self.plan.name, gemm_sizes(self.shape))
             precision.check_fp8_attention(cfg, self.precision, self.shape.head_dim)
-        precision.check_fast_accumulation(cfg, self.precision)
+        precision.check_settings(cfg, self.precision)
         if cfg.precision.master_weights == "none":
             say(optim.MASTER_NONE_WARNING)
 
@@ -252,7 +255,8 @@ class Run:
             notice = check_resume(meta, self.cfg, self.precision.effective, resume, ranks.world_size())
             if notice:
                 say(notice)
-        write_config(self.cfg, self.folder)
+        if not (self.folder / "summary.json").exists():  # else it may be finished, and stay as it is
+            write_config(self.cfg, self.folder)
         return resume, meta
 
     def _load_data(self) -> None:

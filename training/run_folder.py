@@ -55,9 +55,10 @@ def _refuse_other_run(cfg: Config, folder: Path) -> None:
     saved = folder / "config.json"
     try:
         old = json.loads(saved.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (FileNotFoundError, ValueError) as error:
+        broken = "is missing" if isinstance(error, FileNotFoundError) else f"is broken ({error})"
         raise ValueError(
-            f"--output_dir {folder}: its config.json is broken ({error}); choose another folder, "
+            f"--output_dir {folder}: its config.json {broken}; choose another folder, "
             f"with --resume {folder} to go on from its checkpoints"
         ) from None
     changed = changed_settings(old, cfg)

@@ -6,13 +6,14 @@ import functools
 import importlib
 import os
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
 
 from training import cudnn
+from training.errors import first_line
 from training.flash_attention import INSTALL as INSTALL_FLASH
+from training.packages import version
 
 INSTALL_TE = "pip install --no-build-isolation -r requirements-gpu.txt"
 
@@ -24,8 +25,8 @@ def why_not_te() -> str | None:
     if find_spec("transformer_engine") is None:
         return f"Transformer Engine is not installed; install it with `{INSTALL_TE}`"
     if error := load_error():
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return f"Transformer Engine does not load ({first}); build it for this torch with `{rebuild_te()}`"
+        said = first_line(error)
+        return f"Transformer Engine does not load ({said}); build it for this torch with `{rebuild_te()}`"
     return None
 
 
@@ -42,10 +43,8 @@ def load_error() -> Exception | None:
 
 def rebuild_te() -> str:
     """The command; pip takes an extension for another torch as installed, and keeps what it built once."""
-    try:
-        pin = f"=={version('transformer_engine')}"
-    except PackageNotFoundError:
-        pin = ""
+    found = version("transformer_engine")
+    pin = f"=={found}" if found else ""
     options = "--no-build-isolation --no-cache-dir --force-reinstall --no-deps"
     return f"pip install {options} transformer_engine_torch{pin}"
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from training.config import TORCHAO_RECIPES
+from training.errors import first_line
 
 INSTALL = "pip install torchao==0.18.0"
 # torch._scaled_mm takes sizes in 16-byte steps, and an output in them too, so padding could not help.
@@ -62,8 +63,8 @@ def require_torchao() -> None:
     try:
         _float8()
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise RuntimeError(f"--mixed_precision fp8: torchao does not load ({first}); {way}") from None
+        said = first_line(error)
+        raise RuntimeError(f"--mixed_precision fp8: torchao does not load ({said}); {way}") from None
 
 
 def _float8() -> Any:

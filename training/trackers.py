@@ -7,7 +7,6 @@ strings "NaN", "Infinity" and "-Infinity", which float() reads.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import json
 import math
 import os
@@ -26,6 +25,7 @@ from tqdm import tqdm
 
 from training.config import LogConfig
 from training.durable_files import replace_file
+from training.packages import version
 
 Metrics = dict[str, float | int | str]
 
@@ -384,13 +384,6 @@ def describe_environment() -> dict[str, Any]:
         "versions": {name: version(name) for name in PACKAGES},
         "git": _git_state(Path(__file__).resolve().parents[1]),
     }
-
-
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _git_state(root: Path) -> dict[str, Any] | None:

@@ -249,7 +249,10 @@ class Trainer:
 
     def fit(self) -> bool:
         """Run to the end; False if a signal stopped it first. Everything is saved either way."""
-        restore = [(s, signal.signal(s, self._on_signal)) for s in (signal.SIGTERM, signal.SIGINT)]
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+            numbers.append(signal.SIGHUP)
+        restore = [(number, signal.signal(number, self._on_signal)) for number in numbers]
         try:
             return self._fit()
         finally:

@@ -6,7 +6,6 @@ A check yields findings and may raise: the doctor turns that into a finding too.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -19,6 +18,9 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
+
+from training.errors import first_line
+from training.packages import version
 
 ROOT = Path(__file__).resolve().parents[2]
 BYTES_PER_PARAMETER = 12  # of a checkpoint: 4 for the FP32 weight, 8 for two moments
@@ -69,22 +71,11 @@ def tool(*command: str) -> tuple[int | None, str]:
     return done.returncode, (done.stdout + done.stderr).strip()
 
 
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def older(found: str, minimum: str) -> bool:
     def numbers(text: str) -> list[int]:
         return [int(part) for part in re.findall(r"\d+", text.split("+")[0])[:2]]
 
     return numbers(found) < numbers(minimum)
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def python() -> str:

@@ -23,7 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from training.doctor.checks import Finding, first_line
+from training.doctor.checks import Finding
+from training.errors import first_line
 
 WIDTH = 110
 LABELS = {"ok": "ok", "note": "note", "warn": "WARN", "fault": "FAULT"}

@@ -11,8 +11,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from training import cudnn
-from training.doctor.checks import Finding, first_line, pip, python, version
+from training.doctor.checks import Finding, pip, python
 from training.doctor.te_errors import diagnose, install_te, library, reinstall_te
+from training.errors import first_line
+from training.packages import version
 
 if TYPE_CHECKING:  # te_models needs packages that may be missing
     from te_models.engine import Backend

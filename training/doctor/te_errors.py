@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable
 
 from training import te_runtime
-from training.doctor.checks import pip, version
+from training.doctor.checks import pip
 from training.doctor.gpu import nvcc_cuda
+from training.packages import version
 
 CORES = ("transformer_engine_cu12", "transformer_engine_cu13")
 # pip's names of CUDA's libraries; CUDA 12's end in -cu12.
