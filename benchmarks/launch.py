@@ -64,6 +64,13 @@ class OneLineParser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
+class PlainParser(argparse.ArgumentParser):
+    """argparse that ends with one line and exit code 2, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; --help lists all flags\n")
+
+
 def command(cfg: Config, gpus: int) -> list[str]:
     """The command line of a run: train_fp8.py on one GPU (or none), torchrun on more."""
     if gpus == 1:

@@ -9,7 +9,6 @@ settings are one row, with the median of each column over those of the newest co
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
@@ -19,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from benchmarks.launch import PlainParser
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -288,9 +289,7 @@ def replaced(page: str, made: str, path: Path, begin: str = BEGIN) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Rewrite the page's tables; exit code 2 where something cannot be read."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.performance_page", description=__doc__.split("\n")[0]
-    )
+    parser = PlainParser(prog="python -m benchmarks.performance_page", description=__doc__.split("\n")[0])
     parser.add_argument("--throughput", type=Path, default=RESULTS / "throughput.jsonl", metavar="FILE")
     parser.add_argument("--peers", type=Path, default=RESULTS, metavar="FOLDER", help="holds peer-*.json")
     parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE")

@@ -5,7 +5,6 @@ python -m benchmarks.report RUN [RUN ...] [--reference RUN] [--output_dir DIR]
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from matplotlib.figure import Figure
 from benchmarks import figures, html_report
 from benchmarks.fp8_heatmap import draw_casts, last_casts
 from benchmarks.gaps import comparison, pick_reference
+from benchmarks.launch import PlainParser
 from benchmarks.runs import RunRecord as RunRecord
 from benchmarks.runs import read_run
 from benchmarks.runs import tail_mean as tail_mean
@@ -170,7 +170,7 @@ def read_all(folders: list[Path], reference: Path | None) -> tuple[list[RunRecor
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table, write page and figures; exit code 2 for a folder that is no run."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
+    parser = PlainParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
     parser.add_argument(
         "--reference",

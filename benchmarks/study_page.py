@@ -8,7 +8,6 @@ docs/studies/<study>.md. `--record` first copies the runs below FOLDER there, as
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.launch import PlainParser
 from benchmarks.performance_page import provenance, replaced
 from benchmarks.runs import RunRecord, read_run
 from benchmarks.study_tables import (
@@ -139,9 +139,7 @@ def losses_alone(line: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Rewrite all pages' tables; exit code 2 where something cannot be read."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.study_page", description=__doc__.split("\n")[0]
-    )
+    parser = PlainParser(prog="python -m benchmarks.study_page", description=__doc__.split("\n")[0])
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="holds <study>/")
     parser.add_argument("--pages", type=Path, default=PAGES, metavar="FOLDER", help="holds <study>.md")
     parser.add_argument(
