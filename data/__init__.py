@@ -160,6 +160,7 @@ def require_usable(selection: Selection, flag: str, cfg: DataConfig) -> None:
         return
     counts = {status.name.lower(): int(n) for status, n in zip(Status, selection.counts, strict=True) if n}
     reasons = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in counts.items()) or "it is empty"
+    reasons += ": not text, not UTF-8 or refused by the chat template" if "bad" in counts else ""
     raise ValueError(
         f"{flag} of --dataset_name {cfg.dataset_name}: no row can be used ({reasons}); check the data, its "
         f"columns, and --max_seq_length {cfg.max_seq_length}"
