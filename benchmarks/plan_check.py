@@ -14,7 +14,8 @@ from te_models.presets import PRESETS
 from training.config import Config, config_from_dict, knobs
 
 # Folders of `benchmarks/results` whose runs are compared.
-GROUPS = ("calibration", "h200", "h200-fused-adamw", "h200-flash-attention", "h200-multi")
+GROUPS = ("calibration", "h200", "h200-fused-adamw", "h200-flash-attention", "h200-models")
+GROUPS += ("h200-profile", "h200-recipes", "h200-multi")
 RESULTS = Path(__file__).parent / "results"
 # A model of the recorded runs that is no preset: Llama 3.1 70B cut to 20 layers.
 CUT_MODELS = {"llama-70b-20-layers": PRESETS["meta-llama/Llama-3.1-70B"] | {"num_hidden_layers": 20}}
@@ -29,6 +30,7 @@ UNTIMED = {
 UNPLANNED = {
     "1b-deterministic": "attention ran unfused",
     "1b-export": "evaluation only",
+    "emulated": "plans are for TE's own layers",
     "1B-padded": "padded to the longest row of each batch; plans are for full ones",
     "fp32-traffic": "a path that was switched off by hand",
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from benchmarks.plan_job import Job
+from benchmarks.plan_job import HEAD_NORMS, Job
 
 LOGITS_CHUNK = 2**30  # training/loss.py, CHUNK_BYTES
 # Workspaces of cuBLAS and TE, RoPE angles, the batch: what was left in all recorded runs after counting.
@@ -55,11 +55,13 @@ def layer_bytes(job: Job) -> float:
     """What one layer keeps for backward: its input, norms, q, k, v, attention, residual and MLP, in bytes.
 
     BF16: 2 bytes of input D, norm D, q, k, v (Q + 2K), attention Q, residual D, norm D, gate and up 2F, their
-    product F; a recipe keeps less, see `KEPT`.
+    product F; a recipe keeps less, see `KEPT`. TE's norms of heads (Qwen3) keep q, k, v as they were.
     """
     s, kept = job.model.shape, KEPT[job.recipe]
     queries, keys = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     bf16 = 2 * (4 * s.hidden_size + 2 * queries + 2 * keys + 3 * s.ffn_hidden_size)
+    if job.use_te and job.model.model_type in HEAD_NORMS:
+        bf16 += 2 * (queries + 2 * keys)
     fewer = kept.fewer_per_ffn * s.ffn_hidden_size + kept.fewer_per_hidden * s.hidden_size
     return job.tokens * (bf16 - fewer * job.fp8_layers)
 
