@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import verdict
-from benchmarks.launch import EXIT_INTERRUPTED, OneLineParser, Outcome, is_finished, launch
+from benchmarks.launch import EXIT_INTERRUPTED, OneLineParser, Outcome, is_finished, launch, make_folder
 from benchmarks.runs import RunRecord, read_run
 from benchmarks.variants import VARIANTS, Variant, given_settings, parse_variants, resolve
 from benchmarks.wandb_report import upload
@@ -253,6 +253,7 @@ def compare(argv: list[str]) -> int:
         raise ValueError("--max_steps 0: trains nothing that could be compared; give 1 or more")
     for job in jobs:  # a folder of other settings is told before hours are spent
         is_finished(job.cfg)
+    make_folder(args.output_dir)
     code, failed = run_jobs(jobs, gpus=args.gpus, folder=args.output_dir)
     if code:
         return code

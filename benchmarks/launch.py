@@ -13,6 +13,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -69,6 +70,16 @@ class PlainParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; --help lists all flags\n")
+
+
+def make_folder(path: Path) -> None:
+    """ValueError where --output_dir cannot be made or written to."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(f"--output_dir {path}: {error.strerror}; choose a folder you can write to") from None
 
 
 def command(cfg: Config, gpus: int) -> list[str]:

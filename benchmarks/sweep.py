@@ -18,7 +18,15 @@ from typing import Any
 import yaml
 from filelock import FileLock
 
-from benchmarks.launch import EXIT_INTERRUPTED, OneLineParser, Outcome, count_gpus, is_finished, launch
+from benchmarks.launch import (
+    EXIT_INTERRUPTED,
+    OneLineParser,
+    Outcome,
+    count_gpus,
+    is_finished,
+    launch,
+    make_folder,
+)
 from benchmarks.plan import make_plan
 from benchmarks.plan_flags import gpu_name
 from benchmarks.plan_time import GPUS, Gpu
@@ -309,6 +317,7 @@ def sweep(argv: list[str]) -> int:
         return 0
     for point in points:  # a folder of other settings is told before hours are spent
         is_finished(point.cfg)
+    make_folder(folder)
     results, stopped = run_points(points, folder, retry=args.retry, gpu=GPUS.get(name))
     if stopped:
         return EXIT_INTERRUPTED

@@ -302,6 +302,13 @@ def test_bad_input_is_one_line(tmp_path, capsys, flags, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_runs(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "out"
+    assert main(["--variants", "bf16", "--output_dir", str(out), "--max_steps", "1"]) == 2
+    assert f"error: --output_dir {out}: Not a directory; choose a folder" in capsys.readouterr().err
+
+
 def test_a_value_may_hold_commas(tmp_path):
     names = [v.name for v in parse_variants(["bf16,delayed+precision_map=layers.0=bf16,layers.1=bf16,block"])]
     assert names == ["bf16", "delayed+precision_map=layers.0=bf16,layers.1=bf16", "block"]
