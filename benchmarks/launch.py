@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from training.config import Config, changed_settings
+from training.signals import stopping
 from training.trackers import redact
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -159,10 +160,7 @@ class _Relay:
 
     def __enter__(self) -> _Relay:
         if threading.current_thread() is threading.main_thread():  # Python delivers signals to no other
-            numbers = [signal.SIGINT, signal.SIGTERM]
-            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-                numbers.append(signal.SIGHUP)
-            self._before = {n: signal.signal(n, self._pass_on) for n in numbers}
+            self._before = {n: signal.signal(n, self._pass_on) for n in stopping()}
         return self
 
     def __exit__(self, *_: Any) -> None:

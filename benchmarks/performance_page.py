@@ -172,6 +172,12 @@ ONLY: dict[str, Callable[[Row], bool]] = {
 }
 
 
+def table(headings: list[str], rows: Iterable[list[str]]) -> str:
+    """In Markdown."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
 def tables(runs: list[dict[str, Any]]) -> str:
     """Markdown: a heading and a table for every model, length, data and number of GPUs."""
     alone = {}
@@ -189,13 +195,11 @@ def section(runs: list[dict[str, Any]], alone: dict[tuple, float]) -> list[str]:
     groups = [of_newest_commit(group) for group in grouped(runs, ROW)]
     rows = [Row(group, alone.get(settings_of(group[0], ALONE))) for group in groups]
     names = [name for name in COLUMNS if name not in ONLY or any(map(ONLY[name], rows))]
-    lines = [names, ["---"] * len(names)]
-    lines += [[COLUMNS[name](row, rows).replace("|", "\\|") for name in names] for row in rows]
     about = runs[0]
     machine = f"{about['gpus']} x {about['gpu_name']}" if about["gpu_name"] else "CPU"
     model = f"{about['model_name']}, {about['num_layers']} layers, {about['max_seq_length']:,} tokens"
     made = [f"### {model}, {about['dataset']} data, {machine}"]
-    made.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+    made.append(table(names, [[COLUMNS[name](row, rows) for name in names] for row in rows]))
     if profiled := [row for row in rows if row["profile"]]:
         kinds = [f"- {row['precision']}: {profile(row['profile'])}" for row in profiled]
         made.append("\n".join(["GPU time of a step by kind of kernel, ms:", "", *kinds]))
@@ -222,17 +226,15 @@ def padded(rows: list[Row]) -> bool:
 
 def overview(runs: list[dict[str, Any]]) -> str:
     """Markdown: of every model, length and data on one GPU, the fastest of each stack in BF16 and in FP8."""
-    lines = [list(BRIEF), ["---"] * len(BRIEF)]
+    lines = []
     alone = [run for run in runs if run["gpus"] == 1]
     for group in grouped(alone, TABLE):
         rows = [Row(of_newest_commit(same)) for same in grouped(group, ROW)]
-        rate = "tokens_per_second_per_gpu"
         fastest: dict[tuple, Row] = {}
-        for row in sorted(rows, key=lambda row: row.median(rate)):
-            fastest[row["stack"].split(" + ")[0], row["bf16"]] = row
-        for row in sorted(fastest.values(), key=lambda row: -row.median(rate)):
-            lines.append([cell(row, rows) for cell in BRIEF.values()])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        for row in sorted(rows, key=lambda row: -row.median("tokens_per_second_per_gpu")):
+            fastest.setdefault((row["stack"].split(" + ")[0], row["bf16"]), row)
+        lines += [[cell(row, rows) for cell in BRIEF.values()] for row in fastest.values()]
+    return table(list(BRIEF), lines)
 
 
 def of_newest_commit(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

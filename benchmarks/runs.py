@@ -127,7 +127,7 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
             record = _with_numbers(json.loads(line))
         except ValueError:
             continue
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        if not isinstance(record.get("step"), int):
             raise ValueError(f"{path}: a line is none of a run: {line[:80]}")
         records.append(record)
     return records

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from benchmarks import verdict
-from benchmarks.performance_page import Row, state
+from benchmarks.performance_page import Row, state, table
 from benchmarks.runs import RunRecord
 from benchmarks.variants import VARIANTS
 
@@ -28,38 +28,26 @@ def is_bf16(run: RunRecord) -> bool:
     return run.config["mixed_precision"] == "bf16"
 
 
-def bf16_like(run: RunRecord, runs: Iterable[RunRecord]) -> list[RunRecord]:
-    """The BF16 runs of the same layers, weights, GPUs and split of the batch."""
+def bf16_like(run: RunRecord, runs: Iterable[RunRecord], same: tuple[str, ...] = SAME) -> list[RunRecord]:
+    """The BF16 runs of the same GPUs and settings: layers, weights and split of the batch."""
     where = (run.gpus, run.mode)
     return [
         other
         for other in runs
         if is_bf16(other)
         and (other.gpus, other.mode) == where
-        and all(other.config.get(name) == run.config.get(name) for name in SAME)
+        and all(other.config.get(name) == run.config.get(name) for name in same)
     ]
 
 
-def baseline(run: RunRecord, runs: Iterable[RunRecord]) -> RunRecord | None:
+def baseline(run: RunRecord, runs: Iterable[RunRecord], same: tuple[str, ...] = SAME) -> RunRecord | None:
     """The BF16 run that differs from `run` in its precision alone; None without one."""
-    return next((o for o in bf16_like(run, runs) if verdict.what_differs(o, run) is None), None)
+    return next((o for o in bf16_like(run, runs, same) if verdict.what_differs(o, run) is None), None)
 
 
 def nearest_baseline(run: RunRecord, runs: Iterable[RunRecord]) -> RunRecord | None:
     """`baseline`, or else a BF16 run of the same layers and experiment whose `OWN` settings are others."""
-    if found := baseline(run, runs):
-        return found
-    where = (run.gpus, run.mode, run.config["use_te"], run.config["master_weights"])
-    return next(
-        (
-            other
-            for other in runs
-            if is_bf16(other)
-            and (other.gpus, other.mode, other.config["use_te"], other.config["master_weights"]) == where
-            and verdict.what_differs(other, run) is None
-        ),
-        None,
-    )
+    return baseline(run, runs) or baseline(run, runs, ("use_te", "master_weights"))
 
 
 def own_settings(run: RunRecord, reference: RunRecord) -> list[str]:
@@ -135,11 +123,6 @@ class Experiment(NamedTuple):
     def heading(self) -> str:
         sizes = f"{self.length:,} tokens, {self.steps:,} steps"
         return f"### {self.model}, {sizes}, learning rate {self.learning_rate:g}, {self.data}, {self.machine}"
-
-
-def table(headings: list[str], rows: Iterable[list[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def formatted(value: float | None, format_: str) -> str:

@@ -307,8 +307,8 @@ def sweep(argv: list[str]) -> int:
     for name in plan["needs"]:
         if name not in given:
             raise ValueError(f"{args.sweep}: needs --{name}; give it on the command line")
-    name = gpu_name(args.gpu) if args.gpu is not None else None
-    if args.gpu is not None and name is None:
+    gpu = gpu_name(args.gpu) if args.gpu is not None else None
+    if args.gpu is not None and gpu is None:
         raise ValueError(f"--gpu {args.gpu}: not one of {', '.join(GPUS)}{nearest(args.gpu, GPUS)}")
     folder = args.output_dir or Path("runs") / args.sweep.stem
     points = build_points(axes, given, folder, beside=plan["grid"].get("precision"))
@@ -318,7 +318,7 @@ def sweep(argv: list[str]) -> int:
     for point in points:  # a folder of other settings is told before hours are spent
         is_finished(point.cfg)
     make_folder(folder)
-    results, stopped = run_points(points, folder, retry=args.retry, gpu=GPUS.get(name))
+    results, stopped = run_points(points, folder, retry=args.retry, gpu=GPUS.get(gpu))
     if stopped:
         return EXIT_INTERRUPTED
     from benchmarks import report  # matplotlib takes a while; refusals do not wait for it

@@ -16,7 +16,7 @@ from data.chat import Encoder, Status, load_tokenizer
 from data.collate import Batch
 from data.loader import Layout, Loader, Stored, Stream
 from data.packing import Bins, shuffled
-from data.samples import DataReport, Selection, Split
+from data.samples import BAD_ROWS, DataReport, Selection, Split
 from data.sources import Source
 from training.config import DataConfig
 
@@ -160,7 +160,7 @@ def require_usable(selection: Selection, flag: str, cfg: DataConfig) -> None:
         return
     counts = {status.name.lower(): int(n) for status, n in zip(Status, selection.counts, strict=True) if n}
     reasons = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in counts.items()) or "it is empty"
-    reasons += ": not text, not UTF-8 or refused by the chat template" if "bad" in counts else ""
+    reasons += f": {BAD_ROWS}" if "bad" in counts else ""
     raise ValueError(
         f"{flag} of --dataset_name {cfg.dataset_name}: no row can be used ({reasons}); check the data, its "
         f"columns, and --max_seq_length {cfg.max_seq_length}"

@@ -31,6 +31,7 @@ from data.collate import Sample
 from data.sources import Source
 from training.config import DataConfig
 
+BAD_ROWS = "not text, not UTF-8 or refused by the chat template"
 ROWS_PER_PROCESS = 1000  # below this a process costs more to start than it saves
 
 
@@ -67,7 +68,7 @@ class DataReport:
             "over --max_seq_length, dropped": self.overlong_dropped,
             "over --max_seq_length, cut": self.overlong_truncated,
             "without a token to predict": self.without_label,
-            "not text, not UTF-8 or refused by the chat template": self.bad_rows,
+            BAD_ROWS: self.bad_rows,
         }
         found = [f"{count:,} {reason}" for reason, count in reasons.items() if count]
         return lines + ([f"rows left out or cut: {'; '.join(found)}"] if found else [])

@@ -238,7 +238,6 @@ def _build_hugging_face(plan: ModelPlan, dtype: torch.dtype, device: torch.devic
     from transformers import AutoModelForCausalLM
 
     options = {"dtype": dtype, "trust_remote_code": plan.trust_remote_code}
-
     if plan.weights is not None:
         model, info = AutoModelForCausalLM.from_pretrained(plan.weights, **options, output_loading_info=True)
         if missing := set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}:

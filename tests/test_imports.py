@@ -13,9 +13,9 @@ TRAINING_LEAVES |= {"torchao_fp8", "profiling"}
 TRAINING_LEAVES |= {"watchdog", "zero", "zero_settings", "outcome", "generate", "gradient_sums", "auto_mode"}
 # These import nothing of ours.
 BARE = {"config", "metrics", "loss_triton", "adamw_triton", "durable_files", "ranks", "cudnn", "__init__"}
-BARE |= {"checks", "accumulation", "flash_attention", "errors", "packages"}
+BARE |= {"checks", "accumulation", "flash_attention", "errors", "packages", "signals"}
 # These import nothing of ours, and any file may import them.
-EVERYWHERE = {"training.errors", "training.packages"}
+EVERYWHERE = {"training.errors", "training.packages", "training.signals"}
 # What these may import beside the configuration.
 ALSO = {
     "checkpoint": ("durable_files", "ranks"),

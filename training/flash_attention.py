@@ -67,11 +67,6 @@ def load_failed() -> bool:
     return load_error.cache_info().currsize > 0 and load_error() is not None
 
 
-def forms_of_te(*, packed: bool) -> tuple[bool, ...]:
-    """Whether sequences are packed in the calls of a run; rows of packed runs may be one sequence each."""
-    return (True, False) if packed else (False,)
-
-
 def as_te_calls(*, packed: bool, deterministic: bool = False) -> Attend:
     """Its attention with the arguments that TE gives it for a causal layer."""
     interface: Any = importlib.import_module(MODULE)
@@ -118,6 +113,13 @@ def wrong(attend: Attend, heads: int, groups: int, head_size: int, device: str =
     if not max(errors) < 0.02:
         return f"{PACKAGE} {installed()} computes wrong attention as it is called here: {INSTALL}"
     return None
+
+
+def wrong_in_te(heads: int, groups: int, head_size: int, *, packed: bool, **how: bool) -> str | None:
+    """`wrong` of all calls that a run of TE's layers makes; rows of packed runs may be one sequence each."""
+    forms = (True, False) if packed else (False,)
+    found = (wrong(as_te_calls(packed=form, **how), heads, groups, head_size) for form in forms)
+    return next(filter(None, found), None)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -180,18 +180,14 @@ class Run:
             return False, None
         if reason := flash_attention.why_not(shape.head_dim):
             return False, reason if flash_attention.load_failed() else None
+        sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
         if backend == "native":
-            forms, deterministic = (
-                flash_attention.forms_of_te(packed=cfg.data.packing),
-                cfg.optim.deterministic,
-            )
-            tried = [flash_attention.as_te_calls(packed=form, deterministic=deterministic) for form in forms]
+            how = {"packed": cfg.data.packing, "deterministic": cfg.optim.deterministic}
+            wrong = flash_attention.wrong_in_te(*sizes, **how)
         else:
             packed_attention.use_flash_attention_4()
-            tried = [packed_attention.attend_packed]
-        sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        wrong = next(filter(None, (flash_attention.wrong(attend, *sizes) for attend in tried)), None)
-        packed_attention.use_torch()
+            wrong = flash_attention.wrong(packed_attention.attend_packed, *sizes)
+            packed_attention.use_torch()
         return wrong is None, wrong
 
     def _plan_memory(self) -> None:

@@ -71,10 +71,14 @@ def point_te_at_torchs_cudnn() -> str | None:
     )
 
 
+def _chosen_attention() -> dict:
+    module = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention")
+    return getattr(module, "_attention_backends", {})
+
+
 def attention_backend() -> str | None:
     """The backend TE's attention chose last: fused, flash or unfused; None before any forward."""
-    module = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention")
-    chosen = getattr(module, "_attention_backends", {})
+    chosen = _chosen_attention()
     for kind in ("flash", "fused", "unfused"):
         if chosen.get(f"use_{kind}_attention"):
             return kind
@@ -83,8 +87,7 @@ def attention_backend() -> str | None:
 
 def flash_attention_version() -> str | None:
     """Of the FlashAttention that TE's attention chose last; None if it chose none."""
-    module = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention")
-    chosen = getattr(module, "_attention_backends", {})
+    chosen = _chosen_attention()
     found = chosen.get("flash_attention_backend") if chosen.get("use_flash_attention") else None
     return str(found) if found else None
 

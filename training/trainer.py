@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from training.config import Config
 from training.metrics import ModelShape, mfu, model_flops, perplexity, tokens_per_second
+from training.signals import stopping
 
 RATES = (
     "perf/tokens_per_second",
@@ -249,10 +250,7 @@ class Trainer:
 
     def fit(self) -> bool:
         """Run to the end; False if a signal stopped it first. Everything is saved either way."""
-        numbers = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-            numbers.append(signal.SIGHUP)
-        restore = [(number, signal.signal(number, self._on_signal)) for number in numbers]
+        restore = [(number, signal.signal(number, self._on_signal)) for number in stopping()]
         try:
             return self._fit()
         finally:
