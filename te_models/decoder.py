@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from te_models.engine import Backend, engine
 from te_models.families import FAMILIES
+from te_models.rotation import Rotation, rotate_in_one_pass, rotation_table
 from training.loss import TokenLoss, linear_cross_entropy
 
 
@@ -28,7 +29,7 @@ class TECausalLM(nn.Module):
     packed batches whose rows are one sequence each. `backend`: whose layers, see `te_models.engine`. With
     `cache_fp8_weights` FP8 weights of a step's first micro-batch (`first_micro_batch`) serve the others; with
     `fuse_gradient_sums` TE's GEMMs add to `main_grad`, see `training.accumulation`. Both are for the native
-    backend.
+    backend. `fp8_attention` says that attention is to take FP8 and give it, if the recipe does.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class TECausalLM(nn.Module):
         weight_recipe: Any = None,
         cache_fp8_weights: bool = False,
         fuse_gradient_sums: bool = False,
+        fp8_attention: bool = False,
     ):
         super().__init__()
         self.backend, te = backend, engine(backend)
@@ -54,6 +56,7 @@ class TECausalLM(nn.Module):
         self.tied = config.tie_word_embeddings
         self.attention, self.max_positions = attention, max_positions
         self.gradient_checkpointing, self.reentrant = gradient_checkpointing, reentrant
+        self.rotates_in_one_pass = backend == "native" and not (self.family.qk_norm or fp8_attention)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta", dtype=dtype)
         quantized = te.quantized_model_init(enabled=True, recipe=weight_recipe) if weight_recipe else None
         with quantized or nullcontext():
@@ -63,6 +66,7 @@ class TECausalLM(nn.Module):
             config.hidden_size, config.vocab_size, bias=False, device="meta", dtype=dtype
         )
         self.register_buffer("rope", torch.empty(0), persistent=False)
+        self.register_buffer("rotation", torch.empty(0), persistent=False)
         self.tie()
 
     def _build_layers(self, dtype: torch.dtype) -> nn.ModuleList:
@@ -107,6 +111,8 @@ class TECausalLM(nn.Module):
                 device="meta",
                 **sums,
             )
+        if self.rotates_in_one_pass:
+            rotate_in_one_pass(layer)
         return layer
 
     @property
@@ -119,7 +125,7 @@ class TECausalLM(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def materialize(self, device: torch.device, parameter_device: torch.device | None = None) -> TECausalLM:
-        """Allocate parameters (uninitialised) and the RoPE table; `device` is where forward passes run.
+        """Allocate parameters (uninitialised) and RoPE tables; `device` is where forward passes run.
 
         Sharded parameters are allocated as shards, on the CPU if that is where they stay. Ties what
         `to_empty` unties.
@@ -127,6 +133,7 @@ class TECausalLM(nn.Module):
         self.to_empty(device=parameter_device or device)
         self.tie()
         self.rope = rope_angles(self.config, self.max_positions).to(device)
+        self.rotation = rotation_table(self.rope)
         return self
 
     @torch.no_grad()
@@ -159,11 +166,13 @@ class TECausalLM(nn.Module):
         """Summed loss and correct predictions over label tokens.
 
         `input_ids`, `labels` [B, S] int64, labels already shifted, -100 for no loss; `cu_seqlens` int32 [N+1]
-        over the B*S tokens with "thd". Positions follow from `cu_seqlens` (restarting) or from S.
+        over the B*S tokens with "thd". Positions follow from `cu_seqlens` (restarting) or from S;
+        `position_ids` int64 [B, S], if given, are the same.
         """
-        del position_ids
         hidden = self.embed_tokens(input_ids)  # [B, S, D]
-        arguments: dict[str, Any] = {}
+        in_one_pass = self.rotates_in_one_pass and position_ids is not None
+        rotation = Rotation(self.rotation, position_ids.contiguous()) if in_one_pass else self.rope
+        arguments: dict[str, Any] = {"rotary_pos_emb": rotation}
         if self.cache_fp8_weights:
             arguments["is_first_microbatch"] = self.first_micro_batch
         if self.attention == "thd" and self._one_sequence_a_row(input_ids, cu_seqlens):
@@ -193,11 +202,10 @@ class TECausalLM(nn.Module):
 
     def _run(self, layer: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
-            return layer(hidden, rotary_pos_emb=self.rope, **arguments)
+            return layer(hidden, **arguments)
         # TE's checkpoint replays the first pass's FP8 scales; torch's would quantise with newer ones.
-        return engine(self.backend).checkpoint(
-            layer, hidden, rotary_pos_emb=self.rope, use_reentrant=self.reentrant, **arguments
-        )
+        checkpoint = engine(self.backend).checkpoint
+        return checkpoint(layer, hidden, use_reentrant=self.reentrant, **arguments)
 
 
 def _keep(tensor: Tensor) -> None:

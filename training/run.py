@@ -324,6 +324,7 @@ class Run:
             convert=(lambda model: self._convert(model, fp8_gather)) if self.torchao else None,
             cache_fp8_weights=self._caches_fp8_weights(),
             fuse_gradient_sums=strategy.sums_micro_batches and plan.kind == "fused_adamw",
+            fp8_attention=cfg.precision.fp8_attention,
         )
         precision_map.apply(self.model, self.precision, fp8_attention=cfg.precision.fp8_attention)
         self.fp8_stats.attach(self.model)

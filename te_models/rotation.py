@@ -1,0 +1,74 @@
+"""Self-attention of te.TransformerLayer that splits and rotates its projection in one pass.
+
+TE copies the queries out of the joint projection, rotates queries and keys each in a pass of its own, keeps
+the projection in memory for the values' sake, and joins the gradients in one more copy: `rotation_triton`
+reads and writes everything once, forward and backward.
+
+T tokens in all (of rows [B, S], or packed [T]), H query heads, G key/value groups, K head size, P positions.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Rotation(NamedTuple):
+    """What a layer is given as `rotary_pos_emb`, for attention that `rotate_in_one_pass` changed."""
+
+    table: Tensor  # [P, K] float32: cosines of K/2 angles, then their sines
+    positions: Tensor  # [B, S] or [T] int64, contiguous
+
+
+def rotation_table(angles: Tensor) -> Tensor:
+    """[P, 1, 1, K] float32, as TE takes them, whose halves are the same -> `Rotation.table`."""
+    half = angles.flatten(1)[:, : angles.shape[-1] // 2]
+    return torch.cat([half.cos(), half.sin()], dim=-1)
+
+
+def rotate_in_one_pass(layer: nn.Module) -> None:
+    """Let a te.TransformerLayer take a `Rotation`; without dropout, norms of heads and FP8 attention.
+
+    Its parameters, their names and what it computes stay.
+    """
+    attention: Any = layer.self_attention
+    attention.__class__ = _rotating(type(attention))
+
+
+@functools.cache
+def _rotating(base: type) -> type:
+    """A subclass of te.MultiheadAttention."""
+
+    class RotatingAttention(base):
+        def forward(self, hidden_states: Tensor, *args: Any, **arguments: Any) -> Any:
+            rotation = arguments.get("rotary_pos_emb")
+            if not isinstance(rotation, Rotation):
+                return super().forward(hidden_states, *args, **arguments)
+            first = arguments["is_first_microbatch"]
+            joint = self.layernorm_qkv(hidden_states, is_first_microbatch=first)
+            parts = _SplitAndRotate.apply(joint, *rotation, self.num_gqa_groups_per_partition)
+            names = ("attn_mask_type", "window_size", "pad_between_seqs")
+            names += ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
+            passed_on = {name: arguments[name] for name in names}
+            attended = self.core_attention(*parts, qkv_format=self.qkv_format, **passed_on)
+            return self.proj(attended, is_first_microbatch=first)
+
+    return RotatingAttention
+
+
+class _SplitAndRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, joint: Tensor, table: Tensor, positions: Tensor, groups: int) -> tuple:
+        from te_models.rotation_triton import split
+
+        ctx.save_for_backward(table, positions)
+        return split(joint, table, positions, groups)
+
+    @staticmethod
+    def backward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor) -> tuple:
+        from te_models.rotation_triton import join
+
+        return join(queries, keys, values, *ctx.saved_tensors), None, None, None
