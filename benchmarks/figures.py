@@ -37,6 +37,7 @@ PAGE = PAPER | {
     "svg.fonttype": "none",
 }
 POINTS = 800  # of a raw curve at most, since more fit no screen
+LABEL_WIDTH = 44  # characters of a line in a legend or beside a bar
 FEW = 10  # points that a line alone would not show
 
 
@@ -77,9 +78,10 @@ def thin(series: Series, most: int = POINTS) -> Series:
 
 def draw_losses(runs: list[RunRecord], *, log: bool = False, legend: bool = True) -> Figure:
     """Training loss, raw and smoothed, and evaluation loss of all runs on shared axes."""
-    figure, axes = _axes(legend, lines=2 * len(runs))
+    names = _names(runs)
+    figure, axes = _axes(legend, lines=2 * _lines(names))
     drawn = []
-    for i, (run, label) in enumerate(zip(runs, labels(runs), strict=True)):
+    for i, (run, label) in enumerate(zip(runs, names, strict=True)):
         if train := _positive(run.series("train/loss"), log):
             steps, losses = zip(*train, strict=True)
             axes.plot(*zip(*thin(train), strict=True), color=style(i)["color"], alpha=0.25, linewidth=1)
@@ -109,10 +111,11 @@ def _positive(series: Series, log: bool) -> Series:
 def draw_gap(runs: list[RunRecord], against: Comparison, *, legend: bool = True) -> Figure:
     """Smoothed training losses against the reference's, over the noise band of its seeds.
 
-    A run has the same colour as among all `runs`. The axis fits what comes after the first tenth of the
-    steps, where losses fall fast and a gap says little.
+    A run has the same colour as among all `runs`. The axis fits neither the first tenth of the steps, where
+    losses fall fast and a gap says little, nor the last twentieth, where few steps are left to smooth over.
     """
-    figure, axes = _axes(legend, lines=1 + len(against.runs))
+    names = _names(runs)
+    figure, axes = _axes(legend, lines=1 + _lines(names))
     shown, band = [], noise_band(against.family)
     if band:
         steps, widths = zip(*band, strict=True)
@@ -120,14 +123,14 @@ def draw_gap(runs: list[RunRecord], against: Comparison, *, legend: bool = True)
         axes.fill_between(
             steps, [-w for w in widths], widths, color=_ink(), alpha=0.15, linewidth=0, label=label
         )
-        shown += _late(band) + [(step, -width) for step, width in _late(band)]
+        shown += _settled(band) + [(step, -width) for step, width in _settled(band)]
     axes.axhline(0.0, color=_ink(), linewidth=1)
-    for i, (run, label) in enumerate(zip(runs, labels(runs), strict=True)):
+    for i, (run, label) in enumerate(zip(runs, names, strict=True)):
         gap = loss_gap(run, against.reference) if run in against.runs else []
         if gap:
             dots = {"marker": "o", "markersize": 4} if len(gap) < FEW else {}
             axes.plot(*zip(*thin(gap), strict=True), **style(i), **dots, label=_named(label))
-            shown += _late(gap)
+            shown += _settled(gap)
     if shown:
         low, high = min(v for _, v in shown), max(v for _, v in shown)
         margin = 0.08 * (high - low) or 1e-4
@@ -139,8 +142,8 @@ def draw_gap(runs: list[RunRecord], against: Comparison, *, legend: bool = True)
     return figure
 
 
-def _late(series: Series) -> Series:
-    return series[len(series) // 10 :]
+def _settled(series: Series) -> Series:
+    return series[len(series) // 10 : len(series) - len(series) // 20]
 
 
 # What `scaling` draws: title -> value of a run, its format, and a word for a file's name.
@@ -222,13 +225,14 @@ def precisions(runs: Iterable[RunRecord]) -> list[str]:
 
 def draw_coverage(runs: list[RunRecord]) -> Figure:
     """One bar a run: what share of its GEMM FLOPs ran in which precision."""
-    figure = Figure(figsize=(9, 1.5 + 0.35 * len(runs)), layout="constrained")
+    names = _names(runs)
+    figure = Figure(figsize=(9, 1.5 + 0.35 * _lines(names)), layout="constrained")
     axes = figure.subplots()
     for i, precision in enumerate(precisions(runs)):
         widths = [covered(run).get(precision, 0.0) for run in runs]
         before = [sum(covered(run).get(p, 0.0) for p in precisions(runs)[:i]) for run in runs]
         axes.barh(range(len(runs)), widths, left=before, color=style(i)["color"], label=precision)
-    axes.set_yticks(range(len(runs)), labels(runs), parse_math=False)
+    axes.set_yticks(range(len(runs)), names, parse_math=False)
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_xlabel("share of GEMM FLOPs")
@@ -246,6 +250,23 @@ def _steps(axes: Axes) -> None:
     axes.set_xlabel("optimizer step")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+
+
+def _names(runs: list[RunRecord]) -> list[str]:
+    """Labels of runs, those of variants with many settings in several lines."""
+    names = []
+    for label in labels(runs):
+        lines = [""]
+        for part in re.split(r"(?=[+])", label):
+            if lines[-1] and len(lines[-1]) + len(part) > LABEL_WIDTH:
+                lines.append("")
+            lines[-1] += part
+        names.append("\n".join(lines))
+    return names
+
+
+def _lines(names: list[str]) -> int:
+    return sum(1 + name.count("\n") for name in names)
 
 
 def _named(label: str) -> str:

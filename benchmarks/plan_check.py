@@ -15,12 +15,14 @@ from training.config import Config, config_from_dict, knobs
 
 # Folders of `benchmarks/results` whose runs are compared.
 GROUPS = ("calibration", "h200", "h200-fused-adamw", "h200-flash-attention", "h200-models")
-GROUPS += ("h200-profile", "h200-recipes", "h200-multi")
+GROUPS += ("h200-profile", "h200-memory", "h200-compare/1b", "h200-recipes", "h200-multi")
 RESULTS = Path(__file__).parent / "results"
 # A model of the recorded runs that is no preset: Llama 3.1 70B cut to 20 layers.
 CUT_MODELS = {"llama-70b-20-layers": PRESETS["meta-llama/Llama-3.1-70B"] | {"num_hidden_layers": 20}}
 # Flags that older runs called otherwise.
 RENAMED = {"compile_model": "compile"}
+# Date of the first recorded run whose LM head holds one chunk of logits at a time.
+ONE_CHUNK_SINCE = "2026-11-21T21:00"
 # Whose speed says nothing, by the start of the folder's name, and why (benchmarks/results/README.md).
 UNTIMED = {
     "calibration/": "logged without waiting for the optimizer",
@@ -54,8 +56,11 @@ def _read(folder: Path, file: str) -> dict[str, Any]:
     return json.loads((folder / file).read_text(encoding="utf-8"))
 
 
-def recorded_job(folder: Path) -> tuple[Job, bool]:
-    """The job of a recorded run, and whether another AdamW than the suite's stepped it, as env.json says."""
+def recorded_job(folder: Path) -> tuple[Job, bool, bool]:
+    """The job of a recorded run, and what older code did, as env.json says.
+
+    That is whether another AdamW than the suite's stepped it, and whether it held two chunks of logits.
+    """
     stored, environment, summary = (_read(folder, f"{n}.json") for n in ("config", "env", "summary"))
     known = knobs()
     settings = {RENAMED.get(k, k): v for k, v in stored.items() if RENAMED.get(k, k) in known}
@@ -64,7 +69,8 @@ def recorded_job(folder: Path) -> tuple[Job, bool]:
     mode = summary.get("sharding_mode", "single")
     model = read_model(cfg.model.model_name, CUT_MODELS)
     job = build_job(cfg, model, mode=mode, gpus=gpus, gpus_per_node=gpus)
-    return job, not environment.get("optimizer", "TE FusedAdam").startswith("fused AdamW")
+    te_adam = not environment.get("optimizer", "TE FusedAdam").startswith("fused AdamW")
+    return job, te_adam, environment["date"] < ONE_CHUNK_SINCE
 
 
 def check_runs(results: Path = RESULTS) -> tuple[list[Check], list[str]]:
@@ -74,7 +80,7 @@ def check_runs(results: Path = RESULTS) -> tuple[list[Check], list[str]]:
     if not found:
         raise ValueError(f"--check {results}: holds none of the folders {', '.join(GROUPS)} with run folders")
     for folder in found:
-        name = f"{folder.parent.name}/{folder.name}"
+        name = folder.relative_to(results).as_posix()
         reason = next((why for part, why in UNPLANNED.items() if part in name), None)
         if not (folder / "summary.json").exists():
             reason = reason or "did not finish"
@@ -83,14 +89,15 @@ def check_runs(results: Path = RESULTS) -> tuple[list[Check], list[str]]:
         if reason:
             left_out.append(f"{name}: {reason}")
             continue
-        job, te_adam = recorded_job(folder)
+        job, te_adam, two_chunks = recorded_job(folder)
         summary = _read(folder, "summary.json")
         seconds = None
         if not any(name.startswith(start) for start in UNTIMED) and summary.get("tokens_per_second"):
             tokens = job.tokens * job.accumulation * job.gpus
             predicted = sum(step_seconds(job, GPUS["H200"], te_adam=te_adam).values())
             seconds = (tokens / summary["tokens_per_second"], predicted)
-        checks.append(Check(name, (summary["peak_memory_gb"], sum(peak(job).values()) / 1e9), seconds))
+        memory = sum(peak(job, two_chunks=two_chunks).values()) / 1e9
+        checks.append(Check(name, (summary["peak_memory_gb"], memory), seconds))
     return checks, left_out
 
 

@@ -95,21 +95,25 @@ def _gathered(job: Job) -> float:
     return 2.0 * (model.parameters if job.mode == "fsdp_grad" else model.root + model.block)
 
 
-def _logits(job: Job) -> float:
-    """A chunk of logits and its predecessor, or one beside the head's gradient in FP32 and in BF16."""
+def _logits(job: Job, two_chunks: bool) -> float:
+    """A chunk of logits, then the head's gradient in BF16, beside that gradient in FP32.
+
+    `two_chunks`: a chunk and its predecessor, as it was until a chunk was freed before the next.
+    """
     s = job.model.shape
     rows = min(job.tokens, LOGITS_CHUNK // (2 * s.vocab_size))
     chunk = 2.0 * rows * s.vocab_size
     hidden = 3 * 2.0 * job.tokens * s.hidden_size  # the last layer's output, its norm and their gradient
     if rows == job.tokens:
         return chunk + 2 * job.model.head + hidden
-    last = min(rows, job.tokens - rows)
-    second = 2.0 * last * s.vocab_size
-    return 4 * job.model.head + max(chunk + second, chunk + 2 * job.model.head) + hidden
+    if two_chunks:
+        second = 2.0 * min(rows, job.tokens - rows) * s.vocab_size
+        return 4 * job.model.head + max(chunk + second, chunk + 2 * job.model.head) + hidden
+    return 4 * job.model.head + max(chunk, 2 * job.model.head) + hidden
 
 
-def at_loss(job: Job) -> dict[str, float]:
-    """Bytes by part when the loss is computed and backward begins."""
+def at_loss(job: Job, *, two_chunks: bool = False) -> dict[str, float]:
+    """Bytes by part when the loss is computed and backward begins; `two_chunks`: see `_logits`."""
     model, layers = job.model, job.model.shape.num_layers
     gradients = 0.0
     if job.mode == "ddp":
@@ -125,7 +129,7 @@ def at_loss(job: Job) -> dict[str, float]:
         "gradients": gradients,
         "FP8 weight copies": copies,
         "activations": layers * activations,
-        "logits and head gradient": _logits(job),
+        "logits and head gradient": _logits(job, two_chunks),
         "gathered, communication": _gathered(job),
         "fixed": FIXED,
     }
@@ -170,9 +174,9 @@ def start_of_backward(job: Job) -> dict[str, float]:
     }
 
 
-def peak(job: Job) -> dict[str, float]:
-    """Bytes by part at the moment when they are most."""
-    moments = (at_loss(job), start_of_backward(job), after_backward(job))
+def peak(job: Job, *, two_chunks: bool = False) -> dict[str, float]:
+    """Bytes by part at the moment when they are most; `two_chunks`: see `_logits`."""
+    moments = (at_loss(job, two_chunks=two_chunks), start_of_backward(job), after_backward(job))
     return max(moments, key=lambda parts: sum(parts.values()))
 
 

@@ -34,7 +34,8 @@ PAGES = ROOT / "docs" / "studies"
 BEGIN = "<!-- tables: written by python -m benchmarks.study_page; do not edit -->"
 
 # What a recorded metrics.jsonl keeps of a line beside evaluations; rates are in summary.json, as medians.
-RECORDED = ("step", "time", "train/loss", "train/grad_norm", "train/learning_rate", "train/skipped_steps")
+RECORDED = ("step", "time", "train/loss", "train/grad_norm", "train/learning_rate", "train/epoch")
+RECORDED += ("train/skipped_steps",)
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,11 @@ STUDIES = {
     ),
     "thousand_steps": Study(
         "python -m benchmarks.compare --variants bf16,delayed,current,block,delayed+fp8_fast_accumulation,"
-        "delayed+fp8_fast_accumulation+moment_dtype=bf16+batch_size=4+gradient_accumulation_steps=2"
+        "delayed+fp8_fast_accumulation+moment_dtype=bf16+batch_size=1+gradient_accumulation_steps=2"
         "+grad_reduce_dtype=bf16 "
         "--output_dir runs/thousand_steps/te --model_name meta-llama/Llama-3.2-1B --init random "
         "--tokenizer_name demo --dataset_name openmath_gsm8k --eval_split test --eval_samples 1319 "
-        "--batch_size 8 --max_seq_length 1024 --learning_rate 1e-4 --max_steps 1000 --no_save_checkpoints",
+        "--batch_size 2 --max_seq_length 1024 --learning_rate 1e-4 --max_steps 1000 --no_save_checkpoints",
         thousand_steps,
         nearest_baseline,
     ),

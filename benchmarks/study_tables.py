@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from benchmarks.runs import RunRecord
 from benchmarks.variants import VARIANTS
 
 TAIL_STEPS = 50  # batch_one averages the losses of so many steps
+DRIFT = 5  # parts of a run whose gaps thousand_steps lists
 MAX_LOSS_GAP = 0.5  # percent, as benchmarks.compare has it unless told otherwise
 # What a run shares with the BF16 run that it is held against, beside what `verdict.what_differs` looks at.
 BATCH = ("batch_size", "gradient_accumulation_steps")
@@ -207,33 +209,59 @@ def fsdp_finetuning(runs: list[RunRecord]) -> list[str]:
 
 
 def thousand_steps(runs: list[RunRecord]) -> list[str]:
-    """For each experiment a table with a row a recipe, and which seeds the noise is of."""
-    losses = ("eval loss", "eval gap", "tokens/s", "speed", "peak GB")
+    """For each experiment a table with a row a recipe, how its gap went, and which seeds the noise is of.
+
+    Without speeds: what is asked is the loss, and runs may share a GPU.
+    """
     tail = ("train loss, mean of last 10 %", "gap")
-    headings = ["precision", "verdict", *tail, "BF16's noise", *losses]
+    headings = ["precision", "verdict", *tail, "BF16's noise", "eval loss", "eval gap", "peak GB"]
 
     def repeats(run: RunRecord) -> bool:
         """Whether it is BF16 again, with a seed that is there for the noise alone."""
         return is_bf16(run) and any(o.config["seed"] < run.config["seed"] for o in other_seeds(run, runs))
 
+    def against(run: RunRecord) -> RunRecord | None:
+        return run if is_bf16(run) else nearest_baseline(run, runs)
+
+    def name(run: RunRecord) -> str:
+        reference = against(run)
+        return ", ".join([precision(run), *(own_settings(run, reference) if reference else [])])
+
     def cells(run: RunRecord) -> list[str]:
-        reference = run if is_bf16(run) else nearest_baseline(run, runs)
+        reference = against(run)
         row = judged(run, None if is_bf16(run) else reference)
         band = verdict.noise_band(reference, other_seeds(reference, runs)) if reference else None
         noise = "-" if band is None else f"{band[0]:+.2f} % to {band[1]:+.2f} %"
-        status, own = (row.status, own_settings(run, reference)) if reference else ("-", [])
-        name = ", ".join([precision(run), *own])
-        return [name, status, *verdict_cells(row, *tail), noise, *verdict_cells(row, *losses)]
+        status = row.status if reference else "-"
+        return [name(run), status, *verdict_cells(row, *tail), noise, *verdict_cells(row, *headings[5:])]
 
     parts = []
-    for experiment, group in by(runs, Experiment.of).items():
+    for (experiment, batch), group in by(runs, lambda run: (Experiment.of(run), run.global_batch)).items():
         rows = sorted((run for run in group if not repeats(run)), key=order)
-        parts += [experiment.heading(), table(headings, [cells(run) for run in rows])]
+        passes = next(filter(None, map(verdict.passes, rows)), None)
+        how = f"{batch} sequences a step" + (f", {passes:.1f} times over the data" if passes else "")
+        parts += [f"{experiment.heading()}, {how}", table(headings, [cells(run) for run in rows])]
+        if judged_rows := [run for run in rows if not is_bf16(run) and against(run)]:
+            bounds = [round(experiment.steps * part / DRIFT) for part in range(DRIFT + 1)]
+            steps = [f"{first + 1:,} to {last:,}" for first, last in pairwise(bounds)]
+            lines = [[name(run), *drift(run, against(run), bounds)] for run in judged_rows]
+            parts += ["Gap of the training loss, mean over steps:", table(["precision", *steps], lines)]
         for run in rows:
             if is_bf16(run) and (seeds := other_seeds(run, runs)):
                 numbers = ", ".join(str(other.config["seed"]) for other in (run, *seeds))
                 parts.append(f"Seeds of {precision(run)}: {numbers}.")
     return parts
+
+
+def drift(run: RunRecord, reference: RunRecord, bounds: list[int]) -> list[str]:
+    """How far the mean training loss lies above the reference's between each two neighbours of `bounds`."""
+
+    def mean(of: RunRecord, first: int, last: int) -> float | None:
+        losses = [loss for step, loss in of.series("train/loss") if first < step <= last]
+        return fmean(losses) if losses else None
+
+    gaps = [verdict.percent_above(mean(run, *part), mean(reference, *part)) for part in pairwise(bounds)]
+    return [formatted(gap, "{:+.2f} %") for gap in gaps]
 
 
 Against = Callable[[RunRecord, Iterable[RunRecord]], RunRecord | None]

@@ -118,6 +118,12 @@ def tail_loss(run: RunRecord) -> float | None:
     return tail_mean(losses) if losses else None
 
 
+def passes(run: RunRecord) -> float | None:
+    """How many times a run went over its data; None where it was not recorded."""
+    series = run.series("train/epoch")
+    return series[-1][1] if series else None
+
+
 def percent_above(value: float | None, reference: float | None) -> float | None:
     """How far `value` lies above `reference`, in percent of it."""
     if value is None or not reference:
@@ -229,6 +235,11 @@ def notes(runs: dict[str, RunRecord], seeds: list[RunRecord], band: tuple[float,
     if count < FEW_LOSSES:
         found.append(
             f"Only {count} losses were logged: the mean of the last 10 % is over {max(1, count // 10)}."
+        )
+    if (passed := passes(reference) or 0) > 1:
+        found.append(
+            f"The runs went {passed:.1f} times over their data. From the second time on the training loss "
+            "also says how well the text is memorised, where precisions differ more: see the evaluation."
         )
     if _initial_loss(reference) is None:
         found.append("No evaluation before the first step: equal weights are known from settings alone.")

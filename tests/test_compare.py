@@ -228,6 +228,17 @@ def test_what_cannot_run_is_skipped_and_what_fails_fails(tmp_path):
     assert exit_code(rows, outcomes, strict=False) == 1
 
 
+@pytest.mark.parametrize(("passes", "told"), [(0.9, False), (3.7, True)])
+def test_text_that_came_back_is_told(tmp_path, passes, told):
+    jobs = jobs_of(tmp_path, "bf16,delayed")
+    for job in jobs:
+        write_run(job, 2.0)
+        with open(Path(job.cfg.checkpoint.output_dir) / "metrics.jsonl", "a") as file:
+            file.write(f"\n{json.dumps({'step': 20, 'train/epoch': passes})}")
+    notes = [note for note in judged(jobs)[0]["notes"] if "times over their data" in note]
+    assert bool(notes) == told and all("went 3.7 times" in note for note in notes)
+
+
 def test_the_noise_band_holds_the_reference(tmp_path):
     jobs = jobs_of(tmp_path, "bf16", seeds=1)
     for job, loss in zip(jobs, (2.0, 2.03), strict=True):

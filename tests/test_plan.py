@@ -64,11 +64,21 @@ def test_what_is_compared_is_what_was_recorded(checks):
     assert seconds[0] == pytest.approx(4 * 8192 / summary["tokens_per_second"])
 
 
-def test_env_json_decides_which_optimizer_a_recorded_run_had():
-    old = plan_check.recorded_job(plan_check.RESULTS / "h200/Llama-3.1-8B-8192-bf16")
-    new = plan_check.recorded_job(plan_check.RESULTS / "h200-fused-adamw/Llama-3.1-8B-8192-bf16")
-    assert old == (new[0], True)
-    assert new[1] is False
+def test_env_json_decides_what_the_code_of_a_recorded_run_did():
+    first, second, last = (
+        plan_check.recorded_job(plan_check.RESULTS / name)
+        for name in (
+            "h200/Llama-3.1-8B-8192-bf16",
+            "h200-fused-adamw/Llama-3.1-8B-8192-bf16",
+            "h200-profile/Llama-3.1-8B-8192-delayed-accumulation8-fast",
+        )
+    )
+    assert first == (second[0], True, True)
+    assert second[1:] == (False, True)
+    assert last[1:] == (False, False)
+    # Then the head's gradient in BF16 was made beside a chunk of logits.
+    more = sum(peak(last[0], two_chunks=True).values()) - sum(peak(last[0]).values())
+    assert more == 2 * 128_256 * 4096
 
 
 def test_docs_hold_the_table_that_check_prints():
@@ -125,7 +135,8 @@ def test_settings_change_their_own_part():
     # One layer of the 8B in BF16: 4 x 4096 + 2 x 4096 + 2 x 1024 + 3 x 14336 values a token.
     assert plain["activations"] == 32 * 8192 * 2 * 69_632
     assert plan_of(**FP8).memory["FP8 weight copies"] == 2 * 32 * 218_103_808
-    assert plan_of(**FP8, sharding_mode="fsdp_full", gpus=4).memory["FP8 weight copies"] == 0
+    sharded = plan_of(**FP8, sharding_mode="fsdp_full", gpus=4)  # casts again, layer by layer
+    assert sharded.memory["FP8 weight copies"] == 2 * 218_103_808
     half = plan_of(**FP8, bf16_first_layers=10, bf16_last_layers=6)
     assert half.memory["FP8 weight copies"] == pytest.approx(32 * 218_103_808)
 
@@ -136,7 +147,12 @@ def test_gathered_weights_by_mode():
         mode: plan_of(gpus=4, sharding_mode=mode).memory["gathered, communication"]
         for mode in ("ddp", "fsdp_full", "fsdp_grad")
     }
-    assert gathered == {"ddp": 0, "fsdp_full": 2 * (root + block), "fsdp_grad": 2 * N8}
+    # Backward begins: the next block's weights, and what is sent and received of the last one's gradients.
+    assert gathered == {
+        "ddp": 0,
+        "fsdp_full": 2 * (root + block) + 6 * block,
+        "fsdp_grad": 2 * N8 + 6 * block,
+    }
     across = plan_of(gpus=16, sharding_mode="ddp", grad_reduce_dtype="fp32")
     assert across.memory["gathered, communication"] == 4 * N8
     assert (

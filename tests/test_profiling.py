@@ -18,6 +18,8 @@ NAMES = {
     "void cudnn::fusion::compute_dot_do_o_ragged_specialized<true, 128>(void const*)": "attention",
     "adamw_kernel": "optimizer",
     "cross_entropy_kernel": "LM head's loss",
+    "scaled_kernel": "LM head's loss",
+    "rotation_kernel": "position embedding",
     "void transformer_engine::normalization::rmsnorm_bwd_tuned_kernel<>": "norm",
     "cast_transpose_optimized_kernel(__nv_bfloat16 const*, __nv_fp8_e4m3*)": "cast",
     "void transformer_engine::gated_act_kernel<16, true, float>": "activation",

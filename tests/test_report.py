@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.figures import draw_losses
+from benchmarks.figures import draw_coverage, draw_gap, draw_losses
 from benchmarks.gaps import comparison, loss_gap, noise_band, pick_reference, tail_gap, tail_noise
 from benchmarks.report import COLUMNS, main, read_run, table
 from benchmarks.runs import smooth
@@ -295,6 +295,25 @@ def test_the_noise_of_three_seeds_is_their_whole_spread(tmp_path):
     family = [trained(tmp_path / str(loss), [loss], seed=i) for i, loss in enumerate((2.0, 2.2, 1.9))]
     assert noise_band(family) == [(10, pytest.approx(0.15))]
     assert tail_noise(family) == pytest.approx(0.15)
+
+
+def test_the_gap_s_axis_fits_neither_the_start_nor_the_end(tmp_path):
+    reference = trained(tmp_path / "a", [2.0] * 200)
+    fp8 = trained(tmp_path / "b", [4.0] * 3 + [2.02] * 195 + [6.0] * 2, "delayed")
+    (axes,) = draw_gap([reference, fp8], comparison([reference, fp8], reference)).axes
+    low, high = axes.get_ylim()
+    assert low == pytest.approx(0, abs=0.002) and 0.01 < high < 0.02
+
+
+def test_long_names_of_variants_are_broken_at_their_settings(tmp_path):
+    name = "delayed+moment_dtype=bf16+batch_size=4+gradient_accumulation_steps=2+grad_reduce_dtype=bf16"
+    runs = [trained(tmp_path / "bf16", [2.0]), trained(tmp_path / name, [2.0], "delayed")]
+    figure = draw_coverage(runs)
+    (axes,) = figure.axes
+    short, long = (label.get_text() for label in axes.get_yticklabels())
+    assert short == "bf16" and long.replace("\n", "") == name
+    assert all(line.startswith(("delayed", "+")) and len(line) <= 44 for line in long.split("\n"))
+    assert figure.get_size_inches()[1] > draw_coverage(runs[:1]).get_size_inches()[1] + 0.35 * 2
 
 
 def test_losses_of_other_work_are_not_compared(tmp_path):

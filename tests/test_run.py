@@ -326,6 +326,7 @@ def test_out_of_memory_is_one_line_and_a_library_s_error_keeps_its_traceback(cap
     assert main([], description="test", start=out_of_memory) == EXIT_FAILED
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: out of memory ") and "--batch_size" in error and "\n" not in error
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in error
     with pytest.raises(json.JSONDecodeError):
         main([], description="test", start=lambda cfg: json.loads("x"))
 

@@ -24,7 +24,8 @@ EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command again goes on
 OUT_OF_MEMORY = (
     "Try a smaller --batch_size with more --gradient_accumulation_steps, --gradient_checkpointing, a shorter "
     "--max_seq_length, --moment_dtype bf16, --grad_reduce_dtype bf16 or --no_fp8_weight_cache with "
-    "accumulation, or more sharding (--sharding_mode fsdp_full)"
+    "accumulation, or more sharding (--sharding_mode fsdp_full); where little is missing, set "
+    "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"
 )
 
 

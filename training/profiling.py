@@ -18,11 +18,11 @@ KINDS: dict[str, str] = {
     "attention": r"sdpa|fmha|flash|cudnn::fusion|fused_attn|softmax_warp",
     "GEMM": r"nvjet|gemm|cutlass|cublas|xmma|s\d+_tensorop|splitK",
     "optimizer": r"adam",
-    "LM head's loss": r"cross_entropy",
+    "LM head's loss": r"cross_entropy|scaled_kernel",
     "norm": r"rmsnorm|layernorm|layer_norm",
     "gradient norm": r"LpNorm|norm_kernel|NormTwo|NormOps",
     "activation": r"gated_act|silu|swiglu",
-    "position embedding": r"rope|rotary",
+    "position embedding": r"rope|rotary|rotation_kernel",
     "cast": r"cast|quantize|transpose|amax|scaling_recipe|float8|fp8",
     "copies and sums": r"memcpy|memset|copy|fill|elementwise|CatArray|reduce_kernel|multi_tensor",
 }
