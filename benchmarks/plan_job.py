@@ -154,8 +154,20 @@ def recipe_of(cfg: Config) -> str:
 
 
 def build_job(cfg: Config, model: Model, *, mode: str, gpus: int, gpus_per_node: int) -> Job:
-    """The job of a configuration in this sharding mode. ValueError for a shard size that does not divide."""
-    own = cfg.precision.bf16_first_layers + cfg.precision.bf16_last_layers
+    """The job of a configuration in this sharding mode.
+
+    ValueError for a shard size that does not divide, and for layers in BF16 where training refuses them.
+    """
+    first, last, layers = (
+        cfg.precision.bf16_first_layers,
+        cfg.precision.bf16_last_layers,
+        model.shape.num_layers,
+    )
+    if first + last and (first + last >= layers or cfg.precision.mixed_precision != "fp8"):
+        raise ValueError(
+            f"--bf16_first_layers {first} --bf16_last_layers {last}: are for --mixed_precision fp8 and fewer "
+            f"than the model's {layers} layers; drop them, or use --mixed_precision bf16 without them"
+        )
     shard = {"single": 1, "ddp": 1, "hsdp": cfg.sharding.hsdp_shard_size or min(gpus, gpus_per_node)}
     if mode == "hsdp" and gpus % shard["hsdp"]:
         raise ValueError(f"--hsdp_shard_size {shard['hsdp']}: does not divide the {gpus} GPUs of --gpus")
@@ -175,6 +187,6 @@ def build_job(cfg: Config, model: Model, *, mode: str, gpus: int, gpus_per_node:
         shard=shard.get(mode, gpus),
         grad_fp32=cfg.sharding.grad_reduce_dtype == "fp32",
         fp8_all_gather=cfg.sharding.fp8_all_gather,
-        fp8_layers=max(0.0, 1 - own / model.shape.num_layers),
+        fp8_layers=1 - (first + last) / layers,
         fp8_weight_cache=cfg.precision.fp8_weight_cache,
     )

@@ -283,6 +283,11 @@ def test_a_broken_folder_is_refused(tmp_path, content):
         ("--mixed_precision fp8 --use_te --fp8_scenario mxfp8", "--gpu H200: needs one of B200"),
         ("--mixed_precision fp32", "--mixed_precision fp32: plans cover"),
         ("--precision_map layers.0=bf16", "--precision_map"),
+        (
+            "--mixed_precision fp8 --use_te --bf16_first_layers 32",
+            "--bf16_last_layers 0: .*model's 3 layers",
+        ),
+        ("--mixed_precision bf16 --use_te --bf16_last_layers 1", "are for --mixed_precision fp8"),
         ("--use_te --mixed_precision fp8 --fp8_attention", "--fp8_attention: plans cover"),
         ("--gpus 0", "--gpus: '0'"),
         ("--gpus 8,x", "--gpus: 'x'"),
