@@ -15,7 +15,7 @@ from training.doctor.gpu import smi
 # cards that a low power limit slows (L4, H100 PCIe) 50 to 60 %.
 GEMM_SIZE = 8192
 LOW_GEMM_SHARE = 0.5
-# An H200 trains the whole 8B, optimizer included, at 0.51 (BF16) and 0.34 (FP8) of peak (docs/results.md):
+# An H200 trained the whole 8B, optimizer included, at 0.51 (BF16) and 0.34 (FP8) of peak when this was set:
 # attention runs in BF16 either way, and casts take time. Below two thirds of that something is wrong.
 LOW_LAYER_SHARE = {"bf16": 0.34, "fp8": 0.22}
 LAYER_TOKENS = 8192
