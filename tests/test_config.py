@@ -117,6 +117,11 @@ def test_only_settings_that_define_a_run_count_as_changed():
     old = parse("--batch_size", "4").to_dict()
     new = parse("--batch_size", "8", "--log_interval", "1", "--max_steps", "7")
     assert changed_settings(old, new) == {"batch_size": (4, 8)}
+    before = {name: value for name, value in old.items() if name != "fp8_fast_accumulation"}
+    assert not changed_settings(before, parse("--batch_size", "4"))
+    assert changed_settings(before, parse("--batch_size", "4", "--fp8_fast_accumulation")) == {
+        "fp8_fast_accumulation": (False, True)
+    }
 
 
 def test_every_knob_has_help():

@@ -483,12 +483,15 @@ def config_from_dict(values: dict[str, Any]) -> Config:
 
 
 def changed_settings(old: dict[str, Any], new: Config) -> dict[str, tuple[Any, Any]]:
-    """{flag: (old, new)} of the settings that define a run and differ; settings marked free are left out."""
-    current = new.to_dict()
+    """{flag: (old, new)} of the settings that define a run and differ; settings marked free are left out.
+
+    A run recorded before there was a setting had its default.
+    """
+    old, current = Config().to_dict() | old, new.to_dict()
     return {
         name: (old[name], current[name])
         for name, (_, f, _) in knobs().items()
-        if not f.metadata["free"] and name in old and old[name] != current[name]
+        if not f.metadata["free"] and old[name] != current[name]
     }
 
 
