@@ -47,12 +47,12 @@ def _rotating(base: type) -> type:
             rotation = arguments.get("rotary_pos_emb")
             if not isinstance(rotation, Rotation):
                 return super().forward(hidden_states, *args, **arguments)
-            first = arguments["is_first_microbatch"]
+            first = arguments.get("is_first_microbatch")
             joint = self.layernorm_qkv(hidden_states, is_first_microbatch=first)
             parts = _SplitAndRotate.apply(joint, *rotation, self.num_gqa_groups_per_partition)
             names = ("attn_mask_type", "window_size", "pad_between_seqs")
             names += ("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
-            passed_on = {name: arguments[name] for name in names}
+            passed_on = {name: arguments[name] for name in names if name in arguments}  # TE's versions differ
             attended = self.core_attention(*parts, qkv_format=self.qkv_format, **passed_on)
             return self.proj(attended, is_first_microbatch=first)
 
