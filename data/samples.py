@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -54,6 +55,8 @@ class DataReport:
     sequences: int  # packed sequences in the first epoch; samples when not packing
     packing_efficiency: float  # tokens / (tokens and padding), 0 to 1
     streaming: bool = False
+    rows_per_second: float | None = None  # of tokenisation, if this process did it: not a cache, not a stream
+    processes: int | None = None  # that did it
 
     def lines(self) -> list[str]:
         """For people: one line of what is used, and one of what is not, if there is any."""
@@ -71,6 +74,9 @@ class DataReport:
             BAD_ROWS: self.bad_rows,
         }
         found = [f"{count:,} {reason}" for reason, count in reasons.items() if count]
+        if self.rows_per_second:
+            by = f"{self.processes} processes" if self.processes > 1 else "one process"
+            lines[0] += f"; tokenised by {by} at {self.rows_per_second:,.0f} rows/s"
         return lines + ([f"rows left out or cut: {'; '.join(found)}"] if found else [])
 
     def as_dict(self) -> dict[str, int | float | bool]:
@@ -167,6 +173,7 @@ class Split:
     source: Source
     encoder: Encoder
     vocab_size: int
+    tokenised: dict[str, float] = field(default_factory=dict)  # of a `DataReport`, what the last call found
 
     def tokenise(self, rows: Dataset) -> Dataset:
         """COLUMNS of all samples in `rows`, read from the cache if they were made before.
@@ -179,6 +186,7 @@ class Split:
         folder.mkdir(parents=True, exist_ok=True)
         key = self._cache_key(rows)
         with FileLock(folder / f"tokenise_{key}.lock"), inheritable(self.encoder) as encode:
+            began, start = time.time(), time.perf_counter()
             tokens = rows.map(
                 encode,
                 batched=True,
@@ -189,6 +197,10 @@ class Split:
                 new_fingerprint=key,
                 desc="tokenise",
             )
+            seconds = time.perf_counter() - start
+        files = [Path(file["filename"]) for file in tokens.cache_files]
+        if len(rows) and all(file.stat().st_mtime >= began for file in files):
+            self.tokenised.update(rows_per_second=len(rows) / seconds, processes=processes)
         self._check_vocabulary(tokens)
         return tokens
 

@@ -140,6 +140,19 @@ def test_demo_is_the_default_and_train_is_train_1m(load):
     assert default.report.used == 20
 
 
+def test_the_rate_of_tokenisation_is_reported_once(load, tmp_path):
+    rows = lines(*({"problem": f"What is {i}?", "generated_solution": str(i)} for i in range(300)))
+    again = {"dataset_name": str(tmp_path / "rows.jsonl"), "split_name": "train"}
+    first, cached, more = load(rows), load(**again), load(**again, num_proc=2, num_of_samples=200)
+    assert first.report.rows_per_second > 0 and first.report.processes == 1
+    assert (
+        f"tokenised by one process at {first.report.rows_per_second:,.0f} rows/s" in first.report.lines()[0]
+    )
+    assert cached.report.rows_per_second is None and "tokenised" not in cached.report.lines()[0]
+    assert more.report.rows_per_second > 0 and "by 2 processes" in more.report.lines()[0]
+    assert load(**again, streaming=True).report.rows_per_second is None
+
+
 @pytest.mark.skipif(not OPENMATH.is_dir(), reason="no GSM8K sample folder beside the repository")
 @pytest.mark.parametrize("streaming", [False, True])
 def test_real_rows_in_openmath_columns(load, streaming):

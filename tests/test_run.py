@@ -58,6 +58,9 @@ def test_the_run_folder_holds_what_it_promises(finished, capsys):
     environment = json.loads((finished / "env.json").read_text())
     assert (environment["requested_recipe"], environment["recipe"]) == ("fp32", "fp32")
     assert environment["coverage"]["fp8_modules"] == 0 and environment["seconds_to_first_step"] > 0
+    data = environment["data"]
+    assert data["train"]["rows"] == 60 == data["train"]["used"] + data["train"]["overlong_dropped"]
+    assert data["eval"]["rows"] == 6
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["steps"] == 8 and summary["gpus"] == 0 and summary["gpu_hours"] == 0
     assert summary["train_loss"] == summary["train_loss_tail_mean"] == losses(finished)[8]

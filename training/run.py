@@ -411,6 +411,10 @@ class Run:
             "world_size": self.strategy.world_size,
             "nodes": self.strategy.num_nodes,
             "hosts": sorted(set(ranks.gather(platform.node()))),
+            "data": {
+                "train": self.loaders.report.as_dict(),
+                "eval": self.loaders.eval_report.as_dict() if self.loaders.eval_report else None,
+            },
         }
         self._write_environment()
         self.tracker = build_tracker(
