@@ -337,7 +337,11 @@ def test_describe_environment_is_json_and_has_no_secrets(monkeypatch):
     monkeypatch.setattr(
         sys, "argv", ["train_fp8.py", "--model_name", f"https://me:{HUGGING_FACE_TOKEN}@h/m o"]
     )
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("TORCH_HOME", f"/{HUGGING_FACE_TOKEN}")
     found = json.loads(json.dumps(describe_environment()))
+    assert found["variables"]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "PATH" not in found["variables"]
     assert HUGGING_FACE_TOKEN not in json.dumps(found)
     assert shlex.split(found["command"]) == ["train_fp8.py", "--model_name", "https://***@h/m o"]
     import torch

@@ -361,6 +361,10 @@ PACKAGES = (
 )
 
 
+# Of the environment variables those that change what is computed, how fast, or in how much memory.
+VARIABLES = ("CUBLAS", "CUDA_", "CUDNN_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCH_", "TRITON_")
+
+
 def describe_environment() -> dict[str, Any]:
     """What the run runs on, for env.json: memory in GB (1e9 bytes), None for what it lacks."""
     import torch
@@ -375,6 +379,7 @@ def describe_environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "python": platform.python_version(),
+        "variables": {n: redact(v) for n, v in sorted(os.environ.items()) if n.startswith(VARIABLES)},
         "gpu_name": gpus[0].name if gpus else None,
         "gpu_count": len(gpus),
         "gpus": [{"name": gpu.name, "memory_gb": round(gpu.total_memory / 1e9, 1)} for gpu in gpus],
