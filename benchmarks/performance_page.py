@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.launch import PlainParser
+from benchmarks.markdown import table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -170,12 +171,6 @@ ONLY: dict[str, Callable[[Row], bool]] = {
     "mode": lambda row: row["gpus"] > 1,
     "scaling": lambda row: row["gpus"] > 1,
 }
-
-
-def table(headings: list[str], rows: Iterable[list[str]]) -> str:
-    """In Markdown."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def tables(runs: list[dict[str, Any]]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import table
 from benchmarks.plan_job import Job, build_job, read_model
 from benchmarks.plan_memory import peak
 from benchmarks.plan_time import GPUS, step_seconds
@@ -103,16 +104,19 @@ def check_runs(results: Path = RESULTS) -> tuple[list[Check], list[str]]:
 
 def check_table(checks: list[Check], left_out: list[str]) -> str:
     """A Markdown table of prediction beside measurement, and what was left out of it."""
-    lines = [
-        "| run | peak GB, measured | predicted | error | step ms, measured | predicted | error |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    headings = ["run", "peak GB, measured", "predicted", "error", "step ms, measured", "predicted", "error"]
+    rows = []
     for check in checks:
-        cells = [f"{check.memory[0]:.1f}", f"{check.memory[1]:.1f}", f"{Check.error(check.memory):+.1%}"]
+        cells = [
+            check.name,
+            f"{check.memory[0]:.1f}",
+            f"{check.memory[1]:.1f}",
+            f"{Check.error(check.memory):+.1%}",
+        ]
         if check.seconds:
             cells += [f"{1e3 * value:.1f}" for value in check.seconds]
             cells += [f"{Check.error(check.seconds):+.1%}"]
         else:
             cells += ["-"] * 3
-        lines.append(f"| {check.name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", "Left out:", "", *(f"- {line}" for line in left_out)])
+        rows.append(cells)
+    return "\n".join([table(headings, rows), "", "Left out:", "", *(f"- {line}" for line in left_out)])

@@ -158,11 +158,8 @@ def build_job(cfg: Config, model: Model, *, mode: str, gpus: int, gpus_per_node:
 
     ValueError for a shard size that does not divide, and for layers in BF16 where training refuses them.
     """
-    first, last, layers = (
-        cfg.precision.bf16_first_layers,
-        cfg.precision.bf16_last_layers,
-        model.shape.num_layers,
-    )
+    layers = model.shape.num_layers
+    first, last = cfg.precision.bf16_first_layers, cfg.precision.bf16_last_layers
     if first + last and (first + last >= layers or cfg.precision.mixed_precision != "fp8"):
         raise ValueError(
             f"--bf16_first_layers {first} --bf16_last_layers {last}: are for --mixed_precision fp8 and fewer "

@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from benchmarks import figures, html_report
+from benchmarks import figures, html_report, markdown
 from benchmarks.fp8_heatmap import draw_casts, last_casts
 from benchmarks.gaps import comparison, pick_reference
 from benchmarks.launch import PlainParser
@@ -96,10 +96,8 @@ PACKAGES = ("torch", "transformer_engine", "transformers")
 
 def table(runs: list[RunRecord]) -> str:
     """Markdown: one row a run, and under it where, when and with which versions each one ran."""
-    rows = [list(COLUMNS), ["---"] * len(COLUMNS)]
-    rows += [[cell(run, runs).replace("|", "\\|") for cell in COLUMNS.values()] for run in runs]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([*lines, "", *(f"- {run.name}: {provenance(run)}" for run in runs)])
+    made = markdown.table(list(COLUMNS), [[cell(run, runs) for cell in COLUMNS.values()] for run in runs])
+    return "\n".join([made, "", *(f"- {run.name}: {provenance(run)}" for run in runs)])
 
 
 def provenance(run: RunRecord) -> str:

@@ -8,7 +8,8 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from benchmarks import verdict
-from benchmarks.performance_page import Row, state, table
+from benchmarks.markdown import table
+from benchmarks.performance_page import Row, state
 from benchmarks.runs import RunRecord
 from benchmarks.variants import VARIANTS
 
@@ -140,7 +141,13 @@ def verdict_cells(row: verdict.Row, *headings: str) -> list[str]:
 def last_losses(run: RunRecord) -> float | None:
     """Mean of the training losses logged in the last `TAIL_STEPS` steps; None without any."""
     series = run.series("train/loss")
-    return fmean(loss for step, loss in series if step > series[-1][0] - TAIL_STEPS) if series else None
+    return mean_loss(run, series[-1][0] - TAIL_STEPS, series[-1][0]) if series else None
+
+
+def mean_loss(run: RunRecord, after: int, last: int) -> float | None:
+    """Mean of the training losses logged past step `after` up to `last`; None without any."""
+    losses = [loss for step, loss in run.series("train/loss") if after < step <= last]
+    return fmean(losses) if losses else None
 
 
 def split(run: RunRecord) -> tuple[int, int, int]:
@@ -213,8 +220,8 @@ def thousand_steps(runs: list[RunRecord]) -> list[str]:
 
     Without speeds: what is asked is the loss, and runs may share a GPU.
     """
-    tail = ("train loss, mean of last 10 %", "gap")
-    headings = ["precision", "verdict", *tail, "BF16's noise", "eval loss", "eval gap", "peak GB"]
+    tail, others = ("train loss, mean of last 10 %", "gap"), ("eval loss", "eval gap", "peak GB")
+    headings = ["precision", "verdict", *tail, "BF16's noise", *others]
 
     def repeats(run: RunRecord) -> bool:
         """Whether it is BF16 again, with a seed that is there for the noise alone."""
@@ -233,7 +240,7 @@ def thousand_steps(runs: list[RunRecord]) -> list[str]:
         band = verdict.noise_band(reference, other_seeds(reference, runs)) if reference else None
         noise = "-" if band is None else f"{band[0]:+.2f} % to {band[1]:+.2f} %"
         status = row.status if reference else "-"
-        return [name(run), status, *verdict_cells(row, *tail), noise, *verdict_cells(row, *headings[5:])]
+        return [name(run), status, *verdict_cells(row, *tail), noise, *verdict_cells(row, *others)]
 
     parts = []
     for (experiment, batch), group in by(runs, lambda run: (Experiment.of(run), run.global_batch)).items():
@@ -255,12 +262,8 @@ def thousand_steps(runs: list[RunRecord]) -> list[str]:
 
 def drift(run: RunRecord, reference: RunRecord, bounds: list[int]) -> list[str]:
     """How far the mean training loss lies above the reference's between each two neighbours of `bounds`."""
-
-    def mean(of: RunRecord, first: int, last: int) -> float | None:
-        losses = [loss for step, loss in of.series("train/loss") if first < step <= last]
-        return fmean(losses) if losses else None
-
-    gaps = [verdict.percent_above(mean(run, *part), mean(reference, *part)) for part in pairwise(bounds)]
+    parts = list(pairwise(bounds))
+    gaps = [verdict.percent_above(mean_loss(run, *part), mean_loss(reference, *part)) for part in parts]
     return [formatted(gap, "{:+.2f} %") for gap in gaps]
 
 

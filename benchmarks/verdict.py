@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks import markdown
 from benchmarks.runs import RunRecord, tail_mean
 from training.config import knobs
 
@@ -192,12 +193,12 @@ COLUMNS: dict[str, tuple[str, str]] = {
 def table(rows: list[Row]) -> str:
     """Markdown, one row a variant."""
     columns = {h: c for h, c in COLUMNS.items() if any(row.values.get(c[0]) is not None for row in rows)}
-    lines = [["variant", "verdict", "against", *columns], ["---"] * (3 + len(columns))]
+    lines = []
     for row in rows:
         values = [(row.values.get(name), format_) for name, format_ in columns.values()]
         cells = ["-" if value is None else format_.format(value) for value, format_ in values]
         lines.append([row.variant, row.status, row.against or "-", *cells])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown.table(["variant", "verdict", "against", *columns], lines)
 
 
 PACKAGES = ("torch", "transformer_engine", "torchao", "transformers")

@@ -74,14 +74,12 @@ def build_loaders(
     # Rows of the training split that evaluation takes.
     held_out = cfg.eval_samples if cfg.eval_split is None else 0
     source: Stored | Stream
-    tokenised: dict[str, float] = {}
     if cfg.streaming:
         source = Stream(split, layout, seed=seed, held_out=held_out)
         train = source.first
         held = split.sample(held_out) if held_out else None
     else:
         train, held = divide(split, held_out, seed)
-        tokenised = split.tokenised
         source = Stored(train.samples, layout, seed=seed)
     bins = source.bins
     require_usable(train, f"--split_name {cfg.split_name}", cfg)
@@ -105,7 +103,7 @@ def build_loaders(
     loaders = Loaders(
         train=Loader(source, identity=identity, **workers),
         eval=None,
-        report=replace(report(train, layout, bins, streaming=cfg.streaming), **tokenised),
+        report=replace(report(train, layout, bins, streaming=cfg.streaming), **split.tokenised),
         eval_report=None,
         eval_prompts=[],
     )

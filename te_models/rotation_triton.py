@@ -77,26 +77,14 @@ def join(queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions
     return joint
 
 
-def _launch(
-    joint: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    table: Tensor,
-    positions: Tensor,
-    *,
-    back: bool,
-) -> None:
+def _launch(*tensors: Tensor, back: bool) -> None:
+    """`tensors` in the kernel's order."""
+    _, queries, keys, _, _, positions = tensors
     (heads, size), groups = queries.shape[-2:], keys.shape[-2]
     columns = triton.next_power_of_2(size // 2)
     tokens, block = positions.numel(), max(1, BLOCK // columns)
     rotation_kernel[(triton.cdiv(tokens, block), groups)](
-        joint,
-        queries,
-        keys,
-        values,
-        table,
-        positions,
+        *tensors,
         tokens,
         groups,
         PER_GROUP=heads // groups,
