@@ -24,8 +24,9 @@ if __name__ == "__main__":
 
         parse_config(["--help"], prog="train_multi_gpu.py", description=__doc__)
     try:
+        from training.outcome import exit_process
         from training.run import main
     except KeyboardInterrupt:
         sys.exit("error: interrupted before the start")
 
-    sys.exit(main(sys.argv[1:], description=__doc__, start=join_torchrun, started=STARTED))
+    exit_process(main(sys.argv[1:], description=__doc__, start=join_torchrun, started=STARTED))

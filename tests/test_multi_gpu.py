@@ -750,6 +750,25 @@ def test_a_killed_rank_is_started_again_by_torchrun_and_a_stopped_job_by_the_sam
     assert same_bits(exported(folder), exported(sharded["fp32"]))
 
 
+def test_a_rank_ends_with_its_exit_handlers_but_without_tearing_python_down():
+    """Threads that outlive their process group abort a process that is torn down."""
+    ends = """
+import atexit, sys
+from training.outcome import exit_process
+
+class Held:
+    def __del__(self):
+        print("torn down")
+
+held = Held()
+atexit.register(print, "exit handler")
+sys.stdout.write("not flushed, ")
+exit_process(75)
+"""
+    job = subprocess.run([sys.executable, "-c", ends], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (job.returncode, job.stdout) == (75, "not flushed, exit handler\n"), job.stderr
+
+
 def test_two_nodes_train_together(reference, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

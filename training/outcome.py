@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
 import sys
@@ -9,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,21 @@ class _Lasting:
         except OSError:
             with suppress(OSError, ValueError):  # what is in its buffer, too
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
+def exit_process(code: int) -> NoReturn:
+    """sys.exit for a rank: exit handlers run and output is flushed, but Python is not torn down.
+
+    A process group that something still refers to keeps Gloo's threads, and one that lets go of its last
+    tensor while Python is torn down aborts the process, after all is saved and with another exit code
+    (https://github.com/pytorch/pytorch/pull/179291).
+    """
+    try:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 def end(error: BaseException, watchdog: Any | None) -> int:
