@@ -6,6 +6,7 @@ import torch
 from training.adamw import FusedAdamW, merge_master, split_master
 from training.config import OptimConfig, PrecisionConfig
 from training.optim import (
+    BF16_MOMENTS_LONGEST_BETA2,
     build_optimizer,
     optimizer_state,
     optimizer_steps,
@@ -47,6 +48,17 @@ def test_masters_follow_torchs_adamw_over_fp32_weights():
     # Half a unit in the last place of the largest weights, each step.
     assert (master(model, optimizer) - reference).abs().max() < 30 * 2**-28
     assert torch.equal(split_master(master(model, optimizer))[0], model.weight)
+
+
+@pytest.mark.parametrize(("beta2", "left_of_it"), [(BF16_MOMENTS_LONGEST_BETA2, 0.05), (0.999, 1.0)])
+def test_a_second_moment_in_bf16_falls_up_to_the_beta2_that_is_warned_of(beta2, left_of_it):
+    """After 300 steps without gradient; of 0.999 it should be 0.74."""
+    model, optimizer = ours(torch.ones(4, 4).bfloat16(), OptimConfig(adam_beta2=beta2), LOW)
+    for step in range(300):
+        model.weight.grad = torch.full((4, 4), float(step == 0), dtype=torch.bfloat16)
+        optimizer.step()
+    left = optimizer.state[model.weight]["exp_avg_sq"].float() / (1 - beta2)
+    assert left.mean().item() == pytest.approx(left_of_it, rel=0.2)
 
 
 def test_without_masters_small_updates_are_lost_and_with_them_kept():

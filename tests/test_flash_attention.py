@@ -77,7 +77,13 @@ def not_a_number(out):
     return out * float("nan")
 
 
-@pytest.mark.parametrize("spoil", [zeros, one_head_off, wrong_gradient, not_a_number])
+def gradient_not_a_number(out):
+    if out.requires_grad:
+        out.register_hook(lambda grad: grad * float("nan"))
+    return out
+
+
+@pytest.mark.parametrize("spoil", [zeros, one_head_off, wrong_gradient, not_a_number, gradient_not_a_number])
 def test_attention_that_is_wrong_is_found_so(interface, spoil):
     interface.spoil = spoil
     assert "4.0.0b99 computes wrong attention" in trial() and flash_attention.INSTALL in trial()
@@ -132,15 +138,15 @@ def choose(monkeypatch, capsys):
     flash_attention.chosen_by_user()  # takes back what was told
 
 
-CUDNN_OFF, FLASH_OFF = {"NVTE_FUSED_ATTN"}, {"NVTE_FLASH_ATTN_V4"}
+OTHERS_OFF, FLASH_OFF = {"NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN_V3"}, {"NVTE_FLASH_ATTN_V4"}
 
 
 def test_a_run_takes_it_where_it_is_right(choose):
     forms = [{"packed": packed, "deterministic": False} for packed in (True, False)]
-    assert choose({"use_te": True}, backend="native") == (True, False, CUDNN_OFF, forms, "")
+    assert choose({"use_te": True}, backend="native") == (True, False, OTHERS_OFF, forms, "")
     how = {"packed": False, "deterministic": True}
     settings = {"use_te": True, "packing": False, "deterministic": True}
-    assert choose(settings, backend="native") == (True, False, CUDNN_OFF, [how], "")
+    assert choose(settings, backend="native") == (True, False, OTHERS_OFF, [how], "")
     assert choose({}, backend=None) == (True, True, set(), [packed_attention.attend_packed], "")
 
 
@@ -187,7 +193,7 @@ def test_all_ranks_take_it_or_none(choose, monkeypatch):
 def test_tes_own_switches_are_the_users_and_one_run_does_not_decide_the_next(choose, monkeypatch):
     assert choose({"use_te": True}, backend="native")[0]
     assert choose({"use_te": True, "flash_attention": False}, backend="native")[2] == FLASH_OFF
-    assert choose({"use_te": True}, backend="native")[2] == CUDNN_OFF
+    assert choose({"use_te": True}, backend="native")[2] == OTHERS_OFF
     flash_attention.chosen_by_user()
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
     assert choose({"use_te": True}, backend="native") == (False, False, {"NVTE_FLASH_ATTN"}, [], "")

@@ -104,7 +104,7 @@ class PrecisionConfig:
         "hybrid", "hybrid: E4M3 forward, E5M2 backward; e4m3: both E4M3"
     )
     fp8_margin: int = knob(0, "delayed scaling: keep this many powers of two of head room")
-    fp8_amax_history_len: int = knob(1024, "delayed scaling: steps of amax history")
+    fp8_amax_history_len: int = knob(1024, "delayed scaling: micro-batches of amax history")
     fp8_amax_compute_algo: Literal["max", "most_recent"] = knob(
         "max", "delayed scaling: amax taken from the history"
     )

@@ -109,7 +109,7 @@ def softmax_cross_entropy_(logits: Tensor, labels: Tensor, *, write_grad: bool) 
     if write_grad:
         grad = torch.exp(scores - log_sum[:, None])
         grad.scatter_add_(1, target, torch.full_like(target, -1.0, dtype=grad.dtype))
-        logits.copy_(grad * valid[:, None])
+        logits.copy_(torch.where(valid[:, None], grad, 0.0))
     return loss, correct
 
 

@@ -52,6 +52,16 @@ MASTER_NONE_WARNING = (
     "against 5.48 with masters)"
 )
 
+BF16_MOMENTS_LONGEST_BETA2 = 0.99
+
+
+def moment_warning(beta2: float) -> str:
+    return (
+        f"WARNING: --adam_beta2 {beta2:g} with BF16 moments: BF16 rounds a fall of less than 0.4 % a step "
+        "away, so the second moment never falls, and once gradients are smaller updates stay too small; use "
+        f"--adam_beta2 {BF16_MOMENTS_LONGEST_BETA2} or less, or FP32 moments"
+    )
+
 
 def plan_optimizer(
     cfg: PrecisionConfig, *, on_gpu: bool, master_home: Literal["device", "cpu", "zero"] = "device"

@@ -202,6 +202,10 @@ class Run:
         ranks.together(lambda: fp8_stats.check(self.cfg, self.precision, compiles=self._compiles()))
         ranks.together(lambda: profiling.check(self.cfg.log.profile_steps, self.device))
         self.optimizer_plan = self._plan_optimizer(self.strategy.master_home)
+        beta2 = self.cfg.optim.adam_beta2
+        low = self.optimizer_plan.moment_dtype == torch.bfloat16
+        if low and beta2 > optim.BF16_MOMENTS_LONGEST_BETA2:
+            say(optim.moment_warning(beta2))
 
     def _plan_optimizer(self, master_home: str) -> optim.OptimizerPlan:
         on_gpu = self.device.type == "cuda"
