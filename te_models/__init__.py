@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from te_models.engine import Backend
@@ -30,6 +32,8 @@ from te_models.weights import (
     te_to_hf,
 )
 from training.errors import first_line
+
+SAMPLED_PLACES, SAMPLED_BYTES = 16, 2**16  # of a weights file, by `identity`
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,28 @@ def _weights_folder(name: str, cache_dir: str | None) -> Path:
         ) from None
 
 
+def identity(plan: ModelPlan) -> dict[str, str]:
+    """What tells two copies of a model apart: digests of its configuration and of its weights' files.
+
+    A file counts by its size and by its first bytes, which hold the names and shapes of its tensors, and
+    some from all over it: quick for any size, and another revision of a model differs nearly everywhere.
+    """
+    settings = {k: v for k, v in plan.config.to_diff_dict().items() if not k.startswith("_")}
+    text = json.dumps(settings, sort_keys=True, default=str)
+    found = {"configuration": xxhash.xxh3_64_hexdigest(text.encode())}
+    if plan.weights is not None:
+        digest = xxhash.xxh3_64()
+        for path in sorted(plan.weights.glob("*.safetensors")):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size} ".encode())
+            with path.open("rb") as file:
+                for place in range(SAMPLED_PLACES):
+                    file.seek(size * place // SAMPLED_PLACES)
+                    digest.update(file.read(SAMPLED_BYTES))
+        found["weights"] = digest.hexdigest()
+    return found
+
+
 def build_model(
     plan: ModelPlan,
     *,
@@ -147,7 +173,8 @@ def build_model(
     """The model on `device` in `dtype`; its TE and Hugging Face forms hold the same weights.
 
     `te_backend` says whose TE layers it is made of, see `te_models.engine`; None: the Hugging Face form.
-    `shard` cuts the model into shards while it has no storage yet, so that no rank ever holds it whole;
+    `shard` cuts the model into shards while it has no storage yet, so that no rank ever holds it whole; on
+    the CPU where only transformers can read its files.
     `parameter_device` is where the shards stay, if not on `device`. `weight_recipe` prepares a TE model for
     `quantize_weights`. `reentrant` recomputation builds autograd's graph anew, as ZeRO-3's hooks need it.
     `compute_dtype` is what forward passes compute in (default: `dtype`). `convert` replaces linear layers of
@@ -170,7 +197,9 @@ def build_model(
             materialize(inner, parameter_device or device)
             fill_named(dict(inner.named_parameters()), source)
         else:
-            inner = _build_hugging_face(plan, dtype, device, seed)
+            # Weights from files wait on the CPU to be cut; random ones are of their device's generator.
+            whole_on = torch.device("cpu") if shard and plan.weights else device
+            inner = _build_hugging_face(plan, dtype, whole_on, seed)
             model = HFCausalLM(inner, **recomputation)
             if convert:
                 convert(model)

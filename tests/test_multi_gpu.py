@@ -6,13 +6,14 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,17 +22,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401  (what a run imports on its way)
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch.distributed import distributed_c10d as c10d
 
 from data.loader import StoredItems
+from data.samples import Split
 from te_models.hugging_face import HFCausalLM
 from tests.children import children, preload
 from train_multi_gpu import join_torchrun
 from training import run, watchdog
 from training.checkpoint import Checkpoints
 from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
-from training.ranks import TORCHRUN
+from training.ranks import PATIENCE, TORCHRUN
 from training.trainer import Trainer
+from training.watchdog import Watchdog
 
 preload(__name__)
 
@@ -380,12 +384,12 @@ def test_a_step_that_is_not_finite_on_one_rank_is_taken_by_none(mode, tmp_path):
 # Ranks that fail, die or stall
 
 
-def before_step(number: int, action: Callable[[], None], rank: int) -> None:
-    """Have rank 1 do something before it takes this step."""
+def before_step(number: int, action: Callable[[], None], rank: int, *, whose: int = 1) -> None:
+    """Have a rank do something before it takes this step."""
     step = Trainer.train_step
 
     def changed(trainer, window):
-        if rank == 1 and trainer.progress.step + 1 == number:
+        if rank == whose and trainer.progress.step + 1 == number:
             action()
         return step(trainer, window)
 
@@ -480,6 +484,38 @@ def test_a_rank_that_stalls_ends_the_job_and_is_named(patch, message, tmp_path):
     stalled = f"no progress for 6 s; rank 1 ({platform.node()}) {message}"
     assert error.startswith(f"error: --timeout_minutes 0.1: {stalled}")
     assert last_checkpoint(job.folder) == "step_000002"
+
+
+def test_the_rank_that_stalls_is_named_whatever_the_others_wrote_in_saves(tmp_path):
+    """The first rank writes and checks more files than the others."""
+    flags = "--sharding_mode fsdp_full --save_interval 1 --timeout_minutes 0.1"
+    job = start(tmp_path / "run", flags, patch=partial(before_step, 4, sleep, whose=0))
+    assert EXIT_FAILED in job.wait(60)
+    (error,) = job.errors()
+    assert f"no progress for 6 s; rank 0 ({platform.node()}) loading the data of step 4" in error
+    assert "rank 1" not in error
+
+
+def without_a_store(rank: int) -> None:
+    """For three seconds of the first step, or from then on for rank 1, which also stalls."""
+    watchdog.SILENCE_SECONDS = 1.0
+    tell, gone = Watchdog._tell, []
+
+    def changed(dog):
+        if dog._beats:
+            gone.append(time.monotonic())
+            if rank == 1 or gone[-1] - gone[0] < 3:
+                raise dist.DistStoreError("a timeout")
+        tell(dog)
+
+    Watchdog._tell = changed
+    before_step(2, sleep, rank)
+
+
+def test_a_rank_that_has_lost_the_store_still_ends_a_job_that_stalls(tmp_path):
+    job = start(tmp_path / "run", "--timeout_minutes 0.1", patch=without_a_store)
+    assert EXIT_FAILED in job.wait(60)
+    assert "error: --timeout_minutes 0.1: no progress for 6 s" in job.printed()
 
 
 def impatient(rank: int) -> None:
@@ -581,6 +617,36 @@ def in_a_folder_of_its_own(folder: Path, rank: int) -> None:
     os.chdir(folder / str(rank))
 
 
+def with_another_recipe(rank: int) -> None:
+    """As where one node's GPUs or libraries cannot run what the others can."""
+    if rank == 1:
+        resolve = run.precision.resolve_precision
+        run.precision.resolve_precision = lambda cfg: replace(resolve(cfg), effective="bf16")
+
+
+def with_another_model(folder: Path, rank: int) -> None:
+    if rank == 1:
+        plan = run.te_models.plan_model
+        run.te_models.plan_model = lambda *args, **words: replace(plan(*args, **words), weights=folder)
+
+
+def with_fewer_samples_to_evaluate(rank: int) -> None:
+    if rank == 1:
+        sample = Split.sample
+        Split.sample = lambda split, count: sample(split, count - 12)
+
+
+def with_timeouts_looked_at(rank: int) -> None:
+    fit = Trainer.fit
+
+    def changed(trainer):
+        waits = {g._get_backend(torch.device("cpu")).options._timeout for g in c10d._world.pg_map}
+        assert len(c10d._world.pg_map) > 1 and waits == {PATIENCE}
+        return fit(trainer)
+
+    Trainer.fit = changed
+
+
 def refused(job: Job) -> str:
     """The one line that ends a job which cannot start."""
     assert job.wait(60) == [EXIT_BAD_SETTING] * len(job.ranks), job.printed()
@@ -594,9 +660,10 @@ def refused(job: Job) -> str:
     [
         (partial(with_flags, "--seed 7"), r"the settings differ on rank 1 \(.*\): seed 7 \(rank 0: 42\)"),
         (with_other_software, r"the software differ on rank 1 \(.*\): torch 1.0 \(rank 0: "),
+        (with_another_recipe, r"the recipes that can run differ on rank 1 \(.*\): recipe bf16 \(rank 0: "),
     ],
 )
-def test_ranks_with_other_settings_or_software_are_refused(patch, message, tmp_path):
+def test_ranks_with_other_settings_software_or_recipes_are_refused(patch, message, tmp_path):
     error = refused(start(tmp_path / "run", patch=patch))
     assert re.search(message, error) and not (tmp_path / "run").exists()
 
@@ -615,7 +682,45 @@ def test_ranks_that_see_other_data_or_another_folder_are_refused(tmp_path):
     data = start(tmp_path / "run", "--dataset_name rows.jsonl --split_name train", patch=patch)
     folder = start(tmp_path / "other", "--output_dir here", patch=patch)
     assert re.search(r"the data differ on rank 1 \(.*\): samples ", refused(data))
-    assert "--output_dir here: not seen on" in refused(folder)
+    assert re.search(r"--output_dir here: on .* it is not the first rank's", refused(folder))
+
+
+def test_a_folder_of_the_same_name_on_each_node_is_not_a_shared_one(tmp_path):
+    for rank in range(2):
+        (tmp_path / str(rank) / "here").mkdir(parents=True)
+    job = start(tmp_path / "run", "--output_dir here", patch=partial(in_a_folder_of_its_own, tmp_path))
+    assert re.search(r"--output_dir here: on .* it is not the first rank's", refused(job))
+
+
+def test_ranks_that_would_evaluate_other_samples_are_refused(tmp_path):
+    """Some would wait in a collective of an evaluation that the others have left."""
+    flags = "--dataset_name demo --eval_split test --eval_samples 16 --no_packing --eval_batch_size 1"
+    error = refused(start(tmp_path / "run", flags, patch=with_fewer_samples_to_evaluate))
+    assert re.search(r"the data differ on rank 1 \(.*\): evaluation ", error)
+
+
+def test_ranks_with_other_weights_of_one_model_are_refused(sharded, tmp_path):
+    """Each rank reads its shards from its own disk: a model of two revisions would train."""
+    own, changed = sharded["fp32"] / "export", tmp_path / "changed"
+    shutil.copytree(own, changed)
+    name = changed / "model.safetensors"
+    save_file({key: tensor + 1 for key, tensor in load_file(name).items()}, name, metadata={"format": "pt"})
+    flags = f"--model_name {own} --tokenizer_name demo --sharding_mode fsdp_full"
+    error = refused(start(tmp_path / "run", flags, patch=partial(with_another_model, changed)))
+    assert re.search(r"the model's files differ on rank 1 \(.*\): weights ", error)
+
+
+def test_fp8_weights_that_the_ranks_cannot_share_evenly_are_refused(tmp_path):
+    flags = "--mixed_precision fp8 --sharding_mode fsdp_full --fp8_all_gather"
+    job = start(tmp_path / "run", flags, ranks=3)
+    assert set(job.wait()) == {EXIT_BAD_SETTING}
+    (error,) = job.errors()
+    assert "--fp8_all_gather: 3 ranks cannot share the 256 rows of self_attn.q_proj.weight" in error
+
+
+@pytest.mark.parametrize("flags", ["--sharding_mode hsdp --hsdp_shard_size 1", "--sharding_mode ds_zero2"])
+def test_every_process_group_waits_as_long_as_the_watchdog(flags, tmp_path):
+    train(tmp_path / "run", f"{flags} --max_steps 1 --no_export", patch=with_timeouts_looked_at)
 
 
 def with_too_few_gpus(rank: int) -> None:

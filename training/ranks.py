@@ -18,11 +18,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 T = TypeVar("T")
 
 _stores: list[dist.Store] = []  # the one that this process joined a job with
 
+# Of collectives: the watchdog ends a job that stalls, and says more; before the first step nothing but
+# silence does.
+PATIENCE = timedelta(days=8)
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -62,8 +66,7 @@ def join(timeout_minutes: float) -> torch.device:
         store=store,
         rank=number,
         world_size=size,
-        # The watchdog ends a job that stalls, and says more; before the first step nothing but silence does.
-        timeout=max(patience, timedelta(days=1)),
+        timeout=PATIENCE,
         device_id=device if device.type == "cuda" else None,
     )
     return device
@@ -90,6 +93,12 @@ def _agree_on_start(store: dist.Store, number: int, size: int, timeout: timedelt
             return name
         time.sleep(0.05)
     raise RuntimeError(f"rank 0 does not answer rank {number} ({platform.node()}); start the job again")
+
+
+def be_patient() -> None:
+    """The default group's timeout for all groups: torch gives those that libraries make 30 minutes."""
+    for group in c10d._world.pg_map if dist.is_initialized() else ():
+        c10d._set_pg_timeout(PATIENCE, group)
 
 
 def connection() -> dist.Store:

@@ -9,6 +9,7 @@ import platform
 import random
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +59,7 @@ from training.trackers import build_tracker, describe_environment
 from training.trainer import Hooks, Meter, Progress, Trainer
 from training.watchdog import Watchdog
 
+FOLDER_SECONDS = 5.0  # for a network file system to show what another node wrote
 CALIBRATION_PASSES = 2  # the second starts from the first one's scales, so that nothing underflows on the way
 
 
@@ -103,18 +105,23 @@ class Run:
         ranks.agree("the settings", cfg.to_dict())
         ranks.agree("the software", software())
         ranks.together(self._decide)
+        if ranks.world_size() > 1:
+            ranks.agree("the recipes that can run", self.precision.as_dict())
+            ranks.agree(
+                "the model's files", ranks.together(lambda: te_models.identity(self.plan))[ranks.rank()]
+            )
         self._choose_kernels()
         self._plan_memory()
         self.folder = ranks.on_first(self._open_folder)
-        ranks.together(self._see_folder)
+        self._see_folder()
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints",
             keep_last=cfg.checkpoint.keep_last,
-            beat=lambda: watchdog.beat("saving"),
+            beat=lambda: watchdog.beat("saving", counts=False),  # ranks write different numbers of files
         )
         self.resume, self.meta = ranks.on_first(self._find_checkpoint)
         ranks.together(self._load_data)
-        ranks.agree("the data", self.loaders.train.identity)
+        self._agree_on_data()
         self.finished = self._is_finished()
         if not self.finished:
             ranks.on_first(lambda: write_config(cfg, self.folder))
@@ -240,11 +247,26 @@ class Run:
         return folder
 
     def _see_folder(self) -> None:
-        if not self.folder.exists():
-            raise ValueError(
-                f"--output_dir {self.folder}: not seen on {platform.node()}; every node must reach it, so "
-                "choose a folder on a shared file system"
-            )
+        """ValueError where a rank does not see rank 0's folder, but none or another of the same name."""
+        mark = self.folder / ranks.on_first(lambda: f".seen.{uuid.uuid4().hex}")
+        ranks.on_first(mark.touch)
+
+        def look() -> None:
+            deadline = time.monotonic() + FOLDER_SECONDS
+            while not mark.exists():
+                if time.monotonic() > deadline:
+                    raise ValueError(
+                        f"--output_dir {self.folder}: on {platform.node()} it is not the first rank's; every "
+                        "node must reach the same one, so choose a folder on a shared file system, by its "
+                        "whole path"
+                    )
+                time.sleep(0.1)
+
+        try:
+            ranks.together(look)
+        finally:
+            if ranks.rank() == 0:
+                mark.unlink()
 
     def _find_checkpoint(self) -> tuple[Path | None, dict]:
         """The checkpoint to go on from, and its meta; from here on the folder is this run's."""
@@ -282,6 +304,12 @@ class Run:
         for line in self.loaders.eval_report.lines() if self.loaders.eval_report else ():
             say(f"evaluation: {line}")
         self.total_steps = count_steps(cfg, self._per_epoch())
+
+    def _agree_on_data(self) -> None:
+        data, held = dict(self.loaders.train.identity), self.loaders.eval
+        if held is not None:
+            data["evaluation"] = [held.identity["samples"], held.micro_batches_per_epoch]
+        ranks.agree("the data", data)
 
     def _load_tokenizer(self) -> Any:
         cfg, plan = self.cfg, self.plan
@@ -342,6 +370,7 @@ class Run:
             torchao_fp8.refresh_scales_after_steps(self.model, optimizer)
         # The bare model is what is saved and exported; the loop calls the wrapped one.
         self.wrapped, self.optimizer = strategy.wrap(self.model, optimizer)
+        ranks.be_patient()
         self.autocast = precision.build_autocast(
             self.precision, device=self.device, parameter_dtype=strategy.compute_dtype(**dtypes)
         )
@@ -649,7 +678,7 @@ class Run:
     def _summary(self) -> dict[str, Any]:
         """The values of summary.json: counts and losses over all starts of the run, rates of the last one."""
         self._count_wall_time()
-        progress, losses = self.trainer.progress, train_losses(self.folder)
+        progress, losses = self.trainer.progress, ranks.on_first(lambda: train_losses(self.folder))
         tail = losses[-max(1, len(losses) // 10) :]
         gpus = self._gpus()
         peak = torch.tensor(torch.cuda.max_memory_allocated(self.device) / 1e9 if gpus else 0.0)

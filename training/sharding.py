@@ -7,7 +7,7 @@ Gradients are averaged over ranks; the loop scales the loss by the number of ran
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -203,6 +203,7 @@ class FSDP(SingleDevice):
     ):
         super().__init__(device, cfg)
         self.mode, self.resharded, self.offload = mode, resharded, offload
+        self.fp8_all_gather = cfg.sharding.fp8_all_gather
         self.master_home = "cpu" if offload else "device"
         size = shard_size or self.world_size
         if size == self.world_size:
@@ -231,6 +232,8 @@ class FSDP(SingleDevice):
             else OffloadPolicy(),
         }
         blocks = model.blocks
+        if self.fp8_all_gather:
+            self._check_rows(blocks)
         for block in blocks:
             fully_shard(block, reshard_after_forward=self.resharded, **settings)
         # Embedding, final norm and LM head make one group, which a tied weight needs.
@@ -241,6 +244,17 @@ class FSDP(SingleDevice):
         # Without it a block's weights are asked for when the CPU gets there: late, where launching is slow.
         for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])
+
+    def _check_rows(self, blocks: Iterable[nn.Module]) -> None:
+        """FSDP2 pads short shards to gather them, but not those that are cast to FP8 on the way."""
+        shards = self.mesh["shard"].size()
+        weights = (item for block in blocks for item in block.named_parameters() if item[1].ndim == 2)
+        for name, weight in weights:
+            if weight.shape[0] % shards:
+                raise ValueError(
+                    f"--fp8_all_gather: {shards} ranks cannot share the {weight.shape[0]} rows of {name} "
+                    "evenly; start a number of ranks that divides them, or drop --fp8_all_gather"
+                )
 
     def settle(self, model: nn.Module) -> None:
         for module in model.modules():
@@ -260,6 +274,8 @@ class FSDP(SingleDevice):
     def total_norm(self, norm: Tensor) -> Tensor:
         square = norm.square()
         dist.all_reduce(square, group=self.mesh.get_group("shard"))
+        if self.mesh.ndim == 2:  # sums of other orders: copies clipped by them would drift apart
+            dist.all_reduce(square, op=dist.ReduceOp.MAX, group=self.mesh.get_group("replicate"))
         return square.sqrt()
 
 
@@ -276,7 +292,9 @@ STRATEGIES: dict[str, Callable[[torch.device, Config], SingleDevice]] = {
     "fsdp_full": lambda device, cfg: FSDP(device, cfg, mode="fsdp_full"),
     "fsdp_grad": lambda device, cfg: FSDP(device, cfg, mode="fsdp_grad", resharded=False),
     "fsdp_offload": lambda device, cfg: FSDP(device, cfg, mode="fsdp_offload", offload=True),
-    "hsdp": lambda device, cfg: FSDP(device, cfg, mode="hsdp", shard_size=hsdp_shard_size(cfg)),
+    "hsdp": lambda device, cfg: FSDP(
+        device, cfg, mode="hsdp", shard_size=ranks.on_first(lambda: hsdp_shard_size(cfg))
+    ),
     "deepspeed": _zero,
     "ds_zero1": _zero,
     "ds_zero2": _zero,

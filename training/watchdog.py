@@ -14,6 +14,7 @@ import platform
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -61,9 +62,12 @@ class Watchdog:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
 
-    def beat(self, doing: str) -> None:
-        """The main thread is alive and does this next; the first call starts the clock."""
-        self._beats, self._doing, self._since = self._beats + 1, doing, time.monotonic()
+    def beat(self, doing: str, *, counts: bool = True) -> None:
+        """The main thread is alive and does this next; the first call starts the clock.
+
+        What not all ranks do as often must not count: a rank with fewer beats is taken to be behind.
+        """
+        self._beats, self._doing, self._since = self._beats + counts, doing, time.monotonic()
 
     def rest(self) -> None:
         """No progress is expected until the next beat."""
@@ -107,7 +111,17 @@ class Watchdog:
                 answered = time.monotonic()
             except (dist.DistError, RuntimeError):  # a slow store is not a lost one
                 if time.monotonic() - answered > SILENCE_SECONDS:
-                    return
+                    self._go_on_without_the_store()
+
+    def _go_on_without_the_store(self) -> None:
+        """Ask for it anew; and end the job where it was due, if nobody can say who is behind."""
+        if self._since is not None and time.monotonic() - self._since > self.timeout:
+            print(f"error: {lost(self.timeout)}", file=sys.stderr, flush=True)
+            self._exit()
+        with self._lock, suppress(dist.DistError, RuntimeError):
+            store = ranks.connection()
+            store.set_timeout(timedelta(seconds=10))
+            self._store = store
 
     def _forgive(self, away: float) -> None:
         """Time that this process did not run, as schedulers suspend jobs, is nobody's delay."""
@@ -159,6 +173,13 @@ class Watchdog:
 
 
 AFTERWARDS = "What was saved before is intact; the same command goes on from it"
+
+
+def lost(timeout: float) -> str:
+    return (
+        f"--timeout_minutes {timeout / 60:g}: no progress for {timeout:.0f} s on rank {ranks.rank()} "
+        f"({platform.node()}), and the job's store does not answer: its host may be gone. {AFTERWARDS}"
+    )
 
 
 def stalled(places: dict[int, Place], silent: set[int], *, timeout: float) -> str:
