@@ -6,7 +6,6 @@ python -m benchmarks.compare --variants bf16,delayed,current --output_dir DIR [a
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ from benchmarks.variants import VARIANTS, Variant, given_settings, parse_variant
 from benchmarks.wandb_report import upload
 from training.config import Config
 from training.durable_files import replace_file
-from training.trackers import redact
+from training.trackers import redact, to_json
 
 PROG = "python -m benchmarks.compare"
 # What a comparison wants of its runs, unless the command says otherwise.
@@ -88,6 +87,27 @@ def _job(
     )
 
 
+def check_before_the_start(jobs: list[Job], gpus: int) -> None:
+    """ValueError for what would make the runs incomparable once hours were spent."""
+    batches = {j.name: j.cfg.optim.batch_size * j.cfg.optim.gradient_accumulation_steps for j in jobs}
+    first = jobs[0].name
+    for name, batch in batches.items():
+        if batch != batches[first]:
+            raise ValueError(
+                f"{name} and {first} cannot be compared: --batch_size x --gradient_accumulation_steps is "
+                f"{batch} and {batches[first]}; split the same batch in both"
+            )
+    for job in jobs:
+        if is_finished(job.cfg):
+            run = read_run(Path(job.cfg.checkpoint.output_dir))
+            ranks = run.value("world_size") or run.gpus or 1
+            if ranks != gpus:
+                raise ValueError(
+                    f"{run.folder}: holds a run on {ranks} GPUs, here it is --gpus {gpus}; give that number, "
+                    "or another --output_dir"
+                )
+
+
 def run_jobs(jobs: list[Job], *, gpus: int, folder: Path) -> tuple[int, dict[str, Outcome]]:
     """Run what is unfinished. Returns a code other than 0 to end with at once, and the runs that failed."""
     failed: dict[str, Outcome] = {}
@@ -122,6 +142,13 @@ def conclude(
     for job in jobs[1:]:
         if job.name in runs:
             refuse_difference(runs[reference], runs[job.name], other_seed=job.seed_of is not None)
+    if missing := next(filter(None, map(verdict.incomplete, runs.values())), None):
+        raise ValueError(f"{missing}; remove its folder to run it again")
+    if not verdict.ends_finite(runs[reference]):
+        raise ValueError(
+            f"{runs[reference].folder}: the reference's training loss does not end finite, so nothing can be "
+            "held against it; try a lower --learning_rate"
+        )
     rows = [
         _row(job, runs, failed, max_loss_gap=max_loss_gap, price=price) for job in jobs if not job.seed_of
     ]
@@ -196,7 +223,7 @@ def exit_code(rows: list[verdict.Row], failed: dict[str, Outcome], *, strict: bo
 
 def write_verdict(result: dict[str, Any], rows: list[verdict.Row], folder: Path, command: str) -> None:
     """verdict.json and verdict.md."""
-    replace_file(folder / "verdict.json", json.dumps(result | {"command": command}, indent=1).encode())
+    replace_file(folder / "verdict.json", to_json(result | {"command": command}, indent=1))
     title = "# FP8 against BF16" + (" (emulated)" if result["emulated"] else "")
     limit = (
         f"PASS: the training loss, mean of the last 10 %, is at most {result['max_loss_gap_percent']:g} % "
@@ -251,8 +278,7 @@ def compare(argv: list[str]) -> int:
     )
     if jobs[0].cfg.optim.max_steps == 0:
         raise ValueError("--max_steps 0: trains nothing that could be compared; give 1 or more")
-    for job in jobs:  # a folder of other settings is told before hours are spent
-        is_finished(job.cfg)
+    check_before_the_start(jobs, args.gpus)
     make_folder(args.output_dir)
     code, failed = run_jobs(jobs, gpus=args.gpus, folder=args.output_dir)
     if code:
@@ -273,6 +299,9 @@ def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 all variants pass; 1 one does not; 2 a setting is wrong; 75 stopped, to be gone on."""
     try:
         return compare(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # while nothing trains; `launch` passes it on to a run
+        print("stopped; to go on: the same command", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

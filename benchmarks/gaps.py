@@ -8,9 +8,14 @@ from benchmarks.runs import RunRecord, Series, labels, smooth, tail_mean
 
 
 def pick_reference(runs: list[RunRecord]) -> RunRecord:
-    """The run that the others' losses are set against: the first in BF16 with a loss, else the first."""
+    """The run that the others' losses are set against: in BF16, with a loss, if there is one.
+
+    Of those the first whose seed a run in another precision shares, else the first.
+    """
     found = [run for run in runs if run.value("recipe") == "bf16" and run.series("train/loss")]
-    return (found or runs)[0]
+    seeds = {run.config.get("seed") for run in runs if run.value("recipe") != "bf16"}
+    shared = [run for run in found if run.config.get("seed") in seeds]
+    return (shared or found or runs)[0]
 
 
 # Settings under which losses can be set against each other. The global batch has to match too.

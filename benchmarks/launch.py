@@ -28,7 +28,7 @@ from training.trackers import redact
 ROOT = Path(__file__).resolve().parent.parent
 EXIT_INTERRUPTED = 75  # as the training scripts have it: the same command goes on
 IN_USE = "another run is writing to it"  # as training.run_folder says it
-LENGTH = ("num_epochs", "max_steps")  # may change on a resume, but a shorter run is not a finished longer one
+LENGTH = ("num_epochs", "max_steps")  # a run may be made longer, but its learning rate is then no other run's
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,13 @@ class Outcome:
     folder: Path
     error: str  # its line of error, else the last line that it printed
     stopped: bool  # a signal came: what is unfinished goes on with the same command
+    told: bool = True  # that line was one of error: it ended by itself, and was not killed
 
     @property
     def refused(self) -> bool:
         """Whether it ended before it took its folder: a setting or this machine stood against it."""
-        return self.code != 0 and not self.stopped and not (self.folder / "config.json").exists()
+        ended = self.code != 0 and not self.stopped and self.told
+        return ended and not (self.folder / "config.json").exists()
 
     @property
     def in_use(self) -> bool:
@@ -129,7 +131,7 @@ def launch(cfg: Config, *, gpus: int = 1, log: Path) -> Outcome:
                 error = text.strip().removeprefix("error: ")
         code = process.wait()
     stopped = bool(relay.came) or code == EXIT_INTERRUPTED
-    return Outcome(code, Path(cfg.checkpoint.output_dir), error or last, stopped)
+    return Outcome(code, Path(cfg.checkpoint.output_dir), error or last, stopped, told=error is not None)
 
 
 def _lines_of(log: Path, begin: int, process: subprocess.Popen) -> Iterator[str]:
@@ -198,7 +200,7 @@ def _workers(pid: int) -> list[int]:
 
 
 def is_finished(cfg: Config) -> bool:
-    """Whether the run folder of `cfg` holds this run's end; ValueError for another run's, or a longer's."""
+    """Whether the run folder of `cfg` holds this run's end; ValueError for another run's."""
     folder = Path(cfg.checkpoint.output_dir)
     saved = folder / "config.json"
     if not saved.exists():
@@ -215,17 +217,14 @@ def is_finished(cfg: Config) -> bool:
             f"{folder}: holds a run of other settings ({differences}); give the settings it was started "
             "with, or another --output_dir"
         )
-    summary, new = folder / "summary.json", cfg.to_dict()
-    if not summary.exists():
-        return False
+    new = cfg.to_dict()
     for name in LENGTH:
-        there, here = old.get(name), new[name]
-        if there is not None and here is not None and here < there:
+        if old.get(name) != new[name]:
             raise ValueError(
-                f"{folder}: holds a finished run of --{name} {there}, here it is {here}; give another "
-                "--output_dir"
+                f"{folder}: holds a run of --{name} {old.get(name)}, here it is {new[name]}, and its "
+                "learning rate follows the length; give another --output_dir, or remove it to run it again"
             )
-    return all(old.get(name) == new[name] for name in LENGTH)
+    return (folder / "summary.json").exists()
 
 
 def count_gpus() -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.plan_check import check_runs, check_table
 from benchmarks.plan_flags import PROG, build_parser, find_gpu, split_flags
@@ -71,14 +71,8 @@ def choose_mode(cfg: Config, parameters: int, gpu: Gpu, gpus: int, gpus_per_node
         raise ValueError(
             "--sharding_mode deepspeed: plans cover ds_zero1, ds_zero2, ds_zero3 and its offload"
         )
-    if mode.startswith("ds_") and (
-        cfg.precision.master_weights != "fp32" or cfg.precision.moment_dtype != "fp32"
-    ):
-        raise ValueError(
-            f"--sharding_mode {mode}: DeepSpeed has FP32 masters and moments; leave out --master_weights and "
-            "--moment_dtype, or use fsdp_full"
-        )
     if mode != "auto":
+        _refuse_other_optimizer_state(cfg, mode)
         return mode
     from training import auto_mode  # imports torch
 
@@ -92,11 +86,26 @@ def choose_mode(cfg: Config, parameters: int, gpu: Gpu, gpus: int, gpus_per_node
         accumulated=whole_gradients * (cfg.optim.gradient_accumulation_steps > 1),
         gpu=int(gpu.memory_gb * 1e9),
     )
-    return auto_mode.choose_mode(memory, world_size=gpus, local_size=min(gpus, gpus_per_node))[0]
+    mode = auto_mode.choose_mode(memory, world_size=gpus, local_size=min(gpus, gpus_per_node))[0]
+    _refuse_other_optimizer_state(cfg, mode)
+    return mode
+
+
+def _refuse_other_optimizer_state(cfg: Config, mode: str) -> None:
+    """As training does: DeepSpeed's AdamW, and that of the CPU, keep all in FP32."""
+    cpu = mode == "fsdp_offload"
+    masters, moments = cfg.precision.master_weights, cfg.precision.moment_dtype
+    if (cpu or mode.startswith("ds_")) and (masters, moments) != ("fp32", "fp32"):
+        raise ValueError(
+            f"--sharding_mode {mode}: {'AdamW on the CPU' if cpu else 'DeepSpeed'} has FP32 masters and "
+            "moments; leave out --master_weights and --moment_dtype, or use fsdp_full"
+        )
 
 
 def make_plan(cfg: Config, gpu: Gpu, *, gpus: int, gpus_per_node: int = 8, network_gbs: float = 50.0) -> Plan:
     """Predict one training command on `gpus` GPUs; `network_gbs` is a GPU's share of its node's network."""
+    if cfg.model.te_backend == "emulated":
+        raise ValueError("--te_backend emulated: its speed and memory say nothing of a GPU; leave it out")
     model = read_model(cfg.model.model_name)
     mode = choose_mode(cfg, model.parameters, gpu, gpus, gpus_per_node)
     job = build_job(cfg, model, mode=mode, gpus=gpus, gpus_per_node=gpus_per_node)
@@ -120,7 +129,7 @@ def _cells(plan: Plan, tokens: float | None, price: float | None) -> list[str]:
         cells += ["does not fit", "-", "-", "-"]
     if tokens:
         days = plan.days(tokens)
-        cells += [f"{days:,.1f}" if plan.fits else "-"]
+        cells += [f"{days:,.1f}" if days >= 10 else f"{days:.2g}"] if plan.fits else ["-"]
         if price:
             cells += [f"{days * 24 * plan.job.gpus * price:,.0f}" if plan.fits else "-"]
     return cells
@@ -203,7 +212,21 @@ def run(argv: list[str]) -> str:
     gpu = find_gpu(args, recipe_of(cfg))
     where = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
     plans = [make_plan(cfg, gpu, gpus=gpus, **where) for gpus in args.gpus]
-    return report(plans, tokens=args.tokens, price=args.price_per_gpu_hour)
+    tables = report(plans, tokens=args.tokens, price=args.price_per_gpu_hour)
+    if cfg.sharding.mode != "auto":
+        return tables
+    sharded = replace(cfg, sharding=replace(cfg.sharding, sharding_mode="fsdp_full"))
+    others = [make_plan(sharded, gpu, gpus=p.job.gpus, **where) for p in plans if p.job.offload]
+    return "\n".join([tables, *(_instead(plan) for plan in others if plan.fits)])
+
+
+def _instead(plan: Plan) -> str:
+    """That training's `auto`, which leaves 40 % of a GPU free, offloads what by this plan fits without."""
+    gigabytes = sum(plan.memory.values()) / 1e9
+    return (
+        f"\n{_gpus(plan.job)}: by this plan --sharding_mode {plan.job.mode} fits too, {gigabytes:.1f} GB a "
+        f"GPU, and takes {1e3 * plan.step:,.0f} ms a step."
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

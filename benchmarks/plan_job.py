@@ -76,6 +76,10 @@ def read_model(name: str, extra: dict[str, dict] | None = None) -> Model:
         shape = ModelShape.from_hf_config(SimpleNamespace(**fields))
     except AttributeError as error:
         raise ValueError(f"--model_name {name}: its config.json has no {error.name}") from None
+    except (TypeError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"--model_name {name}: the sizes in its config.json are no model's ({error})"
+        ) from None
     return Model(shape, kind, bool(fields.get("tie_word_embeddings", False)))
 
 

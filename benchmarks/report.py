@@ -105,9 +105,9 @@ def provenance(run: RunRecord) -> str:
     environment = run.environment
     if not environment:
         return "stopped before it looked at the machine"
-    versions, git = environment["versions"], environment["git"]
-    machine = environment["gpu_name"] or "CPU"
-    parts = [f"{run.gpus} x {machine}" if run.gpus else machine, environment["date"][:10]]
+    versions, git = environment.get("versions") or {}, environment.get("git")
+    machine = environment.get("gpu_name") or "CPU"
+    parts = [f"{run.gpus} x {machine}" if run.gpus else machine, environment.get("date", "no date")[:10]]
     parts += [f"{name} {versions[name]}" for name in PACKAGES if versions.get(name)]
     if git:
         parts.append(f"commit {git['commit'][:12]}{' with changes' if git['dirty'] else ''}")

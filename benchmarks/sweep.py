@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
 import yaml
 from filelock import FileLock
 
@@ -55,6 +56,14 @@ class Point:
     def folder(self) -> Path:
         return Path(self.cfg.checkpoint.output_dir)
 
+    def settings(self) -> dict[str, Any]:
+        """What decides whether it runs and fits."""
+        of_the_folder = ("output_dir", "wandb_run_name", "wandb_group")
+        return {k: v for k, v in self.cfg.to_dict().items() if k not in of_the_folder} | {"gpus": self.gpus}
+
+    def digest(self) -> str:
+        return xxhash.xxh3_64_hexdigest(json.dumps(self.settings(), sort_keys=True).encode())
+
 
 @dataclass(frozen=True)
 class Result:
@@ -63,12 +72,23 @@ class Result:
     name: str
     status: str
     reason: str = ""
+    settings: str = ""  # digest of the point's
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose mappings name each key once: the last of two would win, unseen."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        names = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise yaml.YAMLError(f"{twice!r} stands twice, line {node.start_mark.line + 1} and on")
+        return super().construct_mapping(node, deep)
 
 
 def read_sweep(path: Path) -> dict[str, Any]:
     """The sweep's `grid`, `base` and `needs`. ValueError names the file and what is wrong in it."""
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -100,7 +120,8 @@ def read_axes(grid: dict[str, Any], replaced: list[str]) -> dict[str, list[Any]]
         name, _, values = text.partition("=")
         if name not in grid:
             raise ValueError(f"--axis {text}: the grid has {', '.join(grid)}{nearest(name, grid)}")
-        axes[name] = [value for value in values.split(",") if value]
+        apart = [values] if name == "precision" else values.split(",")  # a variant's settings may have commas
+        axes[name] = [value for value in apart if value]
     names = [*AXES, *OTHER_AXES, *(name for name in knobs() if name not in DECIDED)]
     for name, values in axes.items():
         if name in AXES and AXES[name] in axes and AXES[name] != name:
@@ -189,8 +210,6 @@ def why_skip(
 
 def _planned_gb(point: Point, gpu: Gpu) -> float | None:
     """Peak memory that is planned; None for what is not planned, emulated layers among it."""
-    if point.cfg.model.te_backend == "emulated":
-        return None
     try:
         return sum(make_plan(point.cfg, gpu, gpus=point.gpus).memory.values()) / 1e9
     except ValueError:
@@ -199,9 +218,9 @@ def _planned_gb(point: Point, gpu: Gpu) -> float | None:
 
 def _is_smaller(a: Point, b: Point) -> bool:
     """Whether `a` is `b` but for a shorter sequence or a smaller batch."""
-    if a.gpus != b.gpus or a.name == b.name:
+    if a.name == b.name:
         return False
-    first, second = ({k: v for k, v in p.cfg.to_dict().items() if k != "output_dir"} for p in (a, b))
+    first, second = a.settings(), b.settings()
     different = [name for name in first if first[name] != second[name]]
     return all(name in GROWING and first[name] < second[name] for name in different)
 
@@ -218,8 +237,8 @@ def run_points(
         stopped = False
         if is_finished(point.cfg):
             result = Result(point.name, "done")
-        elif point.name in tried:
-            result = tried[point.name]
+        elif (before := tried.get(point.name)) and before.settings == point.digest():
+            result = before
         elif reason := why_skip(point, results, points, machine_gpus, gpu):
             result = Result(point.name, "skipped", reason)
         else:
@@ -241,7 +260,7 @@ def _result(point: Point, outcome: Outcome) -> Result:
         return Result(point.name, "done")
     skipped = outcome.refused or outcome.in_use
     status = "out_of_memory" if outcome.out_of_memory else "skipped" if skipped else "failed"
-    return Result(point.name, status, outcome.reason)
+    return Result(point.name, status, outcome.reason, point.digest())
 
 
 def _locked(folder: Path) -> FileLock:
@@ -337,6 +356,9 @@ def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 the grid is done; 1 a run failed, or none ran; 2 a setting is wrong; 75 stopped."""
     try:
         return sweep(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # while nothing trains; `launch` passes it on to a run
+        print("stopped; to go on: the same command", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

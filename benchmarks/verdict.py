@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks import markdown
+from benchmarks import gaps, markdown
 from benchmarks.runs import RunRecord, tail_mean
 from training.config import knobs
 
@@ -125,6 +125,26 @@ def passes(run: RunRecord) -> float | None:
     return series[-1][1] if series else None
 
 
+def ends_finite(run: RunRecord) -> bool:
+    """Whether the last training loss that was logged is a number."""
+    logged = [record["train/loss"] for record in run.records if "train/loss" in record]
+    return bool(logged) and math.isfinite(logged[-1])
+
+
+def incomplete(run: RunRecord) -> str | None:
+    """What of a finished run's losses is missing; None if nothing is: its last step is always logged."""
+    logged = max((record["step"] for record in run.records if "train/loss" in record), default=0)
+    if logged == run.value("steps"):
+        return None
+    return f"{run.folder / 'metrics.jsonl'}: ends at step {logged} of {run.value('steps')}"
+
+
+def gap_percent(run: RunRecord, reference: RunRecord) -> float | None:
+    """How far the tail mean of the steps that both logged lies above the reference's, in percent of it."""
+    gap = gaps.tail_gap(run, reference)
+    return None if gap is None else 100 * gap
+
+
 def percent_above(value: float | None, reference: float | None) -> float | None:
     """How far `value` lies above `reference`, in percent of it."""
     if value is None or not reference:
@@ -134,8 +154,8 @@ def percent_above(value: float | None, reference: float | None) -> float | None:
 
 def noise_band(reference: RunRecord, seeds: list[RunRecord]) -> tuple[float, float] | None:
     """Lowest and highest tail-mean loss of BF16 over its seeds, in percent above the reference's."""
-    gaps = [percent_above(tail_loss(run), tail_loss(reference)) for run in seeds]
-    known = [gap for gap in gaps if gap is not None]
+    found = [gap_percent(run, reference) for run in seeds]
+    known = [gap for gap in found if gap is not None]
     return (min(0.0, *known), max(0.0, *known)) if known else None
 
 
@@ -158,14 +178,18 @@ def judge(
     values["cost"] = None if hours is None or price is None else hours * price
     if reference is None:
         return Row(variant, "REFERENCE", values=values)
-    values["gap"] = percent_above(values["tail_loss"], tail_loss(reference))
+    values["gap"] = gap_percent(run, reference)
     values["eval_gap"] = percent_above(values["eval_loss"], reference.value("eval_loss"))
     if _says_speed(run) and _says_speed(reference):
         rates = values["tokens_per_second"], reference.value("tokens_per_second")
         values["speedup"] = rates[0] / rates[1] if all(rates) else None
     gap, reason = values["gap"], None
-    if gap is None or not math.isfinite(gap):
-        reason = "it has no finite training loss"
+    if not ends_finite(reference):
+        reason = f"{against}'s training loss, which it is held against, does not end finite"
+    elif gap is None or not ends_finite(run):
+        reason = "its training loss does not end finite"
+    elif values["eval_loss"] is not None and not math.isfinite(values["eval_loss"]):
+        reason = "its evaluation loss is not finite"
     elif gap > max_loss_gap:
         reason = f"its loss is {gap:+.2f} % above {against}'s, more than --max_loss_gap {max_loss_gap:g} %"
     return Row(variant, "FAIL" if reason else "PASS", against, reason, values)

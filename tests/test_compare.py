@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compare import build_jobs, conclude, exit_code, main, parse, write_verdict
+from benchmarks.compare import (
+    build_jobs,
+    check_before_the_start,
+    conclude,
+    exit_code,
+    main,
+    parse,
+    write_verdict,
+)
 from benchmarks.launch import Outcome, _workers, is_finished, to_flags
 from benchmarks.variants import given_settings, parse_variants
 from training.config import config_from_dict, parse_config
@@ -228,6 +236,82 @@ def test_what_cannot_run_is_skipped_and_what_fails_fails(tmp_path):
     assert exit_code(rows, outcomes, strict=False) == 1
 
 
+def test_a_variant_that_is_killed_before_it_says_anything_fails(tmp_path):
+    jobs = jobs_of(tmp_path, "bf16,delayed")
+    write_run(jobs[0], 2.0)
+    killed = {"delayed": Outcome(-9, Path(jobs[1].cfg.checkpoint.output_dir), "", False, told=False)}
+    _, rows = judged(jobs, killed)
+    assert rows[1].status == "FAIL" and exit_code(rows, killed, strict=False) == 1
+
+
+def rewrite_metrics(job, change) -> None:
+    path = Path(job.cfg.checkpoint.output_dir) / "metrics.jsonl"
+    lines = change([json.loads(line) for line in path.read_text().splitlines()])
+    path.write_text("\n".join(map(json.dumps, lines)))
+
+
+def test_gaps_are_over_the_steps_that_both_runs_logged(tmp_path):
+    """Of one of them every second loss was logged: another tail, and no other loss."""
+    jobs = jobs_of(tmp_path, "bf16,delayed")
+    for job in jobs:
+        write_run(job, 2.0)
+        rewrite_metrics(
+            job, lambda lines: [r | {"train/loss": 9 - 0.3 * r["step"]} for r in lines if r["step"]]
+        )
+    rewrite_metrics(jobs[0], lambda lines: [r for r in lines if r["step"] % 2 == 0])
+    _, rows = judged(jobs)
+    assert rows[1].values["gap"] == 0 and rows[1].values["tail_loss"] != rows[0].values["tail_loss"]
+
+
+def test_a_run_whose_losses_are_cut_off_is_refused(tmp_path):
+    jobs = jobs_of(tmp_path, "bf16,delayed")
+    for job in jobs:
+        write_run(job, 2.0)
+    rewrite_metrics(jobs[1], lambda lines: lines[:12])
+    with pytest.raises(ValueError, match=r"delayed.metrics\.jsonl: ends at step 11 of 20; remove its folder"):
+        judged(jobs)
+
+
+def diverged(lines: list[dict]) -> list[dict]:
+    return [*lines[:-1], lines[-1] | {"train/loss": "NaN"}]
+
+
+def test_a_run_that_ends_without_a_finite_loss_fails_whatever_it_had_before(tmp_path):
+    jobs = jobs_of(tmp_path, "bf16,delayed")
+    for job in jobs:
+        write_run(job, 2.0)
+    rewrite_metrics(jobs[1], diverged)
+    _, rows = judged(jobs)
+    assert (rows[1].status, rows[1].reason) == ("FAIL", "its training loss does not end finite")
+    rewrite_metrics(jobs[0], diverged)
+    with pytest.raises(ValueError, match=r"bf16: the reference's training loss does not end finite"):
+        judged(jobs)
+
+
+def test_an_evaluation_that_is_no_number_fails_and_is_written_as_strict_json(tmp_path):
+    jobs = jobs_of(tmp_path, "bf16,delayed")
+    write_run(jobs[0], 2.0)
+    write_run(jobs[1], 2.0, summary={"eval_loss": "NaN"})
+    result, rows = judged(jobs)
+    assert (rows[1].status, rows[1].reason) == ("FAIL", "its evaluation loss is not finite")
+    write_verdict(result, rows, tmp_path, "the command")
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    json.loads((tmp_path / "verdict.json").read_text(), parse_constant=refuse)
+
+
+def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path):
+    with pytest.raises(ValueError, match=r"delayed.* and bf16 cannot be compared: --batch_size x .* 4 and 8"):
+        check_before_the_start(jobs_of(tmp_path, "bf16,delayed+batch_size=4"), 1)
+    jobs = jobs_of(tmp_path, "bf16,delayed")
+    write_run(jobs[0], 2.0)
+    check_before_the_start(jobs, 1)
+    with pytest.raises(ValueError, match=r"bf16: holds a run on 1 GPUs, here it is --gpus 2"):
+        check_before_the_start(jobs, 2)
+
+
 @pytest.mark.parametrize(("passes", "told"), [(0.9, False), (3.7, True)])
 def test_text_that_came_back_is_told(tmp_path, passes, told):
     jobs = jobs_of(tmp_path, "bf16,delayed")
@@ -278,9 +362,11 @@ def test_a_finished_run_is_one_of_the_same_settings_and_length(tmp_path):
     assert not is_finished(job.cfg)
     write_run(job, 2.0)
     assert is_finished(job.cfg)
-    assert not is_finished(jobs_of(tmp_path, "bf16", flags="--max_steps 30")[0].cfg)
-    with pytest.raises(ValueError, match=r"a finished run of --max_steps 20, here it is 19; give another"):
-        is_finished(jobs_of(tmp_path, "bf16", flags="--max_steps 19")[0].cfg)
+    for flags, other in (("--max_steps 30", 30), ("--max_steps 19", 19), ("", None)):
+        with pytest.raises(
+            ValueError, match=f"a run of --max_steps 20, here it is {other}, and its learning"
+        ):
+            is_finished(jobs_of(tmp_path, "bf16", flags=flags)[0].cfg)
     with pytest.raises(ValueError, match=r"--batch_size 8 there, 4 here"):
         is_finished(jobs_of(tmp_path, "bf16", flags="--max_steps 20 --batch_size 4")[0].cfg)
     (tmp_path / "runs" / "bf16" / "summary.json").unlink()

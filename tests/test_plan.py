@@ -262,12 +262,37 @@ def test_auto_takes_what_training_takes():
     assert plan_of("meta-llama/Llama-3.1-405B", gpus=8).job.mode == "fsdp_offload"
 
 
+def test_what_is_offloaded_without_need_is_told():
+    """Training's `auto` leaves room for activations that it does not know; a plan knows them."""
+    flags = "--use_te --mixed_precision fp8 --batch_size 1 --max_seq_length 4096 --gradient_checkpointing"
+    flags = f"--model_name meta-llama/Llama-3.1-70B {flags} --gpu H200 --gpus 8".split()
+    text, sharded = run(flags), run([*flags, "--sharding_mode", "fsdp_full"])
+    told = re.search(
+        r"8 GPUs: by this plan --sharding_mode fsdp_full fits too, (.*) GB a GPU, and .* ([\d,]+) ms", text
+    )
+    row = next(line for line in sharded.splitlines() if "fsdp_full" in line)
+    assert all(f"| {value} " in row for value in told.groups())
+    assert "fits too" not in run([*flags, "--sharding_mode", "fsdp_offload"])
+
+
 def test_a_folder_is_read_as_its_preset(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PRESETS["Qwen/Qwen3-8B"]))
     assert read_model(str(tmp_path)) == read_model("Qwen/Qwen3-8B")
 
 
-@pytest.mark.parametrize("content", ['{"model_type": "llama"}', "[]", "{", '{"model_type": "mixtral"}'])
+NO_SIZES = {"num_attention_heads": 0, "hidden_size": "64"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"model_type": "llama"}',
+        "[]",
+        "{",
+        '{"model_type": "mixtral"}',
+        json.dumps(PRESETS["meta-llama/Llama-3.2-1B"] | NO_SIZES | {"head_dim": None}),
+    ],
+)
 def test_a_broken_folder_is_refused(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match="--model_name"):
@@ -298,6 +323,15 @@ def test_a_broken_folder_is_refused(tmp_path, content):
         ("--model_name no/such", "--model_name no/such"),
         ("--sharding_mode hsdp --gpus 12", "does not divide the 12 GPUs"),
         ("--sharding_mode ds_zero2 --moment_dtype bf16 --gpus 8", "--sharding_mode ds_zero2"),
+        (
+            "--sharding_mode fsdp_offload --moment_dtype bf16 --gpus 8",
+            "--sharding_mode fsdp_offload: AdamW on",
+        ),
+        (
+            "--model_name meta-llama/Llama-3.1-405B --gpus 8 --moment_dtype bf16",
+            "--sharding_mode fsdp_offload: AdamW on",
+        ),
+        ("--use_te --te_backend emulated --mixed_precision fp8", "--te_backend emulated"),
         ("--check --batch_size 1", "--check takes no other flags"),
         ("--check no_such_folder", "--check no_such_folder"),
     ],

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.figures import draw_coverage, draw_gap, draw_losses
 from benchmarks.gaps import comparison, loss_gap, noise_band, pick_reference, tail_gap, tail_noise
+from benchmarks.html_report import _other_settings
 from benchmarks.report import COLUMNS, main, read_run, table
 from benchmarks.runs import smooth
 from training.config import Config, LogConfig
@@ -269,6 +270,15 @@ def test_the_reference_is_the_first_bf16_run_else_the_first(tmp_path):
     empty, bf16 = trained(tmp_path / "empty", []), trained(tmp_path / "bf16", [2.0])
     assert pick_reference([fp8, empty, bf16]) is bf16
     assert pick_reference([fp8, empty]) is fp8
+    other = trained(tmp_path / "other", [2.0], seed=43)
+    assert pick_reference([other, fp8, bf16]) is bf16, "of FP8's own seed"
+    assert pick_reference([other, bf16]) is other
+
+
+def test_another_seed_is_told_as_a_setting_that_differs(tmp_path):
+    reference = trained(tmp_path / "a", [2.0] * 20)
+    fp8 = trained(tmp_path / "b", [2.0] * 20, "delayed", seed=43)
+    assert _other_settings(fp8, reference) == ["seed"] and _other_settings(reference, reference) == []
 
 
 def test_gap_and_noise_band_against_the_reference(tmp_path):

@@ -78,6 +78,16 @@ def test_points_of_a_grid(tmp_path):
         f"{m}-{p}-gpus2" for m in ("A", "tiny-llama") for p in ("bf16_hf", "tensorwise")
     ]
     assert not any(p.cfg.model.use_te for p in fewer)
+    mapped = read_axes(axes, ["precision=bf16_hf,tensorwise+precision_map=layers.0=bf16,layers.1=bf16"])
+    maps = {p.cfg.precision.precision_map for p in build_points(mapped, {}, tmp_path)}
+    assert maps == {None, "layers.0=bf16,layers.1=bf16"}
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    path = tmp_path / "s.yaml"
+    path.write_text("grid:\n  precision: [bf16]\n  precision: [delayed]\n")
+    with pytest.raises(ValueError, match=r"not valid YAML: 'precision' stands twice, line 2"):
+        read_sweep(path)
 
 
 def points(*sizes: tuple[int, int, int]) -> list[Point]:
@@ -102,6 +112,12 @@ def test_what_is_larger_than_what_ran_out_of_memory_is_skipped():
     assert [why_skip(p, results, grid, 2) for p in (shorter, more_gpus, traded, small)] == [None] * 4
     assert why_skip(longer, {small.name: Result(small.name, "failed")}, grid, 2) is None
     assert why_skip(more_gpus, {}, grid, 1) == "needs 2 GPUs, this machine has 1"
+
+
+def test_names_on_wandb_do_not_hide_what_is_larger(tmp_path):
+    small, longer = build_points({"sequence_length": [512, 1024]}, {"use_wandb": True}, tmp_path)
+    results = {small.name: Result(small.name, "out_of_memory")}
+    assert f"{small.name} ran out of memory" in why_skip(longer, results, [small, longer], 1)
 
 
 def test_what_does_not_fit_by_the_plan_is_skipped():
@@ -158,6 +174,11 @@ def test_out_of_memory_is_recorded_and_the_grid_goes_on(tmp_path, monkeypatch):
     assert again == results and not started
     run_points(grid, tmp_path, retry=True)
     assert started == ["seq512-bf16"]
+    started.clear()
+    axes = {"sequence_length": [512, 1024], "precision": ["bf16", "delayed"]}
+    cured = build_points(axes, {"gradient_checkpointing": True}, tmp_path)
+    run_points([point for point in cured if "bf16" in point.name], tmp_path, retry=False)
+    assert started == ["seq512-bf16"], "what other settings did says nothing of these"
 
 
 def test_what_failed_is_tried_again(tmp_path, monkeypatch):

@@ -139,7 +139,7 @@ class MetricsFile:
         self._file = self._path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        line = _to_json({"step": step, "time": round(time.time(), 3), **metrics}) + b"\n"
+        line = to_json({"step": step, "time": round(time.time(), 3), **metrics}) + b"\n"
         end = self._file.seek(0, os.SEEK_END)
         try:
             while line:
@@ -151,7 +151,7 @@ class MetricsFile:
             ) from None
 
     def summary(self, values: dict[str, Any]) -> None:
-        replace_file(self._summary_path, _to_json(values, indent=2) + b"\n")
+        replace_file(self._summary_path, to_json(values, indent=2) + b"\n")
 
     def finish(self, exit_code: int) -> None:
         self._file.close()
@@ -182,7 +182,8 @@ def _discard_after(path: Path, step: int) -> None:
     replace_file(path, b"".join(kept))
 
 
-def _to_json(value: dict[str, Any], indent: int | None = None) -> bytes:
+def to_json(value: dict[str, Any], indent: int | None = None) -> bytes:
+    """Strict JSON, which has no word for NaN and infinities: they become strings."""
     return json.dumps(_without_non_finite(value), indent=indent, allow_nan=False).encode()
 
 
