@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 from datasets import Dataset
@@ -68,7 +70,8 @@ def build_loaders(
     ValueError for settings, or data, that cannot be trained on.
     """
     check(cfg, max_positions)
-    pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    known = (i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None)
+    pad = next((i for i in known if i < vocab_size), 0)  # an added token may be past the model's embedding
     layout = Layout(cfg.max_seq_length, pad_multiple, cfg.packing, batch_size, pad, rank, world_size)
     split = eval_split = open_split(cfg, cfg.split_name, tokenizer, vocab_size)
     # Rows of the training split that evaluation takes.
@@ -109,7 +112,13 @@ def build_loaders(
     )
     if held is None:
         return loaders
-    require_usable(held, f"--eval_split {cfg.eval_split}" if cfg.eval_split else "the held-out part", cfg)
+    if cfg.eval_split:
+        require_usable(held, f"--eval_split {cfg.eval_split}", cfg)
+    elif not len(held.samples):
+        logger.warning(
+            "none of the %d held-out rows can be used: this run has no evaluation", held.counts.sum()
+        )
+        return loaders
     layout = replace(layout, batch_size=eval_batch_size)
     eval_source = Stored(held.samples, layout, seed=None)
     return replace(
@@ -121,6 +130,15 @@ def build_loaders(
 
 
 def check(cfg: DataConfig, max_positions: int | None) -> None:
+    if cfg.data_cache_dir is not None:
+        try:
+            Path(cfg.data_cache_dir).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=cfg.data_cache_dir):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"--data_cache_dir {cfg.data_cache_dir}: {error.strerror}; choose a folder you can write to"
+            ) from None
     if max_positions is not None and cfg.max_seq_length > max_positions:
         raise ValueError(
             f"--max_seq_length {cfg.max_seq_length}: --model_name has {max_positions} positions; lower it"
@@ -135,7 +153,8 @@ def open_split(cfg: DataConfig, name: str, tokenizer: PreTrainedTokenizerBase, v
     source = DATASETS.get(cfg.dataset_name, sources.detect)(cfg, name)
     if isinstance(source.rows, Dataset) and not len(source.rows):
         raise ValueError(f"--dataset_name {cfg.dataset_name}: split {name} has no rows; take another split")
-    encoder = Encoder(tokenizer, source.to_sample, chat=source.chat, system=cfg.system_prompt)
+    system = "" if source.whole_chats else cfg.system_prompt
+    encoder = Encoder(tokenizer, source.to_sample, chat=source.chat, system=system)
     return Split(cfg, source, encoder, vocab_size)
 
 

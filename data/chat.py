@@ -8,6 +8,8 @@ will be at inference; the answer follows as a piece of its own.
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import zlib
 from collections.abc import Callable, Sequence
@@ -18,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from datasets import Features, List, Value
 from jinja2.exceptions import TemplateError
-from tokenizers import Encoding
+from tokenizers import Encoding, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data.demo import TOKENIZER_DIR
@@ -30,6 +32,9 @@ Segment = tuple[str, bool]  # text, whether its tokens carry loss
 # Llama 3.2's own template writes today's date into the prompt unless it is given one; a run resumed tomorrow
 # must see the text of today.
 TEMPLATE_DATE = "26 Jul 2024"
+PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+logger = logging.getLogger(__name__)
 
 
 class Template(NamedTuple):
@@ -75,17 +80,25 @@ TEMPLATES: dict[str, Template] = {
 
 
 def load_tokenizer(
-    name: str, *, family: str, trust_remote_code: bool = False, cache_dir: str | None = None
+    name: str,
+    *,
+    family: str,
+    config: Any = None,
+    trust_remote_code: bool = False,
+    cache_dir: str | None = None,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a hub id, a local folder or `demo`, with the chat template of `family` if it has none.
 
     `family` is the model's Hugging Face `model_type`. A family that TEMPLATES does not know, or whose markers
     the vocabulary lacks, stays without a template; chat data then raises. ValueError if it cannot be read.
+    `config` is the model's: transformers reads any tokenizer beside a qwen2 model as Qwen's own class, so
+    that is what the trained model will be given.
     """
     path = str(TOKENIZER_DIR) if name == "demo" else name
+    options = {} if config is None else {"config": config}
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=trust_remote_code, cache_dir=cache_dir
+            path, trust_remote_code=trust_remote_code, cache_dir=cache_dir, **options
         )
     except Exception as error:  # a hub client, a parser or remote code may raise anything
         raise ValueError(
@@ -103,6 +116,16 @@ def load_tokenizer(
         known = template is not None and token_to_id(template.pad) is not None
         tokenizer.pad_token = template.pad if known else tokenizer.eos_token
     return tokenizer
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that ends an answer in the tokenizer's chat template; None without such a template."""
+    if tokenizer.chat_template is None:
+        return None
+    try:
+        return Encoder(tokenizer, dict, chat=True, system="").turn_end()
+    except (TemplateError, ValueError):  # data without chats never met it
+        return None
 
 
 class Status(IntEnum):
@@ -129,12 +152,30 @@ class Encoder:
         self.to_sample = to_sample
         bos = tokenizer.bos_token_id
         self.adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+        backend = tokenizer.backend_tokenizer
+        self.inside = inside_a_text(backend)
+        # Special token -> whether text after it is taken as text by itself, if there is a difference.
+        self.special = {
+            number: self.inside is not None and self._begins_anew_after(token.content)
+            for number, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        }
         if chat:
             self._probe(system)
         elif tokenizer.eos_token_id is None:
             raise ValueError(
                 f"--tokenizer_name {tokenizer.name_or_path}: has no end-of-text token, which plain text needs"
             )
+
+    def turn_end(self, messages: list[Row] = PROBE) -> int | None:
+        """The special token that ends an answer in the chat template; None where other text does."""
+        (answer, _), _ = self.segments(messages)[-1][-2:]
+        last = self.tokenise([answer])[0].ids[-1]
+        return last if last in self.special else None
+
+    def _begins_anew_after(self, token: str) -> bool:
+        whole, alone = (encoding.ids for encoding in self.tokenise([f"{token}b", "b"]))
+        return whole[-len(alone) :] == alone
 
     def _probe(self, system: str) -> None:
         name = self.tokenizer.name_or_path
@@ -143,9 +184,13 @@ class Encoder:
                 f"--tokenizer_name {name}: has no chat template and none is known that fits it; take the "
                 f"tokenizer of the model's chat version, or train on plain text (--dataset_text_field)"
             )
-        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
-            self.segments([{"role": "system", "content": system}, *probe] if system else probe)
+            if self.turn_end([{"role": "system", "content": system}, *PROBE] if system else PROBE) is None:
+                logger.warning(
+                    "--tokenizer_name %s: its chat template ends an answer with no special token, so nothing "
+                    "in training shows the model where to stop",
+                    name,
+                )
         except TemplateError as error:
             hint = "; try --system_prompt ''" if system else ""
             raise ValueError(
@@ -153,10 +198,18 @@ class Encoder:
             ) from error
 
     def render(self, messages: list[Row], *, generate: bool = False) -> str:
-        """The conversation as text, special tokens included: tokenise it with add_special_tokens=False."""
-        text = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generate, date_string=TEMPLATE_DATE
-        )
+        """The conversation as text, special tokens included: tokenise it with add_special_tokens=False.
+
+        jinja2's TemplateError for all that a template may raise.
+        """
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generate, date_string=TEMPLATE_DATE
+            )
+        except TemplateError:
+            raise
+        except Exception as error:  # as of any program: a template meets keys it does not expect
+            raise TemplateError(f"{type(error).__name__}: {first_line(error)}") from error
         bos = self.tokenizer.bos_token
         return bos + text if self.adds_bos and not text.startswith(bos) else text
 
@@ -214,14 +267,21 @@ class Encoder:
                 except TemplateError:
                     status = Status.BAD
             drafts += [(number, status, segments) for segments in found]
-        pieces = iter(self.tokenise([text for _, _, segments in drafts for text, _ in segments]))
+        texts = [text for _, _, segments in drafts for text, _ in segments]
+        pieces = inside = iter(self.tokenise(texts))
+        if self.inside is not None:
+            inside = iter(self.tokenise(texts, self.inside))
         columns: dict[str, list] = {name: [] for name in COLUMNS}
         for number, status, segments in drafts:
             ids: list[int] = []
             spans: list[int] = []
             for _, loss in segments:
                 start = len(ids)
-                ids += next(pieces).ids
+                piece = next(pieces)
+                if inside is not pieces:
+                    continued = next(inside)
+                    piece = piece if not ids or self.special.get(ids[-1], False) else continued
+                ids += piece.ids
                 spans += [start, len(ids)] if loss else []
             arrays = np.array(ids, dtype=np.int32), np.array(spans, dtype=np.int32)
             crc = zlib.crc32(arrays[1].tobytes(), zlib.crc32(arrays[0].tobytes()))
@@ -231,13 +291,13 @@ class Encoder:
         lists = {name: list_column(columns[name]) for name in ("input_ids", "spans")}
         return pa.table({**columns, **lists}, schema=Features(COLUMNS).arrow_schema)
 
-    def tokenise(self, texts: list[str]) -> list[Encoding]:
+    def tokenise(self, texts: list[str], backend: Tokenizer | None = None) -> list[Encoding]:
         """The ids that `tokenizer(texts, add_special_tokens=False)` gives, as `ids` of each encoding.
 
-        One call for a whole batch, past the tokenizer's own wrapping, which keeps offsets, masks and lists of
-        them that nobody reads: a third of the time.
+        `backend` takes the place of the tokenizer's. One call for a whole batch, past the tokenizer's own
+        wrapping, which keeps offsets, masks and lists of them that nobody reads: a third of the time.
         """
-        backend = self.tokenizer.backend_tokenizer
+        backend = backend or self.tokenizer.backend_tokenizer
         backend.no_truncation()  # a tokenizer.json may bring both; lengths are checked later
         backend.no_padding()
         backend.encode_special_tokens = self.tokenizer.split_special_tokens
@@ -248,6 +308,32 @@ class Encoder:
         bos = self.tokenizer.bos_token or ""
         start = "" if text.startswith(bos) else bos
         return [[(start + text + self.tokenizer.eos_token, True)]]
+
+
+def inside_a_text(backend: Tokenizer) -> Tokenizer | None:
+    """A copy of a tokenizer that takes a text as the middle of a longer one.
+
+    SentencePiece's tokenizers, and a few others, put a word border before every text, which would split each
+    conversation where its pieces meet. None for a tokenizer that puts none.
+    """
+    parts = {"normalizer": backend.normalizer, "pre_tokenizer": backend.pre_tokenizer}
+    own = {name: json.loads(part.__getstate__()) for name, part in parts.items() if part is not None}
+    bare = {name: _without_border(part) for name, part in own.items()}
+    if bare == own:
+        return None
+    return Tokenizer.from_str(json.dumps(json.loads(backend.to_str()) | bare))
+
+
+def _without_border(part: Any) -> Any:
+    """A normalizer's or pre-tokenizer's JSON without what it puts before a text."""
+    if isinstance(part, list):
+        return [found for item in part if (found := _without_border(item)) is not None]
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "Prepend":
+        return None
+    never = {"prepend_scheme": "never", "add_prefix_space": False}
+    return {key: never.get(key, _without_border(value)) for key, value in part.items()}
 
 
 # What `Encoder.encode` returns, one entry per sample: token ids; the spans that carry loss, flat (start,

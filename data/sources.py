@@ -47,6 +47,7 @@ class Source:
     rows: Dataset | IterableDataset
     to_sample: Callable[[Row], Row]
     chat: bool  # False: plain text, which may be split anywhere
+    whole_chats: bool = False  # with system prompts of their own, or none
 
 
 def openmath_instruct_2(cfg: DataConfig, split: str) -> Source:
@@ -80,7 +81,8 @@ def detect(cfg: DataConfig, split: str) -> Source:
     first = next((found for row in islice(rows, 100) if (found := parse(row))), {})
     columns = list(first if json_lines else rows.column_names or first)
     to_sample, chat = choose_columns(cfg, columns)
-    return Source(rows, partial(json_line, to_sample) if json_lines else to_sample, chat)
+    whole = to_sample is messages
+    return Source(rows, partial(json_line, to_sample) if json_lines else to_sample, chat, whole)
 
 
 def choose_columns(cfg: DataConfig, columns: list[str]) -> tuple[Callable[[Row], Row], bool]:
@@ -111,7 +113,11 @@ def choose_columns(cfg: DataConfig, columns: list[str]) -> tuple[Callable[[Row],
 
 
 def messages(row: Row) -> Row:
-    return {"messages": row.get("messages")}
+    """Parquet gives every message the keys of all; templates ask whether a key is there."""
+    found = row.get("messages")
+    if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
+        return {"messages": found}
+    return {"messages": [{k: v for k, v in m.items() if v is not None or k == "content"} for m in found]}
 
 
 def text(field: str, row: Row) -> Row:
@@ -163,6 +169,10 @@ def open_split(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, 
         raise unreadable(cfg, error) from error
     if files:
         check_split(cfg, split, files)
+    if (local := [Path(file) for file in files.get(split, [])]) and all(
+        file.is_file() and not file.stat().st_size for file in local
+    ):
+        raise ValueError(f"--dataset_name {cfg.dataset_name}: {local[0].name} is empty")
     suffixes = {Path(file).suffix for file in files.get(split, [])}
     reader = READERS.get(suffixes.pop()) if len(suffixes) == 1 else None
     json_lines = reader == "text" and files[split][0].endswith(".jsonl")

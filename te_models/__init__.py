@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import xxhash
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from te_models.engine import Backend
@@ -270,7 +271,15 @@ def _build_hugging_face(plan: ModelPlan, dtype: torch.dtype, device: torch.devic
 
     options = {"dtype": dtype, "trust_remote_code": plan.trust_remote_code}
     if plan.weights is not None:
-        model, info = AutoModelForCausalLM.from_pretrained(plan.weights, **options, output_loading_info=True)
+        # Names of what does not fit come back, below, where transformers would raise with a table.
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(plan.weights, **options)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"--model_name {plan.name}: its weights cannot be read ({first_line(error)}); download them "
+                "again, or use --init random"
+            ) from None
         if missing := set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}:
             raise ValueError(
                 f"--model_name {plan.name}: the weights lack {', '.join(sorted(missing))}; "

@@ -109,6 +109,8 @@ def refuse_leaking_packing(model: HFCausalLM) -> None:
             model(torch.tensor([[*ids, *rows[0]]], device=device), labels, positions, borders, 8).loss
             for ids in rows
         )
+    if not torch.isfinite(one):
+        raise ValueError(f"--model_name: the weights give a loss of {one.item()}; they are damaged")
     if not torch.equal(one, other):
         raise ValueError(
             f"--packing: {type(model.model).__name__} lets packed samples see each other; add --no_packing"

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from te_models.families import Family
+from training.errors import first_line
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -126,7 +127,7 @@ class SafetensorsSource(WeightSource):
         if index.exists():
             files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         elif single.exists():
-            with safe_open(single, framework="pt") as handle:
+            with self._readable(single) as handle:
                 files = dict.fromkeys(handle.keys(), single.name)
         else:
             raise ValueError(
@@ -141,6 +142,15 @@ class SafetensorsSource(WeightSource):
         self._stack, self._open = ExitStack(), {}
         self._shapes = {key: torch.Size(self._slice(key).get_shape()) for key in self._files}
 
+    @staticmethod
+    def _readable(path: Path) -> Any:
+        try:
+            return safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(
+                f"--model_name {path.parent}: {path.name} is damaged ({first_line(error)}); download it again"
+            ) from None
+
     def shapes(self) -> dict[str, torch.Size]:
         return self._shapes
 
@@ -150,7 +160,7 @@ class SafetensorsSource(WeightSource):
     def _slice(self, key: str) -> Any:
         path = self._files[key]
         if path not in self._open:
-            self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+            self._open[path] = self._stack.enter_context(self._readable(path))
         return self._open[path].get_slice(key)
 
 

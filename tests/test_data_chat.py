@@ -10,9 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from jinja2.exceptions import TemplateError
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
-from data.chat import CHATML, LLAMA3, MISTRAL, Encoder, Status, load_tokenizer, why_unusable
+from data.chat import CHATML, LLAMA3, MISTRAL, Encoder, Status, load_tokenizer, turn_end, why_unusable
 from data.demo import TOKENIZER_DIR, generate
+from training.generate import reads_back
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -298,6 +301,85 @@ def test_a_template_that_moves_the_prompt_is_refused(demo):
     )
     with pytest.raises(ValueError, match="not written after its own prompt"):
         encoder(demo)
+
+
+NO_END = "{% for m in messages %}### {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+NO_END += "{% if add_generation_prompt %}### assistant: {% endif %}"
+
+
+def test_the_end_of_an_answer_is_that_of_the_template(demo, chatml, caplog):
+    """Qwen's base models end a text with another token than their template ends an answer."""
+    name = chatml.convert_ids_to_tokens(turn_end(chatml))
+    assert (name, chatml.eos_token) == ("<|im_end|>", "<|endoftext|>")
+    assert turn_end(demo) == demo.eos_token_id and not caplog.records
+    demo.chat_template = NO_END
+    assert turn_end(demo) is None
+    assert "ends an answer with no special token" in caplog.text
+    demo.chat_template = None
+    assert turn_end(demo) is None
+
+
+def test_what_a_template_raises_makes_a_bad_row(demo):
+    """Llama's template asks for the length of tool calls where there is such a key."""
+    demo.chat_template = "{% for m in messages %}{{ m['calls'] | length if 'calls' in m else '' }}"
+    demo.chat_template += "{{ m['content'] }}<|eot_id|>{% endfor %}"
+    with_calls = [{**message, "calls": None} for message in CHAT]
+    with pytest.raises(TemplateError, match="TypeError: object of type 'NoneType' has no len"):
+        encoder(demo).render(with_calls)
+    rows = encoder(demo).encode([{"messages": with_calls}], [0])
+    assert rows["status"].to_pylist() == [Status.BAD]
+
+
+LLAMA2 = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "{% else %} {{ m['content'] }} {{ eos_token }}{% endif %}{% endfor %}"
+)
+ZEPHYR = (
+    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def with_word_borders(kind: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that puts a word border before a text, as SentencePiece's do."""
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    words = pre_tokenizers.Metaspace(prepend_scheme="never" if kind == "prepend" else kind)
+    made.pre_tokenizer = words
+    if kind == "prepend":
+        made.normalizer = normalizers.Prepend("\u2581")
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=list("\n<>[]/|\u2581")
+    )
+    made.train_from_iterator(["What is 2 + 3? It is 5. And 3 + 4? user assistant INST"] * 50, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+@pytest.mark.parametrize("template", [LLAMA2, ZEPHYR], ids=["llama2", "zephyr"])
+@pytest.mark.parametrize("kind", ["first", "always", "never", "prepend"])
+def test_pieces_of_a_conversation_meet_as_they_do_in_one_text(kind, template):
+    tokenizer = with_word_borders(kind)
+    tokenizer.chat_template = template
+    made = encoder(tokenizer)
+    whole = tokenizer(made.render(CHAT[1:]), add_special_tokens=False).input_ids
+    assert (made.inside is None) == (kind == "never")
+    [(ids, _)] = encode(tokenizer, {"messages": CHAT[1:]})
+    assert ids == whole
+
+
+def test_a_tokenizer_is_read_as_it_will_be_beside_its_model(tmp_path):
+    """Beside a qwen2 model transformers takes Qwen's own class for any tokenizer."""
+    config = AutoConfig.for_model("qwen2")
+    tokenizer = load_tokenizer("demo", family="qwen2", config=config)
+    tokenizer.save_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
+    later = AutoTokenizer.from_pretrained(tmp_path)
+    assert later.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    assert reads_back(tmp_path, tokenizer) and not reads_back(
+        tmp_path, load_tokenizer("demo", family="qwen2")
+    )
 
 
 @pytest.mark.parametrize("name", ["no-such-owner/no-such-tokenizer", "/no/such/folder"])

@@ -22,6 +22,7 @@ from training.config import DataConfig
 OPENMATH = Path(__file__).parents[2] / "shared" / "data" / "openmath_gsm8k"
 PAIR = {"problem": "What is 1 + 1?", "generated_solution": "It is 2."}
 # Rows in the columns of a data set that tests cannot download.
+VOCABULARY = 2048
 OFFLINE_ROWS = {
     "nvidia/OpenMathInstruct-2": [
         {**PAIR, "expected_answer": "2", "problem_source": f"{i}"} for i in range(5)
@@ -39,7 +40,7 @@ def load(tokenizer, tmp_path):
     """Loaders over a file with these bytes, or over a data set by name."""
 
     def load(contents=b"", name="rows.jsonl", **settings):
-        if contents:
+        if contents or name != "rows.jsonl":
             (tmp_path / name).write_bytes(contents)
             settings = {"dataset_name": str(tmp_path / name), "split_name": "train", **settings}
         defaults = {
@@ -55,7 +56,7 @@ def load(tokenizer, tmp_path):
             eval_batch_size=1,
             seed=0,
             pad_multiple=8,
-            vocab_size=2048,
+            vocab_size=VOCABULARY,
             max_positions=2048,
         )
 
@@ -201,6 +202,8 @@ def test_chat_and_text_columns_are_found_by_name():
     turns = [{"role": "user", "content": "a"}]
     to_sample, chat = choose_columns(cfg, ["text", "messages"])
     assert chat and to_sample({"messages": turns}) == {"messages": turns}
+    with_all_keys = [turn | {"tool_calls": None} for turn in turns]  # as Parquet has them
+    assert to_sample({"messages": with_all_keys}) == {"messages": turns}
     for name in ("text", "content"):
         to_sample, chat = choose_columns(cfg, ["id", name])
         assert not chat and to_sample({"id": 1, name: "x"}) == {"text": "x"}
@@ -342,6 +345,12 @@ ERRORS = {
         {},
         r"--dataset_name .*--dataset_text_field.*\(columns .*: x, y\)",
     ),
+    "an empty file": (b"", {"name": "a.jsonl"}, "--dataset_name .*: a.jsonl is empty"),
+    "a cache that is a file": (
+        USABLE,
+        {"data_cache_dir": __file__},
+        "--data_cache_dir .*: File exists; choose a folder you can write to",
+    ),
     "no rows": (b"text\n", {"name": "a.csv"}, "--dataset_name .*(no rows|cannot be read)"),
     "no usable rows": (
         lines({"text": ""}, {"text": 5}),
@@ -385,6 +394,36 @@ def test_errors_name_the_flag_and_the_way_out(load, contents, settings, message,
     with pytest.raises(ValueError, match=message) as info:
         load(contents, **settings)
     assert "\n" not in str(info.value)
+
+
+def test_a_held_out_part_that_cannot_be_used_leaves_a_run_without_evaluation(load, caplog):
+    rows = [{"text": f"{i} is a number. " * 4} for i in range(10)]
+    for i in range(10):  # whichever row is held out
+        loaders = load(lines(*(row if j != i else {"text": 5} for j, row in enumerate(rows))), eval_samples=1)
+        assert (loaders.eval is None) == ("none of the 1 held-out rows can be used" in caplog.text)
+        if loaders.eval is None:
+            return
+    raise AssertionError("no row was held out")
+
+
+def test_a_system_prompt_is_not_asked_of_a_template_that_never_gets_it(load, tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "<|start_header_id|>{{ m['role'] }}<|end_header_id|>{{ m['content'] }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>{% endif %}"
+    )
+    turns = [{"role": "user", "content": "a", "calls": None}, {"role": "assistant", "content": "b"}]
+    loaders = load(lines(*[{"messages": turns}] * 3), packing=False)
+    assert answers(loaders, tokenizer) == ["b"] * 3
+    with pytest.raises(ValueError, match="no system; try --system_prompt ''"):
+        load(lines(*[{"problem": "a", "solution": "b"}] * 3), name="pairs.jsonl")
+
+
+def test_padding_is_a_token_that_the_model_has(load, tokenizer):
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})  # past the model's embedding
+    loaders = load(USABLE, packing=False)
+    assert tokenizer.pad_token_id == VOCABULARY
+    assert all(int(batch.inputs["input_ids"].max()) < VOCABULARY for batch in loaders.train)
 
 
 def test_a_stream_shorter_than_its_evaluation_part(load):

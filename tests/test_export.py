@@ -140,10 +140,21 @@ def test_generation_settings_that_transformers_would_not_save_again_do_not_lose_
     settings = {"temperature": 0.9, "top_p": 0.6, "_from_model_config": False}
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
     model, tokenizer = build(), tiny_tokenizer()
-    generation = generation_config(ModelPlan("m", model.config, tmp_path), tokenizer)
+    plan = ModelPlan("m", model.config, tmp_path)
+    generation = generation_config(plan, tokenizer, turn_end=None, own_tokenizer=True)
     out = export_hf(tmp_path / "export", weights(model), config=model.config, generation_config=generation)
     saved = GenerationConfig.from_pretrained(out)
     assert (saved.temperature, saved.top_p, saved.do_sample) == (0.9, 0.6, True)
+
+
+@pytest.mark.parametrize(("own", "expected"), [(True, [1, 2, 4, 6]), (False, [2, 6])])
+def test_generation_ends_where_the_source_the_tokenizer_and_the_chat_template_say(own, expected, tmp_path):
+    """The source's own ends, such as <end_of_turn>, are those of its own tokenizer."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 4]}))
+    plan, tokenizer = ModelPlan("m", build().config, tmp_path), tiny_tokenizer()
+    assert tokenizer.eos_token_id == 2
+    found = generation_config(plan, tokenizer, turn_end=6, own_tokenizer=own)
+    assert found.eos_token_id == expected
 
 
 def test_dtype_slices_and_strides(tmp_path):

@@ -146,7 +146,7 @@ def test_the_reference_can_be_named_and_joins_the_runs(tmp_path):
     )
     report(tmp_path, one, reference=two)
     gap = section(tmp_path, "gap-to-the-reference")
-    assert "Reference: two." in gap and rows_of(gap)["one"] == ["-20.000%", "none"]
+    assert "Reference: two." in gap and rows_of(gap)["one"] == ["-20.000%", "seed"]
     assert rows_of(section(tmp_path, "settings").split("<details")[0])["seed"] == ["<mark>1</mark>", "2"]
     report(tmp_path, two, one, reference=two)
     assert rows_of(section(tmp_path, "settings").split("<details")[0])["seed"] == ["2", "<mark>1</mark>"]

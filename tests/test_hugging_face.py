@@ -199,6 +199,14 @@ def test_a_model_that_leaks_between_packed_samples_is_refused(monkeypatch):
     build("gemma2", packed=False)
 
 
+def test_weights_without_a_finite_loss_are_not_blamed_on_packing():
+    model = build("llama", packed=False)
+    with torch.no_grad():
+        next(model.parameters())[3, 0] = float("nan")
+    with pytest.raises(ValueError, match="the weights give a loss of nan; they are damaged"):
+        hugging_face.refuse_leaking_packing(model.eval())
+
+
 def test_a_border_that_gets_lost_is_noticed(monkeypatch):
     monkeypatch.setattr(hugging_face, "sequence_borders", lambda cu_seqlens, max_seqlen: {})
     monkeypatch.setattr(

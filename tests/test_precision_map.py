@@ -1,7 +1,9 @@
 """Precision by layer: patterns, disagreements, sizes, and modules that run in their own recipe."""
 
 import dataclasses
+import re
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from training.precision_map import assign, check_resume, check_sizes, matches, p
 from training.run import main
 from training.scaling_state import scaling_state
 
+ROOT = Path(__file__).resolve().parent.parent
 TE = {"use_te": True, "mixed_precision": "fp8"}
 HF = {"mixed_precision": "fp8"}
 HF_NAMES = [f"model.layers.{i}.{m}" for i in range(4) for m in ("self_attn.q_proj", "mlp.down_proj")]
@@ -46,6 +49,17 @@ def te(layers: int = 4, **values) -> dict[str, str]:
 )
 def test_a_pattern_matches_a_run_of_parts(pattern, name, expected):
     assert matches(pattern, name) == expected
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/precision.md", "training/config.py"])
+def test_documented_maps_can_be_given(path):
+    text = (ROOT / path).read_text(encoding="utf-8")
+    maps = re.findall(r"(?:--precision_map \"|bf16 \()([^\s\"()]+=[^\s\"()]+)", text)
+    assert maps
+    for found in maps:
+        names = te_names(4) if "self_attention" in found else HF_NAMES
+        settings = TE if "self_attention" in found else HF
+        assert "bf16" in assign(config_from_dict(settings | {"precision_map": found}), names, 4).values()
 
 
 def test_settings_reach_exactly_their_modules():

@@ -64,7 +64,7 @@ def test_it_is_built_counted_exported_and_answers(folder, tmp_path, shard):
         weights.items(),
         config=plan.config,
         tokenizer=tokenizer,
-        generation_config=generation_config(plan, tokenizer),
+        generation_config=generation_config(plan, tokenizer, turn_end=None, own_tokenizer=True),
         dtype=torch.float32,
         trust_remote_code=True,
         code_folder=plan.weights,

@@ -129,6 +129,15 @@ def test_sigterm_saves_and_the_same_command_goes_on(finished, tmp_path):
     assert all(torch.equal(t, exported(finished)[n]) for n, t in exported(folder).items())
 
 
+def test_a_stopped_run_that_may_not_save_does_not_promise_to_go_on(tmp_path):
+    process = start(tmp_path / "run", "--max_steps 400 --no_save_checkpoints --no_export")
+    wait_for_a_step(process, tmp_path / "run")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == EXIT_FAILED and "nothing was saved (--no_save_checkpoints)" in output
+    assert "to go on" not in output
+
+
 def test_sigterm_to_the_whole_process_group_saves_too(tmp_path):
     """As schedulers and `timeout` send it: the loader's worker processes get it as well, even twice."""
     folder = tmp_path / "stopped"

@@ -221,6 +221,12 @@ def test_several_such_steps_in_a_row_stop_the_run_with_advice():
     assert made.progress.step == 6 and made.progress.skipped_steps == 4
 
 
+def test_a_run_that_took_no_step_at_all_is_no_success():
+    made, _ = trainer([to_batch(rows(4))], total_steps=2, model=Poisoned({1, 2}), max_skipped_steps=5)
+    with pytest.raises(NonFinite, match="2 steps in a row"):
+        made.fit()
+
+
 def test_a_window_without_label_tokens_changes_nothing():
     ids, labels = rows(1)[0]
     empty = to_batch([(ids, torch.full_like(labels, -100))])
@@ -413,7 +419,8 @@ def test_loss_and_gradient_must_both_be_finite(spoil):
     made, _ = trainer([to_batch(rows(4))], total_steps=1)
     spoil(made.model)
     before = made.model.table.weight.detach().clone()
-    made.fit()
+    with pytest.raises(NonFinite):
+        made.fit()
     assert made.progress.skipped_steps == 1 and torch.equal(before, made.model.table.weight)
 
 

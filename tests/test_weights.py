@@ -286,6 +286,10 @@ def test_safetensors_source_reads_shards_and_skips_rope_tables(tmp_path):
     shell = Shell(plan.config)
     load_te(shell, SafetensorsSource(tmp_path))
     assert all(torch.equal(t, random.get(name)) for name, t in te_to_hf(shell, whole))
+    data = (tmp_path / "b.safetensors").read_bytes()
+    (tmp_path / "b.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match=r"b\.safetensors is damaged .*; download it again"):
+        SafetensorsSource(tmp_path)
     (tmp_path / "b.safetensors").unlink()
     with pytest.raises(ValueError, match=r"b\.safetensors is missing"):
         SafetensorsSource(tmp_path)

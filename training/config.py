@@ -95,7 +95,7 @@ class PrecisionConfig:
     precision_map: str | None = knob(
         None,
         "precision by module, PATTERN=RECIPE,...: part of a name in the coverage table, with "
-        "* for any part, and a recipe or bf16 (layers.0=bf16,layers.*.self_attention=current)",
+        "* for any part, and a recipe or bf16 (layers.*.self_attention=bf16,layers.*.layernorm_mlp=current)",
     )
     fp8_fallback: Literal["warn", "error"] = knob(
         "warn", "when this GPU or TE cannot run mxfp8 or nvfp4: use the default recipe and warn, or stop"

@@ -9,8 +9,12 @@ from typing import Any
 import torch
 
 
-def generation_config(plan: Any, tokenizer: Any) -> Any:
-    """The source model's, or one from its configuration; generation ends at the chat template's turn too."""
+def generation_config(plan: Any, tokenizer: Any, *, turn_end: int | None, own_tokenizer: bool) -> Any:
+    """The source model's, or one from its configuration.
+
+    Generation ends at the tokenizer's end, at `turn_end`, which closes an answer of its chat template, and,
+    with `own_tokenizer`, where it ended in the source: another tokenizer gives these ids to other tokens.
+    """
     from transformers import GenerationConfig
 
     if plan.weights and (plan.weights / "generation_config.json").exists():
@@ -21,10 +25,26 @@ def generation_config(plan: Any, tokenizer: Any) -> Any:
         generation.validate(strict=True)
     except ValueError:  # sampling settings without do_sample, in older folders; they would not be saved
         generation.do_sample = True
-    ends = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<|eot_id|>")} - {None}
+    source = generation.eos_token_id if own_tokenizer else None
+    ends = {*(source if isinstance(source, list) else [source]), tokenizer.eos_token_id, turn_end} - {None}
     generation.eos_token_id = sorted(ends) or None
     generation.pad_token_id = tokenizer.pad_token_id
     return generation
+
+
+# What tokenizers take apart differently: contractions, digits, runs of spaces, scripts, code.
+SAMPLE = "It's 3.14 x 1000 = 3140?\n\n   Gr\u00fc\u00dfe, \u4e16\u754c! def f(a_b):\treturn a_b\n"
+
+
+def reads_back(export: Path, tokenizer: Any, *, trust_remote_code: bool = False) -> bool:
+    """Whether transformers reads an exported folder's tokenizer as the one that the model was trained with.
+
+    It takes classes of its own choice beside some models' configurations.
+    """
+    from transformers import AutoTokenizer
+
+    found = AutoTokenizer.from_pretrained(export, trust_remote_code=trust_remote_code)
+    return found(SAMPLE)["input_ids"] == tokenizer(SAMPLE)["input_ids"]
 
 
 def answer(

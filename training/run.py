@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import te_models
 from data import build_loaders
-from data.chat import load_tokenizer
+from data.chat import load_tokenizer, turn_end
 from te_models import fused_swiglu, packed_attention
 from training import (
     flash_attention,
@@ -42,7 +42,7 @@ from training.config import TORCHAO_RECIPES, Config, parse_config
 from training.coverage import coverage
 from training.durable_files import write_json
 from training.export import export_hf
-from training.generate import answer, generation_config
+from training.generate import answer, generation_config, reads_back
 from training.outcome import EXIT_FAILED, EXIT_INTERRUPTED, end, lasting_output
 from training.packages import version
 from training.run_folder import (
@@ -317,6 +317,7 @@ class Run:
         tokenizer = load_tokenizer(
             cfg.model.tokenizer_name or default,
             family=plan.family,
+            config=plan.config,
             trust_remote_code=cfg.model.trust_remote_code,
             cache_dir=cfg.model.weights_cache_dir,
         )
@@ -476,7 +477,10 @@ class Run:
             self.profiler.close()
             self.tracker.finish(code)
             self._unlock()
-        if code == EXIT_INTERRUPTED:
+        if code == EXIT_INTERRUPTED and not self.cfg.checkpoint.save_checkpoints:
+            code = EXIT_FAILED
+            say("nothing was saved (--no_save_checkpoints): the same command would do these steps again")
+        elif code == EXIT_INTERRUPTED:
             say(f"to go on: the same command with --output_dir {self.folder}")
         say(f"run folder: {self.folder}")
         return code
@@ -665,15 +669,26 @@ class Run:
         return self.strategy.gather(exact)
 
     def _write_export(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Path:
-        return export_hf(
+        folder = export_hf(
             self.folder / "export",
             tensors,
             config=self.plan.config,
             tokenizer=self.tokenizer,
-            generation_config=generation_config(self.plan, self.tokenizer),
+            generation_config=generation_config(
+                self.plan,
+                self.tokenizer,
+                turn_end=turn_end(self.tokenizer),
+                own_tokenizer=self.cfg.model.tokenizer_name is None,
+            ),
             trust_remote_code=self.plan.trust_remote_code,
             code_folder=self.plan.weights,
         )
+        if not reads_back(folder, self.tokenizer, trust_remote_code=self.plan.trust_remote_code):
+            say(
+                f"WARNING: transformers reads the tokenizer in {folder} as another than the model was "
+                f"trained with; load {self.tokenizer.name_or_path} instead"
+            )
+        return folder
 
     def _summary(self) -> dict[str, Any]:
         """The values of summary.json: counts and losses over all starts of the run, rates of the last one."""

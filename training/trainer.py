@@ -372,7 +372,10 @@ class Trainer:
             f"step {step} not taken: loss {loss}, gradient norm {norm} "
             f"({self.progress.skipped_steps} skipped so far)"
         )
-        if self._skipped_in_a_row >= self.cfg.optim.max_skipped_steps:
+        # A window without labels is skipped, too, and finite.
+        no_number = not (math.isfinite(loss) and math.isfinite(norm))
+        none_taken = no_number and self.progress.skipped_steps == step == self.total_steps
+        if none_taken or self._skipped_in_a_row >= self.cfg.optim.max_skipped_steps:
             raise NonFinite(
                 f"{self._skipped_in_a_row} steps in a row had no finite loss and gradient "
                 f"(--max_skipped_steps {self.cfg.optim.max_skipped_steps}); try a lower --learning_rate, "
