@@ -29,6 +29,7 @@ from data.loader import StoredItems
 from data.samples import Split
 from te_models.hugging_face import HFCausalLM
 from tests.children import children, preload
+from tests.mixture import save_mixture
 from train_multi_gpu import join_torchrun
 from training import run, watchdog
 from training.checkpoint import Checkpoints
@@ -205,6 +206,14 @@ def test_the_sharding_mode_does_not_change_the_run(mode, accumulation, reference
     train(tmp_path / "run", f"{flags} --sharding_mode {mode} {shards}")
     same_run(tmp_path / "run", reference(flags))
     assert summary(tmp_path / "run")["sharding_mode"] == mode
+
+
+@pytest.mark.parametrize("mode", ["fsdp_full", "fsdp_offload"])
+def test_a_model_that_only_transformers_can_read_is_sharded_too(reference, mode, tmp_path):
+    save_mixture(tmp_path / "model")
+    flags = f"--model_name {tmp_path / 'model'} --tokenizer_name demo --no_export --max_steps 4"
+    train(tmp_path / "run", f"{flags} --sharding_mode {mode}")
+    assert losses(tmp_path / "run") == pytest.approx(losses(reference(flags)), rel=1e-5)
 
 
 def test_hsdp_over_four_ranks_does_not_change_the_run(reference, tmp_path):

@@ -306,10 +306,9 @@ class Run:
         self.total_steps = count_steps(cfg, self._per_epoch())
 
     def _agree_on_data(self) -> None:
-        data, held = dict(self.loaders.train.identity), self.loaders.eval
-        if held is not None:
-            data["evaluation"] = [held.identity["samples"], held.micro_batches_per_epoch]
-        ranks.agree("the data", data)
+        held = self.loaders.eval
+        evaluation = None if held is None else [held.identity["samples"], held.micro_batches_per_epoch]
+        ranks.agree("the data", self.loaders.train.identity | {"evaluation": evaluation})
 
     def _load_tokenizer(self) -> Any:
         cfg, plan = self.cfg, self.plan

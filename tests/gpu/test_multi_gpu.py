@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.mixture import save_mixture
 from training.checkpoint import Checkpoints
 from training.durable_files import read_manifest
 
@@ -185,6 +186,19 @@ def test_weights_from_files_reach_every_shard(tmp_path, one):
     for mode in ("ddp", "fsdp_full", "fsdp_offload"):
         ran = summary(one / "single-bf16")["eval_loss"]
         assert summary(tmp_path / mode)["eval_loss"] == pytest.approx(ran, rel=1e-3)
+
+
+def test_a_model_that_only_transformers_can_read_is_sharded_from_the_cpu(tmp_path):
+    save_mixture(tmp_path / "model")
+    rows = (
+        f"--num_of_samples 400 --max_seq_length 256 --batch_size {ROWS // GPUS} --num_workers 0 --num_proc 1"
+    )
+    run = f"--model_name {tmp_path / 'model'} --tokenizer_name demo {rows} --max_steps 8 --log_interval 1"
+    run += " --no_compile --no_export --no_save_checkpoints --eval_samples 0 --sharding_mode"
+    launch(tmp_path, {mode: f"{run} {mode}" for mode in ("ddp", "fsdp_full", "fsdp_offload")}, GPUS)
+    for mode in ("fsdp_full", "fsdp_offload"):
+        found, expected = (logged(tmp_path / name, "train/loss") for name in (mode, "ddp"))
+        assert found == pytest.approx(expected, rel=1e-2) and len(found) == 8
 
 
 @pytest.mark.parametrize("mode", MODES)
