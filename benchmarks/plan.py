@@ -86,16 +86,18 @@ def choose_mode(cfg: Config, parameters: int, gpu: Gpu, gpus: int, gpus_per_node
         accumulated=whole_gradients * (cfg.optim.gradient_accumulation_steps > 1),
         gpu=int(gpu.memory_gb * 1e9),
     )
-    mode = auto_mode.choose_mode(memory, world_size=gpus, local_size=min(gpus, gpus_per_node))[0]
-    _refuse_other_optimizer_state(cfg, mode)
-    return mode
+    return auto_mode.choose_mode(memory, world_size=gpus, local_size=min(gpus, gpus_per_node))[0]
+
+
+def _all_fp32(cfg: Config) -> bool:
+    """The optimizer's state."""
+    return (cfg.precision.master_weights, cfg.precision.moment_dtype) == ("fp32", "fp32")
 
 
 def _refuse_other_optimizer_state(cfg: Config, mode: str) -> None:
     """As training does: DeepSpeed's AdamW, and that of the CPU, keep all in FP32."""
     cpu = mode == "fsdp_offload"
-    masters, moments = cfg.precision.master_weights, cfg.precision.moment_dtype
-    if (cpu or mode.startswith("ds_")) and (masters, moments) != ("fp32", "fp32"):
+    if (cpu or mode.startswith("ds_")) and not _all_fp32(cfg):
         raise ValueError(
             f"--sharding_mode {mode}: {'AdamW on the CPU' if cpu else 'DeepSpeed'} has FP32 masters and "
             "moments; leave out --master_weights and --moment_dtype, or use fsdp_full"
@@ -215,9 +217,19 @@ def run(argv: list[str]) -> str:
     tables = report(plans, tokens=args.tokens, price=args.price_per_gpu_hour)
     if cfg.sharding.mode != "auto":
         return tables
+    offloaded = [plan for plan in plans if plan.job.offload]
+    if not _all_fp32(cfg):
+        tables = "\n".join([tables, *(_refused(plan) for plan in offloaded)])
     sharded = replace(cfg, sharding=replace(cfg.sharding, sharding_mode="fsdp_full"))
-    others = [make_plan(sharded, gpu, gpus=p.job.gpus, **where) for p in plans if p.job.offload]
+    others = [make_plan(sharded, gpu, gpus=p.job.gpus, **where) for p in offloaded]
     return "\n".join([tables, *(_instead(plan) for plan in others if plan.fits)])
+
+
+def _refused(plan: Plan) -> str:
+    return (
+        f"\n{_gpus(plan.job)}: training refuses {plan.job.mode} with --master_weights or --moment_dtype: "
+        "AdamW on the CPU has FP32 masters and moments."
+    )
 
 
 def _instead(plan: Plan) -> str:

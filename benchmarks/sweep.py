@@ -72,14 +72,15 @@ class Result:
     name: str
     status: str
     reason: str = ""
-    settings: str = ""  # digest of the point's
+    settings: str = ""  # digest of the point's; older files have none
 
 
 class _Loader(yaml.SafeLoader):
     """YAML whose mappings name each key once: the last of two would win, unseen."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        names = [self.construct_object(key, deep=True) for key, _ in node.value]
+        merge = "tag:yaml.org,2002:merge"  # of another mapping, whose keys may be here too
+        names = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != merge]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise yaml.YAMLError(f"{twice!r} stands twice, line {node.start_mark.line + 1} and on")
         return super().construct_mapping(node, deep)
@@ -237,7 +238,7 @@ def run_points(
         stopped = False
         if is_finished(point.cfg):
             result = Result(point.name, "done")
-        elif (before := tried.get(point.name)) and before.settings == point.digest():
+        elif (before := tried.get(point.name)) and before.settings in ("", point.digest()):
             result = before
         elif reason := why_skip(point, results, points, machine_gpus, gpu):
             result = Result(point.name, "skipped", reason)

@@ -9,7 +9,6 @@ will be at inference; the answer follows as a piece of its own.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import zlib
 from collections.abc import Callable, Sequence
@@ -32,9 +31,6 @@ Segment = tuple[str, bool]  # text, whether its tokens carry loss
 # Llama 3.2's own template writes today's date into the prompt unless it is given one; a run resumed tomorrow
 # must see the text of today.
 TEMPLATE_DATE = "26 Jul 2024"
-PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-
-logger = logging.getLogger(__name__)
 
 
 class Template(NamedTuple):
@@ -80,25 +76,17 @@ TEMPLATES: dict[str, Template] = {
 
 
 def load_tokenizer(
-    name: str,
-    *,
-    family: str,
-    config: Any = None,
-    trust_remote_code: bool = False,
-    cache_dir: str | None = None,
+    name: str, *, family: str, trust_remote_code: bool = False, cache_dir: str | None = None
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a hub id, a local folder or `demo`, with the chat template of `family` if it has none.
 
     `family` is the model's Hugging Face `model_type`. A family that TEMPLATES does not know, or whose markers
     the vocabulary lacks, stays without a template; chat data then raises. ValueError if it cannot be read.
-    `config` is the model's: transformers reads any tokenizer beside a qwen2 model as Qwen's own class, so
-    that is what the trained model will be given.
     """
     path = str(TOKENIZER_DIR) if name == "demo" else name
-    options = {} if config is None else {"config": config}
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=trust_remote_code, cache_dir=cache_dir, **options
+            path, trust_remote_code=trust_remote_code, cache_dir=cache_dir
         )
     except Exception as error:  # a hub client, a parser or remote code may raise anything
         raise ValueError(
@@ -150,6 +138,7 @@ class Encoder:
     ):
         self.tokenizer = tokenizer
         self.to_sample = to_sample
+        self.system = system
         bos = tokenizer.bos_token_id
         self.adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
         backend = tokenizer.backend_tokenizer
@@ -167,11 +156,11 @@ class Encoder:
                 f"--tokenizer_name {tokenizer.name_or_path}: has no end-of-text token, which plain text needs"
             )
 
-    def turn_end(self, messages: list[Row] = PROBE) -> int | None:
-        """The special token that ends an answer in the chat template; None where other text does."""
-        (answer, _), _ = self.segments(messages)[-1][-2:]
-        last = self.tokenise([answer])[0].ids[-1]
-        return last if last in self.special else None
+    def turn_end(self) -> int | None:
+        """The special token that ends an answer in the chat template; None where other text does, or none."""
+        (answer, _), _ = self.segments(probe(self.system))[-1][-2:]
+        ids = self.tokenise([answer])[0].ids
+        return ids[-1] if ids and ids[-1] in self.special else None
 
     def _begins_anew_after(self, token: str) -> bool:
         whole, alone = (encoding.ids for encoding in self.tokenise([f"{token}b", "b"]))
@@ -185,12 +174,7 @@ class Encoder:
                 f"tokenizer of the model's chat version, or train on plain text (--dataset_text_field)"
             )
         try:
-            if self.turn_end([{"role": "system", "content": system}, *PROBE] if system else PROBE) is None:
-                logger.warning(
-                    "--tokenizer_name %s: its chat template ends an answer with no special token, so nothing "
-                    "in training shows the model where to stop",
-                    name,
-                )
+            self.segments(probe(system))
         except TemplateError as error:
             hint = "; try --system_prompt ''" if system else ""
             raise ValueError(
@@ -308,6 +292,11 @@ class Encoder:
         bos = self.tokenizer.bos_token or ""
         start = "" if text.startswith(bos) else bos
         return [[(start + text + self.tokenizer.eos_token, True)]]
+
+
+def probe(system: str) -> list[Row]:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    return [{"role": "system", "content": system}, *turns] if system else turns
 
 
 def inside_a_text(backend: Tokenizer) -> Tokenizer | None:

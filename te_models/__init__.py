@@ -31,6 +31,7 @@ from te_models.weights import (
     fill_named,
     load_te,
     te_to_hf,
+    weight_files,
 )
 from training.errors import first_line
 
@@ -139,7 +140,7 @@ def identity(plan: ModelPlan) -> dict[str, str]:
     found = {"configuration": xxhash.xxh3_64_hexdigest(text.encode())}
     if plan.weights is not None:
         digest = xxhash.xxh3_64()
-        for path in sorted(plan.weights.glob("*.safetensors")):
+        for path in weight_files(plan.weights):
             size = path.stat().st_size
             digest.update(f"{path.name} {size} ".encode())
             with path.open("rb") as file:

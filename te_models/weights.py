@@ -119,6 +119,16 @@ class WeightSource(ABC):
         return self.rows(key, 0, self.shapes()[key][0])
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Those that a model is read from; beside them may be the same weights in other layouts."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        names = ["model.safetensors"]
+    return [folder / name for name in names if (folder / name).exists()]
+
+
 class SafetensorsSource(WeightSource):
     """Tensors of a folder's `*.safetensors`, of which only the rows asked for are read from disk."""
 

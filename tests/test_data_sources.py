@@ -419,6 +419,18 @@ def test_a_system_prompt_is_not_asked_of_a_template_that_never_gets_it(load, tok
         load(lines(*[{"problem": "a", "solution": "b"}] * 3), name="pairs.jsonl")
 
 
+def test_a_template_that_never_ends_an_answer_is_told_once(load, tokenizer, caplog):
+    tokenizer.chat_template = (
+        "{% for m in messages %}### {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}### assistant: {% endif %}"
+    )
+    load(lines(*[{"problem": "a", "solution": "b"}] * 3), packing=False)
+    assert caplog.text.count("nothing in training shows the model where to stop") == 1
+    caplog.clear()
+    load(USABLE, name="texts.jsonl")
+    assert "where to stop" not in caplog.text, "plain text ends with the tokenizer's own token"
+
+
 def test_padding_is_a_token_that_the_model_has(load, tokenizer):
     tokenizer.add_special_tokens({"pad_token": "<pad>"})  # past the model's embedding
     loaders = load(USABLE, packing=False)

@@ -669,7 +669,7 @@ def refused(job: Job) -> str:
     [
         (partial(with_flags, "--seed 7"), r"the settings differ on rank 1 \(.*\): seed 7 \(rank 0: 42\)"),
         (with_other_software, r"the software differ on rank 1 \(.*\): torch 1.0 \(rank 0: "),
-        (with_another_recipe, r"the recipes that can run differ on rank 1 \(.*\): recipe bf16 \(rank 0: "),
+        (with_another_recipe, r"what can run differ on rank 1 \(.*\): recipe bf16 \(rank 0: "),
     ],
 )
 def test_ranks_with_other_settings_software_or_recipes_are_refused(patch, message, tmp_path):

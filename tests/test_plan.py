@@ -273,6 +273,9 @@ def test_what_is_offloaded_without_need_is_told():
     row = next(line for line in sharded.splitlines() if "fsdp_full" in line)
     assert all(f"| {value} " in row for value in told.groups())
     assert "fits too" not in run([*flags, "--sharding_mode", "fsdp_offload"])
+    low = run([*flags[:-1], "4,64", "--moment_dtype", "bf16"])
+    assert "4 GPUs: training refuses fsdp_offload with --master_weights or --moment_dtype" in low
+    assert "64 GPUs: training refuses" not in low
 
 
 def test_a_folder_is_read_as_its_preset(tmp_path):
@@ -325,10 +328,6 @@ def test_a_broken_folder_is_refused(tmp_path, content):
         ("--sharding_mode ds_zero2 --moment_dtype bf16 --gpus 8", "--sharding_mode ds_zero2"),
         (
             "--sharding_mode fsdp_offload --moment_dtype bf16 --gpus 8",
-            "--sharding_mode fsdp_offload: AdamW on",
-        ),
-        (
-            "--model_name meta-llama/Llama-3.1-405B --gpus 8 --moment_dtype bf16",
             "--sharding_mode fsdp_offload: AdamW on",
         ),
         ("--use_te --te_backend emulated --mixed_precision fp8", "--te_backend emulated"),

@@ -88,6 +88,8 @@ def test_a_key_that_stands_twice_is_refused(tmp_path):
     path.write_text("grid:\n  precision: [bf16]\n  precision: [delayed]\n")
     with pytest.raises(ValueError, match=r"not valid YAML: 'precision' stands twice, line 2"):
         read_sweep(path)
+    path.write_text("grid: {precision: [bf16]}\nbase: {<<: {max_steps: 3, seed: 1}, max_steps: 4}\n")
+    assert read_sweep(path)["base"] == {"max_steps": 4, "seed": 1}, "YAML's merges are no repetition"
 
 
 def points(*sizes: tuple[int, int, int]) -> list[Point]:

@@ -1,12 +1,16 @@
 """Who is named when a job stalls, and how ranks find each other again after a restart."""
 
+import subprocess
+import sys
 import threading
+import time
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from training import ranks
+from training import watchdog as watchdog_module
 from training.watchdog import Place, Watchdog, stalled
 
 
@@ -55,6 +59,37 @@ def test_without_other_ranks_the_watchdog_does_nothing():
     assert watchdog.fail("an error of the only rank"), "whose message is to be printed"
     watchdog.rest()
     watchdog.close()
+
+
+SERVER = """
+import sys, time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_job_that_stalls_ends_even_if_the_store_is_gone(monkeypatch, capsys):
+    """Its host is killed: no rank can ask who is behind, and the failing one must not hang either."""
+    monkeypatch.setattr(watchdog_module, "SILENCE_SECONDS", 1.0)
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
+    store.set_timeout(timedelta(seconds=2))
+    watchdog = Watchdog(0.1)  # of a world of one, so without a thread
+    watchdog._store, watchdog._lock = store, threading.Lock()
+    monkeypatch.setattr(watchdog, "_exit", watchdog._ended.set)
+    watchdog.beat("computing step 1")
+    server.kill()
+    server.wait()
+    thread = threading.Thread(target=watchdog._watch, daemon=True)
+    began = time.monotonic()
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive() and time.monotonic() - began > 5
+    assert "--timeout_minutes 0.1: no progress for 6 s on rank 0" in capsys.readouterr().err
+    began = time.monotonic()
+    assert watchdog.fail("an error"), "nobody is left to tell"
+    assert time.monotonic() - began < 20
 
 
 def start_together(store: dist.Store, order: list[int]) -> set[str]:

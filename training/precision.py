@@ -115,6 +115,11 @@ class Precision:
     def fp8(self) -> bool:
         return self.effective in RECIPES or self.effective in TORCHAO_RECIPES
 
+    def in_short(self) -> dict[str, Any]:
+        """What all ranks must share; reasons name a rank's own GPU."""
+        recipes = {"recipe": self.effective, "recipes in use": sorted(self.in_use)}
+        return recipes | {"te_backend": self.te_backend, "emulated": self.emulated}
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "requested_recipe": self.requested,

@@ -106,7 +106,7 @@ class Run:
         ranks.agree("the software", software())
         ranks.together(self._decide)
         if ranks.world_size() > 1:
-            ranks.agree("the recipes that can run", self.precision.as_dict())
+            ranks.agree("what can run", self.precision.in_short())
             ranks.agree(
                 "the model's files", ranks.together(lambda: te_models.identity(self.plan))[ranks.rank()]
             )
@@ -316,7 +316,6 @@ class Run:
         tokenizer = load_tokenizer(
             cfg.model.tokenizer_name or default,
             family=plan.family,
-            config=plan.config,
             trust_remote_code=cfg.model.trust_remote_code,
             cache_dir=cfg.model.weights_cache_dir,
         )

@@ -14,7 +14,6 @@ import platform
 import sys
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -93,10 +92,8 @@ class Watchdog:
         return first
 
     def _watch(self) -> None:
-        answered = here = time.monotonic()
-        while not self._ended.wait(self.pause):
-            self._forgive(time.monotonic() - here - self.pause)
-            here = time.monotonic()
+        answered = time.monotonic()
+        while not self._rest():
             try:
                 with self._lock:
                     self._tell()
@@ -110,18 +107,17 @@ class Watchdog:
                     self._exit()
                 answered = time.monotonic()
             except (dist.DistError, RuntimeError):  # a slow store is not a lost one
-                if time.monotonic() - answered > SILENCE_SECONDS:
-                    self._go_on_without_the_store()
+                overdue = self._since is not None and time.monotonic() - self._since > self.timeout
+                if overdue and time.monotonic() - answered > SILENCE_SECONDS:
+                    print(f"error: {lost(self.timeout)}", file=sys.stderr, flush=True)
+                    self._exit()
 
-    def _go_on_without_the_store(self) -> None:
-        """Ask for it anew; and end the job where it was due, if nobody can say who is behind."""
-        if self._since is not None and time.monotonic() - self._since > self.timeout:
-            print(f"error: {lost(self.timeout)}", file=sys.stderr, flush=True)
-            self._exit()
-        with self._lock, suppress(dist.DistError, RuntimeError):
-            store = ranks.connection()
-            store.set_timeout(timedelta(seconds=10))
-            self._store = store
+    def _rest(self) -> bool:
+        """Wait a while; True once the watchdog is closed."""
+        began = time.monotonic()
+        ended = self._ended.wait(self.pause)
+        self._forgive(time.monotonic() - began - self.pause)
+        return ended
 
     def _forgive(self, away: float) -> None:
         """Time that this process did not run, as schedulers suspend jobs, is nobody's delay."""
