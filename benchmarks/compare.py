@@ -100,11 +100,10 @@ def check_before_the_start(jobs: list[Job], gpus: int) -> None:
     for job in jobs:
         if is_finished(job.cfg):
             run = read_run(Path(job.cfg.checkpoint.output_dir))
-            ranks = run.value("world_size") or run.gpus or 1
-            if ranks != gpus:
+            if run.ranks != gpus:
                 raise ValueError(
-                    f"{run.folder}: holds a run on {ranks} GPUs, here it is --gpus {gpus}; give that number, "
-                    "or another --output_dir"
+                    f"{run.folder}: holds a run on {run.ranks} GPUs, here it is --gpus {gpus}; give that "
+                    "number, or another --output_dir"
                 )
 
 

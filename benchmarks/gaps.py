@@ -29,7 +29,7 @@ SAME_WORK = (
     "train_on_prompt",
 )
 # Settings that neither the seed's noise nor the loss depends on.
-ANY_VALUE = {"seed", "output_dir", "log_interval", "log_dir", "resume", "save_interval", "save_checkpoints"}
+ANY_VALUE = {"output_dir", "log_interval", "log_dir", "resume", "save_interval", "save_checkpoints"}
 ANY_VALUE |= {
     "fp8_stats_interval",
     "profile_steps",
@@ -76,7 +76,7 @@ def seed_runs(runs: list[RunRecord], reference: RunRecord) -> list[RunRecord]:
     found, seeds = [reference], {reference.config.get("seed")}
     for run in runs:
         same = run.value("recipe") == reference.value("recipe") and run.emulated == reference.emulated
-        alike = same and not other_settings(run, reference, precision=True)
+        alike = same and set(other_settings(run, reference, precision=True)) <= {"seed"}
         if alike and why_not_comparable(run, reference) is None and run.config.get("seed") not in seeds:
             seeds.add(run.config.get("seed"))
             found.append(run)

@@ -175,7 +175,7 @@ def _gap(runs: list[RunRecord], reference: RunRecord) -> str:
         numbers = [i for i, run in enumerate(runs) if run in against.runs]
         out += _key((i, names[id(runs[i])]) for i in numbers) + _figure(svg, caption, "big")
         gaps = [tail_gap(runs[i], reference) for i in numbers]
-        others = [", ".join(_other_settings(runs[i], reference)) or "none" for i in numbers]
+        others = [", ".join(other_settings(runs[i], reference)) or "none" for i in numbers]
         rows = {
             "gap of the mean of the last 10 % of common steps": [
                 "-" if gap is None else f"{gap:+.3%}" for gap in gaps
@@ -192,11 +192,6 @@ def _gap(runs: list[RunRecord], reference: RunRecord) -> str:
         why = "".join(note(f"{label}: {reason}.") for label, reason in against.left_out.items())
         out += f"<details><summary>Not compared ({len(against.left_out)})</summary>{why}</details>"
     return out
-
-
-def _other_settings(run: RunRecord, reference: RunRecord) -> list[str]:
-    seed = ["seed"] * (run.config.get("seed") != reference.config.get("seed"))
-    return seed + other_settings(run, reference)
 
 
 def _statistics(runs: list[RunRecord]) -> str:

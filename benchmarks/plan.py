@@ -215,14 +215,14 @@ def run(argv: list[str]) -> str:
     where = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
     plans = [make_plan(cfg, gpu, gpus=gpus, **where) for gpus in args.gpus]
     tables = report(plans, tokens=args.tokens, price=args.price_per_gpu_hour)
-    if cfg.sharding.mode != "auto":
-        return tables
-    offloaded = [plan for plan in plans if plan.job.offload]
-    if not _all_fp32(cfg):
-        tables = "\n".join([tables, *(_refused(plan) for plan in offloaded)])
-    sharded = replace(cfg, sharding=replace(cfg.sharding, sharding_mode="fsdp_full"))
-    others = [make_plan(sharded, gpu, gpus=p.job.gpus, **where) for p in offloaded]
-    return "\n".join([tables, *(_instead(plan) for plan in others if plan.fits)])
+    notes: list[str] = []
+    if cfg.sharding.mode == "auto":
+        offloaded = [plan for plan in plans if plan.job.offload]
+        notes += map(_refused, [] if _all_fp32(cfg) else offloaded)
+        sharded = replace(cfg, sharding=replace(cfg.sharding, sharding_mode="fsdp_full"))
+        others = [make_plan(sharded, gpu, gpus=plan.job.gpus, **where) for plan in offloaded]
+        notes += [_instead(plan) for plan in others if plan.fits]
+    return "\n".join([tables, *notes])
 
 
 def _refused(plan: Plan) -> str:

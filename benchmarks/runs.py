@@ -82,10 +82,15 @@ class RunRecord:
         return rate / self.gpus if rate is not None and self.gpus else None
 
     @property
+    def ranks(self) -> int:
+        """Processes of the whole job."""
+        found = (self.summary or {}).get("world_size") or self.environment.get("world_size") or self.gpus
+        return max(1, found)
+
+    @property
     def global_batch(self) -> int:
         """Rows of one optimizer step over all ranks."""
-        ranks = (self.summary or {}).get("world_size") or self.environment.get("world_size") or self.gpus
-        return self.config["batch_size"] * self.config["gradient_accumulation_steps"] * max(1, ranks)
+        return self.config["batch_size"] * self.config["gradient_accumulation_steps"] * self.ranks
 
     def _from_metrics(self, name: str) -> Any:
         if name == "steps":

@@ -155,7 +155,7 @@ def open_split(cfg: DataConfig, name: str, tokenizer: PreTrainedTokenizerBase, v
         raise ValueError(f"--dataset_name {cfg.dataset_name}: split {name} has no rows; take another split")
     system = "" if source.whole_chats else cfg.system_prompt
     encoder = Encoder(tokenizer, source.to_sample, chat=source.chat, system=system)
-    if source.chat and name == cfg.split_name and encoder.turn_end() is None:
+    if source.chat and name == cfg.split_name and encoder.turn_end is None:
         logger.warning(
             "--tokenizer_name %s: its chat template ends an answer with no special token, so nothing in "
             "training shows the model where to stop",

@@ -107,12 +107,10 @@ def load_tokenizer(
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token that ends an answer in the tokenizer's chat template; None without such a template."""
-    if tokenizer.chat_template is None:
-        return None
+    """`Encoder.turn_end` of any tokenizer; None also without a chat template, or with one that refuses."""
     try:
-        return Encoder(tokenizer, dict, chat=True, system="").turn_end()
-    except (TemplateError, ValueError):  # data without chats never met it
+        return Encoder(tokenizer, dict, chat=True, system="").turn_end
+    except ValueError:  # data without chats never met it
         return None
 
 
@@ -138,7 +136,6 @@ class Encoder:
     ):
         self.tokenizer = tokenizer
         self.to_sample = to_sample
-        self.system = system
         bos = tokenizer.bos_token_id
         self.adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
         backend = tokenizer.backend_tokenizer
@@ -149,37 +146,37 @@ class Encoder:
             for number, token in backend.get_added_tokens_decoder().items()
             if token.special
         }
+        self.turn_end: int | None = None  # the special token that ends an answer in a chat, if one does
         if chat:
-            self._probe(system)
+            self.turn_end = self._probe(system)
         elif tokenizer.eos_token_id is None:
             raise ValueError(
                 f"--tokenizer_name {tokenizer.name_or_path}: has no end-of-text token, which plain text needs"
             )
 
-    def turn_end(self) -> int | None:
-        """The special token that ends an answer in the chat template; None where other text does, or none."""
-        (answer, _), _ = self.segments(probe(self.system))[-1][-2:]
-        ids = self.tokenise([answer])[0].ids
-        return ids[-1] if ids and ids[-1] in self.special else None
-
     def _begins_anew_after(self, token: str) -> bool:
         whole, alone = (encoding.ids for encoding in self.tokenise([f"{token}b", "b"]))
         return whole[-len(alone) :] == alone
 
-    def _probe(self, system: str) -> None:
+    def _probe(self, system: str) -> int | None:
+        """`turn_end`, from a conversation that the template must take."""
         name = self.tokenizer.name_or_path
         if self.tokenizer.chat_template is None:
             raise ValueError(
                 f"--tokenizer_name {name}: has no chat template and none is known that fits it; take the "
                 f"tokenizer of the model's chat version, or train on plain text (--dataset_text_field)"
             )
+        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
-            self.segments(probe(system))
+            samples = self.segments([{"role": "system", "content": system}, *probe] if system else probe)
         except TemplateError as error:
             hint = "; try --system_prompt ''" if system else ""
             raise ValueError(
                 f"--tokenizer_name {name}: its chat template refuses: {first_line(error).rstrip('.')}{hint}"
             ) from error
+        (answer, _), _ = samples[-1][-2:]
+        ids = self.tokenise([answer])[0].ids
+        return ids[-1] if ids and ids[-1] in self.special else None
 
     def render(self, messages: list[Row], *, generate: bool = False) -> str:
         """The conversation as text, special tokens included: tokenise it with add_special_tokens=False.
@@ -252,20 +249,17 @@ class Encoder:
                     status = Status.BAD
             drafts += [(number, status, segments) for segments in found]
         texts = [text for _, _, segments in drafts for text, _ in segments]
-        pieces = inside = iter(self.tokenise(texts))
-        if self.inside is not None:
-            inside = iter(self.tokenise(texts, self.inside))
+        pieces = self.tokenise(texts)
+        inside = pieces if self.inside is None else self.tokenise(texts, self.inside)
+        both = zip(pieces, inside, strict=True)
         columns: dict[str, list] = {name: [] for name in COLUMNS}
         for number, status, segments in drafts:
             ids: list[int] = []
             spans: list[int] = []
             for _, loss in segments:
                 start = len(ids)
-                piece = next(pieces)
-                if inside is not pieces:
-                    continued = next(inside)
-                    piece = piece if not ids or self.special.get(ids[-1], False) else continued
-                ids += piece.ids
+                alone, continued = next(both)
+                ids += (alone if not ids or self.special.get(ids[-1]) else continued).ids
                 spans += [start, len(ids)] if loss else []
             arrays = np.array(ids, dtype=np.int32), np.array(spans, dtype=np.int32)
             crc = zlib.crc32(arrays[1].tobytes(), zlib.crc32(arrays[0].tobytes()))
@@ -292,11 +286,6 @@ class Encoder:
         bos = self.tokenizer.bos_token or ""
         start = "" if text.startswith(bos) else bos
         return [[(start + text + self.tokenizer.eos_token, True)]]
-
-
-def probe(system: str) -> list[Row]:
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    return [{"role": "system", "content": system}, *turns] if system else turns
 
 
 def inside_a_text(backend: Tokenizer) -> Tokenizer | None:

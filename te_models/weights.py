@@ -119,31 +119,34 @@ class WeightSource(ABC):
         return self.rows(key, 0, self.shapes()[key][0])
 
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Those that a model is read from; beside them may be the same weights in other layouts."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
+    names = sorted({*(_indexed(folder) or {}).values()}) or [SINGLE]
     return [folder / name for name in names if (folder / name).exists()]
+
+
+def _indexed(folder: Path) -> dict[str, str] | None:
+    """Tensor -> file, of weights in several files; None without their index."""
+    index = folder / INDEX
+    return json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.exists() else None
 
 
 class SafetensorsSource(WeightSource):
     """Tensors of a folder's `*.safetensors`, of which only the rows asked for are read from disk."""
 
     def __init__(self, folder: Path):
-        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-        if index.exists():
-            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        elif single.exists():
+        files, single = _indexed(folder), folder / SINGLE
+        if files is None:
+            if not single.exists():
+                raise ValueError(
+                    f"--model_name {folder}: no {SINGLE} or {INDEX} there; give a folder with safetensors "
+                    "weights, or --init random"
+                )
             with self._readable(single) as handle:
                 files = dict.fromkeys(handle.keys(), single.name)
-        else:
-            raise ValueError(
-                f"--model_name {folder}: no model.safetensors or model.safetensors.index.json there; "
-                "give a folder with safetensors weights, or --init random"
-            )
         missing = sorted({name for name in files.values() if not (folder / name).exists()})
         if missing:
             raise ValueError(f"--model_name {folder}: weight file {missing[0]} is missing; download it again")

@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.figures import draw_coverage, draw_gap, draw_losses
-from benchmarks.gaps import comparison, loss_gap, noise_band, pick_reference, tail_gap, tail_noise
-from benchmarks.html_report import _other_settings
+from benchmarks.gaps import (
+    comparison,
+    loss_gap,
+    noise_band,
+    other_settings,
+    pick_reference,
+    tail_gap,
+    tail_noise,
+)
 from benchmarks.report import COLUMNS, main, read_run, table
 from benchmarks.runs import smooth
 from training.config import Config, LogConfig
@@ -278,7 +285,7 @@ def test_the_reference_is_the_first_bf16_run_else_the_first(tmp_path):
 def test_another_seed_is_told_as_a_setting_that_differs(tmp_path):
     reference = trained(tmp_path / "a", [2.0] * 20)
     fp8 = trained(tmp_path / "b", [2.0] * 20, "delayed", seed=43)
-    assert _other_settings(fp8, reference) == ["seed"] and _other_settings(reference, reference) == []
+    assert other_settings(fp8, reference) == ["seed"] and other_settings(reference, reference) == []
 
 
 def test_gap_and_noise_band_against_the_reference(tmp_path):

@@ -55,7 +55,10 @@ MASTER_NONE_WARNING = (
 BF16_MOMENTS_LONGEST_BETA2 = 0.99
 
 
-def moment_warning(beta2: float) -> str:
+def moment_warning(plan: OptimizerPlan, beta2: float) -> str | None:
+    """What to say of a second moment that cannot follow `beta2`; None if it can."""
+    if plan.moment_dtype != torch.bfloat16 or beta2 <= BF16_MOMENTS_LONGEST_BETA2:
+        return None
     return (
         f"WARNING: --adam_beta2 {beta2:g} with BF16 moments: BF16 rounds a fall of less than 0.4 % a step "
         "away, so the second moment never falls, and once gradients are smaller updates stay too small; use "

@@ -105,11 +105,8 @@ class Run:
         ranks.agree("the settings", cfg.to_dict())
         ranks.agree("the software", software())
         ranks.together(self._decide)
-        if ranks.world_size() > 1:
-            ranks.agree("what can run", self.precision.in_short())
-            ranks.agree(
-                "the model's files", ranks.together(lambda: te_models.identity(self.plan))[ranks.rank()]
-            )
+        ranks.agree("what can run", self.precision.in_short())
+        ranks.agree("the model's files", self.model_files)
         self._choose_kernels()
         self._plan_memory()
         self.folder = ranks.on_first(self._open_folder)
@@ -144,6 +141,7 @@ class Run:
             cache_dir=cfg.model.weights_cache_dir,
             trust_remote_code=cfg.model.trust_remote_code,
         )
+        self.model_files = te_models.identity(self.plan) if ranks.world_size() > 1 else {}
         self.precision = precision_map.resolve(cfg, self.precision, self.plan.config.get_text_config())
         for reason in filter(None, [self.precision.fallback_reason, *self.precision.map_fallbacks.values()]):
             rule = "!" * 100
@@ -209,10 +207,8 @@ class Run:
         ranks.together(lambda: fp8_stats.check(self.cfg, self.precision, compiles=self._compiles()))
         ranks.together(lambda: profiling.check(self.cfg.log.profile_steps, self.device))
         self.optimizer_plan = self._plan_optimizer(self.strategy.master_home)
-        beta2 = self.cfg.optim.adam_beta2
-        low = self.optimizer_plan.moment_dtype == torch.bfloat16
-        if low and beta2 > optim.BF16_MOMENTS_LONGEST_BETA2:
-            say(optim.moment_warning(beta2))
+        if said := optim.moment_warning(self.optimizer_plan, self.cfg.optim.adam_beta2):
+            say(said)
 
     def _plan_optimizer(self, master_home: str) -> optim.OptimizerPlan:
         on_gpu = self.device.type == "cuda"
@@ -248,8 +244,13 @@ class Run:
 
     def _see_folder(self) -> None:
         """ValueError where a rank does not see rank 0's folder, but none or another of the same name."""
-        mark = self.folder / ranks.on_first(lambda: f".seen.{uuid.uuid4().hex}")
-        ranks.on_first(mark.touch)
+
+        def leave() -> str:
+            name = f".seen.{uuid.uuid4().hex}"
+            (self.folder / name).touch()
+            return name
+
+        mark = self.folder / ranks.on_first(leave)
 
         def look() -> None:
             deadline = time.monotonic() + FOLDER_SECONDS

@@ -203,7 +203,6 @@ class FSDP(SingleDevice):
     ):
         super().__init__(device, cfg)
         self.mode, self.resharded, self.offload = mode, resharded, offload
-        self.fp8_all_gather = cfg.sharding.fp8_all_gather
         self.master_home = "cpu" if offload else "device"
         size = shard_size or self.world_size
         if size == self.world_size:
@@ -232,7 +231,7 @@ class FSDP(SingleDevice):
             else OffloadPolicy(),
         }
         blocks = model.blocks
-        if self.fp8_all_gather:
+        if self.cfg.sharding.fp8_all_gather:
             self._check_rows(blocks)
         for block in blocks:
             fully_shard(block, reshard_after_forward=self.resharded, **settings)
