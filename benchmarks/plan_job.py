@@ -151,6 +151,8 @@ def recipe_of(cfg: Config) -> str:
         )
     if cfg.precision.fp8_attention:
         raise ValueError("--fp8_attention: plans cover attention in BF16, the only one with recorded runs")
+    if cfg.precision.fp8_lm_head:
+        raise ValueError("--fp8_lm_head: plans cover the LM head in BF16, the only one with recorded runs")
     if cfg.precision.mixed_precision == "bf16":
         return "bf16"
     default = "delayed" if cfg.model.use_te else "tensorwise"

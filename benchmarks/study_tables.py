@@ -87,6 +87,7 @@ def precision(run: RunRecord) -> str:
         f"{'TE' if run.config['use_te'] else 'HF'} layers",
     ]
     parts += ["FP8 all-gather"] if run.config.get("fp8_all_gather") else []
+    parts += ["FP8 LM head"] if run.config.get("fp8_lm_head") else []
     parts += ["fast accumulation"] if run.config.get("fp8_fast_accumulation") else []
     return ", ".join(parts) + (" (emulated)" if run.emulated else "")
 

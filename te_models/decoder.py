@@ -2,8 +2,8 @@
 
 B batch, S sequence, T = B*S tokens, D hidden size, K head size, V vocabulary.
 
-Precision is not decided here: the same module runs in BF16, or in FP8 under te.autocast. Embedding, final
-norm and LM head always run in BF16.
+Precision is not decided here: the same module runs in BF16, or in FP8 under te.autocast. Embedding and final
+norm always run in BF16, the LM head too unless `fp8_lm_head` is set.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class TECausalLM(nn.Module):
         self.tied = config.tie_word_embeddings
         self.attention, self.max_positions = attention, max_positions
         self.gradient_checkpointing, self.reentrant = gradient_checkpointing, reentrant
+        self.fp8_lm_head = False
         self.rotates_in_one_pass = backend == "native" and not (self.family.qk_norm or fp8_attention)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta", dtype=dtype)
         quantized = te.quantized_model_init(enabled=True, recipe=weight_recipe) if weight_recipe else None
@@ -189,7 +190,9 @@ class TECausalLM(nn.Module):
         for layer in self.layers:
             hidden = self._run(layer, hidden, arguments)
         hidden = self.norm(hidden).flatten(0, -2)  # [T, D]
-        return linear_cross_entropy(hidden, self.lm_head.weight, labels.flatten())
+        if self.fp8_lm_head:
+            self.lm_head.fp8_recipe = "current"  # for the coverage table
+        return linear_cross_entropy(hidden, self.lm_head.weight, labels.flatten(), fp8=self.fp8_lm_head)
 
     def _one_sequence_a_row(self, input_ids: Tensor, cu_seqlens: Tensor | None) -> bool:
         """Whether plain causal attention, which is faster, serves a packed batch; TE's layers are told."""

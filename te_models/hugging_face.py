@@ -32,6 +32,7 @@ class HFCausalLM(nn.Module):
         super().__init__()
         self.model = model
         self.plain_head = model.config.model_type in PLAIN_HEADS
+        self.fp8_lm_head = False
         self.own_attention: str | None = "not chosen yet"  # why transformers' own attention runs, or None
         if gradient_checkpointing:
             if not model.supports_gradient_checkpointing:
@@ -87,7 +88,10 @@ class HFCausalLM(nn.Module):
             logits = self.model(**inputs).logits
             return logits_cross_entropy(logits.flatten(0, 1), labels.flatten())
         hidden = self.model.get_decoder()(**inputs).last_hidden_state.flatten(0, 1)  # [T, D]
-        return linear_cross_entropy(hidden, self.model.get_output_embeddings().weight, labels.flatten())
+        head = self.model.get_output_embeddings()
+        if self.fp8_lm_head:
+            head.fp8_recipe = "current"  # for the coverage table
+        return linear_cross_entropy(hidden, head.weight, labels.flatten(), fp8=self.fp8_lm_head)
 
 
 @torch.no_grad()

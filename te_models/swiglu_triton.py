@@ -1,12 +1,7 @@
 """SwiGLU and the cast of its result to FP8, in both layouts, in one pass over memory; CUDA.
 
-T tokens, F feed-forward size. FP8 GEMMs on Hopper read both operands along their inner dimension, so
-activations and their gradients are kept as they are and transposed. TE computes that in two passes forward
-and two backward, through BF16; here it is one each. The numbers are TE's: computed in float32, the gradient
-rounded to BF16, then scaled and cast.
-
-Four tokens' bytes are transposed as one 32-bit number: transposing a block of single bytes is slow, and gave
-wrong ones (Triton 3.6 on an H200).
+T tokens, F feed-forward size. TE computes that in two passes forward and two backward, through BF16; here it
+is one each. The numbers are TE's: computed in float32, the gradient rounded to BF16, then scaled and cast.
 """
 
 from __future__ import annotations
@@ -16,22 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from training.fp8_triton import store_columns, to_fp8
+
 BLOCK_TOKENS, BLOCK_FEATURES = 128, 64
-
-
-@triton.jit
-def _cast(values, scale, LARGEST: tl.constexpr, E5M2: tl.constexpr):
-    """FP8 bits of `values` times `scale`; the largest number where that is too large, NaN where it is NaN."""
-    scaled = values * scale
-    within = tl.clamp(scaled, -LARGEST, LARGEST)
-    low = within.to(tl.float8e5) if E5M2 else within.to(tl.float8e4nv)
-    return tl.where(scaled == scaled, low.to(tl.uint8, bitcast=True), 0x7F)
-
-
-@triton.jit
-def _store_columns(packed, columns, tokens, quads, f, inside):
-    """`packed` [quads, f], of four tokens each, to `columns` [., tokens / 4] transposed."""
-    tl.store(columns + f[:, None] * (tokens // 4) + quads[None, :], tl.trans(packed), mask=tl.trans(inside))
 
 
 @triton.jit
@@ -67,13 +49,13 @@ def swiglu_kernel(
         up = tl.load(at + features, mask=inside, other=0.0).to(tl.float32)
         product = gate * tl.sigmoid(gate) * up
         largest = tl.maximum(largest, tl.abs(product))
-        bits = _cast(product, factor, LARGEST, E5M2)
+        bits = to_fp8(product, factor, LARGEST, E5M2)
         if WITH_ROWS:
             tl.store(rows + t * features + f[None, :], bits, mask=inside)
         packed |= bits.to(tl.uint32) << (8 * i)
     tl.atomic_max(amax, tl.max(largest))
     if WITH_COLUMNS:
-        _store_columns(packed, columns, tokens, quads, f, inside)
+        store_columns(packed, columns, tokens // 4, quads, f, inside)
 
 
 @triton.jit
@@ -115,8 +97,8 @@ def swiglu_backward_kernel(
         grad_gate = (slope * grad * up).to(tl.bfloat16).to(tl.float32)
         grad_up = (grad * (gate * sigmoid)).to(tl.bfloat16).to(tl.float32)
         largest = tl.maximum(largest, tl.maximum(tl.abs(grad_gate), tl.abs(grad_up)))
-        bits_gate = _cast(grad_gate, factor, LARGEST, E5M2)
-        bits_up = _cast(grad_up, factor, LARGEST, E5M2)
+        bits_gate = to_fp8(grad_gate, factor, LARGEST, E5M2)
+        bits_up = to_fp8(grad_up, factor, LARGEST, E5M2)
         if WITH_ROWS:
             to = rows + t * (2 * features) + f[None, :]
             tl.store(to, bits_gate, mask=inside)
@@ -125,8 +107,8 @@ def swiglu_backward_kernel(
         packed_up |= bits_up.to(tl.uint32) << (8 * i)
     tl.atomic_max(amax, tl.max(largest))
     if WITH_COLUMNS:
-        _store_columns(packed_gate, columns, tokens, quads, f, inside)
-        _store_columns(packed_up, columns, tokens, quads, f + features, inside)
+        store_columns(packed_gate, columns, tokens // 4, quads, f, inside)
+        store_columns(packed_up, columns, tokens // 4, quads, f + features, inside)
 
 
 def launch(

@@ -12,8 +12,14 @@ TRAINING_LEAVES |= {"coverage", "scaling_state", "te_runtime", "precision_map", 
 TRAINING_LEAVES |= {"torchao_fp8", "profiling"}
 TRAINING_LEAVES |= {"watchdog", "zero", "zero_settings", "outcome", "generate", "gradient_sums", "auto_mode"}
 # These import nothing of ours.
-BARE = {"config", "metrics", "loss_triton", "adamw_triton", "durable_files", "ranks", "cudnn", "__init__"}
+BARE = {"config", "metrics", "fp8_triton", "adamw_triton", "durable_files", "ranks", "cudnn", "__init__"}
 BARE |= {"checks", "accumulation", "flash_attention", "errors", "packages", "signals"}
+KERNELS = {
+    "loss": ("loss_triton", "loss_fp8"),
+    "loss_fp8": ("loss", "loss_triton"),
+    "loss_triton": ("fp8_triton",),
+    "adamw": ("adamw_triton", "accumulation"),
+}
 # These import nothing of ours, and any file may import them.
 EVERYWHERE = {"training.errors", "training.packages", "training.signals"}
 # What these may import beside the configuration.
@@ -72,7 +78,7 @@ def allowed(path: Path) -> set[str] | None:
     """Our modules this file may import, beside its own package for data and te_models; None: any."""
     relative = path.relative_to(ROOT)
     if relative.parts[0] == "te_models":
-        return {"training", "training.loss", "training.loss_triton"}
+        return {"training", "training.loss", "training.loss_triton", "training.fp8_triton"}
     if relative.parts[0] == "data":
         return {"training", "training.config"}
     if relative.parts[0] == "benchmarks":
@@ -82,9 +88,8 @@ def allowed(path: Path) -> set[str] | None:
     stem = relative.stem
     if stem in BARE:
         return set()
-    if stem in ("loss", "adamw"):
-        sums = {"training.accumulation"} if stem == "adamw" else set()
-        return {"training", f"training.{stem}_triton", *sums}
+    if stem in KERNELS:
+        return {"training", *(f"training.{name}" for name in KERNELS[stem])}
     if stem in TRAINING_LEAVES:
         te = {"te_models", "te_models.engine"} if stem in ENGINE_USERS else set()
         return te | {"training", "training.config", *(f"training.{name}" for name in ALSO.get(stem, ()))}

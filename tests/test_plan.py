@@ -317,6 +317,7 @@ def test_a_broken_folder_is_refused(tmp_path, content):
         ),
         ("--mixed_precision bf16 --use_te --bf16_last_layers 1", "are for --mixed_precision fp8"),
         ("--use_te --mixed_precision fp8 --fp8_attention", "--fp8_attention: plans cover"),
+        ("--use_te --mixed_precision fp8 --fp8_lm_head", "--fp8_lm_head: plans cover"),
         ("--gpus 0", "--gpus: '0'"),
         ("--gpus 8,x", "--gpus: 'x'"),
         ("--gpuss 8", "unknown flag --gpuss; did you mean '--gpus'"),

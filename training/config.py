@@ -113,6 +113,9 @@ class PrecisionConfig:
         "backward's FP8 GEMMs add up with fewer bits, as forward's always do: faster on Hopper (delayed and "
         "current scaling)",
     )
+    fp8_lm_head: bool = knob(
+        False, "the LM head's GEMMs in FP8 too, each tensor scaled by its largest value (docs/precision.md)"
+    )
     fp8_attention: bool = knob(False, "attention in FP8 too (TE fp8_dpa; delayed and current scaling)")
     master_weights: Literal["fp32", "none"] = knob(
         "fp32", "FP32 master weights; none keeps BF16 alone and loses small updates (docs/precision.md)"

@@ -25,12 +25,16 @@ class TokenLoss(NamedTuple):
     correct: Tensor
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> TokenLoss:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, fp8: bool = False) -> TokenLoss:
     """Cross entropy of `hidden @ weight.T` against `labels`, summed over labels other than -100.
 
     `hidden` [T, D] and `weight` [V, D] floating, `labels` [T] int64. Softmax is taken in float32 whatever the
-    inputs' dtype. Under torch.autocast the projection runs in the autocast dtype.
+    inputs' dtype. Under torch.autocast the projection runs in the autocast dtype; `fp8`: see `loss_fp8`.
     """
+    if fp8:
+        from training.loss_fp8 import linear_cross_entropy_fp8
+
+        return linear_cross_entropy_fp8(hidden, weight, labels)
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)

@@ -271,6 +271,25 @@ def check_settings(cfg: Config, precision: Precision) -> None:
         )
 
 
+def check_lm_head(cfg: Config, precision: Precision, sizes: dict[str, int], *, plain: bool) -> None:
+    """ValueError where --fp8_lm_head cannot run; `plain`: logits are one GEMM and nothing else."""
+    if not cfg.precision.fp8_lm_head:
+        return
+    if not precision.fp8:
+        raise ValueError(
+            f"--fp8_lm_head: this run is in {precision.effective}; drop it, or add --mixed_precision fp8"
+        )
+    if not plain:
+        raise ValueError(
+            f"--fp8_lm_head: {cfg.model.model_name} does more to its logits than one GEMM; drop it"
+        )
+    if odd := [f"{name} {size}" for name, size in sizes.items() if size % 16]:
+        raise ValueError(
+            f"--fp8_lm_head --model_name {cfg.model.model_name}: {', '.join(odd)} not a multiple of 16 "
+            "as FP8 GEMMs need it; drop it"
+        )
+
+
 def check_fp8_attention(cfg: Config, precision: Precision, head_size: int) -> None:
     """RuntimeError with what FP8 attention lacks on GPUs before Blackwell (the conditions of TE 2.20)."""
     if not cfg.precision.fp8_attention or precision.recipe is None:

@@ -23,6 +23,7 @@ import te_models
 from data import build_loaders
 from data.chat import load_tokenizer, turn_end
 from te_models import fused_swiglu, packed_attention
+from te_models.hugging_face import PLAIN_HEADS
 from training import (
     flash_attention,
     fp8_stats,
@@ -154,6 +155,10 @@ class Run:
             by_layer.check_sizes(self.precision, self.plan.name, gemm_sizes(self.shape))
             precision.check_fp8_attention(cfg, self.precision, self.shape.head_dim)
         precision.check_settings(cfg, self.precision)
+        text = self.plan.config.get_text_config()
+        sizes = {"hidden size": text.hidden_size, "vocabulary": text.vocab_size}
+        plain = cfg.model.use_te or self.plan.family in PLAIN_HEADS
+        precision.check_lm_head(cfg, self.precision, sizes, plain=plain)
         if cfg.precision.master_weights == "none":
             say(optim.MASTER_NONE_WARNING)
 
@@ -359,6 +364,7 @@ class Run:
             fp8_attention=cfg.precision.fp8_attention,
         )
         precision_map.apply(self.model, self.precision, fp8_attention=cfg.precision.fp8_attention)
+        self.model.fp8_lm_head = cfg.precision.fp8_lm_head
         self.fp8_stats.attach(self.model)
         strategy.settle(self.model)
         shards = self.model.quantize_weights() if fp8_weights else {}

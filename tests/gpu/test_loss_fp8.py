@@ -1,0 +1,80 @@
+"""The LM head in FP8 on the GPU: its kernels against the CPU's arithmetic, and whole runs."""
+
+import json
+
+import pytest
+import torch
+
+from tests.gpu.test_run import SMALL, losses, train
+from training import loss_fp8
+from training.loss import linear_cross_entropy
+from training.loss_fp8 import E5M2, cast, cast_gradient, softmax_cross_entropy
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda")
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.cpu().view(torch.uint8)
+
+
+@pytest.mark.parametrize("shape", [(16, 32), (1040, 4096), (2048, 1024)])
+def test_casts_are_the_cpus_bit_for_bit(shape):
+    torch.manual_seed(0)
+    x = torch.randn(shape).bfloat16() * 3
+    found, expected = cast(x.to(DEVICE)), cast(x)
+    assert torch.equal(bits(found.rows), bits(expected.rows))
+    assert torch.equal(bits(found.columns), bits(expected.columns))
+    assert found.inverse.item() == pytest.approx(expected.inverse.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("rows", [16, 400])
+def test_gradients_of_logits_are_the_cpus(rows):
+    torch.manual_seed(0)
+    logits, labels = (torch.randn(rows, 2064) * 4).bfloat16(), torch.randint(0, 2064, (rows,))
+    labels[::3] = -100
+    loss, correct, log_sum = softmax_cross_entropy(logits.to(DEVICE), labels.to(DEVICE))
+    expected = softmax_cross_entropy(logits, labels)
+    assert loss.item() == pytest.approx(expected[0].item(), rel=1e-5) and correct == expected[1]
+    torch.testing.assert_close(log_sum.cpu(), expected[2])
+    columns = torch.zeros(2064, rows + 32, dtype=torch.uint8, device=DEVICE).view(E5M2)
+    found = cast_gradient(logits.to(DEVICE), labels.to(DEVICE), log_sum, columns, 16).cpu()
+    wanted = cast_gradient(logits, labels, log_sum.cpu(), columns.cpu(), 16)
+    assert (bits(found) != bits(wanted)).float().mean() < 1e-3  # exp differs in a last bit
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=0.26, atol=0)  # by one step of E5M2
+    inside = bits(columns)[:, 16 : 16 + rows]
+    assert torch.equal(inside, bits(found).T)
+    assert not bits(columns)[:, :16].any() and not bits(columns)[:, 16 + rows :].any()
+
+
+@pytest.mark.parametrize("tokens", [300, 1024])
+@pytest.mark.parametrize("tokens_of_a_gemm", [8192, 512])
+def test_it_is_what_the_cpu_computes(tokens, tokens_of_a_gemm, monkeypatch):
+    monkeypatch.setattr(loss_fp8, "CHUNK_BYTES", 2**20)
+    monkeypatch.setattr(loss_fp8, "TOKENS_OF_A_GEMM", tokens_of_a_gemm)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(tokens, 512), torch.randn(2048, 512) * 0.1
+    labels = torch.randint(0, 2048, (tokens,))
+    labels[::5] = -100
+
+    def step(device):
+        h, w = (t.bfloat16().to(device).requires_grad_() for t in (hidden, weight))
+        out = linear_cross_entropy(h, w, labels.to(device), fp8=True)
+        (out.loss / tokens).backward()
+        return out.loss.item(), h.grad.cpu().float(), w.grad.cpu().float()
+
+    (loss, *grads), (expected, *wanted) = step(DEVICE), step("cpu")
+    assert loss == pytest.approx(expected, rel=1e-3)
+    for grad, other in zip(grads, wanted, strict=True):
+        assert (grad - other).norm() / other.norm() < 0.02
+
+
+@pytest.mark.parametrize("flags", ["", "--no_use_te"])
+def test_a_run_with_it_learns_as_without(tmp_path, flags):
+    flags = f"{SMALL} --no_deterministic --mixed_precision fp8 --no_export {flags}"
+    train(tmp_path / "plain", flags)
+    train(tmp_path / "head", f"{flags} --fp8_lm_head")
+    rows = json.loads((tmp_path / "head" / "env.json").read_text())["coverage"]["rows"]
+    assert {row["precision"] for row in rows if "lm_head" in row["modules"]} == {"fp8 current"}
+    plain, head = losses(tmp_path / "plain"), losses(tmp_path / "head")
+    assert plain != head and plain == pytest.approx(head, rel=0.02)

@@ -1,0 +1,149 @@
+"""The LM head and cross entropy of `loss` with the head's three GEMMs in FP8.
+
+Hidden states and weight are cast to E4M3, each with one scale from its own largest value (TE's current
+scaling). Gradients of logits are cast to E5M2 with a scale that needs no search: a probability less 1 or 0
+lies between -1 and 1. Softmax is taken in float32 of BF16 logits, as without FP8.
+
+FP8 GEMMs on Hopper read both operands along their inner dimension, so what takes part in two is kept as it is
+and transposed. T tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from training.loss import CHUNK_BYTES, IGNORE, TokenLoss, scaled
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+GRADIENT_SCALE = 2.0**15  # takes 1 below E5M2's largest value, 57,344; the smallest is then 2**-31
+MULTIPLE = 16  # of every dimension of an FP8 GEMM
+# Tokens whose gradients of logits are kept, in one byte each, for one GEMM: 1 GB for Llama 3's vocabulary.
+TOKENS_OF_A_GEMM = 8192
+
+
+class Fp8(NamedTuple):
+    """A matrix in FP8; its values are those of `rows` times `inverse`."""
+
+    rows: Tensor  # [M, N]
+    columns: Tensor  # [N, M], the same transposed
+    inverse: Tensor  # [] float32
+
+
+def linear_cross_entropy_fp8(hidden: Tensor, weight: Tensor, labels: Tensor) -> TokenLoss:
+    """`loss.linear_cross_entropy` with its GEMMs in FP8; V and D must be multiples of 16.
+
+    `hidden` [T, D] and `weight` [V, D] are rounded to BF16 first, `labels` [T] int64.
+    """
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return TokenLoss(*_Fp8LinearCrossEntropy.apply(hidden, weight, labels, needs_grad))
+
+
+class _Fp8LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, needs_grad: bool) -> tuple:
+        tokens, vocab = hidden.shape[0], weight.shape[0]
+        missing = -tokens % MULTIPLE
+        if missing:
+            hidden, labels = F.pad(hidden, (0, 0, 0, missing)), F.pad(labels, (0, missing), value=IGNORE)
+        x, w = cast(hidden), cast(weight)
+        rows = max(128, CHUNK_BYTES // (2 * vocab) // 128 * 128)
+        loss = torch.zeros((), device=hidden.device, dtype=torch.float32)
+        correct = torch.zeros((), device=hidden.device, dtype=torch.int64)
+        grad_hidden = hidden.new_empty(x.rows.shape, dtype=torch.bfloat16) if needs_grad else None
+        grad_weight, inverse = None, torch.full_like(x.inverse, 1 / GRADIENT_SCALE)
+        for first in range(0, len(labels), TOKENS_OF_A_GEMM):
+            last = min(len(labels), first + TOKENS_OF_A_GEMM)
+            columns = hidden.new_empty(vocab, last - first, dtype=E5M2) if needs_grad else None
+            for start in range(first, last, rows):
+                end = min(last, start + rows)
+                target = labels[start:end]
+                logits = multiply(x.rows[start:end], w.rows, x.inverse, w.inverse, fast=True)  # [rows, V]
+                chunk_loss, chunk_correct, log_sum = softmax_cross_entropy(logits, target)
+                loss += chunk_loss
+                correct += chunk_correct
+                if needs_grad:
+                    grads = cast_gradient(logits, target, log_sum, columns, start - first)
+                    del logits
+                    grad_hidden[start:end] = multiply(grads, w.columns, inverse, w.inverse)
+                    del grads
+            if needs_grad:
+                only = last - first == len(labels)
+                dtype = torch.bfloat16 if only else torch.float32
+                part = multiply(columns, x.columns[:, first:last], inverse, x.inverse, dtype=dtype)  # [V, D]
+                grad_weight = part if grad_weight is None else grad_weight.add_(part)
+        ctx.grads = [grad_hidden[:tokens] if needs_grad else None, grad_weight]
+        ctx.mark_non_differentiable(correct)
+        return loss, correct
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple:
+        grad_weight = scaled(ctx.grads.pop(), grad_loss, torch.bfloat16)
+        grad_hidden = scaled(ctx.grads.pop(), grad_loss, torch.bfloat16)
+        return grad_hidden, grad_weight, None, None
+
+
+def multiply(
+    a: Tensor,
+    b: Tensor,
+    a_inverse: Tensor,
+    b_inverse: Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    fast: bool = False,
+) -> Tensor:
+    """`a` [M, K] times `b` [N, K] transposed, both FP8, and their scales undone; [M, N] in `dtype`.
+
+    `fast`: the tensor cores keep fewer bits of a sum. Without FP8 units the same products add up in float32.
+    """
+    if a.is_cuda and torch.cuda.get_device_capability(a.device) >= (8, 9):
+        scales = {"scale_a": a_inverse, "scale_b": b_inverse}
+        return torch._scaled_mm(a, b.t(), **scales, out_dtype=dtype, use_fast_accum=fast)
+    with torch.autocast(a.device.type, enabled=False):
+        return (a.float() @ b.float().t() * (a_inverse * b_inverse)).to(dtype)
+
+
+def cast(matrix: Tensor) -> Fp8:
+    """A BF16 matrix [M, N] in E4M3, in both layouts; scale 1 where it is all zeros."""
+    largest = torch.linalg.vector_norm(matrix, float("inf")).float()
+    scale = torch.where(largest > 0, torch.finfo(E4M3).max / largest, 1.0)
+    if matrix.is_cuda:
+        from training.loss_triton import cast_both
+
+        return Fp8(*cast_both(matrix, scale), 1 / scale)
+    rows = (matrix.float() * scale).to(E4M3)
+    return Fp8(rows, transposed(rows), 1 / scale)
+
+
+def transposed(matrix: Tensor) -> Tensor:
+    return matrix.view(torch.uint8).t().contiguous().view(matrix.dtype)
+
+
+def softmax_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed loss and correct predictions of [rows, V] logits, and each row's log of summed exponentials."""
+    if logits.is_cuda:
+        from training.loss_triton import cross_entropy
+
+        return cross_entropy(logits, labels, ignore=IGNORE)
+    scores, valid = logits.float(), labels != IGNORE
+    picked = scores.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    log_sum = scores.logsumexp(dim=-1)
+    correct = (valid & (picked >= scores.amax(dim=-1))).sum()
+    return torch.where(valid, log_sum - picked, 0.0).sum(), correct, log_sum
+
+
+def cast_gradient(logits: Tensor, labels: Tensor, log_sum: Tensor, columns: Tensor, at: int) -> Tensor:
+    """The gradient by [rows, V] logits in scaled E5M2; transposed, too, into `columns` [V, .] from `at`."""
+    if logits.is_cuda:
+        from training.loss_triton import gradient_both
+
+        return gradient_both(logits, labels, log_sum, columns, at, ignore=IGNORE, scale=GRADIENT_SCALE)
+    grad = torch.exp(logits.float() - log_sum[:, None])
+    grad -= F.one_hot(labels.clamp(min=0), logits.shape[1])
+    rows = (torch.where((labels != IGNORE)[:, None], grad, 0.0) * GRADIENT_SCALE).to(E5M2)
+    columns[:, at : at + len(rows)] = transposed(rows)
+    return rows
