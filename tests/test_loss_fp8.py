@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from training import loss_fp8
+from training import loss_fp8, precision
 from training.loss import linear_cross_entropy
 from training.loss_fp8 import E4M3, E5M2, GRADIENT_SCALE, cast, cast_gradient, softmax_cross_entropy
-from training.outcome import EXIT_BAD_SETTING
+from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED
 from training.run import main
 
 SMALL = (
@@ -38,6 +38,9 @@ def test_a_cast_takes_the_largest_value_to_the_formats_largest():
     zeros = cast(torch.zeros(4, 4, dtype=torch.bfloat16))
     assert not zeros.rows.float().any() and zeros.inverse == 1
     assert cast(torch.full((4, 4), float("nan")).bfloat16()).rows.float().isnan().all()
+    tiny = cast(torch.full((4, 4), 1e-38).bfloat16())
+    assert tiny.rows.float().isfinite().all() and tiny.inverse > 0
+    assert cast(x, columns=False).columns is None
 
 
 def test_the_gradient_of_logits_is_cast_as_it_is_and_transposed():
@@ -58,6 +61,7 @@ def test_the_gradient_of_logits_is_cast_as_it_is_and_transposed():
 def test_it_is_the_plain_formula_of_what_the_casts_leave(tokens, chunk_bytes, tokens_of_a_gemm, monkeypatch):
     monkeypatch.setattr(loss_fp8, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(loss_fp8, "TOKENS_OF_A_GEMM", tokens_of_a_gemm)
+    monkeypatch.setattr(loss_fp8, "VOCABULARY_OF_A_SUM", 32)
     h, w, labels = case(tokens)
     out = linear_cross_entropy(h, w, labels, fp8=True)
     (out.loss / 7).backward()
@@ -134,3 +138,10 @@ def test_where_it_cannot_run_it_is_refused(tmp_path, flags, reason, capsys):
     code = train(tmp_path / "run", f"{flags} --init random --tokenizer_name demo --fp8_lm_head")
     error = capsys.readouterr().err
     assert code == EXIT_BAD_SETTING and reason in error and error.count("\n") == 1
+
+
+def test_a_run_whose_layers_do_not_run_in_fp8_stops_all_the_same(tmp_path, capsys, monkeypatch):
+    real, bf16 = precision.build_autocast, precision.Precision("bf16", "bf16")
+    monkeypatch.setattr(precision, "build_autocast", lambda _, **settings: real(bf16, **settings))
+    assert train(tmp_path / "run", "--use_te --mixed_precision fp8 --fp8_lm_head") == EXIT_FAILED
+    assert "no module ran in FP8 in the first step" in capsys.readouterr().err

@@ -19,6 +19,7 @@ NAMES = {
     "adamw_kernel": "optimizer",
     "cross_entropy_kernel": "LM head's loss",
     "scaled_kernel": "LM head's loss",
+    "gradient_kernel": "LM head's loss",
     "rotation_kernel": "position embedding",
     "void transformer_engine::normalization::rmsnorm_bwd_tuned_kernel<>": "norm",
     "cast_transpose_optimized_kernel(__nv_bfloat16 const*, __nv_fp8_e4m3*)": "cast",

@@ -5,7 +5,8 @@ scaling). Gradients of logits are cast to E5M2 with a scale that needs no search
 lies between -1 and 1. Softmax is taken in float32 of BF16 logits, as without FP8.
 
 FP8 GEMMs on Hopper read both operands along their inner dimension, so what takes part in two is kept as it is
-and transposed. T tokens, D hidden size, V vocabulary.
+and transposed. Where a GPU has no FP8 units, and on a CPU, the same products add up in float32.
+T tokens, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ GRADIENT_SCALE = 2.0**15  # takes 1 below E5M2's largest value, 57,344; the smal
 MULTIPLE = 16  # of every dimension of an FP8 GEMM
 # Tokens whose gradients of logits are kept, in one byte each, for one GEMM: 1 GB for Llama 3's vocabulary.
 TOKENS_OF_A_GEMM = 8192
+VOCABULARY_OF_A_SUM = 16384  # rows of the weight's gradient that are added to it at once
 
 
 class Fp8(NamedTuple):
     """A matrix in FP8; its values are those of `rows` times `inverse`."""
 
     rows: Tensor  # [M, N]
-    columns: Tensor  # [N, M], the same transposed
+    columns: Tensor | None  # [N, M], the same transposed, where gradients need it
     inverse: Tensor  # [] float32
 
 
@@ -50,7 +52,7 @@ class _Fp8LinearCrossEntropy(torch.autograd.Function):
         missing = -tokens % MULTIPLE
         if missing:
             hidden, labels = F.pad(hidden, (0, 0, 0, missing)), F.pad(labels, (0, missing), value=IGNORE)
-        x, w = cast(hidden), cast(weight)
+        x, w = (cast(matrix, columns=needs_grad) for matrix in (hidden, weight))
         rows = max(128, CHUNK_BYTES // (2 * vocab) // 128 * 128)
         loss = torch.zeros((), device=hidden.device, dtype=torch.float32)
         correct = torch.zeros((), device=hidden.device, dtype=torch.int64)
@@ -66,16 +68,15 @@ class _Fp8LinearCrossEntropy(torch.autograd.Function):
                 chunk_loss, chunk_correct, log_sum = softmax_cross_entropy(logits, target)
                 loss += chunk_loss
                 correct += chunk_correct
+                grads = cast_gradient(logits, target, log_sum, columns, start - first) if needs_grad else None
+                del logits  # or the next chunk's would be there beside them
                 if needs_grad:
-                    grads = cast_gradient(logits, target, log_sum, columns, start - first)
-                    del logits
                     grad_hidden[start:end] = multiply(grads, w.columns, inverse, w.inverse)
                     del grads
             if needs_grad:
-                only = last - first == len(labels)
-                dtype = torch.bfloat16 if only else torch.float32
-                part = multiply(columns, x.columns[:, first:last], inverse, x.inverse, dtype=dtype)  # [V, D]
-                grad_weight = part if grad_weight is None else grad_weight.add_(part)
+                operands = columns, x.columns[:, first:last], inverse, x.inverse
+                grad_weight = _accumulate(grad_weight, *operands, only=last - first == len(labels))
+                del columns, operands
         ctx.grads = [grad_hidden[:tokens] if needs_grad else None, grad_weight]
         ctx.mark_non_differentiable(correct)
         return loss, correct
@@ -85,6 +86,20 @@ class _Fp8LinearCrossEntropy(torch.autograd.Function):
         grad_weight = scaled(ctx.grads.pop(), grad_loss, torch.bfloat16)
         grad_hidden = scaled(ctx.grads.pop(), grad_loss, torch.bfloat16)
         return grad_hidden, grad_weight, None, None
+
+
+def _accumulate(total: Tensor | None, grads: Tensor, hidden: Tensor, *scales: Tensor, only: bool) -> Tensor:
+    """total + `grads` [V, K] times `hidden` [D, K] transposed; in float32 when several parts add up."""
+    if total is None:
+        return multiply(grads, hidden, *scales, dtype=torch.bfloat16 if only else torch.float32)
+    for start in range(0, len(total), VOCABULARY_OF_A_SUM):
+        part = slice(start, start + VOCABULARY_OF_A_SUM)
+        total[part] += multiply(grads[part], hidden, *scales, dtype=torch.float32)
+    return total
+
+
+def has_fp8_units(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (8, 9)
 
 
 def multiply(
@@ -98,25 +113,26 @@ def multiply(
 ) -> Tensor:
     """`a` [M, K] times `b` [N, K] transposed, both FP8, and their scales undone; [M, N] in `dtype`.
 
-    `fast`: the tensor cores keep fewer bits of a sum. Without FP8 units the same products add up in float32.
+    `fast`: the tensor cores keep fewer bits of a sum.
     """
-    if a.is_cuda and torch.cuda.get_device_capability(a.device) >= (8, 9):
+    if has_fp8_units(a):
         scales = {"scale_a": a_inverse, "scale_b": b_inverse}
         return torch._scaled_mm(a, b.t(), **scales, out_dtype=dtype, use_fast_accum=fast)
     with torch.autocast(a.device.type, enabled=False):
         return (a.float() @ b.float().t() * (a_inverse * b_inverse)).to(dtype)
 
 
-def cast(matrix: Tensor) -> Fp8:
-    """A BF16 matrix [M, N] in E4M3, in both layouts; scale 1 where it is all zeros."""
+def cast(matrix: Tensor, *, columns: bool = True) -> Fp8:
+    """A BF16 matrix [M, N] in E4M3, transposed too if `columns`; scale 1 where it is all zeros."""
     largest = torch.linalg.vector_norm(matrix, float("inf")).float()
-    scale = torch.where(largest > 0, torch.finfo(E4M3).max / largest, 1.0)
-    if matrix.is_cuda:
+    scale = (torch.finfo(E4M3).max / largest).clamp(max=torch.finfo(torch.float32).max)
+    scale = torch.where(largest > 0, scale, 1.0)
+    if has_fp8_units(matrix):
         from training.loss_triton import cast_both
 
-        return Fp8(*cast_both(matrix, scale), 1 / scale)
+        return Fp8(*cast_both(matrix, scale, columns=columns), 1 / scale)
     rows = (matrix.float() * scale).to(E4M3)
-    return Fp8(rows, transposed(rows), 1 / scale)
+    return Fp8(rows, transposed(rows) if columns else None, 1 / scale)
 
 
 def transposed(matrix: Tensor) -> Tensor:
@@ -138,12 +154,12 @@ def softmax_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
 
 def cast_gradient(logits: Tensor, labels: Tensor, log_sum: Tensor, columns: Tensor, at: int) -> Tensor:
     """The gradient by [rows, V] logits in scaled E5M2; transposed, too, into `columns` [V, .] from `at`."""
-    if logits.is_cuda:
+    if has_fp8_units(logits):
         from training.loss_triton import gradient_both
 
         return gradient_both(logits, labels, log_sum, columns, at, ignore=IGNORE, scale=GRADIENT_SCALE)
-    grad = torch.exp(logits.float() - log_sum[:, None])
-    grad -= F.one_hot(labels.clamp(min=0), logits.shape[1])
+    grad, target = torch.exp(logits.float() - log_sum[:, None]), labels.clamp(min=0)[:, None]
+    grad.scatter_add_(1, target, torch.full_like(target, -1.0, dtype=grad.dtype))
     rows = (torch.where((labels != IGNORE)[:, None], grad, 0.0) * GRADIENT_SCALE).to(E5M2)
     columns[:, at : at + len(rows)] = transposed(rows)
     return rows

@@ -77,7 +77,17 @@ def _cross_entropy(logits: Tensor, labels: Tensor, ignore: int, write_grad: bool
 
 
 @triton.jit
-def cast_kernel(matrix, rows, columns, scale, height, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def cast_kernel(
+    matrix,
+    rows,
+    columns,
+    scale,
+    height,
+    width,
+    WITH_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """`matrix` [height, width] times `scale` to E4M3, as it is and transposed."""
     quads = tl.program_id(0).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
     f = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
@@ -89,22 +99,25 @@ def cast_kernel(matrix, rows, columns, scale, height, width, ROWS: tl.constexpr,
         bits = to_fp8(tl.load(matrix + at, mask=inside, other=0.0).to(tl.float32), factor, 448.0, False)
         tl.store(rows + at, bits, mask=inside)
         packed |= bits.to(tl.uint32) << (8 * i)
-    store_columns(packed, columns, height // 4, quads, f, inside)
+    if WITH_COLUMNS:
+        store_columns(packed, columns, height // 4, quads, f, inside)
 
 
-def cast_both(matrix: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """`matrix` [M, N] times the float32 scalar `scale` in E4M3, [M, N] and [N, M]; M a multiple of 4."""
+def cast_both(matrix: Tensor, scale: Tensor, *, columns: bool) -> tuple[Tensor, Tensor | None]:
+    """`matrix` [M, N] times the float32 scalar `scale` in E4M3, [M, N], and [N, M] if `columns`.
+
+    M must be a multiple of 4.
+    """
     matrix, (height, width) = matrix.contiguous(), matrix.shape
-    rows, columns = (
-        matrix.new_empty(shape, dtype=torch.uint8) for shape in ((height, width), (width, height))
-    )
+    rows = matrix.new_empty(height, width, dtype=torch.uint8)
+    turned = matrix.new_empty(width, height, dtype=torch.uint8) if columns else None
     cast_kernel[_blocks(height, width)](
-        *(matrix, rows, columns.view(torch.int32), scale, height, width),
+        *(matrix, rows, turned.view(torch.int32) if columns else scale, scale, height, width, columns),
         ROWS=BLOCK_ROWS,
         COLUMNS=BLOCK_COLUMNS,
         num_warps=8,
     )
-    return rows.view(torch.float8_e4m3fn), columns.view(torch.float8_e4m3fn)
+    return rows.view(torch.float8_e4m3fn), turned.view(torch.float8_e4m3fn) if columns else None
 
 
 @triton.jit

@@ -18,7 +18,7 @@ KINDS: dict[str, str] = {
     "attention": r"sdpa|fmha|flash|cudnn::fusion|fused_attn|softmax_warp",
     "GEMM": r"nvjet|gemm|cutlass|cublas|xmma|s\d+_tensorop|splitK",
     "optimizer": r"adam",
-    "LM head's loss": r"cross_entropy|scaled_kernel",
+    "LM head's loss": r"cross_entropy|scaled_kernel|gradient_kernel",
     "norm": r"rmsnorm|layernorm|layer_norm",
     "gradient norm": r"LpNorm|norm_kernel|NormTwo|NormOps",
     "activation": r"gated_act|silu|swiglu",

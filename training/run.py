@@ -602,7 +602,8 @@ class Run:
         }
         self._write_environment()
         self.display.message("\n".join(found.lines()))
-        if self.precision.fp8 and not found.fp8_modules:
+        head = any(row.precision.startswith("fp8") for row in found.rows if "lm_head" in row.modules)
+        if self.precision.fp8 and found.fp8_modules == head:
             raise RuntimeError(
                 "--mixed_precision fp8: no module ran in FP8 in the first step; report it with env.json"
             )
