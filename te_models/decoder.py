@@ -28,8 +28,8 @@ class TECausalLM(nn.Module):
     right-padded batches, where the causal mask alone keeps padding out of sight of real tokens, as it does in
     packed batches whose rows are one sequence each. `backend`: whose layers, see `te_models.engine`. With
     `cache_fp8_weights` FP8 weights of a step's first micro-batch (`first_micro_batch`) serve the others; with
-    `fuse_gradient_sums` TE's GEMMs add to `main_grad`, see `training.accumulation`. Both are for the native
-    backend. `fp8_attention` says that attention is to take FP8 and give it, if the recipe does.
+    `fuse_gradient_sums` TE's GEMMs add to `main_grad`, see `training.accumulation`; `one_pass_rotation`: see
+    `te_models.rotation`. All three are for the native backend.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class TECausalLM(nn.Module):
         weight_recipe: Any = None,
         cache_fp8_weights: bool = False,
         fuse_gradient_sums: bool = False,
-        fp8_attention: bool = False,
+        one_pass_rotation: bool = False,
     ):
         super().__init__()
         self.backend, te = backend, engine(backend)
@@ -57,7 +57,7 @@ class TECausalLM(nn.Module):
         self.attention, self.max_positions = attention, max_positions
         self.gradient_checkpointing, self.reentrant = gradient_checkpointing, reentrant
         self.fp8_lm_head = False
-        self.rotates_in_one_pass = backend == "native" and not (self.family.qk_norm or fp8_attention)
+        self.rotates_in_one_pass = one_pass_rotation and not self.family.qk_norm
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta", dtype=dtype)
         quantized = te.quantized_model_init(enabled=True, recipe=weight_recipe) if weight_recipe else None
         with quantized or nullcontext():

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from training.errors import first_line
+
 
 class Rotation(NamedTuple):
     """What a layer is given as `rotary_pos_emb`, for attention that `rotate_in_one_pass` changed."""
@@ -57,6 +59,38 @@ def _rotating(base: type) -> type:
             return self.proj(attended, is_first_microbatch=first)
 
     return RotatingAttention
+
+
+def why_not() -> str | None:
+    """What is wrong with the kernels on this machine, on blocks that are full and not, or None."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    random = functools.partial(torch.randn, device="cuda", generator=generator)
+    tokens, heads, groups, size = 37, 6, 2, 48
+    joint = random(tokens, (heads + 2 * groups) * size).bfloat16().requires_grad_()
+    angles = torch.cat([random(64, size // 2)] * 2, dim=-1)[:, None, None, :]
+    table, positions = rotation_table(angles), torch.arange(tokens, device="cuda").flip(0) + 11
+    expected = split_and_rotate(joint, table, positions, groups)
+    grads = [random(part.shape).bfloat16() for part in expected]
+    (wanted,) = torch.autograd.grad(expected, joint, grads)
+    try:
+        found = _SplitAndRotate.apply(joint, table, positions, groups)
+        (grad,) = torch.autograd.grad(found, joint, grads)
+    except Exception as error:  # Triton's compiler
+        return f"it fails ({first_line(error)})"
+    for name, a, b in zip(("query", "key", "value"), found, expected, strict=True):
+        if not torch.allclose(a, b, rtol=2**-7, atol=1e-4):  # a last bit of BF16
+            return f"it computes another {name}"
+    return None if torch.allclose(grad, wanted, rtol=2**-7, atol=1e-4) else "it computes another gradient"
+
+
+def split_and_rotate(joint: Tensor, table: Tensor, positions: Tensor, groups: int) -> tuple:
+    """What `_SplitAndRotate` computes, from the definition."""
+    size = table.shape[1]
+    parts = joint.unflatten(-1, (groups, -1, size))  # [T, G, H / G + 2, K]
+    cos, sin = (half[:, None, None, :] for half in table[positions].chunk(2, dim=-1))
+    x, y = parts[..., :-1, :].float().chunk(2, dim=-1)
+    rotated = torch.cat([x * cos - y * sin, y * cos + x * sin], dim=-1).to(joint.dtype)
+    return rotated[..., :-1, :].flatten(1, 2), rotated[..., -1, :], parts[..., -1, :]
 
 
 class _SplitAndRotate(torch.autograd.Function):

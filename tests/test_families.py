@@ -12,6 +12,7 @@ from te_models import export_tensors, plan_model, refuse_te
 from te_models.decoder import head_dim, rope_angles
 from te_models.families import FAMILIES
 from te_models.presets import LOCAL_PRESETS, PRESETS
+from te_models.rotation import rotation_table, split_and_rotate
 from tests.gpu.models import batch, build, perturbed, plan
 
 CPU = torch.device("cpu")
@@ -191,3 +192,21 @@ def test_a_window_of_qwen_is_refused_where_it_cuts(family, settings, refused):
 def test_a_window_of_mistral_that_holds_every_position_is_none():
     refuse_te("some/model", config_of("mistral", sliding_window=2048))
     refuse_te("some/model", config_of("mistral", sliding_window=None))
+
+
+def test_the_definition_that_rotation_is_tried_against_is_transformers():
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+    config = config_of("llama", num_attention_heads=6, num_key_value_heads=2, head_dim=48)
+    positions = torch.tensor([[3, 0, 1, 2, 30]])
+    queries, keys, values = (torch.randn(5, heads, 48).bfloat16() for heads in (6, 2, 2))
+    joint = torch.cat([queries.unflatten(1, (2, 3)), keys[:, :, None], values[:, :, None]], dim=2)
+    table = rotation_table(rope_angles(config, 32))
+    found = split_and_rotate(joint.flatten(1), table, positions[0], 2)
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+    expected = apply_rotary_pos_emb(
+        *(t.float().transpose(0, 1)[None] for t in (queries, keys)), cos.float(), sin.float()
+    )
+    for mine, theirs in zip(found, expected, strict=False):
+        torch.testing.assert_close(mine, theirs[0].transpose(0, 1).bfloat16())
+    assert torch.equal(found[2], values)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from training import run as run_module
 from training.config import config_from_dict, parse_config
 from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
 from training.precision import Precision
@@ -422,3 +423,26 @@ def test_calibration_takes_no_step_and_draws_no_random_number(tmp_path):
     assert len(passes) == 2 and torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in run.model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "settings", "backend", "taken"),
+    [
+        (None, {}, "native", True),
+        ("it computes another key", {}, "native", False),
+        (None, {"fp8_attention": True, "mixed_precision": "fp8"}, "native", False),
+        (None, {}, "emulated", False),
+    ],
+)
+def test_rotation_in_one_pass_is_taken_where_it_is_right(
+    wrong, settings, backend, taken, monkeypatch, capsys
+):
+    monkeypatch.setattr(run_module.rotation, "why_not", lambda: wrong)
+    monkeypatch.setattr(Run, "_try_flash_attention", lambda self: (False, None))
+    monkeypatch.setattr(run_module.flash_attention, "tell_te", lambda take: None)
+    one = Run.__new__(Run)
+    one.cfg = config_from_dict({"use_te": True} | settings)
+    one.precision = Precision("bf16", "bf16", te_backend=backend)
+    one._choose_kernels()
+    assert one.one_pass_rotation == taken
+    assert (f"not split and rotated in one pass: {wrong}" in capsys.readouterr().out) == bool(wrong)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import te_models
 from data import build_loaders
 from data.chat import load_tokenizer, turn_end
-from te_models import fused_swiglu, packed_attention
+from te_models import fused_swiglu, packed_attention, rotation
 from te_models.hugging_face import PLAIN_HEADS
 from training import (
     flash_attention,
@@ -173,6 +173,12 @@ class Run:
             flash_attention.tell_te(take=self.flash_attention)
         elif self.flash_attention:
             packed_attention.use_flash_attention_4()
+        self.one_pass_rotation = native and not self.cfg.precision.fp8_attention
+        if self.one_pass_rotation:
+            wrong = ranks.together(rotation.why_not)
+            self.one_pass_rotation = not any(wrong)
+            if said := next(filter(None, wrong), None):
+                say(f"WARNING: queries, keys and values are not split and rotated in one pass: {said}")
         if native and "delayed" in self.precision.in_use:
             wrong = ranks.together(fused_swiglu.why_not)
             if said := next(filter(None, wrong), None):
@@ -361,7 +367,7 @@ class Run:
             convert=(lambda model: self._convert(model, fp8_gather)) if self.torchao else None,
             cache_fp8_weights=self._caches_fp8_weights(),
             fuse_gradient_sums=strategy.sums_micro_batches and plan.kind == "fused_adamw",
-            fp8_attention=cfg.precision.fp8_attention,
+            one_pass_rotation=self.one_pass_rotation,
         )
         precision_map.apply(self.model, self.precision, fp8_attention=cfg.precision.fp8_attention)
         self.model.fp8_lm_head = cfg.precision.fp8_lm_head

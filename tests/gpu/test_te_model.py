@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import te_models.decoder
 import te_models.hugging_face
-from te_models import export_tensors, weight_source
+from te_models import export_tensors, rotation, weight_source
 from te_models.weights import load_te
 from tests.gpu.models import DEVICE, batch, build, perturbed, plan
 from training.config import PrecisionConfig
@@ -250,6 +250,15 @@ def test_rows_of_one_sequence_and_of_several_take_turns(name, recompute):
         for key, grad in wanted.items():
             # FP8 makes a whole step of a last bit, and finds its scales first, of each model by itself.
             assert name or (grads[key] - grad).norm() / grad.norm() < 1e-2, key
+
+
+def test_kernels_that_rotate_wrongly_are_found(monkeypatch):
+    from te_models import rotation_triton
+
+    assert rotation.why_not() is None
+    split = rotation_triton.split
+    monkeypatch.setattr(rotation_triton, "split", lambda *given: [part * 2 for part in split(*given)])
+    assert rotation.why_not() == "it computes another query"
 
 
 @pytest.mark.parametrize("lengths", [[256], [100, 156]], ids=["rows", "packed"])
