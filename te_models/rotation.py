@@ -61,11 +61,11 @@ def _rotating(base: type) -> type:
     return RotatingAttention
 
 
-def why_not() -> str | None:
-    """What is wrong with the kernels on this machine, on blocks that are full and not, or None."""
+def why_not(heads: int, groups: int, size: int) -> str | None:
+    """What is wrong with the kernels on this machine for so many heads of such a size, or None."""
     generator = torch.Generator("cuda").manual_seed(0)
     random = functools.partial(torch.randn, device="cuda", generator=generator)
-    tokens, heads, groups, size = 37, 6, 2, 48
+    tokens = 37  # blocks that are full, and one that is not
     joint = random(tokens, (heads + 2 * groups) * size).bfloat16().requires_grad_()
     angles = torch.cat([random(64, size // 2)] * 2, dim=-1)[:, None, None, :]
     table, positions = rotation_table(angles), torch.arange(tokens, device="cuda").flip(0) + 11

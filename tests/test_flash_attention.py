@@ -119,7 +119,7 @@ def choose(monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(flash_attention, "as_te_calls", lambda **how: how)
     monkeypatch.setattr(flash_attention, "load_failed", lambda: False)
-    monkeypatch.setattr(run.rotation, "why_not", lambda: None)
+    monkeypatch.setattr(run.rotation, "why_not", lambda *heads: None)
     taken_by_torch = []
     monkeypatch.setattr(packed_attention, "use_flash_attention_4", lambda: taken_by_torch.append(True))
     monkeypatch.setattr(packed_attention, "use_torch", taken_by_torch.clear)

@@ -41,6 +41,13 @@ def test_no_gradient_is_computed_under_no_grad():
     assert not out.loss.requires_grad
 
 
+def test_of_equal_logits_the_first_is_the_prediction():
+    labels = torch.tensor([1, 2, -100])
+    for write_grad in (False, True):
+        logits = torch.tensor([[1.0, 5.0, 5.0, 0.0]]).repeat(3, 1)
+        assert loss_module.softmax_cross_entropy_(logits, labels, write_grad=write_grad)[1] == 1
+
+
 def test_a_batch_without_labels_is_zero_with_zero_gradient():
     h, w, labels = case()
     out = linear_cross_entropy(h, w, torch.full_like(labels, -100))

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from training import run as run_module
 from training.config import config_from_dict, parse_config
+from training.metrics import ModelShape
 from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
 from training.precision import Precision
 from training.run import Run, count_steps, main
@@ -437,12 +438,13 @@ def test_calibration_takes_no_step_and_draws_no_random_number(tmp_path):
 def test_rotation_in_one_pass_is_taken_where_it_is_right(
     wrong, settings, backend, taken, monkeypatch, capsys
 ):
-    monkeypatch.setattr(run_module.rotation, "why_not", lambda: wrong)
+    monkeypatch.setattr(run_module.rotation, "why_not", lambda *heads: wrong)
     monkeypatch.setattr(Run, "_try_flash_attention", lambda self: (False, None))
     monkeypatch.setattr(run_module.flash_attention, "tell_te", lambda take: None)
     one = Run.__new__(Run)
     one.cfg = config_from_dict({"use_te": True} | settings)
     one.precision = Precision("bf16", "bf16", te_backend=backend)
+    one.shape = ModelShape(*[64] * 7)
     one._choose_kernels()
     assert one.one_pass_rotation == taken
     assert (f"not split and rotated in one pass: {wrong}" in capsys.readouterr().out) == bool(wrong)

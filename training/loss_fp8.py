@@ -148,7 +148,7 @@ def softmax_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
     scores, valid = logits.float(), labels != IGNORE
     picked = scores.gather(1, labels.clamp(min=0)[:, None])[:, 0]
     log_sum = scores.logsumexp(dim=-1)
-    correct = (valid & (picked >= scores.amax(dim=-1))).sum()
+    correct = (valid & (scores.argmax(dim=-1) == labels)).sum()
     return torch.where(valid, log_sum - picked, 0.0).sum(), correct, log_sum
 
 

@@ -31,17 +31,20 @@ def cross_entropy_kernel(
     label = tl.load(labels + row)
     valid = label != ignore
     top = -float("inf")
+    best = tl.zeros([], tl.int32)  # where the first of the largest logits stands
     total = 0.0
     for start in range(0, vocab, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x = tl.load(logits + columns, mask=columns < vocab, other=-float("inf")).to(tl.float32)
-        new_top = tl.maximum(top, tl.max(x))
+        largest = tl.max(x)
+        best = tl.where(largest > top, tl.min(tl.where(x == largest, columns, vocab)), best)
+        new_top = tl.maximum(top, largest)
         total = total * tl.exp(top - new_top) + tl.sum(tl.exp(x - new_top))
         top = new_top
     log_sum = top + tl.log(total)
     picked = tl.load(logits + tl.where(valid, label, 0)).to(tl.float32)
     tl.store(loss + row, tl.where(valid, log_sum - picked, 0.0))
-    tl.store(correct + row, (valid & (picked >= top)).to(tl.int32))
+    tl.store(correct + row, (valid & (label == best)).to(tl.int32))
     tl.store(log_sums + row, log_sum)
     if WRITE_GRAD:
         tl.debug_barrier()  # every thread has read the label's logit before it is overwritten

@@ -175,7 +175,8 @@ class Run:
             packed_attention.use_flash_attention_4()
         self.one_pass_rotation = native and not self.cfg.precision.fp8_attention
         if self.one_pass_rotation:
-            wrong = ranks.together(rotation.why_not)
+            heads = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
+            wrong = ranks.together(lambda: rotation.why_not(*heads))
             self.one_pass_rotation = not any(wrong)
             if said := next(filter(None, wrong), None):
                 say(f"WARNING: queries, keys and values are not split and rotated in one pass: {said}")
