@@ -25,9 +25,9 @@ def logits_of(model, inputs, monkeypatch) -> tuple[torch.Tensor, float]:
     """[T, V] float32 logits at label positions, read off the LM head's input, and the mean loss."""
     seen = []
 
-    def spy(hidden, weight, labels):
+    def spy(hidden, weight, labels, **how):
         seen.append((hidden @ weight.T).float()[labels != -100])
-        return linear_cross_entropy(hidden, weight, labels)
+        return linear_cross_entropy(hidden, weight, labels, **how)
 
     for module in (te_models.decoder, te_models.hugging_face):
         monkeypatch.setattr(module, "linear_cross_entropy", spy)
@@ -257,7 +257,7 @@ def test_kernels_that_rotate_wrongly_are_found(monkeypatch):
 
     assert rotation.why_not(32, 8, 128) is None and rotation.why_not(14, 2, 64) is None
     split = rotation_triton.split
-    monkeypatch.setattr(rotation_triton, "split", lambda *given: [part * 2 for part in split(*given)])
+    monkeypatch.setattr(rotation_triton, "split", lambda *given: tuple(part * 2 for part in split(*given)))
     assert rotation.why_not(6, 2, 48) == "it computes another query"
 
 
