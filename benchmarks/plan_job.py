@@ -104,6 +104,7 @@ class Job:
     fp8_all_gather: bool = False
     fp8_layers: float = 1.0  # share of the decoder layers under the recipe
     fp8_weight_cache: bool = True
+    fp8_head: bool = False
 
     @property
     def tokens(self) -> int:
@@ -151,8 +152,6 @@ def recipe_of(cfg: Config) -> str:
         )
     if cfg.precision.fp8_attention:
         raise ValueError("--fp8_attention: plans cover attention in BF16, the only one with recorded runs")
-    if cfg.precision.fp8_lm_head:
-        raise ValueError("--fp8_lm_head: plans cover the LM head in BF16, the only one with recorded runs")
     if cfg.precision.mixed_precision == "bf16":
         return "bf16"
     default = "delayed" if cfg.model.use_te else "tensorwise"
@@ -192,4 +191,5 @@ def build_job(cfg: Config, model: Model, *, mode: str, gpus: int, gpus_per_node:
         fp8_all_gather=cfg.sharding.fp8_all_gather,
         fp8_layers=1 - (first + last) / layers,
         fp8_weight_cache=cfg.precision.fp8_weight_cache,
+        fp8_head=cfg.precision.fp8_lm_head,
     )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from benchmarks.plan_job import HEAD_NORMS, Job
 
 LOGITS_CHUNK = 2**30  # training/loss.py, CHUNK_BYTES
+TOKENS_OF_A_HEAD_GEMM = 8192  # training/loss_fp8.py, TOKENS_OF_A_GEMM
 # Workspaces of cuBLAS and TE, RoPE angles, the batch: what was left in all recorded runs after counting.
 FIXED = 0.1e9
 # DeepSpeed keeps up to 1e9 gathered parameters (stage3_max_live_parameters) and two buckets of 2e8 gradients
@@ -100,6 +101,8 @@ def _logits(job: Job, two_chunks: bool) -> float:
 
     `two_chunks`: a chunk and its predecessor, as it was until a chunk was freed before the next.
     """
+    if job.fp8_head:
+        return _logits_fp8(job)
     s = job.model.shape
     rows = min(job.tokens, LOGITS_CHUNK // (2 * s.vocab_size))
     chunk = 2.0 * rows * s.vocab_size
@@ -110,6 +113,21 @@ def _logits(job: Job, two_chunks: bool) -> float:
         second = 2.0 * min(rows, job.tokens - rows) * s.vocab_size
         return 4 * job.model.head + max(chunk + second, chunk + 2 * job.model.head) + hidden
     return 4 * job.model.head + max(chunk, 2 * job.model.head) + hidden
+
+
+def _logits_fp8(job: Job) -> float:
+    """Both layouts of the head's weight, a chunk of logits with its gradients, and all tokens' transposed.
+
+    Then the head's gradient: in BF16 of one GEMM, in FP32 of several, which a chunk's logits stand beside.
+    """
+    s = job.model.shape
+    rows = min(job.tokens, LOGITS_CHUNK // (2 * s.vocab_size))
+    chunk = (2.0 + 1.0) * rows * s.vocab_size
+    of_a_gemm = min(job.tokens, TOKENS_OF_A_HEAD_GEMM)
+    several = job.tokens > of_a_gemm
+    gradient = (4.0 if several else 2.0) * job.model.head
+    kept = 2.0 * job.model.head + of_a_gemm * s.vocab_size + 4 * 2.0 * job.tokens * s.hidden_size
+    return kept + (gradient + chunk if several else max(gradient, chunk))
 
 
 def at_loss(job: Job, *, two_chunks: bool = False) -> dict[str, float]:

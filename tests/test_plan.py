@@ -141,6 +141,18 @@ def test_settings_change_their_own_part():
     assert half.memory["FP8 weight copies"] == pytest.approx(32 * 218_103_808)
 
 
+def test_an_fp8_lm_head_is_faster_and_holds_its_own():
+    plain, fp8 = plan_of(**FP8), plan_of(**FP8, fp8_lm_head=True)
+    head, logits = 128_256 * 4096, "logits and head gradient"
+    # Its weight in two layouts, gradients of all logits, four of hidden size; a chunk's logits and gradients.
+    chunk = 3 * (2**30 // (2 * 128_256)) * 128_256
+    assert fp8.memory[logits] == 2 * head + 8192 * 128_256 + 8 * 8192 * 4096 + chunk
+    assert plan_of(**FP8, fp8_lm_head=True, batch_size=2).memory[logits] > fp8.memory[logits] + 2 * head
+    others = [part for part in plain.seconds if part not in ("LM head", "idle")]
+    assert all(fp8.seconds[part] == plain.seconds[part] for part in others)
+    assert 0.5 < fp8.seconds["LM head"] / plain.seconds["LM head"] < 0.7
+
+
 def test_gathered_weights_by_mode():
     root, block = 2 * 128_256 * 4096 + 4096, 218_103_808 + 2 * 4096
     gathered = {
@@ -317,7 +329,6 @@ def test_a_broken_folder_is_refused(tmp_path, content):
         ),
         ("--mixed_precision bf16 --use_te --bf16_last_layers 1", "are for --mixed_precision fp8"),
         ("--use_te --mixed_precision fp8 --fp8_attention", "--fp8_attention: plans cover"),
-        ("--use_te --mixed_precision fp8 --fp8_lm_head", "--fp8_lm_head: plans cover"),
         ("--gpus 0", "--gpus: '0'"),
         ("--gpus 8,x", "--gpus: 'x'"),
         ("--gpuss 8", "unknown flag --gpuss; did you mean '--gpus'"),
