@@ -153,6 +153,8 @@ def recipe_of(cfg: Config) -> str:
     if cfg.precision.fp8_attention:
         raise ValueError("--fp8_attention: plans cover attention in BF16, the only one with recorded runs")
     if cfg.precision.mixed_precision == "bf16":
+        if cfg.precision.fp8_lm_head:
+            raise ValueError("--fp8_lm_head --mixed_precision bf16: it is for FP8; drop one of them")
         return "bf16"
     default = "delayed" if cfg.model.use_te else "tensorwise"
     return default if cfg.precision.fp8_scenario == "default" else cfg.precision.fp8_scenario

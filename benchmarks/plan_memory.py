@@ -121,10 +121,10 @@ def _logits_fp8(job: Job) -> float:
     Then the head's gradient: in BF16 of one GEMM, in FP32 of several, which a chunk's logits stand beside.
     """
     s = job.model.shape
-    rows = min(job.tokens, LOGITS_CHUNK // (2 * s.vocab_size))
-    chunk = (2.0 + 1.0) * rows * s.vocab_size
     of_a_gemm = min(job.tokens, TOKENS_OF_A_HEAD_GEMM)
     several = job.tokens > of_a_gemm
+    rows = min(of_a_gemm, max(128, LOGITS_CHUNK // (2 * s.vocab_size) // 128 * 128))
+    chunk = (2.0 + 1.0) * rows * s.vocab_size
     gradient = (4.0 if several else 2.0) * job.model.head
     kept = 2.0 * job.model.head + of_a_gemm * s.vocab_size + 4 * 2.0 * job.tokens * s.hidden_size
     return kept + (gradient + chunk if several else max(gradient, chunk))

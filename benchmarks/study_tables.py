@@ -217,16 +217,17 @@ def fsdp_finetuning(runs: list[RunRecord]) -> list[str]:
 
 
 def thousand_steps(runs: list[RunRecord]) -> list[str]:
-    """For each experiment a table with a row a recipe, how its gap went, and which seeds the noise is of.
+    """For each experiment a table with a row a recipe, how its gap went, its gaps by seed, and BF16's seeds.
 
     Without speeds: what is asked is the loss, and runs may share a GPU.
     """
     tail, others = ("train loss, mean of last 10 %", "gap"), ("eval loss", "eval gap", "peak GB")
     headings = ["precision", "verdict", *tail, "BF16's noise", *others]
 
-    def repeats(run: RunRecord) -> bool:
-        """Whether it is BF16 again, with a seed that is there for the noise alone."""
-        return is_bf16(run) and any(o.config["seed"] < run.config["seed"] for o in other_seeds(run, runs))
+    def repeats(run: RunRecord, group: list[RunRecord]) -> bool:
+        """Whether it is there again with another seed: BF16 for the noise, a recipe for its gaps by seed."""
+        others = other_seeds(run, runs) if is_bf16(run) else (o for o in group if name(o) == name(run))
+        return any(other.config["seed"] < run.config["seed"] for other in others)
 
     def against(run: RunRecord) -> RunRecord | None:
         return run if is_bf16(run) else nearest_baseline(run, runs)
@@ -245,7 +246,7 @@ def thousand_steps(runs: list[RunRecord]) -> list[str]:
 
     parts = []
     for (experiment, batch), group in by(runs, lambda run: (Experiment.of(run), run.global_batch)).items():
-        rows = sorted((run for run in group if not repeats(run)), key=order)
+        rows = sorted((run for run in group if not repeats(run, group)), key=order)
         passes = next(filter(None, map(verdict.passes, rows)), None)
         how = f"{batch} sequences a step" + (f", {passes:.1f} times over the data" if passes else "")
         parts += [f"{experiment.heading()}, {how}", table(headings, [cells(run) for run in rows])]
@@ -254,11 +255,33 @@ def thousand_steps(runs: list[RunRecord]) -> list[str]:
             steps = [f"{first + 1:,} to {last:,}" for first, last in pairwise(bounds)]
             lines = [[name(run), *drift(run, against(run), bounds)] for run in judged_rows]
             parts += ["Gap of the training loss, mean over steps:", table(["precision", *steps], lines)]
+        seeded = {name(run): [o for o in group if name(o) == name(run) and against(o)] for run in judged_rows}
+        if seeded := {recipe: found for recipe, found in seeded.items() if len(found) > 1}:
+            parts += ["Gaps by seed, of the training loss and of the evaluation:", by_seed(seeded, runs)]
         for run in rows:
             if is_bf16(run) and (seeds := other_seeds(run, runs)):
                 numbers = ", ".join(str(other.config["seed"]) for other in (run, *seeds))
                 parts.append(f"Seeds of {precision(run)}: {numbers}.")
     return parts
+
+
+def by_seed(seeded: dict[str, list[RunRecord]], runs: list[RunRecord]) -> str:
+    """A row for each recipe, a column for each seed: the gap to BF16 of that seed, and the mean of them."""
+    seeds = sorted({run.config["seed"] for found in seeded.values() for run in found})
+    lines = []
+    for recipe_name, found in seeded.items():
+        rows = {run.config["seed"]: judged(run, nearest_baseline(run, runs)) for run in found}
+        cells = [" / ".join(verdict_cells(rows[s], "gap", "eval gap")) if s in rows else "-" for s in seeds]
+        lines.append(
+            [recipe_name, *cells, " / ".join(_mean_gap([*rows.values()], n) for n in ("gap", "eval gap"))]
+        )
+    return table(["precision", *(f"seed {seed}" for seed in seeds), "mean"], lines)
+
+
+def _mean_gap(rows: list[verdict.Row], heading: str) -> str:
+    name, format_ = verdict.COLUMNS[heading]
+    gaps = [row.values.get(name) for row in rows]
+    return "-" if None in gaps else formatted(fmean(gaps), format_)
 
 
 def drift(run: RunRecord, reference: RunRecord, bounds: list[int]) -> list[str]:

@@ -145,3 +145,30 @@ def test_a_run_whose_layers_do_not_run_in_fp8_stops_all_the_same(tmp_path, capsy
     monkeypatch.setattr(precision, "build_autocast", lambda _, **settings: real(bf16, **settings))
     assert train(tmp_path / "run", "--use_te --mixed_precision fp8 --fp8_lm_head") == EXIT_FAILED
     assert "no module ran in FP8 in the first step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("cast", "it computes another cast"),
+        ("cast_gradient", "it computes another gradient of logits"),
+        ("multiply", "it computes another GEMM"),
+    ],
+)
+def test_what_is_computed_otherwise_than_on_the_cpu_is_found(name, says, monkeypatch):
+    assert loss_fp8.why_not("cpu") is None
+    computed, calls = getattr(loss_fp8, name), []
+
+    def changed(*given, **how):
+        calls.append(name)
+        result = computed(*given, **how)
+        if len(calls) <= {"multiply": 2}.get(name, 1):  # the CPU's own
+            return result
+        if name == "multiply":
+            return result * 1.02
+        rows = result.rows if name == "cast" else result
+        rows.view(torch.uint8)[5, 7] ^= 0x14
+        return result
+
+    monkeypatch.setattr(loss_fp8, name, changed)
+    assert loss_fp8.why_not("cpu") == says

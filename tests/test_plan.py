@@ -145,7 +145,7 @@ def test_an_fp8_lm_head_is_faster_and_holds_its_own():
     plain, fp8 = plan_of(**FP8), plan_of(**FP8, fp8_lm_head=True)
     head, logits = 128_256 * 4096, "logits and head gradient"
     # Its weight in two layouts, gradients of all logits, four of hidden size; a chunk's logits and gradients.
-    chunk = 3 * (2**30 // (2 * 128_256)) * 128_256
+    chunk = 3 * 4096 * 128_256
     assert fp8.memory[logits] == 2 * head + 8192 * 128_256 + 8 * 8192 * 4096 + chunk
     assert plan_of(**FP8, fp8_lm_head=True, batch_size=2).memory[logits] > fp8.memory[logits] + 2 * head
     others = [part for part in plain.seconds if part not in ("LM head", "idle")]
@@ -328,6 +328,7 @@ def test_a_broken_folder_is_refused(tmp_path, content):
             "--bf16_last_layers 0: .*model's 3 layers",
         ),
         ("--mixed_precision bf16 --use_te --bf16_last_layers 1", "are for --mixed_precision fp8"),
+        ("--use_te --mixed_precision bf16 --fp8_lm_head", "--fp8_lm_head --mixed_precision bf16: .*drop one"),
         ("--use_te --mixed_precision fp8 --fp8_attention", "--fp8_attention: plans cover"),
         ("--gpus 0", "--gpus: '0'"),
         ("--gpus 8,x", "--gpus: 'x'"),

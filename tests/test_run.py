@@ -448,3 +448,14 @@ def test_rotation_in_one_pass_is_taken_where_it_is_right(
     one._choose_kernels()
     assert one.one_pass_rotation == taken
     assert (f"not split and rotated in one pass: {wrong}" in capsys.readouterr().out) == bool(wrong)
+
+
+def test_an_fp8_lm_head_whose_kernels_are_wrong_here_is_refused(monkeypatch):
+    monkeypatch.setattr(run_module.loss_fp8, "why_not", lambda: "it computes another GEMM")
+    monkeypatch.setattr(Run, "_try_flash_attention", lambda self: (False, None))
+    one = Run.__new__(Run)
+    one.cfg = config_from_dict({"mixed_precision": "fp8", "fp8_lm_head": True})
+    one.precision = Precision("fp8", "tensorwise", te_backend=None)
+    one.shape, one.device = ModelShape(*[64] * 7), torch.device("cuda")
+    with pytest.raises(RuntimeError, match="--fp8_lm_head: on this machine it computes another GEMM; drop"):
+        one._choose_kernels()

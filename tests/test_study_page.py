@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import compare, sweep
 from benchmarks.performance_page import END
+from benchmarks.runs import tail_mean
 from benchmarks.study_page import BEGIN, PAGES, RESULTS, STUDIES, main
 from benchmarks.variants import given_settings, parse_variants
 from training.config import parse_config
@@ -238,6 +239,28 @@ def test_a_recipe_with_settings_of_its_own_is_held_against_plain_bf16_where_ther
     change(folder / "alike" / "summary.json", train_loss_tail_mean=2.0)
     assert write(tmp_path) == 0
     assert "FP8 delayed, TE layers, fast accumulation" in rows(made(tmp_path, "thousand_steps"))
+
+
+def test_a_recipe_at_another_seed_is_held_against_bf16_of_that_seed(tmp_path):
+    names = ("1b-packed-bf16", "1b-packed-bf16-seed43", "1b-packed-delayed", "1b-packed-current")
+    folder = use(tmp_path, "thousand_steps", "h200", *names)
+    shutil.copytree(folder / "1b-packed-delayed", folder / "again")
+    bf16 = json.loads((folder / names[1] / "summary.json").read_text())
+    change(folder / "again" / "config.json", seed=43)
+    change(folder / "again" / "summary.json", eval_loss=bf16["eval_loss"], label_tokens=bf16["label_tokens"])
+    assert write(tmp_path) == 0
+    text = made(tmp_path, "thousand_steps")
+    table = text[text.index("Gaps by seed") :].splitlines()
+    assert table[2] == "| precision | seed 42 | seed 43 | mean |"
+    first, second, mean = table[4].removeprefix("| FP8 delayed, TE layers | ").strip(" |").split(" | ")
+    assert first == "+0.20 % / +0.19 %"  # as in docs/results.md
+    lines = [logged(folder / name) for name in ("again", *names[:3])]
+    tails = [tail_mean([line["train/loss"] for line in run if "train/loss" in line]) for run in lines]
+    gaps = [100 * (tails[0] / tails[2] - 1), 100 * (tails[3] / tails[1] - 1)]
+    assert second == f"{gaps[0]:+.2f} % / +0.00 %"
+    assert mean == f"{fmean(gaps):+.2f} % / +0.09 %"
+    assert not table[5].startswith("|"), "current has one seed"
+    assert text.count("| FP8 delayed, TE layers |") == 3  # one row each: losses, drift, seeds
 
 
 def test_rows_of_fine_tuning(tmp_path):

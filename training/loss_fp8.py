@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from training.errors import first_line
 from training.loss import CHUNK_BYTES, IGNORE, TokenLoss, scaled
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -86,6 +87,52 @@ class _Fp8LinearCrossEntropy(torch.autograd.Function):
         grad_weight = scaled(ctx.grads.pop(), grad_loss, torch.bfloat16)
         grad_hidden = scaled(ctx.grads.pop(), grad_loss, torch.bfloat16)
         return grad_hidden, grad_weight, None, None
+
+
+def why_not(device: str = "cuda") -> str | None:
+    """What is wrong with kernels and GEMMs on `device`, by what the CPU makes of the same, or None."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, vocab, at = 208, 2064, MULTIPLE  # blocks that are full, and some that are not
+    matrix = torch.randn(tokens, vocab, generator=generator).bfloat16()
+    labels = torch.randint(vocab, (tokens,), generator=generator)
+    labels[::3], labels[1] = IGNORE, vocab - 1
+
+    def compute(device: str, log_sum: Tensor | None = None) -> dict[str, Tensor]:
+        x, target = cast(matrix.to(device)), labels.to(device)
+        logits = 4 * matrix.to(device)
+        columns = torch.zeros(vocab, tokens + 2 * at, dtype=torch.uint8, device=device).view(E5M2)
+        own = softmax_cross_entropy(logits, target)[2]
+        # The gradients are of one number for both: exp of another last bit may round to another FP8 value.
+        grads = cast_gradient(logits, target, own if log_sum is None else log_sum.to(device), columns, at)
+        one = torch.ones((), device=device)
+        return {
+            "cast": x.rows.view(torch.uint8),
+            "transposed cast": x.columns.view(torch.uint8),
+            "sum of exponentials": own,
+            "gradient of logits": grads.float(),
+            "transposed gradient of logits": columns.float(),
+            "GEMM": multiply(x.rows, x.rows, x.inverse, x.inverse, dtype=torch.float32),
+            "GEMM of gradients": multiply(grads, x.rows, one, x.inverse, dtype=torch.float32),
+        }
+
+    expected = compute("cpu")
+    try:
+        found = {
+            name: value.cpu() for name, value in compute(device, expected["sum of exponentials"]).items()
+        }
+    except Exception as error:  # Triton's compiler, or cuBLAS
+        return f"it fails ({first_line(error)})"
+    for name, wanted in expected.items():
+        wanted, got = wanted.float(), found[name].float()
+        if name.startswith("GEMM"):  # they add up in another order
+            near = (got - wanted).norm() < 1e-2 * wanted.norm()
+        elif "gradient" in name:
+            near = torch.allclose(got, wanted, rtol=0.26, atol=2.0**-16)  # a step of E5M2
+        else:
+            near = torch.allclose(got, wanted, rtol=1e-5, atol=0)
+        if not near:
+            return f"it computes another {name}"
+    return None
 
 
 def _accumulate(total: Tensor | None, grads: Tensor, hidden: Tensor, *scales: Tensor, only: bool) -> Tensor:

@@ -273,8 +273,6 @@ def check_settings(cfg: Config, precision: Precision) -> None:
 
 def check_lm_head(cfg: Config, precision: Precision, sizes: dict[str, int], *, plain: bool) -> None:
     """ValueError where --fp8_lm_head cannot run; `plain`: logits are one GEMM and nothing else."""
-    if not cfg.precision.fp8_lm_head:
-        return
     if not precision.fp8:
         raise ValueError(
             f"--fp8_lm_head: this run is in {precision.effective}; drop it, or add --mixed_precision fp8"

@@ -27,6 +27,7 @@ from te_models.hugging_face import PLAIN_HEADS
 from training import (
     flash_attention,
     fp8_stats,
+    loss_fp8,
     metrics,
     optim,
     precision,
@@ -155,10 +156,11 @@ class Run:
             by_layer.check_sizes(self.precision, self.plan.name, gemm_sizes(self.shape))
             precision.check_fp8_attention(cfg, self.precision, self.shape.head_dim)
         precision.check_settings(cfg, self.precision)
-        text = self.plan.config.get_text_config()
-        sizes = {"hidden size": text.hidden_size, "vocabulary": text.vocab_size}
-        plain = cfg.model.use_te or self.plan.family in PLAIN_HEADS
-        precision.check_lm_head(cfg, self.precision, sizes, plain=plain)
+        if cfg.precision.fp8_lm_head:
+            text = self.plan.config.get_text_config()
+            sizes = {"hidden size": text.hidden_size, "vocabulary": text.vocab_size}
+            plain = cfg.model.use_te or self.plan.family in PLAIN_HEADS
+            precision.check_lm_head(cfg, self.precision, sizes, plain=plain)
         if cfg.precision.master_weights == "none":
             say(optim.MASTER_NONE_WARNING)
 
@@ -185,6 +187,11 @@ class Run:
             if said := next(filter(None, wrong), None):
                 say(f"WARNING: SwiGLU is not fused with its casts: {said}")
             fused_swiglu.use(not any(wrong))
+
+        if self.cfg.precision.fp8_lm_head and self.device.type == "cuda":
+            wrong = ranks.together(loss_fp8.why_not)
+            if said := next(filter(None, wrong), None):
+                raise RuntimeError(f"--fp8_lm_head: on this machine {said}; drop it")
 
     def _try_flash_attention(self) -> tuple[bool, str | None]:
         """Whether FlashAttention 4 can run attention, and what is wrong with one that is installed."""

@@ -47,6 +47,10 @@ def test_gradients_of_logits_are_the_cpus(rows):
     assert not bits(columns)[:, :16].any() and not bits(columns)[:, 16 + rows :].any()
 
 
+def test_the_trial_of_every_start_finds_nothing():
+    assert loss_fp8.why_not() is None
+
+
 @pytest.mark.parametrize("tokens", [16, 300, 1024])
 @pytest.mark.parametrize("tokens_of_a_gemm", [8192, 256])
 def test_it_is_what_the_cpu_computes(tokens, tokens_of_a_gemm, monkeypatch):
