@@ -34,7 +34,7 @@ DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Job:
-    """One run of the comparison; `seed_of` names the variant that a run for the noise band repeats."""
+    """One run of the comparison; `seed_of` names the variant that it repeats with another seed."""
 
     name: str
     cfg: Config
@@ -42,16 +42,26 @@ class Job:
     seed_of: str | None = None
 
 
-def build_jobs(variants: list[Variant], given: dict[str, Any], folder: Path, noise_seeds: int) -> list[Job]:
-    """The runs, the reference first; ValueError if there is none, or for settings that cannot be."""
+def build_jobs(
+    variants: list[Variant], given: dict[str, Any], folder: Path, noise_seeds: int, paired_seeds: int = 0
+) -> list[Job]:
+    """The runs, the reference first; ValueError if there is none, or for settings that cannot be.
+
+    Of the reference there are `noise_seeds` more, of every variant `paired_seeds`, each held against its
+    baseline of that seed.
+    """
     by_name = {variant.name: variant for variant in variants}
     against = {name: _reference(variant, by_name) for name, variant in by_name.items()}
     reference = next(name for name in against if against[name] is None)
     ordered = [reference, *(name for name in by_name if name != reference)]
     jobs = [_job(by_name[name], given, folder, against=against[name]) for name in ordered]
     first = jobs[0].cfg.optim.seed
-    for seed in range(first + 1, first + 1 + noise_seeds):
-        jobs.append(_job(by_name[reference], given | {"seed": seed}, folder, seed=seed))
+    for seed in range(first + 1, first + 1 + max(noise_seeds, paired_seeds)):
+        repeated = ordered if seed <= first + paired_seeds else [reference]
+        jobs += [
+            _job(by_name[name], given | {"seed": seed}, folder, against=against[name], seed=seed)
+            for name in repeated
+        ]
     return jobs
 
 
@@ -77,14 +87,17 @@ def _job(
     against: str | None = None,
     seed: int | None = None,
 ) -> Job:
-    own = variant.folder_name if seed is None else f"{variant.folder_name}-seed{seed}"
+    own = _of_seed(variant.folder_name, seed)
     try:
         cfg = resolve(DEFAULTS | given | variant.settings, folder / "runs" / own)
     except ValueError as error:
         raise ValueError(f"variant {variant.name}: {error}") from None
-    return Job(
-        own if seed is not None else variant.name, cfg, against, None if seed is None else variant.name
-    )
+    repeats = None if seed is None else variant.name
+    return Job(_of_seed(variant.name, seed), cfg, against and _of_seed(against, seed), repeats)
+
+
+def _of_seed(name: str, seed: int | None) -> str:
+    return name if seed is None else f"{name}-seed{seed}"
 
 
 def check_before_the_start(jobs: list[Job], gpus: int) -> None:
@@ -108,10 +121,15 @@ def check_before_the_start(jobs: list[Job], gpus: int) -> None:
 
 
 def run_jobs(jobs: list[Job], *, gpus: int, folder: Path) -> tuple[int, dict[str, Outcome]]:
-    """Run what is unfinished. Returns a code other than 0 to end with at once, and the runs that failed."""
+    """Run what is unfinished. Returns a code other than 0 to end with at once, and the runs that failed.
+
+    What failed is not repeated with other seeds.
+    """
     failed: dict[str, Outcome] = {}
     for number, job in enumerate(jobs, 1):
         title = f"[{number}/{len(jobs)}] {job.name}"
+        if job.seed_of in failed:
+            continue
         if is_finished(job.cfg):
             print(f"{title}: finished already", flush=True)
             continue
@@ -137,10 +155,11 @@ def conclude(
     """The verdict, as verdict.json has it, and its rows; ValueError if finished runs cannot be compared."""
     runs = {j.name: read_run(Path(j.cfg.checkpoint.output_dir)) for j in jobs if j.name not in failed}
     reference = jobs[0].name
-    seeds = [runs[job.name] for job in jobs if job.seed_of and job.name in runs]
+    seeds = [runs[job.name] for job in jobs if job.seed_of == reference and job.name in runs]
     for job in jobs[1:]:
-        if job.name in runs:
-            refuse_difference(runs[reference], runs[job.name], other_seed=job.seed_of is not None)
+        against = job.against if job.seed_of and job.against else reference
+        if job.name in runs and against in runs:
+            refuse_difference(runs[against], runs[job.name], other_seed=job.seed_of == reference)
     if missing := next(filter(None, map(verdict.incomplete, runs.values())), None):
         raise ValueError(f"{missing}; remove its folder to run it again")
     if not verdict.ends_finite(runs[reference]):
@@ -149,7 +168,9 @@ def conclude(
             "held against it; try a lower --learning_rate"
         )
     rows = [
-        _row(job, runs, failed, max_loss_gap=max_loss_gap, price=price) for job in jobs if not job.seed_of
+        _row(job, jobs, runs, failed, max_loss_gap=max_loss_gap, price=price)
+        for job in jobs
+        if not job.seed_of
     ]
     variants = {job.name: runs[job.name] for job in jobs if job.name in runs and not job.seed_of}
     band = verdict.noise_band(runs[reference], seeds)
@@ -159,10 +180,19 @@ def conclude(
         f"{job.name} has other layers than {job.against}, so its gap is theirs too; add "
         f"{'bf16' if job.cfg.model.use_te else 'bf16_hf'} to hold it against its own"
         for job in jobs
-        if job.against and not job.name.startswith("bf16") and job.cfg.model.use_te != _te(jobs, job.against)
+        if job.against
+        and not job.seed_of
+        and not job.name.startswith("bf16")
+        and job.cfg.model.use_te != _te(jobs, job.against)
     ]
-    lost = [job.name for job in jobs if job.seed_of and job.name in failed]
-    notes += [f"{name}: not in the noise band, {failed[name].reason}" for name in lost]
+    lost = {job.name: job.seed_of for job in jobs if job.seed_of and job.name in failed}
+    notes += [
+        f"{name}: not in {'the noise band' if repeated == reference else 'the mean'}, {failed[name].reason}"
+        for name, repeated in lost.items()
+    ]
+    if paired := sorted({job.cfg.optim.seed for job in jobs if job.seed_of and job.against}):
+        numbers = ", ".join(map(str, [jobs[0].cfg.optim.seed, *paired]))
+        notes.append(f"Gaps are means over the seeds {numbers}: each run against its baseline of that seed.")
     if band:
         for row in rows:
             gap = row.values.get("gap")
@@ -192,6 +222,7 @@ def refuse_difference(reference: RunRecord, run: RunRecord, *, other_seed: bool)
 
 def _row(
     job: Job,
+    jobs: list[Job],
     runs: dict[str, RunRecord],
     failed: dict[str, Outcome],
     *,
@@ -210,11 +241,16 @@ def _row(
         max_loss_gap=max_loss_gap,
         price=price,
         against=job.against,
+        pairs=[
+            (runs[other.name], runs[other.against])
+            for other in jobs
+            if other.seed_of == job.name and {other.name, other.against} <= runs.keys()
+        ],
     )
 
 
 def exit_code(rows: list[verdict.Row], failed: dict[str, Outcome], *, strict: bool) -> int:
-    """1 if a variant failed, or a run for the noise band, or with `strict` one was skipped."""
+    """1 if a variant failed, or a run with another seed, or with `strict` one was skipped."""
     bad = {"FAIL", "SKIPPED"} if strict else {"FAIL"}
     seeds_failed = set(failed) - {row.variant for row in rows}
     return int(bool(seeds_failed) or any(row.status in bad for row in rows))
@@ -255,6 +291,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--noise_seeds", type=int, default=2, help="BF16 runs with further seeds (default: 2)"
     )
     parser.add_argument(
+        "--paired_seeds",
+        type=int,
+        default=0,
+        help="further seeds of every variant, each against BF16 of that seed: gaps are means (default: 0)",
+    )
+    parser.add_argument(
         "--max_loss_gap",
         type=float,
         default=0.5,
@@ -263,7 +305,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--price_per_gpu_hour", type=float, help="adds a column of costs, in its currency")
     parser.add_argument("--strict", action="store_true", help="exit code 1 if a variant was skipped, too")
     args, training = parser.parse_known_args(argv)
-    for name, least in (("gpus", 1), ("noise_seeds", 0), ("max_loss_gap", 0.0), ("price_per_gpu_hour", 0.0)):
+    least_of = {
+        "gpus": 1,
+        "noise_seeds": 0,
+        "paired_seeds": 0,
+        "max_loss_gap": 0.0,
+        "price_per_gpu_hour": 0.0,
+    }
+    for name, least in least_of.items():
         value = getattr(args, name)
         if value is not None and not least <= value < float("inf"):
             raise ValueError(f"--{name} {value}: must be {least:g} or more")
@@ -272,9 +321,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def compare(argv: list[str]) -> int:
     args, training = parse(argv)
-    jobs = build_jobs(
-        parse_variants(args.variants), given_settings(training, PROG), args.output_dir, args.noise_seeds
-    )
+    variants, given = parse_variants(args.variants), given_settings(training, PROG)
+    jobs = build_jobs(variants, given, args.output_dir, args.noise_seeds, args.paired_seeds)
     if jobs[0].cfg.optim.max_steps == 0:
         raise ValueError("--max_steps 0: trains nothing that could be compared; give 1 or more")
     check_before_the_start(jobs, args.gpus)
@@ -282,11 +330,13 @@ def compare(argv: list[str]) -> int:
     code, failed = run_jobs(jobs, gpus=args.gpus, folder=args.output_dir)
     if code:
         return code
+    jobs = [job for job in jobs if job.seed_of not in failed]
     result, rows = conclude(jobs, failed, max_loss_gap=args.max_loss_gap, price=args.price_per_gpu_hour)
     write_verdict(result, rows, args.output_dir, redact(shlex.join([*PROG.split(), *argv])))
     from benchmarks import report  # matplotlib takes a while; refusals do not wait for it
 
-    folders = [job.cfg.checkpoint.output_dir for job in jobs if job.name not in failed]
+    shown = [job for job in jobs if job.seed_of in (None, jobs[0].name) and job.name not in failed]
+    folders = [job.cfg.checkpoint.output_dir for job in shown]
     reported = report.main([*folders, "--output_dir", str(args.output_dir)])
     if jobs[0].cfg.log.use_wandb:
         summary = {name: value for name, value in result.items() if name != "variants"}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from benchmarks import gaps, markdown
@@ -167,10 +168,12 @@ def judge(
     max_loss_gap: float,
     price: float | None,
     against: str | None = None,
+    pairs: Sequence[tuple[RunRecord, RunRecord]] = (),
 ) -> Row:
     """A variant's row: PASS if its tail-mean loss is at most `max_loss_gap` percent above the reference's.
 
-    `reference` None: it is the reference itself. `price` is that of a GPU-hour.
+    `reference` None: it is the reference itself. `price` is that of a GPU-hour. `pairs`: runs of the variant
+    with other seeds, and their references; then gaps are means over the seeds, with the lowest and highest.
     """
     values = {"tail_loss": tail_loss(run)} | {name: run.value(name) for name in VALUES}
     values |= {name: run.value(name) if _says_speed(run) else None for name in RATES}
@@ -178,27 +181,38 @@ def judge(
     values["cost"] = None if hours is None or price is None else hours * price
     if reference is None:
         return Row(variant, "REFERENCE", values=values)
-    values["gap"] = gap_percent(run, reference)
-    values["eval_gap"] = percent_above(values["eval_loss"], reference.value("eval_loss"))
+    both = [(run, reference), *pairs]
+    found = [gap_percent(*pair) for pair in both]
+    values["gap"] = _mean(found)
+    values["eval_gap"] = _mean([percent_above(a.value("eval_loss"), b.value("eval_loss")) for a, b in both])
+    if pairs and None not in found:
+        values |= {"gap_low": min(found), "gap_high": max(found)}
     if _says_speed(run) and _says_speed(reference):
         rates = values["tokens_per_second"], reference.value("tokens_per_second")
         values["speedup"] = rates[0] / rates[1] if all(rates) else None
     gap, reason = values["gap"], None
-    if not ends_finite(reference):
+    evaluated = [loss for loss in (of.value("eval_loss") for of, _ in both) if loss is not None]
+    if not all(ends_finite(baseline) for _, baseline in both):
         reason = f"{against}'s training loss, which it is held against, does not end finite"
-    elif gap is None or not ends_finite(run):
+    elif gap is None or not all(ends_finite(own) for own, _ in both):
         reason = "its training loss does not end finite"
-    elif values["eval_loss"] is not None and not math.isfinite(values["eval_loss"]):
+    elif not all(map(math.isfinite, evaluated)):
         reason = "its evaluation loss is not finite"
     elif gap > max_loss_gap:
         reason = f"its loss is {gap:+.2f} % above {against}'s, more than --max_loss_gap {max_loss_gap:g} %"
     return Row(variant, "FAIL" if reason else "PASS", against, reason, values)
 
 
+def _mean(values: list[float | None]) -> float | None:
+    return None if None in values else fmean(values)
+
+
 # Heading -> (value, format); a column that no row has a value for is left out.
 COLUMNS: dict[str, tuple[str, str]] = {
     "train loss, mean of last 10 %": ("tail_loss", "{:.4f}"),
     "gap": ("gap", "{:+.2f} %"),
+    "lowest gap": ("gap_low", "{:+.2f} %"),
+    "highest gap": ("gap_high", "{:+.2f} %"),
     "eval loss": ("eval_loss", "{:.4f}"),
     "eval gap": ("eval_gap", "{:+.2f} %"),
     "perplexity": ("eval_perplexity", "{:.2f}"),

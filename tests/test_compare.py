@@ -18,6 +18,7 @@ from benchmarks.compare import (
     exit_code,
     main,
     parse,
+    run_jobs,
     write_verdict,
 )
 from benchmarks.launch import Outcome, _workers, is_finished, to_flags
@@ -93,9 +94,13 @@ def test_an_emulated_comparison_shows_losses_and_no_speed(compared):
 
 
 def jobs_of(
-    folder: Path, variants: str = "bf16,delayed,current", seeds: int = 0, flags: str = "--max_steps 20"
+    folder: Path,
+    variants: str = "bf16,delayed,current",
+    seeds: int = 0,
+    flags: str = "--max_steps 20",
+    paired: int = 0,
 ):
-    return build_jobs(parse_variants([variants]), given_settings(flags.split(), "p"), folder, seeds)
+    return build_jobs(parse_variants([variants]), given_settings(flags.split(), "p"), folder, seeds, paired)
 
 
 H200 = {"gpu_name": "NVIDIA H200", "versions": {"torch": "2.11.0"}, "git": None}
@@ -357,6 +362,68 @@ def test_a_failed_noise_run_is_told(tmp_path):
     assert exit_code(rows, failed, strict=False) == 1
 
 
+def test_gaps_over_paired_seeds(tmp_path):
+    """Of each seed the run against BF16 of that seed: +1.0 %, 0 and +0.2 %; BF16 itself moves by 5 %."""
+    jobs = jobs_of(tmp_path, "bf16,delayed", seeds=1, paired=2)
+    assert [(job.name, job.against, job.seed_of, job.cfg.optim.seed) for job in jobs] == [
+        ("bf16", None, None, 42),
+        ("delayed", "bf16", None, 42),
+        ("bf16-seed43", None, "bf16", 43),
+        ("delayed-seed43", "bf16-seed43", "delayed", 43),
+        ("bf16-seed44", None, "bf16", 44),
+        ("delayed-seed44", "bf16-seed44", "delayed", 44),
+    ]
+    # Another seed draws other weights and another order, with another number of label tokens.
+    others = {42: {}, 43: {"label_tokens": 5003, "eval_loss": 2.6}, 44: {"label_tokens": 4998}}
+    for job, loss in zip(jobs, (2.0, 2.02, 2.1, 2.1, 2.05, 2.0541), strict=True):
+        seed = job.cfg.optim.seed
+        write_run(job, loss, start=seed / 5, summary=others[seed])
+    result, (reference, row) = judged(jobs)
+    assert reference.status == "REFERENCE" and result["noise_band_percent"] == pytest.approx((0.0, 5.0))
+    assert (row.variant, row.status) == ("delayed", "PASS"), "0.4 % on the mean"
+    gaps = [row.values[name] for name in ("gap", "gap_low", "gap_high", "eval_gap")]
+    assert gaps == pytest.approx([0.4, 0.0, 1.0, 0.0], abs=1e-6) and row.values["tail_loss"] == 2.02
+    assert any("Gaps are means over the seeds 42, 43, 44" in note for note in result["notes"])
+    write_verdict(result, [reference, row], tmp_path, "the command")
+    assert "| gap | lowest gap | highest gap |" in (tmp_path / "verdict.md").read_text()
+
+    failed = {"delayed-seed44": Outcome(1, tmp_path / "x", "it broke", False)}
+    result, (_, row) = judged(jobs, failed)
+    assert row.values["gap"] == pytest.approx(0.5)
+    assert "delayed-seed44: not in the mean, it broke (exit code 1)" in result["notes"]
+    assert exit_code([row], failed, strict=False) == 1
+
+
+def test_a_pair_that_differs_in_more_than_precision_is_refused(tmp_path):
+    jobs = jobs_of(tmp_path, "bf16,delayed", paired=1)
+    for job in jobs:
+        write_run(job, 2.0, summary={"label_tokens": 4000} if job.name == "delayed-seed43" else None)
+    with pytest.raises(ValueError, match=r"delayed-seed43 and bf16-seed43 .*label_tokens 5000 there, 4000"):
+        judged(jobs)
+
+
+def test_each_pair_must_end_finite(tmp_path):
+    jobs = jobs_of(tmp_path, "bf16,delayed", paired=1)
+    for job in jobs:
+        write_run(job, float("nan") if job.name == "delayed-seed43" else 2.0)
+    _, (_, row) = judged(jobs)
+    assert (row.status, row.reason) == ("FAIL", "its training loss does not end finite")
+
+
+def test_a_variant_that_cannot_run_is_not_tried_with_other_seeds(tmp_path, monkeypatch):
+    jobs, started = jobs_of(tmp_path, "bf16,nvfp4", paired=1), []
+
+    def launch(cfg, *, gpus, log):
+        started.append(Path(cfg.checkpoint.output_dir).name)
+        code = 2 if "nvfp4" in started[-1] else 0
+        return Outcome(code, Path(cfg.checkpoint.output_dir), "no such cores" if code else "", False)
+
+    monkeypatch.setattr("benchmarks.compare.launch", launch)
+    code, failed = run_jobs(jobs, gpus=1, folder=tmp_path)
+    assert code == 0 and list(failed) == ["nvfp4"]
+    assert started == ["bf16", "nvfp4", "bf16-seed43"]
+
+
 def test_a_finished_run_is_one_of_the_same_settings_and_length(tmp_path):
     job = jobs_of(tmp_path, "bf16")[0]
     assert not is_finished(job.cfg)
@@ -386,6 +453,7 @@ def test_a_finished_run_is_one_of_the_same_settings_and_length(tmp_path):
         ("--variants bf16,delayed --lerning_rate 1", "unknown flag --lerning_rate; did you mean"),
         ("--variants bf16,block --fp8_attention", "variant block: --fp8_attention"),
         ("--variants bf16 --noise_seeds -1", "--noise_seeds -1: must be 0 or more"),
+        ("--variants bf16 --paired_seeds -1", "--paired_seeds -1: must be 0 or more"),
         ("--variants bf16 --gpus 0", "--gpus 0: must be 1 or more"),
         ("--variants bf16 --config /nowhere.yaml", "--config /nowhere.yaml"),
         ("--variants bf16 --max_steps 0", "--max_steps 0: trains nothing"),
