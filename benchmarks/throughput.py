@@ -176,6 +176,7 @@ def measure(arguments: argparse.Namespace, given: dict[str, Any], command: str) 
         )
     cfg = config_from_dict(settings)
     refuse_emulation(cfg)
+    refuse_a_cpu_in_the_tables(arguments.results)
     refuse_unwritable(arguments.results)
     about = {"repeats": arguments.repeats, "gpus": arguments.gpus}
     about["command"] = without_secrets(command, arguments.commit)
@@ -206,6 +207,17 @@ def refuse_emulation(cfg: Config) -> None:
     if (cfg.model.use_te or cfg.precision.mixed_precision == "fp8") and not torch.cuda.is_available():
         raise RuntimeError(
             f"--use_te or --mixed_precision fp8 without a CUDA GPU {MEANINGLESS}; take a machine with one"
+        )
+
+
+def refuse_a_cpu_in_the_tables(results: Path) -> None:
+    """RuntimeError for a run without a GPU whose record would be among those that tables are made of."""
+    import torch
+
+    if results.resolve() == RESULTS.resolve() and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"--results {results}: the tables are made of this file, and this machine has no CUDA GPU; give "
+            "another file"
         )
 
 

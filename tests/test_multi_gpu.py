@@ -31,8 +31,9 @@ from te_models.hugging_face import HFCausalLM
 from tests.children import children, preload
 from tests.mixture import save_mixture
 from train_multi_gpu import join_torchrun
-from training import run, watchdog
+from training import outcome, run, watchdog
 from training.checkpoint import Checkpoints
+from training.config import config_from_dict
 from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
 from training.ranks import PATIENCE, TORCHRUN
 from training.trainer import Trainer
@@ -730,6 +731,19 @@ def test_fp8_weights_that_the_ranks_cannot_share_evenly_are_refused(tmp_path):
 @pytest.mark.parametrize("flags", ["--sharding_mode hsdp --hsdp_shard_size 1", "--sharding_mode ds_zero2"])
 def test_every_process_group_waits_as_long_as_the_watchdog(flags, tmp_path):
     train(tmp_path / "run", f"{flags} --max_steps 1 --no_export", patch=with_timeouts_looked_at)
+
+
+@pytest.mark.parametrize(("local", "told"), [("0", True), ("1", False)])
+def test_a_bad_setting_is_told_before_torchrun_ends_the_rank_that_tells(local, told, monkeypatch, capsys):
+    waited = []
+    monkeypatch.setattr(outcome.time, "sleep", waited.append)
+    monkeypatch.setenv("LOCAL_RANK", local)
+    monkeypatch.setenv("RANK", local)
+    with pytest.raises(ValueError) as caught:
+        config_from_dict({"batch_size": 0})
+    assert outcome.end(caught.value, None) == EXIT_BAD_SETTING
+    assert ("--batch_size 0" in capsys.readouterr().err) == told
+    assert waited == ([] if told else [outcome.SECONDS_TO_BE_TOLD])
 
 
 def with_too_few_gpus(rank: int) -> None:

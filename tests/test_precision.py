@@ -212,7 +212,19 @@ def test_a_setting_that_no_recipe_reads_is_refused(name, value, readers):
             ValueError, match=rf"--{name} {value}: is read under .*, not under {recipe}; drop it"
         ):
             precision.check_settings(settings(**{name: value}), resolved)
-    precision.check_settings(settings(**{name: value}), precision.Precision("bf16", "bf16"))
+    in_bf16 = precision.Precision("bf16", "bf16")
+    precision.check_settings(settings(**{name: value}), in_bf16)
+    assert precision.unread(settings(**{name: value}), precision.Precision("delayed", "delayed")) is None
+    assert precision.unread(settings(**{name: value}), in_bf16) == (
+        f"--{name} {value}: not read in bf16; FP8 needs --mixed_precision fp8"
+    )
+
+
+def test_a_recipe_asked_for_in_bf16_is_told():
+    in_bf16 = precision.Precision("bf16", "bf16")
+    assert precision.unread(settings(), in_bf16) is None
+    said = precision.unread(settings(fp8_scenario="delayed", fp8_margin=2), in_bf16)
+    assert said.startswith("--fp8_scenario delayed, --fp8_margin 2: not read in bf16")
 
 
 @pytest.mark.parametrize("name", ["delayed", "current"])

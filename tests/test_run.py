@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -129,6 +130,14 @@ def test_sigterm_saves_and_the_same_command_goes_on(finished, tmp_path):
     train(folder, "--max_steps 8 --save_interval 4")
     assert losses(folder) == losses(finished)
     assert all(torch.equal(t, exported(finished)[n]) for n, t in exported(folder).items())
+
+
+def test_a_longer_run_says_that_its_learning_rate_follows_the_new_length(finished, tmp_path, capsys):
+    folder = tmp_path / "longer"
+    shutil.copytree(finished, folder)
+    train(folder, "--max_steps 10 --save_interval 4")
+    assert "the learning rate follows 10 steps from here on, until now 8" in capsys.readouterr().out
+    assert max(losses(folder)) == 10
 
 
 def test_a_stopped_run_that_may_not_save_does_not_promise_to_go_on(tmp_path):

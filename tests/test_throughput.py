@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import performance_page, throughput
 from benchmarks.performance_page import BEGIN, END, README_BEGIN
-from benchmarks.throughput import COUNTED, Schedule, main, parse, record
+from benchmarks.throughput import COUNTED, RESULTS, Schedule, main, parse, record
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -143,6 +143,14 @@ def test_what_cannot_be_measured_is_refused(tmp_path, capsys, monkeypatch, flags
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main([*shlex.split(flags), "--results", str(tmp_path / "records.jsonl")]) == code
     assert message in capsys.readouterr().err and not (tmp_path / "records.jsonl").exists()
+
+
+def test_a_cpu_does_not_get_into_the_tables(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    before = RESULTS.read_bytes()
+    assert main(["--max_seq_length", "64", "--batch_size", "1"]) == 1
+    assert "this machine has no CUDA GPU; give another file" in capsys.readouterr().err
+    assert RESULTS.read_bytes() == before
 
 
 def test_a_run_that_fails_leaves_no_record_and_its_exit_code(tmp_path):

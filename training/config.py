@@ -114,7 +114,7 @@ class PrecisionConfig:
         "current scaling)",
     )
     fp8_lm_head: bool = knob(
-        False, "the LM head's GEMMs in FP8 too, each tensor scaled by its largest value (docs/precision.md)"
+        False, "the LM head's GEMMs in FP8 too, under any FP8 recipe of the layers (docs/precision.md)"
     )
     fp8_attention: bool = knob(False, "attention in FP8 too (TE fp8_dpa; delayed and current scaling)")
     master_weights: Literal["fp32", "none"] = knob(

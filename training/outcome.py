@@ -6,6 +6,7 @@ import atexit
 import os
 import platform
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,8 @@ from training.trackers import redact
 EXIT_BAD_SETTING = 2
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command again goes on
+# torchrun ends a node's ranks as soon as one is gone, and the one that tells of a bad setting may be last.
+SECONDS_TO_BE_TOLD = 3.0
 
 OUT_OF_MEMORY = (
     "Try a smaller --batch_size with more --gradient_accumulation_steps, --gradient_checkpointing, a shorter "
@@ -110,6 +113,8 @@ def _say(error: BaseException, message: str, code: int, watchdog: Any | None, de
         if not shared:  # a node's ranks read the same settings
             own = f"rank {os.environ['RANK']} ({platform.node()}): " if "RANK" in os.environ else ""
             print(f"error: {own if code != EXIT_BAD_SETTING else ''}{message}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(SECONDS_TO_BE_TOLD)
         return code
     failed = getattr(error, "ranks", {ranks.rank(): platform.node()})
     if many and len(failed) < ranks.world_size():

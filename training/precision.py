@@ -248,6 +248,17 @@ READ_BY = {name: {"delayed"} for name in ("fp8_margin", "fp8_amax_history_len", 
 READ_BY |= {name: {"delayed", "current"} for name in ("fp8_format", "fp8_attention")}
 
 
+def unread(cfg: Config, precision: Precision) -> str | None:
+    """Of a run that is not in FP8, the settings of FP8 recipes that were asked for all the same."""
+    default = PrecisionConfig()
+    names = () if precision.fp8 else ("fp8_scenario", *READ_BY)
+    values = {name: getattr(cfg.precision, name) for name in names}
+    given = [f"--{name} {value}" for name, value in values.items() if value != getattr(default, name)]
+    if not given:
+        return None
+    return f"{', '.join(given)}: not read in {precision.effective}; FP8 needs --mixed_precision fp8"
+
+
 def check_settings(cfg: Config, precision: Precision) -> None:
     """ValueError for a setting of FP8 recipes that those of an FP8 run do not read.
 

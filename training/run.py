@@ -156,6 +156,8 @@ class Run:
             by_layer.check_sizes(self.precision, self.plan.name, gemm_sizes(self.shape))
             precision.check_fp8_attention(cfg, self.precision, self.shape.head_dim)
         precision.check_settings(cfg, self.precision)
+        if said := precision.unread(cfg, self.precision):
+            say(f"WARNING: {said}")
         if cfg.precision.fp8_lm_head:
             text = self.plan.config.get_text_config()
             sizes = {"hidden size": text.hidden_size, "vocabulary": text.vocab_size}
@@ -432,6 +434,8 @@ class Run:
         self.loaders.train.load_state_dict(self.meta["loader"])  # how much data is left
         done = self.meta["progress"]["step"]
         self.total_steps = self._steps_of_a_resumed_run(done)
+        if self.total_steps != (saved := self.meta["total_steps"]):
+            say(f"the learning rate follows {self.total_steps:,} steps from here on, until now {saved:,}")
         return done >= self.total_steps and ranks.on_first((self.folder / "summary.json").exists)
 
     def run(self) -> int:
