@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -68,10 +68,10 @@ def other_seeds(reference: RunRecord, runs: Iterable[RunRecord]) -> list[RunReco
     ]
 
 
-def judged(run: RunRecord, found: RunRecord | None) -> verdict.Row:
+def judged(run: RunRecord, found: RunRecord | None, pairs: Sequence[verdict.Pair] = ()) -> verdict.Row:
     """A run beside its baseline, by `verdict.judge`; BF16, and what has none, stands alone."""
-    against = found.name if found else None
-    return verdict.judge(run.name, run, found, max_loss_gap=MAX_LOSS_GAP, price=None, against=against)
+    against = {"against": found.name if found else None, "pairs": pairs}
+    return verdict.judge(run.name, run, found, max_loss_gap=MAX_LOSS_GAP, price=None, **against)
 
 
 def recipe(run: RunRecord) -> str:
@@ -270,18 +270,15 @@ def by_seed(seeded: dict[str, list[RunRecord]], runs: list[RunRecord]) -> str:
     seeds = sorted({run.config["seed"] for found in seeded.values() for run in found})
     lines = []
     for recipe_name, found in seeded.items():
-        rows = {run.config["seed"]: judged(run, nearest_baseline(run, runs)) for run in found}
-        cells = [" / ".join(verdict_cells(rows[s], "gap", "eval gap")) if s in rows else "-" for s in seeds]
-        lines.append(
-            [recipe_name, *cells, " / ".join(_mean_gap([*rows.values()], n) for n in ("gap", "eval gap"))]
-        )
+        pairs = {run.config["seed"]: (run, nearest_baseline(run, runs)) for run in found}
+        first, *others = pairs.values()
+        rows = [judged(*pairs[seed]) if seed in pairs else None for seed in seeds]
+        cells = [
+            " / ".join(verdict_cells(row, "gap", "eval gap")) if row else "-"
+            for row in (*rows, judged(*first, others))
+        ]
+        lines.append([recipe_name, *cells])
     return table(["precision", *(f"seed {seed}" for seed in seeds), "mean"], lines)
-
-
-def _mean_gap(rows: list[verdict.Row], heading: str) -> str:
-    name, format_ = verdict.COLUMNS[heading]
-    gaps = [row.values.get(name) for row in rows]
-    return "-" if None in gaps else formatted(fmean(gaps), format_)
 
 
 def drift(run: RunRecord, reference: RunRecord, bounds: list[int]) -> list[str]:

@@ -98,6 +98,7 @@ class Row:
     values: dict[str, float | None] = field(default_factory=dict)
 
 
+Pair = tuple[RunRecord, RunRecord]  # a run, and what it is held against
 VALUES = ("eval_loss", "eval_perplexity", "eval_token_accuracy")
 # Of runs whose speed says something of FP8's.
 RATES = (
@@ -168,7 +169,7 @@ def judge(
     max_loss_gap: float,
     price: float | None,
     against: str | None = None,
-    pairs: Sequence[tuple[RunRecord, RunRecord]] = (),
+    pairs: Sequence[Pair] = (),
 ) -> Row:
     """A variant's row: PASS if its tail-mean loss is at most `max_loss_gap` percent above the reference's.
 

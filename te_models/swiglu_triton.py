@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from training.fp8_triton import store_columns, to_fp8
+from training.fp8_triton import block, store_columns, to_fp8
 
 BLOCK_TOKENS, BLOCK_FEATURES = 128, 64
 
@@ -34,9 +34,7 @@ def swiglu_kernel(
     FEATURES: tl.constexpr,
 ):
     """silu(gate) * up of `inputs` [T, 2F], gate first, to FP8 [T, F] and [F, T]; the largest to `amax`."""
-    quads = tl.program_id(0).to(tl.int64) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
-    f = tl.program_id(1).to(tl.int64) * FEATURES + tl.arange(0, FEATURES)
-    inside = (quads < tokens // 4)[:, None] & (f < features)[None, :]
+    quads, f, inside = block(tokens, features, TOKENS, FEATURES)
     factor = tl.load(scale)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale_inverse, tl.div_rn(1.0, factor))
@@ -77,9 +75,7 @@ def swiglu_backward_kernel(
     FEATURES: tl.constexpr,
 ):
     """Gradients of gate and up, from `grads` [T, F], to FP8 [T, 2F] and [2F, T]."""
-    quads = tl.program_id(0).to(tl.int64) * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
-    f = tl.program_id(1).to(tl.int64) * FEATURES + tl.arange(0, FEATURES)
-    inside = (quads < tokens // 4)[:, None] & (f < features)[None, :]
+    quads, f, inside = block(tokens, features, TOKENS, FEATURES)
     factor = tl.load(scale)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale_inverse, tl.div_rn(1.0, factor))

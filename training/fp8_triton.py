@@ -12,6 +12,14 @@ import triton.language as tl
 
 
 @triton.jit
+def block(height, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A program's part of a matrix [height, width]: rows by four, columns, and which of both are there."""
+    quads = tl.program_id(0).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
+    f = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    return quads, f, (quads < height // 4)[:, None] & (f < width)[None, :]
+
+
+@triton.jit
 def to_fp8(values, scale, LARGEST: tl.constexpr, E5M2: tl.constexpr):
     """FP8 bits of `values` times `scale`; the largest number where that is too large, NaN where it is NaN."""
     scaled = values * scale

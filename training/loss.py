@@ -42,10 +42,12 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, fp8:
     elif hidden.dtype != weight.dtype:
         hidden = hidden.to(weight.dtype)
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return TokenLoss(*_LinearCrossEntropy.apply(hidden, weight, labels, needs_grad))
+    return TokenLoss(*LinearCrossEntropy.apply(hidden, weight, labels, needs_grad))
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class LinearCrossEntropy(torch.autograd.Function):
+    """Forward computes the gradients, backward scales them."""
+
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, needs_grad: bool) -> tuple:
         rows = max(128, CHUNK_BYTES // (weight.shape[0] * weight.element_size()))
@@ -100,21 +102,33 @@ def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 def softmax_cross_entropy_(logits: Tensor, labels: Tensor, *, write_grad: bool) -> tuple[Tensor, Tensor]:
     """Summed loss and correct predictions of [rows, V] logits, overwritten by their gradient if asked."""
     if logits.is_cuda:
-        from training.loss_triton import cross_entropy_
+        from training.loss_triton import cross_entropy
 
-        return cross_entropy_(logits, labels, ignore=IGNORE, write_grad=write_grad)
-    valid = labels != IGNORE
-    target = labels.clamp(min=0)[:, None]
-    scores = logits.float()
-    picked = scores.gather(1, target)[:, 0]
-    log_sum = scores.logsumexp(dim=-1)
-    loss = torch.where(valid, log_sum - picked, 0.0).sum()
-    correct = (valid & (scores.argmax(dim=-1) == labels)).sum()  # of equal logits the first, as in the kernel
+        return cross_entropy(logits, labels, ignore=IGNORE, write_grad=write_grad)[:2]
+    loss, correct, log_sum = softmax_cross_entropy(logits, labels)
     if write_grad:
-        grad = torch.exp(scores - log_sum[:, None])
-        grad.scatter_add_(1, target, torch.full_like(target, -1.0, dtype=grad.dtype))
-        logits.copy_(torch.where(valid[:, None], grad, 0.0))
+        logits.copy_(softmax_gradient(logits, labels, log_sum))
     return loss, correct
+
+
+def softmax_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed loss and correct predictions of [rows, V] logits, and each row's log of summed exponentials."""
+    if logits.is_cuda:
+        from training.loss_triton import cross_entropy
+
+        return cross_entropy(logits, labels, ignore=IGNORE)
+    scores, valid = logits.float(), labels != IGNORE
+    picked = scores.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    log_sum = scores.logsumexp(dim=-1)
+    correct = (valid & (scores.argmax(dim=-1) == labels)).sum()  # of equal logits the first, as in the kernel
+    return torch.where(valid, log_sum - picked, 0.0).sum(), correct, log_sum
+
+
+def softmax_gradient(logits: Tensor, labels: Tensor, log_sum: Tensor) -> Tensor:
+    """Softmax of [rows, V] logits less one at the label, zeros without one; float32."""
+    grad, target = torch.exp(logits.float() - log_sum[:, None]), labels.clamp(min=0)[:, None]
+    grad.scatter_add_(1, target, torch.full_like(target, -1.0, dtype=grad.dtype))
+    return torch.where((labels != IGNORE)[:, None], grad, 0.0)
 
 
 def logits_cross_entropy(logits: Tensor, labels: Tensor) -> TokenLoss:

@@ -18,7 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training.errors import first_line
-from training.loss import CHUNK_BYTES, IGNORE, TokenLoss, scaled
+from training.loss import (
+    CHUNK_BYTES,
+    IGNORE,
+    LinearCrossEntropy,
+    TokenLoss,
+    softmax_cross_entropy,
+    softmax_gradient,
+)
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENT_SCALE = 2.0**15  # takes 1 below E5M2's largest value, 57,344; the smallest is then 2**-31
@@ -46,7 +53,7 @@ def linear_cross_entropy_fp8(hidden: Tensor, weight: Tensor, labels: Tensor) -> 
     return TokenLoss(*_Fp8LinearCrossEntropy.apply(hidden, weight, labels, needs_grad))
 
 
-class _Fp8LinearCrossEntropy(torch.autograd.Function):
+class _Fp8LinearCrossEntropy(LinearCrossEntropy):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, needs_grad: bool) -> tuple:
         tokens, vocab = hidden.shape[0], weight.shape[0]
@@ -78,15 +85,9 @@ class _Fp8LinearCrossEntropy(torch.autograd.Function):
                 operands = columns, x.columns[:, first:last], inverse, x.inverse
                 grad_weight = _accumulate(grad_weight, *operands, only=last - first == len(labels))
                 del columns, operands
-        ctx.grads = [grad_hidden[:tokens] if needs_grad else None, grad_weight]
+        ctx.grads, ctx.dtype = [grad_hidden[:tokens] if needs_grad else None, grad_weight], torch.bfloat16
         ctx.mark_non_differentiable(correct)
         return loss, correct
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple:
-        grad_weight = scaled(ctx.grads.pop(), grad_loss, torch.bfloat16)
-        grad_hidden = scaled(ctx.grads.pop(), grad_loss, torch.bfloat16)
-        return grad_hidden, grad_weight, None, None
 
 
 def why_not(device: str = "cuda") -> str | None:
@@ -184,27 +185,12 @@ def transposed(matrix: Tensor) -> Tensor:
     return matrix.view(torch.uint8).t().contiguous().view(matrix.dtype)
 
 
-def softmax_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss and correct predictions of [rows, V] logits, and each row's log of summed exponentials."""
-    if logits.is_cuda:
-        from training.loss_triton import cross_entropy
-
-        return cross_entropy(logits, labels, ignore=IGNORE)
-    scores, valid = logits.float(), labels != IGNORE
-    picked = scores.gather(1, labels.clamp(min=0)[:, None])[:, 0]
-    log_sum = scores.logsumexp(dim=-1)
-    correct = (valid & (scores.argmax(dim=-1) == labels)).sum()
-    return torch.where(valid, log_sum - picked, 0.0).sum(), correct, log_sum
-
-
 def cast_gradient(logits: Tensor, labels: Tensor, log_sum: Tensor, columns: Tensor, at: int) -> Tensor:
     """The gradient by [rows, V] logits in scaled E5M2; transposed, too, into `columns` [V, .] from `at`."""
     if has_fp8_units(logits):
         from training.loss_triton import gradient_both
 
         return gradient_both(logits, labels, log_sum, columns, at, ignore=IGNORE, scale=GRADIENT_SCALE)
-    grad, target = torch.exp(logits.float() - log_sum[:, None]), labels.clamp(min=0)[:, None]
-    grad.scatter_add_(1, target, torch.full_like(target, -1.0, dtype=grad.dtype))
-    rows = (torch.where((labels != IGNORE)[:, None], grad, 0.0) * GRADIENT_SCALE).to(E5M2)
+    rows = (softmax_gradient(logits, labels, log_sum) * GRADIENT_SCALE).to(E5M2)
     columns[:, at : at + len(rows)] = transposed(rows)
     return rows

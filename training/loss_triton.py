@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from training.fp8_triton import store_columns, to_fp8
+from training.fp8_triton import block, store_columns, to_fp8
 
 BLOCK_ROWS, BLOCK_COLUMNS = 128, 64  # of casts in both layouts
 
@@ -56,17 +56,13 @@ def cross_entropy_kernel(
             tl.store(logits + columns, grad.to(logits.dtype.element_ty), mask=columns < vocab)
 
 
-def cross_entropy_(logits: Tensor, labels: Tensor, *, ignore: int, write_grad: bool) -> tuple[Tensor, Tensor]:
-    """Summed loss (float32) and correct predictions (int64) of row-contiguous [rows, V] logits."""
-    return _cross_entropy(logits, labels, ignore, write_grad)[:2]
+def cross_entropy(
+    logits: Tensor, labels: Tensor, *, ignore: int, write_grad: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed loss (float32), correct predictions (int64) and rows' logs of summed exponentials (float32).
 
-
-def cross_entropy(logits: Tensor, labels: Tensor, *, ignore: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, and each row's log of summed exponentials, float32 [rows]; logits stay."""
-    return _cross_entropy(logits, labels, ignore, write_grad=False)
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor, ignore: int, write_grad: bool) -> tuple[Tensor, ...]:
+    `logits` are row-contiguous [rows, V], and overwritten by their gradient if asked.
+    """
     rows, vocab = logits.shape
     loss, log_sum = (torch.empty(rows, device=logits.device, dtype=torch.float32) for _ in range(2))
     correct = torch.empty(rows, device=logits.device, dtype=torch.int32)
@@ -92,9 +88,7 @@ def cast_kernel(
     COLUMNS: tl.constexpr,
 ):
     """`matrix` [height, width] times `scale` to E4M3, as it is and transposed."""
-    quads = tl.program_id(0).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
-    f = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (quads < height // 4)[:, None] & (f < width)[None, :]
+    quads, f, inside = block(height, width, ROWS, COLUMNS)
     factor = tl.load(scale)
     packed = tl.zeros((ROWS // 4, COLUMNS), tl.uint32)
     for i in tl.static_range(4):
@@ -139,9 +133,7 @@ def gradient_kernel(
     COLUMNS: tl.constexpr,
 ):
     """softmax(logits) less one at the label, times `scale`, to E5M2, as it is and transposed."""
-    quads = tl.program_id(0).to(tl.int64) * (ROWS // 4) + tl.arange(0, ROWS // 4)
-    f = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (quads < height // 4)[:, None] & (f < vocab)[None, :]
+    quads, f, inside = block(height, vocab, ROWS, COLUMNS)
     packed = tl.zeros((ROWS // 4, COLUMNS), tl.uint32)
     for i in tl.static_range(4):
         t = quads * 4 + i

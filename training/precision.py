@@ -16,7 +16,7 @@ See https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/commo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -248,15 +248,20 @@ READ_BY = {name: {"delayed"} for name in ("fp8_margin", "fp8_amax_history_len", 
 READ_BY |= {name: {"delayed", "current"} for name in ("fp8_format", "fp8_attention")}
 
 
+def _asked_for(cfg: Config, names: Iterable[str]) -> dict[str, Any]:
+    """Those of the precision's settings that are not as by default, and their values."""
+    default = PrecisionConfig()
+    values = {name: getattr(cfg.precision, name) for name in names}
+    return {name: value for name, value in values.items() if value != getattr(default, name)}
+
+
 def unread(cfg: Config, precision: Precision) -> str | None:
     """Of a run that is not in FP8, the settings of FP8 recipes that were asked for all the same."""
-    default = PrecisionConfig()
-    names = () if precision.fp8 else ("fp8_scenario", *READ_BY)
-    values = {name: getattr(cfg.precision, name) for name in names}
-    given = [f"--{name} {value}" for name, value in values.items() if value != getattr(default, name)]
+    given = _asked_for(cfg, () if precision.fp8 else ("fp8_scenario", *READ_BY))
     if not given:
         return None
-    return f"{', '.join(given)}: not read in {precision.effective}; FP8 needs --mixed_precision fp8"
+    flags = ", ".join(f"--{name} {value}" for name, value in given.items())
+    return f"{flags}: not read in {precision.effective}; FP8 needs --mixed_precision fp8"
 
 
 def check_settings(cfg: Config, precision: Precision) -> None:
@@ -264,13 +269,11 @@ def check_settings(cfg: Config, precision: Precision) -> None:
 
     Also for --fp8_fast_accumulation where no GEMM has the choice.
     """
-    default = PrecisionConfig()
-    for name, readers in READ_BY.items() if precision.fp8 else ():
-        value = getattr(cfg.precision, name)
-        if value != getattr(default, name) and not precision.in_use & readers:
+    for name, value in _asked_for(cfg, READ_BY if precision.fp8 else ()).items():
+        if not precision.in_use & READ_BY[name]:
             raise ValueError(
-                f"--{name} {value}: is read under {' and '.join(sorted(readers))} scaling (--use_te), not "
-                f"under {', '.join(sorted(precision.in_use))}; drop it"
+                f"--{name} {value}: is read under {' and '.join(sorted(READ_BY[name]))} scaling (--use_te), "
+                f"not under {', '.join(sorted(precision.in_use))}; drop it"
             )
     if not cfg.precision.fp8_fast_accumulation:
         return
@@ -292,10 +295,10 @@ def check_lm_head(cfg: Config, precision: Precision, sizes: dict[str, int], *, p
         raise ValueError(
             f"--fp8_lm_head: {cfg.model.model_name} does more to its logits than one GEMM; drop it"
         )
-    if odd := [f"{name} {size}" for name, size in sizes.items() if size % 16]:
+    if odd := odd_sizes("current", sizes):
         raise ValueError(
-            f"--fp8_lm_head --model_name {cfg.model.model_name}: {', '.join(odd)} not a multiple of 16 "
-            "as FP8 GEMMs need it; drop it"
+            f"--fp8_lm_head --model_name {cfg.model.model_name}: {', '.join(odd)} not a multiple of "
+            f"{RECIPES['current'].feature_multiple} as FP8 GEMMs need it; drop it"
         )
 
 

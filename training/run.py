@@ -180,20 +180,16 @@ class Run:
         self.one_pass_rotation = native and not self.cfg.precision.fp8_attention
         if self.one_pass_rotation:
             heads = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
-            wrong = ranks.together(lambda: rotation.why_not(*heads))
-            self.one_pass_rotation = not any(wrong)
-            if said := next(filter(None, wrong), None):
+            if said := _wrong_somewhere(lambda: rotation.why_not(*heads)):
                 say(f"WARNING: queries, keys and values are not split and rotated in one pass: {said}")
+            self.one_pass_rotation = said is None
         if native and "delayed" in self.precision.in_use:
-            wrong = ranks.together(fused_swiglu.why_not)
-            if said := next(filter(None, wrong), None):
+            if said := _wrong_somewhere(fused_swiglu.why_not):
                 say(f"WARNING: SwiGLU is not fused with its casts: {said}")
-            fused_swiglu.use(not any(wrong))
-
-        if self.cfg.precision.fp8_lm_head and self.device.type == "cuda":
-            wrong = ranks.together(loss_fp8.why_not)
-            if said := next(filter(None, wrong), None):
-                raise RuntimeError(f"--fp8_lm_head: on this machine {said}; drop it")
+            fused_swiglu.use(said is None)
+        fp8_head = self.cfg.precision.fp8_lm_head and self.device.type == "cuda"
+        if fp8_head and (said := _wrong_somewhere(loss_fp8.why_not)):
+            raise RuntimeError(f"--fp8_lm_head: on this machine {said}; drop it")
 
     def _try_flash_attention(self) -> tuple[bool, str | None]:
         """Whether FlashAttention 4 can run attention, and what is wrong with one that is installed."""
@@ -747,6 +743,11 @@ class Run:
             "node_hours": progress.node_seconds / 3600,
             "seconds_to_first_step": self.environment.get("seconds_to_first_step"),
         }
+
+
+def _wrong_somewhere(why_not: Callable[[], str | None]) -> str | None:
+    """What the first rank to find something wrong with kernels says of them; None if all may take them."""
+    return next(filter(None, ranks.together(why_not)), None)
 
 
 def set_determinism(deterministic: bool, seed: int) -> None:
