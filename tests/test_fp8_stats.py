@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,20 +13,11 @@ from torch import nn
 
 from benchmarks.fp8_heatmap import draw_casts, last_casts
 from te_models import emulation as te
-from training import fp8_inspect, torchao_fp8
-from training.config import config_from_dict
-from training.fp8_inspect import inspection, layers_of, renamed
-from training.fp8_stats import (
-    EmulatedTE,
-    Fp8Stats,
-    Tally,
-    TorchaoLayers,
-    cast_counts,
-    check,
-    merge,
-    shares,
-    spread,
-)
+from training import fp8_counts, fp8_inspect, torchao_fp8
+from training.config import TE_RECIPES, config_from_dict
+from training.fp8_counts import Tally, cast_counts, merge, shares
+from training.fp8_inspect import FEATURE, READERS, InspectedTE, inspection, layers_of
+from training.fp8_stats import EmulatedTE, Fp8Stats, TorchaoLayers, check
 from training.precision import Precision
 from training.precision_map import te_names
 from training.run import main
@@ -66,7 +58,7 @@ def test_a_largest_value_that_is_rounded_up_is_no_overflow():
 def test_scales_are_those_of_blocks_that_hold_something():
     values = torch.tensor([[1.0, 2.0], [4.0, 0.0], [0.0, 0.0]])
     scale_inv = torch.tensor([[0.5], [0.25], [2.0**-127]])
-    found = shares(cast_counts(values, (values / scale_inv).to(E4M3), scale_inv).tolist())
+    found = shares(cast_counts(values, (values / scale_inv).to(E4M3), scale_inv, (1, 2)).tolist())
     assert (found["scale_min"], found["scale_max"]) == (2.0, 4.0)
     assert counted([0.0, 0.0], [0.0, 0.0], torch.tensor(0.125))["scale_min"] == 8.0
 
@@ -107,10 +99,60 @@ def test_a_tally_sums_micro_batches_and_ranks_and_starts_anew():
     assert tally.take(TwoRanks()) == {}
 
 
-def test_scales_of_blocks_are_spread_over_them():
-    scales = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    assert spread(scales, (2, 3), torch.Size([3, 4])).tolist() == [[1, 1, 1, 2], [1, 1, 1, 2], [3, 3, 3, 4]]
-    assert spread(ONE, None, torch.Size([3, 4])) is ONE
+def naive(original, data, scale_inv, block) -> dict[str, float]:
+    """The same of [M, N], element by element."""
+    m, n = block or original.shape
+    rows, columns = original.shape
+    each = scale_inv.reshape(1, 1) if block is None else scale_inv
+    each = each.repeat_interleave(m, 0).repeat_interleave(n, 1)[:rows, :columns]
+    x, holds = original.float(), original != 0
+    return {
+        "underflow": (holds & (data.float() == 0)).double().mean().item(),
+        "overflow": (x.abs() > torch.finfo(data.dtype).max * each * (1 + 1e-6)).double().mean().item(),
+        "amax": x.abs().max().item(),
+        "scale_min": 1 / each[holds].max().item(),
+        "scale_max": 1 / each[holds].min().item(),
+    }
+
+
+@pytest.mark.parametrize("part", [1, 1000, 2**24])
+@pytest.mark.parametrize("block", [None, (1, 128), (128, 128), (1, 32)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_counts_are_the_same_in_parts_of_any_size(monkeypatch, part, block, dtype):
+    monkeypatch.setattr(fp8_counts, "PART", part)
+    original = wide(300, 200, seed=0).to(dtype)
+    original[:128] = 0
+    shape = () if block is None else [-(-size // of) for size, of in zip((300, 200), block, strict=True)]
+    scale_inv = torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 2.0**-9
+    scales = scale_inv if block is None else scale_inv.repeat_interleave(block[0], 0)[:300]
+    scales = scales if block is None else scales.repeat_interleave(block[1], 1)[:, :200]
+    data = (original.float() / scales).clamp(-448, 448).to(E4M3)
+    found = shares(cast_counts(original, data, scale_inv, block).tolist())
+    assert found == pytest.approx(naive(original, data, scale_inv, block), rel=1e-6)
+    assert found["underflow"] > 0.01 and found["overflow"] > 0.001
+
+
+def test_limits_are_not_rounded_to_the_tensor_s_own_dtype():
+    limit = torch.tensor(1.0 + 2.0**-8) / 448  # between two BF16 values, of which the larger one overflows
+    x = torch.tensor([[1.0, 1.0078125]], dtype=torch.bfloat16)
+    assert shares(cast_counts(x, torch.tensor([[448.0, 448.0]]).to(E4M3), limit).tolist())["overflow"] == 0.5
+
+
+def test_what_cannot_be_told_is_left_out():
+    tally, data = Tally(), torch.tensor([[1.0, -448.0, 0.0, 2.0]]).to(E4M3)
+    tally.add("kept_in_fp8", "weight", None, data, torch.tensor([0.5]))
+    tally.add("in_blocks", "weight", None, data, torch.tensor([[0.25, 0.5]]), (1, 2))
+    tally.add("no_scales", "weight", data.float(), data, None)
+    assert tally.take(alone()) == {
+        "fp8/in_blocks/weight/amax": 112.0,
+        "fp8/in_blocks/weight/scale_max": 4.0,
+        "fp8/in_blocks/weight/scale_min": 2.0,
+        "fp8/kept_in_fp8/weight/amax": 224.0,
+        "fp8/kept_in_fp8/weight/scale_max": 2.0,
+        "fp8/kept_in_fp8/weight/scale_min": 2.0,
+        "fp8/no_scales/weight/amax": 448.0,
+        "fp8/no_scales/weight/underflow": 0.0,
+    }
 
 
 class Tree(nn.Module):
@@ -337,8 +379,8 @@ def mapped() -> Precision:
     return Precision("delayed", "delayed", te_backend="native", by_module=by_module)
 
 
-def test_te_is_told_what_each_module_s_recipe_can_be_asked():
-    told = inspection(layers_of(mapped()), 5, fp8_weights=False)
+def test_te_is_told_each_module_s_recipe():
+    told = inspection(layers_of(mapped()))
     assert sorted(told) == ["current", "delayed", "nvfp4"]
     seen = {
         recipe: [
@@ -352,63 +394,121 @@ def test_te_is_told_what_each_module_s_recipe_can_be_asked():
     assert seen["delayed"] == [f"layers.{i}.self_attention.layernorm_qkv" for i in range(1, 12)]
     assert seen["nvfp4"][-2:] == ["layers.11.layernorm_mlp.fc1", "layers.11.layernorm_mlp.fc2"]
     assert len(seen["nvfp4"]) == 11 + 2
-    stats = {
-        recipe: next(iter(task["transformer_engine"].values()))["tensors_struct"]
+    assert all(
+        task["transformer_engine"] == {FEATURE: {"enabled": True, "recipe": recipe}}
         for recipe, task in told.items()
-    }
-    asked = {recipe: {t["tensor"]: t["stats"] for t in tensors} for recipe, tensors in stats.items()}
-    assert "overflows%" in asked["delayed"]["weight"] and "overflows%" not in asked["current"]["activation"]
-    assert asked["nvfp4"]["gradient"] == ["underflows%"]
-    assert all(t["freq"] == 5 and t["start_step"] == 1 for tensors in stats.values() for t in tensors)
-    alone = inspection(layers_of(Precision("current", "current")), 1, fp8_weights=True)["current"]
-    assert re.search(alone["layers"]["layer_name_regex_pattern"], "layers.3.layernorm_mlp.fc2")
-    (weight,) = (
-        t
-        for t in alone["transformer_engine"]["LogFp8TensorStats"]["tensors_struct"]
-        if t["tensor"] == "weight"
     )
-    assert weight["stats"] == ["scale_inv_min", "scale_inv_max"]
+    everywhere = inspection(layers_of(Precision("current", "current")))["current"]
+    assert re.search(everywhere["layers"]["layer_name_regex_pattern"], "layers.3.layernorm_mlp.fc2")
+    assert set(READERS) == set(TE_RECIPES)
 
 
-def test_te_s_numbers_get_our_names_and_units():
-    name = "layers.3.self_attention.layernorm_qkv"
-    assert renamed(
-        {
-            f"{name}_activation_underflows%": torch.tensor(25.0),
-            f"{name}_activation_overflows%": 50.0,
-            f"{name}_activation_scale_inv_min": 0.25,
-            f"{name}_activation_scale_inv_max": 0.5,
-            f"{name}_weight_cur_amax": torch.tensor([3.0]),
-            "layers.3.layernorm_mlp.fc2_gradient_nvfp4_underflows%": 10.0,
-        }
-    ) == {
-        f"fp8/{name}/activation/underflow": 0.25,
-        f"fp8/{name}/activation/overflow": 0.5,
-        f"fp8/{name}/activation/scale_max": 4.0,
-        f"fp8/{name}/activation/scale_min": 2.0,
-        f"fp8/{name}/weight/amax": 3.0,
-        "fp8/layers.3.layernorm_mlp.fc2/gradient/underflow": 0.1,
+def kept(data: torch.Tensor, **attributes) -> SimpleNamespace:
+    """A tensor as TE keeps it: bytes, and the format beside them."""
+    formats = {E4M3: "kFloat8E4M3", E5M2: "kFloat8E5M2"}
+    name = attributes.pop("name", "_rowwise_data")
+    found = {name: data.view(torch.uint8), "_fp8_dtype": SimpleNamespace(name=formats[data.dtype])}
+    return SimpleNamespace(**found, **attributes)
+
+
+def restored(cast: fp8_inspect.Cast) -> torch.Tensor:
+    """[M, N], as its FP8 values and scales say."""
+    if cast.block is None:
+        return cast.data.float() * cast.scale_inv
+    (m, n), (rows, columns) = cast.block, cast.data.shape
+    each = cast.scale_inv.repeat_interleave(m, 0).repeat_interleave(n, 1)[:rows, :columns]
+    return cast.data.float() * each
+
+
+def test_te_s_tensors_of_one_scale_are_read():
+    data = torch.tensor([[[1.0, -2.0], [0.0, 57344.0]]]).to(E5M2)
+    for recipe in ("delayed", "current"):
+        cast = READERS[recipe](kept(data, name="_data", _scale_inv=torch.tensor([0.5])))
+        assert cast.data.dtype == E5M2 and cast.data.tolist() == [[1.0, -2.0], [0.0, 57344.0]]
+        assert (cast.scale_inv.tolist(), cast.block) == ([0.5], None)
+
+
+def test_te_s_tensors_of_blocks_are_read_without_their_padding():
+    data = torch.ones(130, 300).to(E4M3)
+    tiles = torch.full((2, 4), -1.0)  # [2, 3] padded to 4
+    tiles[:, :3] = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    whole = restored(READERS["block"](kept(data, _is_2D_scaled=True, _rowwise_scale_inv=tiles)))
+    assert (whole[0, 0], whole[127, 255], whole[129, 299]) == (1.0, 2.0, 6.0)
+    rows = torch.arange(3 * 132.0).reshape(3, 132)  # [130, 3] the other way round, padded to 132
+    whole = restored(READERS["block"](kept(data, _is_2D_scaled=False, _rowwise_scale_inv=rows)))
+    assert (whole[0, 0], whole[129, 127], whole[5, 299]) == (0.0, 129.0, 2 * 132 + 5)
+    exponents = torch.zeros(256, 12, dtype=torch.uint8)  # [130, 9 1/3 + padding] padded to 128 x 4
+    exponents[:130, :10] = 127
+    exponents[129, 9], exponents[0, 1] = 130, 120
+    whole = restored(READERS["mxfp8"](kept(data, _rowwise_scale_inv=exponents)))
+    assert (whole[0, 0], whole[0, 32], whole[129, 299]) == (1.0, 2.0**-7, 8.0)
+
+
+def test_te_s_fp4_values_are_two_a_byte():
+    packed = torch.tensor([[0x00, 0x88, 0x10], [0x01, 0x9F, 0x80]], dtype=torch.uint8)  # 8: minus zero
+    cast = READERS["nvfp4"](SimpleNamespace(_rowwise_data=packed))
+    assert (cast.data != 0).tolist() == [[False] * 4 + [False, True], [True, False, True, True, False, False]]
+    original = torch.ones(2, 6)
+    original[0, 0] = 0
+    tally = Tally()
+    tally.add("fc1", "weight", original, *cast)
+    assert tally.take(alone()) == {"fp8/fc1/weight/amax": 1.0, "fp8/fc1/weight/underflow": 7 / 12}
+
+
+def test_te_shows_the_casts_of_watched_steps(tmp_path, monkeypatch):
+    """With nvdlfw_inspect replaced by what records what it is told."""
+    steps, features = [], []
+
+    def initialize(init_training_step: int, **_) -> None:
+        steps.append(init_training_step)
+
+    api = SimpleNamespace(initialize=initialize, initialize_training_step=steps.append)
+    registry = SimpleNamespace(register_feature=lambda namespace: features.append)
+    modules = {
+        "nvdlfw_inspect.api": api,
+        "nvdlfw_inspect.registry": SimpleNamespace(Registry=registry, api_method=lambda function: function),
+        "nvdlfw_inspect.logging": SimpleNamespace(TensorboardLogger=lambda writer: None),
     }
+    monkeypatch.setattr(fp8_inspect.importlib, "import_module", modules.__getitem__)
+    place = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(fp8_inspect, "find_spec", lambda name: place)
+    source = InspectedTE(config_from_dict({}), Precision("current", "current", te_backend="native"), tmp_path)
+    assert [made.__name__ for made in features] == [FEATURE]
+    feature, config = features[0](), {"recipe": "current"}
+    tensors = ("activation", "weight", "gradient", "output", "dgrad", "wgrad")
+    ours = [name for name in tensors if feature.parse_config_and_api(config, tensor_name=name)[0]]
+    assert ours == ["activation", "weight", "gradient"]
+    source.start(7)
+    due, again = feature.inspect_tensor_enabled(config, PROJ, tensor_name="weight", iteration=steps[-1])
+    # TE asks a module again at a step whose number is that or larger: at all watched steps, at no other.
+    assert due and steps == [again - 1, again]
+    data = torch.tensor([[448.0, 0.0]]).to(E4M3)
+    shown = kept(data, name="_data", _scale_inv=torch.tensor([1 / 448]))
+    for tensor, original in (("activation", torch.tensor([[[1.0, 1e-9]]])), ("weight", None)):
+        feature.inspect_tensor(
+            config, PROJ, tensor_name=tensor, tensor=original, rowwise_quantized_tensor=shown, iteration=0
+        )
+    found = source.finish(alone())
+    assert steps == [-1, 0, -1]
+    assert found[f"fp8/{PROJ}/activation/underflow"] == 0.5
+    assert (
+        found[f"fp8/{PROJ}/weight/amax"] == pytest.approx(1.0) and f"fp8/{PROJ}/weight/underflow" not in found
+    )
+    assert source.finish(alone()) == {}
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("nvdlfw_inspect"), reason="nvdlfw_inspect is not installed")
 def test_nvdlfw_inspect_takes_the_configuration(tmp_path):
-    from types import SimpleNamespace
-
     from nvdlfw_inspect.config_manager import ConfigManager
     from nvdlfw_inspect.logging import initialize_logger
 
     initialize_logger(str(tmp_path))
-    features = {"LogFp8TensorStats", "LogNvfp4TensorStats", "LogTensorStats"}
-    te_features = {"transformer_engine": SimpleNamespace(features=features)}
-    ConfigManager._load_config(inspection(layers_of(mapped()), 5, fp8_weights=False), te_features)
+    te_features = {"transformer_engine": SimpleNamespace(features={FEATURE})}
+    ConfigManager._load_config(inspection(layers_of(mapped())), te_features)
     told = {name: ConfigManager.get_config_for_layer(name) for name in te_names(12)}
     ConfigManager.reset()
     assert not any(told[name] for name in te_names(1))
-    assert set(told["layers.7.layernorm_mlp"]["transformer_engine"]) == {
-        "LogNvfp4TensorStats",
-        "LogTensorStats",
-    }
+    assert told["layers.7.layernorm_mlp"]["transformer_engine"][FEATURE]["recipe"] == "nvfp4"
 
 
 def test_the_heatmap_shows_the_last_statistics():

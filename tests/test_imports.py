@@ -13,7 +13,7 @@ TRAINING_LEAVES |= {"torchao_fp8", "profiling"}
 TRAINING_LEAVES |= {"watchdog", "zero", "zero_settings", "outcome", "generate", "gradient_sums", "auto_mode"}
 # These import nothing of ours.
 BARE = {"config", "metrics", "fp8_triton", "adamw_triton", "durable_files", "ranks", "cudnn", "__init__"}
-BARE |= {"checks", "accumulation", "flash_attention", "errors", "packages", "signals"}
+BARE |= {"checks", "accumulation", "flash_attention", "errors", "packages", "signals", "fp8_counts"}
 KERNELS = {
     "loss": ("loss_triton", "loss_fp8"),
     "loss_fp8": ("loss", "loss_triton"),
@@ -39,8 +39,8 @@ ALSO = {
     "te_runtime": ("cudnn", "flash_attention"),
     "coverage": ("precision",),
     "precision_map": ("precision",),
-    "fp8_inspect": ("precision", "precision_map"),
-    "fp8_stats": ("precision", "precision_map", "fp8_inspect"),
+    "fp8_inspect": ("precision", "precision_map", "fp8_counts"),
+    "fp8_stats": ("precision", "precision_map", "fp8_counts", "fp8_inspect"),
     "zero": ("sharding", "optim", "adamw", "zero_settings"),
 }
 ENGINE_USERS = ("precision", "precision_map", "fp8_stats")

@@ -1,9 +1,10 @@
-"""FP8 tensor statistics of native TE layers, taken by TE's own inspection (nvdlfw_inspect).
+"""FP8 tensor statistics of native TE layers: TE shows each cast of a watched step, and we count it.
 
-TE sees the casts inside its modules; all that is done here is to tell it which statistics of which modules to
-take at which steps, and to pass its numbers on. A module without statistics in a step runs as fast as ever.
-Overflow is told of delayed scaling alone: the other recipes scale by the largest value, so nothing overflows.
-Scales are told of recipes with one a tensor.
+TE sees the casts inside its modules, and what is registered as a feature of its inspection (nvdlfw_inspect)
+is called with every tensor before and after. TE's own features are not used: they wait for the GPU hundreds
+of times a tensor, and two at once have every tensor printed into a message that nobody reads, which made a
+watched step take 30 times as long as another. Between watched steps no module does more than ask for the
+step's number.
 
 https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/debug.html
 """
@@ -15,35 +16,72 @@ import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from training.config import Config
+from training.fp8_counts import Stats, Tally
 from training.precision import Precision
 from training.precision_map import TE_GEMMS
 
 INSTALL = "pip install nvdlfw-inspect==0.2.2"
-# TE counts training steps; at step 0 it takes no statistics, so this is where it stays in between.
-NO_STEP = 0
+FEATURE = "CountCasts"  # as the class of `feature` is called
+TENSORS = ("activation", "gradient", "weight")
+# Whether a module is due TE decides by the step's number. All watched steps share one, since nvdlfw_inspect
+# keeps every answer with its number forever; at a smaller one no module asks it anything.
+WATCHED, UNWATCHED = 0, -1
 
-SCALES = ["scale_inv_min", "scale_inv_max"]
-# Recipe -> (TE's feature, its statistics); "weight" has those that need no weight in higher precision.
-FEATURES = {
-    "delayed": ("LogFp8TensorStats", ["underflows%", "overflows%", *SCALES]),
-    "current": ("LogFp8TensorStats", ["underflows%", *SCALES]),
-    # TE pads the tensors that hold a scale per block, and its scale statistics count the padding too.
-    "block": ("LogFp8TensorStats", ["underflows%"]),
-    "mxfp8": ("LogFp8TensorStats", ["underflows%"]),
-    "nvfp4": ("LogNvfp4TensorStats", ["underflows%"]),
-}
-# TE's name -> (ours, how its value becomes ours); TE counts in percent and knows the inverse of a scale.
-NAMES: dict[str, tuple[str, Callable[[float], float]]] = {
-    "underflows%": ("underflow", lambda value: value / 100),
-    "overflows%": ("overflow", lambda value: value / 100),
-    "cur_amax": ("amax", float),
-    "scale_inv_max": ("scale_min", lambda value: 1 / value if value else float("inf")),
-    "scale_inv_min": ("scale_max", lambda value: 1 / value if value else float("inf")),
+
+class Cast(NamedTuple):
+    """What `cast_counts` is to know of a cast for the GEMM that contracts rows."""
+
+    data: Tensor  # [M, N] FP8
+    scale_inv: Tensor | None  # float32, [M/m, N/n] (rounded up) or one number; None: not known
+    block: tuple[int, int] | None = None  # (m, n)
+
+
+def _of_one_scale(found: Any) -> Cast:
+    return Cast(_fp8(found, found._data), found._scale_inv)
+
+
+def _of_blocks(found: Any) -> Cast:
+    """Blocks of 128 x 128, or of 1 x 128 whose scales are the other way round; both are padded to 4."""
+    block = (128, 128) if found._is_2D_scaled else (1, 128)
+    scale_inv = found._rowwise_scale_inv if found._is_2D_scaled else found._rowwise_scale_inv.t()
+    return _without_padding(_fp8(found, found._rowwise_data), scale_inv, block)
+
+
+def _of_mx_blocks(found: Any) -> Cast:
+    """Blocks of 1 x 32, whose scales are biased exponents in bytes, padded to 128 x 4."""
+    scale_inv = torch.exp2(found._rowwise_scale_inv.float() - 127)
+    return _without_padding(_fp8(found, found._rowwise_data), scale_inv, (1, 32))
+
+
+def _of_nv_blocks(found: Any) -> Cast:
+    """Two FP4 values a byte, as numbers that are 0 where they are; scales of two levels stay unknown."""
+    packed = found._rowwise_data  # uint8 [M, N/2]
+    return Cast(torch.stack([packed & 7, packed >> 4 & 7], -1).flatten(-2).bfloat16(), None)
+
+
+def _fp8(found: Any, data: Tensor) -> Tensor:
+    """TE keeps FP8 as bytes, and the format beside them."""
+    formats = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
+    return data.flatten(0, -2).view(formats[found._fp8_dtype.name])
+
+
+def _without_padding(data: Tensor, scale_inv: Tensor, block: tuple[int, int]) -> Cast:
+    rows, columns = (-(-size // each) for size, each in zip(data.shape, block, strict=True))
+    return Cast(data, scale_inv[:rows, :columns], block)
+
+
+READERS: dict[str, Callable[[Any], Cast]] = {
+    "delayed": _of_one_scale,
+    "current": _of_one_scale,
+    "block": _of_blocks,
+    "mxfp8": _of_mx_blocks,
+    "nvfp4": _of_nv_blocks,
 }
 
 
@@ -68,60 +106,67 @@ def layers_of(precision: Precision) -> dict[str, str]:
     return patterns
 
 
-def inspection(layers: dict[str, str], interval: int, *, fp8_weights: bool) -> dict[str, Any]:
-    """What nvdlfw_inspect is to do: each recipe's statistics, every `interval` steps from 1 on.
-
-    With `fp8_weights` there is no weight in higher precision to compare with.
-    """
-    steps = {"freq": interval, "start_step": NO_STEP + 1}
-    tasks = {}
-    for recipe, pattern in layers.items():
-        feature, stats = FEATURES[recipe]
-        of_weights = [stat for stat in stats if stat in SCALES] if fp8_weights else stats
-        tensors = {"activation": stats, "gradient": stats, "weight": of_weights}
-        cast = [{"tensor": name, "stats": own, **steps} for name, own in tensors.items()]
-        amax = {"tensors": list(tensors), "stats": ["cur_amax"], **steps}
-        tasks[recipe] = {
+def inspection(layers: dict[str, str]) -> dict[str, Any]:
+    """What nvdlfw_inspect is to do: call our feature, and tell it each module's recipe."""
+    return {
+        recipe: {
             "enabled": True,
             "layers": {"layer_name_regex_pattern": pattern},
-            "transformer_engine": {
-                feature: {"enabled": True, "tensors_struct": cast},
-                "LogTensorStats": {"enabled": True, **amax},
-            },
+            "transformer_engine": {FEATURE: {"enabled": True, "recipe": recipe}},
         }
-    return tasks
+        for recipe, pattern in layers.items()
+    }
 
 
-def renamed(values: dict[str, Any]) -> dict[str, float]:
-    """TE's names and numbers, <module>_<tensor>_<statistic>, as ours."""
-    found = {}
-    for name, value in values.items():
-        module, tensor, stat = re.fullmatch(r"(.+)_(activation|gradient|weight)_(.+)", name).groups()
-        ours, convert = NAMES[stat.removeprefix("nvfp4_")]
-        found[f"fp8/{module}/{tensor}/{ours}"] = convert(float(value))
-    return found
+def feature(tally: Tally, api_method: Callable[[Any], Any]) -> type:
+    """The class that nvdlfw_inspect makes an object of; `api_method` marks what TE may call.
+
+    One feature alone: of two, nvdlfw_inspect would print the tensors into messages.
+    """
+
+    class CountCasts:
+        def parse_config_and_api(self, config: dict, **call: Any) -> tuple[bool, dict]:
+            """Whether a call is for us, and the configuration that it gets."""
+            return call["tensor_name"] in TENSORS, config
+
+        @api_method
+        def inspect_tensor_enabled(self, config: dict, layer_name: str, **_: Any) -> tuple[bool, int]:
+            """TE asks in watched steps alone; the answer is for now, and when to ask again."""
+            return True, WATCHED
+
+        @api_method
+        def inspect_tensor(
+            self,
+            config: dict,
+            layer_name: str,
+            tensor_name: str,
+            tensor: Tensor | None,
+            rowwise_quantized_tensor: Any,
+            **_: Any,
+        ) -> None:
+            """A cast of `tensor`, which is None of weights that are kept in FP8."""
+            cast = READERS[config["recipe"]](rowwise_quantized_tensor)
+            tally.add(layer_name, tensor_name, tensor, *cast)
+
+    return CountCasts
 
 
 class InspectedTE:
-    """TE's inspection of native layers; TE gathers the numbers of all ranks itself."""
+    """The casts of native layers, which TE shows while a step is watched."""
 
     def __init__(self, cfg: Config, precision: Precision, folder: Path) -> None:
         self._api = importlib.import_module("nvdlfw_inspect.api")
-        logger = importlib.import_module("nvdlfw_inspect.logging").BaseLogger
-        values = self._values = {}
-
-        class Collector(logger):
-            def log_scalar(self, name: str, value: Any, iteration: int, **kwargs: Any) -> None:
-                values[name] = value
-
+        registry = importlib.import_module("nvdlfw_inspect.registry")
+        logging = importlib.import_module("nvdlfw_inspect.logging")
+        self._tally = Tally()
+        registry.Registry.register_feature("transformer_engine")(feature(self._tally, registry.api_method))
         package = find_spec("transformer_engine").submodule_search_locations[0]
-        fp8_weights = cfg.sharding.fp8_all_gather
         self._api.initialize(
-            config_file=inspection(layers_of(precision), cfg.log.fp8_stats_interval, fp8_weights=fp8_weights),
-            feature_dirs=[str(Path(package) / "debug" / "features")],
-            statistics_logger=Collector(),
+            config_file=inspection(layers_of(precision)),
+            feature_dirs=[str(Path(package) / "debug" / "features")],  # with the API that features are for
+            statistics_logger=logging.TensorboardLogger(None),  # writes nothing; without one, to files
             log_dir=str(folder),
-            init_training_step=NO_STEP,
+            init_training_step=UNWATCHED,
         )
 
     def attach(self, model: nn.Module) -> None:
@@ -130,14 +175,11 @@ class InspectedTE:
                 module.name = name
 
     def start(self, step: int) -> None:
-        self._api.initialize_training_step(step)
+        self._api.initialize_training_step(WATCHED)
 
-    def finish(self, strategy: Any) -> dict[str, float]:
-        self._api.step()
-        self._api.initialize_training_step(NO_STEP)
-        found = renamed(self._values)
-        self._values.clear()
-        return found
+    def finish(self, strategy: Any) -> Stats:
+        self._api.initialize_training_step(UNWATCHED)
+        return self._tally.take(strategy)
 
     def close(self) -> None:
         self._api.end_debug()

@@ -10,14 +10,14 @@ pass and for the gradient of the input:
 
 They are named fp8/<module>/<tensor>/<statistic>. Micro-batches and ranks are summed up; recomputation casts
 an activation twice alike, which changes no share. Where they come from: `SOURCES`. Other
-steps have no hooks; native TE layers ask a counter then.
+steps have no hooks; native TE layers ask for a number then.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -26,78 +26,10 @@ from torch import Tensor, nn
 
 from te_models.engine import Backend
 from training.config import Config
+from training.fp8_counts import Stats, Tally
 from training.fp8_inspect import InspectedTE, check_inspection
 from training.precision import Precision
 from training.precision_map import TE_GEMMS
-
-Stats = dict[str, float]
-ROUNDING = 1 + 1e-6  # amax / scale may come out a float32 step above the largest value
-
-
-def cast_counts(original: Tensor, data: Tensor, scale_inv: Tensor) -> Tensor:
-    """What a cast of `original` to the FP8 `data` did, as [6] float64, which `merge` adds up.
-
-    Elements, underflows, overflows; amax, largest scale, smallest scale with its sign turned. `scale_inv`,
-    the inverse of what `original` was multiplied by, broadcasts to it.
-    """
-    magnitude = original.detach().float().abs()
-    zeros = data.detach().view(torch.uint8) & 0x7F == 0  # both signs of zero
-    limit = torch.finfo(data.dtype).max * scale_inv * ROUNDING
-    # Of a block of zeros a scale says nothing; where there is nothing else, it is all there is.
-    says = (magnitude > 0) | (magnitude == 0).all()
-    scale = scale_inv.detach().float().reciprocal()
-    counts = [
-        torch.tensor(magnitude.numel(), device=magnitude.device),
-        ((magnitude > 0) & zeros).sum(),
-        (magnitude > limit).sum(),
-        magnitude.amax(),
-        torch.where(says, scale, -torch.inf).amax(),
-        -torch.where(says, scale, torch.inf).amin(),
-    ]
-    return torch.stack([count.double() for count in counts])
-
-
-def merge(one: Tensor, other: Tensor) -> Tensor:
-    """The counts [..., 6] of two casts as those of one."""
-    return torch.cat([one[..., :3] + other[..., :3], torch.maximum(one[..., 3:], other[..., 3:])], -1)
-
-
-def shares(counts: Sequence[float]) -> Stats:
-    """The statistics of `cast_counts`' six numbers."""
-    elements, underflows, overflows, amax, scale_max, scale_min = counts
-    return {
-        "underflow": underflows / elements,
-        "overflow": overflows / elements,
-        "amax": amax,
-        "scale_min": -scale_min,
-        "scale_max": scale_max,
-    }
-
-
-class Tally:
-    """Counts of the casts of one step, by module and tensor."""
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], Tensor] = {}
-
-    @torch.no_grad()
-    def add(self, module: str, tensor: str, original: Tensor, data: Tensor, scale_inv: Tensor) -> None:
-        counts = cast_counts(original, data, scale_inv)
-        before = self._counts.get((module, tensor))
-        self._counts[module, tensor] = counts if before is None else merge(before, counts)
-
-    def take(self, strategy: Any) -> Stats:
-        """The statistics over all ranks, which ran the same modules; collective. The tally is empty then."""
-        if not self._counts:
-            return {}
-        names, self._counts, found = sorted(self._counts), {}, self._counts
-        counts = torch.stack([found[name] for name in names])  # [casts, 6]
-        counts = torch.cat([strategy.sum(counts[:, :3]), strategy.max(counts[:, 3:])], -1)
-        return {
-            f"fp8/{module}/{tensor}/{statistic}": value
-            for (module, tensor), row in zip(names, counts.tolist(), strict=True)
-            for statistic, value in shares(row).items()
-        }
 
 
 class Source(Protocol):
@@ -144,7 +76,7 @@ class CountingRecipe:
 
     TENSORS: ClassVar = {"input": "activation", "weight": "weight", "grad": "gradient"}
 
-    def __init__(self, recipe: Any, count: Callable[[str, Tensor, Tensor, Tensor], None]) -> None:
+    def __init__(self, recipe: Any, count: Callable[..., None]) -> None:
         self._recipe, self._count = recipe, count
 
     def __getattr__(self, name: str) -> Any:
@@ -156,19 +88,10 @@ class CountingRecipe:
         def cast(side: int) -> Any:
             made = operand(side)
             if side == 1:  # contracted by the forward pass, or by the gradient of the input
-                self._count(self.TENSORS[kind], x, made.data, spread(made.scale_inv, made.block, x.shape))
+                self._count(self.TENSORS[kind], x, made.data, made.scale_inv, made.block)
             return made
 
         return cast
-
-
-def spread(scale_inv: Tensor, block: tuple[int, int] | None, shape: torch.Size) -> Tensor:
-    """Scales [M/m, N/n] of blocks of m x n as [M, N]; that of a whole tensor stays []."""
-    if block is None:
-        return scale_inv
-    rows, columns = block
-    whole = scale_inv.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-    return whole[: shape[0], : shape[1]]
 
 
 class TorchaoLayers:
@@ -220,7 +143,11 @@ class TorchaoLayers:
             axiswise_dim=self._scaling.get_maybe_axiswise_dim(dim, how.scaling_granularity),
             round_scales_to_power_of_2=layer.config.round_scales_to_power_of_2,
         )
-        self._tally.add(name, tensor, original, cast._data, cast._scale.reciprocal())
+        data, scale_inv = cast._data, cast._scale.reciprocal()
+        if dim == 0:
+            original, data, scale_inv = original.t(), data.t(), scale_inv.t()
+        block = None if scale_inv.numel() == 1 else (1, data.shape[1])
+        self._tally.add(name, tensor, original, data, scale_inv, block)
 
     def finish(self, strategy: Any) -> Stats:
         self.close()

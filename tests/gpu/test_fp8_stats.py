@@ -4,11 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.gpu.test_run import SMALL, losses, train
+from tests.test_fp8_stats import restored
+from training.fp8_counts import cast_counts
+from training.fp8_inspect import READERS
 from training.precision import why_not
 
 pytestmark = pytest.mark.gpu
+STATISTICS = {"underflow", "overflow", "amax", "scale_min", "scale_max"}
 LARGEST = {"activation": 448.0, "weight": 448.0, "gradient": 57344.0}
 FLAGS = f"{SMALL} --mixed_precision fp8 --no_export --no_save_checkpoints --max_steps 6"
 
@@ -39,6 +44,59 @@ def check_scales_of_the_largest_value(statistics: dict[str, float], module: str)
         assert own["scale_max"] >= own["scale_min"]
 
 
+def test_casts_are_counted_as_on_the_cpu_without_waiting_for_the_gpu():
+    original = torch.randn(9000, 4000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    original *= torch.linspace(1e-6, 10, len(original))[:, None].bfloat16()
+    scale_inv = torch.rand(9000, 32, generator=torch.Generator().manual_seed(1)) / 100
+    for block, scales in ((None, torch.tensor([0.01])), ((1, 128), scale_inv), ((128, 128), scale_inv[:71])):
+        data = (original * 100.0).float().clamp(-448, 448).to(torch.float8_e4m3fn)
+        on_gpu = [tensor.cuda() for tensor in (original, data, scales)]
+        cast_counts(*on_gpu, block)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = cast_counts(*on_gpu, block)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.max_memory_allocated() - before < 200e6
+        assert found.tolist() == pytest.approx(cast_counts(original, data, scales, block).tolist(), rel=1e-6)
+
+
+def quantizers() -> dict[str, tuple]:
+    """TE's, by a name: the recipe that has it and how to make it."""
+    pytest.importorskip("transformer_engine.pytorch")
+    from transformer_engine.pytorch import DType
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+    from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+
+    both = {"rowwise": True, "columnwise": True}
+    return {
+        "current": (
+            "current",
+            lambda: Float8CurrentScalingQuantizer(DType.kFloat8E5M2, torch.device("cuda"), **both),
+        ),
+        "tiles": ("block", lambda: Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=2, **both)),
+        "rows": ("block", lambda: Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=1, **both)),
+        "mx": ("mxfp8", lambda: MXFP8Quantizer(DType.kFloat8E4M3, **both)),
+    }
+
+
+@pytest.mark.parametrize("name", ["current", "tiles", "rows", "mx"])
+def test_te_s_tensors_are_read_as_te_reads_them(name):
+    recipe, make = quantizers()[name]
+    if reason := why_not(recipe):
+        pytest.skip(reason)
+    x = torch.randn(3, 96, 416, device="cuda", dtype=torch.bfloat16)  # no multiples of 128
+    x *= torch.linspace(1e-3, 10, 416, device="cuda").bfloat16()
+    quantized = make()(x)
+    expected = quantized.dequantize(dtype=torch.float32).reshape(-1, 416)
+    torch.testing.assert_close(restored(READERS[recipe](quantized)), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(expected, x.reshape(-1, 416).float(), rtol=0.13, atol=0.01)
+
+
 def test_te_s_statistics_are_logged_and_change_nothing(tmp_path):
     pytest.importorskip("nvdlfw_inspect")
     rest = "delayed" if why_not("block") else "block"
@@ -54,10 +112,9 @@ def test_te_s_statistics_are_logged_and_change_nothing(tmp_path):
         check_shares(statistics)
         check_scales_of_the_largest_value(statistics, "layers.1.self_attention.proj")
         tensors = {tuple(name.split("/")[1:3]) for name in statistics}
-        assert len(tensors) == len(modules) * 3
-        with_overflow = {name.split("/")[1] for name in statistics if name.endswith("/overflow")}
-        assert {f"layers.2.{part}" for part in parts} <= with_overflow  # delayed scaling
-        assert "layers.1.self_attention.proj" not in with_overflow
+        assert len(tensors) == len(modules) * 3 and len(statistics) == len(tensors) * len(STATISTICS)
+        assert {name.rpartition("/")[2] for name in statistics} == STATISTICS
+        assert all(statistics[f"fp8/layers.1.self_attention.proj/{t}/overflow"] == 0 for t in LARGEST)
     # TE computes norm and cast apart where it watches, so that a watched step differs in its last bits.
     watched, plain = losses(tmp_path / "watched"), losses(tmp_path / "plain")
     assert watched[1] == plain[1]
