@@ -37,7 +37,17 @@ ROW = (*SHAPE, "stack", "precision", "packing", "sharding_mode", "moment_dtype",
 ALONE = tuple(name for name in (*TABLE, *ROW) if name not in ("gpus", "sharding_mode"))
 OURS = "this suite"
 # Flags that columns or the table's heading tell already; a row's options are the others.
-TOLD = {*TABLE, *SHAPE, *ROW, "use_te", "mixed_precision", "fp8_scenario", "init", "tokenizer_name"}
+TOLD = {
+    *TABLE,
+    *SHAPE,
+    *ROW,
+    "use_te",
+    "mixed_precision",
+    "fp8_scenario",
+    "fp8_lm_head",
+    "init",
+    "tokenizer_name",
+}
 TOLD |= {"dataset_name", "split_name", "output_dir", "num_workers", "num_proc", "data_cache_dir"}
 
 
@@ -45,10 +55,13 @@ def from_throughput(line: dict[str, Any]) -> dict[str, Any]:
     """A line of throughput.jsonl with the columns of this page."""
     layers = "TE" if line["use_te"] else "HF"
     mixed, recipe = line["mixed_precision"], line["recipe"]
+    fp8_head = line["settings"].get("fp8_lm_head", False)
     options = {name: value for name, value in line["settings"].items() if name not in TOLD}
     return line | {
         "stack": OURS,
-        "precision": f"{mixed.upper()}{f' {recipe}' if recipe != mixed else ''}, {layers} layers",
+        "precision": f"{mixed.upper()}{f' {recipe}' if recipe != mixed else ''}, {layers} layers"
+        + ", FP8 LM head" * fp8_head,
+        "fp8_head": fp8_head,
         "layers": layers,
         "bf16": mixed == "bf16",
         "options": shlex.join(f"--{n}" if v is True else f"--{n}={v}" for n, v in sorted(options.items())),
@@ -220,14 +233,17 @@ def padded(rows: list[Row]) -> bool:
 
 
 def overview(runs: list[dict[str, Any]]) -> str:
-    """Markdown: of every model, length and data on one GPU, the fastest of each stack in BF16 and in FP8."""
+    """Markdown: of every model, length and data on one GPU, each stack's fastest in BF16, in FP8, and in FP8
+    with the LM head, which costs some loss.
+    """
     lines = []
     alone = [run for run in runs if run["gpus"] == 1]
     for group in grouped(alone, TABLE):
         rows = [Row(of_newest_commit(same)) for same in grouped(group, ROW)]
         fastest: dict[tuple, Row] = {}
         for row in sorted(rows, key=lambda row: -row.median("tokens_per_second_per_gpu")):
-            fastest.setdefault((row["stack"].split(" + ")[0], row["bf16"]), row)
+            kind = row["stack"].split(" + ")[0], row["bf16"], bool(row["fp8_head"])
+            fastest.setdefault(kind, row)
         lines += [[cell(row, rows) for cell in BRIEF.values()] for row in fastest.values()]
     return table(list(BRIEF), lines)
 

@@ -204,8 +204,9 @@ def test_the_sharding_mode_does_not_change_the_run(mode, accumulation, reference
     """Labels are masked unevenly, and a mean of the ranks' means would show."""
     flags = f"--gradient_accumulation_steps {accumulation}"
     shards = "--hsdp_shard_size 1" if mode == "hsdp" else ""
-    train(tmp_path / "run", f"{flags} --sharding_mode {mode} {shards}")
+    said = train(tmp_path / "run", f"{flags} --sharding_mode {mode} {shards}").printed()
     same_run(tmp_path / "run", reference(flags))
+    assert ("the optimizer steps on the CPU" in said) == ("offload" in mode)
     assert summary(tmp_path / "run")["sharding_mode"] == mode
 
 

@@ -33,6 +33,29 @@ def test_a_model_without_gradients_is_named():
         global_norm([])
 
 
+@pytest.mark.parametrize(
+    ("variable", "ranks_here", "expected"),
+    [("1", 2, 3), ("1", 8, 1), (None, 3, 2), ("5", 2, 2)],
+    ids=["torchrun's default", "more ranks than cores", "not set", "the user's own"],
+)
+def test_a_rank_that_steps_on_the_cpu_uses_its_share_of_the_cores(
+    monkeypatch, variable, ranks_here, expected
+):
+    for name in ranks.TORCHRUN:
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6), raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert ranks.use_cores() == expected
+    finally:
+        torch.set_num_threads(before)
+
+
 # Parameters, bytes of weights and state as TE's optimizer has them, on GPUs of 100 GB: 60 GB are for these.
 @pytest.mark.parametrize(
     ("billions", "world_size", "local_size", "mode"),

@@ -133,6 +133,22 @@ def local_rank_and_size() -> tuple[int, int]:
     return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 
 
+def use_cores() -> int:
+    """Let this rank's CPU kernels use its share of the cores; how many threads that makes.
+
+    torchrun sets OMP_NUM_THREADS=1 where it is not set, and an optimizer on the CPU would step on one core.
+    Another number is the user's.
+    """
+    if under_torchrun() and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(max(1, cores() // local_rank_and_size()[1]))
+    return torch.get_num_threads()
+
+
+def cores() -> int:
+    """CPU cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def num_nodes() -> int:
     return int(os.environ.get("GROUP_WORLD_SIZE", 1)) if dist.is_initialized() else 1
 

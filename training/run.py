@@ -221,6 +221,8 @@ class Run:
         if self.mode == "fsdp_offload":
             ranks.together(lambda: refuse_small_host(te_models.count_parameters(self.plan)))
         self.strategy = STRATEGIES[self.mode](self.device, self.cfg)
+        if self.strategy.steps_on_cpu:
+            say(f"the optimizer steps on the CPU: {ranks.use_cores()} threads a rank")
         ranks.together(lambda: fp8_stats.check(self.cfg, self.precision, compiles=self._compiles()))
         ranks.together(lambda: profiling.check(self.cfg.log.profile_steps, self.device))
         self.optimizer_plan = self._plan_optimizer(self.strategy.master_home)
@@ -494,6 +496,7 @@ class Run:
             self.display.close()
             self.fp8_stats.close()
             self.profiler.close()
+            gc.unfreeze()  # a process that makes another run must be able to let go of this one
             self.tracker.finish(code)
             self._unlock()
         if code == EXIT_INTERRUPTED and not self.cfg.checkpoint.save_checkpoints:

@@ -50,6 +50,7 @@ class SingleDevice:
     shards_weights = False  # so that weights are drawn into shards instead of a whole model
     whole_weights = True  # on the device, from step to step
     master_home = "device"  # where FP32 weights are: on the device, on the CPU ("cpu") or in ZeRO ("zero")
+    steps_on_cpu = False  # the optimizer, though the model runs elsewhere
 
     def __init__(self, device: torch.device, cfg: Config | None = None):
         self.device, self.cfg = device, cfg
@@ -203,6 +204,7 @@ class FSDP(SingleDevice):
     ):
         super().__init__(device, cfg)
         self.mode, self.resharded, self.offload = mode, resharded, offload
+        self.steps_on_cpu = offload
         self.master_home = "cpu" if offload else "device"
         size = shard_size or self.world_size
         if size == self.world_size:

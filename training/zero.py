@@ -58,7 +58,9 @@ class Zero(SingleDevice):
         name = cfg.sharding.deepspeed_config or self.mode
         dtype = torch.float32 if full else torch.bfloat16
         self.settings = merge_settings(name, cfg, self.world_size, dtype)
-        self.stage = self.settings["zero_optimization"]["stage"]
+        sharding = self.settings["zero_optimization"]
+        self.stage = sharding["stage"]
+        self.steps_on_cpu = (sharding.get("offload_optimizer") or {}).get("device") == "cpu"
         # Its hooks give a layer's weights back after the second forward pass; only the graph of that pass
         # fetches them again for backward.
         self.reentrant = self.stage == 3
