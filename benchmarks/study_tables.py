@@ -88,6 +88,7 @@ def precision(run: RunRecord) -> str:
     ]
     parts += ["FP8 all-gather"] if run.config.get("fp8_all_gather") else []
     parts += ["FP8 LM head"] if run.config.get("fp8_lm_head") else []
+    parts += ["FP32 scales"] if run.config.get("fp8_fp32_scales") else []
     parts += ["fast accumulation"] if run.config.get("fp8_fast_accumulation") else []
     return ", ".join(parts) + (" (emulated)" if run.emulated else "")
 

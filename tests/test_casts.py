@@ -124,6 +124,19 @@ def test_blocks_share_a_power_of_two_scale(block, shape):
             assert torch.equal(got[part].double(), expected)
 
 
+@pytest.mark.parametrize("block", [(1, 128), (128, 128)])
+def test_a_block_s_scale_may_be_any_number(block):
+    """Then its largest value is as exact as float32's."""
+    x = block_matrix(256, 384)
+    quantized = cast_blocks(x, E4M3, block, power_of_two=False)
+    tiles = x.float().abs().unflatten(0, (-1, block[0])).unflatten(2, (-1, block[1]))
+    amax = tiles.amax((1, 3))
+    torch.testing.assert_close(quantized.scale_inv, amax / 448)
+    assert (quantized.scale_inv.log2() % 1 != 0).any()
+    found = quantized.dequantize().abs().unflatten(0, (-1, block[0])).unflatten(2, (-1, block[1]))
+    torch.testing.assert_close(found.amax((1, 3)), amax)
+
+
 def test_blocks_of_zeros_stay_zeros():
     x = torch.zeros(128, 256)
     x[:, 128:] = 1.0

@@ -270,6 +270,7 @@ RECIPES = {
     "delayed": te.DelayedScaling(amax_history_len=3),
     "current": te.Float8CurrentScaling(),
     "block": te.Float8BlockScaling(),
+    "block_fp32": te.Float8BlockScaling(use_f32_scales=True),
     "mxfp8": te.MXFP8BlockScaling(),
 }
 

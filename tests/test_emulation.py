@@ -1,6 +1,7 @@
 """The emulated TE layer against Hugging Face's layers, its recipes against BF16, and whole runs with it."""
 
 import json
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from te_models import emulation as te
 from te_models.decoder import rope_angles
-from te_models.emulation.casts import cast_blocks, cast_mx, cast_tensor, cast_with_scale
+from te_models.emulation.casts import Quantized, cast_blocks, cast_mx, cast_tensor, cast_with_scale
 from te_models.weights import fuse_qkv
 from tests.test_emulated_scaling import FFN, GROUPS, HEADS, HIDDEN, RECIPES, layer
 from tests.test_run import exported, losses, train
@@ -169,6 +170,12 @@ def test_recipes_are_near_hugging_face(name, family):
 
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def cast_fp32_blocks(block: tuple[int, int]) -> Callable[[torch.Tensor], Quantized]:
+    return lambda x: cast_blocks(x, E4M3, block, power_of_two=False)
+
+
 # By recipe and kind: the casts for GEMMs that contract features, and for those that contract tokens.
 OPERANDS = {
     "current": {
@@ -180,6 +187,11 @@ OPERANDS = {
         "input": (lambda x: cast_blocks(x, E4M3, (1, 128)), lambda x: cast_blocks(x, E4M3, (128, 1))),
         "weight": (lambda x: cast_blocks(x, E4M3, (128, 128)), lambda x: cast_blocks(x, E4M3, (128, 128))),
         "grad": (lambda x: cast_blocks(x, E4M3, (1, 128)), lambda x: cast_blocks(x, E4M3, (128, 1))),
+    },
+    "block_fp32": {
+        "input": (cast_fp32_blocks((1, 128)), cast_fp32_blocks((128, 1))),
+        "weight": (cast_fp32_blocks((128, 128)), cast_fp32_blocks((128, 128))),
+        "grad": (cast_fp32_blocks((1, 128)), cast_fp32_blocks((128, 1))),
     },
     "mxfp8": {
         kind: (lambda x: cast_mx(x, E4M3, dim=1), lambda x: cast_mx(x, E4M3, dim=0))

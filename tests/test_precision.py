@@ -200,23 +200,23 @@ def test_fast_accumulation_where_no_gemm_has_the_choice_is_refused(resolved):
         ("fp8_amax_compute_algo", "most_recent", {"delayed"}),
         ("fp8_format", "e4m3", {"delayed", "current"}),
         ("fp8_attention", True, {"delayed", "current"}),
+        ("fp8_fp32_scales", True, {"block"}),
     ],
 )
 def test_a_setting_that_no_recipe_reads_is_refused(name, value, readers):
+    flag = name if value is True else f"{name} {value}"
     for recipe in ("delayed", "current", "block", "tensorwise"):
         resolved = precision.Precision(recipe, recipe)
         if recipe in readers:
             precision.check_settings(settings(**{name: value}), resolved)
             continue
-        with pytest.raises(
-            ValueError, match=rf"--{name} {value}: is read under .*, not under {recipe}; drop it"
-        ):
+        with pytest.raises(ValueError, match=rf"--{flag}: is read under .*, not under {recipe}; drop it"):
             precision.check_settings(settings(**{name: value}), resolved)
     in_bf16 = precision.Precision("bf16", "bf16")
     precision.check_settings(settings(**{name: value}), in_bf16)
     assert precision.unread(settings(**{name: value}), precision.Precision("delayed", "delayed")) is None
     assert precision.unread(settings(**{name: value}), in_bf16) == (
-        f"--{name} {value}: not read in bf16; FP8 needs --mixed_precision fp8"
+        f"--{flag}: not read in bf16; FP8 needs --mixed_precision fp8"
     )
 
 
@@ -225,6 +225,21 @@ def test_a_recipe_asked_for_in_bf16_is_told():
     assert precision.unread(settings(), in_bf16) is None
     said = precision.unread(settings(fp8_scenario="delayed", fp8_margin=2), in_bf16)
     assert said.startswith("--fp8_scenario delayed, --fp8_margin 2: not read in bf16")
+
+
+def test_scales_of_blocks_in_fp32_reach_the_recipe():
+    for fp32 in (False, True):
+        recipe = precision.make_recipe("block", settings(fp8_fp32_scales=fp32).precision, "emulated")
+        assert recipe.use_f32_scales is fp32
+
+
+def test_scales_in_fp32_are_hopper_s(monkeypatch):
+    resolved = precision.Precision("block", "block", te_backend="native")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    precision.check_settings(settings(fp8_fp32_scales=True), resolved)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    with pytest.raises(ValueError, match=r"--fp8_fp32_scales .*capability 10\.0.* powers of two; drop it"):
+        precision.check_settings(settings(fp8_fp32_scales=True), resolved)
 
 
 @pytest.mark.parametrize("name", ["delayed", "current"])

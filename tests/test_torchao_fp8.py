@@ -88,6 +88,17 @@ def test_layers_run_in_the_recipe_of_their_name():
     assert ran["k_proj"] == ran["v_proj"] == "bf16"
 
 
+@pytest.mark.parametrize(
+    ("recipe", "rounds"), [("tensorwise", False), ("rowwise", True), ("rowwise_with_gw_hp", True)]
+)
+def test_scales_are_powers_of_two_where_the_recipe_has_them_so_unless_asked_otherwise(recipe, rounds):
+    for fp32_scales in (False, True):
+        model = build(recipe_of=None)
+        torchao_fp8.convert(model, lambda name: recipe, emulated=True, fp32_scales=fp32_scales)
+        found = {m.config.round_scales_to_power_of_2 for m in model.modules() if hasattr(m, "fp8_recipe")}
+        assert found == {rounds and not fp32_scales}
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_keep_names_values_and_ties(tied):
     plain, converted = (build(recipe_of=r, tie_word_embeddings=tied) for r in (None, lambda name: "rowwise"))

@@ -113,6 +113,9 @@ class PrecisionConfig:
         "backward's FP8 GEMMs add up with fewer bits, as forward's always do: faster on Hopper (delayed and "
         "current scaling)",
     )
+    fp8_fp32_scales: bool = knob(
+        False, "block and rowwise scaling: any FP32 number is a scale, not powers of two alone (Hopper)"
+    )
     fp8_lm_head: bool = knob(
         False, "the LM head's GEMMs in FP8 too, under any FP8 recipe of the layers (docs/precision.md)"
     )

@@ -55,16 +55,20 @@ def _current(cfg: PrecisionConfig, te: Any) -> Any:
     return te.Float8CurrentScaling(fp8_format=te.Format[cfg.fp8_format.upper()], fp8_dpa=cfg.fp8_attention)
 
 
+def _block(cfg: PrecisionConfig, te: Any) -> Any:
+    if not cfg.fp8_fp32_scales:
+        return te.Float8BlockScaling()
+    recipe = te.Float8BlockScaling(use_f32_scales=True)
+    for operand in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        if hasattr(recipe, operand):  # TE sets them when it is imported, whatever a recipe is made with
+            setattr(recipe, operand, te.QParams(power_2_scale=False, amax_epsilon=0.0))
+    return recipe
+
+
 RECIPES: dict[str, RecipeSpec] = {
     "delayed": RecipeSpec(_delayed, "is_fp8_available", 16, 16, "DelayedScaling"),
     "current": RecipeSpec(_current, "is_fp8_available", 16, 16, "Float8CurrentScaling"),
-    "block": RecipeSpec(
-        lambda cfg, te: te.Float8BlockScaling(),
-        "is_fp8_block_scaling_available",
-        128,
-        128,
-        "Float8BlockScaling",
-    ),
+    "block": RecipeSpec(_block, "is_fp8_block_scaling_available", 128, 128, "Float8BlockScaling"),
     "mxfp8": RecipeSpec(
         lambda cfg, te: te.MXFP8BlockScaling(), "is_mxfp8_available", 32, 32, "MXFP8BlockScaling"
     ),
@@ -246,6 +250,7 @@ def odd_sizes(recipe: str, sizes: dict[str, int]) -> list[str]:
 # Settings, and the recipes that read them.
 READ_BY = {name: {"delayed"} for name in ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")}
 READ_BY |= {name: {"delayed", "current"} for name in ("fp8_format", "fp8_attention")}
+READ_BY["fp8_fp32_scales"] = {"block", "rowwise", "rowwise_with_gw_hp"}
 
 
 def _asked_for(cfg: Config, names: Iterable[str]) -> dict[str, Any]:
@@ -255,12 +260,16 @@ def _asked_for(cfg: Config, names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
+def _flag(name: str, value: Any) -> str:
+    return f"--{name}" if value is True else f"--{name} {value}"
+
+
 def unread(cfg: Config, precision: Precision) -> str | None:
     """Of a run that is not in FP8, the settings of FP8 recipes that were asked for all the same."""
     given = _asked_for(cfg, () if precision.fp8 else ("fp8_scenario", *READ_BY))
     if not given:
         return None
-    flags = ", ".join(f"--{name} {value}" for name, value in given.items())
+    flags = ", ".join(_flag(name, value) for name, value in given.items())
     return f"{flags}: not read in {precision.effective}; FP8 needs --mixed_precision fp8"
 
 
@@ -272,8 +281,15 @@ def check_settings(cfg: Config, precision: Precision) -> None:
     for name, value in _asked_for(cfg, READ_BY if precision.fp8 else ()).items():
         if not precision.in_use & READ_BY[name]:
             raise ValueError(
-                f"--{name} {value}: is read under {' and '.join(sorted(READ_BY[name]))} scaling (--use_te), "
+                f"{_flag(name, value)}: is read under {' and '.join(sorted(READ_BY[name]))} scaling, "
                 f"not under {', '.join(sorted(precision.in_use))}; drop it"
+            )
+    if cfg.precision.fp8_fp32_scales and "block" in precision.in_use and precision.te_backend == "native":
+        major, minor = torch.cuda.get_device_capability()
+        if major > 9:
+            raise ValueError(
+                f"--fp8_fp32_scales --fp8_scenario block: on this GPU (compute capability {major}.{minor}) "
+                "TE runs block scaling in MXFP8's GEMMs, whose scales are powers of two; drop it"
             )
     if not cfg.precision.fp8_fast_accumulation:
         return

@@ -88,13 +88,14 @@ def convert(
     *,
     emulated: bool,
     all_gather: bool = False,
+    fp32_scales: bool = False,
 ) -> None:
     """Give linear layers of `model.blocks` the recipe of their name; None or "bf16" leaves one as it is.
 
     On the meta device or not, before sharding; parameters keep names, shapes and dtypes. A layer left out
     though it has a recipe gets `fp8_left_out`, the reason; a converted one `fp8_recipe`. `emulated` computes
-    GEMMs of FP8 values in FP32. `all_gather` lets FSDP2 gather weights in FP8, tensorwise alone. ValueError
-    if no layer can be converted.
+    GEMMs of FP8 values in FP32. `all_gather` lets FSDP2 gather weights in FP8, tensorwise alone. With
+    `fp32_scales` no recipe rounds scales to powers of two. ValueError if no layer can be converted.
     """
     float8 = _float8()
     wanted = {name: recipe_of(name) for name in linear_names(model)}
@@ -113,6 +114,8 @@ def convert(
         settings = float8.Float8LinearConfig.from_recipe_name(recipe)
         gathered = all_gather and recipe == "tensorwise"
         settings = replace(settings, emulate=emulated, enable_fsdp_float8_all_gather=gathered)
+        if fp32_scales:
+            settings = replace(settings, round_scales_to_power_of_2=False)
         float8.convert_to_float8_training(
             model, config=settings, module_filter_fn=lambda module, name, chosen=chosen: name in chosen
         )

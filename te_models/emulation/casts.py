@@ -28,6 +28,7 @@ class Quantized:
     data: Tensor
     scale_inv: Tensor
     block: tuple[int, int] | None = None
+    fits_bfloat16: bool = True  # what `dequantize` gives for blocks, if their scales are powers of two
 
     def dequantize(self) -> Tensor:
         """[M, N] float32."""
@@ -87,12 +88,14 @@ def cast_tensor(x: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None) ->
     return cast_with_scale(x, scale_of(amax, dtype, power_of_two=False), dtype)
 
 
-def cast_blocks(x: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> Quantized:
-    """A power-of-two scale for each `block` of x [M, N], as (1, 128) or (128, 128), cut off at the ends."""
+def cast_blocks(
+    x: Tensor, dtype: torch.dtype, block: tuple[int, int], *, power_of_two: bool = True
+) -> Quantized:
+    """A scale for each `block` of x [M, N], as (1, 128) or (128, 128), cut off at the ends."""
     tiles = _tiles(x.float(), block)  # [M/m, m, N/n, n]
-    scale = scale_of(largest(tiles, (1, 3)), dtype, power_of_two=True)
+    scale = scale_of(largest(tiles, (1, 3)), dtype, power_of_two=power_of_two)
     data = saturate(_untiled(tiles * scale[:, None, :, None]), dtype)
-    return Quantized(data[: x.shape[0], : x.shape[1]], scale.reciprocal(), block)
+    return Quantized(data[: x.shape[0], : x.shape[1]], scale.reciprocal(), block, power_of_two)
 
 
 def cast_mx(x: Tensor, dtype: torch.dtype, *, dim: int) -> Quantized:

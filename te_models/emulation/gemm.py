@@ -53,7 +53,8 @@ def multiply_fp8(
         left, right = widen(a.data), widen(b.data)
     else:
         left, right = a.dequantize(), b.dequantize()
-    product = multiply(left.T if transpose_a else left, right.T if transpose_b else right, fits_bfloat16=True)
+    left, right = left.T if transpose_a else left, right.T if transpose_b else right
+    product = multiply(left, right, fits_bfloat16=a.fits_bfloat16 and b.fits_bfloat16)
     return product * (a.scale_inv * b.scale_inv) if a.block is None else product
 
 
@@ -122,7 +123,7 @@ class LinearFunction(torch.autograd.Function):
         gemms: Gemms | None,
         amax: Tensor | None,
     ) -> Tensor:
-        ctx.gemms, ctx.dtype, ctx.has_bias, ctx.block = gemms, dtype, bias is not None, None
+        ctx.gemms, ctx.dtype, ctx.has_bias, ctx.kept_as = gemms, dtype, bias is not None, ()
         keeps_x = ctx.needs_input_grad[1]  # for the weight's gradient
         if gemms is None:
             x = x.to(dtype)
@@ -134,7 +135,7 @@ class LinearFunction(torch.autograd.Function):
             y = multiply_fp8(inputs(1), weights(1), transpose_b=True)
             scale = gemms.weight.scale.clone() if gemms.weight else None
             kept = inputs(0) if keeps_x else None
-            ctx.block = kept.block if kept else None
+            ctx.kept_as = (kept.block, kept.fits_bfloat16) if kept else ()
             ctx.save_for_backward(weight, kept and kept.data, kept and kept.scale_inv, scale)
         return (y if bias is None else y + bias.to(dtype).float()).to(dtype)
 
@@ -158,7 +159,7 @@ class LinearFunction(torch.autograd.Function):
                 weights = gemms.recipe.quantize(weight.to(dtype), "weight", slot)
                 grad_x = multiply_fp8(grads(1), weights(0))
             if needs_weight:
-                kept = Quantized(x, scale_inv, ctx.block)
+                kept = Quantized(x, scale_inv, *ctx.kept_as)
                 grad_weight = multiply_fp8(grads(0), kept, transpose_a=True)
             if gemms.finish:
                 gemms.finish()

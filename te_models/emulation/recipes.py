@@ -112,14 +112,16 @@ class Float8CurrentScaling(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class Float8BlockScaling(Recipe):
-    """A power-of-two scale for 128 neighbours along the contracted side, for 128x128 in weights."""
+    """A scale for 128 neighbours along the contracted side, 128x128 in weights: powers of two, or any."""
 
     fp8_format: Format = Format.E4M3
+    use_f32_scales: bool = False
 
     def quantize(self, x: Tensor, kind: Kind, slot: Slot | None, amax: Tensor | None = None) -> Operand:
         dtype = self.fp8_format.dtype(kind)
         lines = ((BLOCK, BLOCK), (BLOCK, BLOCK)) if kind == "weight" else ((BLOCK, 1), (1, BLOCK))
-        return lambda side: cast_blocks(x, dtype, lines[side])
+        power_of_two = not self.use_f32_scales
+        return lambda side: cast_blocks(x, dtype, lines[side], power_of_two=power_of_two)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,16 +14,17 @@ from training.scaling_state import restore_scaling, scaling_state
 
 pytestmark = pytest.mark.gpu
 BACKENDS = ("native", "emulated")
-RECIPES = ["bf16", "delayed", "current", "block"]  # MXFP8 needs Blackwell
+RECIPES = ["bf16", "delayed", "current", "block", "block, FP32 scales"]  # MXFP8 needs Blackwell
 HIDDEN, FFN, HEADS, GROUPS, TOKENS = 512, 1024, 8, 2, 2048
 
 
 def recipe_of(name: str, backend: str):
     if name == "bf16":
         return None
+    name, _, scales = name.partition(", ")
     if reason := why_not(name):
         pytest.skip(reason)
-    return make_recipe(name, PrecisionConfig(fp8_amax_history_len=4), backend)
+    return make_recipe(name, PrecisionConfig(fp8_amax_history_len=4, fp8_fp32_scales=bool(scales)), backend)
 
 
 def within(backend: str, recipe):
@@ -74,16 +75,21 @@ def test_per_tensor_casts_are_tes(te, dtype, source):
 
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("sides", [1, 2], ids=["1x128", "128x128"])
-def test_block_casts_are_tes(te, sides, source):
+@pytest.mark.parametrize("power_of_two", [True, False], ids=["powers of two", "fp32"])
+def test_block_casts_are_tes(te, power_of_two, sides, source):
     if reason := why_not("block"):
         pytest.skip(reason)
     rows, columns = 384, 640
     x = values(rows, columns, dtype=source)
     theirs = te.Float8BlockQuantizer(
-        te.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=sides
+        te.DType.kFloat8E4M3,
+        rowwise=True,
+        columnwise=True,
+        block_scaling_dim=sides,
+        force_pow_2_scales=power_of_two,
     )(x)
-    along = cast_blocks(x, E4M3, (1, 128) if sides == 1 else (128, 128))
-    across = cast_blocks(x, E4M3, (128, 1) if sides == 1 else (128, 128))
+    along = cast_blocks(x, E4M3, (1, 128) if sides == 1 else (128, 128), power_of_two=power_of_two)
+    across = cast_blocks(x, E4M3, (128, 1) if sides == 1 else (128, 128), power_of_two=power_of_two)
     assert torch.equal(bits(along.data), theirs._rowwise_data)
     assert torch.equal(bits(across.data.T), theirs._columnwise_data)
     # TE pads scales for its GEMMs, and keeps those of 1x128 blocks transposed.
