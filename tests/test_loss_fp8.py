@@ -48,11 +48,28 @@ def test_the_gradient_of_logits_is_cast_as_it_is_and_transposed():
     logits = (torch.randn(16, 48) * 4).bfloat16()
     _, _, log_sum = softmax_cross_entropy(logits, labels)
     columns = torch.zeros(48, 32, dtype=torch.uint8).view(E5M2)
-    rows = cast_gradient(logits, labels, log_sum, columns, 16)
-    scores = logits.float().requires_grad_()
-    F.cross_entropy(scores, labels, ignore_index=-100, reduction="sum").backward()
-    assert torch.equal(rows.float(), (scores.grad * GRADIENT_SCALE).to(E5M2).float())
+    rows, at_label = cast_gradient(logits, labels, log_sum, columns, 16)
+    expected, exact = gradients(logits, labels)
+    assert torch.equal(rows.float(), expected * GRADIENT_SCALE)
     assert torch.equal(columns.float()[:, 16:], rows.float().T) and not columns.float()[:, :16].any()
+    torch.testing.assert_close(at_label, -expected.sum(1))
+    assert (at_label - exact).abs().max() < 0.05 and not at_label[::3].any()
+
+
+def gradients(logits, labels):
+    """By logits, in E5M2 with a zero at the label; and by the label's own."""
+    scores, valid = logits.float().requires_grad_(), labels != -100
+    F.cross_entropy(scores, labels, ignore_index=-100, reduction="sum").backward()
+    exact = torch.where(valid, scores.grad.gather(1, labels.clamp(min=0)[:, None])[:, 0], 0.0)
+    cast = (scores.grad * GRADIENT_SCALE).to(E5M2).float() / GRADIENT_SCALE
+    return cast.scatter(1, labels.clamp(min=0)[:, None], 0.0), exact
+
+
+def test_a_token_s_gradients_add_up_to_zero_though_they_are_cast():
+    """Else all logits would move the same way with every step, of which no loss knows."""
+    h, w, labels = case(2000)
+    linear_cross_entropy(h, w, labels, fp8=True).loss.backward()
+    assert w.grad.float().sum(0).norm() < 0.02 * w.grad.float().norm()
 
 
 @pytest.mark.parametrize("tokens_of_a_gemm", [8192, 128], ids=["one-gemm", "several"])
@@ -66,14 +83,15 @@ def test_it_is_the_plain_formula_of_what_the_casts_leave(tokens, chunk_bytes, to
     out = linear_cross_entropy(h, w, labels, fp8=True)
     (out.loss / 7).backward()
     x, v = (found.rows.float() * found.inverse for found in (cast(h.detach()), cast(w.detach())))
-    logits = (x @ v.T).bfloat16().float().requires_grad_()
-    expected = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-    expected.backward()
-    grad = (logits.grad * GRADIENT_SCALE).to(E5M2).float() / GRADIENT_SCALE
-    torch.testing.assert_close(out.loss, expected.detach())
+    logits = (x @ v.T).bfloat16().float()
+    torch.testing.assert_close(out.loss, F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
     assert out.correct == ((logits.argmax(-1) == labels) & (labels != -100)).sum()
-    torch.testing.assert_close(h.grad, (grad @ v / 7).bfloat16(), rtol=2e-2, atol=1e-3)
-    torch.testing.assert_close(w.grad, (grad.T @ x / 7).bfloat16(), rtol=2e-2, atol=1e-3)
+    grad, _ = gradients(logits, labels)
+    by_label = torch.zeros_like(grad).scatter(1, labels.clamp(min=0)[:, None], -grad.sum(1, keepdim=True))
+    by_hidden = grad @ v + by_label @ w.detach().float()
+    by_weight = grad.T @ x + by_label.T @ h.detach().float()
+    torch.testing.assert_close(h.grad, (by_hidden / 7).bfloat16(), rtol=2e-2, atol=1e-3)
+    torch.testing.assert_close(w.grad, (by_weight / 7).bfloat16(), rtol=2e-2, atol=1e-2)
 
 
 def test_it_is_close_to_bf16():
@@ -152,6 +170,8 @@ def test_a_run_whose_layers_do_not_run_in_fp8_stops_all_the_same(tmp_path, capsy
     [
         ("cast", "it computes another cast"),
         ("cast_gradient", "it computes another gradient of logits"),
+        ("add_label_rows_", "it computes another part of labels in the hidden states' gradient"),
+        ("add_to_label_rows_", "it computes another part of labels in the weight's gradient"),
         ("multiply", "it computes another GEMM"),
     ],
 )
@@ -166,7 +186,9 @@ def test_what_is_computed_otherwise_than_on_the_cpu_is_found(name, says, monkeyp
             return result
         if name == "multiply":
             return result * 1.02
-        rows = result.rows if name == "cast" else result
+        if name.startswith("add"):
+            return given[0].add_(0.1)
+        rows = result.rows if name == "cast" else result[0]
         rows.view(torch.uint8)[5:7] ^= 0x14
         return result
 

@@ -1,8 +1,14 @@
 """The LM head and cross entropy of `loss` with the head's three GEMMs in FP8.
 
 Hidden states and weight are cast to E4M3, each with one scale from its own largest value (TE's current
-scaling). Gradients of logits are cast to E5M2 with a scale that needs no search: a probability less 1 or 0
-lies between -1 and 1. Softmax is taken in float32 of BF16 logits, as without FP8.
+scaling). Gradients of logits are cast to E5M2 with a scale that needs no search: they are probabilities.
+Softmax is taken in float32 of BF16 logits, as without FP8.
+
+A label's own gradient, its probability less 1, is not cast. It is the largest of its row and often near -1,
+where E5M2's steps are an eighth and a quarter: rounded, it came out 2 to 3 % too large on average, and rows
+did not add up to zero, so that every step moved all logits the same way, which no loss ever corrects. So the
+GEMMs see a zero there, and a label's gradient is minus the sum of its row's others as they were cast, in
+float32.
 
 FP8 GEMMs on Hopper read both operands along their inner dimension, so what takes part in two is kept as it is
 and transposed. Where a GPU has no FP8 units, and on a CPU, the same products add up in float32.
@@ -62,6 +68,7 @@ class _Fp8LinearCrossEntropy(LinearCrossEntropy):
             hidden, labels = F.pad(hidden, (0, 0, 0, missing)), F.pad(labels, (0, missing), value=IGNORE)
         x, w = (cast(matrix, columns=needs_grad) for matrix in (hidden, weight))
         rows = max(128, CHUNK_BYTES // (2 * vocab) // 128 * 128)
+        at_label = torch.zeros(len(labels), device=hidden.device, dtype=torch.float32)
         loss = torch.zeros((), device=hidden.device, dtype=torch.float32)
         correct = torch.zeros((), device=hidden.device, dtype=torch.int64)
         grad_hidden = hidden.new_empty(x.rows.shape, dtype=torch.bfloat16) if needs_grad else None
@@ -76,7 +83,11 @@ class _Fp8LinearCrossEntropy(LinearCrossEntropy):
                 chunk_loss, chunk_correct, log_sum = softmax_cross_entropy(logits, target)
                 loss += chunk_loss
                 correct += chunk_correct
-                grads = cast_gradient(logits, target, log_sum, columns, start - first) if needs_grad else None
+                grads = None
+                if needs_grad:
+                    grads, at_label[start:end] = cast_gradient(
+                        logits, target, log_sum, columns, start - first
+                    )
                 del logits  # or the next chunk's would be there beside them
                 if needs_grad:
                     grad_hidden[start:end] = multiply(grads, w.columns, inverse, w.inverse)
@@ -85,6 +96,9 @@ class _Fp8LinearCrossEntropy(LinearCrossEntropy):
                 operands = columns, x.columns[:, first:last], inverse, x.inverse
                 grad_weight = _accumulate(grad_weight, *operands, only=last - first == len(labels))
                 del columns, operands
+        if needs_grad:
+            add_label_rows_(grad_hidden, weight, labels, at_label)
+            add_to_label_rows_(grad_weight, hidden, labels, at_label)
         ctx.grads, ctx.dtype = [grad_hidden[:tokens] if needs_grad else None, grad_weight], torch.bfloat16
         ctx.mark_non_differentiable(correct)
         return loss, correct
@@ -96,7 +110,8 @@ def why_not(device: str = "cuda") -> str | None:
     tokens, vocab, at = 208, 2064, MULTIPLE  # blocks that are full, and some that are not
     matrix = torch.randn(tokens, vocab, generator=generator).bfloat16()
     labels = torch.randint(vocab, (tokens,), generator=generator)
-    labels[::3], labels[1] = IGNORE, vocab - 1
+    labels[2::4], labels[::3], labels[1] = 5, IGNORE, vocab - 1
+    factors = torch.rand(tokens, generator=generator).where(labels != IGNORE, 0.0)
 
     def compute(device: str, log_sum: Tensor | None = None) -> dict[str, Tensor]:
         x, target = cast(matrix.to(device)), labels.to(device)
@@ -104,14 +119,22 @@ def why_not(device: str = "cuda") -> str | None:
         columns = torch.zeros(vocab, tokens + 2 * at, dtype=torch.uint8, device=device).view(E5M2)
         own = softmax_cross_entropy(logits, target)[2]
         # The gradients are of one number for both: exp of another last bit may round to another FP8 value.
-        grads = cast_gradient(logits, target, own if log_sum is None else log_sum.to(device), columns, at)
+        used = own if log_sum is None else log_sum.to(device)
+        grads, at_label = cast_gradient(logits, target, used, columns, at)
         one = torch.ones((), device=device)
+        hidden, weight = (part.to(device).contiguous() for part in (matrix[:, :tokens], matrix.t()))
+        by_hidden, by_weight = hidden.clone(), weight.float()
+        add_label_rows_(by_hidden, weight, target, factors.to(device))
+        add_to_label_rows_(by_weight, hidden, target, factors.to(device))
         return {
             "cast": x.rows.view(torch.uint8),
             "transposed cast": x.columns.view(torch.uint8),
             "sum of exponentials": own,
             "gradient of logits": grads.float(),
             "transposed gradient of logits": columns.float(),
+            "gradient at labels": 1 + at_label + grads.float().sum(1) / GRADIENT_SCALE,  # of its own casts
+            "part of labels in the hidden states' gradient": by_hidden,
+            "part of labels in the weight's gradient": by_weight,
             "GEMM": multiply(x.rows, x.rows, x.inverse, x.inverse, dtype=torch.float32),
             "GEMM of gradients": multiply(grads, x.rows, one, x.inverse, dtype=torch.float32),
         }
@@ -185,12 +208,43 @@ def transposed(matrix: Tensor) -> Tensor:
     return matrix.view(torch.uint8).t().contiguous().view(matrix.dtype)
 
 
-def cast_gradient(logits: Tensor, labels: Tensor, log_sum: Tensor, columns: Tensor, at: int) -> Tensor:
-    """The gradient by [rows, V] logits in scaled E5M2; transposed, too, into `columns` [V, .] from `at`."""
+def cast_gradient(
+    logits: Tensor, labels: Tensor, log_sum: Tensor, columns: Tensor, at: int
+) -> tuple[Tensor, Tensor]:
+    """The gradient by [rows, V] logits in scaled E5M2, zero at labels; transposed, too, into `columns`
+    [V, .] from `at`. And what it is at labels, [rows] float32.
+    """
     if has_fp8_units(logits):
         from training.loss_triton import gradient_both
 
         return gradient_both(logits, labels, log_sum, columns, at, ignore=IGNORE, scale=GRADIENT_SCALE)
-    rows = (softmax_gradient(logits, labels, log_sum) * GRADIENT_SCALE).to(E5M2)
+    gradient = softmax_gradient(logits, labels, log_sum).scatter_(1, labels.clamp(min=0)[:, None], 0.0)
+    rows = (gradient * GRADIENT_SCALE).to(E5M2)
     columns[:, at : at + len(rows)] = transposed(rows)
-    return rows
+    return rows, rows.float().sum(1) / -GRADIENT_SCALE
+
+
+def add_label_rows_(grad_hidden: Tensor, weight: Tensor, labels: Tensor, at_label: Tensor) -> None:
+    """Add `at_label` [T] times the labels' rows of `weight` [V, D] to `grad_hidden` [T, D]."""
+    if has_fp8_units(weight):
+        from training.loss_triton import add_label_rows_
+
+        return add_label_rows_(grad_hidden, weight, labels, at_label)
+    rows = weight.index_select(0, labels.clamp(min=0)).float()
+    grad_hidden.copy_(grad_hidden.float() + at_label[:, None] * rows)
+
+
+def add_to_label_rows_(grad_weight: Tensor, hidden: Tensor, labels: Tensor, at_label: Tensor) -> None:
+    """Add `at_label` [T] times `hidden` [T, D] to the labels' rows of `grad_weight` [V, D].
+
+    A label's tokens are added up in float32, one after the other, so that the sum is always the same.
+    """
+    if has_fp8_units(hidden):
+        from training.loss_triton import add_to_label_rows_
+
+        return add_to_label_rows_(grad_weight, hidden, labels, at_label)
+    valid = labels != IGNORE
+    rows, places = labels[valid].unique(return_inverse=True)
+    parts = at_label[valid, None] * hidden[valid].float()
+    sums = parts.new_zeros(len(rows), parts.shape[1]).index_add_(0, places, parts)
+    grad_weight[rows] = (grad_weight[rows].float() + sums).to(grad_weight.dtype)

@@ -124,6 +124,7 @@ def gradient_kernel(
     log_sums,
     rows,
     columns,
+    sums,
     height,
     vocab,
     stride,
@@ -132,7 +133,10 @@ def gradient_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """softmax(logits) less one at the label, times `scale`, to E5M2, as it is and transposed."""
+    """softmax(logits) but zero at the label, times `scale`, to E5M2, as it is and transposed.
+
+    `sums` [blocks of columns, height]: of what a row of this block came to.
+    """
     quads, f, inside = block(height, vocab, ROWS, COLUMNS)
     packed = tl.zeros((ROWS // 4, COLUMNS), tl.uint32)
     for i in tl.static_range(4):
@@ -140,29 +144,98 @@ def gradient_kernel(
         label = tl.load(labels + t, mask=t < height, other=ignore)[:, None]
         log_sum = tl.load(log_sums + t, mask=t < height, other=0.0)[:, None]
         at = t[:, None] * vocab + f[None, :]
-        x = tl.load(logits + at, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.exp(x - log_sum) - tl.where(f[None, :] == label, 1.0, 0.0)
+        x = tl.load(logits + at, mask=inside, other=-float("inf")).to(tl.float32)
+        grad = tl.where(f[None, :] == label, 0.0, tl.exp(x - log_sum))
         bits = to_fp8(tl.where(label != ignore, grad, 0.0), scale, 57344.0, True)
         tl.store(rows + at, bits, mask=inside)
         packed |= bits.to(tl.uint32) << (8 * i)
+        total = tl.sum(bits.to(tl.float8e5, bitcast=True).to(tl.float32), axis=1)
+        tl.store(sums + tl.program_id(1).to(tl.int64) * height + t, total, mask=t < height)
     store_columns(packed, columns, stride, quads, f, inside)
 
 
 def gradient_both(
     logits: Tensor, labels: Tensor, log_sum: Tensor, columns: Tensor, at: int, *, ignore: int, scale: float
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """See `loss_fp8.cast_gradient`; rows, `at` and the width of `columns` multiples of 4."""
     height, vocab = logits.shape
     rows = logits.new_empty(height, vocab, dtype=torch.uint8)
     quads = columns.view(torch.int32)  # [V, width / 4]
-    gradient_kernel[_blocks(height, vocab)](
-        *(logits, labels, log_sum, rows, quads[:, at // 4 :]),
+    blocks = _blocks(height, vocab)
+    sums = logits.new_empty(blocks[1], height, dtype=torch.float32)
+    gradient_kernel[blocks](
+        *(logits, labels, log_sum, rows, quads[:, at // 4 :], sums),
         *(height, vocab, quads.stride(0), ignore, scale),
         ROWS=BLOCK_ROWS,
         COLUMNS=BLOCK_COLUMNS,
         num_warps=8,
     )
-    return rows.view(torch.float8_e5m2)
+    return rows.view(torch.float8_e5m2), sums.sum(0) / -scale
+
+
+@triton.jit
+def label_rows_kernel(grad_hidden, weight, labels, at_label, width, BLOCK: tl.constexpr):
+    """One program a token and block of the hidden size."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    label = tl.load(labels + row)
+    factor = tl.load(at_label + row)
+    w = tl.load(weight + label * width + d, mask=(d < width) & (label >= 0), other=0.0).to(tl.float32)
+    g = tl.load(grad_hidden + row * width + d, mask=d < width, other=0.0).to(tl.float32)
+    tl.store(grad_hidden + row * width + d, (g + factor * w).to(tl.bfloat16), mask=d < width)
+
+
+def add_label_rows_(grad_hidden: Tensor, weight: Tensor, labels: Tensor, at_label: Tensor) -> None:
+    """See `loss_fp8.add_label_rows_`; contiguous, BF16."""
+    tokens, width = grad_hidden.shape
+    grid = tokens, triton.cdiv(width, 1024)
+    label_rows_kernel[grid](grad_hidden, weight.contiguous(), labels, at_label, width, BLOCK=1024)
+
+
+@triton.jit
+def to_label_rows_kernel(
+    grad_weight,
+    hidden,
+    labels,
+    order,
+    ends,
+    at_label,
+    width,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A label's first token in `labels`, which are sorted, adds up all of them; the other programs leave.
+
+    `order`: where a sorted one stands in `hidden` and `at_label`. `ends`: where its label's tokens end.
+    """
+    first = tl.program_id(0)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    label = tl.load(labels + first)
+    before = tl.load(labels + first - 1, mask=first > 0, other=-1)
+    if (label >= 0) & (label != before):
+        total = tl.zeros((BLOCK,), tl.float32)
+        end = tl.load(ends + first).to(tl.int32)
+        for start in range(first, end, TOKENS):
+            t = start + tl.arange(0, TOKENS)
+            token = tl.load(order + t, mask=t < end, other=0)
+            factor = tl.load(at_label + token, mask=t < end, other=0.0)
+            inside = (t < end)[:, None] & (d < width)[None, :]
+            h = tl.load(hidden + token[:, None] * width + d[None, :], mask=inside, other=0.0).to(tl.float32)
+            total += tl.sum(h * factor[:, None], axis=0)
+        at = grad_weight + label * width + d
+        total += tl.load(at, mask=d < width, other=0.0).to(tl.float32)
+        tl.store(at, total.to(grad_weight.dtype.element_ty), mask=d < width)
+
+
+def add_to_label_rows_(grad_weight: Tensor, hidden: Tensor, labels: Tensor, at_label: Tensor) -> None:
+    """See `loss_fp8.add_to_label_rows_`; contiguous, `hidden` in BF16."""
+    tokens, width = hidden.shape
+    labels, order = labels.sort(stable=True)
+    ends = torch.searchsorted(labels, labels, right=True)
+    grid = tokens, triton.cdiv(width, 256)
+    to_label_rows_kernel[grid](
+        *(grad_weight, hidden.contiguous(), labels, order, ends, at_label, width), TOKENS=16, BLOCK=256
+    )
 
 
 def _blocks(height: int, width: int) -> tuple[int, int]:

@@ -8,7 +8,15 @@ import torch
 from tests.gpu.test_run import SMALL, losses, train
 from training import loss_fp8
 from training.loss import linear_cross_entropy
-from training.loss_fp8 import E5M2, cast, cast_gradient, softmax_cross_entropy
+from training.loss_fp8 import (
+    E5M2,
+    GRADIENT_SCALE,
+    add_label_rows_,
+    add_to_label_rows_,
+    cast,
+    cast_gradient,
+    softmax_cross_entropy,
+)
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -38,13 +46,41 @@ def test_gradients_of_logits_are_the_cpus(rows):
     assert loss.item() == pytest.approx(expected[0].item(), rel=1e-5) and correct == expected[1]
     torch.testing.assert_close(log_sum.cpu(), expected[2])
     columns = torch.zeros(2064, rows + 32, dtype=torch.uint8, device=DEVICE).view(E5M2)
-    found = cast_gradient(logits.to(DEVICE), labels.to(DEVICE), log_sum, columns, 16).cpu()
-    wanted = cast_gradient(logits, labels, log_sum.cpu(), columns.cpu(), 16)
+    found, at_label = cast_gradient(logits.to(DEVICE), labels.to(DEVICE), log_sum, columns, 16)
+    wanted, _ = cast_gradient(logits, labels, log_sum.cpu(), columns.cpu(), 16)
+    torch.testing.assert_close(at_label, found.float().sum(1) / -GRADIENT_SCALE)
+    found = found.cpu()
     assert (bits(found) != bits(wanted)).float().mean() < 1e-3  # exp differs in a last bit
     torch.testing.assert_close(found.float(), wanted.float(), rtol=0.26, atol=0)  # by one step of E5M2
     inside = bits(columns)[:, 16 : 16 + rows]
     assert torch.equal(inside, bits(found).T)
     assert not bits(columns)[:, :16].any() and not bits(columns)[:, 16 + rows :].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "width"), [(16, 48), (1040, 2048)])
+def test_the_labels_part_is_the_cpus_and_always_the_same(tokens, width, dtype):
+    """A label of every other token, one of a few, and tokens without any."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(tokens, width).bfloat16(), torch.randn(512, width).bfloat16()
+    labels, at_label = torch.randint(0, 512, (tokens,)), torch.rand(tokens)
+    labels[::2], labels[::5] = 7, -100
+    at_label[::5] = 0.0
+
+    def added(device):
+        by_hidden, by_weight = torch.ones_like(hidden, device=device), weight.to(device, dtype, copy=True)
+        given = [t.to(device) for t in (labels, at_label)]
+        add_label_rows_(by_hidden, weight.to(device), *given)
+        add_to_label_rows_(by_weight, hidden.to(device), *given)
+        return by_hidden.cpu(), by_weight.cpu()
+
+    found, again, wanted = added(DEVICE), added(DEVICE), added("cpu")
+    for mine, same, expected in zip(found, again, wanted, strict=True):
+        assert torch.equal(mine, same)
+        close = (
+            {"rtol": 1e-2, "atol": 1e-2} if expected.dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+        )
+        torch.testing.assert_close(mine, expected, **close)
 
 
 def test_the_trial_of_every_start_finds_nothing():
