@@ -17,8 +17,8 @@ LOGITS_CHUNK = 2**30  # training/loss.py, CHUNK_BYTES
 TOKENS_OF_A_HEAD_GEMM = 8192  # training/loss_fp8.py, TOKENS_OF_A_GEMM
 # Workspaces of cuBLAS and TE, RoPE angles, the batch: what was left in all recorded runs after counting.
 FIXED = 0.1e9
-# DeepSpeed keeps up to 1e9 gathered parameters (stage3_max_live_parameters) and two buckets of 2e8 gradients
-# (reduce_bucket_size, twice with overlap_comm): ds_configs/zero*.json.
+# ZeRO 3 keeps up to 1e9 gathered parameters (stage3_max_live_parameters) and two buckets of 2e8 gradients
+# (reduce_bucket_size, twice with overlap_comm): ds_configs/zero3.json. ZeRO 1 and 2 hold none at the peak.
 ZERO_LIVE, ZERO_BUCKETS = 2 * 1e9, 2 * 2 * 2e8
 
 
@@ -87,7 +87,7 @@ def _gathered(job: Job) -> float:
     if job.zero == 3:
         return 2 * model.root + ZERO_LIVE + ZERO_BUCKETS
     if job.zero:
-        return ZERO_BUCKETS
+        return 0.0
     if job.mode == "ddp" and job.nodes > 1 and job.grad_fp32:
         # Sums in FP32, which DDP keeps until the next backward: 1b-4gpu-ddp-fp32-traffic has 4.5 GB of 4.9.
         return 4.0 * model.parameters
@@ -137,7 +137,7 @@ def at_loss(job: Job, *, two_chunks: bool = False) -> dict[str, float]:
     if job.mode == "ddp":
         gradients = 2 * model.parameters  # buckets live as long as the job
     elif job.zero and not job.offload:
-        gradients = 2 * model.parameters / (1 if job.zero == 1 else job.gpus)
+        gradients = 2 * model.parameters / job.gpus
         gradients += 2 * model.parameters / (1 if job.zero == 1 else job.gpus) * (job.accumulation > 1)
     elif job.accumulation > 1:
         gradients = (4 if job.grad_fp32 else 2) * model.parameters
