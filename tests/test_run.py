@@ -104,6 +104,8 @@ def start(folder: Path, flags: str) -> subprocess.Popen:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # Tests under nohup would hand on that SIGHUP is ignored, which a run respects.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
 
 
