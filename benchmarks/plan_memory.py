@@ -1,9 +1,9 @@
 """Peak memory of one GPU in a training step, counted tensor by tensor.
 
 T tokens of a micro-batch, D hidden size, Q all query heads' width, K that of keys, F feed-forward size, V
-vocabulary. Three moments compete for the peak: the end of the loss, when every layer's activations wait for
-backward; the start of backward; and its end, when all gradients are there. GB are 10^9 bytes, as in
-summary.json.
+vocabulary. Moments compete for the peak: the end of the loss, when every layer's activations wait for
+backward; the start of backward; its end, when all gradients are there; and ZeRO's step. GB are 10^9 bytes, as
+in summary.json.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ TOKENS_OF_A_HEAD_GEMM = 8192  # training/loss_fp8.py, TOKENS_OF_A_GEMM
 # Workspaces of cuBLAS and TE, RoPE angles, the batch: what was left in all recorded runs after counting.
 FIXED = 0.1e9
 # ZeRO 3 keeps up to 1e9 gathered parameters (stage3_max_live_parameters) and two buckets of 2e8 gradients
-# (reduce_bucket_size, twice with overlap_comm): ds_configs/zero3.json. ZeRO 1 and 2 hold none at the peak.
+# (reduce_bucket_size, twice with overlap_comm): ds_configs/zero3.json. ZeRO 1 and 2 have buckets in backward
+# alone, and an FP32 copy of their gradients when they step: by its code, no recorded run has its peak there.
 ZERO_LIVE, ZERO_BUCKETS = 2 * 1e9, 2 * 2 * 2e8
 
 
@@ -161,6 +162,8 @@ def after_backward(job: Job) -> dict[str, float]:
         # The root's gradients come last: gathered weights, gradients, and 2 bytes each sent and received.
         gradients += 0.0 if job.offload else 2.0 * (model.parameters - model.root) / job.shard
         communication = 8.0 * model.root
+    elif job.zero in (1, 2):
+        communication = ZERO_BUCKETS
     elif not job.zero:
         gradients = max(gradients, 2.0 * model.parameters)
     layers_cast = model.shape.num_layers if job.keeps_fp8_weights else 1
@@ -192,9 +195,17 @@ def start_of_backward(job: Job) -> dict[str, float]:
     }
 
 
+def at_step(job: Job) -> dict[str, float]:
+    """Bytes by part when ZeRO 1 or 2 steps: its gradients, and the same in FP32."""
+    parts = after_backward(job)
+    gradients = parts["gradients"] + 4.0 * job.model.parameters / job.gpus
+    return parts | {"gradients": gradients, "activations": 0.0, "gathered, communication": 0.0}
+
+
 def peak(job: Job, *, two_chunks: bool = False) -> dict[str, float]:
     """Bytes by part at the moment when they are most; `two_chunks`: see `_logits`."""
-    moments = (at_loss(job, two_chunks=two_chunks), start_of_backward(job), after_backward(job))
+    moments = [at_loss(job, two_chunks=two_chunks), start_of_backward(job), after_backward(job)]
+    moments += [at_step(job)] if job.zero in (1, 2) else []
     return max(moments, key=lambda parts: sum(parts.values()))
 
 

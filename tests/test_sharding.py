@@ -34,20 +34,19 @@ def test_a_model_without_gradients_is_named():
 
 
 @pytest.mark.parametrize(
-    ("variable", "ranks_here", "expected"),
-    [("1", 2, 3), ("1", 8, 1), (None, 3, 2), ("5", 2, 2)],
-    ids=["torchrun's default", "more ranks than cores", "not set", "the user's own"],
+    ("variable", "sharing", "expected"),
+    [("1", 2, 3), ("1", 8, 1), (None, 3, 2), ("5", 2, 2), ("1", 1, 6)],
+    ids=["torchrun's default", "more ranks than cores", "not set", "the user's own", "bound to its own"],
 )
-def test_a_rank_that_steps_on_the_cpu_uses_its_share_of_the_cores(
-    monkeypatch, variable, ranks_here, expected
-):
+def test_a_rank_that_steps_on_the_cpu_uses_its_share_of_the_cores(monkeypatch, variable, sharing, expected):
     for name in ranks.TORCHRUN:
         monkeypatch.setenv(name, "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if variable:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6), raising=False)
+    others = [("another node", list(range(6))), ("here", list(range(6, 12)))]
+    monkeypatch.setattr(ranks, "gather", lambda mine: [mine] * sharing + others)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -134,19 +134,18 @@ def local_rank_and_size() -> tuple[int, int]:
 
 
 def use_cores() -> int:
-    """Let this rank's CPU kernels use its share of the cores; how many threads that makes.
+    """Let this rank's CPU kernels use its share of the cores; how many threads that makes. Collective.
 
     torchrun sets OMP_NUM_THREADS=1 where it is not set, and an optimizer on the CPU would step on one core.
-    Another number is the user's.
+    Another number is the user's. Ranks that a launcher has bound to cores of their own share them with none.
     """
+    known = hasattr(os, "sched_getaffinity")
+    cores = sorted(os.sched_getaffinity(0)) if known else list(range(os.cpu_count() or 1))
+    mine = platform.node(), cores
+    sharing = gather(mine).count(mine)
     if under_torchrun() and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(max(1, cores() // local_rank_and_size()[1]))
+        torch.set_num_threads(max(1, len(cores) // sharing))
     return torch.get_num_threads()
-
-
-def cores() -> int:
-    """CPU cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def num_nodes() -> int:
