@@ -34,8 +34,7 @@ PAGES = ROOT / "docs" / "studies"
 BEGIN = "<!-- tables: written by python -m benchmarks.study_page; do not edit -->"
 
 # What a recorded metrics.jsonl keeps of a line beside evaluations; rates are in summary.json, as medians.
-RECORDED = ("step", "time", "train/loss", "train/grad_norm", "train/learning_rate", "train/epoch")
-RECORDED += ("train/skipped_steps",)
+RECORDED = ("step", "train/loss", "train/grad_norm", "train/epoch")
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def run_folders(folder: Path) -> list[Path]:
 
 
 def record(source: Path, target: Path) -> list[Path]:
-    """Copy the runs below `source`: settings, environment, summary, and of metrics.jsonl losses alone.
+    """Copy the runs below `source`: settings, environment, summary, and of metrics.jsonl losses to 7 digits.
 
     Returns the copies. A `runs` folder on the way is left out of their paths. ValueError if there is no run.
     """
@@ -135,6 +134,7 @@ def losses_alone(line: str) -> str:
     except ValueError:
         return ""
     kept = {name: v for name, v in logged.items() if name in RECORDED or name.startswith("eval/")}
+    kept = {name: float(f"{v:.7g}") if isinstance(v, float) else v for name, v in kept.items()}
     return json.dumps(kept) + "\n"
 
 
