@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from data.chat import COLUMNS, Encoder, Row, Status
 from data.collate import Sample
 from data.sources import Source
 from training.config import DataConfig
+from training.machine import cores
 
 BAD_ROWS = "not text, not UTF-8 or refused by the chat template"
 ROWS_PER_PROCESS = 1000  # below this a process costs more to start than it saves
@@ -181,7 +181,7 @@ class Split:
         Of several processes that ask at once (the ranks of a node) one works and the others wait for its
         files. ValueError for a token id past the model's vocabulary.
         """
-        processes = self.cfg.num_proc or min(os.cpu_count() or 1, 16, 1 + len(rows) // ROWS_PER_PROCESS)
+        processes = self.cfg.num_proc or min(len(cores()), 16, 1 + len(rows) // ROWS_PER_PROCESS)
         folder = Path(self.cfg.data_cache_dir or datasets.config.HF_DATASETS_CACHE)
         folder.mkdir(parents=True, exist_ok=True)
         key = self._cache_key(rows)

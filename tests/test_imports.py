@@ -13,7 +13,16 @@ TRAINING_LEAVES |= {"torchao_fp8", "profiling"}
 TRAINING_LEAVES |= {"watchdog", "zero", "zero_settings", "outcome", "generate", "gradient_sums", "auto_mode"}
 # These import nothing of ours.
 BARE = {"config", "metrics", "fp8_triton", "adamw_triton", "durable_files", "ranks", "cudnn", "__init__"}
-BARE |= {"checks", "accumulation", "flash_attention", "errors", "packages", "signals", "fp8_counts"}
+BARE |= {
+    "checks",
+    "accumulation",
+    "flash_attention",
+    "errors",
+    "packages",
+    "signals",
+    "fp8_counts",
+    "machine",
+}
 KERNELS = {
     "loss": ("loss_triton", "loss_fp8"),
     "loss_fp8": ("loss", "loss_triton"),
@@ -21,7 +30,7 @@ KERNELS = {
     "adamw": ("adamw_triton", "accumulation"),
 }
 # These import nothing of ours, and any file may import them.
-EVERYWHERE = {"training.errors", "training.packages", "training.signals"}
+EVERYWHERE = {"training.errors", "training.machine", "training.packages", "training.signals"}
 # What these may import beside the configuration.
 ALSO = {
     "checkpoint": ("durable_files", "ranks"),

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from training.machine import cores
+
 T = TypeVar("T")
 
 _stores: list[dist.Store] = []  # the one that this process joined a job with
@@ -139,12 +141,10 @@ def use_cores() -> int:
     torchrun sets OMP_NUM_THREADS=1 where it is not set, and an optimizer on the CPU would step on one core.
     Another number is the user's. Ranks that a launcher has bound to cores of their own share them with none.
     """
-    known = hasattr(os, "sched_getaffinity")
-    cores = sorted(os.sched_getaffinity(0)) if known else list(range(os.cpu_count() or 1))
-    mine = platform.node(), cores
+    mine = platform.node(), cores()
     sharing = gather(mine).count(mine)
     if under_torchrun() and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(max(1, len(cores) // sharing))
+        torch.set_num_threads(max(1, len(cores()) // sharing))
     return torch.get_num_threads()
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from training.errors import first_line
+from training.machine import cores as machine_cores
 from training.packages import version
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,7 +111,7 @@ def _applies(marker: str) -> bool:
 
 
 def machine() -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(machine_cores())
     total, available = memory()
     disk = shutil.disk_usage(".").free
     yield Finding(
