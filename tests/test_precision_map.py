@@ -290,7 +290,9 @@ def test_a_map_of_one_recipe_for_all_is_that_recipe(around, inside, recompute):
 
 def test_every_module_runs_in_what_it_was_given():
     text = "layers.1.self_attention.proj=current,layers.1.layernorm_mlp=bf16,layers.1.*.layernorm_qkv=mxfp8"
-    model, said = train(resolve(precision_map=text, bf16_first_layers=1, fp8_scenario="block"), steps=1)
+    found = resolve(precision_map=text, bf16_first_layers=1, fp8_scenario="block")
+    assert found.describe() == "by layer (bf16, current, mxfp8)" and BF16.describe() == "bf16"
+    model, said = train(found, steps=1)
     rows = {
         (row.modules, row.precision): row.count for row in coverage(model, Precision("block", "block")).rows
     }

@@ -101,6 +101,11 @@ class Precision:
         """The recipes that modules run in."""
         return set(self.by_module.values()) - {"bf16"} if self.by_module else {self.effective}
 
+    def describe(self) -> str:
+        """The recipe, or all that modules run in where it goes by layer."""
+        by_layer = ", ".join(sorted(set(self.by_module.values())))
+        return f"by layer ({by_layer})" if self.by_module else self.effective
+
     @property
     def in_attention(self) -> set[str]:
         """The recipes in use whose --fp8_attention is on where attention runs in them."""

@@ -403,7 +403,7 @@ class Run:
             where = f"{strategy.world_size} x {self.device.type}{nodes}, {strategy.mode}"
             torch.manual_seed(cfg.optim.seed + strategy.rank)  # dropout, if any, differs between ranks
         say(f"{self.plan.name}: {millions:,.1f} M parameters, {layers} layers, on {where}")
-        say(f"precision {self.precision.effective}; {plan.describe()}")
+        say(f"precision {self.precision.describe()}; {plan.describe()}")
 
     def _caches_fp8_weights(self) -> bool:
         """Whether a step's first micro-batch casts weights for all; recomputation casts them anyway."""
