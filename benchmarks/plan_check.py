@@ -80,11 +80,10 @@ def recorded_job(folder: Path) -> tuple[Job, bool, bool]:
     return job, te_adam, environment["date"] < ONE_CHUNK_SINCE
 
 
-def measured_peak(folder: Path) -> float:
-    """Peak memory of a recorded run in GB, less what earlier runs of its process had left."""
-    held = folder.parent / "held_before_gb.json"
-    before = _read(folder.parent, held.name).get(folder.name, 0.0) if held.exists() else 0.0
-    return _read(folder, "summary.json")["peak_memory_gb"] - before
+def held_before(folder: Path) -> float:
+    """GB of a recorded run's peak memory that earlier runs of its process had left."""
+    known = folder.parent / "held_before_gb.json"
+    return _read(folder.parent, known.name).get(folder.name, 0.0) if known.exists() else 0.0
 
 
 def check_runs(results: Path = RESULTS) -> tuple[list[Check], list[str]]:
@@ -111,7 +110,8 @@ def check_runs(results: Path = RESULTS) -> tuple[list[Check], list[str]]:
             predicted = sum(step_seconds(job, GPUS["H200"], te_adam=te_adam).values())
             seconds = (tokens / summary["tokens_per_second"], predicted)
         memory = sum(peak(job, two_chunks=two_chunks).values()) / 1e9
-        checks.append(Check(name, (measured_peak(folder), memory), seconds))
+        measured = summary["peak_memory_gb"] - held_before(folder)
+        checks.append(Check(name, (measured, memory), seconds))
     return checks, left_out
 
 

@@ -13,16 +13,8 @@ TRAINING_LEAVES |= {"torchao_fp8", "profiling"}
 TRAINING_LEAVES |= {"watchdog", "zero", "zero_settings", "outcome", "generate", "gradient_sums", "auto_mode"}
 # These import nothing of ours.
 BARE = {"config", "metrics", "fp8_triton", "adamw_triton", "durable_files", "ranks", "cudnn", "__init__"}
-BARE |= {
-    "checks",
-    "accumulation",
-    "flash_attention",
-    "errors",
-    "packages",
-    "signals",
-    "fp8_counts",
-    "machine",
-}
+BARE |= {"checks", "accumulation", "flash_attention", "errors", "packages", "signals"}
+BARE |= {"fp8_counts", "machine"}
 KERNELS = {
     "loss": ("loss_triton", "loss_fp8"),
     "loss_fp8": ("loss", "loss_triton"),

@@ -184,24 +184,6 @@ def test_a_run_whose_layers_do_not_run_in_fp8_stops_all_the_same(tmp_path, capsy
     ],
 )
 def test_what_is_computed_otherwise_than_on_the_cpu_is_found(name, says, monkeypatch):
-    check_trial(name, says, monkeypatch)
-
-
-def test_a_kernel_that_adds_up_some_tokens_of_a_label_is_found(monkeypatch):
-    def first_sixteen(grad_weight, hidden, labels, at_label):
-        left = torch.stack([(labels[:i] == label).sum() for i, label in enumerate(labels)]) < 16
-        computed(grad_weight, hidden, labels, at_label.where(left, 0.0))
-
-    calls, computed = [], loss_fp8.add_to_label_rows_
-    monkeypatch.setattr(
-        loss_fp8,
-        "add_to_label_rows_",
-        lambda *given: (calls.append(1), (computed if len(calls) == 1 else first_sixteen)(*given)),
-    )
-    assert "part of labels in the weight's gradient" in loss_fp8.why_not("cpu")
-
-
-def check_trial(name, says, monkeypatch):
     assert loss_fp8.why_not("cpu") is None
     computed, calls = getattr(loss_fp8, name), []
 
@@ -220,3 +202,17 @@ def check_trial(name, says, monkeypatch):
 
     monkeypatch.setattr(loss_fp8, name, changed)
     assert loss_fp8.why_not("cpu") == says
+
+
+def test_a_kernel_that_adds_up_some_tokens_of_a_label_is_found(monkeypatch):
+    def first_sixteen(grad_weight, hidden, labels, at_label):
+        left = torch.stack([(labels[:i] == label).sum() for i, label in enumerate(labels)]) < 16
+        computed(grad_weight, hidden, labels, at_label.where(left, 0.0))
+
+    calls, computed = [], loss_fp8.add_to_label_rows_
+    monkeypatch.setattr(
+        loss_fp8,
+        "add_to_label_rows_",
+        lambda *given: (calls.append(1), (computed if len(calls) == 1 else first_sixteen)(*given)),
+    )
+    assert "part of labels in the weight's gradient" in loss_fp8.why_not("cpu")

@@ -68,10 +68,10 @@ class _Fp8LinearCrossEntropy(LinearCrossEntropy):
             hidden, labels = F.pad(hidden, (0, 0, 0, missing)), F.pad(labels, (0, missing), value=IGNORE)
         x, w = (cast(matrix, columns=needs_grad) for matrix in (hidden, weight))
         rows = max(128, CHUNK_BYTES // (2 * vocab) // 128 * 128)
-        at_label = torch.zeros(len(labels), device=hidden.device, dtype=torch.float32)
         loss = torch.zeros((), device=hidden.device, dtype=torch.float32)
         correct = torch.zeros((), device=hidden.device, dtype=torch.int64)
         grad_hidden = hidden.new_empty(x.rows.shape, dtype=torch.bfloat16) if needs_grad else None
+        at_label = hidden.new_empty(len(labels), dtype=torch.float32) if needs_grad else None
         grad_weight, inverse = None, torch.full_like(x.inverse, 1 / GRADIENT_SCALE)
         for first in range(0, len(labels), TOKENS_OF_A_GEMM):
             last = min(len(labels), first + TOKENS_OF_A_GEMM)
@@ -83,7 +83,6 @@ class _Fp8LinearCrossEntropy(LinearCrossEntropy):
                 chunk_loss, chunk_correct, log_sum = softmax_cross_entropy(logits, target)
                 loss += chunk_loss
                 correct += chunk_correct
-                grads = None
                 if needs_grad:
                     grads, at_label[start:end] = cast_gradient(
                         logits, target, log_sum, columns, start - first

@@ -281,7 +281,7 @@ def unread(cfg: Config, precision: Precision) -> str | None:
 def check_settings(cfg: Config, precision: Precision) -> None:
     """ValueError for a setting of FP8 recipes that those of an FP8 run do not read.
 
-    Also for --fp8_fast_accumulation where no GEMM has the choice.
+    Also for --fp8_fp32_scales and --fp8_fast_accumulation where no GEMM has the choice.
     """
     for name, value in _asked_for(cfg, READ_BY if precision.fp8 else ()).items():
         if not precision.in_use & READ_BY[name]:

@@ -141,10 +141,10 @@ def use_cores() -> int:
     torchrun sets OMP_NUM_THREADS=1 where it is not set, and an optimizer on the CPU would step on one core.
     Another number is the user's. Ranks that a launcher has bound to cores of their own share them with none.
     """
-    mine = platform.node(), cores()
-    sharing = gather(mine).count(mine)
+    own = cores()
+    sharing = gather((platform.node(), own)).count((platform.node(), own))
     if under_torchrun() and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(max(1, len(cores()) // sharing))
+        torch.set_num_threads(max(1, len(own) // sharing))
     return torch.get_num_threads()
 
 

@@ -414,9 +414,13 @@ class Run:
         """Give a Hugging Face model's linear layers the FP8 recipes that the settings ask for."""
         names = torchao_fp8.linear_names(model)
         recipes = precision_map.assign(self.cfg, names, len(model.blocks))
-        how = {"emulated": self.precision.emulated, "all_gather": fp8_gather}
-        fp32_scales = self.cfg.precision.fp8_fp32_scales
-        torchao_fp8.convert(model, recipes.get, **how, fp32_scales=fp32_scales)
+        torchao_fp8.convert(
+            model,
+            recipes.get,
+            emulated=self.precision.emulated,
+            all_gather=fp8_gather,
+            fp32_scales=self.cfg.precision.fp8_fp32_scales,
+        )
 
     def _compiles(self) -> bool:
         """Hugging Face layers are compiled on a GPU, where it pays, unless the user says otherwise.

@@ -203,8 +203,7 @@ class FSDP(SingleDevice):
         shard_size: int | None = None,
     ):
         super().__init__(device, cfg)
-        self.mode, self.resharded, self.offload = mode, resharded, offload
-        self.steps_on_cpu = offload
+        self.mode, self.resharded, self.steps_on_cpu = mode, resharded, offload
         self.master_home = "cpu" if offload else "device"
         size = shard_size or self.world_size
         if size == self.world_size:
@@ -229,7 +228,7 @@ class FSDP(SingleDevice):
                 cast_forward_inputs=False,  # it would cast RoPE angles to BF16
             ),
             "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
-            if self.offload
+            if self.steps_on_cpu
             else OffloadPolicy(),
         }
         blocks = model.blocks
