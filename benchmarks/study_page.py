@@ -46,6 +46,10 @@ class Study:
     against: Against = baseline  # the BF16 run that a run is held against
 
 
+# What makes delayed scaling fast, as a variant of `benchmarks.compare` says it.
+FAST = "fp8_fast_accumulation+moment_dtype=bf16+batch_size=1+gradient_accumulation_steps=2"
+FAST += "+grad_reduce_dtype=bf16"
+
 STUDIES = {
     "batch_one": Study(
         "python -m benchmarks.sweep benchmarks/sweeps/batch_one.yaml --dataset_name openmath_gsm8k", batch_one
@@ -55,9 +59,8 @@ STUDIES = {
         fsdp_finetuning,
     ),
     "thousand_steps": Study(
-        "python -m benchmarks.compare --variants bf16,delayed,current,block,delayed+fp8_lm_head,"
-        "delayed+fp8_fast_accumulation,delayed+fp8_fast_accumulation+moment_dtype=bf16+batch_size=1"
-        "+gradient_accumulation_steps=2+grad_reduce_dtype=bf16 "
+        "python -m benchmarks.compare --variants bf16,delayed,current,block,block+fp8_fp32_scales,"
+        f"delayed+fp8_lm_head,delayed+fp8_fast_accumulation,delayed+{FAST},delayed+fp8_lm_head+{FAST} "
         "--output_dir runs/thousand_steps/te --model_name meta-llama/Llama-3.2-1B --init random "
         "--tokenizer_name demo --dataset_name openmath_gsm8k --eval_split test --eval_samples 1319 "
         "--batch_size 2 --max_seq_length 1024 --learning_rate 1e-4 --max_steps 1000 --no_save_checkpoints",
