@@ -171,6 +171,7 @@ def build_model(
     cache_fp8_weights: bool = False,
     fuse_gradient_sums: bool = False,
     one_pass_rotation: bool = True,
+    residuals_in_norms: bool = False,
 ) -> nn.Module:
     """The model on `device` in `dtype`; its TE and Hugging Face forms hold the same weights.
 
@@ -181,7 +182,8 @@ def build_model(
     `quantize_weights`. `reentrant` recomputation builds autograd's graph anew, as ZeRO-3's hooks need it.
     `compute_dtype` is what forward passes compute in (default: `dtype`). `convert` replaces linear layers of
     a Hugging Face model before it is sharded; parameters keep their names. `cache_fp8_weights`,
-    `fuse_gradient_sums` and `one_pass_rotation` are of TE's own layers, see `TECausalLM`.
+    `fuse_gradient_sums`, `one_pass_rotation` and `residuals_in_norms` are of TE's own layers, see
+    `TECausalLM`.
     """
     recomputation = {"gradient_checkpointing": gradient_checkpointing, "reentrant": reentrant}
     if te_backend is None:
@@ -226,6 +228,7 @@ def build_model(
         cache_fp8_weights=cache_fp8_weights and te_backend == "native",
         fuse_gradient_sums=fuse_gradient_sums and te_backend == "native",
         one_pass_rotation=one_pass_rotation and te_backend == "native",
+        residuals_in_norms=residuals_in_norms and te_backend == "native",
     )
     if shard:
         shard(model)

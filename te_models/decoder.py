@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from te_models.engine import Backend, engine
 from te_models.families import FAMILIES
+from te_models.fused_residual import add_in_norms
 from te_models.rotation import Rotation, rotate_in_one_pass, rotation_table
 from training.loss import TokenLoss, linear_cross_entropy
 
@@ -29,7 +30,8 @@ class TECausalLM(nn.Module):
     packed batches whose rows are one sequence each. `backend`: whose layers, see `te_models.engine`. With
     `cache_fp8_weights` FP8 weights of a step's first micro-batch (`first_micro_batch`) serve the others; with
     `fuse_gradient_sums` TE's GEMMs add to `main_grad`, see `training.accumulation`; `one_pass_rotation`: see
-    `te_models.rotation`. All three are for the native backend.
+    `te_models.rotation`; `residuals_in_norms`: see `te_models.fused_residual`. All four are for the native
+    backend.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class TECausalLM(nn.Module):
         cache_fp8_weights: bool = False,
         fuse_gradient_sums: bool = False,
         one_pass_rotation: bool = False,
+        residuals_in_norms: bool = False,
     ):
         super().__init__()
         self.backend, te = backend, engine(backend)
@@ -57,6 +60,7 @@ class TECausalLM(nn.Module):
         self.attention, self.max_positions = attention, max_positions
         self.gradient_checkpointing, self.reentrant = gradient_checkpointing, reentrant
         self.fp8_lm_head = False
+        self.residuals_in_norms = residuals_in_norms
         self.rotates_in_one_pass = one_pass_rotation and not self.family.qk_norm
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta", dtype=dtype)
         quantized = te.quantized_model_init(enabled=True, recipe=weight_recipe) if weight_recipe else None
@@ -114,6 +118,8 @@ class TECausalLM(nn.Module):
             )
         if self.rotates_in_one_pass:
             rotate_in_one_pass(layer)
+        if self.residuals_in_norms:
+            add_in_norms(layer)
         return layer
 
     @property

@@ -143,6 +143,7 @@ def test_what_defines_a_run_cannot_change_on_a_resume():
     free = {name: section for name, (section, f, _) in knobs().items() if f.metadata["free"]}
     assert {name for name, section in free.items() if section not in ("checkpoint", "log")} == {
         *("weights_cache_dir", "data_cache_dir", "num_proc", "num_workers", "flash_attention"),
+        "fused_residuals",
         "fp8_weight_cache",
         *("compile", "eval_batch_size", "num_epochs", "max_steps", "max_skipped_steps"),
         *("sharding_mode", "deepspeed_config", "cpu_offload", "hsdp_shard_size"),

@@ -450,6 +450,8 @@ def test_rotation_in_one_pass_is_taken_where_it_is_right(
     wrong, settings, backend, taken, monkeypatch, capsys
 ):
     monkeypatch.setattr(run_module.rotation, "why_not", lambda *heads: wrong)
+    monkeypatch.setattr(run_module.fused_residual, "why_not", lambda width: "it is not tried")
+    monkeypatch.setattr(run_module.fused_residual, "use", lambda wanted: None)
     monkeypatch.setattr(Run, "_try_flash_attention", lambda self: (False, None))
     monkeypatch.setattr(run_module.flash_attention, "tell_te", lambda take: None)
     one = Run.__new__(Run)
@@ -459,6 +461,33 @@ def test_rotation_in_one_pass_is_taken_where_it_is_right(
     one._choose_kernels()
     assert one.one_pass_rotation == taken
     assert (f"not split and rotated in one pass: {wrong}" in capsys.readouterr().out) == bool(wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "settings", "backend", "taken"),
+    [
+        (None, {}, "native", True),
+        ("it computes another gradient", {}, "native", False),
+        (None, {"fused_residuals": False}, "native", False),
+        (None, {}, "emulated", False),
+    ],
+)
+def test_residuals_are_added_in_norms_where_that_is_right(
+    wrong, settings, backend, taken, monkeypatch, capsys
+):
+    used = []
+    monkeypatch.setattr(run_module.rotation, "why_not", lambda *heads: None)
+    monkeypatch.setattr(run_module.fused_residual, "why_not", lambda width: wrong)
+    monkeypatch.setattr(run_module.fused_residual, "use", used.append)
+    monkeypatch.setattr(Run, "_try_flash_attention", lambda self: (False, None))
+    monkeypatch.setattr(run_module.flash_attention, "tell_te", lambda take: None)
+    one = Run.__new__(Run)
+    one.cfg = config_from_dict({"use_te": True} | settings)
+    one.precision = Precision("bf16", "bf16", te_backend=backend)
+    one.shape, one.device = ModelShape(*[64] * 7), torch.device("cpu")
+    one._choose_kernels()
+    assert one.residuals_in_norms == taken and used[-1:] == [taken] * (backend == "native")
+    assert (f"are added separately: {wrong}" in capsys.readouterr().out) == bool(wrong)
 
 
 def test_an_fp8_lm_head_whose_kernels_are_wrong_here_is_refused(monkeypatch):

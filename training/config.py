@@ -64,6 +64,9 @@ class ModelConfig:
         "attention by FlashAttention 4 where it is installed, on Hopper; else cuDNN's and torch's",
         free=True,
     )
+    fused_residuals: bool = knob(
+        True, "TE's norms add up gradients of residual connections in their own kernel", free=True
+    )
     weights_cache_dir: str | None = knob(
         None, "folder for downloaded weights; default: the Hugging Face cache", free=True
     )

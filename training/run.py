@@ -22,7 +22,7 @@ import torch.distributed as dist
 import te_models
 from data import build_loaders
 from data.chat import load_tokenizer, turn_end
-from te_models import fused_swiglu, packed_attention, rotation
+from te_models import fused_residual, fused_swiglu, packed_attention, rotation
 from te_models.hugging_face import PLAIN_HEADS
 from training import (
     flash_attention,
@@ -183,6 +183,13 @@ class Run:
             if said := _wrong_somewhere(lambda: rotation.why_not(*heads)):
                 say(f"WARNING: queries, keys and values are not split and rotated in one pass: {said}")
             self.one_pass_rotation = said is None
+        self.residuals_in_norms = native and self.cfg.model.fused_residuals
+        if self.residuals_in_norms:
+            if said := _wrong_somewhere(lambda: fused_residual.why_not(self.shape.hidden_size)):
+                say(f"WARNING: gradients of residual connections are added separately: {said}")
+            self.residuals_in_norms = said is None
+        if native:
+            fused_residual.use(self.residuals_in_norms)
         if native and "delayed" in self.precision.in_use:
             if said := _wrong_somewhere(fused_swiglu.why_not):
                 say(f"WARNING: SwiGLU is not fused with its casts: {said}")
@@ -376,6 +383,7 @@ class Run:
             cache_fp8_weights=self._caches_fp8_weights(),
             fuse_gradient_sums=strategy.sums_micro_batches and plan.kind == "fused_adamw",
             one_pass_rotation=self.one_pass_rotation,
+            residuals_in_norms=self.residuals_in_norms,
         )
         precision_map.apply(self.model, self.precision, fp8_attention=cfg.precision.fp8_attention)
         self.model.fp8_lm_head = cfg.precision.fp8_lm_head

@@ -1,12 +1,14 @@
 """The TE model against Hugging Face on the same weights, and its recipes against its own BF16."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import te_models.decoder
 import te_models.hugging_face
-from te_models import export_tensors, rotation, weight_source
+from te_models import export_tensors, fused_residual, rotation, weight_source
 from te_models.weights import load_te
 from tests.gpu.models import DEVICE, batch, build, perturbed, plan
 from training.config import PrecisionConfig
@@ -272,6 +274,40 @@ def test_rotation_in_one_pass_is_tes_own(family, lengths):
     assert loss == pytest.approx(expected, rel=1e-5)
     for key, grad in wanted.items():
         assert (grads[key] - grad).norm() / grad.norm() < 1e-2, key
+
+
+@pytest.mark.parametrize("width", [512, 2048, 4096, 896])
+def test_the_trial_of_the_norms_kernel_finds_nothing(width):
+    assert fused_residual.why_not(width) is None
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", ["bf16", "delayed", "block"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_residuals_added_in_norms_are_tes_own(family, name, options, monkeypatch):
+    """One BF16 rounding less; that the kernel ran, every layer twice, is counted."""
+    autocast = bf16() if name == "bf16" else fp8(name)[1]
+    inputs = batch([[100, 156]] * 8, packed=True)
+    build_ = functools.partial(build, plan(family=family), use_te=True, packed=True, **options)
+    model = build_()
+    if name == "delayed":
+        step(model, inputs, autocast)
+    loss, wanted = step(model, inputs, autocast)
+    fused_residual.use(True)
+    try:
+        model, taken = build_(residuals_in_norms=True), []
+        pop = fused_residual._take
+        monkeypatch.setattr(fused_residual, "_take", lambda x: taken.append(pop(x)) or taken[-1])
+        if name == "delayed":
+            step(model, inputs, autocast)
+            taken.clear()
+        found, grads = step(model, inputs, autocast)
+    finally:
+        fused_residual.use(False)
+    assert sum(one is not None for one in taken) == 2 * len(model.layers)
+    assert found == pytest.approx(loss, rel=1e-5)
+    for key, grad in wanted.items():
+        assert (grads[key] - grad).norm() / grad.norm() < (0.02 if name == "bf16" else 0.1), key
 
 
 def test_evaluation_leaves_the_scaling_state_alone():
