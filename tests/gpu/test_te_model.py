@@ -281,8 +281,13 @@ def test_the_trial_of_the_norms_kernel_finds_nothing(width):
     assert fused_residual.why_not(width) is None
 
 
+# How far gradients of the small model may move by it: with FP8 of emulated layers, whose gradients between
+# layers are moved by up to a BF16 rounding, 0.15 (delayed, by scales that move too) and 0.07 (block).
+ROUNDED_ONCE_LESS = {"bf16": 0.02, "delayed": 0.25, "block": 0.1}
+
+
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("name", ["bf16", "delayed", "block"])
+@pytest.mark.parametrize("name", ROUNDED_ONCE_LESS)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_residuals_added_in_norms_are_tes_own(family, name, options, monkeypatch):
     """One BF16 rounding less; that the kernel ran, every layer twice, is counted."""
@@ -307,7 +312,7 @@ def test_residuals_added_in_norms_are_tes_own(family, name, options, monkeypatch
     assert sum(one is not None for one in taken) == 2 * len(model.layers)
     assert found == pytest.approx(loss, rel=1e-5)
     for key, grad in wanted.items():
-        assert (grads[key] - grad).norm() / grad.norm() < (0.02 if name == "bf16" else 0.1), key
+        assert (grads[key] - grad).norm() / grad.norm() < ROUNDED_ONCE_LESS[name], key
 
 
 def test_evaluation_leaves_the_scaling_state_alone():
