@@ -17,7 +17,7 @@ from training.config import Config, config_from_dict, knobs
 # Folders of `benchmarks/results` whose runs are compared.
 GROUPS = ("calibration", "h200", "h200-fused-adamw", "h200-flash-attention", "h200-models")
 GROUPS += ("h200-profile", "h200-memory", "h200-compare/1b", "h200-recipes", "h200-multi")
-GROUPS += ("h200-modes", "thousand_steps/te", "thousand_steps/hf")
+GROUPS += ("h200-modes", "fsdp_finetuning", "thousand_steps/te", "thousand_steps/hf")
 RESULTS = Path(__file__).parent / "results"
 # A model of the recorded runs that is no preset: Llama 3.1 70B cut to 20 layers.
 CUT_MODELS = {"llama-70b-20-layers": PRESETS["meta-llama/Llama-3.1-70B"] | {"num_hidden_layers": 20}}
@@ -32,7 +32,7 @@ UNTIMED = {
     "h200-multi/qwen14b-": "ran beside others",
     "h200-modes/Llama-3.2-1B-2gpu-fsdp_offload": "one thread stepped the optimizer",
     "h200-modes/Llama-3.2-1B-2gpu-ds_zero3_offload": "one thread stepped the optimizer",
-    "h200-modes/Meta-Llama-3.1-8B-2gpu-ds_zero3": "what earlier runs had left filled the memory",
+    "h200-modes/Meta-Llama-3.1-8B-2gpu-ds_zero3": "fell from interval to interval",
     "h200-modes/same-": "ran beside others",
     "thousand_steps/": "ran beside others",
 }

@@ -159,7 +159,9 @@ def after_backward(job: Job) -> dict[str, float]:
     model, parts = job.model, at_loss(job)
     gradients, communication = parts["gradients"], parts["gathered, communication"]
     if job.sharded:
-        # The root's gradients come last: gathered weights, gradients, and 2 bytes each sent and received.
+        # The root's gradients come last: gathered weights, gradients, and 2 bytes each sent and received. Of
+        # the blocks' nothing is left whole, also of what several micro-batches added up.
+        gradients *= model.root / model.parameters
         gradients += 0.0 if job.offload else 2.0 * (model.parameters - model.root) / job.shard
         communication = 8.0 * model.root
     elif job.zero in (1, 2):
