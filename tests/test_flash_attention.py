@@ -120,6 +120,8 @@ def choose(monkeypatch, capsys):
     monkeypatch.setattr(flash_attention, "as_te_calls", lambda **how: how)
     monkeypatch.setattr(flash_attention, "load_failed", lambda: False)
     monkeypatch.setattr(run.rotation, "why_not", lambda *heads: None)
+    monkeypatch.setattr(run.fused_residual, "why_not", lambda width: None)
+    monkeypatch.setattr(run.fused_residual, "use", lambda wanted: None)
     taken_by_torch = []
     monkeypatch.setattr(packed_attention, "use_flash_attention_4", lambda: taken_by_torch.append(True))
     monkeypatch.setattr(packed_attention, "use_torch", taken_by_torch.clear)
