@@ -79,6 +79,7 @@ def _take(x: Tensor) -> Tensor | None:
 
 def use(wanted: bool) -> None:
     """From now on the norms of the process's TE layers take gradients that wait for them; or not any more."""
+    _waiting.clear()  # of a backward pass that failed
     tex = _extension()
     original = getattr(tex.rmsnorm_bwd, "original", None)
     if wanted and not original:
