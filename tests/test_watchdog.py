@@ -61,6 +61,51 @@ def test_without_other_ranks_the_watchdog_does_nothing():
     watchdog.close()
 
 
+@pytest.fixture
+def alone(monkeypatch):
+    """A watchdog of one rank with a store, no thread, and a clock that `later` puts forward."""
+    watchdog, now = Watchdog(0.1), [time.monotonic()]
+    watchdog._store, watchdog._lock = dist.HashStore(), threading.Lock()
+    watchdog._tell()
+    monkeypatch.setattr(watchdog_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(watchdog._ended, "wait", lambda pause: watchdog._ended.is_set())
+    watchdog.beat("computing step 1")
+
+    def later(seconds):
+        now[0] += seconds
+
+    return watchdog, later
+
+
+def test_a_rank_that_goes_on_while_it_looks_who_is_behind_is_not_stalled(alone, monkeypatch):
+    watchdog, later = alone
+    later(7.0)
+    assert "no progress for 6 s" in watchdog._stalled()
+    monkeypatch.setattr(watchdog._ended, "wait", lambda pause: watchdog.beat("computing step 2"))
+    assert watchdog._stalled() is None
+
+
+@pytest.mark.parametrize(("seconds", "ends"), [(0.0, True), (3.0, True), (100.0, False)])
+def test_what_is_seen_after_a_pause_of_the_process_ends_no_job(alone, monkeypatch, seconds, ends):
+    """It was suspended between two looks at the others: they could not tell anything either."""
+    watchdog, later = alone
+    failed, seen = [], iter(["rank 1 is not heard of any more", None])
+
+    def look():
+        later(seconds)
+        if (said := next(seen)) is None:
+            watchdog._ended.set()
+        return said
+
+    monkeypatch.setattr(watchdog, "_dead", look)
+    monkeypatch.setattr(watchdog, "_stalled", lambda: None)
+    monkeypatch.setattr(watchdog, "fail", failed.append)
+    monkeypatch.setattr(watchdog, "_exit", watchdog._ended.set)
+    began = watchdog._since
+    watchdog._watch()
+    assert bool(failed) == ends and (watchdog._since > began + 90) == (not ends)
+
+
 SERVER = """
 import sys, time, torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -23,6 +23,7 @@ from training import ranks
 from training.outcome import EXIT_FAILED
 
 GRACE_SECONDS = 10.0  # for a rank that hears of another's failure to end on its own
+LOOKS = 4  # pauses that a rank without progress takes to see which others go on
 SILENCE_SECONDS = 60.0  # after which a rank that said something every two seconds is taken for dead
 
 
@@ -94,6 +95,7 @@ class Watchdog:
     def _watch(self) -> None:
         answered = time.monotonic()
         while not self._rest():
+            began = time.monotonic()
             try:
                 with self._lock:
                     self._tell()
@@ -101,14 +103,15 @@ class Watchdog:
                 if failed:
                     self._ended.wait(GRACE_SECONDS)
                     self._exit()
-                if message := self._dead() or self._stalled():
+                message = self._dead() or self._stalled()
+                looked = time.monotonic() - began - LOOKS * self.pause
+                if message and not self._forgive(looked):
                     if self.fail(message):
                         print(f"error: {message}", file=sys.stderr, flush=True)
                     self._exit()
                 answered = time.monotonic()
             except (dist.DistError, RuntimeError):  # a slow store is not a lost one
-                overdue = self._since is not None and time.monotonic() - self._since > self.timeout
-                if overdue and time.monotonic() - answered > SILENCE_SECONDS:
+                if self._overdue() and time.monotonic() - answered > SILENCE_SECONDS:
                     print(f"error: {lost(self.timeout)}", file=sys.stderr, flush=True)
                     self._exit()
 
@@ -119,12 +122,14 @@ class Watchdog:
         self._forgive(time.monotonic() - began - self.pause)
         return ended
 
-    def _forgive(self, away: float) -> None:
+    def _forgive(self, away: float) -> bool:
         """Time that this process did not run, as schedulers suspend jobs, is nobody's delay."""
-        if away > 5 * self.pause:
-            self._heard += away
-            if self._since is not None:
-                self._since += away
+        if away <= 5 * self.pause:
+            return False
+        self._heard += away
+        if self._since is not None:
+            self._since += away
+        return True
 
     def _dead(self) -> str | None:
         """What to say of the next rank if it has fallen silent."""
@@ -136,15 +141,20 @@ class Watchdog:
             return f"{place.describe(rank, silent=True)}: it was killed, or its node is gone. {AFTERWARDS}"
         return None
 
+    def _overdue(self) -> bool:
+        return self._since is not None and time.monotonic() - self._since > self.timeout
+
     def _stalled(self) -> str | None:
-        if self._since is None or time.monotonic() - self._since <= self.timeout:
+        if not self._overdue():
             return None
         everyone = list(range(ranks.world_size()))
         before = self._places(everyone)
-        for _ in range(4):  # others listen to this rank meanwhile
+        for _ in range(LOOKS):  # others listen to this rank meanwhile
             self._ended.wait(self.pause)
             with self._lock:
                 self._tell()
+        if not self._overdue():
+            return None
         after = self._places(everyone)
         silent = {rank for rank, place in after.items() if place == before.get(rank)} - {ranks.rank()}
         return stalled(after, silent, timeout=self.timeout)
