@@ -37,9 +37,9 @@ ROW = (*SHAPE, "stack", "precision", "packing", "sharding_mode", "moment_dtype",
 ALONE = tuple(name for name in (*TABLE, *ROW) if name not in ("gpus", "sharding_mode"))
 OURS = "this suite"
 # Flags that columns or the table's heading tell already; a row's options are the others.
-TOLD = {*TABLE, *SHAPE, *ROW, "use_te", "mixed_precision", "fp8_scenario", "init", "tokenizer_name"}
-TOLD |= {"fp8_lm_head", "dataset_name", "split_name", "output_dir", "num_workers", "num_proc"}
-TOLD |= {"data_cache_dir"}
+TOLD = {*TABLE, *SHAPE, *ROW, "use_te", "mixed_precision", "fp8_scenario", "fp8_lm_head"}
+TOLD |= {"init", "tokenizer_name", "dataset_name", "split_name", "output_dir"}
+TOLD |= {"num_workers", "num_proc", "data_cache_dir"}
 
 
 def from_throughput(line: dict[str, Any]) -> dict[str, Any]:

@@ -437,6 +437,25 @@ def test_calibration_takes_no_step_and_draws_no_random_number(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
 
 
+@pytest.fixture
+def choose_kernels(monkeypatch):
+    """A run with these settings that has chosen its kernels, of which none is found wrong unless patched."""
+    monkeypatch.setattr(run_module.rotation, "why_not", lambda *heads: None)
+    monkeypatch.setattr(run_module.fused_residual, "why_not", lambda width: None)
+    monkeypatch.setattr(run_module.fused_residual, "use", lambda wanted: None)
+    monkeypatch.setattr(Run, "_try_flash_attention", lambda self: (False, None))
+    monkeypatch.setattr(run_module.flash_attention, "tell_te", lambda take: None)
+
+    def choose(settings, precision, device="cpu"):
+        one = Run.__new__(Run)
+        one.cfg, one.precision = config_from_dict(settings), precision
+        one.shape, one.device = ModelShape(*[64] * 7), torch.device(device)
+        one._choose_kernels()
+        return one
+
+    return choose
+
+
 @pytest.mark.parametrize(
     ("wrong", "settings", "backend", "taken"),
     [
@@ -447,18 +466,10 @@ def test_calibration_takes_no_step_and_draws_no_random_number(tmp_path):
     ],
 )
 def test_rotation_in_one_pass_is_taken_where_it_is_right(
-    wrong, settings, backend, taken, monkeypatch, capsys
+    wrong, settings, backend, taken, choose_kernels, monkeypatch, capsys
 ):
     monkeypatch.setattr(run_module.rotation, "why_not", lambda *heads: wrong)
-    monkeypatch.setattr(run_module.fused_residual, "why_not", lambda width: "it is not tried")
-    monkeypatch.setattr(run_module.fused_residual, "use", lambda wanted: None)
-    monkeypatch.setattr(Run, "_try_flash_attention", lambda self: (False, None))
-    monkeypatch.setattr(run_module.flash_attention, "tell_te", lambda take: None)
-    one = Run.__new__(Run)
-    one.cfg = config_from_dict({"use_te": True} | settings)
-    one.precision = Precision("bf16", "bf16", te_backend=backend)
-    one.shape = ModelShape(*[64] * 7)
-    one._choose_kernels()
+    one = choose_kernels({"use_te": True} | settings, Precision("bf16", "bf16", te_backend=backend))
     assert one.one_pass_rotation == taken
     assert (f"not split and rotated in one pass: {wrong}" in capsys.readouterr().out) == bool(wrong)
 
@@ -473,29 +484,18 @@ def test_rotation_in_one_pass_is_taken_where_it_is_right(
     ],
 )
 def test_residuals_are_added_in_norms_where_that_is_right(
-    wrong, settings, backend, taken, monkeypatch, capsys
+    wrong, settings, backend, taken, choose_kernels, monkeypatch, capsys
 ):
     used = []
-    monkeypatch.setattr(run_module.rotation, "why_not", lambda *heads: None)
     monkeypatch.setattr(run_module.fused_residual, "why_not", lambda width: wrong)
     monkeypatch.setattr(run_module.fused_residual, "use", used.append)
-    monkeypatch.setattr(Run, "_try_flash_attention", lambda self: (False, None))
-    monkeypatch.setattr(run_module.flash_attention, "tell_te", lambda take: None)
-    one = Run.__new__(Run)
-    one.cfg = config_from_dict({"use_te": True} | settings)
-    one.precision = Precision("bf16", "bf16", te_backend=backend)
-    one.shape, one.device = ModelShape(*[64] * 7), torch.device("cpu")
-    one._choose_kernels()
+    one = choose_kernels({"use_te": True} | settings, Precision("bf16", "bf16", te_backend=backend))
     assert one.residuals_in_norms == taken and used[-1:] == [taken] * (backend == "native")
     assert (f"are added separately: {wrong}" in capsys.readouterr().out) == bool(wrong)
 
 
-def test_an_fp8_lm_head_whose_kernels_are_wrong_here_is_refused(monkeypatch):
+def test_an_fp8_lm_head_whose_kernels_are_wrong_here_is_refused(choose_kernels, monkeypatch):
     monkeypatch.setattr(run_module.loss_fp8, "why_not", lambda: "it computes another GEMM")
-    monkeypatch.setattr(Run, "_try_flash_attention", lambda self: (False, None))
-    one = Run.__new__(Run)
-    one.cfg = config_from_dict({"mixed_precision": "fp8", "fp8_lm_head": True})
-    one.precision = Precision("fp8", "tensorwise", te_backend=None)
-    one.shape, one.device = ModelShape(*[64] * 7), torch.device("cuda")
+    settings, precision = {"mixed_precision": "fp8", "fp8_lm_head": True}, Precision("fp8", "tensorwise")
     with pytest.raises(RuntimeError, match="--fp8_lm_head: on this machine it computes another GEMM; drop"):
-        one._choose_kernels()
+        choose_kernels(settings, precision, device="cuda")

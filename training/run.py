@@ -180,20 +180,17 @@ class Run:
         self.one_pass_rotation = native and not self.cfg.precision.fp8_attention
         if self.one_pass_rotation:
             heads = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
-            if said := _wrong_somewhere(lambda: rotation.why_not(*heads)):
-                say(f"WARNING: queries, keys and values are not split and rotated in one pass: {said}")
-            self.one_pass_rotation = said is None
+            otherwise = "queries, keys and values are not split and rotated in one pass"
+            self.one_pass_rotation = _right(lambda: rotation.why_not(*heads), otherwise)
         self.residuals_in_norms = native and self.cfg.model.fused_residuals
         if self.residuals_in_norms:
-            if said := _wrong_somewhere(lambda: fused_residual.why_not(self.shape.hidden_size)):
-                say(f"WARNING: gradients of residual connections are added separately: {said}")
-            self.residuals_in_norms = said is None
+            width = self.shape.hidden_size
+            otherwise = "gradients of residual connections are added separately"
+            self.residuals_in_norms = _right(lambda: fused_residual.why_not(width), otherwise)
         if native:
             fused_residual.use(self.residuals_in_norms)
         if native and "delayed" in self.precision.in_use:
-            if said := _wrong_somewhere(fused_swiglu.why_not):
-                say(f"WARNING: SwiGLU is not fused with its casts: {said}")
-            fused_swiglu.use(said is None)
+            fused_swiglu.use(_right(fused_swiglu.why_not, "SwiGLU is not fused with its casts"))
         fp8_head = self.cfg.precision.fp8_lm_head and self.device.type == "cuda"
         if fp8_head and (said := _wrong_somewhere(loss_fp8.why_not)):
             raise RuntimeError(f"--fp8_lm_head: on this machine {said}; drop it")
@@ -765,6 +762,13 @@ class Run:
 def _wrong_somewhere(why_not: Callable[[], str | None]) -> str | None:
     """What the first rank to find something wrong with kernels says of them; None if all may take them."""
     return next(filter(None, ranks.together(why_not)), None)
+
+
+def _right(why_not: Callable[[], str | None], otherwise: str) -> bool:
+    """Whether all ranks may take the kernels; if not, it is said what is done `otherwise`, and why."""
+    if said := _wrong_somewhere(why_not):
+        say(f"WARNING: {otherwise}: {said}")
+    return said is None
 
 
 def set_determinism(deterministic: bool, seed: int) -> None:

@@ -77,10 +77,8 @@ def test_the_labels_part_is_the_cpus_and_always_the_same(tokens, width, dtype):
     found, again, wanted = added(DEVICE), added(DEVICE), added("cpu")
     for mine, same, expected in zip(found, again, wanted, strict=True):
         assert torch.equal(mine, same)
-        close = (
-            {"rtol": 1e-2, "atol": 1e-2} if expected.dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
-        )
-        torch.testing.assert_close(mine, expected, **close)
+        close = 1e-2 if expected.dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(mine, expected, rtol=close, atol=close)
 
 
 def test_the_trial_of_every_start_finds_nothing():
