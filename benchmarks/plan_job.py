@@ -131,15 +131,16 @@ class Job:
     @property
     def keeps_fp8_weights(self) -> bool:
         """Whether FP8 weights outlive a micro-batch, for the step's others."""
-        whole = self.mode in ("single", "ddp")
+        whole = self.mode in ("single", "ddp", "fsdp_grad")
         return (
             self.use_te and self.fp8_weight_cache and whole and self.accumulation > 1 and not self.recompute
         )
 
     @property
     def two_layouts(self) -> bool:
-        """Whether FP8 weights are kept until backward: TE gives them up under FSDP2 and casts them again."""
-        return self.use_te and not self.sharded and not self.recompute
+        """Whether FP8 weights are kept until backward: TE casts them again under FSDP2, if it may not cache."""
+        kept = not self.sharded or self.keeps_fp8_weights
+        return self.use_te and kept and not self.recompute
 
 
 def recipe_of(cfg: Config) -> str:

@@ -232,6 +232,7 @@ def build_model(
     )
     if shard:
         shard(model)
+        model.let_te_keep_fp8_weights()
     model.materialize(device, parameter_device)
     load_te(model, weight_source(plan, seed=seed, device=device))
     return model.train()

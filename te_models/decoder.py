@@ -122,6 +122,16 @@ class TECausalLM(nn.Module):
             add_in_norms(layer)
         return layer
 
+    def let_te_keep_fp8_weights(self) -> None:
+        """To be called when sharded; with `cache_fp8_weights` they stay whole between micro-batches.
+
+        TE casts what FSDP2 shards anew in every pass, in backward too, as if it had been resharded since.
+        """
+        if self.cache_fp8_weights:
+            for module in self.modules():
+                if hasattr(type(module), "is_fsdp2"):
+                    module._is_fsdp2 = False  # where TE keeps the answer
+
     @property
     def blocks(self) -> list[nn.Module]:
         """The decoder layers, which sharding gathers one by one."""

@@ -131,7 +131,7 @@ class PrecisionConfig:
     )
     fp8_weight_cache: bool = knob(
         True,
-        "cast TE's weights to FP8 once a step, not once a micro-batch (one GPU and ddp, no recomputation)",
+        "cast TE's weights to FP8 once a step, not once a micro-batch (one GPU, ddp, fsdp_grad)",
         free=True,
     )
 

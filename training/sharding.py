@@ -48,7 +48,7 @@ class SingleDevice:
     # Whether recomputation must build the graph of its second pass.
     reentrant = False
     shards_weights = False  # so that weights are drawn into shards instead of a whole model
-    whole_weights = True  # on the device, from step to step
+    whole_in_a_step = True  # weights on the device, from the first micro-batch to the last
     master_home = "device"  # where FP32 weights are: on the device, on the CPU ("cpu") or in ZeRO ("zero")
     steps_on_cpu = False  # the optimizer, though the model runs elsewhere
 
@@ -189,7 +189,6 @@ class FSDP(SingleDevice):
     """
 
     shards_weights = True
-    whole_weights = False
     sums_micro_batches = False
 
     def __init__(
@@ -204,6 +203,7 @@ class FSDP(SingleDevice):
     ):
         super().__init__(device, cfg)
         self.mode, self.resharded, self.steps_on_cpu = mode, resharded, offload
+        self.whole_in_a_step = not resharded
         self.master_home = "cpu" if offload else "device"
         size = shard_size or self.world_size
         if size == self.world_size:
@@ -269,7 +269,8 @@ class FSDP(SingleDevice):
         model.set_requires_gradient_sync(last)
         if not self.resharded:  # what is gathered serves all micro-batches of a step
             model.set_reshard_after_backward(last)
-        yield
+        with super().accumulating(model, first=first, last=last):
+            yield
 
     def total_norm(self, norm: Tensor) -> Tensor:
         square = norm.square()

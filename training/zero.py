@@ -43,7 +43,7 @@ class Zero(SingleDevice):
     """
 
     master_home = "zero"
-    whole_weights = False
+    whole_in_a_step = False
     sums_micro_batches = False
 
     def __init__(self, device: torch.device, cfg: Config):

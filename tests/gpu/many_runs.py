@@ -30,6 +30,7 @@ def go(name: str, flags: str, folder: Path, device: torch.device, watchdog: Watc
     run = Run(cfg, device, watchdog, time.perf_counter())
     code = run.run()
     left = {"code": code, "scaling": fingerprint(scaling_state(run.model))}
+    left["fp8_weights"] = sum(len(getattr(m, "_fp8_workspaces", ())) for m in run.model.modules())
     left["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
     everyone = ranks.gather(left)
     if ranks.rank() == 0:

@@ -150,6 +150,18 @@ def test_accumulation_changes_nothing(many, mode):
     assert twice == pytest.approx(once, rel=5e-3)
 
 
+@pytest.mark.parametrize("mode", ["ddp", "fsdp_grad"])
+def test_weights_cast_once_a_step_train_alike(tmp_path, mode):
+    """Of current scaling, whose casts of weights are the same in every micro-batch."""
+    each = f"{flags(mode, 'current', accumulation=2)} --no_export"
+    launch(tmp_path, {"once": each, "twice": f"{each} --no_fp8_weight_cache"}, GPUS)
+    once, twice = (logged(tmp_path / name, "train/loss") for name in ("once", "twice"))
+    assert once[1] == pytest.approx(twice[1], rel=1e-5)
+    assert once == pytest.approx(twice, rel=1e-2)
+    kept, cast = (json.loads((tmp_path / f"{n}.ranks.json").read_text()) for n in ("once", "twice"))
+    assert all(rank["fp8_weights"] for rank in kept) and not any(rank["fp8_weights"] for rank in cast)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_recomputation_changes_nothing(many, mode):
     plain, again = (logged(many[mode] / f"{mode}-{name}", "train/loss") for name in ("delayed", "recomputed"))
