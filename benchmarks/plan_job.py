@@ -138,7 +138,7 @@ class Job:
 
     @property
     def two_layouts(self) -> bool:
-        """Whether FP8 weights are kept until backward: TE casts them again under FSDP2, if it may not cache."""
+        """Whether FP8 weights are kept until backward: under FSDP2 TE casts them again, unless cached."""
         kept = not self.sharded or self.keeps_fp8_weights
         return self.use_te and kept and not self.recompute
 

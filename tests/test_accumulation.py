@@ -123,7 +123,7 @@ def test_sums_of_tes_weights_stay_and_are_told_when_to_start_anew(dtype):
     sums = MicroBatchSums(module, dtype)
     assert module.weight.main_grad.dtype == dtype and not module.weight.main_grad.any()
     for first in (True, False):
-        sums.begin_micro_batch(first=first)
+        sums.begin_micro_batch(first=first, last=not first)
         assert module.weight.overwrite_main_grad is first
     module.layer_norm_weight.sum().backward()
     assert gradient_of(module.layer_norm_weight).dtype == dtype

@@ -1,5 +1,6 @@
 """Gradient norm, gradient sums over ranks, and which mode is taken where."""
 
+import functools
 import os
 from collections import Counter
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from tests.children import preload, run_ranks
 from training import ranks
@@ -160,6 +162,111 @@ class Collectives(TorchDispatchMode):
         if func.namespace == "c10d":
             self.counts[func._opname] += 1
         return func(*args, **(kwargs or {}))
+
+
+class InGemm(torch.autograd.Function):
+    """As TE's linear layers with `fuse_wgrad_accumulation`: adds to a sum, and returns no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight, fused):
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.fused = weight, fused
+        ctx.overwrites = getattr(weight, "overwrite_main_grad", False)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        gradient = grad.float().T @ x.float()
+        if not ctx.fused:
+            return grad @ weight, gradient.to(weight.dtype), None
+        ctx.weight.main_grad = total = ctx.weight.get_main_grad()
+        if ctx.overwrites:
+            total.copy_(gradient)
+        else:
+            total += gradient
+        return grad @ weight, None, None
+
+
+class Adding(nn.Linear):
+    fuse_wgrad_accumulation = True
+
+    def __init__(self):
+        super().__init__(16, 16, bias=False, dtype=torch.bfloat16)
+        self.norm = nn.Parameter(torch.ones(16, dtype=torch.bfloat16))
+        self.taken, self.gathered = [], []
+
+    def forward(self, x):
+        self.taken.append(self.fuse_wgrad_accumulation)
+        self.gathered = [self.weight]  # the parameter that FSDP2 has put there
+        return InGemm.apply(x * self.norm, self.weight, self.fuse_wgrad_accumulation)
+
+
+def sums_held(model):
+    return [getattr(b.gathered[0], "main_grad", None) is not None for b in model.blocks]
+
+
+def batches_of(rank, micro_batches):
+    return [
+        torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * i + rank)).bfloat16()
+        for i in range(micro_batches)
+    ]
+
+
+def model_that_adds():
+    torch.manual_seed(0)
+    model = Blocks()
+    model.blocks = nn.ModuleList(Adding() for _ in range(2))
+    model.head = nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)
+    return model
+
+
+def sums_of_gemms(rank: int, folder: Path, mode: str, dtype: str, recompute: bool) -> None:
+    settings = {"sharding_mode": mode, "gradient_accumulation_steps": 3, "grad_reduce_dtype": dtype}
+    settings |= {"hsdp_shard_size": 1} if mode == "hsdp" else {}
+    strategy = STRATEGIES[mode](torch.device("cpu"), config_from_dict(settings))
+    model, plain = model_that_adds(), model_that_adds()
+    strategy.shard(model, parameter_dtype=torch.bfloat16, compute_dtype=torch.bfloat16)
+    assert strategy.adds_in_gemms("fused_adamw")
+    wrapped, _ = strategy.wrap(model, None)
+    if recompute:
+        for block in model.blocks:
+            forward = block.forward
+            block.forward = functools.partial(checkpoint, forward, use_reentrant=False)
+    for micro_batches in (3, 1, 2, 3):  # the last window of an epoch may be shorter
+        expected = {name: 0.0 for name, _ in plain.named_parameters()}
+        for r in range(2):
+            for x in batches_of(r, micro_batches):
+                for block in plain.blocks:
+                    block.fuse_wgrad_accumulation = False
+                plain.zero_grad()
+                plain(x).float().square().sum().backward()
+                for name, p in plain.named_parameters():
+                    expected[name] = expected[name] + p.grad.float() / 2
+        for block in model.blocks:
+            block.taken.clear()
+        for i, x in enumerate(batches_of(rank, micro_batches)):
+            with torch.no_grad():
+                model(x)  # an evaluation between changes nothing
+            for block in model.blocks:
+                block.taken.clear()
+            with strategy.accumulating(model, first=i == 0, last=i == micro_batches - 1):
+                strategy.backward(wrapped, wrapped(x).float().square().sum())
+            assert {fused for block in model.blocks for fused in block.taken} == {micro_batches > 1}
+        for name, p in model.named_parameters():
+            found = p.grad.full_tensor().float()
+            error = (found - expected[name]).norm() / expected[name].norm()
+            assert error < (1e-2 if dtype == "bf16" else 4e-3), (name, micro_batches, error)
+        assert sums_held(model) == [micro_batches > 1, False]  # of the block that was exchanged last alone
+        strategy.discard(model, torch.optim.SGD(model.parameters()))
+        assert not any(sums_held(model))
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("mode", ["fsdp_full", "fsdp_grad", "hsdp"])
+def test_sums_that_gemms_add_up_are_exchanged(tmp_path, mode, dtype, recompute):
+    run_ranks(sums_of_gemms, tmp_path, mode, dtype, recompute)
 
 
 def gathers_of_a_step(rank: int, folder: Path, mode: str, expected: int) -> None:

@@ -1,16 +1,26 @@
-"""Sums of gradients over the micro-batches of a step, beside BF16 parameters that lie whole on one device.
+"""Sums of gradients over the micro-batches of a step, beside BF16 parameters.
 
 Autograd adds in the parameter's own BF16, where the eighth micro-batch loses the bits that the first seven
 have grown to. Here sums are `main_grad`, in FP32 unless told otherwise. Into those of TE's GEMM weights TE's
-kernels add as they multiply, which saves a pass over memory; others are added as soon as autograd has them.
+kernels add as they multiply, which saves a pass over memory; others are added as soon as autograd has them,
+here on one device, by FSDP2 where it shards the model.
 """
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 TE_WEIGHTS = ("weight", "fc1_weight", "fc2_weight")
+
+
+def te_weights(module: nn.Module) -> list[Tensor]:
+    """Weights into whose sums TE's `module` can add as it multiplies."""
+    found = (getattr(module, name, None) for name in TE_WEIGHTS if hasattr(module, "fuse_wgrad_accumulation"))
+    return [weight for weight in found if weight is not None and weight.requires_grad]
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -27,13 +37,8 @@ class MicroBatchSums:
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
-        self.fused = [
-            getattr(module, name)
-            for module in model.modules()
-            if getattr(module, "fuse_wgrad_accumulation", False)
-            for name in TE_WEIGHTS
-            if getattr(module, name, None) is not None and getattr(module, name).requires_grad
-        ]
+        fusing = (m for m in model.modules() if getattr(m, "fuse_wgrad_accumulation", False))
+        self.fused = [weight for module in fusing for weight in te_weights(module)]
         for weight in self.fused:
             weight.main_grad = torch.zeros_like(weight, dtype=dtype)
         known = {id(weight) for weight in self.fused}
@@ -50,7 +55,7 @@ class MicroBatchSums:
             main += parameter.grad
         parameter.grad = None
 
-    def begin_micro_batch(self, *, first: bool) -> None:
+    def begin_micro_batch(self, *, first: bool, last: bool) -> None:
         """To be called before the forward, in which TE notes what backward is to do with the sums."""
         for weight in self.fused:
             weight.overwrite_main_grad = first
@@ -59,3 +64,52 @@ class MicroBatchSums:
         """Forget the step's sums; TE's are overwritten by the next one's."""
         for parameter in self.others:
             parameter.main_grad = None
+
+
+class GatheredSums:
+    """Sums of `dtype` of TE's weights that FSDP2 shards: each is the `grad` of the gathered weight.
+
+    FSDP2 takes that as if autograd had made it, after the step's last micro-batch, with what it has added up
+    of the block's other gradients. A gathered weight is known in its module's forward alone, where FSDP2 has
+    put it; there TE is told to ask for the sum when it multiplies, as it asks Megatron's FSDP. A step of one
+    micro-batch has nothing to add, and gradients as without this.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype):
+        self.dtype, self.first = dtype, True
+        self.modules = [m for m in model.modules() if getattr(m, "fuse_wgrad_accumulation", False)]
+        for module in self.modules:
+            module.register_forward_pre_hook(self._tell)
+        self.asked: list[Tensor] = []
+
+    def begin_micro_batch(self, *, first: bool, last: bool) -> None:
+        """To be called before the forward."""
+        self.first = first
+        for module in self.modules:
+            module.fuse_wgrad_accumulation = not (first and last)
+
+    def _tell(self, module: nn.Module, _: Any) -> None:
+        for weight in te_weights(module):
+            weight.overwrite_main_grad = self.first
+            weight.__fsdp_param__, weight.get_main_grad = True, functools.partial(self._sum_of, weight)
+            if not module.fuse_wgrad_accumulation:
+                weight.grad_dtype = weight.dtype
+
+    def _sum_of(self, weight: Tensor) -> Tensor:
+        self._forget_exchanged()
+        if weight.grad is None:
+            weight.grad_dtype = self.dtype
+            weight.grad = torch.empty_like(weight, dtype=self.dtype)
+            self.asked.append(weight)
+        return weight.grad
+
+    def _forget_exchanged(self) -> None:
+        """TE keeps what it was given as `main_grad`, which FSDP2 may have done with."""
+        for weight in self.asked:
+            if weight.grad is None:
+                weight.main_grad = None
+        self.asked = [weight for weight in self.asked if weight.grad is not None]
+
+    def clear(self) -> None:
+        """Forget the step's sums."""
+        self._forget_exchanged()

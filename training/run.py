@@ -378,7 +378,7 @@ class Run:
             compute_dtype=compute,
             convert=(lambda model: self._convert(model, fp8_gather)) if self.torchao else None,
             cache_fp8_weights=self._caches_fp8_weights(),
-            fuse_gradient_sums=strategy.sums_micro_batches and plan.kind == "fused_adamw",
+            fuse_gradient_sums=strategy.adds_in_gemms(plan.kind),
             one_pass_rotation=self.one_pass_rotation,
             residuals_in_norms=self.residuals_in_norms,
         )

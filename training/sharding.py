@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from training import ranks
-from training.accumulation import MicroBatchSums, gradient_of
+from training.accumulation import GatheredSums, MicroBatchSums, gradient_of
 from training.adamw import FusedAdamW, local
 from training.config import Config
 from training.gradient_sums import FP32Sums, average_by_pieces, average_in_fp32, within_a_node
@@ -55,7 +55,7 @@ class SingleDevice:
     def __init__(self, device: torch.device, cfg: Config | None = None):
         self.device, self.cfg = device, cfg
         self.rank, self.world_size, self.num_nodes = ranks.rank(), ranks.world_size(), ranks.num_nodes()
-        self.gradient_sums: MicroBatchSums | None = None
+        self.gradient_sums: MicroBatchSums | GatheredSums | None = None
 
     @property
     def accumulates(self) -> bool:
@@ -65,6 +65,10 @@ class SingleDevice:
     def sums_micro_batches(self) -> bool:
         """Whether gradients of BF16 weights add up in `MicroBatchSums`; other modes have their own sums."""
         return self.accumulates
+
+    def adds_in_gemms(self, optimizer: str) -> bool:
+        """Whether GEMMs of TE's layers may add gradients up; `optimizer`: its `OptimizerPlan.kind`."""
+        return self.sums_micro_batches and optimizer == "fused_adamw"
 
     def shard(self, model: nn.Module, *, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
         """Shard `model`, on the meta device or not, before its weights are read."""
@@ -93,7 +97,7 @@ class SingleDevice:
         """Around a micro-batch; all but the last may skip the exchange of gradients."""
         model.first_micro_batch = first  # TE's layers keep FP8 weights for the step's other micro-batches
         if self.gradient_sums:
-            self.gradient_sums.begin_micro_batch(first=first)
+            self.gradient_sums.begin_micro_batch(first=first, last=last)
         yield
         model.first_micro_batch = None
 
@@ -244,6 +248,15 @@ class FSDP(SingleDevice):
         # Without it a block's weights are asked for when the CPU gets there: late, where launching is slow.
         for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])
+
+    def adds_in_gemms(self, optimizer: str) -> bool:
+        return self.accumulates and not self.cfg.sharding.fp8_all_gather
+
+    def wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        self.gradient_sums = GatheredSums(model, self.sum_dtype)
+        return model, optimizer
 
     def _check_rows(self, blocks: Iterable[nn.Module]) -> None:
         """FSDP2 pads short shards to gather them, but not those that are cast to FP8 on the way."""
