@@ -131,7 +131,7 @@ class Job:
     @property
     def keeps_fp8_weights(self) -> bool:
         """Whether FP8 weights outlive a micro-batch, for the step's others."""
-        whole = self.mode in ("single", "ddp", "fsdp_grad")
+        whole = self.mode in ("single", "ddp") or (self.mode == "fsdp_grad" and not self.fp8_all_gather)
         return (
             self.use_te and self.fp8_weight_cache and whole and self.accumulation > 1 and not self.recompute
         )

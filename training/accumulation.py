@@ -17,10 +17,15 @@ from torch import Tensor, nn
 TE_WEIGHTS = ("weight", "fc1_weight", "fc2_weight")
 
 
+def fusing(model: nn.Module) -> list[nn.Module]:
+    """Modules of TE's that were told to add gradients of their weights up."""
+    return [module for module in model.modules() if getattr(module, "fuse_wgrad_accumulation", False)]
+
+
 def te_weights(module: nn.Module) -> list[Tensor]:
-    """Weights into whose sums TE's `module` can add as it multiplies."""
-    found = (getattr(module, name, None) for name in TE_WEIGHTS if hasattr(module, "fuse_wgrad_accumulation"))
-    return [weight for weight in found if weight is not None and weight.requires_grad]
+    """Weights of TE's `module` that are trained."""
+    weights = (getattr(module, name, None) for name in TE_WEIGHTS)
+    return [weight for weight in weights if weight is not None and weight.requires_grad]
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -37,8 +42,7 @@ class MicroBatchSums:
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
-        fusing = (m for m in model.modules() if getattr(m, "fuse_wgrad_accumulation", False))
-        self.fused = [weight for module in fusing for weight in te_weights(module)]
+        self.fused = [weight for module in fusing(model) for weight in te_weights(module)]
         for weight in self.fused:
             weight.main_grad = torch.zeros_like(weight, dtype=dtype)
         known = {id(weight) for weight in self.fused}
@@ -72,15 +76,20 @@ class GatheredSums:
     FSDP2 takes that as if autograd had made it, after the step's last micro-batch, with what it has added up
     of the block's other gradients. A gathered weight is known in its module's forward alone, where FSDP2 has
     put it; there TE is told to ask for the sum when it multiplies, as it asks Megatron's FSDP. A step of one
-    micro-batch has nothing to add, and gradients as without this.
+    micro-batch has nothing to add, and gradients as without this; so has te.LayerNormLinear, which does not
+    ask where it casts its weight anew in backward, and stumbles (TE 2.20).
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         self.dtype, self.first = dtype, True
-        self.modules = [m for m in model.modules() if getattr(m, "fuse_wgrad_accumulation", False)]
-        for module in self.modules:
-            module.register_forward_pre_hook(self._tell)
-        self.asked: list[Tensor] = []
+        self.modules = []
+        for module in fusing(model):
+            if type(module).__name__ == "LayerNormLinear":
+                module.fuse_wgrad_accumulation = False
+            else:
+                self.modules.append(module)
+                module.register_forward_pre_hook(self._tell)
+        self.asked: Tensor | None = None
 
     def begin_micro_batch(self, *, first: bool, last: bool) -> None:
         """To be called before the forward."""
@@ -96,20 +105,15 @@ class GatheredSums:
                 weight.grad_dtype = weight.dtype
 
     def _sum_of(self, weight: Tensor) -> Tensor:
-        self._forget_exchanged()
+        self.clear()
         if weight.grad is None:
             weight.grad_dtype = self.dtype
-            weight.grad = torch.empty_like(weight, dtype=self.dtype)
-            self.asked.append(weight)
+            make = torch.empty_like if self.first else torch.zeros_like
+            weight.grad = make(weight, dtype=self.dtype)
+        self.asked = weight
         return weight.grad
 
-    def _forget_exchanged(self) -> None:
-        """TE keeps what it was given as `main_grad`, which FSDP2 may have done with."""
-        for weight in self.asked:
-            if weight.grad is None:
-                weight.main_grad = None
-        self.asked = [weight for weight in self.asked if weight.grad is not None]
-
     def clear(self) -> None:
-        """Forget the step's sums."""
-        self._forget_exchanged()
+        """Let go of the sum that TE was given last, and keeps as `main_grad` when FSDP2 has done with it."""
+        if self.asked is not None:
+            self.asked.main_grad = self.asked = None

@@ -131,7 +131,7 @@ class PrecisionConfig:
     )
     fp8_weight_cache: bool = knob(
         True,
-        "cast TE's weights to FP8 once a step, not once a micro-batch (one GPU, ddp, fsdp_grad)",
+        "cast TE's weights once a step, not once a micro-batch (one GPU, ddp, fsdp_grad; no recomputation)",
         free=True,
     )
 

@@ -413,6 +413,7 @@ class Run:
     def _caches_fp8_weights(self) -> bool:
         """Whether a step's first micro-batch casts weights for all; recomputation casts them anyway."""
         wanted = self.cfg.precision.fp8_weight_cache and not self.cfg.model.gradient_checkpointing
+        wanted = wanted and not self.cfg.sharding.fp8_all_gather  # whose weights are in FP8 as they are
         return wanted and self.precision.fp8 and self.strategy.accumulates and self.strategy.whole_in_a_step
 
     def _convert(self, model: te_models.HFCausalLM, fp8_gather: bool) -> None:

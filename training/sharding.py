@@ -255,7 +255,8 @@ class FSDP(SingleDevice):
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        self.gradient_sums = GatheredSums(model, self.sum_dtype)
+        if self.accumulates:
+            self.gradient_sums = GatheredSums(model, self.sum_dtype)
         return model, optimizer
 
     def _check_rows(self, blocks: Iterable[nn.Module]) -> None:
