@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from training.accumulation import MicroBatchSums, gradient_of
+from training.accumulation import GatheredSums, MicroBatchSums, gradient_of
 from training.adamw import FusedAdamW
 from training.config import config_from_dict
 from training.sharding import SingleDevice
@@ -136,3 +136,13 @@ def test_one_micro_batch_needs_no_sums():
     chosen.wrap(model, adamw(model))
     model(torch.ones(4, 8).bfloat16(), True).backward()
     assert all(p.grad is not None and gradient_of(p) is p.grad for p in model.parameters())
+
+
+class LayerNormLinear(TELike):
+    pass
+
+
+def test_a_module_that_would_not_ask_for_its_sum_is_left_alone():
+    model = nn.ModuleList([LayerNormLinear(), TELike()])
+    GatheredSums(model, torch.float32).begin_micro_batch(first=True, last=False)
+    assert [module.fuse_wgrad_accumulation for module in model] == [False, True]
