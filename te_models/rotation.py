@@ -89,7 +89,7 @@ def _wrong(heads: int, groups: int, size: int, *, tokens: int, cast: bool) -> st
     generator = torch.Generator("cuda").manual_seed(0)
     random = functools.partial(torch.randn, device="cuda", generator=generator)
     joint = random(tokens, (heads + 2 * groups) * size).bfloat16().requires_grad_()
-    angles = torch.cat([random(64, size // 2)] * 2, dim=-1)[:, None, None, :]
+    angles = torch.cat([random(256, size // 2)] * 2, dim=-1)[:, None, None, :]
     table, positions = rotation_table(angles), torch.arange(tokens, device="cuda").flip(0) + 11
     expected = split_and_rotate(joint, table, positions, groups)
     grads = [random(part.shape).bfloat16() for part in expected]
