@@ -138,9 +138,9 @@ def _wrong() -> str | None:
     x = torch.randn(208, 2 * 176, device="cuda", generator=generator).mul(2).bfloat16()
     grad = torch.randn(208, 176, device="cuda", generator=generator).bfloat16()
     try:
-        mine, theirs = (trial_quantizer(tex.DType.kFloat8E4M3) for _ in range(2))
+        mine, theirs = (_trial_quantizer(tex.DType.kFloat8E4M3) for _ in range(2))
         forward = differs(_Forward(tex.swiglu)(x, mine), tex.swiglu(x, theirs), mine, theirs)
-        mine, theirs = (trial_quantizer(tex.DType.kFloat8E5M2) for _ in range(2))
+        mine, theirs = (_trial_quantizer(tex.DType.kFloat8E5M2) for _ in range(2))
         found = _Backward(tex.dswiglu)(grad, x, mine)[1]
         backward = differs(found, theirs(tex.dswiglu(grad, x, None)), mine, theirs)
     except Exception as error:  # Triton's compiler, or another TE
@@ -148,7 +148,7 @@ def _wrong() -> str | None:
     return f"it computes another {forward or backward}" if forward or backward else None
 
 
-def trial_quantizer(dtype: Any) -> Any:
+def _trial_quantizer(dtype: Any) -> Any:
     """Its scale and amax lie among those of other tensors, as in training: Triton compiles by alignment."""
     tensors = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
     scale, amax = torch.full((4,), 37.3, device="cuda"), torch.zeros(4, device="cuda")

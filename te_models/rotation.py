@@ -2,8 +2,7 @@
 
 TE copies the queries out of the joint projection, rotates queries and keys each in a pass of its own, keeps
 the projection in memory for the values' sake, and joins the gradients in one more copy: `rotation_triton`
-reads and writes everything once, forward and backward. On Hopper it also casts the joint gradient to FP8 for
-delayed scaling, which is one more pass of TE's.
+reads and writes everything once, forward and backward.
 
 T tokens in all (of rows [B, S], or packed [T]), H query heads, G key/value groups, K head size, P positions.
 """
@@ -11,13 +10,11 @@ T tokens in all (of rows [B, S], or packed [T]), H query heads, G key/value grou
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from te_models.fused_swiglu import PACKED_TOKENS, differs, trial_quantizer
 from training.errors import first_line
 
 
@@ -64,55 +61,30 @@ def _rotating(base: type) -> type:
     return RotatingAttention
 
 
-def why_not(heads: int, groups: int, size: int, *, cast: bool = False) -> str | None:
-    """What is wrong with the kernels on this machine for so many heads of such a size, or None.
-
-    Of those without a cast, or of the one with it, which is for Hopper.
-    """
-    if cast and torch.cuda.get_device_capability() != (9, 0):
-        return None
+def why_not(heads: int, groups: int, size: int) -> str | None:
+    """What is wrong with the kernels on this machine for so many heads of such a size, or None."""
     # Blocks that are full, and one that is not; Triton compiles anew for what is a multiple of 16.
-    several = (36, 208) if cast else (37, 48)
-    return next(filter(None, (_wrong(heads, groups, size, tokens=t, cast=cast) for t in several)), None)
+    return next(filter(None, (_wrong(heads, groups, size, tokens=tokens) for tokens in (37, 48))), None)
 
 
-_casting = False
-
-
-def cast_gradients(wanted: bool) -> None:
-    """From now on, for all models of the process, on Hopper; or gradients in BF16 again, which TE casts."""
-    global _casting
-    _casting = wanted and torch.cuda.get_device_capability() == (9, 0)
-
-
-def _wrong(heads: int, groups: int, size: int, *, tokens: int, cast: bool) -> str | None:
+def _wrong(heads: int, groups: int, size: int, *, tokens: int) -> str | None:
     generator = torch.Generator("cuda").manual_seed(0)
     random = functools.partial(torch.randn, device="cuda", generator=generator)
     joint = random(tokens, (heads + 2 * groups) * size).bfloat16().requires_grad_()
-    angles = torch.cat([random(256, size // 2)] * 2, dim=-1)[:, None, None, :]
+    angles = torch.cat([random(64, size // 2)] * 2, dim=-1)[:, None, None, :]
     table, positions = rotation_table(angles), torch.arange(tokens, device="cuda").flip(0) + 11
     expected = split_and_rotate(joint, table, positions, groups)
     grads = [random(part.shape).bfloat16() for part in expected]
     (wanted,) = torch.autograd.grad(expected, joint, grads)
     try:
-        if cast:
-            return _wrong_cast(grads, table, positions, wanted)
         found = _SplitAndRotate.apply(joint, table, positions, groups)
         (grad,) = torch.autograd.grad(found, joint, grads)
-    except Exception as error:  # Triton's compiler, or another TE
+    except Exception as error:  # Triton's compiler
         return f"it fails ({first_line(error)})"
     for name, a, b in zip(("query", "key", "value"), found, expected, strict=True):
         if not torch.allclose(a, b, rtol=2**-7, atol=1e-4):  # a last bit of BF16
             return f"it computes another {name}"
     return None if torch.allclose(grad, wanted, rtol=2**-7, atol=1e-4) else "it computes another gradient"
-
-
-def _wrong_cast(grads: list[Tensor], table: Tensor, positions: Tensor, wanted: Tensor) -> str | None:
-    extension = importlib.import_module("transformer_engine_torch")
-    mine, theirs = (trial_quantizer(extension.DType.kFloat8E5M2) for _ in range(2))
-    found = _join_and_cast(grads, table, positions, mine).reshape((-1, wanted.shape[-1]))
-    wrong = differs(found, theirs(wanted), mine, theirs)
-    return f"it computes another {wrong}" if wrong else None
 
 
 def split_and_rotate(joint: Tensor, table: Tensor, positions: Tensor, groups: int) -> tuple:
@@ -137,57 +109,4 @@ class _SplitAndRotate(torch.autograd.Function):
     def backward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor) -> tuple:
         from te_models.rotation_triton import join
 
-        parts = queries, keys, values
-        projection = ctx.next_functions[0][0]  # the autograd node that is given the gradient
-        if quantizer := _quantizer_of(projection, queries):
-            return _join_and_cast(parts, *ctx.saved_tensors, quantizer), None, None, None
-        return join(*parts, *ctx.saved_tensors), None, None, None
-
-
-def _quantizer_of(projection: Any, queries: Tensor) -> Any:
-    """What TE's projection will cast its result's gradient with, if by delayed scaling and no more, or None.
-
-    It is of another type with other recipes and while casts are watched, and missing without FP8. With a
-    bias TE sums up what it casts.
-    """
-    quantizer = getattr(projection, "grad_output_quantizer", None)
-    if not _casting or quantizer is None or getattr(projection, "use_bias", True):
-        return None
-    if queries.dtype != torch.bfloat16 or queries.shape[:-2].numel() % PACKED_TOKENS:
-        return None
-    return quantizer if type(quantizer) is _float8().Float8Quantizer else None
-
-
-def _join_and_cast(parts: Any, table: Tensor, positions: Tensor, quantizer: Any) -> Any:
-    """`join` and the cast: a Float8Tensor [..., G * (R + 2) * K], BF16 to autograd, with its transpose."""
-    from te_models.rotation_triton import join_cast
-
-    rows, columns, scale_inverse = join_cast(*parts, table, positions, quantizer)
-    return _keeping_transpose(_float8().Float8Tensor)(
-        shape=rows.shape,
-        dtype=torch.bfloat16,
-        data=rows,
-        data_transpose=columns,
-        fp8_scale_inv=scale_inverse,
-        fp8_dtype=quantizer.dtype,
-        quantizer=quantizer,
-        device=rows.device,
-    )
-
-
-@functools.cache
-def _keeping_transpose(base: type) -> type:
-    """TE's backward pass begins with `reshape((-1, n))`, by which Float8Tensor loses its transpose's shape.
-
-    `view` keeps it, and makes a `base` of this, which is all that TE's GEMMs know.
-    """
-
-    class Gradient(base):
-        def reshape(self, *shape: Any) -> Any:
-            return self.view(*shape)
-
-    return Gradient
-
-
-def _float8() -> Any:
-    return importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
+        return join(queries, keys, values, *ctx.saved_tensors), None, None, None

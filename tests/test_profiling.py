@@ -21,7 +21,6 @@ NAMES = {
     "scaled_kernel": "LM head's loss",
     "gradient_kernel": "LM head's loss",
     "rotation_kernel": "position embedding",
-    "rotation_cast_kernel": "position embedding",
     "void transformer_engine::normalization::rmsnorm_bwd_tuned_kernel<>": "norm",
     "cast_transpose_optimized_kernel(__nv_bfloat16 const*, __nv_fp8_e4m3*)": "cast",
     "void transformer_engine::gated_act_kernel<16, true, float>": "activation",

@@ -494,34 +494,6 @@ def test_residuals_are_added_in_norms_where_that_is_right(
     assert (f"are added separately: {wrong}" in capsys.readouterr().out) == bool(wrong)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "wrong", "wrong_cast", "asked", "told"),
-    [
-        ("delayed", None, None, [False, True], [True]),
-        ("delayed", None, "it computes another transpose", [False, True], [False]),
-        ("delayed", "it computes another key", None, [False], []),
-        ("block", None, None, [False], []),
-    ],
-)
-def test_the_cast_of_rotated_gradients_is_taken_where_it_is_right(
-    recipe, wrong, wrong_cast, asked, told, choose_kernels, monkeypatch, capsys
-):
-    tried, taken = [], []
-
-    def why_not(*heads, cast=False):
-        tried.append(cast)
-        return wrong_cast if cast else wrong
-
-    monkeypatch.setattr(run_module.rotation, "why_not", why_not)
-    monkeypatch.setattr(run_module.rotation, "cast_gradients", taken.append)
-    monkeypatch.setattr(run_module.fused_swiglu, "why_not", lambda: None)
-    monkeypatch.setattr(run_module.fused_swiglu, "use", lambda wanted: None)
-    precision = Precision(recipe, recipe, recipe=object(), te_backend="native")
-    one = choose_kernels({"use_te": True, "mixed_precision": "fp8"}, precision)
-    assert tried == asked and taken == told and one.one_pass_rotation == (wrong is None)
-    assert (f"not cast to FP8 in that pass: {wrong_cast}" in capsys.readouterr().out) == bool(wrong_cast)
-
-
 def test_an_fp8_lm_head_whose_kernels_are_wrong_here_is_refused(choose_kernels, monkeypatch):
     monkeypatch.setattr(run_module.loss_fp8, "why_not", lambda: "it computes another GEMM")
     settings, precision = {"mixed_precision": "fp8", "fp8_lm_head": True}, Precision("fp8", "tensorwise")

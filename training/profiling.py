@@ -22,7 +22,7 @@ KINDS: dict[str, str] = {
     "norm": r"rmsnorm|layernorm|layer_norm",
     "gradient norm": r"LpNorm|norm_kernel|NormTwo|NormOps",
     "activation": r"gated_act|silu|swiglu",
-    "position embedding": r"rope|rotary|rotation_(cast_)?kernel",
+    "position embedding": r"rope|rotary|rotation_kernel",
     "cast": r"cast|quantize|transpose|amax|scaling_recipe|float8|fp8",
     "copies and sums": r"memcpy|memset|copy|fill|elementwise|CatArray|reduce_kernel|multi_tensor",
 }

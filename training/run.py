@@ -178,14 +178,10 @@ class Run:
         elif self.flash_attention:
             packed_attention.use_flash_attention_4()
         self.one_pass_rotation = native and not self.cfg.precision.fp8_attention
-        delayed = native and "delayed" in self.precision.in_use
         if self.one_pass_rotation:
             heads = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
             otherwise = "queries, keys and values are not split and rotated in one pass"
             self.one_pass_rotation = _right(lambda: rotation.why_not(*heads), otherwise)
-            if delayed and self.one_pass_rotation:
-                otherwise = "their gradient is not cast to FP8 in that pass"
-                rotation.cast_gradients(_right(lambda: rotation.why_not(*heads, cast=True), otherwise))
         self.residuals_in_norms = native and self.cfg.model.fused_residuals
         if self.residuals_in_norms:
             width = self.shape.hidden_size
@@ -193,7 +189,7 @@ class Run:
             self.residuals_in_norms = _right(lambda: fused_residual.why_not(width), otherwise)
         if native:
             fused_residual.use(self.residuals_in_norms)
-        if delayed:
+        if native and "delayed" in self.precision.in_use:
             fused_swiglu.use(_right(fused_swiglu.why_not, "SwiGLU is not fused with its casts"))
         fp8_head = self.cfg.precision.fp8_lm_head and self.device.type == "cuda"
         if fp8_head and (said := _wrong_somewhere(loss_fp8.why_not)):
