@@ -17,7 +17,7 @@ from training.config import Config, config_from_dict, knobs
 # Folders of `benchmarks/results` whose runs are compared.
 GROUPS = ("calibration", "h200", "h200-fused-adamw", "h200-flash-attention", "h200-models")
 GROUPS += ("h200-profile", "h200-memory", "h200-compare/1b", "h200-recipes", "h200-multi")
-GROUPS += ("h200-modes", "fsdp_finetuning", "thousand_steps/te", "thousand_steps/hf")
+GROUPS += ("h200-modes", "h200-eight", "fsdp_finetuning", "thousand_steps/te", "thousand_steps/hf")
 RESULTS = Path(__file__).parent / "results"
 # A model of the recorded runs that is no preset: Llama 3.1 70B cut to 20 layers.
 CUT_MODELS = {"llama-70b-20-layers": PRESETS["meta-llama/Llama-3.1-70B"] | {"num_hidden_layers": 20}}
@@ -34,6 +34,7 @@ UNTIMED = {
     "h200-modes/Llama-3.2-1B-2gpu-ds_zero3_offload": "one thread stepped the optimizer",
     "h200-modes/Meta-Llama-3.1-8B-2gpu-ds_zero3": "fell from interval to interval",
     "h200-modes/same-": "ran beside others",
+    "h200-eight/1b-8gpu-": "an epoch ended, with a smaller step, among the few steps that were timed",
     "thousand_steps/": "ran beside others",
 }
 UNPLANNED = {
@@ -41,6 +42,7 @@ UNPLANNED = {
     "1b-export": "evaluation only",
     "emulated": "plans are for TE's own layers",
     "1B-padded": "padded to the longest row of each batch; plans are for full ones",
+    "-before": "weights cast to FP8 in every micro-batch, where they are now kept",
     "fp32-traffic": "a path that was switched off by hand",
 }
 
