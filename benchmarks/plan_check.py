@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,7 @@ def recorded_job(folder: Path) -> tuple[Job, bool, bool]:
     mode = summary.get("sharding_mode", "single")
     model = read_model(cfg.model.model_name, CUT_MODELS)
     job = build_job(cfg, model, mode=mode, gpus=gpus, gpus_per_node=gpus)
+    job = replace(job, flash_attention=stored.get("flash_attention", False))  # older code had cuDNN's alone
     te_adam = not environment.get("optimizer", "TE FusedAdam").startswith("fused AdamW")
     return job, te_adam, environment["date"] < ONE_CHUNK_SINCE
 

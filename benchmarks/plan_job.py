@@ -105,6 +105,7 @@ class Job:
     fp8_layers: float = 1.0  # share of the decoder layers under the recipe
     fp8_weight_cache: bool = True
     fp8_head: bool = False
+    flash_attention: bool = True
 
     @property
     def tokens(self) -> int:
@@ -195,4 +196,5 @@ def build_job(cfg: Config, model: Model, *, mode: str, gpus: int, gpus_per_node:
         fp8_layers=1 - (first + last) / layers,
         fp8_weight_cache=cfg.precision.fp8_weight_cache,
         fp8_head=cfg.precision.fp8_lm_head,
+        flash_attention=cfg.model.flash_attention,
     )

@@ -75,9 +75,9 @@ CAST_BYTES = {
 BF16_WEIGHT_GRADIENTS = frozenset({"rowwise_with_gw_hp"})
 HEAD_SHARE = 0.725  # LM head, BF16: 25.8 TFLOP in 36 ms
 FP8_HEAD_SHARE = 0.63  # with its casts: the 8B's 25.8 TFLOP in 21 ms
-# Attention by head size d is E * d / (d + d0): exponentials cost the same for every d. d = 128: 52.8 TFLOP in
-# 142 ms; d = 64: what is left of the 1B's 157 ms step.
-ATTENTION_SHARE, ATTENTION_D0 = 0.60, 78.0
+# Attention by head size d is E * d / (d + d0): exponentials cost the same for every d. cuDNN's, d = 128: 52.8
+# TFLOP in 142 ms; d = 64: what is left of the 1B's 157 ms step. FlashAttention 4's: 123 ms; 11 ms less.
+ATTENTION = {"cudnn": (0.60, 78.0), "flash": (0.574, 42.0)}
 ATTENTION_FORWARD = 0.25  # forward's share of attention: 35 of 142 ms
 # Elementwise kernels reach 2 to 4.3 TB/s of the H200's 4.8 (SwiGLU 3.5, norms 3.1, casts 3.9, adds 4.3).
 BANDWIDTH_SHARE = 0.70
@@ -117,7 +117,8 @@ def _gemm_seconds(job: Job, gpu: Gpu) -> float:
 def _attention_seconds(job: Job, gpu: Gpu) -> float:
     s = job.model.shape
     flops = 6.0 * s.num_layers * s.num_heads * s.head_dim * job.batch * job.length**2
-    share = ATTENTION_SHARE * s.head_dim / (s.head_dim + ATTENTION_D0)
+    at_best, half = ATTENTION["flash" if job.flash_attention else "cudnn"]
+    share = at_best * s.head_dim / (s.head_dim + half)
     again = 1 + ATTENTION_FORWARD * job.recompute
     return again * flops / (gpu.bf16_tflops * 1e12 * share)
 

@@ -1,9 +1,11 @@
 """Plans against recorded runs, and against numbers worked out by hand."""
 
+import itertools
 import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from benchmarks.plan import main, make_plan, room, run
 from benchmarks.plan_check import Check, check_runs
 from benchmarks.plan_job import read_model
 from benchmarks.plan_memory import peak
-from benchmarks.plan_time import GPUS, adam_bytes, communication_seconds, exchange
+from benchmarks.plan_time import GPUS, adam_bytes, communication_seconds, exchange, step_seconds
 from te_models.presets import PRESETS
 from training.config import config_from_dict
 
@@ -48,11 +50,13 @@ def test_steps_are_predicted_within_15_percent(checks):
     wrong = {
         check.name: Check.error(check.seconds) for check in timed if abs(Check.error(check.seconds)) > 0.15
     }
-    # What docs/plan.md says of rowwise scaling on small models, hsdp, ZeRO, and a 1B that ran slower again.
+    # What docs/plan.md says of rowwise scaling on small models, of ZeRO, and of the 1B's short steps.
     known = {f"h200-recipes/{model}-rowwise" for model in ("Llama-3.2-1B", "Qwen2.5-1.5B")}
-    known |= {f"h200-modes/Llama-3.2-1B-{mode}" for mode in ("4gpu-hsdp", "2gpu-ds_zero3")}
-    known |= {f"h200-modes/Meta-Llama-3.1-8B-4gpu-{mode}" for mode in ("ds_zero2", "ds_zero3")}
-    known |= {"h200-modes/Llama-3.2-1B-2gpu-fsdp_full-again"}
+    small = ("4gpu-hsdp", "2gpu-ds_zero3", "2gpu-fsdp_full-again", "2gpu-fsdp_grad-again")
+    small += ("8gpu-fsdp_full", "8gpu-fsdp_grad", "8gpu-hsdp")
+    known |= {f"h200-modes/Llama-3.2-1B-{mode}" for mode in small} | {"h200-modes/Llama-3.2-3B-8gpu-ds_zero3"}
+    large = itertools.product((4, 8), ("ds_zero2", "ds_zero3"))
+    known |= {f"h200-modes/Meta-Llama-3.1-8B-{gpus}gpu-{mode}" for gpus, mode in large}
     assert wrong.keys() == known
 
 
@@ -66,6 +70,16 @@ def test_what_is_compared_is_what_was_recorded(checks):
     )
     assert memory[0] == summary["peak_memory_gb"]
     assert seconds[0] == pytest.approx(4 * 8192 / summary["tokens_per_second"])
+
+
+def test_cudnn_s_attention_is_planned_with_a_rate_of_its_own():
+    folder = plan_check.RESULTS / "h200-flash-attention/Llama-3.1-8B-8192-delayed"
+    for name, expected in ((folder.name, True), (f"{folder.name}-cudnn", False)):
+        assert plan_check.recorded_job(folder.with_name(name))[0].flash_attention == expected
+    job = plan_check.recorded_job(folder)[0]
+    both = (job, replace(job, flash_attention=False))
+    seconds = [step_seconds(job, GPUS["H200"])["attention"] for job in both]
+    assert seconds == pytest.approx([0.1233, 0.1430], rel=0.01)  # of the 8B's 52.8 TFLOP
 
 
 def test_env_json_decides_what_the_code_of_a_recorded_run_did():
