@@ -62,6 +62,7 @@ def test_a_rank_that_steps_on_the_cpu_uses_its_share_of_the_cores(monkeypatch, v
     ("billions", "world_size", "local_size", "mode"),
     [
         (0.5, 2, 2, "ddp"),  # 7 GB
+        (1.2, 8, 8, "ddp"),  # 17 GB
         (4.0, 2, 2, "fsdp_grad"),  # 56 GB, which fit whole; gathered 16, a shard 28
         (8.0, 8, 8, "fsdp_grad"),  # 112 GB; gathered weights and gradients 32, a shard 14
         (20.0, 16, 8, "hsdp"),  # 280 GB; gathered 80, over the ranks of a node 35

@@ -20,7 +20,7 @@ class Memory:
 
 
 # From here on sharing the optimizer's work out saves more than gathering weights costs (docs/multi_gpu.md).
-LARGE = 10**9
+LARGE = 2 * 10**9
 ROOM = 0.6  # of a GPU's memory for what `Memory` counts; the rest is for activations, FP8 copies and NCCL
 
 
