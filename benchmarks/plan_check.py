@@ -42,7 +42,7 @@ UNPLANNED = {
     "1b-export": "evaluation only",
     "emulated": "plans are for TE's own layers",
     "1B-padded": "padded to the longest row of each batch; plans are for full ones",
-    "-before": "weights cast to FP8 in every micro-batch, where they are now kept",
+    "-before": "gradients of micro-batches added up otherwise",
     "fp32-traffic": "a path that was switched off by hand",
 }
 
