@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ RESULTS = Path(__file__).parent / "results"
 CUT_MODELS = {"llama-70b-20-layers": PRESETS["meta-llama/Llama-3.1-70B"] | {"num_hidden_layers": 20}}
 # Flags that older runs called otherwise.
 RENAMED = {"compile_model": "compile"}
+# What older runs did that is a setting now: attention was cuDNN's alone.
+BEFORE = {"flash_attention": False}
 # Date of the first recorded run whose LM head holds one chunk of logits at a time.
 ONE_CHUNK_SINCE = "2026-11-21T21:00"
 # Whose speed says nothing, by the start of the folder's name, and why (benchmarks/results/README.md).
@@ -72,13 +74,12 @@ def recorded_job(folder: Path) -> tuple[Job, bool, bool]:
     """
     stored, environment, summary = (_read(folder, f"{n}.json") for n in ("config", "env", "summary"))
     known = knobs()
-    settings = {RENAMED.get(k, k): v for k, v in stored.items() if RENAMED.get(k, k) in known}
+    settings = BEFORE | {RENAMED.get(k, k): v for k, v in stored.items() if RENAMED.get(k, k) in known}
     cfg: Config = config_from_dict(settings)
     gpus = summary.get("world_size", 1)
     mode = summary.get("sharding_mode", "single")
     model = read_model(cfg.model.model_name, CUT_MODELS)
     job = build_job(cfg, model, mode=mode, gpus=gpus, gpus_per_node=gpus)
-    job = replace(job, flash_attention=stored.get("flash_attention", False))  # older code had cuDNN's alone
     te_adam = not environment.get("optimizer", "TE FusedAdam").startswith("fused AdamW")
     return job, te_adam, environment["date"] < ONE_CHUNK_SINCE
 

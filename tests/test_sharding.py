@@ -229,6 +229,8 @@ def sums_of_gemms(rank: int, folder: Path, mode: str, dtype: str, recompute: boo
     strategy.shard(model, parameter_dtype=torch.bfloat16, compute_dtype=torch.bfloat16)
     assert strategy.adds_in_gemms("fused_adamw")
     wrapped, _ = strategy.wrap(model, None)
+    for block in plain.blocks:
+        block.fuse_wgrad_accumulation = False
     if recompute:
         for block in model.blocks:
             forward = block.forward
@@ -237,14 +239,10 @@ def sums_of_gemms(rank: int, folder: Path, mode: str, dtype: str, recompute: boo
         expected = {name: 0.0 for name, _ in plain.named_parameters()}
         for r in range(2):
             for x in batches_of(r, micro_batches):
-                for block in plain.blocks:
-                    block.fuse_wgrad_accumulation = False
                 plain.zero_grad()
                 plain(x).float().square().sum().backward()
                 for name, p in plain.named_parameters():
                     expected[name] = expected[name] + p.grad.float() / 2
-        for block in model.blocks:
-            block.taken.clear()
         for i, x in enumerate(batches_of(rank, micro_batches)):
             with torch.no_grad():
                 model(x)  # an evaluation between changes nothing
