@@ -7,15 +7,15 @@ the kernels, compiled for this machine, are found to compute what TE's do.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from te_models.fp8_outputs import can_cast, differs, trial_quantizer, write
 from training.errors import first_line
-
-PACKED_TOKENS = 4  # the kernels take a multiple of this
 
 
 def why_not() -> str | None:
@@ -76,7 +76,7 @@ class _Forward:
         self.unfused = unfused
 
     def __call__(self, x: Tensor, quantizer: Any, **settings: Any) -> Any:
-        if settings or not _can_cast(quantizer, x):
+        if settings or not can_cast(quantizer, x):
             return self.unfused(x, quantizer, **settings)
         from te_models.swiglu_triton import swiglu_kernel
 
@@ -93,42 +93,17 @@ class _Backward:
         self.unfused = unfused
 
     def __call__(self, grad: Tensor, x: Tensor, quantizer: Any, **settings: Any) -> tuple[None, Any]:
-        if settings or not _can_cast(quantizer, x, grad):
+        if settings or not can_cast(quantizer, x, grad):
             return None, quantizer(self.unfused(grad, x, None, **settings))
         from te_models.swiglu_triton import swiglu_backward_kernel
 
         return None, _run(swiglu_backward_kernel, [grad, x], x.shape, quantizer)
 
 
-def _can_cast(quantizer: Any, *read: Tensor) -> bool:
-    tensors = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
-    return (
-        type(quantizer) is tensors.Float8Quantizer
-        and all(t.ndim == 2 and t.dtype == torch.bfloat16 and t.is_contiguous() and t.numel() for t in read)
-        and read[0].shape[0] % PACKED_TOKENS == 0
-    )
-
-
 def _run(kernel: Any, read: list[Tensor], shape: tuple[int, ...], quantizer: Any) -> Any:
     from te_models.swiglu_triton import launch
 
-    out = quantizer.make_empty(shape, dtype=torch.bfloat16, device=read[0].device)
-    launch(
-        kernel,
-        read,
-        out._data if quantizer.rowwise_usage else None,
-        out._transpose if quantizer.columnwise_usage else None,
-        scale=quantizer.scale,
-        scale_inverse=out._scale_inv,
-        amax=quantizer.amax,
-        e5m2=quantizer.dtype.name == "kFloat8E5M2",
-    )
-    out._transpose_invalid = not quantizer.columnwise_usage
-    return out
-
-
-# Parts of the values that may differ from TE's, whose exponential function is another, by one FP8 number.
-OTHERWISE_ROUNDED = 1e-3
+    return write(functools.partial(launch, kernel, read), shape, quantizer, read[0].device)
 
 
 def _wrong() -> str | None:
@@ -138,37 +113,11 @@ def _wrong() -> str | None:
     x = torch.randn(208, 2 * 176, device="cuda", generator=generator).mul(2).bfloat16()
     grad = torch.randn(208, 176, device="cuda", generator=generator).bfloat16()
     try:
-        mine, theirs = (_trial_quantizer(tex.DType.kFloat8E4M3) for _ in range(2))
+        mine, theirs = (trial_quantizer(tex.DType.kFloat8E4M3) for _ in range(2))
         forward = differs(_Forward(tex.swiglu)(x, mine), tex.swiglu(x, theirs), mine, theirs)
-        mine, theirs = (_trial_quantizer(tex.DType.kFloat8E5M2) for _ in range(2))
+        mine, theirs = (trial_quantizer(tex.DType.kFloat8E5M2) for _ in range(2))
         found = _Backward(tex.dswiglu)(grad, x, mine)[1]
         backward = differs(found, theirs(tex.dswiglu(grad, x, None)), mine, theirs)
     except Exception as error:  # Triton's compiler, or another TE
         return f"it fails ({first_line(error)})"
     return f"it computes another {forward or backward}" if forward or backward else None
-
-
-def _trial_quantizer(dtype: Any) -> Any:
-    """Its scale and amax lie among those of other tensors, as in training: Triton compiles by alignment."""
-    tensors = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
-    scale, amax = torch.full((4,), 37.3, device="cuda"), torch.zeros(4, device="cuda")
-    made = tensors.Float8Quantizer(scale[3:], amax[3:], dtype)
-    made.internal = True
-    return made
-
-
-def differs(found: Any, expected: Any, mine: Any, theirs: Any) -> str | None:
-    """Which part of a quantized tensor, or of its quantizer, is not the expected one, or None."""
-    if not torch.allclose(mine.amax, theirs.amax, rtol=1e-6):
-        return "amax"
-    if not torch.equal(found._scale_inv.flatten(), expected._scale_inv.flatten()):
-        return "scale"
-    for name, wanted in (("_data", mine.rowwise_usage), ("_transpose", mine.columnwise_usage)):
-        if not wanted:
-            continue
-        a, b = (getattr(t, name).view(torch.uint8) for t in (found, expected))
-        # FP8 bits of one sign count up with the magnitude, so neighbours differ by 1.
-        distance = (a.to(torch.int16) - b.to(torch.int16)).abs()
-        if a.shape != b.shape or distance.max() > 1 or distance.float().mean() > OTHERWISE_ROUNDED:
-            return name.strip("_")
-    return None

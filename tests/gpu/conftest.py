@@ -9,3 +9,9 @@ def needs_gpu_and_te(request):
     if reason := why_not_te():
         pytest.skip(reason)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def needs_hopper(needs_gpu_and_te):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("other GPUs have TE's kernels")

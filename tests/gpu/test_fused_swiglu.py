@@ -6,18 +6,13 @@ import pytest
 import torch
 
 from te_models import fused_swiglu
-from te_models.fused_swiglu import _Backward, _Forward, differs
+from te_models.fp8_outputs import differs
+from te_models.fused_swiglu import _Backward, _Forward
 from tests.gpu.models import DEVICE, batch, build, plan
 from tests.gpu.test_te_model import bf16, fp8, step
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_hopper")]
 PASSES = 6  # delayed scaling has found the scales of gradients by then
-
-
-@pytest.fixture(autouse=True)
-def needs_hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("other GPUs have TE's kernels")
 
 
 def quantizer(dtype, scale, *, rowwise=True, columnwise=True):
@@ -59,37 +54,41 @@ def test_what_is_not_finite_stays_so():
         assert bits.view(torch.float8_e4m3fn).float().isnan().nonzero().tolist() == [[3, 5]]
 
 
-def test_the_model_takes_it_and_computes_as_tes_does(monkeypatch):
-    """Gradients of the same weights lie as far from BF16's as with TE's kernels.
+def gradient_errors() -> dict[str, float]:
+    """How far gradients of a small model under delayed scaling lie from BF16's, with the kernels in use."""
+    _, autocast = fp8("delayed")
+    inputs = batch([[256]] * 8, packed=False)
+    exact, reference = step(build(plan(), use_te=True, packed=False), inputs, bf16())
+    model = build(plan(), use_te=True, packed=False)
+    for _ in range(PASSES):
+        loss, grads = step(model, inputs, autocast)
+    assert loss == pytest.approx(exact, rel=1e-2)
+    return {key: ((grads[key] - grad).norm() / grad.norm()).item() for key, grad in reference.items()}
+
+
+def compare(fused: dict[str, float], apart: dict[str, float]) -> None:
+    """Gradients lie as far from BF16's as with TE's kernels.
 
     Not as near each other as that: attention's backward adds up in changing order, and a last bit is a step
     of FP8 further on.
     """
+    for name, error in fused.items():
+        assert error < 1.1 * apart[name] + 0.01, f"{name}: {error:.4f}, with TE's kernels {apart[name]:.4f}"
+
+
+def test_the_model_takes_it_and_computes_as_tes_does(monkeypatch):
     module = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
     assert fused_swiglu.why_not() is None
     calls = []
     run = fused_swiglu._run
     monkeypatch.setattr(fused_swiglu, "_run", lambda *args: calls.append(args[0]) or run(*args))
-    _, autocast = fp8("delayed")
-    inputs = batch([[256]] * 8, packed=False)
-    exact, reference = step(build(plan(), use_te=True, packed=False), inputs, bf16())
-
-    def errors() -> dict[str, float]:
-        model = build(plan(), use_te=True, packed=False)
-        for _ in range(PASSES):
-            loss, grads = step(model, inputs, autocast)
-        assert loss == pytest.approx(exact, rel=1e-2)
-        return {key: ((grads[key] - grad).norm() / grad.norm()).item() for key, grad in reference.items()}
-
     fused_swiglu.use(True)
-    fused = errors()
+    fused = gradient_errors()
     assert module._act_func.original and len(calls) == PASSES * 2 * 4
     fused_swiglu.use(False)
     assert not hasattr(module._act_func, "original")
-    apart = errors()
+    compare(fused, gradient_errors())
     assert len(calls) == PASSES * 2 * 4
-    for name, error in fused.items():
-        assert error < 1.1 * apart[name] + 0.01, f"{name}: {error:.4f}, with TE's kernels {apart[name]:.4f}"
 
 
 def test_a_kernel_that_computes_something_else_is_not_taken(monkeypatch):
