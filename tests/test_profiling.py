@@ -22,6 +22,7 @@ NAMES = {
     "gradient_kernel": "LM head's loss",
     "rotation_kernel": "position embedding",
     "void transformer_engine::normalization::rmsnorm_bwd_tuned_kernel<>": "norm",
+    "rmsnorm_kernel": "norm",
     "cast_transpose_optimized_kernel(__nv_bfloat16 const*, __nv_fp8_e4m3*)": "cast",
     "void transformer_engine::gated_act_kernel<16, true, float>": "activation",
     "void transformer_engine::fused_rope_thd_linear_grid_backward_kernel<>": "position embedding",

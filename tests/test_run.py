@@ -443,6 +443,10 @@ def choose_kernels(monkeypatch):
     monkeypatch.setattr(run_module.rotation, "why_not", lambda *heads: None)
     monkeypatch.setattr(run_module.fused_residual, "why_not", lambda width: None)
     monkeypatch.setattr(run_module.fused_residual, "use", lambda wanted: None)
+    monkeypatch.setattr(run_module.fused_swiglu, "why_not", lambda: None)
+    monkeypatch.setattr(run_module.fused_swiglu, "use", lambda wanted: None)
+    monkeypatch.setattr(run_module.fused_norm, "why_not", lambda width: None)
+    monkeypatch.setattr(run_module.fused_norm, "use", lambda wanted: None)
     monkeypatch.setattr(Run, "_try_flash_attention", lambda self: (False, None))
     monkeypatch.setattr(run_module.flash_attention, "tell_te", lambda take: None)
 
@@ -492,6 +496,35 @@ def test_residuals_are_added_in_norms_where_that_is_right(
     one = choose_kernels({"use_te": True} | settings, Precision("bf16", "bf16", te_backend=backend))
     assert one.residuals_in_norms == taken and used[-1:] == [taken] * (backend == "native")
     assert (f"are added separately: {wrong}" in capsys.readouterr().out) == bool(wrong)
+
+
+@pytest.mark.parametrize(
+    ("module", "otherwise"),
+    [
+        (run_module.fused_swiglu, "SwiGLU is not fused with its casts"),
+        (run_module.fused_norm, "norms are not fused with their casts"),
+    ],
+    ids=["swiglu", "norm"],
+)
+@pytest.mark.parametrize(
+    ("wrong", "recipe", "backend", "used"),
+    [
+        (None, "delayed", "native", [True]),
+        ("it computes another amax", "delayed", "native", [False]),
+        (None, "current", "native", []),
+        (None, "delayed", "emulated", []),
+    ],
+)
+def test_casts_are_fused_under_delayed_scaling_where_that_is_right(
+    wrong, recipe, backend, used, module, otherwise, choose_kernels, monkeypatch, capsys
+):
+    found = []
+    monkeypatch.setattr(module, "why_not", lambda *width: wrong)
+    monkeypatch.setattr(module, "use", found.append)
+    settings = {"use_te": True, "mixed_precision": "fp8"}
+    choose_kernels(settings, Precision(recipe, recipe, te_backend=backend))
+    assert found == used
+    assert (f"WARNING: {otherwise}: {wrong}" in capsys.readouterr().out) == bool(wrong)
 
 
 def test_an_fp8_lm_head_whose_kernels_are_wrong_here_is_refused(choose_kernels, monkeypatch):

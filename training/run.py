@@ -22,7 +22,7 @@ import torch.distributed as dist
 import te_models
 from data import build_loaders
 from data.chat import load_tokenizer, turn_end
-from te_models import fused_residual, fused_swiglu, packed_attention, rotation
+from te_models import fused_norm, fused_residual, fused_swiglu, packed_attention, rotation
 from te_models.hugging_face import PLAIN_HEADS
 from training import (
     flash_attention,
@@ -191,6 +191,8 @@ class Run:
             fused_residual.use(self.residuals_in_norms)
         if native and "delayed" in self.precision.in_use:
             fused_swiglu.use(_right(fused_swiglu.why_not, "SwiGLU is not fused with its casts"))
+            width = self.shape.hidden_size
+            fused_norm.use(_right(lambda: fused_norm.why_not(width), "norms are not fused with their casts"))
         fp8_head = self.cfg.precision.fp8_lm_head and self.device.type == "cuda"
         if fp8_head and (said := _wrong_somewhere(loss_fp8.why_not)):
             raise RuntimeError(f"--fp8_lm_head: on this machine {said}; drop it")
