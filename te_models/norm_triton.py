@@ -15,7 +15,7 @@ from torch import Tensor
 
 from training.fp8_triton import store_columns, to_fp8
 
-ROOT_TOKENS, ROOT_FEATURES, ROOT_WARPS = 4, 1024, 4
+ROOT_TOKENS, ROOT_FEATURES, ROOT_WARPS = 1, 4096, 4
 BLOCK_TOKENS, BLOCK_FEATURES, WARPS = 64, 128, 8
 
 
