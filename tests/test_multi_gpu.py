@@ -277,7 +277,9 @@ def test_more_or_fewer_ranks_with_the_same_batch_size_see_every_sample_once(rank
     last = found["steps"] - 3
     again = go_on(tmp_path / "again", job.folder, last, "--no_export", ranks=ranks)
     expected = {step: loss for step, loss in losses(job.folder).items() if step > last}
-    assert losses(again) == expected and summary(again)["tokens"] == found["tokens"]
+    # Sums of three gradients round by their place in DDP's buckets, arranged anew after a first step.
+    assert losses(again) == pytest.approx(expected, rel=1e-6)
+    assert summary(again)["tokens"] == found["tokens"]
 
 
 def test_another_global_batch_on_the_same_ranks_is_refused(sharded, tmp_path):
