@@ -13,7 +13,7 @@ from torch import Tensor
 
 from training.fp8_triton import block, store_columns, to_fp8
 
-BLOCK_TOKENS, BLOCK_FEATURES = 64, 128
+BLOCK_TOKENS, BLOCK_FEATURES = 128, 64
 
 
 @triton.jit

@@ -527,6 +527,16 @@ def test_casts_are_fused_under_delayed_scaling_where_that_is_right(
     assert (f"WARNING: {otherwise}: {wrong}" in capsys.readouterr().out) == bool(wrong)
 
 
+def test_norms_are_tes_own_where_it_has_one_for_the_hidden_size(choose_kernels, monkeypatch):
+    found = []
+    monkeypatch.setattr(run_module.fused_norm, "why_not", lambda width: pytest.fail("tried"))
+    monkeypatch.setattr(run_module.fused_norm, "use", found.append)
+    monkeypatch.setattr(run_module.fused_norm, "TUNED_IN_TE", frozenset({64}))
+    precision = Precision("delayed", "delayed", te_backend="native")
+    choose_kernels({"use_te": True, "mixed_precision": "fp8"}, precision)
+    assert found == [False]
+
+
 def test_an_fp8_lm_head_whose_kernels_are_wrong_here_is_refused(choose_kernels, monkeypatch):
     monkeypatch.setattr(run_module.loss_fp8, "why_not", lambda: "it computes another GEMM")
     settings, precision = {"mixed_precision": "fp8", "fp8_lm_head": True}, Precision("fp8", "tensorwise")

@@ -192,7 +192,9 @@ class Run:
         if native and "delayed" in self.precision.in_use:
             fused_swiglu.use(_right(fused_swiglu.why_not, "SwiGLU is not fused with its casts"))
             width = self.shape.hidden_size
-            fused_norm.use(_right(lambda: fused_norm.why_not(width), "norms are not fused with their casts"))
+            otherwise = "norms are not fused with their casts"
+            gains = width not in fused_norm.TUNED_IN_TE
+            fused_norm.use(gains and _right(lambda: fused_norm.why_not(width), otherwise))
         fp8_head = self.cfg.precision.fp8_lm_head and self.device.type == "cuda"
         if fp8_head and (said := _wrong_somewhere(loss_fp8.why_not)):
             raise RuntimeError(f"--fp8_lm_head: on this machine {said}; drop it")
