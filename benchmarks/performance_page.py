@@ -4,7 +4,8 @@
 
 reads benchmarks/results/throughput.jsonl (`benchmarks.throughput`) and every peer-*.json below
 benchmarks/results (`benchmarks.peers`), and replaces what is between a page's two markers. Runs of the same
-settings are one row, with the median of each column over those of the newest commit.
+settings are one row, with the median of each column over those of the newest commit; ratios are between runs
+of one commit where there are such.
 """
 
 from __future__ import annotations
@@ -89,16 +90,25 @@ def from_peer(found: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Row:
-    """Runs of the same settings and code."""
+    """Runs of the same settings, of which those of the newest code count."""
 
-    runs: list[dict[str, Any]]
+    found: list[dict[str, Any]]
     alone: float | None = None  # tokens/s of the same on one GPU
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        """Those of the code that the last one ran, so that a row mixes no two states of it."""
+        return self.of(self.found[-1].get("commit"))
+
+    def of(self, commit: str | None) -> list[dict[str, Any]]:
+        return [run for run in self.found if run.get("commit") == commit]
 
     def __getitem__(self, name: str) -> Any:
         return self.runs[0].get(name)
 
-    def median(self, name: str) -> float | None:
-        values = [run[name] for run in self.runs if run.get(name) is not None]
+    def median(self, name: str, commit: str | None = None) -> float | None:
+        """Over the runs of `commit`, if there are any, or of the newest code."""
+        values = [run[name] for run in self.of(commit) or self.runs if run.get(name) is not None]
         return median(values) if values else None
 
 
@@ -115,9 +125,12 @@ def grouped(runs: Iterable[dict[str, Any]], names: tuple[str, ...]) -> list[list
 
 
 def ratio(row: Row, rows: list[Row], is_baseline: Callable[[Row], bool]) -> str:
-    """Useful tokens/s against the fastest baseline of the same micro-batch and accumulation."""
+    """Useful tokens/s against the fastest baseline of the same micro-batch and accumulation.
+
+    A baseline that ran the row's code too is taken from those runs, though there are newer ones.
+    """
     of_shape = [r for r in rows if is_baseline(r) and all(r[name] == row[name] for name in SHAPE)]
-    rates = [r.median("tokens_per_second_per_gpu") for r in of_shape]
+    rates = [r.median("tokens_per_second_per_gpu", row["commit"]) for r in of_shape]
     return f"{row.median('tokens_per_second_per_gpu') / max(rates):.2f}x" if rates else "-"
 
 
@@ -181,7 +194,7 @@ def tables(runs: list[dict[str, Any]]) -> str:
     """Markdown: a heading and a table for every model, length, data and number of GPUs."""
     alone = {}
     for group in grouped((run for run in runs if run["gpus"] == 1), ALONE):
-        row = Row(of_newest_commit(group))
+        row = Row(group)
         alone[settings_of(group[0], ALONE)] = row.median("tokens_per_second_per_gpu")
     return "\n\n".join(part for group in grouped(runs, TABLE) for part in section(group, alone))
 
@@ -191,8 +204,7 @@ def section(runs: list[dict[str, Any]], alone: dict[tuple, float]) -> list[str]:
 
     `alone`: tokens/s on one GPU by the settings `ALONE`.
     """
-    groups = [of_newest_commit(group) for group in grouped(runs, ROW)]
-    rows = [Row(group, alone.get(settings_of(group[0], ALONE))) for group in groups]
+    rows = [Row(group, alone.get(settings_of(group[0], ALONE))) for group in grouped(runs, ROW)]
     names = [name for name in COLUMNS if name not in ONLY or any(map(ONLY[name], rows))]
     about = runs[0]
     machine = f"{about['gpus']} x {about['gpu_name']}" if about["gpu_name"] else "CPU"
@@ -230,18 +242,13 @@ def overview(runs: list[dict[str, Any]]) -> str:
     lines = []
     alone = [run for run in runs if run["gpus"] == 1]
     for group in grouped(alone, TABLE):
-        rows = [Row(of_newest_commit(same)) for same in grouped(group, ROW)]
+        rows = [Row(same) for same in grouped(group, ROW)]
         fastest: dict[tuple, Row] = {}
         for row in sorted(rows, key=lambda row: -row.median("tokens_per_second_per_gpu")):
             kind = row["stack"].split(" + ")[0], row["bf16"], bool(row["fp8_head"])
             fastest.setdefault(kind, row)
         lines += [[cell(row, rows) for cell in BRIEF.values()] for row in fastest.values()]
     return table(list(BRIEF), lines)
-
-
-def of_newest_commit(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the code that the last one ran, so that a row mixes no two states of it."""
-    return [run for run in runs if run.get("commit") == runs[-1].get("commit")]
 
 
 def profile(found: dict[str, Any]) -> str:

@@ -17,7 +17,8 @@ from training.config import Config, config_from_dict, knobs
 # Folders of `benchmarks/results` whose runs are compared.
 GROUPS = ("calibration", "h200", "h200-fused-adamw", "h200-flash-attention", "h200-models")
 GROUPS += ("h200-profile", "h200-memory", "h200-compare/1b", "h200-recipes", "h200-multi")
-GROUPS += ("h200-modes", "h200-eight", "fsdp_finetuning", "thousand_steps/te", "thousand_steps/hf")
+GROUPS += ("h200-modes", "h200-eight", "h200-root-gather", "fsdp_finetuning")
+GROUPS += ("thousand_steps/te", "thousand_steps/hf")
 RESULTS = Path(__file__).parent / "results"
 # A model of the recorded runs that is no preset: Llama 3.1 70B cut to 20 layers.
 CUT_MODELS = {"llama-70b-20-layers": PRESETS["meta-llama/Llama-3.1-70B"] | {"num_hidden_layers": 20}}

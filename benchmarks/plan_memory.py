@@ -164,6 +164,9 @@ def after_backward(job: Job) -> dict[str, float]:
         gradients *= model.root / model.parameters
         gradients += 0.0 if job.offload else 2.0 * (model.parameters - model.root) / job.shard
         communication = 8.0 * model.root
+        if job.mode == "hsdp" and job.grad_fp32:
+            # FSDP2 keeps what copies of the model sum up, in FP32, until all of backward is over.
+            communication += 4.0 * model.parameters / job.shard
     elif job.zero in (1, 2):
         communication = ZERO_BUCKETS
     elif not job.zero:

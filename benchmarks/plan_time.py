@@ -97,7 +97,7 @@ LAUNCH_SECONDS = 5e-3
 ZERO_COPIED = {1: 110, 2: 87}
 ZERO3_LAUNCH_SECONDS = 15e-3
 HOP_SECONDS = 10e-6  # a node's turn in a ring across nodes; assumed, not measured
-OPTIMIZER_HOST_BANDWIDTH = 50e9  # CPU offload: one GPU's share of a host's PCIe and memory; assumed
+OPTIMIZER_HOST_BANDWIDTH = 40e9  # CPU offload: one GPU's share of a host's PCIe and memory, 16 cores each
 
 
 def _gemm_seconds(job: Job, gpu: Gpu) -> float:

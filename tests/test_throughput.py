@@ -258,6 +258,15 @@ def test_a_row_has_the_medians_of_its_runs_and_its_ratio_to_bf16(tmp_path):
     assert "2026-01-02 to 2026-01-03, torch 2.11.0, torchao 0.17.0, commit 0123456789ab." in page
 
 
+def test_a_row_is_held_against_bf16_of_its_own_commit_where_that_was_run(tmp_path):
+    runs = [line(9000.0, **BF16, commit="older"), line(10000.0, **BF16)]
+    runs += [line(13500.0, commit="older"), line(16000.0, settings={"fp8_fast_accumulation": True})]
+    runs += [line(17000.0, commit="oldest", settings={"fp8_attention": True})]
+    bf16, older, newer, oldest = cells(write(tmp_path, runs))
+    assert (bf16["tokens/s per GPU"], bf16["runs"]) == ("10,000", "1")
+    assert [row["against BF16"] for row in (older, newer, oldest)] == ["1.50x", "1.60x", "1.70x"]
+
+
 def test_padded_rows_are_the_baseline_of_packed_ones(tmp_path):
     hugging_face = BF16 | {"use_te": False, "padded_tokens_per_second_per_gpu": 25.0}
     padded = line(10.0, **hugging_face, packing=False)
