@@ -39,7 +39,12 @@ PROG = "python -m benchmarks.sweep"
 # Axis -> the setting it stands for; any other setting may be an axis under its own name.
 AXES = {"model": "model_name", "sequence_length": "max_seq_length"}
 OTHER_AXES = ("precision", "gpus")  # variants of benchmarks.compare; GPUs of a run
-SHORT = {"sequence_length": "seq", "batch_size": "batch", "gradient_accumulation_steps": "accumulation"}
+SHORT = {
+    "sequence_length": "seq",
+    "sharding_mode": "",
+    "batch_size": "batch",
+    "gradient_accumulation_steps": "accumulation",
+}
 PLAN_SLACK = 1.05  # plans were within 3 % of the recorded peaks
 GROWING = ("max_seq_length", "batch_size")  # memory grows with these, all else equal
 

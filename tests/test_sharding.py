@@ -96,16 +96,21 @@ def test_auto_without_a_gpu_is_ddp():
     assert choose_mode(None, world_size=2, local_size=2)[0] == "ddp"
 
 
-def test_a_host_too_small_to_offload_to_is_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ("mode", "instead"),
+    [("fsdp_offload", "fsdp_full"), ("ds_zero3_offload", "ds_zero3"), ("deepspeed", "ds_zero3")],
+)
+def test_a_host_too_small_to_offload_to_is_refused(mode, instead, monkeypatch):
     """8 B parameters, 20 bytes each: 160 GB, of which a node of two has to hold a half."""
     pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": int(100e9) // 4096}
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)
     monkeypatch.setattr(ranks, "local_rank_and_size", lambda: (0, 8))
     monkeypatch.setattr(ranks, "world_size", lambda: 16)
-    refuse_small_host(8 * 10**9)
+    refuse_small_host(8 * 10**9, mode)
     monkeypatch.setattr(ranks, "world_size", lambda: 8)
-    with pytest.raises(RuntimeError, match=r"fsdp_offload: needs 160 GB .* which has 100 GB; use more nodes"):
-        refuse_small_host(8 * 10**9)
+    refused = rf"--sharding_mode {mode}: needs 160 GB .* which has 100 GB; use more nodes, or {instead}$"
+    with pytest.raises(RuntimeError, match=refused):
+        refuse_small_host(8 * 10**9, mode)
 
 
 @pytest.mark.parametrize(("given", "size"), [(None, 4), (2, 2), (8, 8), (1, 1)])

@@ -232,8 +232,8 @@ def test_sweeps_into_one_folder_keep_each_other_s_records(tmp_path, monkeypatch)
 def test_shipped_sweeps_are_whole(path, tmp_path):
     plan = read_sweep(path)
     found = build_points(read_axes(plan["grid"], []), plan["base"] | {"dataset_name": "demo"}, tmp_path)
-    # batch_one: 3 batches x 2 learning rates x 12 precisions; fsdp_finetuning: 4 x 2 x 2 x 8.
-    counts = {"b200_study": 54, "recipes": 18, "batch_one": 72, "fsdp_finetuning": 128}
+    # batch_one: 3 batches x 2 rates x 12 precisions; fsdp_finetuning: 4 x 2 x 2 x 8; modes: 2 x 3 x 8.
+    counts = {"b200_study": 54, "recipes": 18, "batch_one": 72, "fsdp_finetuning": 128, "modes": 48}
     assert len(found) == counts[path.stem]
     assert all(point.cfg.model.init == "random" for point in found)
 

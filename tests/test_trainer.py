@@ -5,6 +5,7 @@ import os
 import signal
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from training.loss import TokenLoss
 from training.metrics import ModelShape, model_flops
 from training.optim import learning_rate
 from training.sharding import SingleDevice
-from training.trainer import Hooks, Meter, NonFinite, Progress, Trainer
+from training.trainer import WARMUP_STEPS, Hooks, Meter, NonFinite, Progress, Trainer
 
 CPU = torch.device("cpu")
 SHAPE = ModelShape(
@@ -478,11 +479,24 @@ def test_a_stop_saves_after_the_verdict_on_its_last_step(monkeypatch):
 
 
 def test_rates_of_a_resumed_run_leave_its_own_warm_up_out():
-    made, _ = trainer([to_batch(rows(4))], total_steps=30, log_interval=5)
-    resumed, _ = trainer([to_batch(rows(4))], total_steps=30, log_interval=5)
+    made, _ = trainer([to_batch(rows(4))], total_steps=30, log_interval=5, batch_size=4)
+    resumed, _ = trainer([to_batch(rows(4))], total_steps=30, log_interval=5, batch_size=4)
     resumed.progress.step = resumed._began = 10
     assert made.fit() and resumed.fit()
     assert (len(made.rates), len(resumed.rates)) == (5, 3)
+
+
+def test_an_epochs_last_smaller_step_is_in_no_rate_of_the_summary_unless_there_is_no_other():
+    batches = [to_batch(rows(4)), to_batch(rows(4)), to_batch(rows(2))]
+    made, record = trainer(batches, total_steps=30, batch_size=4)
+    made.fit()
+    logged = record.series("perf/tokens_per_second")
+    full = [rate for step, rate in enumerate(logged) if step >= WARMUP_STEPS and step % 3 != 2]
+    assert made.results()["tokens_per_second"] == median(full)
+    small, record = trainer(batches, total_steps=30, batch_size=8)
+    small.fit()
+    logged = record.series("perf/tokens_per_second")
+    assert small.results()["tokens_per_second"] == median(logged[WARMUP_STEPS:])
 
 
 def test_a_resumed_run_does_not_evaluate_at_its_start():
@@ -497,7 +511,7 @@ def test_a_resumed_run_does_not_evaluate_at_its_start():
 def test_the_meter_by_hand():
     """Two steps of one and two batches on 2 GPUs: 30 real, 9 label and 48 padded tokens in 4 s."""
     meter = Meter(SHAPE, 2, {"bf16": 2.0, "fp8": None})
-    batch = Batch({}, 3, 10, 16, 100, [])
+    batch = Batch({"input_ids": torch.zeros(2, 8)}, 3, 10, 16, 100, [])
     for _ in range(2):  # the second reading starts from nothing
         meter.add([batch], 1.0, 0.25)
         meter.add([batch, batch], 3.0, 0.75)
@@ -513,3 +527,4 @@ def test_the_meter_by_hand():
                 "perf/mfu_bf16": tflops / 2,
             }
         )
+        assert meter.rows_per_step == 3

@@ -54,16 +54,17 @@ def choose_mode(memory: Memory | None, *, world_size: int, local_size: int) -> t
     )
 
 
-def refuse_small_host(parameters: int) -> None:
+def refuse_small_host(parameters: int, mode: str) -> None:
     """RuntimeError if this node cannot hold its share of FP32 weights, gradients and two moments.
 
-    And 4 bytes a parameter more, in which a save splits the weights into halves.
+    And 4 bytes a parameter more: a save splits the weights into halves, DeepSpeed has BF16 ones beside them.
     """
     needed = 20 * parameters * ranks.local_rank_and_size()[1] / ranks.world_size()
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > total:
+        on_gpu = "fsdp_full" if mode == "fsdp_offload" else "ds_zero3"
         raise RuntimeError(
-            f"--sharding_mode fsdp_offload: needs {needed / 1e9:.0f} GB of host memory on this node for FP32 "
+            f"--sharding_mode {mode}: needs {needed / 1e9:.0f} GB of host memory on this node for FP32 "
             f"weights, gradients, moments and saving, which has {total / 1e9:.0f} GB; use more nodes, or "
-            "fsdp_full"
+            f"{on_gpu}"
         )

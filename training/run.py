@@ -226,10 +226,10 @@ class Run:
         if self.device.type == "cuda":
             gpu = min(ranks.gather(torch.cuda.get_device_properties(self.device).total_memory))
         self.mode = ranks.on_first(lambda: self._choose_mode(gpu))
-        if self.mode == "fsdp_offload":
-            ranks.together(lambda: refuse_small_host(te_models.count_parameters(self.plan)))
         self.strategy = STRATEGIES[self.mode](self.device, self.cfg)
         if self.strategy.steps_on_cpu:
+            parameters = te_models.count_parameters(self.plan)
+            ranks.together(lambda: refuse_small_host(parameters, self.mode))
             say(f"the optimizer steps on the CPU: {ranks.use_cores()} threads a rank")
         ranks.together(lambda: fp8_stats.check(self.cfg, self.precision, compiles=self._compiles()))
         ranks.together(lambda: profiling.check(self.cfg.log.profile_steps, self.device))

@@ -110,12 +110,14 @@ class Meter:
     steps: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     disturbed: bool = False  # by a profiler, say: the interval's rates are no figures of the run
+    rows_per_step: float = 0.0  # of the interval that was read last, over all ranks
 
     def add(self, window: list[Any], seconds: float, waited: float) -> None:
         self.seconds, self.waited, self.steps = self.seconds + seconds, self.waited + waited, self.steps + 1
         for batch in window:
             for name in ("real_tokens", "label_tokens", "padded_tokens", "sum_squared_lengths"):
                 self.counts[name] = self.counts.get(name, 0) + getattr(batch, name)
+            self.counts["rows"] = self.counts.get("rows", 0) + len(batch.inputs["input_ids"])
 
     def read(
         self,
@@ -125,6 +127,7 @@ class Meter:
         """The metrics of the interval: counts summed over ranks by `total`, times the slowest rank's."""
         counts = total(self.counts)
         seconds, waited = slowest([self.seconds, self.waited])
+        self.rows_per_step = counts["rows"] / self.steps
         out = {
             "perf/tokens_per_second": tokens_per_second(counts["real_tokens"], seconds),
             "perf/label_tokens_per_second": tokens_per_second(counts["label_tokens"], seconds),
@@ -173,6 +176,7 @@ class Trainer:
         self.device = strategy.device
         self.stop_requested = False
         self.rates: list[dict[str, float]] = []  # of each log interval after warm-up
+        self._short_rates: list[dict[str, float]] = []  # of those that an epoch's last, smaller step was in
         self._began = self.progress.step  # steps of earlier starts
         self._clock = 0.0  # when the time of the current step began
         self._skipped_in_a_row, self._prepared, self._covered = 0, False, False
@@ -395,9 +399,14 @@ class Trainer:
         before = self.progress.step - steps - self._began  # steps of this start ahead of the interval
         warm = before >= WARMUP_STEPS or self.total_steps - self._began <= WARMUP_STEPS
         if warm and not disturbed:
-            self.rates.append({name: metrics[name] for name in RATES if name in metrics})
+            rates = self._short_rates if self.meter.rows_per_step < self._rows_of_a_step() else self.rates
+            rates.append({name: metrics[name] for name in RATES if name in metrics})
         self.tracker.log(self.progress.step, metrics)
         self.display.update(self.progress.step, metrics)
+
+    def _rows_of_a_step(self) -> int:
+        optim = self.cfg.optim
+        return optim.batch_size * optim.gradient_accumulation_steps * self.strategy.world_size
 
     def _epoch(self) -> float:
         loader = self.loaders.train
@@ -453,6 +462,7 @@ class Trainer:
     def results(self) -> dict[str, float]:
         """Final evaluation and the median rates after warm-up, for summary.json."""
         out = {name.replace("eval/", "eval_"): value for name, value in self._last_eval.items()}
-        for name in self.rates[0] if self.rates else ():
-            out[name.removeprefix("perf/")] = median(rates[name] for rates in self.rates)
+        counted = self.rates or self._short_rates
+        for name in counted[0] if counted else ():
+            out[name.removeprefix("perf/")] = median(rates[name] for rates in counted)
         return out
