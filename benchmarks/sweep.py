@@ -45,7 +45,7 @@ SHORT = {
     "batch_size": "batch",
     "gradient_accumulation_steps": "accumulation",
 }
-PLAN_SLACK = 1.05  # plans were within 3 % of the recorded peaks
+PLAN_SLACK = 1.05  # plans were within 3 % of the recorded peaks, of most of ZeRO too
 GROWING = ("max_seq_length", "batch_size")  # memory grows with these, all else equal
 
 
