@@ -1,7 +1,6 @@
 """Gradient norm, gradient sums over ranks, and which mode is taken where."""
 
 import functools
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.children import preload, run_ranks
-from training import ranks
+from training import auto_mode, ranks
 from training.auto_mode import Memory, choose_mode, refuse_small_host
 from training.config import config_from_dict
 from training.gradient_sums import FP32Sums
@@ -102,8 +101,7 @@ def test_auto_without_a_gpu_is_ddp():
 )
 def test_a_host_too_small_to_offload_to_is_refused(mode, instead, monkeypatch):
     """8 B parameters, 20 bytes each: 160 GB, of which a node of two has to hold a half."""
-    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": int(100e9) // 4096}
-    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    monkeypatch.setattr(auto_mode, "host_memory", lambda: int(100e9))
     monkeypatch.setattr(ranks, "local_rank_and_size", lambda: (0, 8))
     monkeypatch.setattr(ranks, "world_size", lambda: 16)
     refuse_small_host(8 * 10**9, mode)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from training import ranks
+from training.machine import host_memory
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def refuse_small_host(parameters: int, mode: str) -> None:
     And 4 bytes a parameter more: a save splits the weights into halves, DeepSpeed has BF16 ones beside them.
     """
     needed = 20 * parameters * ranks.local_rank_and_size()[1] / ranks.world_size()
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = host_memory()
     if needed > total:
         on_gpu = "fsdp_full" if mode == "fsdp_offload" else "ds_zero3"
         raise RuntimeError(

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from training.errors import first_line
 from training.machine import cores as machine_cores
+from training.machine import host_memory
 from training.packages import version
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,13 +131,12 @@ def machine() -> Iterator[Finding]:
 
 def memory() -> tuple[int, int]:
     """(all, available) bytes of RAM."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
+    total, free = host_memory(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     try:  # what the kernel would give back counts as available
         match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"))
     except OSError:
         match = None
-    return total, int(match[1]) * 1024 if match else free
+    return total, min(total, int(match[1]) * 1024 if match else free)
 
 
 def packages() -> Iterator[Finding]:
