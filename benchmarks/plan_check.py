@@ -28,6 +28,8 @@ RENAMED = {"compile_model": "compile"}
 BEFORE = {"flash_attention": False}
 # Date of the first recorded run whose LM head holds one chunk of logits at a time.
 ONE_CHUNK_SINCE = "2026-11-21T21:00"
+# And of the first after which no gradients of delayed scaling's calibration stay in ZeRO 1 and 2.
+CALIBRATION_FREED_SINCE = "2026-11-22T15:45"
 # Whose speed says nothing, by the start of the folder's name, and why (benchmarks/results/README.md).
 UNTIMED = {
     "calibration/": "logged without waiting for the optimizer",
@@ -85,6 +87,13 @@ def recorded_job(folder: Path) -> tuple[Job, bool, bool]:
     return job, te_adam, environment["date"] < ONE_CHUNK_SINCE
 
 
+def left_by_calibration(job: Job, folder: Path) -> float:
+    """Bytes of a recorded run's peak memory that older code kept of gradients it had no more use for."""
+    older = _read(folder, "env.json")["date"] < CALIBRATION_FREED_SINCE
+    kept = older and job.zero in (1, 2) and job.recipe == "delayed" and job.accumulation == 1
+    return 2 * job.model.parameters / job.gpus if kept else 0.0
+
+
 def held_before(folder: Path) -> float:
     """GB of a recorded run's peak memory that earlier runs of its process had left."""
     known = folder.parent / "held_before_gb.json"
@@ -115,6 +124,7 @@ def check_runs(results: Path = RESULTS) -> tuple[list[Check], list[str]]:
             predicted = sum(step_seconds(job, GPUS["H200"], te_adam=te_adam).values())
             seconds = (tokens / summary["tokens_per_second"], predicted)
         memory = sum(peak(job, two_chunks=two_chunks).values()) / 1e9
+        memory += left_by_calibration(job, folder) / 1e9
         measured = summary["peak_memory_gb"] - held_before(folder)
         checks.append(Check(name, (measured, memory), seconds))
     return checks, left_out

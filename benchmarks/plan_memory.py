@@ -138,7 +138,8 @@ def at_loss(job: Job, *, two_chunks: bool = False) -> dict[str, float]:
     if job.mode == "ddp":
         gradients = 2 * model.parameters  # buckets live as long as the job
     elif job.zero and not job.offload:
-        gradients = 2 * model.parameters / job.gpus
+        if job.zero == 3 or job.accumulation > 1:  # ZeRO 1 and 2 free a single micro-batch's after the step
+            gradients = 2 * model.parameters / job.gpus
         gradients += 2 * model.parameters / (1 if job.zero == 1 else job.gpus) * (job.accumulation > 1)
     elif job.accumulation > 1:
         gradients = (4 if job.grad_fp32 else 2) * model.parameters
@@ -169,6 +170,7 @@ def after_backward(job: Job) -> dict[str, float]:
             communication += 4.0 * model.parameters / job.shard
     elif job.zero in (1, 2):
         communication = ZERO_BUCKETS
+        gradients = max(gradients, 2.0 * model.parameters / job.gpus)
     elif not job.zero:
         gradients = max(gradients, 2.0 * model.parameters)
     layers_cast = model.shape.num_layers if job.keeps_fp8_weights else 1

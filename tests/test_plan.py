@@ -40,10 +40,10 @@ def test_peaks_are_predicted_within_3_percent(checks):
     wrong = {
         check.name: Check.error(check.memory) for check in checks if abs(Check.error(check.memory)) > 0.03
     }
-    # What docs/plan.md says of ZeRO in BF16 and of ZeRO 2.
-    known = {f"h200-modes/same-2gpu-{mode}" for mode in ("ds_zero1", "ds_zero2", "ds_zero3_offload")}
-    assert wrong.keys() == known | {"h200-modes/Meta-Llama-3.1-8B-2gpu-ds_zero2"}
-    assert max(map(abs, wrong.values())) < 0.07
+    # What docs/plan.md says of ZeRO 2 and of offload.
+    known = {"h200-modes/Meta-Llama-3.1-8B-2gpu-ds_zero2", "h200-modes/same-2gpu-ds_zero3_offload"}
+    assert wrong.keys() == known
+    assert max(map(abs, wrong.values())) < 0.06
 
 
 def test_steps_are_predicted_within_15_percent(checks):

@@ -112,8 +112,8 @@ class Zero(SingleDevice):
         if self._is_bf16_optimizer():
             return
         zero.micro_step_id = -1
-        zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
-        zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
+        for gradients in (zero.averaged_gradients, zero.all_grad_tensors):  # parameters refer to the first
+            gradients.update(dict.fromkeys(gradients))
         if zero.cpu_offload:
             zero.reset_cpu_buffers()
 
