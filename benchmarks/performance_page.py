@@ -108,7 +108,8 @@ class Row:
 
     def median(self, name: str, commit: str | None = None) -> float | None:
         """Over the runs of `commit`, if there are any, or of the newest code."""
-        values = [run[name] for run in self.of(commit) or self.runs if run.get(name) is not None]
+        runs = (self.of(commit) if commit else []) or self.runs
+        values = [run[name] for run in runs if run.get(name) is not None]
         return median(values) if values else None
 
 

@@ -138,9 +138,10 @@ def at_loss(job: Job, *, two_chunks: bool = False) -> dict[str, float]:
     if job.mode == "ddp":
         gradients = 2 * model.parameters  # buckets live as long as the job
     elif job.zero and not job.offload:
-        if job.zero == 3 or job.accumulation > 1:  # ZeRO 1 and 2 free a single micro-batch's after the step
-            gradients = 2 * model.parameters / job.gpus
-        gradients += 2 * model.parameters / (1 if job.zero == 1 else job.gpus) * (job.accumulation > 1)
+        if job.zero == 1:  # another class of DeepSpeed's, which adds up whole gradients in FP32
+            gradients = 4 * model.parameters * (job.accumulation > 1)
+        elif job.zero == 3 or job.accumulation > 1:  # ZeRO 2 frees a single micro-batch's after the step
+            gradients = (4 if job.accumulation > 1 else 2) * model.parameters / job.gpus
     elif job.accumulation > 1:
         gradients = (4 if job.grad_fp32 else 2) * model.parameters
     activations = 2.0 * job.tokens * model.shape.hidden_size if job.recompute else layer_bytes(job)
@@ -170,6 +171,8 @@ def after_backward(job: Job) -> dict[str, float]:
             communication += 4.0 * model.parameters / job.shard
     elif job.zero in (1, 2):
         communication = ZERO_BUCKETS
+        if job.zero == 1 and job.accumulation > 1:  # the last micro-batch's besides
+            gradients += 2.0 * model.parameters
         gradients = max(gradients, 2.0 * model.parameters / job.gpus)
     elif not job.zero:
         gradients = max(gradients, 2.0 * model.parameters)
@@ -205,7 +208,8 @@ def start_of_backward(job: Job) -> dict[str, float]:
 def at_step(job: Job) -> dict[str, float]:
     """Bytes by part when ZeRO 1 or 2 steps: its gradients, and the same in FP32."""
     parts = after_backward(job)
-    gradients = parts["gradients"] + 4.0 * job.model.parameters / job.gpus
+    summed = job.zero == 1 and job.accumulation > 1  # in FP32 already
+    gradients = parts["gradients"] + 4.0 * job.model.parameters / job.gpus * (not summed)
     return parts | {"gradients": gradients, "activations": 0.0, "gathered, communication": 0.0}
 
 

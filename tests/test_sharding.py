@@ -104,11 +104,11 @@ def test_a_host_too_small_to_offload_to_is_refused(mode, instead, monkeypatch):
     monkeypatch.setattr(auto_mode, "host_memory", lambda: int(100e9))
     monkeypatch.setattr(ranks, "local_rank_and_size", lambda: (0, 8))
     monkeypatch.setattr(ranks, "world_size", lambda: 16)
-    refuse_small_host(8 * 10**9, mode)
+    refuse_small_host(8 * 10**9, mode, 20)
     monkeypatch.setattr(ranks, "world_size", lambda: 8)
     refused = rf"--sharding_mode {mode}: needs 160 GB .* which has 100 GB; use more nodes, or {instead}$"
     with pytest.raises(RuntimeError, match=refused):
-        refuse_small_host(8 * 10**9, mode)
+        refuse_small_host(8 * 10**9, mode, 20)
 
 
 @pytest.mark.parametrize(("given", "size"), [(None, 4), (2, 2), (8, 8), (1, 1)])

@@ -267,6 +267,11 @@ def test_a_row_is_held_against_bf16_of_its_own_commit_where_that_was_run(tmp_pat
     assert [row["against BF16"] for row in (older, newer, oldest)] == ["1.50x", "1.60x", "1.70x"]
 
 
+def test_a_run_of_unknown_code_is_no_newer_than_the_last(tmp_path):
+    (row,) = cells(write(tmp_path, [line(1.0, commit=None), line(2.0)]))
+    assert (row["tokens/s per GPU"], row["runs"]) == ("2", "1")
+
+
 def test_padded_rows_are_the_baseline_of_packed_ones(tmp_path):
     hugging_face = BF16 | {"use_te": False, "padded_tokens_per_second_per_gpu": 25.0}
     padded = line(10.0, **hugging_face, packing=False)

@@ -499,6 +499,15 @@ def test_an_epochs_last_smaller_step_is_in_no_rate_of_the_summary_unless_there_i
     assert small.results()["tokens_per_second"] == median(logged[WARMUP_STEPS:])
 
 
+def test_a_rank_that_has_only_padding_adds_no_row_to_a_step():
+    meter = Meter(SHAPE, 2, {"bf16": None, "fp8": None})
+    full, padding = (Batch({"input_ids": torch.zeros(1, 8)}, n, n, 8, n * n, []) for n in (8, 0))
+    meter.add([full], 1.0, 0.0)
+    meter.add([padding], 1.0, 0.0)
+    meter.read(lambda counts: counts, lambda seconds: seconds)
+    assert meter.rows_per_step == 0.5
+
+
 def test_a_resumed_run_does_not_evaluate_at_its_start():
     made, record = trainer(
         [to_batch(rows(4))], total_steps=4, eval_batches=[to_batch(rows(2))], eval_at_start=True

@@ -312,6 +312,37 @@ def train(folder: Path, mode: str, dtype: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(run.weights(), weights, strict=True))
 
 
+def backward_from_the_output(folder: Path, mode: str) -> None:
+    """What calibration does: a backward pass from the engine's own output."""
+    norms = []
+    for factor in (None, 1.0):
+        run = Run(mode, "bf16")
+        batches = micro_batches(3, run.ranks)
+        for i, (ids, labels) in enumerate(batches):
+            with run.zero.accumulating(run.engine, first=i == 0, last=i == len(batches) - 1):
+                loss = run.engine(ids=ids, labels=labels).loss
+                run.zero.backward(run.engine, loss * factor if factor else loss)
+        usable = torch.tensor(True)
+        outcome = run.zero.step(run.engine, run.optimizer, usable=usable, max_norm=MAX_NORM)
+        norms.append(outcome.grad_norm.item())
+    assert len(batches) > 1 and norms[0] == norms[1], norms
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_is_scaled_alike_if_it_is_the_engines_output(mode, tmp_path):
+    run_ranks(backward_from_the_output, tmp_path, mode)
+
+
+def test_offload_counts_what_deepspeed_keeps_on_the_host_and_what_a_save_copies():
+    def each(steps: int, saves: bool) -> int:
+        zero = Zero.__new__(Zero)
+        zero.cfg = config_from_dict({"gradient_accumulation_steps": steps})
+        return zero.host_bytes(16, saves=saves)
+
+    assert (each(1, False), each(1, True), each(4, True)) == (20, 32, 34)
+
+
 @needs_deepspeed
 @pytest.mark.parametrize("mode", [*MODES, "ds_zero2+offload"])
 def test_steps(mode, tmp_path):

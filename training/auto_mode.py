@@ -54,17 +54,13 @@ def choose_mode(memory: Memory | None, *, world_size: int, local_size: int) -> t
     )
 
 
-def refuse_small_host(parameters: int, mode: str) -> None:
-    """RuntimeError if this node cannot hold its share of FP32 weights, gradients and two moments.
-
-    And 4 bytes a parameter more: a save splits the weights into halves, DeepSpeed has BF16 ones beside them.
-    """
-    needed = 20 * parameters * ranks.local_rank_and_size()[1] / ranks.world_size()
+def refuse_small_host(parameters: int, mode: str, each: int) -> None:
+    """RuntimeError if this node cannot hold its share of all parameters, `each` bytes a parameter."""
+    needed = each * parameters * ranks.local_rank_and_size()[1] / ranks.world_size()
     total = host_memory()
     if needed > total:
         on_gpu = "fsdp_full" if mode == "fsdp_offload" else "ds_zero3"
         raise RuntimeError(
-            f"--sharding_mode {mode}: needs {needed / 1e9:.0f} GB of host memory on this node for FP32 "
-            f"weights, gradients, moments and saving, which has {total / 1e9:.0f} GB; use more nodes, or "
-            f"{on_gpu}"
+            f"--sharding_mode {mode}: needs {needed / 1e9:.0f} GB of host memory on this node for weights, "
+            f"gradients, moments and saving, which has {total / 1e9:.0f} GB; use more nodes, or {on_gpu}"
         )

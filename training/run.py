@@ -228,12 +228,17 @@ class Run:
         self.mode = ranks.on_first(lambda: self._choose_mode(gpu))
         self.strategy = STRATEGIES[self.mode](self.device, self.cfg)
         if self.strategy.steps_on_cpu:
-            parameters = te_models.count_parameters(self.plan)
-            ranks.together(lambda: refuse_small_host(parameters, self.mode))
             say(f"the optimizer steps on the CPU: {ranks.use_cores()} threads a rank")
         ranks.together(lambda: fp8_stats.check(self.cfg, self.precision, compiles=self._compiles()))
         ranks.together(lambda: profiling.check(self.cfg.log.profile_steps, self.device))
         self.optimizer_plan = self._plan_optimizer(self.strategy.master_home)
+        if self.strategy.steps_on_cpu:
+            saves, state = self.cfg.checkpoint.save_checkpoints, self.optimizer_plan.state_bytes
+            each, parameters = (
+                self.strategy.host_bytes(state, saves=saves),
+                te_models.count_parameters(self.plan),
+            )
+            ranks.together(lambda: refuse_small_host(parameters, self.mode, each))
         if said := optim.moment_warning(self.optimizer_plan, self.cfg.optim.adam_beta2):
             say(said)
 

@@ -70,6 +70,13 @@ class SingleDevice:
         """Whether GEMMs of TE's layers may add gradients up; `optimizer`: its `OptimizerPlan.kind`."""
         return self.sums_micro_batches and optimizer == "fused_adamw"
 
+    def host_bytes(self, state_bytes: int, *, saves: bool) -> int:
+        """Bytes a parameter of its ranks' shares that offloading takes of the hosts' memory.
+
+        `state_bytes`: of weights, gradients and moments. A save splits FP32 weights into halves.
+        """
+        return state_bytes + 4 * saves
+
     def shard(self, model: nn.Module, *, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
         """Shard `model`, on the meta device or not, before its weights are read."""
 

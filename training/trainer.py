@@ -117,7 +117,8 @@ class Meter:
         for batch in window:
             for name in ("real_tokens", "label_tokens", "padded_tokens", "sum_squared_lengths"):
                 self.counts[name] = self.counts.get(name, 0) + getattr(batch, name)
-            self.counts["rows"] = self.counts.get("rows", 0) + len(batch.inputs["input_ids"])
+            rows = len(batch.inputs["input_ids"]) if batch.real_tokens else 0  # none: of padding alone
+            self.counts["rows"] = self.counts.get("rows", 0) + rows
 
     def read(
         self,

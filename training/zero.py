@@ -82,13 +82,19 @@ class Zero(SingleDevice):
             )
         return self.engine, optimizer
 
+    def host_bytes(self, state_bytes: int, *, saves: bool) -> int:
+        # FP32 masters, gradients and two moments; weights in BF16, and gradients, in FP32 if several add up.
+        # What is saved is copied: masters and moments.
+        return 20 + 2 * self.accumulates + 12 * saves
+
     def accumulating(self, model: nn.Module, *, first: bool, last: bool) -> AbstractContextManager:
         # Told, not counted: the last window of an epoch may be shorter than the others.
         self.engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
     def backward(self, model: nn.Module, loss: Tensor) -> None:
-        self.engine.backward(loss, scale_wrt_gas=False)
+        # A loss that is the engine's own output would be divided by the number of micro-batches all the same.
+        self.engine.backward(loss.clone(), scale_wrt_gas=False)
 
     def step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, *, usable: Tensor, max_norm: float
