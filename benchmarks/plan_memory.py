@@ -131,6 +131,20 @@ def _logits_fp8(job: Job) -> float:
     return kept + (gradient + chunk if several else max(gradient, chunk))
 
 
+def _sums_whole(job: Job) -> bool:
+    """ZeRO 1 under accumulation is another class of DeepSpeed's, which adds up whole gradients in FP32."""
+    return job.zero == 1 and job.accumulation > 1
+
+
+def _kept_by_zero(job: Job) -> float:
+    """Gradients from one backward to the next; ZeRO 1 and 2 free a single micro-batch's after the step."""
+    if _sums_whole(job):
+        return 4.0 * job.model.parameters
+    if job.accumulation > 1:
+        return 4.0 * job.model.parameters / job.gpus
+    return 2.0 * job.model.parameters / job.gpus if job.zero == 3 else 0.0
+
+
 def at_loss(job: Job, *, two_chunks: bool = False) -> dict[str, float]:
     """Bytes by part when the loss is computed and backward begins; `two_chunks`: see `_logits`."""
     model, layers = job.model, job.model.shape.num_layers
@@ -138,10 +152,7 @@ def at_loss(job: Job, *, two_chunks: bool = False) -> dict[str, float]:
     if job.mode == "ddp":
         gradients = 2 * model.parameters  # buckets live as long as the job
     elif job.zero and not job.offload:
-        if job.zero == 1:  # another class of DeepSpeed's, which adds up whole gradients in FP32
-            gradients = 4 * model.parameters * (job.accumulation > 1)
-        elif job.zero == 3 or job.accumulation > 1:  # ZeRO 2 frees a single micro-batch's after the step
-            gradients = (4 if job.accumulation > 1 else 2) * model.parameters / job.gpus
+        gradients = _kept_by_zero(job)
     elif job.accumulation > 1:
         gradients = (4 if job.grad_fp32 else 2) * model.parameters
     activations = 2.0 * job.tokens * model.shape.hidden_size if job.recompute else layer_bytes(job)
@@ -171,7 +182,7 @@ def after_backward(job: Job) -> dict[str, float]:
             communication += 4.0 * model.parameters / job.shard
     elif job.zero in (1, 2):
         communication = ZERO_BUCKETS
-        if job.zero == 1 and job.accumulation > 1:  # the last micro-batch's besides
+        if _sums_whole(job):  # the last micro-batch's besides
             gradients += 2.0 * model.parameters
         gradients = max(gradients, 2.0 * model.parameters / job.gpus)
     elif not job.zero:
@@ -208,8 +219,7 @@ def start_of_backward(job: Job) -> dict[str, float]:
 def at_step(job: Job) -> dict[str, float]:
     """Bytes by part when ZeRO 1 or 2 steps: its gradients, and the same in FP32."""
     parts = after_backward(job)
-    summed = job.zero == 1 and job.accumulation > 1  # in FP32 already
-    gradients = parts["gradients"] + 4.0 * job.model.parameters / job.gpus * (not summed)
+    gradients = parts["gradients"] + 4.0 * job.model.parameters / job.gpus * (not _sums_whole(job))
     return parts | {"gradients": gradients, "activations": 0.0, "gathered, communication": 0.0}
 
 

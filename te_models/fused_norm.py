@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from te_models.fp8_outputs import can_cast, differs, trial_quantizer, write
+from te_models.stand_in import stand_in
 from training.errors import first_line
 
 # Hidden sizes for which TE has norms of their own, as fast as the kernels here with the transpose after them
@@ -42,13 +43,7 @@ def use(wanted: bool) -> None:
     """From now on, for all models of the process, on Hopper; or TE's own kernels again."""
     if torch.cuda.get_device_capability() != (9, 0):
         return
-    functions = _functions()
-    found = getattr(functions, "rmsnorm_fwd", None)
-    original = getattr(found, "original", None)
-    if wanted and not original:
-        functions.rmsnorm_fwd = _Forward(found)
-    elif original and not wanted:
-        functions.rmsnorm_fwd = original
+    stand_in(_functions(), "rmsnorm_fwd", _Forward, wanted=wanted)
 
 
 def _functions() -> Any:

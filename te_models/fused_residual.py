@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from te_models.stand_in import stand_in
 from training.errors import first_line
 
 
@@ -80,22 +81,18 @@ def _take(x: Tensor) -> Tensor | None:
 def use(wanted: bool) -> None:
     """From now on the norms of the process's TE layers take gradients that wait for them; or not any more."""
     _waiting.clear()  # of a backward pass that failed
-    tex = _extension()
-    original = getattr(tex.rmsnorm_bwd, "original", None)
-    if wanted and not original:
-        tex.rmsnorm_bwd = _adding_backward(tex.rmsnorm_bwd, tex.rmsnorm_bwd_add)
-    elif original and not wanted:
-        tex.rmsnorm_bwd = original
+    stand_in(_extension(), "rmsnorm_bwd", _adding_backward, wanted=wanted)
 
 
-def _adding_backward(plain: Any, with_sum: Any) -> Any:
+def _adding_backward(plain: Any) -> Any:
+    with_sum = _extension().rmsnorm_bwd_add
+
     def rmsnorm_bwd(gradient: Tensor, x: Tensor, *rest: Any, **named: Any) -> Any:
         added = _take(x)
         if added is None:
             return plain(gradient, x, *rest, **named)
         return with_sum(gradient, x, added.contiguous().view(x.shape), *rest, **named)
 
-    rmsnorm_bwd.original = plain
     return rmsnorm_bwd
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from te_models.fp8_outputs import can_cast, differs, trial_quantizer, write
+from te_models.stand_in import stand_in
 from training.errors import first_line
 
 
@@ -36,16 +37,10 @@ def use(wanted: bool) -> None:
     """From now on, for all models of the process, on Hopper; or TE's own kernels again."""
     if torch.cuda.get_device_capability() != (9, 0):
         return
-    module = _module()
-    original = getattr(getattr(module, "_act_func", None), "original", None)
-    if not wanted:
-        if original:
-            module._act_func = original
-        return
-    if original:
-        return
-    unfused = module._act_func
+    stand_in(_module(), "_act_func", _fused, wanted=wanted)
 
+
+def _fused(unfused: Any) -> Any:
     def act_func(activation: str, recipe: Any = None) -> tuple:
         functions = unfused(activation, recipe)
         if activation != "swiglu" or recipe is None or not recipe.delayed():
@@ -53,8 +48,7 @@ def use(wanted: bool) -> None:
         forward, backward, _ = functions
         return _Forward(forward), backward, _Backward(backward)
 
-    act_func.original = unfused
-    module._act_func = act_func
+    return act_func
 
 
 def _module() -> Any:

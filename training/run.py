@@ -233,14 +233,14 @@ class Run:
         ranks.together(lambda: profiling.check(self.cfg.log.profile_steps, self.device))
         self.optimizer_plan = self._plan_optimizer(self.strategy.master_home)
         if self.strategy.steps_on_cpu:
-            saves, state = self.cfg.checkpoint.save_checkpoints, self.optimizer_plan.state_bytes
-            each, parameters = (
-                self.strategy.host_bytes(state, saves=saves),
-                te_models.count_parameters(self.plan),
-            )
-            ranks.together(lambda: refuse_small_host(parameters, self.mode, each))
+            ranks.together(self._check_host_memory)
         if said := optim.moment_warning(self.optimizer_plan, self.cfg.optim.adam_beta2):
             say(said)
+
+    def _check_host_memory(self) -> None:
+        state, saves = self.optimizer_plan.state_bytes, self.cfg.checkpoint.save_checkpoints
+        each = self.strategy.host_bytes(state, saves=saves)
+        refuse_small_host(te_models.count_parameters(self.plan), self.mode, each)
 
     def _plan_optimizer(self, master_home: str) -> optim.OptimizerPlan:
         on_gpu = self.device.type == "cuda"

@@ -9,7 +9,7 @@ from te_models import fused_norm
 from te_models.fp8_outputs import differs
 from te_models.fused_norm import _Forward
 from tests.gpu.models import DEVICE
-from tests.gpu.test_fused_swiglu import PASSES, compare, gradient_errors, quantizer
+from tests.gpu.test_fused_swiglu import check_in_a_model, quantizer
 
 pytestmark = pytest.mark.gpu
 WIDTH = 512  # of the small model
@@ -55,18 +55,8 @@ def test_what_is_not_finite_stays_so():
 
 
 def test_the_model_takes_it_and_computes_as_tes_does(monkeypatch):
-    functions = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
     assert fused_norm.why_not(WIDTH) is None
-    calls = []
-    run = fused_norm._run
-    monkeypatch.setattr(fused_norm, "_run", lambda *args: calls.append(args[0]) or run(*args))
-    fused_norm.use(True)
-    fused = gradient_errors()
-    assert functions.rmsnorm_fwd.original and len(calls) == PASSES * 2 * 4
-    fused_norm.use(False)
-    assert not hasattr(functions.rmsnorm_fwd, "original")
-    compare(fused, gradient_errors())
-    assert len(calls) == PASSES * 2 * 4
+    check_in_a_model(fused_norm, "cpp_extensions", "rmsnorm_fwd", monkeypatch)
 
 
 @pytest.mark.parametrize("in_use", [False, True])

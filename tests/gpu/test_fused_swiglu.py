@@ -76,19 +76,24 @@ def compare(fused: dict[str, float], apart: dict[str, float]) -> None:
         assert error < 1.1 * apart[name] + 0.01, f"{name}: {error:.4f}, with TE's kernels {apart[name]:.4f}"
 
 
-def test_the_model_takes_it_and_computes_as_tes_does(monkeypatch):
-    module = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
-    assert fused_swiglu.why_not() is None
+def check_in_a_model(kernels, owner: str, name: str, monkeypatch) -> None:
+    """The model takes `kernels`, two a layer and pass, in place of `name` in TE's `owner`, and TE's again."""
+    module = importlib.import_module(f"transformer_engine.pytorch.{owner}")
     calls = []
-    run = fused_swiglu._run
-    monkeypatch.setattr(fused_swiglu, "_run", lambda *args: calls.append(args[0]) or run(*args))
-    fused_swiglu.use(True)
+    run = kernels._run
+    monkeypatch.setattr(kernels, "_run", lambda *args: calls.append(args[0]) or run(*args))
+    kernels.use(True)
     fused = gradient_errors()
-    assert module._act_func.original and len(calls) == PASSES * 2 * 4
-    fused_swiglu.use(False)
-    assert not hasattr(module._act_func, "original")
+    assert getattr(module, name).original and len(calls) == PASSES * 2 * 4
+    kernels.use(False)
+    assert not hasattr(getattr(module, name), "original")
     compare(fused, gradient_errors())
     assert len(calls) == PASSES * 2 * 4
+
+
+def test_the_model_takes_it_and_computes_as_tes_does(monkeypatch):
+    assert fused_swiglu.why_not() is None
+    check_in_a_model(fused_swiglu, "module.layernorm_mlp", "_act_func", monkeypatch)
 
 
 def test_a_kernel_that_computes_something_else_is_not_taken(monkeypatch):
