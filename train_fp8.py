@@ -9,6 +9,9 @@ STARTED = time.perf_counter()
 def one_device(cfg):
     from training import ranks
 
+    ranks.refuse_several(
+        "train_fp8.py trains on one device", "torchrun --nproc_per_node=N train_multi_gpu.py"
+    )
     return ranks.one_device()
 
 

@@ -14,6 +14,10 @@ def join_torchrun(cfg):
 
     if ranks.under_torchrun():
         return ranks.join(cfg.sharding.timeout_minutes)
+    ranks.refuse_several(
+        f"train_multi_gpu.py needs {', '.join(ranks.TORCHRUN)} of its launcher",
+        "torchrun, or docs/slurm.sbatch under Slurm",
+    )
     print("not started by torchrun: running on one device", flush=True)
     return ranks.one_device()
 

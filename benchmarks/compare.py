@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import verdict
-from benchmarks.launch import EXIT_INTERRUPTED, OneLineParser, Outcome, is_finished, launch, make_folder
+from benchmarks.launch import (
+    EXIT_INTERRUPTED,
+    OneLineParser,
+    Outcome,
+    is_begun,
+    is_finished,
+    launch,
+    make_folder,
+)
 from benchmarks.runs import RunRecord, read_run
 from benchmarks.variants import VARIANTS, Variant, given_settings, parse_variants, resolve
 from benchmarks.wandb_report import upload
@@ -111,9 +119,10 @@ def check_before_the_start(jobs: list[Job], gpus: int) -> None:
                 f"{batch} and {batches[first]}; split the same batch in both"
             )
     for job in jobs:
-        if is_finished(job.cfg):
+        is_finished(job.cfg)  # or begun, with these settings
+        if is_begun(job.cfg):
             run = read_run(Path(job.cfg.checkpoint.output_dir))
-            if run.ranks != gpus:
+            if run.environment and run.ranks != gpus:
                 raise ValueError(
                     f"{run.folder}: holds a run on {run.ranks} GPUs, here it is --gpus {gpus}; give that "
                     "number, or another --output_dir"
@@ -217,7 +226,10 @@ def _te(jobs: list[Job], name: str) -> bool:
 
 def refuse_difference(reference: RunRecord, run: RunRecord, *, other_seed: bool) -> None:
     if reason := verdict.what_differs(reference, run, other_seed=other_seed):
-        raise ValueError(f"{reason}; remove {run.folder} to run it again, or use another --output_dir")
+        raise ValueError(
+            f"{reason}; remove the folder of the one that is wrong ({reference.folder} or {run.folder}) to "
+            "run it again, or use another --output_dir"
+        )
 
 
 def _row(

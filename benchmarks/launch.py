@@ -21,14 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from training.config import Config, changed_settings
+from training.config import Config, knobs
 from training.signals import stopping
 from training.trackers import redact
 
 ROOT = Path(__file__).resolve().parent.parent
-EXIT_INTERRUPTED = 75  # as the training scripts have it: the same command goes on
+# As the training scripts have them: 2 would be a wrong setting, after 75 the same command goes on.
+EXIT_FAILED, EXIT_INTERRUPTED = 1, 75
 IN_USE = "another run is writing to it"  # as training.run_folder says it
-LENGTH = ("num_epochs", "max_steps")  # a run may be made longer, but its learning rate is then no other run's
+# Settings that no result depends on: runs into one folder may have others from start to start.
+INDIFFERENT = ("num_workers", "num_proc", "weights_cache_dir", "data_cache_dir", "timeout_minutes")
+INDIFFERENT += ("output_dir", "resume", "save_checkpoints", "save_interval", "keep_last", "export")
+INDIFFERENT += ("generate_samples", "log_dir", "use_wandb", "wandb_project", "wandb_run_name", "wandb_mode")
+INDIFFERENT += ("wandb_tags", "wandb_group")
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,8 @@ class Outcome:
 
     @property
     def refused(self) -> bool:
-        """Whether it ended before it took its folder: a setting or this machine stood against it."""
-        ended = self.code != 0 and not self.stopped and self.told
+        """Whether this machine cannot run it: it ended by itself before it took its folder."""
+        ended = self.code == EXIT_FAILED and not self.stopped and self.told
         return ended and not (self.folder / "config.json").exists()
 
     @property
@@ -58,6 +63,8 @@ class Outcome:
 
     @property
     def reason(self) -> str:
+        if self.code < 0 and not self.told:
+            return f"it was killed by {signal.Signals(-self.code).name}; its log ends with: {self.error}"
         return f"{self.error or 'it printed nothing'} (exit code {self.code})"
 
 
@@ -200,31 +207,35 @@ def _workers(pid: int) -> list[int]:
 
 
 def is_finished(cfg: Config) -> bool:
-    """Whether the run folder of `cfg` holds this run's end; ValueError for another run's."""
+    """Whether the run folder of `cfg` holds this run's end; ValueError for another run's.
+
+    A training script would go on with other sharding or kernels, or to another length; here such runs would
+    stand beside others as if they were the same.
+    """
     folder = Path(cfg.checkpoint.output_dir)
-    saved = folder / "config.json"
-    if not saved.exists():
+    if not is_begun(cfg):
         return False
+    saved = folder / "config.json"
     try:
         old = json.loads(saved.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{saved}: cannot be read ({error}); remove the folder to run it again") from None
-    if not any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
-        return False
-    if changed := changed_settings(old, cfg):
-        differences = ", ".join(f"--{name} {a} there, {b} here" for name, (a, b) in changed.items())
+    old, new = Config().to_dict() | old, cfg.to_dict()  # before there was a setting it had its default
+    changed = [name for name in knobs() if name not in INDIFFERENT and old[name] != new[name]]
+    if changed:
+        differences = ", ".join(f"--{name} {old[name]} there, {new[name]} here" for name in changed)
         raise ValueError(
             f"{folder}: holds a run of other settings ({differences}); give the settings it was started "
-            "with, or another --output_dir"
+            "with, or another --output_dir, or remove the folder to run it again"
         )
-    new = cfg.to_dict()
-    for name in LENGTH:
-        if old.get(name) != new[name]:
-            raise ValueError(
-                f"{folder}: holds a run of --{name} {old.get(name)}, here it is {new[name]}, and its "
-                "learning rate follows the length; give another --output_dir, or remove it to run it again"
-            )
     return (folder / "summary.json").exists()
+
+
+def is_begun(cfg: Config) -> bool:
+    """Whether the run folder of `cfg` holds a run that took a step or was saved."""
+    folder = Path(cfg.checkpoint.output_dir)
+    kept = any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints"))
+    return kept and (folder / "config.json").exists()
 
 
 def count_gpus() -> int:

@@ -43,7 +43,12 @@ CHUNK_TOKENS = 2048  # of logits, without Liger
 
 def main(argv: list[str]) -> int:
     arguments = parse(argv)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(arguments.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print(
+            "error: no GPU: rates of a CPU say nothing; --device cpu tries the program out", file=sys.stderr
+        )
+        return 2
     torch.manual_seed(arguments.seed)
     model = build(arguments, device)
     kind, cross_entropy = head_loss(device)
@@ -70,6 +75,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--no_compile", action="store_true")
     parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--output_dir", required=True)
     arguments = parser.parse_args(argv)
     if arguments.steps <= WARMUP_STEPS:

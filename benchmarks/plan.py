@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.plan_check import check_runs, check_table
 from benchmarks.plan_flags import PROG, build_parser, find_gpu, split_flags
-from benchmarks.plan_job import Job, build_job, read_model, recipe_of
+from benchmarks.plan_job import Job, build_job, read_model
 from benchmarks.plan_memory import UNMEASURED_RECIPES, largest_batch, peak
 from benchmarks.plan_time import Gpu, step_seconds
 from training.config import Config, parse_config
@@ -211,7 +211,7 @@ def run(argv: list[str]) -> str:
     if args.price_per_gpu_hour and not args.tokens:
         raise ValueError(f"--price_per_gpu_hour {args.price_per_gpu_hour:g}: a cost needs --tokens too")
     cfg = parse_config(training, prog=PROG, description=__doc__)
-    gpu = find_gpu(args, recipe_of(cfg))
+    gpu = find_gpu(args, cfg)
     where = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
     plans = [make_plan(cfg, gpu, gpus=gpus, **where) for gpus in args.gpus]
     tables = report(plans, tokens=args.tokens, price=args.price_per_gpu_hour)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +29,21 @@ RENAMED = {"compile_model": "compile"}
 BEFORE = {"flash_attention": False}
 # Date of the first recorded run whose LM head holds one chunk of logits at a time.
 ONE_CHUNK_SINCE = "2026-11-21T21:00"
-# And of the first after which no gradients of delayed scaling's calibration stay in ZeRO 1 and 2.
+# Of the first after which no gradients of delayed scaling's calibration stay in ZeRO 1 and 2.
 CALIBRATION_FREED_SINCE = "2026-11-22T15:45"
-# Whose speed says nothing, by the start of the folder's name, and why (benchmarks/results/README.md).
+# And of the first whose ZeRO 1 keeps no gradients beside their sums over micro-batches.
+SUMMED_AT_ONCE_SINCE = "2026-11-22T17:30"
+# Whose speed says nothing, by a pattern of the folder's name, and why (benchmarks/results/README.md).
 UNTIMED = {
-    "calibration/": "logged without waiting for the optimizer",
-    "h200-multi/gsm-4gpu-ddp": "ran beside others",
-    "h200-multi/qwen14b-": "ran beside others",
+    "calibration/*": "logged without waiting for the optimizer",
+    "h200-multi/gsm-4gpu-ddp*": "ran beside others",
+    "h200-multi/qwen14b-*": "ran beside others",
     "h200-modes/Llama-3.2-1B-2gpu-fsdp_offload": "one thread stepped the optimizer",
     "h200-modes/Llama-3.2-1B-2gpu-ds_zero3_offload": "one thread stepped the optimizer",
     "h200-modes/Meta-Llama-3.1-8B-2gpu-ds_zero3": "fell from interval to interval",
-    "h200-modes/same-": "ran beside others",
-    "h200-eight/1b-8gpu-": "an epoch ended, with a smaller step, among the few steps that were timed",
-    "thousand_steps/": "ran beside others",
+    "h200-modes/same-*": "ran beside others",
+    "h200-eight/1b-8gpu-*": "an epoch ended, with a smaller step, among the few steps that were timed",
+    "thousand_steps/*": "ran beside others",
 }
 UNPLANNED = {
     "1b-deterministic": "attention ran unfused",
@@ -87,11 +90,13 @@ def recorded_job(folder: Path) -> tuple[Job, bool, bool]:
     return job, te_adam, environment["date"] < ONE_CHUNK_SINCE
 
 
-def left_by_calibration(job: Job, folder: Path) -> float:
-    """Bytes of a recorded run's peak memory that older code kept of gradients it had no more use for."""
-    older = _read(folder, "env.json")["date"] < CALIBRATION_FREED_SINCE
-    kept = older and job.zero in (1, 2) and job.recipe == "delayed" and job.accumulation == 1
-    return 2 * job.model.parameters / job.gpus if kept else 0.0
+def kept_by_older_code(job: Job, folder: Path) -> float:
+    """Bytes of a recorded run's peak memory that were gradients which nothing had a use for any more."""
+    date = _read(folder, "env.json")["date"]
+    if job.zero == 1 and job.accumulation > 1:
+        return 2.0 * job.model.parameters * (date < SUMMED_AT_ONCE_SINCE)
+    calibrated = job.zero in (1, 2) and job.recipe == "delayed" and job.accumulation == 1
+    return 2 * job.model.parameters / job.gpus * (calibrated and date < CALIBRATION_FREED_SINCE)
 
 
 def held_before(folder: Path) -> float:
@@ -119,12 +124,12 @@ def check_runs(results: Path = RESULTS) -> tuple[list[Check], list[str]]:
         job, te_adam, two_chunks = recorded_job(folder)
         summary = _read(folder, "summary.json")
         seconds = None
-        if not any(name.startswith(start) for start in UNTIMED) and summary.get("tokens_per_second"):
+        if not any(fnmatch(name, pattern) for pattern in UNTIMED) and summary.get("tokens_per_second"):
             tokens = job.tokens * job.accumulation * job.gpus
             predicted = sum(step_seconds(job, GPUS["H200"], te_adam=te_adam).values())
             seconds = (tokens / summary["tokens_per_second"], predicted)
         memory = sum(peak(job, two_chunks=two_chunks).values()) / 1e9
-        memory += left_by_calibration(job, folder) / 1e9
+        memory += kept_by_older_code(job, folder) / 1e9
         measured = summary["peak_memory_gb"] - held_before(folder)
         checks.append(Check(name, (measured, memory), seconds))
     return checks, left_out

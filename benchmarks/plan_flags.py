@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks.plan_check import RESULTS
-from benchmarks.plan_memory import UNMEASURED_RECIPES
+from benchmarks.plan_job import recipe_of
 from benchmarks.plan_time import GPUS, Gpu
-from training.config import knobs, nearest
+from training.config import Config, knobs, nearest
 
 PROG = "python -m benchmarks.plan"
-BLACKWELL = ("B200", "GB200", "B300")
+HOPPER, BLACKWELL = ("H100", "H100 NVL", "H200", "GH200"), ("B200", "GB200", "B300")
+# GPUs of `GPUS` that run a recipe, where not all with FP8 do: TE 2.20's conditions.
+RUN_BY = {
+    "block": (*HOPPER, *BLACKWELL, "RTX 5090"),
+    "mxfp8": BLACKWELL,
+    "nvfp4": (*BLACKWELL, "RTX 5090"),
+}
 
 
 def gpu_name(text: str) -> str | None:
@@ -22,12 +28,12 @@ def gpu_name(text: str) -> str | None:
     return next((key for key in GPUS if key.upper() == wanted), None)
 
 
-def find_gpu(args: argparse.Namespace, recipe: str) -> Gpu:
+def find_gpu(args: argparse.Namespace, cfg: Config) -> Gpu:
     """The GPU of --gpu, changed by the flags that are given.
 
-    ValueError for one that nothing is known of, or whose generation has no such recipe.
+    ValueError for one that nothing is known of, or whose generation cannot run what `cfg` asks for.
     """
-    name = gpu_name(args.gpu)
+    name, recipe = gpu_name(args.gpu), recipe_of(cfg)
     given = {
         "memory_gb": args.gpu_memory_gb,
         "bf16_tflops": args.bf16_tflops,
@@ -37,8 +43,12 @@ def find_gpu(args: argparse.Namespace, recipe: str) -> Gpu:
     }
     given = {field: value for field, value in given.items() if value is not None}
     if name is not None:
-        if recipe in UNMEASURED_RECIPES and name not in BLACKWELL:
-            raise ValueError(f"--fp8_scenario {recipe} --gpu {name}: needs one of {', '.join(BLACKWELL)}")
+        if name not in RUN_BY.get(recipe, GPUS):
+            raise ValueError(
+                f"--fp8_scenario {recipe} --gpu {name}: needs one of {', '.join(RUN_BY[recipe])}"
+            )
+        if recipe == "block" and cfg.precision.fp8_fp32_scales and name not in HOPPER:
+            raise ValueError(f"--fp8_fp32_scales --gpu {name}: needs one of {', '.join(HOPPER)}")
         return GPUS[name]._replace(**given)
     if not {"memory_gb", "bf16_tflops", "memory_bandwidth", "link_bandwidth"} <= given.keys():
         raise ValueError(

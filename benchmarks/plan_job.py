@@ -154,6 +154,11 @@ def recipe_of(cfg: Config) -> str:
         )
     if cfg.precision.fp8_attention:
         raise ValueError("--fp8_attention: plans cover attention in BF16, the only one with recorded runs")
+    if cfg.optim.deterministic and cfg.model.use_te and not cfg.model.flash_attention:
+        raise ValueError(
+            "--deterministic --no_flash_attention: packed batches may run TE's attention unfused then, which "
+            "plans do not cover; leave out one of them"
+        )
     if cfg.precision.mixed_precision == "bf16":
         if cfg.precision.fp8_lm_head:
             raise ValueError("--fp8_lm_head --mixed_precision bf16: it is for FP8; drop one of them")

@@ -182,8 +182,6 @@ def after_backward(job: Job) -> dict[str, float]:
             communication += 4.0 * model.parameters / job.shard
     elif job.zero in (1, 2):
         communication = ZERO_BUCKETS
-        if _sums_whole(job):  # the last micro-batch's besides
-            gradients += 2.0 * model.parameters
         gradients = max(gradients, 2.0 * model.parameters / job.gpus)
     elif not job.zero:
         gradients = max(gradients, 2.0 * model.parameters)

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,10 @@ class Result:
     status: str
     reason: str = ""
     settings: str = ""  # digest of the point's; older files have none
+
+    @property
+    def told(self) -> str:
+        return f"{self.status}, {self.reason}" if self.reason else self.status
 
 
 class _Loader(yaml.SafeLoader):
@@ -231,23 +236,35 @@ def _is_smaller(a: Point, b: Point) -> bool:
     return all(name in GROWING and first[name] < second[name] for name in different)
 
 
+Foresight = Callable[[Point, dict[str, Result]], "Result | None"]
+
+
+def foresight(points: list[Point], folder: Path, *, retry: bool, gpu: Gpu | None) -> Foresight:
+    """What tells of a point, and the results of others so far, how it ends; None if it has to be run."""
+    tried = {} if retry else _out_of_memory(folder)
+    machine_gpus = count_gpus() if any(point.gpus > 1 for point in points) else 1
+
+    def foresee(point: Point, results: dict[str, Result]) -> Result | None:
+        if is_finished(point.cfg):
+            return Result(point.name, "done")
+        if (before := tried.get(point.name)) and before.settings in ("", point.digest()):
+            return before
+        reason = why_skip(point, results, points, machine_gpus, gpu)
+        return Result(point.name, "skipped", reason) if reason else None
+
+    return foresee
+
+
 def run_points(
     points: list[Point], folder: Path, *, retry: bool, gpu: Gpu | None = None
 ) -> tuple[dict[str, Result], bool]:
     """Run what is neither finished nor known to fail. Returns the results, and whether a signal came."""
-    tried = {} if retry else _out_of_memory(folder)
+    foresee = foresight(points, folder, retry=retry, gpu=gpu)
     results: dict[str, Result] = {}
-    machine_gpus = count_gpus() if any(point.gpus > 1 for point in points) else 1
     for number, point in enumerate(points, 1):
         title = f"[{number}/{len(points)}] {point.name}"
         stopped = False
-        if is_finished(point.cfg):
-            result = Result(point.name, "done")
-        elif (before := tried.get(point.name)) and before.settings in ("", point.digest()):
-            result = before
-        elif reason := why_skip(point, results, points, machine_gpus, gpu):
-            result = Result(point.name, "skipped", reason)
-        else:
+        if (result := foresee(point, results)) is None:
             print(f"{title}: {point.folder}", flush=True)
             outcome = launch(point.cfg, gpus=point.gpus, log=folder / "logs" / f"{point.name}.log")
             stopped = outcome.stopped
@@ -256,7 +273,7 @@ def run_points(
             print(f"stopped in {point.name}; to go on: the same command", flush=True)
             return results, True
         results[point.name] = result
-        print(f"{title}: {result.status}{f', {result.reason}' if result.reason else ''}", flush=True)
+        print(f"{title}: {result.told}", flush=True)
         _save(result, folder)
     return results, False
 
@@ -320,7 +337,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--gpu", metavar="NAME", help=f"skip what does not fit on it by benchmarks.plan: {', '.join(GPUS)}"
     )
     parser.add_argument("--retry", action="store_true", help="try again what ran out of memory before")
-    parser.add_argument("--dry_run", action="store_true", help="list the runs, start none")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="list the runs and what is known of them, start none"
+    )
     return parser.parse_known_args(argv)
 
 
@@ -338,7 +357,11 @@ def sweep(argv: list[str]) -> int:
     folder = args.output_dir or Path("runs") / args.sweep.stem
     points = build_points(axes, given, folder, beside=plan["grid"].get("precision"))
     if args.dry_run:
-        print("\n".join(f"{p.name}: {'finished' if is_finished(p.cfg) else 'to run'}" for p in points))
+        foresee, results = foresight(points, folder, retry=args.retry, gpu=GPUS.get(gpu)), {}
+        for point in points:
+            if result := foresee(point, results):
+                results[point.name] = result
+            print(f"{point.name}: {result.told if result else 'to run'}")
         return 0
     for point in points:  # a folder of other settings is told before hours are spent
         is_finished(point.cfg)
@@ -354,7 +377,7 @@ def sweep(argv: list[str]) -> int:
     print("\n" + ", ".join(f"{n} {s}" for s, n in Counter(r.status for r in results.values()).items()))
     for result in results.values():
         if result.status != "done":
-            print(f"- {result.name}: {result.status}, {result.reason}")
+            print(f"- {result.name}: {result.told}")
     return reported or int(any(r.status == "failed" for r in results.values()) or not done)
 
 

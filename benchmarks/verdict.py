@@ -15,7 +15,8 @@ from training.config import knobs
 # Of these sections every setting that defines a run must be the same; how a batch is split is not one.
 _SPLIT = ("batch_size", "gradient_accumulation_steps")
 _WEIGHTS = ("model_name", "init", "tokenizer_name", "seed")
-_OF_THE_SEED = ("seed", "steps", "label_tokens", "eval_label_tokens")  # data order and held-out part
+# Data order and held-out part.
+_OF_THE_SEED = ("seed", "steps", "label_tokens", "eval_label_tokens", "train samples", "eval samples")
 FEW_LOSSES = 100
 
 # Largest relative distance of two evaluations before the first step, if the weights are the same: of the same
@@ -40,9 +41,16 @@ def _values(*names: str) -> Callable[[RunRecord], dict[str, Any]]:
     return lambda run: {name: run.value(name) for name in names}
 
 
+def _samples(run: RunRecord) -> dict[str, str | None]:
+    """Fingerprints of the samples: a name or path may have had others. Older runs recorded none."""
+    data = run.environment.get("data") or {}
+    return {f"{part} samples": (data.get(part) or {}).get("fingerprint") for part in ("train", "eval")}
+
+
 # What two runs must share, by the word that a refusal uses.
 MUST_MATCH: dict[str, Callable[[RunRecord], dict[str, Any]]] = {
     "data": _settings(_of_section("data")),
+    "what the data holds": _samples,
     "global batch": lambda run: {"sequences a step": run.global_batch},
     "steps": _values("steps"),
     "tokens": _values("label_tokens", "eval_label_tokens"),
@@ -60,6 +68,8 @@ def what_differs(reference: RunRecord, run: RunRecord, *, other_seed: bool = Fal
     for what, read in MUST_MATCH.items():
         here, there = read(run), read(reference)
         different = [n for n in here if here[n] != there[n]]
+        if read is _samples:  # one may be older than the fingerprints, or have no evaluation
+            different = [n for n in different if here[n] and there[n]]
         if other_seed:
             different = [n for n in different if n.removeprefix("--") not in _OF_THE_SEED]
         if different:

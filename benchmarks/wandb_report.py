@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ COLUMNS = ("variant", "status", "against", "reason")
 def upload(folder: Path, cfg: LogConfig, rows: Sequence[Any], config: dict[str, Any]) -> bool:
     """Log the verdict's rows, and the PNGs and report.html of `folder`; False, with a warning, if W&B fails.
 
-    The run has the job type `report` and the group of the compared ones.
+    The run has the job type `report` and the group of the compared ones; of a folder there is one.
     """
     import wandb
 
@@ -25,6 +26,8 @@ def upload(folder: Path, cfg: LogConfig, rows: Sequence[Any], config: dict[str, 
         run = wandb.init(
             project=cfg.wandb_project,
             name=f"{folder.resolve().name}-verdict",
+            id=verdict_id(folder),
+            resume="allow",
             group=cfg.wandb_group,
             job_type="report",
             mode=cfg.wandb_mode,
@@ -46,3 +49,11 @@ def upload(folder: Path, cfg: LogConfig, rows: Sequence[Any], config: dict[str, 
         print(f"WARNING: W&B has no report of this comparison ({error})", file=sys.stderr)
         return False
     return True
+
+
+def verdict_id(folder: Path) -> str:
+    """The W&B id of this folder's verdict, the same whenever it is reached again."""
+    file = folder / "wandb_id.txt"
+    if not file.exists():
+        file.write_text(secrets.token_hex(4) + "\n")
+    return file.read_text().strip()

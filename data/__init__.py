@@ -86,7 +86,8 @@ def build_loaders(
         source = Stored(train.samples, layout, seed=seed)
     bins = source.bins
     require_usable(train, f"--split_name {cfg.split_name}", cfg)
-    if world_size > 1 and not cfg.streaming and len(bins) < layout.stride:
+    whole = not cfg.streaming or source.is_one_window
+    if world_size > 1 and whole and len(bins) < layout.stride:
         raise ValueError(
             f"--batch_size {batch_size} on {world_size} ranks: a micro-batch takes {layout.stride} "
             f"sequences, but --split_name {cfg.split_name} has {len(bins)}; use a smaller --batch_size, "
@@ -207,6 +208,7 @@ def report(selection: Selection, layout: Layout, bins: Bins, *, streaming: bool 
         label_tokens=selection.label_tokens,
         sequences=len(bins),
         packing_efficiency=tokens / max(layout.padded_tokens(lengths, bins), 1),
+        fingerprint=selection.fingerprint,
         streaming=streaming,
     )
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, count, islice
+from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -196,6 +197,8 @@ class Stream:
             )
         self.first = first[1]
         self.bins = self.plan(0, *first)
+        rows = int(self.first.counts.sum())
+        self.is_one_window = rows < WINDOW or rows == wanted
 
     def windows(self, row: int) -> Iterator[tuple[int, Selection]]:
         """(first row, usable samples) of each window from `row` on, one read ahead."""
@@ -271,16 +274,20 @@ def outlive_the_stop_signal(_: int) -> None:
 
 
 READERS: WeakSet[Iterator] = WeakSet()  # DataLoader iterators with workers
+WORKERS: list[BaseProcess] = []  # all of theirs
 
 
 @atexit.register
 def end_workers() -> None:
     """At exit, before multiprocessing sends them the SIGTERM that they outlive and waits for their end.
 
-    An iterator that is still there may be held by a Loader, or by the traceback of an error.
+    An iterator that is still there may be held by a Loader, or by the traceback of an error. One that the
+    garbage collector took had lost its queues by then, and could not tell its workers.
     """
     for reader in READERS:
         reader._shutdown_workers()
+    for worker in WORKERS:
+        worker.kill()
 
 
 # What a changed part of `identity` means for the user.
@@ -348,6 +355,7 @@ class Loader:
         reader = iter(loader)
         if self.num_workers:
             READERS.add(reader)
+            WORKERS[:] = [*(worker for worker in WORKERS if worker.is_alive()), *reader._workers]
         return reader
 
     def micro_batches_left(self) -> int | None:

@@ -54,6 +54,7 @@ class DataReport:
     label_tokens: int
     sequences: int  # packed sequences in the first epoch; samples when not packing
     packing_efficiency: float  # tokens / (tokens and padding), 0 to 1
+    fingerprint: str = ""  # of the samples in their order, the same on every machine
     streaming: bool = False
     rows_per_second: float | None = None  # of tokenisation, if this process did it: not a cache, not a stream
     processes: int | None = None  # that did it

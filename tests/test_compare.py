@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -244,9 +245,33 @@ def test_what_cannot_run_is_skipped_and_what_fails_fails(tmp_path):
 def test_a_variant_that_is_killed_before_it_says_anything_fails(tmp_path):
     jobs = jobs_of(tmp_path, "bf16,delayed")
     write_run(jobs[0], 2.0)
-    killed = {"delayed": Outcome(-9, Path(jobs[1].cfg.checkpoint.output_dir), "", False, told=False)}
-    _, rows = judged(jobs, killed)
+    folder = Path(jobs[1].cfg.checkpoint.output_dir)
+    killed = {"delayed": Outcome(-9, folder, "step 11/60 | loss 5.0", False, told=False)}
+    result, rows = judged(jobs, killed)
     assert rows[1].status == "FAIL" and exit_code(rows, killed, strict=False) == 1
+    told = "delayed: FAIL, it was killed by SIGKILL; its log ends with: step 11/60 | loss 5.0"
+    assert told in result["notes"]
+
+
+def test_a_wrong_setting_of_a_variant_fails(tmp_path):
+    jobs = jobs_of(tmp_path, "bf16,delayed")
+    write_run(jobs[0], 2.0)
+    wrong = Outcome(2, Path(jobs[1].cfg.checkpoint.output_dir), "--precision_map layers.99=bf16: no", False)
+    _, rows = judged(jobs, {"delayed": wrong})
+    assert rows[1].status == "FAIL"
+
+
+def test_the_same_name_may_have_held_other_rows(tmp_path):
+    jobs = jobs_of(tmp_path, "bf16,delayed", seeds=1)
+    for job, fingerprint in zip(jobs, ("1f", "2e", "3d"), strict=True):
+        write_run(job, 2.0)
+        data = {"data": {"train": {"fingerprint": fingerprint}, "eval": None}}
+        (Path(job.cfg.checkpoint.output_dir) / "env.json").write_text(json.dumps(H200 | data))
+    with pytest.raises(ValueError, match=r"what the data holds \(train samples 1f there, 2e here\)"):
+        judged(jobs)
+    write_environment = Path(jobs[1].cfg.checkpoint.output_dir) / "env.json"
+    write_environment.write_text(json.dumps(H200 | {"data": {"train": {"fingerprint": "1f"}, "eval": None}}))
+    judged(jobs)  # another seed holds out other samples
 
 
 def rewrite_metrics(job, change) -> None:
@@ -315,6 +340,10 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path):
     check_before_the_start(jobs, 1)
     with pytest.raises(ValueError, match=r"bf16: holds a run on 1 GPUs, here it is --gpus 2"):
         check_before_the_start(jobs, 2)
+    (tmp_path / "runs" / "bf16" / "summary.json").unlink()  # a run that was stopped
+    (tmp_path / "runs" / "bf16" / "env.json").write_text(json.dumps(H200 | {"world_size": 4}))
+    with pytest.raises(ValueError, match=r"bf16: holds a run on 4 GPUs, here it is --gpus 1"):
+        check_before_the_start(jobs, 1)
 
 
 @pytest.mark.parametrize(("passes", "told"), [(0.9, False), (3.7, True)])
@@ -429,13 +458,18 @@ def test_a_finished_run_is_one_of_the_same_settings_and_length(tmp_path):
     assert not is_finished(job.cfg)
     write_run(job, 2.0)
     assert is_finished(job.cfg)
-    for flags, other in (("--max_steps 30", 30), ("--max_steps 19", 19), ("", None)):
-        with pytest.raises(
-            ValueError, match=f"a run of --max_steps 20, here it is {other}, and its learning"
-        ):
+    for flags, told in {
+        "--max_steps 30": "--max_steps 20 there, 30 here",
+        "": "--max_steps 20 there, None here",
+        "--max_steps 20 --batch_size 4": "--batch_size 8 there, 4 here",
+        "--max_steps 20 --sharding_mode ddp": "--sharding_mode auto there, ddp here",
+        "--max_steps 20 --log_interval 5": "--log_interval 1 there, 5 here",
+        "--max_steps 20 --no_flash_attention": "--flash_attention True there, False here",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(f"holds a run of other settings ({told})")):
             is_finished(jobs_of(tmp_path, "bf16", flags=flags)[0].cfg)
-    with pytest.raises(ValueError, match=r"--batch_size 8 there, 4 here"):
-        is_finished(jobs_of(tmp_path, "bf16", flags="--max_steps 20 --batch_size 4")[0].cfg)
+    indifferent = "--max_steps 20 --save_interval 7 --num_workers 0 --use_wandb --wandb_project p"
+    assert is_finished(jobs_of(tmp_path, "bf16", flags=indifferent)[0].cfg)
     (tmp_path / "runs" / "bf16" / "summary.json").unlink()
     assert not is_finished(job.cfg)
 

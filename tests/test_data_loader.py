@@ -234,6 +234,12 @@ ENDS = {
         1,
         "'NoneType' object is not callable",
     ),
+    "after the garbage collector took them": (
+        "import gc, torch; torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2; "
+        "reader = [loaders.train.start()]; next(reader[0]); reader.append(reader); del reader; gc.collect()",
+        0,
+        "",
+    ),
 }
 
 

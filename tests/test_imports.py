@@ -42,7 +42,7 @@ ALSO = {
     "precision_map": ("precision",),
     "fp8_inspect": ("precision", "precision_map", "fp8_counts"),
     "fp8_stats": ("precision", "precision_map", "fp8_counts", "fp8_inspect"),
-    "zero": ("sharding", "optim", "adamw", "zero_settings"),
+    "zero": ("sharding", "ranks", "optim", "adamw", "zero_settings"),
 }
 ENGINE_USERS = ("precision", "precision_map", "fp8_stats")
 LAZY = {"transformer_engine", "deepspeed", "wandb", "torchao", "liger_kernel", "nvdlfw_inspect"}

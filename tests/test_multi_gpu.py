@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -35,7 +36,7 @@ from training import outcome, run, watchdog
 from training.checkpoint import Checkpoints
 from training.config import config_from_dict
 from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
-from training.ranks import PATIENCE, TORCHRUN
+from training.ranks import PATIENCE, TORCHRUN, agree_on_start
 from training.trainer import Trainer
 from training.watchdog import Watchdog
 
@@ -698,6 +699,16 @@ def test_ranks_that_see_other_data_or_another_folder_are_refused(tmp_path):
     assert re.search(r"--output_dir here: on .* it is not the first rank's", refused(folder))
 
 
+def test_ranks_with_other_deepspeed_files_of_one_name_are_refused(tmp_path):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        settings = {"zero_optimization": {"stage": 1 + rank}}
+        (tmp_path / str(rank) / "mine.json").write_text(json.dumps(settings))
+    flags = "--sharding_mode deepspeed --deepspeed_config mine.json"
+    error = refused(start(tmp_path / "run", flags, patch=partial(in_a_folder_of_its_own, tmp_path)))
+    assert re.search(r"the settings of --deepspeed_config mine.json differ on rank 1 \(.*\): zero_opt", error)
+
+
 def test_a_folder_of_the_same_name_on_each_node_is_not_a_shared_one(tmp_path):
     for rank in range(2):
         (tmp_path / str(rank) / "here").mkdir(parents=True)
@@ -765,8 +776,9 @@ def test_a_node_with_fewer_gpus_than_ranks_says_so(tmp_path):
     assert "--nproc_per_node 2" in error and "has 1 GPUs; start one rank per GPU" in error
 
 
-def test_more_ranks_than_sequences_are_refused(tmp_path):
-    error = refused(start(tmp_path / "run", "--num_of_samples 10 --batch_size 4", ranks=3))
+@pytest.mark.parametrize("streamed", ["", "--streaming --max_steps 3"])
+def test_more_ranks_than_sequences_are_refused(tmp_path, streamed):
+    error = refused(start(tmp_path / "run", f"--num_of_samples 10 --batch_size 4 {streamed}", ranks=3))
     assert (
         "--batch_size 4 on 3 ranks: a micro-batch takes 12 sequences, but --split_name train_1M has" in error
     )
@@ -798,6 +810,34 @@ def test_a_finished_run_on_two_ranks_started_again_changes_nothing(sharded):
     assert "this run is finished" in job.printed()
     assert (job.folder / "summary.json").read_text() == before[0]
     assert same_bits(exported(job.folder), before[1])
+
+
+@pytest.mark.parametrize(
+    ("script", "variable", "way_out"),
+    [
+        ("train_fp8.py", "WORLD_SIZE", "use torchrun --nproc_per_node=N train_multi_gpu.py"),
+        ("train_multi_gpu.py", "WORLD_SIZE", "needs RANK, WORLD_SIZE, LOCAL_RANK, .* use torchrun"),
+        ("train_multi_gpu.py", "SLURM_STEP_NUM_TASKS", "under Slurm"),
+    ],
+)
+def test_several_processes_without_a_job_are_refused(script, variable, way_out, tmp_path):
+    """Each would train the same run once more."""
+    job = subprocess.run(
+        [sys.executable, script, *shlex.split(SMALL), "--output_dir", str(tmp_path / "run")],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", variable: "2"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert job.returncode == EXIT_BAD_SETTING and not (tmp_path / "run").exists()
+    assert re.fullmatch(f"error: {variable}=2: {script} .*{way_out}.*\n", job.stderr), job.stderr
+
+
+def test_ranks_that_do_not_come_are_named():
+    store = dist.HashStore()
+    with pytest.raises(TimeoutError, match=r"^ranks 1, 2 of 3$"):
+        agree_on_start(store, 0, 3, timedelta(seconds=0.1))
 
 
 def test_without_torchrun_a_run_is_on_one_device_and_says_so(tmp_path):

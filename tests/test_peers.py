@@ -12,7 +12,7 @@ from benchmarks.peers import PRECISIONS, chunked_cross_entropy, main
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_peer_trains_and_records_its_rates(precision, tmp_path):
     sizes = "--model_name tiny-llama --num_layers 1 --max_seq_length 64 --batch_size 2 --steps 7"
-    flags = f"{sizes} --precision {precision} --no_compile --output_dir {tmp_path}"
+    flags = f"{sizes} --precision {precision} --no_compile --device cpu --output_dir {tmp_path}"
     assert main(flags.split()) == 0
     record = json.loads((tmp_path / f"peer-tiny-llama-{precision}-64x2.json").read_text())
     later = sorted(record["step_seconds"][5:])
@@ -38,3 +38,10 @@ def test_too_few_steps_are_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(f"--model_name tiny-llama --steps 5 --output_dir {tmp_path}".split())
     assert "--steps 5: the first 5 are not counted" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_machine_without_a_gpu_is_refused(tmp_path, capsys):
+    assert main(f"--model_name tiny-llama --steps 7 --output_dir {tmp_path}".split()) == 2
+    assert capsys.readouterr().err.startswith("error: no GPU")
+    assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -340,6 +341,16 @@ def test_a_broken_folder_is_refused(tmp_path, content):
         ("--gpu MI300X --gpu_memory_gb 192", "--gpu MI300X: not known"),
         ("--gpu A100 --mixed_precision fp8", "--fp8_tflops"),
         ("--mixed_precision fp8 --use_te --fp8_scenario mxfp8", "--gpu H200: needs one of B200"),
+        ("--mixed_precision fp8 --use_te --fp8_scenario block --gpu L40S", "--gpu L40S: needs one of H100"),
+        (
+            "--mixed_precision fp8 --use_te --fp8_scenario mxfp8 --gpu 'RTX 5090'",
+            "RTX 5090: needs one of B200",
+        ),
+        (
+            "--mixed_precision fp8 --use_te --fp8_scenario block --fp8_fp32_scales --gpu B200",
+            "--fp8_fp32_scales --gpu B200: needs one of H100",
+        ),
+        ("--use_te --deterministic --no_flash_attention", "--deterministic --no_flash_attention: packed"),
         ("--mixed_precision fp32", "--mixed_precision fp32: plans cover"),
         ("--precision_map layers.0=bf16", "--precision_map"),
         (
@@ -368,7 +379,7 @@ def test_a_broken_folder_is_refused(tmp_path, content):
     ],
 )
 def test_bad_input_is_one_clear_line(flags, says, capsys):
-    assert main(flags.split()) == 2
+    assert main(shlex.split(flags)) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     assert re.search(says, error)

@@ -228,6 +228,23 @@ def test_sweeps_into_one_folder_keep_each_other_s_records(tmp_path, monkeypatch)
     assert [result.status for result in results.values()] == ["out_of_memory"] * 2
 
 
+def test_a_dry_run_tells_what_would_be_skipped(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(module, "count_gpus", lambda: 1)
+    file = write(tmp_path / "grid.yaml", {"grid": {"model": ["Llama-3.1-8B"], "gpus": [1, 4]}})
+    text = file.read_text().replace("Llama-3.1-8B", "meta-llama/Llama-3.1-8B")
+    file.write_text(text)
+    command = [str(file), "--gpu", "H100", "--dry_run", "--output_dir", str(tmp_path / "out")]
+    assert main(command) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("Llama-3.1-8B-gpus1: skipped, needs ") and first.endswith(
+        " by benchmarks.plan, of 85"
+    )
+    assert second == "Llama-3.1-8B-gpus4: skipped, needs 4 GPUs, this machine has 1"
+    assert main([*command, "--gpu", "B200"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "Llama-3.1-8B-gpus1: to run"
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_sweeps_are_whole(path, tmp_path):
     plan = read_sweep(path)

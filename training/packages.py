@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def version(package: str) -> str | None:
@@ -11,3 +15,12 @@ def version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def code_digest() -> str:
+    """Of the Python files that a run is made of."""
+    digest = hashlib.blake2b(digest_size=8)
+    for folder in ("data", "te_models", "training"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()

@@ -281,7 +281,7 @@ def unread(cfg: Config, precision: Precision) -> str | None:
 def check_settings(cfg: Config, precision: Precision) -> None:
     """ValueError for a setting of FP8 recipes that those of an FP8 run do not read.
 
-    Also for --fp8_fp32_scales and --fp8_fast_accumulation where no GEMM has the choice.
+    Also for --fp8_fast_accumulation where no GEMM has the choice. RuntimeError where it is the machine's.
     """
     for name, value in _asked_for(cfg, READ_BY if precision.fp8 else ()).items():
         if not precision.in_use & READ_BY[name]:
@@ -292,14 +292,15 @@ def check_settings(cfg: Config, precision: Precision) -> None:
     if cfg.precision.fp8_fp32_scales and "block" in precision.in_use and precision.te_backend == "native":
         major, minor = torch.cuda.get_device_capability()
         if major > 9:
-            raise ValueError(
+            raise RuntimeError(
                 f"--fp8_fp32_scales --fp8_scenario block: on this GPU (compute capability {major}.{minor}) "
                 "TE runs block scaling in MXFP8's GEMMs, whose scales are powers of two; drop it"
             )
     if not cfg.precision.fp8_fast_accumulation:
         return
     if precision.te_backend != "native" or not precision.in_use & {"delayed", "current"}:
-        raise ValueError(
+        here = precision.te_backend == "emulated" and not torch.cuda.is_available()
+        raise (RuntimeError if here else ValueError)(
             "--fp8_fast_accumulation: TE's own layers have the choice, under delayed and current scaling "
             f"(here: {', '.join(sorted(precision.in_use))}, TE layers {precision.te_backend or 'not used'}); "
             "drop it, or run --use_te --mixed_precision fp8 on a GPU"

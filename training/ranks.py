@@ -32,6 +32,17 @@ PATIENCE = timedelta(days=8)
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+# In which launchers say how many processes they started; Slurm's is of a step, not of the allocation.
+STARTED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def refuse_several(why: str, instead: str) -> None:
+    """ValueError where a launcher started several processes: each would train a run of its own."""
+    for name in STARTED:
+        if (count := os.environ.get(name, "1")) != "1":
+            raise ValueError(f"{name}={count}: {why}, and each process would run alone; use {instead}")
+
+
 def one_device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -56,10 +67,11 @@ def join(timeout_minutes: float) -> torch.device:
     patience = timedelta(minutes=timeout_minutes) + timedelta(seconds=30)
     try:
         store, number, size = next(dist.rendezvous("env://", timeout=patience))
-        store = dist.PrefixStore(_agree_on_start(store, number, size, patience), store)
-    except dist.DistError:
+        store = dist.PrefixStore(agree_on_start(store, number, size, patience), store)
+    except (dist.DistError, TimeoutError) as error:
+        missing = error if isinstance(error, TimeoutError) else "the other ranks"
         raise RuntimeError(
-            f"--timeout_minutes {timeout_minutes:g}: the other ranks did not come within {patience}; see "
+            f"--timeout_minutes {timeout_minutes:g}: {missing} did not come within {patience}; see "
             "what they printed"
         ) from None
     _stores[:] = [store]
@@ -74,17 +86,24 @@ def join(timeout_minutes: float) -> torch.device:
     return device
 
 
-def _agree_on_start(store: dist.Store, number: int, size: int, timeout: timedelta) -> str:
+def agree_on_start(store: dist.Store, number: int, size: int, timeout: timedelta) -> str:
     """A name that all ranks share and that no earlier start of them used.
 
     torchrun --max_restarts keeps its store, where new ranks would find the addresses of dead ones, and each
     node counts restarts on its own (https://github.com/pytorch/pytorch/issues/135712). So rank 0 makes a
     name, and the others take one only from a rank 0 that knows of them.
+    TimeoutError names those that did not come.
     """
     own = uuid.uuid4().hex
     if number == 0:
         store.set("start", own)
-        known = [store.get(f"{own}/{other}").decode() for other in range(1, size)]
+        keys = {other: f"{own}/{other}" for other in range(1, size)}
+        try:
+            store.wait(list(keys.values()), timeout)
+        except dist.DistError:
+            missing = [str(other) for other, key in keys.items() if not store.check([key])]
+            raise TimeoutError(f"ranks {', '.join(missing)} of {size}") from None
+        known = [store.get(key).decode() for key in keys.values()]
         store.set(f"{own}/known", json.dumps(known))
         return own
     deadline = time.monotonic() + timeout.total_seconds()

@@ -46,7 +46,7 @@ from training.durable_files import write_json
 from training.export import export_hf
 from training.generate import answer, generation_config, reads_back
 from training.outcome import EXIT_FAILED, EXIT_INTERRUPTED, end, lasting_output
-from training.packages import version
+from training.packages import code_digest, version
 from training.run_folder import (
     check_resume,
     global_batch,
@@ -828,5 +828,7 @@ def steps_left(cfg: Config, loader: Any, done: int) -> int:
 
 
 def software() -> dict[str, str | None]:
-    """Versions that all ranks of a job must share."""
-    return {name: version(name) for name in ("torch", "transformers", "transformer_engine", "datasets")}
+    """What all ranks of a job must share: versions, and the code of this suite."""
+    shared = ("torch", "triton", "transformers", "transformer_engine", "torchao", "deepspeed", "datasets")
+    versions = {name: version(name) for name in (*shared, "flash-attn-4", "numpy")}
+    return versions | {"the suite's code": code_digest()}

@@ -91,7 +91,9 @@ def _due(step: int, interval: int) -> bool:
 
 
 class NonFinite(RuntimeError):
-    """Too many steps in a row had a loss or gradient that is not finite."""
+    """Too many steps in a row had a loss or gradient that is not finite, which no rank takes."""
+
+    ranks: dict[int, None]  # all of them, so that no one is blamed
 
 
 @dataclass
@@ -381,11 +383,13 @@ class Trainer:
         no_number = not (math.isfinite(loss) and math.isfinite(norm))
         none_taken = no_number and self.progress.skipped_steps == step == self.total_steps
         if none_taken or self._skipped_in_a_row >= self.cfg.optim.max_skipped_steps:
-            raise NonFinite(
+            error = NonFinite(
                 f"{self._skipped_in_a_row} steps in a row had no finite loss and gradient "
                 f"(--max_skipped_steps {self.cfg.optim.max_skipped_steps}); try a lower --learning_rate, "
                 "more warm-up, --fp8_scenario current or --mixed_precision bf16, or look at the data near it"
             )
+            error.ranks = dict.fromkeys(range(self.strategy.world_size))
+            raise error
 
     def _log(self, result: StepResult) -> None:
         metrics: dict[str, float] = {

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from training import adamw, optim
+from training import adamw, optim, ranks
 from training.config import Config
 from training.sharding import SingleDevice, StepOutcome
 from training.zero_settings import import_deepspeed, merge_settings
@@ -57,7 +57,9 @@ class Zero(SingleDevice):
         full = cfg.precision.mixed_precision == "fp32"
         name = cfg.sharding.deepspeed_config or self.mode
         dtype = torch.float32 if full else torch.bfloat16
-        self.settings = merge_settings(name, cfg, self.world_size, dtype)
+        merged = ranks.together(lambda: merge_settings(name, cfg, self.world_size, dtype))
+        self.settings = merged[self.rank]
+        ranks.agree(f"the settings of --deepspeed_config {name}", self.settings)
         sharding = self.settings["zero_optimization"]
         self.stage = sharding["stage"]
         self.steps_on_cpu = (sharding.get("offload_optimizer") or {}).get("device") == "cpu"

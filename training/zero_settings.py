@@ -112,8 +112,13 @@ def _decided(cfg: Config, world_size: int, parameter_dtype: torch.dtype) -> tupl
         "communication_data_type": reduce_dtype,
         # Sums of several micro-batches need FP32; one gradient, reduced, is no more exact than its terms.
         "data_types": {"grad_accum_dtype": "fp32" if steps > 1 else None},
-        # Without the check a step with a gradient that is not finite would be taken.
-        "bf16": {"enabled": parameter_dtype == torch.bfloat16, "check_grad_overflow": True},
+        # Without the check a step with a gradient that is not finite would be taken. Immediate: ZeRO 1 frees
+        # a gradient once it is in the FP32 sums of several micro-batches, and not at the step alone.
+        "bf16": {
+            "enabled": parameter_dtype == torch.bfloat16,
+            "check_grad_overflow": True,
+            "immediate_grad_update": True,
+        },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own compiles a C++ extension at the first start
         "steps_per_print": None,
@@ -127,7 +132,9 @@ def _decided(cfg: Config, world_size: int, parameter_dtype: torch.dtype) -> tupl
         ),
         "gradient_clipping": f"--max_grad_norm {optimizer.max_grad_norm}",
         "communication_data_type": f"--grad_reduce_dtype {reduce_dtype}",
+        "bf16": f"--mixed_precision {cfg.precision.mixed_precision}",
         "bf16.enabled": f"--mixed_precision {cfg.precision.mixed_precision}",
+        "steps_per_print": "--log_interval, in lines of our own,",
     }
     return settings, flags
 
