@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import verdict
+from benchmarks import gaps, verdict
 from benchmarks.launch import (
     EXIT_INTERRUPTED,
     OneLineParser,
@@ -171,7 +171,7 @@ def conclude(
             refuse_difference(runs[against], runs[job.name], other_seed=job.seed_of == reference)
     if missing := next(filter(None, map(verdict.incomplete, runs.values())), None):
         raise ValueError(f"{missing}; remove its folder to run it again")
-    if not verdict.ends_finite(runs[reference]):
+    if not gaps.ends_finite(runs[reference]):
         raise ValueError(
             f"{runs[reference].folder}: the reference's training loss does not end finite, so nothing can be "
             "held against it; try a lower --learning_rate"

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 from benchmarks.gaps import Comparison, loss_gap, noise_band
-from benchmarks.runs import RunRecord, Series, labels, smooth
+from benchmarks.runs import WORK, RunRecord, Series, labels, smooth
 
 # Okabe and Ito's colours, which most colour-blind people tell apart; without the yellow, too light on paper.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5195")
@@ -153,13 +153,18 @@ RATES: dict[str, tuple[Callable[[RunRecord], float | None], str, str]] = {
     "MFU (of BF16 peak)": (lambda run: run.value("mfu_bf16"), "{x:.0%}", "mfu"),
     "peak memory, GB per GPU": (lambda run: run.value("peak_memory_gb"), "{x:,.0f}", "memory"),
 }
-# What they are drawn against: title -> value of a run, and what else its line must share.
-AXES: dict[str, tuple[Callable[[RunRecord], Any], Callable[[RunRecord], list[str]]]] = {
+# What they are drawn against: title -> value of a run, what else names its line, what may differ along it.
+AXES: dict[str, tuple[Callable[[RunRecord], Any], Callable[[RunRecord], str], tuple[str, ...]]] = {
     "sequence length": (
         lambda run: run.config.get("max_seq_length"),
-        lambda run: [f"{run.gpus} GPU{'s' if run.gpus > 1 else ''}"],
+        lambda run: f"{run.gpus} GPU{'s' if run.gpus > 1 else ''}",
+        ("max_seq_length", "batch_size"),  # often as many tokens of each length
     ),
-    "GPUs": (lambda run: run.gpus, lambda run: [f"{run.config.get('max_seq_length'):,} tokens"]),
+    "GPUs": (
+        lambda run: run.gpus,
+        lambda run: f"{run.config.get('max_seq_length'):,} tokens",
+        ("max_seq_length",),
+    ),
 }
 
 
@@ -167,16 +172,21 @@ def scaling(runs: list[RunRecord], axis: str) -> dict[str, list[tuple[int, RunRe
     """{line: its runs by x}: one line for each work of which native GPU runs differ in x.
 
     Emulated runs and runs on a CPU have no place in it. Modes belong to a point, not to a line: one GPU has
-    none, and a line from 1 GPU to several is what is asked for.
+    none, and a line from 1 GPU to several is what is asked for. What else of the work is not the same in all
+    runs of a name stands in the name.
     """
-    x, rest = AXES[axis]
-    lines: dict[str, list[tuple[int, RunRecord]]] = {}
+    x, rest, along = AXES[axis]
+    named: dict[str, list[RunRecord]] = {}
     for run in runs:
         if run.gpus and not run.emulated and x(run):
-            recipe = run.value("recipe") or run.value("mixed_precision")
             layers = "TE" if run.value("use_te") else "HF"
             model = str(run.value("model_name")).rpartition("/")[2]
-            line = ", ".join([model, f"{recipe} ({layers})", *rest(run)])
+            named.setdefault(f"{model}, {run.precision} ({layers}), {rest(run)}", []).append(run)
+    lines: dict[str, list[tuple[int, RunRecord]]] = {}
+    for name, members in named.items():
+        other = [n for n in WORK if n not in along and len({str(run.work[n]) for run in members}) > 1]
+        for run in members:
+            line = ", ".join([name, *(f"{n}={run.work[n]}" for n in other)])
             lines.setdefault(line, []).append((x(run), run))
     several = {line: points for line, points in lines.items() if len({at for at, _ in points}) > 1}
     return {line: sorted(points, key=lambda point: point[0]) for line, points in sorted(several.items())}
@@ -209,18 +219,9 @@ def draw_scaling(
     return figure
 
 
-def covered(run: RunRecord) -> dict[str, float]:
-    """{precision: share of the GEMM FLOPs of a step}; empty for a run that stopped before its first step."""
-    shares: dict[str, float] = {}
-    for row in (run.environment.get("coverage") or {}).get("rows", []):
-        if row["gemm_share"]:
-            shares[row["precision"]] = shares.get(row["precision"], 0.0) + row["gemm_share"]
-    return shares
-
-
 def precisions(runs: Iterable[RunRecord]) -> list[str]:
     """Every precision that a GEMM ran in, in the order of first use."""
-    return list(dict.fromkeys(precision for run in runs for precision in covered(run)))
+    return list(dict.fromkeys(precision for run in runs for precision in run.covered))
 
 
 def draw_coverage(runs: list[RunRecord]) -> Figure:
@@ -229,8 +230,8 @@ def draw_coverage(runs: list[RunRecord]) -> Figure:
     figure = Figure(figsize=(9, 1.5 + 0.35 * _lines(names)), layout="constrained")
     axes = figure.subplots()
     for i, precision in enumerate(precisions(runs)):
-        widths = [covered(run).get(precision, 0.0) for run in runs]
-        before = [sum(covered(run).get(p, 0.0) for p in precisions(runs)[:i]) for run in runs]
+        widths = [run.covered.get(precision, 0.0) for run in runs]
+        before = [sum(run.covered.get(p, 0.0) for p in precisions(runs)[:i]) for run in runs]
         axes.barh(range(len(runs)), widths, left=before, color=style(i)["color"], label=precision)
     axes.set_yticks(range(len(runs)), names, parse_math=False)
     axes.invert_yaxis()

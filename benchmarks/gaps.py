@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from benchmarks.runs import RunRecord, Series, labels, smooth, tail_mean
@@ -52,7 +53,16 @@ def why_not_comparable(run: RunRecord, reference: RunRecord) -> str | None:
             return f"{name} is {ours}, the reference's {theirs}"
     if run.global_batch != reference.global_batch:
         return f"its global batch is {run.global_batch} rows, the reference's {reference.global_batch}"
-    return None if run.series("train/loss") else "it logged no training loss"
+    if run.series("train/loss"):
+        return None
+    logged = any("train/loss" in record for record in run.records)
+    return "none of its training losses is finite" if logged else "it logged no training loss"
+
+
+def ends_finite(run: RunRecord) -> bool:
+    """Whether the last training loss that was logged is a number."""
+    logged = [record["train/loss"] for record in run.records if "train/loss" in record]
+    return bool(logged) and math.isfinite(logged[-1])
 
 
 def other_settings(run: RunRecord, reference: RunRecord, *, precision: bool = False) -> list[str]:

@@ -13,7 +13,7 @@ import matplotlib
 
 from benchmarks import figures
 from benchmarks.fp8_heatmap import draw_casts, last_casts
-from benchmarks.gaps import comparison, other_settings, tail_gap, tail_noise
+from benchmarks.gaps import comparison, ends_finite, other_settings, tail_gap, tail_noise
 from benchmarks.page_style import STYLE
 from benchmarks.runs import LOSSES, STATISTICS, RunRecord, labels, settings
 
@@ -174,11 +174,11 @@ def _gap(runs: list[RunRecord], reference: RunRecord) -> str:
         svg = figures.to_svg(figures.draw_gap(runs, against, legend=False), "gap")
         numbers = [i for i, run in enumerate(runs) if run in against.runs]
         out += _key((i, names[id(runs[i])]) for i in numbers) + _figure(svg, caption, "big")
-        gaps = [tail_gap(runs[i], reference) for i in numbers]
+        gaps = [tail_gap(runs[i], reference) if ends_finite(runs[i]) else None for i in numbers]
         others = [", ".join(other_settings(runs[i], reference)) or "none" for i in numbers]
         rows = {
             "gap of the mean of the last 10 % of common steps": [
-                "-" if gap is None else f"{gap:+.3%}" for gap in gaps
+                "-: it does not end finite" if gap is None else f"{gap:+.3%}" for gap in gaps
             ],
             "other settings than precision that differ": others,
         }
@@ -242,7 +242,7 @@ def _coverage(runs: list[RunRecord]) -> str:
     colors |= dict.fromkeys(("bf16", "fp32"), "var(--soft)")
     bars = []
     for label, run in zip(labels(runs), runs, strict=True):
-        shares = figures.covered(run)
+        shares = run.covered
         parts = "".join(
             f'<span style="width: {100 * share:.2f}%; background: {colors[kind]}"></span>'
             for kind, share in shares.items()

@@ -39,8 +39,8 @@ def _name(run: RunRecord, _: list[RunRecord]) -> str:
 
 
 def _precision(run: RunRecord, _: list[RunRecord]) -> str:
-    mixed, recipe = run.value("mixed_precision"), run.value("recipe")
-    text = mixed if recipe in (None, mixed) else f"{mixed} {recipe}"
+    mixed = run.value("mixed_precision")
+    text = mixed if run.precision == mixed else f"{mixed} {run.precision}"
     if run.value("fallback_reason"):
         text += f" (asked for {run.value('requested_recipe')})"
     if run.value("emulated"):
@@ -56,15 +56,13 @@ def _per_gpu(run: RunRecord, _: list[RunRecord]) -> str:
     return "-" if run.tokens_per_gpu is None else f"{run.tokens_per_gpu:,.0f}"
 
 
-def _work(run: RunRecord) -> list[Any]:
-    """What two runs must share for their rates to be compared."""
-    names = ("model_name", "mixed_precision", "recipe", "use_te")
-    return [*(run.value(name) for name in names), run.config.get("max_seq_length")]
-
-
 def _scaling(run: RunRecord, runs: list[RunRecord]) -> str:
     """Tokens/s per GPU against the one-GPU run of the same work; a dash unless there is exactly one."""
-    alone = [other for other in runs if other.gpus == 1 and _work(other) == _work(run)]
+
+    def work(run: RunRecord) -> list[Any]:
+        return [run.value("model_name"), run.precision, run.value("use_te"), run.work]
+
+    alone = [other for other in runs if other.gpus == 1 and work(other) == work(run)]
     if run.gpus < 2 or len(alone) != 1 or not run.tokens_per_gpu or not alone[0].tokens_per_gpu:
         return "-"
     return f"{run.tokens_per_gpu / alone[0].tokens_per_gpu:.1%}"

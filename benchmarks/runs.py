@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any
 
+from training.config import Config
 from training.metrics import perplexity
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as metrics.jsonl writes them
@@ -18,6 +19,9 @@ NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # 
 SPEED = frozenset({"tokens_per_second", "model_tflops_per_gpu", "mfu_bf16", "mfu_fp8"})
 
 Series = list[tuple[int, float]]  # (optimizer step, value)
+WORK = ("max_seq_length", "batch_size", "gradient_accumulation_steps", "packing", "gradient_checkpointing")
+WORK += ("compile", "master_weights", "moment_dtype", "grad_reduce_dtype", "precision_map", "fp8_lm_head")
+WORK += ("fp8_fast_accumulation", "fp8_attention", "bf16_first_layers", "bf16_last_layers")
 # What the config.json of every run has, and no other's.
 OF_A_RUN = ("mixed_precision", "batch_size", "gradient_accumulation_steps", "max_seq_length")
 
@@ -74,6 +78,31 @@ class RunRecord:
         """How the run was sharded; config.json has what was asked for, perhaps `auto`."""
         known = self.summary or self.environment
         return known.get("sharding_mode", "single") if known else None
+
+    @property
+    def covered(self) -> dict[str, float]:
+        """{precision: share of a step's GEMM FLOPs}; empty for a run that stopped before its first step."""
+        shares: dict[str, float] = {}
+        for row in (self.environment.get("coverage") or {}).get("rows", []):
+            if row["gemm_share"]:
+                shares[row["precision"]] = shares.get(row["precision"], 0.0) + row["gemm_share"]
+        return shares
+
+    @property
+    def precision(self) -> str | None:
+        """The recipe, else the mixed precision; under a precision map the recipes that GEMMs ran in."""
+        recipe = self.value("recipe") or self.value("mixed_precision")
+        if not self.config.get("precision_map"):
+            return recipe
+        by_share = sorted(self.covered, key=self.covered.__getitem__, reverse=True)
+        found = [kind.removeprefix("fp8 ") for kind in by_share if kind.startswith("fp8 ")]
+        return f"{' and '.join(found) or recipe} by map"
+
+    @property
+    def work(self) -> dict[str, Any]:
+        """What else two runs of a model and recipe must share for their rates to be compared."""
+        default = Config().to_dict()  # what runs had that are older than a setting
+        return {name: self.config.get(name, default[name]) for name in WORK}
 
     @property
     def tokens_per_gpu(self) -> float | None:

@@ -137,12 +137,6 @@ def passes(run: RunRecord) -> float | None:
     return series[-1][1] if series else None
 
 
-def ends_finite(run: RunRecord) -> bool:
-    """Whether the last training loss that was logged is a number."""
-    logged = [record["train/loss"] for record in run.records if "train/loss" in record]
-    return bool(logged) and math.isfinite(logged[-1])
-
-
 def incomplete(run: RunRecord) -> str | None:
     """What of a finished run's losses is missing; None if nothing is: its last step is always logged."""
     logged = max((record["step"] for record in run.records if "train/loss" in record), default=0)
@@ -203,9 +197,9 @@ def judge(
         values["speedup"] = rates[0] / rates[1] if all(rates) else None
     gap, reason = values["gap"], None
     evaluated = [loss for loss in (of.value("eval_loss") for of, _ in both) if loss is not None]
-    if not all(ends_finite(baseline) for _, baseline in both):
+    if not all(gaps.ends_finite(baseline) for _, baseline in both):
         reason = f"{against}'s training loss, which it is held against, does not end finite"
-    elif gap is None or not all(ends_finite(own) for own, _ in both):
+    elif gap is None or not all(gaps.ends_finite(own) for own, _ in both):
         reason = "its training loss does not end finite"
     elif not all(map(math.isfinite, evaluated)):
         reason = "its evaluation loss is not finite"

@@ -219,6 +219,13 @@ def test_rates_are_drawn_against_what_runs_of_the_same_work_differ_in(tmp_path):
     per_gpu = draw_scaling(by_gpus, "GPUs", "tokens/s per GPU").axes[0].lines[1]
     assert per_gpu.get_xydata().tolist() == [[1, 200], [4, 175]]
     assert scaling(runs[:1], "GPUs") == {}
+    other = {"max_seq_length": 2048, "gradient_accumulation_steps": 8}
+    accumulating = [rated(tmp_path / f"x{gpus}", gpus=gpus, **other) for gpus in (1, 4)]
+    two = scaling([*runs, *accumulating], "GPUs")
+    assert {
+        name.removeprefix(f"{line}, gradient_accumulation_steps="): [x for x, _ in points]
+        for name, points in two.items()
+    } == {"1": [1, 4], "8": [1, 4]}
     out = tmp_path / "report"
     assert main([*(str(run.folder) for run in runs), "--output_dir", str(out)]) == 0
     assert checked(out / "report.html").tags.count("figure") == 8
@@ -255,3 +262,13 @@ def test_names_with_dollars_and_underscores_are_drawn(tmp_path):
     runs, reference = read_all(folders, None)
     write_figures(runs, reference, tmp_path)
     assert (tmp_path / "coverage.png").exists() and (tmp_path / "gap.png").exists()
+
+
+def test_a_run_that_diverged_has_no_gap(tmp_path):
+    losses = [3.0, 2.5, 2.0]
+    folders = [whole_run(tmp_path / "good", losses=losses), whole_run(tmp_path / "bad", losses=losses)]
+    with (folders[1] / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 40, "train/loss": "NaN"}) + "\n")
+    report(tmp_path, *folders)
+    rows = rows_of(section(tmp_path, "gap-to-the-reference"))
+    assert rows["bad"][0] == "-: it does not end finite"

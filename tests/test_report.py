@@ -156,6 +156,8 @@ def test_scaling_is_against_the_one_gpu_run_of_the_same_work(tmp_path):
         rated(tmp_path / "current", 1, 9_000.0, recipe="current"),
         rated(tmp_path / "longer", 1, 8_000.0, max_seq_length=2048),
         rated(tmp_path / "two", 2, 18_000.0),
+        rated(tmp_path / "accumulating", 1, 11_000.0, gradient_accumulation_steps=8),
+        rated(tmp_path / "small-moments", 1, 12_000.0, moment_dtype="bf16"),
     ]
     shown = cells(four, one, *strangers)
     assert (shown["GPUs"], shown["tokens/s"], shown["tokens/s per GPU"]) == ("4", "30,000", "7,500")
@@ -165,6 +167,20 @@ def test_scaling_is_against_the_one_gpu_run_of_the_same_work(tmp_path):
     assert cells(four, *strangers)["scaling"] == "-"
     again = rated(tmp_path / "again", 1, 10_100.0)
     assert cells(four, one, again)["scaling"] == "-"  # which of the two?
+
+
+def test_a_precision_map_names_what_ran(tmp_path):
+    rows = [
+        {"modules": "a", "count": 1, "precision": "bf16", "gemm_share": 0.6, "note": ""},
+        {"modules": "b", "count": 1, "precision": "fp8 block", "gemm_share": 0.1, "note": ""},
+        {"modules": "c", "count": 1, "precision": "fp8 current", "gemm_share": 0.3, "note": ""},
+    ]
+    environment = {"recipe": "delayed", "coverage": {"rows": rows}}
+    settings = {"mixed_precision": "fp8", "use_te": True, "precision_map": "layers.*=current"}
+    run = read_run(write_run(tmp_path / "run", environment=environment, **settings))
+    assert cells(run)["precision"] == "fp8 current and block by map, TE layers"
+    before = read_run(write_run(tmp_path / "early", environment={"recipe": "delayed"}, **settings))
+    assert cells(before)["precision"] == "fp8 delayed by map, TE layers"
 
 
 def test_a_run_recorded_before_there_were_several_gpus_had_one(tmp_path):
@@ -338,13 +354,15 @@ def test_losses_of_other_work_are_not_compared(tmp_path):
     longer = trained(tmp_path / "longer", [2.0], max_seq_length=2048)
     larger = trained(tmp_path / "larger", [2.0], batch_size=4 * reference.config["batch_size"])
     silent = trained(tmp_path / "silent", [])
-    against = comparison([reference, longer, larger, silent], reference)
+    lost = trained(tmp_path / "lost", [math.nan])
+    against = comparison([reference, longer, larger, silent, lost], reference)
     assert against.runs == []
     rows = reference.config["batch_size"]
     assert against.left_out == {
         "longer": f"max_seq_length is 2048, the reference's {reference.config['max_seq_length']}",
         "larger": f"its global batch is {4 * rows} rows, the reference's {rows}",
         "silent": "it logged no training loss",
+        "lost": "none of its training losses is finite",
     }
 
 

@@ -93,7 +93,7 @@ def test_parts_of_a_sweep_at_once_are_the_whole_one(swept, capsys):
     flags = [*shlex.split(SMALL), "--output_dir", str(swept), "--axis", "precision=bf16,delayed"]
     assert sweep.main(["--dry_run", *flags]) == 0
     found = capsys.readouterr().out.splitlines()
-    assert len(found) == 4 and all(line.endswith(": finished") for line in found)
+    assert len(found) == 4 and all(line.endswith(": done") for line in found)
 
 
 def test_cells_of_batch_one_are_means_of_fifty_losses_and_their_gaps(swept, tmp_path):
