@@ -36,6 +36,7 @@ from training.checkpoint import Checkpoints
 from training.config import config_from_dict
 from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
 from training.ranks import PATIENCE, TORCHRUN
+from training.trackers import Tracker
 from training.trainer import Trainer
 from training.watchdog import Watchdog
 
@@ -337,6 +338,48 @@ def test_sigterm_to_one_rank_stops_all_and_the_same_command_goes_on(sharded, tmp
     assert losses(job.folder) == losses(sharded["fp32"])
     assert same_bits(exported(job.folder), exported(sharded["fp32"]))
     assert summary(job.folder)["tokens"] == summary(sharded["fp32"])["tokens"]
+
+
+def with_slow(owner: type, name: str, message: str, seconds: float, rank: int) -> None:
+    """Have a method of this class say so and take so many seconds more."""
+    method = getattr(owner, name)
+
+    def slower(*args, **words):
+        print(message, flush=True)
+        time.sleep(seconds)
+        return method(*args, **words)
+
+    setattr(owner, name, slower)
+
+
+def wait_for_words(job: Job, words: str) -> None:
+    deadline = time.monotonic() + 120
+    while words not in job.printed():
+        assert time.monotonic() < deadline and job.ranks[0].is_alive(), job.printed()
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_after_training_ends_no_rank_alone(ranks, tmp_path):
+    """All is saved, so the run is finished, export and summary included."""
+    patch = partial(with_slow, run.Run, "_export", "exporting now", 2)
+    job = start(tmp_path / "run", "--max_steps 1", ranks=ranks, patch=patch)
+    wait_for_words(job, "exporting now")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(job.ranks[-1].pid, number)
+    assert job.wait() == [0] * ranks, job.printed()
+    assert summary(job.folder)["steps"] == 1 and exported(job.folder)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_signal_while_the_logs_are_finished_changes_nothing(ranks, tmp_path):
+    patch = partial(with_slow, Tracker, "finish", "finishing the logs", 2)
+    job = start(tmp_path / "run", "--max_steps 400 --no_export", ranks=ranks, patch=patch)
+    wait_for_step(job, 1)
+    os.kill(job.ranks[-1].pid, signal.SIGTERM)
+    wait_for_words(job, "finishing the logs")
+    os.kill(job.ranks[-1].pid, signal.SIGTERM)
+    assert job.wait() == [EXIT_INTERRUPTED] * ranks, job.printed()
 
 
 # Not finite, on one rank

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import platform
+import signal
 import sys
 import time
 import traceback
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from training import ranks
+from training.signals import stopping
 from training.trackers import redact
 
 EXIT_BAD_SETTING = 2
@@ -75,6 +77,8 @@ def exit_process(code: int) -> NoReturn:
     tensor while Python is torn down aborts the process, after all is saved and with another exit code
     (https://github.com/pytorch/pytorch/pull/179291).
     """
+    for number in stopping():  # what ends here has its exit code
+        signal.signal(number, signal.SIG_IGN)
     try:
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ from training.run_folder import (
     write_config,
 )
 from training.sharding import STRATEGIES
+from training.signals import caught
 from training.state import restore_run, save_run
 from training.trackers import Progress as Display
 from training.trackers import build_tracker, describe_environment
@@ -74,7 +76,7 @@ def main(
     `start` joins the job's other ranks, if there are any, and returns this one's device. `started` is
     time.perf_counter() at the command's start, from which the first step's time is told.
     """
-    watchdog = None
+    watchdog = run = None
     try:
         cfg = parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
         device = start(cfg)
@@ -85,10 +87,14 @@ def main(
         first = ranks.rank() == 0
         ranks.leave(watchdog.close)
         if code == 0 and first:  # the other GPUs are free by now
+            run.signals.close()
             run.answer_prompts()
         return code
     except (Exception, KeyboardInterrupt) as error:
         return end(error, watchdog)
+    finally:
+        if run is not None:
+            run.signals.close()
 
 
 def say(text: str) -> None:
@@ -97,10 +103,14 @@ def say(text: str) -> None:
 
 
 class Run:
-    """One training run. Building decides and refuses; `run` trains and returns the exit code."""
+    """One training run. Building decides and refuses; `run` trains and returns the exit code.
+
+    From its loop on, signals end no rank alone, until whoever runs it has left the job and closes `signals`.
+    """
 
     def __init__(self, cfg: Config, device: torch.device, watchdog: Watchdog, started: float):
         self.cfg, self.device, self.watchdog, self.started = cfg, device, watchdog, started
+        self.signals = ExitStack()
         set_determinism(cfg.optim.deterministic, cfg.optim.seed)
         if ranks.rank() > 0:  # every rank reads the same rows and would say the same of them
             logging.getLogger("data").setLevel(logging.ERROR)
@@ -505,6 +515,7 @@ class Run:
         self.display = Display(self.total_steps, progress.step, enabled=self.strategy.rank == 0)
         self.trainer = self._build_trainer(progress)
         code = EXIT_FAILED
+        self.signals.enter_context(caught())
         try:
             finished = self.trainer.fit()
             self.display.close()
