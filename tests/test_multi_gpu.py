@@ -512,6 +512,21 @@ def test_the_error_of_one_rank_ends_the_job_and_is_told_once_with_its_rank(mode,
     assert last_checkpoint(job.folder) == "step_000002"
 
 
+def with_slow_logs(rank: int) -> None:
+    with_slow(Tracker, "finish", "finishing the logs", 300, rank)
+    before_step(2, fail, rank, whose=0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_error_is_told_before_the_logs_are_finished_which_ends_the_job_soon(ranks, tmp_path):
+    job = start(tmp_path / "run", ranks=ranks, patch=with_slow_logs)
+    began = time.monotonic()
+    wait_for_words(job, "finishing the logs")
+    assert ranks == 1 or "error: rank 0" in job.printed()
+    assert job.wait(60) == [EXIT_FAILED] * ranks and time.monotonic() - began < 60
+    assert "KeyError: 'no such column'" in job.printed()
+
+
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
 def test_a_rank_that_is_killed_ends_the_job(mode, tmp_path):
     flags = f"--sharding_mode {mode} --save_interval 1"

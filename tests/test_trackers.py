@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import threading
+import time
 import types
 from pathlib import Path
 
@@ -261,6 +262,22 @@ def test_wandb_that_refuses_to_start_or_breaks_down_is_one_warning(tmp_path, off
     tracker.finish()
     assert capsys.readouterr().err.count("WARNING: W&B failed") == 1
     assert [line["step"] for line in lines(tmp_path / "broken" / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_failed_run_waits_for_no_upload_and_is_marked_as_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers, "FAILED_UPLOAD_SECONDS", 0.2)
+    held, codes = threading.Event(), []
+
+    class Slow:
+        def finish(self, exit_code):
+            codes.append(exit_code)
+            held.wait(60)
+
+    tracker = trackers.Tracker(trackers.MetricsFile(tmp_path, None), {"W&B": Slow()})
+    began = time.monotonic()
+    tracker.give_up(1)
+    assert time.monotonic() - began < 30 and codes == [1]
+    held.set()
 
 
 @pytest.mark.parametrize("found", [None, types.ModuleType("wandb")], ids=["missing", "a folder named wandb"])

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -87,29 +88,40 @@ def exit_process(code: int) -> NoReturn:
         os._exit(code)
 
 
-def end(error: BaseException, watchdog: Any | None) -> int:
+def end(error: BaseException, watchdog: Any | None, close: Callable[[], None] = lambda: None) -> int:
     """Say why the run ends, once for all ranks, and return the exit code; one of many ranks ends here.
 
-    Errors that are not for users come with their traceback: on one device by being raised again.
+    `close` what is still open, once that is said. Errors that are not for users come with their traceback:
+    on one device by being raised again.
     """
+    say = partial(_say, error, watchdog=watchdog, close=close)
     if isinstance(error, KeyboardInterrupt):
         message = "interrupted outside the training loop; what was saved before is intact"
-        return _say(error, message, 130, watchdog)
+        return say(message, 130)
     if isinstance(error, torch.OutOfMemoryError):
-        return _say(error, f"{str(error).splitlines()[0]} {OUT_OF_MEMORY}", EXIT_FAILED, watchdog)
+        return say(f"{str(error).splitlines()[0]} {OUT_OF_MEMORY}", EXIT_FAILED)
     if _lost_a_rank(error):
         text = str(error).splitlines()[0]
-        return _say(error, f"another rank is gone or does not answer ({text})", EXIT_FAILED, watchdog)
+        return say(f"another rank is gone or does not answer ({text})", EXIT_FAILED)
     if _raised_here(error) and isinstance(error, (ValueError, RuntimeError)):
         code = EXIT_BAD_SETTING if isinstance(error, ValueError) else EXIT_FAILED
-        return _say(error, str(error), code, watchdog)
+        return say(str(error), code)
     if ranks.world_size() == 1:
+        close()
         raise error
     details = "".join(traceback.format_exception(error))
-    return _say(error, f"{type(error).__name__}: {error}", EXIT_FAILED, watchdog, details)
+    return say(f"{type(error).__name__}: {error}", EXIT_FAILED, details=details)
 
 
-def _say(error: BaseException, message: str, code: int, watchdog: Any | None, details: str = "") -> int:
+def _say(
+    error: BaseException,
+    message: str,
+    code: int,
+    *,
+    watchdog: Any | None,
+    close: Callable[[], None],
+    details: str = "",
+) -> int:
     """Print it, if this rank is the first that fails, and end without waiting for the others."""
     message, many = redact(message), ranks.world_size() > 1
     if watchdog is None:  # before the ranks met
@@ -126,6 +138,7 @@ def _say(error: BaseException, message: str, code: int, watchdog: Any | None, de
         message = f"rank {number}{f' ({host})' if host else ''}: {message}"
     if watchdog.fail(message):
         print(f"{redact(details)}error: {message}", file=sys.stderr, flush=True)
+    close()
     if many:
         sys.stdout.flush()
         os._exit(code)  # an orderly exit would wait for ranks that wait for this one

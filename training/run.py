@@ -59,7 +59,7 @@ from training.sharding import STRATEGIES
 from training.signals import caught
 from training.state import restore_run, save_run
 from training.trackers import Progress as Display
-from training.trackers import build_tracker, describe_environment
+from training.trackers import Tracker, build_tracker, describe_environment
 from training.trainer import Hooks, Meter, Progress, Trainer
 from training.watchdog import Watchdog
 
@@ -91,7 +91,7 @@ def main(
             run.answer_prompts()
         return code
     except (Exception, KeyboardInterrupt) as error:
-        return end(error, watchdog)
+        return end(error, watchdog, run.give_up if run is not None else lambda: None)
     finally:
         if run is not None:
             run.signals.close()
@@ -110,7 +110,7 @@ class Run:
 
     def __init__(self, cfg: Config, device: torch.device, watchdog: Watchdog, started: float):
         self.cfg, self.device, self.watchdog, self.started = cfg, device, watchdog, started
-        self.signals = ExitStack()
+        self.signals, self.tracker = ExitStack(), Tracker()
         set_determinism(cfg.optim.deterministic, cfg.optim.seed)
         if ranks.rank() > 0:  # every rank reads the same rows and would say the same of them
             logging.getLogger("data").setLevel(logging.ERROR)
@@ -514,7 +514,6 @@ class Run:
         self.counted = self.started
         self.display = Display(self.total_steps, progress.step, enabled=self.strategy.rank == 0)
         self.trainer = self._build_trainer(progress)
-        code = EXIT_FAILED
         self.signals.enter_context(caught())
         try:
             finished = self.trainer.fit()
@@ -529,8 +528,8 @@ class Run:
             self.fp8_stats.close()
             self.profiler.close()
             gc.unfreeze()  # a process that makes another run must be able to let go of this one
-            self.tracker.finish(code)
-            self._unlock()
+        self.tracker.finish(code)
+        self._unlock()
         if code == EXIT_INTERRUPTED and not self.cfg.checkpoint.save_checkpoints:
             code = EXIT_FAILED
             say("nothing was saved (--no_save_checkpoints): the same command would do these steps again")
@@ -538,6 +537,11 @@ class Run:
             say(f"to go on: the same command with --output_dir {self.folder}")
         say(f"run folder: {self.folder}")
         return code
+
+    def give_up(self) -> None:
+        """Close what `run` has left open because of an error, within seconds."""
+        self.tracker.give_up(EXIT_FAILED)
+        self._unlock()
 
     def _steps_of_a_resumed_run(self, done: int) -> int:
         """As the settings say, unless the global batch changes now, or did at an earlier resume."""

@@ -16,6 +16,7 @@ import secrets
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -61,6 +62,12 @@ class Tracker:
         self._write("finish", exit_code)
         self._record, self._mirrors = None, {}
 
+    def give_up(self, exit_code: int) -> None:
+        """`finish` within seconds, for a run that failed: it holds its GPUs, and maybe other ranks."""
+        closing = threading.Thread(target=self.finish, args=(exit_code,), daemon=True)
+        closing.start()
+        closing.join(FAILED_UPLOAD_SECONDS)
+
     def _write(self, method: str, *args: Any) -> None:
         if self._record is None:
             return
@@ -103,9 +110,9 @@ def build_tracker(
         flag = f"--log_dir {cfg.log_dir}"
         _require_package(flag, "tensorboard", "torch.utils.tensorboard", "SummaryWriter")
     record = MetricsFile(run_folder, resume_step)
-    builders = {
-        "W&B": (cfg.use_wandb, lambda: WandbWriter(cfg, run_folder, config, tags, resume_step)),
+    builders = {  # finished in this order; W&B may be given up
         "TensorBoard": (cfg.log_dir, lambda: TensorBoardWriter(cfg.log_dir, resume_step)),
+        "W&B": (cfg.use_wandb, lambda: WandbWriter(cfg, run_folder, config, tags, resume_step)),
     }
     mirrors: dict[str, Writer] = {}
     for name, (wanted, build) in builders.items():
@@ -199,6 +206,7 @@ def _without_non_finite(value: Any) -> Any:
 
 # At its end a run waits this long for uploads; the rest stays on disk for `wandb sync`.
 UPLOAD_SECONDS = 300.0
+FAILED_UPLOAD_SECONDS = 5.0  # if it failed; below the watchdog's GRACE_SECONDS
 
 
 class WandbWriter:
