@@ -648,6 +648,11 @@ def test_before_the_first_step_a_rank_may_take_longer_than_the_timeout(tmp_path)
     train(tmp_path / "run", "--max_steps 1 --timeout_minutes 0.05", patch=with_late_data)
 
 
+def test_finishing_the_logs_may_take_longer_than_the_timeout(tmp_path):
+    patch = partial(with_slow, Tracker, "finish", "finishing the logs", 10)
+    train(tmp_path / "run", "--max_steps 1 --no_export --timeout_minutes 0.05", patch=patch)
+
+
 def with_another_opinion(rank: int) -> None:
     """Of the sharding mode, as a GPU of another size has."""
     run.choose_mode = lambda *_, **__: (("ddp", "fsdp_full")[rank], "so")

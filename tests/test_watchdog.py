@@ -47,6 +47,13 @@ def test_ranks_in_the_same_place_are_all_named():
     assert "rank 3 (node1)" in text
 
 
+def test_a_rank_that_is_late_is_named_beside_ranks_that_have_finished():
+    """They made as many beats, and rest."""
+    done = {f"rank{rank}": {"doing": watchdog_module.RESTING, "seconds": 0.0} for rank in (0, 1, 3)}
+    text = message(**done, rank2={"doing": "exporting"})
+    assert "no progress for 60 s; rank 2 (node1) exporting for 60 s." in text and "rank 0" not in text
+
+
 def test_of_many_ranks_eight_are_named():
     many = {rank: Place(1, "exporting", "node", 90.0, 30) for rank in range(12)}
     text = stalled(many, set(), timeout=60.0)

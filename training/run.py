@@ -528,6 +528,7 @@ class Run:
             self.fp8_stats.close()
             self.profiler.close()
             gc.unfreeze()  # a process that makes another run must be able to let go of this one
+        self.watchdog.rest()  # uploads have a limit of their own
         self.tracker.finish(code)
         self._unlock()
         if code == EXIT_INTERRUPTED and not self.cfg.checkpoint.save_checkpoints:

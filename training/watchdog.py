@@ -25,6 +25,7 @@ from training.outcome import EXIT_FAILED
 GRACE_SECONDS = 10.0  # for a rank that hears of another's failure to end on its own
 LOOKS = 4  # pauses that a rank without progress takes to see which others go on
 SILENCE_SECONDS = 60.0  # after which a rank that said something every two seconds is taken for dead
+RESTING = "waiting for the others"
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Watchdog:
 
     def rest(self) -> None:
         """No progress is expected until the next beat."""
-        self._doing, self._since = "waiting for the others", None
+        self._doing, self._since = RESTING, None
 
     def close(self) -> None:
         self._ended.set()
@@ -189,10 +190,11 @@ def lost(timeout: float) -> str:
 
 
 def stalled(places: dict[int, Place], silent: set[int], *, timeout: float) -> str:
-    """Who holds the job up: ranks that are silent, else those with the fewest beats."""
-    least = min(place.beats for place in places.values())
-    behind = [rank for rank, place in places.items() if place.beats == least]
-    named = sorted(silent) or (behind if len(behind) < len(places) else [])
+    """Who holds the job up: ranks that are silent, else those with the fewest beats that do not rest."""
+    awake = {rank: place for rank, place in places.items() if place.doing != RESTING}
+    least = min((place.beats for place in awake.values()), default=None)
+    behind = [rank for rank, place in awake.items() if place.beats == least]
+    named = sorted(silent) or (behind if 0 < len(behind) < len(places) else [])
     shown = [places[rank].describe(rank, silent=rank in silent) for rank in (named or places)]
     who = "; ".join(shown[:8]) + (f"; and {len(shown) - 8} more" if len(shown) > 8 else "")
     others = "" if named else "all ranks are in the same place: "
