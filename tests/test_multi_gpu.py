@@ -533,8 +533,18 @@ def test_a_rank_that_is_killed_ends_the_job(mode, tmp_path):
     job = start(tmp_path / "run", flags, patch=partial(before_step, 3, die))
     assert job.wait(60) == [EXIT_FAILED, -signal.SIGKILL]
     (error,) = job.errors()
-    assert error.startswith(f"error: rank 0 ({platform.node()}): another rank is gone or does not answer")
+    assert error == (
+        f"error: rank 1 ({platform.node()}) is gone: it was killed, or its node is lost. What was saved "
+        "before is intact; the same command goes on from it"
+    )
     assert last_checkpoint(job.folder) == "step_000002"
+
+
+def test_of_three_ranks_the_one_that_is_killed_is_named_once(tmp_path):
+    job = start(tmp_path / "run", "--batch_size 1", ranks=3, patch=partial(before_step, 3, die))
+    assert job.wait(60) == [EXIT_FAILED, -signal.SIGKILL, EXIT_FAILED]
+    (error,) = job.errors()
+    assert error.startswith(f"error: rank 1 ({platform.node()}) is gone: it was killed")
 
 
 @pytest.mark.parametrize(

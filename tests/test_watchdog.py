@@ -1,5 +1,6 @@
 """Who is named when a job stalls, and how ranks find each other again after a restart."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -90,6 +91,38 @@ def test_a_rank_that_goes_on_while_it_looks_who_is_behind_is_not_stalled(alone, 
     assert "no progress for 6 s" in watchdog._stalled()
     monkeypatch.setattr(watchdog._ended, "wait", lambda pause: watchdog.beat("computing step 2"))
     assert watchdog._stalled() is None
+
+
+def looked_at(watchdog: Watchdog, monkeypatch, *tells: int) -> None:
+    """A world of four ranks, of which `tells` go on telling where they are."""
+    monkeypatch.setattr(watchdog_module.ranks, "world_size", lambda: 4)
+    told = iter(range(1000))
+
+    def tell(pause: float = 0.0, numbers: tuple[int, ...] = tells) -> None:
+        for rank in numbers:
+            place = Place(3, "computing step 1", f"node{rank // 2}", 1.0, next(told))
+            watchdog._store.set(f"watchdog/{rank}", json.dumps(vars(place)))
+
+    tell(numbers=(1, 2, 3))
+    monkeypatch.setattr(watchdog._ended, "wait", tell)
+
+
+def test_ranks_that_fell_silent_are_named_when_a_collective_fails(alone, monkeypatch):
+    watchdog, _ = alone
+    looked_at(watchdog, monkeypatch, 1)
+    assert watchdog.gone() == (
+        "rank 2 (node1), rank 3 (node1) are gone: they were killed, or their node is lost. What was saved "
+        "before is intact; the same command goes on from it"
+    )
+
+
+def test_nobody_is_taken_for_gone_who_tells_or_where_a_rank_has_said_why(alone, monkeypatch):
+    watchdog, _ = alone
+    looked_at(watchdog, monkeypatch, 1, 2, 3)
+    assert watchdog.gone() is None
+    looked_at(watchdog, monkeypatch)
+    assert "are gone" in watchdog.gone()
+    assert watchdog.fail("an error of another rank") and watchdog.gone() is None
 
 
 @pytest.mark.parametrize(("seconds", "ends"), [(0.0, True), (3.0, True), (100.0, False)])

@@ -101,6 +101,8 @@ def end(error: BaseException, watchdog: Any | None, close: Callable[[], None] = 
     if isinstance(error, torch.OutOfMemoryError):
         return say(f"{str(error).splitlines()[0]} {OUT_OF_MEMORY}", EXIT_FAILED)
     if _lost_a_rank(error):
+        if watchdog is not None and (gone := watchdog.gone()):
+            return say(gone, EXIT_FAILED, own=False)
         text = str(error).splitlines()[0]
         return say(f"another rank is gone or does not answer ({text})", EXIT_FAILED)
     if _raised_here(error) and isinstance(error, (ValueError, RuntimeError)):
@@ -120,20 +122,24 @@ def _say(
     *,
     watchdog: Any | None,
     close: Callable[[], None],
+    own: bool = True,
     details: str = "",
 ) -> int:
-    """Print it, if this rank is the first that fails, and end without waiting for the others."""
+    """Print it, if this rank is the first that fails, and end without waiting for the others.
+
+    `own`: it is said of the ranks that failed, or of this one, whose name then comes first.
+    """
     message, many = redact(message), ranks.world_size() > 1
     if watchdog is None:  # before the ranks met
         shared = code == EXIT_BAD_SETTING and os.environ.get("LOCAL_RANK", "0") != "0"
         if not shared:  # a node's ranks read the same settings
-            own = f"rank {os.environ['RANK']} ({platform.node()}): " if "RANK" in os.environ else ""
-            print(f"error: {own if code != EXIT_BAD_SETTING else ''}{message}", file=sys.stderr, flush=True)
+            name = f"rank {os.environ['RANK']} ({platform.node()}): " if "RANK" in os.environ else ""
+            print(f"error: {name if code != EXIT_BAD_SETTING else ''}{message}", file=sys.stderr, flush=True)
         else:
             time.sleep(SECONDS_TO_BE_TOLD)
         return code
     failed = getattr(error, "ranks", {ranks.rank(): platform.node()})
-    if many and len(failed) < ranks.world_size():
+    if own and many and len(failed) < ranks.world_size():
         number, host = min(failed.items())
         message = f"rank {number}{f' ({host})' if host else ''}: {message}"
     if watchdog.fail(message):

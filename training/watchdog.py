@@ -93,6 +93,24 @@ class Watchdog:
                 return True  # nobody is left to tell
         return first
 
+    def gone(self) -> str | None:
+        """Who fell silent, for a rank whose collective failed; None if nobody did, or a rank has said why."""
+        if self._store is None:
+            return None
+        try:
+            with self._lock:
+                failed = self._store.check(["watchdog/failure"])
+            places, silent = ({}, set()) if failed else self._look_around()
+        except (dist.DistError, RuntimeError):
+            return None
+        if not silent:
+            return None
+        names = [f"rank {rank} ({places[rank].host})" for rank in sorted(silent)]
+        how = "is gone: it was killed, or its node is lost"
+        if len(names) > 1:
+            how = "are gone: they were killed, or their node is lost"
+        return f"{_listed(names, ', ')} {how}. {AFTERWARDS}"
+
     def _watch(self) -> None:
         answered = time.monotonic()
         while not self._rest():
@@ -148,17 +166,19 @@ class Watchdog:
     def _stalled(self) -> str | None:
         if not self._overdue():
             return None
+        places, silent = self._look_around()
+        return stalled(places, silent, timeout=self.timeout) if self._overdue() else None
+
+    def _look_around(self) -> tuple[dict[int, Place], set[int]]:
+        """Where all ranks are, and which of them have said nothing for some pauses."""
         everyone = list(range(ranks.world_size()))
         before = self._places(everyone)
         for _ in range(LOOKS):  # others listen to this rank meanwhile
             self._ended.wait(self.pause)
             with self._lock:
                 self._tell()
-        if not self._overdue():
-            return None
         after = self._places(everyone)
-        silent = {rank for rank, place in after.items() if place == before.get(rank)} - {ranks.rank()}
-        return stalled(after, silent, timeout=self.timeout)
+        return after, {rank for rank, place in after.items() if place == before.get(rank)} - {ranks.rank()}
 
     def _exit(self) -> None:
         if not self._ended.is_set():
@@ -196,6 +216,10 @@ def stalled(places: dict[int, Place], silent: set[int], *, timeout: float) -> st
     behind = [rank for rank, place in awake.items() if place.beats == least]
     named = sorted(silent) or (behind if 0 < len(behind) < len(places) else [])
     shown = [places[rank].describe(rank, silent=rank in silent) for rank in (named or places)]
-    who = "; ".join(shown[:8]) + (f"; and {len(shown) - 8} more" if len(shown) > 8 else "")
-    others = "" if named else "all ranks are in the same place: "
-    return f"--timeout_minutes {timeout / 60:g}: no progress for {timeout:.0f} s; {others}{who}. {AFTERWARDS}"
+    who = ("" if named else "all ranks are in the same place: ") + _listed(shown, "; ")
+    return f"--timeout_minutes {timeout / 60:g}: no progress for {timeout:.0f} s; {who}. {AFTERWARDS}"
+
+
+def _listed(names: list[str], between: str) -> str:
+    more = [f"and {len(names) - 8} more"] if len(names) > 8 else []
+    return between.join(names[:8] + more)
