@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import platform
 import random
@@ -51,7 +52,9 @@ from training.packages import version
 from training.run_folder import (
     check_resume,
     global_batch,
+    keep_wall_time,
     open_run_folder,
+    take_wall_time,
     train_losses,
     write_config,
 )
@@ -64,6 +67,7 @@ from training.trainer import Hooks, Meter, Progress, Trainer
 from training.watchdog import Watchdog
 
 FOLDER_SECONDS = 5.0  # for a network file system to show what another node wrote
+KEEP_SECONDS = 30.0  # at least, between two log lines that wait for the wall time to be on disk
 CALIBRATION_PASSES = 2  # the second starts from the first one's scales, so that nothing underflows on the way
 
 
@@ -487,6 +491,7 @@ class Run:
                 loader=self.loaders.train,
             )
             say(f"resumed from {self.resume} at step {progress.step}")
+        take_wall_time(self.folder, progress)
         count, total = self.cfg.log.profile_steps, self.total_steps
         profiled = ranks.together(lambda: profiling.profiled_steps(count, done=progress.step, total=total))[0]
         self.profiler = profiling.StepProfiler(self.folder, profiled)
@@ -511,7 +516,7 @@ class Run:
             resume_step=progress.step if self.resume else None,
             enabled=self.strategy.rank == 0,
         )
-        self.counted = self.started
+        self.counted, self.kept = self.started, -math.inf
         self.display = Display(self.total_steps, progress.step, enabled=self.strategy.rank == 0)
         self.trainer = self._build_trainer(progress)
         self.signals.enter_context(caught())
@@ -594,6 +599,7 @@ class Run:
                 after_step=self._after_step,
                 after_first_step=self._after_first_step,
                 on_skipped=lambda: scaling_state.scrub_scaling(self.model),
+                logged=lambda: self._count_wall_time(keep=False),
                 evaluating=lambda: scaling_state.frozen_scaling(self.model),
                 save=self._save,
                 beat=self.watchdog.beat,
@@ -695,13 +701,19 @@ class Run:
             scaling=scaling_state.scaling_state(self.model) or self.scaling,
         )
 
-    def _count_wall_time(self) -> None:
-        """Up to now; GPUs and nodes may be others after a resume, so their hours add up here too."""
+    def _count_wall_time(self, *, keep: bool = True) -> None:
+        """Up to now; GPUs and nodes may be others after a resume, so their hours add up here too.
+
+        The run folder keeps it for the next start: at once if told to `keep` it, else every KEEP_SECONDS.
+        """
         progress, now = self.trainer.progress, time.perf_counter()
         seconds, self.counted = now - self.counted, now
         progress.wall_seconds += seconds
         progress.gpu_seconds += seconds * self._gpus()
         progress.node_seconds += seconds * self.strategy.num_nodes
+        if self.strategy.rank == 0 and (keep or now - self.kept > KEEP_SECONDS):
+            self.kept = now
+            keep_wall_time(self.folder, progress)
 
     def _gpus(self) -> int:
         return self.strategy.world_size if self.device.type == "cuda" else 0

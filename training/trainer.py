@@ -63,6 +63,7 @@ class Hooks:
     after_step: Callable[[int], None] = lambda step: None  # before anything else is done with the model
     after_first_step: Callable[[], None] = lambda: None
     on_skipped: Callable[[], None] = lambda: None
+    logged: Callable[[], None] = lambda: None  # a line of training's log is written
     evaluating: Callable[[], AbstractContextManager] = nullcontext
     beat: Callable[[str], None] = lambda doing: None  # what this rank does next, for who watches over it
     # (step, evaluation loss at it or None)
@@ -396,6 +397,7 @@ class Trainer:
             rates = self._short_rates if self.meter.rows_per_step < self._rows_of_a_step() else self.rates
             rates.append({name: metrics[name] for name in RATES if name in metrics})
         self.tracker.log(self.progress.step, metrics)
+        self.hooks.logged()
         self.display.update(self.progress.step, metrics)
 
     def _rows_of_a_step(self) -> int:
