@@ -658,6 +658,31 @@ def test_before_the_first_step_a_rank_may_take_longer_than_the_timeout(tmp_path)
     train(tmp_path / "run", "--max_steps 1 --timeout_minutes 0.05", patch=with_late_data)
 
 
+def with_a_start_that_stalls(method: str, whose: int, rank: int) -> None:
+    run.DATA_SECONDS, watchdog.START_SECONDS = 8.0, 7.0
+    if rank == whose:
+        setattr(run.Run, method, lambda self: sleep())
+
+
+@pytest.mark.parametrize(
+    ("method", "whose", "doing", "limit"),
+    [
+        ("_load_data", 1, "loading the data", 8),
+        ("_find_checkpoint", 0, "looking for a checkpoint", 7),
+        ("_build_model", 1, "building the model", 7),
+    ],
+)
+def test_a_rank_that_stalls_before_the_first_step_ends_the_job_and_is_named(
+    method, whose, doing, limit, tmp_path
+):
+    patch = partial(with_a_start_that_stalls, method, whose)
+    job = start(tmp_path / "run", "--timeout_minutes 0.1", patch=patch)
+    assert EXIT_FAILED in job.wait(60)
+    (error,) = job.errors()
+    stalled = f"no progress for {limit} s; rank {whose} ({platform.node()}) {doing} for"
+    assert error.startswith(f"error: --timeout_minutes 0.1: {stalled}")
+
+
 def test_finishing_the_logs_may_take_longer_than_the_timeout(tmp_path):
     patch = partial(with_slow, Tracker, "finish", "finishing the logs", 10)
     train(tmp_path / "run", "--max_steps 1 --no_export --timeout_minutes 0.05", patch=patch)

@@ -25,7 +25,7 @@ def places(**changes: dict) -> dict[int, Place]:
 
 
 def message(silent: tuple[int, ...] = (), **changes: dict) -> str:
-    return stalled(places(**changes), set(silent), timeout=60.0)
+    return stalled(places(**changes), set(silent), timeout=60.0, limit=60.0)
 
 
 def test_a_rank_behind_the_others_is_named():
@@ -57,7 +57,7 @@ def test_a_rank_that_is_late_is_named_beside_ranks_that_have_finished():
 
 def test_of_many_ranks_eight_are_named():
     many = {rank: Place(1, "exporting", "node", 90.0, 30) for rank in range(12)}
-    text = stalled(many, set(), timeout=60.0)
+    text = stalled(many, set(), timeout=60.0, limit=60.0)
     assert "rank 7 (node)" in text and "rank 8 (node)" not in text and "and 4 more" in text
 
 
@@ -123,6 +123,18 @@ def test_nobody_is_taken_for_gone_who_tells_or_where_a_rank_has_said_why(alone, 
     looked_at(watchdog, monkeypatch)
     assert "are gone" in watchdog.gone()
     assert watchdog.fail("an error of another rank") and watchdog.gone() is None
+
+
+def test_a_part_of_the_start_has_a_limit_of_its_own_and_the_next_step_has_the_timeout(alone):
+    watchdog, later = alone
+    watchdog.starting("building the model")
+    later(watchdog_module.START_SECONDS - 1)
+    assert watchdog._stalled() is None
+    later(2)
+    assert "--timeout_minutes 0.1: no progress for 7200 s; all ranks are in the" in watchdog._stalled()
+    watchdog.beat("computing step 1")
+    later(7)
+    assert "no progress for 6 s" in watchdog._stalled()
 
 
 @pytest.mark.parametrize(("seconds", "ends"), [(0.0, True), (3.0, True), (100.0, False)])

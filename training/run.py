@@ -64,7 +64,7 @@ from training.state import restore_run, save_run
 from training.trackers import Progress as Display
 from training.trackers import Tracker, build_tracker, describe_environment
 from training.trainer import Hooks, Meter, Progress, Trainer
-from training.watchdog import Watchdog
+from training.watchdog import DATA_SECONDS, Watchdog
 
 FOLDER_SECONDS = 5.0  # for a network file system to show what another node wrote
 KEEP_SECONDS = 30.0  # at least, between two log lines that wait for the wall time to be on disk
@@ -118,26 +118,30 @@ class Run:
         set_determinism(cfg.optim.deterministic, cfg.optim.seed)
         if ranks.rank() > 0:  # every rank reads the same rows and would say the same of them
             logging.getLogger("data").setLevel(logging.ERROR)
+        watchdog.starting("comparing settings")
         ranks.agree("the settings", cfg.to_dict())
         ranks.agree("the software", software())
-        ranks.together(self._decide)
+        watchdog.together("deciding what runs", self._decide)
         ranks.agree("what can run", self.precision.in_short())
         ranks.agree("the model's files", self.model_files)
+        watchdog.starting("choosing kernels")
         self._choose_kernels()
+        watchdog.starting("planning memory")
         self._plan_memory()
-        self.folder = ranks.on_first(self._open_folder)
+        self.folder = watchdog.on_first("opening the run folder", self._open_folder)
         self._see_folder()
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints",
             keep_last=cfg.checkpoint.keep_last,
             beat=lambda: watchdog.beat("saving", counts=False),  # ranks write different numbers of files
         )
-        self.resume, self.meta = ranks.on_first(self._find_checkpoint)
-        ranks.together(self._load_data)
+        self.resume, self.meta = watchdog.on_first("looking for a checkpoint", self._find_checkpoint)
+        watchdog.together("loading the data", self._load_data, DATA_SECONDS)
         self._agree_on_data()
         self.finished = self._is_finished()
         if not self.finished:
             ranks.on_first(lambda: write_config(cfg, self.folder))
+            watchdog.starting("building the model")
             self._build_model()
 
     def _decide(self) -> None:
@@ -405,6 +409,7 @@ class Run:
             one_pass_rotation=self.one_pass_rotation,
             residuals_in_norms=self.residuals_in_norms,
         )
+        self.watchdog.starting("building the optimizer")  # a rank that still reads weights is behind
         precision_map.apply(self.model, self.precision, fp8_attention=cfg.precision.fp8_attention)
         self.model.fp8_lm_head = cfg.precision.fp8_lm_head
         self.fp8_stats.attach(self.model)
@@ -480,6 +485,7 @@ class Run:
         # Everything is restored before the tracker opens: it cuts the log at the step that goes on.
         progress, self.scaling = Progress(), {}
         if self.resume:
+            self.watchdog.starting("restoring the checkpoint")
             progress, self.scaling = restore_run(
                 self.checkpoints,
                 self.resume,
@@ -508,6 +514,7 @@ class Run:
             },
         }
         self._write_environment()
+        self.watchdog.starting("opening the logs")
         self.tracker = build_tracker(
             self.cfg.log,
             self.folder,

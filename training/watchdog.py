@@ -14,14 +14,21 @@ import platform
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from training import ranks
 from training.outcome import EXIT_FAILED
 
+T = TypeVar("T")
+
+# A part of the start may take as long where --timeout_minutes is less.
+DATA_SECONDS = 6 * 3600.0  # one rank may tokenise while the others wait
+START_SECONDS = 2 * 3600.0  # any other, such as reading a large model over a slow network
 GRACE_SECONDS = 10.0  # for a rank that hears of another's failure to end on its own
 LOOKS = 4  # pauses that a rank without progress takes to see which others go on
 SILENCE_SECONDS = 60.0  # after which a rank that said something every two seconds is taken for dead
@@ -52,6 +59,7 @@ class Watchdog:
         self.timeout = 60 * timeout_minutes
         self.pause = min(2.0, self.timeout / 10)
         self._beats, self._doing, self._since, self._told = 0, "starting", None, 0
+        self._limit = self.timeout  # of what is done now
         self._next, self._heard = None, time.monotonic()  # the next rank's last place, and since when it is
         self._ended = threading.Event()
         self._store = None
@@ -63,12 +71,34 @@ class Watchdog:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
 
-    def beat(self, doing: str, *, counts: bool = True) -> None:
+    def beat(self, doing: str, *, counts: bool = True, limit: float = 0.0) -> None:
         """The main thread is alive and does this next; the first call starts the clock.
 
-        What not all ranks do as often must not count: a rank with fewer beats is taken to be behind.
+        It may take --timeout_minutes, or `limit` seconds if those are more. What not all ranks do as often
+        must not count: a rank with fewer beats is taken to be behind.
         """
         self._beats, self._doing, self._since = self._beats + counts, doing, time.monotonic()
+        self._limit = max(self.timeout, limit)
+
+    def starting(self, doing: str) -> None:
+        """A beat before the first step."""
+        self.beat(doing, limit=START_SECONDS)
+
+    def together(self, doing: str, work: Callable[[], T], limit: float | None = None) -> list[T]:
+        """`ranks.together` before the first step; a rank late with `work` is behind those that wait."""
+        limit = START_SECONDS if limit is None else limit
+
+        def watched() -> T:
+            self.beat(doing, limit=limit)
+            result = work()
+            self.beat(f"waiting after {doing}", limit=limit)
+            return result
+
+        return ranks.together(watched)
+
+    def on_first(self, doing: str, work: Callable[[], T]) -> T:
+        """`ranks.on_first` before the first step, watched over in the same way."""
+        return self.together(doing, lambda: work() if ranks.rank() == 0 else None)[0]
 
     def rest(self) -> None:
         """No progress is expected until the next beat."""
@@ -131,7 +161,7 @@ class Watchdog:
                 answered = time.monotonic()
             except (dist.DistError, RuntimeError):  # a slow store is not a lost one
                 if self._overdue() and time.monotonic() - answered > SILENCE_SECONDS:
-                    print(f"error: {lost(self.timeout)}", file=sys.stderr, flush=True)
+                    print(f"error: {lost(self.timeout, self._limit)}", file=sys.stderr, flush=True)
                     self._exit()
 
     def _rest(self) -> bool:
@@ -161,13 +191,15 @@ class Watchdog:
         return None
 
     def _overdue(self) -> bool:
-        return self._since is not None and time.monotonic() - self._since > self.timeout
+        return self._since is not None and time.monotonic() - self._since > self._limit
 
     def _stalled(self) -> str | None:
         if not self._overdue():
             return None
         places, silent = self._look_around()
-        return stalled(places, silent, timeout=self.timeout) if self._overdue() else None
+        if not self._overdue():
+            return None
+        return stalled(places, silent, timeout=self.timeout, limit=self._limit)
 
     def _look_around(self) -> tuple[dict[int, Place], set[int]]:
         """Where all ranks are, and which of them have said nothing for some pauses."""
@@ -202,14 +234,14 @@ class Watchdog:
 AFTERWARDS = "What was saved before is intact; the same command goes on from it"
 
 
-def lost(timeout: float) -> str:
+def lost(timeout: float, limit: float) -> str:
     return (
-        f"--timeout_minutes {timeout / 60:g}: no progress for {timeout:.0f} s on rank {ranks.rank()} "
+        f"--timeout_minutes {timeout / 60:g}: no progress for {limit:.0f} s on rank {ranks.rank()} "
         f"({platform.node()}), and the job's store does not answer: its host may be gone. {AFTERWARDS}"
     )
 
 
-def stalled(places: dict[int, Place], silent: set[int], *, timeout: float) -> str:
+def stalled(places: dict[int, Place], silent: set[int], *, timeout: float, limit: float) -> str:
     """Who holds the job up: ranks that are silent, else those with the fewest beats that do not rest."""
     awake = {rank: place for rank, place in places.items() if place.doing != RESTING}
     least = min((place.beats for place in awake.values()), default=None)
@@ -217,7 +249,7 @@ def stalled(places: dict[int, Place], silent: set[int], *, timeout: float) -> st
     named = sorted(silent) or (behind if 0 < len(behind) < len(places) else [])
     shown = [places[rank].describe(rank, silent=rank in silent) for rank in (named or places)]
     who = ("" if named else "all ranks are in the same place: ") + _listed(shown, "; ")
-    return f"--timeout_minutes {timeout / 60:g}: no progress for {timeout:.0f} s; {who}. {AFTERWARDS}"
+    return f"--timeout_minutes {timeout / 60:g}: no progress for {limit:.0f} s; {who}. {AFTERWARDS}"
 
 
 def _listed(names: list[str], between: str) -> str:
