@@ -175,11 +175,14 @@ def test_wandb_offline_writes_a_run_without_secrets_and_resume_continues_it(tmp_
     tracker = build(folder, resume_step=10, **settings)
     tracker.log(20, {"train/loss": 1.0})
     tracker.finish(exit_code=1)
+    tracker = build(folder, **settings)  # of no checkpoint, as it died before its first
+    tracker.summary({"train_loss": 1.0})
+    tracker.finish()
     build(folder, **settings).finish()
 
     files = sorted(path.name for path in folder.glob("wandb/offline-run-*/run-*.wandb"))
-    assert files.count(f"run-{run_id}.wandb") == 2
-    assert len(set(files)) == 2, "a new run in an old folder must not continue the old W&B run"
+    assert files.count(f"run-{run_id}.wandb") == 3
+    assert len(set(files)) == 2, "a new run in the folder of a finished one must not continue its W&B run"
     written = wandb_bytes(folder)
     for text in ("my-run", "my-group", "fp8-tag", "llm-fp8", "train/step", "train_loss", "***@host"):
         assert text.encode() in written, text
@@ -296,10 +299,10 @@ def read_events(folder):
 
 def test_tensorboard_holds_the_metrics_and_hides_what_a_resume_repeats(tmp_path):
     log_dir = tmp_path / "tensorboard"
-    for resume_step, steps in ((None, (1, 2, 3)), (1, (2,))):
+    for resume_step, steps in ((None, (0, 1, 2, 3, 4)), (None, (1, 2, 3)), (1, (2,))):
         tracker = build(tmp_path / "run", resume_step, log_dir=str(log_dir))
         for step in steps:
-            tracker.log(step, {"train/loss": 1.0 / step, "note": "text"})
+            tracker.log(step, {"train/loss": 1.0 / max(step, 1), "note": "text"})
         tracker.summary({"steps": steps[-1]})
         tracker.finish()
     scalars, texts = read_events(log_dir)
