@@ -37,6 +37,7 @@ from training.checkpoint import Checkpoints
 from training.config import config_from_dict
 from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
 from training.ranks import PATIENCE, TORCHRUN, agree_on_start
+from training.trackers import Tracker
 from training.trainer import Trainer
 from training.watchdog import Watchdog
 
@@ -340,6 +341,48 @@ def test_sigterm_to_one_rank_stops_all_and_the_same_command_goes_on(sharded, tmp
     assert summary(job.folder)["tokens"] == summary(sharded["fp32"])["tokens"]
 
 
+def with_slow(owner: type, name: str, message: str, seconds: float, rank: int) -> None:
+    """Have a method of this class say so and take so many seconds more."""
+    method = getattr(owner, name)
+
+    def slower(*args, **words):
+        print(message, flush=True)
+        time.sleep(seconds)
+        return method(*args, **words)
+
+    setattr(owner, name, slower)
+
+
+def wait_for_words(job: Job, words: str) -> None:
+    deadline = time.monotonic() + 120
+    while words not in job.printed():
+        assert time.monotonic() < deadline and job.ranks[0].is_alive(), job.printed()
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_after_training_ends_no_rank_alone(ranks, tmp_path):
+    """All is saved, so the run is finished, export and summary included."""
+    patch = partial(with_slow, run.Run, "_export", "exporting now", 2)
+    job = start(tmp_path / "run", "--max_steps 1", ranks=ranks, patch=patch)
+    wait_for_words(job, "exporting now")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(job.ranks[-1].pid, number)
+    assert job.wait() == [0] * ranks, job.printed()
+    assert summary(job.folder)["steps"] == 1 and exported(job.folder)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_signal_while_the_logs_are_finished_changes_nothing(ranks, tmp_path):
+    patch = partial(with_slow, Tracker, "finish", "finishing the logs", 2)
+    job = start(tmp_path / "run", "--max_steps 400 --no_export", ranks=ranks, patch=patch)
+    wait_for_step(job, 1)
+    os.kill(job.ranks[-1].pid, signal.SIGTERM)
+    wait_for_words(job, "finishing the logs")
+    os.kill(job.ranks[-1].pid, signal.SIGTERM)
+    assert job.wait() == [EXIT_INTERRUPTED] * ranks, job.printed()
+
+
 # Not finite, on one rank
 
 
@@ -470,14 +513,39 @@ def test_the_error_of_one_rank_ends_the_job_and_is_told_once_with_its_rank(mode,
     assert last_checkpoint(job.folder) == "step_000002"
 
 
+def with_slow_logs(rank: int) -> None:
+    with_slow(Tracker, "finish", "finishing the logs", 300, rank)
+    before_step(2, fail, rank, whose=0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_error_is_told_before_the_logs_are_finished_which_ends_the_job_soon(ranks, tmp_path):
+    job = start(tmp_path / "run", ranks=ranks, patch=with_slow_logs)
+    began = time.monotonic()
+    wait_for_words(job, "finishing the logs")
+    assert ranks == 1 or "error: rank 0" in job.printed()
+    assert job.wait(60) == [EXIT_FAILED] * ranks and time.monotonic() - began < 60
+    assert "KeyError: 'no such column'" in job.printed()
+
+
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
 def test_a_rank_that_is_killed_ends_the_job(mode, tmp_path):
     flags = f"--sharding_mode {mode} --save_interval 1"
     job = start(tmp_path / "run", flags, patch=partial(before_step, 3, die))
     assert job.wait(60) == [EXIT_FAILED, -signal.SIGKILL]
     (error,) = job.errors()
-    assert error.startswith(f"error: rank 0 ({platform.node()}): another rank is gone or does not answer")
+    assert error == (
+        f"error: rank 1 ({platform.node()}) is gone: it was killed, or its node is lost. What was saved "
+        "before is intact; the same command goes on from it"
+    )
     assert last_checkpoint(job.folder) == "step_000002"
+
+
+def test_of_three_ranks_the_one_that_is_killed_is_named_once(tmp_path):
+    job = start(tmp_path / "run", "--batch_size 1", ranks=3, patch=partial(before_step, 3, die))
+    assert job.wait(60) == [EXIT_FAILED, -signal.SIGKILL, EXIT_FAILED]
+    (error,) = job.errors()
+    assert error.startswith(f"error: rank 1 ({platform.node()}) is gone: it was killed")
 
 
 @pytest.mark.parametrize(
@@ -589,6 +657,36 @@ def with_late_data(rank: int) -> None:
 
 def test_before_the_first_step_a_rank_may_take_longer_than_the_timeout(tmp_path):
     train(tmp_path / "run", "--max_steps 1 --timeout_minutes 0.05", patch=with_late_data)
+
+
+def with_a_start_that_stalls(method: str, whose: int, rank: int) -> None:
+    run.DATA_SECONDS, watchdog.START_SECONDS = 8.0, 7.0
+    if rank == whose:
+        setattr(run.Run, method, lambda self: sleep())
+
+
+@pytest.mark.parametrize(
+    ("method", "whose", "doing", "limit"),
+    [
+        ("_load_data", 1, "loading the data", 8),
+        ("_find_checkpoint", 0, "looking for a checkpoint", 7),
+        ("_build_model", 1, "building the model", 7),
+    ],
+)
+def test_a_rank_that_stalls_before_the_first_step_ends_the_job_and_is_named(
+    method, whose, doing, limit, tmp_path
+):
+    patch = partial(with_a_start_that_stalls, method, whose)
+    job = start(tmp_path / "run", "--timeout_minutes 0.1", patch=patch)
+    assert EXIT_FAILED in job.wait(60)
+    (error,) = job.errors()
+    stalled = f"no progress for {limit} s; rank {whose} ({platform.node()}) {doing} for"
+    assert error.startswith(f"error: --timeout_minutes 0.1: {stalled}")
+
+
+def test_finishing_the_logs_may_take_longer_than_the_timeout(tmp_path):
+    patch = partial(with_slow, Tracker, "finish", "finishing the logs", 10)
+    train(tmp_path / "run", "--max_steps 1 --no_export --timeout_minutes 0.05", patch=patch)
 
 
 def with_another_opinion(rank: int) -> None:

@@ -22,6 +22,7 @@ from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
 from training.precision import Precision
 from training.run import Run, count_steps, main
 from training.run_folder import check_resume, train_losses
+from training.trainer import Trainer
 from training.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -184,6 +185,35 @@ def test_another_runs_checkpoint_is_a_start_only(finished, tmp_path, capsys):
     train(folder, f"{flags} --max_steps 6")
     assert "child/checkpoints/step_000005 at step 5" in capsys.readouterr().out
     assert sorted(losses(folder)) == [5, 6]
+
+
+def test_the_time_of_a_start_that_was_killed_counts_once(tmp_path, monkeypatch):
+    folder, flags = tmp_path / "run", "--max_steps 4 --save_interval 2 --no_export"
+    take_step = Trainer.train_step
+
+    def fails_at_the_last(trainer, window):
+        if trainer.progress.step == 3:
+            raise KeyError("no such column")
+        return take_step(trainer, window)
+
+    def runtime() -> float:
+        return json.loads((folder / "summary.json").read_text())["runtime_seconds"]
+
+    monkeypatch.setattr(run_module, "KEEP_SECONDS", 0.0)
+    monkeypatch.setattr(Trainer, "train_step", fails_at_the_last)
+    with pytest.raises(KeyError):
+        train(folder, flags)
+    monkeypatch.undo()
+    kept = json.loads((folder / "wall_time.json").read_text())
+    saved = json.loads((folder / "checkpoints" / "step_000002" / "meta.json").read_text())["progress"]
+    assert kept["wall_seconds"] == kept["node_seconds"] > saved["wall_seconds"]  # step 3 is in it
+    (folder / "wall_time.json").write_text(json.dumps(kept | {"wall_seconds": 1000.0}))
+    began = time.perf_counter()
+    train(folder, flags)
+    assert 1000 < runtime() < 1000 + time.perf_counter() - began
+    (folder / "wall_time.json").unlink()  # as in folders of older versions
+    train(folder, f"{flags} --max_steps 5")
+    assert runtime() > 1000
 
 
 def test_a_broken_config_is_one_line(tmp_path, capsys):

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import threading
+import time
 import types
 from pathlib import Path
 
@@ -174,11 +175,14 @@ def test_wandb_offline_writes_a_run_without_secrets_and_resume_continues_it(tmp_
     tracker = build(folder, resume_step=10, **settings)
     tracker.log(20, {"train/loss": 1.0})
     tracker.finish(exit_code=1)
+    tracker = build(folder, **settings)  # of no checkpoint, as it died before its first
+    tracker.summary({"train_loss": 1.0})
+    tracker.finish()
     build(folder, **settings).finish()
 
     files = sorted(path.name for path in folder.glob("wandb/offline-run-*/run-*.wandb"))
-    assert files.count(f"run-{run_id}.wandb") == 2
-    assert len(set(files)) == 2, "a new run in an old folder must not continue the old W&B run"
+    assert files.count(f"run-{run_id}.wandb") == 3
+    assert len(set(files)) == 2, "a new run in the folder of a finished one must not continue its W&B run"
     written = wandb_bytes(folder)
     for text in ("my-run", "my-group", "fp8-tag", "llm-fp8", "train/step", "train_loss", "***@host"):
         assert text.encode() in written, text
@@ -263,6 +267,22 @@ def test_wandb_that_refuses_to_start_or_breaks_down_is_one_warning(tmp_path, off
     assert [line["step"] for line in lines(tmp_path / "broken" / "metrics.jsonl")] == [1, 2, 3]
 
 
+def test_a_failed_run_waits_for_no_upload_and_is_marked_as_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers, "FAILED_UPLOAD_SECONDS", 0.2)
+    held, codes = threading.Event(), []
+
+    class Slow:
+        def finish(self, exit_code):
+            codes.append(exit_code)
+            held.wait(60)
+
+    tracker = trackers.Tracker(trackers.MetricsFile(tmp_path, None), {"W&B": Slow()})
+    began = time.monotonic()
+    tracker.give_up(1)
+    assert time.monotonic() - began < 30 and codes == [1]
+    held.set()
+
+
 @pytest.mark.parametrize("found", [None, types.ModuleType("wandb")], ids=["missing", "a folder named wandb"])
 def test_wandb_not_installed_is_an_error_before_anything_is_written(found, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", found)
@@ -279,10 +299,10 @@ def read_events(folder):
 
 def test_tensorboard_holds_the_metrics_and_hides_what_a_resume_repeats(tmp_path):
     log_dir = tmp_path / "tensorboard"
-    for resume_step, steps in ((None, (1, 2, 3)), (1, (2,))):
+    for resume_step, steps in ((None, (0, 1, 2, 3, 4)), (None, (1, 2, 3)), (1, (2,))):
         tracker = build(tmp_path / "run", resume_step, log_dir=str(log_dir))
         for step in steps:
-            tracker.log(step, {"train/loss": 1.0 / step, "note": "text"})
+            tracker.log(step, {"train/loss": 1.0 / max(step, 1), "note": "text"})
         tracker.summary({"steps": steps[-1]})
         tracker.finish()
     scalars, texts = read_events(log_dir)

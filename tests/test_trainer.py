@@ -293,6 +293,12 @@ def test_a_signal_finishes_the_step_saves_once_and_stops(number, save_interval):
     assert signal.getsignal(number) is handler
 
 
+def test_a_signal_during_the_last_save_stops_what_would_come_after_it():
+    hooks = Hooks(save=lambda step, eval_loss: os.kill(os.getpid(), signal.SIGTERM))
+    made, _ = trainer([to_batch(rows(4))], total_steps=1, hooks=hooks)
+    assert made.fit() is False and made.progress.step == 1
+
+
 def test_zero_steps_only_evaluate():
     made, record = trainer([to_batch(rows(4))], total_steps=0, eval_batches=[to_batch(rows(2))])
     before = made.model.table.weight.detach().clone()

@@ -1,5 +1,6 @@
 """Who is named when a job stalls, and how ranks find each other again after a restart."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ def places(**changes: dict) -> dict[int, Place]:
 
 
 def message(silent: tuple[int, ...] = (), **changes: dict) -> str:
-    return stalled(places(**changes), set(silent), timeout=60.0)
+    return stalled(places(**changes), set(silent), timeout=60.0, limit=60.0)
 
 
 def test_a_rank_behind_the_others_is_named():
@@ -47,9 +48,16 @@ def test_ranks_in_the_same_place_are_all_named():
     assert "rank 3 (node1)" in text
 
 
+def test_a_rank_that_is_late_is_named_beside_ranks_that_have_finished():
+    """They made as many beats, and rest."""
+    done = {f"rank{rank}": {"doing": watchdog_module.RESTING, "seconds": 0.0} for rank in (0, 1, 3)}
+    text = message(**done, rank2={"doing": "exporting"})
+    assert "no progress for 60 s; rank 2 (node1) exporting for 60 s." in text and "rank 0" not in text
+
+
 def test_of_many_ranks_eight_are_named():
     many = {rank: Place(1, "exporting", "node", 90.0, 30) for rank in range(12)}
-    text = stalled(many, set(), timeout=60.0)
+    text = stalled(many, set(), timeout=60.0, limit=60.0)
     assert "rank 7 (node)" in text and "rank 8 (node)" not in text and "and 4 more" in text
 
 
@@ -83,6 +91,50 @@ def test_a_rank_that_goes_on_while_it_looks_who_is_behind_is_not_stalled(alone, 
     assert "no progress for 6 s" in watchdog._stalled()
     monkeypatch.setattr(watchdog._ended, "wait", lambda pause: watchdog.beat("computing step 2"))
     assert watchdog._stalled() is None
+
+
+def looked_at(watchdog: Watchdog, monkeypatch, *tells: int) -> None:
+    """A world of four ranks, of which `tells` go on telling where they are."""
+    monkeypatch.setattr(watchdog_module.ranks, "world_size", lambda: 4)
+    told = iter(range(1000))
+
+    def tell(pause: float = 0.0, numbers: tuple[int, ...] = tells) -> None:
+        for rank in numbers:
+            place = Place(3, "computing step 1", f"node{rank // 2}", 1.0, next(told))
+            watchdog._store.set(f"watchdog/{rank}", json.dumps(vars(place)))
+
+    tell(numbers=(1, 2, 3))
+    monkeypatch.setattr(watchdog._ended, "wait", tell)
+
+
+def test_ranks_that_fell_silent_are_named_when_a_collective_fails(alone, monkeypatch):
+    watchdog, _ = alone
+    looked_at(watchdog, monkeypatch, 1)
+    assert watchdog.gone() == (
+        "rank 2 (node1), rank 3 (node1) are gone: they were killed, or their node is lost. What was saved "
+        "before is intact; the same command goes on from it"
+    )
+
+
+def test_nobody_is_taken_for_gone_who_tells_or_where_a_rank_has_said_why(alone, monkeypatch):
+    watchdog, _ = alone
+    looked_at(watchdog, monkeypatch, 1, 2, 3)
+    assert watchdog.gone() is None
+    looked_at(watchdog, monkeypatch)
+    assert "are gone" in watchdog.gone()
+    assert watchdog.fail("an error of another rank") and watchdog.gone() is None
+
+
+def test_a_part_of_the_start_has_a_limit_of_its_own_and_the_next_step_has_the_timeout(alone):
+    watchdog, later = alone
+    watchdog.starting("building the model")
+    later(watchdog_module.START_SECONDS - 1)
+    assert watchdog._stalled() is None
+    later(2)
+    assert "--timeout_minutes 0.1: no progress for 7200 s; all ranks are in the" in watchdog._stalled()
+    watchdog.beat("computing step 1")
+    later(7)
+    assert "no progress for 6 s" in watchdog._stalled()
 
 
 @pytest.mark.parametrize(("seconds", "ends"), [(0.0, True), (3.0, True), (100.0, False)])

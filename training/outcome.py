@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import os
 import platform
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from training import ranks
+from training.signals import stopping
 from training.trackers import redact
 
 EXIT_BAD_SETTING = 2
@@ -75,6 +78,8 @@ def exit_process(code: int) -> NoReturn:
     tensor while Python is torn down aborts the process, after all is saved and with another exit code
     (https://github.com/pytorch/pytorch/pull/179291).
     """
+    for number in stopping():  # what ends here has its exit code
+        signal.signal(number, signal.SIG_IGN)
     try:
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -83,45 +88,63 @@ def exit_process(code: int) -> NoReturn:
         os._exit(code)
 
 
-def end(error: BaseException, watchdog: Any | None) -> int:
+def end(error: BaseException, watchdog: Any | None, close: Callable[[], None] = lambda: None) -> int:
     """Say why the run ends, once for all ranks, and return the exit code; one of many ranks ends here.
 
-    Errors that are not for users come with their traceback: on one device by being raised again.
+    `close` what is still open, once that is said. Errors that are not for users come with their traceback:
+    on one device by being raised again.
     """
+    say = partial(_say, error, watchdog=watchdog, close=close)
     if isinstance(error, KeyboardInterrupt):
         message = "interrupted outside the training loop; what was saved before is intact"
-        return _say(error, message, 130, watchdog)
+        return say(message, 130)
     if isinstance(error, torch.OutOfMemoryError):
-        return _say(error, f"{str(error).splitlines()[0]} {OUT_OF_MEMORY}", EXIT_FAILED, watchdog)
+        return say(f"{str(error).splitlines()[0]} {OUT_OF_MEMORY}", EXIT_FAILED)
     if _lost_a_rank(error):
+        if watchdog is not None and (gone := watchdog.gone()):
+            return say(gone, EXIT_FAILED, own=False)
         text = str(error).splitlines()[0]
-        return _say(error, f"another rank is gone or does not answer ({text})", EXIT_FAILED, watchdog)
+        return say(f"another rank is gone or does not answer ({text})", EXIT_FAILED)
     if _raised_here(error) and isinstance(error, (ValueError, RuntimeError)):
         code = EXIT_BAD_SETTING if isinstance(error, ValueError) else EXIT_FAILED
-        return _say(error, str(error), code, watchdog)
+        return say(str(error), code)
     if ranks.world_size() == 1:
+        close()
         raise error
     details = "".join(traceback.format_exception(error))
-    return _say(error, f"{type(error).__name__}: {error}", EXIT_FAILED, watchdog, details)
+    return say(f"{type(error).__name__}: {error}", EXIT_FAILED, details=details)
 
 
-def _say(error: BaseException, message: str, code: int, watchdog: Any | None, details: str = "") -> int:
-    """Print it, if this rank is the first that fails, and end without waiting for the others."""
+def _say(
+    error: BaseException,
+    message: str,
+    code: int,
+    *,
+    watchdog: Any | None,
+    close: Callable[[], None],
+    own: bool = True,
+    details: str = "",
+) -> int:
+    """Print it, if this rank is the first that fails, and end without waiting for the others.
+
+    `own`: it is said of the ranks that failed, or of this one, whose name then comes first.
+    """
     message, many = redact(message), ranks.world_size() > 1
     if watchdog is None:  # before the ranks met
         shared = code == EXIT_BAD_SETTING and os.environ.get("LOCAL_RANK", "0") != "0"
         if not shared:  # a node's ranks read the same settings
-            own = f"rank {os.environ['RANK']} ({platform.node()}): " if "RANK" in os.environ else ""
-            print(f"error: {own if code != EXIT_BAD_SETTING else ''}{message}", file=sys.stderr, flush=True)
+            name = f"rank {os.environ['RANK']} ({platform.node()}): " if "RANK" in os.environ else ""
+            print(f"error: {name if code != EXIT_BAD_SETTING else ''}{message}", file=sys.stderr, flush=True)
         else:
             time.sleep(SECONDS_TO_BE_TOLD)
         return code
     failed = getattr(error, "ranks", {ranks.rank(): platform.node()})
-    if many and len(failed) < ranks.world_size():
+    if own and many and len(failed) < ranks.world_size():
         number, host = min(failed.items())
         message = f"rank {number}{f' ({host})' if host else ''}: {message}"
     if watchdog.fail(message):
         print(f"{redact(details)}error: {message}", file=sys.stderr, flush=True)
+    close()
     if many:
         sys.stdout.flush()
         os._exit(code)  # an orderly exit would wait for ranks that wait for this one

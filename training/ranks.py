@@ -26,8 +26,7 @@ T = TypeVar("T")
 
 _stores: list[dist.Store] = []  # the one that this process joined a job with
 
-# Of collectives: the watchdog ends a job that stalls, and says more; before the first step nothing but
-# silence does.
+# Of collectives; longer than any limit of the watchdog, which ends a job that stalls and says more.
 PATIENCE = timedelta(days=8)
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import platform
 import random
@@ -11,6 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,18 +52,22 @@ from training.packages import code_digest, version
 from training.run_folder import (
     check_resume,
     global_batch,
+    keep_wall_time,
     open_run_folder,
+    take_wall_time,
     train_losses,
     write_config,
 )
 from training.sharding import STRATEGIES
+from training.signals import caught
 from training.state import restore_run, save_run
 from training.trackers import Progress as Display
-from training.trackers import build_tracker, describe_environment
+from training.trackers import Tracker, build_tracker, describe_environment
 from training.trainer import Hooks, Meter, Progress, Trainer
-from training.watchdog import Watchdog
+from training.watchdog import DATA_SECONDS, Watchdog
 
 FOLDER_SECONDS = 5.0  # for a network file system to show what another node wrote
+KEEP_SECONDS = 30.0  # at least, between two log lines that wait for the wall time to be on disk
 CALIBRATION_PASSES = 2  # the second starts from the first one's scales, so that nothing underflows on the way
 
 
@@ -74,7 +80,7 @@ def main(
     `start` joins the job's other ranks, if there are any, and returns this one's device. `started` is
     time.perf_counter() at the command's start, from which the first step's time is told.
     """
-    watchdog = None
+    watchdog = run = None
     try:
         cfg = parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
         device = start(cfg)
@@ -85,10 +91,14 @@ def main(
         first = ranks.rank() == 0
         ranks.leave(watchdog.close)
         if code == 0 and first:  # the other GPUs are free by now
+            run.signals.close()
             run.answer_prompts()
         return code
     except (Exception, KeyboardInterrupt) as error:
-        return end(error, watchdog)
+        return end(error, watchdog, run.give_up if run is not None else lambda: None)
+    finally:
+        if run is not None:
+            run.signals.close()
 
 
 def say(text: str) -> None:
@@ -97,33 +107,41 @@ def say(text: str) -> None:
 
 
 class Run:
-    """One training run. Building decides and refuses; `run` trains and returns the exit code."""
+    """One training run. Building decides and refuses; `run` trains and returns the exit code.
+
+    From its loop on, signals end no rank alone, until whoever runs it has left the job and closes `signals`.
+    """
 
     def __init__(self, cfg: Config, device: torch.device, watchdog: Watchdog, started: float):
         self.cfg, self.device, self.watchdog, self.started = cfg, device, watchdog, started
+        self.signals, self.tracker = ExitStack(), Tracker()
         set_determinism(cfg.optim.deterministic, cfg.optim.seed)
         if ranks.rank() > 0:  # every rank reads the same rows and would say the same of them
             logging.getLogger("data").setLevel(logging.ERROR)
+        watchdog.starting("comparing settings")
         ranks.agree("the settings", cfg.to_dict())
         ranks.agree("the software", software())
-        ranks.together(self._decide)
+        watchdog.together("deciding what runs", self._decide)
         ranks.agree("what can run", self.precision.in_short())
         ranks.agree("the model's files", self.model_files)
+        watchdog.starting("choosing kernels")
         self._choose_kernels()
+        watchdog.starting("planning memory")
         self._plan_memory()
-        self.folder = ranks.on_first(self._open_folder)
+        self.folder = watchdog.on_first("opening the run folder", self._open_folder)
         self._see_folder()
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints",
             keep_last=cfg.checkpoint.keep_last,
             beat=lambda: watchdog.beat("saving", counts=False),  # ranks write different numbers of files
         )
-        self.resume, self.meta = ranks.on_first(self._find_checkpoint)
-        ranks.together(self._load_data)
+        self.resume, self.meta = watchdog.on_first("looking for a checkpoint", self._find_checkpoint)
+        watchdog.together("loading the data", self._load_data, DATA_SECONDS)
         self._agree_on_data()
         self.finished = self._is_finished()
         if not self.finished:
             ranks.on_first(lambda: write_config(cfg, self.folder))
+            watchdog.starting("building the model")
             self._build_model()
 
     def _decide(self) -> None:
@@ -391,6 +409,7 @@ class Run:
             one_pass_rotation=self.one_pass_rotation,
             residuals_in_norms=self.residuals_in_norms,
         )
+        self.watchdog.starting("building the optimizer")  # a rank that still reads weights is behind
         precision_map.apply(self.model, self.precision, fp8_attention=cfg.precision.fp8_attention)
         self.model.fp8_lm_head = cfg.precision.fp8_lm_head
         self.fp8_stats.attach(self.model)
@@ -466,6 +485,7 @@ class Run:
         # Everything is restored before the tracker opens: it cuts the log at the step that goes on.
         progress, self.scaling = Progress(), {}
         if self.resume:
+            self.watchdog.starting("restoring the checkpoint")
             progress, self.scaling = restore_run(
                 self.checkpoints,
                 self.resume,
@@ -477,6 +497,7 @@ class Run:
                 loader=self.loaders.train,
             )
             say(f"resumed from {self.resume} at step {progress.step}")
+        take_wall_time(self.folder, progress)
         count, total = self.cfg.log.profile_steps, self.total_steps
         profiled = ranks.together(lambda: profiling.profiled_steps(count, done=progress.step, total=total))[0]
         self.profiler = profiling.StepProfiler(self.folder, profiled)
@@ -493,6 +514,7 @@ class Run:
             },
         }
         self._write_environment()
+        self.watchdog.starting("opening the logs")
         self.tracker = build_tracker(
             self.cfg.log,
             self.folder,
@@ -501,10 +523,10 @@ class Run:
             resume_step=progress.step if self.resume else None,
             enabled=self.strategy.rank == 0,
         )
-        self.counted = self.started
+        self.counted, self.kept = self.started, -math.inf
         self.display = Display(self.total_steps, progress.step, enabled=self.strategy.rank == 0)
         self.trainer = self._build_trainer(progress)
-        code = EXIT_FAILED
+        self.signals.enter_context(caught())
         try:
             finished = self.trainer.fit()
             self.display.close()
@@ -518,8 +540,9 @@ class Run:
             self.fp8_stats.close()
             self.profiler.close()
             gc.unfreeze()  # a process that makes another run must be able to let go of this one
-            self.tracker.finish(code)
-            self._unlock()
+        self.watchdog.rest()  # uploads have a limit of their own
+        self.tracker.finish(code)
+        self._unlock()
         if code == EXIT_INTERRUPTED and not self.cfg.checkpoint.save_checkpoints:
             code = EXIT_FAILED
             say("nothing was saved (--no_save_checkpoints): the same command would do these steps again")
@@ -527,6 +550,11 @@ class Run:
             say(f"to go on: the same command with --output_dir {self.folder}")
         say(f"run folder: {self.folder}")
         return code
+
+    def give_up(self) -> None:
+        """Close what `run` has left open because of an error, within seconds."""
+        self.tracker.give_up(EXIT_FAILED)
+        self._unlock()
 
     def _steps_of_a_resumed_run(self, done: int) -> int:
         """As the settings say, unless the global batch changes now, or did at an earlier resume."""
@@ -578,6 +606,7 @@ class Run:
                 after_step=self._after_step,
                 after_first_step=self._after_first_step,
                 on_skipped=lambda: scaling_state.scrub_scaling(self.model),
+                logged=lambda: self._count_wall_time(keep=False),
                 evaluating=lambda: scaling_state.frozen_scaling(self.model),
                 save=self._save,
                 beat=self.watchdog.beat,
@@ -679,13 +708,19 @@ class Run:
             scaling=scaling_state.scaling_state(self.model) or self.scaling,
         )
 
-    def _count_wall_time(self) -> None:
-        """Up to now; GPUs and nodes may be others after a resume, so their hours add up here too."""
+    def _count_wall_time(self, *, keep: bool = True) -> None:
+        """Up to now; GPUs and nodes may be others after a resume, so their hours add up here too.
+
+        The run folder keeps it for the next start: at once if told to `keep` it, else every KEEP_SECONDS.
+        """
         progress, now = self.trainer.progress, time.perf_counter()
         seconds, self.counted = now - self.counted, now
         progress.wall_seconds += seconds
         progress.gpu_seconds += seconds * self._gpus()
         progress.node_seconds += seconds * self.strategy.num_nodes
+        if self.strategy.rank == 0 and (keep or now - self.kept > KEEP_SECONDS):
+            self.kept = now
+            keep_wall_time(self.folder, progress)
 
     def _gpus(self) -> int:
         return self.strategy.world_size if self.device.type == "cuda" else 0

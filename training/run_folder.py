@@ -1,8 +1,12 @@
-"""The run folder: config.json, env.json, metrics.jsonl, checkpoints/, export/, summary.json."""
+"""The run folder: config.json, env.json, metrics.jsonl, wall_time.json, checkpoints/, export/, summary.json.
+
+wall_time.json has what the run cost in all its starts, of one that was killed up to its last log lines.
+"""
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -128,3 +132,20 @@ def train_losses(folder: Path) -> list[float]:
         [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
     )
     return [line["train/loss"] for line in lines if isinstance(line.get("train/loss"), float)]
+
+
+WALL_TIME = ("wall_seconds", "gpu_seconds", "node_seconds")
+
+
+def keep_wall_time(folder: Path, progress: Any) -> None:
+    """Write it down; `progress` is a trainer's."""
+    with suppress(OSError):  # a disk that is full is told of by what must be written
+        write_json(folder / "wall_time.json", {name: getattr(progress, name) for name in WALL_TIME})
+
+
+def take_wall_time(folder: Path, progress: Any) -> None:
+    """Raise what `progress` has from a checkpoint; both are sums over all starts, so nothing counts twice."""
+    path = folder / "wall_time.json"
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    for name, seconds in kept.items():
+        setattr(progress, name, max(seconds, getattr(progress, name)))

@@ -16,6 +16,7 @@ import secrets
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -61,6 +62,12 @@ class Tracker:
         self._write("finish", exit_code)
         self._record, self._mirrors = None, {}
 
+    def give_up(self, exit_code: int) -> None:
+        """`finish` within seconds, for a run that failed: it holds its GPUs, and maybe other ranks."""
+        closing = threading.Thread(target=self.finish, args=(exit_code,), daemon=True)
+        closing.start()
+        closing.join(FAILED_UPLOAD_SECONDS)
+
     def _write(self, method: str, *args: Any) -> None:
         if self._record is None:
             return
@@ -92,7 +99,7 @@ def build_tracker(
     """Open the run's writers; `enabled` is False on every rank but 0, whose tracker writes nothing.
 
     `config` and `tags` go to W&B. `resume_step` is the step of the checkpoint that the run continues from,
-    None for a new run: later lines of the folder's metrics.jsonl move to metrics.discarded.jsonl.
+    None if there is none: later lines of the folder's metrics.jsonl move to metrics.discarded.jsonl.
     RuntimeError when a requested service is not installed; one that fails is reported and left out.
     """
     if not enabled:
@@ -102,10 +109,14 @@ def build_tracker(
     if cfg.log_dir:
         flag = f"--log_dir {cfg.log_dir}"
         _require_package(flag, "tensorboard", "torch.utils.tensorboard", "SummaryWriter")
+    new = resume_step is None and (run_folder / "summary.json").exists()  # after one that was finished
+    purge_step = resume_step + 1 if resume_step is not None else None
+    if resume_step is None and (run_folder / "metrics.jsonl").exists():
+        purge_step = 0  # what an earlier start logged; without one, other runs may log to the same folder
     record = MetricsFile(run_folder, resume_step)
-    builders = {
-        "W&B": (cfg.use_wandb, lambda: WandbWriter(cfg, run_folder, config, tags, resume_step)),
-        "TensorBoard": (cfg.log_dir, lambda: TensorBoardWriter(cfg.log_dir, resume_step)),
+    builders = {  # finished in this order; W&B may be given up
+        "TensorBoard": (cfg.log_dir, lambda: TensorBoardWriter(cfg.log_dir, purge_step)),
+        "W&B": (cfg.use_wandb, lambda: WandbWriter(cfg, run_folder, config, tags, new)),
     }
     mirrors: dict[str, Writer] = {}
     for name, (wanted, build) in builders.items():
@@ -199,10 +210,11 @@ def _without_non_finite(value: Any) -> Any:
 
 # At its end a run waits this long for uploads; the rest stays on disk for `wandb sync`.
 UPLOAD_SECONDS = 300.0
+FAILED_UPLOAD_SECONDS = 5.0  # if it failed; below the watchdog's GRACE_SECONDS
 
 
 class WandbWriter:
-    """A W&B run; its id stays in the run folder (wandb_id.txt), so a resumed run continues it."""
+    """A W&B run; its id stays in the run folder (wandb_id.txt), so it goes on until the run is finished."""
 
     def __init__(
         self,
@@ -210,13 +222,13 @@ class WandbWriter:
         run_folder: Path,
         config: dict[str, Any],
         tags: list[str],
-        resume_step: int | None,
+        new: bool,
     ) -> None:
         import wandb
 
         check_server(cfg)
         id_file = run_folder / "wandb_id.txt"
-        resumed = resume_step is not None and id_file.exists()
+        resumed = not new and id_file.exists()
         run_id = id_file.read_text().strip() if resumed else secrets.token_hex(4)
         id_file.write_text(run_id + "\n")
         own_tags = [tag.strip() for tag in (cfg.wandb_tags or "").split(",") if tag.strip()]
@@ -275,12 +287,12 @@ def check_server(cfg: LogConfig) -> None:
 
 
 class TensorBoardWriter:
-    """TensorBoard event files; a resumed run hides the events after its checkpoint."""
+    """TensorBoard event files; those of earlier starts from `purge_step` on are hidden."""
 
-    def __init__(self, log_dir: str, resume_step: int | None) -> None:
+    def __init__(self, log_dir: str, purge_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(log_dir, purge_step=None if resume_step is None else resume_step + 1)
+        self._writer = SummaryWriter(log_dir, purge_step=purge_step)
 
     def log(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from training.config import Config
 from training.metrics import ModelShape, mfu, model_flops, perplexity, tokens_per_second
-from training.signals import stopping
+from training.signals import caught
 
 RATES = (
     "perf/tokens_per_second",
@@ -64,6 +63,7 @@ class Hooks:
     after_step: Callable[[int], None] = lambda step: None  # before anything else is done with the model
     after_first_step: Callable[[], None] = lambda: None
     on_skipped: Callable[[], None] = lambda: None
+    logged: Callable[[], None] = lambda: None  # a line of training's log is written
     evaluating: Callable[[], AbstractContextManager] = nullcontext
     beat: Callable[[str], None] = lambda doing: None  # what this rank does next, for who watches over it
     # (step, evaluation loss at it or None)
@@ -257,12 +257,8 @@ class Trainer:
 
     def fit(self) -> bool:
         """Run to the end; False if a signal stopped it first. Everything is saved either way."""
-        restore = [(number, signal.signal(number, self._on_signal)) for number in stopping()]
-        try:
+        with caught(self._on_signal):
             return self._fit()
-        finally:
-            for number, handler in restore:
-                signal.signal(number, handler)
 
     def _fit(self) -> bool:
         if self.total_steps == 0:
@@ -282,10 +278,8 @@ class Trainer:
                 if self.progress.step >= self.total_steps:
                     break
         self._evaluate_and_log()
-        if self.strategy.any(self.stop_requested):
-            return self._stop()
         self._save()
-        return True
+        return not self.strategy.any(self.stop_requested) or self._stop()
 
     def _stop(self) -> bool:
         self._judge(all_of_them=True)
@@ -407,6 +401,7 @@ class Trainer:
             rates = self._short_rates if self.meter.rows_per_step < self._rows_of_a_step() else self.rates
             rates.append({name: metrics[name] for name in RATES if name in metrics})
         self.tracker.log(self.progress.step, metrics)
+        self.hooks.logged()
         self.display.update(self.progress.step, metrics)
 
     def _rows_of_a_step(self) -> int:

@@ -14,17 +14,25 @@ import platform
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from training import ranks
 from training.outcome import EXIT_FAILED
 
+T = TypeVar("T")
+
+# A part of the start may take as long where --timeout_minutes is less.
+DATA_SECONDS = 6 * 3600.0  # one rank may tokenise while the others wait
+START_SECONDS = 2 * 3600.0  # any other, such as reading a large model over a slow network
 GRACE_SECONDS = 10.0  # for a rank that hears of another's failure to end on its own
 LOOKS = 4  # pauses that a rank without progress takes to see which others go on
 SILENCE_SECONDS = 60.0  # after which a rank that said something every two seconds is taken for dead
+RESTING = "waiting for the others"
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,7 @@ class Watchdog:
         self.timeout = 60 * timeout_minutes
         self.pause = min(2.0, self.timeout / 10)
         self._beats, self._doing, self._since, self._told = 0, "starting", None, 0
+        self._limit = self.timeout  # of what is done now
         self._next, self._heard = None, time.monotonic()  # the next rank's last place, and since when it is
         self._ended = threading.Event()
         self._store = None
@@ -62,16 +71,38 @@ class Watchdog:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
 
-    def beat(self, doing: str, *, counts: bool = True) -> None:
+    def beat(self, doing: str, *, counts: bool = True, limit: float = 0.0) -> None:
         """The main thread is alive and does this next; the first call starts the clock.
 
-        What not all ranks do as often must not count: a rank with fewer beats is taken to be behind.
+        It may take --timeout_minutes, or `limit` seconds if those are more. What not all ranks do as often
+        must not count: a rank with fewer beats is taken to be behind.
         """
         self._beats, self._doing, self._since = self._beats + counts, doing, time.monotonic()
+        self._limit = max(self.timeout, limit)
+
+    def starting(self, doing: str) -> None:
+        """A beat before the first step."""
+        self.beat(doing, limit=START_SECONDS)
+
+    def together(self, doing: str, work: Callable[[], T], limit: float | None = None) -> list[T]:
+        """`ranks.together` before the first step; a rank late with `work` is behind those that wait."""
+        limit = START_SECONDS if limit is None else limit
+
+        def watched() -> T:
+            self.beat(doing, limit=limit)
+            result = work()
+            self.beat(f"waiting after {doing}", limit=limit)
+            return result
+
+        return ranks.together(watched)
+
+    def on_first(self, doing: str, work: Callable[[], T]) -> T:
+        """`ranks.on_first` before the first step, watched over in the same way."""
+        return self.together(doing, lambda: work() if ranks.rank() == 0 else None)[0]
 
     def rest(self) -> None:
         """No progress is expected until the next beat."""
-        self._doing, self._since = "waiting for the others", None
+        self._doing, self._since = RESTING, None
 
     def close(self) -> None:
         self._ended.set()
@@ -91,6 +122,24 @@ class Watchdog:
             except (dist.DistError, RuntimeError):
                 return True  # nobody is left to tell
         return first
+
+    def gone(self) -> str | None:
+        """Who fell silent, for a rank whose collective failed; None if nobody did, or a rank has said why."""
+        if self._store is None:
+            return None
+        try:
+            with self._lock:
+                failed = self._store.check(["watchdog/failure"])
+            places, silent = ({}, set()) if failed else self._look_around()
+        except (dist.DistError, RuntimeError):
+            return None
+        if not silent:
+            return None
+        names = [f"rank {rank} ({places[rank].host})" for rank in sorted(silent)]
+        how = "is gone: it was killed, or its node is lost"
+        if len(names) > 1:
+            how = "are gone: they were killed, or their node is lost"
+        return f"{_listed(names, ', ')} {how}. {AFTERWARDS}"
 
     def _watch(self) -> None:
         answered = time.monotonic()
@@ -112,7 +161,7 @@ class Watchdog:
                 answered = time.monotonic()
             except (dist.DistError, RuntimeError):  # a slow store is not a lost one
                 if self._overdue() and time.monotonic() - answered > SILENCE_SECONDS:
-                    print(f"error: {lost(self.timeout)}", file=sys.stderr, flush=True)
+                    print(f"error: {lost(self.timeout, self._limit)}", file=sys.stderr, flush=True)
                     self._exit()
 
     def _rest(self) -> bool:
@@ -142,22 +191,26 @@ class Watchdog:
         return None
 
     def _overdue(self) -> bool:
-        return self._since is not None and time.monotonic() - self._since > self.timeout
+        return self._since is not None and time.monotonic() - self._since > self._limit
 
     def _stalled(self) -> str | None:
         if not self._overdue():
             return None
+        places, silent = self._look_around()
+        if not self._overdue():
+            return None
+        return stalled(places, silent, timeout=self.timeout, limit=self._limit)
+
+    def _look_around(self) -> tuple[dict[int, Place], set[int]]:
+        """Where all ranks are, and which of them have said nothing for some pauses."""
         everyone = list(range(ranks.world_size()))
         before = self._places(everyone)
         for _ in range(LOOKS):  # others listen to this rank meanwhile
             self._ended.wait(self.pause)
             with self._lock:
                 self._tell()
-        if not self._overdue():
-            return None
         after = self._places(everyone)
-        silent = {rank for rank, place in after.items() if place == before.get(rank)} - {ranks.rank()}
-        return stalled(after, silent, timeout=self.timeout)
+        return after, {rank for rank, place in after.items() if place == before.get(rank)} - {ranks.rank()}
 
     def _exit(self) -> None:
         if not self._ended.is_set():
@@ -181,19 +234,24 @@ class Watchdog:
 AFTERWARDS = "What was saved before is intact; the same command goes on from it"
 
 
-def lost(timeout: float) -> str:
+def lost(timeout: float, limit: float) -> str:
     return (
-        f"--timeout_minutes {timeout / 60:g}: no progress for {timeout:.0f} s on rank {ranks.rank()} "
+        f"--timeout_minutes {timeout / 60:g}: no progress for {limit:.0f} s on rank {ranks.rank()} "
         f"({platform.node()}), and the job's store does not answer: its host may be gone. {AFTERWARDS}"
     )
 
 
-def stalled(places: dict[int, Place], silent: set[int], *, timeout: float) -> str:
-    """Who holds the job up: ranks that are silent, else those with the fewest beats."""
-    least = min(place.beats for place in places.values())
-    behind = [rank for rank, place in places.items() if place.beats == least]
-    named = sorted(silent) or (behind if len(behind) < len(places) else [])
+def stalled(places: dict[int, Place], silent: set[int], *, timeout: float, limit: float) -> str:
+    """Who holds the job up: ranks that are silent, else those with the fewest beats that do not rest."""
+    awake = {rank: place for rank, place in places.items() if place.doing != RESTING}
+    least = min((place.beats for place in awake.values()), default=None)
+    behind = [rank for rank, place in awake.items() if place.beats == least]
+    named = sorted(silent) or (behind if 0 < len(behind) < len(places) else [])
     shown = [places[rank].describe(rank, silent=rank in silent) for rank in (named or places)]
-    who = "; ".join(shown[:8]) + (f"; and {len(shown) - 8} more" if len(shown) > 8 else "")
-    others = "" if named else "all ranks are in the same place: "
-    return f"--timeout_minutes {timeout / 60:g}: no progress for {timeout:.0f} s; {others}{who}. {AFTERWARDS}"
+    who = ("" if named else "all ranks are in the same place: ") + _listed(shown, "; ")
+    return f"--timeout_minutes {timeout / 60:g}: no progress for {limit:.0f} s; {who}. {AFTERWARDS}"
+
+
+def _listed(names: list[str], between: str) -> str:
+    more = [f"and {len(names) - 8} more"] if len(names) > 8 else []
+    return between.join(names[:8] + more)

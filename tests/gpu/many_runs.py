@@ -29,6 +29,7 @@ def go(name: str, flags: str, folder: Path, device: torch.device, watchdog: Watc
     torch.cuda.reset_peak_memory_stats()
     run = Run(cfg, device, watchdog, time.perf_counter())
     code = run.run()
+    run.signals.close()
     left = {"code": code, "scaling": fingerprint(scaling_state(run.model))}
     left["fp8_weights"] = sum(len(getattr(m, "_fp8_workspaces", ())) for m in run.model.modules())
     left["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
