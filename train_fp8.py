@@ -21,8 +21,9 @@ if __name__ == "__main__":
 
         parse_config(["--help"], prog="train_fp8.py", description=__doc__)
     try:
+        from training.outcome import exit_process
         from training.run import main
     except KeyboardInterrupt:
         sys.exit("error: interrupted before the start")
 
-    sys.exit(main(sys.argv[1:], description=__doc__, start=one_device, started=STARTED))
+    exit_process(main(sys.argv[1:], description=__doc__, start=one_device, started=STARTED))

@@ -840,6 +840,20 @@ def test_fp8_weights_that_the_ranks_cannot_share_evenly_are_refused(tmp_path):
     assert "--fp8_all_gather: 3 ranks cannot share the 256 rows of self_attn.q_proj.weight" in error
 
 
+def with_a_library_s_error(rank: int) -> None:
+    if rank == 1:
+        run.build_loaders = lambda *args, **words: json.loads("{")  # a ValueError
+
+
+def test_a_library_s_error_on_one_rank_is_none_of_a_setting(tmp_path):
+    """Whichever rank tells of it: the code is 1, and the traceback is that of the rank that failed."""
+    job = start(tmp_path / "run", patch=with_a_library_s_error)
+    assert job.wait(60) == [EXIT_FAILED] * 2
+    (error,) = job.errors()
+    assert re.match(r"error: rank 1 \(.*\): JSONDecodeError: ", error)
+    assert job.printed().count("Traceback") == 1 and "raise JSONDecodeError" in job.printed()
+
+
 @pytest.mark.parametrize("flags", ["--sharding_mode hsdp --hsdp_shard_size 1", "--sharding_mode ds_zero2"])
 def test_every_process_group_waits_as_long_as_the_watchdog(flags, tmp_path):
     train(tmp_path / "run", f"{flags} --max_steps 1 --no_export", patch=with_timeouts_looked_at)

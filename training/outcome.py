@@ -72,7 +72,7 @@ class _Lasting:
 
 
 def exit_process(code: int) -> NoReturn:
-    """sys.exit for a rank: exit handlers run and output is flushed, but Python is not torn down.
+    """sys.exit for a run: exit handlers run and output is flushed, but Python is not torn down.
 
     A process group that something still refers to keeps Gloo's threads, and one that lets go of its last
     tensor while Python is torn down aborts the process, after all is saved and with another exit code
@@ -111,7 +111,7 @@ def end(error: BaseException, watchdog: Any | None, close: Callable[[], None] = 
     if ranks.world_size() == 1:
         close()
         raise error
-    details = "".join(traceback.format_exception(error))
+    details = getattr(error, "details", None) or "".join(traceback.format_exception(error))
     return say(f"{type(error).__name__}: {error}", EXIT_FAILED, details=details)
 
 
@@ -157,7 +157,9 @@ def _lost_a_rank(error: BaseException) -> bool:
 
 
 def _raised_here(error: BaseException) -> bool:
-    """Whether our own code raised it: such messages are written for users, others need their traceback."""
+    """Whether our own code raised it, on whichever rank: such messages are written for users, others need
+    their traceback."""
     root = Path(__file__).resolve().parent.parent
-    path = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+    raised = getattr(error, "origin", None) or traceback.extract_tb(error.__traceback__)[-1].filename
+    path = Path(raised).resolve()
     return path.is_relative_to(root) and "site-packages" not in path.parts

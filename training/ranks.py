@@ -10,6 +10,7 @@ import os
 import pickle
 import platform
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -200,23 +201,28 @@ def gather(value: T) -> list[T]:
 def together(work: Callable[[], T]) -> list[T]:
     """Run `work` on every rank: all results in rank order, or one failing rank's error on every rank.
 
-    An error carries `ranks`, {rank: host} of those that failed. For work without collectives of its own.
+    An error carries `ranks`, {rank: host} of those that failed, and `origin` and `details`, the file that
+    raised it and the traceback there. For work without collectives of its own.
     """
     own: Exception | None = None
-    result = None
+    result = raised = None
     try:
         result = work()
     except Exception as error:
         own = error
-    outcomes = gather((result, own and _portable(own), platform.node()))
-    failed = {number: host for number, (_, error, host) in enumerate(outcomes) if error is not None}
+        origin = traceback.extract_tb(error.__traceback__)[-1].filename
+        raised = _portable(error), origin, "".join(traceback.format_exception(error))
+    outcomes = gather((result, raised, platform.node()))
+    failed = {number: host for number, (_, raised, host) in enumerate(outcomes) if raised is not None}
     if failed:
-        error = own or outcomes[min(failed)][1]  # its own has the traceback
-        error.ranks = failed
+        error, origin, details = outcomes[min(failed)][1]
+        error = own or error  # its own has the traceback
+        error.ranks, error.origin, error.details = failed, origin, details
         try:
             raise error
         finally:
-            del error, own, outcomes  # or the traceback would keep alive what `work` held, such as a lock
+            # Or the traceback would keep alive what `work` held, such as a lock.
+            del error, own, outcomes, raised
     return [result for result, *_ in outcomes]
 
 
