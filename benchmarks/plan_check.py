@@ -42,6 +42,7 @@ UNTIMED = {
     "h200-modes/Llama-3.2-1B-2gpu-ds_zero3_offload": "one thread stepped the optimizer",
     "h200-modes/Meta-Llama-3.1-8B-2gpu-ds_zero3": "fell from interval to interval",
     "h200-modes/same-*": "ran beside others",
+    "h200-modes/*-accumulation-freed": "ran beside others",
     "h200-eight/1b-8gpu-*": "an epoch ended, with a smaller step, among the few steps that were timed",
     "thousand_steps/*": "ran beside others",
 }

@@ -194,7 +194,7 @@ def start_together(store: dist.Store, order: list[int]) -> set[str]:
     names = {}
 
     def join(number: int) -> None:
-        names[number] = ranks._agree_on_start(store, number, len(order), timedelta(seconds=20))
+        names[number] = ranks.agree_on_start(store, number, len(order), timedelta(seconds=20))
 
     threads = [threading.Thread(target=join, args=(number,)) for number in order]
     for thread in threads:
@@ -217,4 +217,4 @@ def test_a_start_without_its_first_rank_ends():
     store = dist.HashStore()
     start_together(store, [0, 1])
     with pytest.raises(RuntimeError, match="rank 0 does not answer rank 1"):
-        ranks._agree_on_start(store, 1, 2, timedelta(seconds=0.3))
+        ranks.agree_on_start(store, 1, 2, timedelta(seconds=0.3))
