@@ -214,6 +214,9 @@ def test_the_time_of_a_start_that_was_killed_counts_once(tmp_path, monkeypatch):
     (folder / "wall_time.json").unlink()  # as in folders of older versions
     train(folder, f"{flags} --max_steps 5")
     assert runtime() > 1000
+    shutil.rmtree(folder / "checkpoints")
+    train(folder, flags)  # another run in the place of a finished one
+    assert runtime() < 1000
 
 
 def test_a_broken_config_is_one_line(tmp_path, capsys):

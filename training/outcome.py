@@ -157,8 +157,7 @@ def _lost_a_rank(error: BaseException) -> bool:
 
 
 def _raised_here(error: BaseException) -> bool:
-    """Whether our own code raised it, on whichever rank: such messages are written for users, others need
-    their traceback."""
+    """Whether our own code raised it, on whichever rank: for users, where others need their traceback."""
     root = Path(__file__).resolve().parent.parent
     raised = getattr(error, "origin", None) or traceback.extract_tb(error.__traceback__)[-1].filename
     path = Path(raised).resolve()

@@ -39,7 +39,7 @@ STARTED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SI
 def refuse_several(why: str, instead: str) -> None:
     """ValueError where a launcher started several processes: each would train a run of its own."""
     for name in STARTED:
-        if (count := os.environ.get(name, "1")) != "1":
+        if (count := os.environ.get(name)) not in (None, "", "0", "1"):
             raise ValueError(f"{name}={count}: {why}, and each process would run alone; use {instead}")
 
 

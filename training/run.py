@@ -497,7 +497,10 @@ class Run:
                 loader=self.loaders.train,
             )
             say(f"resumed from {self.resume} at step {progress.step}")
-        take_wall_time(self.folder, progress)
+        if (
+            self.resume or not (self.folder / "summary.json").exists()
+        ):  # else a finished run's, not this one's
+            take_wall_time(self.folder, progress)
         count, total = self.cfg.log.profile_steps, self.total_steps
         profiled = ranks.together(lambda: profiling.profiled_steps(count, done=progress.step, total=total))[0]
         self.profiler = profiling.StepProfiler(self.folder, profiled)
