@@ -1052,11 +1052,27 @@ exit_process(75)
     assert (job.returncode, job.stdout) == (75, "not flushed, exit handler\n"), job.stderr
 
 
-def test_two_nodes_train_together(reference, tmp_path):
+def two_nodes() -> str:
+    """torchrun's options for one of two agents on this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options = f"--nnodes=2 --nproc_per_node=1 --rdzv_backend=c10d --rdzv_endpoint=localhost:{port}"
+    return f"--nnodes=2 --nproc_per_node=1 --rdzv_backend=c10d --rdzv_endpoint=localhost:{port}"
+
+
+def test_a_node_whose_ranks_cannot_start_ends_the_others(tmp_path):
+    """They would wait for it as long as for progress."""
+    options = two_nodes()
+    nodes = [Torchrun(tmp_path / "run", flags, options) for flags in ("", "--config only_there.yaml")]
+    began = time.monotonic()
+    outputs = [node.end() for node in nodes]
+    assert time.monotonic() - began < 60 and all(node.agent.returncode == 1 for node in nodes), outputs
+    for output in outputs:
+        assert re.search(r"^error: (rank . \(.*\): )?--config only_there.yaml: ", output, re.M), output
+
+
+def test_two_nodes_train_together(reference, tmp_path):
+    options = two_nodes()
     nodes = [Torchrun(tmp_path / "run", "--sharding_mode fsdp_full", options) for _ in range(2)]
     outputs = [node.end() for node in nodes]
     assert [node.agent.returncode for node in nodes] == [0, 0], outputs

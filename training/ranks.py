@@ -13,6 +13,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -92,28 +93,53 @@ def agree_on_start(store: dist.Store, number: int, size: int, timeout: timedelta
     torchrun --max_restarts keeps its store, where new ranks would find the addresses of dead ones, and each
     node counts restarts on its own (https://github.com/pytorch/pytorch/issues/135712). So rank 0 makes a
     name, and the others take one only from a rank 0 that knows of them.
-    TimeoutError names those that did not come.
+    TimeoutError names those that did not come; the error of one that will not is raised here, too.
     """
     own = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout.total_seconds()
+
+    def wait() -> bool:
+        """A while; False once it has been too long."""
+        if store.check([_failure()]):
+            code, message = json.loads(store.get(_failure()))
+            raise (ValueError if code == 2 else RuntimeError)(message)
+        time.sleep(0.05)
+        return time.monotonic() < deadline
+
     if number == 0:
         store.set("start", own)
         keys = {other: f"{own}/{other}" for other in range(1, size)}
-        try:
-            store.wait(list(keys.values()), timeout)
-        except dist.DistError:
-            missing = [str(other) for other, key in keys.items() if not store.check([key])]
-            raise TimeoutError(f"ranks {', '.join(missing)} of {size}") from None
+        while keys and not store.check(list(keys.values())):
+            if not wait():
+                missing = [str(other) for other, key in keys.items() if not store.check([key])]
+                raise TimeoutError(f"ranks {', '.join(missing)} of {size}")
         known = [store.get(key).decode() for key in keys.values()]
         store.set(f"{own}/known", json.dumps(known))
         return own
-    deadline = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < deadline:
+    while wait():
+        if not store.check(["start"]):
+            continue
         name = store.get("start").decode()
         store.set(f"{name}/{number}", own)
         if store.check([f"{name}/known"]) and own in json.loads(store.get(f"{name}/known")):
             return name
-        time.sleep(0.05)
     raise RuntimeError(f"rank 0 does not answer rank {number} ({platform.node()}); start the job again")
+
+
+def _failure() -> str:
+    """Where the store has why a rank of this start will not come."""
+    return f"failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def will_not_come(message: str, code: int) -> None:
+    """Tell the ranks that wait for this one to join why it ends, with which exit code; no more than a try."""
+    if not under_torchrun() or _stores:
+        return
+    with suppress(Exception):
+        store, number, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=5)))
+        if not store.check([_failure()]):  # of several, the first
+            text = f"rank {number} ({platform.node()}): {message}"
+            store.set(_failure(), json.dumps([code, text]))
 
 
 def be_patient() -> None:
