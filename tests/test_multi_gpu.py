@@ -26,6 +26,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401  (what a run impor
 from safetensors.torch import load_file, save_file
 from torch.distributed import distributed_c10d as c10d
 
+from data import loader
 from data.loader import StoredItems
 from data.samples import Split
 from te_models.hugging_face import HFCausalLM
@@ -805,6 +806,23 @@ def test_ranks_with_other_deepspeed_files_of_one_name_are_refused(tmp_path):
     flags = "--sharding_mode deepspeed --deepspeed_config mine.json"
     error = refused(start(tmp_path / "run", flags, patch=partial(in_a_folder_of_its_own, tmp_path)))
     assert re.search(r"the settings of --deepspeed_config mine.json differ on rank 1 \(.*\): zero_opt", error)
+
+
+def with_small_windows(folder: Path, rank: int) -> None:
+    loader.WINDOW = 20
+    in_a_folder_of_its_own(folder, rank)
+
+
+def test_a_stream_that_becomes_another_on_a_rank_ends_the_job(tmp_path):
+    """The start compares what was read by then."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        later = [f"{i} " * 100 * rank + "the end" for i in range(40)]
+        text = rows(30) + "".join(json.dumps({"text": line}) + "\n" for line in later)
+        (tmp_path / str(rank) / "rows.jsonl").write_text(text)
+    flags = "--dataset_name rows.jsonl --split_name train --streaming --eval_samples 0 --max_steps 40"
+    error = refused(start(tmp_path / "run", flags, patch=partial(with_small_windows, tmp_path)))
+    assert re.search(r"places in the stream differ on rank 1 \(.*\): row and sequence \[", error)
 
 
 def test_a_folder_of_the_same_name_on_each_node_is_not_a_shared_one(tmp_path):

@@ -356,6 +356,12 @@ class Run:
             say(f"evaluation: {line}")
         self.total_steps = count_steps(cfg, self._per_epoch())
 
+    def _logged(self) -> None:
+        self._count_wall_time(keep=False)
+        if self.cfg.data.streaming:  # of which the ranks have compared the first window alone
+            train = self.loaders.train
+            ranks.agree("places in the stream", {"epoch": train.epoch, "row and sequence": train.position})
+
     def _agree_on_data(self) -> None:
         held = self.loaders.eval
         evaluation = None if held is None else [held.identity["samples"], held.micro_batches_per_epoch]
@@ -609,7 +615,7 @@ class Run:
                 after_step=self._after_step,
                 after_first_step=self._after_first_step,
                 on_skipped=lambda: scaling_state.scrub_scaling(self.model),
-                logged=lambda: self._count_wall_time(keep=False),
+                logged=self._logged,
                 evaluating=lambda: scaling_state.frozen_scaling(self.model),
                 save=self._save,
                 beat=self.watchdog.beat,
