@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 from benchmarks.gaps import Comparison, loss_gap, noise_band
-from benchmarks.runs import WORK, RunRecord, Series, labels, smooth
+from benchmarks.runs import WORK, WORK_BY_DEFAULT, RunRecord, Series, labels, smooth
 
 # Okabe and Ito's colours, which most colour-blind people tell apart; without the yellow, too light on paper.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5195")
@@ -38,6 +38,7 @@ PAGE = PAPER | {
 }
 POINTS = 800  # of a raw curve at most, since more fit no screen
 LABEL_WIDTH = 44  # characters of a line in a legend or beside a bar
+LEGEND_WIDTH = 65  # of a label, for two columns of a legend to fit
 FEW = 10  # points that a line alone would not show
 
 
@@ -173,7 +174,7 @@ def scaling(runs: list[RunRecord], axis: str) -> dict[str, list[tuple[int, RunRe
 
     Emulated runs and runs on a CPU have no place in it. Modes belong to a point, not to a line: one GPU has
     none, and a line from 1 GPU to several is what is asked for. What else of the work is not the same in all
-    runs of a name stands in the name.
+    runs of a name stands in the name, less what is the default.
     """
     x, rest, along = AXES[axis]
     named: dict[str, list[RunRecord]] = {}
@@ -186,7 +187,8 @@ def scaling(runs: list[RunRecord], axis: str) -> dict[str, list[tuple[int, RunRe
     for name, members in named.items():
         other = [n for n in WORK if n not in along and len({str(run.work[n]) for run in members}) > 1]
         for run in members:
-            line = ", ".join([name, *(f"{n}={run.work[n]}" for n in other)])
+            own = [n for n in other if run.work[n] != WORK_BY_DEFAULT[n]]
+            line = ", ".join([name, *(f"{n}={run.work[n]}" for n in own)])
             lines.setdefault(line, []).append((x(run), run))
     several = {line: points for line, points in lines.items() if len({at for at, _ in points}) > 1}
     return {line: sorted(points, key=lambda point: point[0]) for line, points in sorted(several.items())}
@@ -282,6 +284,7 @@ def _ink() -> str:
 def _legend(figure: Figure, axes: Axes, wanted: bool) -> None:
     handles = [artist for artist in axes.get_legend_handles_labels()[0] if wanted]
     if handles:
-        shown = figure.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=8)
+        columns = 1 if max(len(artist.get_label()) for artist in handles) > LEGEND_WIDTH else 2
+        shown = figure.legend(handles=handles, loc="outside lower left", ncols=columns, fontsize=8)
         for text in shown.get_texts():
             text.set_parse_math(False)  # a $ in a folder's name is a $

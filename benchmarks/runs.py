@@ -22,6 +22,7 @@ Series = list[tuple[int, float]]  # (optimizer step, value)
 WORK = ("max_seq_length", "batch_size", "gradient_accumulation_steps", "packing", "gradient_checkpointing")
 WORK += ("compile", "master_weights", "moment_dtype", "grad_reduce_dtype", "precision_map", "fp8_lm_head")
 WORK += ("fp8_fast_accumulation", "fp8_attention", "bf16_first_layers", "bf16_last_layers")
+WORK_BY_DEFAULT = {name: value for name, value in Config().to_dict().items() if name in WORK}
 # What the config.json of every run has, and no other's.
 OF_A_RUN = ("mixed_precision", "batch_size", "gradient_accumulation_steps", "max_seq_length")
 
@@ -101,8 +102,7 @@ class RunRecord:
     @property
     def work(self) -> dict[str, Any]:
         """What else two runs of a model and recipe must share for their rates to be compared."""
-        default = Config().to_dict()  # what runs had that are older than a setting
-        return {name: self.config.get(name, default[name]) for name in WORK}
+        return WORK_BY_DEFAULT | {name: self.config[name] for name in WORK if name in self.config}
 
     @property
     def tokens_per_gpu(self) -> float | None:
