@@ -1070,27 +1070,33 @@ exit_process(75)
     assert (job.returncode, job.stdout) == (75, "not flushed, exit handler\n"), job.stderr
 
 
-def two_nodes() -> str:
-    """torchrun's options for one of two agents on this machine."""
+def two_nodes() -> tuple[str, int]:
+    """torchrun's options for one of two agents on this machine, and the port of the one that comes first."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return f"--nnodes=2 --nproc_per_node=1 --rdzv_backend=c10d --rdzv_endpoint=localhost:{port}"
+    where = f"--rdzv_backend=c10d --rdzv_endpoint=localhost:{port}"
+    return f"--nnodes=2 --nproc_per_node=1 {where}", port
 
 
 def test_a_node_whose_ranks_cannot_start_ends_the_others(tmp_path):
     """They would wait for it as long as for progress."""
-    options = two_nodes()
-    nodes = [Torchrun(tmp_path / "run", flags, options) for flags in ("", "--config only_there.yaml")]
+    options, port = two_nodes()
     began = time.monotonic()
-    outputs = [node.end() for node in nodes]
-    assert time.monotonic() - began < 60 and all(node.agent.returncode == 1 for node in nodes), outputs
-    for output in outputs:
-        assert re.search(r"^error: (rank . \(.*\): )?--config only_there.yaml: ", output, re.M), output
+    waiting = Torchrun(tmp_path / "run", "", options)
+    while time.monotonic() - began < 30:  # until it has the job's store, which ends with its host
+        with contextlib.suppress(OSError), socket.create_connection(("localhost", port)):
+            break
+        time.sleep(0.1)
+    wrong = Torchrun(tmp_path / "run", "--config only_there.yaml", options)
+    outputs = [wrong.end(), waiting.end()]
+    assert time.monotonic() - began < 90 and wrong.agent.returncode == waiting.agent.returncode == 1
+    assert re.search(r"^error: --config only_there.yaml: ", outputs[0], re.M), outputs[0]
+    assert re.search(r"^error: rank . \(.*\): --config only_there.yaml: ", outputs[1], re.M), outputs[1]
 
 
 def test_two_nodes_train_together(reference, tmp_path):
-    options = two_nodes()
+    options, _ = two_nodes()
     nodes = [Torchrun(tmp_path / "run", "--sharding_mode fsdp_full", options) for _ in range(2)]
     outputs = [node.end() for node in nodes]
     assert [node.agent.returncode for node in nodes] == [0, 0], outputs

@@ -66,10 +66,15 @@ def join(timeout_minutes: float) -> torch.device:
     else:
         device, backend = torch.device("cpu"), "gloo"
     patience = timedelta(minutes=timeout_minutes) + timedelta(seconds=30)
+    store = None
     try:
         store, number, size = next(dist.rendezvous("env://", timeout=patience))
         store = dist.PrefixStore(agree_on_start(store, number, size, patience), store)
     except (dist.DistError, TimeoutError) as error:
+        if store is not None and isinstance(error, dist.DistError):
+            host = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+            told = f"the job's store ({host}) is gone, and maybe its node; see what that printed"
+            raise RuntimeError(told) from None
         missing = error if isinstance(error, TimeoutError) else "the other ranks"
         raise RuntimeError(
             f"--timeout_minutes {timeout_minutes:g}: {missing} did not come within {patience}; see "
@@ -140,6 +145,8 @@ def will_not_come(message: str, code: int) -> None:
         if not store.check([_failure()]):  # of several, the first
             text = f"rank {number} ({platform.node()}): {message}"
             store.set(_failure(), json.dumps([code, text]))
+            if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
+                time.sleep(1.0)  # to be heard: the store may be of this node, and end with its ranks
 
 
 def be_patient() -> None:
