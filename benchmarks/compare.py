@@ -119,7 +119,6 @@ def check_before_the_start(jobs: list[Job], gpus: int) -> None:
                 f"{batch} and {batches[first]}; split the same batch in both"
             )
     for job in jobs:
-        is_finished(job.cfg)  # ValueError for a run of other settings, begun or finished
         if is_begun(job.cfg):
             run = read_run(Path(job.cfg.checkpoint.output_dir))
             if run.environment and run.ranks != gpus:

@@ -185,10 +185,11 @@ def scaling(runs: list[RunRecord], axis: str) -> dict[str, list[tuple[int, RunRe
             named.setdefault(f"{model}, {run.precision} ({layers}), {rest(run)}", []).append(run)
     lines: dict[str, list[tuple[int, RunRecord]]] = {}
     for name, members in named.items():
-        other = [n for n in WORK if n not in along and len({str(run.work[n]) for run in members}) > 1]
-        for run in members:
-            own = [n for n in other if run.work[n] != WORK_BY_DEFAULT[n]]
-            line = ", ".join([name, *(f"{n}={run.work[n]}" for n in own)])
+        works = [run.work for run in members]
+        other = [n for n in WORK if n not in along and any(work[n] != works[0][n] for work in works)]
+        for run, work in zip(members, works, strict=True):
+            own = [n for n in other if work[n] != WORK_BY_DEFAULT[n]]
+            line = ", ".join([name, *(f"{n}={work[n]}" for n in own)])
             lines.setdefault(line, []).append((x(run), run))
     several = {line: points for line, points in lines.items() if len({at for at, _ in points}) > 1}
     return {line: sorted(points, key=lambda point: point[0]) for line, points in sorted(several.items())}

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from training.config import Config, knobs
+from training.config import Config, changed_settings
 from training.signals import stopping
 from training.trackers import redact
 
@@ -206,36 +206,33 @@ def _workers(pid: int) -> list[int]:
     return found
 
 
-def is_finished(cfg: Config) -> bool:
-    """Whether the run folder of `cfg` holds this run's end; ValueError for another run's.
+def is_begun(cfg: Config) -> bool:
+    """Whether the run folder of `cfg` holds this run, begun or finished; ValueError for another run's.
 
     A training script would go on with other sharding or kernels, or to another length; here such runs would
     stand beside others as if they were the same.
     """
     folder = Path(cfg.checkpoint.output_dir)
-    if not is_begun(cfg):
-        return False
     saved = folder / "config.json"
+    kept = any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints"))
+    if not (kept and saved.exists()):
+        return False
     try:
         old = json.loads(saved.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{saved}: cannot be read ({error}); remove the folder to run it again") from None
-    old, new = Config().to_dict() | old, cfg.to_dict()  # before there was a setting it had its default
-    changed = [name for name in knobs() if name not in INDIFFERENT and old[name] != new[name]]
-    if changed:
-        differences = ", ".join(f"--{name} {old[name]} there, {new[name]} here" for name in changed)
+    if changed := changed_settings(old, cfg, but=INDIFFERENT):
+        differences = ", ".join(f"--{name} {a} there, {b} here" for name, (a, b) in changed.items())
         raise ValueError(
             f"{folder}: holds a run of other settings ({differences}); give the settings it was started "
             "with, or another --output_dir, or remove the folder to run it again"
         )
-    return (folder / "summary.json").exists()
+    return True
 
 
-def is_begun(cfg: Config) -> bool:
-    """Whether the run folder of `cfg` holds a run that took a step or was saved."""
-    folder = Path(cfg.checkpoint.output_dir)
-    kept = any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints"))
-    return kept and (folder / "config.json").exists()
+def is_finished(cfg: Config) -> bool:
+    """Whether the run folder of `cfg` holds this run's end; ValueError for another run's."""
+    return is_begun(cfg) and (Path(cfg.checkpoint.output_dir) / "summary.json").exists()
 
 
 def count_gpus() -> int:

@@ -91,9 +91,8 @@ def recorded_job(folder: Path) -> tuple[Job, bool, bool]:
     return job, te_adam, environment["date"] < ONE_CHUNK_SINCE
 
 
-def kept_by_older_code(job: Job, folder: Path) -> float:
+def kept_by_older_code(job: Job, date: str) -> float:
     """Bytes of a recorded run's peak memory that were gradients which nothing had a use for any more."""
-    date = _read(folder, "env.json")["date"]
     if job.zero == 1 and job.accumulation > 1:
         return 2.0 * job.model.parameters * (date < SUMMED_AT_ONCE_SINCE)
     calibrated = job.zero in (1, 2) and job.recipe == "delayed" and job.accumulation == 1
@@ -115,9 +114,11 @@ def check_runs(results: Path = RESULTS) -> tuple[list[Check], list[str]]:
     for folder in found:
         name = folder.relative_to(results).as_posix()
         reason = next((why for part, why in UNPLANNED.items() if part in name), None)
-        if not (folder / "summary.json").exists():
+        finished = (folder / "summary.json").exists()
+        environment = _read(folder, "env.json") if finished else {}
+        if not finished:
             reason = reason or "did not finish"
-        elif _read(folder, "env.json").get("gpu_name") != "NVIDIA H200":
+        elif environment.get("gpu_name") != "NVIDIA H200":
             reason = reason or "on no H200"
         if reason:
             left_out.append(f"{name}: {reason}")
@@ -130,7 +131,7 @@ def check_runs(results: Path = RESULTS) -> tuple[list[Check], list[str]]:
             predicted = sum(step_seconds(job, GPUS["H200"], te_adam=te_adam).values())
             seconds = (tokens / summary["tokens_per_second"], predicted)
         memory = sum(peak(job, two_chunks=two_chunks).values()) / 1e9
-        memory += kept_by_older_code(job, folder) / 1e9
+        memory += kept_by_older_code(job, environment["date"]) / 1e9
         measured = summary["peak_memory_gb"] - held_before(folder)
         checks.append(Check(name, (measured, memory), seconds))
     return checks, left_out

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -58,11 +57,7 @@ def _per_gpu(run: RunRecord, _: list[RunRecord]) -> str:
 
 def _scaling(run: RunRecord, runs: list[RunRecord]) -> str:
     """Tokens/s per GPU against the one-GPU run of the same work; a dash unless there is exactly one."""
-
-    def work(run: RunRecord) -> list[Any]:
-        return [run.value("model_name"), run.precision, run.value("use_te"), run.work]
-
-    alone = [other for other in runs if other.gpus == 1 and work(other) == work(run)]
+    alone = [other for other in runs if other.gpus == 1 and other.work == run.work]
     if run.gpus < 2 or len(alone) != 1 or not run.tokens_per_gpu or not alone[0].tokens_per_gpu:
         return "-"
     return f"{run.tokens_per_gpu / alone[0].tokens_per_gpu:.1%}"

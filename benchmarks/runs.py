@@ -19,6 +19,7 @@ NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # 
 SPEED = frozenset({"tokens_per_second", "model_tflops_per_gpu", "mfu_bf16", "mfu_fp8"})
 
 Series = list[tuple[int, float]]  # (optimizer step, value)
+# Settings that a step's work depends on, beside model and precision; runs older than one had its default.
 WORK = ("max_seq_length", "batch_size", "gradient_accumulation_steps", "packing", "gradient_checkpointing")
 WORK += ("compile", "master_weights", "moment_dtype", "grad_reduce_dtype", "precision_map", "fp8_lm_head")
 WORK += ("fp8_fast_accumulation", "fp8_attention", "bf16_first_layers", "bf16_last_layers")
@@ -101,8 +102,10 @@ class RunRecord:
 
     @property
     def work(self) -> dict[str, Any]:
-        """What else two runs of a model and recipe must share for their rates to be compared."""
-        return WORK_BY_DEFAULT | {name: self.config[name] for name in WORK if name in self.config}
+        """What two runs must share for their rates to be compared."""
+        named = {"model_name": self.value("model_name"), "use_te": self.value("use_te")}
+        settings = WORK_BY_DEFAULT | {name: self.config[name] for name in WORK if name in self.config}
+        return named | {"precision": self.precision} | settings
 
     @property
     def tokens_per_gpu(self) -> float | None:

@@ -15,8 +15,7 @@ from training.config import knobs
 # Of these sections every setting that defines a run must be the same; how a batch is split is not one.
 _SPLIT = ("batch_size", "gradient_accumulation_steps")
 _WEIGHTS = ("model_name", "init", "tokenizer_name", "seed")
-# Data order and held-out part.
-_OF_THE_SEED = ("seed", "steps", "label_tokens", "eval_label_tokens", "train samples", "eval samples")
+_OF_THE_SEED = ("seed", "steps", "label_tokens", "eval_label_tokens")  # data order and held-out part
 FEW_LOSSES = 100
 
 # Largest relative distance of two evaluations before the first step, if the weights are the same: of the same
@@ -41,16 +40,9 @@ def _values(*names: str) -> Callable[[RunRecord], dict[str, Any]]:
     return lambda run: {name: run.value(name) for name in names}
 
 
-def _samples(run: RunRecord) -> dict[str, str | None]:
-    """Fingerprints of the samples: a name or path may have had others. Older runs recorded none."""
-    data = run.environment.get("data") or {}
-    return {f"{part} samples": (data.get(part) or {}).get("fingerprint") for part in ("train", "eval")}
-
-
 # What two runs must share, by the word that a refusal uses.
 MUST_MATCH: dict[str, Callable[[RunRecord], dict[str, Any]]] = {
     "data": _settings(_of_section("data")),
-    "what the data holds": _samples,
     "global batch": lambda run: {"sequences a step": run.global_batch},
     "steps": _values("steps"),
     "tokens": _values("label_tokens", "eval_label_tokens"),
@@ -68,18 +60,31 @@ def what_differs(reference: RunRecord, run: RunRecord, *, other_seed: bool = Fal
     for what, read in MUST_MATCH.items():
         here, there = read(run), read(reference)
         different = [n for n in here if here[n] != there[n]]
-        if read is _samples:  # one may be older than the fingerprints, or have no evaluation
-            different = [n for n in different if here[n] and there[n]]
         if other_seed:
             different = [n for n in different if n.removeprefix("--") not in _OF_THE_SEED]
         if different:
             pairs = ", ".join(f"{n} {there[n]} there, {here[n]} here" for n in different)
             found.append(f"{what} ({pairs})")
-    if not other_seed and (difference := _initial_difference(reference, run)):
-        found.append(difference)
+    if not other_seed:
+        found += filter(None, [_other_samples(reference, run), _initial_difference(reference, run)])
     if not found:
         return None
     return f"{run.name} and {reference.name} cannot be compared, they differ in {'; '.join(found)}"
+
+
+def _other_samples(reference: RunRecord, run: RunRecord) -> str | None:
+    """By fingerprint: a name or path may have held others. None where one has no evaluation, or is older."""
+    found = []
+    for part in ("train", "eval"):
+        there, here = (_fingerprint(of, part) for of in (reference, run))
+        if there and here and there != here:
+            found.append(f"{part} samples {there} there, {here} here")
+    return f"what the data holds ({', '.join(found)})" if found else None
+
+
+def _fingerprint(run: RunRecord, part: str) -> str | None:
+    report = (run.environment.get("data") or {}).get(part) or {}
+    return report.get("fingerprint")
 
 
 def _initial_loss(run: RunRecord) -> float | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from training.config import LogConfig
-from training.trackers import check_server, wandb_settings
+from training.trackers import check_server, wandb_id, wandb_settings
 
 COLUMNS = ("variant", "status", "against", "reason")
 
@@ -26,7 +25,7 @@ def upload(folder: Path, cfg: LogConfig, rows: Sequence[Any], config: dict[str, 
         run = wandb.init(
             project=cfg.wandb_project,
             name=f"{folder.resolve().name}-verdict",
-            id=verdict_id(folder),
+            id=wandb_id(folder)[0],
             resume="allow",
             group=cfg.wandb_group,
             job_type="report",
@@ -49,11 +48,3 @@ def upload(folder: Path, cfg: LogConfig, rows: Sequence[Any], config: dict[str, 
         print(f"WARNING: W&B has no report of this comparison ({error})", file=sys.stderr)
         return False
     return True
-
-
-def verdict_id(folder: Path) -> str:
-    """The W&B id of this folder's verdict, the same whenever it is reached again."""
-    file = folder / "wandb_id.txt"
-    if not file.exists():
-        file.write_text(secrets.token_hex(4) + "\n")
-    return file.read_text().strip()

@@ -269,8 +269,8 @@ def test_the_same_name_may_have_held_other_rows(tmp_path):
         (Path(job.cfg.checkpoint.output_dir) / "env.json").write_text(json.dumps(H200 | data))
     with pytest.raises(ValueError, match=r"what the data holds \(train samples 1f there, 2e here\)"):
         judged(jobs)
-    write_environment = Path(jobs[1].cfg.checkpoint.output_dir) / "env.json"
-    write_environment.write_text(json.dumps(H200 | {"data": {"train": {"fingerprint": "1f"}, "eval": None}}))
+    environment = Path(jobs[1].cfg.checkpoint.output_dir) / "env.json"
+    environment.write_text(json.dumps(H200 | {"data": {"train": {"fingerprint": "1f"}, "eval": None}}))
     judged(jobs)  # another seed holds out other samples
 
 

@@ -12,6 +12,7 @@ import difflib
 import math
 import types
 import typing
+from collections.abc import Container
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -491,16 +492,18 @@ def config_from_dict(values: dict[str, Any]) -> Config:
     return Config(**{s: SECTIONS[s](**v) for s, v in sections.items()})
 
 
-def changed_settings(old: dict[str, Any], new: Config) -> dict[str, tuple[Any, Any]]:
-    """{flag: (old, new)} of the settings that define a run and differ; settings marked free are left out.
+def changed_settings(
+    old: dict[str, Any], new: Config, *, but: Container[str] | None = None
+) -> dict[str, tuple[Any, Any]]:
+    """{flag: (old, new)} of the settings that differ, `but` some: by default those marked free.
 
     A run recorded before there was a setting had its default.
     """
+    if but is None:
+        but = [name for name, (_, f, _) in knobs().items() if f.metadata["free"]]
     old, current = Config().to_dict() | old, new.to_dict()
     return {
-        name: (old[name], current[name])
-        for name, (_, f, _) in knobs().items()
-        if not f.metadata["free"] and old[name] != current[name]
+        name: (old[name], current[name]) for name in knobs() if name not in but and old[name] != current[name]
     }
 
 

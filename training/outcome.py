@@ -137,7 +137,7 @@ def _say(
             print(f"error: {name if code != EXIT_BAD_SETTING else ''}{message}", file=sys.stderr, flush=True)
         else:
             time.sleep(SECONDS_TO_BE_TOLD)
-        ranks.will_not_come(message, code)
+        ranks.will_not_come(message, bad_setting=code == EXIT_BAD_SETTING)
         return code
     failed = getattr(error, "ranks", {ranks.rank(): platform.node()})
     if own and many and len(failed) < ranks.world_size():

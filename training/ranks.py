@@ -31,8 +31,6 @@ _stores: list[dist.Store] = []  # the one that this process joined a job with
 # Of collectives; longer than any limit of the watchdog, which ends a job that stalls and says more.
 PATIENCE = timedelta(days=8)
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
 # In which launchers say how many processes they started; Slurm's is of a step, not of the allocation.
 STARTED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
@@ -66,19 +64,25 @@ def join(timeout_minutes: float) -> torch.device:
     else:
         device, backend = torch.device("cpu"), "gloo"
     patience = timedelta(minutes=timeout_minutes) + timedelta(seconds=30)
-    store = None
-    try:
-        store, number, size = next(dist.rendezvous("env://", timeout=patience))
-        store = dist.PrefixStore(agree_on_start(store, number, size, patience), store)
-    except (dist.DistError, TimeoutError) as error:
-        if store is not None and isinstance(error, dist.DistError):
-            host = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
-            told = f"the job's store ({host}) is gone, and maybe its node; see what that printed"
-            raise RuntimeError(told) from None
-        missing = error if isinstance(error, TimeoutError) else "the other ranks"
-        raise RuntimeError(
+
+    def late(missing: Any) -> RuntimeError:
+        return RuntimeError(
             f"--timeout_minutes {timeout_minutes:g}: {missing} did not come within {patience}; see "
             "what they printed"
+        )
+
+    try:
+        store, number, size = next(dist.rendezvous("env://", timeout=patience))
+    except dist.DistError:
+        raise late("the other ranks") from None
+    try:
+        store = dist.PrefixStore(agree_on_start(store, number, size, patience), store)
+    except TimeoutError as missing:
+        raise late(missing) from None
+    except dist.DistError:
+        host = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise RuntimeError(
+            f"the job's store ({host}) is gone, and maybe its node; see what that printed"
         ) from None
     _stores[:] = [store]
     dist.init_process_group(
@@ -106,8 +110,8 @@ def agree_on_start(store: dist.Store, number: int, size: int, timeout: timedelta
     def wait() -> bool:
         """A while; False once it has been too long."""
         if store.check([_failure()]):
-            code, message = json.loads(store.get(_failure()))
-            raise (ValueError if code == 2 else RuntimeError)(message)
+            bad_setting, message = json.loads(store.get(_failure()))
+            raise (ValueError if bad_setting else RuntimeError)(message)
         time.sleep(0.05)
         return time.monotonic() < deadline
 
@@ -136,15 +140,15 @@ def _failure() -> str:
     return f"failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def will_not_come(message: str, code: int) -> None:
-    """Tell the ranks that wait for this one to join why it ends, with which exit code; no more than a try."""
+def will_not_come(message: str, *, bad_setting: bool) -> None:
+    """Tell the ranks that wait for this one to join why it ends; no more than a try."""
     if not under_torchrun() or _stores:
         return
     with suppress(Exception):
         store, number, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=5)))
         if not store.check([_failure()]):  # of several, the first
             text = f"rank {number} ({platform.node()}): {message}"
-            store.set(_failure(), json.dumps([code, text]))
+            store.set(_failure(), json.dumps([bad_setting, text]))
             if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
                 time.sleep(1.0)  # to be heard: the store may be of this node, and end with its ranks
 

@@ -62,7 +62,7 @@ from training.sharding import STRATEGIES
 from training.signals import caught
 from training.state import restore_run, save_run
 from training.trackers import Progress as Display
-from training.trackers import Tracker, build_tracker, describe_environment
+from training.trackers import Tracker, build_tracker, describe_environment, follows_a_finished_run
 from training.trainer import Hooks, Meter, Progress, Trainer
 from training.watchdog import DATA_SECONDS, Watchdog
 
@@ -120,7 +120,8 @@ class Run:
             logging.getLogger("data").setLevel(logging.ERROR)
         watchdog.starting("comparing settings")
         ranks.agree("the settings", cfg.to_dict())
-        ranks.agree("the software", software())
+        if ranks.world_size() > 1:  # it reads every file of the suite
+            ranks.agree("the software", software())
         watchdog.together("deciding what runs", self._decide)
         ranks.agree("what can run", self.precision.in_short())
         ranks.agree("the model's files", self.model_files)
@@ -503,9 +504,8 @@ class Run:
                 loader=self.loaders.train,
             )
             say(f"resumed from {self.resume} at step {progress.step}")
-        if (
-            self.resume or not (self.folder / "summary.json").exists()
-        ):  # else a finished run's, not this one's
+        resume_step = progress.step if self.resume else None
+        if not follows_a_finished_run(self.folder, resume_step):
             take_wall_time(self.folder, progress)
         count, total = self.cfg.log.profile_steps, self.total_steps
         profiled = ranks.together(lambda: profiling.profiled_steps(count, done=progress.step, total=total))[0]
@@ -529,7 +529,7 @@ class Run:
             self.folder,
             config=self.cfg.to_dict() | self.precision.as_dict(),
             tags=self._tags(),
-            resume_step=progress.step if self.resume else None,
+            resume_step=resume_step,
             enabled=self.strategy.rank == 0,
         )
         self.counted, self.kept = self.started, -math.inf

@@ -87,6 +87,11 @@ def _warn_dropped(name: str, error: Exception) -> None:
     tqdm.write(f"{rule}\n{text}\n{reason}\n{rule}", file=sys.stderr)
 
 
+def follows_a_finished_run(run_folder: Path, resume_step: int | None) -> bool:
+    """Whether a run begins in a folder that holds another's end, and does not go on from it."""
+    return resume_step is None and (run_folder / "summary.json").exists()
+
+
 def build_tracker(
     cfg: LogConfig,
     run_folder: Path,
@@ -109,7 +114,7 @@ def build_tracker(
     if cfg.log_dir:
         flag = f"--log_dir {cfg.log_dir}"
         _require_package(flag, "tensorboard", "torch.utils.tensorboard", "SummaryWriter")
-    new = resume_step is None and (run_folder / "summary.json").exists()  # after one that was finished
+    new = follows_a_finished_run(run_folder, resume_step)
     purge_step = resume_step + 1 if resume_step is not None else None
     if resume_step is None and (run_folder / "metrics.jsonl").exists():
         purge_step = 0  # what an earlier start logged; without one, other runs may log to the same folder
@@ -213,6 +218,15 @@ UPLOAD_SECONDS = 300.0
 FAILED_UPLOAD_SECONDS = 5.0  # if it failed; below the watchdog's GRACE_SECONDS
 
 
+def wandb_id(folder: Path, *, new: bool = False) -> tuple[str, bool]:
+    """The id of the W&B run that belongs to `folder`, and whether it had one; `new`: another, from now on."""
+    file = folder / "wandb_id.txt"
+    known = not new and file.exists()
+    run_id = file.read_text().strip() if known else secrets.token_hex(4)
+    file.write_text(run_id + "\n")
+    return run_id, known
+
+
 class WandbWriter:
     """A W&B run; its id stays in the run folder (wandb_id.txt), so it goes on until the run is finished."""
 
@@ -227,10 +241,7 @@ class WandbWriter:
         import wandb
 
         check_server(cfg)
-        id_file = run_folder / "wandb_id.txt"
-        resumed = not new and id_file.exists()
-        run_id = id_file.read_text().strip() if resumed else secrets.token_hex(4)
-        id_file.write_text(run_id + "\n")
+        run_id, resumed = wandb_id(run_folder, new=new)
         own_tags = [tag.strip() for tag in (cfg.wandb_tags or "").split(",") if tag.strip()]
         self._run = wandb.init(
             project=cfg.wandb_project,

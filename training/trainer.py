@@ -91,9 +91,7 @@ def _due(step: int, interval: int) -> bool:
 
 
 class NonFinite(RuntimeError):
-    """Too many steps in a row had a loss or gradient that is not finite, which no rank takes."""
-
-    ranks: dict[int, None]  # all of them, so that no one is blamed
+    """Too many steps in a row had a loss or gradient that is not finite."""
 
 
 @dataclass
@@ -382,7 +380,7 @@ class Trainer:
                 f"(--max_skipped_steps {self.cfg.optim.max_skipped_steps}); try a lower --learning_rate, "
                 "more warm-up, --fp8_scenario current or --mixed_precision bf16, or look at the data near it"
             )
-            error.ranks = dict.fromkeys(range(self.strategy.world_size))
+            error.ranks = dict.fromkeys(range(self.strategy.world_size))  # all, so that no one is blamed
             raise error
 
     def _log(self, result: StepResult) -> None:
