@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from te_models import packed_attention
-from training import flash_attention, run
+from training import flash_attention, kernels
 from training.config import config_from_dict
 from training.metrics import ModelShape
 from training.precision import Precision
@@ -119,9 +119,9 @@ def choose(monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(flash_attention, "as_te_calls", lambda **how: how)
     monkeypatch.setattr(flash_attention, "load_failed", lambda: False)
-    monkeypatch.setattr(run.rotation, "why_not", lambda *heads: None)
-    monkeypatch.setattr(run.fused_residual, "why_not", lambda width: None)
-    monkeypatch.setattr(run.fused_residual, "use", lambda wanted: None)
+    monkeypatch.setattr(kernels.rotation, "why_not", lambda *heads: None)
+    monkeypatch.setattr(kernels.fused_residual, "why_not", lambda width: None)
+    monkeypatch.setattr(kernels.fused_residual, "use", lambda wanted: None)
     taken_by_torch = []
     monkeypatch.setattr(packed_attention, "use_flash_attention_4", lambda: taken_by_torch.append(True))
     monkeypatch.setattr(packed_attention, "use_torch", taken_by_torch.clear)
@@ -130,15 +130,13 @@ def choose(monkeypatch, capsys):
         tried = []
         monkeypatch.setattr(flash_attention, "why_not", lambda size: missing)
         monkeypatch.setattr(flash_attention, "wrong", lambda how, *heads: tried.append(how) or wrong)
-        one = run.Run.__new__(run.Run)
-        one.cfg, one.shape = config_from_dict(settings), ModelShape(*[64] * 7)
-        one.precision = Precision("bf16", "bf16", te_backend=backend)
-        one._choose_kernels()
+        cfg, precision = config_from_dict(settings), Precision("bf16", "bf16", te_backend=backend)
+        chosen = kernels.choose_kernels(cfg, precision, ModelShape(*[64] * 7), torch.device("cpu"))
         switches = {n for n in flash_attention.TE_SWITCHES if backend and os.environ.get(n) == "0"}
-        return one.flash_attention, bool(taken_by_torch), switches, tried, capsys.readouterr().out
+        return chosen.flash_attention, bool(taken_by_torch), switches, tried, capsys.readouterr().out
 
     yield decide
-    flash_attention.chosen_by_user()  # takes back what was told
+    flash_attention.take_back()
 
 
 OTHERS_OFF, FLASH_OFF = {"NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN_V3"}, {"NVTE_FLASH_ATTN_V4"}
@@ -188,7 +186,7 @@ def test_all_ranks_take_it_or_none(choose, monkeypatch):
     def with_another_rank(work):
         return [work(), (False, "its cache is locked")]
 
-    monkeypatch.setattr(run.ranks, "together", with_another_rank)
+    monkeypatch.setattr(kernels.ranks, "together", with_another_rank)
     taken, _, switches, _, said = choose({"use_te": True}, backend="native")
     assert not taken and switches == FLASH_OFF and "its cache is locked" in said
 
@@ -197,6 +195,6 @@ def test_tes_own_switches_are_the_users_and_one_run_does_not_decide_the_next(cho
     assert choose({"use_te": True}, backend="native")[0]
     assert choose({"use_te": True, "flash_attention": False}, backend="native")[2] == FLASH_OFF
     assert choose({"use_te": True}, backend="native")[2] == OTHERS_OFF
-    flash_attention.chosen_by_user()
+    flash_attention.take_back()
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
     assert choose({"use_te": True}, backend="native") == (False, False, {"NVTE_FLASH_ATTN"}, [], "")

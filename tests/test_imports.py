@@ -10,7 +10,16 @@ PACKAGES = ("training", "te_models", "data", "benchmarks")
 TRAINING_LEAVES = {"precision", "sharding", "optim", "checkpoint", "export", "trackers", "run_folder"}
 TRAINING_LEAVES |= {"coverage", "scaling_state", "te_runtime", "precision_map", "fp8_stats", "fp8_inspect"}
 TRAINING_LEAVES |= {"torchao_fp8", "profiling"}
-TRAINING_LEAVES |= {"watchdog", "zero", "zero_settings", "outcome", "generate", "gradient_sums", "auto_mode"}
+TRAINING_LEAVES |= {
+    "steps",
+    "watchdog",
+    "zero",
+    "zero_settings",
+    "outcome",
+    "generate",
+    "gradient_sums",
+    "auto_mode",
+}
 # These import nothing of ours.
 BARE = {"config", "metrics", "fp8_triton", "adamw_triton", "durable_files", "ranks", "cudnn", "__init__"}
 BARE |= {"checks", "accumulation", "flash_attention", "errors", "packages", "signals"}
@@ -27,8 +36,9 @@ EVERYWHERE = {"training.errors", "training.machine", "training.packages", "train
 ALSO = {
     "checkpoint": ("durable_files", "ranks"),
     "export": ("durable_files",),
-    "run_folder": ("durable_files",),
+    "run_folder": ("durable_files", "ranks"),
     "trackers": ("durable_files",),
+    "steps": ("run_folder",),
     "profiling": ("durable_files",),
     "sharding": ("ranks", "zero", "gradient_sums", "accumulation", "optim", "adamw"),
     "optim": ("adamw",),

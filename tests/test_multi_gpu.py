@@ -671,7 +671,7 @@ def with_a_start_that_stalls(method: str, whose: int, rank: int) -> None:
     [
         ("_load_data", 1, "loading the data", 8),
         ("_find_checkpoint", 0, "looking for a checkpoint", 7),
-        ("_build_model", 1, "building the model", 7),
+        ("_assemble", 1, "building the model", 7),
     ],
 )
 def test_a_rank_that_stalls_before_the_first_step_ends_the_job_and_is_named(

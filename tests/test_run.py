@@ -15,13 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from training import run as run_module
+from training import kernels, run_folder
 from training.config import config_from_dict, parse_config
 from training.metrics import ModelShape
 from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
 from training.precision import Precision
-from training.run import Run, count_steps, main
+from training.run import Run, main
 from training.run_folder import check_resume, train_losses
+from training.steps import count_steps
 from training.trainer import Trainer
 from training.watchdog import Watchdog
 
@@ -199,7 +200,7 @@ def test_the_time_of_a_start_that_was_killed_counts_once(tmp_path, monkeypatch):
     def runtime() -> float:
         return json.loads((folder / "summary.json").read_text())["runtime_seconds"]
 
-    monkeypatch.setattr(run_module, "KEEP_SECONDS", 0.0)
+    monkeypatch.setattr(run_folder, "KEEP_SECONDS", 0.0)
     monkeypatch.setattr(Trainer, "train_step", fails_at_the_last)
     with pytest.raises(KeyError):
         train(folder, flags)
@@ -471,24 +472,20 @@ def test_calibration_takes_no_step_and_draws_no_random_number(tmp_path):
 
 
 @pytest.fixture
-def choose_kernels(monkeypatch):
-    """A run with these settings that has chosen its kernels, of which none is found wrong unless patched."""
-    monkeypatch.setattr(run_module.rotation, "why_not", lambda *heads: None)
-    monkeypatch.setattr(run_module.fused_residual, "why_not", lambda width: None)
-    monkeypatch.setattr(run_module.fused_residual, "use", lambda wanted: None)
-    monkeypatch.setattr(run_module.fused_swiglu, "why_not", lambda: None)
-    monkeypatch.setattr(run_module.fused_swiglu, "use", lambda wanted: None)
-    monkeypatch.setattr(run_module.fused_norm, "why_not", lambda width: None)
-    monkeypatch.setattr(run_module.fused_norm, "use", lambda wanted: None)
-    monkeypatch.setattr(Run, "_try_flash_attention", lambda self: (False, None))
-    monkeypatch.setattr(run_module.flash_attention, "tell_te", lambda take: None)
+def choose(monkeypatch):
+    """What kernels a run with these settings takes, of which none is found wrong unless patched."""
+    monkeypatch.setattr(kernels.rotation, "why_not", lambda *heads: None)
+    monkeypatch.setattr(kernels.fused_residual, "why_not", lambda width: None)
+    monkeypatch.setattr(kernels.fused_residual, "use", lambda wanted: None)
+    monkeypatch.setattr(kernels.fused_swiglu, "why_not", lambda: None)
+    monkeypatch.setattr(kernels.fused_swiglu, "use", lambda wanted: None)
+    monkeypatch.setattr(kernels.fused_norm, "why_not", lambda width: None)
+    monkeypatch.setattr(kernels.fused_norm, "use", lambda wanted: None)
+    monkeypatch.setattr(kernels, "_choose_flash_attention", lambda *run: False)
 
     def choose(settings, precision, device="cpu"):
-        one = Run.__new__(Run)
-        one.cfg, one.precision = config_from_dict(settings), precision
-        one.shape, one.device = ModelShape(*[64] * 7), torch.device(device)
-        one._choose_kernels()
-        return one
+        shape = ModelShape(*[64] * 7)
+        return kernels.choose_kernels(config_from_dict(settings), precision, shape, torch.device(device))
 
     return choose
 
@@ -503,11 +500,11 @@ def choose_kernels(monkeypatch):
     ],
 )
 def test_rotation_in_one_pass_is_taken_where_it_is_right(
-    wrong, settings, backend, taken, choose_kernels, monkeypatch, capsys
+    wrong, settings, backend, taken, choose, monkeypatch, capsys
 ):
-    monkeypatch.setattr(run_module.rotation, "why_not", lambda *heads: wrong)
-    one = choose_kernels({"use_te": True} | settings, Precision("bf16", "bf16", te_backend=backend))
-    assert one.one_pass_rotation == taken
+    monkeypatch.setattr(kernels.rotation, "why_not", lambda *heads: wrong)
+    taken_here = choose({"use_te": True} | settings, Precision("bf16", "bf16", te_backend=backend))
+    assert taken_here.one_pass_rotation == taken
     assert (f"not split and rotated in one pass: {wrong}" in capsys.readouterr().out) == bool(wrong)
 
 
@@ -521,21 +518,21 @@ def test_rotation_in_one_pass_is_taken_where_it_is_right(
     ],
 )
 def test_residuals_are_added_in_norms_where_that_is_right(
-    wrong, settings, backend, taken, choose_kernels, monkeypatch, capsys
+    wrong, settings, backend, taken, choose, monkeypatch, capsys
 ):
     used = []
-    monkeypatch.setattr(run_module.fused_residual, "why_not", lambda width: wrong)
-    monkeypatch.setattr(run_module.fused_residual, "use", used.append)
-    one = choose_kernels({"use_te": True} | settings, Precision("bf16", "bf16", te_backend=backend))
-    assert one.residuals_in_norms == taken and used[-1:] == [taken] * (backend == "native")
+    monkeypatch.setattr(kernels.fused_residual, "why_not", lambda width: wrong)
+    monkeypatch.setattr(kernels.fused_residual, "use", used.append)
+    taken_here = choose({"use_te": True} | settings, Precision("bf16", "bf16", te_backend=backend))
+    assert taken_here.residuals_in_norms == taken and used[-1:] == [taken] * (backend == "native")
     assert (f"are added separately: {wrong}" in capsys.readouterr().out) == bool(wrong)
 
 
 @pytest.mark.parametrize(
     ("module", "otherwise"),
     [
-        (run_module.fused_swiglu, "SwiGLU is not fused with its casts"),
-        (run_module.fused_norm, "norms are not fused with their casts"),
+        (kernels.fused_swiglu, "SwiGLU is not fused with its casts"),
+        (kernels.fused_norm, "norms are not fused with their casts"),
     ],
     ids=["swiglu", "norm"],
 )
@@ -549,29 +546,29 @@ def test_residuals_are_added_in_norms_where_that_is_right(
     ],
 )
 def test_casts_are_fused_under_delayed_scaling_where_that_is_right(
-    wrong, recipe, backend, used, module, otherwise, choose_kernels, monkeypatch, capsys
+    wrong, recipe, backend, used, module, otherwise, choose, monkeypatch, capsys
 ):
     found = []
     monkeypatch.setattr(module, "why_not", lambda *width: wrong)
     monkeypatch.setattr(module, "use", found.append)
     settings = {"use_te": True, "mixed_precision": "fp8"}
-    choose_kernels(settings, Precision(recipe, recipe, te_backend=backend))
+    choose(settings, Precision(recipe, recipe, te_backend=backend))
     assert found == used
     assert (f"WARNING: {otherwise}: {wrong}" in capsys.readouterr().out) == bool(wrong)
 
 
-def test_norms_are_tes_own_where_it_has_one_for_the_hidden_size(choose_kernels, monkeypatch):
+def test_norms_are_tes_own_where_it_has_one_for_the_hidden_size(choose, monkeypatch):
     found = []
-    monkeypatch.setattr(run_module.fused_norm, "why_not", lambda width: pytest.fail("tried"))
-    monkeypatch.setattr(run_module.fused_norm, "use", found.append)
-    monkeypatch.setattr(run_module.fused_norm, "TUNED_IN_TE", frozenset({64}))
+    monkeypatch.setattr(kernels.fused_norm, "why_not", lambda width: pytest.fail("tried"))
+    monkeypatch.setattr(kernels.fused_norm, "use", found.append)
+    monkeypatch.setattr(kernels.fused_norm, "TUNED_IN_TE", frozenset({64}))
     precision = Precision("delayed", "delayed", te_backend="native")
-    choose_kernels({"use_te": True, "mixed_precision": "fp8"}, precision)
+    choose({"use_te": True, "mixed_precision": "fp8"}, precision)
     assert found == [False]
 
 
-def test_an_fp8_lm_head_whose_kernels_are_wrong_here_is_refused(choose_kernels, monkeypatch):
-    monkeypatch.setattr(run_module.loss_fp8, "why_not", lambda: "it computes another GEMM")
+def test_an_fp8_lm_head_whose_kernels_are_wrong_here_is_refused(choose, monkeypatch):
+    monkeypatch.setattr(kernels.loss_fp8, "why_not", lambda: "it computes another GEMM")
     settings, precision = {"mixed_precision": "fp8", "fp8_lm_head": True}, Precision("fp8", "tensorwise")
     with pytest.raises(RuntimeError, match="--fp8_lm_head: on this machine it computes another GEMM; drop"):
-        choose_kernels(settings, precision, device="cuda")
+        choose(settings, precision, device="cuda")

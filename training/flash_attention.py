@@ -143,6 +143,7 @@ def tell_te(*, take: bool) -> None:
     TE takes it by itself in deterministic runs, say, and whatever it computes. Without effect where one of
     TE's own switches is the user's.
     """
+    take_back()
     if chosen_by_user():
         return
     for name in ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN_V3") if take else ("NVTE_FLASH_ATTN_V4",):
@@ -152,10 +153,13 @@ def tell_te(*, take: bool) -> None:
 
 def chosen_by_user() -> bool:
     """Whether one of TE's own switches, set before the run, says which attention it takes."""
-    for name in _told:
-        os.environ.pop(name, None)
-    _told.clear()
-    return any(name in os.environ for name in TE_SWITCHES)
+    return any(name in os.environ for name in TE_SWITCHES if name not in _told)
+
+
+def take_back() -> None:
+    """Unset what `tell_te` set; TE's choice is its own again."""
+    while _told:
+        os.environ.pop(_told.pop(), None)
 
 
 _told: set[str] = set()  # switches set here, for an earlier run of this process

@@ -43,6 +43,16 @@ class ModelShape:
             vocab_size=config.vocab_size,
         )
 
+    @property
+    def gemm_sizes(self) -> dict[str, int]:
+        """Rows and columns of a layer's weights, by the name an error gives them."""
+        return {
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.ffn_hidden_size,
+            "query width": self.num_heads * self.head_dim,
+            "key/value width": self.num_kv_heads * self.head_dim,
+        }
+
 
 def matmul_parameters(shape: ModelShape) -> int:
     """Weights that every token is multiplied with: q, k, v, o, gate, up, down and LM head.

@@ -17,6 +17,13 @@ def version(package: str) -> str | None:
         return None
 
 
+def software() -> dict[str, str | None]:
+    """What all ranks of a job must share: versions, and the code of this suite."""
+    shared = ("torch", "triton", "transformers", "transformer_engine", "torchao", "deepspeed", "datasets")
+    versions = {name: version(name) for name in (*shared, "flash-attn-4", "numpy")}
+    return versions | {"the suite's code": code_digest()}
+
+
 def code_digest() -> str:
     """Of the Python files that a run is made of."""
     digest = hashlib.blake2b(digest_size=8)

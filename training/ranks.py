@@ -281,6 +281,12 @@ def on_first_of(items: Iterator[Any], work: Callable[[Iterator[Any]], T]) -> T:
     return together(go)[0]
 
 
+def say(text: str) -> None:
+    """Print it once, on rank 0."""
+    if rank() == 0:
+        print(text, flush=True)
+
+
 def agree(what: str, values: dict[str, Any]) -> None:
     """ValueError if `values` are not the same on every rank: they would train different models, or hang."""
     everyone = gather((platform.node(), values))

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import os
 import platform
 import random
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +21,10 @@ import torch.distributed as dist
 import te_models
 from data import build_loaders
 from data.chat import load_tokenizer, turn_end
-from te_models import fused_norm, fused_residual, fused_swiglu, packed_attention, rotation
 from te_models.hugging_face import PLAIN_HEADS
 from training import (
     flash_attention,
     fp8_stats,
-    loss_fp8,
     metrics,
     optim,
     precision,
@@ -40,6 +35,7 @@ from training import (
     te_runtime,
     torchao_fp8,
 )
+from training.assembly import assemble, compiles
 from training.auto_mode import Memory, choose_mode, refuse_small_host
 from training.checkpoint import Checkpoints, resolve_resume
 from training.config import TORCHAO_RECIPES, Config, parse_config
@@ -47,28 +43,26 @@ from training.coverage import coverage
 from training.durable_files import write_json
 from training.export import export_hf
 from training.generate import answer, generation_config, reads_back
+from training.kernels import choose_kernels
 from training.outcome import EXIT_FAILED, EXIT_INTERRUPTED, end, lasting_output
-from training.packages import code_digest, version
+from training.packages import software
+from training.ranks import say
 from training.run_folder import (
+    WallTime,
     check_resume,
-    global_batch,
-    keep_wall_time,
     open_run_folder,
-    take_wall_time,
+    see_folder,
     train_losses,
     write_config,
 )
 from training.sharding import STRATEGIES
 from training.signals import caught
 from training.state import restore_run, save_run
+from training.steps import count_steps, steps_of_a_resumed_run
 from training.trackers import Progress as Display
 from training.trackers import Tracker, build_tracker, describe_environment, follows_a_finished_run
 from training.trainer import Hooks, Meter, Progress, Trainer
 from training.watchdog import DATA_SECONDS, Watchdog
-
-FOLDER_SECONDS = 5.0  # for a network file system to show what another node wrote
-KEEP_SECONDS = 30.0  # at least, between two log lines that wait for the wall time to be on disk
-CALIBRATION_PASSES = 2  # the second starts from the first one's scales, so that nothing underflows on the way
 
 
 @lasting_output()
@@ -101,11 +95,6 @@ def main(
             run.signals.close()
 
 
-def say(text: str) -> None:
-    if ranks.rank() == 0:
-        print(text, flush=True)
-
-
 class Run:
     """One training run. Building decides and refuses; `run` trains and returns the exit code.
 
@@ -126,11 +115,11 @@ class Run:
         ranks.agree("what can run", self.precision.in_short())
         ranks.agree("the model's files", self.model_files)
         watchdog.starting("choosing kernels")
-        self._choose_kernels()
+        self.kernels = choose_kernels(cfg, self.precision, self.shape, device)
         watchdog.starting("planning memory")
         self._plan_memory()
         self.folder = watchdog.on_first("opening the run folder", self._open_folder)
-        self._see_folder()
+        see_folder(self.folder)
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints",
             keep_last=cfg.checkpoint.keep_last,
@@ -143,7 +132,7 @@ class Run:
         if not self.finished:
             ranks.on_first(lambda: write_config(cfg, self.folder))
             watchdog.starting("building the model")
-            self._build_model()
+            self._assemble()
 
     def _decide(self) -> None:
         """Precision, model and optimizer, before any weight is read."""
@@ -151,9 +140,8 @@ class Run:
         self.precision = precision.resolve_precision(cfg)
         if self.precision.te_backend == "native" and (said := te_runtime.point_te_at_torchs_cudnn()):
             say(said)
-        self.torchao = self.precision.effective in TORCHAO_RECIPES
         torchao_fp8.silence_import()  # transformers loads it, too, wherever it is installed
-        if self.torchao:
+        if self.precision.effective in TORCHAO_RECIPES:
             torchao_fp8.require_torchao()
         self.plan = te_models.plan_model(
             cfg.model.model_name,
@@ -172,7 +160,7 @@ class Run:
             say(f"TFLOP/s and MFU are left out: FLOPs of model type {self.plan.family} are not known")
         elif cfg.model.use_te:
             by_layer = precision_map if self.precision.by_module else precision
-            by_layer.check_sizes(self.precision, self.plan.name, gemm_sizes(self.shape))
+            by_layer.check_sizes(self.precision, self.plan.name, self.shape.gemm_sizes)
             precision.check_fp8_attention(cfg, self.precision, self.shape.head_dim)
         precision.check_settings(cfg, self.precision)
         if said := precision.unread(cfg, self.precision):
@@ -185,60 +173,6 @@ class Run:
         if cfg.precision.master_weights == "none":
             say(optim.MASTER_NONE_WARNING)
 
-    def _choose_kernels(self) -> None:
-        """Kernels that are tried before they are taken, by all ranks or by none."""
-        native = self.precision.te_backend == "native"
-        taken, wrong = zip(*ranks.together(self._try_flash_attention), strict=True)
-        self.flash_attention = all(taken)
-        if said := next(filter(None, wrong), None):
-            say(f"WARNING: FlashAttention 4 is not used: {said}")
-        if native:
-            flash_attention.tell_te(take=self.flash_attention)
-        elif self.flash_attention:
-            packed_attention.use_flash_attention_4()
-        self.one_pass_rotation = native and not self.cfg.precision.fp8_attention
-        if self.one_pass_rotation:
-            heads = self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
-            otherwise = "queries, keys and values are not split and rotated in one pass"
-            self.one_pass_rotation = _right(lambda: rotation.why_not(*heads), otherwise)
-        self.residuals_in_norms = native and self.cfg.model.fused_residuals
-        if self.residuals_in_norms:
-            width = self.shape.hidden_size
-            otherwise = "gradients of residual connections are added separately"
-            self.residuals_in_norms = _right(lambda: fused_residual.why_not(width), otherwise)
-        if native:
-            fused_residual.use(self.residuals_in_norms)
-        if native and "delayed" in self.precision.in_use:
-            fused_swiglu.use(_right(fused_swiglu.why_not, "SwiGLU is not fused with its casts"))
-            width = self.shape.hidden_size
-            otherwise = "norms are not fused with their casts"
-            gains = width not in fused_norm.TUNED_IN_TE
-            fused_norm.use(gains and _right(lambda: fused_norm.why_not(width), otherwise))
-        fp8_head = self.cfg.precision.fp8_lm_head and self.device.type == "cuda"
-        if fp8_head and (said := _wrong_somewhere(loss_fp8.why_not)):
-            raise RuntimeError(f"--fp8_lm_head: on this machine {said}; drop it")
-
-    def _try_flash_attention(self) -> tuple[bool, str | None]:
-        """Whether FlashAttention 4 can run attention, and what is wrong with one that is installed."""
-        cfg, shape, backend = self.cfg, self.shape, self.precision.te_backend
-        packed_attention.use_torch()
-        if backend == "emulated" or (backend == "native" and flash_attention.chosen_by_user()):
-            return False, None
-        wanted = cfg.model.flash_attention and not cfg.precision.fp8_attention  # which is cuDNN's alone
-        if not wanted or shape is None or cfg.precision.mixed_precision == "fp32":
-            return False, None
-        if reason := flash_attention.why_not(shape.head_dim):
-            return False, reason if flash_attention.load_failed() else None
-        sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        if backend == "native":
-            how = {"packed": cfg.data.packing, "deterministic": cfg.optim.deterministic}
-            wrong = flash_attention.wrong_in_te(*sizes, **how)
-        else:
-            packed_attention.use_flash_attention_4()
-            wrong = flash_attention.wrong(packed_attention.attend_packed, *sizes)
-            packed_attention.use_torch()
-        return wrong is None, wrong
-
     def _plan_memory(self) -> None:
         """How weights and optimizer state are kept and spread, the same on every rank."""
         gpu = None
@@ -248,7 +182,8 @@ class Run:
         self.strategy = STRATEGIES[self.mode](self.device, self.cfg)
         if self.strategy.steps_on_cpu:
             say(f"the optimizer steps on the CPU: {ranks.use_cores()} threads a rank")
-        ranks.together(lambda: fp8_stats.check(self.cfg, self.precision, compiles=self._compiles()))
+        compiled = compiles(self.cfg, self.strategy)
+        ranks.together(lambda: fp8_stats.check(self.cfg, self.precision, compiles=compiled))
         ranks.together(lambda: profiling.check(self.cfg.log.profile_steps, self.device))
         self.optimizer_plan = self._plan_optimizer(self.strategy.master_home)
         if self.strategy.steps_on_cpu:
@@ -293,33 +228,6 @@ class Run:
         folder, self.lock = open_run_folder(self.cfg, self.plan.short_name, self.precision.effective)
         return folder
 
-    def _see_folder(self) -> None:
-        """ValueError where a rank does not see rank 0's folder, but none or another of the same name."""
-
-        def leave() -> str:
-            name = f".seen.{uuid.uuid4().hex}"
-            (self.folder / name).touch()
-            return name
-
-        mark = self.folder / ranks.on_first(leave)
-
-        def look() -> None:
-            deadline = time.monotonic() + FOLDER_SECONDS
-            while not mark.exists():
-                if time.monotonic() > deadline:
-                    raise ValueError(
-                        f"--output_dir {self.folder}: on {platform.node()} it is not the first rank's; every "
-                        "node must reach the same one, so choose a folder on a shared file system, by its "
-                        "whole path"
-                    )
-                time.sleep(0.1)
-
-        try:
-            ranks.together(look)
-        finally:
-            if ranks.rank() == 0:
-                mark.unlink()
-
     def _find_checkpoint(self) -> tuple[Path | None, dict]:
         """The checkpoint to go on from, and its meta; from here on the folder is this run's."""
         resume = resolve_resume(self.cfg.checkpoint.resume, self.checkpoints)
@@ -355,10 +263,10 @@ class Run:
             say(line)
         for line in self.loaders.eval_report.lines() if self.loaders.eval_report else ():
             say(f"evaluation: {line}")
-        self.total_steps = count_steps(cfg, self._per_epoch())
+        self.total_steps = count_steps(cfg, self.loaders.train.micro_batches_per_epoch)
 
     def _logged(self) -> None:
-        self._count_wall_time(keep=False)
+        self.wall_time.count(keep=False)
         if self.cfg.data.streaming:  # of which the ranks have compared the first window alone
             train = self.loaders.train
             ranks.agree("places in the stream", {"epoch": train.epoch, "row and sequence": train.position})
@@ -383,57 +291,22 @@ class Run:
             plan.config.pad_token_id = tokenizer.pad_token_id
         return tokenizer
 
-    def _build_model(self) -> None:
-        cfg = self.cfg
-        multiple = self.precision.token_multiple
-        plan, strategy = self.optimizer_plan, self.strategy
-        compute = torch.float32 if cfg.precision.mixed_precision == "fp32" else torch.bfloat16
-        dtypes = {"parameter_dtype": plan.parameter_dtype, "compute_dtype": compute}
-        # FP8 weights are gathered as they are, if there is anything to gather.
-        fp8_gather = cfg.sharding.fp8_all_gather and strategy.shards_weights
-        fp8_weights = fp8_gather and not self.torchao  # torchao quantises just before it gathers
-        if fp8_weights:
-            plan = self.optimizer_plan = replace(plan, kind="te_fused_adam")
+    def _assemble(self) -> None:
+        cfg, strategy = self.cfg, self.strategy
         self.fp8_stats = fp8_stats.Fp8Stats(cfg, self.precision, self.folder)
-        self.model = te_models.build_model(
+        built = assemble(
+            cfg,
+            self.precision,
             self.plan,
-            te_backend=self.precision.te_backend,
-            dtype=plan.parameter_dtype,
-            device=self.device,
-            shard=(lambda model: strategy.shard(model, **dtypes)) if strategy.shards_weights else None,
-            parameter_device=torch.device("cpu") if strategy.master_home == "cpu" else self.device,
-            seed=cfg.optim.seed,
-            packed=cfg.data.packing,
-            max_positions=-(-cfg.data.max_seq_length // multiple) * multiple,
-            gradient_checkpointing=cfg.model.gradient_checkpointing,
-            reentrant=strategy.reentrant,
-            compile_layers=self._compiles(),
-            weight_recipe=self.precision.recipe if fp8_weights else None,
-            compute_dtype=compute,
-            convert=(lambda model: self._convert(model, fp8_gather)) if self.torchao else None,
-            cache_fp8_weights=self._caches_fp8_weights(),
-            fuse_gradient_sums=strategy.adds_in_gemms(plan.kind),
-            one_pass_rotation=self.one_pass_rotation,
-            residuals_in_norms=self.residuals_in_norms,
+            self.optimizer_plan,
+            strategy,
+            self.kernels,
+            self.fp8_stats,
+            self.watchdog,
         )
-        self.watchdog.starting("building the optimizer")  # a rank that still reads weights is behind
-        precision_map.apply(self.model, self.precision, fp8_attention=cfg.precision.fp8_attention)
-        self.model.fp8_lm_head = cfg.precision.fp8_lm_head
-        self.fp8_stats.attach(self.model)
-        strategy.settle(self.model)
-        shards = self.model.quantize_weights() if fp8_weights else {}
-        millions = sum(p.numel() for p in self.model.parameters()) / 1e6
-        optimizer = optim.build_optimizer(self.model, cfg.optim, plan)
-        if fp8_weights:
-            optim.set_masters(optimizer, self.model, shards)
-        elif fp8_gather:
-            torchao_fp8.refresh_scales_after_steps(self.model, optimizer)
-        # The bare model is what is saved and exported; the loop calls the wrapped one.
-        self.wrapped, self.optimizer = strategy.wrap(self.model, optimizer)
+        self.model, self.wrapped, self.optimizer = built.model, built.wrapped, built.optimizer
+        self.optimizer_plan, self.autocast = built.optimizer_plan, built.autocast
         ranks.be_patient()
-        self.autocast = precision.build_autocast(
-            self.precision, device=self.device, parameter_dtype=strategy.compute_dtype(**dtypes)
-        )
         layers = {"native": "Transformer Engine", "emulated": "emulated Transformer Engine"}.get(
             self.precision.te_backend, "Hugging Face"
         )
@@ -442,35 +315,8 @@ class Run:
             nodes = f" on {strategy.num_nodes} nodes" if strategy.num_nodes > 1 else ""
             where = f"{strategy.world_size} x {self.device.type}{nodes}, {strategy.mode}"
             torch.manual_seed(cfg.optim.seed + strategy.rank)  # dropout, if any, differs between ranks
-        say(f"{self.plan.name}: {millions:,.1f} M parameters, {layers} layers, on {where}")
-        say(f"precision {self.precision.describe()}; {plan.describe()}")
-
-    def _caches_fp8_weights(self) -> bool:
-        """Whether a step's first micro-batch casts weights for all; recomputation casts them anyway."""
-        wanted = self.cfg.precision.fp8_weight_cache and not self.cfg.model.gradient_checkpointing
-        wanted = wanted and not self.cfg.sharding.fp8_all_gather  # whose weights are in FP8 as they are
-        return wanted and self.precision.fp8 and self.strategy.accumulates and self.strategy.whole_in_a_step
-
-    def _convert(self, model: te_models.HFCausalLM, fp8_gather: bool) -> None:
-        """Give a Hugging Face model's linear layers the FP8 recipes that the settings ask for."""
-        names = torchao_fp8.linear_names(model)
-        recipes = precision_map.assign(self.cfg, names, len(model.blocks))
-        torchao_fp8.convert(
-            model,
-            recipes.get,
-            emulated=self.precision.emulated,
-            all_gather=fp8_gather,
-            fp32_scales=self.cfg.precision.fp8_fp32_scales,
-        )
-
-    def _compiles(self) -> bool:
-        """Hugging Face layers are compiled on a GPU, where it pays, unless the user says otherwise.
-
-        Under DeepSpeed, whose hooks on every module would cut each layer's graph in pieces, only if asked.
-        """
-        if self.cfg.model.use_te or self.cfg.model.compile is not None:
-            return bool(self.cfg.model.compile)
-        return self.device.type == "cuda" and self.strategy.master_home != "zero"
+        say(f"{self.plan.name}: {built.parameters / 1e6:,.1f} M parameters, {layers} layers, on {where}")
+        say(f"precision {self.precision.describe()}; {self.optimizer_plan.describe()}")
 
     def _is_finished(self) -> bool:
         """Whether the checkpoint is the end of a run that was summed up; nothing need be built to tell."""
@@ -478,7 +324,7 @@ class Run:
             return False
         self.loaders.train.load_state_dict(self.meta["loader"])  # how much data is left
         done = self.meta["progress"]["step"]
-        self.total_steps = self._steps_of_a_resumed_run(done)
+        self.total_steps = steps_of_a_resumed_run(self.cfg, self.meta, self.loaders.train, ranks.world_size())
         if self.total_steps != (saved := self.meta["total_steps"]):
             say(f"the learning rate follows {self.total_steps:,} steps from here on, until now {saved:,}")
         return done >= self.total_steps and ranks.on_first((self.folder / "summary.json").exists)
@@ -489,51 +335,8 @@ class Run:
             say("this run is finished; raise --max_steps or --num_epochs to go on")
             say(f"run folder: {self.folder}")
             return 0
-        # Everything is restored before the tracker opens: it cuts the log at the step that goes on.
-        progress, self.scaling = Progress(), {}
-        if self.resume:
-            self.watchdog.starting("restoring the checkpoint")
-            progress, self.scaling = restore_run(
-                self.checkpoints,
-                self.resume,
-                self.meta,
-                self.cfg,
-                model=self.model,
-                optimizer=self.optimizer,
-                strategy=self.strategy,
-                loader=self.loaders.train,
-            )
-            say(f"resumed from {self.resume} at step {progress.step}")
-        resume_step = progress.step if self.resume else None
-        if not follows_a_finished_run(self.folder, resume_step):
-            take_wall_time(self.folder, progress)
-        count, total = self.cfg.log.profile_steps, self.total_steps
-        profiled = ranks.together(lambda: profiling.profiled_steps(count, done=progress.step, total=total))[0]
-        self.profiler = profiling.StepProfiler(self.folder, profiled)
-        self.environment = describe_environment() | self.precision.as_dict()
-        self.environment |= {
-            "optimizer": self.optimizer_plan.describe(),
-            "sharding_mode": self.strategy.mode,
-            "world_size": self.strategy.world_size,
-            "nodes": self.strategy.num_nodes,
-            "hosts": sorted(set(ranks.gather(platform.node()))),
-            "data": {
-                "train": self.loaders.report.as_dict(),
-                "eval": self.loaders.eval_report.as_dict() if self.loaders.eval_report else None,
-            },
-        }
-        self._write_environment()
-        self.watchdog.starting("opening the logs")
-        self.tracker = build_tracker(
-            self.cfg.log,
-            self.folder,
-            config=self.cfg.to_dict() | self.precision.as_dict(),
-            tags=self._tags(),
-            resume_step=resume_step,
-            enabled=self.strategy.rank == 0,
-        )
-        self.counted, self.kept = self.started, -math.inf
-        self.display = Display(self.total_steps, progress.step, enabled=self.strategy.rank == 0)
+        progress = self._restore()
+        self._open_logs(progress)
         self.trainer = self._build_trainer(progress)
         self.signals.enter_context(caught())
         try:
@@ -560,24 +363,68 @@ class Run:
         say(f"run folder: {self.folder}")
         return code
 
+    def _restore(self) -> Progress:
+        """What the run has done in earlier starts, with everything as the checkpoint has it."""
+        progress, self.scaling = Progress(), {}
+        if self.resume:
+            self.watchdog.starting("restoring the checkpoint")
+            progress, self.scaling = restore_run(
+                self.checkpoints,
+                self.resume,
+                self.meta,
+                self.cfg,
+                model=self.model,
+                optimizer=self.optimizer,
+                strategy=self.strategy,
+                loader=self.loaders.train,
+            )
+            say(f"resumed from {self.resume} at step {progress.step}")
+        return progress
+
+    def _open_logs(self, progress: Progress) -> None:
+        """Once everything is restored: the tracker cuts the log at the step that goes on."""
+        resume_step = progress.step if self.resume else None
+        gpus, nodes = self._gpus(), self.strategy.num_nodes
+        self.wall_time = WallTime(self.folder, progress, self.started, gpus=gpus, nodes=nodes)
+        if not follows_a_finished_run(self.folder, resume_step):
+            self.wall_time.take()
+        count, total = self.cfg.log.profile_steps, self.total_steps
+        profiled = ranks.together(lambda: profiling.profiled_steps(count, done=progress.step, total=total))[0]
+        self.profiler = profiling.StepProfiler(self.folder, profiled)
+        self.environment = self._environment()
+        self._write_environment()
+        self.watchdog.starting("opening the logs")
+        self.tracker = build_tracker(
+            self.cfg.log,
+            self.folder,
+            config=self.cfg.to_dict() | self.precision.as_dict(),
+            tags=self._tags(),
+            resume_step=resume_step,
+            enabled=self.strategy.rank == 0,
+        )
+        self.display = Display(self.total_steps, progress.step, enabled=self.strategy.rank == 0)
+
+    def _environment(self) -> dict[str, Any]:
+        """The values of env.json that are known before the first step."""
+        held_out = self.loaders.eval_report
+        return {
+            **describe_environment(),
+            **self.precision.as_dict(),
+            "optimizer": self.optimizer_plan.describe(),
+            "sharding_mode": self.strategy.mode,
+            "world_size": self.strategy.world_size,
+            "nodes": self.strategy.num_nodes,
+            "hosts": sorted(set(ranks.gather(platform.node()))),
+            "data": {
+                "train": self.loaders.report.as_dict(),
+                "eval": held_out.as_dict() if held_out else None,
+            },
+        }
+
     def give_up(self) -> None:
         """Close what `run` has left open because of an error, within seconds."""
         self.tracker.give_up(EXIT_FAILED)
         self._unlock()
-
-    def _steps_of_a_resumed_run(self, done: int) -> int:
-        """As the settings say, unless the global batch changes now, or did at an earlier resume."""
-        old, saved = self.meta["config"], self.meta["total_steps"]
-        if global_batch(old, self.meta["world_size"]) == self._global_batch():
-            then = replace(self.cfg.optim, max_steps=old["max_steps"], num_epochs=old["num_epochs"])
-            if saved == count_steps(replace(self.cfg, optim=then), self._per_epoch()):
-                return self.total_steps
-            if then == self.cfg.optim:
-                return saved
-        return steps_left(self.cfg, self.loaders.train, done)
-
-    def _per_epoch(self) -> int | None:
-        return self.loaders.train.micro_batches_per_epoch
 
     def _unlock(self) -> None:
         if self.strategy.rank == 0:
@@ -586,9 +433,6 @@ class Run:
     def _write_environment(self) -> None:
         if self.strategy.rank == 0:
             write_json(self.folder / "env.json", self.environment)
-
-    def _global_batch(self) -> int:
-        return global_batch(self.cfg.to_dict(), self.strategy.world_size)
 
     def _tags(self) -> list[str]:
         layers = "te" if self.cfg.model.use_te else "hf"
@@ -631,25 +475,13 @@ class Run:
         return peaks
 
     def _prepare(self, batch: Any) -> None:
-        """Give delayed scaling its first scales; why the loss is a sum: `scaling_state.scale_gradients`.
-
-        On a resume these passes make TE allocate its state, which the checkpoint's then overwrites.
-        """
+        """On a resume this makes TE allocate its state, which the checkpoint's then overwrites."""
         if "delayed" not in self.precision.in_use:
             return
-        devices = [self.device] if self.device.type == "cuda" else []
-        # Attention kernels draw from the generator even without dropout; the run must not notice.
-        with torch.random.fork_rng(devices):
-            for _ in range(CALIBRATION_PASSES):
-                with torch.enable_grad(), self.strategy.accumulating(self.wrapped, first=True, last=True):
-                    with self.autocast():
-                        loss, _ = self.wrapped(**batch.inputs)
-                    self.strategy.backward(self.wrapped, loss)
-                self.strategy.discard(self.wrapped, self.optimizer)
-        # Ranks share their scales, so they must share the factor; each rank's loss is divided by the mean.
-        tokens = self.strategy.sum(torch.tensor(float(batch.label_tokens), device=self.device)).item()
-        step_tokens = tokens / self.strategy.world_size * self.cfg.optim.gradient_accumulation_steps
-        scaling_state.scale_gradients(self.model, 1 / max(1, step_tokens))
+        micro_batches = self.cfg.optim.gradient_accumulation_steps
+        scaling_state.calibrate(
+            self.model, self.wrapped, self.optimizer, self.strategy, self.autocast, batch, micro_batches
+        )
         scaling_state.restore_scaling(self.model, self.scaling)
 
     def _before_step(self, step: int) -> None:
@@ -686,7 +518,7 @@ class Run:
         if backend == "unfused":
             self.display.message(
                 te_runtime.unfused_warning(
-                    deterministic=self.cfg.optim.deterministic, flash_attention=self.flash_attention
+                    deterministic=self.cfg.optim.deterministic, flash_attention=self.kernels.flash_attention
                 )
             )
         tune_garbage_collection()
@@ -695,13 +527,13 @@ class Run:
         """That of the FlashAttention which ran, or None."""
         if self.precision.te_backend == "native":
             return te_runtime.flash_attention_version()
-        packed = self.flash_attention and self.model.own_attention is None
+        packed = self.kernels.flash_attention and self.model.own_attention is None
         return flash_attention.installed() if packed else None
 
     def _save(self, step: int, eval_loss: float | None) -> None:
         if not self.cfg.checkpoint.save_checkpoints:
             return
-        self._count_wall_time()
+        self.wall_time.count()
         save_run(
             self.checkpoints,
             self.cfg,
@@ -716,20 +548,6 @@ class Run:
             # Without a step or an evaluation since the resume TE has no state yet.
             scaling=scaling_state.scaling_state(self.model) or self.scaling,
         )
-
-    def _count_wall_time(self, *, keep: bool = True) -> None:
-        """Up to now; GPUs and nodes may be others after a resume, so their hours add up here too.
-
-        The run folder keeps it for the next start: at once if told to `keep` it, else every KEEP_SECONDS.
-        """
-        progress, now = self.trainer.progress, time.perf_counter()
-        seconds, self.counted = now - self.counted, now
-        progress.wall_seconds += seconds
-        progress.gpu_seconds += seconds * self._gpus()
-        progress.node_seconds += seconds * self.strategy.num_nodes
-        if self.strategy.rank == 0 and (keep or now - self.kept > KEEP_SECONDS):
-            self.kept = now
-            keep_wall_time(self.folder, progress)
 
     def _gpus(self) -> int:
         return self.strategy.world_size if self.device.type == "cuda" else 0
@@ -780,7 +598,7 @@ class Run:
 
     def _summary(self) -> dict[str, Any]:
         """The values of summary.json: counts and losses over all starts of the run, rates of the last one."""
-        self._count_wall_time()
+        self.wall_time.count()
         progress, losses = self.trainer.progress, ranks.on_first(lambda: train_losses(self.folder))
         tail = losses[-max(1, len(losses) // 10) :]
         gpus = self._gpus()
@@ -813,18 +631,6 @@ class Run:
         }
 
 
-def _wrong_somewhere(why_not: Callable[[], str | None]) -> str | None:
-    """What the first rank to find something wrong with kernels says of them; None if all may take them."""
-    return next(filter(None, ranks.together(why_not)), None)
-
-
-def _right(why_not: Callable[[], str | None], otherwise: str) -> bool:
-    """Whether all ranks may take the kernels; if not, it is said what is done `otherwise`, and why."""
-    if said := _wrong_somewhere(why_not):
-        say(f"WARNING: {otherwise}: {said}")
-    return said is None
-
-
 def set_determinism(deterministic: bool, seed: int) -> None:
     """Seed every generator; before the first CUDA call, since TE and cuBLAS read their switches once."""
     random.seed(seed)
@@ -842,37 +648,3 @@ def tune_garbage_collection() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 50, 100)
-
-
-def gemm_sizes(shape: metrics.ModelShape) -> dict[str, int]:
-    return {
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.ffn_hidden_size,
-        "query width": shape.num_heads * shape.head_dim,
-        "key/value width": shape.num_kv_heads * shape.head_dim,
-    }
-
-
-def count_steps(cfg: Config, micro_batches: int | None) -> int:
-    if cfg.optim.max_steps is not None:
-        return cfg.optim.max_steps
-    assert micro_batches is not None  # Config refuses streaming without --max_steps
-    return cfg.optim.num_epochs * -(-micro_batches // cfg.optim.gradient_accumulation_steps)
-
-
-def steps_left(cfg: Config, loader: Any, done: int) -> int:
-    """All steps of a run that goes on after `done` with another global batch: the data's rest decides."""
-    per_epoch = loader.micro_batches_per_epoch
-    if cfg.optim.max_steps is not None or per_epoch is None:
-        return count_steps(cfg, per_epoch)
-    accumulation = cfg.optim.gradient_accumulation_steps
-    epochs_after = max(0, cfg.optim.num_epochs - loader.epoch - 1)
-    here = loader.micro_batches_left() if loader.epoch < cfg.optim.num_epochs else 0
-    return done + -(-here // accumulation) + epochs_after * -(-per_epoch // accumulation)
-
-
-def software() -> dict[str, str | None]:
-    """What all ranks of a job must share: versions, and the code of this suite."""
-    shared = ("torch", "triton", "transformers", "transformer_engine", "torchao", "deepspeed", "datasets")
-    versions = {name: version(name) for name in (*shared, "flash-attn-4", "numpy")}
-    return versions | {"the suite's code": code_digest()}

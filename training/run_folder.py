@@ -6,6 +6,10 @@ wall_time.json has what the run cost in all its starts, of one that was killed u
 from __future__ import annotations
 
 import json
+import math
+import platform
+import time
+import uuid
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +17,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from training import ranks
 from training.config import Config, changed_settings
 from training.durable_files import write_json
 
@@ -38,6 +43,37 @@ def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, Fi
     except OSError as error:
         raise _unwritable(folder, error) from None
     return folder, lock
+
+
+FOLDER_SECONDS = 5.0  # for a network file system to show what another node wrote
+
+
+def see_folder(folder: Path) -> None:
+    """ValueError where a rank does not see rank 0's folder, but none or another of the same name."""
+
+    def leave() -> str:
+        name = f".seen.{uuid.uuid4().hex}"
+        (folder / name).touch()
+        return name
+
+    mark = folder / ranks.on_first(leave)
+
+    def look() -> None:
+        deadline = time.monotonic() + FOLDER_SECONDS
+        while not mark.exists():
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"--output_dir {folder}: on {platform.node()} it is not the first rank's; every "
+                    "node must reach the same one, so choose a folder on a shared file system, by its "
+                    "whole path"
+                )
+            time.sleep(0.1)
+
+    try:
+        ranks.together(look)
+    finally:
+        if ranks.rank() == 0:
+            mark.unlink()
 
 
 def write_config(cfg: Config, folder: Path) -> None:
@@ -134,18 +170,36 @@ def train_losses(folder: Path) -> list[float]:
     return [line["train/loss"] for line in lines if isinstance(line.get("train/loss"), float)]
 
 
-WALL_TIME = ("wall_seconds", "gpu_seconds", "node_seconds")
+KEEP_SECONDS = 30.0  # at least, between two log lines that wait for the wall time to be on disk
 
 
-def keep_wall_time(folder: Path, progress: Any) -> None:
-    """Write it down; `progress` is a trainer's."""
-    with suppress(OSError):  # a disk that is full is told of by what must be written
-        write_json(folder / "wall_time.json", {name: getattr(progress, name) for name in WALL_TIME})
+class WallTime:
+    """What a run costs, added up in a trainer's `progress` and in the folder, over all its starts.
 
+    GPUs and nodes may be others after a resume, so their hours add up here too.
+    """
 
-def take_wall_time(folder: Path, progress: Any) -> None:
-    """Raise what `progress` has from a checkpoint; both are sums over all starts, so nothing counts twice."""
-    path = folder / "wall_time.json"
-    kept = json.loads(path.read_text()) if path.exists() else {}
-    for name, seconds in kept.items():
-        setattr(progress, name, max(seconds, getattr(progress, name)))
+    SUMS = ("wall_seconds", "gpu_seconds", "node_seconds")
+
+    def __init__(self, folder: Path, progress: Any, started: float, *, gpus: int, nodes: int):
+        self.path, self.progress, self.counted = folder / "wall_time.json", progress, started
+        self.gpus, self.nodes = gpus, nodes
+        self.kept = -math.inf
+
+    def take(self) -> None:
+        """Raise what `progress` has from a checkpoint; as sums over all starts none counts twice."""
+        kept = json.loads(self.path.read_text()) if self.path.exists() else {}
+        for name, seconds in kept.items():
+            setattr(self.progress, name, max(seconds, getattr(self.progress, name)))
+
+    def count(self, *, keep: bool = True) -> None:
+        """Up to now; the folder gets it for the next start: at once if told to `keep` it, or now and then."""
+        now = time.perf_counter()
+        seconds, self.counted = now - self.counted, now
+        self.progress.wall_seconds += seconds
+        self.progress.gpu_seconds += seconds * self.gpus
+        self.progress.node_seconds += seconds * self.nodes
+        if ranks.rank() == 0 and (keep or now - self.kept > KEEP_SECONDS):
+            self.kept = now
+            with suppress(OSError):  # a disk that is full is told of by what must be written
+                write_json(self.path, {name: getattr(self.progress, name) for name in self.SUMS})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,36 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
                 if isinstance(value := getattr(tensors, part, None), Tensor):
                     state[f"{name}.{direction}.{part}"] = value
     return state
+
+
+CALIBRATION_PASSES = 2  # the second starts from the first one's scales, so that nothing underflows on the way
+
+
+def calibrate(
+    model: nn.Module,
+    wrapped: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Any,
+    autocast: Callable[[], AbstractContextManager],
+    batch: Any,
+    micro_batches: int,
+) -> None:
+    """Give delayed scaling its first scales from a micro-batch, one of `micro_batches` a step. Collective.
+
+    Takes no step and draws no random number. Why the loss is a sum here: `scale_gradients`.
+    """
+    devices = [strategy.device] if strategy.device.type == "cuda" else []
+    # Attention kernels draw from the generator even without dropout; the run must not notice.
+    with torch.random.fork_rng(devices):
+        for _ in range(CALIBRATION_PASSES):
+            with torch.enable_grad(), strategy.accumulating(wrapped, first=True, last=True):
+                with autocast():
+                    loss, _ = wrapped(**batch.inputs)
+                strategy.backward(wrapped, loss)
+            strategy.discard(wrapped, optimizer)
+    # Ranks share their scales, so they must share the factor; each rank's loss is divided by the mean.
+    tokens = strategy.sum(torch.tensor(float(batch.label_tokens), device=strategy.device)).item()
+    scale_gradients(model, 1 / max(1, tokens / strategy.world_size * micro_batches))
 
 
 @torch.no_grad()

@@ -1,0 +1,120 @@
+"""Model, optimizer and autocast, put together as the settings, the strategy and the kernels ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import te_models
+from training import optim, precision, precision_map, torchao_fp8
+from training.config import TORCHAO_RECIPES, Config
+from training.fp8_stats import Fp8Stats
+from training.kernels import Kernels
+from training.optim import OptimizerPlan
+from training.precision import Precision
+from training.sharding import SingleDevice
+from training.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class Assembly:
+    model: nn.Module  # the bare one, which is saved and exported
+    wrapped: nn.Module  # what the loop calls
+    optimizer: torch.optim.Optimizer
+    optimizer_plan: OptimizerPlan  # as it was followed
+    parameters: int  # of the whole model
+    autocast: Callable[[], AbstractContextManager]
+
+
+def assemble(
+    cfg: Config,
+    resolved: Precision,
+    plan: te_models.ModelPlan,
+    optimizer_plan: OptimizerPlan,
+    strategy: SingleDevice,
+    kernels: Kernels,
+    stats: Fp8Stats,
+    watchdog: Watchdog,
+) -> Assembly:
+    """Build everything a step needs, with weights read or drawn. Collective."""
+    torchao = resolved.effective in TORCHAO_RECIPES
+    compute = torch.float32 if cfg.precision.mixed_precision == "fp32" else torch.bfloat16
+    dtypes = {"parameter_dtype": optimizer_plan.parameter_dtype, "compute_dtype": compute}
+    # FP8 weights are gathered as they are, if there is anything to gather.
+    fp8_gather = cfg.sharding.fp8_all_gather and strategy.shards_weights
+    fp8_weights = fp8_gather and not torchao  # torchao quantises just before it gathers
+    if fp8_weights:
+        optimizer_plan = replace(optimizer_plan, kind="te_fused_adam")
+    multiple = resolved.token_multiple
+    model = te_models.build_model(
+        plan,
+        te_backend=resolved.te_backend,
+        dtype=optimizer_plan.parameter_dtype,
+        device=strategy.device,
+        shard=(lambda model: strategy.shard(model, **dtypes)) if strategy.shards_weights else None,
+        parameter_device=torch.device("cpu") if strategy.master_home == "cpu" else strategy.device,
+        seed=cfg.optim.seed,
+        packed=cfg.data.packing,
+        max_positions=-(-cfg.data.max_seq_length // multiple) * multiple,
+        gradient_checkpointing=cfg.model.gradient_checkpointing,
+        reentrant=strategy.reentrant,
+        compile_layers=compiles(cfg, strategy),
+        weight_recipe=resolved.recipe if fp8_weights else None,
+        compute_dtype=compute,
+        convert=(lambda model: _convert(model, cfg, resolved, fp8_gather)) if torchao else None,
+        cache_fp8_weights=_caches_fp8_weights(cfg, resolved, strategy),
+        fuse_gradient_sums=strategy.adds_in_gemms(optimizer_plan.kind),
+        one_pass_rotation=kernels.one_pass_rotation,
+        residuals_in_norms=kernels.residuals_in_norms,
+    )
+    watchdog.starting("building the optimizer")  # a rank that still reads weights is behind
+    precision_map.apply(model, resolved, fp8_attention=cfg.precision.fp8_attention)
+    model.fp8_lm_head = cfg.precision.fp8_lm_head
+    stats.attach(model)
+    strategy.settle(model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    shards = model.quantize_weights() if fp8_weights else {}
+    optimizer = optim.build_optimizer(model, cfg.optim, optimizer_plan)
+    if fp8_weights:
+        optim.set_masters(optimizer, model, shards)
+    elif fp8_gather:
+        torchao_fp8.refresh_scales_after_steps(model, optimizer)
+    wrapped, optimizer = strategy.wrap(model, optimizer)
+    autocast = precision.build_autocast(
+        resolved, device=strategy.device, parameter_dtype=strategy.compute_dtype(**dtypes)
+    )
+    return Assembly(model, wrapped, optimizer, optimizer_plan, parameters, autocast)
+
+
+def compiles(cfg: Config, strategy: SingleDevice) -> bool:
+    """Hugging Face layers are compiled on a GPU, where it pays, unless the user says otherwise.
+
+    Under DeepSpeed, whose hooks on every module would cut each layer's graph in pieces, only if asked.
+    """
+    if cfg.model.use_te or cfg.model.compile is not None:
+        return bool(cfg.model.compile)
+    return strategy.device.type == "cuda" and strategy.master_home != "zero"
+
+
+def _caches_fp8_weights(cfg: Config, resolved: Precision, strategy: SingleDevice) -> bool:
+    """Whether a step's first micro-batch casts weights for all; recomputation casts them anyway."""
+    wanted = cfg.precision.fp8_weight_cache and not cfg.model.gradient_checkpointing
+    wanted = wanted and not cfg.sharding.fp8_all_gather  # whose weights are in FP8 as they are
+    return wanted and resolved.fp8 and strategy.accumulates and strategy.whole_in_a_step
+
+
+def _convert(model: Any, cfg: Config, resolved: Precision, fp8_gather: bool) -> None:
+    """Give a Hugging Face model's linear layers the FP8 recipes that the settings ask for."""
+    names = torchao_fp8.linear_names(model)
+    torchao_fp8.convert(
+        model,
+        precision_map.assign(cfg, names, len(model.blocks)).get,
+        emulated=resolved.emulated,
+        all_gather=fp8_gather,
+        fp32_scales=cfg.precision.fp8_fp32_scales,
+    )
