@@ -906,6 +906,19 @@ def test_a_node_with_fewer_gpus_than_ranks_says_so(tmp_path):
     assert "--nproc_per_node 2" in error and "has 1 GPUs; start one rank per GPU" in error
 
 
+def with_a_broken_driver(rank: int) -> None:
+    if rank == 1:
+        torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 2)
+
+
+def test_a_rank_that_a_library_stops_before_the_others_met_is_named_at_once(tmp_path):
+    """torch has no GPU to set here."""
+    job = start(tmp_path / "run", patch=with_a_broken_driver)
+    assert job.wait(60)[0] == EXIT_FAILED  # not once it has waited for --timeout_minutes
+    errors = [line for line in job.printed().splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and f"rank 1 ({platform.node()}): " in errors[0]
+
+
 @pytest.mark.parametrize("streamed", ["", "--streaming --max_steps 3"])
 def test_more_ranks_than_sequences_are_refused(tmp_path, streamed):
     error = refused(start(tmp_path / "run", f"--num_of_samples 10 --batch_size 4 {streamed}", ranks=3))

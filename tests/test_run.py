@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from training import kernels, run_folder
+from training import kernels, outcome, run_folder
 from training.config import config_from_dict, parse_config
 from training.metrics import ModelShape
 from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
@@ -390,6 +390,11 @@ def test_out_of_memory_is_one_line_and_a_library_s_error_keeps_its_traceback(cap
         main([], description="test", start=lambda cfg: json.loads("x"))
 
 
+def test_out_of_memory_without_a_word_is_one_line_too(capsys):
+    assert outcome.end(torch.OutOfMemoryError(), None) == EXIT_FAILED
+    assert capsys.readouterr().err.startswith("error: OutOfMemoryError Try a smaller --batch_size")
+
+
 def test_losses_that_are_not_finite_are_left_out_of_the_mean(tmp_path):
     lines = [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": None}, {"step": 2, "eval/loss": 1.0}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -414,6 +419,21 @@ def test_tokens_never_reach_output_or_run_folder(tmp_path, capsys, monkeypatch):
     folder = train(tmp_path / "kept", "--max_steps 1 --no_export")
     assert secret not in capsys.readouterr().err
     assert not any(secret in p.read_text(errors="ignore") for p in folder.rglob("*") if p.is_file())
+
+
+def test_a_run_that_has_only_its_end_to_do_keeps_what_its_steps_told(finished, tmp_path):
+    """Stopped in the last evaluation, say, after the last step was saved."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    (folder / "summary.json").unlink()
+    train(folder, "--max_steps 8 --save_interval 4")
+    for name, own in (
+        ("env.json", ("coverage", "attention_backend", "flash_attention", "seconds_to_first_step")),
+        ("summary.json", ("tokens_per_second", "model_tflops_per_gpu", "seconds_to_first_step")),
+    ):
+        before, after = (json.loads((run / name).read_text()) for run in (finished, folder))
+        assert before["seconds_to_first_step"] > 0
+        assert {key: after[key] for key in own} == {key: before[key] for key in own}
 
 
 def commands() -> list[str]:

@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
@@ -122,6 +123,25 @@ def trainer(batches, *, total_steps, model=None, eval_batches=None, hooks=None, 
         progress=Progress(),
     )
     return made, record
+
+
+class SlowList(list):
+    def __iter__(self):
+        for item in super().__iter__():
+            time.sleep(0.05)
+            yield item
+
+
+@pytest.mark.parametrize("slow", ["loader", "tracker"])
+def test_waiting_for_data_is_that_alone(slow):
+    data = [to_batch(rows(2)) for _ in range(6)]
+    one, record = trainer(SlowList(data) if slow == "loader" else data, total_steps=6)
+    log = record.log
+    if slow == "tracker":
+        record.log = lambda *line: (time.sleep(0.05), log(*line))
+    assert one.fit()
+    shares = record.series("perf/data_wait_share")[1:]
+    assert min(shares) > 0.5 if slow == "loader" else max(shares) < 0.5
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -25,7 +26,7 @@ def places(**changes: dict) -> dict[int, Place]:
 
 
 def message(silent: tuple[int, ...] = (), **changes: dict) -> str:
-    return stalled(places(**changes), set(silent), timeout=60.0, limit=60.0)
+    return stalled(places(**changes), set(silent), 4, timeout=60.0, limit=60.0)
 
 
 def test_a_rank_behind_the_others_is_named():
@@ -55,9 +56,14 @@ def test_a_rank_that_is_late_is_named_beside_ranks_that_have_finished():
     assert "no progress for 60 s; rank 2 (node1) exporting for 60 s." in text and "rank 0" not in text
 
 
+def test_a_rank_that_has_said_nothing_yet_is_named_before_all_others():
+    text = stalled({1: places()[1]}, {1}, 3, timeout=60.0, limit=60.0)
+    assert "no progress for 60 s; rank 0 has not begun; rank 2 has not begun. What" in text
+
+
 def test_of_many_ranks_eight_are_named():
     many = {rank: Place(1, "exporting", "node", 90.0, 30) for rank in range(12)}
-    text = stalled(many, set(), timeout=60.0, limit=60.0)
+    text = stalled(many, set(), 12, timeout=60.0, limit=60.0)
     assert "rank 7 (node)" in text and "rank 8 (node)" not in text and "and 4 more" in text
 
 
@@ -218,3 +224,29 @@ def test_a_start_without_its_first_rank_ends():
     start_together(store, [0, 1])
     with pytest.raises(RuntimeError, match="rank 0 does not answer rank 1"):
         ranks.agree_on_start(store, 1, 2, timedelta(seconds=0.3))
+
+
+def test_ranks_with_and_without_a_gpu_do_not_start_together():
+    """NCCL would wait for those that came without, for ever."""
+    store = dist.HashStore()
+    store.set("start", "an earlier start's")
+    late = threading.Thread(target=answer, args=(store, 1, "cpu"))
+    late.start()
+    with pytest.raises(RuntimeError, match=r"^ranks 1 \(.+\) see no GPU, the others do: look at nvidia-smi"):
+        ranks.agree_on_start(store, 0, 2, timedelta(seconds=20), device_type="cuda")
+    late.join()
+    ranks._refuse_mixed(["a cpu here", "b cpu there"])
+
+
+def answer(store: dist.Store, number: int, device_type: str) -> None:
+    with suppress(RuntimeError):  # rank 0 does not take it
+        ranks.agree_on_start(store, number, 2, timedelta(seconds=2), device_type=device_type)
+
+
+@pytest.mark.parametrize(
+    ("here", "there"), [({}, {"weights": 1}), ({"weights": 1}, {}), ({"a": 1}, {"a": 2})]
+)
+def test_what_only_one_rank_has_differs_too(here, there, monkeypatch):
+    monkeypatch.setattr(ranks, "gather", lambda value: [("node0", here), ("node1", there)])
+    with pytest.raises(ValueError, match=r"^the files differ on rank 1 \(node1\): (weights|a) "):
+        ranks.agree("the files", here)

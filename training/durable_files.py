@@ -27,6 +27,13 @@ def hidden(path: Path, state: str) -> Path:
     return path.with_name(f".{path.name}.{state}")
 
 
+def no_room(path: Path, error: OSError) -> RuntimeError:
+    """What to raise where a record of a run cannot be written."""
+    return RuntimeError(
+        f"cannot write {path}: {error.strerror}; make room and run the same command to resume"
+    )
+
+
 def publish(partial: Path, final: Path) -> None:
     """Rename a finished folder to `final`, durably; what stood there is deleted only then."""
     replaced = hidden(final, "replaced")

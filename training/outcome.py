@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from training import ranks
+from training.errors import first_line
 from training.signals import stopping
 from training.trackers import redact
 
@@ -99,16 +100,18 @@ def end(error: BaseException, watchdog: Any | None, close: Callable[[], None] = 
         message = "interrupted outside the training loop; what was saved before is intact"
         return say(message, 130)
     if isinstance(error, torch.OutOfMemoryError):
-        return say(f"{str(error).splitlines()[0]} {OUT_OF_MEMORY}", EXIT_FAILED)
+        return say(f"{first_line(error)} {OUT_OF_MEMORY}", EXIT_FAILED)
     if _lost_a_rank(error):
         if watchdog is not None and (gone := watchdog.gone()):
             return say(gone, EXIT_FAILED, own=False)
-        text = str(error).splitlines()[0]
-        return say(f"another rank is gone or does not answer ({text})", EXIT_FAILED)
+        return say(f"another rank is gone or does not answer ({first_line(error)})", EXIT_FAILED)
     if _raised_here(error) and isinstance(error, (ValueError, RuntimeError)):
         code = EXIT_BAD_SETTING if isinstance(error, ValueError) else EXIT_FAILED
         return say(str(error), code)
     if ranks.world_size() == 1:
+        if watchdog is None:  # of many ranks, maybe, before they met
+            message = redact(f"{type(error).__name__}: {first_line(error)}")
+            ranks.will_not_come(message, bad_setting=False)
         close()
         raise error
     details = getattr(error, "details", None) or "".join(traceback.format_exception(error))

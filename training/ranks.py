@@ -76,7 +76,8 @@ def join(timeout_minutes: float) -> torch.device:
     except dist.DistError:
         raise late("the other ranks") from None
     try:
-        store = dist.PrefixStore(agree_on_start(store, number, size, patience), store)
+        name = agree_on_start(store, number, size, patience, device_type=device.type)
+        store = dist.PrefixStore(name, store)
     except TimeoutError as missing:
         raise late(missing) from None
     except dist.DistError:
@@ -96,15 +97,18 @@ def join(timeout_minutes: float) -> torch.device:
     return device
 
 
-def agree_on_start(store: dist.Store, number: int, size: int, timeout: timedelta) -> str:
+def agree_on_start(
+    store: dist.Store, number: int, size: int, timeout: timedelta, *, device_type: str = "cpu"
+) -> str:
     """A name that all ranks share and that no earlier start of them used.
 
     torchrun --max_restarts keeps its store, where new ranks would find the addresses of dead ones, and each
     node counts restarts on its own (https://github.com/pytorch/pytorch/issues/135712). So rank 0 makes a
     name, and the others take one only from a rank 0 that knows of them.
     TimeoutError names those that did not come; the error of one that will not is raised here, too.
+    RuntimeError where some have a GPU and others do not: these would wait for each other for ever.
     """
-    own = uuid.uuid4().hex
+    own = f"{uuid.uuid4().hex} {device_type} {platform.node()}"
     deadline = time.monotonic() + timeout.total_seconds()
 
     def wait() -> bool:
@@ -123,6 +127,7 @@ def agree_on_start(store: dist.Store, number: int, size: int, timeout: timedelta
                 missing = [str(other) for other, key in keys.items() if not store.check([key])]
                 raise TimeoutError(f"ranks {', '.join(missing)} of {size}")
         known = [store.get(key).decode() for key in keys.values()]
+        _refuse_mixed([own, *known])
         store.set(f"{own}/known", json.dumps(known))
         return own
     while wait():
@@ -133,6 +138,17 @@ def agree_on_start(store: dist.Store, number: int, size: int, timeout: timedelta
         if store.check([f"{name}/known"]) and own in json.loads(store.get(f"{name}/known")):
             return name
     raise RuntimeError(f"rank 0 does not answer rank {number} ({platform.node()}); start the job again")
+
+
+def _refuse_mixed(started: list[str]) -> None:
+    """RuntimeError where some ranks have a GPU and others see none; `started`: what each said of itself."""
+    found = [said.split(" ", 2)[1:] for said in started]
+    without = [f"{number} ({host})" for number, (kind, host) in enumerate(found) if kind == "cpu"]
+    if 0 < len(without) < len(found):
+        raise RuntimeError(
+            f"ranks {', '.join(without)} see no GPU, the others do: look at nvidia-smi and "
+            "CUDA_VISIBLE_DEVICES there"
+        )
 
 
 def _failure() -> str:
@@ -292,8 +308,8 @@ def agree(what: str, values: dict[str, Any]) -> None:
     everyone = gather((platform.node(), values))
     _, first = everyone[0]
     for number, (host, own) in enumerate(everyone):
-        if differing := [key for key in first if own.get(key) != first[key]]:
-            shown = ", ".join(f"{key} {own.get(key)} (rank 0: {first[key]})" for key in differing)
+        if differing := [key for key in first | own if own.get(key) != first.get(key)]:
+            shown = ", ".join(f"{key} {own.get(key)} (rank 0: {first.get(key)})" for key in differing)
             error = ValueError(
                 f"{what} differ on rank {number} ({host}): {shown}; start every rank with the same command, "
                 "environment and data"

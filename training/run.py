@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import platform
@@ -40,7 +41,7 @@ from training.auto_mode import Memory, choose_mode, refuse_small_host
 from training.checkpoint import Checkpoints, resolve_resume
 from training.config import TORCHAO_RECIPES, Config, parse_config
 from training.coverage import coverage
-from training.durable_files import write_json
+from training.durable_files import no_room, write_json
 from training.export import export_hf
 from training.generate import answer, generation_config, reads_back
 from training.kernels import choose_kernels
@@ -59,10 +60,18 @@ from training.sharding import STRATEGIES
 from training.signals import caught
 from training.state import restore_run, save_run
 from training.steps import count_steps, steps_of_a_resumed_run
-from training.trackers import Progress as Display
-from training.trackers import Tracker, build_tracker, describe_environment, follows_a_finished_run
+from training.trackers import (
+    Display,
+    Tracker,
+    build_tracker,
+    describe_environment,
+    follows_a_finished_run,
+)
 from training.trainer import Hooks, Meter, Progress, Trainer
 from training.watchdog import DATA_SECONDS, Watchdog
+
+# In env.json, beside what is known before it.
+TOLD_BY_FIRST_STEP = ("coverage", "attention_backend", "flash_attention", "seconds_to_first_step")
 
 
 @lasting_output()
@@ -392,6 +401,8 @@ class Run:
         profiled = ranks.together(lambda: profiling.profiled_steps(count, done=progress.step, total=total))[0]
         self.profiler = profiling.StepProfiler(self.folder, profiled)
         self.environment = self._environment()
+        if progress.step >= total:  # no step of this start tells them
+            self.environment |= self._told_by_first_step()
         self._write_environment()
         self.watchdog.starting("opening the logs")
         self.tracker = build_tracker(
@@ -430,9 +441,19 @@ class Run:
         if self.strategy.rank == 0:
             self.lock.release()
 
+    def _told_by_first_step(self) -> dict[str, Any]:
+        """What the start before wrote into env.json after its first step."""
+        path = self.folder / "env.json"
+        before = ranks.on_first(lambda: json.loads(path.read_text()) if path.exists() else {})
+        return {name: before[name] for name in TOLD_BY_FIRST_STEP if name in before}
+
     def _write_environment(self) -> None:
         if self.strategy.rank == 0:
-            write_json(self.folder / "env.json", self.environment)
+            path = self.folder / "env.json"
+            try:
+                write_json(path, self.environment)
+            except OSError as error:
+                raise no_room(path, error) from None
 
     def _tags(self) -> list[str]:
         layers = "te" if self.cfg.model.use_te else "hf"

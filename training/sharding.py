@@ -116,7 +116,8 @@ class SingleDevice:
     ) -> StepOutcome:
         """Clip to `max_norm` (0: do not) and step, if `usable` and the gradient is finite; zeroes gradients.
 
-        Nothing waits for the device: the optimizer reads there whether and how far to step.
+        Nothing waits for the device, where the optimizer reads whether and how far to step, unless it is
+        TE's (--fp8_all_gather): `optim.step_if`.
         """
         found = map(gradient_of, model.parameters())
         gradients = [local(gradient) for gradient in found if gradient is not None]

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from training.config import LogConfig
-from training.durable_files import replace_file
+from training.durable_files import no_room, replace_file
 from training.packages import version
 
 Metrics = dict[str, float | int | str]
@@ -162,12 +162,13 @@ class MetricsFile:
                 line = line[self._file.write(line) :]
         except OSError as error:
             self._file.truncate(end)  # half a line would spoil the next one
-            raise RuntimeError(
-                f"cannot write {self._path}: {error.strerror}; make room and run the same command to resume"
-            ) from None
+            raise no_room(self._path, error) from None
 
     def summary(self, values: dict[str, Any]) -> None:
-        replace_file(self._summary_path, to_json(values, indent=2) + b"\n")
+        try:
+            replace_file(self._summary_path, to_json(values, indent=2) + b"\n")
+        except OSError as error:
+            raise no_room(self._summary_path, error) from None
 
     def finish(self, exit_code: int) -> None:
         self._file.close()
@@ -330,11 +331,11 @@ SHOWN = {
 }
 
 
-class Progress:
+class Display:
     """A progress bar on a terminal, otherwise one line per update that brings metrics."""
 
-    def __init__(self, total_steps: int | None, initial: int, enabled: bool = True) -> None:
-        """`total_steps` None: length unknown; `initial` is the step that a resumed run starts from."""
+    def __init__(self, total_steps: int, initial: int, enabled: bool = True) -> None:
+        """`initial` is the step that a resumed run starts from."""
         self._total, self._initial, self._enabled = total_steps, initial, enabled
         self._started = time.monotonic()
         self._bar = None
@@ -351,8 +352,7 @@ class Progress:
             if shown:
                 self._bar.set_postfix_str(", ".join(shown))
         elif shown:
-            of_total = f"/{self._total}" if self._total is not None else ""
-            print(" | ".join([f"step {step}{of_total}", *shown, *self._time_left(step)]), flush=True)
+            print(" | ".join([f"step {step}/{self._total}", *shown, *self._time_left(step)]), flush=True)
 
     def message(self, text: str) -> None:
         """Print a line of its own, above the bar if there is one."""
@@ -365,7 +365,7 @@ class Progress:
             self._bar.close()
 
     def _time_left(self, step: int) -> list[str]:
-        if self._total is None or step <= self._initial:
+        if step <= self._initial:
             return []
         seconds = (time.monotonic() - self._started) / (step - self._initial) * (self._total - step)
         return [f"left {timedelta(seconds=round(seconds))}"]

@@ -52,6 +52,7 @@ class Progress:
     gpu_seconds: float = 0.0  # the same for each GPU, and each node
     node_seconds: float = 0.0
     best_eval_loss: float | None = None
+    rates: dict[str, float] = field(default_factory=dict)  # of the last start that took steps
 
 
 @dataclass
@@ -264,8 +265,7 @@ class Trainer:
             return not self.strategy.any(self.stop_requested)
         while self.progress.step < self.total_steps:
             self._clock = time.perf_counter()
-            for window in self._windows():
-                waited = time.perf_counter() - self._clock
+            for window, waited in self._windows():
                 window = [batch.to(self.device) for batch in window]
                 if not self._covered:  # the preparations are no part of the first step's time
                     self._first_time(window[0])
@@ -285,14 +285,19 @@ class Trainer:
         self.display.message(f"stopped by a signal after step {self.progress.step}")
         return False
 
-    def _windows(self) -> Iterator[list[Any]]:
-        """The micro-batches of each optimizer step up to the epoch's end; the last window may be shorter."""
+    def _windows(self) -> Iterator[tuple[list[Any], float]]:
+        """The micro-batches of each optimizer step up to the epoch's end, and the seconds waited for them.
+
+        The last window may be shorter.
+        """
+        began = time.perf_counter()
         batches = iter(self.loaders.train)
         while True:
             self.hooks.beat(f"loading the data of step {self.progress.step + 1}")
             if not (window := list(islice(batches, self.cfg.optim.gradient_accumulation_steps))):
                 return
-            yield window
+            yield window, time.perf_counter() - began
+            began = time.perf_counter()
 
     def _prepare(self, batch: Any) -> None:
         if not self._prepared:
@@ -451,6 +456,7 @@ class Trainer:
         self._saved_step = self.progress.step
         self.hooks.beat(f"saving at step {self.progress.step}")
         self._count_tokens()
+        self.progress.rates = self._median_rates()
         fresh = self._evaluated_step == self.progress.step
         self.hooks.save(self.progress.step, self._last_eval.get("eval/loss") if fresh else None)
 
@@ -459,8 +465,11 @@ class Trainer:
 
     def results(self) -> dict[str, float]:
         """Final evaluation and the median rates after warm-up, for summary.json."""
-        out = {name.replace("eval/", "eval_"): value for name, value in self._last_eval.items()}
+        evaluation = {name.replace("eval/", "eval_"): value for name, value in self._last_eval.items()}
+        return evaluation | self._median_rates()
+
+    def _median_rates(self) -> dict[str, float]:
+        """Of this start, or if it has none yet, of the one before."""
         counted = self.rates or self._short_rates
-        for name in counted[0] if counted else ():
-            out[name.removeprefix("perf/")] = median(rates[name] for rates in counted)
-        return out
+        medians = {name: median(rates[name] for rates in counted) for name in (counted[0] if counted else ())}
+        return {name.removeprefix("perf/"): value for name, value in medians.items()} or self.progress.rates

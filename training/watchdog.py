@@ -199,7 +199,7 @@ class Watchdog:
         places, silent = self._look_around()
         if not self._overdue():
             return None
-        return stalled(places, silent, timeout=self.timeout, limit=self._limit)
+        return stalled(places, silent, ranks.world_size(), timeout=self.timeout, limit=self._limit)
 
     def _look_around(self) -> tuple[dict[int, Place], set[int]]:
         """Where all ranks are, and which of them have said nothing for some pauses."""
@@ -241,13 +241,20 @@ def lost(timeout: float, limit: float) -> str:
     )
 
 
-def stalled(places: dict[int, Place], silent: set[int], *, timeout: float, limit: float) -> str:
-    """Who holds the job up: ranks that are silent, else those with the fewest beats that do not rest."""
+def stalled(
+    places: dict[int, Place], silent: set[int], world_size: int, *, timeout: float, limit: float
+) -> str:
+    """Who holds the job up: ranks that said nothing yet, else those that fell silent, else those behind.
+
+    Behind are those with the fewest beats that do not rest.
+    """
     awake = {rank: place for rank, place in places.items() if place.doing != RESTING}
     least = min((place.beats for place in awake.values()), default=None)
     behind = [rank for rank, place in awake.items() if place.beats == least]
+    unheard = [f"rank {rank} has not begun" for rank in range(world_size) if rank not in places]
     named = sorted(silent) or (behind if 0 < len(behind) < len(places) else [])
     shown = [places[rank].describe(rank, silent=rank in silent) for rank in (named or places)]
+    shown, named = (unheard or shown), (unheard or named)
     who = ("" if named else "all ranks are in the same place: ") + _listed(shown, "; ")
     return f"--timeout_minutes {timeout / 60:g}: no progress for {limit:.0f} s; {who}. {AFTERWARDS}"
 
