@@ -15,17 +15,17 @@ from typing import Any
 from benchmarks import gaps, verdict
 from benchmarks.launch import (
     EXIT_INTERRUPTED,
-    OneLineParser,
     Outcome,
     is_begun,
     is_finished,
     launch,
     make_folder,
+    run_command,
 )
 from benchmarks.runs import RunRecord, read_run
 from benchmarks.variants import VARIANTS, Variant, given_settings, parse_variants, resolve
 from benchmarks.wandb_report import upload
-from training.config import Config
+from training.config import Config, OneLineParser
 from training.durable_files import replace_file
 from training.trackers import redact, to_json
 
@@ -357,14 +357,7 @@ def compare(argv: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 all variants pass; 1 one does not; 2 a setting is wrong; 75 stopped, to be gone on."""
-    try:
-        return compare(sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:  # while nothing trains; `launch` passes it on to a run
-        print("stopped; to go on: the same command", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_command(compare, argv)
 
 
 if __name__ == "__main__":

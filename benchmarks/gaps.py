@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from benchmarks.runs import RunRecord, Series, labels, smooth, tail_mean
+from benchmarks.runs import INDIFFERENT, RunRecord, Series, labels, smooth, tail_mean
 
 
 def pick_reference(runs: list[RunRecord]) -> RunRecord:
@@ -30,17 +30,8 @@ SAME_WORK = (
     "train_on_prompt",
 )
 # Settings that neither the seed's noise nor the loss depends on.
-ANY_VALUE = {"output_dir", "log_interval", "log_dir", "resume", "save_interval", "save_checkpoints"}
-ANY_VALUE |= {
-    "fp8_stats_interval",
-    "profile_steps",
-    "timeout_minutes",
-    "keep_last",
-    "export",
-    "generate_samples",
-    "eval_interval",
-    "eval_at_start",
-}
+ANY_VALUE = {*INDIFFERENT, "log_interval", "fp8_stats_interval", "profile_steps", "empty_cache_freq"}
+ANY_VALUE |= {"eval_interval", "eval_at_start", "eval_batch_size"}
 
 PRECISION = ("mixed_precision", "fp8_", "bf16_", "te_backend", "precision_map")
 
@@ -73,8 +64,7 @@ def other_settings(run: RunRecord, reference: RunRecord, *, precision: bool = Fa
     """
 
     def counts(name: str) -> bool:
-        free = name in ANY_VALUE or name.startswith("wandb")
-        return not free and (precision or not name.startswith(PRECISION))
+        return name not in ANY_VALUE and (precision or not name.startswith(PRECISION))
 
     names = [name for name in reference.config if name in run.config and counts(name)]
     return [name for name in names if run.config.get(name) != reference.config.get(name)]

@@ -16,11 +16,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from benchmarks.runs import INDIFFERENT
 from training.config import Config, changed_settings
 from training.signals import stopping
 from training.trackers import redact
@@ -29,11 +30,6 @@ ROOT = Path(__file__).resolve().parent.parent
 # As the training scripts have them: 2 would be a wrong setting, after 75 the same command goes on.
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 75
 IN_USE = "another run is writing to it"  # as training.run_folder says it
-# Settings that no result depends on: runs into one folder may have others from start to start.
-INDIFFERENT = ("num_workers", "num_proc", "weights_cache_dir", "data_cache_dir", "timeout_minutes")
-INDIFFERENT += ("output_dir", "resume", "save_checkpoints", "save_interval", "keep_last", "export")
-INDIFFERENT += ("generate_samples", "log_dir", "use_wandb", "wandb_project", "wandb_run_name", "wandb_mode")
-INDIFFERENT += ("wandb_tags", "wandb_group")
 
 
 @dataclass(frozen=True)
@@ -68,18 +64,23 @@ class Outcome:
         return f"{self.error or 'it printed nothing'} (exit code {self.code})"
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """argparse whose errors are ValueErrors, for one line without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 class PlainParser(argparse.ArgumentParser):
     """argparse that ends with one line and exit code 2, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; --help lists all flags\n")
+
+
+def run_command(work: Callable[[list[str]], int], argv: list[str] | None) -> int:
+    """`work` on the command line: its exit code, 2 where a setting is wrong, EXIT_INTERRUPTED if stopped."""
+    try:
+        return work(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # while nothing trains; `launch` passes it on to a run
+        print("stopped; to go on: the same command", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 def make_folder(path: Path) -> None:

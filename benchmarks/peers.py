@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from benchmarks.launch import PlainParser
 from te_models.presets import PRESETS
 from training.metrics import ModelShape, mfu, model_flops, peak_tflops, tokens_per_second
-from training.packages import version
+from training.packages import ROOT, version
+from training.trackers import git_state
 
 PRECISIONS = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 PACKAGES = ("torch", "transformers", "torchao", "liger_kernel", "triton")
@@ -168,6 +169,7 @@ def describe(
         "versions": {name: version(name) for name in PACKAGES}
         | {"python": platform.python_version(), "cuda": torch.version.cuda},
         "cudnn": torch.backends.cudnn.version(),
+        "git": git_state(ROOT),
     }
 
 

@@ -56,9 +56,15 @@ def from_throughput(line: dict[str, Any]) -> dict[str, Any]:
         "fp8_head": fp8_head,
         "layers": layers,
         "bf16": mixed == "bf16",
-        "options": shlex.join(f"--{n}" if v is True else f"--{n}={v}" for n, v in sorted(options.items())),
+        "options": shlex.join(_flag(name, value) for name, value in sorted(options.items())),
         "padded": line["padded_tokens_per_second_per_gpu"],
     }
+
+
+def _flag(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no_{name}"
+    return f"--{name}={value}"
 
 
 def from_peer(found: dict[str, Any]) -> dict[str, Any]:

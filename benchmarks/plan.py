@@ -7,6 +7,7 @@ python -m benchmarks.plan --check
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -233,7 +234,7 @@ def _refused(plan: Plan) -> str:
 
 
 def _instead(plan: Plan) -> str:
-    """That training's `auto`, which leaves 40 % of a GPU free, offloads what by this plan fits without."""
+    """That training's `auto`, which leaves a quarter of a GPU free, offloads what by this plan fits without."""
     gigabytes = sum(plan.memory.values()) / 1e9
     return (
         f"\n{_gpus(plan.job)}: by this plan --sharding_mode {plan.job.mode} fits too, {gigabytes:.1f} GB a "
@@ -244,7 +245,9 @@ def _instead(plan: Plan) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Print the plan; exit code 2 for a setting that is wrong."""
     try:
-        print(run(sys.argv[1:] if argv is None else argv))
+        print(run(sys.argv[1:] if argv is None else argv), flush=True)
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

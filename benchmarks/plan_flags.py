@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from benchmarks.plan_check import RESULTS
 from benchmarks.plan_job import recipe_of
 from benchmarks.plan_time import GPUS, Gpu
-from training.config import Config, knobs, nearest
+from training.config import Config, OneLineParser, knobs, nearest
 
 PROG = "python -m benchmarks.plan"
 HOPPER, BLACKWELL = ("H100", "H100 NVL", "H200", "GH200"), ("B200", "GB200", "B300")
@@ -58,11 +58,6 @@ def find_gpu(args: argparse.Namespace, cfg: Config) -> Gpu:
     return Gpu(**({"fp8_tflops": None} | given))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument "))
-
-
 def _positive(text: str) -> float:
     try:
         value = float(text)
@@ -85,7 +80,7 @@ def _counts(text: str) -> list[int]:
 
 def build_parser(description: str) -> argparse.ArgumentParser:
     """The flags of a plan alone; every flag of training is taken beside them."""
-    parser = _Parser(
+    parser = OneLineParser(
         prog=PROG,
         description=description,
         allow_abbrev=False,

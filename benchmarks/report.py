@@ -16,9 +16,7 @@ from benchmarks import figures, html_report, markdown
 from benchmarks.fp8_heatmap import draw_casts, last_casts
 from benchmarks.gaps import comparison, pick_reference
 from benchmarks.launch import PlainParser
-from benchmarks.runs import RunRecord as RunRecord
-from benchmarks.runs import read_run
-from benchmarks.runs import tail_mean as tail_mean
+from benchmarks.runs import RunRecord, provenance, read_run
 
 Cell = Callable[[RunRecord, list[RunRecord]], str]  # of a run, beside all runs of the report
 
@@ -84,27 +82,10 @@ COLUMNS: dict[str, Cell] = {
 }
 
 
-PACKAGES = ("torch", "transformer_engine", "transformers")
-
-
 def table(runs: list[RunRecord]) -> str:
     """Markdown: one row a run, and under it where, when and with which versions each one ran."""
     made = markdown.table(list(COLUMNS), [[cell(run, runs) for cell in COLUMNS.values()] for run in runs])
     return "\n".join([made, "", *(f"- {run.name}: {provenance(run)}" for run in runs)])
-
-
-def provenance(run: RunRecord) -> str:
-    """GPUs, date, versions and commit, from env.json."""
-    environment = run.environment
-    if not environment:
-        return "stopped before it looked at the machine"
-    versions, git = environment.get("versions") or {}, environment.get("git")
-    machine = environment.get("gpu_name") or "CPU"
-    parts = [f"{run.gpus} x {machine}" if run.gpus else machine, environment.get("date", "no date")[:10]]
-    parts += [f"{name} {versions[name]}" for name in PACKAGES if versions.get(name)]
-    if git:
-        parts.append(f"commit {git['commit'][:12]}{' with changes' if git['dirty'] else ''}")
-    return ", ".join(parts)
 
 
 def draw(runs: list[RunRecord], reference: RunRecord) -> dict[str, tuple[str, Figure]]:

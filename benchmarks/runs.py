@@ -22,8 +22,14 @@ Series = list[tuple[int, float]]  # (optimizer step, value)
 # Settings that a step's work depends on, beside model and precision; runs older than one had its default.
 WORK = ("max_seq_length", "batch_size", "gradient_accumulation_steps", "packing", "gradient_checkpointing")
 WORK += ("compile", "master_weights", "moment_dtype", "grad_reduce_dtype", "precision_map", "fp8_lm_head")
-WORK += ("fp8_fast_accumulation", "fp8_attention", "bf16_first_layers", "bf16_last_layers")
+WORK += ("fp8_fast_accumulation", "fp8_attention", "bf16_first_layers", "bf16_last_layers", "deterministic")
+WORK += ("flash_attention", "fused_residuals", "fp8_fp32_scales", "fp8_weight_cache", "fp8_format")
 WORK_BY_DEFAULT = {name: value for name, value in Config().to_dict().items() if name in WORK}
+# Settings that no result depends on: runs into one folder may have others from start to start.
+INDIFFERENT = ("num_workers", "num_proc", "weights_cache_dir", "data_cache_dir", "timeout_minutes")
+INDIFFERENT += ("output_dir", "resume", "save_checkpoints", "save_interval", "keep_last", "export")
+INDIFFERENT += ("generate_samples", "log_dir", "use_wandb", "wandb_project", "wandb_run_name", "wandb_mode")
+INDIFFERENT += ("wandb_tags", "wandb_group")
 # What the config.json of every run has, and no other's.
 OF_A_RUN = ("mixed_precision", "batch_size", "gradient_accumulation_steps", "max_seq_length")
 
@@ -223,6 +229,24 @@ def labels(runs: list[RunRecord]) -> list[str]:
     return [
         name if names.count(name) == 1 else str(run.folder) for name, run in zip(names, runs, strict=True)
     ]
+
+
+PACKAGES = ("torch", "transformer_engine", "torchao", "transformers")
+
+
+def provenance(run: RunRecord, *, date: bool = True) -> str:
+    """GPUs, date, versions and commit, from env.json."""
+    environment = run.environment
+    if not environment:
+        return "stopped before it looked at the machine"
+    versions, git = environment.get("versions") or {}, environment.get("git")
+    machine = environment.get("gpu_name") or "CPU"
+    parts = [f"{run.gpus} x {machine}" if run.gpus else machine]
+    parts += [environment.get("date", "no date")[:10]] if date else []
+    parts += [f"{name} {versions[name]}" for name in PACKAGES if versions.get(name)]
+    if git:
+        parts.append(f"commit {git['commit'][:12]}{' with changes' if git['dirty'] else ''}")
+    return ", ".join(parts)
 
 
 MACHINE = (

@@ -22,18 +22,18 @@ from filelock import FileLock
 
 from benchmarks.launch import (
     EXIT_INTERRUPTED,
-    OneLineParser,
     Outcome,
     count_gpus,
     is_finished,
     launch,
     make_folder,
+    run_command,
 )
 from benchmarks.plan import make_plan
 from benchmarks.plan_flags import gpu_name
 from benchmarks.plan_time import GPUS, Gpu
 from benchmarks.variants import DECIDED, Variant, given_settings, parse_variants, resolve
-from training.config import Config, knobs, nearest
+from training.config import Config, OneLineParser, knobs, nearest
 from training.durable_files import replace_file
 
 PROG = "python -m benchmarks.sweep"
@@ -383,14 +383,7 @@ def sweep(argv: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 the grid is done; 1 a run failed, or none ran; 2 a setting is wrong; 75 stopped."""
-    try:
-        return sweep(sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:  # while nothing trains; `launch` passes it on to a run
-        print("stopped; to go on: the same command", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_command(sweep, argv)
 
 
 if __name__ == "__main__":

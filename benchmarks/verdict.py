@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks import gaps, markdown
-from benchmarks.runs import RunRecord, tail_mean
+from benchmarks.runs import RunRecord, provenance, tail_mean
 from training.config import knobs
 
 # Of these sections every setting that defines a run must be the same; how a batch is split is not one.
@@ -249,20 +249,6 @@ def table(rows: list[Row]) -> str:
     return markdown.table(["variant", "verdict", "against", *columns], lines)
 
 
-PACKAGES = ("torch", "transformer_engine", "torchao", "transformers")
-
-
-def machine(run: RunRecord) -> str:
-    """GPUs, versions and commit of a run, from env.json."""
-    environment = run.environment
-    name = environment.get("gpu_name") or "CPU"
-    versions, git = environment.get("versions") or {}, environment.get("git") or {}
-    parts = [f"{run.gpus} x {name}" if run.gpus else name]
-    parts += [f"{package} {versions[package]}" for package in PACKAGES if versions.get(package)]
-    parts += [f"commit {git['commit'][:12]}{' with changes' if git['dirty'] else ''}"] if git else []
-    return ", ".join(parts)
-
-
 def notes(runs: dict[str, RunRecord], seeds: list[RunRecord], band: tuple[float, float] | None) -> list[str]:
     """What a reader must know beside the table. `runs` by variant, the reference first."""
     found = []
@@ -292,7 +278,7 @@ def notes(runs: dict[str, RunRecord], seeds: list[RunRecord], band: tuple[float,
         )
     if _initial_loss(reference) is None:
         found.append("No evaluation before the first step: equal weights are known from settings alone.")
-    machines = sorted({machine(run) for run in [*runs.values(), *seeds]})
+    machines = sorted({provenance(run, date=False) for run in [*runs.values(), *seeds]})
     if len(machines) > 1:
         found.append("MACHINES OR VERSIONS DIFFER, so compare rates with care: " + "; ".join(machines))
     else:

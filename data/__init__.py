@@ -60,13 +60,11 @@ def build_loaders(
     rank: int = 0,
     world_size: int = 1,
     pin_memory: bool = False,
-    trust_remote_code: bool = False,
 ) -> Loaders:
     """Open, tokenise (or find in the cache), hold out and pack the same on every rank; each takes its share.
 
     `batch_size` and `eval_batch_size` are sequences per micro-batch and rank. A row's tokens are a multiple
     of `pad_multiple`, which the FP8 recipe asks for; `vocab_size` and `max_positions` are the model's.
-    `trust_remote_code` changes nothing: `datasets` runs no code of a data set's repository, and says so.
     ValueError for settings, or data, that cannot be trained on.
     """
     check(cfg, max_positions)

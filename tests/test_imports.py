@@ -81,6 +81,12 @@ def ours(path: Path) -> set[str]:
     return modules
 
 
+def is_module(name: str) -> bool:
+    """Whether it is one of ours, and no name inside one."""
+    path = ROOT / name.replace(".", "/")
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
 def sources() -> list[Path]:
     found = [p for package in PACKAGES for p in sorted((ROOT / package).rglob("*.py"))]
     return [p for p in found if ROOT / "benchmarks/results" not in p.parents]  # records
@@ -125,9 +131,7 @@ def test_layering(path):
         and not (package != "training" and name.split(".")[0] == package)
         and not any(name.startswith(f"{m}.") for m in may if m != "training")
     }
-    strange = {
-        name for name in strange if (ROOT / (name.replace(".", "/") + ".py")).exists() or "." not in name
-    }
+    strange = {name for name in strange if is_module(name)}
     assert not strange, f"{path.relative_to(ROOT)} may not import {sorted(strange)}"
 
 
@@ -137,6 +141,20 @@ def test_optional_libraries_load_only_where_they_are_used(path):
     assert not roots & LAZY
     if str(path.relative_to(ROOT)) not in TE_HOMES:
         assert "transformer_engine" not in {name.split(".")[0] for name in imports(path)}
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("training.run", True),
+        ("training.doctor", True),
+        ("te_models.emulation", True),
+        ("data", True),
+        ("training.run.Run", False),
+    ],
+)
+def test_packages_are_modules_too(name, ours):
+    assert is_module(name) == ours
 
 
 def test_the_readers_of_this_file_see_the_packages():

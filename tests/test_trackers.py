@@ -380,18 +380,18 @@ def git(folder, *arguments):
 
 def test_git_state_knows_commit_and_changes_and_takes_no_other_repository(tmp_path):
     root = tmp_path.resolve()
-    assert trackers._git_state(root) is None
+    assert trackers.git_state(root) is None
     git(root, "init")
     (root / "file").write_text("1")
     git(root, "add", "file")
     git(root, "commit", "-m", "first")
     (root / "untracked").write_text("")
-    state = trackers._git_state(root)
+    state = trackers.git_state(root)
     assert len(state["commit"]) == 40 and state["dirty"] is False
     (root / "file").write_text("2")
-    assert trackers._git_state(root) == {"commit": state["commit"], "dirty": True}
+    assert trackers.git_state(root) == {"commit": state["commit"], "dirty": True}
     (root / "inside").mkdir()
-    assert trackers._git_state(root / "inside") is None
+    assert trackers.git_state(root / "inside") is None
 
 
 METRICS = {"train/loss": 1.23456, "train/grad_norm": 0.5, "train/learning_rate": 1e-5, "perf/mfu_bf16": 0.381}

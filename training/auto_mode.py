@@ -21,7 +21,10 @@ class Memory:
 
 # From here on sharing the optimizer's work out saves more than gathering weights costs (docs/multi_gpu.md).
 LARGE = 2 * 10**9
+LEAST_STATE = 8  # bytes a parameter: weight, gradient and both moments in BF16
 ROOM = 0.6  # of a GPU's memory for what `Memory` counts; the rest is for activations, FP8 copies and NCCL
+# Before all goes to the CPU, which costs most of the speed; --gradient_checkpointing makes the rest do.
+LAST_ROOM = 0.75
 
 
 def choose_mode(memory: Memory | None, *, world_size: int, local_size: int) -> tuple[str, str]:
@@ -48,9 +51,33 @@ def choose_mode(memory: Memory | None, *, world_size: int, local_size: int) -> t
         return "hsdp", f"{what}; sharded over the {local_size} ranks of a node they fit"
     if kept + whole / world_size <= room:
         return "fsdp_full", f"{what}; sharded over {world_size} ranks they fit"
+    last = f"{LAST_ROOM * memory.gpu / 1e9:.1f} GB"
+    if kept + whole / world_size <= LAST_ROOM / ROOM * room:
+        return "fsdp_full", f"{what}; sharded over {world_size} ranks they fit into {last}"
     return (
         "fsdp_offload",
-        f"{what}; even sharded over {world_size} ranks they do not fit, the CPU must hold them",
+        f"{what}; sharded over {world_size} ranks they do not even fit into {last}, the CPU must hold them",
+    )
+
+
+def refuse_small_gpu(parameters: int, mode: str, state: int, *, sharers: int, gpu: int) -> None:
+    """RuntimeError if a GPU of `gpu` bytes cannot hold its share of `state` bytes a parameter, before all else.
+
+    `sharers`: ranks that hold them together.
+    """
+    needed = parameters * state / sharers
+    if needed <= gpu:
+        return
+    ways = []
+    if parameters * LEAST_STATE / sharers <= gpu:
+        least = parameters * LEAST_STATE / sharers / 1e9
+        ways.append(
+            f"--master_weights none --moment_dtype bf16 takes {least:.1f} GB (and loses small updates)"
+        )
+    ways.append(f"--sharding_mode fsdp_full takes {-(-parameters * state // int(LAST_ROOM * gpu))} such GPUs")
+    raise RuntimeError(
+        f"--sharding_mode {mode}: weights, gradients and optimizer of {parameters / 1e9:.1f} B parameters take "
+        f"{needed / 1e9:.1f} GB a GPU, which has {gpu / 1e9:.1f} GB: {', or '.join(ways)}"
     )
 
 

@@ -556,11 +556,11 @@ def _kind(hint: Any) -> str:
     return {int: "a whole number", float: "a number", str: "text"}[hint]
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse that refuses abbreviations, suggests the nearest flag, and raises instead of exiting."""
+class OneLineParser(argparse.ArgumentParser):
+    """argparse whose errors are ValueErrors, for one line without the usage."""
 
     def error(self, message: str) -> typing.NoReturn:
-        raise ValueError(message)
+        raise ValueError(message.removeprefix("argument "))
 
 
 class _Switch(argparse.Action):
@@ -573,8 +573,11 @@ class _Switch(argparse.Action):
         setattr(namespace, self.dest, not str(option_string).startswith("--no_"))
 
 
+ALSO_CALLED = {"compile": "compile_model"}  # setting -> another name of its flag
+
+
 def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         prog=prog,
         description=description,
         allow_abbrev=False,
@@ -591,7 +594,8 @@ def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
             text += f" (default: {str(f.default)!r})" if " " in str(f.default) else f" (default: {f.default})"
         if inner is bool:
             text += "" if f.default is None else f" (default: {'on' if f.default else 'off'})"
-            options = [f"--{name}", f"--no_{name}"]
+            names = [n for n in (name, ALSO_CALLED.get(name)) if n]
+            options = [f"--{no}{n}" for n in names for no in ("", "no_")]
             groups[section].add_argument(
                 *options, dest=name, action=_Switch, default=argparse.SUPPRESS, help=text
             )

@@ -37,7 +37,7 @@ from training import (
     torchao_fp8,
 )
 from training.assembly import assemble, compiles
-from training.auto_mode import Memory, choose_mode, refuse_small_host
+from training.auto_mode import Memory, choose_mode, refuse_small_gpu, refuse_small_host
 from training.checkpoint import Checkpoints, resolve_resume
 from training.config import TORCHAO_RECIPES, Config, parse_config
 from training.coverage import coverage
@@ -96,6 +96,8 @@ def main(
         if code == 0 and first:  # the other GPUs are free by now
             run.signals.close()
             run.answer_prompts()
+        if first:
+            print(f"run folder: {run.folder}", flush=True)
         return code
     except (Exception, KeyboardInterrupt) as error:
         return end(error, watchdog, run.give_up if run is not None else lambda: None)
@@ -195,15 +197,18 @@ class Run:
         ranks.together(lambda: fp8_stats.check(self.cfg, self.precision, compiles=compiled))
         ranks.together(lambda: profiling.check(self.cfg.log.profile_steps, self.device))
         self.optimizer_plan = self._plan_optimizer(self.strategy.master_home)
-        if self.strategy.steps_on_cpu:
-            ranks.together(self._check_host_memory)
+        ranks.together(lambda: self._check_memory(gpu))
         if said := optim.moment_warning(self.optimizer_plan, self.cfg.optim.adam_beta2):
             say(said)
 
-    def _check_host_memory(self) -> None:
-        state, saves = self.optimizer_plan.state_bytes, self.cfg.checkpoint.save_checkpoints
-        each = self.strategy.host_bytes(state, saves=saves)
-        refuse_small_host(te_models.count_parameters(self.plan), self.mode, each)
+    def _check_memory(self, gpu: int | None) -> None:
+        """Refuse what cannot fit before any weight is read; `gpu`: bytes of the smallest GPU's memory."""
+        parameters, state = te_models.count_parameters(self.plan), self.optimizer_plan.state_bytes
+        if self.strategy.steps_on_cpu:
+            each = self.strategy.host_bytes(state, saves=self.cfg.checkpoint.save_checkpoints)
+            refuse_small_host(parameters, self.mode, each)
+        elif gpu is not None:
+            refuse_small_gpu(parameters, self.mode, state, sharers=self.strategy.sharers, gpu=gpu)
 
     def _plan_optimizer(self, master_home: str) -> optim.OptimizerPlan:
         on_gpu = self.device.type == "cuda"
@@ -266,7 +271,6 @@ class Run:
             rank=ranks.rank(),
             world_size=ranks.world_size(),
             pin_memory=self.device.type == "cuda",
-            trust_remote_code=cfg.model.trust_remote_code,
         )
         for line in self.loaders.report.lines():
             say(line)
@@ -342,7 +346,6 @@ class Run:
         if self.finished:
             self._unlock()
             say("this run is finished; raise --max_steps or --num_epochs to go on")
-            say(f"run folder: {self.folder}")
             return 0
         progress = self._restore()
         self._open_logs(progress)
@@ -369,7 +372,6 @@ class Run:
             say("nothing was saved (--no_save_checkpoints): the same command would do these steps again")
         elif code == EXIT_INTERRUPTED:
             say(f"to go on: the same command with --output_dir {self.folder}")
-        say(f"run folder: {self.folder}")
         return code
 
     def _restore(self) -> Progress:

@@ -66,6 +66,11 @@ class SingleDevice:
         """Whether gradients of BF16 weights add up in `MicroBatchSums`; other modes have their own sums."""
         return self.accumulates
 
+    @property
+    def sharers(self) -> int:
+        """Ranks that hold weights, gradients and moments together, at best."""
+        return 1
+
     def adds_in_gemms(self, optimizer: str) -> bool:
         """Whether GEMMs of TE's layers may add gradients up; `optimizer`: its `OptimizerPlan.kind`."""
         return self.sums_micro_batches and optimizer == "fused_adamw"
@@ -256,6 +261,10 @@ class FSDP(SingleDevice):
         # Without it a block's weights are asked for when the CPU gets there: late, where launching is slow.
         for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])
+
+    @property
+    def sharers(self) -> int:
+        return self.mesh["shard"].size()
 
     def adds_in_gemms(self, optimizer: str) -> bool:
         return self.accumulates and not self.cfg.sharding.fp8_all_gather

@@ -411,11 +411,11 @@ def describe_environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "versions": {name: version(name) for name in PACKAGES},
-        "git": _git_state(Path(__file__).resolve().parents[1]),
+        "git": git_state(Path(__file__).resolve().parents[1]),
     }
 
 
-def _git_state(root: Path) -> dict[str, Any] | None:
+def git_state(root: Path) -> dict[str, Any] | None:
     """Commit and whether tracked files differ from it; None where `root` is no checkout of its own."""
     top = _output(["git", "-C", str(root), "rev-parse", "--show-toplevel"])
     commit = _output(["git", "-C", str(root), "rev-parse", "HEAD"])

@@ -49,11 +49,6 @@ class Zero(SingleDevice):
     def __init__(self, device: torch.device, cfg: Config):
         super().__init__(device, cfg)
         self.mode = cfg.sharding.mode
-        if not dist.is_initialized():
-            raise RuntimeError(
-                f"--sharding_mode {self.mode}: DeepSpeed needs a process group, even for one rank; start "
-                "with torchrun --nproc_per_node N"
-            )
         full = cfg.precision.mixed_precision == "fp32"
         name = cfg.sharding.deepspeed_config or self.mode
         dtype = torch.float32 if full else torch.bfloat16
@@ -67,6 +62,10 @@ class Zero(SingleDevice):
         # fetches them again for backward.
         self.reentrant = self.stage == 3
         self.mesh = init_device_mesh("cpu", (self.world_size,))  # of checkpoints
+
+    @property
+    def sharers(self) -> int:
+        return self.world_size
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer

@@ -70,7 +70,7 @@ def te_itself() -> Iterator[Finding]:
 
     from training import te_runtime
 
-    found = version("transformer_engine") or version("transformer-engine")
+    found = version("transformer_engine")
     if not torch.cuda.is_available():
         text = f"Transformer Engine {found}" if found else "Transformer Engine is not installed"
         yield Finding("ok", f"{text}: without a GPU TE layers run emulated")
@@ -158,7 +158,7 @@ def torch_has_gpu() -> bool:
 def one_layer(
     *, packed: bool, tokens: int, device: str = "cuda", backend: Backend = "native"
 ) -> tuple[Any, dict[str, Callable[[], None]]]:
-    """MODEL with one layer and 2,048 words, as training builds it, and a step of it by precision.
+    """MODEL with one layer and 2,048 words, with TE's own kernels, and a step of it by precision.
 
     A step is forward and backward over one sequence of `tokens`, or two when packed, since one is not packed
     at all; FP8 is there if the standard recipe runs.
