@@ -24,6 +24,7 @@ if __name__ == "__main__":
         from training.outcome import exit_process
         from training.run import main
     except KeyboardInterrupt:
-        sys.exit("error: interrupted before the start")
+        print("error: interrupted before the start", file=sys.stderr)
+        sys.exit(130)
 
     exit_process(main(sys.argv[1:], description=__doc__, start=one_device, started=STARTED))

@@ -234,7 +234,7 @@ def _refused(plan: Plan) -> str:
 
 
 def _instead(plan: Plan) -> str:
-    """That training's `auto`, which leaves a quarter of a GPU free, offloads what by this plan fits without."""
+    """That training's `auto`, which leaves a quarter of a GPU free, offloads what fits by this plan."""
     gigabytes = sum(plan.memory.values()) / 1e9
     return (
         f"\n{_gpus(plan.job)}: by this plan --sharding_mode {plan.job.mode} fits too, {gigabytes:.1f} GB a "

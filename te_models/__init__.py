@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from te_models.weights import (
     WeightSource,
     fill_named,
     load_te,
+    require_safetensors,
     te_to_hf,
     weight_files,
 )
@@ -77,6 +79,8 @@ def plan_model(
             "trained; give the model that they were made from"
         )
     weights = None if random else _weights_folder(name, cache_dir)
+    if use_te and weights:
+        require_safetensors(weights)
     return ModelPlan(name, config, weights, trust_remote_code)
 
 
@@ -280,7 +284,9 @@ def _build_hugging_face(plan: ModelPlan, dtype: torch.dtype, device: torch.devic
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         try:
             model, info = AutoModelForCausalLM.from_pretrained(plan.weights, **options)
-        except (OSError, SafetensorError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except (OSError, SafetensorError, RuntimeError, UnpicklingError) as error:
             raise ValueError(
                 f"--model_name {plan.name}: its weights cannot be read ({first_line(error)}); download them "
                 "again, or use --init random"

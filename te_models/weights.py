@@ -131,25 +131,37 @@ def weight_files(folder: Path) -> list[Path]:
 def _indexed(folder: Path) -> dict[str, str] | None:
     """Tensor -> file, of weights in several files; None without their index."""
     index = folder / INDEX
-    return json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.exists() else None
+    if not index.exists():
+        return None
+    try:
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise ValueError(f"--model_name {folder}: {INDEX} is damaged ({reason}); download it again") from None
+
+
+def require_safetensors(folder: Path) -> None:
+    """ValueError if a TE model cannot be read from `folder`, by the names of its files."""
+    files = _indexed(folder)
+    if files is None and not (folder / SINGLE).exists():
+        raise ValueError(
+            f"--model_name {folder}: no {SINGLE} or {INDEX} there; give a folder with safetensors weights, "
+            "or --init random"
+        )
+    missing = sorted({name for name in (files or {}).values() if not (folder / name).exists()})
+    if missing:
+        raise ValueError(f"--model_name {folder}: weight file {missing[0]} is missing; download it again")
 
 
 class SafetensorsSource(WeightSource):
     """Tensors of a folder's `*.safetensors`, of which only the rows asked for are read from disk."""
 
     def __init__(self, folder: Path):
-        files, single = _indexed(folder), folder / SINGLE
+        require_safetensors(folder)
+        files = _indexed(folder)
         if files is None:
-            if not single.exists():
-                raise ValueError(
-                    f"--model_name {folder}: no {SINGLE} or {INDEX} there; give a folder with safetensors "
-                    "weights, or --init random"
-                )
-            with self._readable(single) as handle:
-                files = dict.fromkeys(handle.keys(), single.name)
-        missing = sorted({name for name in files.values() if not (folder / name).exists()})
-        if missing:
-            raise ValueError(f"--model_name {folder}: weight file {missing[0]} is missing; download it again")
+            with self._readable(folder / SINGLE) as handle:
+                files = dict.fromkeys(handle.keys(), SINGLE)
         # Old checkpoints carry RoPE tables as weights; they follow from the configuration.
         self._files = {k: folder / f for k, f in files.items() if not k.endswith("rotary_emb.inv_freq")}
         self._stack, self._open = ExitStack(), {}

@@ -30,6 +30,19 @@ def test_defaults_and_flags():
         cfg.optim.learning_rate = 1.0
 
 
+def test_a_home_is_one_wherever_it_is_written(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/of/mine")
+    assert parse("--output_dir=~/runs/a").checkpoint.output_dir == "/home/of/mine/runs/a"
+    settings = {"data_cache_dir": "~/c", "log_dir": "~", "weights_cache_dir": "~/w"}
+    found = config_from_dict(settings).to_dict()
+    assert [found[name] for name in settings] == ["/home/of/mine/c", "/home/of/mine", "/home/of/mine/w"]
+
+
+def test_compilation_has_two_names():
+    assert parse("--compile_model").model.compile and parse("--compile").model.compile
+    assert parse("--no_compile_model").model.compile is False
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

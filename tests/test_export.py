@@ -147,6 +147,18 @@ def test_generation_settings_that_transformers_would_not_save_again_do_not_lose_
     assert (saved.temperature, saved.top_p, saved.do_sample) == (0.9, 0.6, True)
 
 
+@pytest.mark.parametrize("settings", ['{"length_penalty": 0.8}', '{"max_new_tokens": 0}', "{"])
+def test_generation_settings_that_transformers_refuses_are_left_out_and_named(settings, tmp_path, capsys):
+    (tmp_path / "generation_config.json").write_text(settings)
+    model, tokenizer = build(), tiny_tokenizer()
+    plan = ModelPlan("m", model.config, tmp_path)
+    generation = generation_config(plan, tokenizer, turn_end=None, own_tokenizer=True)
+    export_hf(tmp_path / "export", weights(model), config=model.config, generation_config=generation)
+    said = capsys.readouterr().out
+    assert said.startswith(f"WARNING: {tmp_path / 'generation_config.json'} is not exported, transformers")
+    assert said.count("\n") == 1
+
+
 @pytest.mark.parametrize(("own", "expected"), [(True, [1, 2, 4, 6]), (False, [2, 6])])
 def test_generation_ends_where_the_source_the_tokenizer_and_the_chat_template_say(own, expected, tmp_path):
     """The source's own ends, such as <end_of_turn>, are those of its own tokenizer."""

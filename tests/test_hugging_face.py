@@ -1,5 +1,7 @@
 """Models as transformers implements them: any architecture, packed only where samples stay apart."""
 
+import pickle
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from te_models import ModelPlan, build_model, hugging_face
+from te_models import ModelPlan, build_model, hugging_face, plan_model
 from te_models.hugging_face import materialize, parameters_on_meta
 from te_models.packed_attention import NAME, packed_attention
 
@@ -205,6 +207,18 @@ def test_weights_without_a_finite_loss_are_not_blamed_on_packing():
         next(model.parameters())[3, 0] = float("nan")
     with pytest.raises(ValueError, match="the weights give a loss of nan; they are damaged"):
         hugging_face.refuse_leaking_packing(model.eval())
+
+
+@pytest.mark.parametrize("content", [b"half a file", pickle.dumps(Path.cwd)])
+def test_damaged_weights_are_one_line(content, tmp_path):
+    """A pickle of more than tensors is one: torch refuses to run it."""
+    plan_model("tiny-llama", init="auto", use_te=False).config.save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    plan = plan_model(str(tmp_path), init="pretrained", use_te=False)
+    with pytest.raises(
+        ValueError, match=r"its weights cannot be read .*; download them again, or use --init"
+    ):
+        build_model(plan, te_backend=None, dtype=torch.float32, device=torch.device("cpu"), seed=0)
 
 
 def test_a_border_that_gets_lost_is_noticed(monkeypatch):

@@ -241,6 +241,10 @@ def test_a_finished_run_started_again_changes_no_weight(finished, capsys):
     config = (finished / "config.json").read_text()
     train(finished, "--max_steps 5 --save_interval 4")
     assert (finished / "config.json").read_text() == config, "it is still the run of 8 steps"
+    capsys.readouterr()
+    train(finished, "--max_steps 0")
+    way = f"to evaluate it: --resume {finished} --max_steps 0 and another --output_dir"
+    assert way in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("way", ["hangup", "pipe"])
@@ -255,6 +259,33 @@ def test_a_run_outlives_its_terminal(tmp_path, way):
     assert process.wait(timeout=120) == (EXIT_INTERRUPTED if way == "hangup" else 0)
     assert (folder / "checkpoints" / f"step_{max(losses(folder)):06d}").is_dir()
     assert (max(losses(folder)) < 40) == (way == "hangup")
+
+
+@pytest.mark.parametrize("stdout", ["closed", "latin-1"])
+def test_a_run_needs_no_stdout_and_no_letters_that_it_lacks(tmp_path, stdout):
+    folder = tmp_path / "\u017c\u00f3\u0142w"
+    flags = f"{SMALL} --max_steps 1 --no_export --no_save_checkpoints --output_dir {folder}"
+    command = f"{sys.executable} train_fp8.py {flags}" + (" >&-" if stdout == "closed" else "")
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1", "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(command, shell=True, cwd=ROOT, env=environment, capture_output=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert (folder / "summary.json").exists()
+    assert stdout == "closed" or ran.stdout.splitlines()[-1].endswith(b"\\u017c\xf3\\u0142w")
+
+
+def test_a_run_goes_on_with_recomputation_where_memory_was_short(tmp_path):
+    folder = train(tmp_path / "run", "--max_steps 1 --no_export")
+    train(folder, "--max_steps 2 --no_export --gradient_checkpointing")
+    assert sorted(losses(folder)) == [1, 2]
+
+
+def test_an_interrupt_while_libraries_load_has_its_exit_code():
+    process = subprocess.Popen([sys.executable, "train_fp8.py"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, "error: interrupted before the start\n")
 
 
 def test_the_export_loads_and_scores_as_the_run_did(finished, tmp_path):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.children import preload, run_ranks
 from training import auto_mode, ranks
-from training.auto_mode import Memory, choose_mode, refuse_small_host
+from training.auto_mode import Memory, choose_mode, refuse_small_gpu, refuse_small_host
 from training.config import config_from_dict
 from training.gradient_sums import FP32Sums
 from training.sharding import STRATEGIES, global_norm, hsdp_shard_size
@@ -68,6 +68,7 @@ def test_a_rank_that_steps_on_the_cpu_uses_its_share_of_the_cores(monkeypatch, v
         (20.0, 8, 8, "fsdp_full"),  # there is one node
         (20.0, 8, 1, "fsdp_full"),  # a node is one GPU
         (70.0, 32, 8, "fsdp_full"),  # 980 GB; over a node 122.5, over all ranks 31
+        (40.0, 8, 8, "fsdp_full"),  # 560 GB; over all ranks 70, of which most GPUs' rest makes do
         (70.0, 8, 8, "fsdp_offload"),
     ],
 )
@@ -89,6 +90,32 @@ def test_auto_counts_the_whole_gradients_that_accumulation_keeps():
     memory = Memory(20 * 10**9, weights=2, state=14, accumulated=4, gpu=int(100e9))
     found, why = choose_mode(memory, world_size=8, local_size=8)
     assert found == "fsdp_offload" and "accumulated gradients 80.0 GB" in why
+
+
+@pytest.mark.parametrize(
+    ("billions", "sharers", "ways"),
+    [
+        (8.0, 2, None),
+        (
+            8.0,
+            1,
+            "--master_weights none --moment_dtype bf16 takes 64.0 GB .*, or .* fsdp_full takes 2 such",
+        ),
+        (70.0, 8, "--master_weights none --moment_dtype bf16 takes 70.0 GB .* fsdp_full takes 14 such GPUs"),
+        (70.0, 1, "--sharding_mode fsdp_full takes 14 such GPUs"),
+    ],
+)
+def test_what_a_gpu_cannot_hold_is_refused_with_what_it_takes(billions, sharers, ways):
+    """14 bytes a parameter, on GPUs of 100 GB (1e9 bytes)."""
+
+    def check():
+        refuse_small_gpu(int(billions * 1e9), "ddp", 14, sharers=sharers, gpu=int(100e9))
+
+    if ways is None:
+        return check()
+    needed = billions * 14 / sharers
+    with pytest.raises(RuntimeError, match=f"take {needed:.1f} GB a GPU, which has 100.0 GB: {ways}"):
+        check()
 
 
 def test_auto_without_a_gpu_is_ddp():

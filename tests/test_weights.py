@@ -300,6 +300,20 @@ def test_a_folder_without_weights_is_named(tmp_path):
         SafetensorsSource(tmp_path)
 
 
+def test_a_te_models_files_are_looked_for_before_anything_is_loaded(tmp_path):
+    plan_model("tiny-llama", init="auto", use_te=True).config.save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"weights")
+    with pytest.raises(ValueError, match=r"no model\.safetensors"):
+        plan_model(str(tmp_path), init="pretrained", use_te=True)
+
+
+@pytest.mark.parametrize("index", ["{", "[]", '{"weights": {}}'])
+def test_a_damaged_index_is_named(index, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json is damaged .*; download it again"):
+        SafetensorsSource(tmp_path)
+
+
 def test_random_weights_depend_on_seed_and_name_alone():
     shapes = {"a.weight": torch.Size([64, 64]), "b.weight": torch.Size([64, 64]), "n.bias": torch.Size([4])}
     shapes["n.weight"] = torch.Size([4])

@@ -61,7 +61,7 @@ def choose_mode(memory: Memory | None, *, world_size: int, local_size: int) -> t
 
 
 def refuse_small_gpu(parameters: int, mode: str, state: int, *, sharers: int, gpu: int) -> None:
-    """RuntimeError if a GPU of `gpu` bytes cannot hold its share of `state` bytes a parameter, before all else.
+    """RuntimeError if `gpu` bytes of a GPU cannot even hold its share of `state` bytes a parameter.
 
     `sharers`: ranks that hold them together.
     """
@@ -76,8 +76,8 @@ def refuse_small_gpu(parameters: int, mode: str, state: int, *, sharers: int, gp
         )
     ways.append(f"--sharding_mode fsdp_full takes {-(-parameters * state // int(LAST_ROOM * gpu))} such GPUs")
     raise RuntimeError(
-        f"--sharding_mode {mode}: weights, gradients and optimizer of {parameters / 1e9:.1f} B parameters take "
-        f"{needed / 1e9:.1f} GB a GPU, which has {gpu / 1e9:.1f} GB: {', or '.join(ways)}"
+        f"--sharding_mode {mode}: weights, gradients and optimizer of {parameters / 1e9:.1f} B parameters "
+        f"take {needed / 1e9:.1f} GB a GPU, which has {gpu / 1e9:.1f} GB: {', or '.join(ways)}"
     )
 
 

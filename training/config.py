@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import os
 import types
 import typing
 from collections.abc import Container
@@ -21,6 +22,7 @@ import yaml
 
 TE_RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")  # with --use_te
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # without
+PATHS = ("output_dir", "log_dir", "data_cache_dir", "weights_cache_dir")
 SYSTEM_PROMPT = "Solve the math problem step by step. Put your final answer in \\boxed{}."
 
 
@@ -53,7 +55,7 @@ class ModelConfig:
         "PyTorch, slowly, anywhere; auto is native, or emulated on a machine without a GPU",
     )
     gradient_checkpointing: bool = knob(
-        False, "recompute each layer's activations in backward to save memory"
+        False, "recompute each layer's activations in backward to save memory", free=True
     )
     compile: bool | None = knob(
         None,
@@ -522,6 +524,8 @@ def _strip_optional(hint: Any) -> tuple[Any, bool]:
 def convert(name: str, value: Any, hint: Any) -> Any:
     """Give a flag's or YAML key's value its field's type (YAML reads 1e-5 as a string)."""
     hint, optional = _strip_optional(hint)
+    if name in PATHS and isinstance(value, str):
+        value = os.path.expanduser(value)  # which shells do not do after `=`
     if value is None or (optional and isinstance(value, str) and value.lower() in ("none", "null")):
         if optional:
             return None

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from training.errors import first_line
+
 
 def generation_config(plan: Any, tokenizer: Any, *, turn_end: int | None, own_tokenizer: bool) -> Any:
     """The source model's, or one from its configuration.
@@ -17,19 +19,38 @@ def generation_config(plan: Any, tokenizer: Any, *, turn_end: int | None, own_to
     """
     from transformers import GenerationConfig
 
-    if plan.weights and (plan.weights / "generation_config.json").exists():
-        generation = GenerationConfig.from_pretrained(plan.weights)
-    else:
-        generation = GenerationConfig.from_model_config(plan.config)
-    try:
-        generation.validate(strict=True)
-    except ValueError:  # sampling settings without do_sample, in older folders; they would not be saved
-        generation.do_sample = True
+    generation = _of_the_source(plan) or GenerationConfig.from_model_config(plan.config)
     source = generation.eos_token_id if own_tokenizer else None
     ends = {*(source if isinstance(source, list) else [source]), tokenizer.eos_token_id, turn_end} - {None}
     generation.eos_token_id = sorted(ends) or None
     generation.pad_token_id = tokenizer.pad_token_id
     return generation
+
+
+def _of_the_source(plan: Any) -> Any | None:
+    """The generation settings beside the source's weights, if they can be saved again; said if not."""
+    from transformers import GenerationConfig
+
+    path = plan.weights / "generation_config.json" if plan.weights else None
+    if path is None or not path.exists():
+        return None
+    try:
+        generation = GenerationConfig.from_pretrained(plan.weights)
+        if not _is_valid(generation):  # sampling settings without do_sample, in older folders
+            generation.do_sample = True
+            generation.validate(strict=True)
+    except (ValueError, OSError) as error:
+        print(f"WARNING: {path} is not exported, transformers refuses it: {first_line(error)}", flush=True)
+        return None
+    return generation
+
+
+def _is_valid(generation: Any) -> bool:
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        return False
+    return True
 
 
 # What tokenizers take apart differently: contractions, digits, runs of spaces, scripts, code.

@@ -40,7 +40,10 @@ OUT_OF_MEMORY = (
 @contextmanager
 def lasting_output() -> Iterator[None]:
     """Inside, the run outlives whatever reads its output: a pipe, or a terminal that is closed."""
-    before = sys.stdout, sys.stderr
+    before = [stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr)]  # None: closed
+    for stream in before:
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a path may have letters that a terminal has not
     sys.stdout, sys.stderr = map(_Lasting, before)
     try:
         yield

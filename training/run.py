@@ -345,7 +345,10 @@ class Run:
     def run(self) -> int:
         if self.finished:
             self._unlock()
-            say("this run is finished; raise --max_steps or --num_epochs to go on")
+            way_on = "raise --max_steps or --num_epochs to go on"
+            if not self.total_steps:
+                way_on = f"to evaluate it: --resume {self.folder} --max_steps 0 and another --output_dir"
+            say(f"this run is finished; {way_on}")
             return 0
         progress = self._restore()
         self._open_logs(progress)
