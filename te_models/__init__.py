@@ -191,28 +191,21 @@ def build_model(
     """
     recomputation = {"gradient_checkpointing": gradient_checkpointing, "reentrant": reentrant}
     if te_backend is None:
-        from transformers import AutoModelForCausalLM
 
-        if shard and (source := _streamed_source(plan, seed, device)):
-            with parameters_on_meta():
-                inner = AutoModelForCausalLM.from_config(
-                    plan.config, dtype=dtype, trust_remote_code=plan.trust_remote_code
-                )
-            model = HFCausalLM(inner, **recomputation)
-            if convert:
-                convert(model)
-            shard(model)
-            materialize(inner, parameter_device or device)
-            fill_named(dict(inner.named_parameters()), source)
-        else:
-            # Weights from files wait on the CPU to be cut; random ones are of their device's generator.
-            whole_on = torch.device("cpu") if shard and plan.weights else device
-            inner = _build_hugging_face(plan, dtype, whole_on, seed)
+        def prepare(inner: nn.Module) -> HFCausalLM:
             model = HFCausalLM(inner, **recomputation)
             if convert:
                 convert(model)
             if shard:
                 shard(model)
+            return model
+
+        if shard and (source := _streamed_source(plan, seed, device)):
+            model = _filled_by_shards(plan, dtype, parameter_device or device, prepare, source)
+        else:
+            # Weights from files wait on the CPU to be cut; random ones are of their device's generator.
+            whole_on = torch.device("cpu") if shard and plan.weights else device
+            model = prepare(_build_hugging_face(plan, dtype, whole_on, seed))
         model.choose_attention(device, compute_dtype or dtype)
         if packed:
             refuse_leaking_packing(model.eval())
@@ -240,6 +233,26 @@ def build_model(
     model.materialize(device, parameter_device)
     load_te(model, weight_source(plan, seed=seed, device=device))
     return model.train()
+
+
+def _filled_by_shards(
+    plan: ModelPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+    prepare: Callable[[nn.Module], HFCausalLM],
+    source: WeightSource,
+) -> HFCausalLM:
+    """A Hugging Face model that `prepare` cuts before it has storage, each shard read from `source`."""
+    from transformers import AutoModelForCausalLM
+
+    with parameters_on_meta():
+        inner = AutoModelForCausalLM.from_config(
+            plan.config, dtype=dtype, trust_remote_code=plan.trust_remote_code
+        )
+    model = prepare(inner)
+    materialize(inner, device)
+    fill_named(dict(inner.named_parameters()), source)
+    return model
 
 
 def weight_source(plan: ModelPlan, *, seed: int, device: torch.device) -> WeightSource:

@@ -158,6 +158,7 @@ def test_what_defines_a_run_cannot_change_on_a_resume():
         *("weights_cache_dir", "data_cache_dir", "num_proc", "num_workers", "flash_attention"),
         "fused_residuals",
         "fp8_weight_cache",
+        "gradient_checkpointing",
         *("compile", "eval_batch_size", "num_epochs", "max_steps", "max_skipped_steps"),
         *("sharding_mode", "deepspeed_config", "cpu_offload", "hsdp_shard_size"),
         *("empty_cache_freq", "timeout_minutes"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import platform
 import signal
@@ -40,7 +41,7 @@ OUT_OF_MEMORY = (
 @contextmanager
 def lasting_output() -> Iterator[None]:
     """Inside, the run outlives whatever reads its output: a pipe, or a terminal that is closed."""
-    before = [stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr)]  # None: closed
+    before = [stream or _nowhere() for stream in (sys.stdout, sys.stderr)]  # None: closed at the start
     for stream in before:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a path may have letters that a terminal has not
@@ -49,6 +50,10 @@ def lasting_output() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = before
+
+
+def _nowhere() -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.FileIO(os.devnull, "w"))
 
 
 class _Lasting:
