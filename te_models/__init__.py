@@ -37,6 +37,7 @@ from te_models.weights import (
 )
 from training.errors import first_line
 
+OF_PICKLES = (UnpicklingError, RuntimeError, EOFError, KeyError)  # what torch.load raises of damaged ones
 SAMPLED_PLACES, SAMPLED_BYTES = 16, 2**16  # of a weights file, by `identity`
 
 
@@ -299,7 +300,7 @@ def _build_hugging_face(plan: ModelPlan, dtype: torch.dtype, device: torch.devic
             model, info = AutoModelForCausalLM.from_pretrained(plan.weights, **options)
         except torch.OutOfMemoryError:
             raise
-        except (OSError, SafetensorError, RuntimeError, UnpicklingError) as error:
+        except (OSError, SafetensorError, *OF_PICKLES) as error:
             raise ValueError(
                 f"--model_name {plan.name}: its weights cannot be read ({first_line(error)}); download them "
                 "again, or use --init random"
