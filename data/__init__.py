@@ -60,11 +60,13 @@ def build_loaders(
     rank: int = 0,
     world_size: int = 1,
     pin_memory: bool = False,
+    micro_batches_per_step: int = 1,
 ) -> Loaders:
     """Open, tokenise (or find in the cache), hold out and pack the same on every rank; each takes its share.
 
     `batch_size` and `eval_batch_size` are sequences per micro-batch and rank. A row's tokens are a multiple
     of `pad_multiple`, which the FP8 recipe asks for; `vocab_size` and `max_positions` are the model's.
+    Workers make `micro_batches_per_step` ahead.
     ValueError for settings, or data, that cannot be trained on.
     """
     check(cfg, max_positions)
@@ -103,7 +105,7 @@ def build_loaders(
     }
     workers = {"num_workers": cfg.num_workers, "pin_memory": pin_memory}
     loaders = Loaders(
-        train=Loader(source, identity=identity, **workers),
+        train=Loader(source, identity=identity, per_step=micro_batches_per_step, **workers),
         eval=None,
         report=replace(report(train, layout, bins, streaming=cfg.streaming), **split.tokenised),
         eval_report=None,

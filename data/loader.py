@@ -303,6 +303,7 @@ class Loader:
     `state_dict` counts what was yielded, whatever the workers have read ahead. With `restart`, as for
     evaluation, each pass starts at the first bin of epoch 0. At the end of a pass the workers go on with the
     next one, so that its first batch is there when it is asked for; a pass that is given up ends them.
+    `per_step` micro-batches are asked for at once.
     """
 
     def __init__(
@@ -313,10 +314,13 @@ class Loader:
         num_workers: int = 0,
         pin_memory: bool = False,
         restart: bool = False,
+        per_step: int = 1,
     ):
         self.source, self.pin_memory, self.restart = source, pin_memory, restart
         self.identity = identity  # JSON-able; what a position is relative to
         self.num_workers = num_workers if source.workers is None else min(num_workers, source.workers)
+        # Micro-batches that each worker makes ahead.
+        self.ahead = max(2, -(-per_step // self.num_workers)) if self.num_workers else None
         self.epoch = 0
         self.position: Position = source.start
         self.running: Iterator[Item | None] | None = None  # stands where the next pass starts
@@ -348,6 +352,7 @@ class Loader:
             sampler=None if isinstance(items, TorchIterableDataset) else count(),
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
+            prefetch_factor=self.ahead,
             worker_init_fn=outlive_the_stop_signal,
             # Its own, or the DataLoader would draw from the global one, which belongs to the training state.
             generator=torch.Generator(),

@@ -59,7 +59,17 @@ def folder(tmp_path_factory):
 def build(folder, tokenizer, monkeypatch):
     monkeypatch.setattr(data.loader, "WINDOW", 25)  # several windows in ROWS
 
-    def build(*, batch_size=2, rank=0, world_size=1, seed=3, pad_multiple=16, vocab_size=2048, **settings):
+    def build(
+        *,
+        batch_size=2,
+        rank=0,
+        world_size=1,
+        seed=3,
+        pad_multiple=16,
+        vocab_size=2048,
+        per_step=1,
+        **settings,
+    ):
         defaults = {
             "dataset_name": str(folder),
             "split_name": "train",
@@ -81,6 +91,7 @@ def build(folder, tokenizer, monkeypatch):
             max_positions=2048,
             rank=rank,
             world_size=world_size,
+            micro_batches_per_step=per_step,
         )
 
     return build
@@ -184,6 +195,16 @@ def test_workers_read_ahead_but_the_state_does_not(build):
     batches = iter(loader)
     next(batches)
     assert loader.state_dict()["position"] == 2  # two bins: one micro-batch of two
+
+
+@pytest.mark.parametrize(("per_step", "ahead"), [(1, 4), (4, 4), (7, 8)])
+def test_workers_have_a_whole_step_ready(build, per_step, ahead):
+    """Two workers, and two micro-batches each at least; the reader has asked for one more than it took."""
+    loader = build(num_workers=2, per_step=per_step, batch_size=1).train
+    before, batches = set(data.loader.READERS), iter(loader)
+    next(batches)
+    (reader,) = set(data.loader.READERS) - before
+    assert reader._send_idx - reader._rcvd_idx == ahead
 
 
 def test_later_epochs_are_packed_as_the_plan_of_a_whole_epoch(build):

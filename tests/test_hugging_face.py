@@ -209,7 +209,9 @@ def test_weights_without_a_finite_loss_are_not_blamed_on_packing():
         hugging_face.refuse_leaking_packing(model.eval())
 
 
-@pytest.mark.parametrize("content", [b"half a file", pickle.dumps(Path.cwd, protocol=2)], ids=["damaged", "no tensors"])
+@pytest.mark.parametrize(
+    "content", [b"half a file", pickle.dumps(Path.cwd, protocol=2)], ids=["damaged", "no tensors"]
+)
 def test_damaged_weights_are_one_line(content, tmp_path):
     """A pickle of more than tensors is one: torch refuses to run it."""
     plan_model("tiny-llama", init="auto", use_te=False).config.save_pretrained(tmp_path)

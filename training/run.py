@@ -271,6 +271,7 @@ class Run:
             rank=ranks.rank(),
             world_size=ranks.world_size(),
             pin_memory=self.device.type == "cuda",
+            micro_batches_per_step=cfg.optim.gradient_accumulation_steps,
         )
         for line in self.loaders.report.lines():
             say(line)
