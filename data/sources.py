@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ PAIRS = (
 )
 TEXTS = ("text", "content")
 READERS = {".jsonl": "text", ".txt": "text", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+PEEK = 100  # rows whose keys are a data set's columns, where no header names them
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,15 @@ def demo(cfg: DataConfig, split: str) -> Source:
 def detect(cfg: DataConfig, split: str) -> Source:
     """Any other data set: columns named in the settings, else chat, prompt/answer or text, found by name."""
     rows, json_lines = open_split(cfg, split)
-    parse = from_json if json_lines else dict
-    first = next((found for row in islice(rows, 100) if (found := parse(row))), {})
-    columns = list(first if json_lines else rows.column_names or first)
+    columns = seen_keys(rows, from_json) if json_lines else rows.column_names or seen_keys(rows, dict)
     to_sample, chat = choose_columns(cfg, columns)
     whole = to_sample is messages
     return Source(rows, partial(json_line, to_sample) if json_lines else to_sample, chat, whole)
+
+
+def seen_keys(rows: Dataset | IterableDataset, parse: Callable[[Row], Row | None]) -> list[str]:
+    """All keys that any of the first rows has: a line of JSON may lack those that are optional."""
+    return list(dict.fromkeys(chain.from_iterable(parse(row) or () for row in islice(rows, PEEK))))
 
 
 def choose_columns(cfg: DataConfig, columns: list[str]) -> tuple[Callable[[Row], Row], bool]:
@@ -101,7 +105,7 @@ def choose_columns(cfg: DataConfig, columns: list[str]) -> tuple[Callable[[Row],
         return messages, True
     for prompt, answer in PAIRS:
         if prompt in columns and answer in columns:
-            context = "input" if prompt == "instruction" and "input" in columns else None
+            context = "input" if prompt == "instruction" else None  # where a row has it
             return partial(pair, prompt, answer, context, cfg.system_prompt), True
     for field in TEXTS:
         if field in columns:

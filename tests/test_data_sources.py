@@ -197,6 +197,29 @@ def test_prompt_columns_are_found_by_name(row, settings, prompt, answer):
     assert [m["role"] for m in to_sample(row)["messages"]] == ["user", "assistant"]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("first", [{"instruction": "Hi.", "output": "Hello."}, {"id": 1}])
+def test_columns_are_those_of_all_first_lines(load, tokenizer, first, streaming):
+    row = {"instruction": "Add.", "input": "1, 2", "output": "3"}
+    loaders = load(lines(first, *[row] * 3), packing=False, streaming=streaming)
+    found = [text for text, _ in texts(loaders, tokenizer)]
+    assert all("Add.\n\n1, 2" in text for text in found[-3:])
+    assert (loaders.report.rows, loaders.report.used) == (4, len(found)) == (4, 3 + ("output" in first))
+
+
+def test_an_input_is_found_in_a_row_past_those_that_name_the_columns(load, tokenizer):
+    rows = [{"instruction": f"Say {i}.", "output": str(i)} for i in range(200)]
+    late = {"instruction": "Add.", "input": "1, 2", "output": "3"}
+    *_, (last, _) = texts(load(lines(*rows, late), packing=False), tokenizer)
+    assert "Add.\n\n1, 2" in last
+
+
+def test_columns_named_in_the_settings_may_be_absent_from_the_first_line(load, tokenizer):
+    contents = lines({"id": 1}, {"a": "one", "b": "two"})
+    loaders = load(contents, dataset_prompt_field="a", dataset_completion_field="b", packing=False)
+    assert answers(loaders, tokenizer) == ["two"]
+
+
 def test_chat_and_text_columns_are_found_by_name():
     cfg = DataConfig()
     turns = [{"role": "user", "content": "a"}]
