@@ -148,7 +148,7 @@ def json_line(to_sample: Callable[[Row], Row], row: Row) -> Row:
 def from_json(row: Row) -> Row | None:
     try:
         parsed = json.loads(row["text"])
-    except ValueError:
+    except (ValueError, RecursionError):  # broken, or nested too deeply
         return None
     return parsed if isinstance(parsed, dict) else None
 

@@ -283,6 +283,13 @@ def test_faulty_rows_are_counted_and_left_out(load, tokenizer, streaming):
     assert report.as_dict()["bad_rows"] == 7
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_line_nested_too_deeply_costs_one_row(load, tokenizer, streaming):
+    loaders = load(b"[" * 100_000 + b"\n" + lines(PAIR), packing=False, streaming=streaming)
+    assert answers(loaders, tokenizer) == ["It is 2."]
+    assert (loaders.report.rows, loaders.report.bad_rows) == (2, 1)
+
+
 def test_overlong_rows_are_cut_on_request(load, tokenizer):
     rows = [
         {"prompt": "p", "completion": "so " * 200},
