@@ -38,6 +38,7 @@ PAIRS = (
 )
 TEXTS = ("text", "content")
 READERS = {".jsonl": "text", ".txt": "text", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+UTF8 = "utf-8-sig"  # without the byte-order mark that a file of text may begin with
 PEEK = 100  # rows whose keys are a data set's columns, where no header names them
 
 
@@ -185,12 +186,17 @@ def open_split(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, 
     try:
         if path.is_file() or json_lines:
             # Undecodable bytes become U+FFFD, which marks the row as unusable.
-            errors = {"encoding_errors": "replace"} if reader in ("text", "csv") else {}
+            options = {"encoding_errors": "replace"} if reader in ("text", "csv") else {}
+            options |= {"encoding": UTF8} if reader == "text" else {}
             return datasets.load_dataset(
-                reader, data_files={split: files[split]}, **errors, **common
+                reader, data_files={split: files[split]}, **options, **common
             ), json_lines
         # Only the split's own files: OpenMathInstruct-2's `train` alone is 14 times its train_1M.
-        only = {"data_files": {split: files[split]}, "verification_mode": "no_checks"} if files else {}
+        only: dict[str, Any] = (
+            {"data_files": {split: files[split]}, "verification_mode": "no_checks"} if files else {}
+        )
+        if builder.name == "text" and builder.config.encoding == "utf-8":
+            only["encoding"] = UTF8
         return datasets.load_dataset(name, **only, **common), False
     except Exception as error:
         raise unreadable(cfg, error) from error

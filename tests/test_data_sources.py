@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import re
@@ -250,6 +251,29 @@ def test_file_formats_give_the_same_rows(load, tokenizer, tmp_path):
             assert answers(loaders, tokenizer) == [row["answer"] for row in rows], name
     loaders = load(b"one line\nanother\n", name="a.txt", packing=False)
     assert answers(loaders, tokenizer) == ["one line", "another"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize(
+    ("name", "contents"),
+    [
+        ("train.jsonl", lines({"text": "first"}, {"text": "second"})),
+        ("train.txt", b"first\nsecond\n"),
+        ("train.csv", b"text,id\nfirst,1\nsecond,2\n"),
+        ("train.json", json.dumps([{"text": "first"}, {"text": "second"}]).encode()),
+    ],
+    ids=["jsonl", "txt", "csv", "json"],
+)
+def test_a_byte_order_mark_is_no_part_of_the_first_row(
+    load, tokenizer, tmp_path, name, contents, folder, streaming
+):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / name).write_bytes(codecs.BOM_UTF8 + contents)
+    path = str(tmp_path / "set" / name if not folder else tmp_path / "set")
+    loaders = load(dataset_name=path, split_name="train", packing=False, streaming=streaming)
+    found = [answer.removesuffix(tokenizer.eos_token) for _, answer in texts(loaders, tokenizer)]
+    assert found == ["first", "second"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
