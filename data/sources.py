@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -159,19 +160,22 @@ def open_split(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, 
 
     Lines are parsed one at a time, later: so one broken line costs one row, not the file.
     """
-    path = Path(cfg.dataset_name).expanduser()
-    name = str(path) if path.exists() else cfg.dataset_name
+    name, configuration = name_and_configuration(cfg)
+    path = Path(name).expanduser()
+    name = str(path) if path.exists() else name
     if path.suffix in READERS and not path.is_file():
         raise ValueError(f"--dataset_name {cfg.dataset_name}: there is no such file; check the path")
+    if path.is_file() and configuration:
+        raise ValueError(f"--dataset_name {cfg.dataset_name}: a file has no configurations; give {name}")
     common: dict[str, Any] = {"split": split, "cache_dir": cfg.data_cache_dir, "streaming": cfg.streaming}
     try:
         if path.is_file():
             files: dict[str, list[str]] = {"train": [str(path)]}
         else:
-            builder = datasets.load_dataset_builder(name, cache_dir=cfg.data_cache_dir)
+            builder = datasets.load_dataset_builder(name, configuration, cache_dir=cfg.data_cache_dir)
             files = {str(key): list(value) for key, value in (builder.config.data_files or {}).items()}
     except Exception as error:  # hub client, fsspec and parsers raise what they like
-        raise unreadable(cfg, error) from error
+        raise which_configuration(cfg, error) or unreadable(cfg, error) from error
     if files:
         check_split(cfg, split, files)
     if (local := [Path(file) for file in files.get(split, [])]) and all(
@@ -197,9 +201,30 @@ def open_split(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, 
         )
         if builder.name == "text" and builder.config.encoding == "utf-8":
             only["encoding"] = UTF8
-        return datasets.load_dataset(name, **only, **common), False
+        return datasets.load_dataset(name, configuration, **only, **common), False
     except Exception as error:
         raise unreadable(cfg, error) from error
+
+
+def name_and_configuration(cfg: DataConfig) -> tuple[str, str | None]:
+    """The path or hub id of --dataset_name, and what follows its colon; a path that exists is taken whole."""
+    name, _, configuration = cfg.dataset_name.rpartition(":")
+    if not name or not configuration or "/" in configuration or Path(cfg.dataset_name).expanduser().exists():
+        return cfg.dataset_name, None
+    return name, configuration
+
+
+def which_configuration(cfg: DataConfig, error: Exception) -> ValueError | None:
+    """What to raise for an error of `datasets` that asks for one of a data set's configurations."""
+    listed = re.search(r"(?:Config name is missing|BuilderConfig .* not found).*?\[(.*?)\]", str(error), re.S)
+    if listed is None:
+        return None
+    known, (name, configuration) = re.findall(r"'(.*?)'", listed[1]), name_and_configuration(cfg)
+    wrong = f"there is no configuration {configuration}" if configuration else "has several configurations"
+    return ValueError(
+        f"--dataset_name {cfg.dataset_name}: {wrong}; give one of them, as in --dataset_name "
+        f"{name}:{known[0]}; there are: {', '.join(known)}"
+    )
 
 
 def check_split(cfg: DataConfig, split: str, splits: Iterable[str]) -> None:

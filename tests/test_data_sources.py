@@ -424,6 +424,11 @@ ERRORS = {
         {"dataset_name": "no/rows.jsonl"},
         "--dataset_name no/rows.jsonl: there is no such file",
     ),
+    "a file with a configuration": (
+        b"",
+        {"dataset_name": f"{__file__}:main"},
+        f"--dataset_name {__file__}:main: a file has no configurations; give {__file__}$",
+    ),
     "no such folder": (
         b"",
         {"dataset_name": "/no/such/folder"},
@@ -448,6 +453,50 @@ def test_errors_name_the_flag_and_the_way_out(load, contents, settings, message,
     with pytest.raises(ValueError, match=message) as info:
         load(contents, **settings)
     assert "\n" not in str(info.value)
+
+
+CONFIGURATIONS = ("main", "socratic")
+
+
+@pytest.fixture(params=["jsonl", "parquet"])
+def configured(request, tmp_path):
+    """A folder of two configurations."""
+    folder = tmp_path / "set"
+    folder.mkdir()
+    card = "configs:\n"
+    for name in CONFIGURATIONS:
+        rows = [{"question": "1?", "answer": f"{name} {i}"} for i in range(3)]
+        path = folder / f"{name}.{request.param}"
+        if request.param == "parquet":
+            Dataset.from_list(rows).to_parquet(path)
+        else:
+            path.write_bytes(lines(*rows))
+        card += f"- config_name: {name}\n  data_files:\n  - split: train\n    path: {path.name}\n"
+    (folder / "README.md").write_text(f"---\n{card}---\n")
+    return folder
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_one_of_several_configurations(load, tokenizer, configured, name, streaming):
+    settings = {"split_name": "train", "packing": False, "streaming": streaming}
+    loaders = load(dataset_name=f"{configured}:{name}", **settings)
+    assert answers(loaders, tokenizer) == [f"{name} {i}" for i in range(3)]
+    aside = configured.rename(configured.with_name(f"set:{name}"))  # a path that exists is taken as written
+    with pytest.raises(ValueError, match=f"{aside}: has several configurations"):
+        load(dataset_name=str(aside), **settings)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "reason"),
+    [("", "has several configurations"), (":nope", "there is no configuration nope")],
+)
+def test_a_configuration_that_is_not_named_right_lists_them(load, configured, suffix, reason):
+    message = (
+        f"--dataset_name {configured}{suffix}: {reason}; .*{configured}:main; there are: main, socratic$"
+    )
+    with pytest.raises(ValueError, match=message):
+        load(dataset_name=f"{configured}{suffix}", split_name="train")
 
 
 def test_a_held_out_part_that_cannot_be_used_leaves_a_run_without_evaluation(load, caplog):
