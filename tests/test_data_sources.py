@@ -9,6 +9,7 @@ import re
 from itertools import chain
 from pathlib import Path
 
+import datasets
 import huggingface_hub
 import pytest
 from datasets import Dataset
@@ -497,6 +498,16 @@ def test_a_configuration_that_is_not_named_right_lists_them(load, configured, su
     )
     with pytest.raises(ValueError, match=message):
         load(dataset_name=f"{configured}{suffix}", split_name="train")
+
+
+def test_the_default_cache_is_checked_too(load, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "datasets")
+    with pytest.raises(
+        ValueError,
+        match=r"^the Hugging Face cache .*file/datasets: Not a directory; give --data_cache_dir a folder you",
+    ):
+        load(USABLE, data_cache_dir=None)
 
 
 def test_a_held_out_part_that_cannot_be_used_leaves_a_run_without_evaluation(load, caplog):
