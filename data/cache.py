@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
 
 from training.config import DataConfig
+from training.errors import first_line, origins, raise_interrupt
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
+CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 def cache_folder(cfg: DataConfig) -> Path:
@@ -28,9 +32,37 @@ def check_cache(cfg: DataConfig) -> None:
         raise ValueError(_cannot_write(cfg, error)) from None
 
 
+def why_not_stored(cfg: DataConfig, error: BaseException) -> RuntimeError | None:
+    """What to raise for an error that came of a full or read-only cache folder; None for any other."""
+    folder = str(cache_folder(cfg))
+    for origin in origins(error):
+        if isinstance(origin, OSError) and (
+            _is_full(origin) or (origin.errno in CLOSED and folder in str(origin))
+        ):
+            return RuntimeError(_cannot_write(cfg, origin))
+    return None
+
+
+@contextmanager
+def storing(cfg: DataConfig) -> Iterator[None]:
+    """Inside, `datasets` may write to the cache: RuntimeError if it cannot; an interrupt stays one."""
+    try:
+        yield
+    except Exception as error:
+        raise_interrupt(error)
+        if (reason := why_not_stored(cfg, error)) is not None:
+            raise reason from error
+        raise
+
+
+def _is_full(error: OSError) -> bool:
+    """Whether writing met a full disk or quota, or `datasets` refused to begin."""
+    return error.errno in FULL or str(error).startswith("Not enough disk space")
+
+
 def _cannot_write(cfg: DataConfig, error: OSError) -> str:
-    room = "make room there, or " if error.errno in FULL else ""
-    reason = f"{cache_folder(cfg)}: {error.strerror}; {room}"
+    room = "make room there, or " if _is_full(error) else ""
+    reason = f"{cache_folder(cfg)}: {error.strerror or first_line(error)}; {room}"
     if cfg.data_cache_dir is None:
         return f"the Hugging Face cache {reason}give --data_cache_dir a folder you can write to"
     return f"--data_cache_dir {reason}choose a folder you can write to"

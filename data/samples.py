@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -26,6 +25,7 @@ from filelock import FileLock
 from multiprocess import get_start_method
 
 from data import chat, packing, sources
+from data.cache import cache_folder, storing
 from data.chat import COLUMNS, Encoder, Row, Status
 from data.collate import Sample
 from data.sources import Source
@@ -183,27 +183,45 @@ class Split:
         files. ValueError for a token id past the model's vocabulary.
         """
         processes = self.cfg.num_proc or min(len(cores()), 16, 1 + len(rows) // ROWS_PER_PROCESS)
-        folder = Path(self.cfg.data_cache_dir or datasets.config.HF_DATASETS_CACHE)
-        folder.mkdir(parents=True, exist_ok=True)
         key = self._cache_key(rows)
-        with FileLock(folder / f"tokenise_{key}.lock"), inheritable(self.encoder) as encode:
+        place = cache_folder(self.cfg) / f"tokenise_{key}"  # whoever holds its lock is alone in it
+        with storing(self.cfg), FileLock(f"{place}.lock"), inheritable(self.encoder) as encode:
             began, start = time.time(), time.perf_counter()
-            tokens = rows.map(
-                encode,
-                batched=True,
-                with_indices=True,
-                remove_columns=rows.column_names,
-                features=Features(COLUMNS),
-                num_proc=processes if processes > 1 else None,
-                new_fingerprint=key,
-                desc="tokenise",
-            )
+            tokens = self._map(rows, encode, processes, place, key)
             seconds = time.perf_counter() - start
         files = [Path(file["filename"]) for file in tokens.cache_files]
         if len(rows) and all(file.stat().st_mtime >= began for file in files):
             self.tokenised.update(rows_per_second=len(rows) / seconds, processes=processes)
         self._check_vocabulary(tokens)
         return tokens
+
+    def _map(
+        self, rows: Dataset, encode: Callable[..., pa.Table], processes: int, place: Path, key: str
+    ) -> Dataset:
+        """`encode`d rows in files of the folder `place`, which hold all or are not left there."""
+        place.mkdir(exist_ok=True)
+        try:
+            return rows.map(
+                encode,
+                batched=True,
+                with_indices=True,
+                remove_columns=rows.column_names,
+                features=Features(COLUMNS),
+                num_proc=processes if processes > 1 else None,
+                cache_file_name=str(place / f"cache-{key}.arrow"),
+                new_fingerprint=key,
+                desc="tokenise",
+            )
+        except RuntimeError as error:
+            if "abruptly died" not in str(error):
+                raise
+            raise RuntimeError(
+                f"--num_proc {processes}: a tokenising process was killed, as a system does that is out of "
+                "memory; lower --num_proc"
+            ) from error
+        finally:
+            for unfinished in place.glob("tmp*"):
+                unfinished.unlink(missing_ok=True)
 
     def _cache_key(self, rows: Dataset) -> str:
         # Not left to `datasets`, which hashes an imported function by its name and not by its code.

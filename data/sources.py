@@ -20,9 +20,10 @@ import datasets
 from datasets import Dataset, IterableDataset
 
 from data import demo as demo_set
+from data.cache import storing, why_not_stored
 from data.chat import Row
 from training.config import DataConfig
-from training.errors import first_line
+from training.errors import first_line, origins, raise_interrupt
 
 # Columns of prompt/answer data, tried in this order.
 PAIRS = (
@@ -66,12 +67,13 @@ def demo(cfg: DataConfig, split: str) -> Source:
     check_split(cfg, split, demo_set.SIZES)
     # The generator's own text is part of the fingerprint: `datasets` does not see into imported functions.
     code = Path(demo_set.__file__).read_bytes()
-    rows = Dataset.from_generator(
-        demo_set.generate,
-        gen_kwargs={"split": split},
-        cache_dir=cfg.data_cache_dir,
-        fingerprint=hashlib.blake2b(code + split.encode(), digest_size=8).hexdigest(),
-    )
+    with storing(cfg):
+        rows = Dataset.from_generator(
+            demo_set.generate,
+            gen_kwargs={"split": split},
+            cache_dir=cfg.data_cache_dir,
+            fingerprint=hashlib.blake2b(code + split.encode(), digest_size=8).hexdigest(),
+        )
     if cfg.streaming:
         rows = rows.to_iterable_dataset()
     return Source(rows, *choose_columns(cfg, rows.column_names))
@@ -236,7 +238,16 @@ def check_split(cfg: DataConfig, split: str, splits: Iterable[str]) -> None:
         )
 
 
-def unreadable(cfg: DataConfig, error: Exception) -> ValueError:
+def unreadable(cfg: DataConfig, error: Exception) -> ValueError | RuntimeError:
+    """What to raise for an error of `datasets`, unless it came of an interrupt, which is raised instead."""
+    raise_interrupt(error)
+    if (reason := why_not_stored(cfg, error)) is not None:
+        return reason
+    denied = next((origin for origin in origins(error) if isinstance(origin, PermissionError)), None)
+    if denied is not None:
+        return ValueError(
+            f"--dataset_name {cfg.dataset_name}: cannot be read: {first_line(denied)}; check the permissions"
+        )
     cause = error
     while isinstance(cause, datasets.exceptions.DatasetGenerationError) and cause.__cause__:
         cause = cause.__cause__

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import hashlib
 import json
+import os
 import re
+import signal
 from itertools import chain
 from pathlib import Path
 
@@ -13,8 +16,11 @@ import datasets
 import huggingface_hub
 import pytest
 from datasets import Dataset
+from datasets.arrow_writer import ArrowWriter, SchemaInferenceError
+from datasets.packaged_modules.generator.generator import Generator
+from datasets.packaged_modules.text.text import Text
 
-from data import DATASETS, build_loaders, load_tokenizer
+from data import DATASETS, build_loaders, cache, load_tokenizer
 from data.chat import why_unusable
 from data.collate import IGNORE
 from data.demo import SIZES, generate
@@ -508,6 +514,88 @@ def test_the_default_cache_is_checked_too(load, tmp_path, monkeypatch):
         match=r"^the Hugging Face cache .*file/datasets: Not a directory; give --data_cache_dir a folder you",
     ):
         load(USABLE, data_cache_dir=None)
+
+
+ROOM = "make room there, or choose a folder you can write to$"
+
+
+@pytest.fixture
+def stored(load, tmp_path):
+    """A file whose rows are in the cache, but not their tokens."""
+    (tmp_path / "rows.jsonl").write_bytes(USABLE)
+    settings = {"dataset_name": str(tmp_path / "rows.jsonl"), "split_name": "train"}
+    detect(DataConfig(**settings, data_cache_dir=str(tmp_path / "cache")), "train")
+    return settings
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("processes", [0, 1, 2])  # that tokenise; 0: rows are not stored yet
+def test_a_cache_that_cannot_be_written_is_named(load, stored, tmp_path, monkeypatch, number, processes):
+    closed = [f"{tmp_path}/cache/file"] if number in cache.CLOSED else []
+
+    def write_table(*_):
+        raise OSError(number, os.strerror(number), *closed)
+
+    monkeypatch.setattr(ArrowWriter, "write_table", write_table)
+    way_out = "choose a folder you can write to$" if closed else ROOM
+    message = f"^--data_cache_dir {tmp_path}/cache: {os.strerror(number)}; {way_out}"
+    with pytest.raises(RuntimeError, match=message):
+        load(**stored, num_proc=processes) if processes else load(USABLE, name="others.jsonl")
+    assert not list((tmp_path / "cache").rglob("tmp*"))
+
+
+def test_datasets_that_would_not_fit_are_told_apart_from_those_out_of_reach(load, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.builder, "has_sufficient_disk_space", lambda *_, **__: False)
+    with pytest.raises(RuntimeError, match=f"^--data_cache_dir {tmp_path}/cache: Not enough disk .*; {ROOM}"):
+        load(USABLE)
+
+
+def test_the_demo_set_needs_room_too(load, tmp_path, monkeypatch):
+    def write(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(ArrowWriter, "write", write)
+    with pytest.raises(RuntimeError, match=f"^--data_cache_dir {tmp_path}/cache: No space left .*; {ROOM}"):
+        load()
+
+
+def test_rows_that_may_not_be_read_say_so(load, tmp_path, monkeypatch):
+    def generate(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", "rows.jsonl")
+        yield
+
+    monkeypatch.setattr(Text, "_generate_tables", generate)
+    with pytest.raises(
+        ValueError, match=r"cannot be read: .*Permission denied: 'rows.jsonl'; check the permissions$"
+    ):
+        load(USABLE)
+
+
+def test_a_tokenising_process_that_is_killed_leaves_no_file(load, stored, tmp_path, monkeypatch):
+    monkeypatch.setattr(ArrowWriter, "write_table", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    (folder,) = {path.parent for path in (tmp_path / "cache").rglob("*.arrow")}
+    (folder / "tmp_of_another").touch()
+    with pytest.raises(
+        RuntimeError, match=r"^--num_proc 2: a tokenising process was killed.*lower --num_proc$"
+    ):
+        load(**stored, num_proc=2)
+    assert [path.name for path in (tmp_path / "cache").rglob("tmp*")] == ["tmp_of_another"]
+
+
+@pytest.mark.parametrize("set_", ["file", "demo"])
+def test_an_interrupt_that_datasets_hides_stays_one(load, monkeypatch, set_):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+        yield
+
+    def hidden(*_):
+        raise SchemaInferenceError("no rows")
+
+    monkeypatch.setattr(Text, "_generate_tables", interrupted)
+    monkeypatch.setattr(Generator, "_generate_examples", interrupted)
+    monkeypatch.setattr(ArrowWriter, "finalize", hidden)
+    with pytest.raises(KeyboardInterrupt):
+        load(USABLE if set_ == "file" else b"")
 
 
 def test_a_held_out_part_that_cannot_be_used_leaves_a_run_without_evaluation(load, caplog):
