@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
+from huggingface_hub.constants import HF_HUB_CACHE
 
 from training.config import DataConfig
 from training.errors import first_line, origins, raise_interrupt
@@ -61,8 +63,11 @@ def _is_full(error: OSError) -> bool:
 
 
 def _cannot_write(cfg: DataConfig, error: OSError) -> str:
-    room = "make room there, or " if _is_full(error) else ""
-    reason = f"{cache_folder(cfg)}: {error.strerror or first_line(error)}; {room}"
+    reason = f"{error.strerror or first_line(error)}; {'make room there, or ' if _is_full(error) else ''}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if any("huggingface_hub" in Path(frame.filename).parts for frame in frames):  # it has one folder for all
+        return f"the download cache {HF_HUB_CACHE}: {reason}set HF_HUB_CACHE to a folder you can write to"
     if cfg.data_cache_dir is None:
-        return f"the Hugging Face cache {reason}give --data_cache_dir a folder you can write to"
-    return f"--data_cache_dir {reason}choose a folder you can write to"
+        folder = cache_folder(cfg)
+        return f"the Hugging Face cache {folder}: {reason}give --data_cache_dir a folder you can write to"
+    return f"--data_cache_dir {cfg.data_cache_dir}: {reason}choose a folder you can write to"

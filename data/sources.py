@@ -20,7 +20,7 @@ import datasets
 from datasets import Dataset, IterableDataset
 
 from data import demo as demo_set
-from data.cache import storing, why_not_stored
+from data.cache import CLOSED, storing, why_not_stored
 from data.chat import Row
 from training.config import DataConfig
 from training.errors import first_line, origins, raise_interrupt
@@ -243,11 +243,10 @@ def unreadable(cfg: DataConfig, error: Exception) -> ValueError | RuntimeError:
     raise_interrupt(error)
     if (reason := why_not_stored(cfg, error)) is not None:
         return reason
-    denied = next((origin for origin in origins(error) if isinstance(origin, PermissionError)), None)
-    if denied is not None:
-        return ValueError(
-            f"--dataset_name {cfg.dataset_name}: cannot be read: {first_line(denied)}; check the permissions"
-        )
+    for origin in origins(error):
+        if isinstance(origin, OSError) and origin.errno in CLOSED:
+            reason = f"{first_line(origin)}; check the permissions"
+            return ValueError(f"--dataset_name {cfg.dataset_name}: cannot be read: {reason}")
     cause = error
     while isinstance(cause, datasets.exceptions.DatasetGenerationError) and cause.__cause__:
         cause = cause.__cause__

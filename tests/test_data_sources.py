@@ -559,14 +559,31 @@ def test_the_demo_set_needs_room_too(load, tmp_path, monkeypatch):
         load()
 
 
-def test_rows_that_may_not_be_read_say_so(load, tmp_path, monkeypatch):
+def test_downloads_need_room_in_a_folder_of_their_own(load, monkeypatch):
+    def hf_hub_download(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(huggingface_hub.file_download, "_hf_hub_download_to_cache_dir", hf_hub_download)
+    monkeypatch.setattr(
+        datasets,
+        "load_dataset_builder",
+        lambda *_, **__: huggingface_hub.hf_hub_download("owner/set", "rows.jsonl"),
+    )
+    with pytest.raises(
+        RuntimeError, match=r"^the download cache .*: No space left .*; make room there, or set HF_HUB_CACHE"
+    ):
+        load(dataset_name="owner/set", split_name="train")
+
+
+@pytest.mark.parametrize("number", cache.CLOSED)
+def test_rows_that_may_not_be_read_say_so(load, tmp_path, monkeypatch, number):
     def generate(*_, **__):
-        raise PermissionError(errno.EACCES, "Permission denied", "rows.jsonl")
+        raise OSError(number, os.strerror(number), "rows.jsonl")
         yield
 
     monkeypatch.setattr(Text, "_generate_tables", generate)
     with pytest.raises(
-        ValueError, match=r"cannot be read: .*Permission denied: 'rows.jsonl'; check the permissions$"
+        ValueError, match=rf"cannot be read: .*{os.strerror(number)}: 'rows.jsonl'; check the permissions$"
     ):
         load(USABLE)
 
