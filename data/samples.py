@@ -6,12 +6,11 @@ on prompts are applied to its result. So its cache serves every seed, length and
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import hashlib
 import os
 import signal
-import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,9 +37,8 @@ from training.config import DataConfig
 from training.machine import cores
 
 BAD_ROWS = "not text, not UTF-8 or refused by the chat template"
-LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 ROWS_PER_PROCESS = 1000  # below this a process costs more to start than it saves
+SECONDS_TO_OUTLIVE = 0.5  # for a process whose parent is gone
 
 
 @dataclass(frozen=True)
@@ -173,15 +171,20 @@ def inheritable(encoder: Encoder) -> Iterator[Callable[..., pa.Table]]:
 
 
 def end_with_parent(_: Encoder) -> None:
-    """In a forked process, before its work: Linux kills it as soon as its parent is gone, in whatever way.
+    """In a forked process, before its work: a thread ends it soon after its parent, however that ended.
 
-    Of Ctrl-C, which reaches all processes of a terminal, the parent tells.
+    Linux's PR_SET_PDEATHSIG would kill it with the thread that forked it: a pool stops the one that replaces
+    killed workers first, and then waits for a lock that a worker holds. Ctrl-C is for the parent to tell of.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if LIBC is not None:
-        LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent_process().pid:  # it was gone before that
-            os._exit(1)
+    parent = parent_process().pid
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(SECONDS_TO_OUTLIVE)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def encode_inherited(batch: dict[str, list], numbers: list[int]) -> pa.Table:
