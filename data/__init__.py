@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from data import sources
+from data.cache import check_cache
 from data.chat import Encoder, Status, load_tokenizer
 from data.collate import Batch
 from data.loader import Layout, Loader, Stored, Stream
@@ -131,15 +130,7 @@ def build_loaders(
 
 
 def check(cfg: DataConfig, max_positions: int | None) -> None:
-    if cfg.data_cache_dir is not None:
-        try:
-            Path(cfg.data_cache_dir).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=cfg.data_cache_dir):
-                pass
-        except OSError as error:
-            raise ValueError(
-                f"--data_cache_dir {cfg.data_cache_dir}: {error.strerror}; choose a folder you can write to"
-            ) from None
+    check_cache(cfg)
     if max_positions is not None and cfg.max_seq_length > max_positions:
         raise ValueError(
             f"--max_seq_length {cfg.max_seq_length}: --model_name has {max_positions} positions; lower it"

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +18,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -23,9 +25,11 @@ from datasets import Dataset, Features
 from datasets.fingerprint import Hasher
 from datasets.table import InMemoryTable
 from filelock import FileLock
-from multiprocess import get_start_method
+from multiprocess import get_start_method, parent_process
+from multiprocess.util import register_after_fork
 
 from data import chat, packing, sources
+from data.cache import cache_folder, storing
 from data.chat import COLUMNS, Encoder, Row, Status
 from data.collate import Sample
 from data.sources import Source
@@ -34,6 +38,7 @@ from training.machine import cores
 
 BAD_ROWS = "not text, not UTF-8 or refused by the chat template"
 ROWS_PER_PROCESS = 1000  # below this a process costs more to start than it saves
+SECONDS_TO_OUTLIVE = 0.5  # for a process whose parent is gone
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,8 @@ inherited: list[Encoder] = []  # the last one is what processes forked from this
 def inheritable(encoder: Encoder) -> Iterator[Callable[..., pa.Table]]:
     """A function that does what `encoder` does, in this process and in those that it forks meanwhile.
 
+    Those end with it: workers, and the manager of the queue by which they answer.
+
     It costs nothing to pickle, as `datasets` does for each process: a tokenizer of 128,256 tokens takes 0.1 s
     to write and 0.3 s to read, for each of 16.
     """
@@ -156,10 +163,28 @@ def inheritable(encoder: Encoder) -> Iterator[Callable[..., pa.Table]]:
         yield encoder
         return
     inherited.append(encoder)
+    register_after_fork(encoder, end_with_parent)
     try:
         yield encode_inherited
     finally:
         inherited.pop()
+
+
+def end_with_parent(_: Encoder) -> None:
+    """In a forked process, before its work: a thread ends it soon after its parent, however that ended.
+
+    Linux's PR_SET_PDEATHSIG would kill it with the thread that forked it: a pool stops the one that replaces
+    killed workers first, and then waits for a lock that a worker holds. Ctrl-C is for the parent to tell of.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process().pid
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(SECONDS_TO_OUTLIVE)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def encode_inherited(batch: dict[str, list], numbers: list[int]) -> pa.Table:
@@ -183,27 +208,45 @@ class Split:
         files. ValueError for a token id past the model's vocabulary.
         """
         processes = self.cfg.num_proc or min(len(cores()), 16, 1 + len(rows) // ROWS_PER_PROCESS)
-        folder = Path(self.cfg.data_cache_dir or datasets.config.HF_DATASETS_CACHE)
-        folder.mkdir(parents=True, exist_ok=True)
         key = self._cache_key(rows)
-        with FileLock(folder / f"tokenise_{key}.lock"), inheritable(self.encoder) as encode:
+        place = cache_folder(self.cfg) / f"tokenise_{key}"  # whoever holds its lock is alone in it
+        with storing(self.cfg), FileLock(f"{place}.lock"), inheritable(self.encoder) as encode:
             began, start = time.time(), time.perf_counter()
-            tokens = rows.map(
-                encode,
-                batched=True,
-                with_indices=True,
-                remove_columns=rows.column_names,
-                features=Features(COLUMNS),
-                num_proc=processes if processes > 1 else None,
-                new_fingerprint=key,
-                desc="tokenise",
-            )
+            tokens = self._map(rows, encode, processes, place, key)
             seconds = time.perf_counter() - start
         files = [Path(file["filename"]) for file in tokens.cache_files]
         if len(rows) and all(file.stat().st_mtime >= began for file in files):
             self.tokenised.update(rows_per_second=len(rows) / seconds, processes=processes)
         self._check_vocabulary(tokens)
         return tokens
+
+    def _map(
+        self, rows: Dataset, encode: Callable[..., pa.Table], processes: int, place: Path, key: str
+    ) -> Dataset:
+        """`encode`d rows in files of the folder `place`, which hold all or are not left there."""
+        place.mkdir(exist_ok=True)
+        try:
+            return rows.map(
+                encode,
+                batched=True,
+                with_indices=True,
+                remove_columns=rows.column_names,
+                features=Features(COLUMNS),
+                num_proc=processes if processes > 1 else None,
+                cache_file_name=str(place / f"cache-{key}.arrow"),
+                new_fingerprint=key,
+                desc="tokenise",
+            )
+        except RuntimeError as error:
+            if "abruptly died" not in str(error):
+                raise
+            raise RuntimeError(
+                f"--num_proc {processes}: a tokenising process was killed, as a system does that is out of "
+                "memory; lower --num_proc"
+            ) from error
+        finally:
+            for unfinished in place.glob("tmp*"):
+                unfinished.unlink(missing_ok=True)
 
     def _cache_key(self, rows: Dataset) -> str:
         # Not left to `datasets`, which hashes an imported function by its name and not by its code.

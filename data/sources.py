@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ import datasets
 from datasets import Dataset, IterableDataset
 
 from data import demo as demo_set
+from data.cache import CLOSED, storing, why_not_stored
 from data.chat import Row
 from training.config import DataConfig
-from training.errors import first_line
+from training.errors import first_line, origins, raise_interrupt
 
 # Columns of prompt/answer data, tried in this order.
 PAIRS = (
@@ -38,6 +40,8 @@ PAIRS = (
 )
 TEXTS = ("text", "content")
 READERS = {".jsonl": "text", ".txt": "text", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+UTF8 = "utf-8-sig"  # without the byte-order mark that a file of text may begin with
+PEEK = 100  # rows whose keys are a data set's columns, where no header names them
 
 
 @dataclass(frozen=True)
@@ -63,12 +67,13 @@ def demo(cfg: DataConfig, split: str) -> Source:
     check_split(cfg, split, demo_set.SIZES)
     # The generator's own text is part of the fingerprint: `datasets` does not see into imported functions.
     code = Path(demo_set.__file__).read_bytes()
-    rows = Dataset.from_generator(
-        demo_set.generate,
-        gen_kwargs={"split": split},
-        cache_dir=cfg.data_cache_dir,
-        fingerprint=hashlib.blake2b(code + split.encode(), digest_size=8).hexdigest(),
-    )
+    with storing(cfg):
+        rows = Dataset.from_generator(
+            demo_set.generate,
+            gen_kwargs={"split": split},
+            cache_dir=cfg.data_cache_dir,
+            fingerprint=hashlib.blake2b(code + split.encode(), digest_size=8).hexdigest(),
+        )
     if cfg.streaming:
         rows = rows.to_iterable_dataset()
     return Source(rows, *choose_columns(cfg, rows.column_names))
@@ -77,12 +82,15 @@ def demo(cfg: DataConfig, split: str) -> Source:
 def detect(cfg: DataConfig, split: str) -> Source:
     """Any other data set: columns named in the settings, else chat, prompt/answer or text, found by name."""
     rows, json_lines = open_split(cfg, split)
-    parse = from_json if json_lines else dict
-    first = next((found for row in islice(rows, 100) if (found := parse(row))), {})
-    columns = list(first if json_lines else rows.column_names or first)
+    columns = seen_keys(rows, from_json) if json_lines else rows.column_names or seen_keys(rows, dict)
     to_sample, chat = choose_columns(cfg, columns)
     whole = to_sample is messages
     return Source(rows, partial(json_line, to_sample) if json_lines else to_sample, chat, whole)
+
+
+def seen_keys(rows: Dataset | IterableDataset, parse: Callable[[Row], Row | None]) -> list[str]:
+    """All keys that any of the first rows has: a line of JSON may lack those that are optional."""
+    return list(dict.fromkeys(chain.from_iterable(parse(row) or () for row in islice(rows, PEEK))))
 
 
 def choose_columns(cfg: DataConfig, columns: list[str]) -> tuple[Callable[[Row], Row], bool]:
@@ -101,7 +109,7 @@ def choose_columns(cfg: DataConfig, columns: list[str]) -> tuple[Callable[[Row],
         return messages, True
     for prompt, answer in PAIRS:
         if prompt in columns and answer in columns:
-            context = "input" if prompt == "instruction" and "input" in columns else None
+            context = "input" if prompt == "instruction" else None  # where a row has it
             return partial(pair, prompt, answer, context, cfg.system_prompt), True
     for field in TEXTS:
         if field in columns:
@@ -144,7 +152,7 @@ def json_line(to_sample: Callable[[Row], Row], row: Row) -> Row:
 def from_json(row: Row) -> Row | None:
     try:
         parsed = json.loads(row["text"])
-    except ValueError:
+    except (ValueError, RecursionError):  # broken, or nested too deeply
         return None
     return parsed if isinstance(parsed, dict) else None
 
@@ -154,19 +162,22 @@ def open_split(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, 
 
     Lines are parsed one at a time, later: so one broken line costs one row, not the file.
     """
-    path = Path(cfg.dataset_name).expanduser()
-    name = str(path) if path.exists() else cfg.dataset_name
+    name, configuration = name_and_configuration(cfg)
+    path = Path(name).expanduser()
+    name = str(path) if path.exists() else name
     if path.suffix in READERS and not path.is_file():
         raise ValueError(f"--dataset_name {cfg.dataset_name}: there is no such file; check the path")
+    if path.is_file() and configuration:
+        raise ValueError(f"--dataset_name {cfg.dataset_name}: a file has no configurations; give {name}")
     common: dict[str, Any] = {"split": split, "cache_dir": cfg.data_cache_dir, "streaming": cfg.streaming}
     try:
         if path.is_file():
             files: dict[str, list[str]] = {"train": [str(path)]}
         else:
-            builder = datasets.load_dataset_builder(name, cache_dir=cfg.data_cache_dir)
+            builder = datasets.load_dataset_builder(name, configuration, cache_dir=cfg.data_cache_dir)
             files = {str(key): list(value) for key, value in (builder.config.data_files or {}).items()}
     except Exception as error:  # hub client, fsspec and parsers raise what they like
-        raise unreadable(cfg, error) from error
+        raise which_configuration(cfg, error) or unreadable(cfg, error) from error
     if files:
         check_split(cfg, split, files)
     if (local := [Path(file) for file in files.get(split, [])]) and all(
@@ -181,15 +192,41 @@ def open_split(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, 
     try:
         if path.is_file() or json_lines:
             # Undecodable bytes become U+FFFD, which marks the row as unusable.
-            errors = {"encoding_errors": "replace"} if reader in ("text", "csv") else {}
+            options = {"encoding_errors": "replace"} if reader in ("text", "csv") else {}
+            options |= {"encoding": UTF8} if reader == "text" else {}
             return datasets.load_dataset(
-                reader, data_files={split: files[split]}, **errors, **common
+                reader, data_files={split: files[split]}, **options, **common
             ), json_lines
         # Only the split's own files: OpenMathInstruct-2's `train` alone is 14 times its train_1M.
-        only = {"data_files": {split: files[split]}, "verification_mode": "no_checks"} if files else {}
-        return datasets.load_dataset(name, **only, **common), False
+        only: dict[str, Any] = (
+            {"data_files": {split: files[split]}, "verification_mode": "no_checks"} if files else {}
+        )
+        if builder.name == "text" and builder.config.encoding == "utf-8":
+            only["encoding"] = UTF8
+        return datasets.load_dataset(name, configuration, **only, **common), False
     except Exception as error:
         raise unreadable(cfg, error) from error
+
+
+def name_and_configuration(cfg: DataConfig) -> tuple[str, str | None]:
+    """The path or hub id of --dataset_name, and what follows its colon; a path that exists is taken whole."""
+    name, _, configuration = cfg.dataset_name.rpartition(":")
+    if not name or not configuration or "/" in configuration or Path(cfg.dataset_name).expanduser().exists():
+        return cfg.dataset_name, None
+    return name, configuration
+
+
+def which_configuration(cfg: DataConfig, error: Exception) -> ValueError | None:
+    """What to raise for an error of `datasets` that asks for one of a data set's configurations."""
+    listed = re.search(r"(?:Config name is missing|BuilderConfig .* not found).*?\[(.*?)\]", str(error), re.S)
+    if listed is None:
+        return None
+    known, (name, configuration) = re.findall(r"'(.*?)'", listed[1]), name_and_configuration(cfg)
+    wrong = f"there is no configuration {configuration}" if configuration else "has several configurations"
+    return ValueError(
+        f"--dataset_name {cfg.dataset_name}: {wrong}; give one of them, as in --dataset_name "
+        f"{name}:{known[0]}; there are: {', '.join(known)}"
+    )
 
 
 def check_split(cfg: DataConfig, split: str, splits: Iterable[str]) -> None:
@@ -201,7 +238,15 @@ def check_split(cfg: DataConfig, split: str, splits: Iterable[str]) -> None:
         )
 
 
-def unreadable(cfg: DataConfig, error: Exception) -> ValueError:
+def unreadable(cfg: DataConfig, error: Exception) -> ValueError | RuntimeError:
+    """What to raise for an error of `datasets`, unless it came of an interrupt, which is raised instead."""
+    raise_interrupt(error)
+    if (reason := why_not_stored(cfg, error)) is not None:
+        return reason
+    for origin in origins(error):
+        if isinstance(origin, OSError) and origin.errno in CLOSED:
+            reason = f"{first_line(origin)}; check the permissions"
+            return ValueError(f"--dataset_name {cfg.dataset_name}: cannot be read: {reason}")
     cause = error
     while isinstance(cause, datasets.exceptions.DatasetGenerationError) and cause.__cause__:
         cause = cause.__cause__

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import codecs
+import errno
 import hashlib
 import json
+import os
 import re
+import signal
 from itertools import chain
 from pathlib import Path
 
+import datasets
 import huggingface_hub
 import pytest
 from datasets import Dataset
+from datasets.arrow_writer import ArrowWriter, SchemaInferenceError
+from datasets.packaged_modules.generator.generator import Generator
+from datasets.packaged_modules.text.text import Text
 
-from data import DATASETS, build_loaders, load_tokenizer
+from data import DATASETS, build_loaders, cache, load_tokenizer
 from data.chat import why_unusable
 from data.collate import IGNORE
 from data.demo import SIZES, generate
@@ -197,6 +205,29 @@ def test_prompt_columns_are_found_by_name(row, settings, prompt, answer):
     assert [m["role"] for m in to_sample(row)["messages"]] == ["user", "assistant"]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("first", [{"instruction": "Hi.", "output": "Hello."}, {"id": 1}])
+def test_columns_are_those_of_all_first_lines(load, tokenizer, first, streaming):
+    row = {"instruction": "Add.", "input": "1, 2", "output": "3"}
+    loaders = load(lines(first, *[row] * 3), packing=False, streaming=streaming)
+    found = [text for text, _ in texts(loaders, tokenizer)]
+    assert all("Add.\n\n1, 2" in text for text in found[-3:])
+    assert (loaders.report.rows, loaders.report.used) == (4, len(found)) == (4, 3 + ("output" in first))
+
+
+def test_an_input_is_found_in_a_row_past_those_that_name_the_columns(load, tokenizer):
+    rows = [{"instruction": f"Say {i}.", "output": str(i)} for i in range(200)]
+    late = {"instruction": "Add.", "input": "1, 2", "output": "3"}
+    *_, (last, _) = texts(load(lines(*rows, late), packing=False), tokenizer)
+    assert "Add.\n\n1, 2" in last
+
+
+def test_columns_named_in_the_settings_may_be_absent_from_the_first_line(load, tokenizer):
+    contents = lines({"id": 1}, {"a": "one", "b": "two"})
+    loaders = load(contents, dataset_prompt_field="a", dataset_completion_field="b", packing=False)
+    assert answers(loaders, tokenizer) == ["two"]
+
+
 def test_chat_and_text_columns_are_found_by_name():
     cfg = DataConfig()
     turns = [{"role": "user", "content": "a"}]
@@ -230,6 +261,29 @@ def test_file_formats_give_the_same_rows(load, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize(
+    ("name", "contents"),
+    [
+        ("train.jsonl", lines({"text": "first"}, {"text": "second"})),
+        ("train.txt", b"first\nsecond\n"),
+        ("train.csv", b"text,id\nfirst,1\nsecond,2\n"),
+        ("train.json", json.dumps([{"text": "first"}, {"text": "second"}]).encode()),
+    ],
+    ids=["jsonl", "txt", "csv", "json"],
+)
+def test_a_byte_order_mark_is_no_part_of_the_first_row(
+    load, tokenizer, tmp_path, name, contents, folder, streaming
+):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / name).write_bytes(codecs.BOM_UTF8 + contents)
+    path = str(tmp_path / "set" / name if not folder else tmp_path / "set")
+    loaders = load(dataset_name=path, split_name="train", packing=False, streaming=streaming)
+    found = [answer.removesuffix(tokenizer.eos_token) for _, answer in texts(loaders, tokenizer)]
+    assert found == ["first", "second"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
 def test_faulty_rows_are_counted_and_left_out(load, tokenizer, streaming):
     contents = (
         lines(PAIR)
@@ -258,6 +312,13 @@ def test_faulty_rows_are_counted_and_left_out(load, tokenizer, streaming):
     shown = " ".join(report.lines())
     assert "2 of 13 rows" in shown and "3 empty" in shown and "1 over --max_seq_length, dropped" in shown
     assert report.as_dict()["bad_rows"] == 7
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_line_nested_too_deeply_costs_one_row(load, tokenizer, streaming):
+    loaders = load(b"[" * 100_000 + b"\n" + lines(PAIR), packing=False, streaming=streaming)
+    assert answers(loaders, tokenizer) == ["It is 2."]
+    assert (loaders.report.rows, loaders.report.bad_rows) == (2, 1)
 
 
 def test_overlong_rows_are_cut_on_request(load, tokenizer):
@@ -370,6 +431,11 @@ ERRORS = {
         {"dataset_name": "no/rows.jsonl"},
         "--dataset_name no/rows.jsonl: there is no such file",
     ),
+    "a file with a configuration": (
+        b"",
+        {"dataset_name": f"{__file__}:main"},
+        f"--dataset_name {__file__}:main: a file has no configurations; give {__file__}$",
+    ),
     "no such folder": (
         b"",
         {"dataset_name": "/no/such/folder"},
@@ -394,6 +460,159 @@ def test_errors_name_the_flag_and_the_way_out(load, contents, settings, message,
     with pytest.raises(ValueError, match=message) as info:
         load(contents, **settings)
     assert "\n" not in str(info.value)
+
+
+CONFIGURATIONS = ("main", "socratic")
+
+
+@pytest.fixture(params=["jsonl", "parquet"])
+def configured(request, tmp_path):
+    """A folder of two configurations."""
+    folder = tmp_path / "set"
+    folder.mkdir()
+    card = "configs:\n"
+    for name in CONFIGURATIONS:
+        rows = [{"question": "1?", "answer": f"{name} {i}"} for i in range(3)]
+        path = folder / f"{name}.{request.param}"
+        if request.param == "parquet":
+            Dataset.from_list(rows).to_parquet(path)
+        else:
+            path.write_bytes(lines(*rows))
+        card += f"- config_name: {name}\n  data_files:\n  - split: train\n    path: {path.name}\n"
+    (folder / "README.md").write_text(f"---\n{card}---\n")
+    return folder
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_one_of_several_configurations(load, tokenizer, configured, name, streaming):
+    settings = {"split_name": "train", "packing": False, "streaming": streaming}
+    loaders = load(dataset_name=f"{configured}:{name}", **settings)
+    assert answers(loaders, tokenizer) == [f"{name} {i}" for i in range(3)]
+    aside = configured.rename(configured.with_name(f"set:{name}"))  # a path that exists is taken as written
+    with pytest.raises(ValueError, match=f"{aside}: has several configurations"):
+        load(dataset_name=str(aside), **settings)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "reason"),
+    [("", "has several configurations"), (":nope", "there is no configuration nope")],
+)
+def test_a_configuration_that_is_not_named_right_lists_them(load, configured, suffix, reason):
+    message = (
+        f"--dataset_name {configured}{suffix}: {reason}; .*{configured}:main; there are: main, socratic$"
+    )
+    with pytest.raises(ValueError, match=message):
+        load(dataset_name=f"{configured}{suffix}", split_name="train")
+
+
+def test_the_default_cache_is_checked_too(load, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "datasets")
+    with pytest.raises(
+        ValueError,
+        match=r"^the Hugging Face cache .*file/datasets: Not a directory; give --data_cache_dir a folder you",
+    ):
+        load(USABLE, data_cache_dir=None)
+
+
+ROOM = "make room there, or choose a folder you can write to$"
+
+
+@pytest.fixture
+def stored(load, tmp_path):
+    """A file whose rows are in the cache, but not their tokens."""
+    (tmp_path / "rows.jsonl").write_bytes(USABLE)
+    settings = {"dataset_name": str(tmp_path / "rows.jsonl"), "split_name": "train"}
+    detect(DataConfig(**settings, data_cache_dir=str(tmp_path / "cache")), "train")
+    return settings
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("processes", [0, 1, 2])  # that tokenise; 0: rows are not stored yet
+def test_a_cache_that_cannot_be_written_is_named(load, stored, tmp_path, monkeypatch, number, processes):
+    closed = [f"{tmp_path}/cache/file"] if number in cache.CLOSED else []
+
+    def write_table(*_):
+        raise OSError(number, os.strerror(number), *closed)
+
+    monkeypatch.setattr(ArrowWriter, "write_table", write_table)
+    way_out = "choose a folder you can write to$" if closed else ROOM
+    message = f"^--data_cache_dir {tmp_path}/cache: {os.strerror(number)}; {way_out}"
+    with pytest.raises(RuntimeError, match=message):
+        load(**stored, num_proc=processes) if processes else load(USABLE, name="others.jsonl")
+    assert not list((tmp_path / "cache").rglob("tmp*"))
+
+
+def test_datasets_that_would_not_fit_are_told_apart_from_those_out_of_reach(load, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.builder, "has_sufficient_disk_space", lambda *_, **__: False)
+    with pytest.raises(RuntimeError, match=f"^--data_cache_dir {tmp_path}/cache: Not enough disk .*; {ROOM}"):
+        load(USABLE)
+
+
+def test_the_demo_set_needs_room_too(load, tmp_path, monkeypatch):
+    def write(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(ArrowWriter, "write", write)
+    with pytest.raises(RuntimeError, match=f"^--data_cache_dir {tmp_path}/cache: No space left .*; {ROOM}"):
+        load()
+
+
+def test_downloads_need_room_in_a_folder_of_their_own(load, monkeypatch):
+    def hf_hub_download(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(huggingface_hub.file_download, "_hf_hub_download_to_cache_dir", hf_hub_download)
+    monkeypatch.setattr(
+        datasets,
+        "load_dataset_builder",
+        lambda *_, **__: huggingface_hub.hf_hub_download("owner/set", "rows.jsonl"),
+    )
+    with pytest.raises(
+        RuntimeError, match=r"^the download cache .*: No space left .*; make room there, or set HF_HUB_CACHE"
+    ):
+        load(dataset_name="owner/set", split_name="train")
+
+
+@pytest.mark.parametrize("number", cache.CLOSED)
+def test_rows_that_may_not_be_read_say_so(load, tmp_path, monkeypatch, number):
+    def generate(*_, **__):
+        raise OSError(number, os.strerror(number), "rows.jsonl")
+        yield
+
+    monkeypatch.setattr(Text, "_generate_tables", generate)
+    with pytest.raises(
+        ValueError, match=rf"cannot be read: .*{os.strerror(number)}: 'rows.jsonl'; check the permissions$"
+    ):
+        load(USABLE)
+
+
+def test_a_tokenising_process_that_is_killed_leaves_no_file(load, stored, tmp_path, monkeypatch):
+    monkeypatch.setattr(ArrowWriter, "write_table", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    (folder,) = {path.parent for path in (tmp_path / "cache").rglob("*.arrow")}
+    (folder / "tmp_of_another").touch()
+    with pytest.raises(
+        RuntimeError, match=r"^--num_proc 2: a tokenising process was killed.*lower --num_proc$"
+    ):
+        load(**stored, num_proc=2)
+    assert [path.name for path in (tmp_path / "cache").rglob("tmp*")] == ["tmp_of_another"]
+
+
+@pytest.mark.parametrize("set_", ["file", "demo"])
+def test_an_interrupt_that_datasets_hides_stays_one(load, monkeypatch, set_):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+        yield
+
+    def hidden(*_):
+        raise SchemaInferenceError("no rows")
+
+    monkeypatch.setattr(Text, "_generate_tables", interrupted)
+    monkeypatch.setattr(Generator, "_generate_examples", interrupted)
+    monkeypatch.setattr(ArrowWriter, "finalize", hidden)
+    with pytest.raises(KeyboardInterrupt):
+        load(USABLE if set_ == "file" else b"")
 
 
 def test_a_held_out_part_that_cannot_be_used_leaves_a_run_without_evaluation(load, caplog):

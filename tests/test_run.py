@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,58 @@ def test_sigterm_saves_and_the_same_command_goes_on(finished, tmp_path):
     train(folder, "--max_steps 8 --save_interval 4")
     assert losses(folder) == losses(finished)
     assert all(torch.equal(t, exported(finished)[n]) for n, t in exported(folder).items())
+
+
+SLOW_TOKENISING = """
+import sys, time, torch
+from data.chat import Encoder
+from training.run import main
+
+def encode(*_):
+    print("tokenising", flush=True)
+    time.sleep(600)
+
+Encoder.encode = encode
+sys.exit(main(sys.argv[1:], description="test", start=lambda cfg: torch.device("cpu")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all", "code"),
+    [
+        (signal.SIGINT, True, 130),  # Ctrl-C
+        (signal.SIGINT, False, 130),
+        (signal.SIGTERM, False, -signal.SIGTERM),
+        (signal.SIGKILL, False, -signal.SIGKILL),
+    ],
+    ids=["Ctrl-C", "SIGINT", "SIGTERM", "SIGKILL"],
+)
+def test_tokenising_processes_end_with_the_run(tmp_path, number, to_all, code):
+    folders = f"--output_dir {tmp_path}/run --data_cache_dir {tmp_path}/cache"
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_TOKENISING, *shlex.split(f"{SMALL} {folders} --num_proc 2")],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        while "tokenising" not in process.stdout.readline():
+            assert process.poll() is None
+        (os.killpg if to_all else os.kill)(process.pid, number)
+        output, _ = process.communicate(timeout=20)  # until nobody holds the other end
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == code, output
+    if number == signal.SIGINT:
+        assert "Traceback" not in output
+        assert output.endswith(
+            "error: interrupted outside the training loop; what was saved before is intact\n"
+        )
+        assert not list((tmp_path / "cache").rglob("tmp*"))
 
 
 def test_a_longer_run_says_that_its_learning_rate_follows_the_new_length(finished, tmp_path, capsys):

@@ -160,7 +160,9 @@ class DataConfig:
     """data"""
 
     dataset_name: str = knob(
-        "demo", "hub id, local folder, data file (.jsonl .json .parquet .csv .txt), or `demo`"
+        "demo",
+        "hub id, local folder, data file (.jsonl .json .parquet .csv .txt), or `demo`; of a hub id "
+        "or folder with several configurations `NAME:CONFIGURATION`",
     )
     split_name: str = knob("train_1M", "split to train on")
     eval_split: str | None = knob(None, "split to evaluate on; default: a held-out part of --split_name")
