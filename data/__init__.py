@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from datasets import Dataset
@@ -112,6 +113,19 @@ def build_loaders(
     )
     if held is None:
         return loaders
+    layout = replace(layout, batch_size=eval_batch_size)
+    return _with_evaluation(loaders, cfg, eval_split, held, layout, workers)
+
+
+def _with_evaluation(
+    loaders: Loaders,
+    cfg: DataConfig,
+    split: Split,
+    held: Selection,
+    layout: Layout,
+    workers: dict[str, Any],
+) -> Loaders:
+    """`loaders` with the rows `held` of `split`; ValueError if none of one that was asked for is usable."""
     if cfg.eval_split:
         require_usable(held, f"--eval_split {cfg.eval_split}", cfg)
     elif not len(held.samples):
@@ -119,13 +133,12 @@ def build_loaders(
             "none of the %d held-out rows can be used: this run has no evaluation", held.counts.sum()
         )
         return loaders
-    layout = replace(layout, batch_size=eval_batch_size)
-    eval_source = Stored(held.samples, layout, seed=None)
+    source = Stored(held.samples, layout, seed=None)
     return replace(
         loaders,
-        eval=Loader(eval_source, identity={"samples": held.fingerprint}, restart=True, **workers),
-        eval_report=report(held, layout, eval_source.bins),
-        eval_prompts=prompts(eval_split, held),
+        eval=Loader(source, identity={"samples": held.fingerprint}, restart=True, **workers),
+        eval_report=report(held, layout, source.bins),
+        eval_prompts=prompts(split, held),
     )
 
 

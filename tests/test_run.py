@@ -273,6 +273,16 @@ def test_the_time_of_a_start_that_was_killed_counts_once(tmp_path, monkeypatch):
     assert runtime() < 1000
 
 
+def test_the_time_of_a_start_that_was_killed_in_its_first_step_counts(tmp_path, monkeypatch):
+    def fails(trainer, window):
+        raise KeyError("no such column")
+
+    monkeypatch.setattr(Trainer, "train_step", fails)
+    with pytest.raises(KeyError):
+        train(tmp_path / "run", "--max_steps 1")
+    assert json.loads((tmp_path / "run" / "wall_time.json").read_text())["wall_seconds"] > 0
+
+
 def test_a_broken_config_is_one_line(tmp_path, capsys):
     folder = train(tmp_path / "run", "--max_steps 1 --no_export")
     (folder / "config.json").write_text("")

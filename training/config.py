@@ -191,7 +191,10 @@ class DataConfig:
     )
     num_workers: int = knob(2, "loader worker processes; 0 loads in the training process", free=True)
     data_cache_dir: str | None = knob(
-        None, "folder for downloaded and tokenised data; default: the Hugging Face cache", free=True
+        None,
+        "folder for data as they were read and tokenised; default: the Hugging Face cache of data sets "
+        "(what is downloaded is in HF_HUB_CACHE)",
+        free=True,
     )
 
     def __post_init__(self) -> None:

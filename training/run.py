@@ -354,6 +354,7 @@ class Run:
         progress = self._restore()
         self._open_logs(progress)
         self.trainer = self._build_trainer(progress)
+        self.wall_time.count()
         self.signals.enter_context(caught())
         try:
             finished = self.trainer.fit()
@@ -548,6 +549,7 @@ class Run:
                     deterministic=self.cfg.optim.deterministic, flash_attention=self.kernels.flash_attention
                 )
             )
+        self.wall_time.count()
         tune_garbage_collection()
 
     def _flash_attention_version(self) -> str | None:
