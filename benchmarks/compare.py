@@ -182,30 +182,7 @@ def conclude(
     ]
     variants = {job.name: runs[job.name] for job in jobs if job.name in runs and not job.seed_of}
     band = verdict.noise_band(runs[reference], seeds)
-    notes = verdict.notes(variants, seeds, band)
-    notes += [f"{row.variant}: {row.status}, {row.reason}" for row in rows if row.reason]
-    notes += [
-        f"{job.name} has other layers than {job.against}, so its gap is theirs too; add "
-        f"{'bf16' if job.cfg.model.use_te else 'bf16_hf'} to hold it against its own"
-        for job in jobs
-        if job.against
-        and not job.seed_of
-        and not job.name.startswith("bf16")
-        and job.cfg.model.use_te != _te(jobs, job.against)
-    ]
-    lost = {job.name: job.seed_of for job in jobs if job.seed_of and job.name in failed}
-    notes += [
-        f"{name}: not in {'the noise band' if repeated == reference else 'the mean'}, {failed[name].reason}"
-        for name, repeated in lost.items()
-    ]
-    if paired := sorted({job.cfg.optim.seed for job in jobs if job.seed_of and job.against}):
-        numbers = ", ".join(map(str, [jobs[0].cfg.optim.seed, *paired]))
-        notes.append(f"Gaps are means over the seeds {numbers}: each run against its baseline of that seed.")
-    if band:
-        for row in rows:
-            gap = row.values.get("gap")
-            if gap is not None and row.status == "FAIL" and band[0] <= gap <= band[1]:
-                notes.append(f"{row.variant}: its gap lies inside BF16's noise band all the same")
+    notes = verdict.notes(variants, seeds, band) + _notes(jobs, failed, rows, band)
     result = {
         "reference": reference,
         "max_loss_gap_percent": max_loss_gap,
@@ -217,6 +194,38 @@ def conclude(
         "variants": [asdict(row) for row in rows],
     }
     return result, rows
+
+
+def _notes(
+    jobs: list[Job],
+    failed: dict[str, Outcome],
+    rows: list[verdict.Row],
+    band: tuple[float, float] | None,
+) -> list[str]:
+    """What a reader must know of how the runs came to be held against each other."""
+    notes = [f"{row.variant}: {row.status}, {row.reason}" for row in rows if row.reason]
+    notes += [
+        f"{job.name} has other layers than {job.against}, so its gap is theirs too; add "
+        f"{'bf16' if job.cfg.model.use_te else 'bf16_hf'} to hold it against its own"
+        for job in jobs
+        if job.against
+        and not job.seed_of
+        and not job.name.startswith("bf16")
+        and job.cfg.model.use_te != _te(jobs, job.against)
+    ]
+    for job in jobs:
+        if job.seed_of and job.name in failed:
+            place = "the noise band" if job.seed_of == jobs[0].name else "the mean"
+            notes.append(f"{job.name}: not in {place}, {failed[job.name].reason}")
+    if paired := sorted({job.cfg.optim.seed for job in jobs if job.seed_of and job.against}):
+        numbers = ", ".join(map(str, [jobs[0].cfg.optim.seed, *paired]))
+        notes.append(f"Gaps are means over the seeds {numbers}: each run against its baseline of that seed.")
+    if band:
+        for row in rows:
+            gap = row.values.get("gap")
+            if gap is not None and row.status == "FAIL" and band[0] <= gap <= band[1]:
+                notes.append(f"{row.variant}: its gap lies inside BF16's noise band all the same")
+    return notes
 
 
 def _te(jobs: list[Job], name: str) -> bool:

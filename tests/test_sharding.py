@@ -109,12 +109,16 @@ def test_what_a_gpu_cannot_hold_is_refused_with_what_it_takes(billions, sharers,
     """14 bytes a parameter, on GPUs of 100 GB (1e9 bytes)."""
 
     def check():
-        refuse_small_gpu(int(billions * 1e9), "ddp", 14, sharers=sharers, gpu=int(100e9))
+        refuse_small_gpu("m", int(billions * 1e9), 14, mode=mode, sharers=sharers, gpu=int(100e9))
 
+    mode, where = ("single", "on one GPU") if sharers == 1 else ("fsdp_full", "--sharding_mode fsdp_full")
     if ways is None:
         return check()
     needed = billions * 14 / sharers
-    with pytest.raises(RuntimeError, match=f"take {needed:.1f} GB a GPU, which has 100.0 GB: {ways}"):
+    with pytest.raises(
+        RuntimeError,
+        match=f"^--model_name m, {where}: .* take {needed:.1f} GB a GPU, which has 100.0 GB: {ways}",
+    ):
         check()
 
 

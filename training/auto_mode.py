@@ -60,10 +60,10 @@ def choose_mode(memory: Memory | None, *, world_size: int, local_size: int) -> t
     )
 
 
-def refuse_small_gpu(parameters: int, mode: str, state: int, *, sharers: int, gpu: int) -> None:
+def refuse_small_gpu(model: str, parameters: int, state: int, *, mode: str, sharers: int, gpu: int) -> None:
     """RuntimeError if `gpu` bytes of a GPU cannot even hold its share of `state` bytes a parameter.
 
-    `sharers`: ranks that hold them together.
+    `sharers`: ranks that hold them together in this `mode`.
     """
     needed = parameters * state / sharers
     if needed <= gpu:
@@ -75,9 +75,10 @@ def refuse_small_gpu(parameters: int, mode: str, state: int, *, sharers: int, gp
             f"--master_weights none --moment_dtype bf16 takes {least:.1f} GB (and loses small updates)"
         )
     ways.append(f"--sharding_mode fsdp_full takes {-(-parameters * state // int(LAST_ROOM * gpu))} such GPUs")
+    where = "on one GPU" if mode == "single" else f"--sharding_mode {mode}"
     raise RuntimeError(
-        f"--sharding_mode {mode}: weights, gradients and optimizer of {parameters / 1e9:.1f} B parameters "
-        f"take {needed / 1e9:.1f} GB a GPU, which has {gpu / 1e9:.1f} GB: {', or '.join(ways)}"
+        f"--model_name {model}, {where}: weights, gradients and optimizer of {parameters / 1e9:.1f} B "
+        f"parameters take {needed / 1e9:.1f} GB a GPU, which has {gpu / 1e9:.1f} GB: {', or '.join(ways)}"
     )
 
 

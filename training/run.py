@@ -208,7 +208,8 @@ class Run:
             each = self.strategy.host_bytes(state, saves=self.cfg.checkpoint.save_checkpoints)
             refuse_small_host(parameters, self.mode, each)
         elif gpu is not None:
-            refuse_small_gpu(parameters, self.mode, state, sharers=self.strategy.sharers, gpu=gpu)
+            spread = {"mode": self.mode, "sharers": self.strategy.sharers}
+            refuse_small_gpu(self.plan.name, parameters, state, **spread, gpu=gpu)
 
     def _plan_optimizer(self, master_home: str) -> optim.OptimizerPlan:
         on_gpu = self.device.type == "cuda"
