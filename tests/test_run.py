@@ -16,17 +16,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from te_models import plan_model
 from training import kernels, outcome, run_folder
 from training.config import config_from_dict, parse_config
 from training.metrics import ModelShape
+from training.optim import plan_optimizer
 from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
 from training.precision import Precision
 from training.run import Run, main
 from training.run_folder import check_resume, train_losses
+from training.sharding import SingleDevice
 from training.steps import count_steps
 from training.trainer import Trainer
 from training.watchdog import Watchdog
 
+CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = (
     "--num_of_samples 60 --max_seq_length 128 --batch_size 2 --eval_samples 6 --num_workers 0 --num_proc 1 "
@@ -583,6 +587,18 @@ def test_calibration_takes_no_step_and_draws_no_random_number(tmp_path):
     assert len(passes) == 2 and torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in run.model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("max_steps", [None, 0])
+def test_what_a_gpu_cannot_hold_is_refused_unless_it_only_evaluates(max_steps):
+    run = Run.__new__(Run)
+    run.cfg, run.mode, run.strategy = config_from_dict({"max_steps": max_steps}), "single", SingleDevice(CPU)
+    run.plan = plan_model("tiny-llama", init="auto", use_te=False)
+    run.optimizer_plan = plan_optimizer(run.cfg.precision, on_gpu=True)
+    if max_steps == 0:
+        return run._check_memory(10**6)
+    with pytest.raises(RuntimeError, match=r"--model_name tiny-llama, on one GPU: .* which has 0\.0 GB"):
+        run._check_memory(10**6)
 
 
 @pytest.fixture

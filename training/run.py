@@ -203,13 +203,14 @@ class Run:
 
     def _check_memory(self, gpu: int | None) -> None:
         """Refuse what cannot fit before any weight is read; `gpu`: bytes of the smallest GPU's memory."""
-        parameters, state = te_models.count_parameters(self.plan), self.optimizer_plan.state_bytes
-        if self.strategy.steps_on_cpu:
-            each = self.strategy.host_bytes(state, saves=self.cfg.checkpoint.save_checkpoints)
-            refuse_small_host(parameters, self.mode, each)
-        elif gpu is not None:
-            spread = {"mode": self.mode, "sharers": self.strategy.sharers}
-            refuse_small_gpu(self.plan.name, parameters, state, **spread, gpu=gpu)
+        strategy, state = self.strategy, self.optimizer_plan.state_bytes
+        if strategy.steps_on_cpu:
+            each = strategy.host_bytes(state, saves=self.cfg.checkpoint.save_checkpoints)
+            refuse_small_host(te_models.count_parameters(self.plan), self.mode, each)
+        elif gpu is not None and self.cfg.optim.max_steps != 0:  # evaluation takes weights alone
+            name, parameters = self.plan.name, te_models.count_parameters(self.plan)
+            sharers = strategy.sharers
+            refuse_small_gpu(name, parameters, state, mode=self.mode, sharers=sharers, gpu=gpu)
 
     def _plan_optimizer(self, master_home: str) -> optim.OptimizerPlan:
         on_gpu = self.device.type == "cuda"
