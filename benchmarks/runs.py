@@ -24,6 +24,10 @@ WORK = ("max_seq_length", "batch_size", "gradient_accumulation_steps", "packing"
 WORK += ("compile", "master_weights", "moment_dtype", "grad_reduce_dtype", "precision_map", "fp8_lm_head")
 WORK += ("fp8_fast_accumulation", "fp8_attention", "bf16_first_layers", "bf16_last_layers", "deterministic")
 WORK += ("flash_attention", "fused_residuals", "fp8_fp32_scales", "fp8_weight_cache", "fp8_format")
+BEFORE = {
+    "flash_attention": False,
+    "fused_residuals": False,
+}  # kernels that runs which do not name them lacked
 WORK_BY_DEFAULT = {name: value for name, value in Config().to_dict().items() if name in WORK}
 # Settings that no result depends on: runs into one folder may have others from start to start.
 INDIFFERENT = ("num_workers", "num_proc", "weights_cache_dir", "data_cache_dir", "timeout_minutes")
@@ -110,7 +114,7 @@ class RunRecord:
     def work(self) -> dict[str, Any]:
         """What two runs must share for their rates to be compared."""
         named = {"model_name": self.value("model_name"), "use_te": self.value("use_te")}
-        settings = WORK_BY_DEFAULT | {name: self.config[name] for name in WORK if name in self.config}
+        settings = WORK_BY_DEFAULT | BEFORE | {n: self.config[n] for n in WORK if n in self.config}
         return named | {"precision": self.precision} | settings
 
     @property

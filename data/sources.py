@@ -244,7 +244,7 @@ def unreadable(cfg: DataConfig, error: Exception) -> ValueError | RuntimeError:
     if (reason := why_not_stored(cfg, error)) is not None:
         return reason
     for origin in origins(error):
-        if isinstance(origin, OSError) and origin.errno in CLOSED:
+        if isinstance(origin, OSError) and origin.errno in CLOSED and origin.filename:  # a socket's has none
             reason = f"{first_line(origin)}; check the permissions"
             return ValueError(f"--dataset_name {cfg.dataset_name}: cannot be read: {reason}")
     cause = error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ from te_models.weights import (
 )
 from training.errors import first_line
 
-OF_PICKLES = (UnpicklingError, RuntimeError, EOFError, KeyError)  # what torch.load raises of damaged ones
+UNPICKLERS = ("serialization.py", "_weights_only_unpickler.py")  # of torch; damage raises any error there
 SAMPLED_PLACES, SAMPLED_BYTES = 16, 2**16  # of a weights file, by `identity`
 
 
@@ -236,6 +237,13 @@ def build_model(
     return model.train()
 
 
+def _of_damaged_files(error: Exception) -> bool:
+    if isinstance(error, (OSError, SafetensorError, UnpicklingError, EOFError)):
+        return True
+    innermost = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return innermost.parent.name == "torch" and innermost.name in UNPICKLERS
+
+
 def _filled_by_shards(
     plan: ModelPlan,
     dtype: torch.dtype,
@@ -298,9 +306,9 @@ def _build_hugging_face(plan: ModelPlan, dtype: torch.dtype, device: torch.devic
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         try:
             model, info = AutoModelForCausalLM.from_pretrained(plan.weights, **options)
-        except torch.OutOfMemoryError:
-            raise
-        except (OSError, SafetensorError, *OF_PICKLES) as error:
+        except Exception as error:
+            if not _of_damaged_files(error):
+                raise
             raise ValueError(
                 f"--model_name {plan.name}: its weights cannot be read ({first_line(error)}); download them "
                 "again, or use --init random"

@@ -1,6 +1,7 @@
 """Models as transformers implements them: any architecture, packed only where samples stay apart."""
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -222,6 +223,20 @@ def test_damaged_weights_are_one_line(content, tmp_path):
         ValueError, match=r"its weights cannot be read .*; download them again, or use --init"
     ):
         build_model(plan, **how, seed=0, max_positions=16)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("CUDA error: an illegal memory access"), KeyError("rope_type")]
+)
+def test_an_error_that_is_not_the_files_is_not_told_of_them(error, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    plan = plan_model("tiny-llama", init="auto", use_te=False)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    how = {"te_backend": None, "dtype": torch.float32, "device": torch.device("cpu"), "packed": False}
+    with pytest.raises(type(error), match=str(error)):
+        build_model(replace(plan, weights=tmp_path), **how, seed=0, max_positions=16)
 
 
 def test_a_border_that_gets_lost_is_noticed(monkeypatch):

@@ -534,6 +534,17 @@ def test_a_run_that_has_only_its_end_to_do_keeps_what_its_steps_told(finished, t
         assert {key: after[key] for key in own} == {key: before[key] for key in own}
 
 
+def test_rates_of_other_settings_are_not_taken_for_this_starts(finished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    (folder / "summary.json").unlink()
+    train(folder, "--max_steps 8 --save_interval 4 --gradient_checkpointing")
+    assert json.loads((folder / "summary.json").read_text()).get("tokens_per_second") is None
+    other = tmp_path / "other"
+    train(other, f"--max_steps 0 --resume {finished}")
+    assert json.loads((other / "summary.json").read_text()).get("tokens_per_second") is None
+
+
 def commands() -> list[str]:
     """Every training command in a code block of the README or of docs, and the ones users already run."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

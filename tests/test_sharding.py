@@ -109,7 +109,8 @@ def test_what_a_gpu_cannot_hold_is_refused_with_what_it_takes(billions, sharers,
     """14 bytes a parameter, on GPUs of 100 GB (1e9 bytes)."""
 
     def check():
-        refuse_small_gpu("m", int(billions * 1e9), 14, mode=mode, sharers=sharers, gpu=int(100e9))
+        memory = Memory(int(billions * 1e9), weights=2, state=14, accumulated=0, gpu=int(100e9))
+        refuse_small_gpu("m", memory, mode=mode, sharers=sharers, shrinks=True)
 
     mode, where = ("single", "on one GPU") if sharers == 1 else ("fsdp_full", "--sharding_mode fsdp_full")
     if ways is None:
@@ -120,6 +121,36 @@ def test_what_a_gpu_cannot_hold_is_refused_with_what_it_takes(billions, sharers,
         match=f"^--model_name m, {where}: .* take {needed:.1f} GB a GPU, which has 100.0 GB: {ways}",
     ):
         check()
+
+
+@pytest.mark.parametrize(("accumulated", "gpus"), [(0, 2), (4, 4), (10, None)])
+def test_the_ways_out_are_ways_that_are_open(accumulated, gpus):
+    """8 B parameters of 14 bytes; 80 GB, of which 75 % are 60, less the whole gradients of accumulation."""
+    memory = Memory(8 * 10**9, weights=2, state=14, accumulated=accumulated, gpu=int(80e9))
+    with pytest.raises(RuntimeError) as refused:
+        refuse_small_gpu("m", memory, mode="single", sharers=1, shrinks=False)
+    said = str(refused.value)
+    assert "--moment_dtype" not in said and said.endswith(
+        "--sharding_mode fsdp_offload takes the hosts' memory"
+    )
+    assert (f"fsdp_full takes {gpus} such GPUs" in said) == (gpus is not None)
+    assert ("fsdp_full" in said) == (gpus is not None)
+
+
+def shared_by(rank, folder):
+    """Ranks that hold one copy of weights and optimizer state together."""
+    for settings, sharers in (
+        ({"sharding_mode": "ddp"}, 1),
+        ({"sharding_mode": "fsdp_full"}, 2),
+        ({"sharding_mode": "fsdp_grad"}, 2),
+        ({"sharding_mode": "hsdp", "hsdp_shard_size": 1}, 1),
+    ):
+        cfg = config_from_dict(settings)
+        assert STRATEGIES[cfg.sharding.mode](torch.device("cpu"), cfg).sharers == sharers
+
+
+def test_strategies_know_how_many_ranks_share_the_state(tmp_path):
+    run_ranks(shared_by, tmp_path)
 
 
 def test_auto_without_a_gpu_is_ddp():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from training import ranks
@@ -60,25 +61,29 @@ def choose_mode(memory: Memory | None, *, world_size: int, local_size: int) -> t
     )
 
 
-def refuse_small_gpu(model: str, parameters: int, state: int, *, mode: str, sharers: int, gpu: int) -> None:
-    """RuntimeError if `gpu` bytes of a GPU cannot even hold its share of `state` bytes a parameter.
+def refuse_small_gpu(model: str, memory: Memory, *, mode: str, sharers: int, shrinks: bool) -> None:
+    """RuntimeError if a GPU cannot even hold its share of weights, gradients and optimizer state.
 
-    `sharers`: ranks that hold them together in this `mode`.
+    `sharers`: ranks that hold them together in this `mode`; `shrinks`: whether BF16 alone may hold them.
     """
-    needed = parameters * state / sharers
-    if needed <= gpu:
+    whole, gpu = memory.parameters * memory.state, memory.gpu
+    if whole / sharers <= gpu:
         return
     ways = []
-    if parameters * LEAST_STATE / sharers <= gpu:
-        least = parameters * LEAST_STATE / sharers / 1e9
+    least = memory.parameters * LEAST_STATE / sharers
+    if shrinks and least <= gpu:
         ways.append(
-            f"--master_weights none --moment_dtype bf16 takes {least:.1f} GB (and loses small updates)"
+            f"--master_weights none --moment_dtype bf16 takes {least / 1e9:.1f} GB (and loses small updates)"
         )
-    ways.append(f"--sharding_mode fsdp_full takes {-(-parameters * state // int(LAST_ROOM * gpu))} such GPUs")
+    room = LAST_ROOM * gpu - memory.parameters * memory.accumulated
+    if room > 0:
+        ways.append(f"--sharding_mode fsdp_full takes {math.ceil(whole / room)} such GPUs")
+    ways.append("--sharding_mode fsdp_offload takes the hosts' memory")
     where = "on one GPU" if mode == "single" else f"--sharding_mode {mode}"
     raise RuntimeError(
-        f"--model_name {model}, {where}: weights, gradients and optimizer of {parameters / 1e9:.1f} B "
-        f"parameters take {needed / 1e9:.1f} GB a GPU, which has {gpu / 1e9:.1f} GB: {', or '.join(ways)}"
+        f"--model_name {model}, {where}: weights, gradients and optimizer of {memory.parameters / 1e9:.1f} B "
+        f"parameters take {whole / sharers / 1e9:.1f} GB a GPU, which has {gpu / 1e9:.1f} GB: "
+        f"{', or '.join(ways)}"
     )
 
 

@@ -39,7 +39,7 @@ from training import (
 from training.assembly import assemble, compiles
 from training.auto_mode import Memory, choose_mode, refuse_small_gpu, refuse_small_host
 from training.checkpoint import Checkpoints, resolve_resume
-from training.config import TORCHAO_RECIPES, Config, parse_config
+from training.config import TORCHAO_RECIPES, Config, knobs, parse_config
 from training.coverage import coverage
 from training.durable_files import no_room, write_json
 from training.export import export_hf
@@ -93,11 +93,13 @@ def main(
         watchdog.rest()
         first = ranks.rank() == 0
         ranks.leave(watchdog.close)
-        if code == 0 and first:  # the other GPUs are free by now
-            run.signals.close()
-            run.answer_prompts()
-        if first:
-            print(f"run folder: {run.folder}", flush=True)
+        try:
+            if code == 0 and first:  # the other GPUs are free by now
+                run.signals.close()
+                run.answer_prompts()
+        finally:
+            if first:
+                print(f"run folder: {run.folder}", flush=True)
         return code
     except (Exception, KeyboardInterrupt) as error:
         return end(error, watchdog, run.give_up if run is not None else lambda: None)
@@ -207,10 +209,17 @@ class Run:
         if strategy.steps_on_cpu:
             each = strategy.host_bytes(state, saves=self.cfg.checkpoint.save_checkpoints)
             refuse_small_host(te_models.count_parameters(self.plan), self.mode, each)
-        elif gpu is not None and self.cfg.optim.max_steps != 0:  # evaluation takes weights alone
-            name, parameters = self.plan.name, te_models.count_parameters(self.plan)
-            sharers = strategy.sharers
-            refuse_small_gpu(name, parameters, state, mode=self.mode, sharers=sharers, gpu=gpu)
+            return
+        trains = self.cfg.optim.max_steps != 0  # evaluation takes weights alone
+        # A repository's own code may not build a model without storage, by which weights are counted.
+        if gpu is not None and trains and not self.plan.trust_remote_code:
+            refuse_small_gpu(
+                self.plan.name,
+                self._memory(gpu, state),
+                mode=self.mode,
+                sharers=strategy.sharers,
+                shrinks=self.optimizer_plan.kind == "fused_adamw",
+            )
 
     def _plan_optimizer(self, master_home: str) -> optim.OptimizerPlan:
         on_gpu = self.device.type == "cuda"
@@ -218,27 +227,30 @@ class Run:
 
     def _choose_mode(self, gpu: int | None) -> str:
         """`gpu`: bytes of the smallest GPU's memory."""
-        cfg, mode = self.cfg, self.cfg.sharding.mode
+        mode = self.cfg.sharding.mode
         if not dist.is_initialized():
             if mode != "auto":
                 say(f"--sharding_mode {mode}: one device, nothing to shard; torchrun train_multi_gpu.py does")
             return "single"
         if mode != "auto":
             return mode
-        memory = None
-        if gpu is not None:
-            accumulating = cfg.optim.gradient_accumulation_steps > 1
-            memory = Memory(
-                te_models.count_parameters(self.plan),
-                weights=4 if cfg.precision.mixed_precision == "fp32" else 2,
-                state=self._plan_optimizer("device").state_bytes,
-                accumulated=(4 if cfg.sharding.grad_reduce_dtype == "fp32" else 2) * accumulating,
-                gpu=gpu,
-            )
+        memory = None if gpu is None else self._memory(gpu, self._plan_optimizer("device").state_bytes)
         _, local_size = ranks.local_rank_and_size()
         mode, why = choose_mode(memory, world_size=ranks.world_size(), local_size=local_size)
         say(f"--sharding_mode auto: {mode} ({why})")
         return mode
+
+    def _memory(self, gpu: int, state: int) -> Memory:
+        """`gpu`: bytes of the smallest GPU's memory; `state`: of weight, gradient and moments a parameter."""
+        cfg = self.cfg
+        accumulating = cfg.optim.gradient_accumulation_steps > 1
+        return Memory(
+            te_models.count_parameters(self.plan),
+            weights=4 if cfg.precision.mixed_precision == "fp32" else 2,
+            state=state,
+            accumulated=(4 if cfg.sharding.grad_reduce_dtype == "fp32" else 2) * accumulating,
+            gpu=gpu,
+        )
 
     def _open_folder(self) -> Path:
         folder, self.lock = open_run_folder(self.cfg, self.plan.short_name, self.precision.effective)
@@ -396,8 +408,20 @@ class Run:
                 strategy=self.strategy,
                 loader=self.loaders.train,
             )
+            if not self._does_the_same_work():
+                progress.rates = {}
             say(f"resumed from {self.resume} at step {progress.step}")
         return progress
+
+    def _does_the_same_work(self) -> bool:
+        """Whether the checkpoint's run took its steps as this start would."""
+        then, free = self.meta["config"], ("checkpoint", "log")
+        same = all(
+            then.get(name) == value
+            for name, value in self.cfg.to_dict().items()
+            if knobs()[name][0] not in free
+        )
+        return same and self.meta["world_size"] == self.strategy.world_size
 
     def _open_logs(self, progress: Progress) -> None:
         """Once everything is restored: the tracker cuts the log at the step that goes on."""
@@ -628,7 +652,10 @@ class Run:
         return folder
 
     def _summary(self) -> dict[str, Any]:
-        """The values of summary.json: counts and losses over all starts of the run, rates of the last one."""
+        """The values of summary.json: counts and losses over all starts of the run, rates of the last one.
+
+        Where it had nothing to do but the end, the rates are those of the start before, if that ran alike.
+        """
         self.wall_time.count()
         progress, losses = self.trainer.progress, ranks.on_first(lambda: train_losses(self.folder))
         tail = losses[-max(1, len(losses) // 10) :]

@@ -469,7 +469,9 @@ class Trainer:
         return evaluation | self._median_rates()
 
     def _median_rates(self) -> dict[str, float]:
-        """Of this start, or if it has none yet, of the one before."""
+        """Of this start, or where it has taken no step, of those that did."""
+        if not self._covered:
+            return self.progress.rates
         counted = self.rates or self._short_rates
         medians = {name: median(rates[name] for rates in counted) for name in (counted[0] if counted else ())}
-        return {name.removeprefix("perf/"): value for name, value in medians.items()} or self.progress.rates
+        return {name.removeprefix("perf/"): value for name, value in medians.items()}
