@@ -35,12 +35,14 @@ def check_cache(cfg: DataConfig) -> None:
 
 
 def why_not_stored(cfg: DataConfig, error: BaseException) -> RuntimeError | None:
-    """What to raise for an error that came of a full or read-only cache folder; None for any other."""
+    """What to raise for an error that came of a full disk or a read-only cache folder; None for any other."""
     folder = str(cache_folder(cfg))
     for origin in origins(error):
-        if isinstance(origin, OSError) and (
-            _is_full(origin) or (origin.errno in CLOSED and folder in str(origin))
-        ):
+        if not isinstance(origin, OSError):
+            continue
+        if _is_full(origin) and origin.filename and folder not in str(origin):  # semaphores', say
+            return RuntimeError(f"{first_line(origin)}; make room there")
+        if _is_full(origin) or (origin.errno in CLOSED and folder in str(origin)):
             return RuntimeError(_cannot_write(cfg, origin))
     return None
 
@@ -63,13 +65,11 @@ def _is_full(error: OSError) -> bool:
 
 
 def _cannot_write(cfg: DataConfig, error: OSError) -> str:
-    path, folder = error.filename, cache_folder(cfg)
-    if isinstance(path, str) and not Path(path).absolute().is_relative_to(folder.absolute()):
-        return f"{path}: {error.strerror}; make room there"
     reason = f"{error.strerror or first_line(error)}; {'make room there, or ' if _is_full(error) else ''}"
     frames = traceback.extract_tb(error.__traceback__)
     if any("huggingface_hub" in Path(frame.filename).parts for frame in frames):  # it has one folder for all
         return f"the download cache {HF_HUB_CACHE}: {reason}set HF_HUB_CACHE to a folder you can write to"
     if cfg.data_cache_dir is None:
+        folder = cache_folder(cfg)
         return f"the Hugging Face cache {folder}: {reason}give --data_cache_dir a folder you can write to"
     return f"--data_cache_dir {cfg.data_cache_dir}: {reason}choose a folder you can write to"

@@ -24,7 +24,7 @@ from data import DATASETS, build_loaders, cache, load_tokenizer
 from data.chat import why_unusable
 from data.collate import IGNORE
 from data.demo import SIZES, generate
-from data.sources import choose_columns, detect
+from data.sources import choose_columns, detect, unreadable
 from training.config import DataConfig
 
 OPENMATH = Path(__file__).parents[2] / "shared" / "data" / "openmath_gsm8k"
@@ -557,6 +557,20 @@ def test_the_demo_set_needs_room_too(load, tmp_path, monkeypatch):
     monkeypatch.setattr(ArrowWriter, "write", write)
     with pytest.raises(RuntimeError, match=f"^--data_cache_dir {tmp_path}/cache: No space left .*; {ROOM}"):
         load()
+
+
+def test_another_full_disk_is_not_told_of_the_cache(tmp_path):
+    cfg = DataConfig(data_cache_dir=str(tmp_path / "cache"))
+    elsewhere = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/dev/shm/sem.mp-1")
+    said = str(cache.why_not_stored(cfg, elsewhere))
+    assert said.endswith("No space left on device: '/dev/shm/sem.mp-1'; make room there")
+    assert "--data_cache_dir" not in said
+
+
+def test_a_socket_that_may_not_be_opened_is_the_networks():
+    refused = OSError(errno.EACCES, os.strerror(errno.EACCES))
+    said = str(unreadable(DataConfig(dataset_name="owner/set"), refused))
+    assert "check the name and the network" in said and "permissions" not in said
 
 
 def test_downloads_need_room_in_a_folder_of_their_own(load, monkeypatch):

@@ -158,6 +158,8 @@ def test_scaling_is_against_the_one_gpu_run_of_the_same_work(tmp_path):
         rated(tmp_path / "two", 2, 18_000.0),
         rated(tmp_path / "accumulating", 1, 11_000.0, gradient_accumulation_steps=8),
         rated(tmp_path / "small-moments", 1, 12_000.0, moment_dtype="bf16"),
+        rated(tmp_path / "deterministic", 1, 7_000.0, deterministic=True),
+        rated(tmp_path / "exact-scales", 1, 9_500.0, fp8_fp32_scales=True),
     ]
     shown = cells(four, one, *strangers)
     assert (shown["GPUs"], shown["tokens/s"], shown["tokens/s per GPU"]) == ("4", "30,000", "7,500")
