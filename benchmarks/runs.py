@@ -24,10 +24,8 @@ WORK = ("max_seq_length", "batch_size", "gradient_accumulation_steps", "packing"
 WORK += ("compile", "master_weights", "moment_dtype", "grad_reduce_dtype", "precision_map", "fp8_lm_head")
 WORK += ("fp8_fast_accumulation", "fp8_attention", "bf16_first_layers", "bf16_last_layers", "deterministic")
 WORK += ("flash_attention", "fused_residuals", "fp8_fp32_scales", "fp8_weight_cache", "fp8_format")
-BEFORE = {
-    "flash_attention": False,
-    "fused_residuals": False,
-}  # kernels that runs which do not name them lacked
+# But for kernels, which runs that do not name them lacked.
+BEFORE = {"flash_attention": False, "fused_residuals": False}
 WORK_BY_DEFAULT = {name: value for name, value in Config().to_dict().items() if name in WORK}
 # Settings that no result depends on: runs into one folder may have others from start to start.
 INDIFFERENT = ("num_workers", "num_proc", "weights_cache_dir", "data_cache_dir", "timeout_minutes")

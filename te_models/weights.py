@@ -140,8 +140,8 @@ def _indexed(folder: Path) -> dict[str, str] | None:
         raise ValueError(f"--model_name {folder}: {INDEX} is damaged ({reason}); download it again") from None
 
 
-def require_safetensors(folder: Path) -> None:
-    """ValueError if a TE model cannot be read from `folder`, by the names of its files."""
+def require_safetensors(folder: Path) -> dict[str, str] | None:
+    """Tensor -> file; None if all are in one. ValueError if a TE model's files are not all in `folder`."""
     files = _indexed(folder)
     if files is None and not (folder / SINGLE).exists():
         raise ValueError(
@@ -151,14 +151,14 @@ def require_safetensors(folder: Path) -> None:
     missing = sorted({name for name in (files or {}).values() if not (folder / name).exists()})
     if missing:
         raise ValueError(f"--model_name {folder}: weight file {missing[0]} is missing; download it again")
+    return files
 
 
 class SafetensorsSource(WeightSource):
     """Tensors of a folder's `*.safetensors`, of which only the rows asked for are read from disk."""
 
     def __init__(self, folder: Path):
-        require_safetensors(folder)
-        files = _indexed(folder)
+        files = require_safetensors(folder)
         if files is None:
             with self._readable(folder / SINGLE) as handle:
                 files = dict.fromkeys(handle.keys(), SINGLE)

@@ -100,9 +100,9 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(finished, tmp_path):
     assert all(torch.equal(t, tensors[1][k]) for k, t in tensors[0].items())
 
 
-def start(folder: Path, flags: str) -> subprocess.Popen:
+def start(folder: Path, flags: str, *, program: tuple[str, ...] = ("train_fp8.py",)) -> subprocess.Popen:
     """Run as a process of its own, in a process group of its own."""
-    command = [sys.executable, "train_fp8.py", *shlex.split(SMALL), "--output_dir", str(folder)]
+    command = [sys.executable, *program, *shlex.split(SMALL), "--output_dir", str(folder)]
     return subprocess.Popen(
         [*command, *shlex.split(flags)],
         cwd=ROOT,
@@ -166,16 +166,8 @@ sys.exit(main(sys.argv[1:], description="test", start=lambda cfg: torch.device("
     ids=["Ctrl-C", "SIGINT", "SIGTERM", "SIGKILL"],
 )
 def test_tokenising_processes_end_with_the_run(tmp_path, number, to_all, code):
-    folders = f"--output_dir {tmp_path}/run --data_cache_dir {tmp_path}/cache"
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW_TOKENISING, *shlex.split(f"{SMALL} {folders} --num_proc 2")],
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    flags = f"--data_cache_dir {tmp_path}/cache --num_proc 2"
+    process = start(tmp_path / "run", flags, program=("-c", SLOW_TOKENISING))
     try:
         while "tokenising" not in process.stdout.readline():
             assert process.poll() is None

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import te_models
+from data.collate import round_up
 from training import optim, precision, precision_map, torchao_fp8
 from training.config import TORCHAO_RECIPES, Config
 from training.fp8_stats import Fp8Stats
@@ -50,7 +51,6 @@ def assemble(
     fp8_weights = fp8_gather and not torchao  # torchao quantises just before it gathers
     if fp8_weights:
         optimizer_plan = replace(optimizer_plan, kind="te_fused_adam")
-    multiple = resolved.token_multiple
     model = te_models.build_model(
         plan,
         te_backend=resolved.te_backend,
@@ -60,7 +60,7 @@ def assemble(
         parameter_device=torch.device("cpu") if strategy.master_home == "cpu" else strategy.device,
         seed=cfg.optim.seed,
         packed=cfg.data.packing,
-        max_positions=-(-cfg.data.max_seq_length // multiple) * multiple,
+        max_positions=round_up(cfg.data.max_seq_length, resolved.token_multiple),
         gradient_checkpointing=cfg.model.gradient_checkpointing,
         reentrant=strategy.reentrant,
         compile_layers=compiles(cfg, strategy),

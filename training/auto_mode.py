@@ -52,13 +52,11 @@ def choose_mode(memory: Memory | None, *, world_size: int, local_size: int) -> t
         return "hsdp", f"{what}; sharded over the {local_size} ranks of a node they fit"
     if kept + whole / world_size <= room:
         return "fsdp_full", f"{what}; sharded over {world_size} ranks they fit"
-    last = f"{LAST_ROOM * memory.gpu / 1e9:.1f} GB"
-    if kept + whole / world_size <= LAST_ROOM / ROOM * room:
-        return "fsdp_full", f"{what}; sharded over {world_size} ranks they fit into {last}"
-    return (
-        "fsdp_offload",
-        f"{what}; sharded over {world_size} ranks they do not even fit into {last}, the CPU must hold them",
-    )
+    last = LAST_ROOM * memory.gpu / 1e9
+    sharded = f"{what}; sharded over {world_size} ranks they"
+    if kept + whole / world_size <= last:
+        return "fsdp_full", f"{sharded} fit into {last:.1f} GB"
+    return "fsdp_offload", f"{sharded} do not even fit into {last:.1f} GB, the CPU must hold them"
 
 
 def refuse_small_gpu(model: str, memory: Memory, *, mode: str, sharers: int, shrinks: bool) -> None:

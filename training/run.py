@@ -39,7 +39,7 @@ from training import (
 from training.assembly import assemble, compiles
 from training.auto_mode import Memory, choose_mode, refuse_small_gpu, refuse_small_host
 from training.checkpoint import Checkpoints, resolve_resume
-from training.config import TORCHAO_RECIPES, Config, knobs, parse_config
+from training.config import TORCHAO_RECIPES, Config, changed_settings, knobs, parse_config
 from training.coverage import coverage
 from training.durable_files import no_room, write_json
 from training.export import export_hf
@@ -415,13 +415,9 @@ class Run:
 
     def _does_the_same_work(self) -> bool:
         """Whether the checkpoint's run took its steps as this start would."""
-        then, free = self.meta["config"], ("checkpoint", "log")
-        same = all(
-            then.get(name) == value
-            for name, value in self.cfg.to_dict().items()
-            if knobs()[name][0] not in free
-        )
-        return same and self.meta["world_size"] == self.strategy.world_size
+        records = [name for name, (section, *_) in knobs().items() if section in ("checkpoint", "log")]
+        changed = changed_settings(self.meta["config"], self.cfg, but=records)
+        return not changed and self.meta["world_size"] == self.strategy.world_size
 
     def _open_logs(self, progress: Progress) -> None:
         """Once everything is restored: the tracker cuts the log at the step that goes on."""

@@ -278,7 +278,7 @@ class FSDP(SingleDevice):
 
     def _check_rows(self, blocks: Iterable[nn.Module]) -> None:
         """FSDP2 pads short shards to gather them, but not those that are cast to FP8 on the way."""
-        shards = self.mesh["shard"].size()
+        shards = self.sharers
         weights = (item for block in blocks for item in block.named_parameters() if item[1].ndim == 2)
         for name, weight in weights:
             if weight.shape[0] % shards:

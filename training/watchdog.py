@@ -253,9 +253,8 @@ def stalled(
     behind = [rank for rank, place in awake.items() if place.beats == least]
     unheard = [f"rank {rank} has not begun" for rank in range(world_size) if rank not in places]
     named = sorted(silent) or (behind if 0 < len(behind) < len(places) else [])
-    shown = [places[rank].describe(rank, silent=rank in silent) for rank in (named or places)]
-    shown, named = (unheard or shown), (unheard or named)
-    who = ("" if named else "all ranks are in the same place: ") + _listed(shown, "; ")
+    shown = unheard or [places[rank].describe(rank, silent=rank in silent) for rank in (named or places)]
+    who = ("" if unheard or named else "all ranks are in the same place: ") + _listed(shown, "; ")
     return f"--timeout_minutes {timeout / 60:g}: no progress for {limit:.0f} s; {who}. {AFTERWARDS}"
 
 
