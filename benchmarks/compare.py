@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks import gaps, verdict
 from benchmarks.launch import (
+    EXIT_FAILED,
     EXIT_INTERRUPTED,
     Outcome,
     is_begun,
@@ -153,7 +154,7 @@ def run_jobs(jobs: list[Job], *, gpus: int, folder: Path) -> tuple[int, dict[str
             failed[job.name] = outcome
             if number == 1:
                 print(f"error: the reference {job.name} did not run: {outcome.reason}", file=sys.stderr)
-                return outcome.code, failed
+                return max(outcome.code, EXIT_FAILED), failed  # a killed run's is negative
     return 0, failed
 
 
@@ -217,7 +218,10 @@ def _notes(
         if job.seed_of and job.name in failed:
             place = "the noise band" if job.seed_of == jobs[0].name else "the mean"
             notes.append(f"{job.name}: not in {place}, {failed[job.name].reason}")
-    if paired := sorted({job.cfg.optim.seed for job in jobs if job.seed_of and job.against}):
+    repeats = [
+        job for job in jobs if job.seed_of and job.against and not {job.name, job.against} & failed.keys()
+    ]
+    if paired := sorted({job.cfg.optim.seed for job in repeats}):
         numbers = ", ".join(map(str, [jobs[0].cfg.optim.seed, *paired]))
         notes.append(f"Gaps are means over the seeds {numbers}: each run against its baseline of that seed.")
     if band:
@@ -319,8 +323,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--max_loss_gap",
         type=float,
-        default=0.5,
-        help="percent of the reference's training loss that a variant may lie above it (default: 0.5)",
+        default=verdict.MAX_LOSS_GAP,
+        help="percent of the reference's training loss that a variant may lie above it (%(default)s)",
     )
     parser.add_argument("--price_per_gpu_hour", type=float, help="adds a column of costs, in its currency")
     parser.add_argument("--strict", action="store_true", help="exit code 1 if a variant was skipped, too")

@@ -39,7 +39,7 @@ PRECISION = ("mixed_precision", "fp8_", "bf16_", "te_backend", "precision_map")
 def why_not_comparable(run: RunRecord, reference: RunRecord) -> str | None:
     """Why a run's loss says nothing beside the reference's; None if it does."""
     for name in SAME_WORK:
-        ours, theirs = run.config.get(name), reference.config.get(name)
+        ours, theirs = run.setting(name), reference.setting(name)
         if ours != theirs:
             return f"{name} is {ours}, the reference's {theirs}"
     if run.global_batch != reference.global_batch:

@@ -86,9 +86,13 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], *, kind: str = "nu
     )
 
 
+def _names(runs: list[RunRecord]) -> list[str]:
+    return [_name(i, run, label) for i, (run, label) in enumerate(zip(runs, labels(runs), strict=True))]
+
+
 def by_run(runs: list[RunRecord], rows: Rows) -> str:
     """A table of `rows`: few runs stand side by side, many below each other."""
-    names = [_name(i, run, label) for i, (run, label) in enumerate(zip(runs, labels(runs), strict=True))]
+    names = _names(runs)
     if len(runs) <= MOST_COLUMNS:
         return table(["", *names], [[text(what), *_texts(cells)] for what, cells in rows.items()])
     lines = zip(names, *map(_texts, rows.values()), strict=True)
@@ -174,18 +178,13 @@ def _gap(runs: list[RunRecord], reference: RunRecord) -> str:
         svg = figures.to_svg(figures.draw_gap(runs, against, legend=False), "gap")
         numbers = [i for i, run in enumerate(runs) if run in against.runs]
         out += _key((i, names[id(runs[i])]) for i in numbers) + _figure(svg, caption, "big")
-        gaps = [tail_gap(runs[i], reference) if ends_finite(runs[i]) else None for i in numbers]
-        others = [", ".join(other_settings(runs[i], reference)) or "none" for i in numbers]
-        rows = {
-            "gap of the mean of the last 10 % of common steps": [
-                "-: it does not end finite" if gap is None else f"{gap:+.3%}" for gap in gaps
-            ],
-            "other settings than precision that differ": others,
-        }
-        lines = zip(
-            (_name(i, runs[i], names[id(runs[i])]) for i in numbers), *map(_texts, rows.values()), strict=True
-        )
-        out += table(["", *map(text, rows)], lines)
+        head = [
+            "",
+            "gap of the mean of the last 10 % of common steps",
+            "other settings than precision that differ",
+        ]
+        marked = _names(runs)
+        out += table(head, [[marked[i], *_texts(_gap_and_settings(runs[i], reference))] for i in numbers])
     elif not against.left_out:
         out += note("No other run to compare.")
     if against.left_out:
@@ -288,6 +287,14 @@ def _hours(runs: list[RunRecord]) -> str:
     return by_run(runs, rows) + note("Of all starts of a run together. An unfinished run has recorded none.")
 
 
+def _gap_and_settings(run: RunRecord, reference: RunRecord) -> list[str]:
+    gap = tail_gap(run, reference)
+    told = "-: no step in common" if gap is None else f"{gap:+.3%}"
+    if not ends_finite(run):
+        told = "-: it does not end finite"
+    return [told, ", ".join(other_settings(run, reference)) or "none"]
+
+
 def _settings(runs: list[RunRecord], reference: RunRecord) -> str:
     found = [settings(run) for run in runs]
     base = settings(reference)
@@ -296,10 +303,7 @@ def _settings(runs: list[RunRecord], reference: RunRecord) -> str:
     rows = [
         [text(name), *(_marked(values.get(name), base.get(name)) for values in found)] for name in differing
     ]
-    head = [
-        "",
-        *(_name(i, run, label) for i, (run, label) in enumerate(zip(runs, labels(runs), strict=True))),
-    ]
+    head = ["", *_names(runs)]
     out = note("Marked: other than the reference's.") + table(head, rows, kind="words") if differing else ""
     same = [[text(name), text(found[0].get(name))] for name in names if name not in differing]
     title = "Settings that all runs share" if len(runs) > 1 else "All settings"

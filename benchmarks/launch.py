@@ -5,7 +5,6 @@ One process per run, so that a run finds the GPU as empty as the one before, and
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from benchmarks.runs import INDIFFERENT
 from training.config import Config, changed_settings
@@ -64,13 +63,6 @@ class Outcome:
         return f"{self.error or 'it printed nothing'} (exit code {self.code})"
 
 
-class PlainParser(argparse.ArgumentParser):
-    """argparse that ends with one line and exit code 2, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}; --help lists all flags\n")
-
-
 def run_command(work: Callable[[list[str]], int], argv: list[str] | None) -> int:
     """`work` on the command line: its exit code, 2 where a setting is wrong, EXIT_INTERRUPTED if stopped."""
     try:
@@ -105,15 +97,15 @@ def command(cfg: Config, gpus: int) -> list[str]:
 
 def to_flags(cfg: Config) -> list[str]:
     """The flags that differ from the defaults."""
-    default, flags = Config().to_dict(), []
-    for name, value in cfg.to_dict().items():
-        if value == default[name]:
-            continue
-        if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no_{name}")
-        else:  # with "=", since a value may start with a dash
-            flags.append(f"--{name}={value}")
-    return flags
+    default = Config().to_dict()
+    return [flag(name, value) for name, value in cfg.to_dict().items() if value != default[name]]
+
+
+def flag(name: str, value: Any) -> str:
+    """A setting as a command line has it; with "=", since a value may start with a dash."""
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no_{name}"
+    return f"--{name}={value}"
 
 
 def launch(cfg: Config, *, gpus: int = 1, log: Path) -> Outcome:

@@ -30,7 +30,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.launch import PlainParser
 from te_models.presets import PRESETS
 from training.metrics import ModelShape, mfu, model_flops, peak_tflops, tokens_per_second
 from training.packages import ROOT, version
@@ -65,7 +64,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = PlainParser(prog="python -m benchmarks.peers", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.split("\n")[0])
     parser.add_argument("--model_name", choices=sorted(PRESETS), metavar="PRESET", required=True)
     parser.add_argument("--num_layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--max_seq_length", type=int, default=8192)

@@ -20,10 +20,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.launch import PlainParser
+from benchmarks.launch import ROOT, flag, run_command
 from benchmarks.markdown import table
+from benchmarks.runs import PACKAGES
+from training.config import OneLineParser
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
 BEGIN = "<!-- tables: written by python -m benchmarks.performance_page; do not edit -->"
@@ -56,15 +57,9 @@ def from_throughput(line: dict[str, Any]) -> dict[str, Any]:
         "fp8_head": fp8_head,
         "layers": layers,
         "bf16": mixed == "bf16",
-        "options": shlex.join(_flag(name, value) for name, value in sorted(options.items())),
+        "options": shlex.join(flag(name, value) for name, value in sorted(options.items())),
         "padded": line["padded_tokens_per_second_per_gpu"],
     }
-
-
-def _flag(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return f"--{name}" if value else f"--no_{name}"
-    return f"--{name}={value}"
 
 
 def from_peer(found: dict[str, Any]) -> dict[str, Any]:
@@ -99,7 +94,7 @@ class Row:
     """Runs of the same settings, of which those of the newest code count."""
 
     found: list[dict[str, Any]]
-    alone: float | None = None  # tokens/s of the same on one GPU
+    alone: Row | None = None  # the same on one GPU
 
     @property
     def runs(self) -> list[dict[str, Any]]:
@@ -151,7 +146,10 @@ def against_padded(row: Row, rows: list[Row]) -> str:
 
 
 def scaling(row: Row, _: list[Row]) -> str:
-    return f"{row.median('tokens_per_second_per_gpu') / row.alone:.1%}" if row.alone else "-"
+    if row.alone is None:
+        return "-"
+    alone = row.alone.median("tokens_per_second_per_gpu", row["commit"])
+    return f"{row.median('tokens_per_second_per_gpu') / alone:.1%}"
 
 
 def shown(format_: str, *names: str) -> Callable[[Row, list[Row]], str]:
@@ -162,9 +160,9 @@ def shown(format_: str, *names: str) -> Callable[[Row, list[Row]], str]:
     return cell
 
 
-def state(row: Row, _: list[Row]) -> str:
-    masters = {"fp32": "FP32 masters", "none": "no masters"}[row["master_weights"]]
-    return f"{masters}, {row['moment_dtype'].upper()} moments"
+def state(settings: Row | dict[str, Any]) -> str:
+    masters = {"fp32": "FP32 masters", "none": "no masters"}[settings["master_weights"]]
+    return f"{masters}, {settings['moment_dtype'].upper()} moments"
 
 
 COLUMNS: dict[str, Callable[[Row, list[Row]], str]] = {
@@ -173,7 +171,7 @@ COLUMNS: dict[str, Callable[[Row, list[Row]], str]] = {
     "batch": lambda row, _: " x ".join(str(row[name]) for name in SHAPE),
     "rows": lambda row, _: "packed" if row["packing"] else "padded",
     "mode": lambda row, _: f"`{row['sharding_mode']}`",
-    "optimizer state": state,
+    "optimizer state": lambda row, _: state(row),
     "options": lambda row, _: f"`{row['options']}`" if row["options"] else "-",
     "tokens/s per GPU": shown("{:,.0f}", "tokens_per_second_per_gpu"),
     "with padding": shown("{:,.0f}", "padded"),
@@ -199,17 +197,15 @@ ONLY: dict[str, Callable[[Row], bool]] = {
 
 def tables(runs: list[dict[str, Any]]) -> str:
     """Markdown: a heading and a table for every model, length, data and number of GPUs."""
-    alone = {}
-    for group in grouped((run for run in runs if run["gpus"] == 1), ALONE):
-        row = Row(group)
-        alone[settings_of(group[0], ALONE)] = row.median("tokens_per_second_per_gpu")
+    single = grouped((run for run in runs if run["gpus"] == 1), ALONE)
+    alone = {settings_of(group[0], ALONE): Row(group) for group in single}
     return "\n\n".join(part for group in grouped(runs, TABLE) for part in section(group, alone))
 
 
-def section(runs: list[dict[str, Any]], alone: dict[tuple, float]) -> list[str]:
+def section(runs: list[dict[str, Any]], alone: dict[tuple, Row]) -> list[str]:
     """Heading, table, profiles if there are any, and where it all comes from.
 
-    `alone`: tokens/s on one GPU by the settings `ALONE`.
+    `alone`: rows on one GPU by the settings `ALONE`.
     """
     rows = [Row(group, alone.get(settings_of(group[0], ALONE))) for group in grouped(runs, ROW)]
     names = [name for name in COLUMNS if name not in ONLY or any(map(ONLY[name], rows))]
@@ -267,7 +263,7 @@ def provenance(runs: list[dict[str, Any]]) -> str:
     """When, with which versions and from which commits."""
     days = sorted({run["date"][:10] for run in runs})
     parts = [days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"]
-    for package in ("torch", "transformer_engine", "torchao", "transformers"):
+    for package in PACKAGES:
         found = sorted({run["versions"][package] for run in runs if run["versions"].get(package)})
         parts += [f"{package} {' and '.join(found)}"] if found else []
     commits = sorted(
@@ -305,24 +301,24 @@ def replaced(page: str, made: str, path: Path, begin: str = BEGIN) -> str:
     return f"{before}{begin}\n\n{made}\n\n{END}{after}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Rewrite the page's tables; exit code 2 where something cannot be read."""
-    parser = PlainParser(prog="python -m benchmarks.performance_page", description=__doc__.split("\n")[0])
+def write_pages(argv: list[str]) -> int:
+    parser = OneLineParser(prog="python -m benchmarks.performance_page", description=__doc__.split("\n")[0])
     parser.add_argument("--throughput", type=Path, default=RESULTS / "throughput.jsonl", metavar="FILE")
     parser.add_argument("--peers", type=Path, default=RESULTS, metavar="FOLDER", help="holds peer-*.json")
     parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE")
     parser.add_argument("--readme", type=Path, default=README, metavar="FILE")
     arguments = parser.parse_args(argv)
-    try:
-        runs = read_runs(arguments.throughput, arguments.peers)
-        made = [(arguments.page, tables(runs), BEGIN), (arguments.readme, overview(runs), README_BEGIN)]
-        pages = {p: replaced(p.read_text(encoding="utf-8"), text, p, begin) for p, text, begin in made}
-        for path, text in pages.items():
-            path.write_text(text, encoding="utf-8")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    runs = read_runs(arguments.throughput, arguments.peers)
+    made = [(arguments.page, tables(runs), BEGIN), (arguments.readme, overview(runs), README_BEGIN)]
+    pages = {p: replaced(p.read_text(encoding="utf-8"), text, p, begin) for p, text, begin in made}
+    for path, text in pages.items():
+        path.write_text(text, encoding="utf-8")
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Rewrite the page's tables; exit code 2 where something cannot be read."""
+    return run_command(write_pages, argv)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 from benchmarks.plan_check import check_runs, check_table
 from benchmarks.plan_flags import PROG, build_parser, find_gpu, split_flags
 from benchmarks.plan_job import Job, build_job, read_model
-from benchmarks.plan_memory import UNMEASURED_RECIPES, largest_batch, peak
+from benchmarks.plan_memory import UNMEASURED_RECIPES, host_bytes, largest_batch, peak
 from benchmarks.plan_time import Gpu, step_seconds
 from training.config import Config, parse_config
 from training.metrics import mfu, model_flops
 
 # CUDA's context, NCCL and fragmentation: the recorded 8B run with 147.6 GB of tensors ran in 150.1 GB.
 RESERVED = 2e9
-WEIGHT_BYTES = GRADIENT_BYTES = 2  # BF16; what --sharding_mode auto counts beside the optimizer's state
 
 
 @dataclass(frozen=True)
@@ -73,36 +72,31 @@ def choose_mode(cfg: Config, parameters: int, gpu: Gpu, gpus: int, gpus_per_node
             "--sharding_mode deepspeed: plans cover ds_zero1, ds_zero2, ds_zero3 and its offload"
         )
     if mode != "auto":
-        _refuse_other_optimizer_state(cfg, mode)
+        if mode.startswith("ds_") or mode == "fsdp_offload":
+            state_bytes(cfg, mode)
         return mode
     from training import auto_mode  # imports torch
 
-    moments = 8 if cfg.precision.moment_dtype == "fp32" else 4
-    masters = 2 if cfg.precision.master_weights == "fp32" else 0
     whole_gradients = 4 if cfg.sharding.grad_reduce_dtype == "fp32" else 2
     memory = auto_mode.Memory(
         parameters,
-        weights=WEIGHT_BYTES,
-        state=WEIGHT_BYTES + GRADIENT_BYTES + masters + moments,
+        weights=2,  # BF16
+        state=state_bytes(cfg, mode),
         accumulated=whole_gradients * (cfg.optim.gradient_accumulation_steps > 1),
         gpu=int(gpu.memory_gb * 1e9),
     )
     return auto_mode.choose_mode(memory, world_size=gpus, local_size=min(gpus, gpus_per_node))[0]
 
 
-def _all_fp32(cfg: Config) -> bool:
-    """The optimizer's state."""
-    return (cfg.precision.master_weights, cfg.precision.moment_dtype) == ("fp32", "fp32")
+def state_bytes(cfg: Config, mode: str) -> int:
+    """Of weight, gradient and moments a parameter. ValueError where training refuses their dtypes."""
+    from training.optim import plan_optimizer  # imports torch
 
-
-def _refuse_other_optimizer_state(cfg: Config, mode: str) -> None:
-    """As training does: DeepSpeed's AdamW, and that of the CPU, keep all in FP32."""
-    cpu = mode == "fsdp_offload"
-    if (cpu or mode.startswith("ds_")) and not _all_fp32(cfg):
-        raise ValueError(
-            f"--sharding_mode {mode}: {'AdamW on the CPU' if cpu else 'DeepSpeed'} has FP32 masters and "
-            "moments; leave out --master_weights and --moment_dtype, or use fsdp_full"
-        )
+    home = "zero" if mode.startswith("ds_") else "cpu" if mode == "fsdp_offload" else "device"
+    try:
+        return plan_optimizer(cfg.precision, on_gpu=True, master_home=home).state_bytes
+    except ValueError as error:
+        raise ValueError(f"--sharding_mode {mode}: {error}") from None
 
 
 def make_plan(cfg: Config, gpu: Gpu, *, gpus: int, gpus_per_node: int = 8, network_gbs: float = 50.0) -> Plan:
@@ -195,8 +189,11 @@ def report(plans: list[Plan], *, tokens: float | None, price: float | None) -> s
         lines += ["", f"{job.recipe} was never measured: its time is that of delayed scaling's kernels."]
     for plan in plans:
         if plan.job.offload:
-            host = 16 * job.model.parameters / plan.job.nodes / 1e9
-            lines += ["", f"{_gpus(plan.job)}: {host:.0f} GB in the memory of each node's CPUs."]
+            kept, saved = (
+                each * job.model.parameters / plan.job.nodes / 1e9 for each in host_bytes(plan.job)
+            )
+            place = f"{kept:.0f} GB in the memory of each node's CPUs"
+            lines += ["", f"{_gpus(plan.job)}: {place}, {saved:.0f} more while it saves."]
     if any(plan.job.nodes > 1 for plan in plans):
         lines += ["", "Several nodes were never measured; docs/plan.md has the assumptions."]
     return "\n".join(lines)
@@ -217,20 +214,20 @@ def run(argv: list[str]) -> str:
     plans = [make_plan(cfg, gpu, gpus=gpus, **where) for gpus in args.gpus]
     tables = report(plans, tokens=args.tokens, price=args.price_per_gpu_hour)
     notes: list[str] = []
-    if cfg.sharding.mode == "auto":
-        offloaded = [plan for plan in plans if plan.job.offload]
-        notes += map(_refused, [] if _all_fp32(cfg) else offloaded)
+    if cfg.sharding.mode == "auto" and (offloaded := [plan for plan in plans if plan.job.offload]):
+        notes += filter(None, (_refusal(cfg, plan) for plan in offloaded))
         sharded = replace(cfg, sharding=replace(cfg.sharding, sharding_mode="fsdp_full"))
         others = [make_plan(sharded, gpu, gpus=plan.job.gpus, **where) for plan in offloaded]
         notes += [_instead(plan) for plan in others if plan.fits]
     return "\n".join([tables, *notes])
 
 
-def _refused(plan: Plan) -> str:
-    return (
-        f"\n{_gpus(plan.job)}: training refuses {plan.job.mode} with --master_weights or --moment_dtype: "
-        "AdamW on the CPU has FP32 masters and moments."
-    )
+def _refusal(cfg: Config, plan: Plan) -> str | None:
+    try:
+        state_bytes(cfg, plan.job.mode)
+    except ValueError as error:
+        return f"\n{_gpus(plan.job)}: training refuses {error}"
+    return None
 
 
 def _instead(plan: Plan) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ from benchmarks.markdown import table
 from benchmarks.plan_job import Job, build_job, read_model
 from benchmarks.plan_memory import peak
 from benchmarks.plan_time import GPUS, step_seconds
+from benchmarks.runs import BEFORE
 from te_models.presets import PRESETS
-from training.config import Config, config_from_dict, knobs
+from training.config import ALSO_CALLED, Config, config_from_dict, knobs
 
 # Folders of `benchmarks/results` whose runs are compared.
 GROUPS = ("calibration", "h200", "h200-fused-adamw", "h200-flash-attention", "h200-models")
@@ -23,10 +24,7 @@ GROUPS += ("thousand_steps/te", "thousand_steps/hf")
 RESULTS = Path(__file__).parent / "results"
 # A model of the recorded runs that is no preset: Llama 3.1 70B cut to 20 layers.
 CUT_MODELS = {"llama-70b-20-layers": PRESETS["meta-llama/Llama-3.1-70B"] | {"num_hidden_layers": 20}}
-# Flags that older runs called otherwise.
-RENAMED = {"compile_model": "compile"}
-# What older runs did that is a setting now: attention was cuDNN's alone.
-BEFORE = {"flash_attention": False}
+RENAMED = {older: name for name, older in ALSO_CALLED.items()}  # as older runs have them
 # Date of the first recorded run whose LM head holds one chunk of logits at a time.
 ONE_CHUNK_SINCE = "2026-11-21T21:00"
 # Of the first after which no gradients of delayed scaling's calibration stay in ZeRO 1 and 2.
@@ -74,11 +72,8 @@ def _read(folder: Path, file: str) -> dict[str, Any]:
     return json.loads((folder / file).read_text(encoding="utf-8"))
 
 
-def recorded_job(folder: Path) -> tuple[Job, bool, bool]:
-    """The job of a recorded run, and what older code did, as env.json says.
-
-    That is whether another AdamW than the suite's stepped it, and whether it held two chunks of logits.
-    """
+def recorded_job(folder: Path) -> Job:
+    """The job of a recorded run, with what its code did, older perhaps, as env.json says."""
     stored, environment, summary = (_read(folder, f"{n}.json") for n in ("config", "env", "summary"))
     known = knobs()
     settings = BEFORE | {RENAMED.get(k, k): v for k, v in stored.items() if RENAMED.get(k, k) in known}
@@ -87,8 +82,8 @@ def recorded_job(folder: Path) -> tuple[Job, bool, bool]:
     mode = summary.get("sharding_mode", "single")
     model = read_model(cfg.model.model_name, CUT_MODELS)
     job = build_job(cfg, model, mode=mode, gpus=gpus, gpus_per_node=gpus)
-    te_adam = not environment.get("optimizer", "TE FusedAdam").startswith("fused AdamW")
-    return job, te_adam, environment["date"] < ONE_CHUNK_SINCE
+    slow_adam = not environment.get("optimizer", "TE FusedAdam").startswith("fused AdamW")
+    return replace(job, slow_adam=slow_adam, two_chunks=environment["date"] < ONE_CHUNK_SINCE)
 
 
 def kept_by_older_code(job: Job, date: str) -> float:
@@ -123,14 +118,14 @@ def check_runs(results: Path = RESULTS) -> tuple[list[Check], list[str]]:
         if reason:
             left_out.append(f"{name}: {reason}")
             continue
-        job, te_adam, two_chunks = recorded_job(folder)
+        job = recorded_job(folder)
         summary = _read(folder, "summary.json")
         seconds = None
         if not any(fnmatch(name, pattern) for pattern in UNTIMED) and summary.get("tokens_per_second"):
             tokens = job.tokens * job.accumulation * job.gpus
-            predicted = sum(step_seconds(job, GPUS["H200"], te_adam=te_adam).values())
+            predicted = sum(step_seconds(job, GPUS["H200"]).values())
             seconds = (tokens / summary["tokens_per_second"], predicted)
-        memory = sum(peak(job, two_chunks=two_chunks).values()) / 1e9
+        memory = sum(peak(job).values()) / 1e9
         memory += kept_by_older_code(job, environment["date"]) / 1e9
         measured = summary["peak_memory_gb"] - held_before(folder)
         checks.append(Check(name, (measured, memory), seconds))

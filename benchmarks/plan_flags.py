@@ -10,7 +10,8 @@ from typing import Any
 from benchmarks.plan_check import RESULTS
 from benchmarks.plan_job import recipe_of
 from benchmarks.plan_time import GPUS, Gpu
-from training.config import Config, OneLineParser, knobs, nearest
+from training import config
+from training.config import Config, OneLineParser, nearest
 
 PROG = "python -m benchmarks.plan"
 HOPPER, BLACKWELL = ("H100", "H100 NVL", "H200", "GH200"), ("B200", "GB200", "B300")
@@ -121,8 +122,8 @@ def build_parser(description: str) -> argparse.ArgumentParser:
 def split_flags(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The plan's own flags, parsed, and training's. ValueError for a flag of neither, with the nearest."""
     args, training = parser.parse_known_args(argv)
-    theirs = {"--config", *(f"--{prefix}{name}" for name in knobs() for prefix in ("", "no_"))}
-    own = {option for action in parser._actions for option in action.option_strings}
+    both = (parser, config.build_parser(PROG, ""))
+    own, theirs = ({o for action in p._actions for o in action.option_strings} for p in both)
     for flag in (text.split("=")[0] for text in training if text.startswith("--")):
         if flag not in theirs:
             raise ValueError(f"unknown flag {flag}{nearest(flag, sorted(own | theirs))}")

@@ -100,12 +100,14 @@ class Job:
     gpus: int
     gpus_per_node: int
     shard: int  # GPUs that hold one copy of the model; 1 where it is whole
-    grad_fp32: bool = True
-    fp8_all_gather: bool = False
-    fp8_layers: float = 1.0  # share of the decoder layers under the recipe
-    fp8_weight_cache: bool = True
-    fp8_head: bool = False
-    flash_attention: bool = True
+    grad_fp32: bool
+    fp8_all_gather: bool
+    fp8_layers: float  # share of the decoder layers under the recipe
+    fp8_weight_cache: bool
+    fp8_head: bool
+    flash_attention: bool
+    slow_adam: bool  # TE's, which steps FP8 weights, or torch's in ZeRO, not the suite's own
+    two_chunks: bool = False  # older code: a chunk of logits and its predecessor, before one was freed first
 
     @property
     def tokens(self) -> int:
@@ -179,6 +181,7 @@ def build_job(cfg: Config, model: Model, *, mode: str, gpus: int, gpus_per_node:
             f"--bf16_first_layers {first} --bf16_last_layers {last}: are for --mixed_precision fp8 and fewer "
             f"than the model's {layers} layers; drop them, or use --mixed_precision bf16 without them"
         )
+    gathers = cfg.sharding.fp8_all_gather and mode != "single"  # one GPU has nothing to gather
     shard = {"single": 1, "ddp": 1, "hsdp": cfg.sharding.hsdp_shard_size or min(gpus, gpus_per_node)}
     if mode == "hsdp" and gpus % shard["hsdp"]:
         raise ValueError(f"--hsdp_shard_size {shard['hsdp']}: does not divide the {gpus} GPUs of --gpus")
@@ -197,9 +200,10 @@ def build_job(cfg: Config, model: Model, *, mode: str, gpus: int, gpus_per_node:
         gpus_per_node=gpus_per_node,
         shard=shard.get(mode, gpus),
         grad_fp32=cfg.sharding.grad_reduce_dtype == "fp32",
-        fp8_all_gather=cfg.sharding.fp8_all_gather,
+        fp8_all_gather=gathers,
         fp8_layers=1 - (first + last) / layers,
         fp8_weight_cache=cfg.precision.fp8_weight_cache,
         fp8_head=cfg.precision.fp8_lm_head,
         flash_attention=cfg.model.flash_attention,
+        slow_adam=mode.startswith("ds_") or (gathers and cfg.model.use_te),
     )

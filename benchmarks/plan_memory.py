@@ -68,6 +68,16 @@ def layer_bytes(job: Job) -> float:
     return job.tokens * (bf16 - fewer * job.fp8_layers)
 
 
+def host_bytes(job: Job) -> tuple[int, int]:
+    """Bytes a parameter that offloading keeps on the hosts, and that a save takes beside them.
+
+    As training counts them: `host_bytes` of `training.sharding` and `training.zero`.
+    """
+    if job.zero:
+        return 20 + 2 * (job.accumulation > 1), 12
+    return 2 * (4 if job.masters else 2) + 2 * job.moment_bytes, 4
+
+
 def _state(job: Job) -> dict[str, float]:
     """Weights, masters and moments on this GPU; ZeRO keeps FP32 masters beside BF16 weights."""
     parameters, shard = job.model.parameters, job.shard
@@ -97,11 +107,8 @@ def _gathered(job: Job) -> float:
     return 2.0 * (model.parameters if job.mode == "fsdp_grad" else model.root + model.block)
 
 
-def _logits(job: Job, two_chunks: bool) -> float:
-    """A chunk of logits, then the head's gradient in BF16, beside that gradient in FP32.
-
-    `two_chunks`: a chunk and its predecessor, as it was until a chunk was freed before the next.
-    """
+def _logits(job: Job) -> float:
+    """A chunk of logits, then the head's gradient in BF16, beside that gradient in FP32."""
     if job.fp8_head:
         return _logits_fp8(job)
     s = job.model.shape
@@ -110,7 +117,7 @@ def _logits(job: Job, two_chunks: bool) -> float:
     hidden = 3 * 2.0 * job.tokens * s.hidden_size  # the last layer's output, its norm and their gradient
     if rows == job.tokens:
         return chunk + 2 * job.model.head + hidden
-    if two_chunks:
+    if job.two_chunks:
         second = 2.0 * min(rows, job.tokens - rows) * s.vocab_size
         return 4 * job.model.head + max(chunk + second, chunk + 2 * job.model.head) + hidden
     return 4 * job.model.head + max(chunk, 2 * job.model.head) + hidden
@@ -145,8 +152,8 @@ def _kept_by_zero(job: Job) -> float:
     return 2.0 * job.model.parameters / job.gpus if job.zero == 3 else 0.0
 
 
-def at_loss(job: Job, *, two_chunks: bool = False) -> dict[str, float]:
-    """Bytes by part when the loss is computed and backward begins; `two_chunks`: see `_logits`."""
+def at_loss(job: Job) -> dict[str, float]:
+    """Bytes by part when the loss is computed and backward begins."""
     model, layers = job.model, job.model.shape.num_layers
     gradients = 0.0
     if job.mode == "ddp":
@@ -161,7 +168,7 @@ def at_loss(job: Job, *, two_chunks: bool = False) -> dict[str, float]:
         "gradients": gradients,
         "FP8 weight copies": copies,
         "activations": layers * activations,
-        "logits and head gradient": _logits(job, two_chunks),
+        "logits and head gradient": _logits(job),
         "gathered, communication": _gathered(job),
         "fixed": FIXED,
     }
@@ -221,9 +228,9 @@ def at_step(job: Job) -> dict[str, float]:
     return parts | {"gradients": gradients, "activations": 0.0, "gathered, communication": 0.0}
 
 
-def peak(job: Job, *, two_chunks: bool = False) -> dict[str, float]:
-    """Bytes by part at the moment when they are most; `two_chunks`: see `_logits`."""
-    moments = [at_loss(job, two_chunks=two_chunks), start_of_backward(job), after_backward(job)]
+def peak(job: Job) -> dict[str, float]:
+    """Bytes by part at the moment when they are most."""
+    moments = [at_loss(job), start_of_backward(job), after_backward(job)]
     moments += [at_step(job)] if job.zero in (1, 2) else []
     return max(moments, key=lambda parts: sum(parts.values()))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from benchmarks.plan_job import Job
-from training.metrics import PEAK_TFLOPS
+from training.metrics import PEAK_TFLOPS, attention_flops
 
 
 class Gpu(NamedTuple):
@@ -116,7 +116,7 @@ def _gemm_seconds(job: Job, gpu: Gpu) -> float:
 
 def _attention_seconds(job: Job, gpu: Gpu) -> float:
     s = job.model.shape
-    flops = 6.0 * s.num_layers * s.num_heads * s.head_dim * job.batch * job.length**2
+    flops = attention_flops(s, job.batch * job.length**2)
     at_best, half = ATTENTION["flash" if job.flash_attention else "cudnn"]
     share = at_best * s.head_dim / (s.head_dim + half)
     again = 1 + ATTENTION_FORWARD * job.recompute
@@ -152,11 +152,11 @@ def adam_bytes(job: Job) -> float:
     return 2 * 2 + 2 + (2 * 2 if job.masters else 0) + 4 * job.moment_bytes
 
 
-def _optimizer_seconds(job: Job, gpu: Gpu, te_adam: bool) -> float:
+def _optimizer_seconds(job: Job, gpu: Gpu) -> float:
     parameters = job.model.parameters / job.shard
     if job.offload:
         return 28 * parameters / OPTIMIZER_HOST_BANDWIDTH
-    share = TE_ADAM_SHARE if te_adam else ADAM_SHARE
+    share = TE_ADAM_SHARE if job.slow_adam else ADAM_SHARE
     norm = 2 * parameters / (gpu.memory_bandwidth * BANDWIDTH_SHARE)
     return adam_bytes(job) * parameters / (gpu.memory_bandwidth * share) + norm
 
@@ -220,7 +220,7 @@ def _head_tflops(job: Job, gpu: Gpu) -> float:
     return gpu.bf16_tflops * HEAD_SHARE
 
 
-def step_seconds(job: Job, gpu: Gpu, *, network: float = 50e9, te_adam: bool = False) -> dict[str, float]:
+def step_seconds(job: Job, gpu: Gpu, *, network: float = 50e9) -> dict[str, float]:
     """Seconds of one optimizer step by part, for full sequences and data that never keeps the GPU waiting."""
     model, bandwidth = job.model, gpu.memory_bandwidth * BANDWIDTH_SHARE
     each = {
@@ -232,7 +232,7 @@ def step_seconds(job: Job, gpu: Gpu, *, network: float = 50e9, te_adam: bool = F
     }
     parts = {name: job.accumulation * value for name, value in each.items()}
     compute = sum(parts.values())
-    parts["optimizer"] = _optimizer_seconds(job, gpu, te_adam)
+    parts["optimizer"] = _optimizer_seconds(job, gpu)
     wire = communication_seconds(job, gpu, network)
     if job.offload:
         wire += 2 * model.parameters * (2 * job.accumulation + 1) / job.gpus / OPTIMIZER_HOST_BANDWIDTH

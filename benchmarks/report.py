@@ -15,8 +15,9 @@ from matplotlib.figure import Figure
 from benchmarks import figures, html_report, markdown
 from benchmarks.fp8_heatmap import draw_casts, last_casts
 from benchmarks.gaps import comparison, pick_reference
-from benchmarks.launch import PlainParser
+from benchmarks.launch import make_folder, run_command
 from benchmarks.runs import RunRecord, provenance, read_run
+from training.config import OneLineParser
 
 Cell = Callable[[RunRecord, list[RunRecord]], str]  # of a run, beside all runs of the report
 
@@ -45,10 +46,6 @@ def _precision(run: RunRecord, _: list[RunRecord]) -> str:
     return f"{text}, {'TE' if run.value('use_te') else 'HF'} layers"
 
 
-def _mode(run: RunRecord, _: list[RunRecord]) -> str:
-    return run.mode or "-"
-
-
 def _per_gpu(run: RunRecord, _: list[RunRecord]) -> str:
     return "-" if run.tokens_per_gpu is None else f"{run.tokens_per_gpu:,.0f}"
 
@@ -66,7 +63,7 @@ COLUMNS: dict[str, Cell] = {
     "model": _shown("{}", "model_name"),
     "precision": _precision,
     "GPUs": lambda run, _: str(run.gpus or "-"),
-    "mode": _mode,
+    "mode": lambda run, _: run.mode or "-",
     "steps": _shown("{:,}", "steps"),
     "train loss": _shown("{:.4f}", "train_loss"),
     "train loss, mean of last 10 %": _shown("{:.4f}", "train_loss_tail_mean"),
@@ -140,9 +137,8 @@ def read_all(folders: list[Path], reference: Path | None) -> tuple[list[RunRecor
     return runs, found[reference.resolve()] if reference else pick_reference(runs)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Print the table, write page and figures; exit code 2 for a folder that is no run."""
-    parser = PlainParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
+def report(argv: list[str]) -> int:
+    parser = OneLineParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
     parser.add_argument(
         "--reference",
@@ -154,24 +150,21 @@ def main(argv: list[str] | None = None) -> int:
         "--output_dir", type=Path, help="where page and figures go; default: the folder of a single run"
     )
     args = parser.parse_args(argv)
-    try:
-        runs, reference = read_all(args.runs, args.reference)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    runs, reference = read_all(args.runs, args.reference)
     print(table(runs))
     target = args.output_dir or (args.runs[0] if len(runs) == 1 else None)
     if target is None:
         print("\nno report.html and loss.png: several runs need --output_dir")
         return 0
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        write_figures(runs, reference, target)
-        write_page(runs, reference, target)
-    except OSError as error:
-        print(f"error: --output_dir {target}: {error.strerror}", file=sys.stderr)
-        return 2
+    make_folder(target)
+    write_figures(runs, reference, target)
+    write_page(runs, reference, target)
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the table, write page and figures; exit code 2 for a folder that is no run."""
+    return run_command(report, argv)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ WORK += ("fp8_fast_accumulation", "fp8_attention", "bf16_first_layers", "bf16_la
 WORK += ("flash_attention", "fused_residuals", "fp8_fp32_scales", "fp8_weight_cache", "fp8_format")
 # But for kernels, which runs that do not name them lacked.
 BEFORE = {"flash_attention": False, "fused_residuals": False}
-WORK_BY_DEFAULT = {name: value for name, value in Config().to_dict().items() if name in WORK}
+DEFAULT = Config().to_dict()
+WORK_BY_DEFAULT = {name: DEFAULT[name] for name in WORK}
 # Settings that no result depends on: runs into one folder may have others from start to start.
 INDIFFERENT = ("num_workers", "num_proc", "weights_cache_dir", "data_cache_dir", "timeout_minutes")
 INDIFFERENT += ("output_dir", "resume", "save_checkpoints", "save_interval", "keep_last", "export")
@@ -49,6 +50,10 @@ class RunRecord:
     @property
     def name(self) -> str:
         return self.folder.resolve().name
+
+    def setting(self, name: str) -> Any:
+        """Of a run that is older than the setting, its default."""
+        return self.config.get(name, DEFAULT[name])
 
     def series(self, metric: str) -> Series:
         """(step, value) of every finite value logged."""
@@ -190,7 +195,7 @@ def tail_mean(values: list[float]) -> float:
 
 
 def _after_warmup(values: list[float]) -> float:
-    return median(values[1:] or values)  # the first line holds the warm-up
+    return median(values[1:] or values)  # the first line holds compilation
 
 
 # Summary value -> (metric, how its series becomes the value), for runs that left no summary.

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.launch import PlainParser
-from benchmarks.performance_page import provenance, replaced
+from benchmarks.launch import run_command
+from benchmarks.performance_page import RESULTS, ROOT, provenance, replaced
 from benchmarks.runs import RunRecord, read_run
 from benchmarks.study_tables import (
     Against,
@@ -27,9 +27,8 @@ from benchmarks.study_tables import (
     notes,
     thousand_steps,
 )
+from training.config import OneLineParser
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "docs" / "studies"
 BEGIN = "<!-- tables: written by python -m benchmarks.study_page; do not edit -->"
 
@@ -141,9 +140,8 @@ def losses_alone(line: str) -> str:
     return json.dumps(kept) + "\n"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Rewrite all pages' tables; exit code 2 where something cannot be read."""
-    parser = PlainParser(prog="python -m benchmarks.study_page", description=__doc__.split("\n")[0])
+def write_pages(argv: list[str]) -> int:
+    parser = OneLineParser(prog="python -m benchmarks.study_page", description=__doc__.split("\n")[0])
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="holds <study>/")
     parser.add_argument("--pages", type=Path, default=PAGES, metavar="FOLDER", help="holds <study>.md")
     parser.add_argument(
@@ -155,21 +153,22 @@ def main(argv: list[str] | None = None) -> int:
         help=f"first copy the runs below FOLDER into --results; a study is one of {', '.join(STUDIES)}",
     )
     arguments = parser.parse_args(argv)
-    try:
-        for name, folder in arguments.record:
-            if name not in STUDIES:
-                raise ValueError(f"--record {name}: no such study; there are {', '.join(STUDIES)}")
-            copies = record(Path(folder), arguments.results / name)
-            print(f"{name}: {len(copies)} runs recorded in {arguments.results / name}")
-        for name, study in STUDIES.items():
-            runs = [read_run(folder) for folder in run_folders(arguments.results / name)]
-            path = arguments.pages / f"{name}.md"
-            page = replaced(path.read_text(encoding="utf-8"), tables(study, runs), path, begin=BEGIN)
-            path.write_text(page, encoding="utf-8")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    for name, folder in arguments.record:
+        if name not in STUDIES:
+            raise ValueError(f"--record {name}: no such study; there are {', '.join(STUDIES)}")
+        copies = record(Path(folder), arguments.results / name)
+        print(f"{name}: {len(copies)} runs recorded in {arguments.results / name}")
+    for name, study in STUDIES.items():
+        runs = [read_run(folder) for folder in run_folders(arguments.results / name)]
+        path = arguments.pages / f"{name}.md"
+        page = replaced(path.read_text(encoding="utf-8"), tables(study, runs), path, begin=BEGIN)
+        path.write_text(page, encoding="utf-8")
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Rewrite all pages' tables; exit code 2 where something cannot be read."""
+    return run_command(write_pages, argv)
 
 
 if __name__ == "__main__":

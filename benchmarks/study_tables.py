@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 from benchmarks import verdict
 from benchmarks.markdown import table
-from benchmarks.performance_page import Row, state
+from benchmarks.performance_page import state
 from benchmarks.runs import RunRecord
 from benchmarks.variants import VARIANTS
 
 TAIL_STEPS = 50  # batch_one averages the losses of so many steps
 DRIFT = 5  # parts of a run whose gaps thousand_steps lists
-MAX_LOSS_GAP = 0.5  # percent, as benchmarks.compare has it unless told otherwise
 # What a run shares with the BF16 run that it is held against, beside what `verdict.what_differs` looks at.
 BATCH = ("batch_size", "gradient_accumulation_steps")
 SAME = ("use_te", "master_weights", "moment_dtype", "gradient_checkpointing", *BATCH)
@@ -39,7 +38,7 @@ def bf16_like(run: RunRecord, runs: Iterable[RunRecord], same: tuple[str, ...] =
         for other in runs
         if is_bf16(other)
         and (other.gpus, other.mode) == where
-        and all(other.config.get(name) == run.config.get(name) for name in same)
+        and all(other.setting(name) == run.setting(name) for name in same)
     ]
 
 
@@ -71,7 +70,7 @@ def other_seeds(reference: RunRecord, runs: Iterable[RunRecord]) -> list[RunReco
 def judged(run: RunRecord, found: RunRecord | None, pairs: Sequence[verdict.Pair] = ()) -> verdict.Row:
     """A run beside its baseline, by `verdict.judge`; BF16, and what has none, stands alone."""
     against = {"against": found.name if found else None, "pairs": pairs}
-    return verdict.judge(run.name, run, found, max_loss_gap=MAX_LOSS_GAP, price=None, **against)
+    return verdict.judge(run.name, run, found, max_loss_gap=verdict.MAX_LOSS_GAP, price=None, **against)
 
 
 def recipe(run: RunRecord) -> str:
@@ -165,9 +164,6 @@ def column(batch: int, gpus: int, micro_batches: int) -> str:
 def batch_one(runs: list[RunRecord]) -> list[str]:
     """For each experiment a table of precision and weights against global batch."""
 
-    def weights(run: RunRecord) -> str:
-        return state(Row([run.config]), [])
-
     def cell(run: RunRecord) -> str:
         if run.summary is None:
             return f"stopped at step {run.value('steps')}"
@@ -178,9 +174,9 @@ def batch_one(runs: list[RunRecord]) -> list[str]:
     parts = []
     for experiment, group in by(runs, Experiment.of).items():
         columns = by(group, split)
-        rows = by(group, lambda run: (weights(run), *order(run)))
+        rows = by(group, lambda run: (state(run.config), *order(run)))
         lines = [
-            [precision(row[0]), weights(row[0])]
+            [precision(row[0]), state(row[0].config)]
             + [" / ".join(cell(run) for run in row if split(run) == key) or "-" for key in columns]
             for row in rows.values()
         ]

@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from benchmarks.launch import (
 from benchmarks.plan import make_plan
 from benchmarks.plan_flags import gpu_name
 from benchmarks.plan_time import GPUS, Gpu
+from benchmarks.runs import INDIFFERENT
 from benchmarks.variants import DECIDED, Variant, given_settings, parse_variants, resolve
 from training.config import Config, OneLineParser, knobs, nearest
 from training.durable_files import replace_file
@@ -64,8 +65,7 @@ class Point:
 
     def settings(self) -> dict[str, Any]:
         """What decides whether it runs and fits."""
-        of_the_folder = ("output_dir", "wandb_run_name", "wandb_group")
-        return {k: v for k, v in self.cfg.to_dict().items() if k not in of_the_folder} | {"gpus": self.gpus}
+        return {k: v for k, v in self.cfg.to_dict().items() if k not in INDIFFERENT} | {"gpus": self.gpus}
 
     def digest(self) -> str:
         return xxhash.xxh3_64_hexdigest(json.dumps(self.settings(), sort_keys=True).encode())
@@ -135,7 +135,7 @@ def read_axes(grid: dict[str, Any], replaced: list[str]) -> dict[str, list[Any]]
         axes[name] = [value for value in apart if value]
     names = [*AXES, *OTHER_AXES, *(name for name in knobs() if name not in DECIDED)]
     for name, values in axes.items():
-        if name in AXES and AXES[name] in axes and AXES[name] != name:
+        if name in AXES and AXES[name] in axes:
             raise ValueError(f"axes {name} and {AXES[name]} are the same; keep one")
         if name not in names:
             raise ValueError(f"axis {name!r} is unknown{nearest(name, names)}")
@@ -236,42 +236,38 @@ def _is_smaller(a: Point, b: Point) -> bool:
     return all(name in GROWING and first[name] < second[name] for name in different)
 
 
-Foresight = Callable[[Point, dict[str, Result]], "Result | None"]
-
-
-def foresight(points: list[Point], folder: Path, *, retry: bool, gpu: Gpu | None) -> Foresight:
-    """What tells of a point, and the results of others so far, how it ends; None if it has to be run."""
+def foreseen(
+    points: list[Point], folder: Path, results: dict[str, Result], *, retry: bool, gpu: Gpu | None
+) -> Iterator[tuple[Point, Result | None]]:
+    """Each point, and how it ends as the folder and the `results` so far tell; None: it has to be run."""
     tried = {} if retry else _out_of_memory(folder)
     machine_gpus = count_gpus() if any(point.gpus > 1 for point in points) else 1
-
-    def foresee(point: Point, results: dict[str, Result]) -> Result | None:
+    for point in points:
+        before = tried.get(point.name)
         if is_finished(point.cfg):
-            return Result(point.name, "done")
-        if (before := tried.get(point.name)) and before.settings in ("", point.digest()):
-            return before
-        reason = why_skip(point, results, points, machine_gpus, gpu)
-        return Result(point.name, "skipped", reason) if reason else None
-
-    return foresee
+            yield point, Result(point.name, "done")
+        elif before and before.settings in ("", point.digest()):
+            yield point, before
+        else:
+            reason = why_skip(point, results, points, machine_gpus, gpu)
+            yield point, Result(point.name, "skipped", reason) if reason else None
 
 
 def run_points(
     points: list[Point], folder: Path, *, retry: bool, gpu: Gpu | None = None
 ) -> tuple[dict[str, Result], bool]:
     """Run what is neither finished nor known to fail. Returns the results, and whether a signal came."""
-    foresee = foresight(points, folder, retry=retry, gpu=gpu)
     results: dict[str, Result] = {}
-    for number, point in enumerate(points, 1):
+    walk = foreseen(points, folder, results, retry=retry, gpu=gpu)
+    for number, (point, result) in enumerate(walk, 1):
         title = f"[{number}/{len(points)}] {point.name}"
-        stopped = False
-        if (result := foresee(point, results)) is None:
+        if result is None:
             print(f"{title}: {point.folder}", flush=True)
             outcome = launch(point.cfg, gpus=point.gpus, log=folder / "logs" / f"{point.name}.log")
-            stopped = outcome.stopped
+            if outcome.stopped:
+                print(f"stopped in {point.name}; to go on: the same command", flush=True)
+                return results, True
             result = _result(point, outcome)
-        if stopped:
-            print(f"stopped in {point.name}; to go on: the same command", flush=True)
-            return results, True
         results[point.name] = result
         print(f"{title}: {result.told}", flush=True)
         _save(result, folder)
@@ -345,28 +341,27 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def sweep(argv: list[str]) -> int:
     args, training = parse(argv)
-    plan = read_sweep(args.sweep)
-    given = plan["base"] | given_settings(training, PROG)
-    axes = read_axes(plan["grid"], args.axis)
-    for name in plan["needs"]:
+    grid_file = read_sweep(args.sweep)
+    given = grid_file["base"] | given_settings(training, PROG)
+    axes = read_axes(grid_file["grid"], args.axis)
+    for name in grid_file["needs"]:
         if name not in given:
             raise ValueError(f"{args.sweep}: needs --{name}; give it on the command line")
-    gpu = gpu_name(args.gpu) if args.gpu is not None else None
+    gpu = GPUS.get(gpu_name(args.gpu)) if args.gpu is not None else None
     if args.gpu is not None and gpu is None:
         raise ValueError(f"--gpu {args.gpu}: not one of {', '.join(GPUS)}{nearest(args.gpu, GPUS)}")
     folder = args.output_dir or Path("runs") / args.sweep.stem
-    points = build_points(axes, given, folder, beside=plan["grid"].get("precision"))
+    points = build_points(axes, given, folder, beside=grid_file["grid"].get("precision"))
     if args.dry_run:
-        foresee, results = foresight(points, folder, retry=args.retry, gpu=GPUS.get(gpu)), {}
-        for point in points:
-            if result := foresee(point, results):
-                results[point.name] = result
+        results: dict[str, Result] = {}
+        for point, result in foreseen(points, folder, results, retry=args.retry, gpu=gpu):
             print(f"{point.name}: {result.told if result else 'to run'}")
+            results |= {point.name: result} if result else {}
         return 0
     for point in points:  # a folder of other settings is told before hours are spent
         is_finished(point.cfg)
     make_folder(folder)
-    results, stopped = run_points(points, folder, retry=args.retry, gpu=GPUS.get(gpu))
+    results, stopped = run_points(points, folder, retry=args.retry, gpu=gpu)
     if stopped:
         return EXIT_INTERRUPTED
     from benchmarks import report  # matplotlib takes a while; refusals do not wait for it

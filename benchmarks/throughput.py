@@ -17,9 +17,9 @@ demo's unless --init and --tokenizer_name say otherwise. A record of --results h
 - `mfu_bf16` and `mfu_fp8`: the same as a share of the GPU's dense peak;
 - `data_wait_share`: the part of a step in which the loop waited for its batch.
 
-Rates are medians over log intervals of 8 micro-batches, or of a step that has more, by the wall clock between
-two points where the GPU has nothing left to do. The first five steps are warm-up, with the intervals that
-they are in, and intervals with profiled steps do not count.
+Rates are medians over log intervals of at most 8 micro-batches, or of a step that has more, by the wall
+clock between two points where the GPU has nothing left to do. The first five steps are warm-up, with the
+intervals that they are in, and intervals with profiled steps do not count.
 """
 
 from __future__ import annotations

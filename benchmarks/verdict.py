@@ -17,23 +17,24 @@ _SPLIT = ("batch_size", "gradient_accumulation_steps")
 _WEIGHTS = ("model_name", "init", "tokenizer_name", "seed")
 _OF_THE_SEED = ("seed", "steps", "label_tokens", "eval_label_tokens")  # data order and held-out part
 FEW_LOSSES = 100
+MAX_LOSS_GAP = 0.5  # percent, unless told otherwise
 
 # Largest relative distance of two evaluations before the first step, if the weights are the same: of the same
 # layers in the same precision, and of others (FP8 stays within 0.03 % on a 1B; tiny models round more).
 SAME_PRECISION, OTHER_PRECISION = 1e-3, 1e-2
 
 
-def _of_section(*sections: str) -> list[str]:
+def _of_section(wanted: str) -> list[str]:
     without = {"deterministic", *_SPLIT, *_WEIGHTS}
     return [
         name
         for name, (section, f, _) in knobs().items()
-        if section in sections and not f.metadata["free"] and name not in without
+        if section == wanted and not f.metadata["free"] and name not in without
     ]
 
 
 def _settings(names: list[str]) -> Callable[[RunRecord], dict[str, Any]]:
-    return lambda run: {f"--{name}": run.config.get(name) for name in names}
+    return lambda run: {f"--{name}": run.setting(name) for name in names}
 
 
 def _values(*names: str) -> Callable[[RunRecord], dict[str, Any]]:

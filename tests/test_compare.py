@@ -423,6 +423,33 @@ def test_gaps_over_paired_seeds(tmp_path):
     assert exit_code([row], failed, strict=False) == 1
 
 
+def test_the_note_on_paired_seeds_names_those_that_ran(tmp_path):
+    jobs = jobs_of(tmp_path, "bf16,delayed", paired=2)
+    for job in jobs:
+        write_run(job, 2.0)
+    result, _ = judged(jobs, {"bf16-seed43": Outcome(1, tmp_path / "x", "it broke", False)})
+    assert any("Gaps are means over the seeds 42, 44" in note for note in result["notes"])
+
+
+def test_a_reference_that_is_killed_ends_the_comparison_with_1(tmp_path, monkeypatch, capsys):
+    killed = Outcome(-9, tmp_path / "bf16", "step 3/20", False, told=False)
+    monkeypatch.setattr("benchmarks.compare.launch", lambda cfg, **_: killed)
+    code, failed = run_jobs(jobs_of(tmp_path, "bf16,delayed"), gpus=1, folder=tmp_path)
+    assert code == 1 and failed == {"bf16": killed}
+    assert "the reference bf16 did not run: it was killed by SIGKILL" in capsys.readouterr().err
+
+
+def test_a_run_older_than_a_setting_had_its_default(tmp_path):
+    jobs = jobs_of(tmp_path, "bf16,delayed")
+    for job in jobs:
+        write_run(job, 2.0)
+    config = Path(jobs[0].cfg.checkpoint.output_dir) / "config.json"
+    settings = json.loads(config.read_text())
+    del settings["overlong"]
+    config.write_text(json.dumps(settings))
+    assert [row.status for row in judged(jobs)[1]] == ["REFERENCE", "PASS"]
+
+
 def test_a_pair_that_differs_in_more_than_precision_is_refused(tmp_path):
     jobs = jobs_of(tmp_path, "bf16,delayed", paired=1)
     for job in jobs:

@@ -270,3 +270,13 @@ def test_a_run_that_diverged_has_no_gap(tmp_path):
     report(tmp_path, *folders)
     rows = rows_of(section(tmp_path, "gap-to-the-reference"))
     assert rows["bad"][0] == "-: it does not end finite"
+
+
+def test_runs_without_a_common_step_have_no_gap(tmp_path):
+    losses = [3.0, 2.5, 2.0]
+    folders = [whole_run(tmp_path / name, losses=losses) for name in ("good", "other")]
+    path = folders[1] / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("\n".join(json.dumps(line | {"step": line["step"] + 1}) for line in lines))
+    report(tmp_path, *folders)
+    assert rows_of(section(tmp_path, "gap-to-the-reference"))["other"][0] == "-: no step in common"

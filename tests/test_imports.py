@@ -101,7 +101,7 @@ def allowed(path: Path) -> set[str] | None:
         return {"training", "training.config"}
     if relative.parts[0] == "benchmarks":
         leaves = {"training.config", "training.metrics", "training.trackers", "training.durable_files"}
-        leaves |= {"training.auto_mode"}  # plans ask which mode training would take
+        leaves |= {"training.auto_mode", "training.optim"}  # plans ask what training would do
         return {"training", *leaves, "te_models.presets", "data.demo"}
     stem = relative.stem
     if stem in BARE:

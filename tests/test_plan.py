@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ def test_what_is_compared_is_what_was_recorded(checks):
 
 def test_attention_of_cudnn_is_planned_with_a_rate_of_its_own():
     names = ("Llama-3.1-8B-8192-delayed", "Llama-3.1-8B-8192-delayed-cudnn")
-    both = [plan_check.recorded_job(plan_check.RESULTS / "h200-flash-attention" / name)[0] for name in names]
+    both = [plan_check.recorded_job(plan_check.RESULTS / "h200-flash-attention" / name) for name in names]
     assert [job.flash_attention for job in both] == [True, False]
     seconds = [step_seconds(job, GPUS["H200"])["attention"] for job in both]
     assert seconds == pytest.approx([0.1233, 0.1430], rel=0.01)  # of the 8B's 52.8 TFLOP
@@ -93,11 +94,10 @@ def test_env_json_decides_what_the_code_of_a_recorded_run_did():
             "h200-profile/Llama-3.1-8B-8192-delayed-accumulation8-fast",
         )
     )
-    assert first == (second[0], True, True)
-    assert second[1:] == (False, True)
-    assert last[1:] == (False, False)
+    assert first == replace(second, slow_adam=True)
+    assert [(job.slow_adam, job.two_chunks) for job in (second, last)] == [(False, True), (False, False)]
     # Then the head's gradient in BF16 was made beside a chunk of logits.
-    more = sum(peak(last[0], two_chunks=True).values()) - sum(peak(last[0]).values())
+    more = sum(peak(replace(last, two_chunks=True)).values()) - sum(peak(last).values())
     assert more == 2 * 128_256 * 4096
 
 
@@ -294,6 +294,31 @@ def test_auto_takes_what_training_takes():
     assert plan_of("meta-llama/Llama-3.1-405B", gpus=8).job.mode == "fsdp_offload"
 
 
+IN_FP8 = FP8 | {"fp8_scenario": "current", "sharding_mode": "fsdp_full", "fp8_all_gather": True}
+
+
+def test_zero_and_fp8_weights_are_stepped_by_a_slower_adamw():
+    suites, zero = (plan_of(gpus=8, sharding_mode=mode) for mode in ("fsdp_grad", "ds_zero1"))
+    fp8 = plan_of(gpus=8, **IN_FP8)
+    assert [plan.job.slow_adam for plan in (suites, zero, fp8)] == [False, True, True]
+    assert zero.seconds["optimizer"] > suites.seconds["optimizer"]
+
+
+def test_one_gpu_has_nothing_to_gather_in_fp8():
+    alone, plain = plan_of(**IN_FP8), plan_of(**IN_FP8 | {"fp8_all_gather": False})
+    assert (alone.memory, alone.seconds) == (plain.memory, plain.seconds)
+
+
+def test_offloading_takes_of_the_hosts_what_training_counts():
+    flags = "--model_name meta-llama/Llama-3.1-8B --use_te --gpu H200 --gpus 2 --sharding_mode"
+    params = read_model(LLAMA_8B).parameters / 1e9
+    for mode, kept, saved in (("fsdp_offload", 16, 4), ("ds_zero3_offload", 20, 12)):
+        told = f"{kept * params:.0f} GB in the memory of each node's CPUs, {saved * params:.0f} more while"
+        assert told in run([*flags.split(), mode])
+    bf16 = ["fsdp_offload", "--master_weights", "none", "--moment_dtype", "bf16"]
+    assert f"{8 * params:.0f} GB in the memory" in run([*flags.split(), *bf16])  # as training takes it
+
+
 def test_what_is_offloaded_without_need_is_told():
     """Training's `auto` leaves room for activations that it does not know; a plan knows them."""
     flags = "--use_te --mixed_precision fp8 --batch_size 1 --max_seq_length 4096 --gradient_checkpointing"
@@ -306,7 +331,9 @@ def test_what_is_offloaded_without_need_is_told():
     assert all(f"| {value} " in row for value in told.groups())
     assert "fits too" not in run([*flags, "--sharding_mode", "fsdp_offload"])
     low = run([*flags[:-1], "4,64", "--moment_dtype", "bf16"])
-    assert "4 GPUs: training refuses fsdp_offload with --master_weights or --moment_dtype" in low
+    assert (
+        "4 GPUs: training refuses --sharding_mode fsdp_offload: --moment_dtype bf16: torch AdamW keeps" in low
+    )
     assert "64 GPUs: training refuses" not in low
 
 
@@ -371,7 +398,7 @@ def test_a_broken_folder_is_refused(tmp_path, content):
         ("--sharding_mode ds_zero2 --moment_dtype bf16 --gpus 8", "--sharding_mode ds_zero2"),
         (
             "--sharding_mode fsdp_offload --moment_dtype bf16 --gpus 8",
-            "--sharding_mode fsdp_offload: AdamW on",
+            "--sharding_mode fsdp_offload: --moment_dtype bf16: torch AdamW",
         ),
         ("--use_te --te_backend emulated --mixed_precision fp8", "--te_backend emulated"),
         ("--check --batch_size 1", "--check takes no other flags"),

@@ -299,7 +299,8 @@ def test_many_gpus_are_held_against_one_of_the_same_settings(tmp_path):
     others = [line(5000.0, batch_size=2), line(3000.0, **BF16), line(2000.0, settings={"optimizer": "x"})]
     many = line(950.0, gpus=4, sharding_mode="fsdp_full")
     unmatched = line(940.0, gpus=4, sharding_mode="ddp", moment_dtype="bf16")
-    one, four = write(tmp_path, [*alone, *others, many, unmatched]).split("### org/8B")[1:]
+    newer = line(1250.0, commit="newer")  # than the code that ran on four
+    one, four = write(tmp_path, [*alone, *others, many, unmatched, newer]).split("### org/8B")[1:]
     assert "scaling" not in cells(one)[0]
     assert [row["scaling"] for row in cells(four)] == ["95.0%", "-"]
 
