@@ -179,7 +179,6 @@ def test_coverage_counts_gemms_by_their_weights():
 @pytest.mark.parametrize(
     "resolved",
     [
-        precision.Precision("bf16", "bf16", te_backend="native"),
         precision.Precision("block", "block", te_backend="native"),
         precision.Precision("delayed", "delayed", te_backend="emulated"),
         precision.Precision("tensorwise", "tensorwise"),
@@ -190,7 +189,7 @@ def test_fast_accumulation_where_no_gemm_has_the_choice_is_refused(resolved):
     precision.check_settings(settings(), resolved)
     lacking = resolved.te_backend == "emulated" and not torch.cuda.is_available()  # the machine is
     with pytest.raises(
-        RuntimeError if lacking else ValueError, match=r"--fp8_fast_accumulation: .*; drop it"
+        RuntimeError if lacking else ValueError, match=r"--fp8_fast_accumulation: .*drop it"
     ):
         precision.check_settings(settings(fp8_fast_accumulation=True), resolved)
 

@@ -73,6 +73,7 @@ def test_a_profile_without_kernels_is_an_error():
         (3, 0, 4, [2, 3, 4]),
         (2, 100, 140, [109, 110]),
         (2, 100, 103, [102, 103]),
+        (3, 10, 13, []),  # the run has to end
         (0, 0, 0, []),
         (0, 0, 40, []),
     ],
@@ -81,7 +82,7 @@ def test_warm_steps_are_profiled(count, done, total, steps):
     assert list(profiled_steps(count, done=done, total=total)) == steps
 
 
-@pytest.mark.parametrize(("done", "total"), [(0, 3), (0, 0), (10, 13)])
+@pytest.mark.parametrize(("done", "total"), [(0, 3), (0, 0)])
 def test_a_run_of_too_few_steps_is_refused(done, total):
     with pytest.raises(ValueError, match=f"--profile_steps 3: this run has {total - done} steps"):
         profiled_steps(3, done=done, total=total)

@@ -33,6 +33,8 @@ def choose_mode(memory: Memory | None, *, world_size: int, local_size: int) -> t
     if memory is None:
         return "ddp", "without a GPU there is no memory to plan for"
     whole = memory.parameters * memory.state / 1e9
+    if world_size == 1 and whole <= memory.gpu / 1e9:
+        return "single", "one GPU, nothing to shard"
     gathered = memory.parameters * memory.weights / 1e9
     kept = memory.parameters * memory.accumulated / 1e9
     room = ROOM * memory.gpu / 1e9

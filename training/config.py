@@ -22,7 +22,7 @@ import yaml
 
 TE_RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")  # with --use_te
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # without
-PATHS = ("output_dir", "log_dir", "data_cache_dir", "weights_cache_dir")
+PATHS = ("output_dir", "log_dir", "data_cache_dir", "weights_cache_dir", "model_name", "tokenizer_name")
 SYSTEM_PROMPT = "Solve the math problem step by step. Put your final answer in \\boxed{}."
 
 
@@ -632,7 +632,7 @@ def parse_config(argv: list[str], *, prog: str, description: str) -> Config:
 def load_config_file(path: str) -> dict[str, Any]:
     """Read flat settings from a YAML file or a run's config.json."""
     try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        loaded = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from training.errors import first_line
 
@@ -17,8 +18,6 @@ def generation_config(plan: Any, tokenizer: Any, *, turn_end: int | None, own_to
     Generation ends at the tokenizer's end, at `turn_end`, which closes an answer of its chat template, and,
     with `own_tokenizer`, where it ended in the source: another tokenizer gives these ids to other tokens.
     """
-    from transformers import GenerationConfig
-
     generation = _of_the_source(plan) or GenerationConfig.from_model_config(plan.config)
     source = generation.eos_token_id if own_tokenizer else None
     ends = {*(source if isinstance(source, list) else [source]), tokenizer.eos_token_id, turn_end} - {None}
@@ -29,8 +28,6 @@ def generation_config(plan: Any, tokenizer: Any, *, turn_end: int | None, own_to
 
 def _of_the_source(plan: Any) -> Any | None:
     """The generation settings beside the source's weights, if they can be saved again; said if not."""
-    from transformers import GenerationConfig
-
     path = plan.weights / "generation_config.json" if plan.weights else None
     if path is None or not path.exists():
         return None
@@ -62,8 +59,6 @@ def reads_back(export: Path, tokenizer: Any, *, trust_remote_code: bool = False)
 
     It takes classes of its own choice beside some models' configurations.
     """
-    from transformers import AutoTokenizer
-
     try:
         found = AutoTokenizer.from_pretrained(export, trust_remote_code=trust_remote_code)
     except Exception:  # of any library or remote code; a finished run is not to fail by it
@@ -75,8 +70,6 @@ def answer(
     export: Path, prompts: list[tuple[str, str]], device: torch.device, *, trust_remote_code: bool = False
 ) -> str:
     """Greedy answers of the exported model, loaded as any user would, beside the reference answers."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     trusted = {"trust_remote_code": trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(export, **trusted)

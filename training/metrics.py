@@ -146,7 +146,7 @@ def mfu(tflops: float, peak: float) -> float:
 
 
 def tokens_per_second(tokens: int, seconds: float) -> float:
-    """Tokens that carry content (no padding) per second of wall-clock time; `seconds` is positive."""
+    """Tokens per second of wall-clock time, of whichever were counted; `seconds` is positive."""
     return tokens / seconds
 
 

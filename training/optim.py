@@ -32,8 +32,8 @@ class OptimizerPlan:
     @property
     def state_bytes(self) -> int:
         """Bytes per parameter of weight, gradient and optimizer state."""
-        remainder = 2 if self.kind == "fused_adamw" and self.master_weights else 0
-        return 2 * self.parameter_dtype.itemsize + remainder + 2 * self.moment_dtype.itemsize
+        masters = {"fused_adamw": 2, "zero_adamw": 4}.get(self.kind, 0) * self.master_weights
+        return 2 * self.parameter_dtype.itemsize + masters + 2 * self.moment_dtype.itemsize
 
     def describe(self) -> str:
         name = {"fused_adamw": "fused AdamW", "te_fused_adam": "TE FusedAdam"}.get(self.kind, "torch AdamW")

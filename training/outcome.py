@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from training import ranks
 from training.errors import first_line
+from training.packages import ROOT
 from training.signals import stopping
 from training.trackers import redact
 
@@ -170,7 +171,6 @@ def _lost_a_rank(error: BaseException) -> bool:
 
 def _raised_here(error: BaseException) -> bool:
     """Whether our own code raised it, on whichever rank: for users, where others need their traceback."""
-    root = Path(__file__).resolve().parent.parent
     raised = getattr(error, "origin", None) or traceback.extract_tb(error.__traceback__)[-1].filename
     path = Path(raised).resolve()
-    return path.is_relative_to(root) and "site-packages" not in path.parts
+    return path.is_relative_to(ROOT) and "site-packages" not in path.parts

@@ -7,6 +7,8 @@ import importlib.metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "triton", "transformers", "transformer_engine", "torchao", "deepspeed", "flash-attn-4")
+PACKAGES += ("datasets", "tokenizers", "safetensors", "numpy")
 
 
 def version(package: str) -> str | None:
@@ -17,11 +19,14 @@ def version(package: str) -> str | None:
         return None
 
 
+def versions() -> dict[str, str | None]:
+    """Of the packages that decide what a run computes."""
+    return {name: version(name) for name in PACKAGES}
+
+
 def software() -> dict[str, str | None]:
     """What all ranks of a job must share: versions, and the code of this suite."""
-    shared = ("torch", "triton", "transformers", "transformer_engine", "torchao", "deepspeed", "datasets")
-    versions = {name: version(name) for name in (*shared, "flash-attn-4", "numpy")}
-    return versions | {"the suite's code": code_digest()}
+    return versions() | {"the suite's code": code_digest()}
 
 
 def code_digest() -> str:

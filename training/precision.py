@@ -182,10 +182,10 @@ def resolve_backend(cfg: Config) -> Backend | None:
     """Which TE layers --use_te means here; RuntimeError where those asked for cannot run."""
     if not cfg.model.use_te:
         return None
-    asked, reason = cfg.model.te_backend, why_not_te()
+    asked = cfg.model.te_backend
     if asked == "emulated" or (asked == "auto" and not torch.cuda.is_available()):
         return "emulated"
-    if reason:
+    if reason := why_not_te():
         raise RuntimeError(
             f"--use_te --te_backend {asked} cannot run here: {reason}. `python -m training.doctor` checks "
             "the installation; --te_backend emulated runs the same numerics, slowly; without --use_te the "
@@ -254,7 +254,7 @@ def odd_sizes(recipe: str, sizes: dict[str, int]) -> list[str]:
 
 # Settings, and the recipes that read them.
 READ_BY = {name: {"delayed"} for name in ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")}
-READ_BY |= {name: {"delayed", "current"} for name in ("fp8_format", "fp8_attention")}
+READ_BY |= {n: {"delayed", "current"} for n in ("fp8_format", "fp8_attention", "fp8_fast_accumulation")}
 READ_BY["fp8_fp32_scales"] = {"block", "rowwise", "rowwise_with_gw_hp"}
 
 
@@ -281,7 +281,7 @@ def unread(cfg: Config, precision: Precision) -> str | None:
 def check_settings(cfg: Config, precision: Precision) -> None:
     """ValueError for a setting of FP8 recipes that those of an FP8 run do not read.
 
-    Also for --fp8_fast_accumulation where no GEMM has the choice. RuntimeError where it is the machine's.
+    RuntimeError, or ValueError for layers that were asked for, where they cannot do what it says.
     """
     for name, value in _asked_for(cfg, READ_BY if precision.fp8 else ()).items():
         if not precision.in_use & READ_BY[name]:
@@ -296,14 +296,9 @@ def check_settings(cfg: Config, precision: Precision) -> None:
                 f"--fp8_fp32_scales --fp8_scenario block: on this GPU (compute capability {major}.{minor}) "
                 "TE runs block scaling in MXFP8's GEMMs, whose scales are powers of two; drop it"
             )
-    if not cfg.precision.fp8_fast_accumulation:
-        return
-    if precision.te_backend != "native" or not precision.in_use & {"delayed", "current"}:
-        here = precision.te_backend == "emulated" and not torch.cuda.is_available()
-        raise (RuntimeError if here else ValueError)(
-            "--fp8_fast_accumulation: TE's own layers have the choice, under delayed and current scaling "
-            f"(here: {', '.join(sorted(precision.in_use))}, TE layers {precision.te_backend or 'not used'}); "
-            "drop it, or run --use_te --mixed_precision fp8 on a GPU"
+    if cfg.precision.fp8_fast_accumulation and precision.fp8 and precision.te_backend == "emulated":
+        raise (ValueError if torch.cuda.is_available() else RuntimeError)(
+            "--fp8_fast_accumulation: emulated TE layers have no such choice; drop it, or use TE's on a GPU"
         )
 
 
@@ -331,7 +326,7 @@ def check_fp8_attention(cfg: Config, precision: Precision, head_size: int) -> No
     if torch.cuda.get_device_capability() >= (10, 0):
         return
     reasons, cudnn = [], torch.backends.cudnn.version()
-    where = "--precision_map ...=" if precision.by_module else "--fp8_scenario "
+    where = "" if precision.by_module else "--fp8_scenario "
     for name in sorted(precision.in_attention - {"delayed"}):
         reasons.append(f"{where}{name}: only delayed scaling has it before Blackwell")
     if head_size != 128:

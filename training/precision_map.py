@@ -71,13 +71,19 @@ def matches(pattern: str, name: str) -> bool:
     return any(all(map(fnmatchcase, parts[start:], wanted)) for start in starts)
 
 
+def _given(cfg: Config) -> str:
+    """The settings that choose by layer, as the user gave them."""
+    flags = ("precision_map", "bf16_first_layers", "bf16_last_layers")
+    return " ".join(
+        f"--{name} {getattr(cfg.precision, name)}" for name in flags if getattr(cfg.precision, name)
+    )
+
+
 def _refuse_without_fp8(cfg: Config) -> None:
-    own, flags = cfg.precision, ("precision_map", "bf16_first_layers", "bf16_last_layers")
-    if own.mixed_precision != "fp8":
-        given = " ".join(f"--{name} {getattr(own, name)}" for name in flags if getattr(own, name))
+    if cfg.precision.mixed_precision != "fp8":
         raise ValueError(
-            f"{given}: only --mixed_precision fp8 has layers to choose for (here {own.mixed_precision}); "
-            "choose fp8, or drop it"
+            f"{_given(cfg)}: only --mixed_precision fp8 has layers to choose for (here "
+            f"{cfg.precision.mixed_precision}); choose fp8, or drop it"
         )
 
 
@@ -191,7 +197,7 @@ def _refuse_mixes(cfg: Config, precision: Precision, num_layers: int) -> None:
     if cfg.sharding.fp8_all_gather and set(ran.values()) != {"current"}:
         raise ValueError(
             "--fp8_all_gather keeps every GEMM weight in FP8, scaled by its own largest value; with it "
-            f"--precision_map cannot have {', '.join(sorted(set(ran.values()) - {'current'}))}; drop one"
+            f"{_given(cfg)} cannot have {', '.join(sorted(set(ran.values()) - {'current'}))}; drop one"
         )
     for layer in range(num_layers if cfg.precision.fp8_attention else 0):
         attention = f"layers.{layer}.self_attention"
@@ -210,9 +216,9 @@ def check_sizes(precision: Precision, model_name: str, sizes: dict[str, int]) ->
         own = {name: sizes[name] for name in TE_GEMMS[module.split(".", 2)[2]]}
         if recipe != "bf16" and (odd := odd_sizes(recipe, own)):
             raise ValueError(
-                f"--precision_map --model_name {model_name}: {module} cannot run in {recipe}: "
+                f"--model_name {model_name}: {module} cannot run in {recipe}: "
                 f"{', '.join(odd)} not a multiple of {RECIPES[recipe].feature_multiple}; give it another "
-                "recipe, or bf16"
+                "recipe, or bf16 (--precision_map)"
             )
 
 

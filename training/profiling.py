@@ -93,9 +93,11 @@ def profiled_steps(count: int, *, done: int, total: int) -> range:
     """The `count` steps to profile of a run that goes on after `done` steps and ends at `total`.
 
     They begin FIRST steps on, or are the last ones of a shorter run; never is its first step among them, in
-    which kernels are chosen and compiled. ValueError if there are not as many.
+    which kernels are chosen and compiled. Of fewer ValueError, but none if the run goes on: it has to end.
     """
     if count and total - done <= count:
+        if done:
+            return range(0)
         raise ValueError(
             f"--profile_steps {count}: this run has {total - done} steps, and its first is not profiled; "
             "profile fewer, or raise --max_steps"

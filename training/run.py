@@ -42,6 +42,7 @@ from training.checkpoint import Checkpoints, resolve_resume
 from training.config import TORCHAO_RECIPES, Config, changed_settings, knobs, parse_config
 from training.coverage import coverage
 from training.durable_files import no_room, write_json
+from training.errors import first_line
 from training.export import export_hf
 from training.generate import answer, generation_config, reads_back
 from training.kernels import choose_kernels
@@ -353,7 +354,7 @@ class Run:
         self.loaders.train.load_state_dict(self.meta["loader"])  # how much data is left
         done = self.meta["progress"]["step"]
         self.total_steps = steps_of_a_resumed_run(self.cfg, self.meta, self.loaders.train, ranks.world_size())
-        if self.total_steps != (saved := self.meta["total_steps"]):
+        if self.total_steps and self.total_steps != (saved := self.meta["total_steps"]):
             say(f"the learning rate follows {self.total_steps:,} steps from here on, until now {saved:,}")
         return done >= self.total_steps and ranks.on_first((self.folder / "summary.json").exists)
 
@@ -614,7 +615,11 @@ class Run:
         prompts = self.loaders.eval_prompts[: self.cfg.checkpoint.generate_samples]
         if prompts and (self.folder / "export").exists():
             trusted = {"trust_remote_code": self.plan.trust_remote_code}
-            text = answer(self.folder / "export", prompts, self.device, **trusted)
+            try:
+                text = answer(self.folder / "export", prompts, self.device, **trusted)
+            except torch.OutOfMemoryError as error:  # a finished run is not to fail by it
+                say(f"WARNING: --generate_samples: the exported model does not fit here: {first_line(error)}")
+                return
             (self.folder / "samples.txt").write_text(text, encoding="utf-8")
             say(f"\nsamples from the exported model:\n\n{text}")
 

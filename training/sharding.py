@@ -312,7 +312,7 @@ class FSDP(SingleDevice):
 
 
 def _zero(device: torch.device, cfg: Config) -> SingleDevice:
-    from training.zero import Zero  # imports DeepSpeed
+    from training.zero import Zero  # which imports this module
 
     return Zero(device, cfg)
 

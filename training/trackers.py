@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from training.config import LogConfig
 from training.durable_files import no_room, replace_file
-from training.packages import version
+from training.packages import ROOT, versions
 
 Metrics = dict[str, float | int | str]
 
@@ -371,20 +371,6 @@ class Display:
         return [f"left {timedelta(seconds=round(seconds))}"]
 
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "transformer_engine",
-    "torchao",
-    "deepspeed",
-    "liger_kernel",
-    "datasets",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-)
-
-
 # Of the environment variables those that change what is computed, how fast, or in how much memory.
 VARIABLES = ("CUBLAS", "CUDA_", "CUDNN_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCH_", "TRITON_")
 
@@ -410,8 +396,8 @@ def describe_environment() -> dict[str, Any]:
         "driver": (_output(smi.split()) or "").split("\n")[0] or None,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "versions": {name: version(name) for name in PACKAGES},
-        "git": git_state(Path(__file__).resolve().parents[1]),
+        "versions": versions(),
+        "git": git_state(ROOT),
     }
 
 

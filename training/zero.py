@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass
@@ -72,8 +71,6 @@ class Zero(SingleDevice):
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The engine, and `optimizer` itself: its groups are live, its state is of the flat partitions."""
         deepspeed = import_deepspeed()
-        # DeepSpeed takes its device from it, at the start and later on, whatever device the model is on.
-        os.environ.setdefault("LOCAL_RANK", str(self.device.index or 0))
         with redirect_stdout(io.StringIO()):  # memory reports that no log level silences
             self.engine, *_ = deepspeed.initialize(
                 model=model,

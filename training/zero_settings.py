@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from training.config import Config, nearest
+from training.packages import ROOT
 
 DEEPSPEED = "deepspeed==0.19.8"
-ROOT = Path(__file__).resolve().parent.parent
 
 CONFIGS = {
     "ds_zero1": "ds_configs/zero1.json",
