@@ -27,7 +27,6 @@ __all__ = ["DATASETS", "Batch", "DataReport", "Loader", "Loaders", "build_loader
 # A data set not named here is read by sources.detect.
 DATASETS: dict[str, Callable[[DataConfig, str], Source]] = {
     "demo": sources.demo,
-    "nvidia/OpenMathInstruct-2": sources.openmath_instruct_2,
 }
 NUM_PROMPTS = 256  # held-out prompts kept for sample answers, at most
 HELD_OUT_KEY = 2**32 - 1  # tells the held-out part's shuffling from the epochs'

@@ -12,6 +12,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Sequence
+from datetime import date
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -28,9 +29,8 @@ from training.errors import first_line
 Row = dict[str, Any]
 Segment = tuple[str, bool]  # text, whether its tokens carry loss
 
-# Llama 3.2's own template writes today's date into the prompt unless it is given one; a run resumed tomorrow
-# must see the text of today.
-TEMPLATE_DATE = "26 Jul 2024"
+# Some templates write today's date into the prompt; a run resumed tomorrow must see the text of today.
+TEMPLATE_DATE = date(2024, 7, 26)
 
 
 class Template(NamedTuple):
@@ -185,7 +185,11 @@ class Encoder:
         """
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=generate, date_string=TEMPLATE_DATE
+                messages,
+                tokenize=False,
+                add_generation_prompt=generate,
+                date_string=TEMPLATE_DATE.strftime("%d %b %Y"),
+                strftime_now=TEMPLATE_DATE.strftime,
             )
         except TemplateError:
             raise
@@ -214,7 +218,9 @@ class Encoder:
             shared = prompt
             if not through.startswith(prompt):
                 # A generation prompt may say more than the answer keeps, like an opened <think>.
-                shared = os.path.commonprefix([prompt, through])  # noqa: RUF071 - characters are meant
+                # Another answer tells where answers begin: this one may begin as the prompt goes on.
+                other = self.render([*messages[:i], {**message, "content": "\ufdd0"}])
+                shared = os.path.commonprefix([prompt, through, other])  # noqa: RUF071 - characters are meant
                 if len(shared) < len(self.render(messages[:i])):
                     raise TemplateError("an answer is not written after its own prompt")
             # What follows the end-of-turn token (ChatML's newline) is never predicted.
@@ -282,8 +288,8 @@ class Encoder:
         return backend.encode_batch_fast(texts, add_special_tokens=False)
 
     def document(self, text: str) -> list[list[Segment]]:
-        """A plain text between the tokenizer's BOS (where it has one) and EOS, all of it with loss."""
-        bos = self.tokenizer.bos_token or ""
+        """A plain text between BOS, where the tokenizer writes one, and EOS, all of it with loss."""
+        bos = self.tokenizer.bos_token if self.adds_bos else ""
         start = "" if text.startswith(bos) else bos
         return [[(start + text + self.tokenizer.eos_token, True)]]
 

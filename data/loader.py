@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -27,7 +27,7 @@ from torch.utils.data import IterableDataset as TorchIterableDataset
 
 from data.chat import Status
 from data.collate import Batch, Sample, pack_rows, pad_rows, round_up
-from data.packing import Bins, fill, one_each, shuffled
+from data.packing import Bins, fill, shuffled
 from data.samples import Samples, Selection, Split
 
 WINDOW = 1000  # rows of a stream that are shuffled and packed together
@@ -62,19 +62,12 @@ class Layout:
 
     def plan(self, lengths: np.ndarray, key: tuple[int, ...] | None) -> Bins:
         """Bins over samples of these lengths, shuffled by `key`, or in order without one."""
-        order = self.order(len(lengths), key)
-        return Bins.collect(fill(lengths, order, self.max_seq_length)) if self.packing else one_each(order)
+        return Bins.collect(self.plan_along(lengths, key))
 
     def plan_along(self, lengths: np.ndarray, key: tuple[int, ...] | None) -> Iterator[list[int]]:
         """The samples of each bin of `plan`, which is packed no further than it is read."""
-        order = self.order(len(lengths), key)
-        if self.packing:
-            return fill(lengths, order, self.max_seq_length)
-        bins = one_each(order)
-        return map(bins.members, range(len(bins)))
-
-    def order(self, num_samples: int, key: tuple[int, ...] | None) -> np.ndarray:
-        return np.arange(num_samples) if key is None else shuffled(num_samples, *key)
+        order = np.arange(len(lengths)) if key is None else shuffled(len(lengths), *key)
+        return fill(lengths, order, self.max_seq_length) if self.packing else ([int(i)] for i in order)
 
     def share(self, bins: list[Any]) -> list[Any]:
         """This rank's part of a global micro-batch."""
@@ -97,21 +90,6 @@ class Layout:
         widest = np.maximum.reduceat(lengths[bins.order], groups)
         sizes = np.diff([*groups, len(bins)])
         return int((-(-widest // self.pad_multiple) * self.pad_multiple * sizes).sum())
-
-
-class BinSource(Protocol):
-    """What a Loader reads: an endless choice of epochs, each a fixed order of bins."""
-
-    start: Position
-    workers: int | None  # worker processes at most
-
-    def micro_batches(self, position: Position | None = None) -> int | None:
-        """Global micro-batches from a position of epoch 0 to its end; None if that is not known."""
-        ...
-
-    def items(self, epoch: int, position: Position) -> TorchDataset:
-        """Micro-batches from a position of an epoch on and of all later ones; None after each epoch."""
-        ...
 
 
 class Stored:
@@ -308,7 +286,7 @@ class Loader:
 
     def __init__(
         self,
-        source: BinSource,
+        source: Stored | Stream,
         *,
         identity: dict[str, Any],
         num_workers: int = 0,

@@ -40,11 +40,6 @@ def shuffled(num_samples: int, *key: int) -> np.ndarray:
     return np.random.default_rng(key).permutation(num_samples)
 
 
-def one_each(order: np.ndarray) -> Bins:
-    """No packing: every sample is a bin of its own."""
-    return Bins(order, np.arange(len(order) + 1))
-
-
 def fill(lengths: np.ndarray, order: np.ndarray, capacity: int) -> Iterator[list[int]]:
     """Fill bins of `capacity` tokens one after the other from the next LOOK_AHEAD samples in this order.
 

@@ -89,22 +89,16 @@ class DataReport:
         return dataclasses.asdict(self)
 
 
+@dataclass(frozen=True)
 class Samples:
     """The samples of one split: slices `start[i]`, `length[i]` of tokenised documents, int64 arrays."""
 
-    def __init__(
-        self,
-        tokens: Dataset,
-        *,
-        document: np.ndarray,
-        start: np.ndarray,
-        length: np.ndarray,
-        row: np.ndarray,
-        spans_all: bool,
-    ):
-        self.tokens = tokens.with_format("arrow", columns=["input_ids", "spans"])
-        self.document, self.start, self.length, self.row = document, start, length, row
-        self.spans_all = spans_all  # every token carries loss
+    tokens: Dataset  # ids and spans, in Arrow's format
+    document: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    row: np.ndarray
+    spans_all: bool  # every token carries loss
 
     def __len__(self) -> int:
         return len(self.document)
@@ -310,7 +304,7 @@ class Split:
             document = document[piece]
             label_tokens = int((length - 1).sum())
         samples = Samples(
-            tokens,
+            tokens.with_format("arrow", columns=["input_ids", "spans"]),
             document=document,
             start=start,
             length=length,

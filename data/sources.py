@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -52,13 +52,6 @@ class Source:
     to_sample: Callable[[Row], Row]
     chat: bool  # False: plain text, which may be split anywhere
     whole_chats: bool = False  # with system prompts of their own, or none
-
-
-def openmath_instruct_2(cfg: DataConfig, split: str) -> Source:
-    """nvidia/OpenMathInstruct-2: splits train (14 M rows), train_1M, train_2M and train_5M."""
-    if not (cfg.dataset_text_field or cfg.dataset_prompt_field):
-        cfg = replace(cfg, dataset_prompt_field="problem", dataset_completion_field="generated_solution")
-    return detect(cfg, split)
 
 
 def demo(cfg: DataConfig, split: str) -> Source:

@@ -26,6 +26,8 @@ from te_models.hugging_face import (
 )
 from te_models.presets import LOCAL_PRESETS, PRESETS
 from te_models.weights import (
+    EMBEDDING,
+    LM_HEAD,
     Gather,
     RandomSource,
     SafetensorsSource,
@@ -83,7 +85,17 @@ def plan_model(
     weights = None if random else _weights_folder(name, cache_dir)
     if use_te and weights:
         require_safetensors(weights)
+    if weights and config.tie_word_embeddings and _has_own_head(weights):
+        config.tie_word_embeddings = False
     return ModelPlan(name, config, weights, trust_remote_code)
+
+
+def _has_own_head(folder: Path) -> bool:
+    """Whether the files hold a head that is not the embedding, which transformers does not tie either."""
+    source = SafetensorsSource(folder) if weight_files(folder) else None
+    if source is None or not {EMBEDDING, LM_HEAD} <= source.shapes().keys():
+        return False
+    return not torch.equal(source.get(EMBEDDING), source.get(LM_HEAD))
 
 
 def refuse_te(name: str, config: Any) -> None:
@@ -278,6 +290,8 @@ def _streamed_source(plan: ModelPlan, seed: int, device: torch.device) -> Weight
     """
     if plan.weights is None:
         return weight_source(plan, seed=seed, device=device) if plan.family in FAMILIES else None
+    if not weight_files(plan.weights):  # pickles
+        return None
     source, model = SafetensorsSource(plan.weights), _on_meta(plan)
     tied = set(model.all_tied_weights_keys) if plan.config.tie_word_embeddings else set()
     shapes = {name: p.shape for name, p in model.named_parameters()}

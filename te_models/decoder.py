@@ -236,17 +236,10 @@ def head_dim(config: Any) -> int:
 
 
 def rope_angles(config: Any, positions: int) -> Tensor:
-    """Rotary angles as TE takes them, [S, 1, 1, K] float32, from transformers' own inverse frequencies.
-
-    ValueError for RoPE types that also rescale attention or depend on the sequence's length.
-    """
+    """Rotary angles as TE takes them, [S, 1, 1, K] float32, from transformers' own inverse frequencies."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     with torch.device("cpu"):
         rotary = LlamaRotaryEmbedding(config)
-    if rotary.attention_scaling != 1.0 or rotary.rope_type not in ("default", "linear", "llama3"):
-        raise ValueError(
-            f"--use_te: RoPE type {rotary.rope_type!r} has no TE form here; run without --use_te"
-        )
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), rotary.inv_freq.float())  # [S, K/2]
     return torch.cat([angles, angles], dim=-1)[:, None, None, :]  # [S, 1, 1, K]

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+# Those that neither rescale attention nor depend on a sequence's length.
+ROPE_TYPES = ("default", "linear", "llama3")
+
 
 @dataclass(frozen=True)
 class Family:
@@ -25,6 +28,9 @@ class Family:
             return f"hidden_act={config.hidden_act!r}: TE layers are built with SwiGLU"
         if dropout := getattr(config, "attention_dropout", 0.0):
             return f"attention_dropout={dropout}: TE layers are built without dropout"
+        rope = config.rope_parameters["rope_type"]
+        if rope not in ROPE_TYPES:
+            return f"RoPE type {rope!r}: only {', '.join(ROPE_TYPES)} are angles that no length changes"
         window = getattr(config, "sliding_window", None) if self.slides(config) else None
         positions = config.max_position_embeddings
         if window is not None and window < positions:

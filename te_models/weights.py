@@ -14,7 +14,7 @@ import re
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +129,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _indexed(folder: Path) -> dict[str, str] | None:
-    """Tensor -> file, of weights in several files; None without their index."""
+    """Tensor -> file, of weights in several files; None without their index, or where one file has all."""
     index = folder / INDEX
-    if not index.exists():
+    if (folder / SINGLE).exists() or not index.exists():  # transformers, too, takes the one file first
         return None
     try:
         return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
@@ -160,21 +160,12 @@ class SafetensorsSource(WeightSource):
     def __init__(self, folder: Path):
         files = require_safetensors(folder)
         if files is None:
-            with self._readable(folder / SINGLE) as handle:
+            with _readable(folder / SINGLE), safe_open(folder / SINGLE, framework="pt") as handle:
                 files = dict.fromkeys(handle.keys(), SINGLE)
         # Old checkpoints carry RoPE tables as weights; they follow from the configuration.
         self._files = {k: folder / f for k, f in files.items() if not k.endswith("rotary_emb.inv_freq")}
-        self._stack, self._open = ExitStack(), {}
+        self._open: dict[Path, Any] = {}
         self._shapes = {key: torch.Size(self._slice(key).get_shape()) for key in self._files}
-
-    @staticmethod
-    def _readable(path: Path) -> Any:
-        try:
-            return safe_open(path, framework="pt")
-        except SafetensorError as error:
-            raise ValueError(
-                f"--model_name {path.parent}: {path.name} is damaged ({first_line(error)}); download it again"
-            ) from None
 
     def shapes(self) -> dict[str, torch.Size]:
         return self._shapes
@@ -184,9 +175,20 @@ class SafetensorsSource(WeightSource):
 
     def _slice(self, key: str) -> Any:
         path = self._files[key]
-        if path not in self._open:
-            self._open[path] = self._stack.enter_context(self._readable(path))
-        return self._open[path].get_slice(key)
+        with _readable(path):
+            if path not in self._open:
+                self._open[path] = safe_open(path, framework="pt")
+            return self._open[path].get_slice(key)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(
+            f"--model_name {path.parent}: {path.name} is damaged ({first_line(error)}); download it again"
+        ) from None
 
 
 class RandomSource(WeightSource):

@@ -195,6 +195,21 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert holds(checkpoints, tmp_path / "step_000006", 6)
 
 
+def test_a_checkpoint_may_be_saved_before_it_is_evaluated(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    for step, loss in [(1, 2.0), (2, 1.0), (3, 3.0)]:
+        checkpoints.save(step, filled(step), {})
+        checkpoints.rate(step, loss)
+    assert on_disk(checkpoints) == ["step_000002", "step_000003"]
+    index = index_of(checkpoints)
+    assert (index["latest"], index["best"], index["best_eval_loss"]) == ("step_000003", "step_000002", 1.0)
+    elsewhere = Checkpoints(tmp_path / "other", keep_last=1)
+    assert elsewhere.eval_losses(tmp_path / "step_000003") == {2: 1.0, 3: 3.0}
+    assert elsewhere.eval_losses(tmp_path / "step_000002") == {2: 1.0}
+    checkpoints.save(4, filled(4), {})
+    assert 4 not in checkpoints.eval_losses(tmp_path / "step_000004")
+
+
 def test_latest_and_pruning_follow_the_order_of_saving(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep_last=2)
     for step in (100, 200, 300):

@@ -239,9 +239,24 @@ def test_a_generation_prompt_that_opens_reasoning_is_kept_out_of_the_loss(chatml
     assert chatml.decode(ids[:start]).endswith("<|im_start|>assistant\n<think>\n")
 
 
-def test_a_date_in_the_template_does_not_change_with_the_day(demo):
-    demo.chat_template = "{{ date_string }}" + LLAMA3.text
+def test_an_answer_may_begin_as_the_generation_prompt_goes_on(chatml):
+    chatml.chat_template = CHATML.text.replace(
+        "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    chat = [*CHAT[:2], {"role": "assistant", "content": "<answer>5</answer>"}]
+    assert with_loss(chatml, {"messages": chat}) == ["<answer>5</answer><|im_end|>"]
+
+
+@pytest.mark.parametrize("today", ["{{ date_string }}", "{{ strftime_now('%d %b %Y') }}"])
+def test_a_date_in_the_template_does_not_change_with_the_day(today, demo):
+    demo.chat_template = today + LLAMA3.text
     assert "26 Jul 2024" in encoder(demo).render(CHAT)
+
+
+def test_a_bos_that_the_tokenizer_never_writes_is_not_put_before_plain_text(chatml):
+    chatml.bos_token = "<|im_start|>"
+    [(ids, _)] = encode(chatml, {"text": "Two plus two."})
+    assert chatml.decode(ids) == "Two plus two.<|endoftext|>"
 
 
 def test_plain_text_stands_between_bos_and_eos_and_all_of_it_carries_loss(demo, chatml):

@@ -10,7 +10,7 @@ import torch
 
 import data.packing
 from data.collate import IGNORE, Sample, pack_rows, pad_rows
-from data.packing import LOOK_AHEAD, Bins, fill, fullest, one_each, shuffled, split_lengths
+from data.packing import LOOK_AHEAD, Bins, fill, fullest, shuffled, split_lengths
 
 
 def sample(*ids, loss=None, row=0):
@@ -215,8 +215,3 @@ def test_a_batch_moves_with_its_counts():
     assert all(v.device.type == "meta" for v in moved.inputs.values() if isinstance(v, torch.Tensor))
     assert (moved.inputs["max_seqlen"], moved.label_tokens, moved.sample_ids) == (4, 2, [0])
     assert batch.inputs["input_ids"].device.type == "cpu"
-
-
-def test_without_packing_every_sample_is_a_bin():
-    bins = one_each(np.array([2, 0, 1]))
-    assert [bins.members(i) for i in range(len(bins))] == [[2], [0], [1]]

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from te_models import ModelPlan
-from training.export import export_hf
+from training.export import check_export, export_hf
 from training.generate import generation_config
 
 torch.set_num_threads(1)
@@ -110,7 +110,7 @@ def test_files_are_named_and_indexed_as_hugging_face_does(tmp_path):
     assert all(sum(a) + sum(b) > 6000 for a, b in pairwise(sizes)), "and none smaller than it must be"
     one = export_hf(tmp_path / "one", pairs, config=source.config)
     assert [path.name for path in one.glob("model*")] == ["model.safetensors"]
-    assert {path.name for path in tmp_path.iterdir()} == {"export", "one"}, "nothing written aside is left"
+    assert names(tmp_path) == ["export", "export.json", "one", "one.json"], "nothing written aside is left"
 
 
 def test_config_generation_settings_and_tokenizer_come_along(tmp_path):
@@ -221,6 +221,10 @@ def test_a_tied_head_must_be_left_out(tmp_path):
         export_hf(tmp_path / "export", source.state_dict().items(), config=source.config)
 
 
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -245,10 +249,10 @@ def test_an_export_is_replaced_whole_or_not_at_all(tmp_path):
             export_hf(folder, weights(second), config=second.config)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert contents(folder) == before and [path.name for path in tmp_path.iterdir()] == ["export"]
+    assert contents(folder) == before and names(tmp_path) == ["export", "export.json"]
 
     export_hf(folder, weights(second), config=second.config)
-    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+    assert names(tmp_path) == ["export", "export.json"]
     assert sorted(contents(folder)) == ["config.json", "generation_config.json", "model.safetensors"]
     saved = load_file(folder / "model.safetensors")
     assert all(torch.equal(saved[name], tensor.bfloat16()) for name, tensor in weights(second))
@@ -263,12 +267,42 @@ def test_an_export_that_died_while_replacing_is_put_right(tmp_path):
         export_hf(folder, [], config=source.config)
     assert contents(folder) == before
     export_hf(folder, weights(source), config=source.config)
-    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+    assert names(tmp_path) == ["export", "export.json"]
 
 
-def test_a_folder_of_something_else_is_not_replaced(tmp_path):
-    (tmp_path / "thesis.tex").write_text("x")
+def test_files_that_no_export_wrote_stay(tmp_path):
     source = build()
-    with pytest.raises(ValueError, match="holds something else than a model"):
-        export_hf(tmp_path, weights(source), config=source.config)
-    assert (tmp_path / "thesis.tex").read_text() == "x"
+    folder = export_hf(tmp_path / "export", weights(source), config=source.config, max_shard_bytes=6000)
+    (folder / "README.md").write_text("a model card")
+    (folder / "quantized").mkdir()
+    (folder / "quantized" / "model.gguf").write_bytes(b"gguf")
+    for _ in range(2):
+        export_hf(folder, weights(source), config=source.config)
+        assert names(folder) == [
+            "README.md",
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "quantized",
+        ], "the shards of the first export are gone"
+        assert (folder / "README.md").read_text() == "a model card"
+        assert (folder / "quantized" / "model.gguf").read_bytes() == b"gguf"
+
+
+@pytest.mark.parametrize("names", [["thesis.tex"], ["config.json", "model.safetensors"]])
+def test_a_folder_that_no_export_wrote_is_not_replaced(tmp_path, names):
+    (tmp_path / "export").mkdir()
+    for name in names:
+        (tmp_path / "export" / name).write_text("x")
+    source = build()
+    with pytest.raises(ValueError, match="holds what no run of this folder exported; move that away"):
+        export_hf(tmp_path / "export", weights(source), config=source.config)
+    assert all((tmp_path / "export" / name).read_text() == "x" for name in names)
+
+
+def test_a_model_is_not_exported_over_itself(tmp_path):
+    source = build()
+    folder = export_hf(tmp_path / "export", weights(source), config=source.config)
+    check_export(folder, source=tmp_path / "other")
+    with pytest.raises(ValueError, match=r"would export over --model_name .*export, which it trains from"):
+        check_export(folder, source=tmp_path / "export" / ".." / "export")

@@ -141,7 +141,7 @@ def test_preset_rope_follows_transformers(name):
 def test_rope_types_without_a_te_form_are_refused(kind):
     config = config_of("llama", rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 4.0})
     with pytest.raises(ValueError, match=f"RoPE type '{kind}'"):
-        rope_angles(config, 16)
+        refuse_te("m", config)
 
 
 @pytest.mark.parametrize(

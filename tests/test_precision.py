@@ -188,9 +188,7 @@ def test_coverage_counts_gemms_by_their_weights():
 def test_fast_accumulation_where_no_gemm_has_the_choice_is_refused(resolved):
     precision.check_settings(settings(), resolved)
     lacking = resolved.te_backend == "emulated" and not torch.cuda.is_available()  # the machine is
-    with pytest.raises(
-        RuntimeError if lacking else ValueError, match=r"--fp8_fast_accumulation: .*drop it"
-    ):
+    with pytest.raises(RuntimeError if lacking else ValueError, match=r"--fp8_fast_accumulation: .*drop it"):
         precision.check_settings(settings(fp8_fast_accumulation=True), resolved)
 
 

@@ -104,6 +104,7 @@ class Record:
 
 
 def trainer(batches, *, total_steps, model=None, eval_batches=None, hooks=None, strategy=None, **settings):
+    start = {name: settings.pop(name) for name in ("progress", "owes_evaluation") if name in settings}
     settings = {"log_interval": 1, "learning_rate": 0.05, "eval_interval": 0, "save_interval": 0} | settings
     cfg = config_from_dict(settings)
     model, record = model or Bigram(), Record()
@@ -120,7 +121,7 @@ def trainer(batches, *, total_steps, model=None, eval_batches=None, hooks=None, 
         display=record,
         meter=Meter(SHAPE, strategy.world_size if strategy else 1, {"bf16": None, "fp8": None}),
         hooks=hooks,
-        progress=Progress(),
+        **({"progress": Progress()} | start),
     )
     return made, record
 
@@ -277,7 +278,10 @@ def test_evaluation_is_weighted_by_tokens():
 
 def test_evaluations_and_saves_come_when_asked_and_once_at_the_end():
     saved = []
-    hooks = Hooks(save=lambda step, eval_loss: saved.append((step, eval_loss is not None)))
+    hooks = Hooks(
+        save=lambda step, eval_loss: saved.append((step, eval_loss)),
+        rate=lambda step, eval_loss: saved.append(f"{step} rated"),
+    )
     made, record = trainer(
         [to_batch(rows(4))],
         total_steps=7,
@@ -289,8 +293,22 @@ def test_evaluations_and_saves_come_when_asked_and_once_at_the_end():
     )
     made.fit()
     assert [step for step, metrics in record.lines if "eval/loss" in metrics] == [0, 3, 6, 7]
-    assert saved == [(2, False), (4, False), (6, True), (7, True)]
+    assert saved == [(2, None), (4, None), (6, None), "6 rated", (7, None), "7 rated"], "saved first"
     assert made.progress.best_eval_loss == min(record.series("eval/loss"))
+
+
+@pytest.mark.parametrize("owed", [False, True])
+def test_an_evaluation_that_a_start_was_stopped_in_is_made_up_for(owed):
+    made, record = trainer(
+        [to_batch(rows(4))],
+        total_steps=8,
+        eval_batches=[to_batch(rows(2))],
+        progress=Progress(step=3),
+        eval_interval=3,
+        owes_evaluation=owed,
+    )
+    made.fit()
+    assert [step for step, metrics in record.lines if "eval/loss" in metrics] == [3] * owed + [6, 8]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -1,5 +1,6 @@
 """Weight layouts: exact in both directions, every key used once, shards read once."""
 
+import json
 import math
 from functools import partial
 from pathlib import Path
@@ -7,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from te_models import ModelPlan, build_model, export_tensors, plan_model, weight_source, whole
 from te_models.decoder import head_dim
 from te_models.families import FAMILIES
+from te_models.presets import PRESETS
 from te_models.weights import (
     RENAMED,
     RandomSource,
@@ -27,6 +29,7 @@ from te_models.weights import (
     load_te,
     split_qkv,
     te_to_hf,
+    weight_files,
 )
 from tests.children import preload, run_ranks
 from training.export import export_hf
@@ -280,8 +283,6 @@ def test_safetensors_source_reads_shards_and_skips_rope_tables(tmp_path):
         save_file({name: random.get(name) for name in part}, tmp_path / file)
         weight_map |= dict.fromkeys(part, file)
     weight_map["model.layers.0.self_attn.rotary_emb.inv_freq"] = "a.safetensors"
-    import json
-
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     shell = Shell(plan.config)
     load_te(shell, SafetensorsSource(tmp_path))
@@ -293,6 +294,61 @@ def test_safetensors_source_reads_shards_and_skips_rope_tables(tmp_path):
     (tmp_path / "b.safetensors").unlink()
     with pytest.raises(ValueError, match=r"b\.safetensors is missing"):
         SafetensorsSource(tmp_path)
+
+
+def test_one_whole_file_is_read_and_not_the_index_of_an_older_save(tmp_path):
+    """As transformers has it: saving over a folder of shards leaves their index behind."""
+    plan = tiny()
+    random = weight_source(plan, seed=1, device=CPU)
+    save_file({name: random.get(name) for name in random.shapes()}, tmp_path / "model.safetensors")
+    save_file({"model.norm.weight": torch.zeros(4)}, tmp_path / "old.safetensors")
+    index = {"weight_map": {"model.norm.weight": "old.safetensors", "gone": "missing.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    source = SafetensorsSource(tmp_path)
+    assert source.shapes() == random.shapes()
+    assert torch.equal(source.get("model.norm.weight"), random.get("model.norm.weight"))
+    assert [path.name for path in weight_files(tmp_path)] == ["model.safetensors"]
+
+
+def test_a_tensor_that_the_index_names_and_its_file_lacks_is_told(tmp_path):
+    save_file({"model.norm.weight": torch.zeros(4)}, tmp_path / "a.safetensors")
+    index = {"weight_map": {"model.norm.weight": "a.safetensors", "lm_head.weight": "a.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"a\.safetensors is damaged .*lm_head\.weight.*; download it again"):
+        SafetensorsSource(tmp_path)
+
+
+def test_a_head_of_its_own_in_the_files_is_not_tied(tmp_path):
+    """Whatever the configuration says: transformers does not tie two tensors that differ."""
+    config = AutoConfig.for_model(**PRESETS["tiny-qwen2"])
+    model = AutoModelForCausalLM.from_config(config)
+    assert config.tie_word_embeddings
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    for head, tied in ((embedding.clone(), True), (embedding + 1, False)):
+        save_file(
+            tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", metadata={"format": "pt"}
+        )
+        plan = plan_model(str(tmp_path), init="pretrained", use_te=True)
+        assert plan.config.tie_word_embeddings is tied
+    kwargs = {"te_backend": None, "dtype": torch.float32, "device": CPU, "seed": 0, "packed": False}
+    built = build_model(plan, **kwargs, max_positions=64)
+    exported = dict(export_tensors(built))
+    assert torch.equal(exported["lm_head.weight"], embedding + 1)
+    export_hf(tmp_path / "export", exported.items(), config=plan.config)
+
+
+def test_pickled_weights_are_left_to_transformers_also_where_they_are_sharded(tmp_path):
+    config = AutoConfig.for_model(**PRESETS["tiny-llama"])
+    model = AutoModelForCausalLM.from_config(config)
+    config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    plan = plan_model(str(tmp_path), init="pretrained", use_te=False)
+    kwargs = {"te_backend": None, "dtype": torch.float32, "device": CPU, "seed": 0, "packed": False}
+    built = build_model(plan, **kwargs, max_positions=64, shard=lambda model: None)
+    name = "model.embed_tokens.weight"
+    assert torch.equal(dict(export_tensors(built))[name], model.get_parameter(name))
 
 
 def test_a_folder_without_weights_is_named(tmp_path):

@@ -38,6 +38,7 @@ from training.durable_files import (
     digests,
     hidden,
     inspect_checkpoint,
+    no_room,
     publish,
     read_manifest,
     recover,
@@ -93,6 +94,24 @@ class Checkpoints:
             raise failure from cause
         ranks.on_first(self._prune)
         return final
+
+    def rate(self, step: int, eval_loss: float) -> None:
+        """Note the evaluation of a checkpoint that was saved before it, and prune. Collective."""
+        ranks.on_first(lambda: self._rate(step, eval_loss))
+        ranks.on_first(self._prune)
+
+    def _rate(self, step: int, eval_loss: float) -> None:
+        steps, losses = self._saved()
+        try:
+            self._write_index(steps, losses | {step: eval_loss})
+        except OSError as error:
+            raise no_room(self.folder / INDEX, error) from None
+
+    def eval_losses(self, path: Path) -> dict[int, float]:
+        """Evaluation losses of the checkpoints beside `path` up to its own, by step."""
+        name = STEP.fullmatch(path.name)
+        losses = Checkpoints(path.parent, keep_last=self.keep_last)._saved()[1] if name else {}
+        return {step: loss for step, loss in losses.items() if step <= int(name[1])}
 
     def latest(self) -> Path | None:
         """The step folder saved last, or None; DamagedCheckpoint if it is gone or the index unreadable."""

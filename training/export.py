@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from training.durable_files import as_os_error, hidden, publish, recover, sync_to_disk
+from training.durable_files import as_os_error, hidden, publish, recover, sync_to_disk, write_json
 
 
 def export_hf(
@@ -33,17 +34,17 @@ def export_hf(
     """Stream (name, tensor) pairs into a Hugging Face model folder and return it; call it on one process.
 
     Names and shapes are Hugging Face's, without a tied `lm_head.weight`; floats are cast to `dtype`. About
-    `max_shard_bytes` are in memory at a time. An existing export is replaced once this one is complete.
-    Python code that `config` names comes along from `code_folder`.
-    ValueError: a tensor that the model of `config` lacks, misses or has in another shape, or a `folder` that
-    holds something else than a model. RuntimeError: the files could not be written.
+    `max_shard_bytes` are in memory at a time. An existing export is replaced once this one is complete, but
+    for files that no export wrote: <folder>.json lists those of exports. Python code that `config` names
+    comes along from `code_folder`.
+    ValueError: a tensor that the model of `config` lacks, misses or has in another shape, or what
+    `check_export` refuses. RuntimeError: the files could not be written.
     """
     folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").is_file():
-        raise ValueError(f"export to {folder}: it holds something else than a model; move that away")
     partial = hidden(folder, "partial")
     try:
         recover(folder)
+        check_export(folder)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         config, expected = _describe(config, dtype, trust_remote_code)
@@ -55,8 +56,13 @@ def export_hf(
         (generation_config or GenerationConfig.from_model_config(config)).save_pretrained(partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
-        for path in (*partial.iterdir(), partial):
+        written = _written(folder) | {path.name for path in partial.iterdir()}
+        for path in folder.iterdir() if folder.exists() else ():
+            if path.name not in written:
+                _copy(path, partial / path.name)
+        for path in (*filter(Path.is_file, partial.iterdir()), partial):
             sync_to_disk(path)
+        write_json(_list_of(folder), {"files": sorted(written)})
         publish(partial, folder)
     except (OSError, SafetensorError) as error:
         cause = as_os_error(error) if isinstance(error, SafetensorError) else error
@@ -68,6 +74,45 @@ def export_hf(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def check_export(folder: Path, source: Path | None = None) -> None:
+    """ValueError where an export to `folder` would replace what no export wrote, or the model in `source`."""
+    if source is not None and source.resolve() == folder.resolve():
+        raise ValueError(
+            f"--output_dir {folder.parent}: the run would export over --model_name {source}, which it trains "
+            "from; choose another folder, or add --no_export"
+        )
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not _written(folder)):
+        raise ValueError(
+            f"--output_dir {folder.parent}: its {folder.name}/ holds what no run of this folder exported; "
+            "move that away, choose another folder, or add --no_export"
+        )
+
+
+def _list_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.json")
+
+
+def _written(folder: Path) -> set[str]:
+    """Names in `folder` that exports wrote; none where the list of them is missing or broken."""
+    try:
+        return set(json.loads(_list_of(folder).read_bytes())["files"])
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return set()
+
+
+def _copy(path: Path, to: Path) -> None:
+    """A user's file or folder, without taking its room twice where the file system can."""
+    if path.is_dir() and not path.is_symlink():
+        to.mkdir()
+        for inner in path.iterdir():
+            _copy(inner, to / inner.name)
+        return
+    try:
+        os.link(path, to, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(path, to, follow_symlinks=False)
 
 
 def _describe(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, dict[str, torch.Size]]:

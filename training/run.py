@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import math
 import os
 import platform
 import random
@@ -43,7 +44,7 @@ from training.config import TORCHAO_RECIPES, Config, changed_settings, knobs, pa
 from training.coverage import coverage
 from training.durable_files import no_room, write_json
 from training.errors import first_line
-from training.export import export_hf
+from training.export import check_export, export_hf
 from training.generate import answer, generation_config, reads_back
 from training.kernels import choose_kernels
 from training.outcome import EXIT_FAILED, EXIT_INTERRUPTED, end, lasting_output
@@ -255,7 +256,12 @@ class Run:
 
     def _open_folder(self) -> Path:
         folder, self.lock = open_run_folder(self.cfg, self.plan.short_name, self.precision.effective)
+        if self._exports():
+            check_export(folder / "export", self.plan.weights)
         return folder
+
+    def _exports(self) -> bool:
+        return self.cfg.checkpoint.export and self.cfg.optim.max_steps != 0
 
     def _find_checkpoint(self) -> tuple[Path | None, dict]:
         """The checkpoint to go on from, and its meta; from here on the folder is this run's."""
@@ -374,7 +380,7 @@ class Run:
         try:
             finished = self.trainer.fit()
             self.display.close()
-            if finished and self.total_steps and self.cfg.checkpoint.export:
+            if finished and self._exports():
                 self._export()
             if finished:
                 self.tracker.summary(self._summary())
@@ -396,7 +402,7 @@ class Run:
 
     def _restore(self) -> Progress:
         """What the run has done in earlier starts, with everything as the checkpoint has it."""
-        progress, self.scaling = Progress(), {}
+        progress, self.scaling, self.evaluated = Progress(), {}, {}
         if self.resume:
             self.watchdog.starting("restoring the checkpoint")
             progress, self.scaling = restore_run(
@@ -411,6 +417,10 @@ class Run:
             )
             if not self._does_the_same_work():
                 progress.rates = {}
+            self.evaluated = ranks.on_first(lambda: self.checkpoints.eval_losses(self.resume))
+            losses = [progress.best_eval_loss, *self.evaluated.values()]
+            finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+            progress.best_eval_loss = min(finite, default=None)
             say(f"resumed from {self.resume} at step {progress.step}")
         return progress
 
@@ -513,9 +523,11 @@ class Run:
                 logged=self._logged,
                 evaluating=lambda: scaling_state.frozen_scaling(self.model),
                 save=self._save,
+                rate=self._rate,
                 beat=self.watchdog.beat,
             ),
             progress=progress,
+            owes_evaluation=progress.step not in self.evaluated,
         )
 
     def _peaks(self) -> dict[str, float | None]:
@@ -600,6 +612,10 @@ class Run:
             # Without a step or an evaluation since the resume TE has no state yet.
             scaling=scaling_state.scaling_state(self.model) or self.scaling,
         )
+
+    def _rate(self, step: int, eval_loss: float) -> None:
+        if self.cfg.checkpoint.save_checkpoints:
+            self.checkpoints.rate(step, eval_loss)
 
     def _gpus(self) -> int:
         return self.strategy.world_size if self.device.type == "cuda" else 0

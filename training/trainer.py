@@ -69,6 +69,7 @@ class Hooks:
     beat: Callable[[str], None] = lambda doing: None  # what this rank does next, for who watches over it
     # (step, evaluation loss at it or None)
     save: Callable[[int, float | None], None] = lambda step, eval_loss: None
+    rate: Callable[[int, float], None] = lambda step, eval_loss: None  # what was saved before its evaluation
 
 
 def read_later(values: Tensor) -> Callable[[], list[float]]:
@@ -170,7 +171,9 @@ class Trainer:
         meter: Meter,
         hooks: Hooks | None = None,
         progress: Progress | None = None,
+        owes_evaluation: bool = False,
     ):
+        """`owes_evaluation`: the step that this start goes on from was not evaluated."""
         self.cfg, self.model, self.optimizer, self.strategy = cfg, model, optimizer, strategy
         self.autocast, self.learning_rate, self.total_steps = autocast, learning_rate, total_steps
         self.loaders, self.tracker, self.display, self.meter = loaders, tracker, display, meter
@@ -184,6 +187,7 @@ class Trainer:
         self._skipped_in_a_row, self._prepared, self._covered = 0, False, False
         self._unread: list[tuple[int, StepResult]] = []  # steps whose verdict is not known yet
         self._saved_step = self._evaluated_step = -1
+        self._owes_evaluation = owes_evaluation
         self._last_eval: dict[str, float] = {}
         self._uncounted = {"real_tokens": 0, "label_tokens": 0}  # of this rank, since the last save
 
@@ -275,8 +279,8 @@ class Trainer:
                     return self._stop()
                 if self.progress.step >= self.total_steps:
                     break
-        self._evaluate_and_log()
         self._save()
+        self._evaluate_and_log()
         return not self.strategy.any(self.stop_requested) or self._stop()
 
     def _stop(self) -> bool:
@@ -306,7 +310,12 @@ class Trainer:
 
     def _first_time(self, batch: Any) -> None:
         self._prepare(batch)
-        if self.cfg.log.eval_at_start and self.progress.step == 0 and self._evaluated_step < 0:
+        step, settings = self.progress.step, self.cfg.log
+        if (
+            settings.eval_at_start
+            if step == 0
+            else self._owes_evaluation and _due(step, settings.eval_interval)
+        ):
             self._evaluate_and_log()
 
     def _account(self, window: list[Any], result: StepResult, waited: float) -> bool:
@@ -337,10 +346,10 @@ class Trainer:
             self.hooks.after_first_step()
         if log:
             self._log(result)
+        if save:  # before the evaluation, which may fail
+            self._save()
         if evaluate:
             self._evaluate_and_log()
-        if save:
-            self._save()
         if self.device.type == "cuda" and _due(progress.step, settings.sharding.empty_cache_freq):
             torch.cuda.empty_cache()
         if first or evaluate or save:
@@ -445,6 +454,8 @@ class Trainer:
         if math.isfinite(metrics["eval/loss"]) and (best is None or metrics["eval/loss"] < best):
             self.progress.best_eval_loss = metrics["eval/loss"]
         self.tracker.log(self.progress.step, metrics)
+        if self._saved_step == self.progress.step:
+            self.hooks.rate(self.progress.step, metrics["eval/loss"])
         self.display.message(
             f"step {self.progress.step}: eval loss {metrics['eval/loss']:.4f}, perplexity "
             f"{metrics['eval/perplexity']:.2f}, token accuracy {metrics['eval/token_accuracy']:.2%}"
