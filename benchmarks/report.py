@@ -16,7 +16,7 @@ from benchmarks import figures, html_report, markdown
 from benchmarks.fp8_heatmap import draw_casts, last_casts
 from benchmarks.gaps import comparison, pick_reference
 from benchmarks.launch import make_folder, run_command
-from benchmarks.runs import RunRecord, provenance, read_run
+from benchmarks.runs import RunRecord, provenance, read_run, run_folders
 from training.config import OneLineParser
 
 Cell = Callable[[RunRecord, list[RunRecord]], str]  # of a run, beside all runs of the report
@@ -130,7 +130,11 @@ def write_page(runs: list[RunRecord], reference: RunRecord, target: Path) -> Non
 def read_all(folders: list[Path], reference: Path | None) -> tuple[list[RunRecord], RunRecord]:
     """The runs and their reference, which joins them if need be; ValueError for what is no run."""
     found: dict[Path, RunRecord] = {}
-    for folder in [*folders, *([reference] if reference else [])]:
+    whole = [
+        folder if (folder / "config.json").exists() else run_folders(folder) or folder for folder in folders
+    ]
+    each = [path for paths in whole for path in (paths if isinstance(paths, list) else [paths])]
+    for folder in [*each, *([reference] if reference else [])]:
         if folder.resolve() not in found:
             found[folder.resolve()] = read_run(folder)
     runs = list(found.values())
@@ -139,7 +143,9 @@ def read_all(folders: list[Path], reference: Path | None) -> tuple[list[RunRecor
 
 def report(argv: list[str]) -> int:
     parser = OneLineParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run folder, or one that holds some"
+    )
     parser.add_argument(
         "--reference",
         type=Path,

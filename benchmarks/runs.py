@@ -145,6 +145,12 @@ class RunRecord:
         return reduce(values) if values else None
 
 
+def run_folders(folder: Path) -> list[Path]:
+    """The folders of all runs below `folder`."""
+    found = [path.parent for path in folder.rglob("config.json")]
+    return sorted(path for path in found if (path / "metrics.jsonl").exists())
+
+
 def read_run(folder: Path) -> RunRecord:
     """Read a run folder; ValueError if it is none, or holds a broken file."""
     if not (folder / "config.json").is_file():

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.launch import run_command
 from benchmarks.performance_page import RESULTS, ROOT, provenance, replaced
-from benchmarks.runs import RunRecord, read_run
+from benchmarks.runs import RunRecord, read_run, run_folders
 from benchmarks.study_tables import (
     Against,
     baseline,
@@ -84,11 +84,6 @@ def tables(study: Study, runs: list[RunRecord]) -> str:
     if not runs:
         return f"Not run yet: `{study.command}`"
     return "\n\n".join([*study.tables(runs), *notes(runs, study.against), *where_from(runs)])
-
-
-def run_folders(folder: Path) -> list[Path]:
-    found = [path.parent for path in folder.rglob("config.json")]
-    return sorted(path for path in found if (path / "metrics.jsonl").exists())
 
 
 def record(source: Path, target: Path) -> list[Path]:

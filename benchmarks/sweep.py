@@ -34,7 +34,7 @@ from benchmarks.plan_flags import gpu_name
 from benchmarks.plan_time import GPUS, Gpu
 from benchmarks.runs import INDIFFERENT
 from benchmarks.variants import DECIDED, Variant, given_settings, parse_variants, resolve
-from training.config import Config, OneLineParser, knobs, nearest
+from training.config import Config, OneLineParser, YamlLoader, knobs, nearest
 from training.durable_files import replace_file
 
 PROG = "python -m benchmarks.sweep"
@@ -85,21 +85,10 @@ class Result:
         return f"{self.status}, {self.reason}" if self.reason else self.status
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML whose mappings name each key once: the last of two would win, unseen."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        merge = "tag:yaml.org,2002:merge"  # of another mapping, whose keys may be here too
-        names = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != merge]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise yaml.YAMLError(f"{twice!r} stands twice, line {node.start_mark.line + 1} and on")
-        return super().construct_mapping(node, deep)
-
-
 def read_sweep(path: Path) -> dict[str, Any]:
     """The sweep's `grid`, `base` and `needs`. ValueError names the file and what is wrong in it."""
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        loaded = yaml.load(path.read_text(encoding="utf-8"), YamlLoader)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

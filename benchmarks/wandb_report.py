@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from training.config import LogConfig
-from training.trackers import check_server, wandb_id, wandb_settings
+from training.trackers import mode_within_reach, wandb_id, wandb_settings
 
 COLUMNS = ("variant", "status", "against", "reason")
 
@@ -21,7 +21,7 @@ def upload(folder: Path, cfg: LogConfig, rows: Sequence[Any], config: dict[str, 
     import wandb
 
     try:
-        check_server(cfg)
+        mode = mode_within_reach(cfg, folder)
         run = wandb.init(
             project=cfg.wandb_project,
             name=f"{folder.resolve().name}-verdict",
@@ -29,7 +29,7 @@ def upload(folder: Path, cfg: LogConfig, rows: Sequence[Any], config: dict[str, 
             resume="allow",
             group=cfg.wandb_group,
             job_type="report",
-            mode=cfg.wandb_mode,
+            mode=mode,
             config=config,
             dir=str(folder),
             settings=wandb_settings(),

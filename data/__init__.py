@@ -18,7 +18,7 @@ from data.chat import Encoder, Status, load_tokenizer
 from data.collate import Batch
 from data.loader import Layout, Loader, Stored, Stream
 from data.packing import Bins, shuffled
-from data.samples import BAD_ROWS, DataReport, Selection, Split
+from data.samples import DataReport, Selection, Split
 from data.sources import Source
 from training.config import DataConfig
 
@@ -84,7 +84,7 @@ def build_loaders(
         train, held = divide(split, held_out, seed)
         source = Stored(train.samples, layout, seed=seed)
     bins = source.bins
-    require_usable(train, f"--split_name {cfg.split_name}", cfg)
+    require_usable(split, train, f"--split_name {cfg.split_name}")
     whole = not cfg.streaming or source.is_one_window
     if world_size > 1 and whole and len(bins) < layout.stride:
         raise ValueError(
@@ -106,7 +106,7 @@ def build_loaders(
     loaders = Loaders(
         train=Loader(source, identity=identity, per_step=micro_batches_per_step, **workers),
         eval=None,
-        report=replace(report(train, layout, bins, streaming=cfg.streaming), **split.tokenised),
+        report=replace(report(split, train, layout, bins, streaming=cfg.streaming), **split.tokenised),
         eval_report=None,
         eval_prompts=[],
     )
@@ -126,7 +126,7 @@ def _with_evaluation(
 ) -> Loaders:
     """`loaders` with the rows `held` of `split`; ValueError if none of one that was asked for is usable."""
     if cfg.eval_split:
-        require_usable(held, f"--eval_split {cfg.eval_split}", cfg)
+        require_usable(split, held, f"--eval_split {cfg.eval_split}")
     elif not len(held.samples):
         logger.warning(
             "none of the %d held-out rows can be used: this run has no evaluation", held.counts.sum()
@@ -136,7 +136,7 @@ def _with_evaluation(
     return replace(
         loaders,
         eval=Loader(source, identity={"samples": held.fingerprint}, restart=True, **workers),
-        eval_report=report(held, layout, source.bins),
+        eval_report=report(split, held, layout, source.bins),
         eval_prompts=prompts(split, held),
     )
 
@@ -157,8 +157,7 @@ def open_split(cfg: DataConfig, name: str, tokenizer: PreTrainedTokenizerBase, v
     source = DATASETS.get(cfg.dataset_name, sources.detect)(cfg, name)
     if isinstance(source.rows, Dataset) and not len(source.rows):
         raise ValueError(f"--dataset_name {cfg.dataset_name}: split {name} has no rows; take another split")
-    system = "" if source.whole_chats else cfg.system_prompt
-    encoder = Encoder(tokenizer, source.to_sample, chat=source.chat, system=system)
+    encoder = Encoder(tokenizer, source.to_sample, chat=source.chat, system=source.system)
     if source.chat and name == cfg.split_name and encoder.turn_end is None:
         logger.warning(
             "--tokenizer_name %s: its chat template ends an answer with no special token, so nothing in "
@@ -184,19 +183,22 @@ def divide(split: Split, eval_samples: int, seed: int) -> tuple[Selection, Selec
     return train, split.select(tokens, held, numbers) if held_out else None
 
 
-def require_usable(selection: Selection, flag: str, cfg: DataConfig) -> None:
+def require_usable(split: Split, selection: Selection, flag: str) -> None:
     if len(selection.samples):
         return
+    cfg = split.cfg
     counts = {status.name.lower(): int(n) for status, n in zip(Status, selection.counts, strict=True) if n}
     reasons = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in counts.items()) or "it is empty"
-    reasons += f": {BAD_ROWS}" if "bad" in counts else ""
+    reasons += f": {split.first_bad(selection)}" if "bad" in counts else ""
     raise ValueError(
         f"{flag} of --dataset_name {cfg.dataset_name}: no row can be used ({reasons}); check the data, its "
         f"columns, and --max_seq_length {cfg.max_seq_length}"
     )
 
 
-def report(selection: Selection, layout: Layout, bins: Bins, *, streaming: bool = False) -> DataReport:
+def report(
+    split: Split, selection: Selection, layout: Layout, bins: Bins, *, streaming: bool = False
+) -> DataReport:
     counts, lengths = selection.counts, selection.samples.length
     tokens = int(lengths.sum())
     return DataReport(
@@ -207,6 +209,7 @@ def report(selection: Selection, layout: Layout, bins: Bins, *, streaming: bool 
         overlong_truncated=int(counts[Status.TRUNCATED]),
         without_label=int(counts[Status.WITHOUT_LABEL]),
         bad_rows=int(counts[Status.BAD]),
+        first_bad_row=split.first_bad(selection),
         tokens=tokens,
         label_tokens=selection.label_tokens,
         sequences=len(bins),

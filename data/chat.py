@@ -275,6 +275,17 @@ class Encoder:
         lists = {name: list_column(columns[name]) for name in ("input_ids", "spans")}
         return pa.table({**columns, **lists}, schema=Features(COLUMNS).arrow_schema)
 
+    def why_bad(self, row: Row) -> str:
+        """What is wrong with a row whose Status is BAD."""
+        sample = self.to_sample(row)
+        if (wrong := fault(sample)) is not None:
+            return wrong
+        try:
+            self.segments(sample["messages"])
+        except TemplateError as error:
+            return f"the chat template refuses it: {first_line(error).rstrip('.')}"
+        return "the chat template refused it"
+
     def tokenise(self, texts: list[str], backend: Tokenizer | None = None) -> list[Encoding]:
         """The ids that `tokenizer(texts, add_special_tokens=False)` gives, as `ids` of each encoding.
 
@@ -340,23 +351,43 @@ def list_column(arrays: list[np.ndarray]) -> pa.ListArray:
 
 def why_unusable(sample: Row) -> Status:
     """USED, or what is wrong with a sample's text before it is tokenised."""
-    if "text" in sample:
-        texts = needed = [sample["text"]]
-        answers = 1
-    else:
-        messages = sample["messages"]
-        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-            return Status.BAD
-        if not all(isinstance(m.get("role"), str) for m in messages):
-            return Status.BAD
-        texts = [m.get("content") for m in messages]
-        needed = [m.get("content") for m in messages if m["role"] in ("user", "assistant")]
-        answers = sum(m["role"] == "assistant" for m in messages)
-    if not all(isinstance(text, str) and is_utf8(text) for text in texts):
+    if fault(sample) is not None:
         return Status.BAD
+    if "text" in sample:
+        return Status.USED if sample["text"].strip() else Status.EMPTY
+    needed = [m["content"] for m in sample["messages"] if m["role"] in ("user", "assistant")]
     if not needed or not all(text.strip() for text in needed):
         return Status.EMPTY
+    answers = any(m["role"] == "assistant" for m in sample["messages"])
     return Status.USED if answers else Status.WITHOUT_LABEL
+
+
+def fault(sample: Row) -> str | None:
+    """What in a sample is not the text that it should be; None if nothing is."""
+    if "text" in sample:
+        return no_text("its text", sample["text"])
+    messages = sample["messages"]
+    if not isinstance(messages, list):
+        return f"its messages are {kind(messages)}, not a list"
+    for message in messages:
+        if not isinstance(message, dict):
+            return f"a message is {kind(message)}, not a role and its content"
+        role = message.get("role")
+        if not isinstance(role, str):
+            return f"the role of a message is {kind(role)}, not text"
+        if (wrong := no_text(f"what the {role} says", message.get("content"))) is not None:
+            return wrong
+    return None
+
+
+def no_text(what: str, value: Any) -> str | None:
+    if not isinstance(value, str):
+        return f"{what} is {kind(value)}, not text"
+    return None if is_utf8(value) else f"{what} is not UTF-8"
+
+
+def kind(value: Any) -> str:
+    return "missing" if value is None else f"of type {type(value).__name__}"
 
 
 def is_utf8(text: str) -> bool:

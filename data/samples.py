@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -60,6 +61,7 @@ class DataReport:
     sequences: int  # packed sequences in the first epoch; samples when not packing
     packing_efficiency: float  # tokens / (tokens and padding), 0 to 1
     fingerprint: str = ""  # of the samples in their order, the same on every machine
+    first_bad_row: str | None = None  # its number, and what is wrong with it
     streaming: bool = False
     rows_per_second: float | None = None  # of tokenisation, if this process did it: not a cache, not a stream
     processes: int | None = None  # that did it
@@ -77,7 +79,7 @@ class DataReport:
             "over --max_seq_length, dropped": self.overlong_dropped,
             "over --max_seq_length, cut": self.overlong_truncated,
             "without a token to predict": self.without_label,
-            BAD_ROWS: self.bad_rows,
+            f"{BAD_ROWS} ({self.first_bad_row})": self.bad_rows,
         }
         found = [f"{count:,} {reason}" for reason, count in reasons.items() if count]
         if self.rows_per_second:
@@ -85,7 +87,7 @@ class DataReport:
             lines[0] += f"; tokenised by {by} at {self.rows_per_second:,.0f} rows/s"
         return lines + ([f"rows left out or cut: {'; '.join(found)}"] if found else [])
 
-    def as_dict(self) -> dict[str, int | float | bool]:
+    def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
@@ -139,6 +141,7 @@ class Selection:
     counts: np.ndarray  # int64 [len(Status)], of rows
     label_tokens: int
     fingerprint: str
+    first_bad: int | None  # number of the first row that is BAD
 
 
 inherited: list[Encoder] = []  # the last one is what processes forked from this one tokenise with
@@ -315,4 +318,14 @@ class Split:
         for array in (crc[document], start, length, samples.row):
             content.update(np.ascontiguousarray(array).tobytes())
         counts = np.bincount(worst[keep], minlength=len(Status))
-        return Selection(samples, counts, label_tokens, content.hexdigest())
+        bad = numbers[keep & (worst == Status.BAD)]
+        first_bad = int(bad[0]) if len(bad) else None
+        return Selection(samples, counts, label_tokens, content.hexdigest(), first_bad)
+
+    def first_bad(self, selection: Selection) -> str | None:
+        """Number of the selection's first bad row, and what is wrong with it."""
+        if (number := selection.first_bad) is None:
+            return None
+        rows = self.source.rows
+        row = rows[number] if isinstance(rows, Dataset) else next(iter(islice(rows, number, None)))
+        return f"row {number}: {self.encoder.why_bad(row)}"

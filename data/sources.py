@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets import Dataset, IterableDataset
+import pandas as pd
+from datasets import Dataset, Features, IterableDataset, Value
 
 from data import demo as demo_set
 from data.cache import CLOSED, storing, why_not_stored
 from data.chat import Row
-from training.config import DataConfig
+from training.config import SYSTEM_PROMPT, DataConfig
 from training.errors import first_line, origins, raise_interrupt
 
 # Columns of prompt/answer data, tried in this order.
@@ -39,7 +41,11 @@ PAIRS = (
     ("input", "output"),
 )
 TEXTS = ("text", "content")
-READERS = {".jsonl": "text", ".txt": "text", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+CHATS = ("messages", "conversations", "conversation")
+SHARE_GPT = {"human": "user", "gpt": "assistant"}  # senders there, roles here
+READERS = {".jsonl": "text", ".txt": "text", ".json": "json", ".parquet": "parquet"}
+READERS |= {".csv": "csv", ".tsv": "csv"}
+FIELDS = ("dataset_messages_field", "dataset_text_field", "dataset_prompt_field", "dataset_completion_field")
 UTF8 = "utf-8-sig"  # without the byte-order mark that a file of text may begin with
 PEEK = 100  # rows whose keys are a data set's columns, where no header names them
 
@@ -51,7 +57,7 @@ class Source:
     rows: Dataset | IterableDataset
     to_sample: Callable[[Row], Row]
     chat: bool  # False: plain text, which may be split anywhere
-    whole_chats: bool = False  # with system prompts of their own, or none
+    system: str  # the prompt that chats begin with, unless they have one of their own
 
 
 def demo(cfg: DataConfig, split: str) -> Source:
@@ -76,9 +82,8 @@ def detect(cfg: DataConfig, split: str) -> Source:
     """Any other data set: columns named in the settings, else chat, prompt/answer or text, found by name."""
     rows, json_lines = open_split(cfg, split)
     columns = seen_keys(rows, from_json) if json_lines else rows.column_names or seen_keys(rows, dict)
-    to_sample, chat = choose_columns(cfg, columns)
-    whole = to_sample is messages
-    return Source(rows, partial(json_line, to_sample) if json_lines else to_sample, chat, whole)
+    to_sample, *kind = choose_columns(cfg, columns)
+    return Source(rows, partial(json_line, to_sample) if json_lines else to_sample, *kind)
 
 
 def seen_keys(rows: Dataset | IterableDataset, parse: Callable[[Row], Row | None]) -> list[str]:
@@ -86,39 +91,66 @@ def seen_keys(rows: Dataset | IterableDataset, parse: Callable[[Row], Row | None
     return list(dict.fromkeys(chain.from_iterable(parse(row) or () for row in islice(rows, PEEK))))
 
 
-def choose_columns(cfg: DataConfig, columns: list[str]) -> tuple[Callable[[Row], Row], bool]:
-    """The row-to-sample function for these columns, and whether it makes chats; ValueError lists them."""
+def choose_columns(cfg: DataConfig, columns: list[str]) -> tuple[Callable[[Row], Row], bool, str]:
+    """The row-to-sample function, and a Source's `chat` and `system`, for columns that a ValueError lists.
+
+    Whole chats get a system prompt only if one was given: many sets are made to have none.
+    """
     known = f"columns of --dataset_name {cfg.dataset_name}: {', '.join(columns) or 'none'}"
-    for flag in ("dataset_text_field", "dataset_prompt_field", "dataset_completion_field"):
+    for flag in FIELDS:
         field = getattr(cfg, flag)
         if field is not None and field not in columns:
             raise ValueError(f"--{flag} {field}: there is no such column; {known}")
     if cfg.dataset_text_field:
-        return partial(text, cfg.dataset_text_field), False
+        return partial(text, cfg.dataset_text_field), False, ""
     if cfg.dataset_prompt_field:
         fields = cfg.dataset_prompt_field, cfg.dataset_completion_field
-        return partial(pair, *fields, None, cfg.system_prompt), True
-    if "messages" in columns:
-        return messages, True
+        return partial(pair, *fields, None, cfg.system_prompt), True, cfg.system_prompt
+    for field in (cfg.dataset_messages_field, *CHATS):
+        if field in columns:
+            system = cfg.system_prompt if cfg.system_prompt != SYSTEM_PROMPT else ""
+            return partial(messages, field, system), True, system
     for prompt, answer in PAIRS:
         if prompt in columns and answer in columns:
             context = "input" if prompt == "instruction" else None  # where a row has it
-            return partial(pair, prompt, answer, context, cfg.system_prompt), True
+            return partial(pair, prompt, answer, context, cfg.system_prompt), True, cfg.system_prompt
     for field in TEXTS:
         if field in columns:
-            return partial(text, field), False
+            return partial(text, field), False, ""
     raise ValueError(
         f"--dataset_name {cfg.dataset_name}: no chat, prompt/answer or text columns found; name them with "
-        f"--dataset_text_field, or --dataset_prompt_field and --dataset_completion_field ({known})"
+        "--dataset_messages_field, --dataset_text_field, or --dataset_prompt_field and "
+        f"--dataset_completion_field ({known})"
     )
 
 
-def messages(row: Row) -> Row:
-    """Parquet gives every message the keys of all; templates ask whether a key is there."""
-    found = row.get("messages")
-    if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
+def messages(field: str, system: str, row: Row) -> Row:
+    """A column of messages, as OpenAI has them or ShareGPT; `system` goes before those that begin without."""
+    found = row.get(field)
+    if not is_chat(found):
         return {"messages": found}
-    return {"messages": [{k: v for k, v in m.items() if v is not None or k == "content"} for m in found]}
+    turns = [turn(message) for message in found]
+    asks = system and turns and turns[0].get("role") != "system"
+    return {"messages": [{"role": "system", "content": system}, *turns] if asks else turns}
+
+
+def is_chat(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(message, dict) for message in value)
+
+
+def turn(message: Row) -> Row:
+    """One message as chat templates take it.
+
+    Parquet gives every message the keys of all; templates ask whether a key is there.
+    """
+    made = {k: v for k, v in message.items() if v is not None or k == "content"}
+    if "role" not in made and "from" in made:
+        sender = made.pop("from")
+        made |= {"role": SHARE_GPT.get(sender, sender), "content": made.pop("value", None)}
+    parts = made.get("content")
+    if isinstance(parts, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
+        made["content"] = "".join(part["text"] for part in parts)
+    return made
 
 
 def text(field: str, row: Row) -> Row:
@@ -126,12 +158,20 @@ def text(field: str, row: Row) -> Row:
 
 
 def pair(prompt: str, answer: str, context: str | None, system: str, row: Row) -> Row:
-    """Prompt and answer columns as a chat; a non-empty `context` column is appended to the prompt."""
-    question = row.get(prompt)
+    """Prompt and answer columns, text or messages, as a chat; what is in `context` follows the prompt."""
+    question, reply = (as_text(row.get(name)) for name in (prompt, answer))
+    if is_chat(question) and is_chat(reply):
+        return messages(prompt, system, {prompt: question + reply})
     if context and row.get(context) and isinstance(question, str):
         question = f"{question}\n\n{row[context]}"
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": row.get(answer)}]
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
     return {"messages": [{"role": "system", "content": system}, *turns] if system else turns}
+
+
+def as_text(value: Any) -> Any:
+    """A number as it is written: answers may be some."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return str(value) if is_number else value
 
 
 def json_line(to_sample: Callable[[Row], Row], row: Row) -> Row:
@@ -185,8 +225,9 @@ def open_split(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, 
     try:
         if path.is_file() or json_lines:
             # Undecodable bytes become U+FFFD, which marks the row as unusable.
-            options = {"encoding_errors": "replace"} if reader in ("text", "csv") else {}
+            options: dict[str, Any] = {"encoding_errors": "replace"} if reader in ("text", "csv") else {}
             options |= {"encoding": UTF8} if reader == "text" else {}
+            options |= as_written(files[split]) if reader == "csv" else {}
             return datasets.load_dataset(
                 reader, data_files={split: files[split]}, **options, **common
             ), json_lines
@@ -196,9 +237,21 @@ def open_split(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, 
         )
         if builder.name == "text" and builder.config.encoding == "utf-8":
             only["encoding"] = UTF8
+        only |= as_written(files[split]) if builder.name == "csv" else {}
         return datasets.load_dataset(name, configuration, **only, **common), False
     except Exception as error:
         raise unreadable(cfg, error) from error
+
+
+def as_written(files: list[str]) -> dict[str, Any]:
+    """Options for cells as text, 007 and NA too, where the first file can be asked for its columns."""
+    options: dict[str, Any] = {"keep_default_na": False}
+    if Path(files[0]).suffix == ".tsv":
+        options["sep"] = "\t"
+    if Path(files[0]).is_file():
+        header = pd.read_csv(files[0], nrows=0, sep=options.get("sep", ","), encoding_errors="replace")
+        options["features"] = Features({str(name): Value("string") for name in header.columns})
+    return options
 
 
 def name_and_configuration(cfg: DataConfig) -> tuple[str, str | None]:
@@ -241,10 +294,14 @@ def unreadable(cfg: DataConfig, error: Exception) -> ValueError | RuntimeError:
             reason = f"{first_line(origin)}; check the permissions"
             return ValueError(f"--dataset_name {cfg.dataset_name}: cannot be read: {reason}")
     cause = error
-    while isinstance(cause, datasets.exceptions.DatasetGenerationError) and cause.__cause__:
-        cause = cause.__cause__
+    while isinstance(cause, datasets.exceptions.DatasetGenerationError):
+        if (deeper := cause.__cause__ or cause.__context__) is None:
+            break
+        cause = deeper
+    what = f"--dataset_name {cfg.dataset_name}: cannot be read: {first_line(cause).rstrip('.')}; "
+    if Path(name_and_configuration(cfg)[0]).expanduser().exists():
+        return ValueError(f"{what}files of one split are of one kind and have the same columns")
     return ValueError(
-        f"--dataset_name {cfg.dataset_name}: cannot be read: {first_line(cause).rstrip('.')}; "
-        "check the name and the "
+        f"{what}check the name and the "
         f"network, or give a local folder, a file ({', '.join(READERS)}), or --dataset_name demo"
     )

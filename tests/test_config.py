@@ -48,6 +48,8 @@ def test_compilation_has_two_names():
     [
         (["--use_t"], "unknown flag --use_t; did you mean '--use_te'"),
         (["--batch_siz", "3"], "did you mean '--batch_size'"),
+        (["--lr", "3"], "did you mean '--learning_rate'"),
+        (["--epochs", "3"], "did you mean '--num_epochs'"),
         (["surprise"], "unexpected argument surprise"),
         (["--batch_size"], "expected one argument"),
         (["--batch_size", "two"], "--batch_size two: must be a whole number"),
@@ -100,6 +102,7 @@ def test_yaml_sets_and_flags_win(tmp_path):
         ("learning_rat: 1", "unknown setting 'learning_rat'; did you mean 'learning_rate'"),
         ("- a\n- b", "must hold `setting: value` lines"),
         ("a: [", "not valid YAML"),
+        ("batch_size: 8\nbatch_size: 2", "not valid YAML: 'batch_size' stands twice"),
         ("batch_size: 1.5", "--batch_size 1.5: must be a whole number"),
         ("batch_size: .inf", "--batch_size inf: must be a whole number"),
         ("batch_size: true", "--batch_size True: must be a whole number"),

@@ -21,7 +21,7 @@ from datasets.packaged_modules.generator.generator import Generator
 from datasets.packaged_modules.text.text import Text
 
 from data import DATASETS, build_loaders, cache, load_tokenizer
-from data.chat import why_unusable
+from data.chat import Status, why_unusable
 from data.collate import IGNORE
 from data.demo import SIZES, generate
 from data.sources import choose_columns, detect, unreadable
@@ -29,13 +29,7 @@ from training.config import DataConfig
 
 OPENMATH = Path(__file__).parents[2] / "shared" / "data" / "openmath_gsm8k"
 PAIR = {"problem": "What is 1 + 1?", "generated_solution": "It is 2."}
-# Rows in the columns of a data set that tests cannot download.
 VOCABULARY = 2048
-OFFLINE_ROWS = {
-    "nvidia/OpenMathInstruct-2": [
-        {**PAIR, "expected_answer": "2", "problem_source": f"{i}"} for i in range(5)
-    ]
-}
 
 
 @pytest.fixture
@@ -90,14 +84,6 @@ def answers(loaders, tokenizer):
 
 def table_source(name, tmp_path, streaming=False):
     settings = {"dataset_name": name, "data_cache_dir": str(tmp_path / "cache"), "streaming": streaming}
-    if name in OFFLINE_ROWS:
-        (tmp_path / "set").mkdir(exist_ok=True)
-        (tmp_path / "set" / "train_1M.jsonl").write_bytes(lines(*OFFLINE_ROWS[name]))
-        (tmp_path / "set" / "README.md").write_text(
-            "---\nconfigs:\n- config_name: default\n  data_files:\n"
-            "  - split: train_1M\n    path: train_1M.jsonl\n---\n"
-        )
-        settings["dataset_name"] = str(tmp_path / "set")
     return DATASETS[name](DataConfig(**settings), "train_1M")
 
 
@@ -194,14 +180,14 @@ def test_real_rows_in_openmath_columns(load, streaming):
     ],
 )
 def test_prompt_columns_are_found_by_name(row, settings, prompt, answer):
-    to_sample, chat = choose_columns(DataConfig(system_prompt="Think.", **settings), list(row))
+    to_sample, chat, _ = choose_columns(DataConfig(system_prompt="Think.", **settings), list(row))
     assert chat
     assert to_sample(row)["messages"] == [
         {"role": "system", "content": "Think."},
         {"role": "user", "content": prompt},
         {"role": "assistant", "content": answer},
     ]
-    to_sample, _ = choose_columns(DataConfig(system_prompt="", **settings), list(row))
+    to_sample, *_ = choose_columns(DataConfig(system_prompt="", **settings), list(row))
     assert [m["role"] for m in to_sample(row)["messages"]] == ["user", "assistant"]
 
 
@@ -231,15 +217,92 @@ def test_columns_named_in_the_settings_may_be_absent_from_the_first_line(load, t
 def test_chat_and_text_columns_are_found_by_name():
     cfg = DataConfig()
     turns = [{"role": "user", "content": "a"}]
-    to_sample, chat = choose_columns(cfg, ["text", "messages"])
+    to_sample, chat, _ = choose_columns(cfg, ["text", "messages"])
     assert chat and to_sample({"messages": turns}) == {"messages": turns}
     with_all_keys = [turn | {"tool_calls": None} for turn in turns]  # as Parquet has them
     assert to_sample({"messages": with_all_keys}) == {"messages": turns}
     for name in ("text", "content"):
-        to_sample, chat = choose_columns(cfg, ["id", name])
+        to_sample, chat, _ = choose_columns(cfg, ["id", name])
         assert not chat and to_sample({"id": 1, name: "x"}) == {"text": "x"}
-    to_sample, chat = choose_columns(DataConfig(dataset_text_field="id"), ["id", "messages"])
+    to_sample, chat, _ = choose_columns(DataConfig(dataset_text_field="id"), ["id", "messages"])
     assert not chat and to_sample({"id": "x"}) == {"text": "x"}
+
+
+CHAT = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "One."}]
+SHARE_GPT = [{"from": "human", "value": "1?"}, {"from": "gpt", "value": "One."}]
+PARTS = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in CHAT]
+
+
+@pytest.mark.parametrize(
+    ("row", "settings"),
+    [
+        ({"messages": CHAT}, {}),
+        ({"messages": PARTS}, {}),
+        ({"conversations": CHAT}, {}),
+        ({"conversations": SHARE_GPT}, {}),
+        ({"turns": CHAT, "messages": []}, {"dataset_messages_field": "turns"}),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, {}),
+    ],
+)
+def test_chats_are_read_in_the_forms_that_sets_have_them(row, settings):
+    to_sample, chat, _ = choose_columns(DataConfig(system_prompt="", **settings), list(row))
+    assert chat and to_sample(row) == {"messages": CHAT}
+
+
+def test_a_system_prompt_that_is_given_begins_whole_chats_that_have_none(load, tokenizer):
+    own = [{"role": "system", "content": "Of its own."}, *CHAT]
+    contents = lines({"messages": CHAT}, {"messages": own})
+    plain, asked = (
+        [text for text, _ in texts(load(contents, packing=False, **settings), tokenizer)]
+        for settings in ({}, {"system_prompt": "Be short."})
+    )
+    assert "Be short." in asked[0] and asked[0] != plain[0]
+    assert "Of its own." in asked[1] and asked[1] == plain[1]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("name", "mark"), [("train.csv", b","), ("train.tsv", b"\t")])
+@pytest.mark.parametrize("folder", [False, True])
+def test_cells_of_a_table_are_text(load, tokenizer, tmp_path, streaming, name, mark, folder):
+    cells = ["2", "007", "2.50", "NA", "None", "yes"]
+    rows = b"".join(b"What?%s%s\n" % (mark, cell.encode()) for cell in cells)
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / name).write_bytes(b"question%sanswer\n" % mark + rows)
+    path = tmp_path / "set" / name if not folder else tmp_path / "set"
+    loaders = load(dataset_name=str(path), split_name="train", packing=False, streaming=streaming)
+    assert answers(loaders, tokenizer) == cells
+
+
+def test_numbers_are_answers_and_no_number_is_none():
+    to_sample, *_ = choose_columns(DataConfig(system_prompt=""), ["question", "answer"])
+    said = [to_sample({"question": "?", "answer": a})["messages"][1]["content"] for a in (5, 2.5, True, None)]
+    assert said == ["5", "2.5", True, None]
+    nan = to_sample({"question": "?", "answer": float("nan")})
+    assert why_unusable(nan) == Status.BAD
+
+
+@pytest.mark.parametrize(
+    ("row", "wrong"),
+    [
+        ({"text": ["a"]}, "its text is of type list, not text"),
+        ({"messages": "a"}, "its messages are of type str, not a list"),
+        ({"messages": ["a"]}, "a message is of type str, not a role and its content"),
+        ({"messages": [{"role": None, "content": "a"}]}, "the role of a message is missing, not text"),
+        ({"messages": [CHAT[0], {"role": "assistant"}]}, "what the assistant says is missing, not text"),
+        ({"problem": "a", "generated_solution": [1]}, "what the assistant says is of type list, not text"),
+    ],
+)
+def test_the_first_bad_row_is_told_with_what_is_wrong_in_it(load, row, wrong):
+    with pytest.raises(ValueError, match=f"no row can be used .2 bad: row 0: {re.escape(wrong)}.; check"):
+        load(lines(row, row), packing=False)
+
+
+def test_a_folder_of_files_that_do_not_fit_together_is_told_so(load, tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.csv").write_text("question,answer\n1?,2\n")
+    (tmp_path / "set" / "b.csv").write_text("other\n1\n")
+    with pytest.raises(ValueError, match=r"cannot be read: .*; files of one split .* have the same columns"):
+        load(dataset_name=str(tmp_path / "set"), split_name="train")
 
 
 def test_file_formats_give_the_same_rows(load, tokenizer, tmp_path):
@@ -300,18 +363,18 @@ def test_faulty_rows_are_counted_and_left_out(load, tokenizer, streaming):
         + lines({**PAIR, "generated_solution": "It is two."})
     )
     loaders = load(contents, max_seq_length=128, packing=False, streaming=streaming)
-    assert answers(loaders, tokenizer) == ["It is 2.", "It is two."]
+    assert answers(loaders, tokenizer) == ["It is 2.", "5", "It is two."]
     report = loaders.report
     assert (report.rows, report.used, report.bad_rows, report.empty, report.overlong_dropped) == (
         13,
-        2,
-        7,
+        3,
+        6,
         3,
         1,
     )
     shown = " ".join(report.lines())
-    assert "2 of 13 rows" in shown and "3 empty" in shown and "1 over --max_seq_length, dropped" in shown
-    assert report.as_dict()["bad_rows"] == 7
+    assert "3 of 13 rows" in shown and "3 empty" in shown and "1 over --max_seq_length, dropped" in shown
+    assert report.as_dict()["bad_rows"] == 6 and "(row 1: what the user says is not UTF-8)" in shown
 
 
 @pytest.mark.parametrize("streaming", [False, True])

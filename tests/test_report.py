@@ -18,7 +18,7 @@ from benchmarks.gaps import (
     tail_gap,
     tail_noise,
 )
-from benchmarks.report import COLUMNS, main, read_run, table
+from benchmarks.report import COLUMNS, main, read_all, read_run, table
 from benchmarks.runs import smooth
 from training.config import Config, LogConfig
 from training.durable_files import write_json
@@ -259,6 +259,13 @@ def test_several_runs_share_a_curve_in_the_output_folder(tmp_path, capsys):
     assert main(runs) == 0
     assert "several runs need --output_dir" in capsys.readouterr().out
     assert not (tmp_path / "a" / "loss.png").exists()
+
+
+def test_a_folder_of_runs_is_all_of_them(tmp_path):
+    for name in ("a", "b"):
+        write_run(tmp_path / "runs" / name, losses=[3.0, 2.0])
+    runs, _ = read_all([tmp_path / "runs"], None)
+    assert [run.name for run in runs] == ["a", "b"]
 
 
 def test_what_is_no_run_is_one_line_and_exit_code_2(tmp_path, capsys):

@@ -232,7 +232,7 @@ def broken_server():
 
 
 @pytest.mark.parametrize("outage", ["nobody listens", "server error"])
-def test_wandb_out_of_reach_is_one_warning_and_the_run_goes_on(
+def test_wandb_out_of_reach_is_one_warning_and_the_run_is_kept_for_it(
     outage, tmp_path, monkeypatch, capsys, broken_server
 ):
     url, reason = {
@@ -247,8 +247,9 @@ def test_wandb_out_of_reach_is_one_warning_and_the_run_goes_on(
     tracker.log(1, {"train/loss": 1.0})
     tracker.finish()
     shown = capsys.readouterr().err
-    assert shown.count("WARNING: W&B failed and is off") == 1
-    assert f"{url} {reason}; try --wandb_mode offline" in shown
+    assert shown.count("WARNING") == 1 and f"WARNING: W&B: {url} {reason}, so this is kept in" in shown
+    (written,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    assert b"train/loss" in written.read_bytes()
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1]
     wandb.teardown()
 

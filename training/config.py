@@ -73,7 +73,7 @@ class ModelConfig:
     weights_cache_dir: str | None = knob(
         None, "folder for downloaded weights; default: the Hugging Face cache", free=True
     )
-    trust_remote_code: bool = knob(False, "run Python code that a model's or data set's repository brings")
+    trust_remote_code: bool = knob(False, "run Python code that a model's repository brings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,12 +170,17 @@ class DataConfig:
         1000, "evaluation samples at most; a held-out part (but of a stream) never exceeds 10 % of the data"
     )
     num_of_samples: int | None = knob(None, "use only this many training rows; default: all")
+    dataset_messages_field: str | None = knob(None, "column of whole chats; default: found by name")
     dataset_text_field: str | None = knob(
         None, "column of plain text to continue; default: chat or prompt columns, found by name"
     )
     dataset_prompt_field: str | None = knob(None, "column of the prompt; default: found by name")
     dataset_completion_field: str | None = knob(None, "column of the answer; default: found by name")
-    system_prompt: str = knob(SYSTEM_PROMPT, "system message for prompt/answer data; '' for none")
+    system_prompt: str = knob(
+        SYSTEM_PROMPT,
+        "system message for prompt/answer data, '' for none; another than the default also begins whole "
+        "chats that have none",
+    )
     train_on_prompt: bool = knob(False, "put loss on the prompt too, not on the answer alone")
     max_seq_length: int = knob(1024, "tokens per sequence at most")
     packing: bool = knob(True, "fill sequences with several samples that do not attend to each other")
@@ -207,8 +212,13 @@ class DataConfig:
             require(self.num_proc >= 1, "num_proc", self.num_proc, "must be 1 or more")
         if (self.dataset_prompt_field is None) != (self.dataset_completion_field is None):
             raise ValueError("--dataset_prompt_field and --dataset_completion_field go together; give both")
-        if self.dataset_text_field is not None and self.dataset_prompt_field is not None:
-            raise ValueError("--dataset_text_field and --dataset_prompt_field exclude each other; give one")
+        given = [
+            f"--{name}"
+            for name in ("dataset_messages_field", "dataset_text_field", "dataset_prompt_field")
+            if getattr(self, name) is not None
+        ]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other; give one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -515,7 +525,10 @@ def changed_settings(
 
 
 def nearest(name: str, candidates: Any) -> str:
-    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
+    """A question for an error's end: the candidate with these initials (lr), or the one most alike."""
+    words = {c: c.lstrip("-").split("_") for c in candidates}
+    close = [c for c, found in words.items() if "".join(w[:1] for w in found) == name.lstrip("-") != ""]
+    close += difflib.get_close_matches(name, list(words), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
@@ -629,10 +642,21 @@ def parse_config(argv: list[str], *, prog: str, description: str) -> Config:
     return config_from_dict({**(load_config_file(path) if path else {}), **values})
 
 
+class YamlLoader(yaml.SafeLoader):
+    """YAML whose mappings name each key once: the last of two would win, unseen."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        merge = "tag:yaml.org,2002:merge"  # of another mapping, whose keys may be here too
+        names = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != merge]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise yaml.YAMLError(f"{twice!r} stands twice, line {node.start_mark.line + 1} and on")
+        return super().construct_mapping(node, deep)
+
+
 def load_config_file(path: str) -> dict[str, Any]:
     """Read flat settings from a YAML file or a run's config.json."""
     try:
-        loaded = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+        loaded = yaml.load(Path(path).expanduser().read_text(encoding="utf-8"), YamlLoader)
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

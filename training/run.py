@@ -299,6 +299,11 @@ class Run:
         for line in self.loaders.eval_report.lines() if self.loaders.eval_report else ():
             say(f"evaluation: {line}")
         self.total_steps = count_steps(cfg, self.loaders.train.micro_batches_per_epoch)
+        if (warmup := cfg.optim.num_warmup_steps or 0) >= self.total_steps > 0:
+            say(
+                f"WARNING: --num_warmup_steps {warmup}: the run has {self.total_steps:,} steps and does not "
+                f"come to --learning_rate {cfg.optim.learning_rate}"
+            )
 
     def _logged(self) -> None:
         self.wall_time.count(keep=False)
@@ -360,14 +365,15 @@ class Run:
         self.loaders.train.load_state_dict(self.meta["loader"])  # how much data is left
         done = self.meta["progress"]["step"]
         self.total_steps = steps_of_a_resumed_run(self.cfg, self.meta, self.loaders.train, ranks.world_size())
-        if self.total_steps and self.total_steps != (saved := self.meta["total_steps"]):
+        if self.total_steps > done and self.total_steps != (saved := self.meta["total_steps"]):
             say(f"the learning rate follows {self.total_steps:,} steps from here on, until now {saved:,}")
         return done >= self.total_steps and ranks.on_first((self.folder / "summary.json").exists)
 
     def run(self) -> int:
         if self.finished:
             self._unlock()
-            way_on = "raise --max_steps or --num_epochs to go on"
+            done = self.meta["progress"]["step"]
+            way_on = f"it has {done:,} steps; raise --max_steps or --num_epochs to go on"
             if not self.total_steps:
                 way_on = f"to evaluate it: --resume {self.folder} --max_steps 0 and another --output_dir"
             say(f"this run is finished; {way_on}")

@@ -241,7 +241,7 @@ class WandbWriter:
     ) -> None:
         import wandb
 
-        check_server(cfg)
+        mode = mode_within_reach(cfg, run_folder)
         run_id, resumed = wandb_id(run_folder, new=new)
         own_tags = [tag.strip() for tag in (cfg.wandb_tags or "").split(",") if tag.strip()]
         self._run = wandb.init(
@@ -249,7 +249,7 @@ class WandbWriter:
             name=cfg.wandb_run_name or run_folder.resolve().name,
             id=run_id,
             resume="allow" if resumed else None,
-            mode=cfg.wandb_mode,  # None: WANDB_MODE, else online
+            mode=mode,  # None: WANDB_MODE, else online
             group=cfg.wandb_group,
             tags=[*own_tags, *tags],
             config={key: redact(v) if isinstance(v, str) else v for key, v in config.items()},
@@ -279,23 +279,30 @@ def wandb_settings() -> Any:
     )
 
 
-def check_server(cfg: LogConfig) -> None:
-    """RuntimeError if a W&B server is wanted and does not answer: `wandb.init` would try again for hours."""
+def mode_within_reach(cfg: LogConfig, folder: Path) -> str | None:
+    """--wandb_mode, or offline in `folder`, and said, where a server is wanted and does not answer.
+
+    `wandb.init` would try again for hours.
+    """
     import requests  # wandb's own client library, so proxies and certificates are found alike
     import wandb
 
     settings = wandb.setup().settings
     if (cfg.wandb_mode or settings.mode) != "online":
-        return
+        return cfg.wandb_mode
     url = settings.base_url
     try:
         status = requests.get(url, timeout=10).status_code
+        wrong = f"is out of order (HTTP {status})" if status >= 500 else ""
     except requests.RequestException as error:
-        raise RuntimeError(
-            f"{url} does not answer ({type(error).__name__}); try --wandb_mode offline"
-        ) from None
-    if status >= 500:
-        raise RuntimeError(f"{url} is out of order (HTTP {status}); try --wandb_mode offline")
+        wrong = f"does not answer ({type(error).__name__})"
+    if not wrong:
+        return cfg.wandb_mode
+    tqdm.write(
+        f"WARNING: W&B: {url} {wrong}, so this is kept in {folder / 'wandb'}; `wandb sync` uploads it",
+        file=sys.stderr,
+    )
+    return "offline"
 
 
 class TensorBoardWriter:
