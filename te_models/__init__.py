@@ -85,7 +85,7 @@ def plan_model(
     weights = None if random else _weights_folder(name, cache_dir)
     if use_te and weights:
         require_safetensors(weights)
-    if weights and config.tie_word_embeddings and _has_own_head(weights):
+    if weights and getattr(config, "tie_word_embeddings", False) and _has_own_head(weights):
         config.tie_word_embeddings = False
     return ModelPlan(name, config, weights, trust_remote_code)
 

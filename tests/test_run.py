@@ -229,6 +229,22 @@ def test_a_folder_that_only_saw_a_refused_command_is_free(tmp_path):
     train(tmp_path / "run", "--max_steps 1 --no_export")
 
 
+def test_an_evaluation_that_fails_costs_no_step_and_is_made_up_for(tmp_path, monkeypatch):
+    flags = "--max_steps 4 --save_interval 2 --eval_interval 2 --no_eval_at_start"
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "evaluate", lambda self: 1 / 0)
+        train(tmp_path, flags, code=1)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_000002"]
+    train(tmp_path, flags)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    evaluations = {line["step"]: line["eval/loss"] for line in lines if "eval/loss" in line}
+    assert list(evaluations) == [2, 4]
+    index = json.loads((tmp_path / "checkpoints" / "index.json").read_text())
+    assert {int(step): loss for step, loss in index["eval_losses"].items()} == evaluations
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["best_eval_loss"] == index["best_eval_loss"] == min(evaluations.values())
+
+
 def test_another_runs_checkpoint_is_a_start_only(finished, tmp_path, capsys):
     flags = f"--resume {finished}/checkpoints/step_000004 --save_interval 1 --no_export"
     folder = train(tmp_path / "child", f"{flags} --max_steps 5")
