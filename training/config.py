@@ -26,9 +26,12 @@ PATHS = ("output_dir", "log_dir", "data_cache_dir", "weights_cache_dir", "model_
 SYSTEM_PROMPT = "Solve the math problem step by step. Put your final answer in \\boxed{}."
 
 
-def knob(default: Any, help: str, *, free: bool = False) -> Any:
-    """One setting. `free` settings may change when a run is resumed; the others define the run."""
-    return field(default=default, metadata={"help": help, "free": free})
+def knob(default: Any, help: str, *, free: bool = False, least: int | None = None) -> Any:
+    """One setting, of which `least` is the least value.
+
+    `free` settings may change when a run is resumed; the others define the run.
+    """
+    return field(default=default, metadata={"help": help, "free": free, "least": least})
 
 
 def require(condition: bool, flag: str, value: Any, reason: str) -> None:
@@ -36,8 +39,18 @@ def require(condition: bool, flag: str, value: Any, reason: str) -> None:
         raise ValueError(f"--{flag} {value}: {reason}")
 
 
+class Section:
+    """Settings that belong together. ValueError for one below its least value."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, least = getattr(self, f.name), f.metadata["least"]
+            if None not in (value, least):
+                require(value >= least, f.name, value, f"must be {least} or more")
+
+
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     """model"""
 
     model_name: str = knob("tiny-llama", "hub id, local folder, or preset (see te_models/presets.py)")
@@ -77,7 +90,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
+class PrecisionConfig(Section):
     """precision"""
 
     mixed_precision: Literal["bf16", "fp8", "fp32"] = knob("bf16", "compute precision")
@@ -96,8 +109,8 @@ class PrecisionConfig:
         "scaling recipe under --mixed_precision fp8; with --use_te delayed (its default) to nvfp4, without "
         "it torchao's tensorwise (its default) to rowwise_with_gw_hp",
     )
-    bf16_first_layers: int = knob(0, "keep this many decoder layers at the start in BF16")
-    bf16_last_layers: int = knob(0, "keep this many decoder layers at the end in BF16")
+    bf16_first_layers: int = knob(0, "keep this many decoder layers at the start in BF16", least=0)
+    bf16_last_layers: int = knob(0, "keep this many decoder layers at the end in BF16", least=0)
     precision_map: str | None = knob(
         None,
         "precision by module, PATTERN=RECIPE,...: part of a name in the coverage table, with "
@@ -109,8 +122,8 @@ class PrecisionConfig:
     fp8_format: Literal["hybrid", "e4m3"] = knob(
         "hybrid", "hybrid: E4M3 forward, E5M2 backward; e4m3: both E4M3"
     )
-    fp8_margin: int = knob(0, "delayed scaling: keep this many powers of two of head room")
-    fp8_amax_history_len: int = knob(1024, "delayed scaling: micro-batches of amax history")
+    fp8_margin: int = knob(0, "delayed scaling: keep this many powers of two of head room", least=0)
+    fp8_amax_history_len: int = knob(1024, "delayed scaling: micro-batches of amax history", least=1)
     fp8_amax_compute_algo: Literal["max", "most_recent"] = knob(
         "max", "delayed scaling: amax taken from the history"
     )
@@ -139,15 +152,7 @@ class PrecisionConfig:
     )
 
     def __post_init__(self) -> None:
-        require(self.fp8_margin >= 0, "fp8_margin", self.fp8_margin, "must be 0 or more")
-        require(
-            self.fp8_amax_history_len >= 1,
-            "fp8_amax_history_len",
-            self.fp8_amax_history_len,
-            "must be 1 or more",
-        )
-        for name in ("bf16_first_layers", "bf16_last_layers"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
+        super().__post_init__()
         if self.fp8_attention and self.fp8_scenario not in ("default", "delayed", "current"):
             raise ValueError(
                 f"--fp8_attention: TE's FP8 attention runs under delayed and current scaling, not "
@@ -156,7 +161,7 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     """data"""
 
     dataset_name: str = knob(
@@ -167,9 +172,11 @@ class DataConfig:
     split_name: str = knob("train_1M", "split to train on")
     eval_split: str | None = knob(None, "split to evaluate on; default: a held-out part of --split_name")
     eval_samples: int = knob(
-        1000, "evaluation samples at most; a held-out part (but of a stream) never exceeds 10 % of the data"
+        1000,
+        "evaluation samples at most; a held-out part (but of a stream) never exceeds 10 % of the data",
+        least=0,
     )
-    num_of_samples: int | None = knob(None, "use only this many training rows; default: all")
+    num_of_samples: int | None = knob(None, "use only this many training rows; default: all", least=1)
     dataset_messages_field: str | None = knob(None, "column of whole chats; default: found by name")
     dataset_text_field: str | None = knob(
         None, "column of plain text to continue; default: chat or prompt columns, found by name"
@@ -182,7 +189,7 @@ class DataConfig:
         "chats that have none",
     )
     train_on_prompt: bool = knob(False, "put loss on the prompt too, not on the answer alone")
-    max_seq_length: int = knob(1024, "tokens per sequence at most")
+    max_seq_length: int = knob(1024, "tokens per sequence at most", least=2)
     packing: bool = knob(True, "fill sequences with several samples that do not attend to each other")
     overlong: Literal["drop", "truncate"] = knob(
         "drop",
@@ -192,9 +199,9 @@ class DataConfig:
         False, "read the data set as a stream (needs --max_steps), for sets larger than the disk"
     )
     num_proc: int | None = knob(
-        None, "processes for tokenisation; default: one per core, at most 16", free=True
+        None, "processes for tokenisation; default: one per core, at most 16", free=True, least=1
     )
-    num_workers: int = knob(2, "loader worker processes; 0 loads in the training process", free=True)
+    num_workers: int = knob(2, "loader worker processes; 0 loads in the training process", free=True, least=0)
     data_cache_dir: str | None = knob(
         None,
         "folder for data as they were read and tokenised; default: the Hugging Face cache of data sets "
@@ -203,13 +210,7 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
-        require(self.max_seq_length >= 2, "max_seq_length", self.max_seq_length, "must be 2 or more")
-        require(self.eval_samples >= 0, "eval_samples", self.eval_samples, "must be 0 or more")
-        require(self.num_workers >= 0, "num_workers", self.num_workers, "must be 0 or more")
-        if self.num_of_samples is not None:
-            require(self.num_of_samples >= 1, "num_of_samples", self.num_of_samples, "must be 1 or more")
-        if self.num_proc is not None:
-            require(self.num_proc >= 1, "num_proc", self.num_proc, "must be 1 or more")
+        super().__post_init__()
         if (self.dataset_prompt_field is None) != (self.dataset_completion_field is None):
             raise ValueError("--dataset_prompt_field and --dataset_completion_field go together; give both")
         given = [
@@ -222,30 +223,35 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
+class OptimConfig(Section):
     """optimizer and schedule"""
 
-    batch_size: int = knob(8, "sequences per micro-batch and device")
+    batch_size: int = knob(8, "sequences per micro-batch and device", least=1)
     eval_batch_size: int | None = knob(
-        None, "sequences per evaluation batch and device; default: --batch_size", free=True
+        None, "sequences per evaluation batch and device; default: --batch_size", free=True, least=1
     )
-    gradient_accumulation_steps: int = knob(1, "micro-batches per optimizer step")
-    num_epochs: int = knob(1, "passes over the training data", free=True)
+    gradient_accumulation_steps: int = knob(1, "micro-batches per optimizer step", least=1)
+    num_epochs: int = knob(1, "passes over the training data", free=True, least=1)
     max_steps: int | None = knob(
-        None, "stop after this many optimizer steps, 0 only evaluates; default: --num_epochs", free=True
+        None,
+        "stop after this many optimizer steps, 0 only evaluates; default: --num_epochs",
+        free=True,
+        least=0,
     )
     learning_rate: float = knob(1e-5, "peak learning rate")
     lr_scheduler: Literal["cosine", "linear", "constant"] = knob("cosine", "shape after warm-up")
     min_lr_ratio: float = knob(0.0, "final learning rate as a share of the peak")
-    num_warmup_steps: int | None = knob(None, "warm-up steps; default: --warmup_ratio of all steps")
+    num_warmup_steps: int | None = knob(None, "warm-up steps; default: --warmup_ratio of all steps", least=0)
     warmup_ratio: float = knob(0.03, "share of all steps that warm up")
-    weight_decay: float = knob(0.01, "AdamW weight decay, on all weights but norms and biases")
+    weight_decay: float = knob(0.01, "AdamW weight decay, on all weights but norms and biases", least=0)
     adam_beta1: float = knob(0.9, "AdamW beta1")
     adam_beta2: float = knob(0.95, "AdamW beta2")
     adam_epsilon: float = knob(1e-8, "AdamW epsilon")
-    max_grad_norm: float = knob(1.0, "clip the global gradient norm to this; 0 measures it without clipping")
+    max_grad_norm: float = knob(
+        1.0, "clip the global gradient norm to this; 0 measures it without clipping", least=0
+    )
     max_skipped_steps: int = knob(
-        5, "stop after this many steps in a row with a non-finite loss or gradient", free=True
+        5, "stop after this many steps in a row with a non-finite loss or gradient", free=True, least=1
     )
     seed: int = knob(42, "seed of weights, shuffling and held-out part")
     deterministic: bool = knob(
@@ -254,27 +260,18 @@ class OptimConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "gradient_accumulation_steps", "num_epochs", "max_skipped_steps"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "must be 1 or more")
-        for name in ("eval_batch_size",):
-            value = getattr(self, name)
-            require(value is None or value >= 1, name, value, "must be 1 or more")
-        for name in ("max_steps", "num_warmup_steps"):
-            value = getattr(self, name)
-            require(value is None or value >= 0, name, value, "must be 0 or more")
+        super().__post_init__()
         require(0 <= self.seed < 2**32, "seed", self.seed, "must be between 0 and 2**32 - 1")
         require(self.learning_rate > 0, "learning_rate", self.learning_rate, "must be positive")
         for name in ("min_lr_ratio", "warmup_ratio"):
             require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "must be between 0 and 1")
         for name in ("adam_beta1", "adam_beta2"):
             require(0 <= getattr(self, name) < 1, name, getattr(self, name), "must be at least 0 and below 1")
-        for name in ("weight_decay", "max_grad_norm"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "must be 0 or more")
         require(self.adam_epsilon > 0, "adam_epsilon", self.adam_epsilon, "must be positive")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardingConfig:
+class ShardingConfig(Section):
     """many GPUs (train_multi_gpu.py)"""
 
     sharding_mode: Literal[
@@ -302,7 +299,7 @@ class ShardingConfig:
     )
     cpu_offload: bool = knob(False, "keep weights and optimizer on the CPU: fsdp_offload", free=True)
     hsdp_shard_size: int | None = knob(
-        None, "hsdp: ranks that share one copy of the model; default: the ranks of a node", free=True
+        None, "hsdp: ranks that share one copy of the model; default: the ranks of a node", free=True, least=1
     )
     grad_reduce_dtype: Literal["fp32", "bf16"] = knob(
         "fp32",
@@ -313,17 +310,18 @@ class ShardingConfig:
         False, "gather GEMM weights in FP8 (FSDP modes; --fp8_scenario current, without --use_te tensorwise)"
     )
     empty_cache_freq: int = knob(
-        0, "steps between calls of torch.cuda.empty_cache, against fragmentation; 0 for none", free=True
+        0,
+        "steps between calls of torch.cuda.empty_cache, against fragmentation; 0 for none",
+        free=True,
+        least=0,
     )
     timeout_minutes: float = knob(
         30.0, "end the job when a rank makes no progress for this long, and name it", free=True
     )
 
     def __post_init__(self) -> None:
-        size = self.hsdp_shard_size
-        require(size is None or size >= 1, "hsdp_shard_size", size, "must be 1 or more")
-        require(self.empty_cache_freq >= 0, "empty_cache_freq", self.empty_cache_freq, "must be 0 or more")
-        minutes = self.timeout_minutes
+        super().__post_init__()
+        size, minutes = self.hsdp_shard_size, self.timeout_minutes
         require(0 < minutes <= 10_080, "timeout_minutes", minutes, "must be above 0, at most a week (10080)")
         if size is not None and self.sharding_mode != "hsdp":
             raise ValueError(
@@ -346,7 +344,7 @@ class ShardingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """run folder and checkpoints"""
 
     output_dir: str | None = knob(None, "run folder; default: runs/<model>-<precision>-<time>", free=True)
@@ -354,9 +352,9 @@ class CheckpointConfig:
         True, "write checkpoints at all; without them a stopped run is lost (for benchmarks)", free=True
     )
     save_interval: int = knob(
-        500, "steps between checkpoints; 0 saves at the end and on a signal only", free=True
+        500, "steps between checkpoints; 0 saves at the end and on a signal only", free=True, least=0
     )
-    keep_last: int = knob(5, "checkpoints kept, beside the best by evaluation loss", free=True)
+    keep_last: int = knob(5, "checkpoints kept, beside the best by evaluation loss", free=True, least=1)
     resume: str = knob(
         "auto",
         "auto: continue from --output_dir's latest checkpoint if any; a checkpoint's path; or none",
@@ -364,31 +362,35 @@ class CheckpointConfig:
     )
     export: bool = knob(True, "write a Hugging Face model (BF16 safetensors) at the end", free=True)
     generate_samples: int = knob(
-        0, "at the end, answer this many evaluation prompts with the exported model", free=True
+        0, "at the end, answer this many evaluation prompts with the exported model", free=True, least=0
     )
 
     def __post_init__(self) -> None:
-        require(self.save_interval >= 0, "save_interval", self.save_interval, "must be 0 or more")
-        require(self.keep_last >= 1, "keep_last", self.keep_last, "must be 1 or more")
-        require(self.generate_samples >= 0, "generate_samples", self.generate_samples, "must be 0 or more")
+        super().__post_init__()
         if self.generate_samples and not self.export:
             raise ValueError("--generate_samples reads the exported model; drop --no_export")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogConfig:
+class LogConfig(Section):
     """evaluation and logging"""
 
-    eval_interval: int = knob(500, "steps between evaluations; 0 evaluates at the end only", free=True)
+    eval_interval: int = knob(
+        500, "steps between evaluations; 0 evaluates at the end only", free=True, least=0
+    )
     eval_at_start: bool = knob(False, "evaluate before the first step too", free=True)
-    log_interval: int = knob(10, "steps between log lines", free=True)
+    log_interval: int = knob(10, "steps between log lines", free=True, least=1)
     fp8_stats_interval: int = knob(
-        0, "steps between FP8 tensor statistics (underflow, overflow, scale, amax); 0 for none", free=True
+        0,
+        "steps between FP8 tensor statistics (underflow, overflow, scale, amax); 0 for none",
+        free=True,
+        least=0,
     )
     profile_steps: int = knob(
         0,
         "profile this many steps from the ninth on: GPU time by kind of kernel (profile.json, and a trace)",
         free=True,
+        least=0,
     )
     log_dir: str | None = knob(None, "write TensorBoard logs to this folder", free=True)
     use_wandb: bool = knob(False, "log to Weights & Biases", free=True)
@@ -399,13 +401,6 @@ class LogConfig:
     )
     wandb_tags: str | None = knob(None, "W&B tags, separated by commas", free=True)
     wandb_group: str | None = knob(None, "W&B group of runs to be compared", free=True)
-
-    def __post_init__(self) -> None:
-        require(self.eval_interval >= 0, "eval_interval", self.eval_interval, "must be 0 or more")
-        interval = self.fp8_stats_interval
-        require(interval >= 0, "fp8_stats_interval", interval, "must be 0 or more")
-        require(self.profile_steps >= 0, "profile_steps", self.profile_steps, "must be 0 or more")
-        require(self.log_interval >= 1, "log_interval", self.log_interval, "must be 1 or more")
 
 
 SECTIONS: dict[str, type] = {
