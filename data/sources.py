@@ -80,7 +80,7 @@ def demo(cfg: DataConfig, split: str) -> Source:
 
 def detect(cfg: DataConfig, split: str) -> Source:
     """Any other data set: columns named in the settings, else chat, prompt/answer or text, found by name."""
-    rows, json_lines = open_split(cfg, split)
+    rows, json_lines = open_rows(cfg, split)
     columns = seen_keys(rows, from_json) if json_lines else rows.column_names or seen_keys(rows, dict)
     to_sample, *kind = choose_columns(cfg, columns)
     return Source(rows, partial(json_line, to_sample) if json_lines else to_sample, *kind)
@@ -190,7 +190,7 @@ def from_json(row: Row) -> Row | None:
     return parsed if isinstance(parsed, dict) else None
 
 
-def open_split(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, bool]:
+def open_rows(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, bool]:
     """Rows of a file, folder or hub data set, and whether they are raw lines of JSON.
 
     Lines are parsed one at a time, later: so one broken line costs one row, not the file.

@@ -154,4 +154,4 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 # Presets that exist nowhere else: their weights are always random, their tokenizer is the demo's.
-LOCAL_PRESETS = frozenset({"tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-mistral"})
+LOCAL_PRESETS = frozenset(name for name in PRESETS if "/" not in name)
