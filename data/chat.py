@@ -81,7 +81,8 @@ def load_tokenizer(
     """The tokenizer of a hub id, a local folder or `demo`, with the chat template of `family` if it has none.
 
     `family` is the model's Hugging Face `model_type`. A family that TEMPLATES does not know, or whose markers
-    the vocabulary lacks, stays without a template; chat data then raises. ValueError if it cannot be read.
+    the vocabulary lacks, stays without a template; chat data then raises. A template that leaves BOS to a
+    tokenizer which writes one gets it. ValueError if it cannot be read.
     """
     path = str(TOKENIZER_DIR) if name == "demo" else name
     try:
@@ -100,10 +101,20 @@ def load_tokenizer(
     template, token_to_id = TEMPLATES.get(family), tokenizer.backend_tokenizer.token_to_id
     if template and tokenizer.chat_template is None and None not in map(token_to_id, template.markers):
         tokenizer.chat_template = template.text
+    own = tokenizer.chat_template
+    leaves_bos = isinstance(own, str) and "bos_token" not in own and (tokenizer.bos_token or "") not in own
+    if leaves_bos and adds_bos(tokenizer):
+        tokenizer.chat_template = "{{ bos_token }}" + own  # for prompts at inference, which it alone makes
     if tokenizer.pad_token is None:
         known = template is not None and token_to_id(template.pad) is not None
         tokenizer.pad_token = template.pad if known else tokenizer.eos_token
     return tokenizer
+
+
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer puts a BOS before every text."""
+    bos = tokenizer.bos_token_id
+    return bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -136,8 +147,7 @@ class Encoder:
     ):
         self.tokenizer = tokenizer
         self.to_sample = to_sample
-        bos = tokenizer.bos_token_id
-        self.adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+        self.adds_bos = adds_bos(tokenizer)
         backend = tokenizer.backend_tokenizer
         self.inside = inside_a_text(backend)
         # Special token -> whether text after it is taken as text by itself, if there is a difference.

@@ -132,7 +132,7 @@ def test_mistral_refuses_what_it_has_no_place_for(mistral, messages, role):
 def test_a_template_of_its_own_is_kept(demo, tmp_path):
     demo.chat_template = REWRITING
     demo.save_pretrained(tmp_path)
-    assert load_tokenizer(str(tmp_path), family="llama").chat_template == REWRITING
+    assert load_tokenizer(str(tmp_path), family="llama").chat_template == "{{ bos_token }}" + REWRITING
 
 
 def test_a_family_template_needs_its_markers(demo, tmp_path):
@@ -160,6 +160,18 @@ def test_one_bos_whoever_writes_it(demo, template):
     demo.chat_template = template  # LLAMA3 writes one as well, ChatML none
     [(ids, _)] = encode(demo, {"messages": CHAT})
     assert ids[0] == demo.bos_token_id and ids.count(demo.bos_token_id) == 1
+
+
+def test_a_template_that_leaves_bos_to_the_tokenizer_gets_it_for_inference(demo, tmp_path):
+    demo.chat_template = CHATML.text
+    demo.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path), family="llama")
+    [(ids, spans)] = encode(loaded, {"messages": CHAT[:3]})
+    asked = {"add_generation_prompt": True, "return_dict": False, "tokenize": True}
+    assert loaded.apply_chat_template(CHAT[:2], **asked) == ids[: spans[0][0]]
+    assert ids.count(demo.bos_token_id) == 1 and ids[0] == demo.bos_token_id
+    loaded.save_pretrained(tmp_path / "again")
+    assert load_tokenizer(str(tmp_path / "again"), family="llama").chat_template == loaded.chat_template
 
 
 def test_no_bos_where_neither_writes_one(chatml):
