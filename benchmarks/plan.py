@@ -187,13 +187,6 @@ def report(plans: list[Plan], *, tokens: float | None, price: float | None) -> s
         ]
     if job.recipe in UNMEASURED_RECIPES:
         lines += ["", f"{job.recipe} was never measured: its time is that of delayed scaling's kernels."]
-    for plan in plans:
-        if plan.job.offload:
-            kept, saved = (
-                each * job.model.parameters / plan.job.nodes / 1e9 for each in host_bytes(plan.job)
-            )
-            place = f"{kept:.0f} GB in the memory of each node's CPUs"
-            lines += ["", f"{_gpus(plan.job)}: {place}, {saved:.0f} more while it saves."]
     if any(plan.job.nodes > 1 for plan in plans):
         lines += ["", "Several nodes were never measured; docs/plan.md has the assumptions."]
     return "\n".join(lines)
@@ -213,9 +206,9 @@ def run(argv: list[str]) -> str:
     where = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
     plans = [make_plan(cfg, gpu, gpus=gpus, **where) for gpus in args.gpus]
     tables = report(plans, tokens=args.tokens, price=args.price_per_gpu_hour)
-    notes: list[str] = []
-    if cfg.sharding.mode == "auto" and (offloaded := [plan for plan in plans if plan.job.offload]):
-        notes += filter(None, (_refusal(cfg, plan) for plan in offloaded))
+    offloaded = [plan for plan in plans if plan.job.offload]
+    notes = [_refusal(cfg, plan) or _on_hosts(plan) for plan in offloaded]
+    if cfg.sharding.mode == "auto":
         sharded = replace(cfg, sharding=replace(cfg.sharding, sharding_mode="fsdp_full"))
         others = [make_plan(sharded, gpu, gpus=plan.job.gpus, **where) for plan in offloaded]
         notes += [_instead(plan) for plan in others if plan.fits]
@@ -228,6 +221,12 @@ def _refusal(cfg: Config, plan: Plan) -> str | None:
     except ValueError as error:
         return f"\n{_gpus(plan.job)}: training refuses {error}"
     return None
+
+
+def _on_hosts(plan: Plan) -> str:
+    kept, saved = (each * plan.job.model.parameters / plan.job.nodes / 1e9 for each in host_bytes(plan.job))
+    place = f"{kept:.0f} GB in the memory of each node's CPUs"
+    return f"\n{_gpus(plan.job)}: {place}, {saved:.0f} more while it saves."
 
 
 def _instead(plan: Plan) -> str:

@@ -229,7 +229,10 @@ class Encoder:
             if not through.startswith(prompt):
                 # A generation prompt may say more than the answer keeps, like an opened <think>.
                 # Another answer tells where answers begin: this one may begin as the prompt goes on.
-                other = self.render([*messages[:i], {**message, "content": "\ufdd0"}])
+                try:
+                    other = self.render([*messages[:i], {**message, "content": "\ufdd0"}])
+                except TemplateError:  # it takes no answer of this kind
+                    other = through
                 shared = os.path.commonprefix([prompt, through, other])  # noqa: RUF071 - characters are meant
                 if len(shared) < len(self.render(messages[:i])):
                     raise TemplateError("an answer is not written after its own prompt")

@@ -41,7 +41,7 @@ PAIRS = (
     ("input", "output"),
 )
 TEXTS = ("text", "content")
-CHATS = ("messages", "conversations", "conversation")
+OTHER_CHATS = ("conversations", "conversation")  # beside `messages`; not all that are called so hold messages
 SHARE_GPT = {"human": "user", "gpt": "assistant"}  # senders there, roles here
 READERS = {".jsonl": "text", ".txt": "text", ".json": "json", ".parquet": "parquet"}
 READERS |= {".csv": "csv", ".tsv": "csv"}
@@ -106,14 +106,17 @@ def choose_columns(cfg: DataConfig, columns: list[str]) -> tuple[Callable[[Row],
     if cfg.dataset_prompt_field:
         fields = cfg.dataset_prompt_field, cfg.dataset_completion_field
         return partial(pair, *fields, None, cfg.system_prompt), True, cfg.system_prompt
-    for field in (cfg.dataset_messages_field, *CHATS):
+    system = cfg.system_prompt if cfg.system_prompt != SYSTEM_PROMPT else ""
+    for field in (cfg.dataset_messages_field, "messages"):
         if field in columns:
-            system = cfg.system_prompt if cfg.system_prompt != SYSTEM_PROMPT else ""
             return partial(messages, field, system), True, system
     for prompt, answer in PAIRS:
         if prompt in columns and answer in columns:
             context = "input" if prompt == "instruction" else None  # where a row has it
             return partial(pair, prompt, answer, context, cfg.system_prompt), True, cfg.system_prompt
+    for field in OTHER_CHATS:
+        if field in columns:
+            return partial(messages, field, system), True, system
     for field in TEXTS:
         if field in columns:
             return partial(text, field), False, ""
@@ -146,7 +149,8 @@ def turn(message: Row) -> Row:
     made = {k: v for k, v in message.items() if v is not None or k == "content"}
     if "role" not in made and "from" in made:
         sender = made.pop("from")
-        made |= {"role": SHARE_GPT.get(sender, sender), "content": made.pop("value", None)}
+        role = SHARE_GPT.get(sender, sender) if isinstance(sender, str) else sender
+        made |= {"role": role, "content": made.pop("value", None)}
     parts = made.get("content")
     if isinstance(parts, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
         made["content"] = "".join(part["text"] for part in parts)
@@ -170,7 +174,7 @@ def pair(prompt: str, answer: str, context: str | None, system: str, row: Row) -
 
 def as_text(value: Any) -> Any:
     """A number as it is written: answers may be some."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = type(value) is int or (isinstance(value, float) and math.isfinite(value))
     return str(value) if is_number else value
 
 
@@ -227,7 +231,9 @@ def open_rows(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, b
             # Undecodable bytes become U+FFFD, which marks the row as unusable.
             options: dict[str, Any] = {"encoding_errors": "replace"} if reader in ("text", "csv") else {}
             options |= {"encoding": UTF8} if reader == "text" else {}
-            options |= as_written(files[split]) if reader == "csv" else {}
+            if reader == "csv":
+                tabs = {"sep": "\t"} if path.suffix == ".tsv" else {}
+                options |= tabs | as_written(files[split], tabs)
             return datasets.load_dataset(
                 reader, data_files={split: files[split]}, **options, **common
             ), json_lines
@@ -237,21 +243,26 @@ def open_rows(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, b
         )
         if builder.name == "text" and builder.config.encoding == "utf-8":
             only["encoding"] = UTF8
-        only |= as_written(files[split]) if builder.name == "csv" else {}
+        if files and builder.name == "csv":
+            only |= as_written(files[split], builder.config.pd_read_csv_kwargs)
         return datasets.load_dataset(name, configuration, **only, **common), False
     except Exception as error:
         raise unreadable(cfg, error) from error
 
 
-def as_written(files: list[str]) -> dict[str, Any]:
-    """Options for cells as text, 007 and NA too, where the first file can be asked for its columns."""
-    options: dict[str, Any] = {"keep_default_na": False}
-    if Path(files[0]).suffix == ".tsv":
-        options["sep"] = "\t"
-    if Path(files[0]).is_file():
-        header = pd.read_csv(files[0], nrows=0, sep=options.get("sep", ","), encoding_errors="replace")
-        options["features"] = Features({str(name): Value("string") for name in header.columns})
-    return options
+def as_written(files: list[str], reading: dict[str, Any]) -> dict[str, Any]:
+    """Options for cells as text, 007 and NA too, of tables whose columns can be asked for.
+
+    `reading`: what pandas reads them with.
+    """
+    if not Path(files[0]).is_file():
+        return {}
+    asked = reading | {"nrows": 0, "chunksize": None, "encoding_errors": "replace"}
+    try:
+        header = pd.read_csv(files[0], **asked)
+    except ValueError:  # as of an archive of several
+        return {}
+    return {"keep_default_na": False, "features": Features({str(n): Value("string") for n in header.columns})}
 
 
 def name_and_configuration(cfg: DataConfig) -> tuple[str, str | None]:

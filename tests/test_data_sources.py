@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import zipfile
 from itertools import chain
 from pathlib import Path
 
@@ -273,10 +274,50 @@ def test_cells_of_a_table_are_text(load, tokenizer, tmp_path, streaming, name, m
     assert answers(loaders, tokenizer) == cells
 
 
+@pytest.mark.parametrize(
+    ("options", "contents", "wanted"),
+    [
+        ('sep: ";"', "question;answer\nWhat?;07\n", "07"),
+        ("skiprows: 1", "a line before\nquestion,answer\nWhat?,07\n", "07"),
+        ("column_names: [question, answer]", "What?,07\n", "07"),
+        ("encoding: latin-1", "question,answer,caf\u00e9\nWhat?,07,x\n", "07"),
+    ],
+)
+def test_tables_are_read_as_their_folder_says(load, tokenizer, tmp_path, options, contents, wanted):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.csv").write_text(contents, encoding="latin-1")
+    config = f"- config_name: default\n  data_files: train.csv\n  {options}\n"
+    (tmp_path / "set" / "README.md").write_text(f"---\nconfigs:\n{config}---\n")
+    loaders = load(dataset_name=str(tmp_path / "set"), split_name="train", packing=False)
+    assert answers(loaders, tokenizer) == [wanted]
+
+
+def test_archives_of_several_tables_are_read_as_they_come(load, tokenizer, tmp_path):
+    (tmp_path / "set").mkdir()
+    with zipfile.ZipFile(tmp_path / "set" / "tables.zip", "w") as archive:
+        for name in ("a.csv", "b.csv"):
+            archive.writestr(name, "question,answer\nWhat?,One.\n")
+    loaders = load(dataset_name=str(tmp_path / "set"), split_name="train", packing=False)
+    assert answers(loaders, tokenizer) == ["One.", "One."]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": [{"from": ["human"], "value": "x"}]},
+        {"conversations": [{"from": {"a": 1}, "value": "x"}]},
+    ],
+)
+def test_senders_that_are_no_text_cost_a_row(load, tokenizer, row):
+    loaders = load(lines(row, {"conversations": SHARE_GPT}), packing=False)
+    assert answers(loaders, tokenizer) == ["One."] and loaders.report.bad_rows == 1
+
+
 def test_numbers_are_answers_and_no_number_is_none():
     to_sample, *_ = choose_columns(DataConfig(system_prompt=""), ["question", "answer"])
     said = [to_sample({"question": "?", "answer": a})["messages"][1]["content"] for a in (5, 2.5, True, None)]
     assert said == ["5", "2.5", True, None]
+    assert to_sample({"question": "?", "answer": 10**400})["messages"][1]["content"] == str(10**400)
     nan = to_sample({"question": "?", "answer": float("nan")})
     assert why_unusable(nan) == Status.BAD
 

@@ -289,6 +289,19 @@ def test_files_that_no_export_wrote_stay(tmp_path):
         assert (folder / "quantized" / "model.gguf").read_bytes() == b"gguf"
 
 
+def test_the_export_of_an_older_run_is_known_by_its_names(tmp_path):
+    """From before the list of files was kept: beside a run's log."""
+    source = build()
+    folder = export_hf(tmp_path / "export", weights(source), config=source.config, max_shard_bytes=6000)
+    (tmp_path / "export.json").unlink()
+    (folder / "README.md").write_text("a model card")
+    with pytest.raises(ValueError, match="holds what no run of this folder exported"):
+        check_export(folder)
+    (tmp_path / "metrics.jsonl").touch()
+    export_hf(folder, weights(source), config=source.config)
+    assert names(folder) == ["README.md", "config.json", "generation_config.json", "model.safetensors"]
+
+
 @pytest.mark.parametrize("names", [["thesis.tex"], ["config.json", "model.safetensors"]])
 def test_a_folder_that_no_export_wrote_is_not_replaced(tmp_path, names):
     (tmp_path / "export").mkdir()

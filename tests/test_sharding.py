@@ -79,6 +79,13 @@ def test_auto_takes_the_fastest_mode_of_those_that_fit(billions, world_size, loc
     assert f"take {billions * 14:.1f} GB, a GPU has 60.0 GB for them" in why
 
 
+@pytest.mark.parametrize(("billions", "mode"), [(0.5, "single"), (6.4, "single"), (6.5, "fsdp_offload")])
+def test_auto_on_one_gpu_shards_nothing(billions, mode):
+    """Up to 90 of its 100 GB, at 14 bytes a parameter."""
+    memory = Memory(int(billions * 1e9), weights=2, state=14, accumulated=0, gpu=int(100e9))
+    assert choose_mode(memory, world_size=1, local_size=1)[0] == mode
+
+
 def test_auto_leaves_a_model_whole_if_accumulation_would_keep_whole_gradients_beside_shards():
     """4 B on 2 GPUs: 56 GB whole, or 28 GB of shards, 16 GB gathered and 16 GB of FP32 gradients kept."""
     memory = Memory(4 * 10**9, weights=2, state=14, accumulated=4, gpu=int(95e9))

@@ -104,7 +104,9 @@ class Record:
 
 
 def trainer(batches, *, total_steps, model=None, eval_batches=None, hooks=None, strategy=None, **settings):
-    start = {name: settings.pop(name) for name in ("progress", "owes_evaluation") if name in settings}
+    start = {
+        name: settings.pop(name) for name in ("progress", "saved_step", "owes_evaluation") if name in settings
+    }
     settings = {"log_interval": 1, "learning_rate": 0.05, "eval_interval": 0, "save_interval": 0} | settings
     cfg = config_from_dict(settings)
     model, record = model or Bigram(), Record()
@@ -299,15 +301,19 @@ def test_evaluations_and_saves_come_when_asked_and_once_at_the_end():
 
 @pytest.mark.parametrize("owed", [False, True])
 def test_an_evaluation_that_a_start_was_stopped_in_is_made_up_for(owed):
+    rated = []
     made, record = trainer(
         [to_batch(rows(4))],
         total_steps=8,
         eval_batches=[to_batch(rows(2))],
         progress=Progress(step=3),
         eval_interval=3,
+        saved_step=3,
         owes_evaluation=owed,
+        hooks=Hooks(rate=lambda step, eval_loss: rated.append(step)),
     )
     made.fit()
+    assert rated == [3] * owed + [8], "what is saved: the start's checkpoint and the end"
     assert [step for step, metrics in record.lines if "eval/loss" in metrics] == [3] * owed + [6, 8]
 
 

@@ -519,8 +519,9 @@ def changed_settings(
     }
 
 
-def nearest(name: str, candidates: Any) -> str:
+def nearest(name: Any, candidates: Any) -> str:
     """A question for an error's end: the candidate with these initials (lr), or the one most alike."""
+    name = str(name)
     words = {c: c.lstrip("-").split("_") for c in candidates}
     close = [c for c, found in words.items() if "".join(w[:1] for w in found) == name.lstrip("-") != ""]
     close += difflib.get_close_matches(name, list(words), n=1, cutoff=0.6)

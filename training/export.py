@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -94,11 +95,21 @@ def _list_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.json")
 
 
+# What exports before the list, and the tokenizers of transformers, are known to write.
+KNOWN = re.compile(
+    r"model.*\.safetensors(\.index\.json)?|(generation_)?config\.json|tokenizer.*|chat_template.*|"
+    r"special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|.*\.py"
+)
+
+
 def _written(folder: Path) -> set[str]:
-    """Names in `folder` that exports wrote; none where the list of them is missing or broken."""
+    """Names in `folder` that exports wrote: those listed, or KNOWN ones beside a run's log if none are."""
     try:
         return set(json.loads(_list_of(folder).read_bytes())["files"])
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
+    except FileNotFoundError:
+        logged = folder.is_dir() and (folder.parent / "metrics.jsonl").exists()
+        return {path.name for path in folder.iterdir() if KNOWN.fullmatch(path.name)} if logged else set()
+    except (ValueError, TypeError, KeyError):
         return set()
 
 

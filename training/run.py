@@ -533,8 +533,13 @@ class Run:
                 beat=self.watchdog.beat,
             ),
             progress=progress,
+            saved_step=progress.step if self._goes_on_here() else -1,
             owes_evaluation=progress.step not in self.evaluated,
         )
+
+    def _goes_on_here(self) -> bool:
+        """Whether the checkpoint that this start goes on from is one of its own folder."""
+        return self.resume is not None and self.resume.resolve().parent == self.checkpoints.folder.resolve()
 
     def _peaks(self) -> dict[str, float | None]:
         name = self.environment.get("gpu_name")

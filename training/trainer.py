@@ -171,9 +171,13 @@ class Trainer:
         meter: Meter,
         hooks: Hooks | None = None,
         progress: Progress | None = None,
+        saved_step: int = -1,
         owes_evaluation: bool = False,
     ):
-        """`owes_evaluation`: the step that this start goes on from was not evaluated."""
+        """`saved_step`: of the checkpoint, if it is this run's own, that the start goes on from.
+
+        `owes_evaluation`: that one was not evaluated.
+        """
         self.cfg, self.model, self.optimizer, self.strategy = cfg, model, optimizer, strategy
         self.autocast, self.learning_rate, self.total_steps = autocast, learning_rate, total_steps
         self.loaders, self.tracker, self.display, self.meter = loaders, tracker, display, meter
@@ -186,7 +190,7 @@ class Trainer:
         self._clock = 0.0  # when the time of the current step began
         self._skipped_in_a_row, self._prepared, self._covered = 0, False, False
         self._unread: list[tuple[int, StepResult]] = []  # steps whose verdict is not known yet
-        self._saved_step = self._evaluated_step = -1
+        self._saved_step, self._evaluated_step = saved_step, -1
         self._owes_evaluation = owes_evaluation
         self._last_eval: dict[str, float] = {}
         self._uncounted = {"real_tokens": 0, "label_tokens": 0}  # of this rank, since the last save
