@@ -92,7 +92,7 @@ def seen_keys(rows: Dataset | IterableDataset, parse: Callable[[Row], Row | None
 
 
 def choose_columns(cfg: DataConfig, columns: list[str]) -> tuple[Callable[[Row], Row], bool, str]:
-    """The row-to-sample function, and a Source's `chat` and `system`, for columns that a ValueError lists.
+    """The row-to-sample function for these columns, and a Source's `chat` and `system`. ValueError lists them.
 
     Whole chats get a system prompt only if one was given: many sets are made to have none.
     """
