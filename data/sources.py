@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -26,6 +27,8 @@ from data.cache import CLOSED, storing, why_not_stored
 from data.chat import Row
 from training.config import SYSTEM_PROMPT, DataConfig
 from training.errors import first_line, origins, raise_interrupt
+
+logger = logging.getLogger(__name__)
 
 # Columns of prompt/answer data, tried in this order.
 PAIRS = (
@@ -63,7 +66,7 @@ class Source:
 def demo(cfg: DataConfig, split: str) -> Source:
     """The embedded generated set: train_1M (also called train) and test."""
     split = demo_set.ALIASES.get(split, split)
-    check_split(cfg, split, demo_set.SIZES)
+    split = known_split(cfg, split, demo_set.SIZES)
     # The generator's own text is part of the fingerprint: `datasets` does not see into imported functions.
     code = Path(demo_set.__file__).read_bytes()
     with storing(cfg):
@@ -92,7 +95,7 @@ def seen_keys(rows: Dataset | IterableDataset, parse: Callable[[Row], Row | None
 
 
 def choose_columns(cfg: DataConfig, columns: list[str]) -> tuple[Callable[[Row], Row], bool, str]:
-    """The row-to-sample function for these columns, and a Source's `chat` and `system`. ValueError lists them.
+    """The row-to-sample function of these columns and a Source's `chat` and `system`. ValueError names them.
 
     Whole chats get a system prompt only if one was given: many sets are made to have none.
     """
@@ -206,7 +209,6 @@ def open_rows(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, b
         raise ValueError(f"--dataset_name {cfg.dataset_name}: there is no such file; check the path")
     if path.is_file() and configuration:
         raise ValueError(f"--dataset_name {cfg.dataset_name}: a file has no configurations; give {name}")
-    common: dict[str, Any] = {"split": split, "cache_dir": cfg.data_cache_dir, "streaming": cfg.streaming}
     try:
         if path.is_file():
             files: dict[str, list[str]] = {"train": [str(path)]}
@@ -216,7 +218,8 @@ def open_rows(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, b
     except Exception as error:  # hub client, fsspec and parsers raise what they like
         raise which_configuration(cfg, error) or unreadable(cfg, error) from error
     if files:
-        check_split(cfg, split, files)
+        split = known_split(cfg, split, files)
+    common: dict[str, Any] = {"split": split, "cache_dir": cfg.data_cache_dir, "streaming": cfg.streaming}
     if (local := [Path(file) for file in files.get(split, [])]) and all(
         file.is_file() and not file.stat().st_size for file in local
     ):
@@ -286,13 +289,20 @@ def which_configuration(cfg: DataConfig, error: Exception) -> ValueError | None:
     )
 
 
-def check_split(cfg: DataConfig, split: str, splits: Iterable[str]) -> None:
-    if split not in splits:
-        flag = "eval_split" if split == cfg.eval_split else "split_name"
-        known = ", ".join(splits)
-        raise ValueError(
-            f"--{flag} {split}: no such split in --dataset_name {cfg.dataset_name}; there are: {known}"
+def known_split(cfg: DataConfig, split: str, splits: Iterable[str]) -> str:
+    """`split`, or where that is the default one and there is but another, that. ValueError lists them."""
+    if split in splits:
+        return split
+    known = list(splits)
+    if split == DataConfig().split_name and len(known) == 1 and known != [cfg.eval_split]:
+        logger.warning(
+            "--split_name %s: %s has no such split, but %s alone; taken", split, cfg.dataset_name, *known
         )
+        return known[0]
+    flag = "eval_split" if split == cfg.eval_split else "split_name"
+    raise ValueError(
+        f"--{flag} {split}: no such split in --dataset_name {cfg.dataset_name}; there are: {', '.join(known)}"
+    )
 
 
 def unreadable(cfg: DataConfig, error: Exception) -> ValueError | RuntimeError:

@@ -313,6 +313,16 @@ def test_senders_that_are_no_text_cost_a_row(load, tokenizer, row):
     assert answers(loaders, tokenizer) == ["One."] and loaders.report.bad_rows == 1
 
 
+def test_the_only_split_is_taken_for_the_default_one_and_said(load, tokenizer, caplog):
+    loaders = load(lines(PAIR), packing=False, split_name="train_1M")
+    assert answers(loaders, tokenizer) == ["It is 2."]
+    assert "has no such split, but train alone; taken" in caplog.text
+    with pytest.raises(
+        ValueError, match="--split_name train_1M: no such split"
+    ):  # it is what evaluation takes
+        load(lines(PAIR), split_name="train_1M", eval_split="train")
+
+
 def test_numbers_are_answers_and_no_number_is_none():
     to_sample, *_ = choose_columns(DataConfig(system_prompt=""), ["question", "answer"])
     said = [to_sample({"question": "?", "answer": a})["messages"][1]["content"] for a in (5, 2.5, True, None)]
