@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 from benchmarks.gaps import Comparison, loss_gap, noise_band
-from benchmarks.runs import WORK, WORK_BY_DEFAULT, RunRecord, Series, labels, smooth
+from benchmarks.runs import DEFAULT, WORK, RunRecord, Series, labels, smooth
 
 # Okabe and Ito's colours, which most colour-blind people tell apart; without the yellow, too light on paper.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5195")
@@ -188,7 +188,7 @@ def scaling(runs: list[RunRecord], axis: str) -> dict[str, list[tuple[int, RunRe
         works = [run.work for run in members]
         other = [n for n in WORK if n not in along and any(work[n] != works[0][n] for work in works)]
         for run, work in zip(members, works, strict=True):
-            own = [n for n in other if work[n] != WORK_BY_DEFAULT[n]]
+            own = [n for n in other if work[n] != DEFAULT[n]]
             line = ", ".join([name, *(f"{n}={work[n]}" for n in own)])
             lines.setdefault(line, []).append((x(run), run))
     several = {line: points for line, points in lines.items() if len({at for at, _ in points}) > 1}

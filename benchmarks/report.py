@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import matplotlib
@@ -127,14 +128,15 @@ def write_page(runs: list[RunRecord], reference: RunRecord, target: Path) -> Non
     print(f"\nreport: {target / 'report.html'}")
 
 
+def _runs_in(folder: Path) -> list[Path]:
+    """`folder`, or the runs below it where it is none; what holds no run either is left to `read_run`."""
+    return [folder] if (folder / "config.json").exists() else run_folders(folder) or [folder]
+
+
 def read_all(folders: list[Path], reference: Path | None) -> tuple[list[RunRecord], RunRecord]:
     """The runs and their reference, which joins them if need be; ValueError for what is no run."""
     found: dict[Path, RunRecord] = {}
-    whole = [
-        folder if (folder / "config.json").exists() else run_folders(folder) or folder for folder in folders
-    ]
-    each = [path for paths in whole for path in (paths if isinstance(paths, list) else [paths])]
-    for folder in [*each, *([reference] if reference else [])]:
+    for folder in [*chain.from_iterable(map(_runs_in, folders)), *([reference] if reference else [])]:
         if folder.resolve() not in found:
             found[folder.resolve()] = read_run(folder)
     runs = list(found.values())

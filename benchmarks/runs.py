@@ -27,7 +27,6 @@ WORK += ("flash_attention", "fused_residuals", "fp8_fp32_scales", "fp8_weight_ca
 # But for kernels, which runs that do not name them lacked.
 BEFORE = {"flash_attention": False, "fused_residuals": False}
 DEFAULT = Config().to_dict()
-WORK_BY_DEFAULT = {name: DEFAULT[name] for name in WORK}
 # Settings that no result depends on: runs into one folder may have others from start to start.
 INDIFFERENT = ("num_workers", "num_proc", "weights_cache_dir", "data_cache_dir", "timeout_minutes")
 INDIFFERENT += ("output_dir", "resume", "save_checkpoints", "save_interval", "keep_last", "export")
@@ -117,8 +116,8 @@ class RunRecord:
     def work(self) -> dict[str, Any]:
         """What two runs must share for their rates to be compared."""
         named = {"model_name": self.value("model_name"), "use_te": self.value("use_te")}
-        settings = WORK_BY_DEFAULT | BEFORE | {n: self.config[n] for n in WORK if n in self.config}
-        return named | {"precision": self.precision} | settings
+        settings = DEFAULT | BEFORE | self.config
+        return named | {"precision": self.precision} | {name: settings[name] for name in WORK}
 
     @property
     def tokens_per_gpu(self) -> float | None:

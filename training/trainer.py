@@ -315,11 +315,8 @@ class Trainer:
     def _first_time(self, batch: Any) -> None:
         self._prepare(batch)
         step, settings = self.progress.step, self.cfg.log
-        if (
-            settings.eval_at_start
-            if step == 0
-            else self._owes_evaluation and _due(step, settings.eval_interval)
-        ):
+        owed = self._owes_evaluation and step > 0 and _due(step, settings.eval_interval)
+        if owed or (settings.eval_at_start and step == 0):
             self._evaluate_and_log()
 
     def _account(self, window: list[Any], result: StepResult, waited: float) -> bool:
