@@ -186,14 +186,22 @@ def batch_one(runs: list[RunRecord]) -> list[str]:
 
 
 def fsdp_finetuning(runs: list[RunRecord]) -> list[str]:
-    """For each experiment a table with a row a run."""
+    """For each experiment a table of precision against GPUs and batch, then one with a row a run."""
     losses = ("train loss, mean of last 10 %", "gap", "eval loss", "eval gap", "perplexity", "token accuracy")
     rates = ("speed", "MFU of BF16 peak", "MFU of FP8 peak", "peak GB", "GPU-hours")
     headings = ["precision", "GPUs", "mode", "batch", "final train loss", *losses, "tokens/s per GPU", *rates]
     headings.append("node-hours")
 
+    def against_bf16(run: RunRecord) -> verdict.Row:
+        return judged(run, None if is_bf16(run) else baseline(run, runs))
+
+    def speed_and_gap(run: RunRecord) -> str:
+        if is_bf16(run):
+            return formatted(run.tokens_per_gpu, "{:,.0f}")
+        return "{}, {}".format(*verdict_cells(against_bf16(run), "speed", "gap"))
+
     def cells(run: RunRecord) -> list[str]:
-        row = judged(run, None if is_bf16(run) else baseline(run, runs))
+        row = against_bf16(run)
         return [
             *(precision(run), str(run.gpus or "-"), f"`{run.mode}`"),
             " x ".join(str(run.config[name]) for name in BATCH),
@@ -204,12 +212,25 @@ def fsdp_finetuning(runs: list[RunRecord]) -> list[str]:
             formatted(run.value("node_hours"), "{:.3f}"),
         ]
 
-    def place(run: RunRecord) -> tuple[Any, ...]:
-        return (run.gpus, *(run.config[name] for name in BATCH), *order(run))
+    def place(run: RunRecord) -> tuple[int, int, int]:
+        return run.gpus, *(run.config[name] for name in BATCH)
 
     parts = []
-    for experiment, group in by(runs, Experiment.of).items():
-        parts += [experiment.heading(), table(headings, [cells(run) for run in sorted(group, key=place)])]
+    for experiment, group in by(sorted(runs, key=order), Experiment.of).items():
+        places = by(group, place)
+        lines = [
+            [precision(found[0])]
+            + [" / ".join(speed_and_gap(run) for run in found if place(run) == key) or "-" for key in places]
+            for found in by(group, order).values()
+        ]
+        columns = [f"{gpus} GPU{'s' * (gpus > 1)}, {size} x {steps}" for gpus, size, steps in places]
+        parts += [
+            experiment.heading(),
+            "BF16: tokens/s per GPU. FP8: speed against BF16 of the same layers, gap of the training loss.",
+            table(["precision", *columns], lines),
+            "Every run:",
+            table(headings, [cells(run) for found in places.values() for run in found]),
+        ]
     return parts
 
 

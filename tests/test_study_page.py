@@ -273,7 +273,12 @@ def test_rows_of_fine_tuning(tmp_path):
     assert write(tmp_path) == 0
     text = made(tmp_path, "fsdp_finetuning")
     assert "### meta-llama/Llama-3.1-8B, 8,192 tokens, 16 steps, learning rate 1e-05" in text
-    bf16, current = rows(text).values()
+    by_place, every_run = text.split("Every run:")
+    assert {name: row["4 GPUs, 1 x 1"] for name, row in rows(by_place).items()} == {
+        "BF16, TE layers": "9,615",
+        "FP8 current, TE layers": "1.27x, " + rows(every_run)["FP8 current, TE layers"]["gap"],
+    }
+    bf16, current = rows(every_run).values()
     assert (bf16["precision"], current["precision"]) == ("BF16, TE layers", "FP8 current, TE layers")
     assert (bf16["gap"], bf16["speed"]) == ("-", "-")
     assert (current["GPUs"], current["mode"], current["batch"]) == ("4", "`fsdp_full`", "1 x 1")
