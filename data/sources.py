@@ -48,6 +48,7 @@ OTHER_CHATS = ("conversations", "conversation")  # beside `messages`; not all th
 SHARE_GPT = {"human": "user", "gpt": "assistant"}  # senders there, roles here
 READERS = {".jsonl": "text", ".txt": "text", ".json": "json", ".parquet": "parquet"}
 READERS |= {".csv": "csv", ".tsv": "csv"}
+PACKERS = (".gz", ".bz2", ".xz")  # what may follow such a suffix: `datasets` unpacks it
 FIELDS = ("dataset_messages_field", "dataset_text_field", "dataset_prompt_field", "dataset_completion_field")
 UTF8 = "utf-8-sig"  # without the byte-order mark that a file of text may begin with
 PEEK = 100  # rows whose keys are a data set's columns, where no header names them
@@ -205,7 +206,7 @@ def open_rows(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, b
     name, configuration = name_and_configuration(cfg)
     path = Path(name).expanduser()
     name = str(path) if path.exists() else name
-    if path.suffix in READERS and not path.is_file():
+    if format_of(name) in READERS and not path.is_file():
         raise ValueError(f"--dataset_name {cfg.dataset_name}: there is no such file; check the path")
     if path.is_file() and configuration:
         raise ValueError(f"--dataset_name {cfg.dataset_name}: a file has no configurations; give {name}")
@@ -224,18 +225,19 @@ def open_rows(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, b
         file.is_file() and not file.stat().st_size for file in local
     ):
         raise ValueError(f"--dataset_name {cfg.dataset_name}: {local[0].name} is empty")
-    suffixes = {Path(file).suffix for file in files.get(split, [])}
-    reader = READERS.get(suffixes.pop()) if len(suffixes) == 1 else None
-    json_lines = reader == "text" and files[split][0].endswith(".jsonl")
+    formats = {format_of(file) for file in files.get(split, [])}
+    suffix = formats.pop() if len(formats) == 1 else ""
+    reader, json_lines = READERS.get(suffix), suffix == ".jsonl"
     if path.is_file() and reader is None:
-        raise ValueError(f"--dataset_name {name}: not a data file; these are read: {', '.join(READERS)}")
+        known = f"{', '.join(READERS)}, and these with {', '.join(PACKERS)}"
+        raise ValueError(f"--dataset_name {name}: not a data file; these are read: {known}")
     try:
         if path.is_file() or json_lines:
             # Undecodable bytes become U+FFFD, which marks the row as unusable.
             options: dict[str, Any] = {"encoding_errors": "replace"} if reader in ("text", "csv") else {}
             options |= {"encoding": UTF8} if reader == "text" else {}
             if reader == "csv":
-                tabs = {"sep": "\t"} if path.suffix == ".tsv" else {}
+                tabs = {"sep": "\t"} if suffix == ".tsv" else {}
                 options |= tabs | as_written(files[split], tabs)
             return datasets.load_dataset(
                 reader, data_files={split: files[split]}, **options, **common
@@ -251,6 +253,11 @@ def open_rows(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, b
         return datasets.load_dataset(name, configuration, **only, **common), False
     except Exception as error:
         raise unreadable(cfg, error) from error
+
+
+def format_of(file: str) -> str:
+    """The suffix that tells how a file is read: .jsonl of rows.jsonl and rows.jsonl.gz."""
+    return Path(next((file.removesuffix(p) for p in PACKERS if file.endswith(p)), file)).suffix
 
 
 def as_written(files: list[str], reading: dict[str, Any]) -> dict[str, Any]:

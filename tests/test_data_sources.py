@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import errno
+import gzip
 import hashlib
 import json
+import lzma
 import os
 import re
 import signal
@@ -372,6 +375,26 @@ def test_file_formats_give_the_same_rows(load, tokenizer, tmp_path):
             assert answers(loaders, tokenizer) == [row["answer"] for row in rows], name
     loaders = load(b"one line\nanother\n", name="a.txt", packing=False)
     assert answers(loaders, tokenizer) == ["one line", "another"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize(
+    ("name", "pack"),
+    [("train.jsonl.gz", gzip.compress), ("train.tsv.bz2", bz2.compress), ("train.json.xz", lzma.compress)],
+)
+def test_a_packed_file_is_read_as_what_is_in_it(load, tokenizer, tmp_path, name, pack, folder, streaming):
+    rows = [{"question": "a?", "answer": "007"}, {"question": "b?", "answer": "NA"}]
+    contents = {
+        ".jsonl": lines(*rows[:1]) + b"{broken\n" + lines(*rows[1:]),
+        ".tsv": b"question\tanswer\n" + b"".join(f"{r['question']}\t{r['answer']}\n".encode() for r in rows),
+        ".json": json.dumps(rows).encode(),
+    }[Path(name).with_suffix("").suffix]
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / name).write_bytes(pack(contents))
+    path = str(tmp_path / "set" / name if not folder else tmp_path / "set")
+    loaders = load(dataset_name=path, split_name="train", packing=False, streaming=streaming)
+    assert answers(loaders, tokenizer) == ["007", "NA"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

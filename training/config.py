@@ -166,7 +166,7 @@ class DataConfig(Section):
 
     dataset_name: str = knob(
         "demo",
-        "hub id, local folder, data file (.jsonl .json .parquet .csv .txt), or `demo`; of a hub id "
+        "hub id, local folder, data file (.jsonl .json .parquet .csv .tsv .txt), or `demo`; of a hub id "
         "or folder with several configurations `NAME:CONFIGURATION`",
     )
     split_name: str = knob("train_1M", "split to train on")
