@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from te_models import plan_model
 from training import kernels, outcome, run_folder
 from training.config import config_from_dict, parse_config
+from training.memory_plan import check_memory
 from training.metrics import ModelShape
 from training.optim import plan_optimizer
 from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
@@ -613,14 +614,15 @@ def test_calibration_takes_no_step_and_draws_no_random_number(tmp_path):
 
 @pytest.mark.parametrize("max_steps", [None, 0])
 def test_what_a_gpu_cannot_hold_is_refused_unless_it_only_evaluates(max_steps):
-    run = Run.__new__(Run)
-    run.cfg, run.mode, run.strategy = config_from_dict({"max_steps": max_steps}), "single", SingleDevice(CPU)
-    run.plan = plan_model("tiny-llama", init="auto", use_te=False)
-    run.optimizer_plan = plan_optimizer(run.cfg.precision, on_gpu=True)
+    cfg, model = (
+        config_from_dict({"max_steps": max_steps}),
+        plan_model("tiny-llama", init="auto", use_te=False),
+    )
+    kept = SingleDevice(CPU), plan_optimizer(cfg.precision, on_gpu=True)
     if max_steps == 0:
-        return run._check_memory(10**6)
+        return check_memory(cfg, model, *kept, 10**6)
     with pytest.raises(RuntimeError, match=r"--model_name tiny-llama, on one GPU: .* which has 0\.0 GB"):
-        run._check_memory(10**6)
+        check_memory(cfg, model, *kept, 10**6)
 
 
 @pytest.fixture

@@ -18,35 +18,32 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 import te_models
 from data import build_loaders
 from data.chat import load_tokenizer, turn_end
-from te_models.hugging_face import PLAIN_HEADS
 from training import (
     flash_attention,
     fp8_stats,
     metrics,
     optim,
-    precision,
     precision_map,
     profiling,
     ranks,
     scaling_state,
     te_runtime,
-    torchao_fp8,
 )
 from training.assembly import assemble, compiles
-from training.auto_mode import Memory, choose_mode, refuse_small_gpu, refuse_small_host
 from training.checkpoint import Checkpoints, resolve_resume
-from training.config import TORCHAO_RECIPES, Config, changed_settings, knobs, parse_config
+from training.config import Config, changed_settings, knobs, parse_config
 from training.coverage import coverage
+from training.decision import decide
 from training.durable_files import no_room, write_json
 from training.errors import first_line
 from training.export import check_export, export_hf
 from training.generate import answer, generation_config, reads_back
 from training.kernels import choose_kernels
+from training.memory_plan import plan_memory
 from training.outcome import EXIT_FAILED, EXIT_INTERRUPTED, end, lasting_output
 from training.packages import software
 from training.ranks import say
@@ -58,7 +55,6 @@ from training.run_folder import (
     train_losses,
     write_config,
 )
-from training.sharding import STRATEGIES
 from training.signals import caught
 from training.state import restore_run, save_run
 from training.steps import count_steps, steps_of_a_resumed_run
@@ -150,109 +146,16 @@ class Run:
             self._assemble()
 
     def _decide(self) -> None:
-        """Precision, model and optimizer, before any weight is read."""
-        cfg = self.cfg
-        self.precision = precision.resolve_precision(cfg)
-        if self.precision.te_backend == "native" and (said := te_runtime.point_te_at_torchs_cudnn()):
-            say(said)
-        torchao_fp8.silence_import()  # transformers loads it, too, wherever it is installed
-        if self.precision.effective in TORCHAO_RECIPES:
-            torchao_fp8.require_torchao()
-        self.plan = te_models.plan_model(
-            cfg.model.model_name,
-            init=cfg.model.init,
-            use_te=cfg.model.use_te,
-            cache_dir=cfg.model.weights_cache_dir,
-            trust_remote_code=cfg.model.trust_remote_code,
-        )
-        self.model_files = te_models.identity(self.plan) if ranks.world_size() > 1 else {}
-        self.precision = precision_map.resolve(cfg, self.precision, self.plan.config.get_text_config())
-        for reason in filter(None, [self.precision.fallback_reason, *self.precision.map_fallbacks.values()]):
-            rule = "!" * 100
-            say(f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {precision.STANDARD_RECIPE} scaling\n{rule}")
-        self.shape = metrics.ModelShape.from_hf_config(self.plan.config)
-        if self.shape is None:
-            say(f"TFLOP/s and MFU are left out: FLOPs of model type {self.plan.family} are not known")
-        elif cfg.model.use_te:
-            by_layer = precision_map if self.precision.by_module else precision
-            by_layer.check_sizes(self.precision, self.plan.name, self.shape.gemm_sizes)
-            precision.check_fp8_attention(cfg, self.precision, self.shape.head_dim)
-        precision.check_settings(cfg, self.precision)
-        if said := precision.unread(cfg, self.precision):
-            say(f"WARNING: {said}")
-        if cfg.precision.fp8_lm_head:
-            text = self.plan.config.get_text_config()
-            sizes = {"hidden size": text.hidden_size, "vocabulary": text.vocab_size}
-            plain = cfg.model.use_te or self.plan.family in PLAIN_HEADS
-            precision.check_lm_head(cfg, self.precision, sizes, plain=plain)
-        if cfg.precision.master_weights == "none":
-            say(optim.MASTER_NONE_WARNING)
+        found = decide(self.cfg)
+        self.precision, self.plan, self.shape = found.precision, found.plan, found.shape
+        self.model_files = found.model_files
 
     def _plan_memory(self) -> None:
-        """How weights and optimizer state are kept and spread, the same on every rank."""
-        gpu = None
-        if self.device.type == "cuda":
-            gpu = min(ranks.gather(torch.cuda.get_device_properties(self.device).total_memory))
-        self.mode = ranks.on_first(lambda: self._choose_mode(gpu))
-        self.strategy = STRATEGIES[self.mode](self.device, self.cfg)
-        if self.strategy.steps_on_cpu:
-            say(f"the optimizer steps on the CPU: {ranks.use_cores()} threads a rank")
+        planned = plan_memory(self.cfg, self.plan, self.device)
+        self.strategy, self.optimizer_plan = planned.strategy, planned.optimizer
         compiled = compiles(self.cfg, self.strategy)
         ranks.together(lambda: fp8_stats.check(self.cfg, self.precision, compiles=compiled))
         ranks.together(lambda: profiling.check(self.cfg.log.profile_steps, self.device))
-        self.optimizer_plan = self._plan_optimizer(self.strategy.master_home)
-        ranks.together(lambda: self._check_memory(gpu))
-        if said := optim.moment_warning(self.optimizer_plan, self.cfg.optim.adam_beta2):
-            say(said)
-
-    def _check_memory(self, gpu: int | None) -> None:
-        """Refuse what cannot fit before any weight is read; `gpu`: bytes of the smallest GPU's memory."""
-        strategy, state = self.strategy, self.optimizer_plan.state_bytes
-        if strategy.steps_on_cpu:
-            each = strategy.host_bytes(state, saves=self.cfg.checkpoint.save_checkpoints)
-            refuse_small_host(te_models.count_parameters(self.plan), self.mode, each)
-            return
-        trains = self.cfg.optim.max_steps != 0  # evaluation takes weights alone
-        # A repository's own code may not build a model without storage, by which weights are counted.
-        if gpu is not None and trains and not self.plan.trust_remote_code:
-            refuse_small_gpu(
-                self.plan.name,
-                self._memory(gpu, state),
-                mode=self.mode,
-                sharers=strategy.sharers,
-                shrinks=self.optimizer_plan.kind == "fused_adamw",
-            )
-
-    def _plan_optimizer(self, master_home: str) -> optim.OptimizerPlan:
-        on_gpu = self.device.type == "cuda"
-        return optim.plan_optimizer(self.cfg.precision, on_gpu=on_gpu, master_home=master_home)
-
-    def _choose_mode(self, gpu: int | None) -> str:
-        """`gpu`: bytes of the smallest GPU's memory."""
-        mode = self.cfg.sharding.mode
-        if not dist.is_initialized():
-            if mode != "auto":
-                say(f"--sharding_mode {mode}: one device, nothing to shard; torchrun train_multi_gpu.py does")
-            return "single"
-        if mode != "auto":
-            return mode
-        memory = None if gpu is None else self._memory(gpu, self._plan_optimizer("device").state_bytes)
-        _, local_size = ranks.local_rank_and_size()
-        mode, why = choose_mode(memory, world_size=ranks.world_size(), local_size=local_size)
-        say(f"--sharding_mode auto: {mode} ({why})")
-        return mode
-
-    def _memory(self, gpu: int, state: int) -> Memory:
-        """`gpu`: bytes of the smallest GPU's memory; `state`: of weight, gradient and moments a parameter."""
-        cfg = self.cfg
-        accumulating = cfg.optim.gradient_accumulation_steps > 1
-        return Memory(
-            te_models.count_parameters(self.plan),
-            weights=4 if cfg.precision.mixed_precision == "fp32" else 2,
-            state=state,
-            accumulated=(4 if cfg.sharding.grad_reduce_dtype == "fp32" else 2) * accumulating,
-            gpu=gpu,
-        )
 
     def _open_folder(self) -> Path:
         folder, self.lock = open_run_folder(self.cfg, self.plan.short_name, self.precision.effective)

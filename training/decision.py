@@ -1,0 +1,69 @@
+"""What runs, settled before any weight is read: precision, model, and whether the two go together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import te_models
+from te_models import ModelPlan
+from te_models.hugging_face import PLAIN_HEADS
+from training import optim, precision, precision_map, ranks, te_runtime, torchao_fp8
+from training.config import TORCHAO_RECIPES, Config
+from training.metrics import ModelShape
+from training.precision import Precision
+from training.ranks import say
+
+
+@dataclass(frozen=True)
+class Decision:
+    precision: Precision
+    plan: ModelPlan
+    shape: ModelShape | None  # None: the FLOPs of this kind of model are not known
+    model_files: dict[str, str]  # what tells the model of one rank from another's; empty for one rank
+
+
+def decide(cfg: Config) -> Decision:
+    """Settle what runs, and say of it what a user must know.
+
+    ValueError, RuntimeError: it cannot run here, or settings do not go together.
+    """
+    resolved = precision.resolve_precision(cfg)
+    if resolved.te_backend == "native" and (said := te_runtime.point_te_at_torchs_cudnn()):
+        say(said)
+    torchao_fp8.silence_import()  # transformers loads it, too, wherever it is installed
+    if resolved.effective in TORCHAO_RECIPES:
+        torchao_fp8.require_torchao()
+    plan = te_models.plan_model(
+        cfg.model.model_name,
+        init=cfg.model.init,
+        use_te=cfg.model.use_te,
+        cache_dir=cfg.model.weights_cache_dir,
+        trust_remote_code=cfg.model.trust_remote_code,
+    )
+    resolved = precision_map.resolve(cfg, resolved, plan.config.get_text_config())
+    for reason in filter(None, [resolved.fallback_reason, *resolved.map_fallbacks.values()]):
+        rule = "!" * 100
+        say(f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {precision.STANDARD_RECIPE} scaling\n{rule}")
+    shape = ModelShape.from_hf_config(plan.config)
+    _check(cfg, resolved, plan, shape)
+    if said := precision.unread(cfg, resolved):
+        say(f"WARNING: {said}")
+    if cfg.precision.master_weights == "none":
+        say(optim.MASTER_NONE_WARNING)
+    return Decision(resolved, plan, shape, te_models.identity(plan) if ranks.world_size() > 1 else {})
+
+
+def _check(cfg: Config, resolved: Precision, plan: ModelPlan, shape: ModelShape | None) -> None:
+    """Refuse a precision that this model cannot have."""
+    if shape is None:
+        say(f"TFLOP/s and MFU are left out: FLOPs of model type {plan.family} are not known")
+    elif cfg.model.use_te:
+        by_layer = precision_map if resolved.by_module else precision
+        by_layer.check_sizes(resolved, plan.name, shape.gemm_sizes)
+        precision.check_fp8_attention(cfg, resolved, shape.head_dim)
+    precision.check_settings(cfg, resolved)
+    if cfg.precision.fp8_lm_head:
+        text = plan.config.get_text_config()
+        sizes = {"hidden size": text.hidden_size, "vocabulary": text.vocab_size}
+        plain = cfg.model.use_te or plan.family in PLAIN_HEADS
+        precision.check_lm_head(cfg, resolved, sizes, plain=plain)
