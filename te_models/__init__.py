@@ -62,6 +62,15 @@ class ModelPlan:
     def family(self) -> str:
         return self.config.model_type
 
+    @property
+    def own_code(self) -> bool:
+        """Whether it is a class of its repository, which may be another than its family's."""
+        return self.trust_remote_code and brings_code(self.config)
+
+
+def brings_code(config: Any) -> bool:
+    return "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+
 
 def plan_model(
     name: str, *, init: str, use_te: bool, cache_dir: str | None = None, trust_remote_code: bool = False
@@ -76,6 +85,11 @@ def plan_model(
     config = _config(name, random=random, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
     if use_te:
         refuse_te(name, config)
+        if trust_remote_code and brings_code(config):
+            raise ValueError(
+                f"--use_te --model_name {name}: TE layers would not do what the model's own Python code "
+                "does; drop one of --use_te and --trust_remote_code"
+            )
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else "unknown"
         raise ValueError(
@@ -207,6 +221,8 @@ def build_model(
     if te_backend is None:
 
         def prepare(inner: nn.Module) -> HFCausalLM:
+            # A padding token may be the end of a turn, too, which must learn; labels mask what is padding.
+            inner.get_input_embeddings().padding_idx = None
             model = HFCausalLM(inner, **recomputation)
             if convert:
                 convert(model)
@@ -289,7 +305,7 @@ def _streamed_source(plan: ModelPlan, seed: int, device: torch.device) -> Weight
     None if only transformers can load it: files that it renames, joins or scales, or a state of buffers.
     """
     if plan.weights is None:
-        return weight_source(plan, seed=seed, device=device) if plan.family in FAMILIES else None
+        return weight_source(plan, seed=seed, device=device) if _like_te(plan) else None
     if not weight_files(plan.weights):  # pickles
         return None
     source, model = SafetensorsSource(plan.weights), _on_meta(plan)
@@ -297,6 +313,11 @@ def _streamed_source(plan: ModelPlan, seed: int, device: torch.device) -> Weight
     shapes = {name: p.shape for name, p in model.named_parameters()}
     held = {n: s for n, s in source.shapes().items() if n not in tied and not n.endswith(".inv_freq")}
     return source if held == shapes and set(model.state_dict()) - tied == shapes.keys() else None
+
+
+def _like_te(plan: ModelPlan) -> bool:
+    """Whether there could be a TE form, with weights of the same names."""
+    return plan.family in FAMILIES and not plan.own_code
 
 
 def _on_meta(plan: ModelPlan) -> nn.Module:
@@ -336,7 +357,7 @@ def _build_hugging_face(plan: ModelPlan, dtype: torch.dtype, device: torch.devic
     torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(plan.config, **options)
-    if plan.family in FAMILIES:  # the same random weights as the TE form has
+    if _like_te(plan):  # the same random weights as the TE form has
         source = weight_source(plan, seed=seed, device=device)
         with torch.no_grad():
             for name, parameter in model.named_parameters():

@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_models.packed_attention import NAME, sequence_borders, use_packed_attention
 from te_models.weights import Gather
-from training.loss import TokenLoss, linear_cross_entropy, logits_cross_entropy
+from training.loss import IGNORE, TokenLoss, linear_cross_entropy, logits_cross_entropy
 
 # Families whose logits are plainly `lm_head(hidden)`; others (scaled or capped logits) keep their own head.
 PLAIN_HEADS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -31,7 +32,9 @@ class HFCausalLM(nn.Module):
     def __init__(self, model: nn.Module, *, gradient_checkpointing: bool = False, reentrant: bool = False):
         super().__init__()
         self.model = model
-        self.plain_head = model.config.model_type in PLAIN_HEADS
+        # transformers' own class: a model's own Python code may do more behind the same model type.
+        own_class = type(model).__module__.startswith("transformers.models.")
+        self.plain_head = own_class and model.config.model_type in PLAIN_HEADS
         self.fp8_lm_head = False
         self.own_attention: str | None = "not chosen yet"  # why transformers' own attention runs, or None
         if gradient_checkpointing:
@@ -85,8 +88,13 @@ class HFCausalLM(nn.Module):
             torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)  # one graph for any number of samples
             inputs |= sequence_borders(cu_seqlens, max_seqlen)
         if not self.plain_head:
-            logits = self.model(**inputs).logits
-            return logits_cross_entropy(logits.flatten(0, 1), labels.flatten())
+            output = self.model(**inputs)
+            found = logits_cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+            balance = getattr(output, "aux_loss", None)  # of a router, where the configuration asks for it
+            if balance is None or not self.training:
+                return found
+            weight = self.model.config.router_aux_loss_coef * (labels != IGNORE).sum()
+            return found._replace(loss=found.loss + weight * balance)
         hidden = self.model.get_decoder()(**inputs).last_hidden_state.flatten(0, 1)  # [T, D]
         head = self.model.get_output_embeddings()
         if self.fp8_lm_head:
@@ -94,31 +102,53 @@ class HFCausalLM(nn.Module):
         return linear_cross_entropy(hidden, head.weight, labels.flatten(), fp8=self.fp8_lm_head)
 
 
-@torch.no_grad()
 def refuse_leaking_packing(model: HFCausalLM) -> None:
-    """ValueError if this model lets a packed sample see the one before it.
+    """ValueError if this model lets a packed sample see the one before it. Collective.
 
     Not every implementation keeps to the borders of sequences, and those that do not train on other samples'
-    tokens without an error. So two tokens of a first sample are exchanged, and the second one's loss must not
-    notice. In high precision: one scale for a whole tensor is a link between samples, too.
+    tokens without an error. So tokens of a first sample are exchanged, up to its last, since a convolution
+    may see no more of it, and the second one's loss must not notice. Experts then get other numbers of tokens
+    and round otherwise: if it does, its gradient tells whether anything of the first sample reached it. In
+    high precision: one scale for a whole tensor is a link between samples, too.
     """
     device = next(model.parameters()).device
     positions = torch.arange(8, device=device).repeat(2)[None]  # [1, 16]
-    labels = torch.full((1, 16), -100, device=device)
+    labels = torch.full((1, 16), IGNORE, device=device)
     labels[0, 8:15] = torch.arange(1, 8, device=device)
-    rows = ([1, 2, 3, 4, 5, 6, 7, 8], [3, 1, 4, 2, 5, 6, 7, 8])
     borders = torch.tensor([0, 8, 16], dtype=torch.int32, device=device)
+    first, exchanged = [1, 2, 3, 4, 5, 6, 7, 8], [3, 1, 4, 2, 8, 5, 6, 7]
+
+    def loss(tokens: list[int]) -> Tensor:
+        packed = torch.tensor([[*tokens, *first]], device=device)
+        return model(packed, labels, positions, borders, 8).loss
+
     with high_precision_linears(model):
-        one, other = (
-            model(torch.tensor([[*ids, *rows[0]]], device=device), labels, positions, borders, 8).loss
-            for ids in rows
-        )
-    if not torch.isfinite(one):
-        raise ValueError(f"--model_name: the weights give a loss of {one.item()}; they are damaged")
-    if not torch.equal(one, other):
+        with torch.no_grad():
+            one, other = loss(first), loss(exchanged)
+        if not torch.isfinite(one):
+            raise ValueError(f"--model_name: the weights give a loss of {one.item()}; they are damaged")
+        if not _on_any_rank(one != other):
+            return
+        embedded: list[Tensor] = []
+
+        def cut(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+            embedded.append(output.detach().requires_grad_())
+            return embedded[0]
+
+        with model.model.get_input_embeddings().register_forward_hook(cut):
+            (gradient,) = torch.autograd.grad(loss(first), embedded)  # [1, 16, D]
+    if gradient[:, :8].any():
         raise ValueError(
             f"--packing: {type(model.model).__name__} lets packed samples see each other; add --no_packing"
         )
+
+
+def _on_any_rank(flag: Tensor) -> bool:
+    """Ranks that hold a model together must go the same way."""
+    found = flag.int()
+    if dist.is_initialized():
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found)
 
 
 @contextmanager

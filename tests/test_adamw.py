@@ -106,3 +106,20 @@ def test_steps_are_restored():
     model.weight.grad = torch.ones(2, 2).bfloat16()
     optimizer.step()
     assert optimizer_steps(optimizer) == 8
+
+
+def test_a_parameter_in_fp32_is_its_own_master():
+    """As routers of some mixtures of experts are, beside BF16."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(4, 8))
+    expected = torch.nn.Parameter(weight.detach().clone())
+    settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
+    own = FusedAdamW([{"params": [weight]}], **settings, master_weights=True, moment_dtype=torch.float32)
+    torchs = torch.optim.AdamW([expected], **settings, weight_decay=0.0)
+    for _ in range(3):
+        weight.grad = torch.randn_like(weight)
+        expected.grad = weight.grad.clone()
+        own.step()
+        torchs.step()
+    torch.testing.assert_close(weight, expected)
+    assert "master_param" not in own.state[weight]

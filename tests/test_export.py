@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -90,6 +91,28 @@ def test_the_export_is_the_model(tmp_path, family, max_shard_bytes):
         assert torch.equal(loaded(tokens).logits, source(tokens).logits)
     answer = loaded.generate(tokens[:1], max_new_tokens=4, min_new_tokens=4, do_sample=False)
     assert answer.shape == (1, 20)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "ernie4_5_moe"])
+def test_what_transformers_keeps_in_fp32_stays_so(tmp_path, model_type):
+    """Biases that choose experts, a buffer and a parameter, that BF16 could not tell apart."""
+    experts = {
+        "deepseek_v3": {
+            **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16},
+            **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1},
+            **{"num_experts_per_tok": 2, "num_key_value_heads": 4, "moe_intermediate_size": 16},
+        },
+        "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
+    }
+    config = AutoConfig.for_model(model_type, **TINY | experts[model_type], tie_word_embeddings=False)
+    source = AutoModelForCausalLM.from_config(config)
+    chosen = [(n, t) for n, t in source.state_dict().items() if n.endswith("e_score_correction_bias")]
+    for _, bias in chosen:
+        bias.copy_(1 + torch.arange(bias.numel()).view_as(bias) / 4096)
+    folder = export_hf(tmp_path / "export", source.state_dict().items(), config=config)
+    loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert chosen and all(torch.equal(loaded[name], bias) for name, bias in chosen)
+    assert loaded["lm_head.weight"].dtype == torch.bfloat16
 
 
 def test_files_are_named_and_indexed_as_hugging_face_does(tmp_path):

@@ -28,14 +28,14 @@ TINY = {
 }
 
 
-def build(model_type: str, *, packed: bool, gradient_checkpointing: bool = False, **changes):
+def build(model_type: str, *, packed: bool, gradient_checkpointing: bool = False, seed: int = 0, **changes):
     config = AutoConfig.for_model(model_type, **TINY | changes)
     return build_model(
         ModelPlan(model_type, config, None),
         te_backend=None,
         dtype=torch.float32,
         device=torch.device("cpu"),
-        seed=0,
+        seed=seed,
         packed=packed,
         max_positions=64,
         gradient_checkpointing=gradient_checkpointing,
@@ -298,3 +298,46 @@ def test_modules_have_storage_again_outside_also_after_an_error():
         assert holder.weight.is_meta and not holder.weight.requires_grad
         raise RuntimeError("inside")
     assert not torch.nn.Linear(2, 2).weight.is_meta
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_experts_that_round_otherwise_are_no_leak(model_type):
+    """Of the seeds some have a loss that changes in its last bits with the other sample's tokens."""
+    experts = {"num_experts": 16} if model_type == "qwen3_moe" else {"num_local_experts": 8}
+    for seed in range(6):
+        build(
+            model_type,
+            packed=True,
+            seed=seed,
+            hidden_size=256,
+            intermediate_size=256,
+            initializer_range=0.1,
+            **experts,
+        )
+
+
+def test_a_leak_of_short_reach_is_found():
+    """A convolution before all attention hands on the first sample's last tokens alone."""
+    with pytest.raises(ValueError, match="Lfm2ForCausalLM lets packed samples see each other"):
+        build("lfm2", packed=True, layer_types=["conv", "full_attention"], initializer_range=0.3)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_a_padding_token_that_texts_hold_is_trained(model_type):
+    model = build(model_type, packed=False, pad_token_id=2, eos_token_id=2)
+    batch = inputs([8])
+    batch["input_ids"][0, 3] = 2
+    model(**batch).loss.backward()
+    assert model.model.get_input_embeddings().weight.grad[2].any()
+
+
+def test_a_router_s_own_loss_counts_where_the_configuration_asks_for_it():
+    """As transformers adds it: coefficient times loss, to the mean over labels; in training alone."""
+    model = build("mixtral", packed=False, output_router_logits=True, router_aux_loss_coef=0.5)
+    batch = inputs([16])
+    labels = int((batch["labels"] != -100).sum())
+    with torch.no_grad():
+        trained, evaluated = model(**batch).loss / labels, model.eval()(**batch).loss / labels
+        balance = model.model(input_ids=batch["input_ids"], use_cache=False).aux_loss
+    assert balance > 1
+    torch.testing.assert_close(trained, evaluated + 0.5 * balance)

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config
+from transformers import Gemma2Config, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config
 
 from training.metrics import (
     PEAK_TFLOPS,
@@ -141,3 +141,20 @@ def test_perplexity():
     assert perplexity(2.0) == pytest.approx(7.389056)
     assert perplexity(1000.0) == perplexity(math.inf) == math.inf
     assert math.isnan(perplexity(math.nan))
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        (MistralConfig(sliding_window=4096), 4096),
+        (MistralConfig(sliding_window=None), None),
+        (Qwen3Config(sliding_window=4096), None),  # not in use
+        (Qwen3Config(sliding_window=4096, use_sliding_window=True, max_window_layers=1), 4096),
+        (Gemma2Config(sliding_window=4096), 4096),
+        (LlamaConfig(), None),
+    ],
+)
+def test_a_window_is_known_and_cuts_what_is_longer(config, window):
+    shape = ModelShape.from_hf_config(config)
+    assert shape.window == window
+    assert shape.sees_all(4096) and shape.sees_all(4097) == (window is None)

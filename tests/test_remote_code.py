@@ -104,3 +104,45 @@ def test_only_files_that_hold_the_parameters_and_nothing_else_are_read_slice_by_
     for extra, streamed in (("model.rotary_emb.inv_freq", True), ("model.layers.0.scale", False)):
         save_file(tensors | {extra: torch.ones(2)}, file, metadata={"format": "pt"})
         assert (te_models._streamed_source(plan, 0, CPU) is not None) == streamed
+
+
+CAPPED = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class CappedConfig(LlamaConfig):
+    model_type = "llama"
+
+
+class CappedForCausalLM(LlamaForCausalLM):
+    config_class = CappedConfig
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = torch.tanh(output.logits)
+        return output
+"""
+
+
+def test_own_code_under_a_known_model_type_is_what_runs(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "llama", "architectures": ["CappedForCausalLM"]}
+    config["auto_map"] = {
+        "AutoConfig": "own_code.CappedConfig",
+        "AutoModelForCausalLM": "own_code.CappedForCausalLM",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own_code.py").write_text(CAPPED)
+    with pytest.raises(ValueError, match=r"--use_te .* drop one of --use_te and --trust_remote_code"):
+        plan_model(str(folder), init="auto", use_te=True, trust_remote_code=True)
+    plan = plan_model(str(folder), init="auto", use_te=False, trust_remote_code=True)
+    options = {"dtype": torch.float32, "device": CPU, "seed": 0, "packed": False, "max_positions": 64}
+    model = build_model(plan, te_backend=None, **options)
+    with torch.no_grad():
+        model.model.get_output_embeddings().weight.mul_(100)  # so that the cap is felt
+    ids = torch.arange(3, 19)[None]
+    labels = ids.roll(-1, 1)
+    loss = model(ids, labels).loss
+    own = torch.nn.functional.cross_entropy(model.model(input_ids=ids).logits[0], labels[0], reduction="sum")
+    torch.testing.assert_close(loss, own)

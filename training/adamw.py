@@ -31,7 +31,8 @@ class FusedAdamW(torch.optim.Optimizer):
     """AdamW (arXiv:1711.05101) over BF16 parameters, whole or sharded (DTensor).
 
     State of a parameter: `exp_avg`, `exp_avg_sq` in `moment_dtype`, and with `master_weights`
-    `master_param`, int16: the low bits of the FP32 weight, see `split_master`. All arithmetic is FP32.
+    `master_param`, int16: the low bits of the FP32 weight, see `split_master`. All arithmetic is FP32. A
+    parameter that a model keeps in FP32 is its own master.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class FusedAdamW(torch.optim.Optimizer):
         state = self.state[parameter]
         state["exp_avg"] = torch.zeros_like(parameter, dtype=self.moment_dtype)
         state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.moment_dtype)
-        if self.master_weights:
+        if self.master_weights and parameter.dtype != torch.float32:
             state["master_param"] = torch.zeros_like(parameter, dtype=torch.int16)
         return state
 

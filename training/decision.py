@@ -57,7 +57,11 @@ def _check(cfg: Config, resolved: Precision, plan: ModelPlan, shape: ModelShape 
     """Refuse a precision that this model cannot have."""
     if shape is None:
         say(f"TFLOP/s and MFU are left out: FLOPs of model type {plan.family} are not known")
-    elif cfg.model.use_te:
+    elif not shape.sees_all(length := cfg.data.max_seq_length):
+        say(
+            f"TFLOP/s and MFU are left out: attention sees {shape.window} of --max_seq_length {length} tokens"
+        )
+    if shape is not None and cfg.model.use_te:
         by_layer = precision_map if resolved.by_module else precision
         by_layer.check_sizes(resolved, plan.name, shape.gemm_sizes)
         precision.check_fp8_attention(cfg, resolved, shape.head_dim)
@@ -65,5 +69,5 @@ def _check(cfg: Config, resolved: Precision, plan: ModelPlan, shape: ModelShape 
     if cfg.precision.fp8_lm_head:
         text = plan.config.get_text_config()
         sizes = {"hidden size": text.hidden_size, "vocabulary": text.vocab_size}
-        plain = cfg.model.use_te or plan.family in PLAIN_HEADS
+        plain = cfg.model.use_te or (plan.family in PLAIN_HEADS and not plan.own_code)
         precision.check_lm_head(cfg, resolved, sizes, plain=plain)

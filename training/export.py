@@ -7,14 +7,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from training.durable_files import as_os_error, hidden, publish, recover, sync_to_disk, write_json
@@ -34,7 +34,8 @@ def export_hf(
 ) -> Path:
     """Stream (name, tensor) pairs into a Hugging Face model folder and return it; call it on one process.
 
-    Names and shapes are Hugging Face's, without a tied `lm_head.weight`; floats are cast to `dtype`. About
+    Names and shapes are Hugging Face's, without a tied `lm_head.weight`. Floats are cast to `dtype`, but for
+    buffers and what transformers keeps in FP32 (biases that choose experts are equal in BF16). About
     `max_shard_bytes` are in memory at a time. An existing export is replaced once this one is complete, but
     for files that no export wrote: <folder>.json lists those of exports. Python code that `config` names
     comes along from `code_folder`.
@@ -48,8 +49,9 @@ def export_hf(
         check_export(folder)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        config, expected = _describe(config, dtype, trust_remote_code)
-        _write_weights(partial, _checked(tensors, expected), dtype, max_shard_bytes)
+        config, expected, exact = _describe(config, dtype, trust_remote_code)
+        cast = ((name, t if name in exact else as_dtype(t, dtype)) for name, t in _checked(tensors, expected))
+        _write_weights(partial, cast, max_shard_bytes)
         config.save_pretrained(partial)
         if code_folder and getattr(config, "auto_map", None):
             for path in code_folder.glob("*.py"):
@@ -126,15 +128,29 @@ def _copy(path: Path, to: Path) -> None:
         shutil.copy2(path, to, follow_symlinks=False)
 
 
-def _describe(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, dict[str, torch.Size]]:
-    """A copy of `config` with architecture and dtype set, and the shapes of its model's weights by name."""
+def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _describe(
+    config: Any, dtype: torch.dtype, trust_remote_code: bool
+) -> tuple[Any, dict[str, torch.Size], set[str]]:
+    """A copy of `config` with architecture and dtype set, shapes of the model's weights, what not to cast."""
     config = copy.deepcopy(config)
     config.dtype = dtype
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     config.architectures = [type(model).__name__]
     tied = set() if not config.tie_word_embeddings else set(model.all_tied_weights_keys)
-    return config, {name: t.shape for name, t in model.state_dict().items() if name not in tied}
+    shapes = {name: t.shape for name, t in model.state_dict().items() if name not in tied}
+    exact = {name for name, _ in model.named_buffers()} | set(filter(kept_in_fp32(model), shapes))
+    return config, shapes, exact & shapes.keys()
+
+
+def kept_in_fp32(model: nn.Module) -> Callable[[str], bool]:
+    """Whether transformers keeps the parameter of a name in FP32 when it reads a model in BF16."""
+    parts = [f".{part}." for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
+    return lambda name: any(part in f".{name}." for part in parts)
 
 
 def _checked(
@@ -155,9 +171,7 @@ def _checked(
         raise ValueError(f"export: {len(missing)} weights of the model are missing, {min(missing)} first")
 
 
-def _write_weights(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, max_shard_bytes: int
-) -> None:
+def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> None:
     """Write shards while the stream lasts; their final names carry their number, known only at its end."""
     shards: list[list[str]] = []
     bucket: dict[str, Tensor] = {}
@@ -169,7 +183,7 @@ def _write_weights(
         bucket.clear()
 
     for name, tensor in tensors:
-        tensor = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        tensor = tensor.detach().cpu().contiguous()
         if bucket and filled + tensor.nbytes > max_shard_bytes:
             write()
             filled = 0

@@ -27,12 +27,15 @@ class ModelShape:
     head_dim: int
     ffn_hidden_size: int
     vocab_size: int
+    window: int | None = None  # of attention, in tokens, in some layer at least
 
     @classmethod
     def from_hf_config(cls, config: Any) -> ModelShape | None:
         """Read a transformers config; None for a model type whose FLOPs are not known to be these."""
         if config.model_type not in COUNTED:
             return None
+        kinds = getattr(config, "layer_types", None)
+        slides = kinds is None or "sliding_attention" in kinds
         return cls(
             hidden_size=config.hidden_size,
             num_layers=config.num_hidden_layers,
@@ -41,7 +44,12 @@ class ModelShape:
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             ffn_hidden_size=config.intermediate_size,
             vocab_size=config.vocab_size,
+            window=getattr(config, "sliding_window", None) if slides else None,
         )
+
+    def sees_all(self, length: int) -> bool:
+        """Whether attention sees all of so many tokens, as `attention_flops` counts it."""
+        return self.window is None or self.window >= length
 
     @property
     def gemm_sizes(self) -> dict[str, int]:

@@ -231,7 +231,9 @@ class Run:
         if plan.weights is None:  # a model without weights of its own speaks this tokenizer's special tokens
             plan.config.bos_token_id = tokenizer.bos_token_id
             plan.config.eos_token_id = tokenizer.eos_token_id
-            plan.config.pad_token_id = tokenizer.pad_token_id
+            # An end-of-text token in its place is no padding token to a model, which would start it at zero.
+            own_pad = tokenizer.pad_token_id != tokenizer.eos_token_id
+            plan.config.pad_token_id = tokenizer.pad_token_id if own_pad else None
         return tokenizer
 
     def _assemble(self) -> None:
@@ -422,7 +424,7 @@ class Run:
             loaders=self.loaders,
             tracker=self.tracker,
             display=self.display,
-            meter=Meter(self.shape, self.strategy.world_size, self._peaks(), self.precision.emulated),
+            meter=Meter(self._counted(), self.strategy.world_size, self._peaks(), self.precision.emulated),
             hooks=Hooks(
                 prepare=self._prepare,
                 before_step=self._before_step,
@@ -443,6 +445,11 @@ class Run:
     def _goes_on_here(self) -> bool:
         """Whether the checkpoint that this start goes on from is one of its own folder."""
         return self.resume is not None and self.resume.resolve().parent == self.checkpoints.folder.resolve()
+
+    def _counted(self) -> metrics.ModelShape | None:
+        """The model's dimensions, if they tell its FLOPs."""
+        seen = self.shape is not None and self.shape.sees_all(self.cfg.data.max_seq_length)
+        return self.shape if seen else None
 
     def _peaks(self) -> dict[str, float | None]:
         name = self.environment.get("gpu_name")

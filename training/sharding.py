@@ -230,6 +230,7 @@ class FSDP(SingleDevice):
             self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def shard(self, model: nn.Module, *, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
+        self._check_dtypes(model, parameter_dtype)
         reduce_dtype = self.sum_dtype
         gathered = self.compute_dtype(parameter_dtype, compute_dtype)
         # Gradients of several micro-batches add up before they travel, which takes FP32 itself.
@@ -261,6 +262,16 @@ class FSDP(SingleDevice):
         # Without it a block's weights are asked for when the CPU gets there: late, where launching is slow.
         for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])
+
+    def _check_dtypes(self, model: nn.Module, parameter_dtype: torch.dtype) -> None:
+        """ValueError for a model whose parameters have several dtypes, which FSDP2 does not gather."""
+        others = [name for name, p in model.named_parameters() if p.dtype != parameter_dtype]
+        if others:
+            raise ValueError(
+                f"--sharding_mode {self.mode}: transformers keeps {len(others)} parameters of this model "
+                f"({others[0]} first) in another dtype than the rest, which FSDP2 cannot shard together; use "
+                "--sharding_mode ddp, or --mixed_precision fp32"
+            )
 
     @property
     def sharers(self) -> int:
