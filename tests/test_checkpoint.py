@@ -371,6 +371,34 @@ def test_resume_takes_auto_none_and_any_folder_of_a_run(tmp_path, monkeypatch):
     assert resolve_resume("../step_000002", elsewhere) == paths[1]
 
 
+def test_a_start_that_went_back_in_its_own_folder_goes_on_with_what_came_of_it(tmp_path):
+    """A scheduler starts the same command again, with the --resume that was given once."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=2)
+    for step in (2, 4, 6):
+        checkpoints.save(step, filled(step), {}, eval_loss=float(step))
+    path = tmp_path / "checkpoints" / "step_000004"
+    assert resolve_resume(str(path), checkpoints) == path
+    checkpoints.go_back(path)
+    assert checkpoints.latest() == path, "what was left is not gone on from after a kill"
+    assert resolve_resume(str(path), checkpoints) == path
+    for step in (5, 7, 8):
+        checkpoints.save(step, filled(step), {})
+    assert not path.exists()
+    assert resolve_resume(str(path), checkpoints).name == "step_000008"
+    older = tmp_path / "checkpoints" / "step_000007"
+    assert resolve_resume(str(older), checkpoints) == older
+    checkpoints.forget_evaluations()
+    assert index_of(checkpoints)["best"] is None
+
+
+def test_going_back_in_another_folder_is_not_noted(tmp_path):
+    other = Checkpoints(tmp_path / "other", keep_last=2)
+    path = other.save(2, filled(2), {})
+    checkpoints = Checkpoints(tmp_path / "own", keep_last=2)
+    checkpoints.go_back(path)
+    assert checkpoints.latest() is None and index_of(other)["went_back"] is None
+
+
 @pytest.mark.parametrize("resume", ["latest", "missing/step_000001", "empty", "file", ""])
 def test_resume_from_where_nothing_is_names_the_flag(tmp_path, monkeypatch, resume):
     monkeypatch.chdir(tmp_path)

@@ -47,7 +47,7 @@ def test_everything_a_run_was_comes_back(tmp_path):
     progress = Progress(step=3, real_tokens=11, skipped_steps=1, best_eval_loss=0.5)
     alone = SingleDevice(torch.device("cpu"))
     cfg, resolved = config_from_dict({}), Precision("mxfp8", "delayed", "too old")
-    numbers = {"progress": progress, "total_steps": 9, "eval_loss": 0.5}
+    numbers = {"progress": progress, "total_steps": 9, "eval_loss": 0.5, "evaluation": "samples"}
     scaling = scaling_state(saved["model"])
     save_run(checkpoints, cfg, resolved, **saved, **numbers, strategy=alone, scaling=scaling)
     expected = torch.rand(2).tolist(), random.random()

@@ -248,6 +248,7 @@ def test_wandb_out_of_reach_is_one_warning_and_the_run_is_kept_for_it(
     tracker.finish()
     shown = capsys.readouterr().err
     assert shown.count("WARNING") == 1 and f"WARNING: W&B: {url} {reason}, so this is kept in" in shown
+    wandb.teardown()  # waits for its service, which writes the file
     (written,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     assert b"train/loss" in written.read_bytes()
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1]

@@ -76,6 +76,12 @@ class ListLoader:
     def micro_batches_left(self):
         return len(self.batches) - self.done
 
+    def state_dict(self):
+        return {"epoch": self.epoch, "done": self.done}
+
+    def load_state_dict(self, state):
+        self.epoch, self.done = state["epoch"], state["done"]
+
 
 @dataclass
 class Loaders:
@@ -587,3 +593,54 @@ def test_the_meter_by_hand():
             }
         )
         assert meter.rows_per_step == 3
+
+
+def test_a_signal_while_data_is_waited_for_saves_the_last_step_and_its_place():
+    """In the middle of a step's micro-batches, of which none may be lost on the resume."""
+    saved = []
+    made, _ = trainer(
+        [to_batch(rows(2)) for _ in range(8)],
+        total_steps=4,
+        gradient_accumulation_steps=2,
+        hooks=Hooks(save=lambda step, _: saved.append((step, made.loaders.train.state_dict()))),
+    )
+
+    class Hung(ListLoader):
+        def __iter__(self):
+            for batch in super().__iter__():
+                if self.done == 6:
+                    made._on_signal(signal.SIGTERM, None)
+                    pytest.fail("it would wait for ever")
+                yield batch
+
+    made.loaders.train = Hung(made.loaders.train.batches)
+    assert made.fit() is False
+    assert saved == [(2, {"epoch": 0, "done": 4})]
+    made._on_signal(signal.SIGTERM, None)  # another one does nothing
+
+
+def test_a_signal_before_the_first_step_saves_nothing():
+    made, record = trainer([to_batch(rows(2))], total_steps=4, hooks=Hooks(save=lambda *_: pytest.fail()))
+
+    class Hung(ListLoader):
+        def __iter__(self):
+            made._on_signal(signal.SIGTERM, None)
+            yield from ()
+
+    made.loaders.train = Hung(made.loaders.train.batches)
+    assert made.fit() is False and record.messages == ["stopped by a signal after step 0"]
+
+
+def test_skipped_steps_in_a_row_are_counted_over_starts():
+    progress = Progress(step=4, skipped_steps=2, skipped_in_a_row=2)
+    made, _ = trainer(
+        [to_batch(rows(4))], total_steps=9, model=Poisoned({1}), progress=progress, max_skipped_steps=3
+    )
+    with pytest.raises(NonFinite, match="3 steps in a row"):
+        made.fit()
+
+
+def test_a_run_says_that_its_last_steps_were_not_taken():
+    made, record = trainer([to_batch(rows(4))], total_steps=3, model=Poisoned({2, 3}))
+    assert made.fit() and made.progress.skipped_in_a_row == 2
+    assert "WARNING: the last 2 steps were not taken: the weights are older" in record.messages

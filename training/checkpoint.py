@@ -101,16 +101,38 @@ class Checkpoints:
         ranks.on_first(self._prune)
 
     def _rate(self, step: int, eval_loss: float) -> None:
-        steps, losses = self._saved()
+        saved = self._saved()
+        self._note(saved._replace(losses=saved.losses | {step: eval_loss}))
+
+    def forget_evaluations(self) -> None:
+        """On one process: of other data they say nothing about the next ones."""
+        if (saved := self._saved()).losses:
+            self._note(saved._replace(losses={}))
+
+    def go_back(self, path: Path) -> None:
+        """Note, on one process, that a start goes on from `path` and leaves any later steps."""
+        if path.parent.resolve() != self.folder.resolve():
+            return
+        step, saved = int(STEP.fullmatch(path.name)[1]), self._saved()
+        others = [other for other in saved.steps if other != step]
+        self._note(saved._replace(steps=[*others, step], went_back=step))
+
+    def since(self, path: Path) -> Path | None:
+        """The step saved last, if that was after a start went back to `path`, which may be pruned since."""
+        latest = self.latest()
+        back = latest and f"step_{self._saved().went_back or 0:06d}" == path.name
+        return latest if back and latest.name != path.name else None
+
+    def _note(self, saved: _Saved) -> None:
         try:
-            self._write_index(steps, losses | {step: eval_loss})
+            self._write_index(saved)
         except OSError as error:
             raise no_room(self.folder / INDEX, error) from None
 
     def eval_losses(self, path: Path) -> dict[int, float]:
         """Evaluation losses of the checkpoints beside `path` up to its own, by step."""
         name = STEP.fullmatch(path.name)
-        losses = Checkpoints(path.parent, keep_last=self.keep_last)._saved()[1] if name else {}
+        losses = Checkpoints(path.parent, keep_last=self.keep_last)._saved().losses if name else {}
         return {step: loss for step, loss in losses.items() if step <= int(name[1])}
 
     def latest(self) -> Path | None:
@@ -122,9 +144,9 @@ class Checkpoints:
         # A folder that the index does not know was published by a save that died before it wrote the index.
         if unknown := folders.keys() - set(index.steps):
             return folders[max(unknown)]
-        if index.latest is None:
+        if not index.steps:
             return None
-        path = self.folder / index.latest
+        path = self.folder / f"step_{index.steps[-1]:06d}"
         with self._offering(path):
             if not path.is_dir():
                 raise DamagedCheckpoint(f"{path}: the folder is gone, but {INDEX} names it as the latest")
@@ -202,30 +224,30 @@ class Checkpoints:
         ranks.on_first(lambda: write_manifest(partial, {"step": step, "files": files, "tensors": specs}))
 
     def _publish(self, partial: Path, step: int, eval_loss: float | None) -> None:
-        steps, losses = self._saved()
+        saved = self._saved()
         publish(partial, self.folder / f"step_{step:06d}")
-        losses.pop(step, None)  # of the checkpoint that was replaced
+        saved.losses.pop(step, None)  # of the checkpoint that was replaced
         if eval_loss is not None:
-            losses[step] = eval_loss
-        self._write_index([s for s in steps if s != step] + [step], losses)
+            saved.losses[step] = eval_loss
+        self._write_index(saved._replace(steps=[*(s for s in saved.steps if s != step), step]))
 
     def _prune(self) -> None:
         """Delete all but the newest `keep_last` and the best; renamed first, so none is seen half deleted."""
-        steps, losses = self._saved()
-        keep = {*steps[-self.keep_last :], _best(losses)}
-        doomed = [self.folder / f"step_{step:06d}" for step in steps if step not in keep]
+        saved = self._saved()
+        keep = {*saved.steps[-self.keep_last :], _best(saved.losses)}
+        doomed = [self.folder / f"step_{step:06d}" for step in saved.steps if step not in keep]
         try:
             for path in doomed:
                 os.rename(path, hidden(path, "pruned"))
             if doomed:
-                self._write_index([step for step in steps if step in keep], losses)
+                self._write_index(saved._replace(steps=[step for step in saved.steps if step in keep]))
             for path in doomed:
                 shutil.rmtree(hidden(path, "pruned"))
         except OSError as error:
             warnings.warn(f"{self.folder}: an old checkpoint could not be deleted: {error}", stacklevel=2)
 
     def _write_failed(self, final: Path, cause: OSError) -> str:
-        steps, _ = self._saved()
+        steps = self._saved().steps
         message = f"{final}: this checkpoint could not be written: {cause.strerror or cause}; "
         if not steps:
             return message + "there is no earlier one. Free space, or point --output_dir at another disk"
@@ -267,48 +289,51 @@ class Checkpoints:
         for replaced in self.folder.glob(".step_*.replaced"):
             recover(self.folder / replaced.name[1 : -len(".replaced")])
 
-    def _read_index(self) -> _Index:
+    def _read_index(self) -> _Saved:
         path = self.folder / INDEX
         if not path.exists():
-            return _Index(None, [], {})
+            return _Saved([], {}, None)
         try:
             index = json.loads(path.read_bytes())
             losses = {int(step): float(loss) for step, loss in index["eval_losses"].items()}
-            if not STEP.fullmatch(index["latest"]):
-                raise ValueError(f"latest is {index['latest']!r}")
-            return _Index(index["latest"], [int(step) for step in index["steps"]], losses)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            steps, latest = [int(step) for step in index["steps"]], STEP.fullmatch(index["latest"])
+            if not latest or int(latest[1]) != steps[-1]:
+                raise ValueError(f"latest is {index['latest']!r}, of steps {index['steps']}")
+            return _Saved(steps, losses, index.get("went_back"))
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise DamagedCheckpoint(f"{path}: unreadable ({type(error).__name__}: {error})") from None
 
-    def _saved(self) -> tuple[list[int], dict[int, float]]:
-        """Steps on disk as they were saved, those without a manifest first, and their evaluation losses."""
+    def _saved(self) -> _Saved:
+        """The index, of what is on disk; steps without a manifest come first."""
         try:
             index = self._read_index()
         except DamagedCheckpoint as error:
             warnings.warn(f"{error}; made anew from the folders, without earlier evaluations", stacklevel=2)
-            index = _Index(None, [], {})
+            index = _Saved([], {}, None)
         folders = self._folders()
         steps = [step for step in index.steps if step in folders]
         steps += sorted(folders.keys() - set(steps))
         steps.sort(key=lambda step: (folders[step] / MANIFEST).is_file())
-        return steps, {step: loss for step, loss in index.losses.items() if step in folders}
+        losses = {step: loss for step, loss in index.losses.items() if step in folders}
+        return index._replace(steps=steps, losses=losses)
 
-    def _write_index(self, steps: list[int], losses: dict[int, float]) -> None:
-        best = _best(losses)
+    def _write_index(self, saved: _Saved) -> None:
+        best = _best(saved.losses)
         index = {
-            "latest": f"step_{steps[-1]:06d}",
+            "latest": f"step_{saved.steps[-1]:06d}",
             "best": None if best is None else f"step_{best:06d}",
-            "best_eval_loss": losses.get(best),
-            "steps": steps,
-            "eval_losses": {str(step): loss for step, loss in losses.items() if step in steps},
+            "best_eval_loss": saved.losses.get(best),
+            "steps": saved.steps,
+            "eval_losses": {str(step): loss for step, loss in saved.losses.items() if step in saved.steps},
+            "went_back": saved.went_back,
         }
         write_json(self.folder / INDEX, index)
 
 
-class _Index(NamedTuple):
-    latest: str | None
-    steps: list[int]
-    losses: dict[int, float]
+class _Saved(NamedTuple):
+    steps: list[int]  # in the order of saving
+    losses: dict[int, float]  # of evaluations, by step
+    went_back: int | None  # the step that a start was told to go on from last
 
 
 def _best(losses: dict[int, float]) -> int | None:
@@ -342,9 +367,11 @@ def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
         return checkpoints.latest()
     path = Path(resume).expanduser().resolve()
     own = checkpoints.folder.resolve()
-    # Another run's checkpoint is a start only: once this run has some, they go on.
+    # Another run's checkpoint is a start only, and so is an earlier one of this run: what came of it goes on.
     if own not in (path, *path.parents, path / "checkpoints") and (latest := checkpoints.latest()):
         return latest
+    if path.parent == own and (newer := checkpoints.since(path)):
+        return newer
     if path.is_dir() and (STEP.fullmatch(path.name) or (path / MANIFEST).is_file()):
         return path
     for folder in (path, path / "checkpoints"):

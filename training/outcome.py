@@ -39,6 +39,12 @@ OUT_OF_MEMORY = (
 )
 
 
+LOST_WORKER = (
+    "Linux ends processes so where memory runs out: lower --num_workers, or give the job more host memory; "
+    "the same command goes on from the last checkpoint"
+)
+
+
 @contextmanager
 def lasting_output() -> Iterator[None]:
     """Inside, the run outlives whatever reads its output: a pipe, or a terminal that is closed."""
@@ -110,6 +116,8 @@ def end(error: BaseException, watchdog: Any | None, close: Callable[[], None] = 
         return say(message, 130)
     if isinstance(error, torch.OutOfMemoryError):
         return say(f"{first_line(error)} {OUT_OF_MEMORY}", EXIT_FAILED)
+    if "DataLoader worker (pid" in str(error):  # torch has no class for it
+        return say(f"{first_line(error)} {LOST_WORKER}", EXIT_FAILED)
     if _lost_a_rank(error):
         if watchdog is not None and (gone := watchdog.gone()):
             return say(gone, EXIT_FAILED, own=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import math
 import os
@@ -51,6 +50,7 @@ from training.run_folder import (
     WallTime,
     check_resume,
     open_run_folder,
+    read_record,
     see_folder,
     train_losses,
     write_config,
@@ -216,8 +216,12 @@ class Run:
 
     def _agree_on_data(self) -> None:
         held = self.loaders.eval
-        evaluation = None if held is None else [held.identity["samples"], held.micro_batches_per_epoch]
-        ranks.agree("the data", self.loaders.train.identity | {"evaluation": evaluation})
+        batches = None if held is None else held.micro_batches_per_epoch
+        ranks.agree("the data", self.loaders.train.identity | {"evaluation": [self._evaluation(), batches]})
+
+    def _evaluation(self) -> Any:
+        """What tells the evaluation's samples from others; None without any."""
+        return None if self.loaders.eval is None else self.loaders.eval.identity["samples"]
 
     def _load_tokenizer(self) -> Any:
         cfg, plan = self.cfg, self.plan
@@ -270,9 +274,16 @@ class Run:
         self.loaders.train.load_state_dict(self.meta["loader"])  # how much data is left
         done = self.meta["progress"]["step"]
         self.total_steps = steps_of_a_resumed_run(self.cfg, self.meta, self.loaders.train, ranks.world_size())
+        summed_up = ranks.on_first((self.folder / "summary.json").exists)
+        if 0 < self.total_steps < done and not summed_up:
+            flag = "num_epochs" if self.cfg.optim.max_steps is None else "max_steps"
+            raise ValueError(
+                f"--{flag} {getattr(self.cfg.optim, flag)}: {self.resume} has {done:,} steps already; raise "
+                "it, or evaluate that with --max_steps 0 and another --output_dir"
+            )
         if self.total_steps > done and self.total_steps != (saved := self.meta["total_steps"]):
             say(f"the learning rate follows {self.total_steps:,} steps from here on, until now {saved:,}")
-        return done >= self.total_steps and ranks.on_first((self.folder / "summary.json").exists)
+        return done >= self.total_steps and summed_up
 
     def run(self) -> int:
         if self.finished:
@@ -328,7 +339,14 @@ class Run:
             )
             if not self._does_the_same_work():
                 progress.rates = {}
-            self.evaluated = ranks.on_first(lambda: self.checkpoints.eval_losses(self.resume))
+            if self.meta.get("evaluation", self._evaluation()) != self._evaluation():
+                say("WARNING: the evaluation data has changed; earlier evaluations count no longer")
+                progress.best_eval_loss = None
+                ranks.on_first(self.checkpoints.forget_evaluations)
+            else:
+                self.evaluated = ranks.on_first(lambda: self.checkpoints.eval_losses(self.resume))
+            if Path(self.cfg.checkpoint.resume).expanduser().resolve().name == self.resume.name:
+                ranks.on_first(lambda: self.checkpoints.go_back(self.resume))
             losses = [progress.best_eval_loss, *self.evaluated.values()]
             finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
             progress.best_eval_loss = min(finite, default=None)
@@ -395,7 +413,7 @@ class Run:
     def _told_by_first_step(self) -> dict[str, Any]:
         """What the start before wrote into env.json after its first step."""
         path = self.folder / "env.json"
-        before = ranks.on_first(lambda: json.loads(path.read_text()) if path.exists() else {})
+        before = ranks.on_first(lambda: read_record(path))
         return {name: before[name] for name in TOLD_BY_FIRST_STEP if name in before}
 
     def _write_environment(self) -> None:
@@ -527,6 +545,7 @@ class Run:
             optimizer=self.optimizer,
             strategy=self.strategy,
             loader=self.loaders.train,
+            evaluation=self._evaluation(),
             progress=self.trainer.progress,
             total_steps=self.total_steps,
             eval_loss=eval_loss,
@@ -554,10 +573,10 @@ class Run:
             trusted = {"trust_remote_code": self.plan.trust_remote_code}
             try:
                 text = answer(self.folder / "export", prompts, self.device, **trusted)
-            except torch.OutOfMemoryError as error:  # a finished run is not to fail by it
-                say(f"WARNING: --generate_samples: the exported model does not fit here: {first_line(error)}")
+                (self.folder / "samples.txt").write_text(text, encoding="utf-8")
+            except Exception as error:  # of any library; a finished run is not to fail by it
+                say(f"WARNING: --generate_samples: no answers ({type(error).__name__}: {first_line(error)})")
                 return
-            (self.folder / "samples.txt").write_text(text, encoding="utf-8")
             say(f"\nsamples from the exported model:\n\n{text}")
 
     def _gather(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from training import ranks
-from training.config import Config, changed_settings
+from training.config import Config, changed_settings, knobs
 from training.durable_files import write_json
 
 
@@ -89,8 +89,9 @@ def _unwritable(folder: Path, error: OSError) -> ValueError:
 
 
 def _refuse_other_run(cfg: Config, folder: Path) -> None:
-    # Before its first logged line or checkpoint there is no run to protect, only a command that was refused.
-    if not any((folder / name).exists() for name in ("checkpoints", "metrics.jsonl")):
+    # Before its first logged line or checkpoint there is no run to protect, only a command that failed.
+    log = folder / "metrics.jsonl"
+    if not (folder / "checkpoints").exists() and not (log.exists() and log.stat().st_size):
         return
     saved = folder / "config.json"
     try:
@@ -101,6 +102,7 @@ def _refuse_other_run(cfg: Config, folder: Path) -> None:
             f"--output_dir {folder}: its config.json {broken}; choose another folder, "
             f"with --resume {folder} to go on from its checkpoints"
         ) from None
+    _refuse_newer(old, f"--output_dir {folder}")
     changed = changed_settings(old, cfg)
     if (folder / "checkpoints").exists():  # then `check_resume` knows on how many ranks it ran
         changed = {name: values for name, values in changed.items() if name not in SPLIT}
@@ -111,6 +113,14 @@ def _refuse_other_run(cfg: Config, folder: Path) -> None:
         )
     if cfg.checkpoint.resume == "none":
         raise ValueError(f"--resume none --output_dir {folder}: holds a run already; choose another folder")
+
+
+def _refuse_newer(settings: dict[str, Any], where: str) -> None:
+    if strange := sorted(settings.keys() - knobs().keys()):
+        raise ValueError(
+            f"{where}: was written by another version of this suite, with settings that this one does not "
+            f"have ({', '.join(strange)}); go on with that version, or start a new run from its export"
+        )
 
 
 def _unused(folder: Path) -> Path:
@@ -140,6 +150,7 @@ def check_resume(meta: dict, cfg: Config, recipe: str, path: Path, world_size: i
         raise ValueError(
             f"--resume {path}: an older version of this suite saved it; start from that run's export"
         )
+    _refuse_newer(meta["config"], f"--resume {path}")
     changed = changed_settings(meta["config"], cfg)
     old, new = global_batch(meta["config"], meta["world_size"]), global_batch(cfg.to_dict(), world_size)
     split = {name: changed.pop(name) for name in SPLIT if name in changed}
@@ -150,7 +161,7 @@ def check_resume(meta: dict, cfg: Config, recipe: str, path: Path, world_size: i
     if changed:
         raise ValueError(
             f"--resume {path}: was saved with other settings ({describe_changes(changed)}); "
-            "give the same ones, or start a new run from its exported model"
+            "give the same ones, or start a new run in another --output_dir, from its exported model"
         )
     if old == new:
         return None
@@ -159,6 +170,15 @@ def check_resume(meta: dict, cfg: Config, recipe: str, path: Path, world_size: i
         f"{new} on {world_size}: steps and learning rate follow the new one. To keep {old}, change "
         "--gradient_accumulation_steps or --batch_size"
     )
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A JSON file of the run folder that training can do without; empty if it is missing or damaged."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def train_losses(folder: Path) -> list[float]:
@@ -188,9 +208,9 @@ class WallTime:
 
     def take(self) -> None:
         """Raise what `progress` has from a checkpoint; as sums over all starts none counts twice."""
-        kept = json.loads(self.path.read_text()) if self.path.exists() else {}
-        for name, seconds in kept.items():
-            setattr(self.progress, name, max(seconds, getattr(self.progress, name)))
+        kept = read_record(self.path)
+        for name in self.SUMS:
+            setattr(self.progress, name, max(kept.get(name, 0.0), getattr(self.progress, name)))
 
     def count(self, *, keep: bool = True) -> None:
         """Up to now; the folder gets it for the next start: at once if told to `keep` it, or now and then."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,16 @@ def save_run(
     optimizer: torch.optim.Optimizer,
     strategy: Any,
     loader: Any,
+    evaluation: Any,
     progress: Progress,
     total_steps: int,
     eval_loss: float | None,
     scaling: dict[str, Tensor],
 ) -> None:
-    """Save everything the run is, `scaling` TE's FP8 state by name, as one checkpoint. Collective."""
+    """Save everything the run is as one checkpoint. Collective.
+
+    `scaling`: TE's FP8 state by name; `evaluation`: what tells the evaluation's samples from others, as JSON.
+    """
     scaling = {f"fp8/{name}": tensor for name, tensor in scaling.items()}
     meta = {
         "config": cfg.to_dict(),
@@ -42,6 +46,7 @@ def save_run(
         "progress": asdict(progress),
         "total_steps": total_steps,
         "loader": loader.state_dict(),
+        "evaluation": evaluation,
         "optimizer_steps": optim.optimizer_steps(optimizer),
         "world_size": strategy.world_size,
     }
@@ -75,7 +80,18 @@ def restore_run(
     if random_state:
         set_rng_state({key.rpartition("/")[2]: tensor for key, tensor in random_state.items()})
     loader.load_state_dict(meta["loader"])
-    return Progress(**meta["progress"]), {k.removeprefix("fp8/"): t for k, t in scaling.items()}
+    return progress_of(meta), {k.removeprefix("fp8/"): t for k, t in scaling.items()}
+
+
+def progress_of(meta: dict) -> Progress:
+    """ValueError for what a later version counted, and this one would lose."""
+    saved = meta["progress"]
+    if strange := sorted(saved.keys() - {field.name for field in fields(Progress)}):
+        raise ValueError(
+            "--resume: the checkpoint counts what this version of the suite does not "
+            f"({', '.join(strange)}); go on with the version that saved it"
+        )
+    return Progress(**saved)
 
 
 def weights_and_optimizer(

@@ -222,10 +222,11 @@ FAILED_UPLOAD_SECONDS = 5.0  # if it failed; below the watchdog's GRACE_SECONDS
 def wandb_id(folder: Path, *, new: bool = False) -> tuple[str, bool]:
     """The id of the W&B run that belongs to `folder`, and whether it had one; `new`: another, from now on."""
     file = folder / "wandb_id.txt"
-    known = not new and file.exists()
-    run_id = file.read_text().strip() if known else secrets.token_hex(4)
-    file.write_text(run_id + "\n")
-    return run_id, known
+    known = file.read_text().strip() if file.exists() and not new else ""
+    run_id = known or secrets.token_hex(4)
+    if not known:
+        replace_file(file, f"{run_id}\n".encode())
+    return run_id, bool(known)
 
 
 class WandbWriter:

@@ -47,6 +47,7 @@ class Progress:
     real_tokens: int = 0
     label_tokens: int = 0
     skipped_steps: int = 0
+    skipped_in_a_row: int = 0  # up to the last step
     train_seconds: float = 0.0  # of steps, data wait included
     wall_seconds: float = 0.0  # of everything, which is what a GPU is paid for
     gpu_seconds: float = 0.0  # the same for each GPU, and each node
@@ -90,6 +91,10 @@ def read_later(values: Tensor) -> Callable[[], list[float]]:
 
 def _due(step: int, interval: int) -> bool:
     return bool(interval) and step % interval == 0
+
+
+class Stop(BaseException):
+    """A signal came while data was waited for, when nothing is half done. Libraries catch Exceptions."""
 
 
 class NonFinite(RuntimeError):
@@ -184,11 +189,12 @@ class Trainer:
         self.hooks, self.progress = hooks or Hooks(), progress or Progress()
         self.device = strategy.device
         self.stop_requested = False
+        self._may_stop, self._place = False, None  # whether a signal ends the wait; where the data was then
         self.rates: list[dict[str, float]] = []  # of each log interval after warm-up
         self._short_rates: list[dict[str, float]] = []  # of those that an epoch's last, smaller step was in
         self._began = self.progress.step  # steps of earlier starts
         self._clock = 0.0  # when the time of the current step began
-        self._skipped_in_a_row, self._prepared, self._covered = 0, False, False
+        self._prepared, self._covered = False, False
         self._unread: list[tuple[int, StepResult]] = []  # steps whose verdict is not known yet
         self._saved_step, self._evaluated_step = saved_step, -1
         self._owes_evaluation = owes_evaluation
@@ -271,6 +277,20 @@ class Trainer:
         if self.total_steps == 0:
             self._evaluate_and_log()
             return not self.strategy.any(self.stop_requested)
+        try:
+            if self._train():
+                return self._stop()
+        except Stop:
+            self.loaders.train.load_state_dict(self._place)
+            return self._stop()
+        if (skipped := self.progress.skipped_in_a_row) > 0:
+            self.display.message(f"WARNING: the last {skipped} steps were not taken: the weights are older")
+        self._save()
+        self._evaluate_and_log()
+        return not self.strategy.any(self.stop_requested) or self._stop()
+
+    def _train(self) -> bool:
+        """Steps up to the last one; True if a rank was asked to stop before."""
         while self.progress.step < self.total_steps:
             self._clock = time.perf_counter()
             for window, waited in self._windows():
@@ -280,16 +300,15 @@ class Trainer:
                     self._clock, waited = time.perf_counter(), 0.0
                 result = self.train_step(window)
                 if self._account(window, result, waited):
-                    return self._stop()
+                    return True
                 if self.progress.step >= self.total_steps:
                     break
-        self._save()
-        self._evaluate_and_log()
-        return not self.strategy.any(self.stop_requested) or self._stop()
+        return False
 
     def _stop(self) -> bool:
         self._judge(all_of_them=True)
-        self._save()
+        if self.progress.step > 0:
+            self._save()
         self.display.message(f"stopped by a signal after step {self.progress.step}")
         return False
 
@@ -302,10 +321,19 @@ class Trainer:
         batches = iter(self.loaders.train)
         while True:
             self.hooks.beat(f"loading the data of step {self.progress.step + 1}")
-            if not (window := list(islice(batches, self.cfg.optim.gradient_accumulation_steps))):
+            if not (window := self._wait_for_window(batches)):
                 return
             yield window, time.perf_counter() - began
             began = time.perf_counter()
+
+    def _wait_for_window(self, batches: Iterator[Any]) -> list[Any]:
+        """A signal to a single device ends the wait, which may last for ever, with `Stop`."""
+        self._place = self.loaders.train.state_dict()
+        self._may_stop = self.strategy.world_size == 1
+        try:
+            return list(islice(batches, self.cfg.optim.gradient_accumulation_steps))
+        finally:
+            self._may_stop = False
 
     def _prepare(self, batch: Any) -> None:
         if not self._prepared:
@@ -372,14 +400,15 @@ class Trainer:
             taken, asked = result.verdict()
             stop = stop or asked > 0
             if taken:
-                self._skipped_in_a_row = 0
+                self.progress.skipped_in_a_row = 0
             else:
                 self._skip(step, result)
         return stop
 
     def _skip(self, step: int, result: StepResult) -> None:
-        self._skipped_in_a_row += 1
+        self.progress.skipped_in_a_row += 1
         self.progress.skipped_steps += 1
+        in_a_row = self.progress.skipped_in_a_row
         self.hooks.on_skipped()
         loss, norm = result.loss.item(), result.grad_norm.item()
         self.display.message(
@@ -389,9 +418,9 @@ class Trainer:
         # A window without labels is skipped, too, and finite.
         no_number = not (math.isfinite(loss) and math.isfinite(norm))
         none_taken = no_number and self.progress.skipped_steps == step == self.total_steps
-        if none_taken or self._skipped_in_a_row >= self.cfg.optim.max_skipped_steps:
+        if none_taken or in_a_row >= self.cfg.optim.max_skipped_steps:
             error = NonFinite(
-                f"{self._skipped_in_a_row} steps in a row had no finite loss and gradient "
+                f"{in_a_row} steps in a row had no finite loss and gradient "
                 f"(--max_skipped_steps {self.cfg.optim.max_skipped_steps}); try a lower --learning_rate, "
                 "more warm-up, --fp8_scenario current or --mixed_precision bf16, or look at the data near it"
             )
@@ -474,6 +503,9 @@ class Trainer:
 
     def _on_signal(self, number: int, frame: Any) -> None:
         self.stop_requested = True  # a second signal during the save changes nothing
+        if self._may_stop:
+            self._may_stop = False
+            raise Stop
 
     def results(self) -> dict[str, float]:
         """Final evaluation and the median rates after warm-up, for summary.json."""
