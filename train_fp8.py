@@ -16,10 +16,9 @@ def one_device(cfg):
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv[1:]):  # answers before torch is imported
-        from training.config import parse_config
+    from training.early import answer_early
 
-        parse_config(["--help"], prog="train_fp8.py", description=__doc__)
+    answer_early(__doc__)
     try:
         from training.outcome import exit_process
         from training.run import main

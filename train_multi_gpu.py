@@ -23,10 +23,9 @@ def join_torchrun(cfg):
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv[1:]):  # answers before torch is imported
-        from training.config import parse_config
+    from training.early import answer_early
 
-        parse_config(["--help"], prog="train_multi_gpu.py", description=__doc__)
+    answer_early(__doc__)
     try:
         from training.outcome import exit_process
         from training.run import main

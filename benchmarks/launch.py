@@ -22,12 +22,11 @@ from typing import Any
 
 from benchmarks.runs import INDIFFERENT
 from training.config import Config, changed_settings
+from training.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from training.signals import stopping
 from training.trackers import redact
 
 ROOT = Path(__file__).resolve().parent.parent
-# As the training scripts have them: 2 would be a wrong setting, after 75 the same command goes on.
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 75
 IN_USE = "another run is writing to it"  # as training.run_folder says it
 
 

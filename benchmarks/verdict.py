@@ -12,7 +12,7 @@ from benchmarks import gaps, markdown
 from benchmarks.runs import RunRecord, provenance, tail_mean
 from training.config import knobs
 
-# Of these sections every setting that defines a run must be the same; how a batch is split is not one.
+# How a global batch is split may differ between runs that are compared.
 _SPLIT = ("batch_size", "gradient_accumulation_steps")
 _WEIGHTS = ("model_name", "init", "tokenizer_name", "seed")
 _OF_THE_SEED = ("seed", "steps", "label_tokens", "eval_label_tokens")  # data order and held-out part

@@ -155,6 +155,16 @@ def test_help_is_quick_and_names_every_flag():
     assert all(f"--{name}" in done.stdout for name in knobs())
 
 
+@pytest.mark.parametrize("script", ["train_fp8.py", "train_multi_gpu.py"])
+def test_a_wrong_flag_is_told_before_torch_is_imported(script):
+    code = f"import sys; sys.modules['torch'] = None; sys.argv = ['{script}', '--max_step', '3']; " + (
+        f"import runpy; runpy.run_path('{script}', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "error: unknown flag --max_step; did you mean '--max_steps'?\n"
+
+
 def test_what_defines_a_run_cannot_change_on_a_resume():
     free = {name: section for name, (section, f, _) in knobs().items() if f.metadata["free"]}
     assert {name for name, section in free.items() if section not in ("checkpoint", "log")} == {

@@ -19,6 +19,7 @@ TRAINING_LEAVES |= {
     "generate",
     "gradient_sums",
     "auto_mode",
+    "early",
 }
 # These import nothing of ours.
 BARE = {"config", "metrics", "fp8_triton", "adamw_triton", "durable_files", "ranks", "cudnn", "__init__"}
@@ -45,6 +46,7 @@ ALSO = {
     "watchdog": ("ranks", "outcome"),
     "gradient_sums": ("ranks",),
     "auto_mode": ("ranks",),
+    "early": ("trackers",),
     "outcome": ("ranks", "trackers"),
     "precision": ("te_runtime",),
     "te_runtime": ("cudnn", "flash_attention"),

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from training import loss_fp8, precision
+from training.errors import EXIT_BAD_SETTING, EXIT_FAILED
 from training.loss import linear_cross_entropy
 from training.loss_fp8 import E4M3, E5M2, GRADIENT_SCALE, cast, cast_gradient, softmax_cross_entropy
-from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED
 from training.run import main
 
 SMALL = (

@@ -36,7 +36,7 @@ from train_multi_gpu import join_torchrun
 from training import outcome, run, watchdog
 from training.checkpoint import Checkpoints
 from training.config import config_from_dict
-from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
+from training.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
 from training.ranks import PATIENCE, TORCHRUN, agree_on_start
 from training.trackers import Tracker
 from training.trainer import Trainer

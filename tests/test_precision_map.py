@@ -13,7 +13,7 @@ from te_models import ModelPlan, build_model
 from training import precision, precision_map
 from training.config import config_from_dict
 from training.coverage import coverage
-from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED
+from training.errors import EXIT_BAD_SETTING, EXIT_FAILED
 from training.precision import Precision, build_autocast, resolve_precision
 from training.precision_map import assign, check_resume, check_sizes, matches, parse, te_names
 from training.run import main

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from training import fp8_stats, profiling
-from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED
+from training.errors import EXIT_BAD_SETTING, EXIT_FAILED
 from training.profiling import IDLE, Kernel, breakdown, kind_of, lines, profiled_steps
 from training.run import main
 

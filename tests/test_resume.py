@@ -12,7 +12,8 @@ import torch
 from tests.test_run import losses, train
 from training import run as run_module
 from training.config import config_from_dict
-from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED, end
+from training.errors import EXIT_BAD_SETTING, EXIT_FAILED
+from training.outcome import end
 from training.run_folder import check_resume
 from training.state import progress_of
 from training.trackers import wandb_id

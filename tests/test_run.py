@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from te_models import plan_model
 from training import kernels, outcome, run_folder
 from training.config import config_from_dict, parse_config
+from training.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
 from training.memory_plan import check_memory
 from training.metrics import ModelShape
 from training.optim import plan_optimizer
-from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
 from training.precision import Precision
 from training.run import Run, main
 from training.run_folder import check_resume, train_losses

@@ -25,7 +25,7 @@ from training import torchao_fp8
 from training.adamw import FusedAdamW, local
 from training.config import TORCHAO_RECIPES
 from training.coverage import coverage
-from training.outcome import EXIT_BAD_SETTING, EXIT_FAILED
+from training.errors import EXIT_BAD_SETTING, EXIT_FAILED
 from training.precision import Precision
 from training.run import main
 

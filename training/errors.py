@@ -1,6 +1,10 @@
-"""What an exception says, for messages of one line, and what it came of."""
+"""What an exception says, for messages of one line, what it came of, and how a command ends."""
 
 from collections.abc import Iterator
+
+EXIT_BAD_SETTING = 2
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command again goes on
 
 
 def first_line(error: BaseException) -> str:

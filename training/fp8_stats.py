@@ -8,9 +8,9 @@ pass and for the gradient of the input:
 - amax                  largest magnitude
 - scale_min, scale_max  what values were multiplied by before the cast; of recipes with one scale, the same
 
-They are named fp8/<module>/<tensor>/<statistic>. Micro-batches and ranks are summed up; recomputation casts
-an activation twice alike, which changes no share. Where they come from: `SOURCES`. Other
-steps have no hooks; native TE layers ask for a number then.
+They are named fp8/<module>/<tensor>/<statistic>; `SOURCES` says where they come from. Micro-batches and
+ranks are summed up; recomputation casts an activation twice alike, which changes no share. Other steps have
+no hooks; native TE layers ask for a number then.
 """
 
 from __future__ import annotations

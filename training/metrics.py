@@ -154,7 +154,7 @@ def mfu(tflops: float, peak: float) -> float:
 
 
 def tokens_per_second(tokens: int, seconds: float) -> float:
-    """Tokens per second of wall-clock time, of whichever were counted; `seconds` is positive."""
+    """Tokens per second of wall-clock time; the caller chooses which tokens count. `seconds` is positive."""
     return tokens / seconds
 
 

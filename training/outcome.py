@@ -20,14 +20,11 @@ import torch
 import torch.distributed as dist
 
 from training import ranks
-from training.errors import first_line
+from training.errors import EXIT_BAD_SETTING, EXIT_FAILED, first_line
 from training.packages import ROOT
 from training.signals import stopping
 from training.trackers import redact
 
-EXIT_BAD_SETTING = 2
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command again goes on
 # torchrun ends a node's ranks as soon as one is gone, and the one that tells of a bad setting may be last.
 SECONDS_TO_BE_TOLD = 3.0
 
@@ -107,8 +104,8 @@ def exit_process(code: int) -> NoReturn:
 def end(error: BaseException, watchdog: Any | None, close: Callable[[], None] = lambda: None) -> int:
     """Say why the run ends, once for all ranks, and return the exit code; one of many ranks ends here.
 
-    `close` what is still open, once that is said. Errors that are not for users come with their traceback:
-    on one device by being raised again.
+    `close` is called once that is said. Errors that are not for users come with their traceback: on one
+    device by being raised again.
     """
     say = partial(_say, error, watchdog=watchdog, close=close)
     if isinstance(error, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Precision: which recipe runs, why another cannot, and what really ran in FP8.
+"""Precision: which recipe runs, and why another cannot.
 
 FP8 training keeps weights and optimizer in higher precision and casts the operands of each GEMM to 8 bits.
 A recipe says how the cast is scaled:
@@ -82,7 +82,10 @@ FALLING_BACK = ("mxfp8", "nvfp4")
 
 @dataclass(frozen=True)
 class Precision:
-    """What was asked for and what runs; both stand in env.json, the W&B config and summary.json."""
+    """What was asked for and what runs; both stand in env.json, the W&B config and summary.json.
+
+    `requested` and `effective` are "bf16", "fp32", or the name of a recipe of TE (RECIPES) or torchao.
+    """
 
     requested: str
     effective: str
@@ -90,11 +93,10 @@ class Precision:
     recipe: Any = None  # the TE recipe; None outside FP8 and without TE
     te_backend: Backend | None = None  # None without --use_te
     emulated: bool = False  # TE's layers or FP8's GEMMs are: right losses, meaningless speed
-    # Of a run with precision by layer, see `precision_map`: TE module -> its recipe's name or "bf16", for
-    # every one; the TE recipes of these names; and the recipes that run in the place of others, with why.
-    by_module: dict[str, str] = field(default_factory=dict)
-    recipes: dict[str, Any] = field(default_factory=dict)
-    map_fallbacks: dict[str, str] = field(default_factory=dict)
+    # With precision by layer (`precision_map`), else empty:
+    by_module: dict[str, str] = field(default_factory=dict)  # every TE module: its recipe's name or "bf16"
+    recipes: dict[str, Any] = field(default_factory=dict)  # the TE recipe of each name
+    map_fallbacks: dict[str, str] = field(default_factory=dict)  # recipe that cannot run here: why
 
     @property
     def in_use(self) -> set[str]:

@@ -92,8 +92,9 @@ def check(count: int, device: torch.device) -> None:
 def profiled_steps(count: int, *, done: int, total: int) -> range:
     """The `count` steps to profile of a run that goes on after `done` steps and ends at `total`.
 
-    They begin FIRST steps on, or are the last ones of a shorter run; never is its first step among them, in
-    which kernels are chosen and compiled. Of fewer ValueError, but none if the run goes on: it has to end.
+    They begin FIRST steps on, or are the last ones of a shorter run. A run's first step, in which kernels are
+    chosen and compiled, is never among them. ValueError for a run that is too short; a resumed one that has
+    too few steps left profiles nothing.
     """
     if count and total - done <= count:
         if done:

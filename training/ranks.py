@@ -28,10 +28,10 @@ T = TypeVar("T")
 
 _stores: list[dist.Store] = []  # the one that this process joined a job with
 
-# Of collectives; longer than any limit of the watchdog, which ends a job that stalls and says more.
+# Timeout of every collective: longer than any limit of the watchdog, whose message says more than NCCL's.
 PATIENCE = timedelta(days=8)
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# In which launchers say how many processes they started; Slurm's is of a step, not of the allocation.
+# Environment variables in which launchers give the number of processes; Slurm's counts a step's.
 STARTED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 

@@ -38,12 +38,12 @@ from training.config import Config, changed_settings, knobs, parse_config
 from training.coverage import coverage
 from training.decision import decide
 from training.durable_files import no_room, write_json
-from training.errors import first_line
+from training.errors import EXIT_FAILED, EXIT_INTERRUPTED, first_line
 from training.export import check_export, export_hf
 from training.generate import answer, generation_config, reads_back
 from training.kernels import choose_kernels
 from training.memory_plan import plan_memory
-from training.outcome import EXIT_FAILED, EXIT_INTERRUPTED, end, lasting_output
+from training.outcome import end, lasting_output
 from training.packages import software
 from training.ranks import say
 from training.run_folder import (
@@ -512,8 +512,8 @@ class Run:
         }
         self._write_environment()
         self.display.message("\n".join(found.lines()))
-        head = any(row.precision.startswith("fp8") for row in found.rows if "lm_head" in row.modules)
-        if self.precision.fp8 and found.fp8_modules == head:
+        in_fp8 = (row.modules for row in found.rows if row.precision.startswith("fp8"))
+        if self.precision.fp8 and all("lm_head" in modules for modules in in_fp8):
             raise RuntimeError(
                 "--mixed_precision fp8: no module ran in FP8 in the first step; report it with env.json"
             )
@@ -611,7 +611,7 @@ class Run:
     def _summary(self) -> dict[str, Any]:
         """The values of summary.json: counts and losses over all starts of the run, rates of the last one.
 
-        Where it had nothing to do but the end, the rates are those of the start before, if that ran alike.
+        A start that took no step has the rates of the one before, if its settings were the same.
         """
         self.wall_time.count()
         progress, losses = self.trainer.progress, ranks.on_first(lambda: train_losses(self.folder))

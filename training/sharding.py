@@ -36,6 +36,8 @@ from training.optim import step_if
 
 @dataclass(frozen=True)
 class StepOutcome:
+    """What an optimizer step found out; both are on the device, so that the host need not wait."""
+
     grad_norm: Tensor  # of all gradients together, before clipping; float32 scalar
     # Whether it was taken, a bool scalar on the device; if not, neither weights nor optimizer changed.
     taken: Tensor
@@ -76,9 +78,9 @@ class SingleDevice:
         return self.sums_micro_batches and optimizer == "fused_adamw"
 
     def host_bytes(self, state_bytes: int, *, saves: bool) -> int:
-        """Bytes a parameter of its ranks' shares that offloading takes of the hosts' memory.
+        """Host memory that offloading takes, in bytes per parameter.
 
-        `state_bytes`: of weights, gradients and moments. A save splits FP32 weights into halves.
+        `state_bytes`: of weight, gradient and moments. A save splits FP32 weights into halves.
         """
         return state_bytes + 4 * saves
 

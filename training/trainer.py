@@ -179,9 +179,9 @@ class Trainer:
         saved_step: int = -1,
         owes_evaluation: bool = False,
     ):
-        """`saved_step`: of the checkpoint, if it is this run's own, that the start goes on from.
+        """`saved_step`: step of the checkpoint resumed from, -1 for none or another run's.
 
-        `owes_evaluation`: that one was not evaluated.
+        `owes_evaluation`: that checkpoint has no evaluation yet.
         """
         self.cfg, self.model, self.optimizer, self.strategy = cfg, model, optimizer, strategy
         self.autocast, self.learning_rate, self.total_steps = autocast, learning_rate, total_steps

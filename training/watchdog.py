@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from training import ranks
-from training.outcome import EXIT_FAILED
+from training.errors import EXIT_FAILED
 
 T = TypeVar("T")
 
