@@ -43,6 +43,7 @@ PAIRS = (
     ("query", "response"),
     ("input", "output"),
 )
+MATHS = "problem"  # a prompt column that the default system prompt fits
 TEXTS = ("text", "content")
 OTHER_CHATS = ("conversations", "conversation")  # beside `messages`; not all that are called so hold messages
 SHARE_GPT = {"human": "user", "gpt": "assistant"}  # senders there, roles here
@@ -98,7 +99,8 @@ def seen_keys(rows: Dataset | IterableDataset, parse: Callable[[Row], Row | None
 def choose_columns(cfg: DataConfig, columns: list[str]) -> tuple[Callable[[Row], Row], bool, str]:
     """The row-to-sample function of these columns and a Source's `chat` and `system`. ValueError names them.
 
-    Whole chats get a system prompt only if one was given: many sets are made to have none.
+    The default system prompt is for OpenMathInstruct's problems, and the demo's; all else gets one only if it
+    was given.
     """
     known = f"columns of --dataset_name {cfg.dataset_name}: {', '.join(columns) or 'none'}"
     for flag in FIELDS:
@@ -107,20 +109,22 @@ def choose_columns(cfg: DataConfig, columns: list[str]) -> tuple[Callable[[Row],
             raise ValueError(f"--{flag} {field}: there is no such column; {known}")
     if cfg.dataset_text_field:
         return partial(text, cfg.dataset_text_field), False, ""
+    given = cfg.system_prompt if cfg.system_prompt != SYSTEM_PROMPT else ""
     if cfg.dataset_prompt_field:
+        system = cfg.system_prompt if cfg.dataset_prompt_field == MATHS else given
         fields = cfg.dataset_prompt_field, cfg.dataset_completion_field
-        return partial(pair, *fields, None, cfg.system_prompt), True, cfg.system_prompt
-    system = cfg.system_prompt if cfg.system_prompt != SYSTEM_PROMPT else ""
+        return partial(pair, *fields, None, system), True, system
     for field in (cfg.dataset_messages_field, "messages"):
         if field in columns:
-            return partial(messages, field, system), True, system
+            return partial(messages, field, given), True, given
     for prompt, answer in PAIRS:
         if prompt in columns and answer in columns:
             context = "input" if prompt == "instruction" else None  # where a row has it
-            return partial(pair, prompt, answer, context, cfg.system_prompt), True, cfg.system_prompt
+            system = cfg.system_prompt if prompt == MATHS else given
+            return partial(pair, prompt, answer, context, system), True, system
     for field in OTHER_CHATS:
         if field in columns:
-            return partial(messages, field, system), True, system
+            return partial(messages, field, given), True, given
     for field in TEXTS:
         if field in columns:
             return partial(text, field), False, ""

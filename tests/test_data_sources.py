@@ -29,7 +29,7 @@ from data.chat import Status, why_unusable
 from data.collate import IGNORE
 from data.demo import SIZES, generate
 from data.sources import choose_columns, detect, unreadable
-from training.config import DataConfig
+from training.config import SYSTEM_PROMPT, DataConfig
 
 OPENMATH = Path(__file__).parents[2] / "shared" / "data" / "openmath_gsm8k"
 PAIR = {"problem": "What is 1 + 1?", "generated_solution": "It is 2."}
@@ -193,6 +193,24 @@ def test_prompt_columns_are_found_by_name(row, settings, prompt, answer):
     ]
     to_sample, *_ = choose_columns(DataConfig(system_prompt="", **settings), list(row))
     assert [m["role"] for m in to_sample(row)["messages"]] == ["user", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "maths"),
+    [
+        (PAIR, {}, True),
+        ({"problem": "1?", "solution": "2"}, {}, True),
+        ({**PAIR, "b": "2"}, {"dataset_prompt_field": "problem", "dataset_completion_field": "b"}, True),
+        ({"instruction": "Translate.", "input": "cat", "output": "chat"}, {}, False),
+        ({"question": "1?", "answer": "2"}, {}, False),
+        ({"a": "1?", "b": "2"}, {"dataset_prompt_field": "a", "dataset_completion_field": "b"}, False),
+    ],
+)
+def test_the_default_system_prompt_is_for_problems_alone(row, settings, maths):
+    to_sample, _, system, *_ = choose_columns(DataConfig(**settings), list(row))
+    assert system == (SYSTEM_PROMPT if maths else "")
+    said = [m["content"] for m in to_sample(row)["messages"] if m["role"] == "system"]
+    assert said == ([SYSTEM_PROMPT] if maths else [])
 
 
 @pytest.mark.parametrize("streaming", [False, True])

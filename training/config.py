@@ -185,8 +185,8 @@ class DataConfig(Section):
     dataset_completion_field: str | None = knob(None, "column of the answer; default: found by name")
     system_prompt: str = knob(
         SYSTEM_PROMPT,
-        "system message for prompt/answer data, '' for none; another than the default also begins whole "
-        "chats that have none",
+        "system message; the default begins prompts of a column `problem` alone, another all prompt/answer "
+        "data and whole chats that have none, '' nothing",
     )
     train_on_prompt: bool = knob(False, "put loss on the prompt too, not on the answer alone")
     max_seq_length: int = knob(1024, "tokens per sequence at most", least=2)
