@@ -214,6 +214,7 @@ def report(
         label_tokens=selection.label_tokens,
         sequences=len(bins),
         packing_efficiency=tokens / max(layout.padded_tokens(lengths, bins), 1),
+        columns=split.source.columns,
         fingerprint=selection.fingerprint,
         streaming=streaming,
     )

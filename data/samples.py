@@ -60,14 +60,18 @@ class DataReport:
     label_tokens: int
     sequences: int  # packed sequences in the first epoch; samples when not packing
     packing_efficiency: float  # tokens / (tokens and padding), 0 to 1
+    columns: str = ""  # which were taken, and the system prompt
     fingerprint: str = ""  # of the samples in their order, the same on every machine
     first_bad_row: str | None = None  # its number, and what is wrong with it
     streaming: bool = False
     rows_per_second: float | None = None  # of tokenisation, if this process did it: not a cache, not a stream
     processes: int | None = None  # that did it
 
-    def lines(self) -> list[str]:
-        """For people: one line of what is used, and one of what is not, if there is any."""
+    def lines(self, after: DataReport | None = None) -> list[str]:
+        """For people: one line of what is used, one of its columns, and one of what is not used, if any is.
+
+        Columns are left out if they are those of the report `after` which this one is printed.
+        """
         scope = " in the stream's first window" if self.streaming else ""
         share = self.label_tokens / max(self.tokens, 1)
         lines = [
@@ -85,6 +89,8 @@ class DataReport:
         if self.rows_per_second:
             by = f"{self.processes} processes" if self.processes > 1 else "one process"
             lines[0] += f"; tokenised by {by} at {self.rows_per_second:,.0f} rows/s"
+        if after is None or after.columns != self.columns:
+            lines.append(f"columns: {self.columns}")
         return lines + ([f"rows left out or cut: {'; '.join(found)}"] if found else [])
 
     def as_dict(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import pandas as pd
@@ -50,9 +50,29 @@ SHARE_GPT = {"human": "user", "gpt": "assistant"}  # senders there, roles here
 READERS = {".jsonl": "text", ".txt": "text", ".json": "json", ".parquet": "parquet"}
 READERS |= {".csv": "csv", ".tsv": "csv"}
 PACKERS = (".gz", ".bz2", ".xz")  # what may follow such a suffix: `datasets` unpacks it
-FIELDS = ("dataset_messages_field", "dataset_text_field", "dataset_prompt_field", "dataset_completion_field")
+FIELDS = {  # what columns hold -> the flags that name them
+    "chats": ("dataset_messages_field",),
+    "text": ("dataset_text_field",),
+    "pairs": ("dataset_prompt_field", "dataset_completion_field"),
+}
+KNOWN = (  # columns that are found by name, in this order
+    ("chats", ("messages",)),
+    *(("pairs", fields) for fields in PAIRS),
+    *(("chats", (field,)) for field in OTHER_CHATS),
+    *(("text", (field,)) for field in TEXTS),
+)
+SHOWN = 80  # characters of a system prompt in one line
 UTF8 = "utf-8-sig"  # without the byte-order mark that a file of text may begin with
 PEEK = 100  # rows whose keys are a data set's columns, where no header names them
+
+
+class Columns(NamedTuple):
+    """The columns that are trained on: what a Source has but its rows."""
+
+    to_sample: Callable[[Row], Row]
+    chat: bool
+    system: str
+    shown: str
 
 
 @dataclass(frozen=True)
@@ -63,6 +83,7 @@ class Source:
     to_sample: Callable[[Row], Row]
     chat: bool  # False: plain text, which may be split anywhere
     system: str  # the prompt that chats begin with, unless they have one of their own
+    columns: str  # which were taken, for people
 
 
 def demo(cfg: DataConfig, split: str) -> Source:
@@ -87,8 +108,8 @@ def detect(cfg: DataConfig, split: str) -> Source:
     """Any other data set: columns named in the settings, else chat, prompt/answer or text, found by name."""
     rows, json_lines = open_rows(cfg, split)
     columns = seen_keys(rows, from_json) if json_lines else rows.column_names or seen_keys(rows, dict)
-    to_sample, *kind = choose_columns(cfg, columns)
-    return Source(rows, partial(json_line, to_sample) if json_lines else to_sample, *kind)
+    to_sample, *others = choose_columns(cfg, columns)
+    return Source(rows, partial(json_line, to_sample) if json_lines else to_sample, *others)
 
 
 def seen_keys(rows: Dataset | IterableDataset, parse: Callable[[Row], Row | None]) -> list[str]:
@@ -96,43 +117,64 @@ def seen_keys(rows: Dataset | IterableDataset, parse: Callable[[Row], Row | None
     return list(dict.fromkeys(chain.from_iterable(parse(row) or () for row in islice(rows, PEEK))))
 
 
-def choose_columns(cfg: DataConfig, columns: list[str]) -> tuple[Callable[[Row], Row], bool, str]:
-    """The row-to-sample function of these columns and a Source's `chat` and `system`. ValueError names them.
-
-    The default system prompt is for OpenMathInstruct's problems, and the demo's; all else gets one only if it
-    was given.
-    """
+def choose_columns(cfg: DataConfig, columns: list[str]) -> Columns:
+    """Those of `columns` that the settings name, or the first of KNOWN; ValueError lists them."""
     known = f"columns of --dataset_name {cfg.dataset_name}: {', '.join(columns) or 'none'}"
-    for flag in FIELDS:
-        field = getattr(cfg, flag)
-        if field is not None and field not in columns:
-            raise ValueError(f"--{flag} {field}: there is no such column; {known}")
-    if cfg.dataset_text_field:
-        return partial(text, cfg.dataset_text_field), False, ""
-    given = cfg.system_prompt if cfg.system_prompt != SYSTEM_PROMPT else ""
-    if cfg.dataset_prompt_field:
-        system = cfg.system_prompt if cfg.dataset_prompt_field == MATHS else given
-        fields = cfg.dataset_prompt_field, cfg.dataset_completion_field
-        return partial(pair, *fields, None, system), True, system
-    for field in (cfg.dataset_messages_field, "messages"):
-        if field in columns:
-            return partial(messages, field, given), True, given
-    for prompt, answer in PAIRS:
-        if prompt in columns and answer in columns:
-            context = "input" if prompt == "instruction" else None  # where a row has it
-            system = cfg.system_prompt if prompt == MATHS else given
-            return partial(pair, prompt, answer, context, system), True, system
-    for field in OTHER_CHATS:
-        if field in columns:
-            return partial(messages, field, given), True, given
-    for field in TEXTS:
-        if field in columns:
-            return partial(text, field), False, ""
-    raise ValueError(
-        f"--dataset_name {cfg.dataset_name}: no chat, prompt/answer or text columns found; name them with "
-        "--dataset_messages_field, --dataset_text_field, or --dataset_prompt_field and "
-        f"--dataset_completion_field ({known})"
-    )
+    named = []
+    for kind, flags in FIELDS.items():
+        fields = tuple(getattr(cfg, flag) for flag in flags)
+        for flag, field in zip(flags, fields, strict=True):
+            if field is not None and field not in columns:
+                raise ValueError(f"--{flag} {field}: there is no such column; {known}")
+        named += [(kind, fields)] if fields[0] is not None else []
+    found = named or [(kind, fields) for kind, fields in KNOWN if set(fields) <= set(columns)]
+    if not found:
+        raise ValueError(
+            f"--dataset_name {cfg.dataset_name}: no chat, prompt/answer or text columns found; name them "
+            "with --dataset_messages_field, --dataset_text_field, or --dataset_prompt_field and "
+            f"--dataset_completion_field ({known})"
+        )
+    kind, fields = found[0]
+    context = "input" if not named and fields[0] == "instruction" else None  # where a row has it
+    system = system_prompt(cfg, kind, fields)
+    if kind == "text":
+        to_sample = partial(text, *fields)
+    elif kind == "chats":
+        to_sample = partial(messages, *fields, system)
+    else:
+        to_sample = partial(pair, *fields, context, system)
+    asked = [*fields[:1], context] if context in columns else fields[:1]
+    shown = " -> ".join([" and ".join(asked), *fields[1:]])
+    shown += describe(kind, system) + untaken({*fields, context}, found[1:])
+    return Columns(to_sample, kind != "text", system, shown)
+
+
+def system_prompt(cfg: DataConfig, kind: str, fields: tuple[str, ...]) -> str:
+    """The one that chats of these columns begin with.
+
+    The default is for OpenMathInstruct's problems, and the demo's; all else gets one only if it was given.
+    """
+    fits = kind == "pairs" and fields[0] == MATHS
+    return cfg.system_prompt if kind != "text" and (fits or cfg.system_prompt != SYSTEM_PROMPT) else ""
+
+
+def describe(kind: str, system: str) -> str:
+    if kind == "text":
+        return " (plain text)"
+    line = " ".join(system.split())
+    quoted = f'"{line if len(line) <= SHOWN else line[:SHOWN] + "..."}"'
+    whole = " (whole chats)" if kind == "chats" else ""
+    return f"{whole}, {f'system prompt {quoted}' if system else 'no system prompt'}"
+
+
+def untaken(taken: set[str | None], others: list[tuple[str, tuple[str, ...]]]) -> str:
+    """The flags that take the other columns that were found, if there are any."""
+    flags = [
+        " ".join(f"--{flag} {field}" for flag, field in zip(FIELDS[kind], fields, strict=True))
+        for kind, fields in others
+        if not taken.issuperset(fields)
+    ]
+    return f"; to take others: {' or '.join(flags)}" if flags else ""
 
 
 def messages(field: str, system: str, row: Row) -> Row:

@@ -184,7 +184,7 @@ def test_real_rows_in_openmath_columns(load, streaming):
     ],
 )
 def test_prompt_columns_are_found_by_name(row, settings, prompt, answer):
-    to_sample, chat, _ = choose_columns(DataConfig(system_prompt="Think.", **settings), list(row))
+    to_sample, chat, *_ = choose_columns(DataConfig(system_prompt="Think.", **settings), list(row))
     assert chat
     assert to_sample(row)["messages"] == [
         {"role": "system", "content": "Think."},
@@ -236,17 +236,69 @@ def test_columns_named_in_the_settings_may_be_absent_from_the_first_line(load, t
     assert answers(loaders, tokenizer) == ["two"]
 
 
+@pytest.mark.parametrize(
+    ("columns", "settings", "shown"),
+    [
+        (
+            ["problem", "generated_solution"],
+            {},
+            f'problem -> generated_solution, system prompt "{SYSTEM_PROMPT}"',
+        ),
+        (["problem", "solution"], {"system_prompt": ""}, "problem -> solution, no system prompt"),
+        (
+            ["prompt", "completion", "text"],
+            {},
+            "prompt -> completion, no system prompt; to take others: --dataset_text_field text",
+        ),
+        (
+            ["instruction", "input", "output", "text"],
+            {},
+            "instruction and input -> output, no system prompt; to take others: --dataset_text_field text",
+        ),
+        (
+            ["messages", "prompt", "response", "text"],
+            {"system_prompt": "Be\n short."},
+            'messages (whole chats), system prompt "Be short."; to take others: '
+            "--dataset_prompt_field prompt --dataset_completion_field response or --dataset_text_field text",
+        ),
+        (["a", "messages", "text"], {"dataset_text_field": "a"}, "a (plain text)"),
+        (
+            ["a", "b", "text"],
+            {"dataset_prompt_field": "a", "dataset_completion_field": "b", "system_prompt": "so " * 90},
+            f'a -> b, system prompt "{("so " * 90)[:80]}..."',
+        ),
+        (["conversation"], {}, "conversation (whole chats), no system prompt"),
+    ],
+)
+def test_the_columns_that_are_taken_are_told(columns, settings, shown):
+    assert choose_columns(DataConfig(**settings), columns).shown == shown
+
+
+def test_the_report_tells_columns_and_those_of_evaluation_if_they_differ(load, tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_bytes(lines(*[{"prompt": "a", "completion": "b"}] * 20))
+    (tmp_path / "set" / "test.jsonl").write_bytes(lines(*[{"text": "two words"}] * 3))
+    settings = {"dataset_name": str(tmp_path / "set"), "split_name": "train", "eval_samples": 2}
+    for eval_split, told in ((None, False), ("test", True)):
+        loaders = load(**settings, eval_split=eval_split)
+        train, held = loaders.report, loaders.eval_report
+        assert "columns: prompt -> completion, no system prompt" in train.lines()
+        assert ("columns: text (plain text)" in held.lines(after=train)) == told
+        assert any(line.startswith("columns: ") for line in held.lines(after=train)) == told
+        assert held.as_dict()["columns"] == held.columns and "columns" not in loaders.train.identity
+
+
 def test_chat_and_text_columns_are_found_by_name():
     cfg = DataConfig()
     turns = [{"role": "user", "content": "a"}]
-    to_sample, chat, _ = choose_columns(cfg, ["text", "messages"])
+    to_sample, chat, *_ = choose_columns(cfg, ["text", "messages"])
     assert chat and to_sample({"messages": turns}) == {"messages": turns}
     with_all_keys = [turn | {"tool_calls": None} for turn in turns]  # as Parquet has them
     assert to_sample({"messages": with_all_keys}) == {"messages": turns}
     for name in ("text", "content"):
-        to_sample, chat, _ = choose_columns(cfg, ["id", name])
+        to_sample, chat, *_ = choose_columns(cfg, ["id", name])
         assert not chat and to_sample({"id": 1, name: "x"}) == {"text": "x"}
-    to_sample, chat, _ = choose_columns(DataConfig(dataset_text_field="id"), ["id", "messages"])
+    to_sample, chat, *_ = choose_columns(DataConfig(dataset_text_field="id"), ["id", "messages"])
     assert not chat and to_sample({"id": "x"}) == {"text": "x"}
 
 
@@ -267,7 +319,7 @@ PARTS = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for tur
     ],
 )
 def test_chats_are_read_in_the_forms_that_sets_have_them(row, settings):
-    to_sample, chat, _ = choose_columns(DataConfig(system_prompt="", **settings), list(row))
+    to_sample, chat, *_ = choose_columns(DataConfig(system_prompt="", **settings), list(row))
     assert chat and to_sample(row) == {"messages": CHAT}
 
 

@@ -72,6 +72,7 @@ def test_the_run_folder_holds_what_it_promises(finished, capsys):
     data = environment["data"]
     assert data["train"]["rows"] == 60 == data["train"]["used"] + data["train"]["overlong_dropped"]
     assert data["eval"]["rows"] == 6
+    assert data["train"]["columns"].startswith("problem -> generated_solution, system prompt")
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["steps"] == 8 and summary["gpus"] == 0 and summary["gpu_hours"] == 0
     assert summary["train_loss"] == summary["train_loss_tail_mean"] == losses(finished)[8]

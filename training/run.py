@@ -197,9 +197,10 @@ class Run:
             pin_memory=self.device.type == "cuda",
             micro_batches_per_step=cfg.optim.gradient_accumulation_steps,
         )
-        for line in self.loaders.report.lines():
+        train, held_out = self.loaders.report, self.loaders.eval_report
+        for line in train.lines():
             say(line)
-        for line in self.loaders.eval_report.lines() if self.loaders.eval_report else ():
+        for line in held_out.lines(after=train) if held_out else ():
             say(f"evaluation: {line}")
         self.total_steps = count_steps(cfg, self.loaders.train.micro_batches_per_epoch)
         if (warmup := cfg.optim.num_warmup_steps or 0) >= self.total_steps > 0:
