@@ -1,9 +1,10 @@
 """Chat templates, and which tokens carry loss.
 
-A sample is either `{"messages": [{"role", "content"}, ...]}` or `{"text": ...}`. It becomes token ids plus
-spans `[start, stop)` of the tokens that carry loss: the assistant's answers with their end-of-turn token, or
-all of a plain text. A prompt is tokenised by itself, with the generation prompt at its end, exactly as it
-will be at inference; the answer follows as a piece of its own.
+A sample is either `{"messages": [{"role", "content"}, ...]}` or `{"text": ...}`, or, of a row that cannot be
+read, `{"fault": ...}` with what is wrong. It becomes token ids plus spans `[start, stop)` of the tokens that
+carry loss: the assistant's answers with their end-of-turn token, or all of a plain text. A prompt is
+tokenised by itself, with the generation prompt at its end, exactly as it will be at inference; the answer
+follows as a piece of its own.
 """
 
 from __future__ import annotations
@@ -377,6 +378,8 @@ def why_unusable(sample: Row) -> Status:
 
 def fault(sample: Row) -> str | None:
     """What in a sample is not the text that it should be; None if nothing is."""
+    if "fault" in sample:
+        return sample["fault"]
     if "text" in sample:
         return no_text("its text", sample["text"])
     messages = sample["messages"]

@@ -211,7 +211,7 @@ class Stream:
             unusable = int(selection.counts[Status.OVERLONG :].sum())
             told = first == self.start[0] or self.layout.rank > 0  # by the report, or by rank 0
             if unusable and not told:
-                logger.warning("%d of the stream's rows from row %d on are left out", unusable, first)
+                logger.warning("%d of the stream's rows from row %d on are left out", unusable, first + 1)
             bins = self.plan(epoch, first, selection)
             for index in range(skip if first == row else 0, len(bins)):
                 yield [first, index + 1], selection.samples, bins.members(index)

@@ -37,7 +37,7 @@ from data.sources import Source
 from training.config import DataConfig
 from training.machine import cores
 
-BAD_ROWS = "not text, not UTF-8 or refused by the chat template"
+BAD_ROWS = "not JSON, not text, not UTF-8 or refused by the chat template"
 ROWS_PER_PROCESS = 1000  # below this a process costs more to start than it saves
 SECONDS_TO_OUTLIVE = 0.5  # for a process whose parent is gone
 
@@ -62,7 +62,7 @@ class DataReport:
     packing_efficiency: float  # tokens / (tokens and padding), 0 to 1
     columns: str = ""  # which were taken, and the system prompt
     fingerprint: str = ""  # of the samples in their order, the same on every machine
-    first_bad_row: str | None = None  # its number, and what is wrong with it
+    first_bad_row: str | None = None  # its number, from 1, and what is wrong with it
     streaming: bool = False
     rows_per_second: float | None = None  # of tokenisation, if this process did it: not a cache, not a stream
     processes: int | None = None  # that did it
@@ -147,7 +147,7 @@ class Selection:
     counts: np.ndarray  # int64 [len(Status)], of rows
     label_tokens: int
     fingerprint: str
-    first_bad: int | None  # number of the first row that is BAD
+    first_bad: int | None  # number, from 0, of the first row that is BAD
 
 
 inherited: list[Encoder] = []  # the last one is what processes forked from this one tokenise with
@@ -329,9 +329,9 @@ class Split:
         return Selection(samples, counts, label_tokens, content.hexdigest(), first_bad)
 
     def first_bad(self, selection: Selection) -> str | None:
-        """Number of the selection's first bad row, and what is wrong with it."""
+        """Number of the selection's first bad row, from 1 as editors count, and what is wrong with it."""
         if (number := selection.first_bad) is None:
             return None
         rows = self.source.rows
         row = rows[number] if isinstance(rows, Dataset) else next(iter(islice(rows, number, None)))
-        return f"row {number}: {self.encoder.why_bad(row)}"
+        return f"{self.source.unit} {number + 1}: {self.encoder.why_bad(row)}"

@@ -84,6 +84,7 @@ class Source:
     chat: bool  # False: plain text, which may be split anywhere
     system: str  # the prompt that chats begin with, unless they have one of their own
     columns: str  # which were taken, for people
+    unit: str = "row"  # what a row is called where its number is told
 
 
 def demo(cfg: DataConfig, split: str) -> Source:
@@ -106,15 +107,19 @@ def demo(cfg: DataConfig, split: str) -> Source:
 
 def detect(cfg: DataConfig, split: str) -> Source:
     """Any other data set: columns named in the settings, else chat, prompt/answer or text, found by name."""
-    rows, json_lines = open_rows(cfg, split)
-    columns = seen_keys(rows, from_json) if json_lines else rows.column_names or seen_keys(rows, dict)
+    rows, line_files = open_rows(cfg, split)
+    columns = seen_keys(rows, from_json) if line_files else rows.column_names or seen_keys(rows, dict)
     to_sample, *others = choose_columns(cfg, columns)
-    return Source(rows, partial(json_line, to_sample) if json_lines else to_sample, *others)
+    if not line_files:
+        return Source(rows, to_sample, *others)
+    unit = "line" if line_files == 1 else "row"  # of several files, a number is no line's
+    return Source(rows, partial(json_line, to_sample), *others, unit=unit)
 
 
-def seen_keys(rows: Dataset | IterableDataset, parse: Callable[[Row], Row | None]) -> list[str]:
+def seen_keys(rows: Dataset | IterableDataset, parse: Callable[[Row], Row | str]) -> list[str]:
     """All keys that any of the first rows has: a line of JSON may lack those that are optional."""
-    return list(dict.fromkeys(chain.from_iterable(parse(row) or () for row in islice(rows, PEEK))))
+    found = (parse(row) for row in islice(rows, PEEK))
+    return list(dict.fromkeys(chain.from_iterable(row for row in found if isinstance(row, dict))))
 
 
 def choose_columns(cfg: DataConfig, columns: list[str]) -> Columns:
@@ -229,23 +234,26 @@ def as_text(value: Any) -> Any:
 
 
 def json_line(to_sample: Callable[[Row], Row], row: Row) -> Row:
-    """A sample of one line of JSON; a blank or broken line is a sample without usable text."""
+    """A sample of one line of JSON; of a blank one it is empty, of a broken one it tells what is wrong."""
     if not row["text"].strip():
         return {"text": ""}
     parsed = from_json(row)
-    return {"text": None} if parsed is None else to_sample(parsed)
+    return {"fault": parsed} if isinstance(parsed, str) else to_sample(parsed)
 
 
-def from_json(row: Row) -> Row | None:
+def from_json(row: Row) -> Row | str:
+    """The object that a line of JSON holds, or what is wrong with the line."""
     try:
         parsed = json.loads(row["text"])
-    except (ValueError, RecursionError):  # broken, or nested too deeply
-        return None
-    return parsed if isinstance(parsed, dict) else None
+    except RecursionError:
+        return "JSON that is nested too deeply"
+    except ValueError:
+        return "not valid JSON"
+    return parsed if isinstance(parsed, dict) else "JSON, but no object"
 
 
-def open_rows(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, bool]:
-    """Rows of a file, folder or hub data set, and whether they are raw lines of JSON.
+def open_rows(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, int]:
+    """Rows of a file, folder or hub data set, and of how many files they are raw lines of JSON, if they are.
 
     Lines are parsed one at a time, later: so one broken line costs one row, not the file.
     """
@@ -273,12 +281,12 @@ def open_rows(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, b
         raise ValueError(f"--dataset_name {cfg.dataset_name}: {local[0].name} is empty")
     formats = {format_of(file) for file in files.get(split, [])}
     suffix = formats.pop() if len(formats) == 1 else ""
-    reader, json_lines = READERS.get(suffix), suffix == ".jsonl"
+    reader, line_files = READERS.get(suffix), len(files[split]) if suffix == ".jsonl" else 0
     if path.is_file() and reader is None:
         known = f"{', '.join(READERS)}, and these with {', '.join(PACKERS)}"
         raise ValueError(f"--dataset_name {name}: not a data file; these are read: {known}")
     try:
-        if path.is_file() or json_lines:
+        if path.is_file() or line_files:
             # Undecodable bytes become U+FFFD, which marks the row as unusable.
             options: dict[str, Any] = {"encoding_errors": "replace"} if reader in ("text", "csv") else {}
             options |= {"encoding": UTF8} if reader == "text" else {}
@@ -287,7 +295,7 @@ def open_rows(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, b
                 options |= tabs | as_written(files[split], tabs)
             return datasets.load_dataset(
                 reader, data_files={split: files[split]}, **options, **common
-            ), json_lines
+            ), line_files
         # Only the split's own files: OpenMathInstruct-2's `train` alone is 14 times its train_1M.
         only: dict[str, Any] = (
             {"data_files": {split: files[split]}, "verification_mode": "no_checks"} if files else {}
@@ -296,7 +304,7 @@ def open_rows(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, b
             only["encoding"] = UTF8
         if files and builder.name == "csv":
             only |= as_written(files[split], builder.config.pd_read_csv_kwargs)
-        return datasets.load_dataset(name, configuration, **only, **common), False
+        return datasets.load_dataset(name, configuration, **only, **common), 0
     except Exception as error:
         raise unreadable(cfg, error) from error
 

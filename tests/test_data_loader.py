@@ -362,7 +362,7 @@ def test_a_stream_tells_of_rows_it_leaves_out_later(build, tmp_path, caplog):
         loaders = build(dataset_name=str(tmp_path / "rows.jsonl"), streaming=True, rank=rank, world_size=2)
         assert loaders.report.bad_rows == 0
         list(loaders.train)
-        assert ("1 of the stream's rows from row 25 on are left out" in caplog.text) == told
+        assert ("1 of the stream's rows from row 26 on are left out" in caplog.text) == told
 
 
 def test_no_evaluation_on_request(build):

@@ -417,8 +417,36 @@ def test_numbers_are_answers_and_no_number_is_none():
     ],
 )
 def test_the_first_bad_row_is_told_with_what_is_wrong_in_it(load, row, wrong):
-    with pytest.raises(ValueError, match=f"no row can be used .2 bad: row 0: {re.escape(wrong)}.; check"):
+    with pytest.raises(ValueError, match=f"no row can be used .2 bad: line 1: {re.escape(wrong)}.; check"):
         load(lines(row, row), packing=False)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        (b'{"problem": "cut', "not valid JSON"),
+        (b"[1, 2]", "JSON, but no object"),
+        (b"[" * 100_000, "JSON that is nested too deeply"),
+    ],
+    ids=["broken", "list", "deep"],
+)
+def test_a_broken_line_is_told_as_an_editor_counts(load, tmp_path, streaming, line, wrong):
+    whole = lines(PAIR) * 9 + b"\n"  # a blank line counts
+    report = load(whole + line + b"\n" + lines(PAIR), streaming=streaming).report
+    assert report.first_bad_row == f"line 11: {wrong}" and f"({report.first_bad_row})" in report.lines()[-1]
+    (tmp_path / "set").mkdir()
+    for name, contents in (("train-0.jsonl", lines(PAIR)), ("train-1.jsonl", line + b"\n")):
+        (tmp_path / "set" / name).write_bytes(contents)
+    several = load(dataset_name=str(tmp_path / "set"), split_name="train", streaming=streaming)
+    assert several.report.first_bad_row == f"row 2: {wrong}"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_that_are_no_lines_are_counted_from_one(load, streaming):
+    rows = [PAIR, PAIR, {"problem": "a", "generated_solution": None}]
+    report = load(json.dumps(rows).encode(), name="a.json", streaming=streaming).report
+    assert report.first_bad_row == "row 3: what the assistant says is missing, not text"
 
 
 def test_a_folder_of_files_that_do_not_fit_together_is_told_so(load, tmp_path):
@@ -518,7 +546,7 @@ def test_faulty_rows_are_counted_and_left_out(load, tokenizer, streaming):
     )
     shown = " ".join(report.lines())
     assert "3 of 13 rows" in shown and "3 empty" in shown and "1 over --max_seq_length, dropped" in shown
-    assert report.as_dict()["bad_rows"] == 6 and "(row 1: what the user says is not UTF-8)" in shown
+    assert report.as_dict()["bad_rows"] == 6 and "(line 2: what the user says is not UTF-8)" in shown
 
 
 @pytest.mark.parametrize("streaming", [False, True])
