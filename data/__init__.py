@@ -73,6 +73,8 @@ def build_loaders(
     pad = next((i for i in known if i < vocab_size), 0)  # an added token may be past the model's embedding
     layout = Layout(cfg.max_seq_length, pad_multiple, cfg.packing, batch_size, pad, rank, world_size)
     split = eval_split = open_split(cfg, cfg.split_name, tokenizer, vocab_size)
+    if cfg.eval_split is not None and cfg.eval_samples:  # before minutes of tokenisation: it may be misnamed
+        eval_split = open_split(cfg, cfg.eval_split, tokenizer, vocab_size)
     # Rows of the training split that evaluation takes.
     held_out = cfg.eval_samples if cfg.eval_split is None else 0
     source: Stored | Stream
@@ -92,8 +94,7 @@ def build_loaders(
             f"sequences, but --split_name {cfg.split_name} has {len(bins)}; use a smaller --batch_size, "
             "fewer ranks or more data"
         )
-    if cfg.eval_split is not None and cfg.eval_samples:
-        eval_split = open_split(cfg, cfg.eval_split, tokenizer, vocab_size)
+    if eval_split is not split:
         held = eval_split.sample(cfg.eval_samples)
     identity = {
         "samples": train.fingerprint,

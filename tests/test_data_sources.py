@@ -25,7 +25,7 @@ from datasets.packaged_modules.generator.generator import Generator
 from datasets.packaged_modules.text.text import Text
 
 from data import DATASETS, build_loaders, cache, load_tokenizer
-from data.chat import Status, why_unusable
+from data.chat import Encoder, Status, why_unusable
 from data.collate import IGNORE
 from data.demo import SIZES, generate
 from data.sources import choose_columns, detect, unreadable
@@ -695,6 +695,13 @@ def test_errors_name_the_flag_and_the_way_out(load, contents, settings, message,
     with pytest.raises(ValueError, match=message) as info:
         load(contents, **settings)
     assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_wrong_evaluation_split_is_told_before_rows_are_tokenised(load, monkeypatch, streaming):
+    monkeypatch.setattr(Encoder, "encode", lambda *_: pytest.fail("tokenised"))
+    with pytest.raises(ValueError, match="--eval_split dev: no such split"):
+        load(USABLE, eval_split="dev", eval_samples=1, streaming=streaming)
 
 
 CONFIGURATIONS = ("main", "socratic")
