@@ -270,8 +270,8 @@ def end_workers() -> None:
 
 # What a changed part of `identity` means for the user.
 CULPRITS = {
-    "samples": "--dataset_name, --split_name, --num_of_samples, --eval_samples, --tokenizer_name, "
-    "--system_prompt, --overlong or the data itself"
+    "samples": "--dataset_name, --dataset_*_field, --split_name, --num_of_samples, --eval_split, "
+    "--eval_samples, --tokenizer_name, --system_prompt, --overlong or the data itself"
 }
 
 
@@ -358,6 +358,6 @@ class Loader:
             )
             raise ValueError(
                 f"the checkpoint's place in the data does not fit this run: changed {flags}; "
-                f"set it back, or start afresh with --resume none"
+                "set it back, or start afresh with --resume none and another --output_dir"
             )
         self.epoch, self.position, self.running = state["epoch"], state["position"], None

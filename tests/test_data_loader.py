@@ -441,6 +441,7 @@ def test_a_token_past_the_vocabulary(build):
     [
         ({"split_name": "test"}, "--split_name"),
         ({"num_of_samples": 40}, "--num_of_samples"),
+        ({"dataset_text_field": "completion"}, r"--dataset_\*_field"),
         ({"system_prompt": "Be brief."}, "--system_prompt"),
         ({"max_seq_length": 256}, r"--max_seq_length \(128, now 256\)"),
         ({"packing": False}, r"--packing \(True, now False\)"),
@@ -450,7 +451,7 @@ def test_a_token_past_the_vocabulary(build):
 )
 def test_a_state_of_other_data_is_refused(build, change, flag):
     state = build().train.state_dict()
-    with pytest.raises(ValueError, match=f"changed .*{flag}.*--resume none"):
+    with pytest.raises(ValueError, match=f"changed .*{flag}.*--resume none and another --output_dir$"):
         build(**change).train.load_state_dict(state)
 
 
