@@ -1,8 +1,9 @@
-"""The folder that rows and their tokens are stored in, and what to say where it cannot be written."""
+"""The folder that rows and their tokens are stored in, and what to say where it cannot be written or read."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import tempfile
 import traceback
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ from training.errors import first_line, origins, raise_interrupt
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
 CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream that was closed
+
+logger = logging.getLogger(__name__)
 
 
 def cache_folder(cfg: DataConfig) -> Path:
@@ -35,7 +39,7 @@ def check_cache(cfg: DataConfig) -> None:
 
 
 def why_not_stored(cfg: DataConfig, error: BaseException) -> RuntimeError | None:
-    """What to raise for an error that came of a full disk or a read-only cache folder; None for any other."""
+    """What to raise for an error of the cache: full, read-only, or rows cut off there; None for any other."""
     folder = str(cache_folder(cfg))
     for origin in origins(error):
         if not isinstance(origin, OSError):
@@ -44,7 +48,30 @@ def why_not_stored(cfg: DataConfig, error: BaseException) -> RuntimeError | None
             return RuntimeError(f"{first_line(origin)}; make room there")
         if _is_full(origin) or (origin.errno in CLOSED and folder in str(origin)):
             return RuntimeError(_cannot_write(cfg, origin))
+    for file in _files_read(error):
+        if not is_whole(file):
+            return RuntimeError(
+                f"{file}: stored rows that are cut off or missing; delete the folder {file.parent}, and they "
+                "are prepared again"
+            )
     return None
+
+
+def is_whole(file: Path) -> bool:
+    """Whether an Arrow file is there to its end; cut between two batches it is read without an error."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        opened.seek(max(0, file.stat().st_size - len(END)))
+        return opened.read() == END
+
+
+def delete_cut_off(folder: Path) -> None:
+    """Delete those files of tokens in `folder` that are not whole, so that they are made again."""
+    for file in folder.glob("cache-*.arrow"):
+        if not is_whole(file):
+            logger.warning("%s: is cut off; deleted, and its rows are tokenised again", file)
+            file.unlink()
 
 
 @contextmanager
@@ -57,6 +84,15 @@ def storing(cfg: DataConfig) -> Iterator[None]:
         if (reason := why_not_stored(cfg, error)) is not None:
             raise reason from error
         raise
+
+
+def _files_read(error: BaseException) -> Iterator[Path]:
+    """The Arrow files that `datasets` was reading when an error came, which does not name them itself."""
+    for origin in origins(error):
+        for frame, _ in traceback.walk_tb(origin.__traceback__):
+            name = frame.f_locals.get("filename")
+            if isinstance(name, str) and name.endswith(".arrow"):
+                yield Path(name)
 
 
 def _is_full(error: OSError) -> bool:

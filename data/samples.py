@@ -30,7 +30,7 @@ from multiprocess import get_start_method, parent_process
 from multiprocess.util import register_after_fork
 
 from data import chat, packing, sources
-from data.cache import cache_folder, storing
+from data.cache import cache_folder, delete_cut_off, storing
 from data.chat import COLUMNS, Encoder, Row, Status
 from data.collate import Sample
 from data.sources import Source
@@ -228,6 +228,7 @@ class Split:
     ) -> Dataset:
         """`encode`d rows in files of the folder `place`, which hold all or are not left there."""
         place.mkdir(exist_ok=True)
+        delete_cut_off(place)
         try:
             return rows.map(
                 encode,

@@ -11,6 +11,7 @@ import json
 import lzma
 import os
 import re
+import shutil
 import signal
 import zipfile
 from itertools import chain
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import datasets
 import huggingface_hub
+import pyarrow as pa
 import pytest
 from datasets import Dataset
 from datasets.arrow_writer import ArrowWriter, SchemaInferenceError
@@ -784,6 +786,49 @@ def test_a_cache_that_cannot_be_written_is_named(load, stored, tmp_path, monkeyp
     with pytest.raises(RuntimeError, match=message):
         load(**stored, num_proc=processes) if processes else load(USABLE, name="others.jsonl")
     assert not list((tmp_path / "cache").rglob("tmp*"))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("keep", [0.0, 0.5])
+def test_tokens_that_are_cut_off_are_made_again(load, stored, tmp_path, caplog, keep, processes):
+    whole = load(**stored, num_proc=processes).train.identity
+    file = sorted((tmp_path / "cache").glob("tokenise_*/cache-*.arrow"))[-1]
+    contents = file.read_bytes()
+    file.write_bytes(contents[: int(keep * len(contents))])
+    assert load(**stored, num_proc=processes).train.identity == whole
+    assert caplog.text.count(f"{file}: is cut off; deleted, and its rows are tokenised again") == 1
+    assert file.read_bytes() == contents
+    load(**stored, num_proc=processes)
+    assert caplog.text.count("is cut off") == 1
+
+
+def test_tokens_that_are_cut_between_two_batches_are_made_again(load, tmp_path, caplog):
+    settings = {"dataset_name": str(tmp_path / "rows.jsonl"), "split_name": "train"}
+    whole = load(lines(*[{"text": f"row {i}"} for i in range(1500)])).train.identity
+    (file,) = (tmp_path / "cache").glob("tokenise_*/cache-*.arrow")
+    with pa.memory_map(str(file)) as mapped:
+        reader = pa.ipc.open_stream(mapped)
+        reader.read_next_batch()
+        first = mapped.read_at(mapped.tell(), 0)
+    file.write_bytes(first)
+    assert len(Dataset.from_file(str(file))) == 1000, "read without an error"
+    assert load(**settings).train.identity == whole and "is cut off" in caplog.text
+
+
+@pytest.mark.parametrize("keep", [None, 0.0, 0.5])
+@pytest.mark.parametrize("set_", ["file", "demo"])
+def test_stored_rows_that_are_cut_off_are_named_with_what_to_delete(load, request, tmp_path, set_, keep):
+    settings = request.getfixturevalue("stored") if set_ == "file" else {}
+    load(**settings)
+    (file,) = (tmp_path / "cache").rglob("*-train.arrow")
+    whole = file.read_bytes()
+    file.unlink() if keep is None else file.write_bytes(whole[: int(keep * len(whole))])
+    message = f"{file}: stored rows that are cut off or missing; delete the folder {file.parent}, and they"
+    with pytest.raises(RuntimeError, match=re.escape(message)) as info:
+        load(**settings)
+    assert "\n" not in str(info.value)
+    shutil.rmtree(file.parent)
+    load(**settings)
 
 
 def test_datasets_that_would_not_fit_are_told_apart_from_those_out_of_reach(load, tmp_path, monkeypatch):
