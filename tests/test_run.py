@@ -432,6 +432,7 @@ def test_samples_are_answered_by_the_export(tmp_path):
         ("--resume /nowhere", EXIT_BAD_SETTING, "--resume /nowhere"),
         ("--moment_dtype bf16", EXIT_BAD_SETTING, "--moment_dtype bf16"),
         ("--output_dir /proc/run", EXIT_BAD_SETTING, "--output_dir /proc/run"),
+        ("--log_dir /proc/run", EXIT_BAD_SETTING, "--log_dir /proc/run"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch, flags, code, message):

@@ -41,7 +41,12 @@ def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, Fi
             f"--output_dir {folder}: another run is writing to it; wait for it, or choose another folder"
         ) from None
     except OSError as error:
-        raise _unwritable(folder, error) from None
+        raise _unwritable("output_dir", folder, error) from None
+    if cfg.log.log_dir:  # its writer opens it late, and must not fail a run
+        try:
+            Path(cfg.log.log_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable("log_dir", cfg.log.log_dir, error) from None
     return folder, lock
 
 
@@ -81,11 +86,11 @@ def write_config(cfg: Config, folder: Path) -> None:
     try:
         write_json(folder / "config.json", cfg.to_dict())
     except OSError as error:
-        raise _unwritable(folder, error) from None
+        raise _unwritable("output_dir", folder, error) from None
 
 
-def _unwritable(folder: Path, error: OSError) -> ValueError:
-    return ValueError(f"--output_dir {folder}: {error.strerror}; choose a folder you can write to")
+def _unwritable(flag: str, folder: Path | str, error: OSError) -> ValueError:
+    return ValueError(f"--{flag} {folder}: {error.strerror}; choose a folder you can write to")
 
 
 def _refuse_other_run(cfg: Config, folder: Path) -> None:
