@@ -140,6 +140,21 @@ def test_only_settings_that_define_a_run_count_as_changed():
     }
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--wandb_project x", "--wandb_project x: not read without --use_wandb"),
+        ("--wandb_tags a,b --wandb_mode offline", "--wandb_mode offline, --wandb_tags a,b: not read without"),
+        ("--wandb_project x --use_wandb", None),
+        ("--wandb_project llm-fp8", None),
+        ("", None),
+    ],
+)
+def test_settings_of_wandb_that_nothing_reads_are_told(flags, said):
+    found = parse(*flags.split()).log.unread()
+    assert found is None if said is None else found.startswith(said)
+
+
 def test_every_knob_has_help():
     for name, (_, field, hint) in knobs().items():
         assert len(field.metadata["help"]) > 10, name

@@ -402,6 +402,14 @@ class LogConfig(Section):
     wandb_tags: str | None = knob(None, "W&B tags, separated by commas", free=True)
     wandb_group: str | None = knob(None, "W&B group of runs to be compared", free=True)
 
+    def unread(self) -> str | None:
+        """W&B's settings that were asked for in a run that does not log there."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("wandb_")}
+        asked = [f"--{name} {value}" for name, value in given.items() if value != getattr(LogConfig, name)]
+        if self.use_wandb or not asked:
+            return None
+        return f"{', '.join(asked)}: not read without --use_wandb"
+
 
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,
