@@ -39,6 +39,7 @@ from te_models.weights import (
     weight_files,
 )
 from training.errors import first_line
+from training.hub import refuse_silent_hub
 
 UNPICKLERS = ("serialization.py", "_weights_only_unpickler.py")  # of torch; damage raises any error there
 SAMPLED_PLACES, SAMPLED_BYTES = 16, 2**16  # of a weights file, by `identity`
@@ -130,6 +131,7 @@ def _config(name: str, *, random: bool, cache_dir: str | None, trust_remote_code
         fields = dict(PRESETS[name])
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
     try:
+        refuse_silent_hub(name, "config.json", cache_dir)
         return AutoConfig.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):

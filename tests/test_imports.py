@@ -24,15 +24,15 @@ TRAINING_LEAVES |= {
 # These import nothing of ours.
 BARE = {"config", "metrics", "fp8_triton", "adamw_triton", "durable_files", "ranks", "cudnn", "__init__"}
 BARE |= {"checks", "accumulation", "flash_attention", "errors", "packages", "signals"}
-BARE |= {"fp8_counts", "machine"}
+BARE |= {"fp8_counts", "hub", "machine"}
 KERNELS = {
     "loss": ("loss_triton", "loss_fp8"),
     "loss_fp8": ("loss", "loss_triton"),
     "loss_triton": ("fp8_triton",),
     "adamw": ("adamw_triton", "accumulation"),
 }
-# These import nothing of ours, and any file may import them.
-EVERYWHERE = {"training.errors", "training.machine", "training.packages", "training.signals"}
+# These import nothing else of ours, and any file may import them.
+EVERYWHERE = {"training.errors", "training.hub", "training.machine", "training.packages", "training.signals"}
 # What these may import beside the configuration.
 ALSO = {
     "checkpoint": ("durable_files", "ranks"),

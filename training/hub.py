@@ -1,0 +1,39 @@
+"""Models and tokenizers by name: the hub must answer."""
+
+from __future__ import annotations
+
+import os
+
+from training.errors import first_line
+
+RETRIES = 2  # after 1 and 2 seconds
+
+
+def refuse_silent_hub(name: str, file: str, cache_dir: str | None) -> None:
+    """OSError where `file` of a hub id would have to be fetched and the hub is out of reach.
+
+    Its client has no such limit: it tries every file for half a minute or more and prints each time.
+    """
+    import httpx
+    from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.utils import http_backoff, logging
+
+    if os.path.exists(name) or constants.is_offline_mode():
+        return
+    if try_to_load_from_cache(name, file, cache_dir=cache_dir) is not None:
+        return
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        http_backoff(
+            "HEAD",
+            hf_hub_url(name, file),
+            max_retries=RETRIES,
+            retry_on_exceptions=httpx.ConnectError,  # what does not answer in time does not later either
+            retry_on_status_codes=(),
+            timeout=constants.HF_HUB_ETAG_TIMEOUT,
+        )
+    except httpx.TransportError as error:
+        raise OSError(f"{constants.ENDPOINT} is out of reach ({first_line(error)}).") from None
+    finally:
+        logging.set_verbosity(verbosity)
