@@ -24,7 +24,7 @@ from te_models.hugging_face import (
     parameters_on_meta,
     refuse_leaking_packing,
 )
-from te_models.presets import LOCAL_PRESETS, PRESETS
+from te_models.presets import LOCAL_PRESETS, PRESETS, meant
 from te_models.weights import (
     EMBEDDING,
     LM_HEAD,
@@ -39,7 +39,7 @@ from te_models.weights import (
     weight_files,
 )
 from training.errors import first_line
-from training.hub import refuse_silent_hub
+from training.hub import refuse_missing_folder, refuse_silent_hub
 
 UNPICKLERS = ("serialization.py", "_weights_only_unpickler.py")  # of torch; damage raises any error there
 SAMPLED_PLACES, SAMPLED_BYTES = 16, 2**16  # of a weights file, by `identity`
@@ -130,6 +130,7 @@ def _config(name: str, *, random: bool, cache_dir: str | None, trust_remote_code
     if random and name in PRESETS:
         fields = dict(PRESETS[name])
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    _refuse_mistaken(name)
     try:
         refuse_silent_hub(name, "config.json", cache_dir)
         return AutoConfig.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
@@ -142,6 +143,16 @@ def _config(name: str, *, random: bool, cache_dir: str | None, trust_remote_code
         raise ValueError(
             f"--model_name {name}: {first_line(error)} Give a local folder or a hub id{way}"
         ) from None
+
+
+def _refuse_mistaken(name: str) -> None:
+    """ValueError for a name that is a mistake, which the hub need not be asked for."""
+    refuse_missing_folder("model_name", name)
+    if (preset := meant(name)) and not Path(name).exists():
+        raise ValueError(f"--model_name {name}: there is no such preset or folder; did you mean {preset!r}?")
+    of_run = Path(name, "export")
+    if Path(name, "metrics.jsonl").exists() and of_run.exists():
+        raise ValueError(f"--model_name {name}: is a run folder; give the model that it exported, {of_run}")
 
 
 def _weights_folder(name: str, cache_dir: str | None) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 
@@ -155,3 +156,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 # Presets that exist nowhere else: their weights are always random, their tokenizer is the demo's.
 LOCAL_PRESETS = frozenset(name for name in PRESETS if "/" not in name)
+
+
+def meant(name: str) -> str | None:
+    """The preset that a name without an owner is nearly the name of."""
+    shorter = {preset.rpartition("/")[2].lower(): preset for preset in PRESETS}
+    close = difflib.get_close_matches(name.lower(), shorter, n=1, cutoff=0.75)
+    return shorter[close[0]] if close and "/" not in name else None

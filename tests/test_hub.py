@@ -1,4 +1,4 @@
-"""Models and tokenizers by name: a hub that does not answer."""
+"""Names of models and tokenizers: what is no name of any, and a hub that does not answer."""
 
 import httpx
 import huggingface_hub
@@ -6,7 +6,8 @@ import pytest
 from huggingface_hub.utils import _http
 
 from te_models import plan_model
-from training.hub import RETRIES, refuse_silent_hub
+from te_models.presets import PRESETS, meant
+from training.hub import RETRIES, refuse_missing_folder, refuse_silent_hub
 
 
 @pytest.fixture
@@ -49,3 +50,52 @@ def test_what_a_hub_answers_is_left_to_its_client(requests):
     answers = httpx.MockTransport(lambda request: httpx.Response(503))
     huggingface_hub.set_client_factory(lambda: httpx.Client(transport=answers))
     refuse_silent_hub("some/model", "config.json", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("tiny-lama", "tiny-llama"),
+        ("TinyLlama-", "tiny-llama"),
+        ("tiny-qwen", "tiny-qwen3"),
+        ("Llama-3.2-1B", "meta-llama/Llama-3.2-1B"),
+        ("gpt2", None),
+        ("distilgpt2", None),
+        ("someone/tiny-lama", None),
+    ],
+)
+def test_a_preset_that_is_nearly_named(name, preset, requests, tmp_path):
+    assert meant(name) == preset
+    if preset:
+        with pytest.raises(ValueError, match=rf"{name}: there is no such .* or folder; .* mean '{preset}'\?"):
+            plan_model(name, init="auto", use_te=False)
+        assert not requests
+    assert preset is None or preset in PRESETS
+
+
+def test_a_folder_may_be_called_nearly_as_a_preset(tmp_path, monkeypatch):
+    plan_model("tiny-qwen3", init="auto", use_te=False).config.save_pretrained(tmp_path / "tiny-lama")
+    monkeypatch.chdir(tmp_path)
+    assert plan_model("tiny-lama", init="random", use_te=False).family == "qwen3"
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./x", "../x/y", "runs/a/export", "~nobody/x"])
+def test_a_path_to_nothing_is_told_as_one(name, requests):
+    with pytest.raises(ValueError, match=rf"--model_name {name}: there is no such folder; give one"):
+        plan_model(name, init="auto", use_te=False)
+    with pytest.raises(ValueError, match=rf"--tokenizer_name {name}: there is no such folder"):
+        refuse_missing_folder("tokenizer_name", name)
+    assert not requests
+
+
+def test_what_may_be_a_hub_id_or_is_there_is_no_missing_folder(tmp_path):
+    for name in ("demo", "gpt2", "owner/name", str(tmp_path)):
+        refuse_missing_folder("tokenizer_name", name)
+
+
+def test_a_run_folder_is_led_to_its_export(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_name": "tiny-llama"}')
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "export").mkdir()
+    with pytest.raises(ValueError, match=rf"is a run folder; .* exported, {tmp_path}/export$"):
+        plan_model(str(tmp_path), init="auto", use_te=False)

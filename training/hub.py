@@ -1,4 +1,4 @@
-"""Models and tokenizers by name: the hub must answer."""
+"""Models and tokenizers by name: a folder must be there, the hub must answer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ import os
 from training.errors import first_line
 
 RETRIES = 2  # after 1 and 2 seconds
+
+
+def refuse_missing_folder(flag: str, name: str) -> None:
+    """ValueError where a name can only be a folder's and there is none, which the hub takes for a bad id."""
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if is_path and not os.path.exists(name):
+        raise ValueError(f"--{flag} {name}: there is no such folder; give one that exists, or a hub id")
 
 
 def refuse_silent_hub(name: str, file: str, cache_dir: str | None) -> None:
