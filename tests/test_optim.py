@@ -76,6 +76,10 @@ def test_masters_are_fp32_wherever_te_is_missing():
     assert plan_optimizer(PrecisionConfig(mixed_precision="fp32"), on_gpu=True).kind == "torch_adamw"
     with pytest.raises(ValueError, match="--moment_dtype bf16"):
         plan_optimizer(PrecisionConfig(moment_dtype="bf16"), on_gpu=False)
+    bf16_alone = PrecisionConfig(master_weights="none")
+    for where in ({"on_gpu": False}, {"on_gpu": True, "master_home": "cpu"}):
+        with pytest.raises(ValueError, match=r"^--master_weights none .* add --moment_dtype bf16, or leave"):
+            plan_optimizer(bf16_alone, **where)
 
 
 def test_state_is_allocated_before_the_first_step_and_live():

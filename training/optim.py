@@ -87,6 +87,11 @@ def plan_optimizer(
     else:
         kept = torch.float32 if master or full else torch.bfloat16
         plan = ("torch_adamw", kept, kept == torch.float32)
+    if moments != kept == torch.bfloat16:
+        raise ValueError(
+            f"--master_weights none --moment_dtype {cfg.moment_dtype}: torch AdamW, which steps here, keeps "
+            "moments in the weights' BF16; add --moment_dtype bf16, or leave --master_weights at fp32"
+        )
     if moments != kept:
         raise ValueError(
             f"--moment_dtype {cfg.moment_dtype}: torch AdamW keeps moments in the weights' {kept}; other "
