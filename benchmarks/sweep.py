@@ -34,7 +34,7 @@ from benchmarks.plan_flags import gpu_name
 from benchmarks.plan_time import GPUS, Gpu
 from benchmarks.runs import INDIFFERENT
 from benchmarks.variants import DECIDED, Variant, given_settings, parse_variants, resolve
-from training.config import Config, OneLineParser, YamlLoader, knobs, nearest
+from training.config import Config, OneLineParser, YamlLoader, knobs, nearest, yaml_fault
 from training.durable_files import replace_file
 
 PROG = "python -m benchmarks.sweep"
@@ -92,7 +92,7 @@ def read_sweep(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{path}: not valid YAML: {yaml_fault(error)}") from None
     kinds = {"grid": dict, "base": dict, "needs": list}
     if not isinstance(loaded, dict) or "grid" not in loaded:
         raise ValueError(f"{path}: must hold a `grid:`, and may hold `base:` and `needs:`")

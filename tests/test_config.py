@@ -102,11 +102,19 @@ def test_yaml_sets_and_flags_win(tmp_path):
         ("learning_rat: 1", "unknown setting 'learning_rat'; did you mean 'learning_rate'"),
         ("- a\n- b", "must hold `setting: value` lines"),
         ("a: [", "not valid YAML"),
+        (
+            "seed: 1\nmax_steps: 5\n  batch_size: 2",
+            "not valid YAML: mapping values are not allowed here (line 3)",
+        ),
         ("batch_size: 8\nbatch_size: 2", "not valid YAML: 'batch_size' stands twice"),
         ("batch_size: 1.5", "--batch_size 1.5: must be a whole number"),
         ("batch_size: .inf", "--batch_size inf: must be a whole number"),
         ("batch_size: true", "--batch_size True: must be a whole number"),
         ("use_te: maybe", "--use_te maybe: must be true or false"),
+        ("max_steps: two", "run.yaml: --max_steps two: must be a whole number"),
+        ("max_steps: -1", "run.yaml: --max_steps -1: must be 0 or more"),
+        ("learning_rate: -1", "run.yaml: --learning_rate -1.0: must be positive"),
+        ("packing: true\nstreaming: true", "run.yaml: --streaming: the length of a stream is unknown"),
     ],
 )
 def test_bad_yaml(tmp_path, text, message):
@@ -114,7 +122,17 @@ def test_bad_yaml(tmp_path, text, message):
     file.write_text(text)
     with pytest.raises(ValueError) as error:
         parse("--config", str(file))
-    assert message in str(error.value)
+    assert str(error.value).startswith(f"--config {file}: ") and message in str(error.value)
+
+
+def test_a_bad_flag_beside_a_file_is_not_the_files(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("max_steps: 5\nseed: 1")
+    with pytest.raises(ValueError, match=r"^--seed -1: must be between"):
+        parse("--config", str(file), "--seed", "-1")
+    file.write_text("generate_samples: 3")  # which the way out names
+    with pytest.raises(ValueError, match=r"^--eval_samples 0: --generate_samples and --max_steps 0 need"):
+        parse("--config", str(file), "--eval_samples", "0")
 
 
 def test_missing_config_file():

@@ -286,7 +286,11 @@ def test_the_b200_grid(tmp_path):
         ("grid: {batch_size: [1]}", "--batch_size 2", "--batch_size: it is an axis of the grid"),
         ("grid: {batch_size: [1]}", "--axis gpus=2", "--axis gpus=2: the grid has batch_size"),
         ("grid: {batch_size: [1]}", "--use_te", "decides it for each run"),
-        ("grid: {batch_size: [1]", "", "not valid YAML"),
+        (
+            "grid: {batch_size: [1]",
+            "",
+            "not valid YAML: expected ',' or '}', but got '<stream end>' (line 1)",
+        ),
         ("grid: {batch_size: [1], 3: [1]}", "", "`grid:` holds 3, which is no name of a setting"),
         ("grid: {batch_size: [1]}\nneeds: [[1]]", "", "`needs:` holds [1], which is no name"),
         ("grid: {}", "", "`grid:` must have an axis"),

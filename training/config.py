@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Container
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
+
+from training.errors import first_line
 
 TE_RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")  # with --use_te
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # without
@@ -643,7 +646,18 @@ def parse_config(argv: list[str], *, prog: str, description: str) -> Config:
         raise ValueError(f"{what} {flag}{nearest(flag, flags)}")
     values = vars(given)
     path = values.pop("config")
-    return config_from_dict({**(load_config_file(path) if path else {}), **values})
+    in_file = load_config_file(path) if path else {}
+    try:
+        return config_from_dict({**in_file, **values})
+    except ValueError as error:
+        if refused_by(error) & in_file.keys() - values.keys():
+            raise ValueError(f"--config {path}: {error}") from None
+        raise
+
+
+def refused_by(error: ValueError) -> set[str]:
+    """The settings that an error is about; what comes after its colon may name others as a way out."""
+    return set(re.findall(r"--(?:no_)?(\w+)", str(error).partition(": ")[0]))
 
 
 class YamlLoader(yaml.SafeLoader):
@@ -657,6 +671,12 @@ class YamlLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def yaml_fault(error: Exception) -> str:
+    """What is wrong in a YAML file, and in which line."""
+    mark = getattr(error, "problem_mark", None)
+    return f"{error.problem} (line {mark.line + 1})" if mark else first_line(error)
+
+
 def load_config_file(path: str) -> dict[str, Any]:
     """Read flat settings from a YAML file or a run's config.json."""
     try:
@@ -664,13 +684,17 @@ def load_config_file(path: str) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path}: not valid YAML: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"--config {path}: not valid YAML: {yaml_fault(error)}") from None
     if loaded is None:
         return {}
     if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
         raise ValueError(f"--config {path}: must hold `setting: value` lines")
     table = knobs()
-    for name in loaded:
+    for name, value in loaded.items():
         if name not in table:
             raise ValueError(f"--config {path}: unknown setting {name!r}{nearest(name, table)}")
+        try:
+            convert(name, value, table[name][2])
+        except ValueError as error:
+            raise ValueError(f"--config {path}: {error}") from None
     return loaded
