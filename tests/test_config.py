@@ -76,6 +76,14 @@ def test_compilation_has_two_names():
         (["--timeout_minutes", "1e9"], "--timeout_minutes 1000000000.0: must be above 0, at most a week"),
         (["--deepspeed_config", "x.json"], "--sharding_mode auto --deepspeed_config x.json"),
         (["--sharding_mode", "deepspeed"], "--sharding_mode deepspeed --deepspeed_config None"),
+        (
+            ["--sharding_mode", "deepspeed", "--deepspeed_config", "/nope.json"],
+            "--deepspeed_config /nope.json: no such file; ds_configs/ has ds_configs/zero1.json",
+        ),
+        (
+            ["--sharding_mode", "deepspeed", "--deepspeed_config", "README.md"],
+            "--deepspeed_config README.md: cannot be read as JSON",
+        ),
         (["--cpu_offload", "--sharding_mode", "ddp"], "--cpu_offload --sharding_mode ddp"),
         (["--fp8_all_gather"], "--fp8_all_gather --sharding_mode auto"),
         (["--fp8_all_gather", "--sharding_mode", "fsdp_full"], "--fp8_all_gather: weights are scaled by"),

@@ -18,9 +18,10 @@ from training import adamw, optim
 from training.checkpoint import Checkpoints
 from training.config import Config, OptimConfig, ShardingConfig, config_from_dict
 from training.loss import IGNORE, TokenLoss, linear_cross_entropy
+from training.packages import ROOT
 from training.state import weights_and_optimizer
 from training.zero import Zero
-from training.zero_settings import CONFIGS, ROOT, merge_settings
+from training.zero_settings import CONFIGS, merge_settings
 
 installed = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not installed, reason="deepspeed is not installed")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import math
 import os
 import re
@@ -22,6 +23,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from training.errors import first_line
+from training.packages import ROOT
 
 TE_RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")  # with --use_te
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # without
@@ -648,7 +650,10 @@ def parse_config(argv: list[str], *, prog: str, description: str) -> Config:
     path = values.pop("config")
     in_file = load_config_file(path) if path else {}
     try:
-        return config_from_dict({**in_file, **values})
+        cfg = config_from_dict({**in_file, **values})
+        if cfg.sharding.deepspeed_config:  # on one device, too, where nothing else reads it
+            read_deepspeed_config(cfg.sharding.deepspeed_config)
+        return cfg
     except ValueError as error:
         if refused_by(error) & in_file.keys() - values.keys():
             raise ValueError(f"--config {path}: {error}") from None
@@ -658,6 +663,23 @@ def parse_config(argv: list[str], *, prog: str, description: str) -> Config:
 def refused_by(error: ValueError) -> set[str]:
     """The settings that an error is about; what comes after its colon may name others as a way out."""
     return set(re.findall(r"--(?:no_)?(\w+)", str(error).partition(": ")[0]))
+
+
+def read_deepspeed_config(path: str) -> dict[str, Any]:
+    """A JSON file, relative to the working directory or to this repository. ValueError if it is none."""
+    where = f"--deepspeed_config {path}"
+    candidates = [Path(path).expanduser(), ROOT / path]
+    found = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if found is None:
+        ours = sorted(file.relative_to(ROOT).as_posix() for file in ROOT.glob("ds_configs/*.json"))
+        raise ValueError(f"{where}: no such file; ds_configs/ has {', '.join(ours)}")
+    try:
+        loaded = json.loads(found.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{where}: cannot be read as JSON: {error}") from None
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{where}: must hold one JSON object, holds {type(loaded).__name__}")
+    return loaded
 
 
 class YamlLoader(yaml.SafeLoader):

@@ -10,13 +10,11 @@ import json
 import logging
 import os
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from training.config import Config, nearest
-from training.packages import ROOT
+from training.config import Config, nearest, read_deepspeed_config
 
 DEEPSPEED = "deepspeed==0.19.8"
 
@@ -67,9 +65,7 @@ def merge_settings(
     """
     path = CONFIGS.get(path_or_short_name, path_or_short_name)
     where = f"--deepspeed_config {path}"
-    given = _read(path, where)
-    if not isinstance(given, dict):
-        raise ValueError(f"{where}: must hold one JSON object, holds {type(given).__name__}")
+    given = read_deepspeed_config(path)
     decided, flags = _decided(cfg, world_size, parameter_dtype)
     for key, value in given.items():
         if key in FREE:
@@ -86,17 +82,6 @@ def merge_settings(
             )
     zero = _check_zero(given.get("zero_optimization"), where)
     return {key: given[key] for key in FREE if key in given} | {"zero_optimization": zero} | decided
-
-
-def _read(path: str, where: str) -> Any:
-    candidates = [Path(path).expanduser(), ROOT / path]
-    found = next((candidate for candidate in candidates if candidate.is_file()), None)
-    if found is None:
-        raise ValueError(f"{where}: no such file; ds_configs/ has {', '.join(sorted(CONFIGS.values()))}")
-    try:
-        return json.loads(found.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{where}: cannot be read as JSON: {error}") from None
 
 
 def _decided(cfg: Config, world_size: int, parameter_dtype: torch.dtype) -> tuple[dict[str, Any], dict]:
