@@ -73,9 +73,8 @@ def parse_variants(words: list[str], *, flag: str = "--variants") -> list[Varian
 def _parse(name: str, te_layers: bool, flag: str) -> Variant:
     recipe, *extras = re.split(r"\+(?=[a-z]\w*(?:=|\+|$))", name)
     if recipe not in VARIANTS:
-        raise ValueError(
-            f"{flag} {recipe}: unknown variant{nearest(recipe, VARIANTS)}; there are {', '.join(VARIANTS)}"
-        )
+        hint = nearest(recipe.rpartition(",")[2], VARIANTS)  # only a comma before a variant's name separates
+        raise ValueError(f"{flag} {recipe}: unknown variant{hint}; there are {', '.join(VARIANTS)}")
     table = knobs()
     own = {}
     for extra in extras:

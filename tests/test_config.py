@@ -50,6 +50,7 @@ def test_compilation_has_two_names():
         (["--batch_siz", "3"], "did you mean '--batch_size'"),
         (["--lr", "3"], "did you mean '--learning_rate'"),
         (["--epochs", "3"], "did you mean '--num_epochs'"),
+        (["--model", "x"], "did you mean '--model_name'"),
         (["surprise"], "unexpected argument surprise"),
         (["--batch_size"], "expected one argument"),
         (["--batch_size", "two"], "--batch_size two: must be a whole number"),
@@ -94,6 +95,12 @@ def test_bad_input_names_flag_value_and_way_out(argv, message):
     with pytest.raises(ValueError) as error:
         parse(*argv)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_flag_that_is_like_no_other_is_not_guessed_at():
+    for flag in ("--no_such_flag", "--optimizer", "--gpus"):
+        with pytest.raises(ValueError, match=rf"^unknown flag {flag}$"):
+            parse(flag)
 
 
 def test_yaml_sets_and_flags_win(tmp_path):

@@ -537,7 +537,7 @@ def nearest(name: Any, candidates: Any) -> str:
     name = str(name)
     words = {c: c.lstrip("-").split("_") for c in candidates}
     close = [c for c, found in words.items() if "".join(w[:1] for w in found) == name.lstrip("-") != ""]
-    close += difflib.get_close_matches(name, list(words), n=1, cutoff=0.6)
+    close += difflib.get_close_matches(name, list(words), n=1, cutoff=0.7)  # --model is that near
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
