@@ -516,6 +516,8 @@ def test_a_finished_run_is_one_of_the_same_settings_and_length(tmp_path):
         ("--variants bf16 --noise_seeds -1", "--noise_seeds -1: must be 0 or more"),
         ("--variants bf16 --paired_seeds -1", "--paired_seeds -1: must be 0 or more"),
         ("--variants bf16 --gpus 0", "--gpus 0: must be 1 or more"),
+        ("--variants bf16 --gpus two", "--gpus two: must be a whole number"),
+        ("--variants bf16 --max_loss_gap x", "--max_loss_gap x: must be a number"),
         ("--variants bf16 --config /nowhere.yaml", "--config /nowhere.yaml"),
         ("--variants bf16 --max_steps 0", "--max_steps 0: trains nothing"),
     ],

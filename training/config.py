@@ -591,7 +591,11 @@ class OneLineParser(argparse.ArgumentParser):
     """argparse whose errors are ValueErrors, for one line without the usage."""
 
     def error(self, message: str) -> typing.NoReturn:
-        raise ValueError(message.removeprefix("argument "))
+        message = message.removeprefix("argument ")
+        if found := re.fullmatch(r"(--\S+): invalid (int|float) value: '(.*)'", message):
+            flag, kind, value = found.groups()
+            message = f"{flag} {value}: must be {_kind({'int': int, 'float': float}[kind])}"
+        raise ValueError(message)
 
 
 class _Switch(argparse.Action):
