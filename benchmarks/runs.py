@@ -152,6 +152,8 @@ def run_folders(folder: Path) -> list[Path]:
 
 def read_run(folder: Path) -> RunRecord:
     """Read a run folder; ValueError if it is none, or holds a broken file."""
+    if not folder.exists():
+        raise ValueError(f"{folder}: there is no such folder")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: not a run folder (it has no config.json)")
     config = _read_json(folder / "config.json")
