@@ -103,14 +103,29 @@ def read_sweep(path: Path) -> dict[str, Any]:
             raise ValueError(f"{path}: `{name}:` must be a {'list' if kinds[name] is list else 'mapping'}")
         if other := next((key for key in value if not isinstance(key, str)), None):
             raise ValueError(f"{path}: `{name}:` holds {other!r}, which is no name of a setting")
-    if not loaded["grid"]:
-        raise ValueError(f"{path}: `grid:` must have an axis, such as precision: [bf16, delayed]")
+    try:
+        _check_axes(loaded["grid"])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     for name in (*loaded.get("base", {}), *loaded.get("needs", [])):
         if name in DECIDED:
             raise ValueError(f"{path}: {name!r} is not for a sweep's file; the sweep sets it itself")
         if name not in knobs():
             raise ValueError(f"{path}: {name!r} is no setting of all runs{nearest(name, knobs())}")
     return {"base": {}, "needs": []} | loaded
+
+
+def _check_axes(grid: dict[str, Any]) -> None:
+    if not grid:
+        raise ValueError("`grid:` must have an axis, such as precision: [bf16, delayed]")
+    names = [*AXES, *OTHER_AXES, *(name for name in knobs() if name not in DECIDED)]
+    for name, values in grid.items():
+        if name in AXES and AXES[name] in grid:
+            raise ValueError(f"axes {name} and {AXES[name]} are the same; keep one")
+        if name not in names:
+            raise ValueError(f"axis {name!r} is unknown{nearest(name, names)}")
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"axis {name}: must be a list with at least one value, not {values!r}")
 
 
 def read_axes(grid: dict[str, Any], replaced: list[str]) -> dict[str, list[Any]]:
@@ -122,14 +137,8 @@ def read_axes(grid: dict[str, Any], replaced: list[str]) -> dict[str, list[Any]]
             raise ValueError(f"--axis {text}: the grid has {', '.join(grid)}{nearest(name, grid)}")
         apart = [values] if name == "precision" else values.split(",")  # a variant's settings may have commas
         axes[name] = [value for value in apart if value]
-    names = [*AXES, *OTHER_AXES, *(name for name in knobs() if name not in DECIDED)]
-    for name, values in axes.items():
-        if name in AXES and AXES[name] in axes:
-            raise ValueError(f"axes {name} and {AXES[name]} are the same; keep one")
-        if name not in names:
-            raise ValueError(f"axis {name!r} is unknown{nearest(name, names)}")
-        if not isinstance(values, list) or not values:
-            raise ValueError(f"axis {name}: must be a list with at least one value, not {values!r}")
+        if not axes[name]:
+            raise ValueError(f"--axis {text}: must have at least one value")
     return axes
 
 

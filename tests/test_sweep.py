@@ -270,7 +270,7 @@ def test_the_b200_grid(tmp_path):
         ("grid: {model: [tiny-llama]}\nbse: {}", "", "unknown key 'bse'; did you mean 'base'?"),
         ("base: {}", "", "must hold a `grid:`"),
         ("grid: [1]", "", "`grid:` must be a mapping"),
-        ("grid: {modle: [tiny-llama]}", "", "axis 'modle' is unknown; did you mean 'model'?"),
+        ("grid: {modle: [tiny-llama]}", "", "grid.yaml: axis 'modle' is unknown; did you mean 'model'?"),
         ("grid: {model: tiny-llama}", "", "axis model: must be a list"),
         ("grid: {model: []}", "", "axis model: must be a list"),
         ("grid: {precision: [fp7]}", "", "axis precision fp7: unknown variant"),
@@ -285,6 +285,7 @@ def test_the_b200_grid(tmp_path):
         ("grid: {batch_size: [1]}\nneeds: [dataset_name]", "", "needs --dataset_name"),
         ("grid: {batch_size: [1]}", "--batch_size 2", "--batch_size: it is an axis of the grid"),
         ("grid: {batch_size: [1]}", "--axis gpus=2", "--axis gpus=2: the grid has batch_size"),
+        ("grid: {batch_size: [1]}", "--axis batch_size=", "--axis batch_size=: must have at least one value"),
         ("grid: {batch_size: [1]}", "--use_te", "decides it for each run"),
         (
             "grid: {batch_size: [1]",
