@@ -30,7 +30,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.launch import run_command
 from te_models.presets import PRESETS
+from training.config import OneLineParser, nearest
 from training.metrics import ModelShape, mfu, model_flops, peak_tflops, tokens_per_second
 from training.packages import ROOT, version
 from training.trackers import git_state
@@ -41,14 +43,11 @@ WARMUP_STEPS = 5  # kernels are compiled and memory is reserved in them
 CHUNK_TOKENS = 2048  # of logits, without Liger
 
 
-def main(argv: list[str]) -> int:
+def measure(argv: list[str]) -> int:
     arguments = parse(argv)
     device = torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        print(
-            "error: no GPU: rates of a CPU say nothing; --device cpu tries the program out", file=sys.stderr
-        )
-        return 2
+        raise ValueError("no GPU: rates of a CPU say nothing; --device cpu tries the program out")
     torch.manual_seed(arguments.seed)
     model = build(arguments, device)
     kind, cross_entropy = head_loss(device)
@@ -64,8 +63,8 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.split("\n")[0])
-    parser.add_argument("--model_name", choices=sorted(PRESETS), metavar="PRESET", required=True)
+    parser = OneLineParser(prog="python -m benchmarks.peers", description=__doc__.split("\n")[0])
+    parser.add_argument("--model_name", metavar="PRESET", required=True, help="see te_models/presets.py")
     parser.add_argument("--num_layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--max_seq_length", type=int, default=8192)
     parser.add_argument("--batch_size", type=int, default=1)
@@ -78,8 +77,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--output_dir", required=True)
     arguments = parser.parse_args(argv)
+    if (name := arguments.model_name) not in PRESETS:
+        raise ValueError(f"--model_name {name}: no preset of te_models/presets.py{nearest(name, PRESETS)}")
     if arguments.steps <= WARMUP_STEPS:
-        parser.error(f"--steps {arguments.steps}: the first {WARMUP_STEPS} are not counted; give more")
+        raise ValueError(f"--steps {arguments.steps}: the first {WARMUP_STEPS} are not counted; give more")
     return arguments
 
 
@@ -193,5 +194,10 @@ def results(
     return record
 
 
+def main(argv: list[str] | None = None) -> int:
+    """Measure; exit code 2 where a setting is wrong."""
+    return run_command(measure, argv)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

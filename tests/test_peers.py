@@ -34,10 +34,19 @@ def test_chunks_of_logits_give_the_whole_ones_loss(monkeypatch):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_too_few_steps_are_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(f"--model_name tiny-llama --steps 5 --output_dir {tmp_path}".split())
-    assert "--steps 5: the first 5 are not counted" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--model_name tiny-llama --steps 5", "--steps 5: the first 5 are not counted; give more"),
+        ("--model_name tiny-llama --steps x", "--steps x: must be a whole number"),
+        ("--model_name nope", "--model_name nope: no preset of te_models/presets.py"),
+        ("--model_name tiny-lama", "presets.py; did you mean 'tiny-llama'?"),
+    ],
+)
+def test_bad_input_is_one_line(flags, message, tmp_path, capsys):
+    assert main([*flags.split(), "--output_dir", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.endswith(f"{message}\n") and said.count("\n") == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
