@@ -194,6 +194,12 @@ def test_every_knob_has_help():
         assert hint is not None
 
 
+def test_help_says_how_a_run_goes_on():
+    said = {name: field.metadata["help"] for name, (_, field, _) in knobs().items()}
+    assert "RUN/export" in said["model_name"] and "over all starts" in said["max_steps"]
+    assert "a run's folder" in said["resume"] and "goes on" in said["output_dir"]
+
+
 def test_help_is_quick_and_names_every_flag():
     code = "import sys; sys.modules['torch'] = None; sys.argv = ['train_fp8.py', '--help']; " + (
         "import runpy; runpy.run_path('train_fp8.py', run_name='__main__')"

@@ -58,7 +58,11 @@ class Section:
 class ModelConfig(Section):
     """model"""
 
-    model_name: str = knob("tiny-llama", "hub id, local folder, or preset (see te_models/presets.py)")
+    model_name: str = knob(
+        "tiny-llama",
+        "hub id, local folder, or preset (see te_models/presets.py); RUN/export is a run's trained model, to "
+        "evaluate or to go on from",
+    )
     init: Literal["auto", "pretrained", "random"] = knob(
         "auto",
         "weights: read them, or draw them from the model's dimensions; auto draws for tiny-* presets only",
@@ -239,7 +243,7 @@ class OptimConfig(Section):
     num_epochs: int = knob(1, "passes over the training data", free=True, least=1)
     max_steps: int | None = knob(
         None,
-        "stop after this many optimizer steps, 0 only evaluates; default: --num_epochs",
+        "stop after this many optimizer steps, over all starts; 0 only evaluates; default: --num_epochs",
         free=True,
         least=0,
     )
@@ -352,7 +356,9 @@ class ShardingConfig(Section):
 class CheckpointConfig(Section):
     """run folder and checkpoints"""
 
-    output_dir: str | None = knob(None, "run folder; default: runs/<model>-<precision>-<time>", free=True)
+    output_dir: str | None = knob(
+        None, "run folder; a run's own goes on with it; default: runs/<model>-<precision>-<time>", free=True
+    )
     save_checkpoints: bool = knob(
         True, "write checkpoints at all; without them a stopped run is lost (for benchmarks)", free=True
     )
@@ -362,7 +368,8 @@ class CheckpointConfig(Section):
     keep_last: int = knob(5, "checkpoints kept, beside the best by evaluation loss", free=True, least=1)
     resume: str = knob(
         "auto",
-        "auto: continue from --output_dir's latest checkpoint if any; a checkpoint's path; or none",
+        "auto: continue from --output_dir's latest checkpoint if any; a run's folder or a checkpoint's, to "
+        "start from; or none, for a new --output_dir",
         free=True,
     )
     export: bool = knob(True, "write a Hugging Face model (BF16 safetensors) at the end", free=True)
