@@ -26,6 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data.demo import TOKENIZER_DIR
 from training.errors import first_line
+from training.hub import refuse_missing_folder, refuse_silent_hub
 
 Row = dict[str, Any]
 Segment = tuple[str, bool]  # text, whether its tokens carry loss
@@ -86,7 +87,9 @@ def load_tokenizer(
     tokenizer which writes one gets it. ValueError if it cannot be read.
     """
     path = str(TOKENIZER_DIR) if name == "demo" else name
+    refuse_missing_folder("tokenizer_name", name)
     try:
+        refuse_silent_hub(path, "tokenizer_config.json", cache_dir)
         tokenizer = AutoTokenizer.from_pretrained(
             path, trust_remote_code=trust_remote_code, cache_dir=cache_dir
         )

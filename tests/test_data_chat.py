@@ -405,7 +405,12 @@ def test_an_export_whose_tokenizer_is_read_as_another_is_noticed(family, same, t
     assert not reads_back(tmp_path, tokenizer)
 
 
-@pytest.mark.parametrize("name", ["no-such-owner/no-such-tokenizer", "/no/such/folder"])
+def test_a_tokenizers_folder_that_is_not_there_is_told_as_one():
+    with pytest.raises(ValueError, match="--tokenizer_name /no/such/folder: there is no such folder; give"):
+        load_tokenizer("/no/such/folder", family="llama")
+
+
+@pytest.mark.parametrize("name", ["no-such-owner/no-such-tokenizer"])
 def test_an_unreadable_tokenizer_names_the_flag_and_the_way_out(name, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(

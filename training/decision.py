@@ -46,7 +46,7 @@ def decide(cfg: Config) -> Decision:
         say(f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {precision.STANDARD_RECIPE} scaling\n{rule}")
     shape = ModelShape.from_hf_config(plan.config)
     _check(cfg, resolved, plan, shape)
-    if said := precision.unread(cfg, resolved):
+    for said in filter(None, [precision.unread(cfg, resolved), cfg.log.unread()]):
         say(f"WARNING: {said}")
     if cfg.precision.master_weights == "none":
         say(optim.MASTER_NONE_WARNING)
