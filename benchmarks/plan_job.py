@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+from te_models.families import FAMILIES
 from te_models.presets import PRESETS
 from training.config import Config
 from training.metrics import ModelShape, matmul_parameters
-
-# The two that a configuration adds to matrices and norms: biases of q, k, v; norms of query and key heads.
-QKV_BIASES, HEAD_NORMS = frozenset({"qwen2"}), frozenset({"qwen3"})
-PLANNED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 @dataclass(frozen=True)
@@ -42,9 +39,9 @@ class Model:
     def parameters(self) -> int:
         s = self.shape
         layer = 2 * s.hidden_size
-        if self.model_type in QKV_BIASES:
+        if FAMILIES[self.model_type].qkv_bias:
             layer += (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
-        if self.model_type in HEAD_NORMS:
+        if FAMILIES[self.model_type].qk_norm:
             layer += 2 * s.head_dim
         return self.gemm_weights + s.num_layers * layer + self.root
 
@@ -67,10 +64,10 @@ def read_model(name: str, extra: dict[str, dict] | None = None) -> Model:
                 f"({getattr(error, 'strerror', None) or error}); presets: te_models/presets.py"
             ) from None
     kind = fields.get("model_type") if isinstance(fields, dict) else None
-    if kind not in PLANNED:
+    if kind not in FAMILIES:
         raise ValueError(
             f"--model_name {name}: model type {kind!r} cannot be planned; those that can: "
-            + ", ".join(sorted(PLANNED))
+            + ", ".join(sorted(FAMILIES))
         )
     try:
         shape = ModelShape.from_hf_config(SimpleNamespace(**fields))

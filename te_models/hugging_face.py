@@ -12,12 +12,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_models.families import FAMILIES
 from te_models.packed_attention import NAME, sequence_borders, use_packed_attention
 from te_models.weights import Gather
 from training.loss import IGNORE, TokenLoss, linear_cross_entropy, logits_cross_entropy
 
 # Families whose logits are plainly `lm_head(hidden)`; others (scaled or capped logits) keep their own head.
-PLAIN_HEADS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+PLAIN_HEADS = frozenset(FAMILIES)
 # Variants of a layer: training and evaluation, whole and last batches, packed or one sample a row.
 COMPILED_VARIANTS = 64
 

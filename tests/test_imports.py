@@ -104,7 +104,7 @@ def allowed(path: Path) -> set[str] | None:
     if relative.parts[0] == "benchmarks":
         leaves = {"training.config", "training.metrics", "training.trackers", "training.durable_files"}
         leaves |= {"training.auto_mode", "training.optim"}  # plans ask what training would do
-        return {"training", *leaves, "te_models.presets", "data.demo"}
+        return {"training", *leaves, "te_models.presets", "te_models.families", "data.demo"}
     stem = relative.stem
     if stem in BARE:
         return set()
