@@ -374,7 +374,7 @@ def test_rates_count_every_second_of_a_step_and_none_of_an_evaluation(monkeypatc
     now = [0.0]
     monkeypatch.setattr(trainer_module.time, "perf_counter", lambda: now[0])
     made, record = trainer(
-        [to_batch(rows(4))],
+        [to_batch(rows(4))] * 8,
         total_steps=8,
         eval_batches=[to_batch(rows(2))],
         hooks=Hooks(save=lambda *_: now.__setitem__(0, now[0] + 1000)),
