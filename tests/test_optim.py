@@ -13,6 +13,7 @@ from training.optim import (
     optimizer_steps,
     parameter_groups,
     plan_optimizer,
+    step_if,
 )
 
 
@@ -92,6 +93,17 @@ def test_state_is_allocated_before_the_first_step_and_live():
     optimizer.step()
     assert optimizer_steps(optimizer) == 1 and state["weight.exp_avg"].any()
     assert state["weight.exp_avg"] is optimizer_state(optimizer, model)["weight.exp_avg"]
+
+
+def test_a_fused_step_is_from_gradients_times_the_scale():
+    model = torch.nn.Linear(4, 3)
+    optimizer = build_optimizer(model, OptimConfig(), plan_optimizer(PrecisionConfig(), on_gpu=False))
+    gradients = [torch.ones_like(parameter) for parameter in model.parameters()]
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    step_if(optimizer, taken=torch.tensor(True), scale=torch.tensor(0.25), gradients=gradients)
+    first_moment = optimizer_state(optimizer, model)["weight.exp_avg"]
+    torch.testing.assert_close(first_moment, torch.full((3, 4), 0.1 * 0.25))
 
 
 def test_every_setting_reaches_the_optimizer():
