@@ -19,7 +19,7 @@ import torch
 
 import data.loader
 import data.samples
-from data import build_loaders, load_tokenizer
+from data import build_loaders, load_tokenizer, open_split
 from data.chat import Encoder
 from data.samples import count_labels
 from training.config import DataConfig
@@ -408,6 +408,31 @@ def test_a_second_build_reads_the_cache(build, monkeypatch):
         build(**settings, **change)
     with pytest.raises(pytest.fail.Exception, match="tokenised again"):
         build(**settings, system_prompt="Another prompt.")
+
+
+@pytest.mark.parametrize(
+    ("change", "settings"),
+    [
+        (lambda tokenizer: setattr(tokenizer, "chat_template", tokenizer.chat_template + "{# new #}"), {}),
+        (lambda tokenizer: setattr(tokenizer, "bos_token", tokenizer.eos_token), {}),
+        (lambda tokenizer: setattr(tokenizer, "eos_token", tokenizer.bos_token), {}),
+        (lambda tokenizer: tokenizer.add_tokens(["zebra"]), {}),
+        (lambda tokenizer: None, {"system_prompt": "Another prompt."}),
+    ],
+    ids=["template", "bos", "eos", "vocabulary", "system prompt"],
+)
+def test_what_tokens_depend_on_has_a_cache_of_its_own(folder, change, settings):
+    def key(change, **settings):
+        own = load_tokenizer("demo", family="llama")
+        change(own)
+        cache = str(folder.parent / "cache")
+        split = open_split(
+            DataConfig(dataset_name=str(folder), data_cache_dir=cache, **settings), "train", own, 2048
+        )
+        return split._cache_key(split.source.rows)
+
+    before = key(lambda tokenizer: None)
+    assert key(lambda tokenizer: None) == before and key(change, **settings) != before
 
 
 def test_processes_tokenise_as_one_does_and_inherit_the_tokenizer(build, monkeypatch, tmp_path):
