@@ -23,7 +23,7 @@ from benchmarks.compare import (
     write_verdict,
 )
 from benchmarks.launch import Outcome, _workers, is_finished, to_flags
-from benchmarks.variants import given_settings, parse_variants
+from benchmarks.variants import VARIANTS, given_settings, parse_variants
 from training.config import config_from_dict, parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -535,6 +535,11 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_runs(tmp_path, 
     out = tmp_path / "file" / "out"
     assert main(["--variants", "bf16", "--output_dir", str(out), "--max_steps", "1"]) == 2
     assert f"error: --output_dir {out}: Not a directory; choose a folder" in capsys.readouterr().err
+
+
+def test_no_variant_runs_in_another_recipe_than_its_own():
+    settings = [variant.settings for variant in parse_variants([",".join(VARIANTS)])]
+    assert len(settings) == len(VARIANTS) and {own["fp8_fallback"] for own in settings} == {"error"}
 
 
 def test_a_value_may_hold_commas(tmp_path):
