@@ -125,6 +125,17 @@ def test_every_setting_reaches_the_recipe():
     }
 
 
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_fast_accumulation_reaches_the_gemms_of_backward(monkeypatch, name):
+    own = SimpleNamespace
+    te = own(DelayedScaling=own, Float8CurrentScaling=own, Format={"HYBRID": 2}, MMParams=own)
+    monkeypatch.setattr(precision, "recipes", lambda backend: te)
+    recipe = precision.make_recipe(name, settings(fp8_fast_accumulation=True).precision)
+    assert recipe.fp8_gemm_dgrad.use_split_accumulator is False
+    assert recipe.fp8_gemm_wgrad.use_split_accumulator is False
+    assert not hasattr(precision.make_recipe(name, settings().precision), "fp8_gemm_dgrad")
+
+
 def test_default_is_delayed_scaling_and_bf16_has_no_recipe(monkeypatch):
     on_hopper(monkeypatch)
     resolved = resolve_precision(settings(use_te=True, mixed_precision="fp8"))
