@@ -4,6 +4,7 @@ import json
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -42,6 +43,12 @@ def parts(value: float, count: int):
     return {"model": model, "optimizer": optimizer, "loader": Place(count)}
 
 
+def draw():
+    """From every generator; from two of them what they kept for later and a new number."""
+    gauss = random.gauss(0, 1), np.random.standard_normal(2).tolist()
+    return torch.rand(2).tolist(), random.random(), gauss
+
+
 def test_everything_a_run_was_comes_back(tmp_path):
     checkpoints, saved = Checkpoints(tmp_path, keep_last=1), parts(5.0, 7)
     progress = Progress(step=3, real_tokens=11, skipped_steps=1, best_eval_loss=0.5)
@@ -49,8 +56,10 @@ def test_everything_a_run_was_comes_back(tmp_path):
     cfg, resolved = config_from_dict({}), Precision("mxfp8", "delayed", "too old")
     numbers = {"progress": progress, "total_steps": 9, "eval_loss": 0.5, "evaluation": "samples"}
     scaling = scaling_state(saved["model"])
+    random.seed(0), np.random.seed(0)
+    random.gauss(0, 1), np.random.standard_normal()  # both now keep a second number for later
     save_run(checkpoints, cfg, resolved, **saved, **numbers, strategy=alone, scaling=scaling)
-    expected = torch.rand(2).tolist(), random.random()
+    expected = draw()
     assert json.loads((tmp_path / "index.json").read_text())["best_eval_loss"] == 0.5
 
     path, fresh = checkpoints.latest(), parts(1.0, 0)
@@ -58,7 +67,7 @@ def test_everything_a_run_was_comes_back(tmp_path):
     assert (meta["config"], meta["recipe"]) == (cfg.to_dict(), "delayed")
     returned, scaling = restore_run(checkpoints, path, meta, cfg, **fresh, strategy=alone)
     assert returned == progress and fresh["loader"].row == 7
-    assert (torch.rand(2).tolist(), random.random()) == expected
+    assert draw() == expected
     assert fresh["optimizer"].param_groups[0]["step"] == 7
     model, accumulated = fresh["model"], fresh["optimizer"].state
     for tensor in (model.weight, model.bias, model.running_mean, accumulated[model.weight]["sum"]):
