@@ -23,8 +23,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.children import preload, run_ranks, start
+from training import durable_files
 from training.checkpoint import Checkpoints, resolve_resume
-from training.durable_files import DamagedCheckpoint, publish
+from training.durable_files import DamagedCheckpoint, publish, replace_file
 from training.state import rng_state, set_rng_state
 
 torch.set_num_threads(1)
@@ -457,6 +458,15 @@ def test_a_publish_that_fails_leaves_what_was_there(tmp_path):
     with pytest.raises(FileNotFoundError):
         publish(tmp_path / "not written", tmp_path / "final")
     assert (tmp_path / "final" / "file").read_text() == "kept"
+
+
+def test_a_file_is_on_disk_before_it_takes_the_old_one_s_place(tmp_path, monkeypatch):
+    order, replace = [], os.replace
+    monkeypatch.setattr(durable_files, "sync_to_disk", lambda path: order.append(path.name))
+    monkeypatch.setattr(os, "replace", lambda *paths: (order.append("replace"), replace(*paths)))
+    replace_file(tmp_path / "file", b"new")
+    assert order == [".file.partial", "replace", tmp_path.name]
+    assert (tmp_path / "file").read_bytes() == b"new"
 
 
 def die_at(count: int) -> None:

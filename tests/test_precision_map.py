@@ -3,10 +3,13 @@
 import dataclasses
 import re
 import shlex
+from collections import OrderedDict
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig
 
 from te_models import ModelPlan, build_model
@@ -171,6 +174,30 @@ def test_what_te_cannot_mix_is_refused():
     gather = {"fp8_all_gather": True, "sharding_mode": "fsdp_full", "fp8_scenario": "current"}
     with pytest.raises(ValueError, match=r"--fp8_all_gather .*cannot have bf16, delayed"):
         precision_map._refuse_mixes(config_from_dict(TE | gather), resolved(proj="bf16"), 2)
+
+
+@pytest.mark.parametrize(
+    ("fp8_attention", "expected"),
+    [(True, ["current", "proj", "end"]), (False, ["current", "end", "proj", "current", "end"])],
+)
+def test_fp8_attention_runs_whole_in_its_recipe(monkeypatch, fp8_attention, expected):
+    seen = []
+
+    @contextmanager
+    def own_autocast(precision, recipe):
+        seen.append(recipe)
+        yield
+        seen.append("end")
+
+    monkeypatch.setattr(precision_map, "_own_autocast", own_autocast)
+    attention = nn.Sequential(OrderedDict(layernorm_qkv=nn.Identity(), proj=nn.Identity()))
+    attention.proj.register_forward_pre_hook(lambda *_: seen.append("proj"))
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"self_attention": attention})])})
+    given = dict(zip(te_names(1), ("current", "current", "delayed"), strict=True))
+    mapped = Precision("delayed", "delayed", by_module=given, recipes={"current": "current"})
+    precision_map.apply(model, mapped, fp8_attention=fp8_attention)
+    attention(torch.ones(1))
+    assert seen == expected
 
 
 def test_a_resume_on_a_gpu_that_replaces_other_recipes_is_refused():

@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from tests.children import preload, run_ranks
 from training import auto_mode, ranks
 from training.auto_mode import Memory, choose_mode, refuse_small_gpu, refuse_small_host
-from training.config import config_from_dict
+from training.config import PrecisionConfig, config_from_dict
 from training.gradient_sums import FP32Sums
-from training.sharding import STRATEGIES, global_norm, hsdp_shard_size
+from training.optim import plan_optimizer
+from training.sharding import FSDP, STRATEGIES, global_norm, hsdp_shard_size
 
 preload(__name__)
 
@@ -180,6 +181,14 @@ def test_a_host_too_small_to_offload_to_is_refused(mode, instead, monkeypatch):
         refuse_small_host(8 * 10**9, mode, 20)
 
 
+def test_offload_counts_fp32_weights_and_state_and_the_halves_of_a_save():
+    plan = plan_optimizer(PrecisionConfig(), on_gpu=True, master_home="cpu")
+    weights = gradients = moment = 4
+    halves = 2 + 2
+    each = [FSDP.__new__(FSDP).host_bytes(plan.state_bytes, saves=saves) for saves in (False, True)]
+    assert each == [weights + gradients + 2 * moment, weights + gradients + 2 * moment + halves]
+
+
 @pytest.mark.parametrize(("given", "size"), [(None, 4), (2, 2), (8, 8), (1, 1)])
 def test_hsdp_shards_over_a_node_or_as_many_ranks_as_are_given(given, size, monkeypatch):
     monkeypatch.setattr(ranks, "world_size", lambda: 8)
@@ -208,6 +217,23 @@ def sum_by_pieces(rank: int, folder: Path) -> None:
 
 def test_16_bit_gradients_are_summed_in_fp32(tmp_path):
     run_ranks(sum_by_pieces, tmp_path, world_size=3)
+
+
+def average_in_buckets(rank: int, folder: Path) -> None:
+    """At every weight another rank has the large term, so that no order of BF16 sums keeps all small ones."""
+    world_size = dist.get_world_size()
+    strategy = STRATEGIES["ddp"](torch.device("cpu"), config_from_dict({"sharding_mode": "ddp"}))
+    model = nn.Linear(12, 1, bias=False, dtype=torch.bfloat16)
+    wrapped, _ = strategy.wrap(model, None)
+    large = torch.arange(12) % world_size == rank
+    gradient = torch.where(large, 192.0, 0.75).bfloat16()
+    with strategy.accumulating(wrapped, first=True, last=True):
+        strategy.backward(wrapped, wrapped(gradient).sum())
+    assert model.weight.grad.eq(64 + 0.25 + 0.25).all(), model.weight.grad
+
+
+def test_ddp_sums_gradients_of_bf16_weights_in_fp32(tmp_path):
+    run_ranks(average_in_buckets, tmp_path, world_size=3)
 
 
 class Blocks(nn.Module):

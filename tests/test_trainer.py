@@ -305,6 +305,16 @@ def test_evaluations_and_saves_come_when_asked_and_once_at_the_end():
     assert made.progress.best_eval_loss == min(record.series("eval/loss"))
 
 
+def test_an_evaluation_that_is_not_finite_is_never_the_best():
+    batches = [to_batch(rows(4))]
+    made, record = trainer(batches, total_steps=2, eval_batches=batches, eval_interval=1)
+    others = {"eval/perplexity": 1.0, "eval/token_accuracy": 0.0}
+    losses = iter([math.nan, 1.0])
+    made.evaluate = lambda: {"eval/loss": next(losses)} | others
+    made.fit()
+    assert len(record.series("eval/loss")) == 2 and made.progress.best_eval_loss == 1.0
+
+
 @pytest.mark.parametrize("owed", [False, True])
 def test_an_evaluation_that_a_start_was_stopped_in_is_made_up_for(owed):
     rated = []

@@ -382,6 +382,12 @@ def test_random_weights_depend_on_seed_and_name_alone():
     assert not first.get("n.bias").any() and first.get("n.weight").eq(1).all()
 
 
+def test_random_weights_are_the_same_in_any_dtype():
+    source = RandomSource({"a.weight": torch.Size([64, 64])}, seed=0, std=0.02, device=CPU)
+    weight = source.get("a.weight").float()
+    assert torch.equal(weight, weight.bfloat16().float())
+
+
 # Shards
 
 TINIER = {  # 7 embeddings, 8 rows of a norm, 10 of fc1, 16 of q, k and v together
