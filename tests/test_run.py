@@ -174,7 +174,7 @@ def test_tokenising_processes_end_with_the_run(tmp_path, number, to_all, code):
         while "tokenising" not in process.stdout.readline():
             assert process.poll() is None
         (os.killpg if to_all else os.kill)(process.pid, number)
-        output, _ = process.communicate(timeout=20)  # until nobody holds the other end
+        output, _ = process.communicate(timeout=120)  # until nobody holds the other end
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
