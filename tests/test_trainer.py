@@ -19,7 +19,7 @@ from training.loss import TokenLoss
 from training.metrics import ModelShape, model_flops
 from training.optim import learning_rate
 from training.sharding import SingleDevice
-from training.trainer import WARMUP_STEPS, Hooks, Meter, NonFinite, Progress, Trainer
+from training.trainer import WARMUP_STEPS, Hooks, Meter, NonFinite, Progress, Stop, Trainer
 
 CPU = torch.device("cpu")
 SHAPE = ModelShape(
@@ -656,3 +656,13 @@ def test_a_run_says_that_its_last_steps_were_not_taken():
     made, record = trainer([to_batch(rows(4))], total_steps=3, model=Poisoned({2, 3}))
     assert made.fit() and made.progress.skipped_in_a_row == 2
     assert "WARNING: the last 2 steps were not taken: the weights are older" in record.messages
+
+
+def test_a_signal_to_a_forked_worker_ends_no_wait():
+    """Workers start within the wait for the first batch, and have this process's handlers."""
+    made, _ = trainer([to_batch(rows(2))], total_steps=1)
+    made._waiting = os.getpid() + 1
+    made._on_signal(signal.SIGINT, None)
+    made._waiting = os.getpid()
+    with pytest.raises(Stop):
+        made._on_signal(signal.SIGINT, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -189,7 +190,9 @@ class Trainer:
         self.hooks, self.progress = hooks or Hooks(), progress or Progress()
         self.device = strategy.device
         self.stop_requested = False
-        self._may_stop, self._place = False, None  # whether a signal ends the wait; where the data was then
+        # The process whose wait a signal ends, if any: workers that it forks have its handlers. And where the
+        # data was before the wait.
+        self._waiting, self._place = None, None
         self.rates: list[dict[str, float]] = []  # of each log interval after warm-up
         self._short_rates: list[dict[str, float]] = []  # of those that an epoch's last, smaller step was in
         self._began = self.progress.step  # steps of earlier starts
@@ -329,11 +332,11 @@ class Trainer:
     def _wait_for_window(self, batches: Iterator[Any]) -> list[Any]:
         """A signal to a single device ends the wait, which may last for ever, with `Stop`."""
         self._place = self.loaders.train.state_dict()
-        self._may_stop = self.strategy.world_size == 1
+        self._waiting = os.getpid() if self.strategy.world_size == 1 else None
         try:
             return list(islice(batches, self.cfg.optim.gradient_accumulation_steps))
         finally:
-            self._may_stop = False
+            self._waiting = None
 
     def _prepare(self, batch: Any) -> None:
         if not self._prepared:
@@ -503,8 +506,8 @@ class Trainer:
 
     def _on_signal(self, number: int, frame: Any) -> None:
         self.stop_requested = True  # a second signal during the save changes nothing
-        if self._may_stop:
-            self._may_stop = False
+        if self._waiting == os.getpid():
+            self._waiting = None
             raise Stop
 
     def results(self) -> dict[str, float]:
