@@ -11,6 +11,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -251,7 +252,7 @@ def build_model(
             model = prepare(_build_hugging_face(plan, dtype, whole_on, seed))
         model.choose_attention(device, compute_dtype or dtype)
         if packed:
-            refuse_leaking_packing(model.eval())
+            refuse_leaking_packing(model.eval(), sharded=shard is not None and dist.is_initialized())
         if compile_layers:
             model.compile_blocks()
         return model.train()

@@ -103,8 +103,8 @@ class HFCausalLM(nn.Module):
         return linear_cross_entropy(hidden, head.weight, labels.flatten(), fp8=self.fp8_lm_head)
 
 
-def refuse_leaking_packing(model: HFCausalLM) -> None:
-    """ValueError if this model lets a packed sample see the one before it. Collective.
+def refuse_leaking_packing(model: HFCausalLM, *, sharded: bool = False) -> None:
+    """ValueError if this model lets a packed sample see the one before it. Collective if it is `sharded`.
 
     Not every implementation keeps to the borders of sequences, and those that do not train on other samples'
     tokens without an error. So tokens of a first sample are exchanged, up to its last, since a convolution
@@ -128,7 +128,10 @@ def refuse_leaking_packing(model: HFCausalLM) -> None:
             one, other = loss(first), loss(exchanged)
         if not torch.isfinite(one):
             raise ValueError(f"--model_name: the weights give a loss of {one.item()}; they are damaged")
-        if not _on_any_rank(one != other):
+        changed = (one != other).int()
+        if sharded:  # its ranks must go the same way
+            dist.all_reduce(changed, dist.ReduceOp.MAX)
+        if not changed:
             return
         embedded: list[Tensor] = []
 
@@ -142,14 +145,6 @@ def refuse_leaking_packing(model: HFCausalLM) -> None:
         raise ValueError(
             f"--packing: {type(model.model).__name__} lets packed samples see each other; add --no_packing"
         )
-
-
-def _on_any_rank(flag: Tensor) -> bool:
-    """Ranks that hold a model together must go the same way."""
-    found = flag.int()
-    if dist.is_initialized():
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-    return bool(found)
 
 
 @contextmanager

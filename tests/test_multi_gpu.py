@@ -33,7 +33,7 @@ from te_models.hugging_face import HFCausalLM
 from tests.children import children, preload
 from tests.mixture import save_mixture
 from train_multi_gpu import join_torchrun
-from training import outcome, run, watchdog
+from training import decision, outcome, run, watchdog
 from training.checkpoint import Checkpoints
 from training.config import config_from_dict
 from training.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
@@ -733,14 +733,14 @@ def in_a_folder_of_its_own(folder: Path, rank: int) -> None:
 def with_another_recipe(rank: int) -> None:
     """As where one node's GPUs or libraries cannot run what the others can."""
     if rank == 1:
-        resolve = run.precision.resolve_precision
-        run.precision.resolve_precision = lambda cfg: replace(resolve(cfg), effective="bf16")
+        resolve = decision.precision.resolve_precision
+        decision.precision.resolve_precision = lambda cfg: replace(resolve(cfg), effective="bf16")
 
 
 def with_another_model(folder: Path, rank: int) -> None:
     if rank == 1:
-        plan = run.te_models.plan_model
-        run.te_models.plan_model = lambda *args, **words: replace(plan(*args, **words), weights=folder)
+        plan = decision.te_models.plan_model
+        decision.te_models.plan_model = lambda *args, **words: replace(plan(*args, **words), weights=folder)
 
 
 def with_fewer_samples_to_evaluate(rank: int) -> None:
