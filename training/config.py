@@ -369,7 +369,7 @@ class CheckpointConfig(Section):
     resume: str = knob(
         "auto",
         "auto: continue from --output_dir's latest checkpoint if any; a run's folder or a checkpoint's, to "
-        "start from; or none, for a new --output_dir",
+        "start from once: given again it goes on from what came of it; or none, for a new --output_dir",
         free=True,
     )
     export: bool = knob(True, "write a Hugging Face model (BF16 safetensors) at the end", free=True)
