@@ -71,7 +71,7 @@ def delete_cut_off(folder: Path) -> None:
     for file in folder.glob("cache-*.arrow"):
         if not is_whole(file):
             logger.warning("%s: is cut off; deleted, and its rows are tokenised again", file)
-            file.unlink()
+            file.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -89,7 +89,7 @@ def load_tokenizer(
     path = str(TOKENIZER_DIR) if name == "demo" else name
     refuse_missing_folder("tokenizer_name", name)
     try:
-        refuse_silent_hub(path, "tokenizer_config.json", cache_dir)
+        refuse_silent_hub(path, ("tokenizer_config.json", "tokenizer.json"), cache_dir)
         tokenizer = AutoTokenizer.from_pretrained(
             path, trust_remote_code=trust_remote_code, cache_dir=cache_dir
         )

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -237,12 +239,30 @@ class StreamItems(TorchIterableDataset):
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
-    """`items`, each made in a thread while the one before is used."""
-    with ThreadPoolExecutor(1) as thread:
-        coming = thread.submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = thread.submit(next, items, None)
+    """`items`, each made in a thread while the one before is used; nobody waits for one that is stuck."""
+    asked: SimpleQueue[bool] = SimpleQueue()
+    made: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+
+    def work() -> None:
+        while asked.get():
+            try:
+                made.put((next(items, None), None))
+            except BaseException as error:
+                made.put((None, error))
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        asked.put(True)
+        while True:
+            item, error = made.get()
+            if error is not None:
+                raise error
+            if item is None:
+                return
+            asked.put(True)
             yield item
+    finally:
+        asked.put(False)
 
 
 def outlive_the_stop_signal(_: int) -> None:
@@ -264,7 +284,7 @@ def end_workers() -> None:
     """
     for reader in READERS:
         reader._shutdown_workers()
-    for worker in WORKERS:
+    for worker in (*WORKERS, *multiprocessing.active_children()):  # those of a reader that a signal cut short
         worker.kill()
 
 

@@ -133,7 +133,7 @@ def _config(name: str, *, random: bool, cache_dir: str | None, trust_remote_code
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
     _refuse_mistaken(name)
     try:
-        refuse_silent_hub(name, "config.json", cache_dir)
+        refuse_silent_hub(name, ("config.json",), cache_dir)
         return AutoConfig.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
@@ -236,7 +236,9 @@ def build_model(
 
         def prepare(inner: nn.Module) -> HFCausalLM:
             # A padding token may be the end of a turn, too, which must learn; labels mask what is padding.
-            inner.get_input_embeddings().padding_idx = None
+            for module in inner.modules():
+                if isinstance(module, nn.Embedding):
+                    module.padding_idx = None
             model = HFCausalLM(inner, **recomputation)
             if convert:
                 convert(model)

@@ -487,3 +487,27 @@ def test_another_batch_size_may_resume(build):
     other = build(batch_size=3).train
     other.load_state_dict(loader.state_dict())
     assert done + ids(other) == whole
+
+
+def test_a_reader_ahead_hands_on_items_and_errors_and_lets_go_of_one_that_is_stuck():
+    def items():
+        yield 1
+        yield 2
+        raise OSError("gone")
+
+    found = data.loader.ahead(items())
+    assert [next(found), next(found)] == [1, 2]
+    with pytest.raises(OSError, match="gone"):
+        next(found)
+    assert list(data.loader.ahead(iter([3, 4]))) == [3, 4]
+
+    stuck = threading.Event()
+
+    def hung():
+        yield 5
+        stuck.wait()
+
+    found = data.loader.ahead(hung())
+    assert next(found) == 5
+    found.close()  # while the next one is waited for
+    stuck.set()

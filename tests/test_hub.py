@@ -36,20 +36,20 @@ def test_a_hub_out_of_reach_is_one_line_after_few_tries(requests, tmp_path, capf
 
 
 def test_the_hub_is_not_asked_for_what_is_here(requests, tmp_path):
-    refuse_silent_hub(str(tmp_path), "config.json", None)
+    refuse_silent_hub(str(tmp_path), ("config.json",), None)
     snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     (tmp_path / "models--some--model" / "refs").mkdir()
     (tmp_path / "models--some--model" / "refs" / "main").write_text("abc")
-    refuse_silent_hub("some/model", "config.json", str(tmp_path))
+    refuse_silent_hub("some/model", ("other.json", "config.json"), str(tmp_path))
     assert not requests
 
 
 def test_what_a_hub_answers_is_left_to_its_client(requests):
     answers = httpx.MockTransport(lambda request: httpx.Response(503))
     huggingface_hub.set_client_factory(lambda: httpx.Client(transport=answers))
-    refuse_silent_hub("some/model", "config.json", None)
+    refuse_silent_hub("some/model", ("config.json",), None)
 
 
 @pytest.mark.parametrize(

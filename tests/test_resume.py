@@ -40,8 +40,16 @@ def test_the_command_that_went_back_goes_on_when_it_is_given_again(folder, capsy
     train(folder, f"--max_steps 6 {back}")
     assert "resumed from" in capsys.readouterr().out and sorted(losses(folder)) == list(range(1, 7))
     train(folder, f"--max_steps 8 {back}")
-    assert "step_000006 at step 6" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "went back there before, and goes on from step_000006" in shown
+    assert "step_000006 at step 6" in shown
     assert sorted(losses(folder)) == list(range(1, 9))
+
+
+def test_evaluating_an_earlier_step_leaves_the_latest_the_latest(folder):
+    (folder / "summary.json").unlink()
+    train(folder, f"--max_steps 0 --resume {folder}/checkpoints/step_000002")
+    assert index(folder)["latest"] == "step_000004"
 
 
 def test_a_start_that_went_back_and_saved_nothing_is_gone_on_with_from_there(folder, monkeypatch, capsys):

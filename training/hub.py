@@ -16,8 +16,8 @@ def refuse_missing_folder(flag: str, name: str) -> None:
         raise ValueError(f"--{flag} {name}: there is no such folder; give one that exists, or a hub id")
 
 
-def refuse_silent_hub(name: str, file: str, cache_dir: str | None) -> None:
-    """OSError where `file` of a hub id would have to be fetched and the hub is out of reach.
+def refuse_silent_hub(name: str, files: tuple[str, ...], cache_dir: str | None) -> None:
+    """OSError where none of `files` of a hub id is in the cache and the hub is out of reach.
 
     Its client has no such limit: it tries every file for half a minute or more and prints each time.
     """
@@ -27,14 +27,14 @@ def refuse_silent_hub(name: str, file: str, cache_dir: str | None) -> None:
 
     if os.path.exists(name) or constants.is_offline_mode():
         return
-    if try_to_load_from_cache(name, file, cache_dir=cache_dir) is not None:
+    if any(try_to_load_from_cache(name, file, cache_dir=cache_dir) is not None for file in files):
         return
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         http_backoff(
             "HEAD",
-            hf_hub_url(name, file),
+            hf_hub_url(name, files[0]),
             max_retries=RETRIES,
             retry_on_exceptions=httpx.ConnectError,  # what does not answer in time does not later either
             retry_on_status_codes=(),

@@ -170,6 +170,13 @@ class Run:
         """The checkpoint to go on from, and its meta; from here on the folder is this run's."""
         resume = resolve_resume(self.cfg.checkpoint.resume, self.checkpoints)
         meta = self.checkpoints.read_meta(resume) if resume else {}
+        asked = Path(self.cfg.checkpoint.resume).expanduser()
+        beside = resume and resume.resolve().parent == asked.resolve().parent
+        if beside and asked.name.startswith("step_") and asked.name != resume.name:
+            say(
+                f"--resume {asked}: this run went back there before, and goes on from {resume.name}; another "
+                "--output_dir starts from it again"
+            )
         if resume:
             precision_map.check_resume(meta, self.precision)
             notice = check_resume(meta, self.cfg, self.precision.effective, resume, ranks.world_size())
@@ -346,7 +353,8 @@ class Run:
                 ranks.on_first(self.checkpoints.forget_evaluations)
             else:
                 self.evaluated = ranks.on_first(lambda: self.checkpoints.eval_losses(self.resume))
-            if Path(self.cfg.checkpoint.resume).expanduser().resolve().name == self.resume.name:
+            asked_for = Path(self.cfg.checkpoint.resume).expanduser().resolve() == self.resume.resolve()
+            if asked_for and progress.step < self.total_steps:
                 ranks.on_first(lambda: self.checkpoints.go_back(self.resume))
             losses = [progress.best_eval_loss, *self.evaluated.values()]
             finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
