@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.runs import INDIFFERENT
 from training.config import Config, changed_settings
-from training.errors import EXIT_FAILED, EXIT_INTERRUPTED
+from training.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
 from training.signals import stopping
 from training.trackers import redact
 
@@ -71,7 +71,7 @@ def run_command(work: Callable[[list[str]], int], argv: list[str] | None) -> int
         return EXIT_INTERRUPTED
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return EXIT_BAD_SETTING
 
 
 def make_folder(path: Path) -> None:

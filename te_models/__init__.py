@@ -67,11 +67,13 @@ class ModelPlan:
     @property
     def own_code(self) -> bool:
         """Whether it is a class of its repository, which may be another than its family's."""
-        return self.trust_remote_code and brings_code(self.config)
+        brought = getattr(self.config, "auto_map", None) or {}
+        return self.trust_remote_code and "AutoModelForCausalLM" in brought
 
-
-def brings_code(config: Any) -> bool:
-    return "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    @property
+    def of_known_family(self) -> bool:
+        """Whether weights have the names of a family with a TE form, and logits are `lm_head(hidden)`."""
+        return self.family in FAMILIES and not self.own_code
 
 
 def plan_model(
@@ -87,7 +89,7 @@ def plan_model(
     config = _config(name, random=random, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
     if use_te:
         refuse_te(name, config)
-        if trust_remote_code and brings_code(config):
+        if ModelPlan(name, config, None, trust_remote_code).own_code:
             raise ValueError(
                 f"--use_te --model_name {name}: TE layers would not do what the model's own Python code "
                 "does; drop one of --use_te and --trust_remote_code"
@@ -239,7 +241,7 @@ def build_model(
             for module in inner.modules():
                 if isinstance(module, nn.Embedding):
                     module.padding_idx = None
-            model = HFCausalLM(inner, **recomputation)
+            model = HFCausalLM(inner, plain_head=plan.of_known_family, **recomputation)
             if convert:
                 convert(model)
             if shard:
@@ -321,7 +323,7 @@ def _streamed_source(plan: ModelPlan, seed: int, device: torch.device) -> Weight
     None if only transformers can load it: files that it renames, joins or scales, or a state of buffers.
     """
     if plan.weights is None:
-        return weight_source(plan, seed=seed, device=device) if _like_te(plan) else None
+        return weight_source(plan, seed=seed, device=device) if plan.of_known_family else None
     if not weight_files(plan.weights):  # pickles
         return None
     source, model = SafetensorsSource(plan.weights), _on_meta(plan)
@@ -329,11 +331,6 @@ def _streamed_source(plan: ModelPlan, seed: int, device: torch.device) -> Weight
     shapes = {name: p.shape for name, p in model.named_parameters()}
     held = {n: s for n, s in source.shapes().items() if n not in tied and not n.endswith(".inv_freq")}
     return source if held == shapes and set(model.state_dict()) - tied == shapes.keys() else None
-
-
-def _like_te(plan: ModelPlan) -> bool:
-    """Whether there could be a TE form, with weights of the same names."""
-    return plan.family in FAMILIES and not plan.own_code
 
 
 def _on_meta(plan: ModelPlan) -> nn.Module:
@@ -373,7 +370,7 @@ def _build_hugging_face(plan: ModelPlan, dtype: torch.dtype, device: torch.devic
     torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(plan.config, **options)
-    if _like_te(plan):  # the same random weights as the TE form has
+    if plan.of_known_family:  # the same random weights as the TE form has
         source = weight_source(plan, seed=seed, device=device)
         with torch.no_grad():
             for name, parameter in model.named_parameters():

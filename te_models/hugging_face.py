@@ -12,13 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_models.families import FAMILIES
 from te_models.packed_attention import NAME, sequence_borders, use_packed_attention
 from te_models.weights import Gather
 from training.loss import IGNORE, TokenLoss, linear_cross_entropy, logits_cross_entropy
 
-# Families whose logits are plainly `lm_head(hidden)`; others (scaled or capped logits) keep their own head.
-PLAIN_HEADS = frozenset(FAMILIES)
 # Variants of a layer: training and evaluation, whole and last batches, packed or one sample a row.
 COMPILED_VARIANTS = 64
 
@@ -27,15 +24,21 @@ class HFCausalLM(nn.Module):
     """Wraps an AutoModelForCausalLM: token ids in, summed token loss out, as in `TECausalLM.forward`.
 
     Packed samples are kept apart by `packed_attention` where `choose_attention` found that it can be, else by
-    transformers itself, from `position_ids` that restart.
+    transformers itself, from `position_ids` that restart. `plain_head`: its logits are `lm_head(hidden)`;
+    others, scaled or capped, keep their own head.
     """
 
-    def __init__(self, model: nn.Module, *, gradient_checkpointing: bool = False, reentrant: bool = False):
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        plain_head: bool = False,
+        gradient_checkpointing: bool = False,
+        reentrant: bool = False,
+    ):
         super().__init__()
         self.model = model
-        # transformers' own class: a model's own Python code may do more behind the same model type.
-        own_class = type(model).__module__.startswith("transformers.models.")
-        self.plain_head = own_class and model.config.model_type in PLAIN_HEADS
+        self.plain_head = plain_head
         self.fp8_lm_head = False
         self.own_attention: str | None = "not chosen yet"  # why transformers' own attention runs, or None
         if gradient_checkpointing:

@@ -35,15 +35,20 @@ def folder(tmp_path) -> Path:
     torch.manual_seed(0)
     path = tmp_path / "own"
     LlamaForCausalLM(LlamaConfig(**TINY, tie_word_embeddings=False)).save_pretrained(path)
+    bring(path, CODE, "Own", model_type="own-llama")
+    return path
+
+
+def bring(path: Path, code: str, name: str, *, model_type: str) -> None:
+    """Make the model in `path` one of the classes <name>Config and <name>ForCausalLM of `code`."""
     config = json.loads((path / "config.json").read_text())
-    config |= {"model_type": "own-llama", "architectures": ["OwnForCausalLM"]}
+    config |= {"model_type": model_type, "architectures": [f"{name}ForCausalLM"]}
     config["auto_map"] = {
-        "AutoConfig": "own_code.OwnConfig",
-        "AutoModelForCausalLM": "own_code.OwnForCausalLM",
+        "AutoConfig": f"own_code.{name}Config",
+        "AutoModelForCausalLM": f"own_code.{name}ForCausalLM",
     }
     (path / "config.json").write_text(json.dumps(config))
-    (path / "own_code.py").write_text(CODE)
-    return path
+    (path / "own_code.py").write_text(code)
 
 
 def test_it_needs_the_flag(folder):
@@ -126,14 +131,7 @@ class CappedForCausalLM(LlamaForCausalLM):
 
 
 def test_own_code_under_a_known_model_type_is_what_runs(folder):
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "llama", "architectures": ["CappedForCausalLM"]}
-    config["auto_map"] = {
-        "AutoConfig": "own_code.CappedConfig",
-        "AutoModelForCausalLM": "own_code.CappedForCausalLM",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "own_code.py").write_text(CAPPED)
+    bring(folder, CAPPED, "Capped", model_type="llama")
     with pytest.raises(ValueError, match=r"--use_te .* drop one of --use_te and --trust_remote_code"):
         plan_model(str(folder), init="auto", use_te=True, trust_remote_code=True)
     plan = plan_model(str(folder), init="auto", use_te=False, trust_remote_code=True)

@@ -49,6 +49,12 @@ from training.durable_files import (
 INDEX, META = "index.json", "meta.json"
 STEP = re.compile(r"step_(\d{6,})")
 
+
+def step_name(step: int) -> str:
+    """The name of a step's folder, as STEP reads it."""
+    return f"step_{step:06d}"
+
+
 # What safetensors stores; float8 comes on top, see `_as_stored`.
 STORED = {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 STORED |= {torch.int8, torch.int16, torch.int32, torch.int64}
@@ -75,7 +81,7 @@ class Checkpoints:
         `eval_loss` count. On any error every rank raises (RuntimeError where writing failed) and the earlier
         checkpoints are untouched.
         """
-        final = self.folder / f"step_{step:06d}"
+        final = self.folder / step_name(step)
         partial = hidden(final, "partial")
         try:
             ranks.on_first(lambda: self._begin(partial, meta))
@@ -120,8 +126,9 @@ class Checkpoints:
     def since(self, path: Path) -> Path | None:
         """The step saved last, if that was after a start went back to `path`, which may be pruned since."""
         latest = self.latest()
-        back = latest and f"step_{self._saved().went_back or 0:06d}" == path.name
-        return latest if back and latest.name != path.name else None
+        match, back = STEP.fullmatch(path.name), self._saved().went_back
+        newer = match and int(match[1]) == back and latest and latest.name != path.name
+        return latest if newer else None
 
     def _note(self, saved: _Saved) -> None:
         try:
@@ -146,7 +153,7 @@ class Checkpoints:
             return folders[max(unknown)]
         if not index.steps:
             return None
-        path = self.folder / f"step_{index.steps[-1]:06d}"
+        path = self.folder / step_name(index.steps[-1])
         with self._offering(path):
             if not path.is_dir():
                 raise DamagedCheckpoint(f"{path}: the folder is gone, but {INDEX} names it as the latest")
@@ -225,7 +232,7 @@ class Checkpoints:
 
     def _publish(self, partial: Path, step: int, eval_loss: float | None) -> None:
         saved = self._saved()
-        publish(partial, self.folder / f"step_{step:06d}")
+        publish(partial, self.folder / step_name(step))
         saved.losses.pop(step, None)  # of the checkpoint that was replaced
         if eval_loss is not None:
             saved.losses[step] = eval_loss
@@ -235,7 +242,7 @@ class Checkpoints:
         """Delete all but the newest `keep_last` and the best; renamed first, so none is seen half deleted."""
         saved = self._saved()
         keep = {*saved.steps[-self.keep_last :], _best(saved.losses)}
-        doomed = [self.folder / f"step_{step:06d}" for step in saved.steps if step not in keep]
+        doomed = [self.folder / step_name(step) for step in saved.steps if step not in keep]
         try:
             for path in doomed:
                 os.rename(path, hidden(path, "pruned"))
@@ -251,7 +258,7 @@ class Checkpoints:
         message = f"{final}: this checkpoint could not be written: {cause.strerror or cause}; "
         if not steps:
             return message + "there is no earlier one. Free space, or point --output_dir at another disk"
-        previous = self.folder / f"step_{steps[-1]:06d}"
+        previous = self.folder / step_name(steps[-1])
         return message + (
             f"nothing saved earlier is lost. Free space, lower --keep_last (now {self.keep_last}) or point "
             f"--output_dir at another disk, then continue with `--resume {previous}`"
@@ -320,8 +327,8 @@ class Checkpoints:
     def _write_index(self, saved: _Saved) -> None:
         best = _best(saved.losses)
         index = {
-            "latest": f"step_{saved.steps[-1]:06d}",
-            "best": None if best is None else f"step_{best:06d}",
+            "latest": step_name(saved.steps[-1]),
+            "best": None if best is None else step_name(best),
             "best_eval_loss": saved.losses.get(best),
             "steps": saved.steps,
             "eval_losses": {str(step): loss for step, loss in saved.losses.items() if step in saved.steps},

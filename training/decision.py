@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import te_models
 from te_models import ModelPlan
-from te_models.hugging_face import PLAIN_HEADS
 from training import optim, precision, precision_map, ranks, te_runtime, torchao_fp8
 from training.config import TORCHAO_RECIPES, Config
 from training.metrics import ModelShape
@@ -18,7 +17,8 @@ from training.ranks import say
 class Decision:
     precision: Precision
     plan: ModelPlan
-    shape: ModelShape | None  # None: the FLOPs of this kind of model are not known
+    shape: ModelShape | None  # None: a kind of model whose dimensions tell too little
+    counted: ModelShape | None  # `shape`, if it tells the FLOPs of this run
     model_files: dict[str, str]  # what tells the model of one rank from another's; empty for one rank
 
 
@@ -45,22 +45,29 @@ def decide(cfg: Config) -> Decision:
         rule = "!" * 100
         say(f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {precision.STANDARD_RECIPE} scaling\n{rule}")
     shape = ModelShape.from_hf_config(plan.config)
+    counted = _counted(cfg, plan, shape)
     _check(cfg, resolved, plan, shape)
     for said in filter(None, [precision.unread(cfg, resolved), cfg.log.unread()]):
         say(f"WARNING: {said}")
     if cfg.precision.master_weights == "none":
         say(optim.MASTER_NONE_WARNING)
-    return Decision(resolved, plan, shape, te_models.identity(plan) if ranks.world_size() > 1 else {})
+    files = te_models.identity(plan) if ranks.world_size() > 1 else {}
+    return Decision(resolved, plan, shape, counted, files)
+
+
+def _counted(cfg: Config, plan: ModelPlan, shape: ModelShape | None) -> ModelShape | None:
+    left_out = "TFLOP/s and MFU are left out"
+    if shape is None:
+        say(f"{left_out}: FLOPs of model type {plan.family} are not known")
+    elif not shape.sees_all(length := cfg.data.max_seq_length):
+        say(f"{left_out}: attention sees {shape.window} of --max_seq_length {length} tokens")
+    else:
+        return shape
+    return None
 
 
 def _check(cfg: Config, resolved: Precision, plan: ModelPlan, shape: ModelShape | None) -> None:
     """Refuse a precision that this model cannot have."""
-    if shape is None:
-        say(f"TFLOP/s and MFU are left out: FLOPs of model type {plan.family} are not known")
-    elif not shape.sees_all(length := cfg.data.max_seq_length):
-        say(
-            f"TFLOP/s and MFU are left out: attention sees {shape.window} of --max_seq_length {length} tokens"
-        )
     if shape is not None and cfg.model.use_te:
         by_layer = precision_map if resolved.by_module else precision
         by_layer.check_sizes(resolved, plan.name, shape.gemm_sizes)
@@ -69,5 +76,5 @@ def _check(cfg: Config, resolved: Precision, plan: ModelPlan, shape: ModelShape 
     if cfg.precision.fp8_lm_head:
         text = plan.config.get_text_config()
         sizes = {"hidden size": text.hidden_size, "vocabulary": text.vocab_size}
-        plain = cfg.model.use_te or (plan.family in PLAIN_HEADS and not plan.own_code)
+        plain = cfg.model.use_te or plan.of_known_family
         precision.check_lm_head(cfg, resolved, sizes, plain=plain)

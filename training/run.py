@@ -147,8 +147,8 @@ class Run:
 
     def _decide(self) -> None:
         found = decide(self.cfg)
-        self.precision, self.plan, self.shape = found.precision, found.plan, found.shape
-        self.model_files = found.model_files
+        self.precision, self.plan, self.model_files = found.precision, found.plan, found.model_files
+        self.shape, self.counted = found.shape, found.counted
 
     def _plan_memory(self) -> None:
         planned = plan_memory(self.cfg, self.plan, self.device)
@@ -451,7 +451,7 @@ class Run:
             loaders=self.loaders,
             tracker=self.tracker,
             display=self.display,
-            meter=Meter(self._counted(), self.strategy.world_size, self._peaks(), self.precision.emulated),
+            meter=Meter(self.counted, self.strategy.world_size, self._peaks(), self.precision.emulated),
             hooks=Hooks(
                 prepare=self._prepare,
                 before_step=self._before_step,
@@ -472,11 +472,6 @@ class Run:
     def _goes_on_here(self) -> bool:
         """Whether the checkpoint that this start goes on from is one of its own folder."""
         return self.resume is not None and self.resume.resolve().parent == self.checkpoints.folder.resolve()
-
-    def _counted(self) -> metrics.ModelShape | None:
-        """The model's dimensions, if they tell its FLOPs."""
-        seen = self.shape is not None and self.shape.sees_all(self.cfg.data.max_seq_length)
-        return self.shape if seen else None
 
     def _peaks(self) -> dict[str, float | None]:
         name = self.environment.get("gpu_name")
