@@ -16,7 +16,7 @@ import xxhash
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from te_models.engine import Backend
+from te_models.engine import Backend, NativeOptions
 from te_models.families import FAMILIES
 from te_models.hugging_face import (
     HFCausalLM,
@@ -216,10 +216,7 @@ def build_model(
     weight_recipe: Any = None,
     compute_dtype: torch.dtype | None = None,
     convert: Callable[[HFCausalLM], None] | None = None,
-    cache_fp8_weights: bool = False,
-    fuse_gradient_sums: bool = False,
-    one_pass_rotation: bool = True,
-    residuals_in_norms: bool = False,
+    native: NativeOptions | None = None,
 ) -> nn.Module:
     """The model on `device` in `dtype`; its TE and Hugging Face forms hold the same weights.
 
@@ -229,9 +226,7 @@ def build_model(
     `parameter_device` is where the shards stay, if not on `device`. `weight_recipe` prepares a TE model for
     `quantize_weights`. `reentrant` recomputation builds autograd's graph anew, as ZeRO-3's hooks need it.
     `compute_dtype` is what forward passes compute in (default: `dtype`). `convert` replaces linear layers of
-    a Hugging Face model before it is sharded; parameters keep their names. `cache_fp8_weights`,
-    `fuse_gradient_sums`, `one_pass_rotation` and `residuals_in_norms` are of TE's own layers, see
-    `TECausalLM`.
+    a Hugging Face model before it is sharded; parameters keep their names. `native` is of TE's own layers.
     """
     recomputation = {"gradient_checkpointing": gradient_checkpointing, "reentrant": reentrant}
     if te_backend is None:
@@ -270,10 +265,7 @@ def build_model(
         max_positions=max_positions,
         **recomputation,
         weight_recipe=weight_recipe,
-        cache_fp8_weights=cache_fp8_weights and te_backend == "native",
-        fuse_gradient_sums=fuse_gradient_sums and te_backend == "native",
-        one_pass_rotation=one_pass_rotation and te_backend == "native",
-        residuals_in_norms=residuals_in_norms and te_backend == "native",
+        native=native,
     )
     if shard:
         shard(model)

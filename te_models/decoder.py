@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from te_models.engine import Backend, engine
+from te_models.engine import Backend, NativeOptions, engine
 from te_models.families import FAMILIES
 from te_models.fused_residual import add_in_norms
 from te_models.rotation import Rotation, rotate_in_one_pass, rotation_table
@@ -27,11 +27,8 @@ class TECausalLM(nn.Module):
 
     `attention` chooses how sequences are told apart: "thd" reads packed batches (`cu_seqlens`), "bshd" reads
     right-padded batches, where the causal mask alone keeps padding out of sight of real tokens, as it does in
-    packed batches whose rows are one sequence each. `backend`: whose layers, see `te_models.engine`. With
-    `cache_fp8_weights` FP8 weights of a step's first micro-batch (`first_micro_batch`) serve the others; with
-    `fuse_gradient_sums` TE's GEMMs add to `main_grad`, see `training.accumulation`; `one_pass_rotation`: see
-    `te_models.rotation`; `residuals_in_norms`: see `te_models.fused_residual`. All four are for the native
-    backend.
+    packed batches whose rows are one sequence each. `backend`: whose layers, see `te_models.engine`, where
+    `native` is explained, too.
     """
 
     def __init__(
@@ -45,14 +42,13 @@ class TECausalLM(nn.Module):
         gradient_checkpointing: bool = False,
         reentrant: bool = False,
         weight_recipe: Any = None,
-        cache_fp8_weights: bool = False,
-        fuse_gradient_sums: bool = False,
-        one_pass_rotation: bool = False,
-        residuals_in_norms: bool = False,
+        native: NativeOptions | None = None,
     ):
         super().__init__()
         self.backend, te = backend, engine(backend)
-        self.cache_fp8_weights, self.fuse_gradient_sums = cache_fp8_weights, fuse_gradient_sums
+        self.native = native or NativeOptions()
+        if backend != "native":
+            self.native = NativeOptions(one_pass_rotation=False)
         self.first_micro_batch: bool | None = None  # of a step, or None outside of steps
         self.config, self.family = config, FAMILIES[config.model_type]
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
@@ -60,8 +56,7 @@ class TECausalLM(nn.Module):
         self.attention, self.max_positions = attention, max_positions
         self.gradient_checkpointing, self.reentrant = gradient_checkpointing, reentrant
         self.fp8_lm_head = False
-        self.residuals_in_norms = residuals_in_norms
-        self.rotates_in_one_pass = one_pass_rotation and not self.family.qk_norm
+        self.rotates_in_one_pass = self.native.one_pass_rotation and not self.family.qk_norm
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta", dtype=dtype)
         quantized = te.quantized_model_init(enabled=True, recipe=weight_recipe) if weight_recipe else None
         with quantized or nullcontext():
@@ -81,7 +76,7 @@ class TECausalLM(nn.Module):
         config, attention, te = self.config, self.attention, engine(self.backend)
         size, eps = head_dim(config), config.rms_norm_eps
         qk_norm = {"qk_norm_type": "RMSNorm", "qk_norm_eps": eps, "qk_norm_before_rope": True}
-        sums = {"fuse_wgrad_accumulation": True} if self.fuse_gradient_sums else {}
+        sums = {"fuse_wgrad_accumulation": True} if self.native.fuse_gradient_sums else {}
         layer = te.TransformerLayer(
             config.hidden_size,
             config.intermediate_size,
@@ -118,7 +113,7 @@ class TECausalLM(nn.Module):
             )
         if self.rotates_in_one_pass:
             rotate_in_one_pass(layer)
-        if self.residuals_in_norms:
+        if self.native.residuals_in_norms:
             add_in_norms(layer)
         return layer
 
@@ -127,7 +122,7 @@ class TECausalLM(nn.Module):
 
         TE casts what FSDP2 shards anew in every pass, in backward too, as if it had been resharded since.
         """
-        if self.cache_fp8_weights:
+        if self.native.cache_fp8_weights:
             for module in self.modules():
                 if hasattr(type(module), "is_fsdp2"):
                     module._is_fsdp2 = False  # where TE keeps the answer
@@ -190,7 +185,7 @@ class TECausalLM(nn.Module):
         in_one_pass = self.rotates_in_one_pass and position_ids is not None
         rotation = Rotation(self.rotation, position_ids.contiguous()) if in_one_pass else self.rope
         arguments: dict[str, Any] = {"rotary_pos_emb": rotation}
-        if self.cache_fp8_weights:
+        if self.native.cache_fp8_weights:
             arguments["is_first_microbatch"] = self.first_micro_batch
         if self.attention == "thd" and self._one_sequence_a_row(input_ids, cu_seqlens):
             arguments["self_attn_mask_type"] = "causal"

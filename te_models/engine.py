@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from typing import Any, Literal
 
 Backend = Literal["native", "emulated"]
+
+
+@dataclass(frozen=True)
+class NativeOptions:
+    """What Transformer Engine's layers do beside what `te.TransformerLayer` does; the emulation has none."""
+
+    cache_fp8_weights: bool = False  # those of a step's first micro-batch serve the others
+    fuse_gradient_sums: bool = False  # GEMMs add to `main_grad`, see `training.accumulation`
+    one_pass_rotation: bool = True  # see `te_models.rotation`
+    residuals_in_norms: bool = False  # see `te_models.fused_residual`
 
 
 def engine(backend: Backend) -> Any:

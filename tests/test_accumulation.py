@@ -7,7 +7,7 @@ from torch import nn
 from training.accumulation import GatheredSums, MicroBatchSums, gradient_of
 from training.adamw import FusedAdamW
 from training.config import config_from_dict
-from training.sharding import SingleDevice
+from training.sharding import Strategy
 
 MICRO_BATCHES = 16
 
@@ -34,7 +34,7 @@ def adamw(model):
 
 def strategy(steps, dtype="fp32"):
     cfg = config_from_dict({"gradient_accumulation_steps": steps, "grad_reduce_dtype": dtype})
-    return SingleDevice(torch.device("cpu"), cfg)
+    return Strategy(torch.device("cpu"), cfg)
 
 
 def run_micro_batches(model, chosen=None, *, scale=1.0):

@@ -26,7 +26,7 @@ from training.optim import plan_optimizer
 from training.precision import Precision
 from training.run import Run, main
 from training.run_folder import check_resume, train_losses
-from training.sharding import SingleDevice
+from training.sharding import Strategy
 from training.steps import count_steps
 from training.trainer import Trainer
 from training.watchdog import Watchdog
@@ -620,7 +620,7 @@ def test_what_a_gpu_cannot_hold_is_refused_unless_it_only_evaluates(max_steps):
         config_from_dict({"max_steps": max_steps}),
         plan_model("tiny-llama", init="auto", use_te=False),
     )
-    kept = SingleDevice(CPU), plan_optimizer(cfg.precision, on_gpu=True)
+    kept = Strategy(CPU), plan_optimizer(cfg.precision, on_gpu=True)
     if max_steps == 0:
         return check_memory(cfg, model, *kept, 10**6)
     with pytest.raises(RuntimeError, match=r"--model_name tiny-llama, on one GPU: .* which has 0\.0 GB"):

@@ -12,7 +12,7 @@ from training.checkpoint import Checkpoints
 from training.config import config_from_dict
 from training.precision import Precision
 from training.scaling_state import scaling_state
-from training.sharding import SingleDevice
+from training.sharding import Strategy
 from training.state import restore_run, save_run
 from training.trainer import Progress
 
@@ -52,7 +52,7 @@ def draw():
 def test_everything_a_run_was_comes_back(tmp_path):
     checkpoints, saved = Checkpoints(tmp_path, keep_last=1), parts(5.0, 7)
     progress = Progress(step=3, real_tokens=11, skipped_steps=1, best_eval_loss=0.5)
-    alone = SingleDevice(torch.device("cpu"))
+    alone = Strategy(torch.device("cpu"))
     cfg, resolved = config_from_dict({}), Precision("mxfp8", "delayed", "too old")
     numbers = {"progress": progress, "total_steps": 9, "eval_loss": 0.5, "evaluation": "samples"}
     scaling = scaling_state(saved["model"])

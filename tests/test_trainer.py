@@ -18,7 +18,7 @@ from training.config import config_from_dict
 from training.loss import TokenLoss
 from training.metrics import ModelShape, model_flops
 from training.optim import learning_rate
-from training.sharding import SingleDevice
+from training.sharding import Strategy
 from training.trainer import WARMUP_STEPS, Hooks, Meter, NonFinite, Progress, Stop, Trainer
 
 CPU = torch.device("cpu")
@@ -119,7 +119,7 @@ def trainer(batches, *, total_steps, model=None, eval_batches=None, hooks=None, 
         cfg,
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), weight_decay=0.0),
-        strategy=strategy or SingleDevice(CPU),
+        strategy=strategy or Strategy(CPU),
         autocast=torch.enable_grad,
         learning_rate=lambda step: learning_rate(step, cfg.optim, total_steps),
         total_steps=total_steps,
@@ -427,7 +427,7 @@ def test_a_signal_during_an_evaluation_ends_it_and_saves():
     assert len(seen) < 3 and saved == [(2, None)] and not record.series("eval/loss")
 
 
-class TwoRanks(SingleDevice):
+class TwoRanks(Strategy):
     """One of two ranks that are given the same batches: sums double, averaged gradients stay."""
 
     def __init__(self, device, other_stops=False):

@@ -12,13 +12,14 @@ from torch import nn
 
 import te_models
 from data.collate import round_up
+from te_models.engine import NativeOptions
 from training import optim, precision, precision_map, torchao_fp8
 from training.config import TORCHAO_RECIPES, Config
 from training.fp8_stats import Fp8Stats
 from training.kernels import Kernels
 from training.optim import OptimizerPlan
 from training.precision import Precision
-from training.sharding import SingleDevice
+from training.sharding import Strategy
 from training.watchdog import Watchdog
 
 
@@ -37,7 +38,7 @@ def assemble(
     resolved: Precision,
     plan: te_models.ModelPlan,
     optimizer_plan: OptimizerPlan,
-    strategy: SingleDevice,
+    strategy: Strategy,
     kernels: Kernels,
     stats: Fp8Stats,
     watchdog: Watchdog,
@@ -67,10 +68,12 @@ def assemble(
         weight_recipe=resolved.recipe if fp8_weights else None,
         compute_dtype=compute,
         convert=(lambda model: _convert(model, cfg, resolved, fp8_gather)) if torchao else None,
-        cache_fp8_weights=_caches_fp8_weights(cfg, resolved, strategy),
-        fuse_gradient_sums=strategy.adds_in_gemms(optimizer_plan.kind),
-        one_pass_rotation=kernels.one_pass_rotation,
-        residuals_in_norms=kernels.residuals_in_norms,
+        native=NativeOptions(
+            cache_fp8_weights=_caches_fp8_weights(cfg, resolved, strategy),
+            fuse_gradient_sums=strategy.adds_in_gemms(optimizer_plan.kind),
+            one_pass_rotation=kernels.one_pass_rotation,
+            residuals_in_norms=kernels.residuals_in_norms,
+        ),
     )
     watchdog.starting("building the optimizer")  # a rank that still reads weights is behind
     precision_map.apply(model, resolved, fp8_attention=cfg.precision.fp8_attention)
@@ -91,7 +94,7 @@ def assemble(
     return Assembly(model, wrapped, optimizer, optimizer_plan, parameters, autocast)
 
 
-def compiles(cfg: Config, strategy: SingleDevice) -> bool:
+def compiles(cfg: Config, strategy: Strategy) -> bool:
     """Hugging Face layers are compiled on a GPU, where it pays, unless the user says otherwise.
 
     Under DeepSpeed, whose hooks on every module would cut each layer's graph in pieces, only if asked.
@@ -101,7 +104,7 @@ def compiles(cfg: Config, strategy: SingleDevice) -> bool:
     return strategy.device.type == "cuda" and strategy.master_home != "zero"
 
 
-def _caches_fp8_weights(cfg: Config, resolved: Precision, strategy: SingleDevice) -> bool:
+def _caches_fp8_weights(cfg: Config, resolved: Precision, strategy: Strategy) -> bool:
     """Whether a step's first micro-batch casts weights for all; recomputation casts them anyway."""
     wanted = cfg.precision.fp8_weight_cache and not cfg.model.gradient_checkpointing
     wanted = wanted and not cfg.sharding.fp8_all_gather  # whose weights are in FP8 as they are

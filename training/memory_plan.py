@@ -14,12 +14,12 @@ from training.auto_mode import Memory, choose_mode, refuse_small_gpu, refuse_sma
 from training.config import Config
 from training.optim import OptimizerPlan
 from training.ranks import say
-from training.sharding import STRATEGIES, SingleDevice
+from training.sharding import STRATEGIES, Strategy
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    strategy: SingleDevice
+    strategy: Strategy
     optimizer: OptimizerPlan
 
 
@@ -43,7 +43,7 @@ def plan_memory(cfg: Config, model: ModelPlan, device: torch.device) -> MemoryPl
 
 
 def check_memory(
-    cfg: Config, model: ModelPlan, strategy: SingleDevice, optimizer: OptimizerPlan, gpu: int | None
+    cfg: Config, model: ModelPlan, strategy: Strategy, optimizer: OptimizerPlan, gpu: int | None
 ) -> None:
     """RuntimeError for what cannot fit; `gpu`: bytes of the smallest GPU's memory, None without one."""
     if strategy.steps_on_cpu:

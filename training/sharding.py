@@ -43,8 +43,8 @@ class StepOutcome:
     taken: Tensor
 
 
-class SingleDevice:
-    """Everything on one device; also what the others have in common."""
+class Strategy:
+    """What all modes have in common, as it is on one device, where nothing is shared."""
 
     mode = "single"
     # Whether recomputation must build the graph of its second pass.
@@ -166,7 +166,7 @@ class SingleDevice:
         return bool(ranks.all_max(torch.tensor(float(flag), device=self.device)))
 
 
-class DDP(SingleDevice):
+class DDP(Strategy):
     """The whole model on every rank; gradients are averaged in buckets while backward runs."""
 
     mode = "ddp"
@@ -201,7 +201,7 @@ class DDP(SingleDevice):
             yield
 
 
-class FSDP(SingleDevice):
+class FSDP(Strategy):
     """FSDP2: every block's weights, gradients and optimizer state are cut along dim 0 over the ranks.
 
     `resharded`: weights are gathered for forward and again for backward (ZeRO-3), or once a step (ZeRO-2).
@@ -324,15 +324,15 @@ class FSDP(SingleDevice):
         return square.sqrt()
 
 
-def _zero(device: torch.device, cfg: Config) -> SingleDevice:
+def _zero(device: torch.device, cfg: Config) -> Strategy:
     from training.zero import Zero  # which imports this module
 
     return Zero(device, cfg)
 
 
 # How each mode is built from a device and the configuration; "single" is no choice of the user's.
-STRATEGIES: dict[str, Callable[[torch.device, Config], SingleDevice]] = {
-    "single": SingleDevice,
+STRATEGIES: dict[str, Callable[[torch.device, Config], Strategy]] = {
+    "single": Strategy,
     "ddp": DDP,
     "fsdp_full": lambda device, cfg: FSDP(device, cfg, mode="fsdp_full"),
     "fsdp_grad": lambda device, cfg: FSDP(device, cfg, mode="fsdp_grad", resharded=False),

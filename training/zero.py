@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from training import adamw, optim, ranks
 from training.config import Config
-from training.sharding import SingleDevice, StepOutcome
+from training.sharding import StepOutcome, Strategy
 from training.zero_settings import import_deepspeed, merge_settings
 
 
@@ -34,7 +34,7 @@ class Fragment:
     size: int
 
 
-class Zero(SingleDevice):
+class Zero(Strategy):
     """ZeRO stage 1, 2 or 3, with or without offload to the CPU, under torch AdamW.
 
     FP32 master weights are ZeRO's; the model's parameters are in the compute dtype. `discard` and `state`

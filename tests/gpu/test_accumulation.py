@@ -1,17 +1,21 @@
 """Micro-batches through TE's own sums of gradients and FP8 weights cast once a step, against one by one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from te_models.engine import NativeOptions
 from tests.gpu.models import DEVICE, batch, build, perturbed, plan
 from tests.gpu.test_te_model import bf16, fp8, step
 from training.accumulation import gradient_of
 from training.config import config_from_dict
 from training.optim import OptimizerPlan, build_optimizer
-from training.sharding import SingleDevice
+from training.sharding import Strategy
 
 pytestmark = pytest.mark.gpu
 STEPS = 3  # micro-batches
+SUMS_IN_GEMMS = NativeOptions(fuse_gradient_sums=True)
 
 
 def optimizer_of(model):
@@ -52,10 +56,10 @@ def compare_with_single_micro_batches(
     inputs = [batch([[100, 156]] * 8, packed=True, seed=seed) for seed in range(STEPS)]
     options = {"use_te": True, "packed": True, "gradient_checkpointing": recompute}
     apart = build(model_plan, **options)
-    together = build(model_plan, **options, fuse_gradient_sums=True, cache_fp8_weights=cached)
+    together = build(model_plan, **options, native=replace(SUMS_IN_GEMMS, cache_fp8_weights=cached))
     settings = {"gradient_accumulation_steps": STEPS}
     settings["grad_reduce_dtype"] = {torch.float32: "fp32", torch.bfloat16: "bf16"}[sums]
-    chosen = SingleDevice(DEVICE, config_from_dict(settings))
+    chosen = Strategy(DEVICE, config_from_dict(settings))
     wrapped, optimizer = chosen.wrap(together, optimizer_of(together))
     names = {id(p): name for name, p in together.named_parameters()}
     for _ in range(2):  # delayed scaling finds its scales, as in a run
@@ -91,9 +95,9 @@ def compare_with_single_micro_batches(
 def test_a_step_from_tes_sums_is_one_from_autograds():
     """The same FP32 sums, handed over by TE and by hand, move the weights by the same bits."""
     inputs = [batch([[100, 156]] * 8, packed=True, seed=seed) for seed in range(STEPS)]
-    model = build(plan(), use_te=True, packed=True, fuse_gradient_sums=True)
+    model = build(plan(), use_te=True, packed=True, native=SUMS_IN_GEMMS)
     twin = build(plan(), use_te=True, packed=True)
-    chosen = SingleDevice(DEVICE, config_from_dict({"gradient_accumulation_steps": STEPS}))
+    chosen = Strategy(DEVICE, config_from_dict({"gradient_accumulation_steps": STEPS}))
     wrapped, optimizer = chosen.wrap(model, optimizer_of(model))
     for i, one in enumerate(inputs):
         with chosen.accumulating(wrapped, first=i == 0, last=i == STEPS - 1):
@@ -108,8 +112,8 @@ def test_a_step_from_tes_sums_is_one_from_autograds():
 
 def test_a_step_after_one_that_was_not_finite_knows_nothing_of_it():
     inputs = [batch([[100, 156]] * 8, packed=True, seed=seed) for seed in range(STEPS)]
-    model = build(plan(), use_te=True, packed=True, fuse_gradient_sums=True)
-    chosen = SingleDevice(DEVICE, config_from_dict({"gradient_accumulation_steps": STEPS}))
+    model = build(plan(), use_te=True, packed=True, native=SUMS_IN_GEMMS)
+    chosen = Strategy(DEVICE, config_from_dict({"gradient_accumulation_steps": STEPS}))
     wrapped, optimizer = chosen.wrap(model, optimizer_of(model))
     before = {name: p.clone() for name, p in model.named_parameters()}
     for factor in (float("nan"), 1.0):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import te_models.decoder
 import te_models.hugging_face
 from te_models import export_tensors, fused_residual, rotation, weight_source
+from te_models.engine import NativeOptions
 from te_models.weights import load_te
 from tests.gpu.models import DEVICE, batch, build, perturbed, plan
 from training.config import PrecisionConfig
@@ -300,7 +301,7 @@ def test_residuals_added_in_norms_are_tes_own(family, name, options, monkeypatch
     loss, wanted = step(model, inputs, autocast)
     fused_residual.use(True)
     try:
-        model, taken = build_(residuals_in_norms=True), []
+        model, taken = build_(native=NativeOptions(residuals_in_norms=True)), []
         pop = fused_residual._take
         monkeypatch.setattr(fused_residual, "_take", lambda x: taken.append(pop(x)) or taken[-1])
         if name == "delayed":
