@@ -162,8 +162,7 @@ def recipe_of(cfg: Config) -> str:
         if cfg.precision.fp8_lm_head:
             raise ValueError("--fp8_lm_head --mixed_precision bf16: it is for FP8; drop one of them")
         return "bf16"
-    default = "delayed" if cfg.model.use_te else "tensorwise"
-    return default if cfg.precision.fp8_scenario == "default" else cfg.precision.fp8_scenario
+    return cfg.recipe
 
 
 def build_job(cfg: Config, model: Model, *, mode: str, gpus: int, gpus_per_node: int) -> Job:

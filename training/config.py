@@ -25,8 +25,9 @@ import yaml
 from training.errors import first_line
 from training.packages import ROOT
 
-TE_RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")  # with --use_te
-TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # without
+# FP8 recipes with --use_te, and without it; the first of each is the default.
+TE_RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")
+TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 PATHS = ("output_dir", "log_dir", "data_cache_dir", "weights_cache_dir", "model_name", "tokenizer_name")
 SYSTEM_PROMPT = "Solve the math problem step by step. Put your final answer in \\boxed{}."
 
@@ -462,21 +463,26 @@ class Config:
                 "--mixed_precision fp32 with --use_te: TE layers run in bf16 or fp8; drop one of the two"
             )
         if self.sharding.fp8_all_gather:
-            mode, scenario = self.sharding.mode, self.precision.fp8_scenario
-            one_scale = ("current",) if self.model.use_te else ("default", "tensorwise")
+            mode, one_scale = self.sharding.mode, "current" if self.model.use_te else "tensorwise"
             if mode not in ("fsdp_full", "fsdp_grad", "hsdp"):
                 raise ValueError(
                     f"--fp8_all_gather --sharding_mode {mode}: it is for fsdp_full, fsdp_grad and hsdp"
                 )
-            if self.precision.mixed_precision != "fp8" or scenario not in one_scale:
+            if self.precision.mixed_precision != "fp8" or self.recipe != one_scale:
                 raise ValueError(
                     "--fp8_all_gather: weights are scaled by their own largest value, one for all shards, so "
                     "it needs --mixed_precision fp8 and --fp8_scenario current with --use_te, tensorwise "
-                    f"without it (here {self.precision.mixed_precision}, {scenario})"
+                    f"without it (here {self.precision.mixed_precision}, {self.precision.fp8_scenario})"
                 )
             if self.precision.master_weights != "fp32":
                 raise ValueError("--fp8_all_gather --master_weights none: FP8 weights need FP32 masters")
         self._check_backend()
+
+    @property
+    def recipe(self) -> str:
+        """The FP8 recipe that --fp8_scenario asks for; `default` goes by whose layers they are."""
+        scenario, own = self.precision.fp8_scenario, TE_RECIPES if self.model.use_te else TORCHAO_RECIPES
+        return own[0] if scenario == "default" else scenario
 
     def _check_backend(self) -> None:
         """What --use_te decides: recipes, compilation."""

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from te_models.engine import Backend, engine, recipes
-from training.config import TORCHAO_RECIPES, Config, PrecisionConfig
+from training.config import TE_RECIPES, TORCHAO_RECIPES, Config, PrecisionConfig
 from training.te_runtime import why_not_te
 
-STANDARD_RECIPE = "delayed"
+STANDARD_RECIPE = TE_RECIPES[0]
 
 
 @dataclass(frozen=True)
@@ -144,17 +144,15 @@ class Precision:
 
 def resolve_precision(cfg: Config) -> Precision:
     """Decide what runs, before any weight is read. RuntimeError names what cannot run here and what can."""
-    mixed, scenario = cfg.precision.mixed_precision, cfg.precision.fp8_scenario
+    mixed = cfg.precision.mixed_precision
     backend = resolve_backend(cfg)
     if mixed != "fp8":
         return Precision(mixed, mixed, te_backend=backend, emulated=backend == "emulated")
     if backend is None:
-        name = "tensorwise" if scenario == "default" else scenario
-        return Precision(name, name, emulated=fp8_gemms_are_emulated())
-    requested = STANDARD_RECIPE if scenario == "default" else scenario
-    name, reason = usable(requested, f"--fp8_scenario {scenario}", cfg, backend)
+        return Precision(cfg.recipe, cfg.recipe, emulated=fp8_gemms_are_emulated())
+    name, reason = usable(cfg.recipe, f"--fp8_scenario {cfg.precision.fp8_scenario}", cfg, backend)
     recipe = make_recipe(name, cfg.precision, backend)
-    return Precision(requested, name, reason, recipe, backend, backend == "emulated")
+    return Precision(cfg.recipe, name, reason, recipe, backend, backend == "emulated")
 
 
 def usable(requested: str, flag: str, cfg: Config, backend: Backend) -> tuple[str, str | None]:

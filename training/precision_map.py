@@ -124,11 +124,8 @@ def assign(cfg: Config, names: Sequence[str], num_layers: int) -> dict[str, str]
 
     ValueError for a pattern that matches none, for settings that disagree on one, and where none is in FP8.
     """
-    usual = cfg.precision.fp8_scenario
-    if usual == "default":
-        usual = STANDARD_RECIPE if cfg.model.use_te else TORCHAO_RECIPES[0]
     if not asked_for(cfg):
-        return dict.fromkeys(names, usual)
+        return dict.fromkeys(names, cfg.recipe)
     wishes = _wishes(cfg, num_layers)
     assigned, heard = {}, set()
     for name in names:
@@ -139,7 +136,7 @@ def assign(cfg: Config, names: Sequence[str], num_layers: int) -> dict[str, str]
                 f"--precision_map: {' and '.join(wish.said for wish in said)} disagree on {name}; leave one "
                 "of them out there"
             )
-        assigned[name] = said[0].recipe if said else usual
+        assigned[name] = said[0].recipe if said else cfg.recipe
     for wish in wishes[2:]:
         if wish.said not in heard:
             raise ValueError(
