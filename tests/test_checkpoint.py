@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -390,6 +391,58 @@ def test_a_start_that_went_back_in_its_own_folder_goes_on_with_what_came_of_it(t
     assert resolve_resume(str(older), checkpoints) == older
     checkpoints.forget_evaluations()
     assert index_of(checkpoints)["best"] is None
+
+
+@pytest.mark.parametrize("went_back", [False, True])
+@pytest.mark.parametrize("damage", ["gone", "truncated", "index"])
+def test_a_step_asked_for_by_name_is_the_way_out_of_a_damaged_latest(tmp_path, damage, went_back):
+    checkpoints = Checkpoints(tmp_path, keep_last=3)
+    path = checkpoints.save(2, filled(2), {})
+    if went_back:
+        checkpoints.go_back(path)
+    latest = checkpoints.save(4, filled(4), {})
+    if damage == "gone":
+        shutil.rmtree(latest)
+    elif damage == "truncated":
+        (latest / "meta.json").write_text("")
+    else:
+        (tmp_path / "index.json").write_text("{")
+    assert resolve_resume(str(path), checkpoints) == path
+
+
+def test_a_pruned_step_that_was_gone_back_to_leaves_its_damaged_successor_to_be_told(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    path = checkpoints.save(2, filled(2), {})
+    checkpoints.go_back(path)
+    (checkpoints.save(4, filled(4), {}) / "meta.json").write_text("")
+    with pytest.raises(DamagedCheckpoint, match="step_000004"):
+        resolve_resume(str(path), checkpoints)
+
+
+def test_going_back_to_a_copy_beside_it_is_going_back_to_the_step(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_last=3)
+    for step in (2, 4):
+        checkpoints.save(step, filled(step), {})
+    shutil.copytree(tmp_path / "step_000002", tmp_path / "good_one")
+    assert resolve_resume(str(tmp_path / "good_one"), checkpoints) == tmp_path / "good_one"
+    checkpoints.go_back(tmp_path / "good_one")
+    assert checkpoints.latest().name == "step_000002"
+
+
+def test_a_lower_keep_last_makes_room_before_the_next_save(tmp_path):
+    for step in (1, 2, 3):
+        Checkpoints(tmp_path, keep_last=3).save(step, filled(step), {})
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    with pytest.raises(RuntimeError, match="could not be written") as caught, disk_that_takes(450):
+        checkpoints.save(4, filled(4), {})
+    assert on_disk(checkpoints) == ["step_000003"] and "--keep_last" not in str(caught.value)
+    assert holds(checkpoints, checkpoints.latest(), 3)
+
+
+def test_shards_may_be_read_by_whoever_may_read_the_rest(tmp_path):
+    path = Checkpoints(tmp_path, keep_last=1).save(1, filled(1), {})
+    modes = {file.stat().st_mode for file in path.iterdir()}
+    assert len(list(path.glob("*.safetensors"))) > 0 and len(modes) == 1
 
 
 def test_going_back_in_another_folder_is_not_noted(tmp_path):

@@ -475,10 +475,21 @@ def test_a_resume_with_other_settings_is_refused(finished, tmp_path, capsys, fla
     assert message in capsys.readouterr().err
 
 
+def test_a_start_from_another_runs_checkpoint_may_choose_another_learning_rate(finished, tmp_path, capsys):
+    resume = f"--max_steps 5 --resume {finished}/checkpoints/step_000004"
+    lower = train(tmp_path / "lower", f"{resume} --learning_rate 1e-4 --max_grad_norm 0.5")
+    shown = capsys.readouterr().out
+    assert "on with other settings: --learning_rate 0.001 there, 0.0001 here, --max_grad_norm 1.0" in shown
+    logged = [json.loads(line) for line in (lower / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["train/learning_rate"] <= 1e-4 for line in logged if "train/learning_rate" in line)
+    train(tmp_path / "lower", f"{resume} --learning_rate 1e-3", code=EXIT_BAD_SETTING)
+    assert "holds another run" in capsys.readouterr().err
+
+
 def test_a_resume_with_another_effective_recipe_is_refused():
     """The same settings run another recipe on another GPU, where --fp8_fallback decides."""
     cfg = config_from_dict({})
-    meta = {"config": cfg.to_dict(), "world_size": 1, "total_steps": 9}
+    meta = {"config": cfg.to_dict(), "world_size": 1, "total_steps": 9, "progress": {"step": 4}}
     check_resume(meta | {"recipe": "delayed"}, cfg, "delayed", Path("run"), 1)
     with pytest.raises(ValueError, match="--fp8_scenario mxfp8 there, delayed here"):
         check_resume(meta | {"recipe": "mxfp8"}, cfg, "delayed", Path("run"), 1)

@@ -4,6 +4,7 @@ import http.server
 import io
 import json
 import math
+import os
 import resource
 import shlex
 import subprocess
@@ -214,8 +215,17 @@ def test_wandb_does_not_copy_the_terminal(tmp_path, offline):
 
 
 class Failing(http.server.BaseHTTPRequestHandler):
+    """Its front page is there; what W&B asks for is out of order, if it answers at all."""
+
     def do_GET(self):
-        self.send_response(503)
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        if self.server.answers == 0:
+            self.server.silence.wait()
+        self.server.answers -= 1
+        self.send_response(self.server.status)
         self.end_headers()
 
     def log_message(self, *args):
@@ -223,26 +233,36 @@ class Failing(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def broken_server():
+def broken_server(monkeypatch):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Failing)
+    server.status, server.answers, server.silence = 503, 99, threading.Event()
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.mark.parametrize("outage", ["nobody listens", "server error"])
-def test_wandb_out_of_reach_is_one_warning_and_the_run_is_kept_for_it(
-    outage, tmp_path, monkeypatch, capsys, broken_server
-):
-    url, reason = {
-        "nobody listens": ("http://127.0.0.1:9", "does not answer (ConnectionError)"),
-        "server error": (broken_server, "is out of order (HTTP 503)"),
-    }[outage]
-    monkeypatch.setenv("WANDB_BASE_URL", url)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("WANDB_API_KEY", WANDB_KEY)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     wandb.teardown()  # the settings are read once a process
+    yield server
+    server.silence.set()
+    server.shutdown()
+    server.server_close()
+    wandb.teardown()
+
+
+@pytest.mark.parametrize("outage", ["nobody listens", "server error", "silence"])
+def test_wandb_out_of_reach_is_one_warning_and_the_run_is_kept_for_it(
+    outage, tmp_path, monkeypatch, capsys, broken_server
+):
+    url = os.environ["WANDB_BASE_URL"]
+    if outage == "nobody listens":
+        monkeypatch.setenv("WANDB_BASE_URL", url := "http://127.0.0.1:9")
+    if outage == "silence":
+        broken_server.answers = 0
+        monkeypatch.setattr(trackers, "ANSWER_SECONDS", 0.5)
+    reason = {
+        "nobody listens": "does not answer (ConnectionError)",
+        "server error": "is out of order (HTTP 503)",
+        "silence": "does not answer (ReadTimeout)",
+    }[outage]
     tracker = build(tmp_path, use_wandb=True, wandb_mode="online")
     tracker.log(1, {"train/loss": 1.0})
     tracker.finish()
@@ -252,7 +272,17 @@ def test_wandb_out_of_reach_is_one_warning_and_the_run_is_kept_for_it(
     (written,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     assert b"train/loss" in written.read_bytes()
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1]
-    wandb.teardown()
+
+
+def test_wandb_that_falls_silent_later_does_not_hold_a_run_up(tmp_path, monkeypatch, capsys, broken_server):
+    broken_server.status, broken_server.answers = 200, 1
+    monkeypatch.setattr(trackers, "START_SECONDS", 1.0)
+    tracker = build(tmp_path, use_wandb=True, wandb_mode="online")
+    tracker.log(1, {"train/loss": 1.0})
+    tracker.finish()
+    shown = capsys.readouterr().err
+    assert "WARNING: W&B failed and is off from here on" in shown and "not started within 1 s" in shown
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1]
 
 
 def test_wandb_that_refuses_to_start_or_breaks_down_is_one_warning(tmp_path, offline, capsys):

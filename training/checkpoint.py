@@ -25,8 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from training import ranks
@@ -34,7 +32,6 @@ from training.durable_files import (
     MANIFEST,
     THREADS,
     DamagedCheckpoint,
-    as_os_error,
     digests,
     hidden,
     inspect_checkpoint,
@@ -42,6 +39,7 @@ from training.durable_files import (
     publish,
     read_manifest,
     recover,
+    save_tensors,
     write_json,
     write_manifest,
 )
@@ -117,18 +115,30 @@ class Checkpoints:
 
     def go_back(self, path: Path) -> None:
         """Note, on one process, that a start goes on from `path` and leaves any later steps."""
-        if path.parent.resolve() != self.folder.resolve():
+        step, saved = read_manifest(path)["step"], self._saved()
+        if path.parent.resolve() != self.folder.resolve() or step not in saved.steps:
             return
-        step, saved = int(STEP.fullmatch(path.name)[1]), self._saved()
         others = [other for other in saved.steps if other != step]
         self._note(saved._replace(steps=[*others, step], went_back=step))
 
     def since(self, path: Path) -> Path | None:
-        """The step saved last, if that was after a start went back to `path`, which may be pruned since."""
-        latest = self.latest()
-        match, back = STEP.fullmatch(path.name), self._saved().went_back
-        newer = match and int(match[1]) == back and latest and latest.name != path.name
-        return latest if newer else None
+        """The step saved last, if that was after a start went back to `path`, which may be pruned since.
+
+        None where it is damaged and `path` is there, as the way out.
+        """
+        self._recover()
+        match = STEP.fullmatch(path.name)
+        if not match or int(match[1]) != self._saved().went_back:
+            return None
+        try:
+            latest = self.latest()
+            if latest and latest.name != path.name:
+                self.verify(latest)
+                return latest
+        except DamagedCheckpoint:
+            if not path.is_dir():
+                raise
+        return None
 
     def _note(self, saved: _Saved) -> None:
         try:
@@ -199,6 +209,7 @@ class Checkpoints:
     def _begin(self, partial: Path, meta: dict) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._recover()
+        self._prune()  # where there was no room, a lower `keep_last` makes some
         for pattern in (".step_*.partial", ".step_*.pruned"):
             for leftover in self.folder.glob(pattern):
                 shutil.rmtree(leftover)
@@ -259,9 +270,10 @@ class Checkpoints:
         if not steps:
             return message + "there is no earlier one. Free space, or point --output_dir at another disk"
         previous = self.folder / step_name(steps[-1])
+        lower = f", lower --keep_last (now {self.keep_last})" if self.keep_last > 1 else ""
         return message + (
-            f"nothing saved earlier is lost. Free space, lower --keep_last (now {self.keep_last}) or point "
-            f"--output_dir at another disk, then continue with `--resume {previous}`"
+            f"nothing saved earlier is lost. Free space{lower} or point --output_dir at another disk, then "
+            f"continue with `--resume {previous}`"
         )
 
     # Loading
@@ -461,10 +473,7 @@ class _Writer(dcp.StorageWriter):
         tensors = {item.index.fqn: planner.resolve_data(item).cpu() for item in items}
         # Where each piece lies in its whole tensor, as the reader wants it.
         pieces = {item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for item in items}
-        try:
-            save_file(tensors, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(pieces)})
-        except SafetensorError as error:
-            raise as_os_error(error) from None
+        save_tensors(tensors, path, {"DCP_SHARDING_INFO": json.dumps(pieces)})
 
 
 def _spec(key: str, tensor: Tensor) -> dict:

@@ -16,6 +16,8 @@ import xxhash
 from safetensors import SafetensorError
 
 MANIFEST = "manifest.json"
+UMASK = os.umask(0)  # which cannot be read otherwise
+os.umask(UMASK)
 THREADS = 4  # per rank, to write, read and hash files: all three run without the GIL
 
 
@@ -153,7 +155,13 @@ def inspect_checkpoint(
     return manifest
 
 
-def as_os_error(error: SafetensorError) -> OSError:
-    """The operating system's error that safetensors reports in words."""
-    code = re.search(r"os error (\d+)", str(error))
-    return OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(str(error))
+def save_tensors(tensors: dict[str, Any], path: Path, metadata: dict[str, str]) -> None:
+    """A safetensors file that whoever may read the run's other files may read, too. OSError."""
+    from safetensors.torch import save_file  # with torch, which --help does without
+
+    try:
+        save_file(tensors, path, metadata={"format": "pt"} | metadata)
+    except SafetensorError as error:  # which reports the system's error in words
+        code = re.search(r"os error (\d+)", str(error))
+        raise (OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(str(error))) from None
+    path.chmod(0o666 & ~UMASK)

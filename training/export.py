@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from training.durable_files import as_os_error, hidden, publish, recover, sync_to_disk, write_json
+from training.durable_files import hidden, publish, recover, save_tensors, sync_to_disk, write_json
 
 
 def export_hf(
@@ -67,11 +65,10 @@ def export_hf(
             sync_to_disk(path)
         write_json(_list_of(folder), {"files": sorted(written)})
         publish(partial, folder)
-    except (OSError, SafetensorError) as error:
-        cause = as_os_error(error) if isinstance(error, SafetensorError) else error
+    except OSError as error:
         kept = "the earlier export there is untouched" if folder.exists() else "nothing is there"
         raise RuntimeError(
-            f"export to {folder} could not be written: {cause.strerror or cause}; {kept}. Free space, or "
+            f"export to {folder} could not be written: {error.strerror or error}; {kept}. Free space, or "
             "point --output_dir at another disk"
         ) from error
     finally:
@@ -178,7 +175,7 @@ def _write_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shar
     filled = total = 0
 
     def write() -> None:
-        save_file(bucket, folder / f"{len(shards)}.part", metadata={"format": "pt"})
+        save_tensors(bucket, folder / f"{len(shards)}.part", {})
         shards.append(list(bucket))
         bucket.clear()
 

@@ -179,8 +179,9 @@ class Run:
             )
         if resume:
             precision_map.check_resume(meta, self.precision)
-            notice = check_resume(meta, self.cfg, self.precision.effective, resume, ranks.world_size())
-            if notice:
+            other = resume.resolve().parent != self.checkpoints.folder.resolve()
+            recipe, world_size = self.precision.effective, ranks.world_size()
+            if notice := check_resume(meta, self.cfg, recipe, resume, world_size, of_another_run=other):
                 say(notice)
         if not (self.folder / "summary.json").exists():  # else it may be finished, and stay as it is
             write_config(self.cfg, self.folder)

@@ -146,17 +146,27 @@ def global_batch(settings: dict[str, Any], world_size: int) -> int:
     return settings["batch_size"] * settings["gradient_accumulation_steps"] * world_size
 
 
-def check_resume(meta: dict, cfg: Config, recipe: str, path: Path, world_size: int) -> str | None:
+# A start from another run's checkpoint may choose these anew, after a loss that was not finite, say.
+CHOSEN_ANEW = ("learning_rate", "lr_scheduler", "min_lr_ratio", "num_warmup_steps", "warmup_ratio")
+CHOSEN_ANEW += ("weight_decay", "max_grad_norm")
+
+
+def check_resume(
+    meta: dict, cfg: Config, recipe: str, path: Path, world_size: int, *, of_another_run: bool = False
+) -> str | None:
     """ValueError if the checkpoint belongs to a run of other settings or of another effective recipe.
 
-    Returns what the user should know of a global batch that changes with the number of ranks.
+    Returns what the user should know of a global batch that changes with the number of ranks, and of other
+    settings that are allowed.
     """
     if "total_steps" not in meta:
         raise ValueError(
             f"--resume {path}: an older version of this suite saved it; start from that run's export"
         )
     _refuse_newer(meta["config"], f"--resume {path}")
-    changed = changed_settings(meta["config"], cfg)
+    changed, anew = changed_settings(meta["config"], cfg), {}
+    if of_another_run:
+        anew = {name: changed.pop(name) for name in CHOSEN_ANEW if name in changed}
     old, new = global_batch(meta["config"], meta["world_size"]), global_batch(cfg.to_dict(), world_size)
     split = {name: changed.pop(name) for name in SPLIT if name in changed}
     if old != new and (split or meta["world_size"] == world_size):
@@ -166,15 +176,17 @@ def check_resume(meta: dict, cfg: Config, recipe: str, path: Path, world_size: i
     if changed:
         raise ValueError(
             f"--resume {path}: was saved with other settings ({describe_changes(changed)}); "
-            "give the same ones, or start a new run in another --output_dir, from its exported model"
+            "give the same ones, or start a new run in another --output_dir from the model that the old "
+            f"settings with --max_steps {meta['progress']['step']} export"
         )
-    if old == new:
-        return None
-    return (
-        f"WARNING: saved on {meta['world_size']} ranks with a global batch of {old} sequences, which is "
-        f"{new} on {world_size}: steps and learning rate follow the new one. To keep {old}, change "
-        "--gradient_accumulation_steps or --batch_size"
-    )
+    notice = [f"from {path} on with other settings: {describe_changes(anew)}"] if anew else []
+    if old != new:
+        notice.append(
+            f"WARNING: saved on {meta['world_size']} ranks with a global batch of {old} sequences, which is "
+            f"{new} on {world_size}: steps and learning rate follow the new one. To keep {old}, change "
+            "--gradient_accumulation_steps or --batch_size"
+        )
+    return "\n".join(notice) or None
 
 
 def read_record(path: Path) -> dict[str, Any]:

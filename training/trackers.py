@@ -18,7 +18,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -216,7 +219,26 @@ def _without_non_finite(value: Any) -> Any:
 
 # At its end a run waits this long for uploads; the rest stays on disk for `wandb sync`.
 UPLOAD_SECONDS = 300.0
+ANSWER_SECONDS = 10.0  # for its server
+START_SECONDS = 120.0  # for `wandb.init`, which tries for hours where a server fails after the first answer
 FAILED_UPLOAD_SECONDS = 5.0  # if it failed; below the watchdog's GRACE_SECONDS
+
+
+def within(seconds: float, start: Callable[[], Any]) -> Any:
+    """What `start` returns, in a thread that is left behind with a TimeoutError if it takes longer."""
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(start())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    wait([done], seconds)
+    if not done.done():
+        raise TimeoutError(f"it has not started within {seconds:g} s")
+    return done.result()
 
 
 def wandb_id(folder: Path, *, new: bool = False) -> tuple[str, bool]:
@@ -245,7 +267,8 @@ class WandbWriter:
         mode = mode_within_reach(cfg, run_folder)
         run_id, resumed = wandb_id(run_folder, new=new)
         own_tags = [tag.strip() for tag in (cfg.wandb_tags or "").split(",") if tag.strip()]
-        self._run = wandb.init(
+        start = partial(
+            wandb.init,
             project=cfg.wandb_project,
             name=cfg.wandb_run_name or run_folder.resolve().name,
             id=run_id,
@@ -257,6 +280,7 @@ class WandbWriter:
             dir=str(run_folder),
             settings=wandb_settings(),
         )
+        self._run = within(START_SECONDS, start)
         # Steps repeat after a resume, and W&B drops what is logged at its own step again.
         self._run.define_metric("train/step")
         self._run.define_metric("*", step_metric="train/step")
@@ -283,7 +307,7 @@ def wandb_settings() -> Any:
 def mode_within_reach(cfg: LogConfig, folder: Path) -> str | None:
     """--wandb_mode, or offline in `folder`, and said, where a server is wanted and does not answer.
 
-    `wandb.init` would try again for hours.
+    `wandb.init` would try again for hours. What it asks is asked for, as a front page may outlive the rest.
     """
     import requests  # wandb's own client library, so proxies and certificates are found alike
     import wandb
@@ -293,7 +317,9 @@ def mode_within_reach(cfg: LogConfig, folder: Path) -> str | None:
         return cfg.wandb_mode
     url = settings.base_url
     try:
-        status = requests.get(url, timeout=10).status_code
+        status = requests.post(
+            f"{url}/graphql", json={"query": "{__typename}"}, timeout=ANSWER_SECONDS
+        ).status_code
         wrong = f"is out of order (HTTP {status})" if status >= 500 else ""
     except requests.RequestException as error:
         wrong = f"does not answer ({type(error).__name__})"

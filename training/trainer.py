@@ -424,11 +424,23 @@ class Trainer:
         if none_taken or in_a_row >= self.cfg.optim.max_skipped_steps:
             error = NonFinite(
                 f"{in_a_row} steps in a row had no finite loss and gradient "
-                f"(--max_skipped_steps {self.cfg.optim.max_skipped_steps}); try a lower --learning_rate, "
-                "more warm-up, --fp8_scenario current or --mixed_precision bf16, or look at the data near it"
+                f"(--max_skipped_steps {self.cfg.optim.max_skipped_steps}); {self._way_out(step)}, or look "
+                "at the data near it"
             )
             error.ranks = dict.fromkeys(range(self.strategy.world_size))  # all, so that no one is blamed
             raise error
+
+    def _way_out(self, step: int) -> str:
+        if self.progress.skipped_steps == step:
+            return (
+                "none was ever taken: the weights of --model_name may be damaged; if not, try "
+                "--mixed_precision bf16"
+            )
+        return (
+            "try a lower --learning_rate or more warm-up, from the start or, with another --output_dir, from "
+            "a checkpoint before it (--resume RUN/checkpoints/step_N); --fp8_scenario current or "
+            "--mixed_precision bf16"
+        )
 
     def _log(self, result: StepResult) -> None:
         metrics: dict[str, float] = {
