@@ -486,6 +486,22 @@ def test_a_start_from_another_runs_checkpoint_may_choose_another_learning_rate(f
     assert "holds another run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", ["--max_steps 0", "--max_steps 1 --generate_samples 1"])
+def test_evaluating_without_rows_for_it_is_refused(tmp_path, capsys, flags):
+    train(
+        tmp_path / "run",
+        f"--num_of_samples 60 --dataset_name {two_rows(tmp_path)} {flags}",
+        code=EXIT_BAD_SETTING,
+    )
+    assert "leaves no rows to evaluate on" in capsys.readouterr().err
+
+
+def two_rows(folder: Path) -> Path:
+    row = json.dumps({"problem": "What is 1 + 1?", "generated_solution": "2"})
+    (folder / "two.jsonl").write_text(f"{row}\n{row}\n")
+    return folder / "two.jsonl"
+
+
 def test_a_resume_with_another_effective_recipe_is_refused():
     """The same settings run another recipe on another GPU, where --fp8_fallback decides."""
     cfg = config_from_dict({})

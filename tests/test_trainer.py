@@ -244,6 +244,14 @@ def test_a_step_that_is_not_finite_is_not_taken(value):
     assert any("step 2 not taken" in message for message in record.messages)
 
 
+def test_a_spike_is_taken_and_told():
+    made, record = trainer([to_batch(rows(4))], total_steps=30, model=Poisoned({5, 25}, 100.0))
+    made.fit()
+    told = [message for message in record.messages if "times the median" in message]
+    assert len(told) == 1 and told[0].startswith("WARNING: step 25: the gradient norm ")
+    assert made.progress.skipped_steps == 0
+
+
 def test_several_such_steps_in_a_row_stop_the_run_with_advice():
     made, _ = trainer(
         [to_batch(rows(4))], total_steps=20, model=Poisoned({2, 4, 5, 6, 7}), max_skipped_steps=3
@@ -638,6 +646,21 @@ def test_a_signal_before_the_first_step_saves_nothing():
         def __iter__(self):
             made._on_signal(signal.SIGTERM, None)
             yield from ()
+
+    made.loaders.train = Hung(made.loaders.train.batches)
+    assert made.fit() is False and record.messages == ["stopped by a signal after step 0"]
+
+
+def test_a_signal_just_before_data_is_waited_for_ends_the_wait():
+    made, record = trainer([to_batch(rows(2))], total_steps=4)
+
+    class Hung(ListLoader):
+        def state_dict(self):
+            made._on_signal(signal.SIGTERM, None)
+            return super().state_dict()
+
+        def __iter__(self):
+            yield pytest.fail("it would wait for ever")
 
     made.loaders.train = Hung(made.loaders.train.batches)
     assert made.fit() is False and record.messages == ["stopped by a signal after step 0"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ RATES = (
     "perf/data_wait_share",
 )
 ASK_EVERY = 16  # evaluation batches between two looks for a signal, for which many ranks must wait
+SPIKE, SPIKE_AFTER = 10, 20  # times the median gradient norm, once it is of so many steps
 WARMUP_STEPS = 5  # left out of the reported rates: kernels are chosen and memory is reserved in them
 
 
@@ -36,7 +38,8 @@ class StepResult:
     loss: Tensor  # mean over the global batch's label tokens, float32 scalar on the device
     grad_norm: Tensor
     learning_rate: float
-    # Waits for the device and says whether the step was taken, and whether any rank was asked to stop.
+    # Waits for the device and says whether the step was taken, whether any rank was asked to stop, and the
+    # gradient norm.
     verdict: Callable[[], list[float]]
 
 
@@ -202,6 +205,7 @@ class Trainer:
         self._saved_step, self._evaluated_step = saved_step, -1
         self._owes_evaluation = owes_evaluation
         self._last_eval: dict[str, float] = {}
+        self._norms: deque[float] = deque(maxlen=100)  # of the steps taken last
         self._uncounted = {"real_tokens": 0, "label_tokens": 0}  # of this rank, since the last save
 
     def train_step(self, micro_batches: list[Any]) -> StepResult:
@@ -234,7 +238,7 @@ class Trainer:
             max_norm=self.cfg.optim.max_grad_norm,
         )
         taken = outcome.taken.to(self.device, torch.float32)  # known on the CPU where weights are offloaded
-        verdict = read_later(torch.stack([taken, stop]))
+        verdict = read_later(torch.stack([taken, stop, outcome.grad_norm.to(self.device, torch.float32)]))
         return StepResult(mean, outcome.grad_norm, rate, verdict)
 
     @torch.no_grad()
@@ -334,6 +338,8 @@ class Trainer:
         self._place = self.loaders.train.state_dict()
         self._waiting = os.getpid() if self.strategy.world_size == 1 else None
         try:
+            if self._waiting and self.stop_requested:  # by a signal that came just before
+                raise Stop
             return list(islice(batches, self.cfg.optim.gradient_accumulation_steps))
         finally:
             self._waiting = None
@@ -400,13 +406,24 @@ class Trainer:
         while len(self._unread) > (0 if all_of_them else 1):
             step, result = self._unread.pop(0)
             self.hooks.beat(f"waiting for step {step}")
-            taken, asked = result.verdict()
+            taken, asked, norm = result.verdict()
             stop = stop or asked > 0
             if taken:
                 self.progress.skipped_in_a_row = 0
+                self._tell_spikes(step, norm)
             else:
                 self._skip(step, result)
         return stop
+
+    def _tell_spikes(self, step: int, norm: float) -> None:
+        """Steps with them are taken, clipped; whoever looks for their data must know which."""
+        usual = median(self._norms) if len(self._norms) >= SPIKE_AFTER else math.inf
+        if norm > SPIKE * usual:
+            self.display.message(
+                f"WARNING: step {step}: the gradient norm {norm:.3g} is {norm / usual:.0f} times the median "
+                f"of the last {len(self._norms)} steps (--max_grad_norm {self.cfg.optim.max_grad_norm:g})"
+            )
+        self._norms.append(norm)
 
     def _skip(self, step: int, result: StepResult) -> None:
         self.progress.skipped_in_a_row += 1
