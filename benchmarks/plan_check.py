@@ -13,7 +13,6 @@ from benchmarks.plan_job import Job, build_job, read_model
 from benchmarks.plan_memory import peak
 from benchmarks.plan_time import GPUS, step_seconds
 from benchmarks.runs import BEFORE
-from te_models.presets import PRESETS
 from training.config import ALSO_CALLED, Config, config_from_dict, knobs
 
 # Folders of `benchmarks/results` whose runs are compared.
@@ -23,7 +22,7 @@ GROUPS += ("h200-modes", "h200-eight", "h200-root-gather", "fsdp_finetuning")
 GROUPS += ("thousand_steps/te", "thousand_steps/hf")
 RESULTS = Path(__file__).parent / "results"
 # A model of the recorded runs that is no preset: Llama 3.1 70B cut to 20 layers.
-CUT_MODELS = {"llama-70b-20-layers": PRESETS["meta-llama/Llama-3.1-70B"] | {"num_hidden_layers": 20}}
+CUT_MODELS = {"llama-70b-20-layers": ("meta-llama/Llama-3.1-70B", {"num_hidden_layers": 20})}
 RENAMED = {older: name for name, older in ALSO_CALLED.items()}  # as older runs have them
 # Date of the first recorded run whose LM head holds one chunk of logits at a time.
 ONE_CHUNK_SINCE = "2026-11-21T21:00"
@@ -80,8 +79,8 @@ def recorded_job(folder: Path) -> Job:
     cfg: Config = config_from_dict(settings)
     gpus = summary.get("world_size", 1)
     mode = summary.get("sharding_mode", "single")
-    model = read_model(cfg.model.model_name, CUT_MODELS)
-    job = build_job(cfg, model, mode=mode, gpus=gpus, gpus_per_node=gpus)
+    name, changes = CUT_MODELS.get(cfg.model.model_name, (cfg.model.model_name, {}))
+    job = build_job(cfg, read_model(name, **changes), mode=mode, gpus=gpus, gpus_per_node=gpus)
     slow_adam = not environment.get("optimizer", "TE FusedAdam").startswith("fused AdamW")
     return replace(job, slow_adam=slow_adam, two_chunks=environment["date"] < ONE_CHUNK_SINCE)
 

@@ -6,11 +6,13 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
-from te_models.families import FAMILIES
-from te_models.presets import PRESETS
 from training.config import Config
 from training.metrics import ModelShape, matmul_parameters
+
+if TYPE_CHECKING:  # it imports torch
+    from te_models.families import Family
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class Model:
     """Dimensions and parameters of a model that can be planned."""
 
     shape: ModelShape
-    model_type: str
+    family: Family
     tied: bool
 
     @property
@@ -39,9 +41,9 @@ class Model:
     def parameters(self) -> int:
         s = self.shape
         layer = 2 * s.hidden_size
-        if FAMILIES[self.model_type].qkv_bias:
+        if self.family.qkv_bias:
             layer += (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
-        if FAMILIES[self.model_type].qk_norm:
+        if self.family.qk_norm:
             layer += 2 * s.head_dim
         return self.gemm_weights + s.num_layers * layer + self.root
 
@@ -50,11 +52,13 @@ class Model:
         return (self.parameters - self.root) / self.shape.num_layers
 
 
-def read_model(name: str, extra: dict[str, dict] | None = None) -> Model:
-    """Dimensions of a preset or of a folder with a config.json. ValueError for anything else."""
-    presets = PRESETS | (extra or {})
-    if name in presets:
-        fields = presets[name]
+def read_model(name: str, **changes: int) -> Model:
+    """Dimensions of a preset, with `changes`, or of a folder's config.json. ValueError for anything else."""
+    from te_models.families import FAMILIES  # imports torch
+    from te_models.presets import PRESETS
+
+    if name in PRESETS:
+        fields = PRESETS[name] | changes
     else:
         try:
             fields = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
@@ -77,7 +81,7 @@ def read_model(name: str, extra: dict[str, dict] | None = None) -> Model:
         raise ValueError(
             f"--model_name {name}: the sizes in its config.json are no model's ({error})"
         ) from None
-    return Model(shape, kind, bool(fields.get("tie_word_embeddings", False)))
+    return Model(shape, FAMILIES[kind], bool(fields.get("tie_word_embeddings", False)))
 
 
 @dataclass(frozen=True, kw_only=True)

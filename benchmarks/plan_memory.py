@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from benchmarks.plan_job import Job
-from te_models.families import FAMILIES
 
 LOGITS_CHUNK = 2**30  # training/loss.py, CHUNK_BYTES
 TOKENS_OF_A_HEAD_GEMM = 8192  # training/loss_fp8.py, TOKENS_OF_A_GEMM
@@ -63,7 +62,7 @@ def layer_bytes(job: Job) -> float:
     s, kept = job.model.shape, KEPT[job.recipe]
     queries, keys = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     bf16 = 2 * (4 * s.hidden_size + 2 * queries + 2 * keys + 3 * s.ffn_hidden_size)
-    if job.use_te and FAMILIES[job.model.model_type].qk_norm:
+    if job.use_te and job.model.family.qk_norm:
         bf16 += 2 * (queries + 2 * keys)
     fewer = kept.fewer_per_ffn * s.ffn_hidden_size + kept.fewer_per_hidden * s.hidden_size
     return job.tokens * (bf16 - fewer * job.fp8_layers)

@@ -420,6 +420,18 @@ def test_an_unknown_gpu_is_planned_from_its_flags():
     assert "120 GB a GPU" in run(["--gpu", "NVIDIA H200", "--gpu_memory_gb", "120", "--gpus", "1"])
 
 
+@pytest.mark.parametrize(
+    "flag, code, says",
+    [("--help", 0, "--price_per_gpu_hour"), ("--batch_siz", 2, "unknown flag --batch_siz")],
+)
+def test_help_and_wrong_flags_are_answered_before_torch_is_imported(flag, code, says):
+    command = f"import sys; sys.modules['torch'] = None; sys.argv = ['plan', '{flag}']; " + (
+        "import runpy; runpy.run_module('benchmarks.plan', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code and says in done.stdout + done.stderr
+
+
 def test_the_command_runs_as_it_is_documented():
     command = [
         sys.executable,
