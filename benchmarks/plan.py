@@ -11,17 +11,29 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
 
 from benchmarks.plan_check import check_runs, check_table
 from benchmarks.plan_flags import PROG, build_parser, find_gpu, split_flags
 from benchmarks.plan_job import Job, build_job, read_model
 from benchmarks.plan_memory import UNMEASURED_RECIPES, host_bytes, largest_batch, peak
 from benchmarks.plan_time import Gpu, step_seconds
-from training.config import Config, parse_config
+from training.config import Config, config_from_dict, parse_config
 from training.metrics import mfu, model_flops
 
 # CUDA's context, NCCL and fragmentation: the recorded 8B run with 147.6 GB of tensors ran in 150.1 GB.
 RESERVED = 2e9
+# What makes a job smaller, and the settings that are changed; the batch becomes as large as then fits.
+SMALLER_BATCH = "--batch_size"
+SMALLER: dict[str, dict[str, Any]] = {
+    SMALLER_BATCH: {"batch_size": 1},
+    "--gradient_checkpointing": {"gradient_checkpointing": True},
+    "--sharding_mode fsdp_full": {"sharding_mode": "fsdp_full", "hsdp_shard_size": None},
+    "--sharding_mode fsdp_offload": {"sharding_mode": "fsdp_offload", "hsdp_shard_size": None},
+    "--moment_dtype bf16": {"moment_dtype": "bf16"},
+    "--grad_reduce_dtype bf16": {"grad_reduce_dtype": "bf16"},
+}
 
 
 @dataclass(frozen=True)
@@ -180,11 +192,6 @@ def report(plans: list[Plan], *, tokens: float | None, price: float | None) -> s
     lines += ["", _parts("GB a GPU", plans, lambda plan: plan.memory, 1e9)]
     if fitting := [plan for plan in plans if plan.fits]:
         lines += ["", _parts("ms a step", fitting, lambda plan: plan.seconds, 1e-3)]
-    else:
-        lines += [
-            "",
-            "Nothing fits: try --gradient_checkpointing, --moment_dtype bf16, more --gpus, fsdp_full.",
-        ]
     if job.recipe in UNMEASURED_RECIPES:
         lines += ["", f"{job.recipe} was never measured: its time is that of delayed scaling's kernels."]
     if any(plan.job.nodes > 1 for plan in plans):
@@ -207,12 +214,66 @@ def run(argv: list[str]) -> str:
     plans = [make_plan(cfg, gpu, gpus=gpus, **where) for gpus in args.gpus]
     tables = report(plans, tokens=args.tokens, price=args.price_per_gpu_hour)
     offloaded = [plan for plan in plans if plan.job.offload]
-    notes = [_refusal(cfg, plan) or _on_hosts(plan) for plan in offloaded]
+    notes = [_refusal(cfg, plan) or f"\n{_gpus(plan.job)}: {_hosts(plan)}." for plan in offloaded]
     if cfg.sharding.mode == "auto":
         sharded = replace(cfg, sharding=replace(cfg.sharding, sharding_mode="fsdp_full"))
         others = [make_plan(sharded, gpu, gpus=plan.job.gpus, **where) for plan in offloaded]
         notes += [_instead(plan) for plan in others if plan.fits]
+    notes += _what_fits(cfg, [plan for plan in plans if not plan.fits], where)
     return "\n".join([tables, *notes])
+
+
+def _what_fits(cfg: Config, plans: list[Plan], where: dict[str, Any]) -> list[str]:
+    """For each of these plans, none of which fits, what would, the fastest first."""
+    notes, hopeless = [], []
+    for plan in plans:
+        found = fewest_changes(cfg, plan, where)
+        lines = [f"\n{_gpus(plan.job)}: would fit with"]
+        for flags, other in sorted(found.items(), key=lambda each: -each[1].tokens_per_second):
+            gigabytes, speed = sum(other.memory.values()) / 1e9, other.tokens_per_second
+            hosts = f", {_hosts(other)}" if other.job.offload else ""
+            lines.append(f"- {flags}: {gigabytes:.1f} GB a GPU, {speed:,.0f} tokens/s{hosts}")
+        if found:
+            notes.append("\n".join(lines))
+        else:
+            hopeless.append(_gpus(plan.job))
+    if hopeless:
+        notes.append(
+            f"\n{', '.join(hopeless)}: does not fit, not even with {', '.join(SMALLER)}; use more GPUs or a "
+            "shorter --max_seq_length."
+        )
+    return notes
+
+
+def fewest_changes(cfg: Config, plan: Plan, where: dict[str, Any]) -> dict[str, Plan]:
+    """Plans that fit where this one does not, by the flags added to it: as few as do, {} if none do.
+
+    What is set already changes nothing, so it is never among the fewest.
+    """
+
+    def planned(settings: dict[str, Any]) -> Plan | None:
+        try:
+            changed = config_from_dict(settings)
+            other = make_plan(changed, plan.gpu, gpus=plan.job.gpus, **where)
+        except ValueError:  # training refuses it beside what else is set
+            return None
+        return other if other.fits and not _refusal(changed, other) else None
+
+    for count in range(1, len(SMALLER) + 1):
+        found = {}
+        for flags in combinations(SMALLER, count):
+            settings = cfg.to_dict() | {
+                name: value for flag in flags for name, value in SMALLER[flag].items()
+            }
+            other = planned(settings)
+            if other and SMALLER_BATCH in flags:
+                other = planned(settings | {"batch_size": other.largest_batch})
+            if other:
+                batch = f"{SMALLER_BATCH} {other.job.batch}"
+                found[" ".join(batch if flag == SMALLER_BATCH else flag for flag in flags)] = other
+        if found:
+            return found
+    return {}
 
 
 def _refusal(cfg: Config, plan: Plan) -> str | None:
@@ -223,10 +284,9 @@ def _refusal(cfg: Config, plan: Plan) -> str | None:
     return None
 
 
-def _on_hosts(plan: Plan) -> str:
+def _hosts(plan: Plan) -> str:
     kept, saved = (each * plan.job.model.parameters / plan.job.nodes / 1e9 for each in host_bytes(plan.job))
-    place = f"{kept:.0f} GB in the memory of each node's CPUs"
-    return f"\n{_gpus(plan.job)}: {place}, {saved:.0f} more while it saves."
+    return f"{kept:.0f} GB in the memory of each node's CPUs, {saved:.0f} more while it saves"
 
 
 def _instead(plan: Plan) -> str:

@@ -337,6 +337,59 @@ def test_what_is_offloaded_without_need_is_told():
     assert "64 GPUs: training refuses" not in low and "in the memory of each node" not in low
 
 
+def ways(text):
+    """What each number of GPUs would fit with: {GPUs: {flags: (GB, tokens/s)}}."""
+    found, gpus = {}, None
+    for line in text.splitlines():
+        if head := re.fullmatch(r"([\d,]+) GPUs?: would fit with", line):
+            gpus = found[head.group(1)] = {}
+        elif way := re.match(r"- (--.*?): ([\d.]+) GB a GPU, ([\d,]+) tokens/s", line):
+            gpus[way.group(1)] = way.groups()[1:]
+    return found
+
+
+def test_what_does_not_fit_is_told_what_would():
+    flags = "--use_te --mixed_precision fp8 --batch_size 1 --max_seq_length 8192 --gradient_checkpointing"
+    flags = f"--model_name meta-llama/Llama-3.1-405B {flags} --gpus 48,64,96".split()
+    text = run(flags)
+    found = ways(text)
+    assert list(found) == ["64"]  # where `auto`, which knows no activations, takes fsdp_full
+    assert list(found["64"]) == ["--moment_dtype bf16", "--sharding_mode fsdp_offload"]  # the fastest first
+    assert re.search(r"--sharding_mode fsdp_offload: .* 812 GB in the memory of each node's CPUs", text)
+    for way, numbers in found["64"].items():
+        row = next(line for line in run([*flags, *way.split()]).splitlines() if line.startswith("| 64 "))
+        assert "does not fit" not in row and all(f"| {number} " in row for number in numbers)
+
+
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        ("--batch_size 1000 --gpus 1", ["--batch_size 8"]),  # the largest that fits
+        ("--batch_size 1 --max_seq_length 131072 --gpus 8", ["--gradient_checkpointing"]),
+        ("--batch_size 8 --max_seq_length 131072 --gpus 8", ["--batch_size 1 --gradient_checkpointing"]),
+        (
+            "--batch_size 1 --max_seq_length 8192 --gpus 8 --sharding_mode hsdp --hsdp_shard_size 1",
+            [
+                "--sharding_mode fsdp_full",
+                "--grad_reduce_dtype bf16",
+                "--moment_dtype bf16",
+                "--sharding_mode fsdp_offload",
+            ],
+        ),
+    ],
+)
+def test_only_what_suffices_is_advised(flags, told):
+    text = run(f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 {flags}".split())
+    assert [list(found) for found in ways(text).values()] == [told]
+
+
+def test_where_nothing_helps_it_is_said_once():
+    flags = "--model_name meta-llama/Llama-3.1-405B --use_te --batch_size 1 --max_seq_length 131072"
+    text = run([*flags.split(), "--gpus", "1,64"])
+    assert text.count("does not fit, not even with") == 1 and not ways(text)
+    assert "1 GPU, 64 GPUs: does not fit, not even with --batch_size, --gradient_checkpointing" in text
+
+
 def test_a_folder_is_read_as_its_preset(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PRESETS["Qwen/Qwen3-8B"]))
     assert read_model(str(tmp_path)) == read_model("Qwen/Qwen3-8B")
