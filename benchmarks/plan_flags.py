@@ -21,6 +21,14 @@ RUN_BY = {
     "mxfp8": BLACKWELL,
     "nvfp4": (*BLACKWELL, "RTX 5090"),
 }
+# A GPU's figures: the flag, the field of `Gpu`, and the flag's unit in the field's.
+FIGURES = {
+    "gpu_memory_gb": ("memory_gb", 1),
+    "bf16_tflops": ("bf16_tflops", 1),
+    "fp8_tflops": ("fp8_tflops", 1),
+    "memory_tbs": ("memory_bandwidth", 1e12),
+    "link_gbs": ("link_bandwidth", 1e9),
+}
 
 
 def gpu_name(text: str) -> str | None:
@@ -35,14 +43,8 @@ def find_gpu(args: argparse.Namespace, cfg: Config) -> Gpu:
     ValueError for one that nothing is known of, or whose generation cannot run what `cfg` asks for.
     """
     name, recipe = gpu_name(args.gpu), recipe_of(cfg)
-    given = {
-        "memory_gb": args.gpu_memory_gb,
-        "bf16_tflops": args.bf16_tflops,
-        "fp8_tflops": args.fp8_tflops,
-        "memory_bandwidth": args.memory_tbs and args.memory_tbs * 1e12,
-        "link_bandwidth": args.link_gbs and args.link_gbs * 1e9,
-    }
-    given = {field: value for field, value in given.items() if value is not None}
+    values = {flag: getattr(args, flag) for flag in FIGURES}
+    given = {field: values[flag] * unit for flag, (field, unit) in FIGURES.items() if values[flag]}
     if name is not None:
         if name not in RUN_BY.get(recipe, GPUS):
             raise ValueError(
@@ -51,11 +53,10 @@ def find_gpu(args: argparse.Namespace, cfg: Config) -> Gpu:
         if recipe == "block" and cfg.precision.fp8_fp32_scales and name not in HOPPER:
             raise ValueError(f"--fp8_fp32_scales --gpu {name}: needs one of {', '.join(HOPPER)}")
         return GPUS[name]._replace(**given)
-    if not {"memory_gb", "bf16_tflops", "memory_bandwidth", "link_bandwidth"} <= given.keys():
-        raise ValueError(
-            f"--gpu {args.gpu}: not known ({', '.join(GPUS)}); give its --gpu_memory_gb, --bf16_tflops, "
-            "--fp8_tflops (if it has any), --memory_tbs and --link_gbs"
-        )
+    if missing := [f"--{flag}" for flag, value in values.items() if not value and flag != "fp8_tflops"]:
+        known = "" if given else f" ({', '.join(GPUS)})"
+        fp8 = "" if args.fp8_tflops else " (and --fp8_tflops, if it has FP8)"
+        raise ValueError(f"--gpu {args.gpu}: not known{known}; give its {', '.join(missing)}{fp8}")
     return Gpu(**({"fp8_tflops": None} | given))
 
 
@@ -126,5 +127,6 @@ def split_flags(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argpa
     own, theirs = ({o for action in p._actions for o in action.option_strings} for p in both)
     for flag in (text.split("=")[0] for text in training if text.startswith("--")):
         if flag not in theirs:
-            raise ValueError(f"unknown flag {flag}{nearest(flag, sorted(own | theirs))}")
+            meant = nearest(flag, sorted(own | theirs)) or "; --help and train_fp8.py --help have all"
+            raise ValueError(f"unknown flag {flag}{meant}")
     return args, training
