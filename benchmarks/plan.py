@@ -140,7 +140,8 @@ def _cells(plan: Plan, tokens: float | None, price: float | None) -> list[str]:
         days = plan.days(tokens)
         cells += [f"{days:,.1f}" if days >= 10 else f"{days:.2g}"] if plan.fits else ["-"]
         if price:
-            cells += [f"{days * 24 * plan.job.gpus * price:,.0f}" if plan.fits else "-"]
+            cost = days * 24 * plan.job.gpus * price
+            cells += [(f"{cost:,.0f}" if cost >= 10 else f"{cost:.2g}") if plan.fits else "-"]
     return cells
 
 
@@ -183,8 +184,10 @@ def report(plans: list[Plan], *, tokens: float | None, price: float | None) -> s
         "MFU BF16 / FP8",
     ]
     head += ["days"] * bool(tokens) + ["cost"] * bool(tokens and price)
+    parameters = job.model.parameters
+    size = f"{parameters / 1e9:.2f} billion" if parameters > 1e8 else f"{parameters / 1e6:.2f} million"
     about = (
-        f"{job.model.parameters / 1e9:.2f} billion parameters, {job.recipe}, {job.batch} x {job.length} "
+        f"{size} parameters, {job.recipe}, {job.batch} x {job.length} "
         f"tokens a micro-batch and GPU, {job.accumulation} of them a step"
         f"{', recomputation' if job.recompute else ''}; {gpu.memory_gb:g} GB a GPU"
     )

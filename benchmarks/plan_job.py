@@ -22,6 +22,7 @@ class Model:
     shape: ModelShape
     family: Family
     tied: bool
+    positions: int | None
 
     @property
     def gemm_weights(self) -> int:
@@ -55,7 +56,7 @@ class Model:
 def read_model(name: str, **changes: int) -> Model:
     """Dimensions of a preset, with `changes`, or of a folder's config.json. ValueError for anything else."""
     from te_models.families import FAMILIES  # imports torch
-    from te_models.presets import PRESETS
+    from te_models.presets import PRESETS, meant
 
     if name in PRESETS:
         fields = PRESETS[name] | changes
@@ -65,7 +66,12 @@ def read_model(name: str, **changes: int) -> Model:
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"--model_name {name}: neither a preset nor a folder with a config.json "
-                f"({getattr(error, 'strerror', None) or error}); presets: te_models/presets.py"
+                f"({getattr(error, 'strerror', None) or error}); "
+                + (
+                    f"did you mean {preset!r}?"
+                    if (preset := meant(name))
+                    else "presets: te_models/presets.py"
+                )
             ) from None
     kind = fields.get("model_type") if isinstance(fields, dict) else None
     if kind not in FAMILIES:
@@ -74,6 +80,8 @@ def read_model(name: str, **changes: int) -> Model:
             + ", ".join(sorted(FAMILIES))
         )
     try:
+        if fields.get("use_sliding_window") is False:  # Qwen's files name a window all the same
+            fields = fields | {"sliding_window": None}
         shape = ModelShape.from_hf_config(SimpleNamespace(**fields))
     except AttributeError as error:
         raise ValueError(f"--model_name {name}: its config.json has no {error.name}") from None
@@ -81,7 +89,8 @@ def read_model(name: str, **changes: int) -> Model:
         raise ValueError(
             f"--model_name {name}: the sizes in its config.json are no model's ({error})"
         ) from None
-    return Model(shape, FAMILIES[kind], bool(fields.get("tie_word_embeddings", False)))
+    tied, positions = fields.get("tie_word_embeddings", False), fields.get("max_position_embeddings")
+    return Model(shape, FAMILIES[kind], bool(tied), positions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +181,16 @@ def recipe_of(cfg: Config) -> str:
 def build_job(cfg: Config, model: Model, *, mode: str, gpus: int, gpus_per_node: int) -> Job:
     """The job of a configuration in this sharding mode.
 
-    ValueError for a shard size that does not divide, and for layers in BF16 where training refuses them.
+    ValueError for a shard size that does not divide, for sequences that the model cannot see all of, and for
+    layers in BF16 where training refuses them.
     """
+    length = cfg.data.max_seq_length
+    cfg.data.check_length(model.positions)
+    if not model.shape.sees_all(length):
+        raise ValueError(
+            f"--max_seq_length {length}: --model_name attends to {model.shape.window} tokens at once, which "
+            "plans do not cover; lower it"
+        )
     layers = model.shape.num_layers
     first, last = cfg.precision.bf16_first_layers, cfg.precision.bf16_last_layers
     if first + last and (first + last >= layers or cfg.precision.mixed_precision != "fp8"):
@@ -184,13 +201,15 @@ def build_job(cfg: Config, model: Model, *, mode: str, gpus: int, gpus_per_node:
     gathers = cfg.sharding.fp8_all_gather and mode != "single"  # one GPU has nothing to gather
     shard = {"single": 1, "ddp": 1, "hsdp": cfg.sharding.hsdp_shard_size or min(gpus, gpus_per_node)}
     if mode == "hsdp" and gpus % shard["hsdp"]:
-        raise ValueError(f"--hsdp_shard_size {shard['hsdp']}: does not divide the {gpus} GPUs of --gpus")
+        raise ValueError(
+            f"--hsdp_shard_size {shard['hsdp']}: does not divide the {gpus} GPUs of --gpus; give another"
+        )
     return Job(
         model=model,
         recipe=recipe_of(cfg),
         use_te=cfg.model.use_te,
         batch=cfg.optim.batch_size,
-        length=cfg.data.max_seq_length,
+        length=length,
         accumulation=cfg.optim.gradient_accumulation_steps,
         recompute=cfg.model.gradient_checkpointing,
         masters=cfg.precision.master_weights == "fp32",

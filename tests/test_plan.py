@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import data
 from benchmarks import plan_check
 from benchmarks.plan import main, make_plan, room, run
 from benchmarks.plan_check import Check, check_runs
@@ -290,7 +291,7 @@ def test_more_gpus_are_never_faster_each_and_shards_shrink():
 def test_auto_takes_what_training_takes():
     assert plan_of().job.mode == "single"
     assert plan_of(gpus=8).job.mode == "fsdp_grad"  # docs/multi_gpu.md: from 1 B parameters on, if it fits
-    assert plan_of("tiny-llama", gpus=8).job.mode == "ddp"
+    assert plan_of("tiny-llama", gpus=8, max_seq_length=1024).job.mode == "ddp"
     assert plan_of("meta-llama/Llama-3.1-405B", gpus=8).job.mode == "fsdp_offload"
 
 
@@ -417,8 +418,15 @@ def test_a_broken_folder_is_refused(tmp_path, content):
 @pytest.mark.parametrize(
     "flags, says",
     [
-        ("--gpu MI300X", "--gpu_memory_gb, --bf16_tflops, --fp8_tflops .* --memory_tbs and --link_gbs"),
-        ("--gpu MI300X --gpu_memory_gb 192", "--gpu MI300X: not known"),
+        ("--gpu MI300X", "RTX 5090.; give its --gpu_memory_gb, --bf16_tflops, --memory_tbs, --link_gbs"),
+        (
+            "--gpu MI300X --gpu_memory_gb 192 --bf16_tflops 1300 --fp8_tflops 2600",
+            "--gpu MI300X: not known; give its --memory_tbs, --link_gbs$",
+        ),
+        (
+            "--gpu MI300X --gpu_memory_gb 192 --bf16_tflops 1300",
+            "--link_gbs .and --fp8_tflops, if it has FP8",
+        ),
         ("--gpu A100 --mixed_precision fp8", "--fp8_tflops"),
         ("--mixed_precision fp8 --use_te --fp8_scenario mxfp8", "--gpu H200: needs one of B200"),
         ("--mixed_precision fp8 --use_te --fp8_scenario block --gpu L40S", "--gpu L40S: needs one of H100"),
@@ -444,10 +452,12 @@ def test_a_broken_folder_is_refused(tmp_path, content):
         ("--gpus 8,x", "--gpus: 'x'"),
         ("--gpuss 8", "unknown flag --gpuss; did you mean '--gpus'"),
         ("--batch_siz 8", "unknown flag --batch_siz; did you mean '--batch_size'"),
+        ("--token_budget 1e9", "unknown flag --token_budget; --help and train_fp8.py --help"),
         ("--tokens inf", "--tokens: inf: must be a positive number"),
         ("--price_per_gpu_hour 3", "needs --tokens"),
         ("--model_name no/such", "--model_name no/such"),
-        ("--sharding_mode hsdp --gpus 12", "does not divide the 12 GPUs"),
+        ("--model_name Qwen3-8B", "did you mean 'Qwen/Qwen3-8B'"),
+        ("--sharding_mode hsdp --gpus 12", "does not divide the 12 GPUs .* give another"),
         ("--sharding_mode ds_zero2 --moment_dtype bf16 --gpus 8", "--sharding_mode ds_zero2"),
         (
             "--sharding_mode fsdp_offload --moment_dtype bf16 --gpus 8",
@@ -463,6 +473,31 @@ def test_bad_input_is_one_clear_line(flags, says, capsys):
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     assert re.search(says, error)
+
+
+def test_a_sequence_that_training_refuses_is_not_planned():
+    cfg = config_from_dict({"model_name": LLAMA_8B, "max_seq_length": 131_073})
+    with pytest.raises(ValueError) as refused:
+        data.check(cfg.data, PRESETS[LLAMA_8B]["max_position_embeddings"])
+    with pytest.raises(ValueError, match=re.escape(str(refused.value))):
+        plan_of(max_seq_length=131_073)
+    assert plan_of(max_seq_length=131_072, gpus=8)
+
+
+@pytest.mark.parametrize("fields, plans", [({}, False), ({"use_sliding_window": False}, True)])
+def test_attention_within_a_window_is_planned_up_to_its_length(tmp_path, fields, plans):
+    config = PRESETS["mistralai/Mistral-7B-v0.3"] | {"sliding_window": 4096} | fields
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = ["--model_name", str(tmp_path), "--gpus", "8", "--max_seq_length"]
+    assert main([*flags, "4096"]) == 0
+    assert main([*flags, "4097"]) == (0 if plans else 2)
+
+
+def test_small_models_and_small_costs_are_no_zeros():
+    text = run(["--model_name", "tiny-llama", "--gpus", "1", "--tokens", "1e9", "--price_per_gpu_hour", "3"])
+    assert text.startswith("2.30 million parameters")
+    plan = plan_of("tiny-llama", batch_size=8, max_seq_length=1024, use_te=False)
+    assert text.splitlines()[4].endswith(f"| {plan.days(1e9) * 24 * 3:.2g}  |")
 
 
 def test_an_unknown_gpu_is_planned_from_its_flags():

@@ -231,6 +231,13 @@ class DataConfig(Section):
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} exclude each other; give one")
 
+    def check_length(self, positions: int | None) -> None:
+        """ValueError if a sequence may be longer than a model has positions (None: it has no limit)."""
+        if positions is not None and self.max_seq_length > positions:
+            raise ValueError(
+                f"--max_seq_length {self.max_seq_length}: --model_name has {positions} positions; lower it"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Section):
