@@ -198,9 +198,21 @@ def test_coverage_counts_gemms_by_their_weights():
 )
 def test_fast_accumulation_where_no_gemm_has_the_choice_is_refused(resolved):
     precision.check_settings(settings(), resolved)
-    lacking = resolved.te_backend == "emulated" and not torch.cuda.is_available()  # the machine is
+    lacking = resolved.te_backend == "emulated"  # the machine is: the layers were not asked for
     with pytest.raises(RuntimeError if lacking else ValueError, match=r"--fp8_fast_accumulation: .*drop it"):
         precision.check_settings(settings(fp8_fast_accumulation=True), resolved)
+
+
+@pytest.mark.parametrize(("te_backend", "kind"), [("auto", RuntimeError), ("emulated", ValueError)])
+def test_attention_is_not_emulated(monkeypatch, te_backend, kind):
+    """A bad setting only beside the flag that asks for emulated layers."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    fp8 = {"mixed_precision": "fp8", "fp8_scenario": "current", "fp8_attention": True}
+    cfg = settings(use_te=True, te_backend=te_backend, **fp8)
+    with pytest.raises(
+        kind, match=r"^--fp8_attention: emulated TE layers compute .* drop it, or use TE's on"
+    ):
+        resolve_precision(cfg)
 
 
 @pytest.mark.parametrize(

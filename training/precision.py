@@ -150,9 +150,17 @@ def resolve_precision(cfg: Config) -> Precision:
         return Precision(mixed, mixed, te_backend=backend, emulated=backend == "emulated")
     if backend is None:
         return Precision(cfg.recipe, cfg.recipe, emulated=fp8_gemms_are_emulated())
+    if cfg.precision.fp8_attention and backend == "emulated":
+        raise _not_emulated(cfg, "--fp8_attention", "compute attention in BF16 only")
     name, reason = usable(cfg.recipe, f"--fp8_scenario {cfg.precision.fp8_scenario}", cfg, backend)
     recipe = make_recipe(name, cfg.precision, backend)
     return Precision(cfg.recipe, name, reason, recipe, backend, backend == "emulated")
+
+
+def _not_emulated(cfg: Config, flag: str, reason: str) -> ValueError | RuntimeError:
+    """A bad setting where emulated layers were asked for; else it is the machine that cannot run it."""
+    kind = ValueError if cfg.model.te_backend == "emulated" else RuntimeError
+    return kind(f"{flag}: emulated TE layers {reason}; drop it, or use TE's on a GPU")
 
 
 def usable(requested: str, flag: str, cfg: Config, backend: Backend) -> tuple[str, str | None]:
@@ -297,9 +305,7 @@ def check_settings(cfg: Config, precision: Precision) -> None:
                 "TE runs block scaling in MXFP8's GEMMs, whose scales are powers of two; drop it"
             )
     if cfg.precision.fp8_fast_accumulation and precision.fp8 and precision.te_backend == "emulated":
-        raise (ValueError if torch.cuda.is_available() else RuntimeError)(
-            "--fp8_fast_accumulation: emulated TE layers have no such choice; drop it, or use TE's on a GPU"
-        )
+        raise _not_emulated(cfg, "--fp8_fast_accumulation", "have no such choice")
 
 
 def check_lm_head(cfg: Config, precision: Precision, sizes: dict[str, int], *, plain: bool) -> None:

@@ -61,21 +61,15 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(ABC):
-    """What all recipes share. ValueError for FP8 attention, which is not emulated."""
+    """What all recipes share."""
 
     fp8_format: Format = Format.HYBRID
-    fp8_dpa: bool = False
+    fp8_dpa: bool = False  # True is refused before: attention is in BF16
 
     casts_float32 = False  # whether the fused casts of norm and SwiGLU read float32
     scales_float32 = (
         False  # whether the scale of SwiGLU's result comes from float32, even if its cast reads BF16
     )
-
-    def __post_init__(self):
-        if self.fp8_dpa:
-            raise ValueError(
-                "--fp8_attention: --te_backend emulated computes attention in BF16 only; drop one of them"
-            )
 
     @abstractmethod
     def quantize(self, x: Tensor, kind: Kind, slot: Slot | None, amax: Tensor | None = None) -> Operand:
