@@ -25,9 +25,9 @@ h3 { font-size: 1rem; margin: 1.25rem 0 .25rem; }
 a { color: var(--run0); }
 nav { display: flex; flex-wrap: wrap; gap: .25rem 1rem; font-size: .9rem; }
 nav a { padding: .25rem 0; }
-.note, figcaption, .origins { color: var(--soft); font-size: .9rem; }
+.note, figcaption, .origins, .notes { color: var(--soft); font-size: .9rem; }
 .note { margin: .4rem 0; }
-.origins { padding-left: 1.1rem; }
+.origins, .notes { padding-left: 1.1rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .85rem; margin: .5rem 0; }
 th, td { padding: .3rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
@@ -64,14 +64,16 @@ figure svg text { font-family: inherit !important; }
 details { margin: 1rem 0; }
 summary { cursor: pointer; font-weight: 600; }
 @media print {
-  @page { margin: 12mm; }
+  @page { size: landscape; margin: 10mm; }
   body { max-width: none; padding: 0; font-size: 10pt; }
   nav, .scales > input, .scales > label { display: none; }
   .wide { overflow: visible; }
-  table { width: 100%; font-size: 7pt; }
-  tbody th, thead th, td { min-width: 0; overflow-wrap: anywhere; padding: .15rem .25rem; }
-  .words td, .cast svg { min-width: 0; }
-  tbody th { position: static; width: 14%; }
+  .note, figcaption, .origins, .notes { font-size: 8pt; }
+  table { font-size: 7pt; }
+  thead th, td { min-width: 0; padding: .15rem .25rem; }
+  .words td, .words thead th { min-width: 15mm; overflow-wrap: anywhere; }
+  .cast svg { min-width: 0; }
+  tbody th { position: static; min-width: 32mm; padding: .15rem .25rem; }
   figure, .coverage, tr { break-inside: avoid; }
   .big { max-width: 26rem; }
   .panels { grid-template-columns: 1fr 1fr; }
