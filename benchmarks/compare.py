@@ -280,14 +280,16 @@ def exit_code(rows: list[verdict.Row], failed: dict[str, Outcome], *, strict: bo
     return int(bool(seeds_failed) or any(row.status in bad for row in rows))
 
 
+def pass_means(result: dict[str, Any]) -> str:
+    limit = f"at most {result['max_loss_gap_percent']:g} % above that of the run it is held against"
+    return f"PASS: the training loss, mean of the last 10 %, is {limit}."
+
+
 def write_verdict(result: dict[str, Any], rows: list[verdict.Row], folder: Path, command: str) -> None:
     """verdict.json and verdict.md."""
     replace_file(folder / "verdict.json", to_json(result | {"command": command}, indent=1))
     title = "# FP8 against BF16" + (" (emulated)" if result["emulated"] else "")
-    limit = (
-        f"PASS: the training loss, mean of the last 10 %, is at most {result['max_loss_gap_percent']:g} % "
-    )
-    limit += "above the reference's."
+    limit = pass_means(result)
     listed = "\n".join(f"- {note}" for note in result["notes"])
     text = f"{title}\n\n{verdict.table(rows)}\n\n{limit}\n\n{listed}\n\n```\n{command}\n```\n"
     replace_file(folder / "verdict.md", text.encode())
@@ -352,20 +354,28 @@ def compare(argv: list[str]) -> int:
     check_before_the_start(jobs, args.gpus)
     make_folder(args.output_dir)
     code, failed = run_jobs(jobs, gpus=args.gpus, folder=args.output_dir)
-    if code:
-        return code
-    jobs = [job for job in jobs if job.seed_of not in failed]
-    result, rows = conclude(jobs, failed, max_loss_gap=args.max_loss_gap, price=args.price_per_gpu_hour)
-    write_verdict(result, rows, args.output_dir, redact(shlex.join([*PROG.split(), *argv])))
     from benchmarks import report  # matplotlib takes a while; refusals do not wait for it
 
-    shown = [job for job in jobs if job.seed_of in (None, jobs[0].name) and job.name not in failed]
-    folders = [job.cfg.checkpoint.output_dir for job in shown]
-    reported = report.main([*folders, "--output_dir", str(args.output_dir)])
+    if code:
+        if jobs[0].name in failed and is_begun(jobs[0].cfg):
+            report.main([jobs[0].cfg.checkpoint.output_dir, "--output_dir", str(args.output_dir)])
+        return code
+    jobs = [job for job in jobs if job.seed_of not in failed]
+    shown = [job for job in jobs if job.name not in failed]
+    runs = {job.name: read_run(Path(job.cfg.checkpoint.output_dir)) for job in shown}
+    reported = list(runs.values()), runs[jobs[0].name], args.output_dir
+    try:
+        result, rows = conclude(jobs, failed, max_loss_gap=args.max_loss_gap, price=args.price_per_gpu_hour)
+    except ValueError:
+        report.write(*reported)  # the curves say more than a line of error
+        raise
+    write_verdict(result, rows, args.output_dir, redact(shlex.join([*PROG.split(), *argv])))
+    baselines = {runs[job.name].folder: runs[job.against] for job in shown if job.against in runs}
+    report.write(*reported, verdict.Verdict(rows, pass_means(result), result["notes"], baselines))
     if jobs[0].cfg.log.use_wandb:
         summary = {name: value for name, value in result.items() if name != "variants"}
-        upload(args.output_dir, jobs[0].cfg.log, rows, summary)
-    return reported or exit_code(rows, failed, strict=args.strict)
+        upload(args.output_dir, jobs[0].cfg.log, reported[0], rows, summary)
+    return exit_code(rows, failed, strict=args.strict)
 
 
 def main(argv: list[str] | None = None) -> int:

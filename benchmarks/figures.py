@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,11 +14,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 from benchmarks.gaps import Comparison, loss_gap, noise_band
-from benchmarks.runs import DEFAULT, WORK, RunRecord, Series, labels, smooth
+from benchmarks.runs import DEFAULT, WORK, RunRecord, Series, short_labels, smooth
 
 # Okabe and Ito's colours, which most colour-blind people tell apart; without the yellow, too light on paper.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5195")
 DASHES = ("-", "--", "-.", ":")  # of the first, second .. seven curves
+MARKERS = ("o", "s", "^", "D")  # of their evaluations
 PAPER = {"axes.prop_cycle": matplotlib.cycler(color=PALETTE), "axes.grid": True, "grid.alpha": 0.3}
 
 # An SVG in a page takes its colours from the page's variables: `to_svg` puts them in for these stand-ins.
@@ -40,6 +42,7 @@ POINTS = 800  # of a raw curve at most, since more fit no screen
 LABEL_WIDTH = 44  # characters of a line in a legend or beside a bar
 LEGEND_WIDTH = 65  # of a label, for two columns of a legend to fit
 FEW = 10  # points that a line alone would not show
+SPIKE = 10  # times the size that three quarters of all gaps keep within: what is beyond is cut off
 
 
 def style(number: int) -> dict[str, Any]:
@@ -91,7 +94,8 @@ def draw_losses(runs: list[RunRecord], *, log: bool = False, legend: bool = True
             drawn += losses
         if evaluation := _positive(run.series("eval/loss"), log):
             points = {"color": style(i)["color"], "label": _named(f"{label}: evaluation"), "markersize": 5}
-            axes.plot(*zip(*evaluation, strict=True), "o--", **points)
+            marker = MARKERS[i // len(PALETTE) % len(MARKERS)]
+            axes.plot(*zip(*evaluation, strict=True), marker, **points)
             drawn += [loss for _, loss in evaluation]
     if log:
         axes.set_yscale("log")
@@ -110,10 +114,11 @@ def _positive(series: Series, log: bool) -> Series:
 
 
 def draw_gap(runs: list[RunRecord], against: Comparison, *, legend: bool = True) -> Figure:
-    """Smoothed training losses against the reference's, over the noise band of its seeds.
+    """Smoothed training losses against the baselines', over the noise band of the reference's seeds.
 
     A run has the same colour as among all `runs`. The axis fits neither the first tenth of the steps, where
-    losses fall fast and a gap says little, nor the last twentieth, where few steps are left to smooth over.
+    losses fall fast and a gap says little, nor the last twentieth, where few steps are left to smooth over,
+    nor a spike (SPIKE), beside which nothing else could be read.
     """
     names = _names(runs)
     figure, axes = _axes(legend, lines=1 + _lines(names))
@@ -126,19 +131,27 @@ def draw_gap(runs: list[RunRecord], against: Comparison, *, legend: bool = True)
         )
         shown += _settled(band) + [(step, -width) for step, width in _settled(band)]
     axes.axhline(0.0, color=_ink(), linewidth=1)
+    baselines = {id(run): baseline for run, baseline in against.pairs}
     for i, (run, label) in enumerate(zip(runs, names, strict=True)):
-        gap = loss_gap(run, against.reference) if run in against.runs else []
+        gap = loss_gap(run, baselines[id(run)]) if id(run) in baselines else []
         if gap:
             dots = {"marker": "o", "markersize": 4} if len(gap) < FEW else {}
             axes.plot(*zip(*thin(gap), strict=True), **style(i), **dots, label=_named(label))
             shown += _settled(gap)
+    cut = False
     if shown:
-        low, high = min(v for _, v in shown), max(v for _, v in shown)
+        found = [value for _, value in shown]
+        most = SPIKE * sorted(map(abs, found))[3 * len(found) // 4] or math.inf
+        cut = max(map(abs, found)) > most
+        low, high = max(min(found), -most), min(max(found), most)
         margin = 0.08 * (high - low) or 1e-4
         axes.set_ylim(min(low, 0) - margin, max(high, 0) + margin)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     _steps(axes)
-    axes.set_ylabel("loss against the reference")
+    own = any(baseline is not against.reference for baseline in baselines.values())
+    axes.set_ylabel(
+        f"loss against {'its baseline' if own else 'the reference'}{' (spikes cut off)' if cut else ''}"
+    )
     _legend(figure, axes, legend)
     return figure
 
@@ -257,11 +270,11 @@ def _steps(axes: Axes) -> None:
 
 
 def _names(runs: list[RunRecord]) -> list[str]:
-    """Labels of runs, those of variants with many settings in several lines."""
+    """Labels of runs, long ones in several lines: those of variants are broken at their settings."""
     names = []
-    for label in labels(runs):
+    for label in short_labels(runs):
         lines = [""]
-        for part in re.split(r"(?=[+])", label):
+        for part in re.findall(rf"[+]?[^+]{{0,{LABEL_WIDTH - 1}}}", label):
             if lines[-1] and len(lines[-1]) + len(part) > LABEL_WIDTH:
                 lines.append("")
             lines[-1] += part

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from benchmarks.runs import INDIFFERENT, RunRecord, Series, labels, smooth, tail_mean
 
@@ -128,24 +129,27 @@ def tail_noise(family: list[RunRecord]) -> float | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs whose losses may be set against one reference, and why each of the others may not."""
+    """Runs whose losses may be set against another's, and why each of the others may not."""
 
     reference: RunRecord
-    runs: list[RunRecord]
+    pairs: list[tuple[RunRecord, RunRecord]]  # a run, and what it is set against: its baseline
     left_out: dict[str, str]  # label -> reason
     family: list[RunRecord]  # the reference and its repetitions with other seeds
 
 
-def comparison(runs: list[RunRecord], reference: RunRecord) -> Comparison:
-    """Sort the runs other than the reference into comparable ones and those left out."""
-    why = {
-        label: (run, why_not_comparable(run, reference))
-        for label, run in zip(labels(runs), runs, strict=True)
-        if run is not reference
-    }
-    return Comparison(
-        reference=reference,
-        runs=[run for run, reason in why.values() if reason is None],
-        left_out={label: reason for label, (_, reason) in why.items() if reason is not None},
-        family=seed_runs(runs, reference),
-    )
+def comparison(
+    runs: list[RunRecord], reference: RunRecord, baselines: dict[Path, RunRecord] | None = None
+) -> Comparison:
+    """Sort the runs other than the reference into comparable ones and those left out.
+
+    `baselines`: by folder, of runs that are set against another one than the reference.
+    """
+    pairs, left_out = [], {}
+    for label, run in zip(labels(runs), runs, strict=True):
+        if run is not reference:
+            baseline = (baselines or {}).get(run.folder, reference)
+            if reason := why_not_comparable(run, baseline):
+                left_out[label] = reason
+            else:
+                pairs.append((run, baseline))
+    return Comparison(reference, pairs, left_out, seed_runs(runs, reference))

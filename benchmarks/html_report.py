@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import matplotlib
 
-from benchmarks import figures
+from benchmarks import figures, tables
 from benchmarks.fp8_heatmap import draw_casts, last_casts
 from benchmarks.gaps import comparison, ends_finite, other_settings, tail_gap, tail_noise
 from benchmarks.page_style import STYLE
-from benchmarks.runs import LOSSES, STATISTICS, RunRecord, labels, settings
+from benchmarks.runs import LOSSES, RunRecord, labels, provenance, settings, short_labels
+from benchmarks.tables import Rows
+from benchmarks.verdict import Verdict, as_text
 
-Rows = dict[str, list[str]]  # {what: a cell of each run}, as the reader sees them
 DASH_LENGTHS = {"-": "", "--": "6 3", "-.": "6 3 1 3", ":": "2 2"}
 MOST_COLUMNS = 6  # runs side by side; more are one below the other
+MOST_SETTINGS = 12  # runs of one table of settings; more fit no sheet of paper
 
 
 def text(value: Any) -> str:
@@ -29,13 +32,14 @@ def text(value: Any) -> str:
     return escape(f"{value:g}" if isinstance(value, float) else str(value), quote=True)
 
 
-def page(runs: list[RunRecord], reference: RunRecord, rows: Rows, origins: list[str]) -> str:
-    """The whole file: `rows` is the report's table by column, `origins` where and when each run ran."""
+def page(runs: list[RunRecord], reference: RunRecord, verdict: Verdict | None = None) -> str:
+    """The whole file; of a comparison its verdict comes first."""
     with matplotlib.rc_context(figures.PAGE):
-        bodies = {
-            "Runs": _runs(runs, rows, origins),
+        bodies = {"Verdict": _verdict(verdict)} if verdict else {}
+        bodies |= {
+            "Runs": _runs(runs),
             "Losses": _losses(runs),
-            "Gap to the reference": _gap(runs, reference),
+            "Gap to the reference": _gap(runs, reference, verdict.baselines if verdict else {}),
             "Loss statistics": _statistics(runs),
             "Throughput, MFU and memory": _scaling(runs),
             "Precision coverage": _coverage(runs),
@@ -48,7 +52,7 @@ def page(runs: list[RunRecord], reference: RunRecord, rows: Rows, origins: list[
         f'<section id="{_id(title)}">\n<h2>{text(title)}</h2>\n{body}\n</section>'
         for title, body in bodies.items()
     )
-    title = f"Training report: {labels(runs)[0] if len(runs) == 1 else f'{len(runs)} runs'}"
+    title = f"Training report: {short_labels(runs)[0] if len(runs) == 1 else f'{len(runs)} runs'}"
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -64,7 +68,7 @@ def _id(title: str) -> str:
 
 
 def _emulated_note(runs: list[RunRecord]) -> str:
-    names = ", ".join(label for label, run in zip(labels(runs), runs, strict=True) if run.emulated)
+    names = ", ".join(label for label, run in zip(short_labels(runs), runs, strict=True) if run.emulated)
     if not names:
         return ""
     return note(f"Emulated: {names}. Losses are real; speed says nothing about any GPU and is not shown.")
@@ -87,7 +91,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], *, kind: str = "nu
 
 
 def _names(runs: list[RunRecord]) -> list[str]:
-    return [_name(i, run, label) for i, (run, label) in enumerate(zip(runs, labels(runs), strict=True))]
+    return [_name(i, run, label) for i, (run, label) in enumerate(zip(runs, short_labels(runs), strict=True))]
 
 
 def by_run(runs: list[RunRecord], rows: Rows) -> str:
@@ -104,8 +108,9 @@ def _texts(cells: list[str]) -> list[str]:
 
 
 def _name(number: int, run: RunRecord, label: str) -> str:
-    emulated = ' <span class="tag">emulated</span>' if run.emulated else ""
-    return f"{_swatch(number)} {text(label)}{emulated}"
+    tags = {"emulated": run.emulated, "unfinished": run.summary is None}
+    told = "".join(f' <span class="tag">{tag}</span>' for tag, applies in tags.items() if applies)
+    return f"{_swatch(number)} {text(label)}{told}"
 
 
 def _swatch(number: int) -> str:
@@ -130,20 +135,27 @@ def _figure(svg: str, caption: str, kind: str = "") -> str:
     )
 
 
-def _runs(runs: list[RunRecord], rows: Rows, origins: list[str]) -> str:
-    rows = {name: cells for name, cells in rows.items() if name != "run"}
+def _verdict(verdict: Verdict) -> str:
+    head, rows = as_text(verdict.rows)
+    listed = "".join(f"<li>{text(told)}</li>" for told in verdict.notes)
+    made = table(["", *map(text, head[1:])], map(_texts, rows))
+    return f'{made}{note(verdict.limit)}<ul class="notes">{listed}</ul>'
+
+
+def _runs(runs: list[RunRecord]) -> str:
     where = "".join(
-        f"<li><b>{text(label)}</b>{'' if run.summary is not None else ' (unfinished)'}: {text(origin)}</li>"
-        for label, run, origin in zip(labels(runs), runs, origins, strict=True)
+        f"<li><b>{text(label)}</b>{'' if run.summary is not None else ' (unfinished)'}: "
+        f"{text(provenance(run))}</li>"
+        for label, run in zip(labels(runs), runs, strict=True)
     )
-    return f'{by_run(runs, rows)}<ul class="origins">{where}</ul>'
+    return f'{by_run(runs, tables.shown(tables.RUNS, runs))}<ul class="origins">{where}</ul>'
 
 
 def _losses(runs: list[RunRecord]) -> str:
     logged = [i for i, run in enumerate(runs) if run.series("train/loss") or run.series("eval/loss")]
     if not logged:
         return note("No run logged a loss.")
-    names = labels(runs)
+    names = short_labels(runs)
     scales = {"linear": False, "log": True}
     inputs = "".join(
         f'<input type="radio" name="scale" id="scale-{name}"{"" if log else " checked"}>'
@@ -154,7 +166,7 @@ def _losses(runs: list[RunRecord]) -> str:
         _figure(
             figures.to_svg(figures.draw_losses(runs, log=log, legend=False), f"loss-{name}"),
             f"Loss on a {name} scale. Pale: as logged; strong: training, moving mean over about 5 % of the "
-            "values; dots: evaluation.",
+            "values; markers alone: evaluation.",
             f"big scale-{name}",
         )
         for name, log in scales.items()
@@ -162,12 +174,15 @@ def _losses(runs: list[RunRecord]) -> str:
     return f'<div class="scales">{inputs}\n{_key((i, names[i]) for i in logged)}{drawn}</div>'
 
 
-def _gap(runs: list[RunRecord], reference: RunRecord) -> str:
-    names = dict(zip((id(run) for run in runs), labels(runs), strict=True))
-    against = comparison(runs, reference)
+def _gap(runs: list[RunRecord], reference: RunRecord, baselines: dict[Path, RunRecord]) -> str:
+    names = dict(zip((id(run) for run in runs), short_labels(runs), strict=True))
+    against = comparison(runs, reference, baselines)
     out = note(f"Reference: {names[id(reference)]}.")
-    if against.runs:
-        caption = "Smoothed training loss against the reference's; the first tenth may leave the picture."
+    if against.pairs:
+        caption = "Smoothed training loss against that of the run named below. "
+        caption += (
+            "The first tenth of the steps, and spikes far beyond all other gaps, may leave the picture."
+        )
         noise = tail_noise(against.family)
         if noise is not None:
             seeds = ", ".join(names[id(run)] for run in against.family)
@@ -176,15 +191,21 @@ def _gap(runs: list[RunRecord], reference: RunRecord) -> str:
         else:
             out += note("No noise band: it takes the reference's settings with another seed, or several.")
         svg = figures.to_svg(figures.draw_gap(runs, against, legend=False), "gap")
-        numbers = [i for i, run in enumerate(runs) if run in against.runs]
-        out += _key((i, names[id(runs[i])]) for i in numbers) + _figure(svg, caption, "big")
+        numbers = {id(run): number for number, run in enumerate(runs)}
+        marked = _names(runs)
+        drawn = [(numbers[id(run)], run, baseline) for run, baseline in against.pairs]
+        out += _key((number, names[id(run)]) for number, run, _ in drawn) + _figure(svg, caption, "big")
         head = [
             "",
+            "against",
             "gap of the mean of the last 10 % of common steps",
             "other settings than precision that differ",
         ]
-        marked = _names(runs)
-        out += table(head, [[marked[i], *_texts(_gap_and_settings(runs[i], reference))] for i in numbers])
+        rows = [
+            [marked[number], *_texts([names[id(baseline)], *_gap_and_settings(run, baseline)])]
+            for number, run, baseline in drawn
+        ]
+        out += table(head, rows)
     elif not against.left_out:
         out += note("No other run to compare.")
     if against.left_out:
@@ -197,20 +218,10 @@ def _statistics(runs: list[RunRecord]) -> str:
     out = ""
     for title, metric in LOSSES.items():
         out += f"<h3>{text(title.capitalize())} loss</h3>\n"
-        found = [[value for _, value in run.series(metric)] for run in runs]
-        if not any(metric in record for run in runs for record in run.records):
+        if any(metric in record for run in runs for record in run.records):
+            out += by_run(runs, tables.shown(tables.statistics(metric), runs))
+        else:
             out += note("No run logged one.")
-            continue
-        rows = {
-            name: [f"{of(values):.4f}" if values else "-" for values in found]
-            for name, of in STATISTICS.items()
-        }
-        rows["values"] = [f"{len(values):,}" for values in found]
-        rows["not finite"] = [
-            str(sum(metric in record for record in run.records) - len(values))
-            for run, values in zip(runs, found, strict=True)
-        ]
-        out += by_run(runs, rows)
     return out + note("Over all finite values logged; the standard deviation is the population's.")
 
 
@@ -240,7 +251,7 @@ def _coverage(runs: list[RunRecord]) -> str:
     colors = {kind: f"var(--run{i % len(figures.PALETTE)})" for i, kind in enumerate(kinds)}
     colors |= dict.fromkeys(("bf16", "fp32"), "var(--soft)")
     bars = []
-    for label, run in zip(labels(runs), runs, strict=True):
+    for label, run in zip(short_labels(runs), runs, strict=True):
         shares = run.covered
         parts = "".join(
             f'<span style="width: {100 * share:.2f}%; background: {colors[kind]}"></span>'
@@ -259,7 +270,7 @@ def _coverage(runs: list[RunRecord]) -> str:
 
 def _casts(runs: list[RunRecord]) -> str:
     out = ""
-    for number, (run, label) in enumerate(zip(runs, labels(runs), strict=True)):
+    for number, (run, label) in enumerate(zip(runs, short_labels(runs), strict=True)):
         if casts := last_casts(run.records):
             step, statistics = casts
             panels = "".join(
@@ -273,26 +284,17 @@ def _casts(runs: list[RunRecord]) -> str:
 
 
 def _hours(runs: list[RunRecord]) -> str:
-    def shown(name: str, form: str, scale: float = 1.0) -> list[str]:
-        values = [run.value(name) for run in runs]
-        return ["-" if value is None else form.format(value / scale) for value in values]
-
-    rows = {
-        "runtime, hours": shown("runtime_seconds", "{:,.3f}", 3600.0),
-        "nodes": [text(run.nodes) for run in runs],
-        "GPUs": [str(run.gpus) for run in runs],
-        "node-hours": shown("node_hours", "{:,.3f}"),
-        "GPU-hours": shown("gpu_hours", "{:,.3f}"),
-    }
-    return by_run(runs, rows) + note("Of all starts of a run together. An unfinished run has recorded none.")
+    return by_run(runs, tables.shown(tables.HOURS, runs)) + note("Of all starts of a run together.")
 
 
-def _gap_and_settings(run: RunRecord, reference: RunRecord) -> list[str]:
-    gap = tail_gap(run, reference)
-    told = "-: no step in common" if gap is None else f"{gap:+.3%}"
+def _gap_and_settings(run: RunRecord, baseline: RunRecord) -> list[str]:
+    gap = tail_gap(run, baseline)
+    told = "none: no step in common" if gap is None else f"{gap:+.3%}"
     if not ends_finite(run):
-        told = "-: it does not end finite"
-    return [told, ", ".join(other_settings(run, reference)) or "none"]
+        told = "none: it does not end finite"
+    elif not ends_finite(baseline):
+        told = "none: that run does not end finite"
+    return [told, ", ".join(other_settings(run, baseline)) or "none"]
 
 
 def _settings(runs: list[RunRecord], reference: RunRecord) -> str:
@@ -300,11 +302,14 @@ def _settings(runs: list[RunRecord], reference: RunRecord) -> str:
     base = settings(reference)
     names = list(dict.fromkeys(name for values in found for name in values))
     differing = [name for name in names if any(values.get(name) != found[0].get(name) for values in found)]
-    rows = [
-        [text(name), *(_marked(values.get(name), base.get(name)) for values in found)] for name in differing
-    ]
-    head = ["", *_names(runs)]
-    out = note("Marked: other than the reference's.") + table(head, rows, kind="words") if differing else ""
+    out, heads = note("Marked: other than the reference's.") if differing else "", _names(runs)
+    for start in range(0, len(runs) if differing else 0, MOST_SETTINGS):
+        part = slice(start, start + MOST_SETTINGS)
+        rows = [
+            [text(name), *(_marked(values.get(name), base.get(name)) for values in found[part])]
+            for name in differing
+        ]
+        out += table(["", *heads[part]], rows, kind="words")
     same = [[text(name), text(found[0].get(name))] for name in names if name not in differing]
     title = "Settings that all runs share" if len(runs) > 1 else "All settings"
     inner = table(["", "value"], same, kind="words")

@@ -6,94 +6,40 @@ python -m benchmarks.report RUN [RUN ...] [--reference RUN] [--output_dir DIR]
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
 
-from benchmarks import figures, html_report, markdown
+from benchmarks import figures, html_report, markdown, tables
 from benchmarks.fp8_heatmap import draw_casts, last_casts
 from benchmarks.gaps import comparison, pick_reference
 from benchmarks.launch import make_folder, run_command
 from benchmarks.runs import RunRecord, provenance, read_run, run_folders
-from training.config import OneLineParser
-
-Cell = Callable[[RunRecord, list[RunRecord]], str]  # of a run, beside all runs of the report
-
-
-def _shown(format_: str, *names: str) -> Cell:
-    """A cell of one or more values, with a dash for each that the run does not have."""
-
-    def cell(run: RunRecord, _: list[RunRecord]) -> str:
-        values = [run.value(name) for name in names]
-        return " / ".join("-" if value is None else format_.format(value) for value in values)
-
-    return cell
-
-
-def _name(run: RunRecord, _: list[RunRecord]) -> str:
-    return run.name if run.summary is not None else f"{run.name} (unfinished)"
-
-
-def _precision(run: RunRecord, _: list[RunRecord]) -> str:
-    mixed = run.value("mixed_precision")
-    text = mixed if run.precision == mixed else f"{mixed} {run.precision}"
-    if run.value("fallback_reason"):
-        text += f" (asked for {run.value('requested_recipe')})"
-    if run.value("emulated"):
-        text += " (emulated)"
-    return f"{text}, {'TE' if run.value('use_te') else 'HF'} layers"
-
-
-def _per_gpu(run: RunRecord, _: list[RunRecord]) -> str:
-    return "-" if run.tokens_per_gpu is None else f"{run.tokens_per_gpu:,.0f}"
-
-
-def _scaling(run: RunRecord, runs: list[RunRecord]) -> str:
-    """Tokens/s per GPU against the one-GPU run of the same work; a dash unless there is exactly one."""
-    alone = [other for other in runs if other.gpus == 1 and other.work == run.work]
-    if run.gpus < 2 or len(alone) != 1 or not run.tokens_per_gpu or not alone[0].tokens_per_gpu:
-        return "-"
-    return f"{run.tokens_per_gpu / alone[0].tokens_per_gpu:.1%}"
-
-
-COLUMNS: dict[str, Cell] = {
-    "run": _name,
-    "model": _shown("{}", "model_name"),
-    "precision": _precision,
-    "GPUs": lambda run, _: str(run.gpus or "-"),
-    "mode": lambda run, _: run.mode or "-",
-    "steps": _shown("{:,}", "steps"),
-    "train loss": _shown("{:.4f}", "train_loss"),
-    "train loss, mean of last 10 %": _shown("{:.4f}", "train_loss_tail_mean"),
-    "eval loss": _shown("{:.4f}", "eval_loss"),
-    "perplexity": _shown("{:.2f}", "eval_perplexity"),
-    "tokens/s": _shown("{:,.0f}", "tokens_per_second"),
-    "tokens/s per GPU": _per_gpu,
-    "scaling": _scaling,
-    "TFLOP/s per GPU": _shown("{:,.1f}", "model_tflops_per_gpu"),
-    "MFU (of BF16 / FP8 peak)": _shown("{:.1%}", "mfu_bf16", "mfu_fp8"),
-    "peak GB": _shown("{:.1f}", "peak_memory_gb"),
-    "GPU-hours": _shown("{:.2f}", "gpu_hours"),
-}
+from benchmarks.verdict import Verdict
+from benchmarks.wandb_report import upload
+from training.config import LogConfig, OneLineParser
 
 
 def table(runs: list[RunRecord]) -> str:
     """Markdown: one row a run, and under it where, when and with which versions each one ran."""
-    made = markdown.table(list(COLUMNS), [[cell(run, runs) for cell in COLUMNS.values()] for run in runs])
+    names = [run.name if run.summary is not None else f"{run.name} (unfinished)" for run in runs]
+    columns = {"run": names} | tables.shown(tables.RUNS, runs)
+    made = markdown.table(list(columns), map(list, zip(*columns.values(), strict=True)))
     return "\n".join([made, "", *(f"- {run.name}: {provenance(run)}" for run in runs)])
 
 
-def draw(runs: list[RunRecord], reference: RunRecord) -> dict[str, tuple[str, Figure]]:
+def draw(
+    runs: list[RunRecord], reference: RunRecord, baselines: dict[Path, RunRecord]
+) -> dict[str, tuple[str, Figure]]:
     """{file: (what it shows, figure)}, as far as the runs have logged what they show."""
     found = {}
     if any(run.series("train/loss") or run.series("eval/loss") for run in runs):
         found["loss.png"] = ("loss curve", figures.draw_losses(runs))
         found["loss_log.png"] = ("loss curve, logarithmic", figures.draw_losses(runs, log=True))
-    against = comparison(runs, reference)
-    if against.runs:
+    against = comparison(runs, reference, baselines)
+    if against.pairs:
         found["gap.png"] = ("gap to the reference", figures.draw_gap(runs, against))
     for axis in figures.AXES:
         lines = figures.scaling(runs, axis)
@@ -109,10 +55,12 @@ def draw(runs: list[RunRecord], reference: RunRecord) -> dict[str, tuple[str, Fi
     return found
 
 
-def write_figures(runs: list[RunRecord], reference: RunRecord, target: Path) -> None:
+def write_figures(
+    runs: list[RunRecord], reference: RunRecord, target: Path, baselines: dict[Path, RunRecord]
+) -> None:
     """The figures as PNGs into the folder `target`."""
     with matplotlib.rc_context(figures.PAPER):
-        found = draw(runs, reference)
+        found = draw(runs, reference, baselines)
         for file, (what, figure) in found.items():
             figure.savefig(target / file, dpi=150)
             print(f"\n{what}: {target / file}")
@@ -120,10 +68,11 @@ def write_figures(runs: list[RunRecord], reference: RunRecord, target: Path) -> 
         print("\nno loss.png: no loss was logged")
 
 
-def write_page(runs: list[RunRecord], reference: RunRecord, target: Path) -> None:
-    """report.html into the folder `target`."""
-    rows = {name: [cell(run, runs) for run in runs] for name, cell in COLUMNS.items()}
-    page = html_report.page(runs, reference, rows, [provenance(run) for run in runs])
+def write(runs: list[RunRecord], reference: RunRecord, target: Path, verdict: Verdict | None = None) -> None:
+    """Print the table; figures and report.html into the folder `target`, with a comparison's verdict."""
+    print(table(runs))
+    write_figures(runs, reference, target, verdict.baselines if verdict else {})
+    page = html_report.page(runs, reference, verdict)
     (target / "report.html").write_text(page, encoding="utf-8")
     print(f"\nreport: {target / 'report.html'}")
 
@@ -157,16 +106,29 @@ def report(argv: list[str]) -> int:
     parser.add_argument(
         "--output_dir", type=Path, help="where page and figures go; default: the folder of a single run"
     )
+    parser.add_argument("--use_wandb", action="store_true", help="log tables, figures and page to W&B, too")
+    parser.add_argument("--wandb_project", help="default: the reference's; the group is always its own")
+    modes = ("online", "offline", "disabled")
+    parser.add_argument("--wandb_mode", choices=modes, help="default: WANDB_MODE, else online")
     args = parser.parse_args(argv)
     runs, reference = read_all(args.runs, args.reference)
-    print(table(runs))
     target = args.output_dir or (args.runs[0] if len(runs) == 1 else None)
     if target is None:
+        if args.use_wandb:
+            raise ValueError("--use_wandb: several runs need --output_dir for what is uploaded; add it")
+        print(table(runs))
         print("\nno report.html and loss.png: several runs need --output_dir")
         return 0
     make_folder(target)
-    write_figures(runs, reference, target)
-    write_page(runs, reference, target)
+    write(runs, reference, target)
+    if args.use_wandb:
+        cfg = LogConfig(
+            use_wandb=True,
+            wandb_project=args.wandb_project or reference.setting("wandb_project"),
+            wandb_group=reference.setting("wandb_group"),
+            wandb_mode=args.wandb_mode,
+        )
+        upload(target, cfg, runs)
     return 0
 
 

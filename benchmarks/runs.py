@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, median, pstdev
@@ -32,6 +32,7 @@ INDIFFERENT = ("num_workers", "num_proc", "weights_cache_dir", "data_cache_dir",
 INDIFFERENT += ("output_dir", "resume", "save_checkpoints", "save_interval", "keep_last", "export")
 INDIFFERENT += ("generate_samples", "log_dir", "use_wandb", "wandb_project", "wandb_run_name", "wandb_mode")
 INDIFFERENT += ("wandb_tags", "wandb_group")
+LABEL_LENGTH = 100  # of a run's name in a figure or a heading
 # What the config.json of every run has, and no other's.
 OF_A_RUN = ("mixed_precision", "batch_size", "gradient_accumulation_steps", "max_seq_length")
 
@@ -45,6 +46,7 @@ class RunRecord:
     environment: dict[str, Any]
     records: list[dict[str, Any]]
     summary: dict[str, Any] | None
+    wall_time: dict[str, Any] = field(default_factory=dict)  # of all starts; empty if missing or damaged
 
     @property
     def name(self) -> str:
@@ -60,7 +62,7 @@ class RunRecord:
         return [(s, value) for s, value in found if isinstance(value, int | float) and math.isfinite(value)]
 
     def value(self, name: str) -> Any:
-        """A summary value by its name; of a run without summary what metrics.jsonl tells, else None.
+        """A summary value by its name; of a run without summary what its other files tell, else None.
 
         None for the speed of an emulated run, which says nothing about any machine.
         """
@@ -68,6 +70,10 @@ class RunRecord:
             return None
         if self.summary is not None:
             return self.summary.get(name)
+        if name in FROM_WALL_TIME:
+            kept, unit = FROM_WALL_TIME[name]
+            seconds = self.wall_time.get(kept)
+            return seconds / unit if isinstance(seconds, int | float) else None
         return self.environment.get(name, self.config.get(name, self._from_metrics(name)))
 
     @property
@@ -166,7 +172,15 @@ def read_run(folder: Path) -> RunRecord:
         environment=_read_json(folder / "env.json") if (folder / "env.json").exists() else {},
         records=_read_metrics(folder / "metrics.jsonl"),
         summary=_read_json(summary) if summary.exists() else None,
+        wall_time=_read_wall_time(folder / "wall_time.json"),
     )
+
+
+def _read_wall_time(path: Path) -> dict[str, Any]:
+    try:
+        return _read_json(path)
+    except ValueError:  # training does without it, too
+        return {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -218,6 +232,13 @@ FROM_METRICS: dict[str, tuple[str, Callable[[list[float]], float]]] = {
     "peak_memory_gb": ("perf/peak_memory_gb", max),
 }
 
+# Summary value -> (its name in wall_time.json, seconds of its unit), for runs that left no summary.
+FROM_WALL_TIME = {
+    "runtime_seconds": ("wall_seconds", 1),
+    "gpu_hours": ("gpu_seconds", 3600),
+    "node_hours": ("node_seconds", 3600),
+}
+
 LOSSES = {"training": "train/loss", "validation": "eval/loss"}
 STATISTICS: dict[str, Callable[[list[float]], float]] = {
     "maximum": max,
@@ -243,6 +264,13 @@ def labels(runs: list[RunRecord]) -> list[str]:
     return [
         name if names.count(name) == 1 else str(run.folder) for name, run in zip(names, runs, strict=True)
     ]
+
+
+def short_labels(runs: list[RunRecord]) -> list[str]:
+    """Labels of at most LABEL_LENGTH characters, cut in the middle; whole ones where two would be alike."""
+    names, half = labels(runs), LABEL_LENGTH // 2 - 2
+    short = [name if len(name) <= LABEL_LENGTH else f"{name[:half]}...{name[-half:]}" for name in names]
+    return short if len(set(short)) == len(set(names)) else names
 
 
 PACKAGES = ("torch", "transformer_engine", "torchao", "transformers")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -114,6 +115,16 @@ class Row:
     values: dict[str, float | None] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What a report shows of a comparison: its rows, what PASS means, notes, what runs were held against."""
+
+    rows: list[Row]
+    limit: str
+    notes: list[str]
+    baselines: dict[Path, RunRecord]  # by the folder of a run
+
+
 Pair = tuple[RunRecord, RunRecord]  # a run, and what it is held against
 VALUES = ("eval_loss", "eval_perplexity", "eval_token_accuracy")
 # Of runs whose speed says something of FP8's.
@@ -210,7 +221,10 @@ def judge(
     elif not all(map(math.isfinite, evaluated)):
         reason = "its evaluation loss is not finite"
     elif gap > max_loss_gap:
-        reason = f"its loss is {gap:+.2f} % above {against}'s, more than --max_loss_gap {max_loss_gap:g} %"
+        mean = f", on the mean of {len(both)} seeds," if pairs else ""
+        reason = (
+            f"its loss is{mean} {gap:.2f} % above {against}'s, more than --max_loss_gap {max_loss_gap:g} %"
+        )
     return Row(variant, "FAIL" if reason else "PASS", against, reason, values)
 
 
@@ -239,15 +253,20 @@ COLUMNS: dict[str, tuple[str, str]] = {
 }
 
 
-def table(rows: list[Row]) -> str:
-    """Markdown, one row a variant."""
+def as_text(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    """Headings, and a line for each variant."""
     columns = {h: c for h, c in COLUMNS.items() if any(row.values.get(c[0]) is not None for row in rows)}
     lines = []
     for row in rows:
         values = [(row.values.get(name), format_) for name, format_ in columns.values()]
-        cells = ["-" if value is None else format_.format(value) for value, format_ in values]
-        lines.append([row.variant, row.status, row.against or "-", *cells])
-    return markdown.table(["variant", "verdict", "against", *columns], lines)
+        shown = ["-" if value is None else format_.format(value) for value, format_ in values]
+        lines.append([row.variant, row.status, row.against or "-", *shown])
+    return ["variant", "verdict", "against", *columns], lines
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown, one row a variant."""
+    return markdown.table(*as_text(rows))
 
 
 def notes(runs: dict[str, RunRecord], seeds: list[RunRecord], band: tuple[float, float] | None) -> list[str]:
@@ -256,8 +275,8 @@ def notes(runs: dict[str, RunRecord], seeds: list[RunRecord], band: tuple[float,
     reference, emulated = next(iter(runs.values())), [n for n, r in runs.items() if r.emulated]
     if emulated:
         found.append(
-            f"EMULATED: {', '.join(emulated)}. FP8's numerics were computed in plain PyTorch: losses are "
-            "meaningful; speed, memory and hours are not and are left out."
+            f"EMULATED: {', '.join(emulated)}. TE's layers or FP8's GEMMs were computed in plain PyTorch: "
+            "losses are meaningful; speed, memory and hours are not and are left out."
         )
     if band:
         names = ", ".join(str(run.config["seed"]) for run in (reference, *seeds))

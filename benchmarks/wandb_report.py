@@ -1,4 +1,4 @@
-"""What a comparison came to, as a W&B run of its own beside the runs it compares: table, figures, page."""
+"""What a report shows, as a W&B run of its own beside the runs it is about: tables, figures, page."""
 
 from __future__ import annotations
 
@@ -7,44 +7,67 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tables
+from benchmarks.runs import LOSSES, RunRecord, labels
+from benchmarks.verdict import Row
 from training.config import LogConfig
 from training.trackers import mode_within_reach, wandb_id, wandb_settings
 
 COLUMNS = ("variant", "status", "against", "reason")
 
 
-def upload(folder: Path, cfg: LogConfig, rows: Sequence[Any], config: dict[str, Any]) -> bool:
-    """Log the verdict's rows, and the PNGs and report.html of `folder`; False, with a warning, if W&B fails.
+def upload(
+    folder: Path,
+    cfg: LogConfig,
+    runs: list[RunRecord],
+    rows: Sequence[Row] = (),
+    config: dict[str, Any] | None = None,
+) -> bool:
+    """Log the page's tables, the verdict's rows if there are, and the PNGs and report.html of `folder`.
 
-    The run has the job type `report` and the group of the compared ones; of a folder there is one.
+    The W&B run has the job type `report` and the group of `cfg`, as the runs it is about; of a folder there
+    is one. False, with a warning, if W&B fails.
     """
-    import wandb
-
     try:
-        mode = mode_within_reach(cfg, folder)
+        import wandb
+
         run = wandb.init(
             project=cfg.wandb_project,
-            name=f"{folder.resolve().name}-verdict",
-            id=wandb_id(folder)[0],
+            name=f"{folder.resolve().name}-{'verdict' if rows else 'report'}",
+            id=wandb_id(folder, name="wandb_report_id.txt")[0],
             resume="allow",
             group=cfg.wandb_group,
             job_type="report",
-            mode=mode,
+            mode=mode_within_reach(cfg, folder),
             config=config,
             dir=str(folder),
             settings=wandb_settings(),
         )
-        values = list(dict.fromkeys(name for row in rows for name in row.values))
-        table = wandb.Table(columns=[*COLUMNS, *values])
-        for row in rows:
-            table.add_data(*(getattr(row, name) for name in COLUMNS), *(row.values.get(v) for v in values))
-        logged: dict[str, Any] = {"report/verdict": table}
+        logged: dict[str, Any] = {
+            f"report/{name}": wandb.Table(columns=columns, data=data)
+            for name, (columns, data) in _tables(runs, rows).items()
+        }
         logged |= {f"report/{path.stem}": wandb.Image(str(path)) for path in sorted(folder.glob("*.png"))}
         if (page := folder / "report.html").exists():
             logged["report/page"] = wandb.Html(page.read_text(encoding="utf-8"))
         run.log(logged)
         run.finish()
-    except Exception as error:  # the verdict stands on disk; whatever W&B raises must not lose it
-        print(f"WARNING: W&B has no report of this comparison ({error})", file=sys.stderr)
+    except Exception as error:  # the report stands on disk; whatever W&B raises must not lose it
+        print(f"WARNING: W&B has no report of {folder} ({error})", file=sys.stderr)
         return False
     return True
+
+
+def _tables(runs: list[RunRecord], rows: Sequence[Row]) -> dict[str, tuple[list[str], list[list[Any]]]]:
+    """{name: (headings, lines)}, numbers as numbers, so that W&B can sort and plot them."""
+    named = {"runs": tables.RUNS, "hours": tables.HOURS}
+    named |= {f"{title}_loss": tables.statistics(metric) for title, metric in LOSSES.items()}
+    found = {}
+    for name, columns in named.items():
+        values = {"run": labels(runs)} | tables.values(columns, runs)
+        found[name] = list(values), [list(line) for line in zip(*values.values(), strict=True)]
+    if rows:
+        names = list(dict.fromkeys(name for row in rows for name in row.values))
+        lines = [[*(getattr(r, c) for c in COLUMNS), *(r.values.get(n) for n in names)] for r in rows]
+        found["verdict"] = [*COLUMNS, *names], lines
+    return found

@@ -88,7 +88,9 @@ def test_the_same_command_goes_on_and_ends_in_a_verdict(compared):
 def test_an_emulated_comparison_shows_losses_and_no_speed(compared):
     folder, *_ = compared
     page = (folder / "verdict.md").read_text()
-    assert page.startswith("# FP8 against BF16 (emulated)") and "EMULATED: bf16, delayed." in page
+    assert (
+        page.startswith("# FP8 against BF16 (emulated)") and "EMULATED: bf16, delayed. TE's layers or" in page
+    )
     head = page.splitlines()[2]
     assert "token accuracy" in head
     assert not any(word in head for word in ("tokens/s", "TFLOP", "MFU", "GB", "hours", "speed"))
@@ -151,6 +153,65 @@ def test_verdict_of_hand_made_runs(tmp_path):
     write_verdict(result, rows, tmp_path, "the command")
     row = next(line for line in (tmp_path / "verdict.md").read_text().splitlines() if "| delayed" in line)
     assert all(text in row for text in ("FAIL", "2.0120", "+0.60 %", "1,250", "1.25x", "1.50"))
+
+
+def command(folder: Path, variants: str) -> list[str]:
+    """What `compare` is told of the runs of `jobs_of`; those that `write_run` wrote are finished."""
+    flags = f"--variants {variants} --noise_seeds 0 --max_steps 20 --price_per_gpu_hour 3"
+    return [*flags.split(), "--output_dir", str(folder)]
+
+
+def section(folder: Path, name: str) -> str:
+    page = (folder / "report.html").read_text()
+    return re.sub(r"<.*?>", " ", re.search(rf'<section id="{name}">.*?</section>', page, re.DOTALL)[0])
+
+
+def test_the_page_begins_with_the_verdict_and_shows_its_gaps(tmp_path):
+    """tensorwise is held against bf16_hf: 0.65 % above that, and below bf16."""
+    for job, loss in zip(jobs_of(tmp_path, "bf16,bf16_hf,tensorwise"), (2.1, 2.0, 2.013), strict=True):
+        write_run(job, loss)
+    assert main(command(tmp_path, "bf16,bf16_hf,tensorwise")) == 1
+    assert re.search(r'<section id="([\w-]+)"', (tmp_path / "report.html").read_text())[1] == "verdict"
+    told = " ".join(section(tmp_path, "verdict").split())
+    assert "tensorwise FAIL bf16_hf 2.0130 +0.65 %" in told
+    assert "its loss is 0.65 % above bf16_hf&#x27;s, more than --max_loss_gap 0.5 %" in told
+    assert "No noise band" in told and "cost" in told and "at most 0.5 % above" in told
+    row = re.search(r"tensorwise\s+bf16_hf\s+(\S+)", section(tmp_path, "gap-to-the-reference"))
+    assert row[1] == "+0.650%"
+
+
+def test_the_page_shows_each_gap_that_a_mean_is_of(tmp_path):
+    jobs = jobs_of(tmp_path, "bf16,delayed", paired=1)
+    for job, loss in zip(jobs, (2.0, 2.016, 2.1, 2.1), strict=True):
+        write_run(job, loss)
+    assert main([*command(tmp_path, "bf16,delayed"), "--paired_seeds", "1"]) == 0
+    assert "delayed PASS bf16 2.0160 +0.40 % +0.00 % +0.80 %" in " ".join(
+        section(tmp_path, "verdict").split()
+    )
+    shown = " ".join(section(tmp_path, "gap-to-the-reference").split())
+    assert "delayed bf16 +0.800%" in shown and "delayed-seed43 bf16-seed43 +0.000%" in shown
+
+
+def test_a_reference_that_diverged_is_refused_with_its_curves(tmp_path, capsys):
+    for job in (jobs := jobs_of(tmp_path, "bf16,delayed")):
+        write_run(job, 2.0)
+    rewrite_metrics(jobs[0], diverged)
+    assert main(command(tmp_path, "bf16,delayed")) == 2
+    assert "the reference's training loss does not end finite" in capsys.readouterr().err
+    assert (tmp_path / "loss.png").exists() and not (tmp_path / "verdict.json").exists()
+    assert "it does not end finite" not in section(tmp_path, "gap-to-the-reference")
+    assert "that run does not end finite" in section(tmp_path, "gap-to-the-reference")
+
+
+def test_a_reference_that_breaks_leaves_its_curves(tmp_path, monkeypatch):
+    (job,) = jobs_of(tmp_path, "bf16")
+    write_run(job, 2.0)
+    folder = Path(job.cfg.checkpoint.output_dir)
+    (folder / "summary.json").unlink()
+    broken = Outcome(1, folder, "no finite loss", False)
+    monkeypatch.setattr("benchmarks.compare.launch", lambda cfg, **_: broken)
+    assert main(command(tmp_path, "bf16")) == 1
+    assert (tmp_path / "loss.png").exists() and (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize(
@@ -415,6 +476,10 @@ def test_gaps_over_paired_seeds(tmp_path):
     assert any("Gaps are means over the seeds 42, 43, 44" in note for note in result["notes"])
     write_verdict(result, [reference, row], tmp_path, "the command")
     assert "| gap | lowest gap | highest gap |" in (tmp_path / "verdict.md").read_text()
+
+    _, (_, row) = conclude(jobs, {}, max_loss_gap=0.1, price=None)
+    told = "its loss is, on the mean of 3 seeds, 0.40 % above bf16's, more than --max_loss_gap 0.1 %"
+    assert (row.status, row.reason) == ("FAIL", told)
 
     failed = {"delayed-seed44": Outcome(1, tmp_path / "x", "it broke", False)}
     result, (_, row) = judged(jobs, failed)

@@ -5,7 +5,8 @@ import re
 from html.parser import HTMLParser
 
 from benchmarks.figures import POINTS, draw_losses, draw_scaling, scaling, thin
-from benchmarks.report import main, read_all, read_run, write_figures, write_page
+from benchmarks.html_report import page
+from benchmarks.report import main, read_all, read_run, write_figures
 from tests.test_report import ENVIRONMENT, SUMMARY, write_run
 
 VOID = {"meta", "input", "br", "hr", "img", "link"}
@@ -81,7 +82,7 @@ def report(tmp_path, *folders, reference=None):
     """The checked page of some runs, without the PNGs beside it."""
     out = tmp_path / "report"
     out.mkdir(exist_ok=True)
-    write_page(*read_all(list(folders), reference), out)
+    (out / "report.html").write_text(page(*read_all(list(folders), reference)), encoding="utf-8")
     return checked(out / "report.html")
 
 
@@ -146,10 +147,29 @@ def test_the_reference_can_be_named_and_joins_the_runs(tmp_path):
     )
     report(tmp_path, one, reference=two)
     gap = section(tmp_path, "gap-to-the-reference")
-    assert "Reference: two." in gap and rows_of(gap)["one"] == ["-20.000%", "seed"]
+    assert "Reference: two." in gap and rows_of(gap)["one"] == ["two", "-20.000%", "seed"]
     assert rows_of(section(tmp_path, "settings").split("<details")[0])["seed"] == ["<mark>1</mark>", "2"]
     report(tmp_path, two, one, reference=two)
     assert rows_of(section(tmp_path, "settings").split("<details")[0])["seed"] == ["2", "<mark>1</mark>"]
+
+
+def test_a_run_without_an_end_says_so_in_every_table(tmp_path):
+    folders = [whole_run(tmp_path / "done"), whole_run(tmp_path / "stopped")]
+    (folders[1] / "summary.json").unlink()
+    (folders[1] / "wall_time.json").write_text('{"gpu_seconds": 1800.0}')
+    report(tmp_path, *folders)
+    assert 'stopped <span class="tag">unfinished</span>' in section(tmp_path, "runs")
+    assert rows_of(section(tmp_path, "hours"))["GPU-hours"] == ["3.000", "0.500"]
+
+
+def test_settings_of_many_runs_are_several_tables(tmp_path):
+    folders = [whole_run(tmp_path / f"{i:02}", seed=i, statistics=False) for i in range(13)]
+    report(tmp_path, *folders)
+    differing = section(tmp_path, "settings").split("<details")[0]
+    assert [rows_of(part)["seed"][-1] for part in differing.split("<table")[1:]] == [
+        "<mark>11</mark>",
+        "<mark>12</mark>",
+    ]
 
 
 def test_many_runs_stand_below_each_other(tmp_path):
@@ -258,7 +278,7 @@ def test_names_with_dollars_and_underscores_are_drawn(tmp_path):
         f"{name}: {what}" for name in ("$x_{ ^$", "_plain") for what in ("training, smoothed", "evaluation")
     ]
     runs, reference = read_all(folders, None)
-    write_figures(runs, reference, tmp_path)
+    write_figures(runs, reference, tmp_path, {})
     assert (tmp_path / "coverage.png").exists() and (tmp_path / "gap.png").exists()
 
 
@@ -269,7 +289,7 @@ def test_a_run_that_diverged_has_no_gap(tmp_path):
         file.write(json.dumps({"step": 40, "train/loss": "NaN"}) + "\n")
     report(tmp_path, *folders)
     rows = rows_of(section(tmp_path, "gap-to-the-reference"))
-    assert rows["bad"][0] == "-: it does not end finite"
+    assert rows["bad"][1] == "none: it does not end finite"
 
 
 def test_runs_without_a_common_step_have_no_gap(tmp_path):
@@ -279,4 +299,4 @@ def test_runs_without_a_common_step_have_no_gap(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("\n".join(json.dumps(line | {"step": line["step"] + 1}) for line in lines))
     report(tmp_path, *folders)
-    assert rows_of(section(tmp_path, "gap-to-the-reference"))["other"][0] == "-: no step in common"
+    assert rows_of(section(tmp_path, "gap-to-the-reference"))["other"][1] == "none: no step in common"

@@ -241,9 +241,9 @@ def within(seconds: float, start: Callable[[], Any]) -> Any:
     return done.result()
 
 
-def wandb_id(folder: Path, *, new: bool = False) -> tuple[str, bool]:
+def wandb_id(folder: Path, *, new: bool = False, name: str = "wandb_id.txt") -> tuple[str, bool]:
     """The id of the W&B run that belongs to `folder`, and whether it had one; `new`: another, from now on."""
-    file = folder / "wandb_id.txt"
+    file = folder / name
     known = file.read_text().strip() if file.exists() and not new else ""
     run_id = known or secrets.token_hex(4)
     if not known:
