@@ -13,6 +13,7 @@ from typing import Any
 
 from training.config import Config
 from training.metrics import perplexity
+from training.trackers import redacted
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as metrics.jsonl writes them
 # What an emulated run has no say about, under whichever name it was recorded.
@@ -310,7 +311,7 @@ def settings(run: RunRecord) -> dict[str, Any]:
     environment = run.environment
     git = environment.get("git") or {}
     return (
-        run.config
+        redacted(run.config)
         | {name: environment.get(name) for name in MACHINE}
         | {f"version of {name}": value for name, value in (environment.get("versions") or {}).items()}
         | {"commit": git.get("commit"), "commit with changes": git.get("dirty")}

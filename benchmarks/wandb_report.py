@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from benchmarks import tables
 from benchmarks.runs import LOSSES, RunRecord, labels
 from benchmarks.verdict import Row
 from training.config import LogConfig
-from training.trackers import mode_within_reach, wandb_id, wandb_settings
+from training.trackers import START_SECONDS, mode_within_reach, wandb_id, wandb_settings, within
 
 COLUMNS = ("variant", "status", "against", "reason")
 
@@ -31,7 +32,8 @@ def upload(
     try:
         import wandb
 
-        run = wandb.init(
+        start = partial(
+            wandb.init,
             project=cfg.wandb_project,
             name=f"{folder.resolve().name}-{'verdict' if rows else 'report'}",
             id=wandb_id(folder, name="wandb_report_id.txt")[0],
@@ -43,6 +45,7 @@ def upload(
             dir=str(folder),
             settings=wandb_settings(),
         )
+        run = within(START_SECONDS, start)
         logged: dict[str, Any] = {
             f"report/{name}": wandb.Table(columns=columns, data=data)
             for name, (columns, data) in _tables(runs, rows).items()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks import report
 from te_models import plan_model
 from training import kernels, outcome, run_folder
 from training.config import config_from_dict, parse_config
@@ -558,6 +559,13 @@ def test_tokens_never_reach_output_or_run_folder(tmp_path, capsys, monkeypatch):
     folder = train(tmp_path / "kept", "--max_steps 1 --no_export")
     assert secret not in capsys.readouterr().err
     assert not any(secret in p.read_text(errors="ignore") for p in folder.rglob("*") if p.is_file())
+    # In a setting that defines the run it is kept there, and in checkpoints, alone.
+    folder = train(
+        tmp_path / "told", f"--max_steps 1 --no_export --no_save_checkpoints --system_prompt {secret}"
+    )
+    assert report.main([str(folder)]) == 0
+    found = {p.name for p in folder.rglob("*") if p.is_file() and secret in p.read_text(errors="ignore")}
+    assert found == {"config.json"}
 
 
 def test_a_run_that_has_only_its_end_to_do_keeps_what_its_steps_told(finished, tmp_path):

@@ -64,6 +64,7 @@ from training.trackers import (
     build_tracker,
     describe_environment,
     follows_a_finished_run,
+    redacted,
 )
 from training.trainer import Hooks, Meter, Progress, Trainer
 from training.watchdog import DATA_SECONDS, Watchdog
@@ -411,8 +412,8 @@ class Run:
             "nodes": self.strategy.num_nodes,
             "hosts": sorted(set(ranks.gather(platform.node()))),
             "data": {
-                "train": self.loaders.report.as_dict(),
-                "eval": held_out.as_dict() if held_out else None,
+                "train": redacted(self.loaders.report.as_dict()),  # a system prompt is among it
+                "eval": redacted(held_out.as_dict()) if held_out else None,
             },
         }
 

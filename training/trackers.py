@@ -276,7 +276,7 @@ class WandbWriter:
             mode=mode,  # None: WANDB_MODE, else online
             group=cfg.wandb_group,
             tags=[*own_tags, *tags],
-            config={key: redact(v) if isinstance(v, str) else v for key, v in config.items()},
+            config=redacted(config),
             dir=str(run_folder),
             settings=wandb_settings(),
         )
@@ -476,3 +476,8 @@ def redact(text: str) -> str:
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
     return text
+
+
+def redacted(values: dict[str, Any]) -> dict[str, Any]:
+    """`redact` for every text among the values."""
+    return {name: redact(value) if isinstance(value, str) else value for name, value in values.items()}
