@@ -251,7 +251,8 @@ def build_model(
             model = prepare(_build_hugging_face(plan, dtype, whole_on, seed))
         model.choose_attention(device, compute_dtype or dtype)
         if packed:
-            refuse_leaking_packing(model.eval(), sharded=shard is not None and dist.is_initialized())
+            sharded = shard is not None and dist.is_initialized()
+            refuse_leaking_packing(model.eval(), plan.name, sharded=sharded)
         if compile_layers:
             model.compile_blocks()
         return model.train()

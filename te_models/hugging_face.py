@@ -46,6 +46,13 @@ class HFCausalLM(nn.Module):
                 raise ValueError(
                     f"--gradient_checkpointing: {type(model).__name__} does not support it; drop it"
                 )
+            if reentrant and self.asks_for_balance:
+                raise ValueError(
+                    "--gradient_checkpointing: under DeepSpeed's stage 3, as in ds_zero3, the router "
+                    f"of {type(model).__name__} would get no gradient of its balancing loss, which "
+                    "output_router_logits in its config.json asks for; drop it, or take "
+                    "--sharding_mode fsdp_full"
+                )
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
 
     @property
@@ -59,6 +66,11 @@ class HFCausalLM(nn.Module):
     def attention(self) -> str:
         """What keeps packed samples apart, for the run's records."""
         return NAME if self.own_attention is None else f"transformers' own ({self.own_attention})"
+
+    @property
+    def asks_for_balance(self) -> bool:
+        """Whether the configuration of a mixture of experts asks for its router's balancing loss."""
+        return getattr(self.model.config, "output_router_logits", False)
 
     def choose_attention(self, device: torch.device, dtype: torch.dtype) -> None:
         """Find out, with weights in place, which attention runs; `dtype` is the one it computes in."""
@@ -94,11 +106,17 @@ class HFCausalLM(nn.Module):
         if not self.plain_head:
             output = self.model(**inputs)
             found = logits_cross_entropy(output.logits.flatten(0, 1), labels.flatten())
-            balance = getattr(output, "aux_loss", None)  # of a router, where the configuration asks for it
-            if balance is None or not self.training:
+            balance = getattr(output, "aux_loss", None)  # of a router
+            if not self.training or (balance is None and not self.asks_for_balance):
                 return found
-            weight = getattr(self.model.config, "router_aux_loss_coef", 0.0) * (labels != IGNORE).sum()
-            return found._replace(loss=found.loss + weight * balance)
+            weight = balance_weight(self.model)
+            if weight is None or not isinstance(balance, Tensor):
+                lost = "its config.json has no router_aux_loss_coef" if weight is None else "it computes none"
+                raise ValueError(
+                    f"--model_name: the balancing loss of {type(self.model).__name__}'s router cannot count "
+                    f"({lost}); set output_router_logits to false in its config.json"
+                )
+            return found._replace(loss=found.loss + weight * (labels != IGNORE).sum() * balance)
         hidden = self.model.get_decoder()(**inputs).last_hidden_state.flatten(0, 1)  # [T, D]
         head = self.model.get_output_embeddings()
         if self.fp8_lm_head:
@@ -106,7 +124,14 @@ class HFCausalLM(nn.Module):
         return linear_cross_entropy(hidden, head.weight, labels.flatten(), fp8=self.fp8_lm_head)
 
 
-def refuse_leaking_packing(model: HFCausalLM, *, sharded: bool = False) -> None:
+def balance_weight(model: nn.Module) -> float | None:
+    """The coefficient of a router's loss; where a model keeps it itself, that is what transformers uses."""
+    names = ("router_aux_loss_coef", "aux_loss_coef")
+    kept = (getattr(place, name, None) for place in (model, model.config) for name in names)
+    return next((weight for weight in kept if weight is not None), None)
+
+
+def refuse_leaking_packing(model: HFCausalLM, name: str, *, sharded: bool = False) -> None:
     """ValueError if this model lets a packed sample see the one before it. Collective if it is `sharded`.
 
     Not every implementation keeps to the borders of sequences, and those that do not train on other samples'
@@ -130,7 +155,9 @@ def refuse_leaking_packing(model: HFCausalLM, *, sharded: bool = False) -> None:
         with torch.no_grad():
             one, other = loss(first), loss(exchanged)
         if not torch.isfinite(one):
-            raise ValueError(f"--model_name: the weights give a loss of {one.item()}; they are damaged")
+            raise ValueError(
+                f"--model_name {name}: the weights give a loss of {one.item()}; they are damaged"
+            )
         changed = (one != other).int()
         if sharded:  # its ranks must go the same way
             dist.all_reduce(changed, dist.ReduceOp.MAX)

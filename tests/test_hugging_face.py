@@ -28,7 +28,15 @@ TINY = {
 }
 
 
-def build(model_type: str, *, packed: bool, gradient_checkpointing: bool = False, seed: int = 0, **changes):
+def build(
+    model_type: str,
+    *,
+    packed: bool,
+    gradient_checkpointing: bool = False,
+    reentrant: bool = False,
+    seed: int = 0,
+    **changes,
+):
     config = AutoConfig.for_model(model_type, **TINY | changes)
     return build_model(
         ModelPlan(model_type, config, None),
@@ -39,6 +47,7 @@ def build(model_type: str, *, packed: bool, gradient_checkpointing: bool = False
         packed=packed,
         max_positions=64,
         gradient_checkpointing=gradient_checkpointing,
+        reentrant=reentrant,
     )
 
 
@@ -206,8 +215,10 @@ def test_weights_without_a_finite_loss_are_not_blamed_on_packing():
     model = build("llama", packed=False)
     with torch.no_grad():
         next(model.parameters())[3, 0] = float("nan")
-    with pytest.raises(ValueError, match="the weights give a loss of nan; they are damaged"):
-        hugging_face.refuse_leaking_packing(model.eval())
+    with pytest.raises(
+        ValueError, match="--model_name a/b: the weights give a loss of nan; they are damaged"
+    ):
+        hugging_face.refuse_leaking_packing(model.eval(), "a/b")
 
 
 @pytest.mark.parametrize(
@@ -341,3 +352,43 @@ def test_a_router_s_own_loss_counts_where_the_configuration_asks_for_it():
         balance = model.model(input_ids=batch["input_ids"], use_cache=False).aux_loss
     assert balance > 1
     torch.testing.assert_close(trained, evaluated + 0.5 * balance)
+
+
+def test_a_router_s_loss_has_the_weight_that_the_model_itself_uses():
+    """Not all keep it under one name, or where the configuration has its other numbers."""
+    experts = {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "moe_loss_weight": 0.05}
+    sizes = {"d_model": 32, "n_heads": 4, "n_layers": 1, "vocab_size": 64, "ffn_config": experts}
+    dbrx = AutoConfig.for_model("dbrx", **sizes, attn_config={"kv_n_heads": 2, "rope_theta": 1e4})
+    assert hugging_face.balance_weight(AutoModelForCausalLM.from_config(dbrx)) == 0.05
+    jetmoe = build("jetmoe", packed=False, aux_loss_coef=0.07, kv_channels=8)
+    assert hugging_face.balance_weight(jetmoe.model) == 0.07
+
+
+def test_a_router_s_loss_that_cannot_count_is_refused():
+    model = build("mixtral", packed=False, output_router_logits=True)
+    del model.model.router_aux_loss_coef
+    model.model.config = SimpleNamespace(output_router_logits=True, return_dict=True)
+    with pytest.raises(
+        ValueError, match=r"MixtralForCausalLM's router .*has no router_aux_loss_coef.; set out"
+    ):
+        model(**inputs([16]))
+    assert model.eval()(**inputs([16])).loss > 0
+    # transformers asks this model for none, whatever its configuration says.
+    with pytest.raises(ValueError, match=r"JetMoeForCausalLM's router .*it computes none.; set out"):
+        build("jetmoe", packed=False, output_router_logits=True, kv_channels=8)(**inputs([16]))
+
+
+def test_a_router_s_loss_is_trained_under_recomputation_or_refused():
+    """Reentrant recomputation runs layers without a graph, and so the logits that their routers hand out."""
+
+    def gate(**kwargs) -> torch.Tensor:
+        model = build("mixtral", packed=False, output_router_logits=True, router_aux_loss_coef=0.5, **kwargs)
+        model(**inputs([16])).loss.backward()
+        return next(p.grad for name, p in model.named_parameters() if "gate.weight" in name)
+
+    torch.testing.assert_close(gate(gradient_checkpointing=True), gate())
+    with pytest.raises(
+        ValueError, match=r"--gradient_checkpointing: .*ds_zero3.*MixtralForCausalLM.*drop it"
+    ):
+        gate(gradient_checkpointing=True, reentrant=True)
+    build("mixtral", packed=False, gradient_checkpointing=True, reentrant=True)
