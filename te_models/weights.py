@@ -72,19 +72,15 @@ def _fused(family: Family) -> tuple[str, ...]:
 def layer_to_te(hf: dict[str, Tensor], *, heads: int, groups: int, family: Family) -> dict[str, Tensor]:
     """One decoder layer's Hugging Face tensors (names after `model.layers.N.`) in TE's names and layout.
 
-    Empties `hf`; ValueError if a tensor is missing or left over.
+    Takes them out of `hf`, where what it has no place for is left; KeyError if one is missing.
     """
-    try:
-        te = {name: hf.pop(hf_name) for name, hf_name in _renamed(family).items()}
-        for kind in _fused(family):
-            q, k, v = (hf.pop(f"self_attn.{p}_proj.{kind}") for p in "qkv")
-            te[f"self_attention.layernorm_qkv.{kind}"] = fuse_qkv(q, k, v, heads=heads, groups=groups)
-        # TE's swiglu gates with the first half: silu(x[:F]) * x[F:].
-        gate_and_up = [hf.pop("mlp.gate_proj.weight"), hf.pop("mlp.up_proj.weight")]
-        te["layernorm_mlp.fc1_weight"] = torch.cat(gate_and_up)  # [2F, D]
-    except KeyError as missing:
-        raise ValueError(f"the weights lack {missing.args[0]} of a decoder layer") from None
-    _refuse_leftovers(hf)
+    te = {name: hf.pop(hf_name) for name, hf_name in _renamed(family).items()}
+    for kind in _fused(family):
+        q, k, v = (hf.pop(f"self_attn.{p}_proj.{kind}") for p in "qkv")
+        te[f"self_attention.layernorm_qkv.{kind}"] = fuse_qkv(q, k, v, heads=heads, groups=groups)
+    # TE's swiglu gates with the first half: silu(x[:F]) * x[F:].
+    gate_and_up = [hf.pop("mlp.gate_proj.weight"), hf.pop("mlp.up_proj.weight")]
+    te["layernorm_mlp.fc1_weight"] = torch.cat(gate_and_up)  # [2F, D]
     return te
 
 
@@ -96,17 +92,15 @@ def layer_to_hf(te: dict[str, Tensor], *, heads: int, groups: int, family: Famil
         hf |= {f"self_attn.{p}_proj.{kind}": part for p, part in zip("qkv", qkv, strict=True)}
     gate, up = te.pop("layernorm_mlp.fc1_weight").chunk(2)
     hf |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
-    _refuse_leftovers(te)
+    if te:
+        raise ValueError(f"weights without a place in a Hugging Face model: {', '.join(sorted(te))}")
     return hf
 
 
-def _refuse_leftovers(tensors: Mapping[str, Tensor]) -> None:
-    if tensors:
-        raise ValueError(f"weights without a place in the model: {', '.join(sorted(tensors))}")
-
-
 class WeightSource(ABC):
-    """Where a model's weights come from, by Hugging Face name."""
+    """Where a model's weights come from, by Hugging Face name; `name` is what errors call it."""
+
+    name = "random weights"
 
     @abstractmethod
     def shapes(self) -> dict[str, torch.Size]: ...
@@ -158,6 +152,7 @@ class SafetensorsSource(WeightSource):
     """Tensors of a folder's `*.safetensors`, of which only the rows asked for are read from disk."""
 
     def __init__(self, folder: Path):
+        self.name = str(folder)
         files = require_safetensors(folder)
         if files is None:
             with _readable(folder / SINGLE), safe_open(folder / SINGLE, framework="pt") as handle:
@@ -233,17 +228,25 @@ def load_te(model: nn.Module, source: WeightSource) -> None:
     deepest = max((int(m[1]) for k in left if (m := re.match(r"model\.layers\.(\d+)\.", k))), default=-1)
     if deepest + 1 != len(model.layers):
         raise ValueError(
-            f"the weights have {deepest + 1} decoder layers, the configuration {len(model.layers)}"
+            f"--model_name {source.name}: the weights have {deepest + 1} decoder layers, the configuration "
+            f"{len(model.layers)}; give a complete model with its own config.json"
         )
     for i, layer in enumerate(model.layers):
         names = _layer_names(left, i)
         numbered, owners = _number_rows({suffix: shapes[key] for suffix, key in names.items()})
-        layout = layer_to_te(numbered, heads=model.heads, groups=model.groups, family=model.family)
+        try:
+            layout = layer_to_te(numbered, heads=model.heads, groups=model.groups, family=model.family)
+        except KeyError as missing:
+            raise _lacking(source, [f"model.layers.{i}.{missing.args[0]}"]) from None
+        except RuntimeError:  # of a reshape
+            raise ValueError(
+                f"--model_name {source.name}: model.layers.{i}.self_attn.q_proj, k_proj and v_proj have not "
+                "the rows of the heads in its config.json; give a model with its own config.json"
+            ) from None
+        _refuse_leftovers(source, [names[suffix] for suffix in numbered])
         for name, parameter in layer.named_parameters():
-            if name not in layout:
-                raise ValueError(f"the weights have nothing for layer {i}'s {name}")
             _fill(parameter, layout.pop(name), {n: names[suffix] for n, suffix in owners.items()}, source)
-        _refuse_leftovers(layout)
+        assert not layout, layout.keys()
         left -= set(names.values())
     rest = {"embed_tokens.weight": EMBEDDING, "norm.weight": FINAL_NORM}
     if model.tied:
@@ -252,9 +255,23 @@ def load_te(model: nn.Module, source: WeightSource) -> None:
         rest["lm_head.weight"] = LM_HEAD
     absent = [key for key in rest.values() if key not in left]
     if absent:
-        raise ValueError(f"the weights lack {', '.join(absent)}")
+        raise _lacking(source, absent)
     fill_named({key: model.get_parameter(name) for name, key in rest.items()}, source)
-    _refuse_leftovers(dict.fromkeys(left - set(rest.values())))
+    _refuse_leftovers(source, left - set(rest.values()))
+
+
+def _lacking(source: WeightSource, names: Iterable[str]) -> ValueError:
+    return ValueError(
+        f"--model_name {source.name}: the weights lack {', '.join(names)}; give a complete model"
+    )
+
+
+def _refuse_leftovers(source: WeightSource, names: Iterable[str]) -> None:
+    if names:
+        listed = ", ".join(sorted(names))
+        raise ValueError(
+            f"--model_name {source.name}: weights without a place in its TE form, {listed}; drop --use_te"
+        )
 
 
 @torch.no_grad()
@@ -289,7 +306,8 @@ def _fill(parameter: Tensor, numbers: Tensor, owners: dict[int, str], source: We
     if parameter.shape != (len(numbers), *width):
         names = ", ".join(sorted({owners[int(n)] for n in (numbers >> ROW_BITS).unique()}))
         raise ValueError(
-            f"{names}: {[len(numbers), *width]} in the weights, {list(parameter.shape)} in the model"
+            f"--model_name {source.name}: {names}: {[len(numbers), *width]} in the weights, "
+            f"{list(parameter.shape)} by its config.json; give a model with its own config.json"
         )
     target = parameter
     if isinstance(parameter, DTensor):

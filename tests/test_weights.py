@@ -184,30 +184,40 @@ def test_hugging_face_and_te_forms_start_from_the_same_weights(family):
 
 
 @pytest.mark.parametrize(
-    ("family", "add", "drop", "message"),
+    ("family", "add", "drop"),
     [
-        ("llama", "model.layers.1.self_attn.q_proj.bias", None, "without a place.*q_proj.bias"),
-        ("mistral", "model.layers.1.self_attn.q_proj.bias", None, "without a place.*q_proj.bias"),
-        ("qwen3", "model.layers.1.self_attn.k_proj.bias", None, "without a place.*k_proj.bias"),
-        ("qwen2", "model.layers.1.self_attn.o_proj.bias", None, "without a place.*o_proj.bias"),
-        ("llama", "model.layers.0.self_attn.q_norm.weight", None, "without a place.*q_norm"),
-        ("qwen2", "model.layers.0.self_attn.q_norm.weight", None, "without a place.*q_norm"),
-        ("llama", "model.extra.weight", None, "without a place.*model.extra.weight"),
-        ("llama", "model.layers.3.mlp.up_proj.weight", None, "4 decoder layers, the configuration 3"),
-        ("llama", None, "model.layers.2.mlp.up_proj.weight", "lack mlp.up_proj.weight"),
-        ("llama", None, "model.norm.weight", "lack model.norm.weight"),
-        ("qwen2", None, "model.layers.2.self_attn.v_proj.bias", "lack self_attn.v_proj.bias"),
-        ("qwen3", None, "model.layers.2.self_attn.k_norm.weight", "lack self_attn.k_norm.weight"),
+        ("llama", "model.layers.1.self_attn.q_proj.bias", None),
+        ("mistral", "model.layers.1.self_attn.q_proj.bias", None),
+        ("qwen3", "model.layers.1.self_attn.k_proj.bias", None),
+        ("qwen2", "model.layers.1.self_attn.o_proj.bias", None),
+        ("llama", "model.layers.0.self_attn.q_norm.weight", None),
+        ("qwen2", "model.layers.0.self_attn.q_norm.weight", None),
+        ("llama", "model.extra.weight", None),
+        ("llama", None, "model.layers.2.mlp.up_proj.weight"),
+        ("llama", None, "model.norm.weight"),
+        ("qwen2", None, "model.layers.2.self_attn.v_proj.bias"),
+        ("qwen3", None, "model.layers.2.self_attn.k_norm.weight"),
     ],
 )
-def test_load_refuses_foreign_and_missing_keys(family, add, drop, message):
+def test_load_refuses_foreign_and_missing_keys(family, add, drop):
     plan = tiny(family)
     source = weight_source(plan, seed=0, device=CPU)
+    source.name = "a/b"
     if add:
         source._shapes[add] = torch.Size([256])
-    if drop:
+        message = f"weights without a place in its TE form, {add}; drop --use_te"
+    else:
         del source._shapes[drop]
-    with pytest.raises(ValueError, match=message):
+        message = f"the weights lack {drop}; give a complete model"
+    with pytest.raises(ValueError, match=f"^--model_name a/b: {message}$"):
+        load_te(Shell(plan.config), source)
+
+
+def test_load_refuses_layers_that_the_configuration_lacks():
+    plan = tiny()
+    source = weight_source(plan, seed=0, device=CPU)
+    source._shapes["model.layers.3.mlp.up_proj.weight"] = torch.Size([256])
+    with pytest.raises(ValueError, match=r"^--model_name .*4 decoder layers, the configuration 3; give"):
         load_te(Shell(plan.config), source)
 
 
@@ -252,12 +262,25 @@ def test_incomplete_weights_are_refused_by_the_hugging_face_form(tmp_path):
         build_model(ModelPlan("m", plan.config, tmp_path), max_positions=64, **arguments)
 
 
-def test_wrong_shape_is_named():
+@pytest.mark.parametrize(
+    ("key", "shape", "message"),
+    [
+        ("model.norm.weight", [8], r"model\.norm\.weight: \[8\] in the weights, \[256\] by its config\.json"),
+        (
+            "model.layers.1.mlp.up_proj.weight",
+            [8, 256],
+            r"model\.layers\.1\.mlp\.gate_proj\.weight, .*up_proj\.weight: \[520, 256\] in .*\[1024, 256\]",
+        ),
+        ("model.layers.1.self_attn.k_proj.weight", [100, 256], r"model\.layers\.1\.self_attn\..* k_proj and"),
+    ],
+)
+def test_wrong_shape_is_named(key, shape, message, tmp_path):
     plan = tiny()
-    source = weight_source(plan, seed=0, device=CPU)
-    source._shapes["model.norm.weight"] = torch.Size([8])
-    with pytest.raises(ValueError, match=r"model\.norm\.weight: \[8\] in the weights"):
-        load_te(Shell(plan.config), source)
+    random = weight_source(plan, seed=0, device=CPU)
+    tensors = {name: random.get(name) for name in random.shapes()} | {key: torch.zeros(shape)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"^--model_name {tmp_path}: {message}"):
+        load_te(Shell(plan.config), SafetensorsSource(tmp_path))
 
 
 def test_layer_conversion_fails_on_leftovers_both_ways():
