@@ -191,10 +191,10 @@ def require_usable(split: Split, selection: Selection, flag: str) -> None:
     counts = {status.name.lower(): int(n) for status, n in zip(Status, selection.counts, strict=True) if n}
     reasons = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in counts.items()) or "it is empty"
     reasons += f": {split.first_bad(selection)}" if "bad" in counts else ""
-    raise ValueError(
-        f"{flag} of --dataset_name {cfg.dataset_name}: no row can be used ({reasons}); check the data, its "
-        f"columns, and --max_seq_length {cfg.max_seq_length}"
-    )
+    way = f"check the data, its columns, and --max_seq_length {cfg.max_seq_length}"
+    if "overlong" in counts:
+        way = f"raise --max_seq_length {cfg.max_seq_length}, add --overlong truncate, or check the data"
+    raise ValueError(f"{flag} of --dataset_name {cfg.dataset_name}: no row can be used ({reasons}); {way}")
 
 
 def report(

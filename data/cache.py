@@ -6,11 +6,12 @@ import errno
 import logging
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
+from datasets import Dataset, IterableDataset
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from training.config import DataConfig
@@ -48,7 +49,19 @@ def why_not_stored(cfg: DataConfig, error: BaseException) -> RuntimeError | None
             return RuntimeError(f"{first_line(origin)}; make room there")
         if _is_full(origin) or (origin.errno in CLOSED and folder in str(origin)):
             return RuntimeError(_cannot_write(cfg, origin))
-    for file in _files_read(error):
+    return _why_cut_off(_files_read(error))
+
+
+def refuse_cut_off(rows: Dataset | IterableDataset) -> None:
+    """RuntimeError if rows that are read from the cache are not whole."""
+    if isinstance(rows, Dataset) and (
+        reason := _why_cut_off(Path(file["filename"]) for file in rows.cache_files)
+    ):
+        raise reason
+
+
+def _why_cut_off(files: Iterable[Path]) -> RuntimeError | None:
+    for file in files:
         if not is_whole(file):
             return RuntimeError(
                 f"{file}: stored rows that are cut off or missing; delete the folder {file.parent}, and they "

@@ -31,6 +31,7 @@ from data.chat import Status
 from data.collate import Batch, Sample, pack_rows, pad_rows, round_up
 from data.packing import Bins, fill, shuffled
 from data.samples import Samples, Selection, Split
+from data.sources import Unreadable, reading
 
 WINDOW = 1000  # rows of a stream that are shuffled and packed together
 Position = int | list[int]
@@ -191,7 +192,8 @@ class Stream:
     def read(self, row: int) -> Iterator[tuple[int, Selection]]:
         rows = iter(self.split.source.rows.skip(row))
         while True:
-            window = list(islice(rows, WINDOW if self.end is None else min(WINDOW, self.end - row)))
+            with reading(self.split.cfg):
+                window = list(islice(rows, WINDOW if self.end is None else min(WINDOW, self.end - row)))
             if not window:
                 return
             yield row, self.split.encode(window, row)
@@ -220,14 +222,27 @@ class Stream:
 
 
 class StreamItems(TorchIterableDataset):
-    """Micro-batches from a position on, epoch after epoch; None stands after each."""
+    """Micro-batches from a position on, epoch after epoch; None stands after each.
+
+    What cannot be read is told by an item, which comes through a worker's queue as it is.
+    """
 
     def __init__(self, stream: Stream, epoch: int, position: list[int]):
         self.stream, self.epoch, self.position = stream, epoch, position
 
-    def __iter__(self) -> Iterator[Item | None]:
+    def __iter__(self) -> Iterator[Item | RuntimeError | None]:
         if torch.utils.data.get_worker_info():
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
+        epochs = self.epochs()
+        while True:
+            try:
+                item = next(epochs)
+            except Unreadable as error:
+                yield RuntimeError(f"{error}; the same command goes on from the last checkpoint")
+                return
+            yield item
+
+    def epochs(self) -> Iterator[Item | None]:
         layout, position = self.stream.layout, self.position
         for epoch in count(self.epoch):
             bins = self.stream.members(epoch, position)
@@ -334,6 +349,8 @@ class Loader:
         for item in items:
             if item is None:
                 break
+            if isinstance(item, RuntimeError):
+                raise item
             self.position, batch = item
             yield batch
         self.running = items

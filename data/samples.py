@@ -274,7 +274,9 @@ class Split:
         """At most `count` rows for evaluation: a stream's first, or else spread evenly over the split."""
         rows = self.source.rows
         if not isinstance(rows, Dataset):
-            return self.encode(list(islice(rows, count)), 0)
+            with sources.reading(self.cfg):
+                first = list(islice(rows, count))
+            return self.encode(first, 0)
         count = min(count, len(rows))
         numbers = np.arange(count) * len(rows) // max(count, 1)
         return self.select(self.tokenise(rows.select(numbers)), np.ones(count, dtype=bool), numbers)

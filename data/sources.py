@@ -6,12 +6,16 @@ the DATASETS table, by the names of its columns.
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import hashlib
 import json
 import logging
+import lzma
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -21,12 +25,14 @@ from typing import Any, NamedTuple
 import datasets
 import pandas as pd
 from datasets import Dataset, Features, IterableDataset, Value
+from datasets.naming import camelcase_to_snakecase
 
 from data import demo as demo_set
-from data.cache import CLOSED, storing, why_not_stored
+from data.cache import CLOSED, cache_folder, refuse_cut_off, storing, why_not_stored
 from data.chat import Row
 from training.config import SYSTEM_PROMPT, DataConfig
 from training.errors import first_line, origins, raise_interrupt
+from training.hub import refuse_silent_hub
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +55,7 @@ OTHER_CHATS = ("conversations", "conversation")  # beside `messages`; not all th
 SHARE_GPT = {"human": "user", "gpt": "assistant"}  # senders there, roles here
 READERS = {".jsonl": "text", ".txt": "text", ".json": "json", ".parquet": "parquet"}
 READERS |= {".csv": "csv", ".tsv": "csv"}
-PACKERS = (".gz", ".bz2", ".xz")  # what may follow such a suffix: `datasets` unpacks it
+PACKERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}  # what may follow such a suffix
 FIELDS = {  # what columns hold -> the flags that name them
     "chats": ("dataset_messages_field",),
     "text": ("dataset_text_field",),
@@ -64,6 +70,11 @@ KNOWN = (  # columns that are found by name, in this order
 SHOWN = 80  # characters of a system prompt in one line
 UTF8 = "utf-8-sig"  # without the byte-order mark that a file of text may begin with
 PEEK = 100  # rows whose keys are a data set's columns, where no header names them
+NO_ROWS = "BatchSize must be greater than 0"  # what `datasets` says of a parquet file without any
+
+
+class Unreadable(ValueError):
+    """Rows that cannot be read."""
 
 
 class Columns(NamedTuple):
@@ -100,6 +111,7 @@ def demo(cfg: DataConfig, split: str) -> Source:
             cache_dir=cfg.data_cache_dir,
             fingerprint=hashlib.blake2b(code + split.encode(), digest_size=8).hexdigest(),
         )
+    refuse_cut_off(rows)
     if cfg.streaming:
         rows = rows.to_iterable_dataset()
     return Source(rows, *choose_columns(cfg, rows.column_names))
@@ -108,18 +120,33 @@ def demo(cfg: DataConfig, split: str) -> Source:
 def detect(cfg: DataConfig, split: str) -> Source:
     """Any other data set: columns named in the settings, else chat, prompt/answer or text, found by name."""
     rows, line_files = open_rows(cfg, split)
-    columns = seen_keys(rows, from_json) if line_files else rows.column_names or seen_keys(rows, dict)
-    to_sample, *others = choose_columns(cfg, columns)
-    if not line_files:
-        return Source(rows, to_sample, *others)
+    refuse_cut_off(rows)
     unit = "line" if line_files == 1 else "row"  # of several files, a number is no line's
-    return Source(rows, partial(json_line, to_sample), *others, unit=unit)
+    with reading(cfg):
+        columns = line_keys(cfg, rows, unit) if line_files else rows.column_names or seen_keys(rows)
+    to_sample, *others = choose_columns(cfg, columns)
+    if line_files:
+        to_sample = partial(json_line, to_sample)
+    return Source(rows, to_sample, *others, unit=unit)
 
 
-def seen_keys(rows: Dataset | IterableDataset, parse: Callable[[Row], Row | str]) -> list[str]:
+def line_keys(cfg: DataConfig, rows: Dataset | IterableDataset, unit: str) -> list[str]:
+    """The keys of the first lines of JSON that are not blank; Unreadable if none of these is an object."""
+    filled = ((i, from_json(row)) for i, row in enumerate(rows, start=1) if row["text"].strip())
+    first = list(islice(filled, PEEK)) or [(1, "blank, and so are all others")]
+    objects = [parsed for _, parsed in first if isinstance(parsed, dict)]
+    if not objects:
+        number, fault = first[0]
+        raise Unreadable(
+            f"--dataset_name {cfg.dataset_name}: {unit} {number} is {fault}; give one JSON object a line, in "
+            "UTF-8, or call the file .json if it is one list of all rows"
+        )
+    return seen_keys(objects)
+
+
+def seen_keys(rows: Iterable[Row]) -> list[str]:
     """All keys that any of the first rows has: a line of JSON may lack those that are optional."""
-    found = (parse(row) for row in islice(rows, PEEK))
-    return list(dict.fromkeys(chain.from_iterable(row for row in found if isinstance(row, dict))))
+    return list(dict.fromkeys(chain.from_iterable(islice(rows, PEEK))))
 
 
 def choose_columns(cfg: DataConfig, columns: list[str]) -> Columns:
@@ -268,6 +295,8 @@ def open_rows(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, i
         if path.is_file():
             files: dict[str, list[str]] = {"train": [str(path)]}
         else:
+            if not is_prepared(cfg, name):
+                refuse_silent_hub(name, ("README.md",), None, repo_type="dataset")
             builder = datasets.load_dataset_builder(name, configuration, cache_dir=cfg.data_cache_dir)
             files = {str(key): list(value) for key, value in (builder.config.data_files or {}).items()}
     except Exception as error:  # hub client, fsspec and parsers raise what they like
@@ -275,17 +304,16 @@ def open_rows(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, i
     if files:
         split = known_split(cfg, split, files)
     common: dict[str, Any] = {"split": split, "cache_dir": cfg.data_cache_dir, "streaming": cfg.streaming}
-    if (local := [Path(file) for file in files.get(split, [])]) and all(
-        file.is_file() and not file.stat().st_size for file in local
-    ):
-        raise ValueError(f"--dataset_name {cfg.dataset_name}: {local[0].name} is empty")
+    with reading(cfg):
+        if (local := [Path(file) for file in files.get(split, [])]) and all(map(is_empty, local)):
+            raise Unreadable(f"--dataset_name {cfg.dataset_name}: {local[0].name} is empty")
     formats = {format_of(file) for file in files.get(split, [])}
     suffix = formats.pop() if len(formats) == 1 else ""
     reader, line_files = READERS.get(suffix), len(files[split]) if suffix == ".jsonl" else 0
     if path.is_file() and reader is None:
         known = f"{', '.join(READERS)}, and these with {', '.join(PACKERS)}"
         raise ValueError(f"--dataset_name {name}: not a data file; these are read: {known}")
-    try:
+    with reading(cfg):
         if path.is_file() or line_files:
             # Undecodable bytes become U+FFFD, which marks the row as unusable.
             options: dict[str, Any] = {"encoding_errors": "replace"} if reader in ("text", "csv") else {}
@@ -305,8 +333,20 @@ def open_rows(cfg: DataConfig, split: str) -> tuple[Dataset | IterableDataset, i
         if files and builder.name == "csv":
             only |= as_written(files[split], builder.config.pd_read_csv_kwargs)
         return datasets.load_dataset(name, configuration, **only, **common), 0
-    except Exception as error:
-        raise unreadable(cfg, error) from error
+
+
+def is_prepared(cfg: DataConfig, name: str) -> bool:
+    """Whether `datasets` has rows of this hub id in its cache, which it takes if the hub does not answer."""
+    *owner, last = name.split("/")
+    return (cache_folder(cfg) / "___".join([*owner, camelcase_to_snakecase(last)])).is_dir()
+
+
+def is_empty(file: Path) -> bool:
+    """Whether a local file, once it is unpacked, has no byte."""
+    if not file.is_file() or not file.stat().st_size:
+        return file.is_file()
+    with PACKERS.get(file.suffix, open)(file, "rb") as opened:
+        return not opened.read(1)
 
 
 def format_of(file: str) -> str:
@@ -366,7 +406,18 @@ def known_split(cfg: DataConfig, split: str, splits: Iterable[str]) -> str:
     )
 
 
-def unreadable(cfg: DataConfig, error: Exception) -> ValueError | RuntimeError:
+@contextmanager
+def reading(cfg: DataConfig) -> Iterator[None]:
+    """Inside, rows are opened or read: what `datasets`, a hub's client or a parser raises is `unreadable`."""
+    try:
+        yield
+    except Unreadable:
+        raise
+    except Exception as error:
+        raise unreadable(cfg, error) from error
+
+
+def unreadable(cfg: DataConfig, error: Exception) -> Unreadable | RuntimeError:
     """What to raise for an error of `datasets`, unless it came of an interrupt, which is raised instead."""
     raise_interrupt(error)
     if (reason := why_not_stored(cfg, error)) is not None:
@@ -374,16 +425,22 @@ def unreadable(cfg: DataConfig, error: Exception) -> ValueError | RuntimeError:
     for origin in origins(error):
         if isinstance(origin, OSError) and origin.errno in CLOSED and origin.filename:  # a socket's has none
             reason = f"{first_line(origin)}; check the permissions"
-            return ValueError(f"--dataset_name {cfg.dataset_name}: cannot be read: {reason}")
+            return Unreadable(f"--dataset_name {cfg.dataset_name}: cannot be read: {reason}")
     cause = error
     while isinstance(cause, datasets.exceptions.DatasetGenerationError):
         if (deeper := cause.__cause__ or cause.__context__) is None:
             break
         cause = deeper
+    if first_line(cause).startswith(NO_ROWS):
+        return Unreadable(
+            f"--dataset_name {cfg.dataset_name}: a .parquet file has no rows; leave it out, or give another"
+        )
     what = f"--dataset_name {cfg.dataset_name}: cannot be read: {first_line(cause).rstrip('.')}; "
     if Path(name_and_configuration(cfg)[0]).expanduser().exists():
-        return ValueError(f"{what}files of one split are of one kind and have the same columns")
-    return ValueError(
+        return Unreadable(
+            f"{what}check that it is whole; files of one split are of one kind and have the same columns"
+        )
+    return Unreadable(
         f"{what}check the name and the "
         f"network, or give a local folder, a file ({', '.join(READERS)}), or --dataset_name demo"
     )

@@ -14,11 +14,13 @@ import re
 import shutil
 import signal
 import zipfile
+from io import BytesIO
 from itertools import chain
 from pathlib import Path
 
 import datasets
 import huggingface_hub
+import pandas as pd
 import pyarrow as pa
 import pytest
 from datasets import Dataset
@@ -611,6 +613,8 @@ def test_a_token_that_pads_and_ends_keeps_its_loss(load, tokenizer):
         assert set(batch.inputs["input_ids"][0, batch.real_tokens :].tolist()) == {tokenizer.eos_token_id}
 
 
+NO_ROWS = BytesIO()
+pd.DataFrame({"text": []}, dtype=str).to_parquet(NO_ROWS)
 USABLE = lines(*[{"text": f"row {i}"} for i in range(3)])
 ERRORS = {
     "unknown split": (
@@ -655,7 +659,54 @@ ERRORS = {
         {},
         "--split_name train .*no row can be used .1 empty, 1 bad",
     ),
-    "all overlong": (lines(PAIR), {"max_seq_length": 8}, r"1 overlong.*--max_seq_length 8"),
+    "all overlong": (
+        lines(PAIR),
+        {"max_seq_length": 8},
+        r"\(1 overlong\); raise --max_seq_length 8, add --overlong truncate,",
+    ),
+    "a list called lines": (
+        json.dumps([PAIR], indent=2).encode(),
+        {},
+        r"rows.jsonl: line 1 is not valid JSON; give one JSON object a line, in UTF-8",
+    ),
+    "lines in UTF-16": (
+        lines(PAIR).decode().encode("utf-16"),
+        {},
+        "rows.jsonl: line 1 is not valid JSON; give",
+    ),
+    "text called lines": (b"\n\nsome text\n", {}, "rows.jsonl: line 3 is not valid JSON; give"),
+    "blank lines": (b"\n \n\n", {}, "rows.jsonl: line 1 is blank, and so are all others; give"),
+    "an empty packed file": (
+        gzip.compress(b""),
+        {"name": "a.jsonl.gz"},
+        "--dataset_name .*: a.jsonl.gz is empty",
+    ),
+    "an empty packed table": (
+        lzma.compress(b""),
+        {"name": "a.csv.xz"},
+        "--dataset_name .*: a.csv.xz is empty",
+    ),
+    "a packed file without a byte": (b"", {"name": "a.txt.bz2"}, "--dataset_name .*: a.txt.bz2 is empty"),
+    "a packed file that is cut": (
+        bz2.compress(USABLE)[:-9],
+        {"name": "a.jsonl.bz2"},
+        "--dataset_name .*a.jsonl.bz2: cannot be read: Compressed file ended .*; check that it is whole",
+    ),
+    "a damaged packed file": (
+        gzip.compress(USABLE)[:-8] + bytes(8),
+        {"name": "a.jsonl.gz"},
+        "--dataset_name .*a.jsonl.gz: cannot be read: CRC check failed",
+    ),
+    "a packed file that is not": (
+        USABLE,
+        {"name": "a.jsonl.xz"},
+        "a.jsonl.xz: cannot be read: Input format not",
+    ),
+    "a parquet file without rows": (
+        NO_ROWS.getvalue(),
+        {"name": "a.parquet"},
+        "--dataset_name .*a.parquet: a .parquet file has no rows; leave it out",
+    ),
     "not a data file": (b"x", {"name": "a.pkl"}, r"--dataset_name .*a.pkl: not a data file.*\.jsonl"),
     "broken file": (b"PAR1 not parquet", {"name": "a.parquet"}, "--dataset_name .*a.parquet: cannot be read"),
     "too long for the model": (
@@ -691,12 +742,36 @@ ERRORS = {
 }
 
 
+@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(("contents", "settings", "message"), ERRORS.values(), ids=ERRORS)
-def test_errors_name_the_flag_and_the_way_out(load, contents, settings, message, monkeypatch):
+def test_errors_name_the_flag_and_the_way_out(load, contents, settings, message, streaming, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=message) as info:
-        load(contents, **settings)
+        load(contents, streaming=streaming, **settings)
     assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_that_cannot_be_read_further_is_one_line(load, tmp_path, num_workers):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train-0.jsonl").write_bytes(USABLE * 400)
+    (tmp_path / "set" / "train-1.jsonl.gz").write_bytes(gzip.compress(USABLE)[:-9])
+    settings = {"dataset_name": str(tmp_path / "set"), "split_name": "train", "num_workers": num_workers}
+    loaders = load(**settings, streaming=True)
+    with pytest.raises(
+        RuntimeError, match=r"cannot be read: Compressed file ended .* last checkpoint$"
+    ) as info:
+        list(loaders.train)
+    assert "\n" not in str(info.value)
+
+
+def test_streamed_evaluation_rows_that_cannot_be_read_are_one_line(load, tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_bytes(USABLE)
+    (tmp_path / "set" / "test.jsonl.gz").write_bytes(gzip.compress(USABLE)[:-9])
+    settings = {"dataset_name": str(tmp_path / "set"), "split_name": "train", "eval_split": "test"}
+    with pytest.raises(ValueError, match="cannot be read: Compressed file ended"):
+        load(**settings, eval_samples=2, streaming=True)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -802,27 +877,33 @@ def test_tokens_that_are_cut_off_are_made_again(load, stored, tmp_path, caplog, 
     assert caplog.text.count("is cut off") == 1
 
 
+def first_batch(file: Path) -> bytes:
+    """An Arrow file up to the end of its first batch."""
+    with pa.memory_map(str(file)) as mapped:
+        pa.ipc.open_stream(mapped).read_next_batch()
+        return mapped.read_at(mapped.tell(), 0)
+
+
 def test_tokens_that_are_cut_between_two_batches_are_made_again(load, tmp_path, caplog):
     settings = {"dataset_name": str(tmp_path / "rows.jsonl"), "split_name": "train"}
     whole = load(lines(*[{"text": f"row {i}"} for i in range(1500)])).train.identity
     (file,) = (tmp_path / "cache").glob("tokenise_*/cache-*.arrow")
-    with pa.memory_map(str(file)) as mapped:
-        reader = pa.ipc.open_stream(mapped)
-        reader.read_next_batch()
-        first = mapped.read_at(mapped.tell(), 0)
-    file.write_bytes(first)
+    file.write_bytes(first_batch(file))
     assert len(Dataset.from_file(str(file))) == 1000, "read without an error"
     assert load(**settings).train.identity == whole and "is cut off" in caplog.text
 
 
-@pytest.mark.parametrize("keep", [None, 0.0, 0.5])
+@pytest.mark.parametrize("keep", [None, 0.0, 0.5, "a batch"])
 @pytest.mark.parametrize("set_", ["file", "demo"])
 def test_stored_rows_that_are_cut_off_are_named_with_what_to_delete(load, request, tmp_path, set_, keep):
     settings = request.getfixturevalue("stored") if set_ == "file" else {}
     load(**settings)
     (file,) = (tmp_path / "cache").rglob("*-train.arrow")
     whole = file.read_bytes()
-    file.unlink() if keep is None else file.write_bytes(whole[: int(keep * len(whole))])
+    if keep is None:
+        file.unlink()
+    else:
+        file.write_bytes(first_batch(file) if keep == "a batch" else whole[: int(keep * len(whole))])
     message = f"{file}: stored rows that are cut off or missing; delete the folder {file.parent}, and they"
     with pytest.raises(RuntimeError, match=re.escape(message)) as info:
         load(**settings)
@@ -864,6 +945,7 @@ def test_downloads_need_room_in_a_folder_of_their_own(load, monkeypatch):
     def hf_hub_download(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.file_download, "_hf_hub_download_to_cache_dir", hf_hub_download)
     monkeypatch.setattr(
         datasets,

@@ -1,12 +1,14 @@
-"""Names of models and tokenizers: what is no name of any, and a hub that does not answer."""
+"""Names of models, tokenizers and data sets: what is no name of any, and a hub that does not answer."""
 
 import httpx
 import huggingface_hub
 import pytest
 from huggingface_hub.utils import _http
 
+from data.sources import detect, is_prepared
 from te_models import plan_model
 from te_models.presets import PRESETS, meant
+from training.config import DataConfig
 from training.hub import RETRIES, refuse_missing_folder, refuse_silent_hub
 
 
@@ -33,6 +35,24 @@ def test_a_hub_out_of_reach_is_one_line_after_few_tries(requests, tmp_path, capf
     assert str(error.value).startswith(f"--model_name some/model: {said}")
     assert len(requests) == 1 + RETRIES
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_data_set_out_of_reach_is_one_line_after_few_tries(requests, tmp_path, capfd):
+    cfg = DataConfig(dataset_name="some/DataSet", data_cache_dir=str(tmp_path))
+    with pytest.raises(ValueError) as error:
+        detect(cfg, "train")
+    said = (
+        "cannot be read: https://huggingface.co is out of reach (Name or service not known); check the name"
+    )
+    assert str(error.value).startswith(
+        f"--dataset_name some/DataSet: {said} and the network, or give a local"
+    )
+    assert str(error.value).endswith("or --dataset_name demo")
+    assert len(requests) == 1 + RETRIES and all("/datasets/some/DataSet/" in url for url in requests)
+    assert capfd.readouterr() == ("", "")
+    assert not is_prepared(cfg, "some/DataSet")
+    (tmp_path / "some___data_set").mkdir()  # as `datasets` calls it
+    assert is_prepared(cfg, "some/DataSet")
 
 
 def test_the_hub_is_not_asked_for_what_is_here(requests, tmp_path):

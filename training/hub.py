@@ -1,4 +1,4 @@
-"""Models and tokenizers by name: a folder must be there, the hub must answer."""
+"""Models, tokenizers and data sets by name: a folder must be there, the hub must answer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from training.errors import first_line
 RETRIES = 2  # after 1 and 2 seconds
 
 
+def is_path(name: str) -> bool:
+    """Whether it can be no hub id."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
 def refuse_missing_folder(flag: str, name: str) -> None:
     """ValueError where a name can only be a folder's and there is none, which the hub takes for a bad id."""
-    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if is_path and not os.path.exists(name):
+    if is_path(name) and not os.path.exists(name):
         raise ValueError(f"--{flag} {name}: there is no such folder; give one that exists, or a hub id")
 
 
-def refuse_silent_hub(name: str, files: tuple[str, ...], cache_dir: str | None) -> None:
+def refuse_silent_hub(
+    name: str, files: tuple[str, ...], cache_dir: str | None, repo_type: str = "model"
+) -> None:
     """OSError where none of `files` of a hub id is in the cache and the hub is out of reach.
 
     Its client has no such limit: it tries every file for half a minute or more and prints each time.
@@ -25,16 +31,17 @@ def refuse_silent_hub(name: str, files: tuple[str, ...], cache_dir: str | None) 
     from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.utils import http_backoff, logging
 
-    if os.path.exists(name) or constants.is_offline_mode():
+    if is_path(name) or os.path.exists(name) or constants.is_offline_mode():
         return
-    if any(try_to_load_from_cache(name, file, cache_dir=cache_dir) is not None for file in files):
+    kept = {"cache_dir": cache_dir, "repo_type": repo_type}
+    if any(try_to_load_from_cache(name, file, **kept) is not None for file in files):
         return
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         http_backoff(
             "HEAD",
-            hf_hub_url(name, files[0]),
+            hf_hub_url(name, files[0], repo_type=repo_type),
             max_retries=RETRIES,
             retry_on_exceptions=httpx.ConnectError,  # what does not answer in time does not later either
             retry_on_status_codes=(),
