@@ -40,6 +40,13 @@ _LLAMA_32_3B = _llama3(3072, 28, 24, 8192, head_dim=128, tied=True, factor=32.0)
 _LLAMA_31_8B = _llama3(4096, 32, 32, 14336, head_dim=128, tied=False, factor=8.0)
 _LLAMA_31_70B = _llama3(8192, 80, 64, 28672, head_dim=128, tied=False, factor=8.0)
 _LLAMA_31_405B = _llama3(16384, 126, 128, 53248, head_dim=128, tied=False, factor=8.0)
+_LLAMA_3 = {
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+_LLAMA_3_8B, _LLAMA_3_70B = _LLAMA_31_8B | _LLAMA_3, _LLAMA_31_70B | _LLAMA_3
+_LLAMA_3_INSTRUCT = {"eos_token_id": 128009}
+_LLAMA_INSTRUCT = {"eos_token_id": [128001, 128008, 128009]}  # from 3.1 on
 
 
 def _qwen25(
@@ -124,16 +131,26 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tiny-qwen3": _TINY_LLAMA | {"model_type": "qwen3", "rms_norm_eps": 1e-6, "head_dim": 128},
     "tiny-mistral": _TINY_LLAMA | {"model_type": "mistral", "sliding_window": None},
     "meta-llama/Llama-3.2-1B": _LLAMA_32_1B,
-    "meta-llama/Llama-3.2-1B-Instruct": _LLAMA_32_1B,
+    "meta-llama/Llama-3.2-1B-Instruct": _LLAMA_32_1B | _LLAMA_INSTRUCT,
     "meta-llama/Llama-3.2-3B": _LLAMA_32_3B,
-    "meta-llama/Llama-3.2-3B-Instruct": _LLAMA_32_3B,
+    "meta-llama/Llama-3.2-3B-Instruct": _LLAMA_32_3B | _LLAMA_INSTRUCT,
     "meta-llama/Llama-3.1-8B": _LLAMA_31_8B,
-    "meta-llama/Llama-3.1-8B-Instruct": _LLAMA_31_8B,
-    "meta-llama/Meta-Llama-3.1-8B": _LLAMA_31_8B,
+    "meta-llama/Llama-3.1-8B-Instruct": _LLAMA_31_8B | _LLAMA_INSTRUCT,
     "meta-llama/Llama-3.1-70B": _LLAMA_31_70B,
-    "meta-llama/Meta-Llama-3.1-70B": _LLAMA_31_70B,
+    "meta-llama/Llama-3.1-70B-Instruct": _LLAMA_31_70B | _LLAMA_INSTRUCT,
     "meta-llama/Llama-3.1-405B": _LLAMA_31_405B,
+    "meta-llama/Llama-3.1-405B-Instruct": _LLAMA_31_405B | _LLAMA_INSTRUCT,
+    "meta-llama/Llama-3.3-70B-Instruct": _LLAMA_31_70B | _LLAMA_INSTRUCT,
+    "meta-llama/Meta-Llama-3.1-8B": _LLAMA_31_8B,
+    "meta-llama/Meta-Llama-3.1-8B-Instruct": _LLAMA_31_8B | _LLAMA_INSTRUCT,
+    "meta-llama/Meta-Llama-3.1-70B": _LLAMA_31_70B,
+    "meta-llama/Meta-Llama-3.1-70B-Instruct": _LLAMA_31_70B | _LLAMA_INSTRUCT,
     "meta-llama/Meta-Llama-3.1-405B": _LLAMA_31_405B,
+    "meta-llama/Meta-Llama-3.1-405B-Instruct": _LLAMA_31_405B | _LLAMA_INSTRUCT,
+    "meta-llama/Meta-Llama-3-8B": _LLAMA_3_8B,
+    "meta-llama/Meta-Llama-3-8B-Instruct": _LLAMA_3_8B | _LLAMA_3_INSTRUCT,
+    "meta-llama/Meta-Llama-3-70B": _LLAMA_3_70B,
+    "meta-llama/Meta-Llama-3-70B-Instruct": _LLAMA_3_70B | _LLAMA_3_INSTRUCT,
     "Qwen/Qwen2.5-0.5B": _QWEN_25_05B,
     "Qwen/Qwen2.5-0.5B-Instruct": _QWEN_25_05B | _QWEN_25_INSTRUCT,
     "Qwen/Qwen2.5-1.5B": _QWEN_25_15B,

@@ -83,6 +83,9 @@ def test_the_te_form_computes_it_in_bf16_too(family, tmp_path):
         ("Qwen/Qwen3-14B", 14768.3),
         ("mistralai/Mistral-7B-v0.3", 7248.0),
         ("meta-llama/Llama-3.1-70B", 70553.7),
+        ("meta-llama/Llama-3.3-70B-Instruct", 70553.7),
+        ("meta-llama/Meta-Llama-3-8B", 8030.3),
+        ("meta-llama/Meta-Llama-3-70B-Instruct", 70553.7),
         ("meta-llama/Llama-3.1-405B", 405853.4),
     ],
 )
@@ -99,6 +102,7 @@ LLAMA_ROPE["original_max_position_embeddings"] = 8192
 # First part of a name -> epsilon, positions, RoPE, end of text, as the published config.json files have them.
 PUBLISHED = {
     "meta-llama/Llama-3.2": (1e-5, 131072, LLAMA_ROPE | {"factor": 32.0}, 128001),
+    "meta-llama/Meta-Llama-3-": (1e-5, 8192, {"rope_type": "default", "rope_theta": 500000.0}, 128001),
     "meta-llama/": (1e-5, 131072, LLAMA_ROPE | {"factor": 8.0}, 128001),
     "Qwen/Qwen2.5-14B": (1e-5, 131072, MILLION, 151643),
     "Qwen/Qwen2.5-0.5B": (1e-6, 32768, MILLION, 151643),
@@ -112,6 +116,9 @@ PUBLISHED = {
 def test_presets_have_the_published_rope_and_norms(name):
     config = plan_model(name, init="random", use_te=True).config
     expected = next(values for part, values in PUBLISHED.items() if name.startswith(part))
+    if name.startswith("meta-llama/") and name.endswith("-Instruct"):
+        ends = 128009 if "Meta-Llama-3-" in name else [128001, 128008, 128009]
+        expected = (*expected[:3], ends)
     if name.startswith("Qwen/Qwen2.5") and name.endswith("-Instruct"):
         expected = (1e-6, 32768, MILLION, 151645)
     if name.startswith("Qwen/Qwen3") and name.endswith("-Base"):
