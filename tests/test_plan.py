@@ -455,8 +455,9 @@ def test_a_broken_folder_is_refused(tmp_path, content):
         ("--token_budget 1e9", "unknown flag --token_budget; --help and train_fp8.py --help"),
         ("--tokens inf", "--tokens: inf: must be a positive number"),
         ("--price_per_gpu_hour 3", "needs --tokens"),
-        ("--model_name no/such", "--model_name no/such"),
-        ("--model_name Qwen3-8B", "did you mean 'Qwen/Qwen3-8B'"),
+        ("--model_name no/such", "--model_name no/such: .*presets: te_models/presets.py"),
+        ("--model_name llama-3.1-8b", r"did you mean .meta-llama/Llama-3\.1-8B.\?"),
+        ("--model_name meta-llama/Llama-3-70B", r"did you mean .meta-llama/\S+-70B.\?"),
         ("--sharding_mode hsdp --gpus 12", "does not divide the 12 GPUs .* give another"),
         ("--sharding_mode ds_zero2 --moment_dtype bf16 --gpus 8", "--sharding_mode ds_zero2"),
         (
