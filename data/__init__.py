@@ -144,10 +144,7 @@ def _with_evaluation(
 
 def check(cfg: DataConfig, max_positions: int | None) -> None:
     check_cache(cfg)
-    if max_positions is not None and cfg.max_seq_length > max_positions:
-        raise ValueError(
-            f"--max_seq_length {cfg.max_seq_length}: --model_name has {max_positions} positions; lower it"
-        )
+    cfg.check_length(max_positions)
     if cfg.eval_split is not None and cfg.eval_split == cfg.split_name:
         raise ValueError(
             f"--eval_split {cfg.eval_split}: is the training split; leave it out to hold out a part of that"
