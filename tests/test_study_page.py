@@ -346,7 +346,7 @@ def points(command: list[str], capsys) -> list[str]:
 
 def test_the_commands_of_batch_one(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    whole, parts, by_gpus, record = commands("batch_one", tmp_path)
+    whole, parts, by_gpus, sizes, record = commands("batch_one", tmp_path)
     (grid,) = (points(command, capsys) for command in whole)
     assert len(grid) == 72 == 3 * 2 * 12
     (again,) = (command for command in parts if not command[0])
@@ -356,6 +356,8 @@ def test_the_commands_of_batch_one(tmp_path, capsys, monkeypatch):
     assert sorted(line for part in alone.values() for line in part) == sorted(grid)
     (lines,) = (points(command, capsys) for command in by_gpus)
     assert len(lines) == 8 == 2 * 4 and not set(lines) & set(grid)
+    (larger,) = (points(command, capsys) for command in sizes)
+    assert len(larger) == 8 == 2 * 4 and not set(larger) & set(grid)
     assert record[0][1:] == shlex.split("-m benchmarks.study_page --record batch_one runs/batch_one")
 
 
