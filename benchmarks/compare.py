@@ -212,6 +212,7 @@ def _notes(
         if job.against
         and not job.seed_of
         and not job.name.startswith("bf16")
+        and job.name not in failed
         and job.cfg.model.use_te != _te(jobs, job.against)
     ]
     for job in jobs:
@@ -283,6 +284,12 @@ def exit_code(rows: list[verdict.Row], failed: dict[str, Outcome], *, strict: bo
 def pass_means(result: dict[str, Any]) -> str:
     limit = f"at most {result['max_loss_gap_percent']:g} % above that of the run it is held against"
     return f"PASS: the training loss, mean of the last 10 %, is {limit}."
+
+
+def forget_verdict(folder: Path) -> None:
+    """An earlier one does not hold for what ran since."""
+    for name in ("verdict.json", "verdict.md"):
+        (folder / name).unlink(missing_ok=True)
 
 
 def write_verdict(result: dict[str, Any], rows: list[verdict.Row], folder: Path, command: str) -> None:
@@ -358,6 +365,7 @@ def compare(argv: list[str]) -> int:
 
     if code:
         if jobs[0].name in failed and is_begun(jobs[0].cfg):
+            forget_verdict(args.output_dir)
             report.main([jobs[0].cfg.checkpoint.output_dir, "--output_dir", str(args.output_dir)])
         return code
     jobs = [job for job in jobs if job.seed_of not in failed]
@@ -367,14 +375,15 @@ def compare(argv: list[str]) -> int:
     try:
         result, rows = conclude(jobs, failed, max_loss_gap=args.max_loss_gap, price=args.price_per_gpu_hour)
     except ValueError:
+        forget_verdict(args.output_dir)
         report.write(*reported)  # the curves say more than a line of error
         raise
     write_verdict(result, rows, args.output_dir, redact(shlex.join([*PROG.split(), *argv])))
-    baselines = {runs[job.name].folder: runs[job.against] for job in shown if job.against in runs}
-    report.write(*reported, verdict.Verdict(rows, pass_means(result), result["notes"], baselines))
+    baselines = {runs[job.name].folder: runs.get(job.against) for job in shown if job.against}
+    drawn = report.write(*reported, verdict.Verdict(rows, pass_means(result), result["notes"], baselines))
     if jobs[0].cfg.log.use_wandb:
         summary = {name: value for name, value in result.items() if name != "variants"}
-        upload(args.output_dir, jobs[0].cfg.log, reported[0], rows, summary)
+        upload(args.output_dir, jobs[0].cfg.log, reported[0], drawn, rows, summary)
     return exit_code(rows, failed, strict=args.strict)
 
 

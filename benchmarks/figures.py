@@ -42,7 +42,7 @@ POINTS = 800  # of a raw curve at most, since more fit no screen
 LABEL_WIDTH = 44  # characters of a line in a legend or beside a bar
 LEGEND_WIDTH = 65  # of a label, for two columns of a legend to fit
 FEW = 10  # points that a line alone would not show
-SPIKE = 10  # times the size that three quarters of all gaps keep within: what is beyond is cut off
+SPIKE = 10  # times the size that three quarters of the widest curve keep within: what is beyond is cut off
 
 
 def style(number: int) -> dict[str, Any]:
@@ -120,28 +120,28 @@ def draw_gap(runs: list[RunRecord], against: Comparison, *, legend: bool = True)
     losses fall fast and a gap says little, nor the last twentieth, where few steps are left to smooth over,
     nor a spike (SPIKE), beside which nothing else could be read.
     """
-    names = _names(runs)
-    figure, axes = _axes(legend, lines=1 + _lines(names))
-    shown, band = [], noise_band(against.family)
+    names, baselines = _names(runs), {id(run): baseline for run, baseline in against.pairs}
+    drawn = [name for run, name in zip(runs, names, strict=True) if id(run) in baselines]
+    figure, axes = _axes(legend, lines=1 + _lines(drawn))
+    curves, band = [], noise_band(against.family)
     if band:
         steps, widths = zip(*band, strict=True)
         label = f"spread of {len(against.family)} seeds"
         axes.fill_between(
             steps, [-w for w in widths], widths, color=_ink(), alpha=0.15, linewidth=0, label=label
         )
-        shown += _settled(band) + [(step, -width) for step, width in _settled(band)]
+        curves += [_settled(band), [-width for width in _settled(band)]]
     axes.axhline(0.0, color=_ink(), linewidth=1)
-    baselines = {id(run): baseline for run, baseline in against.pairs}
     for i, (run, label) in enumerate(zip(runs, names, strict=True)):
         gap = loss_gap(run, baselines[id(run)]) if id(run) in baselines else []
         if gap:
             dots = {"marker": "o", "markersize": 4} if len(gap) < FEW else {}
             axes.plot(*zip(*thin(gap), strict=True), **style(i), **dots, label=_named(label))
-            shown += _settled(gap)
+            curves.append(_settled(gap))
     cut = False
-    if shown:
-        found = [value for _, value in shown]
-        most = SPIKE * sorted(map(abs, found))[3 * len(found) // 4] or math.inf
+    if found := [value for curve in curves for value in curve]:
+        sizes = (sorted(map(abs, curve)) for curve in curves if curve)
+        most = SPIKE * max(size[3 * len(size) // 4] for size in sizes) or math.inf
         cut = max(map(abs, found)) > most
         low, high = max(min(found), -most), min(max(found), most)
         margin = 0.08 * (high - low) or 1e-4
@@ -156,8 +156,8 @@ def draw_gap(runs: list[RunRecord], against: Comparison, *, legend: bool = True)
     return figure
 
 
-def _settled(series: Series) -> Series:
-    return series[len(series) // 10 : len(series) - len(series) // 20]
+def _settled(series: Series) -> list[float]:
+    return [value for _, value in series[len(series) // 10 : len(series) - len(series) // 20]]
 
 
 # What `scaling` draws: title -> value of a run, its format, and a word for a file's name.
@@ -270,11 +270,11 @@ def _steps(axes: Axes) -> None:
 
 
 def _names(runs: list[RunRecord]) -> list[str]:
-    """Labels of runs, long ones in several lines: those of variants are broken at their settings."""
+    """Labels of runs, long ones in several lines, broken where their parts are joined if there is a place."""
     names = []
     for label in short_labels(runs):
         lines = [""]
-        for part in re.findall(rf"[+]?[^+]{{0,{LABEL_WIDTH - 1}}}", label):
+        for part in re.findall(rf"[+-]?[^+-]{{0,{LABEL_WIDTH - 1}}}", label):
             if lines[-1] and len(lines[-1]) + len(part) > LABEL_WIDTH:
                 lines.append("")
             lines[-1] += part

@@ -138,17 +138,20 @@ class Comparison:
 
 
 def comparison(
-    runs: list[RunRecord], reference: RunRecord, baselines: dict[Path, RunRecord] | None = None
+    runs: list[RunRecord], reference: RunRecord, baselines: dict[Path, RunRecord | None] | None = None
 ) -> Comparison:
     """Sort the runs other than the reference into comparable ones and those left out.
 
-    `baselines`: by folder, of runs that are set against another one than the reference.
+    `baselines`: by folder, of runs that are set against another one than the reference, None if that has
+    not run.
     """
     pairs, left_out = [], {}
     for label, run in zip(labels(runs), runs, strict=True):
         if run is not reference:
             baseline = (baselines or {}).get(run.folder, reference)
-            if reason := why_not_comparable(run, baseline):
+            if baseline is None:
+                left_out[label] = "what it is held against has not run"
+            elif reason := why_not_comparable(run, baseline):
                 left_out[label] = reason
             else:
                 pairs.append((run, baseline))

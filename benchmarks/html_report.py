@@ -174,7 +174,7 @@ def _losses(runs: list[RunRecord]) -> str:
     return f'<div class="scales">{inputs}\n{_key((i, names[i]) for i in logged)}{drawn}</div>'
 
 
-def _gap(runs: list[RunRecord], reference: RunRecord, baselines: dict[Path, RunRecord]) -> str:
+def _gap(runs: list[RunRecord], reference: RunRecord, baselines: dict[Path, RunRecord | None]) -> str:
     names = dict(zip((id(run) for run in runs), short_labels(runs), strict=True))
     against = comparison(runs, reference, baselines)
     out = note(f"Reference: {names[id(reference)]}.")

@@ -273,7 +273,10 @@ def fewest_changes(cfg: Config, plan: Plan, where: dict[str, Any]) -> dict[str, 
                 other = planned(settings | {"batch_size": other.largest_batch})
             if other:
                 batch = f"{SMALLER_BATCH} {other.job.batch}"
-                found[" ".join(batch if flag == SMALLER_BATCH else flag for flag in flags)] = other
+                told = " ".join(batch if flag == SMALLER_BATCH else flag for flag in flags)
+                if other.job.mode != "hsdp" and cfg.sharding.hsdp_shard_size:
+                    told += " without --hsdp_shard_size"
+                found[told] = other
         if found:
             return found
     return {}

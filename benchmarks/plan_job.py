@@ -65,10 +65,10 @@ def read_model(name: str, **changes: int) -> Model:
             fields = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             near = meant(name.rpartition("/")[2])
+            question = f"; did you mean {near!r}?" if near else ""
             raise ValueError(
                 f"--model_name {name}: neither a preset nor a folder with a config.json "
-                f"({getattr(error, 'strerror', None) or error}); "
-                + (f"did you mean {near!r}?" if near else "presets: te_models/presets.py")
+                f"({getattr(error, 'strerror', None) or error}); presets: te_models/presets.py{question}"
             ) from None
     kind = fields.get("model_type") if isinstance(fields, dict) else None
     if kind not in FAMILIES:

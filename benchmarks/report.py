@@ -31,7 +31,7 @@ def table(runs: list[RunRecord]) -> str:
 
 
 def draw(
-    runs: list[RunRecord], reference: RunRecord, baselines: dict[Path, RunRecord]
+    runs: list[RunRecord], reference: RunRecord, baselines: dict[Path, RunRecord | None]
 ) -> dict[str, tuple[str, Figure]]:
     """{file: (what it shows, figure)}, as far as the runs have logged what they show."""
     found = {}
@@ -56,9 +56,9 @@ def draw(
 
 
 def write_figures(
-    runs: list[RunRecord], reference: RunRecord, target: Path, baselines: dict[Path, RunRecord]
-) -> None:
-    """The figures as PNGs into the folder `target`."""
+    runs: list[RunRecord], reference: RunRecord, target: Path, baselines: dict[Path, RunRecord | None]
+) -> list[Path]:
+    """The figures as PNGs into the folder `target`; returns their paths."""
     with matplotlib.rc_context(figures.PAPER):
         found = draw(runs, reference, baselines)
         for file, (what, figure) in found.items():
@@ -66,15 +66,22 @@ def write_figures(
             print(f"\n{what}: {target / file}")
     if "loss.png" not in found:
         print("\nno loss.png: no loss was logged")
+    return [target / file for file in found]
 
 
-def write(runs: list[RunRecord], reference: RunRecord, target: Path, verdict: Verdict | None = None) -> None:
-    """Print the table; figures and report.html into the folder `target`, with a comparison's verdict."""
+def write(
+    runs: list[RunRecord], reference: RunRecord, target: Path, verdict: Verdict | None = None
+) -> list[Path]:
+    """Print the table; figures and report.html into the folder `target`, with a comparison's verdict.
+
+    Returns the figures' paths.
+    """
     print(table(runs))
-    write_figures(runs, reference, target, verdict.baselines if verdict else {})
+    drawn = write_figures(runs, reference, target, verdict.baselines if verdict else {})
     page = html_report.page(runs, reference, verdict)
     (target / "report.html").write_text(page, encoding="utf-8")
     print(f"\nreport: {target / 'report.html'}")
+    return drawn
 
 
 def _runs_in(folder: Path) -> list[Path]:
@@ -120,7 +127,7 @@ def report(argv: list[str]) -> int:
         print("\nno report.html and loss.png: several runs need --output_dir")
         return 0
     make_folder(target)
-    write(runs, reference, target)
+    drawn = write(runs, reference, target)
     if args.use_wandb:
         cfg = LogConfig(
             use_wandb=True,
@@ -128,7 +135,7 @@ def report(argv: list[str]) -> int:
             wandb_group=reference.setting("wandb_group"),
             wandb_mode=args.wandb_mode,
         )
-        upload(target, cfg, runs)
+        upload(target, cfg, runs, drawn)
     return 0
 
 

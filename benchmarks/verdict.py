@@ -122,7 +122,7 @@ class Verdict:
     rows: list[Row]
     limit: str
     notes: list[str]
-    baselines: dict[Path, RunRecord]  # by the folder of a run
+    baselines: dict[Path, RunRecord | None]  # by the folder of a run, see `gaps.comparison`
 
 
 Pair = tuple[RunRecord, RunRecord]  # a run, and what it is held against

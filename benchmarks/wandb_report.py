@@ -21,10 +21,11 @@ def upload(
     folder: Path,
     cfg: LogConfig,
     runs: list[RunRecord],
+    figures: list[Path],
     rows: Sequence[Row] = (),
     config: dict[str, Any] | None = None,
 ) -> bool:
-    """Log the page's tables, the verdict's rows if there are, and the PNGs and report.html of `folder`.
+    """Log the page's tables, the verdict's rows if there are, the figures, and report.html of `folder`.
 
     The W&B run has the job type `report` and the group of `cfg`, as the runs it is about; of a folder there
     is one. False, with a warning, if W&B fails.
@@ -50,7 +51,7 @@ def upload(
             f"report/{name}": wandb.Table(columns=columns, data=data)
             for name, (columns, data) in _tables(runs, rows).items()
         }
-        logged |= {f"report/{path.stem}": wandb.Image(str(path)) for path in sorted(folder.glob("*.png"))}
+        logged |= {f"report/{path.stem}": wandb.Image(str(path)) for path in figures}
         if (page := folder / "report.html").exists():
             logged["report/page"] = wandb.Html(page.read_text(encoding="utf-8"))
         run.log(logged)

@@ -195,6 +195,7 @@ def test_the_page_shows_each_gap_that_a_mean_is_of(tmp_path):
 def test_a_reference_that_diverged_is_refused_with_its_curves(tmp_path, capsys):
     for job in (jobs := jobs_of(tmp_path, "bf16,delayed")):
         write_run(job, 2.0)
+    assert main(command(tmp_path, "bf16,delayed")) == 0 and (tmp_path / "verdict.json").exists()
     rewrite_metrics(jobs[0], diverged)
     assert main(command(tmp_path, "bf16,delayed")) == 2
     assert "the reference's training loss does not end finite" in capsys.readouterr().err

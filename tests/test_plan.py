@@ -371,10 +371,10 @@ def test_what_does_not_fit_is_told_what_would():
         (
             "--batch_size 1 --max_seq_length 8192 --gpus 8 --sharding_mode hsdp --hsdp_shard_size 1",
             [
-                "--sharding_mode fsdp_full",
+                "--sharding_mode fsdp_full without --hsdp_shard_size",
                 "--grad_reduce_dtype bf16",
                 "--moment_dtype bf16",
-                "--sharding_mode fsdp_offload",
+                "--sharding_mode fsdp_offload without --hsdp_shard_size",
             ],
         ),
     ],

@@ -370,6 +370,20 @@ def test_a_spike_leaves_the_other_gaps_readable(tmp_path):
     assert 0.01 < axes.get_ylim()[1] < 0.2 and "spikes cut off" in axes.get_ylabel()
 
 
+def test_a_run_that_is_far_off_all_the_time_is_no_spike(tmp_path):
+    reference = trained(tmp_path / "a", [2.0] * 200)
+    close = [trained(tmp_path / f"close{i}", [2.002] * 200, "delayed") for i in range(5)]
+    runs = [reference, *close, trained(tmp_path / "far", [2.1] * 200, "delayed")]
+    (axes,) = draw_gap(runs, comparison(runs, reference)).axes
+    assert axes.get_ylim()[1] > 0.05 and "cut off" not in axes.get_ylabel()
+
+
+def test_a_run_whose_baseline_did_not_run_is_set_against_no_other(tmp_path):
+    runs = [trained(tmp_path / name, [2.0]) for name in ("bf16", "tensorwise")]
+    found = comparison(runs, runs[0], {runs[1].folder: None})
+    assert not found.pairs and found.left_out == {"tensorwise": "what it is held against has not run"}
+
+
 def test_each_gap_is_drawn_against_its_own_baseline(tmp_path):
     te, hf = trained(tmp_path / "bf16", [2.0]), trained(tmp_path / "bf16_hf", [4.0])
     runs = [te, hf, trained(tmp_path / "tensorwise", [4.4], "tensorwise")]

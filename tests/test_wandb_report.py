@@ -30,11 +30,12 @@ def offline(monkeypatch):
 def test_table_figures_and_page_are_one_run_of_the_group(tmp_path, offline, capsys):
     folder = tmp_path / "my-comparison"
     folder.mkdir()
-    Figure().savefig(folder / "loss.png")
+    for drawn in ("loss", "drawn-before"):
+        Figure().savefig(folder / f"{drawn}.png")
     (folder / "report.html").write_text("<p>a page of its own</p>")
     cfg = LogConfig(use_wandb=True, wandb_group="my-group", wandb_project="my-project")
     runs, _ = read_all([whole_run(tmp_path / "my-run")], None)
-    assert upload(folder, cfg, runs, ROWS, {"max_loss_gap_percent": 0.5})
+    assert upload(folder, cfg, runs, [folder / "loss.png"], ROWS, {"max_loss_gap_percent": 0.5})
     wandb.teardown()  # everything is on disk after it
     (run,) = folder.glob("wandb/offline-run-*")
     written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
@@ -42,7 +43,7 @@ def test_table_figures_and_page_are_one_run_of_the_group(tmp_path, offline, caps
         assert text.encode() in written, text
     for text in ("a page of its own", "REFERENCE", "delayed", "2.505", "max_loss_gap_percent"):
         assert text.encode() in written, text
-    assert "WARNING" not in capsys.readouterr().err
+    assert b"drawn-before" not in written and "WARNING" not in capsys.readouterr().err
 
 
 def tables(folder):
@@ -81,7 +82,7 @@ def test_what_is_uploaded_needs_a_folder(tmp_path, capsys):
 def test_what_w_and_b_cannot_take_is_kept_with_one_warning(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     wandb.teardown()
-    assert upload(tmp_path, LogConfig(use_wandb=True, wandb_mode="online"), [], ROWS)
+    assert upload(tmp_path, LogConfig(use_wandb=True, wandb_mode="online"), [], [], ROWS)
     shown = capsys.readouterr().err
     assert shown.count("WARNING: W&B") == 1 and "`wandb sync` uploads it" in shown
     assert list((tmp_path / "wandb").glob("offline-run-*"))
