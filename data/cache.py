@@ -39,31 +39,35 @@ def check_cache(cfg: DataConfig) -> None:
         raise ValueError(_cannot_write(cfg, error)) from None
 
 
-def why_not_stored(cfg: DataConfig, error: BaseException) -> RuntimeError | None:
+class NotStored(RuntimeError):
+    """Rows that the cache cannot take, or has lost."""
+
+
+def why_not_stored(cfg: DataConfig, error: BaseException) -> NotStored | None:
     """What to raise for an error of the cache: full, read-only, or rows cut off there; None for any other."""
     folder = str(cache_folder(cfg))
     for origin in origins(error):
         if not isinstance(origin, OSError):
             continue
         if _is_full(origin) and origin.filename and folder not in str(origin):  # semaphores', say
-            return RuntimeError(f"{first_line(origin)}; make room there")
+            return NotStored(f"{first_line(origin)}; make room there")
         if _is_full(origin) or (origin.errno in CLOSED and folder in str(origin)):
-            return RuntimeError(_cannot_write(cfg, origin))
+            return NotStored(_cannot_write(cfg, origin))
     return _why_cut_off(_files_read(error))
 
 
 def refuse_cut_off(rows: Dataset | IterableDataset) -> None:
-    """RuntimeError if rows that are read from the cache are not whole."""
+    """NotStored if rows that are read from the cache are not whole."""
     if isinstance(rows, Dataset) and (
         reason := _why_cut_off(Path(file["filename"]) for file in rows.cache_files)
     ):
         raise reason
 
 
-def _why_cut_off(files: Iterable[Path]) -> RuntimeError | None:
+def _why_cut_off(files: Iterable[Path]) -> NotStored | None:
     for file in files:
         if not is_whole(file):
-            return RuntimeError(
+            return NotStored(
                 f"{file}: stored rows that are cut off or missing; delete the folder {file.parent}, and they "
                 "are prepared again"
             )
@@ -89,7 +93,7 @@ def delete_cut_off(folder: Path) -> None:
 
 @contextmanager
 def storing(cfg: DataConfig) -> Iterator[None]:
-    """Inside, `datasets` may write to the cache: RuntimeError if it cannot; an interrupt stays one."""
+    """Inside, `datasets` may write to the cache: NotStored if it cannot; an interrupt stays one."""
     try:
         yield
     except Exception as error:

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset as TorchIterableDataset
 
+from data.cache import NotStored
 from data.chat import Status
 from data.collate import Batch, Sample, pack_rows, pad_rows, round_up
 from data.packing import Bins, fill, shuffled
@@ -237,7 +238,7 @@ class StreamItems(TorchIterableDataset):
         while True:
             try:
                 item = next(epochs)
-            except Unreadable as error:
+            except (Unreadable, NotStored) as error:
                 yield RuntimeError(f"{error}; the same command goes on from the last checkpoint")
                 return
             yield item

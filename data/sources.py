@@ -7,6 +7,7 @@ the DATASETS table, by the names of its columns.
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import hashlib
 import json
@@ -28,7 +29,7 @@ from datasets import Dataset, Features, IterableDataset, Value
 from datasets.naming import camelcase_to_snakecase
 
 from data import demo as demo_set
-from data.cache import CLOSED, cache_folder, refuse_cut_off, storing, why_not_stored
+from data.cache import CLOSED, NotStored, cache_folder, refuse_cut_off, storing, why_not_stored
 from data.chat import Row
 from training.config import SYSTEM_PROMPT, DataConfig
 from training.errors import first_line, origins, raise_interrupt
@@ -346,7 +347,7 @@ def is_empty(file: Path) -> bool:
     if not file.is_file() or not file.stat().st_size:
         return file.is_file()
     with PACKERS.get(file.suffix, open)(file, "rb") as opened:
-        return not opened.read(1)
+        return opened.read(4) in (b"", codecs.BOM_UTF8)
 
 
 def format_of(file: str) -> str:
@@ -417,7 +418,7 @@ def reading(cfg: DataConfig) -> Iterator[None]:
         raise unreadable(cfg, error) from error
 
 
-def unreadable(cfg: DataConfig, error: Exception) -> Unreadable | RuntimeError:
+def unreadable(cfg: DataConfig, error: Exception) -> Unreadable | NotStored:
     """What to raise for an error of `datasets`, unless it came of an interrupt, which is raised instead."""
     raise_interrupt(error)
     if (reason := why_not_stored(cfg, error)) is not None:

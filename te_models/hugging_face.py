@@ -110,6 +110,8 @@ class HFCausalLM(nn.Module):
             if not self.training or (balance is None and not self.asks_for_balance):
                 return found
             weight = balance_weight(self.model)
+            if weight == 0:
+                return found
             if weight is None or not isinstance(balance, Tensor):
                 lost = "its config.json has no router_aux_loss_coef" if weight is None else "it computes none"
                 raise ValueError(

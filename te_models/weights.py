@@ -291,7 +291,8 @@ def _number_rows(shapes: Mapping[str, torch.Size]) -> tuple[dict[str, Tensor], d
     """
     numbered, owners = {}, {}
     for i, (name, shape) in enumerate(shapes.items()):
-        numbered[name] = torch.arange(shape[0]) + (i << ROW_BITS)
+        rows = max([1, *shape[:1]])  # what has none fits nowhere, and needs a number to be told
+        numbered[name] = torch.arange(rows) + (i << ROW_BITS)
         owners[i] = name
     return numbered, owners
 

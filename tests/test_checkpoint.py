@@ -395,7 +395,8 @@ def test_a_start_that_went_back_in_its_own_folder_goes_on_with_what_came_of_it(t
 
 @pytest.mark.parametrize("went_back", [False, True])
 @pytest.mark.parametrize("damage", ["gone", "truncated", "index"])
-def test_a_step_asked_for_by_name_is_the_way_out_of_a_damaged_latest(tmp_path, damage, went_back):
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_step_that_an_error_names_is_the_way_out(tmp_path, damage, went_back):
     checkpoints = Checkpoints(tmp_path, keep_last=3)
     path = checkpoints.save(2, filled(2), {})
     if went_back:
@@ -407,7 +408,23 @@ def test_a_step_asked_for_by_name_is_the_way_out_of_a_damaged_latest(tmp_path, d
         (latest / "meta.json").write_text("")
     else:
         (tmp_path / "index.json").write_text("{")
+        path = latest
     assert resolve_resume(str(path), checkpoints) == path
+
+
+@pytest.mark.parametrize("damage", ["latest", "index"])
+def test_a_command_that_went_back_does_not_do_so_again_because_the_latest_is_damaged(tmp_path, damage):
+    """What it saved since, and is intact, would be pruned."""
+    checkpoints = Checkpoints(tmp_path, keep_last=9)
+    path = checkpoints.save(4, filled(4), {})
+    checkpoints.go_back(path)
+    saved = [checkpoints.save(step, filled(step), {}) for step in (8, 12)]
+    if damage == "index":
+        (tmp_path / "index.json").write_text("{")
+    else:
+        (saved.pop() / "meta.json").write_text("")
+    with pytest.raises(DamagedCheckpoint, match=f"intact: `--resume {saved[-1]}`"):
+        resolve_resume(str(path), checkpoints)
 
 
 def test_a_pruned_step_that_was_gone_back_to_leaves_its_damaged_successor_to_be_told(tmp_path):

@@ -29,9 +29,11 @@ from datasets.packaged_modules.generator.generator import Generator
 from datasets.packaged_modules.text.text import Text
 
 from data import DATASETS, build_loaders, cache, load_tokenizer
+from data.cache import NotStored
 from data.chat import Encoder, Status, why_unusable
 from data.collate import IGNORE
 from data.demo import SIZES, generate
+from data.loader import StreamItems
 from data.sources import choose_columns, detect, unreadable
 from training.config import SYSTEM_PROMPT, DataConfig
 
@@ -763,6 +765,17 @@ def test_a_stream_that_cannot_be_read_further_is_one_line(load, tmp_path, num_wo
     ) as info:
         list(loaders.train)
     assert "\n" not in str(info.value)
+
+
+def test_a_cache_that_is_full_is_told_by_an_item_of_the_stream_too():
+    class Full:
+        layout = None
+
+        def members(self, epoch, position):
+            raise NotStored("No space left on device; make room there")
+
+    (told,) = StreamItems(Full(), 0, [0])
+    assert str(told).startswith("No space left") and str(told).endswith("from the last checkpoint")
 
 
 def test_streamed_evaluation_rows_that_cannot_be_read_are_one_line(load, tmp_path):

@@ -497,6 +497,13 @@ def test_evaluating_without_rows_for_it_is_refused(tmp_path, capsys, flags):
     assert "leaves no rows to evaluate on" in capsys.readouterr().err
 
 
+def test_a_run_without_rows_for_evaluation_resumes_with_any_flags(tmp_path, capsys):
+    few = f"--max_steps 1 --dataset_name {two_rows(tmp_path)}"
+    train(tmp_path / "run", few)
+    train(tmp_path / "run", f"{few} --generate_samples 1")
+    assert "this run is finished" in capsys.readouterr().out
+
+
 def two_rows(folder: Path) -> Path:
     row = json.dumps({"problem": "What is 1 + 1?", "generated_solution": "2"})
     (folder / "two.jsonl").write_text(f"{row}\n{row}\n")

@@ -252,6 +252,12 @@ def test_a_spike_is_taken_and_told():
     assert made.progress.skipped_steps == 0
 
 
+def test_gradients_of_zero_have_no_spikes():
+    made, record = trainer([to_batch(rows(4))], total_steps=30, model=Poisoned(range(1, 29), 0.0))
+    made.fit()
+    assert made.progress.skipped_steps == 0 and not any("median" in text for text in record.messages)
+
+
 def test_several_such_steps_in_a_row_stop_the_run_with_advice():
     made, _ = trainer(
         [to_batch(rows(4))], total_steps=20, model=Poisoned({2, 4, 5, 6, 7}), max_skipped_steps=3

@@ -193,6 +193,7 @@ def test_hugging_face_and_te_forms_start_from_the_same_weights(family):
         ("llama", "model.layers.0.self_attn.q_norm.weight", None),
         ("qwen2", "model.layers.0.self_attn.q_norm.weight", None),
         ("llama", "model.extra.weight", None),
+        ("llama", "model.layers.1.mlp.up_proj.weight_scale", None),
         ("llama", None, "model.layers.2.mlp.up_proj.weight"),
         ("llama", None, "model.norm.weight"),
         ("qwen2", None, "model.layers.2.self_attn.v_proj.bias"),
@@ -204,7 +205,7 @@ def test_load_refuses_foreign_and_missing_keys(family, add, drop):
     source = weight_source(plan, seed=0, device=CPU)
     source.name = "a/b"
     if add:
-        source._shapes[add] = torch.Size([256])
+        source._shapes[add] = torch.Size([] if add.endswith("_scale") else [256])
         message = f"weights without a place in its TE form, {add}; drop --use_te"
     else:
         del source._shapes[drop]

@@ -124,20 +124,23 @@ class Checkpoints:
     def since(self, path: Path) -> Path | None:
         """The step saved last, if that was after a start went back to `path`, which may be pruned since.
 
-        None where it is damaged and `path` is there, as the way out.
+        None, with a warning, where it is damaged and `path` the newest intact one, as its error says.
         """
         self._recover()
         match = STEP.fullmatch(path.name)
-        if not match or int(match[1]) != self._saved().went_back:
-            return None
         try:
+            with self._offering(self.folder):
+                back = self._read_index().went_back
+            if not match or int(match[1]) != back:
+                return None
             latest = self.latest()
             if latest and latest.name != path.name:
                 self.verify(latest)
                 return latest
-        except DamagedCheckpoint:
-            if not path.is_dir():
+        except DamagedCheckpoint as error:
+            if error.intact is None or error.intact.resolve() != path.resolve():
                 raise
+            warnings.warn(f"{error}, as it does", stacklevel=2)
         return None
 
     def _note(self, saved: _Saved) -> None:
@@ -297,7 +300,7 @@ class Checkpoints:
             folder = self.folder if path == self.folder else path.parent
             intact = _newest_intact(folder, other_than=path)
             way_out = f"intact: `--resume {intact}`" if intact else f"no intact one is left in {folder}"
-            raise DamagedCheckpoint(f"{error}; {way_out}") from None
+            raise DamagedCheckpoint(f"{error}; {way_out}", intact) from None
 
     # The index and the folders
 

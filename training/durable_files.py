@@ -24,6 +24,10 @@ THREADS = 4  # per rank, to write, read and hash files: all three run without th
 class DamagedCheckpoint(ValueError):
     """A checkpoint that must not be used; names folder, file, reason and what to `--resume` instead."""
 
+    def __init__(self, message: str, intact: Path | None = None):
+        super().__init__(message)
+        self.intact = intact
+
 
 def hidden(path: Path, state: str) -> Path:
     return path.with_name(f".{path.name}.{state}")
@@ -164,4 +168,5 @@ def save_tensors(tensors: dict[str, Any], path: Path, metadata: dict[str, str]) 
     except SafetensorError as error:  # which reports the system's error in words
         code = re.search(r"os error (\d+)", str(error))
         raise (OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(str(error))) from None
-    path.chmod(0o666 & ~UMASK)
+    with contextlib.suppress(OSError):  # some file systems have no modes
+        path.chmod(0o666 & ~UMASK)

@@ -206,10 +206,11 @@ class Run:
             pin_memory=self.device.type == "cuda",
             micro_batches_per_step=cfg.optim.gradient_accumulation_steps,
         )
-        if self.loaders.eval is None and (cfg.optim.max_steps == 0 or cfg.checkpoint.generate_samples):
+        needs_rows = cfg.optim.max_steps == 0 or cfg.checkpoint.generate_samples
+        if needs_rows and self.loaders.eval is None and not self.resume:
             raise ValueError(
                 f"--split_name {cfg.data.split_name}: leaves no rows to evaluate on, which --max_steps 0 and "
-                "--generate_samples need; give --eval_split, or more rows"
+                "--generate_samples need; give --eval_split or more rows, or drop the flag"
             )
         train, held_out = self.loaders.report, self.loaders.eval_report
         for line in train.lines():

@@ -147,8 +147,7 @@ def global_batch(settings: dict[str, Any], world_size: int) -> int:
 
 
 # A start from another run's checkpoint may choose these anew, after a loss that was not finite, say.
-CHOSEN_ANEW = ("learning_rate", "lr_scheduler", "min_lr_ratio", "num_warmup_steps", "warmup_ratio")
-CHOSEN_ANEW += ("weight_decay", "max_grad_norm")
+CHOSEN_ANEW = ("learning_rate", "lr_scheduler", "min_lr_ratio", "weight_decay", "max_grad_norm")
 
 
 def check_resume(

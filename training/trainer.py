@@ -418,7 +418,7 @@ class Trainer:
     def _tell_spikes(self, step: int, norm: float) -> None:
         """Steps with them are taken, clipped; whoever looks for their data must know which."""
         usual = median(self._norms) if len(self._norms) >= SPIKE_AFTER else math.inf
-        if norm > SPIKE * usual:
+        if 0 < SPIKE * usual < norm:
             self.display.message(
                 f"WARNING: step {step}: the gradient norm {norm:.3g} is {norm / usual:.0f} times the median "
                 f"of the last {len(self._norms)} steps (--max_grad_norm {self.cfg.optim.max_grad_norm:g})"
@@ -454,8 +454,8 @@ class Trainer:
                 "--mixed_precision bf16"
             )
         return (
-            "try a lower --learning_rate or more warm-up, from the start or, with another --output_dir, from "
-            "a checkpoint before it (--resume RUN/checkpoints/step_N); --fp8_scenario current or "
+            "try a lower --learning_rate, from the start or, with another --output_dir, from a checkpoint "
+            "before it (--resume RUN/checkpoints/step_N); more warm-up, --fp8_scenario current or "
             "--mixed_precision bf16"
         )
 
