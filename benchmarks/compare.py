@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Container
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -158,11 +159,20 @@ def run_jobs(jobs: list[Job], *, gpus: int, folder: Path) -> tuple[int, dict[str
     return 0, failed
 
 
+def read_runs(jobs: list[Job], failed: Container[str]) -> dict[str, RunRecord]:
+    """The runs by their jobs' names, without those that failed."""
+    return {j.name: read_run(Path(j.cfg.checkpoint.output_dir)) for j in jobs if j.name not in failed}
+
+
 def conclude(
-    jobs: list[Job], failed: dict[str, Outcome], *, max_loss_gap: float, price: float | None
+    jobs: list[Job],
+    runs: dict[str, RunRecord],
+    failed: dict[str, Outcome],
+    *,
+    max_loss_gap: float,
+    price: float | None,
 ) -> tuple[dict[str, Any], list[verdict.Row]]:
     """The verdict, as verdict.json has it, and its rows; ValueError if finished runs cannot be compared."""
-    runs = {j.name: read_run(Path(j.cfg.checkpoint.output_dir)) for j in jobs if j.name not in failed}
     reference = jobs[0].name
     seeds = [runs[job.name] for job in jobs if job.seed_of == reference and job.name in runs]
     for job in jobs[1:]:
@@ -369,17 +379,19 @@ def compare(argv: list[str]) -> int:
             report.main([jobs[0].cfg.checkpoint.output_dir, "--output_dir", str(args.output_dir)])
         return code
     jobs = [job for job in jobs if job.seed_of not in failed]
-    shown = [job for job in jobs if job.name not in failed]
-    runs = {job.name: read_run(Path(job.cfg.checkpoint.output_dir)) for job in shown}
+    runs = read_runs(jobs, failed)
     reported = list(runs.values()), runs[jobs[0].name], args.output_dir
     try:
-        result, rows = conclude(jobs, failed, max_loss_gap=args.max_loss_gap, price=args.price_per_gpu_hour)
+        limits = {"max_loss_gap": args.max_loss_gap, "price": args.price_per_gpu_hour}
+        result, rows = conclude(jobs, runs, failed, **limits)
     except ValueError:
         forget_verdict(args.output_dir)
         report.write(*reported)  # the curves say more than a line of error
         raise
     write_verdict(result, rows, args.output_dir, redact(shlex.join([*PROG.split(), *argv])))
-    baselines = {runs[job.name].folder: runs.get(job.against) for job in shown if job.against}
+    baselines = {
+        runs[job.name].folder: runs.get(job.against) for job in jobs if job.against and job.name in runs
+    }
     drawn = report.write(*reported, verdict.Verdict(rows, pass_means(result), result["notes"], baselines))
     if jobs[0].cfg.log.use_wandb:
         summary = {name: value for name, value in result.items() if name != "variants"}

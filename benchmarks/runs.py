@@ -12,6 +12,7 @@ from statistics import fmean, median, pstdev
 from typing import Any
 
 from training.config import Config
+from training.durable_files import read_record
 from training.metrics import perplexity
 from training.trackers import redacted
 
@@ -173,15 +174,8 @@ def read_run(folder: Path) -> RunRecord:
         environment=_read_json(folder / "env.json") if (folder / "env.json").exists() else {},
         records=_read_metrics(folder / "metrics.jsonl"),
         summary=_read_json(summary) if summary.exists() else None,
-        wall_time=_read_wall_time(folder / "wall_time.json"),
+        wall_time=read_record(folder / "wall_time.json"),
     )
-
-
-def _read_wall_time(path: Path) -> dict[str, Any]:
-    try:
-        return _read_json(path)
-    except ValueError:  # training does without it, too
-        return {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from benchmarks import tables
 from benchmarks.runs import LOSSES, RunRecord, labels
 from benchmarks.verdict import Row
 from training.config import LogConfig
-from training.trackers import START_SECONDS, mode_within_reach, wandb_id, wandb_settings, within
+from training.trackers import start_wandb, wandb_id
 
 COLUMNS = ("variant", "status", "against", "reason")
 
@@ -33,20 +32,15 @@ def upload(
     try:
         import wandb
 
-        start = partial(
-            wandb.init,
-            project=cfg.wandb_project,
+        run = start_wandb(
+            cfg,
+            folder,
             name=f"{folder.resolve().name}-{'verdict' if rows else 'report'}",
             id=wandb_id(folder, name="wandb_report_id.txt")[0],
             resume="allow",
-            group=cfg.wandb_group,
             job_type="report",
-            mode=mode_within_reach(cfg, folder),
             config=config,
-            dir=str(folder),
-            settings=wandb_settings(),
         )
-        run = within(START_SECONDS, start)
         logged: dict[str, Any] = {
             f"report/{name}": wandb.Table(columns=columns, data=data)
             for name, (columns, data) in _tables(runs, rows).items()

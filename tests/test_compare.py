@@ -19,6 +19,7 @@ from benchmarks.compare import (
     exit_code,
     main,
     parse,
+    read_runs,
     run_jobs,
     write_verdict,
 )
@@ -128,7 +129,7 @@ def write_run(job, loss: float, *, start: float = 8.0, summary=None, **config) -
 
 
 def judged(jobs, failed=None, price=None):
-    return conclude(jobs, failed or {}, max_loss_gap=0.5, price=price)
+    return conclude(jobs, read_runs(jobs, failed or {}), failed or {}, max_loss_gap=0.5, price=price)
 
 
 def test_verdict_of_hand_made_runs(tmp_path):
@@ -478,7 +479,7 @@ def test_gaps_over_paired_seeds(tmp_path):
     write_verdict(result, [reference, row], tmp_path, "the command")
     assert "| gap | lowest gap | highest gap |" in (tmp_path / "verdict.md").read_text()
 
-    _, (_, row) = conclude(jobs, {}, max_loss_gap=0.1, price=None)
+    _, (_, row) = conclude(jobs, read_runs(jobs, {}), {}, max_loss_gap=0.1, price=None)
     told = "its loss is, on the mean of 3 seeds, 0.40 % above bf16's, more than --max_loss_gap 0.1 %"
     assert (row.status, row.reason) == ("FAIL", told)
 

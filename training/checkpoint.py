@@ -113,10 +113,14 @@ class Checkpoints:
         if (saved := self._saved()).losses:
             self._note(saved._replace(losses={}))
 
+    def holds(self, path: Path) -> bool:
+        """Whether a step's folder is this run's own."""
+        return path.resolve().parent == self.folder.resolve()
+
     def go_back(self, path: Path) -> None:
         """Note, on one process, that a start goes on from `path` and leaves any later steps."""
         step, saved = read_manifest(path)["step"], self._saved()
-        if path.parent.resolve() != self.folder.resolve() or step not in saved.steps:
+        if not self.holds(path) or step not in saved.steps:
             return
         others = [other for other in saved.steps if other != step]
         self._note(saved._replace(steps=[*others, step], went_back=step))
@@ -392,7 +396,7 @@ def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
     # Another run's checkpoint is a start only, and so is an earlier one of this run: what came of it goes on.
     if own not in (path, *path.parents, path / "checkpoints") and (latest := checkpoints.latest()):
         return latest
-    if path.parent == own and (newer := checkpoints.since(path)):
+    if checkpoints.holds(path) and (newer := checkpoints.since(path)):
         return newer
     if path.is_dir() and (STEP.fullmatch(path.name) or (path / MANIFEST).is_file()):
         return path

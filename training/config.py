@@ -459,7 +459,7 @@ class Config:
             raise ValueError(
                 "--streaming: the length of a stream is unknown, so the schedule needs --max_steps"
             )
-        if self.data.eval_samples == 0 and (self.checkpoint.generate_samples or self.optim.max_steps == 0):
+        if self.data.eval_samples == 0 and self.needs_evaluation:
             raise ValueError(
                 "--eval_samples 0: --generate_samples and --max_steps 0 need evaluation samples; give some"
             )
@@ -484,6 +484,11 @@ class Config:
             if self.precision.master_weights != "fp32":
                 raise ValueError("--fp8_all_gather --master_weights none: FP8 weights need FP32 masters")
         self._check_backend()
+
+    @property
+    def needs_evaluation(self) -> bool:
+        """Whether the settings ask for what only evaluation samples can give."""
+        return bool(self.checkpoint.generate_samples) or self.optim.max_steps == 0
 
     @property
     def recipe(self) -> str:

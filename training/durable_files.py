@@ -76,6 +76,15 @@ def write_json(path: Path, value: Any) -> None:
     replace_file(path, (json.dumps(value, indent=1) + "\n").encode())
 
 
+def read_record(path: Path) -> dict[str, Any]:
+    """A JSON file of a run folder that can be done without; empty if it is missing or damaged."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file at once: a crash leaves the old one or the new one, whole."""
     aside = hidden(path, "partial")

@@ -37,7 +37,7 @@ from training.checkpoint import Checkpoints, resolve_resume
 from training.config import Config, changed_settings, knobs, parse_config
 from training.coverage import coverage
 from training.decision import decide
-from training.durable_files import no_room, write_json
+from training.durable_files import no_room, read_record, write_json
 from training.errors import EXIT_FAILED, EXIT_INTERRUPTED, first_line
 from training.export import check_export, export_hf
 from training.generate import answer, generation_config, reads_back
@@ -50,7 +50,6 @@ from training.run_folder import (
     WallTime,
     check_resume,
     open_run_folder,
-    read_record,
     see_folder,
     train_losses,
     write_config,
@@ -180,7 +179,7 @@ class Run:
             )
         if resume:
             precision_map.check_resume(meta, self.precision)
-            other = resume.resolve().parent != self.checkpoints.folder.resolve()
+            other = not self.checkpoints.holds(resume)
             recipe, world_size = self.precision.effective, ranks.world_size()
             if notice := check_resume(meta, self.cfg, recipe, resume, world_size, of_another_run=other):
                 say(notice)
@@ -206,8 +205,7 @@ class Run:
             pin_memory=self.device.type == "cuda",
             micro_batches_per_step=cfg.optim.gradient_accumulation_steps,
         )
-        needs_rows = cfg.optim.max_steps == 0 or cfg.checkpoint.generate_samples
-        if needs_rows and self.loaders.eval is None and not self.resume:
+        if cfg.needs_evaluation and self.loaders.eval is None and not self.resume:
             raise ValueError(
                 f"--split_name {cfg.data.split_name}: leaves no rows to evaluate on, which --max_steps 0 and "
                 "--generate_samples need; give --eval_split or more rows, or drop the flag"
@@ -479,7 +477,7 @@ class Run:
 
     def _goes_on_here(self) -> bool:
         """Whether the checkpoint that this start goes on from is one of its own folder."""
-        return self.resume is not None and self.resume.resolve().parent == self.checkpoints.folder.resolve()
+        return self.resume is not None and self.checkpoints.holds(self.resume)
 
     def _peaks(self) -> dict[str, float | None]:
         name = self.environment.get("gpu_name")

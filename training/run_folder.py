@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from training import ranks
 from training.config import Config, changed_settings, knobs
-from training.durable_files import write_json
+from training.durable_files import read_record, write_json
 
 
 def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, FileLock]:
@@ -186,15 +186,6 @@ def check_resume(
             "--gradient_accumulation_steps or --batch_size"
         )
     return "\n".join(notice) or None
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """A JSON file of the run folder that training can do without; empty if it is missing or damaged."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def train_losses(folder: Path) -> list[float]:

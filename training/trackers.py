@@ -262,25 +262,17 @@ class WandbWriter:
         tags: list[str],
         new: bool,
     ) -> None:
-        import wandb
-
-        mode = mode_within_reach(cfg, run_folder)
         run_id, resumed = wandb_id(run_folder, new=new)
         own_tags = [tag.strip() for tag in (cfg.wandb_tags or "").split(",") if tag.strip()]
-        start = partial(
-            wandb.init,
-            project=cfg.wandb_project,
+        self._run = start_wandb(
+            cfg,
+            run_folder,
             name=cfg.wandb_run_name or run_folder.resolve().name,
             id=run_id,
             resume="allow" if resumed else None,
-            mode=mode,  # None: WANDB_MODE, else online
-            group=cfg.wandb_group,
             tags=[*own_tags, *tags],
             config=redacted(config),
-            dir=str(run_folder),
-            settings=wandb_settings(),
         )
-        self._run = within(START_SECONDS, start)
         # Steps repeat after a resume, and W&B drops what is logged at its own step again.
         self._run.define_metric("train/step")
         self._run.define_metric("*", step_metric="train/step")
@@ -295,13 +287,25 @@ class WandbWriter:
         self._run.finish(exit_code=exit_code)
 
 
-def wandb_settings() -> Any:
-    """Of every W&B run: the terminal's output and the command line, with tokens in them, are not uploaded."""
+def start_wandb(cfg: LogConfig, folder: Path, **options: Any) -> Any:
+    """A W&B run that writes into `folder`; `options` are `wandb.init`'s. Any error if it does not start.
+
+    The terminal's output and the command line, with tokens in them, are not uploaded.
+    """
     import wandb
 
-    return wandb.Settings(
-        console="off", x_disable_meta=True, finish_timeout=UPLOAD_SECONDS, finish_timeout_raises=True
+    start = partial(
+        wandb.init,
+        project=cfg.wandb_project,
+        group=cfg.wandb_group,
+        mode=mode_within_reach(cfg, folder),  # None: WANDB_MODE, else online
+        dir=str(folder),
+        settings=wandb.Settings(
+            console="off", x_disable_meta=True, finish_timeout=UPLOAD_SECONDS, finish_timeout_raises=True
+        ),
+        **options,
     )
+    return within(START_SECONDS, start)
 
 
 def mode_within_reach(cfg: LogConfig, folder: Path) -> str | None:
