@@ -226,16 +226,13 @@ BRIEF = {
     ),
     "stack": COLUMNS["stack"],
     "precision": COLUMNS["precision"],
+    "optimizer state": COLUMNS["optimizer state"],
     "micro-batch x accumulation": COLUMNS["batch"],
     "tokens/s": COLUMNS["tokens/s per GPU"],
     "TFLOP/s": COLUMNS["TFLOP/s"],
-    "against BF16": lambda row, rows: against_padded(row, rows) if padded(rows) else against_bf16(row, rows),
+    "against BF16": against_bf16,
     "peak GB": COLUMNS["peak GB"],
 }
-
-
-def padded(rows: list[Row]) -> bool:
-    return not all(row["packing"] for row in rows)
 
 
 def overview(runs: list[dict[str, Any]]) -> str:

@@ -7,61 +7,61 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("training", "te_models", "data", "benchmarks")
-TRAINING_LEAVES = {"precision", "sharding", "optim", "checkpoint", "export", "trackers", "run_folder"}
-TRAINING_LEAVES |= {"coverage", "scaling_state", "te_runtime", "precision_map", "fp8_stats", "fp8_inspect"}
-TRAINING_LEAVES |= {"torchao_fp8", "profiling", "state"}
-TRAINING_LEAVES |= {
-    "steps",
-    "watchdog",
-    "zero",
-    "zero_settings",
-    "outcome",
-    "generate",
-    "gradient_sums",
-    "auto_mode",
-    "early",
-}
-# These import nothing of ours.
-BARE = {"config", "metrics", "fp8_triton", "adamw_triton", "durable_files", "ranks", "cudnn", "__init__"}
-BARE |= {"checks", "accumulation", "flash_attention", "errors", "packages", "signals"}
-BARE |= {"fp8_counts", "hub", "machine"}
-KERNELS = {
-    "loss": ("loss_triton", "loss_fp8"),
-    "loss_fp8": ("loss", "loss_triton"),
-    "loss_triton": ("fp8_triton",),
-    "adamw": ("adamw_triton", "accumulation"),
-}
 # These import nothing else of ours, and any file may import them.
 EVERYWHERE = {"training.errors", "training.hub", "training.machine", "training.packages", "training.signals"}
-# What these may import beside the configuration.
-ALSO = {
-    "checkpoint": ("durable_files", "ranks"),
-    "export": ("durable_files",),
-    "run_folder": ("durable_files", "ranks"),
-    "trackers": ("durable_files",),
-    "steps": ("run_folder",),
-    "profiling": ("durable_files",),
-    "sharding": ("ranks", "zero", "gradient_sums", "accumulation", "optim", "adamw"),
-    "optim": ("adamw",),
-    "watchdog": ("ranks", "outcome"),
-    "gradient_sums": ("ranks",),
-    "auto_mode": ("ranks",),
-    "early": ("trackers",),
-    "outcome": ("ranks", "trackers"),
-    "precision": ("te_runtime",),
-    "te_runtime": ("cudnn", "flash_attention"),
-    "coverage": ("precision",),
-    "precision_map": ("precision",),
-    "fp8_inspect": ("precision", "precision_map", "fp8_counts"),
-    "fp8_stats": ("precision", "precision_map", "fp8_counts", "fp8_inspect"),
-    "zero": ("sharding", "ranks", "optim", "adamw", "zero_settings"),
-    "state": ("adamw", "checkpoint", "optim", "precision", "trainer"),
+# What each file of training/ imports of ours, modules of training by their names alone. None: these put a run
+# together, and may import anything. Who is not listed imports nothing of ours.
+IMPORTS = {
+    # arithmetic
+    "adamw": "accumulation adamw_triton",
+    "loss": "loss_fp8 loss_triton",
+    "loss_fp8": "loss loss_triton",
+    "loss_triton": "fp8_triton",
+    # precision
+    "te_runtime": "cudnn flash_attention",
+    "precision": "config te_models.engine te_runtime",
+    "precision_map": "config precision te_models.engine",
+    "torchao_fp8": "config",
+    "coverage": "precision",
+    "fp8_inspect": "config fp8_counts precision precision_map",
+    "fp8_stats": "config fp8_counts fp8_inspect precision precision_map te_models.engine",
+    # memory, optimizer and ranks
+    "optim": "adamw config",
+    "auto_mode": "ranks",
+    "gradient_sums": "ranks",
+    "sharding": "accumulation adamw config gradient_sums optim ranks zero",
+    "zero_settings": "config",
+    "zero": "adamw config optim ranks sharding zero_settings",
+    "watchdog": "ranks",
+    "outcome": "ranks trackers",
+    # the loop, and what a run writes
+    "trainer": "config metrics",
+    "steps": "config run_folder",
+    "state": "adamw checkpoint config optim precision trainer",
+    "checkpoint": "durable_files ranks",
+    "run_folder": "config durable_files ranks",
+    "export": "durable_files",
+    "trackers": "config durable_files",
+    "profiling": "durable_files",
+    "early": "config trackers",
+    # what the doctor tries out; not the run that it is asked about
+    "doctor/__main__": "doctor",
+    "doctor/gpu": "doctor",
+    "doctor/screen": "doctor te_runtime",
+    "doctor/speed": "doctor metrics",
+    "doctor/te": "config cudnn doctor flash_attention precision te_models te_models.engine te_runtime "
+    "torchao_fp8",
+    "doctor/te_errors": "doctor te_runtime",
+    **dict.fromkeys(("run", "decision", "memory_plan", "assembly", "kernels")),
 }
-# What the doctor tries out; not the run that it is asked about.
-DOCTOR = {"config", "cudnn", "doctor", "flash_attention", "metrics", "precision", "te_runtime", "torchao_fp8"}
-# These put a run together, and may import anything of ours.
-ANYTHING = {"run", "decision", "memory_plan", "assembly", "kernels"}
-ENGINE_USERS = ("precision", "precision_map", "fp8_stats")
+# What the files of the other folders may import beside their own.
+MAY_IMPORT = {
+    "te_models": "loss fp8_triton",
+    "data": "config",
+    # plans ask what training would do
+    "benchmarks": "config metrics trackers durable_files auto_mode optim te_models.presets "
+    "te_models.families data.demo",
+}
 LAZY = {"transformer_engine", "deepspeed", "wandb", "torchao", "liger_kernel", "nvdlfw_inspect"}
 TE_HOMES = {"training/te_runtime.py", "training/optim.py", "training/precision_map.py"}
 TE_HOMES |= {"training/doctor/te.py", "te_models/engine.py", "te_models/fp8_outputs.py"}
@@ -104,50 +104,24 @@ def sources() -> list[Path]:
     return [p for p in found if ROOT / "benchmarks/results" not in p.parents]  # records
 
 
-def allowed(path: Path) -> set[str] | None:
-    """Our modules this file may import, beside its own package for data and te_models; None: any."""
-    relative = path.relative_to(ROOT)
-    if relative.parts[0] == "te_models":
-        return {"training", "training.loss", "training.loss_triton", "training.fp8_triton"}
-    if relative.parts[0] == "data":
-        return {"training", "training.config"}
-    if relative.parts[0] == "benchmarks":
-        leaves = {"training.config", "training.metrics", "training.trackers", "training.durable_files"}
-        leaves |= {"training.auto_mode", "training.optim"}  # plans ask what training would do
-        return {"training", *leaves, "te_models.presets", "te_models.families", "data.demo"}
-    stem = relative.stem
-    if relative.parts[1] == "doctor" and stem not in BARE:
-        return {"training", "te_models", "te_models.engine", *(f"training.{name}" for name in DOCTOR)}
-    if stem in BARE:
-        return set()
-    if stem in KERNELS:
-        return {"training", *(f"training.{name}" for name in KERNELS[stem])}
-    if stem in TRAINING_LEAVES:
-        te = {"te_models", "te_models.engine"} if stem in ENGINE_USERS else set()
-        return te | {"training", "training.config", *(f"training.{name}" for name in ALSO.get(stem, ()))}
-    if stem == "trainer":
-        return {"training", "training.config", "training.metrics"}
-    assert stem in ANYTHING, f"who may {relative} import? Say it here"
-    return None
+def whole_names(names: str) -> set[str]:
+    return {name if name.split(".")[0] in PACKAGES else f"training.{name}" for name in names.split()}
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_layering(path):
-    may = allowed(path)
-    if may is None:
-        return
-    may = may | {"training"} if ours(path) & EVERYWHERE else may
-    package = path.relative_to(ROOT).parts[0]
-    strange = {
-        name
-        for name in ours(path)
-        if name not in may | EVERYWHERE
-        and name not in {f"training.{n.rsplit('.', 1)[-1]}" for n in may}
-        and not (package != "training" and name.split(".")[0] == package)
-        and not any(name.startswith(f"{m}.") for m in may if m != "training")
-    }
-    strange = {name for name in strange if is_module(name)}
-    assert not strange, f"{path.relative_to(ROOT)} may not import {sorted(strange)}"
+    package, _, name = str(path.relative_to(ROOT).with_suffix("")).partition("/")
+    found = {module for module in ours(path) if is_module(module)} - EVERYWHERE - {"training"}
+    if package == "training":
+        listed = IMPORTS.get(name, "")
+        assert listed is None or found == whole_names(listed), f"what does {path} import? Say it here"
+    else:
+        strange = {module for module in found if module.split(".")[0] != package}
+        assert strange <= whole_names(MAY_IMPORT[package])
+
+
+def test_every_file_of_the_table_exists():
+    assert all((ROOT / "training" / f"{name}.py").exists() for name in IMPORTS)
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))

@@ -33,7 +33,7 @@ from te_models.hugging_face import HFCausalLM
 from tests.children import children, preload
 from tests.mixture import save_mixture
 from train_multi_gpu import join_torchrun
-from training import decision, outcome, run, watchdog
+from training import decision, memory_plan, outcome, run, watchdog
 from training.checkpoint import Checkpoints
 from training.config import config_from_dict
 from training.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
@@ -692,7 +692,8 @@ def test_finishing_the_logs_may_take_longer_than_the_timeout(tmp_path):
 
 def with_another_opinion(rank: int) -> None:
     """Of the sharding mode, as a GPU of another size has."""
-    run.choose_mode = lambda *_, **__: (("ddp", "fsdp_full")[rank], "so")
+    assert callable(memory_plan.choose_mode)
+    memory_plan.choose_mode = lambda *_, **__: (("ddp", "fsdp_full")[rank], "so")
 
 
 def test_the_first_rank_chooses_the_mode_for_all(tmp_path):

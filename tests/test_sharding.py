@@ -3,6 +3,7 @@
 import functools
 from collections import Counter
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.children import preload, run_ranks
 from training import auto_mode, ranks
 from training.auto_mode import Memory, choose_mode, refuse_small_gpu, refuse_small_host
-from training.config import PrecisionConfig, config_from_dict
+from training.config import PrecisionConfig, config_from_dict, knobs
 from training.gradient_sums import FP32Sums
 from training.optim import plan_optimizer
 from training.sharding import FSDP, STRATEGIES, global_norm, hsdp_shard_size
@@ -55,6 +56,10 @@ def test_a_rank_that_steps_on_the_cpu_uses_its_share_of_the_cores(monkeypatch, v
         assert ranks.use_cores() == expected
     finally:
         torch.set_num_threads(before)
+
+
+def test_every_mode_of_the_command_line_has_a_strategy():
+    assert set(get_args(knobs()["sharding_mode"][2])) == {"auto", *STRATEGIES} - {"single"}
 
 
 # Parameters, bytes of weights and state as TE's optimizer has them, on GPUs of 100 GB: 60 GB are for these.

@@ -104,17 +104,7 @@ class PrecisionConfig(Section):
     """precision"""
 
     mixed_precision: Literal["bf16", "fp8", "fp32"] = knob("bf16", "compute precision")
-    fp8_scenario: Literal[
-        "default",
-        "delayed",
-        "current",
-        "block",
-        "mxfp8",
-        "nvfp4",
-        "tensorwise",
-        "rowwise",
-        "rowwise_with_gw_hp",
-    ] = knob(
+    fp8_scenario: Literal[("default", *TE_RECIPES, *TORCHAO_RECIPES)] = knob(
         "default",
         "scaling recipe under --mixed_precision fp8; with --use_te delayed (its default) to nvfp4, without "
         "it torchao's tensorwise (its default) to rowwise_with_gw_hp",

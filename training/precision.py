@@ -3,8 +3,8 @@
 FP8 training keeps weights and optimizer in higher precision and casts the operands of each GEMM to 8 bits.
 A recipe says how the cast is scaled:
 
-- delayed   one scale a tensor, from the largest value (amax) of the last steps; cheapest, since the scale is
-            known before the tensor is. Its history is training state and is saved with checkpoints.
+- delayed   one scale a tensor, from the largest value (amax) of the last micro-batches; cheapest, since the
+            scale is known before the tensor is. Its history is training state and is saved with checkpoints.
 - current   one scale a tensor, from the tensor itself; one more read of each tensor.
 - block     one scale per 1x128 activations and 128x128 weights; outliers stay local. Hopper and later.
 - mxfp8     one power-of-two scale per 32 values, in hardware. Blackwell.
