@@ -1,6 +1,5 @@
 """Train a causal language model in FP8 or BF16 on one device. `--help` lists every setting."""
 
-import sys
 import time
 
 STARTED = time.perf_counter()
@@ -16,14 +15,6 @@ def one_device(cfg):
 
 
 if __name__ == "__main__":
-    from training.early import answer_early
+    from training.early import launch
 
-    answer_early(__doc__)
-    try:
-        from training.outcome import exit_process
-        from training.run import main
-    except KeyboardInterrupt:
-        print("error: interrupted before the start", file=sys.stderr)
-        sys.exit(130)
-
-    exit_process(main(sys.argv[1:], description=__doc__, start=one_device, started=STARTED))
+    launch(__doc__, start=one_device, started=STARTED)

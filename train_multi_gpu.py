@@ -3,7 +3,6 @@
 `--help` lists every setting; they are train_fp8.py's, of which --sharding_mode says how the model is spread.
 """
 
-import sys
 import time
 
 STARTED = time.perf_counter()
@@ -23,14 +22,6 @@ def join_torchrun(cfg):
 
 
 if __name__ == "__main__":
-    from training.early import answer_early
+    from training.early import launch
 
-    answer_early(__doc__)
-    try:
-        from training.outcome import exit_process
-        from training.run import main
-    except KeyboardInterrupt:
-        print("error: interrupted before the start", file=sys.stderr)
-        sys.exit(130)
-
-    exit_process(main(sys.argv[1:], description=__doc__, start=join_torchrun, started=STARTED))
+    launch(__doc__, start=join_torchrun, started=STARTED)

@@ -94,7 +94,7 @@ def _job(
     given: dict[str, Any],
     folder: Path,
     *,
-    against: str | None = None,
+    against: str | None,
     seed: int | None = None,
 ) -> Job:
     own = _of_seed(variant.folder_name, seed)

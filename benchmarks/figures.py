@@ -68,9 +68,9 @@ def to_svg(figure: Figure, name: str) -> str:
     return text.strip()
 
 
-def thin(series: Series, most: int = POINTS) -> Series:
-    """At most about `most` points: the smallest and the largest value of each stretch."""
-    size = -(-len(series) // (most // 2))
+def thin(series: Series) -> Series:
+    """At most about `POINTS` points: the smallest and the largest value of each stretch."""
+    size = -(-len(series) // (POINTS // 2))
     if size <= 2:
         return series
     kept = []

@@ -89,14 +89,8 @@ def choose_mode(cfg: Config, parameters: int, gpu: Gpu, gpus: int, gpus_per_node
         return mode
     from training import auto_mode  # imports torch
 
-    whole_gradients = 4 if cfg.sharding.grad_reduce_dtype == "fp32" else 2
-    memory = auto_mode.Memory(
-        parameters,
-        weights=2,  # BF16
-        state=state_bytes(cfg, mode),
-        accumulated=whole_gradients * (cfg.optim.gradient_accumulation_steps > 1),
-        gpu=int(gpu.memory_gb * 1e9),
-    )
+    size = int(gpu.memory_gb * 1e9)
+    memory = auto_mode.Memory.of(cfg, parameters=parameters, state=state_bytes(cfg, mode), gpu=size)
     return auto_mode.choose_mode(memory, world_size=gpus, local_size=min(gpus, gpus_per_node))[0]
 
 

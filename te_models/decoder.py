@@ -22,6 +22,21 @@ from te_models.rotation import Rotation, rotate_in_one_pass, rotation_table
 from training.loss import TokenLoss, linear_cross_entropy
 
 
+def layer_settings(attention: Literal["thd", "bshd"]) -> dict[str, Any]:
+    """What every layer of every family has in common, as arguments of `te.TransformerLayer`."""
+    return {
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "normalization": "RMSNorm",
+        "activation": "swiglu",
+        "bias": False,
+        "fuse_qkv_params": True,
+        "qkv_weight_interleaved": True,
+        "self_attn_mask_type": "padding_causal" if attention == "thd" else "causal",
+        "attn_input_format": attention,
+    }
+
+
 class TECausalLM(nn.Module):
     """Token ids in, summed token loss out; built on the meta device, filled by `weights.load_te`.
 
@@ -60,7 +75,7 @@ class TECausalLM(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta", dtype=dtype)
         quantized = te.quantized_model_init(enabled=True, recipe=weight_recipe) if weight_recipe else None
         with quantized or nullcontext():
-            self.layers = self._build_layers(dtype)
+            self.layers = nn.ModuleList(self._build_layer(i, dtype) for i in range(config.num_hidden_layers))
         self.norm = te.RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device="meta")
         self.lm_head = nn.Linear(
             config.hidden_size, config.vocab_size, bias=False, device="meta", dtype=dtype
@@ -69,11 +84,8 @@ class TECausalLM(nn.Module):
         self.register_buffer("rotation", torch.empty(0), persistent=False)
         self.tie()
 
-    def _build_layers(self, dtype: torch.dtype) -> nn.ModuleList:
-        return nn.ModuleList(self._build_layer(i, dtype) for i in range(self.config.num_hidden_layers))
-
     def _build_layer(self, index: int, dtype: torch.dtype) -> nn.Module:
-        config, attention, te = self.config, self.attention, engine(self.backend)
+        config, te = self.config, engine(self.backend)
         size, eps = head_dim(config), config.rms_norm_eps
         qk_norm = {"qk_norm_type": "RMSNorm", "qk_norm_eps": eps, "qk_norm_before_rope": True}
         sums = {"fuse_wgrad_accumulation": True} if self.native.fuse_gradient_sums else {}
@@ -84,15 +96,7 @@ class TECausalLM(nn.Module):
             num_gqa_groups=self.groups,
             kv_channels=size,
             layernorm_epsilon=eps,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            normalization="RMSNorm",
-            activation="swiglu",
-            bias=False,
-            fuse_qkv_params=True,
-            qkv_weight_interleaved=True,
-            self_attn_mask_type="padding_causal" if attention == "thd" else "causal",
-            attn_input_format=attention,
+            **layer_settings(self.attention),
             layer_number=index + 1,
             params_dtype=dtype,
             device="meta",

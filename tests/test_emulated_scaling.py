@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from te_models import emulation as te
+from te_models.decoder import layer_settings
 from te_models.emulation.scaling import next_scales
 from tests.children import preload, run_ranks
 from training.scaling_state import scaling_state
@@ -23,15 +24,7 @@ def layer(attention: str = "bshd", **options) -> te.TransformerLayer:
         FFN,
         HEADS,
         num_gqa_groups=GROUPS,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        normalization="RMSNorm",
-        activation="swiglu",
-        bias=False,
-        fuse_qkv_params=True,
-        qkv_weight_interleaved=True,
-        self_attn_mask_type="padding_causal" if attention == "thd" else "causal",
-        attn_input_format=attention,
+        **layer_settings(attention),
         params_dtype=options.pop("params_dtype", torch.bfloat16),
         **options,
     )

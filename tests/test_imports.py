@@ -27,7 +27,7 @@ IMPORTS = {
     "fp8_stats": "config fp8_counts fp8_inspect precision precision_map te_models.engine",
     # memory, optimizer and ranks
     "optim": "adamw config",
-    "auto_mode": "ranks",
+    "auto_mode": "config ranks",
     "gradient_sums": "ranks",
     "sharding": "accumulation adamw config gradient_sums optim ranks zero",
     "zero_settings": "config",
@@ -43,7 +43,7 @@ IMPORTS = {
     "export": "durable_files",
     "trackers": "config durable_files",
     "profiling": "durable_files",
-    "early": "config trackers",
+    "early": "config outcome run trackers",
     # what the doctor tries out; not the run that it is asked about
     "doctor/__main__": "doctor",
     "doctor/gpu": "doctor",

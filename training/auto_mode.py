@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from training import ranks
+from training.config import Config
 from training.machine import host_memory
 
 
@@ -18,6 +19,18 @@ class Memory:
     state: int  # weights, gradient and optimizer state together
     accumulated: int  # whole gradients that FSDP keeps until the last micro-batch
     gpu: int
+
+    @classmethod
+    def of(cls, cfg: Config, *, parameters: int, state: int, gpu: int) -> Memory:
+        """Of a model with so many parameters; `state` and `gpu` as above."""
+        accumulating = cfg.optim.gradient_accumulation_steps > 1
+        return cls(
+            parameters,
+            weights=4 if cfg.precision.mixed_precision == "fp32" else 2,
+            state=state,
+            accumulated=(4 if cfg.sharding.grad_reduce_dtype == "fp32" else 2) * accumulating,
+            gpu=gpu,
+        )
 
 
 # From here on sharing the optimizer's work out saves more than gathering weights costs (docs/multi_gpu.md).

@@ -1,14 +1,31 @@
-"""What a command answers before torch is imported, which takes seconds: --help, and wrong settings."""
+"""The start of a command: --help and wrong settings are answered before torch is imported, for seconds."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from training.config import parse_config
-from training.errors import EXIT_BAD_SETTING
+from training.config import Config, parse_config
+from training.errors import EXIT_BAD_SETTING, EXIT_INTERRUPTED
 from training.trackers import redact
+
+if TYPE_CHECKING:
+    import torch
+
+
+def launch(description: str, *, start: Callable[[Config], torch.device], started: float) -> NoReturn:
+    """Run the command and exit the process; `start` and `started` are those of `training.run.main`."""
+    answer_early(description)
+    try:
+        from training.outcome import exit_process
+        from training.run import main
+    except KeyboardInterrupt:
+        print("error: interrupted before the start", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
+    exit_process(main(sys.argv[1:], description=description, start=start, started=started))
 
 
 def answer_early(description: str) -> None:

@@ -82,11 +82,4 @@ def _plan_optimizer(cfg: Config, device: torch.device, master_home: str) -> Opti
 
 
 def _memory(cfg: Config, model: ModelPlan, optimizer: OptimizerPlan, gpu: int) -> Memory:
-    accumulating = cfg.optim.gradient_accumulation_steps > 1
-    return Memory(
-        te_models.count_parameters(model),
-        weights=4 if cfg.precision.mixed_precision == "fp32" else 2,
-        state=optimizer.state_bytes,
-        accumulated=(4 if cfg.sharding.grad_reduce_dtype == "fp32" else 2) * accumulating,
-        gpu=gpu,
-    )
+    return Memory.of(cfg, parameters=te_models.count_parameters(model), state=optimizer.state_bytes, gpu=gpu)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from te_models import emulation
-from te_models.decoder import rope_angles
+from te_models.decoder import layer_settings, rope_angles
 from te_models.emulation.casts import E4M3, E5M2, cast_blocks, cast_tensor, cast_with_scale, largest
 from te_models.engine import engine
 from tests.gpu.models import DEVICE, batch, build, plan
@@ -156,15 +156,7 @@ def layer(attention: str, **options):
             FFN,
             HEADS,
             num_gqa_groups=GROUPS,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            normalization="RMSNorm",
-            activation="swiglu",
-            bias=False,
-            fuse_qkv_params=True,
-            qkv_weight_interleaved=True,
-            self_attn_mask_type="padding_causal" if attention == "thd" else "causal",
-            attn_input_format=attention,
+            **layer_settings(attention),
             **options,
             **common(backend),
         )

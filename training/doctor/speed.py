@@ -30,8 +30,8 @@ THROTTLE = {  # bits of clocks_event_reasons.active that say why clocks are low 
 }
 
 
-def milliseconds(work: Callable[[], Any], *, seconds: float = 0.5) -> float:
-    """Median time of `work` on the GPU, by CUDA events, over `seconds`, after as long a warm-up."""
+def milliseconds(work: Callable[[], Any]) -> float:
+    """Median time of `work` on the GPU, by CUDA events, over half a second, after as long a warm-up."""
     import torch
 
     def several() -> list[float]:  # queued, so that the GPU does not wait for the CPU in between
@@ -43,8 +43,8 @@ def milliseconds(work: Callable[[], Any], *, seconds: float = 0.5) -> float:
         events[-1].synchronize()
         return [start.elapsed_time(end) for start, end in pairwise(events)]
 
-    for budget in (seconds, seconds):  # clocks rise under load: the first round is the warm-up
-        times, deadline = [], time.perf_counter() + budget
+    for _ in range(2):  # clocks rise under load: the first round is the warm-up
+        times, deadline = [], time.perf_counter() + 0.5
         while not times or time.perf_counter() < deadline:
             times += several()
     return median(times)
