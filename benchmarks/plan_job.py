@@ -175,12 +175,32 @@ def recipe_of(cfg: Config) -> str:
     return cfg.recipe
 
 
+def refuse_precision(cfg: Config, model: Model) -> None:
+    """ValueError where training would refuse this model's layers, or settings of its precision."""
+    from training import precision  # imports torch
+
+    name, shape, recipe = cfg.model.model_name, model.shape, recipe_of(cfg)
+    if cfg.model.use_te and Path(name, "config.json").exists():  # presets have a TE form
+        from transformers import AutoConfig
+
+        if reason := model.family.unsupported(AutoConfig.from_pretrained(name)):
+            raise ValueError(f"--use_te --model_name {name}: {reason}; plan it without --use_te")
+    if recipe == "bf16":
+        return
+    precision.refuse_unread(cfg, {recipe})
+    if cfg.model.use_te:
+        precision.refuse_odd_sizes(recipe, name, shape.gemm_sizes)
+    if cfg.precision.fp8_lm_head:
+        precision.refuse_odd_head(name, {"hidden size": shape.hidden_size, "vocabulary": shape.vocab_size})
+
+
 def build_job(cfg: Config, model: Model, *, mode: str, gpus: int, gpus_per_node: int) -> Job:
     """The job of a configuration in this sharding mode.
 
     ValueError for a shard size that does not divide, for sequences that the model cannot see all of, and for
-    layers in BF16 where training refuses them.
+    what training refuses.
     """
+    refuse_precision(cfg, model)
     length = cfg.data.max_seq_length
     cfg.data.check_length(model.positions)
     if not model.shape.sees_all(length):

@@ -16,6 +16,7 @@ from data import sources
 from data.cache import check_cache
 from data.chat import Encoder, Status, load_tokenizer
 from data.collate import Batch
+from data.demo import ALIASES
 from data.loader import Layout, Loader, Stored, Stream
 from data.packing import Bins, shuffled
 from data.samples import DataReport, Selection, Split
@@ -145,9 +146,18 @@ def _with_evaluation(
 def check(cfg: DataConfig, max_positions: int | None) -> None:
     check_cache(cfg)
     cfg.check_length(max_positions)
-    if cfg.eval_split is not None and cfg.eval_split == cfg.split_name:
+    if cfg.eval_split is None:
+        return
+    aliases = ALIASES if cfg.dataset_name == "demo" else {}
+    if aliases.get(cfg.eval_split, cfg.eval_split) == aliases.get(cfg.split_name, cfg.split_name):
         raise ValueError(
             f"--eval_split {cfg.eval_split}: is the training split; leave it out to hold out a part of that"
+        )
+    if cfg.eval_split.startswith("train") and cfg.split_name.startswith("train"):
+        logger.warning(
+            "--eval_split %s: may hold rows of --split_name %s, as OpenMathInstruct-2's train holds train_1M",
+            cfg.eval_split,
+            cfg.split_name,
         )
 
 
@@ -160,6 +170,11 @@ def open_split(cfg: DataConfig, name: str, tokenizer: PreTrainedTokenizerBase, v
         logger.warning(
             "--tokenizer_name %s: its chat template ends an answer with no special token, so nothing in "
             "training shows the model where to stop",
+            tokenizer.name_or_path,
+        )
+    if source.tools and name == cfg.split_name and not encoder.writes_tools:
+        logger.warning(
+            "--tokenizer_name %s: its chat template has no place for tools; those of the data are left out",
             tokenizer.name_or_path,
         )
     return Split(cfg, source, encoder, vocab_size)
@@ -229,4 +244,4 @@ def prompts(split: Split, selection: Selection) -> list[tuple[str, str]]:
         head = list(islice(rows, wanted[-1] + 1))
         found = [head[i] for i in wanted]
     samples = (split.source.to_sample(row) for row in found)
-    return [split.encoder.prompt_and_answer(sample["messages"]) for sample in samples]
+    return [split.encoder.prompt_and_answer(sample) for sample in samples]

@@ -1,10 +1,10 @@
 """Chat templates, and which tokens carry loss.
 
-A sample is either `{"messages": [{"role", "content"}, ...]}` or `{"text": ...}`, or, of a row that cannot be
-read, `{"fault": ...}` with what is wrong. It becomes token ids plus spans `[start, stop)` of the tokens that
-carry loss: the assistant's answers with their end-of-turn token, or all of a plain text. A prompt is
-tokenised by itself, with the generation prompt at its end, exactly as it will be at inference; the answer
-follows as a piece of its own.
+A sample is either `{"messages": [{"role", "content"}, ...]}`, with `"tools"` where a chat has some, or
+`{"text": ...}`, or, of a row that cannot be read, `{"fault": ...}` with what is wrong. It becomes token ids
+plus spans `[start, stop)` of the tokens that carry loss: the assistant's answers with their end-of-turn
+token, or all of a plain text. A prompt is tokenised by itself, with the generation prompt at its end, exactly
+as it will be at inference; the answer follows as a piece of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import date
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ from training.hub import refuse_missing_folder, refuse_silent_hub
 Row = dict[str, Any]
 Segment = tuple[str, bool]  # text, whether its tokens carry loss
 
+# By which a template shows whether it has a place for tools.
+A_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 # Some templates write today's date into the prompt; a run resumed tomorrow must see the text of today.
 TEMPLATE_DATE = date(2024, 7, 26)
 
@@ -161,6 +164,7 @@ class Encoder:
             if token.special
         }
         self.turn_end: int | None = None  # the special token that ends an answer in a chat, if one does
+        self.writes_tools = False  # whether the template does
         if chat:
             self.turn_end = self._probe(system)
         elif tokenizer.eos_token_id is None:
@@ -181,18 +185,21 @@ class Encoder:
                 f"tokenizer of the model's chat version, or train on plain text (--dataset_text_field)"
             )
         probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        probe = [{"role": "system", "content": system}, *probe] if system else probe
         try:
-            samples = self.segments([{"role": "system", "content": system}, *probe] if system else probe)
+            samples = self.segments(probe)
         except TemplateError as error:
             hint = "; try --system_prompt ''" if system else ""
             raise ValueError(
                 f"--tokenizer_name {name}: its chat template refuses: {first_line(error).rstrip('.')}{hint}"
             ) from error
+        with suppress(TemplateError):
+            self.writes_tools = self.render(probe, [A_TOOL]) != self.render(probe)
         (answer, _), _ = samples[-1][-2:]
         ids = self.tokenise([answer])[0].ids
         return ids[-1] if ids and ids[-1] in self.special else None
 
-    def render(self, messages: list[Row], *, generate: bool = False) -> str:
+    def render(self, messages: list[Row], tools: list[Row] | None = None, *, generate: bool = False) -> str:
         """The conversation as text, special tokens included: tokenise it with add_special_tokens=False.
 
         jinja2's TemplateError for all that a template may raise.
@@ -200,6 +207,7 @@ class Encoder:
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
+                tools=tools,
                 tokenize=False,
                 add_generation_prompt=generate,
                 date_string=TEMPLATE_DATE.strftime("%d %b %Y"),
@@ -212,7 +220,7 @@ class Encoder:
         bos = self.tokenizer.bos_token
         return bos + text if self.adds_bos and not text.startswith(bos) else text
 
-    def segments(self, messages: list[Row]) -> list[list[Segment]]:
+    def segments(self, messages: list[Row], tools: list[Row] | None = None) -> list[list[Segment]]:
         """Samples of a conversation, as texts with and without loss; jinja2's TemplateError if it is refused.
 
         It is one sample, unless the template writes earlier turns differently once a later one follows (Qwen3
@@ -224,7 +232,15 @@ class Encoder:
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt, through = self.render(messages[:i], generate=True), self.render(messages[: i + 1])
+            before = messages[:i]
+            prompt, through = (
+                self.render(before, tools, generate=True),
+                self.render([*before, message], tools),
+            )
+            if "tool_calls" in message:
+                silent = {key: value for key, value in message.items() if key != "tool_calls"}
+                if through == self.render([*before, silent], tools):
+                    raise TemplateError("it leaves the tool calls of an answer out")
             if not prompt.startswith(done):
                 samples[-1].append((tail, False))
                 samples.append([])
@@ -234,11 +250,11 @@ class Encoder:
                 # A generation prompt may say more than the answer keeps, like an opened <think>.
                 # Another answer tells where answers begin: this one may begin as the prompt goes on.
                 try:
-                    other = self.render([*messages[:i], {**message, "content": "\ufdd0"}])
+                    other = self.render([*before, {**message, "content": "\ufdd0"}], tools)
                 except TemplateError:  # it takes no answer of this kind
                     other = through
                 shared = os.path.commonprefix([prompt, through, other])  # noqa: RUF071 - characters are meant
-                if len(shared) < len(self.render(messages[:i])):
+                if len(shared) < len(self.render(before, tools)):
                     raise TemplateError("an answer is not written after its own prompt")
             # What follows the end-of-turn token (ChatML's newline) is never predicted.
             answer = through[len(shared) :].rstrip()
@@ -248,10 +264,12 @@ class Encoder:
         samples[-1].append((tail, False))
         return samples
 
-    def prompt_and_answer(self, messages: list[Row]) -> tuple[str, str]:
+    def prompt_and_answer(self, sample: Row) -> tuple[str, str]:
         """The rendered prompt of a conversation's last answer, and that answer."""
+        messages = sample["messages"]
         last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        return self.render(messages[:last], generate=True), messages[last]["content"]
+        answer = messages[last]["content"] or json.dumps(messages[last].get("tool_calls"))
+        return self.render(messages[:last], sample.get("tools"), generate=True), answer
 
     def __call__(self, batch: dict[str, list], numbers: list[int]) -> pa.Table:
         """`encode` for `datasets.map`, which hands over columns."""
@@ -266,8 +284,7 @@ class Encoder:
             status, found = why_unusable(sample), [[]]
             if status == Status.USED:
                 try:
-                    plain = "text" in sample
-                    found = self.document(sample["text"]) if plain else self.segments(sample["messages"])
+                    found = self.document(sample["text"]) if "text" in sample else self.segments(**sample)
                 except TemplateError:
                     status = Status.BAD
             drafts += [(number, status, segments) for segments in found]
@@ -298,7 +315,7 @@ class Encoder:
         if (wrong := fault(sample)) is not None:
             return wrong
         try:
-            self.segments(sample["messages"])
+            self.segments(**sample)
         except TemplateError as error:
             return f"the chat template refuses it: {first_line(error).rstrip('.')}"
         return "the chat template refused it"
@@ -372,8 +389,8 @@ def why_unusable(sample: Row) -> Status:
         return Status.BAD
     if "text" in sample:
         return Status.USED if sample["text"].strip() else Status.EMPTY
-    needed = [m["content"] for m in sample["messages"] if m["role"] in ("user", "assistant")]
-    if not needed or not all(text.strip() for text in needed):
+    spoken = [m for m in sample["messages"] if m["role"] in ("user", "assistant")]
+    if not spoken or not all(m["content"].strip() or m.get("tool_calls") for m in spoken):
         return Status.EMPTY
     answers = any(m["role"] == "assistant" for m in sample["messages"])
     return Status.USED if answers else Status.WITHOUT_LABEL
@@ -385,7 +402,9 @@ def fault(sample: Row) -> str | None:
         return sample["fault"]
     if "text" in sample:
         return no_text("its text", sample["text"])
-    messages = sample["messages"]
+    messages, tools = sample["messages"], sample.get("tools", [])
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        return "its tools are no list of functions"
     if not isinstance(messages, list):
         return f"its messages are {kind(messages)}, not a list"
     for message in messages:

@@ -50,6 +50,8 @@ PAIRS = (
     ("query", "response"),
     ("input", "output"),
 )
+CONTEXTS = ("input", "context")  # what an instruction is about
+TOOLS = "tools"  # what a chat's assistant may call
 MATHS = "problem"  # a prompt column that the default system prompt fits
 TEXTS = ("text", "content")
 OTHER_CHATS = ("conversations", "conversation")  # beside `messages`; not all that are called so hold messages
@@ -85,6 +87,7 @@ class Columns(NamedTuple):
     chat: bool
     system: str
     shown: str
+    tools: bool
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class Source:
     chat: bool  # False: plain text, which may be split anywhere
     system: str  # the prompt that chats begin with, unless they have one of their own
     columns: str  # which were taken, for people
+    tools: bool  # whether chats may bring some
     unit: str = "row"  # what a row is called where its number is told
 
 
@@ -168,18 +172,20 @@ def choose_columns(cfg: DataConfig, columns: list[str]) -> Columns:
             f"--dataset_completion_field ({known})"
         )
     kind, fields = found[0]
-    context = "input" if not named and fields[0] == "instruction" else None  # where a row has it
     system = system_prompt(cfg, kind, fields)
+    beside: tuple[str, ...] = ()  # columns that count where a row has them
     if kind == "text":
         to_sample = partial(text, *fields)
     elif kind == "chats":
+        beside = (TOOLS,)
         to_sample = partial(messages, *fields, system)
     else:
-        to_sample = partial(pair, *fields, context, system)
-    asked = [*fields[:1], context] if context in columns else fields[:1]
+        beside = CONTEXTS if not named and fields[0] == "instruction" else ()
+        to_sample = partial(pair, *fields, beside, system)
+    asked = [*fields[:1], *(name for name in beside if name in columns)]
     shown = " -> ".join([" and ".join(asked), *fields[1:]])
-    shown += describe(kind, system) + untaken({*fields, context}, found[1:])
-    return Columns(to_sample, kind != "text", system, shown)
+    shown += describe(kind, system) + untaken({*fields, *beside}, found[1:])
+    return Columns(to_sample, kind != "text", system, shown, tools=kind == "chats" and TOOLS in columns)
 
 
 def system_prompt(cfg: DataConfig, kind: str, fields: tuple[str, ...]) -> str:
@@ -200,7 +206,7 @@ def describe(kind: str, system: str) -> str:
     return f"{whole}, {f'system prompt {quoted}' if system else 'no system prompt'}"
 
 
-def untaken(taken: set[str | None], others: list[tuple[str, tuple[str, ...]]]) -> str:
+def untaken(taken: set[str], others: list[tuple[str, tuple[str, ...]]]) -> str:
     """The flags that take the other columns that were found, if there are any."""
     flags = [
         " ".join(f"--{flag} {field}" for flag, field in zip(FIELDS[kind], fields, strict=True))
@@ -213,11 +219,20 @@ def untaken(taken: set[str | None], others: list[tuple[str, tuple[str, ...]]]) -
 def messages(field: str, system: str, row: Row) -> Row:
     """A column of messages, as OpenAI has them or ShareGPT; `system` goes before those that begin without."""
     found = row.get(field)
+    made = {"tools": as_json(row[TOOLS])} if row.get(TOOLS) else {}
     if not is_chat(found):
-        return {"messages": found}
+        return {"messages": found} | made
     turns = [turn(message) for message in found]
     asks = system and turns and turns[0].get("role") != "system"
-    return {"messages": [{"role": "system", "content": system}, *turns] if asks else turns}
+    return {"messages": [{"role": "system", "content": system}, *turns] if asks else turns} | made
+
+
+def as_json(value: Any) -> Any:
+    """What a string of JSON holds, or the value itself: columns have objects of many kinds as strings."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def is_chat(value: Any) -> bool:
@@ -237,20 +252,32 @@ def turn(message: Row) -> Row:
     parts = made.get("content")
     if isinstance(parts, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
         made["content"] = "".join(part["text"] for part in parts)
+    calls = as_json(made.pop("tool_calls", None))
+    if calls and is_chat(calls):
+        made["tool_calls"] = [tool_call(call) for call in calls]
+        made["content"] = made["content"] or ""  # of a message that only calls, OpenAI leaves it out
     return made
+
+
+def tool_call(call: Row) -> Row:
+    """A call with arguments as templates take them; OpenAI has them as a string of JSON."""
+    function = call.get("function")
+    if not isinstance(function, dict) or "arguments" not in function:
+        return call
+    return call | {"function": function | {"arguments": as_json(function["arguments"])}}
 
 
 def text(field: str, row: Row) -> Row:
     return {"text": row.get(field)}
 
 
-def pair(prompt: str, answer: str, context: str | None, system: str, row: Row) -> Row:
-    """Prompt and answer columns, text or messages, as a chat; what is in `context` follows the prompt."""
+def pair(prompt: str, answer: str, contexts: tuple[str, ...], system: str, row: Row) -> Row:
+    """Prompt and answer columns, text or messages, as a chat; what is in `contexts` follows the prompt."""
     question, reply = (as_text(row.get(name)) for name in (prompt, answer))
     if is_chat(question) and is_chat(reply):
         return messages(prompt, system, {prompt: question + reply})
-    if context and row.get(context) and isinstance(question, str):
-        question = f"{question}\n\n{row[context]}"
+    if isinstance(question, str):
+        question = "\n\n".join([question, *(str(row[name]) for name in contexts if row.get(name))])
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
     return {"messages": [{"role": "system", "content": system}, *turns] if system else turns}
 

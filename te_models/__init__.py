@@ -24,6 +24,7 @@ from te_models.hugging_face import (
     materialize,
     parameters_on_meta,
     refuse_leaking_packing,
+    tied_names,
 )
 from te_models.presets import LOCAL_PRESETS, PRESETS, meant
 from te_models.weights import (
@@ -94,6 +95,11 @@ def plan_model(
                 f"--use_te --model_name {name}: TE layers would not do what the model's own Python code "
                 "does; drop one of --use_te and --trust_remote_code"
             )
+    if getattr(config.get_text_config(), "is_causal", True) is False:
+        raise ValueError(
+            f"--model_name {name}: is_causal is false in its config.json: tokens see the ones after them, "
+            "so the next one is no prediction; take a causal model, or remove that line"
+        )
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else "unknown"
         raise ValueError(
@@ -236,7 +242,7 @@ def build_model(
             for module in inner.modules():
                 if isinstance(module, nn.Embedding):
                     module.padding_idx = None
-            model = HFCausalLM(inner, plain_head=plan.of_known_family, **recomputation)
+            model = HFCausalLM(inner, known=plan.of_known_family, **recomputation)
             if convert:
                 convert(model)
             if shard:
@@ -320,7 +326,7 @@ def _streamed_source(plan: ModelPlan, seed: int, device: torch.device) -> Weight
     if not weight_files(plan.weights):  # pickles
         return None
     source, model = SafetensorsSource(plan.weights), _on_meta(plan)
-    tied = set(model.all_tied_weights_keys) if plan.config.tie_word_embeddings else set()
+    tied = tied_names(model)
     shapes = {name: p.shape for name, p in model.named_parameters()}
     held = {n: s for n, s in source.shapes().items() if n not in tied and not n.endswith(".inv_freq")}
     return source if held == shapes and set(model.state_dict()) - tied == shapes.keys() else None

@@ -24,21 +24,22 @@ class HFCausalLM(nn.Module):
     """Wraps an AutoModelForCausalLM: token ids in, summed token loss out, as in `TECausalLM.forward`.
 
     Packed samples are kept apart by `packed_attention` where `choose_attention` found that it can be, else by
-    transformers itself, from `position_ids` that restart. `plain_head`: its logits are `lm_head(hidden)`;
-    others, scaled or capped, keep their own head.
+    transformers itself, from `position_ids` that restart. `known`: a family whose logits are
+    `lm_head(hidden)` and whose parameters all take part. Others may scale or cap their logits, and keep their
+    own head, and may hold parameters that text never reaches, as those for images.
     """
 
     def __init__(
         self,
         model: nn.Module,
         *,
-        plain_head: bool = False,
+        known: bool = False,
         gradient_checkpointing: bool = False,
         reentrant: bool = False,
     ):
         super().__init__()
         self.model = model
-        self.plain_head = plain_head
+        self.plain_head = self.uses_all_parameters = known
         self.fp8_lm_head = False
         self.own_attention: str | None = "not chosen yet"  # why transformers' own attention runs, or None
         if gradient_checkpointing:
@@ -187,8 +188,8 @@ def refuse_leaking_packing(model: HFCausalLM, name: str, *, sharded: bool = Fals
 
 @contextmanager
 def high_precision_linears(model: nn.Module) -> Iterator[None]:
-    """Inside, linear layers whose class computes in FP8 are plain ones."""
-    special = [m for m in model.modules() if isinstance(m, nn.Linear) and type(m) is not nn.Linear]
+    """Inside, linear layers that compute in FP8 are plain ones."""
+    special = [m for m in model.modules() if hasattr(m, "fp8_recipe")]
     for module in special:
         module.forward = partial(_plain_linear, module)
     try:
@@ -232,10 +233,15 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     model.tie_weights()
 
 
+def tied_names(model: nn.Module) -> set[str]:
+    """Names of parameters that are another one, which is named first."""
+    kept = {name for name, _ in model.named_parameters()}
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - kept
+
+
 def hf_state(model: HFCausalLM, gather: Gather) -> Iterator[tuple[str, Tensor]]:
     """The weights under their Hugging Face names, each tensor once (a tied head is left out)."""
-    parameters = dict(model.model.named_parameters())
-    tied = {name for name, _ in model.model.named_parameters(remove_duplicate=False)} - parameters.keys()
+    parameters, tied = dict(model.model.named_parameters()), tied_names(model.model)
     for name, tensor in model.model.state_dict().items():
         if name not in tied:
             yield name, gather([parameters[name]])[0] if name in parameters else tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from itertools import islice
 
@@ -186,7 +187,7 @@ def test_the_prompt_is_tokenised_as_at_inference(demo, chatml):
             CHAT[:2], add_generation_prompt=True, return_dict=False, tokenize=True
         )
         assert ids[: spans[0][0]] == at_inference
-        prompt, answer = encoder(tokenizer).prompt_and_answer(CHAT[:3])
+        prompt, answer = encoder(tokenizer).prompt_and_answer({"messages": CHAT[:3]})
         assert tokenizer(prompt, add_special_tokens=False)["input_ids"] == at_inference
         assert answer == "It is 5."
 
@@ -353,6 +354,44 @@ def test_what_a_template_raises_makes_a_bad_row(demo):
         encoder(demo).render(with_calls)
     rows = encoder(demo).encode([{"messages": with_calls}], [0])
     assert rows["status"].to_pylist() == [Status.BAD]
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Oslo"}}}
+CALLING = [
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "sunny"},
+    {"role": "assistant", "content": "It is sunny."},
+]
+WITH_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}{{ call['function'] | tojson }}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_call_of_a_tool_is_learnt_and_the_tools_stand_before_it(chatml):
+    chatml.chat_template = WITH_TOOLS
+    made = encoder(chatml)
+    [[*segments]] = made.segments(CALLING, [{"type": "function", "function": {"name": "weather"}}])
+    assert made.writes_tools and '"weather"' in segments[0][0]
+    learnt = [text for text, loss in segments if loss]
+    call = '{"name": "weather", "arguments": {"place": "Oslo"}}<|im_end|>'
+    assert learnt == [call, "It is sunny.<|im_end|>"]
+    rows = made.encode([{"messages": CALLING}, {"messages": CALLING[:2]}], [0, 1])
+    assert rows["status"].to_pylist() == [Status.USED, Status.USED]
+    prompt, answer = made.prompt_and_answer({"messages": CALLING[:2]})
+    assert prompt.endswith("assistant\n") and json.loads(answer) == [CALL]
+
+
+def test_a_template_that_leaves_tool_calls_out_makes_a_bad_row(chatml):
+    made = encoder(chatml)
+    assert not made.writes_tools
+    rows = made.encode([{"messages": CALLING}], [0])
+    assert rows["status"].to_pylist() == [Status.BAD]
+    assert made.why_bad({"messages": CALLING}).endswith("it leaves the tool calls of an answer out")
+    assert made.why_bad({"messages": CALLING, "tools": "weather"}) == "its tools are no list of functions"
 
 
 LLAMA2 = (

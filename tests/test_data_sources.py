@@ -179,6 +179,7 @@ def test_real_rows_in_openmath_columns(load, streaming):
         (PAIR, {}, PAIR["problem"], PAIR["generated_solution"]),
         ({"instruction": "Add.", "input": "1, 2", "output": "3"}, {}, "Add.\n\n1, 2", "3"),
         ({"instruction": "Add.", "input": "", "output": "3"}, {}, "Add.", "3"),
+        ({"instruction": "Add.", "context": "1, 2", "response": "3"}, {}, "Add.\n\n1, 2", "3"),
         ({"question": "1?", "answer": "2"}, {}, "1?", "2"),
         ({"prompt": "1?", "completion": "2"}, {}, "1?", "2"),
         (
@@ -199,6 +200,25 @@ def test_prompt_columns_are_found_by_name(row, settings, prompt, answer):
     ]
     to_sample, *_ = choose_columns(DataConfig(system_prompt="", **settings), list(row))
     assert [m["role"] for m in to_sample(row)["messages"]] == ["user", "assistant"]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_tools_and_their_calls_are_taken_as_templates_have_them(as_json):
+    arguments, tools = {"place": "Oslo"}, [{"type": "function", "function": {"name": "weather"}}]
+    write = json.dumps if as_json else lambda value: value
+    call = {"type": "function", "function": {"name": "weather", "arguments": write(arguments)}}
+    turns = [
+        {"role": "user", "content": "Weather?", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    row = {"messages": turns, "tools": write(tools)}
+    to_sample, *_, shown, with_tools = choose_columns(DataConfig(), list(row))
+    sample = to_sample(row)
+    assert with_tools and shown.startswith("messages and tools (whole chats)")
+    assert sample["tools"] == tools and sample["messages"][0] == {"role": "user", "content": "Weather?"}
+    assert sample["messages"][1]["content"] == ""
+    assert sample["messages"][1]["tool_calls"][0]["function"]["arguments"] == arguments
+    assert "tools" not in to_sample({"messages": turns, "tools": None})
 
 
 @pytest.mark.parametrize(
@@ -632,6 +652,11 @@ ERRORS = {
     "training split as evaluation split": (
         USABLE,
         {"eval_split": "train"},
+        "--eval_split train: is the training split",
+    ),
+    "training split by its other name as evaluation split": (
+        USABLE,
+        {"dataset_name": "demo", "split_name": "train_1M", "eval_split": "train"},
         "--eval_split train: is the training split",
     ),
     "no such text column": (

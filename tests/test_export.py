@@ -93,6 +93,37 @@ def test_the_export_is_the_model(tmp_path, family, max_shard_bytes):
     assert answer.shape == (1, 20)
 
 
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "qwen2_moe"])
+def test_files_hold_experts_as_the_hub_has_them(tmp_path, model_type):
+    """One by one, as other programs read them, though transformers joins them in memory."""
+    sizes = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 16}
+    sizes |= {"shared_expert_intermediate_size": 16, "tie_word_embeddings": False}
+    config = AutoConfig.for_model(model_type, **TINY | sizes)
+    source = AutoModelForCausalLM.from_config(config).bfloat16()
+    source.save_pretrained(tmp_path / "theirs")
+    export_hf(tmp_path / "ours", source.state_dict().items(), config=config, max_shard_bytes=20_000)
+    theirs = load_file(tmp_path / "theirs/model.safetensors")
+    ours = {}
+    for path in (tmp_path / "ours").glob("*.safetensors"):
+        ours |= load_file(path)
+    assert ours.keys() == theirs.keys() and any(".experts.3." in name for name in ours)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+def test_a_head_is_tied_where_a_part_of_the_settings_says_so(tmp_path):
+    text = TINY | {"tie_word_embeddings": True, "head_dim": 8, "num_hidden_layers": 4}
+    text |= {f"linear_{kind}": 2 for kind in ("num_key_heads", "num_value_heads")}
+    text |= {f"linear_{kind}_head_dim": 8 for kind in ("key", "value")}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 32}
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
+    config.tie_word_embeddings = False
+    source = AutoModelForCausalLM.from_config(config)
+    assert source.lm_head.weight is source.get_input_embeddings().weight
+    folder = export_hf(tmp_path / "export", source.named_parameters(), config=config)
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(loaded.lm_head.weight, source.lm_head.weight.bfloat16())
+
+
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "ernie4_5_moe"])
 def test_what_transformers_keeps_in_fp32_stays_so(tmp_path, model_type):
     """Biases that choose experts, a buffer and a parameter, that BF16 could not tell apart."""

@@ -59,7 +59,7 @@ MAY_IMPORT = {
     "te_models": "loss fp8_triton",
     "data": "config",
     # plans ask what training would do
-    "benchmarks": "config metrics trackers durable_files auto_mode optim te_models.presets "
+    "benchmarks": "config metrics trackers durable_files auto_mode optim precision te_models.presets "
     "te_models.families data.demo",
 }
 LAZY = {"transformer_engine", "deepspeed", "wandb", "torchao", "liger_kernel", "nvdlfw_inspect"}

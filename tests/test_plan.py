@@ -499,6 +499,23 @@ def test_bad_input_is_one_clear_line(flags, says, capsys):
     assert re.search(says, error)
 
 
+@pytest.mark.parametrize(
+    ("changes", "flags", "says"),
+    [
+        ({"attention_bias": True}, {"use_te": True}, "--use_te .*attention_bias=True.*without --use_te$"),
+        ({"intermediate_size": 8200}, FP8, "intermediate_size 8200 not a multiple of 16"),
+        ({"vocab_size": 32001}, FP8 | {"fp8_lm_head": True}, "vocabulary 32001 not a multiple of 16"),
+        ({}, FP8 | {"fp8_scenario": "current", "fp8_margin": 2}, "--fp8_margin 2: is read under delayed"),
+        ({}, {"mixed_precision": "fp8", "fp8_fast_accumulation": True}, "not under tensorwise"),
+    ],
+)
+def test_a_precision_that_training_refuses_is_not_planned(tmp_path, changes, flags, says):
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["meta-llama/Llama-3.2-1B"] | changes))
+    cfg = config_from_dict({"model_name": str(tmp_path)} | flags)
+    with pytest.raises(ValueError, match=says):
+        make_plan(cfg, GPUS["H200"], gpus=1)
+
+
 def test_a_sequence_that_training_refuses_is_not_planned():
     cfg = config_from_dict({"model_name": LLAMA_8B, "max_seq_length": 131_073})
     with pytest.raises(ValueError) as refused:

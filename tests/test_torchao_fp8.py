@@ -192,6 +192,22 @@ def test_linears_are_plain_inside_high_precision_linears():
     assert torch.equal(linear(x), in_fp8) and not torch.equal(in_fp8, exact)
 
 
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 8, "pad_token_id": None}
+
+
+@pytest.mark.parametrize("model_type", ["llama4_text", "phimoe"])
+def test_routers_that_are_linear_layers_stay_what_they_are(model_type):
+    model = build(model_type, **EXPERTS, intermediate_size_mlp=48)
+    ids = torch.randint(3, 64, (1, 32), generator=torch.Generator().manual_seed(0))
+    loss = model(ids, ids.roll(-1), torch.arange(32)[None]).loss
+    loss.backward()
+    found = coverage(model, Precision("tensorwise", "tensorwise"))
+    assert loss.isfinite() and found.fp8_modules
+    rows = {row.modules.rpartition(".")[2]: row.precision for row in found.rows}
+    assert rows["router"] == "bf16" and rows["q_proj"] == "fp8 tensorwise"
+    assert rows.get("down_proj", "bf16") == "bf16"  # of Llama 4's shared expert
+
+
 def test_converted_layers_share_one_compiled_graph():
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from training.config import Config, parse_config
-from training.errors import EXIT_BAD_SETTING, EXIT_INTERRUPTED
+from training.errors import EXIT_BAD_SETTING
 from training.trackers import redact
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def launch(description: str, *, start: Callable[[Config], torch.device], started
         from training.run import main
     except KeyboardInterrupt:
         print("error: interrupted before the start", file=sys.stderr)
-        sys.exit(EXIT_INTERRUPTED)
+        sys.exit(130)  # as a shell does, since no run was begun
     exit_process(main(sys.argv[1:], description=description, start=start, started=started))
 
 

@@ -8,12 +8,14 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from training.durable_files import hidden, publish, recover, save_tensors, sync_to_disk, write_json
 
@@ -47,9 +49,10 @@ def export_hf(
         check_export(folder)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        config, expected, exact = _describe(config, dtype, trust_remote_code)
-        cast = ((name, t if name in exact else as_dtype(t, dtype)) for name, t in _checked(tensors, expected))
-        _write_weights(partial, cast, max_shard_bytes)
+        config, model = _on_meta(config, dtype, trust_remote_code)
+        exact = kept_in_fp32(model)
+        cast = ((n, t if exact(n) else as_dtype(t, dtype)) for n, t in _checked(tensors, _shapes(model)))
+        _write_weights(partial, as_published(model, cast), max_shard_bytes)
         config.save_pretrained(partial)
         if code_folder and getattr(config, "auto_map", None):
             for path in code_folder.glob("*.py"):
@@ -129,25 +132,39 @@ def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _describe(
-    config: Any, dtype: torch.dtype, trust_remote_code: bool
-) -> tuple[Any, dict[str, torch.Size], set[str]]:
-    """A copy of `config` with architecture and dtype set, shapes of the model's weights, what not to cast."""
+def _on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, nn.Module]:
+    """A copy of `config` with architecture and dtype set, and its model without storage."""
     config = copy.deepcopy(config)
     config.dtype = dtype
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     config.architectures = [type(model).__name__]
-    tied = set() if not config.tie_word_embeddings else set(model.all_tied_weights_keys)
-    shapes = {name: t.shape for name, t in model.state_dict().items() if name not in tied}
-    exact = {name for name, _ in model.named_buffers()} | set(filter(kept_in_fp32(model), shapes))
-    return config, shapes, exact & shapes.keys()
+    return config, model
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Of the tensors that are saved: of tied ones, the first alone."""
+    # As the model ties them: of its settings, a part's own may say it.
+    kept = {name for name, _ in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - kept
+    return {name: tensor.shape for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def kept_in_fp32(model: nn.Module) -> Callable[[str], bool]:
-    """Whether transformers keeps the parameter of a name in FP32 when it reads a model in BF16."""
+    """Whether a name's tensor is no weight to cast: a buffer, or what transformers keeps in FP32 itself."""
+    buffers = {name for name, _ in model.named_buffers()}
     parts = [f".{part}." for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
-    return lambda name: any(part in f".{name}." for part in parts)
+    return lambda name: name in buffers or any(part in f".{name}." for part in parts)
+
+
+def as_published(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    """The tensors as the model's files on the hub have them, which other programs read.
+
+    transformers joins experts and renames parts of many models while it reads them. It undoes that a layer at
+    a time, so that no more need be in memory.
+    """
+    for _, layer in groupby(tensors, key=lambda pair: re.match(r"(.*?\.\d+\.)?", pair[0])[0]):
+        yield from revert_weight_conversion(model, dict(layer)).items()
 
 
 def _checked(

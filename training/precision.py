@@ -245,13 +245,16 @@ def why_not(name: str, backend: Backend = "native") -> str | None:
 
 def check_sizes(precision: Precision, model_name: str, sizes: dict[str, int]) -> None:
     """ValueError naming the sizes whose GEMMs the recipe's kernels cannot run."""
-    if precision.recipe is None:
-        return
-    if odd := odd_sizes(precision.effective, sizes):
-        multiple = RECIPES[precision.effective].feature_multiple
+    if precision.recipe is not None:
+        refuse_odd_sizes(precision.effective, model_name, sizes)
+
+
+def refuse_odd_sizes(recipe: str, model_name: str, sizes: dict[str, int]) -> None:
+    if odd := odd_sizes(recipe, sizes):
+        multiple = RECIPES[recipe].feature_multiple
         raise ValueError(
-            f"--fp8_scenario {precision.effective} --model_name {model_name}: {', '.join(odd)} not a "
-            f"multiple of {multiple}, which its FP8 GEMMs need; use another recipe or --mixed_precision bf16"
+            f"--fp8_scenario {recipe} --model_name {model_name}: {', '.join(odd)} not a multiple of "
+            f"{multiple}, which its FP8 GEMMs need; use another recipe or --mixed_precision bf16"
         )
 
 
@@ -286,17 +289,23 @@ def unread(cfg: Config, precision: Precision) -> str | None:
     return f"{flags}: not read in {precision.effective}; FP8 needs --mixed_precision fp8"
 
 
+def refuse_unread(cfg: Config, recipes: set[str]) -> None:
+    """ValueError for a setting of FP8 recipes that none of these reads."""
+    for name, value in _asked_for(cfg, READ_BY).items():
+        if not recipes & READ_BY[name]:
+            raise ValueError(
+                f"{_flag(name, value)}: is read under {' and '.join(sorted(READ_BY[name]))} scaling, "
+                f"not under {', '.join(sorted(recipes))}; drop it"
+            )
+
+
 def check_settings(cfg: Config, precision: Precision) -> None:
     """ValueError for a setting of FP8 recipes that those of an FP8 run do not read.
 
     RuntimeError, or ValueError for layers that were asked for, where they cannot do what it says.
     """
-    for name, value in _asked_for(cfg, READ_BY if precision.fp8 else ()).items():
-        if not precision.in_use & READ_BY[name]:
-            raise ValueError(
-                f"{_flag(name, value)}: is read under {' and '.join(sorted(READ_BY[name]))} scaling, "
-                f"not under {', '.join(sorted(precision.in_use))}; drop it"
-            )
+    if precision.fp8:
+        refuse_unread(cfg, precision.in_use)
     if cfg.precision.fp8_fp32_scales and "block" in precision.in_use and precision.te_backend == "native":
         major, minor = torch.cuda.get_device_capability()
         if major > 9:
@@ -318,9 +327,13 @@ def check_lm_head(cfg: Config, precision: Precision, sizes: dict[str, int], *, p
         raise ValueError(
             f"--fp8_lm_head: {cfg.model.model_name} does more to its logits than one GEMM; drop it"
         )
+    refuse_odd_head(cfg.model.model_name, sizes)
+
+
+def refuse_odd_head(model_name: str, sizes: dict[str, int]) -> None:
     if odd := odd_sizes("current", sizes):
         raise ValueError(
-            f"--fp8_lm_head --model_name {cfg.model.model_name}: {', '.join(odd)} not a multiple of "
+            f"--fp8_lm_head --model_name {model_name}: {', '.join(odd)} not a multiple of "
             f"{RECIPES['current'].feature_multiple} as FP8 GEMMs need it; drop it"
         )
 

@@ -184,6 +184,7 @@ class DDP(Strategy):
                 broadcast_buffers=False,
                 gradient_as_bucket_view=True,
                 bucket_cap_mb=100,
+                find_unused_parameters=not getattr(model, "uses_all_parameters", True),
             )
         low = any(p.dtype != torch.float32 for p in model.parameters())
         if low and self.cfg.sharding.grad_reduce_dtype == "fp32":

@@ -31,6 +31,8 @@ from training.errors import first_line
 INSTALL = "pip install torchao==0.18.0"
 # torch._scaled_mm takes sizes in 16-byte steps, and an output in them too, so padding could not help.
 FEATURE_MULTIPLE = 16
+# Class -> its layer whose output transformers changes in place, which autograd forbids of torchao's.
+ADDED_TO = {"Llama4TextMoe": "shared_expert.down_proj"}
 # What is harmless here but printed when torchao loads: (logger, start of the message).
 NOISE = (("torchao", "Failed to load"), ("torch.utils._pytree", "<enum "))
 
@@ -102,8 +104,10 @@ def convert(
     wanted = {name: recipe for name, recipe in wanted.items() if recipe not in (None, "bf16")}
     modules = dict(model.named_modules())
     left_out = {}
+    added_to = {f"{name}.{ADDED_TO.get(type(module).__name__)}" for name, module in modules.items()}
     for name in wanted:
-        if reason := why_not_fp8(modules[name]):
+        reason = "transformers adds to its output in place" if name in added_to else None
+        if reason := reason or why_not_fp8(modules[name]):
             left_out[name] = modules[name].fp8_left_out = reason
     if len(left_out) == len(wanted) and (wanted or not linear_names(model)):
         raise ValueError(_nothing_to_convert(model, left_out))
