@@ -239,7 +239,9 @@ class StreamItems(TorchIterableDataset):
             try:
                 item = next(epochs)
             except (Unreadable, NotStored) as error:
-                yield RuntimeError(f"{error}; the same command goes on from the last checkpoint")
+                yield RuntimeError(
+                    f"{error}; the same command with this run's --output_dir goes on from the last checkpoint"
+                )
                 return
             yield item
 

@@ -377,15 +377,17 @@ def test_a_start_that_went_back_in_its_own_folder_goes_on_with_what_came_of_it(t
     """A scheduler starts the same command again, with the --resume that was given once."""
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=2)
     for step in (2, 4, 6):
-        checkpoints.save(step, filled(step), {}, eval_loss=float(step))
+        checkpoints.save(step, filled(step), {}, eval_loss={2: 2.0, 4: 3.0, 6: 1.0}[step])
+    assert index_of(checkpoints)["best"] == "step_000006"
     path = tmp_path / "checkpoints" / "step_000004"
     assert resolve_resume(str(path), checkpoints) == path
     checkpoints.go_back(path)
     assert checkpoints.latest() == path, "what was left is not gone on from after a kill"
     assert resolve_resume(str(path), checkpoints) == path
+    assert index_of(checkpoints)["best"] == "step_000004", "what was left is no longer the best either"
     for step in (5, 7, 8):
-        checkpoints.save(step, filled(step), {})
-    assert not path.exists()
+        checkpoints.save(step, filled(step), {}, eval_loss=1 / step)
+    assert not path.exists() and not (tmp_path / "checkpoints" / "step_000006").exists()
     assert resolve_resume(str(path), checkpoints).name == "step_000008"
     older = tmp_path / "checkpoints" / "step_000007"
     assert resolve_resume(str(older), checkpoints) == older

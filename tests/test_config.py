@@ -52,6 +52,9 @@ def test_compilation_has_two_names():
         (["--epochs", "3"], "did you mean '--num_epochs'"),
         (["--model", "x"], "did you mean '--model_name'"),
         (["surprise"], "unexpected argument surprise"),
+        (["--use_te", "false"], "--use_te false: takes no value; --use_te turns it on, --no_use_te off"),
+        (["--no_packing=True"], "--packing True: takes no value; --packing turns it on, --no_packing off"),
+        (["--learning_rate", "-1e-5"], "--learning_rate -1e-05: must be positive"),
         (["--batch_size"], "expected one argument"),
         (["--batch_size", "two"], "--batch_size two: must be a whole number"),
         (["--batch_size", "0"], "--batch_size 0: must be 1 or more"),
@@ -148,6 +151,17 @@ def test_a_bad_flag_beside_a_file_is_not_the_files(tmp_path):
     file.write_text("generate_samples: 3")  # which the way out names
     with pytest.raises(ValueError, match=r"^--eval_samples 0: --generate_samples and --max_steps 0 need"):
         parse("--config", str(file), "--eval_samples", "0")
+
+
+def test_numbers_of_a_file_are_what_is_written(tmp_path):
+    """YAML 1.1 reads octal numbers, times of day and dates."""
+    file = tmp_path / "run.yaml"
+    file.write_text("max_steps: 010\nwandb_run_name: 12:30:00\nwandb_project: 0123\nlearning_rate: 1e-4\n")
+    cfg = parse("--config", str(file))
+    assert (cfg.optim.max_steps, cfg.optim.learning_rate) == (10, 1e-4)
+    assert (cfg.log.wandb_run_name, cfg.log.wandb_project) == ("12:30:00", "0123")
+    file.write_text("wandb_run_name: 2026-01-31")
+    assert parse("--config", str(file)).log.wandb_run_name == "2026-01-31"
 
 
 def test_missing_config_file():

@@ -35,6 +35,14 @@ def loss_and_gradients(model, inputs: dict) -> tuple[torch.Tensor, dict[str, tor
     return loss.detach(), dict(export_tensors(model, lambda weights: [w.grad for w in weights]))
 
 
+@pytest.mark.parametrize("use_te", [False, True])
+def test_a_model_that_sees_the_next_token_is_refused(tmp_path, use_te):
+    config = config_of("llama", is_causal=False)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"--model_name .*is_causal is false in its config\.json"):
+        plan_model(str(tmp_path), init="random", use_te=use_te)
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -31,7 +31,7 @@ from data.loader import StoredItems
 from data.samples import Split
 from te_models.hugging_face import HFCausalLM
 from tests.children import children, preload
-from tests.mixture import save_mixture
+from tests.mixture import save_mixture, save_model_with_images
 from train_multi_gpu import join_torchrun
 from training import decision, memory_plan, outcome, run, watchdog
 from training.checkpoint import Checkpoints
@@ -219,6 +219,19 @@ def test_a_model_that_only_transformers_can_read_is_sharded_too(reference, mode,
     flags = f"--model_name {tmp_path / 'model'} --tokenizer_name demo --no_export --max_steps 4"
     train(tmp_path / "run", f"{flags} --sharding_mode {mode}")
     assert losses(tmp_path / "run") == pytest.approx(losses(reference(flags)), rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
+def test_parameters_that_text_never_reaches_stay_as_they_are(reference, mode, tmp_path):
+    save_model_with_images(tmp_path / "model")
+    flags = f"--model_name {tmp_path / 'model'} --tokenizer_name demo --no_packing --max_steps 3"
+    flags += " --weight_decay 0.5 --gradient_accumulation_steps 2"
+    train(tmp_path / "run", f"{flags} --sharding_mode {mode}")
+    assert losses(tmp_path / "run") == pytest.approx(losses(reference(f"{flags} --no_export")), rel=1e-4)
+    before, after = (load_file(tmp_path / at / "model.safetensors") for at in ("model", "run/export"))
+    assert before.keys() == after.keys()
+    still = {name for name, tensor in before.items() if torch.equal(tensor.bfloat16(), after[name])}
+    assert still == {name for name in before if "vision" in name or "projector" in name}
 
 
 def test_hsdp_over_four_ranks_does_not_change_the_run(reference, tmp_path):
@@ -537,7 +550,7 @@ def test_a_rank_that_is_killed_ends_the_job(mode, tmp_path):
     (error,) = job.errors()
     assert error == (
         f"error: rank 1 ({platform.node()}) is gone: it was killed, or its node is lost. What was saved "
-        "before is intact; the same command goes on from it"
+        "before is intact; the same command with this run's --output_dir goes on from it"
     )
     assert last_checkpoint(job.folder) == "step_000002"
 

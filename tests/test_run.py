@@ -303,9 +303,10 @@ def test_the_time_of_a_start_that_was_killed_in_its_first_step_counts(tmp_path, 
 
 def test_a_broken_config_is_one_line(tmp_path, capsys):
     folder = train(tmp_path / "run", "--max_steps 1 --no_export")
-    (folder / "config.json").write_text("")
-    train(folder, "--max_steps 2 --no_export", code=EXIT_BAD_SETTING)
-    assert "its config.json is broken" in capsys.readouterr().err
+    for broken in ("", "[]"):
+        (folder / "config.json").write_text(broken)
+        train(folder, "--max_steps 2 --no_export", code=EXIT_BAD_SETTING)
+        assert "its config.json is broken" in capsys.readouterr().err
     (folder / "config.json").unlink()
     train(folder, "--max_steps 2 --no_export", code=EXIT_BAD_SETTING)
     assert "its config.json is missing; choose another folder" in capsys.readouterr().err
@@ -326,6 +327,57 @@ def test_a_finished_run_started_again_changes_no_weight(finished, capsys):
     train(finished, "--max_steps 0")
     way = f"to evaluate it: --resume {finished} --max_steps 0 and another --output_dir"
     assert way in capsys.readouterr().out
+
+
+def test_a_finished_run_exports_what_was_asked_for_later(tmp_path):
+    folder = train(tmp_path / "run", "--max_steps 2 --no_export")
+    before = losses(folder)
+    train(folder, "--max_steps 2 --generate_samples 1")
+    assert exported(folder) and (folder / "samples.txt").exists() and losses(folder) == before
+
+
+def test_a_finished_run_without_its_checkpoints_is_not_trained_over(tmp_path, capsys):
+    folder = train(tmp_path / "run", "--max_steps 2")
+    before = exported(folder)
+    shutil.rmtree(folder / "checkpoints")
+    train(folder, "--max_steps 2", code=EXIT_BAD_SETTING)
+    assert "has no checkpoints any more" in capsys.readouterr().err
+    assert all(torch.equal(tensor, before[name]) for name, tensor in exported(folder).items())
+    (folder / "export").rename(folder / "kept")
+    train(folder, "--max_steps 2")
+    assert exported(folder)
+
+
+def test_a_newer_checkpoint_of_another_run_is_evaluated_in_the_same_folder(tmp_path):
+    trained, evaluated = tmp_path / "run", tmp_path / "evaluation"
+    found = []
+    for steps in (2, 6):
+        train(trained, f"--max_steps {steps} --no_export --lr_scheduler constant")
+        train(evaluated, f"--resume {trained} --max_steps 0 --lr_scheduler constant")
+        found.append(json.loads((evaluated / "summary.json").read_text())["eval_loss"])
+    assert found[0] > found[1] == json.loads((trained / "summary.json").read_text())["eval_loss"]
+
+
+def test_a_default_folder_is_told_and_its_settings_go_on_with_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    argv = [*shlex.split(SMALL), "--max_steps", "2", "--no_export"]
+    assert main(argv, description="test", start=lambda cfg: CPU) == 0
+    (folder,) = Path("runs").iterdir()
+    assert f"the same command with --output_dir {folder} goes on" in capsys.readouterr().out
+    argv = ["--config", str(folder / "config.json"), "--max_steps", "3"]
+    assert main(argv, description="test", start=lambda cfg: CPU) == 0
+    assert list(Path("runs").iterdir()) == [folder] and sorted(losses(folder)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("wall_time.json", '{"wall_seconds": null}'), ("metrics.jsonl", "12\n")]
+)
+def test_a_record_that_can_be_done_without_stops_no_resume(tmp_path, name, content):
+    folder = train(tmp_path / "run", "--max_steps 1 --no_export")
+    with (folder / name).open("a" if name == "metrics.jsonl" else "w") as file:
+        file.write(content)
+    train(folder, "--max_steps 2 --no_export")
+    assert sorted(losses(folder)) == [1, 2]
 
 
 @pytest.mark.parametrize("way", ["hangup", "pipe"])

@@ -1,5 +1,6 @@
 """Metrics survive kills, full disks and W&B's outages; secrets never leave the machine."""
 
+import errno
 import http.server
 import io
 import json
@@ -125,6 +126,22 @@ def test_a_resume_killed_half_way_loses_no_line(tmp_path, monkeypatch):
         build(tmp_path, resume_step=1)
     everywhere = lines(tmp_path / "metrics.jsonl") + lines(tmp_path / "metrics.discarded.jsonl")
     assert {line["step"] for line in everywhere} == {1, 2, 3}
+
+
+def test_a_resume_rewrites_no_file_in_vain_and_tells_of_a_full_disk(tmp_path, monkeypatch):
+    tracker = build(tmp_path)
+    for step in (1, 2):
+        tracker.log(step, {"train/loss": float(step)})
+    tracker.finish()
+
+    def full(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(trackers, "replace_file", full)
+    build(tmp_path, resume_step=2).finish()
+    with pytest.raises(RuntimeError, match=r"metrics\.jsonl: No space left on device; make room"):
+        build(tmp_path, resume_step=1)
+    assert len(lines(tmp_path / "metrics.jsonl")) == 2
 
 
 def test_full_disk_stops_with_the_reason_and_leaves_whole_lines(tmp_path):

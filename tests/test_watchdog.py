@@ -33,7 +33,7 @@ def test_a_rank_behind_the_others_is_named():
     text = message(rank2={"beats": 19, "doing": "loading the data of step 7", "seconds": 61.0})
     assert text == (
         "--timeout_minutes 1: no progress for 60 s; rank 2 (node1) loading the data of step 7 for 61 s. What "
-        "was saved before is intact; the same command goes on from it"
+        "was saved before is intact; the same command with this run's --output_dir goes on from it"
     )
 
 
@@ -118,7 +118,7 @@ def test_ranks_that_fell_silent_are_named_when_a_collective_fails(alone, monkeyp
     looked_at(watchdog, monkeypatch, 1)
     assert watchdog.gone() == (
         "rank 2 (node1), rank 3 (node1) are gone: they were killed, or their node is lost. What was saved "
-        "before is intact; the same command goes on from it"
+        "before is intact; the same command with this run's --output_dir goes on from it"
     )
 
 

@@ -92,7 +92,8 @@ def refuse_small_gpu(model: str, memory: Memory, *, mode: str, sharers: int, shr
     room = LAST_ROOM * gpu - memory.parameters * memory.accumulated
     if room > 0:
         ways.append(f"--sharding_mode fsdp_full takes {math.ceil(whole / room)} such GPUs")
-    ways.append("--sharding_mode fsdp_offload takes the hosts' memory")
+    start = "torchrun --nproc_per_node=1 train_multi_gpu.py " if mode == "single" else ""
+    ways.append(f"{start}--sharding_mode fsdp_offload takes the hosts' memory")
     where = "on one GPU" if mode == "single" else f"--sharding_mode {mode}"
     raise RuntimeError(
         f"--model_name {model}, {where}: weights, gradients and optimizer of {memory.parameters / 1e9:.1f} B "

@@ -118,12 +118,16 @@ class Checkpoints:
         return path.resolve().parent == self.folder.resolve()
 
     def go_back(self, path: Path) -> None:
-        """Note, on one process, that a start goes on from `path` and leaves any later steps."""
+        """Note, on one process, that a start goes on from `path` and leaves any later steps.
+
+        None of these is the best any more: their log lines are no longer the run's.
+        """
         step, saved = read_manifest(path)["step"], self._saved()
         if not self.holds(path) or step not in saved.steps:
             return
         others = [other for other in saved.steps if other != step]
-        self._note(saved._replace(steps=[*others, step], went_back=step))
+        losses = {other: loss for other, loss in saved.losses.items() if other <= step}
+        self._note(_Saved([*others, step], losses, step))
 
     def since(self, path: Path) -> Path | None:
         """The step saved last, if that was after a start went back to `path`, which may be pruned since.
@@ -279,8 +283,8 @@ class Checkpoints:
         previous = self.folder / step_name(steps[-1])
         lower = f", lower --keep_last (now {self.keep_last})" if self.keep_last > 1 else ""
         return message + (
-            f"nothing saved earlier is lost. Free space{lower} or point --output_dir at another disk, then "
-            f"continue with `--resume {previous}`"
+            f"nothing saved earlier is lost. Free space{lower} and go on with `--output_dir "
+            f"{self.folder.parent}`, or point --output_dir at another disk, with `--resume {previous}`"
         )
 
     # Loading

@@ -367,7 +367,8 @@ class CheckpointConfig(Section):
     resume: str = knob(
         "auto",
         "auto: continue from --output_dir's latest checkpoint if any; a run's folder or a checkpoint's, to "
-        "start from once: given again it goes on from what came of it; or none, for a new --output_dir",
+        "start from once: given again, with the same --output_dir, it goes on from what came of it; or none, "
+        "for a new --output_dir",
         free=True,
     )
     export: bool = knob(True, "write a Hugging Face model (BF16 safetensors) at the end", free=True)
@@ -602,11 +603,24 @@ def _kind(hint: Any) -> str:
     return {int: "a whole number", float: "a number", str: "text"}[hint]
 
 
+SWITCHED = ("true", "false", "yes", "no", "on", "off", "1", "0")  # what people write after a switch
+
+
+def _no_value(flag: str, off: str, value: str) -> str:
+    return f"{flag} {value}: takes no value; {flag} turns it on, {off} off"
+
+
 class OneLineParser(argparse.ArgumentParser):
     """argparse whose errors are ValueErrors, for one line without the usage."""
 
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self._negative_number_matcher = re.compile(r"-(\d+|\d*\.\d+)([eE][-+]?\d+)?$")  # -1e-5, too
+
     def error(self, message: str) -> typing.NoReturn:
         message = message.removeprefix("argument ")
+        if found := re.match(r"(--\S+)/(--no_\S+): ignored explicit argument '(.*)'", message):
+            message = _no_value(*found.groups())
         if found := re.fullmatch(r"(--\S+): invalid (int|float) value: '(.*)'", message):
             flag, kind, value = found.groups()
             message = f"{flag} {value}: must be {_kind({'int': int, 'float': float}[kind])}"
@@ -663,6 +677,9 @@ def parse_config(argv: list[str], *, prog: str, description: str) -> Config:
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         flag = unknown[0].split("=")[0]
+        before = argv[argv.index(unknown[0]) - 1].removeprefix("--no_").removeprefix("--")
+        if flag.lower() in SWITCHED and f"--no_{before}" in flags:
+            raise ValueError(_no_value(f"--{before}", f"--no_{before}", flag))
         what = "unknown flag" if flag.startswith("-") else "unexpected argument"
         raise ValueError(f"{what} {flag}{nearest(flag, flags)}")
     values = vars(given)
@@ -710,6 +727,20 @@ class YamlLoader(yaml.SafeLoader):
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise yaml.YAMLError(f"{twice!r} stands twice, line {node.start_mark.line + 1} and on")
         return super().construct_mapping(node, deep)
+
+    # Of YAML 1.1's numbers and dates decimal numbers alone: 010 would be 8, 12:30:00 be 45000.
+    yaml_implicit_resolvers: typing.ClassVar = {
+        first: [
+            (tag, pattern) for tag, pattern in found if not tag.endswith((":int", ":float", ":timestamp"))
+        ]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+WHOLE = r"[-+]?(0|[1-9]\d*)$"
+DECIMAL = r"[-+]?((\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?|\.inf)$|\.nan$"
+for kind, pattern in (("int", WHOLE), ("float", DECIMAL)):
+    YamlLoader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(pattern), list("-+.0123456789"))
 
 
 def yaml_fault(error: Exception) -> str:

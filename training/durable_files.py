@@ -36,7 +36,8 @@ def hidden(path: Path, state: str) -> Path:
 def no_room(path: Path, error: OSError) -> RuntimeError:
     """What to raise where a record of a run cannot be written."""
     return RuntimeError(
-        f"cannot write {path}: {error.strerror}; make room and run the same command to resume"
+        f"cannot write {path}: {error.strerror}; make room, and the same command with this run's "
+        "--output_dir goes on"
     )
 
 

@@ -38,7 +38,7 @@ OUT_OF_MEMORY = (
 
 LOST_WORKER = (
     "Linux ends processes so where memory runs out: lower --num_workers, or give the job more host memory; "
-    "the same command goes on from the last checkpoint"
+    "the same command with this run's --output_dir goes on from the last checkpoint"
 )
 
 

@@ -161,6 +161,8 @@ class Run:
         folder, self.lock = open_run_folder(self.cfg, self.plan.short_name, self.precision.effective)
         if self._exports():
             check_export(folder / "export", self.plan.weights)
+        if not self.cfg.checkpoint.output_dir:
+            say(f"run folder: {folder}; after a stop, the same command with --output_dir {folder} goes on")
         return folder
 
     def _exports(self) -> bool:
@@ -177,13 +179,19 @@ class Run:
                 f"--resume {asked}: this run went back there before, and goes on from {resume.name}; another "
                 "--output_dir starts from it again"
             )
+        finished = (self.folder / "summary.json").exists()
+        if not resume and finished and self._exports() and (self.folder / "export").exists():
+            raise ValueError(
+                f"--output_dir {self.folder}: its run is finished and has no checkpoints any more, so this "
+                "would train it anew and replace its export; choose another folder, or move the export away"
+            )
         if resume:
             precision_map.check_resume(meta, self.precision)
             other = not self.checkpoints.holds(resume)
             recipe, world_size = self.precision.effective, ranks.world_size()
             if notice := check_resume(meta, self.cfg, recipe, resume, world_size, of_another_run=other):
                 say(notice)
-        if not (self.folder / "summary.json").exists():  # else it may be finished, and stay as it is
+        if not finished:  # else it may stay as it is
             write_config(self.cfg, self.folder)
         return resume, meta
 
@@ -288,7 +296,8 @@ class Run:
         self.loaders.train.load_state_dict(self.meta["loader"])  # how much data is left
         done = self.meta["progress"]["step"]
         self.total_steps = steps_of_a_resumed_run(self.cfg, self.meta, self.loaders.train, ranks.world_size())
-        summed_up = ranks.on_first((self.folder / "summary.json").exists)
+        own = self.checkpoints.holds(self.resume)
+        summed_up = own and ranks.on_first((self.folder / "summary.json").exists)
         if 0 < self.total_steps < done and not summed_up:
             flag = "num_epochs" if self.cfg.optim.max_steps is None else "max_steps"
             raise ValueError(
@@ -297,7 +306,8 @@ class Run:
             )
         if self.total_steps > done and self.total_steps != (saved := self.meta["total_steps"]):
             say(f"the learning rate follows {self.total_steps:,} steps from here on, until now {saved:,}")
-        return done >= self.total_steps and summed_up
+        exported = not self._exports() or ranks.on_first((self.folder / "export").exists)
+        return done >= self.total_steps and summed_up and exported
 
     def run(self) -> int:
         if self.finished:

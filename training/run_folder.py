@@ -5,6 +5,7 @@ wall_time.json has what the run cost in all its starts, of one that was killed u
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import platform
@@ -82,15 +83,20 @@ def see_folder(folder: Path) -> None:
 
 
 def write_config(cfg: Config, folder: Path) -> None:
-    """Write config.json, once nothing stands against the run. ValueError if it cannot be written."""
+    """Write config.json, once nothing stands against the run. ValueError if it cannot be written.
+
+    It names the folder, so that a command with this file goes on with the run.
+    """
     try:
-        write_json(folder / "config.json", cfg.to_dict())
+        write_json(folder / "config.json", cfg.to_dict() | {"output_dir": str(folder)})
     except OSError as error:
         raise _unwritable("output_dir", folder, error) from None
 
 
 def _unwritable(flag: str, folder: Path | str, error: OSError) -> ValueError:
-    return ValueError(f"--{flag} {folder}: {error.strerror}; choose a folder you can write to")
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    way = "make room, or choose a folder on another disk" if full else "choose a folder you can write to"
+    return ValueError(f"--{flag} {folder}: {error.strerror}; {way}")
 
 
 def _refuse_other_run(cfg: Config, folder: Path) -> None:
@@ -101,6 +107,8 @@ def _refuse_other_run(cfg: Config, folder: Path) -> None:
     saved = folder / "config.json"
     try:
         old = json.loads(saved.read_text(encoding="utf-8"))
+        if not isinstance(old, dict):
+            raise ValueError("it holds no object")
     except (FileNotFoundError, ValueError) as error:
         broken = "is missing" if isinstance(error, FileNotFoundError) else f"is broken ({error})"
         raise ValueError(
@@ -217,7 +225,9 @@ class WallTime:
         """Raise what `progress` has from a checkpoint; as sums over all starts none counts twice."""
         kept = read_record(self.path)
         for name in self.SUMS:
-            setattr(self.progress, name, max(kept.get(name, 0.0), getattr(self.progress, name)))
+            before = kept.get(name)
+            if isinstance(before, int | float):
+                setattr(self.progress, name, max(before, getattr(self.progress, name)))
 
     def count(self, *, keep: bool = True) -> None:
         """Up to now; the folder gets it for the next start: at once if told to `keep` it, or now and then."""

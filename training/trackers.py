@@ -148,10 +148,13 @@ class MetricsFile:
     """metrics.jsonl (one object a line: step, time in Unix seconds, metrics) and summary.json."""
 
     def __init__(self, run_folder: Path, resume_step: int | None) -> None:
-        run_folder.mkdir(parents=True, exist_ok=True)
         self._path = run_folder / "metrics.jsonl"
         self._summary_path = run_folder / "summary.json"
-        _discard_after(self._path, -1 if resume_step is None else resume_step)
+        try:
+            run_folder.mkdir(parents=True, exist_ok=True)
+            _discard_after(self._path, -1 if resume_step is None else resume_step)
+        except OSError as error:
+            raise no_room(self._path, error) from None
         if self._summary_path.exists():
             # It sums up an earlier part of the run, and would pass for this one's if this one crashed.
             self._summary_path.replace(run_folder / "summary.previous.json")
@@ -182,9 +185,11 @@ def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     complete = []
     for line in path.read_bytes().splitlines():
         try:
-            complete.append((line + b"\n", json.loads(line)))
+            record = json.loads(line)
         except ValueError:
             continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            complete.append((line + b"\n", record))
     return complete
 
 
@@ -199,7 +204,8 @@ def _discard_after(path: Path, step: int) -> None:
         discarded = path.with_name("metrics.discarded.jsonl")
         earlier = [line for line, _ in _complete_lines(discarded)] if discarded.exists() else []
         replace_file(discarded, b"".join(earlier + moved))
-    replace_file(path, b"".join(kept))
+    if (whole := b"".join(kept)) != path.read_bytes():
+        replace_file(path, whole)
 
 
 def to_json(value: dict[str, Any], indent: int | None = None) -> bytes:

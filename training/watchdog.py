@@ -231,7 +231,7 @@ class Watchdog:
             return {number: Place(**json.loads(self._store.get(key))) for number, key in known.items()}
 
 
-AFTERWARDS = "What was saved before is intact; the same command goes on from it"
+AFTERWARDS = "What was saved before is intact; the same command with this run's --output_dir goes on from it"
 
 
 def lost(timeout: float, limit: float) -> str:
