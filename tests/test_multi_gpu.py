@@ -31,7 +31,7 @@ from data.loader import StoredItems
 from data.samples import Split
 from te_models.hugging_face import HFCausalLM
 from tests.children import children, preload
-from tests.mixture import save_mixture, save_model_with_images
+from tests.hugging_face_models import save_mixture, save_model_with_images
 from train_multi_gpu import join_torchrun
 from training import decision, memory_plan, outcome, run, watchdog
 from training.checkpoint import Checkpoints

@@ -1,4 +1,7 @@
-"""The start of a command: --help and wrong settings are answered before torch is imported, for seconds."""
+"""The start of a command.
+
+--help and wrong settings are answered before torch is imported, which takes seconds.
+"""
 
 from __future__ import annotations
 

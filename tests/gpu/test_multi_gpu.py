@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.mixture import save_mixture
+from tests.hugging_face_models import save_mixture
 from training.checkpoint import Checkpoints
 from training.durable_files import read_manifest
 
