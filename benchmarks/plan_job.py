@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from training.config import Config
+from training.errors import first_line
 from training.metrics import ModelShape, matmul_parameters
 
 if TYPE_CHECKING:  # it imports torch
@@ -183,7 +184,11 @@ def refuse_precision(cfg: Config, model: Model) -> None:
     if cfg.model.use_te and Path(name, "config.json").exists():  # presets have a TE form
         from transformers import AutoConfig
 
-        if reason := model.family.unsupported(AutoConfig.from_pretrained(name)):
+        try:
+            config = AutoConfig.from_pretrained(name)
+        except Exception as error:  # its checks raise errors of their own
+            raise ValueError(f"--model_name {name}: its config.json: {first_line(error)}") from None
+        if reason := model.family.unsupported(config):
             raise ValueError(f"--use_te --model_name {name}: {reason}; plan it without --use_te")
     if recipe == "bf16":
         return

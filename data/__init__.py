@@ -20,7 +20,7 @@ from data.demo import ALIASES
 from data.loader import Layout, Loader, Stored, Stream
 from data.packing import Bins, shuffled
 from data.samples import DataReport, Selection, Split
-from data.sources import Source
+from data.sources import PEEK, TOOLS, Source
 from training.config import DataConfig
 
 __all__ = ["DATASETS", "Batch", "DataReport", "Loader", "Loaders", "build_loaders", "load_tokenizer"]
@@ -172,11 +172,18 @@ def open_split(cfg: DataConfig, name: str, tokenizer: PreTrainedTokenizerBase, v
             "training shows the model where to stop",
             tokenizer.name_or_path,
         )
-    if source.tools and name == cfg.split_name and not encoder.writes_tools:
-        logger.warning(
-            "--tokenizer_name %s: its chat template has no place for tools; those of the data are left out",
-            tokenizer.name_or_path,
-        )
+    if source.tools and name == cfg.split_name:
+        if not encoder.writes_tools:
+            logger.warning(
+                "--tokenizer_name %s: its chat template has no place for tools: the data's are left out",
+                tokenizer.name_or_path,
+            )
+        elif any(source.to_sample(row).get("tools", []) is None for row in islice(source.rows, PEEK)):
+            logger.warning(
+                "--dataset_name %s: column %s holds what are no lists of functions; they are left out",
+                cfg.dataset_name,
+                TOOLS,
+            )
     return Split(cfg, source, encoder, vocab_size)
 
 

@@ -1,10 +1,10 @@
 """Chat templates, and which tokens carry loss.
 
-A sample is either `{"messages": [{"role", "content"}, ...]}`, with `"tools"` where a chat has some, or
-`{"text": ...}`, or, of a row that cannot be read, `{"fault": ...}` with what is wrong. It becomes token ids
-plus spans `[start, stop)` of the tokens that carry loss: the assistant's answers with their end-of-turn
-token, or all of a plain text. A prompt is tokenised by itself, with the generation prompt at its end, exactly
-as it will be at inference; the answer follows as a piece of its own.
+A sample is either `{"messages": [{"role", "content"}, ...]}`, with `"tools"` where a chat has some (None if
+they cannot be read), or `{"text": ...}`, or, of a row that cannot be read, `{"fault": ...}` with what is
+wrong. It becomes token ids plus spans `[start, stop)` of the tokens that carry loss: the assistant's answers
+with their end-of-turn token, or all of a plain text. A prompt is tokenised by itself, with the generation
+prompt at its end, exactly as it will be at inference; the answer follows as a piece of its own.
 """
 
 from __future__ import annotations
@@ -402,9 +402,7 @@ def fault(sample: Row) -> str | None:
         return sample["fault"]
     if "text" in sample:
         return no_text("its text", sample["text"])
-    messages, tools = sample["messages"], sample.get("tools", [])
-    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        return "its tools are no list of functions"
+    messages = sample["messages"]
     if not isinstance(messages, list):
         return f"its messages are {kind(messages)}, not a list"
     for message in messages:
@@ -413,6 +411,9 @@ def fault(sample: Row) -> str | None:
         role = message.get("role")
         if not isinstance(role, str):
             return f"the role of a message is {kind(role)}, not text"
+        calls = message.get("tool_calls", [])
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            return f"the tool calls of the {role} are no list of calls"
         if (wrong := no_text(f"what the {role} says", message.get("content"))) is not None:
             return wrong
     return None

@@ -219,7 +219,8 @@ def untaken(taken: set[str], others: list[tuple[str, tuple[str, ...]]]) -> str:
 def messages(field: str, system: str, row: Row) -> Row:
     """A column of messages, as OpenAI has them or ShareGPT; `system` goes before those that begin without."""
     found = row.get(field)
-    made = {"tools": as_json(row[TOOLS])} if row.get(TOOLS) else {}
+    tools = parsed(row.get(TOOLS))
+    made = {"tools": objects(tools)} if tools else {}
     if not is_chat(found):
         return {"messages": found} | made
     turns = [turn(message) for message in found]
@@ -227,12 +228,29 @@ def messages(field: str, system: str, row: Row) -> Row:
     return {"messages": [{"role": "system", "content": system}, *turns] if asks else turns} | made
 
 
-def as_json(value: Any) -> Any:
-    """What a string of JSON holds, or the value itself: columns have objects of many kinds as strings."""
+def parsed(value: Any) -> Any:
+    """What a string of JSON holds, or each of a list of such: columns have objects of many kinds so."""
+    if isinstance(value, list):
+        return [item if isinstance(item, list) else parsed(item) for item in value]
+    if not isinstance(value, str):
+        return filled(value)
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return json.loads(value)
     except ValueError:
         return value
+
+
+def filled(value: Any) -> Any:
+    """A value without keys that hold nothing: Arrow gives every object the keys of all."""
+    if isinstance(value, dict):
+        return {key: filled(item) for key, item in value.items() if item is not None}
+    return [filled(item) for item in value] if isinstance(value, list) else value
+
+
+def objects(value: Any) -> list[Row] | None:
+    """A list of objects, or of the one that there is; None for anything else."""
+    found = [value] if isinstance(value, dict) else value
+    return found if is_chat(found) else None
 
 
 def is_chat(value: Any) -> bool:
@@ -252,19 +270,20 @@ def turn(message: Row) -> Row:
     parts = made.get("content")
     if isinstance(parts, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
         made["content"] = "".join(part["text"] for part in parts)
-    calls = as_json(made.pop("tool_calls", None))
-    if calls and is_chat(calls):
-        made["tool_calls"] = [tool_call(call) for call in calls]
-        made["content"] = made["content"] or ""  # of a message that only calls, OpenAI leaves it out
+    if calls := parsed(made.pop("tool_calls", None)):
+        made["content"] = made.get("content") or ""  # of a message that only calls, it may be left out
+        listed = objects(calls)
+        made["tool_calls"] = calls if listed is None else [tool_call(call) for call in listed]
     return made
 
 
 def tool_call(call: Row) -> Row:
     """A call with arguments as templates take them; OpenAI has them as a string of JSON."""
     function = call.get("function")
-    if not isinstance(function, dict) or "arguments" not in function:
+    arguments = parsed(function.get("arguments")) if isinstance(function, dict) else None
+    if not isinstance(arguments, dict):
         return call
-    return call | {"function": function | {"arguments": as_json(function["arguments"])}}
+    return call | {"function": function | {"arguments": arguments}}
 
 
 def text(field: str, row: Row) -> Row:
@@ -277,9 +296,17 @@ def pair(prompt: str, answer: str, contexts: tuple[str, ...], system: str, row: 
     if is_chat(question) and is_chat(reply):
         return messages(prompt, system, {prompt: question + reply})
     if isinstance(question, str):
-        question = "\n\n".join([question, *(str(row[name]) for name in contexts if row.get(name))])
+        question = "\n\n".join(
+            [question, *(passage for name in contexts for passage in passages(row.get(name)))]
+        )
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
     return {"messages": [{"role": "system", "content": system}, *turns] if system else turns}
+
+
+def passages(value: Any) -> list[str]:
+    """The texts of a column; none where it holds something else."""
+    found = value if isinstance(value, list) else [as_text(value)]
+    return [text for text in found if text] if all(isinstance(text, str) for text in found) else []
 
 
 def as_text(value: Any) -> Any:

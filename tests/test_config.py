@@ -160,8 +160,9 @@ def test_numbers_of_a_file_are_what_is_written(tmp_path):
     cfg = parse("--config", str(file))
     assert (cfg.optim.max_steps, cfg.optim.learning_rate) == (10, 1e-4)
     assert (cfg.log.wandb_run_name, cfg.log.wandb_project) == ("12:30:00", "0123")
-    file.write_text("wandb_run_name: 2026-01-31")
-    assert parse("--config", str(file)).log.wandb_run_name == "2026-01-31"
+    for name in ("2026-01-31", "1e-4", "1e3"):
+        file.write_text(f"wandb_run_name: {name}")
+        assert parse("--config", str(file)).log.wandb_run_name == name
 
 
 def test_missing_config_file():

@@ -391,7 +391,8 @@ def test_a_template_that_leaves_tool_calls_out_makes_a_bad_row(chatml):
     rows = made.encode([{"messages": CALLING}], [0])
     assert rows["status"].to_pylist() == [Status.BAD]
     assert made.why_bad({"messages": CALLING}).endswith("it leaves the tool calls of an answer out")
-    assert made.why_bad({"messages": CALLING, "tools": "weather"}) == "its tools are no list of functions"
+    calls = [CALLING[0], CALLING[1] | {"tool_calls": "weather"}]
+    assert made.why_bad({"messages": calls}) == "the tool calls of the assistant are no list of calls"
 
 
 LLAMA2 = (

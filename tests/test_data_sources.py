@@ -180,6 +180,9 @@ def test_real_rows_in_openmath_columns(load, streaming):
         ({"instruction": "Add.", "input": "1, 2", "output": "3"}, {}, "Add.\n\n1, 2", "3"),
         ({"instruction": "Add.", "input": "", "output": "3"}, {}, "Add.", "3"),
         ({"instruction": "Add.", "context": "1, 2", "response": "3"}, {}, "Add.\n\n1, 2", "3"),
+        ({"instruction": "Add.", "context": ["1", "2"], "response": "3"}, {}, "Add.\n\n1\n\n2", "3"),
+        ({"instruction": "Add.", "context": {"id": 7}, "response": "3"}, {}, "Add.", "3"),
+        ({"instruction": "Double it.", "input": 21, "output": 42}, {}, "Double it.\n\n21", "42"),
         ({"question": "1?", "answer": "2"}, {}, "1?", "2"),
         ({"prompt": "1?", "completion": "2"}, {}, "1?", "2"),
         (
@@ -202,23 +205,52 @@ def test_prompt_columns_are_found_by_name(row, settings, prompt, answer):
     assert [m["role"] for m in to_sample(row)["messages"]] == ["user", "assistant"]
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_tools_and_their_calls_are_taken_as_templates_have_them(as_json):
-    arguments, tools = {"place": "Oslo"}, [{"type": "function", "function": {"name": "weather"}}]
-    write = json.dumps if as_json else lambda value: value
-    call = {"type": "function", "function": {"name": "weather", "arguments": write(arguments)}}
-    turns = [
-        {"role": "user", "content": "Weather?", "tool_calls": None},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-    ]
-    row = {"messages": turns, "tools": write(tools)}
+TOOL = {"type": "function", "function": {"name": "weather", "required": ["1"]}}
+TOOL_CALL = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Oslo"}}}
+
+
+def sample_with_tools(tools, calls, **content):
+    row = {"messages": [{"role": "assistant", "tool_calls": calls, **content}], "tools": tools}
     to_sample, *_, shown, with_tools = choose_columns(DataConfig(), list(row))
-    sample = to_sample(row)
     assert with_tools and shown.startswith("messages and tools (whole chats)")
-    assert sample["tools"] == tools and sample["messages"][0] == {"role": "user", "content": "Weather?"}
-    assert sample["messages"][1]["content"] == ""
-    assert sample["messages"][1]["tool_calls"][0]["function"]["arguments"] == arguments
-    assert "tools" not in to_sample({"messages": turns, "tools": None})
+    return to_sample(row)
+
+
+@pytest.mark.parametrize("written", [json.dumps, lambda value: value], ids=["JSON", "objects"])
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}], ids=["no", "null", "empty"])
+def test_tools_and_their_calls_are_taken_as_templates_have_them(written, content):
+    function = {**TOOL_CALL["function"], "arguments": written(TOOL_CALL["function"]["arguments"])}
+    sample = sample_with_tools(written([TOOL]), [TOOL_CALL | {"function": function}], **content)
+    assert sample["tools"] == [TOOL]
+    (message,) = sample["messages"]
+    assert message == {"role": "assistant", "content": "", "tool_calls": [TOOL_CALL]}
+
+
+@pytest.mark.parametrize("form", [TOOL_CALL, json.dumps(TOOL_CALL), [json.dumps(TOOL_CALL)]])
+def test_one_call_is_a_list_of_one(form):
+    (message,) = sample_with_tools(None, form, content="I look.")["messages"]
+    assert message["tool_calls"] == [TOOL_CALL]
+
+
+@pytest.mark.parametrize("none", [None, "", "null", "[]", "{}", [], {}])
+def test_no_tools_are_none(none):
+    sample = sample_with_tools(none, none, content="I look.")
+    assert sample == {"messages": [{"role": "assistant", "content": "I look."}]}
+
+
+@pytest.mark.parametrize("other", ["search", ["search"], 5])
+def test_what_is_no_list_of_functions_is_left_out_but_a_call_is_kept_to_be_refused(other):
+    sample = sample_with_tools(other, other, content="I look.")
+    assert sample["tools"] is None and sample["messages"][0]["tool_calls"] == other
+
+
+def test_keys_that_arrow_fills_in_are_no_arguments():
+    other = {"type": "function", "function": {"name": "search", "arguments": {"query": "x"}}}
+    stored = Dataset.from_list([{"calls": [TOOL_CALL]}, {"calls": [other]}])
+    assert stored[0]["calls"][0]["function"]["arguments"] == {"place": "Oslo", "query": None}
+    for row, call in zip(stored, (TOOL_CALL, other), strict=True):
+        sample = sample_with_tools(row["calls"], row["calls"])
+        assert sample["messages"][0]["tool_calls"] == [call] == sample["tools"]
 
 
 @pytest.mark.parametrize(

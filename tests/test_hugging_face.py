@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from te_models import ModelPlan, build_model, hugging_face, plan_model
-from te_models.hugging_face import materialize, parameters_on_meta
+from te_models.hugging_face import HFCausalLM, materialize, parameters_on_meta
 from te_models.packed_attention import NAME, packed_attention
+from tests.hugging_face_models import save_model_with_images
 
 TINY = {
     "vocab_size": 64,
@@ -394,3 +395,20 @@ def test_a_router_s_loss_is_trained_under_recomputation_or_refused():
     ):
         gate(gradient_checkpointing=True, reentrant=True)
     build("mixtral", packed=False, gradient_checkpointing=True, reentrant=True)
+
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 1}
+
+
+@pytest.mark.parametrize(("model_type", "changes"), [("llama", {}), ("gpt2", {}), ("mixtral", EXPERTS)])
+def test_parameters_that_every_text_reaches(model_type, changes):
+    model = build(model_type, packed=False, **changes)
+    assert model.uses_all_parameters
+    model.blocks[0].experts = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+    assert not model.uses_all_parameters
+
+
+def test_parameters_for_images_get_no_gradient_of_a_text(tmp_path):
+    save_model_with_images(tmp_path)
+    inner = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not HFCausalLM(inner).uses_all_parameters

@@ -502,6 +502,7 @@ def test_bad_input_is_one_clear_line(flags, says, capsys):
 @pytest.mark.parametrize(
     ("changes", "flags", "says"),
     [
+        ({"rms_norm_eps": "1e-5"}, {"use_te": True}, "--model_name .*its config.json: .*rms_norm_eps"),
         ({"attention_bias": True}, {"use_te": True}, "--use_te .*attention_bias=True.*without --use_te$"),
         ({"intermediate_size": 8200}, FP8, "intermediate_size 8200 not a multiple of 16"),
         ({"vocab_size": 32001}, FP8 | {"fp8_lm_head": True}, "vocabulary 32001 not a multiple of 16"),

@@ -334,6 +334,16 @@ def test_a_finished_run_exports_what_was_asked_for_later(tmp_path):
     before = losses(folder)
     train(folder, "--max_steps 2 --generate_samples 1")
     assert exported(folder) and (folder / "samples.txt").exists() and losses(folder) == before
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "eval/loss" in line] == [2], "logged once"
+
+
+def test_a_shorter_command_exports_nothing_of_a_longer_run(tmp_path, capsys):
+    folder = train(tmp_path / "run", "--max_steps 4 --no_export")
+    train(folder, "--max_steps 2", code=EXIT_BAD_SETTING)
+    assert "has 4 steps already" in capsys.readouterr().err and not (folder / "export").exists()
+    train(folder, "--max_steps 2 --no_export")
+    assert json.loads((folder / "config.json").read_text())["max_steps"] == 4
 
 
 def test_a_finished_run_without_its_checkpoints_is_not_trained_over(tmp_path, capsys):

@@ -310,3 +310,12 @@ def test_bad_input_is_one_line(tmp_path, capsys, text, flags, message):
 def test_a_file_that_is_not_there_is_one_line(tmp_path, capsys):
     assert main([str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("study", ["batch_one", "fsdp_finetuning"])
+def test_folders_are_named_as_those_of_recorded_runs(tmp_path, study):
+    """Else a sweep that goes on would do what is done again."""
+    plan = read_sweep(ROOT / f"benchmarks/sweeps/{study}.yaml")
+    points = build_points(plan["grid"], plan["base"] | {"dataset_name": "demo"}, tmp_path)
+    recorded = {path.name for path in (ROOT / "benchmarks/results" / study).iterdir()}
+    assert len(recorded & {point.name for point in points}) > 60

@@ -728,7 +728,8 @@ class YamlLoader(yaml.SafeLoader):
             raise yaml.YAMLError(f"{twice!r} stands twice, line {node.start_mark.line + 1} and on")
         return super().construct_mapping(node, deep)
 
-    # Of YAML 1.1's numbers and dates decimal numbers alone: 010 would be 8, 12:30:00 be 45000.
+    # Of YAML 1.1's numbers and dates decimal numbers alone: 010 would be 8, 12:30:00 be 45000. 1e-5 is text
+    # there, as on a command line: folders of sweeps are named by what is written.
     yaml_implicit_resolvers: typing.ClassVar = {
         first: [
             (tag, pattern) for tag, pattern in found if not tag.endswith((":int", ":float", ":timestamp"))
@@ -738,7 +739,7 @@ class YamlLoader(yaml.SafeLoader):
 
 
 WHOLE = r"[-+]?(0|[1-9]\d*)$"
-DECIMAL = r"[-+]?((\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?|\.inf)$|\.nan$"
+DECIMAL = r"[-+]?((\d+\.\d*|\.\d+)([eE][-+]\d+)?|\.inf)$|\.nan$"
 for kind, pattern in (("int", WHOLE), ("float", DECIMAL)):
     YamlLoader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(pattern), list("-+.0123456789"))
 

@@ -296,9 +296,11 @@ class Run:
         self.loaders.train.load_state_dict(self.meta["loader"])  # how much data is left
         done = self.meta["progress"]["step"]
         self.total_steps = steps_of_a_resumed_run(self.cfg, self.meta, self.loaders.train, ranks.world_size())
-        own = self.checkpoints.holds(self.resume)
-        summed_up = own and ranks.on_first((self.folder / "summary.json").exists)
-        if 0 < self.total_steps < done and not summed_up:
+        # A folder that evaluates may be asked for another checkpoint of the run that it evaluates.
+        same = self.checkpoints.holds(self.resume) or self.cfg.optim.max_steps != 0
+        exported = not self._exports() or ranks.on_first((self.folder / "export").exists)
+        complete = same and exported and ranks.on_first((self.folder / "summary.json").exists)
+        if 0 < self.total_steps < done and not complete:
             flag = "num_epochs" if self.cfg.optim.max_steps is None else "max_steps"
             raise ValueError(
                 f"--{flag} {getattr(self.cfg.optim, flag)}: {self.resume} has {done:,} steps already; raise "
@@ -306,8 +308,7 @@ class Run:
             )
         if self.total_steps > done and self.total_steps != (saved := self.meta["total_steps"]):
             say(f"the learning rate follows {self.total_steps:,} steps from here on, until now {saved:,}")
-        exported = not self._exports() or ranks.on_first((self.folder / "export").exists)
-        return done >= self.total_steps and summed_up and exported
+        return done >= self.total_steps and complete
 
     def run(self) -> int:
         if self.finished:
@@ -405,6 +406,7 @@ class Run:
             config=self.cfg.to_dict() | self.precision.as_dict(),
             tags=self._tags(),
             resume_step=resume_step,
+            evaluates_again=progress.step >= total and self.loaders.eval is not None,
             enabled=self.strategy.rank == 0,
         )
         self.display = Display(self.total_steps, progress.step, enabled=self.strategy.rank == 0)

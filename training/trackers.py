@@ -102,12 +102,14 @@ def build_tracker(
     config: dict[str, Any],
     tags: list[str],
     resume_step: int | None,
+    evaluates_again: bool = False,
     enabled: bool = True,
 ) -> Tracker:
     """Open the run's writers; `enabled` is False on every rank but 0, whose tracker writes nothing.
 
     `config` and `tags` go to W&B. `resume_step` is the step of the checkpoint that the run continues from,
-    None if there is none: later lines of the folder's metrics.jsonl move to metrics.discarded.jsonl.
+    None if there is none: later lines of the folder's metrics.jsonl move to metrics.discarded.jsonl, and with
+    `evaluates_again` that step's evaluation does.
     RuntimeError when a requested service is not installed; one that fails is reported and left out.
     """
     if not enabled:
@@ -121,7 +123,7 @@ def build_tracker(
     purge_step = resume_step + 1 if resume_step is not None else None
     if resume_step is None and (run_folder / "metrics.jsonl").exists():
         purge_step = 0  # what an earlier start logged; without one, other runs may log to the same folder
-    record = MetricsFile(run_folder, resume_step)
+    record = MetricsFile(run_folder, resume_step, evaluates_again=evaluates_again)
     builders = {  # finished in this order; W&B may be given up
         "TensorBoard": (cfg.log_dir, lambda: TensorBoardWriter(cfg.log_dir, purge_step)),
         "W&B": (cfg.use_wandb, lambda: WandbWriter(cfg, run_folder, config, tags, new)),
@@ -147,12 +149,12 @@ def _require_package(flag: str, package: str, module: str, attribute: str) -> No
 class MetricsFile:
     """metrics.jsonl (one object a line: step, time in Unix seconds, metrics) and summary.json."""
 
-    def __init__(self, run_folder: Path, resume_step: int | None) -> None:
+    def __init__(self, run_folder: Path, resume_step: int | None, *, evaluates_again: bool = False) -> None:
         self._path = run_folder / "metrics.jsonl"
         self._summary_path = run_folder / "summary.json"
         try:
             run_folder.mkdir(parents=True, exist_ok=True)
-            _discard_after(self._path, -1 if resume_step is None else resume_step)
+            _discard_after(self._path, -1 if resume_step is None else resume_step, evaluation=evaluates_again)
         except OSError as error:
             raise no_room(self._path, error) from None
         if self._summary_path.exists():
@@ -193,13 +195,17 @@ def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     return complete
 
 
-def _discard_after(path: Path, step: int) -> None:
-    """Move the lines after `step` to metrics.discarded.jsonl; killed half-way, no line is lost."""
+def _discard_after(path: Path, step: int, *, evaluation: bool = False) -> None:
+    """Move the lines after `step` to metrics.discarded.jsonl; killed half-way, no line is lost.
+
+    With `evaluation` that of `step` goes, too.
+    """
     if not path.exists():
         return
     kept, moved = [], []
     for line, record in _complete_lines(path):
-        (kept if record["step"] <= step else moved).append(line)
+        again = evaluation and record["step"] == step and "eval/loss" in record
+        (moved if again or record["step"] > step else kept).append(line)
     if moved:
         discarded = path.with_name("metrics.discarded.jsonl")
         earlier = [line for line, _ in _complete_lines(discarded)] if discarded.exists() else []
