@@ -52,6 +52,7 @@ PAIRS = (
 )
 CONTEXTS = ("input", "context")  # what an instruction is about
 TOOLS = "tools"  # what a chat's assistant may call
+CALLS = "tool_calls"  # what it calls in a message
 MATHS = "problem"  # a prompt column that the default system prompt fits
 TEXTS = ("text", "content")
 OTHER_CHATS = ("conversations", "conversation")  # beside `messages`; not all that are called so hold messages
@@ -73,6 +74,7 @@ KNOWN = (  # columns that are found by name, in this order
 SHOWN = 80  # characters of a system prompt in one line
 UTF8 = "utf-8-sig"  # without the byte-order mark that a file of text may begin with
 PEEK = 100  # rows whose keys are a data set's columns, where no header names them
+TOO_DEEP = "JSON that is nested too deeply"
 NO_ROWS = "BatchSize must be greater than 0"  # what `datasets` says of a parquet file without any
 
 
@@ -130,8 +132,7 @@ def detect(cfg: DataConfig, split: str) -> Source:
     with reading(cfg):
         columns = line_keys(cfg, rows, unit) if line_files else rows.column_names or seen_keys(rows)
     to_sample, *others = choose_columns(cfg, columns)
-    if line_files:
-        to_sample = partial(json_line, to_sample)
+    to_sample = partial(json_line if line_files else arrow_row, to_sample)
     return Source(rows, to_sample, *others, unit=unit)
 
 
@@ -219,29 +220,47 @@ def untaken(taken: set[str], others: list[tuple[str, tuple[str, ...]]]) -> str:
 def messages(field: str, system: str, row: Row) -> Row:
     """A column of messages, as OpenAI has them or ShareGPT; `system` goes before those that begin without."""
     found = row.get(field)
-    tools = parsed(row.get(TOOLS))
+    try:
+        tools = parsed(row.get(TOOLS))
+        turns = [turn(message) for message in found] if is_chat(found) else found
+    except RecursionError:
+        return {"fault": TOO_DEEP}
     made = {"tools": objects(tools)} if tools else {}
-    if not is_chat(found):
-        return {"messages": found} | made
-    turns = [turn(message) for message in found]
-    asks = system and turns and turns[0].get("role") != "system"
+    asks = system and turns and is_chat(turns) and turns[0].get("role") != "system"
     return {"messages": [{"role": "system", "content": system}, *turns] if asks else turns} | made
 
 
 def parsed(value: Any) -> Any:
-    """What a string of JSON holds, or each of a list of such: columns have objects of many kinds so."""
-    if isinstance(value, list):
-        return [item if isinstance(item, list) else parsed(item) for item in value]
-    if not isinstance(value, str):
-        return filled(value)
-    try:
-        return json.loads(value)
-    except ValueError:
+    """What a string of JSON holds, or each of a list of such, as columns have objects of many kinds.
+
+    Items that hold nothing are none.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return value
+    elif isinstance(value, list):
+        value = [item if isinstance(item, list) else parsed(item) for item in value]
+    return [item for item in value if item is not None] if isinstance(value, list) else value
+
+
+def arrow_row(to_sample: Callable[[Row], Row], row: Row) -> Row:
+    """A sample of a row in which Arrow gave every tool and call the keys of all."""
+    return to_sample(
+        {name: filled(value) if name == TOOLS else with_calls(value) for name, value in row.items()}
+    )
+
+
+def with_calls(value: Any) -> Any:
+    """Messages whose calls have no keys that hold nothing; anything else as it is."""
+    if not is_chat(value):
         return value
+    return [m | {CALLS: filled(m[CALLS])} if m.get(CALLS) else m for m in value]
 
 
 def filled(value: Any) -> Any:
-    """A value without keys that hold nothing: Arrow gives every object the keys of all."""
+    """A value without keys that hold nothing."""
     if isinstance(value, dict):
         return {key: filled(item) for key, item in value.items() if item is not None}
     return [filled(item) for item in value] if isinstance(value, list) else value
@@ -270,10 +289,10 @@ def turn(message: Row) -> Row:
     parts = made.get("content")
     if isinstance(parts, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
         made["content"] = "".join(part["text"] for part in parts)
-    if calls := parsed(made.pop("tool_calls", None)):
+    if calls := parsed(made.pop(CALLS, None)):
         made["content"] = made.get("content") or ""  # of a message that only calls, it may be left out
         listed = objects(calls)
-        made["tool_calls"] = calls if listed is None else [tool_call(call) for call in listed]
+        made[CALLS] = calls if listed is None else [tool_call(call) for call in listed]
     return made
 
 
@@ -305,7 +324,8 @@ def pair(prompt: str, answer: str, contexts: tuple[str, ...], system: str, row: 
 
 def passages(value: Any) -> list[str]:
     """The texts of a column; none where it holds something else."""
-    found = value if isinstance(value, list) else [as_text(value)]
+    listed = value if isinstance(value, list) else [value]
+    found = [as_text(item) for item in listed if item is not None]
     return [text for text in found if text] if all(isinstance(text, str) for text in found) else []
 
 
@@ -328,7 +348,7 @@ def from_json(row: Row) -> Row | str:
     try:
         parsed = json.loads(row["text"])
     except RecursionError:
-        return "JSON that is nested too deeply"
+        return TOO_DEEP
     except ValueError:
         return "not valid JSON"
     return parsed if isinstance(parsed, dict) else "JSON, but no object"

@@ -242,7 +242,7 @@ def build_model(
             for module in inner.modules():
                 if isinstance(module, nn.Embedding):
                     module.padding_idx = None
-            model = HFCausalLM(inner, plain_head=plan.of_known_family, **recomputation)
+            model = HFCausalLM(inner, known=plan.of_known_family, **recomputation)
             if convert:
                 convert(model)
             if shard:

@@ -24,21 +24,22 @@ class HFCausalLM(nn.Module):
     """Wraps an AutoModelForCausalLM: token ids in, summed token loss out, as in `TECausalLM.forward`.
 
     Packed samples are kept apart by `packed_attention` where `choose_attention` found that it can be, else by
-    transformers itself, from `position_ids` that restart. `plain_head`: its logits are `lm_head(hidden)`;
-    others, scaled or capped, keep their own head.
+    transformers itself, from `position_ids` that restart. `known`: a family whose logits are
+    `lm_head(hidden)` and whose parameters all get a gradient of every text. Others may scale or cap their
+    logits, and keep their own head, and may hold parameters that text never reaches, as those for images.
     """
 
     def __init__(
         self,
         model: nn.Module,
         *,
-        plain_head: bool = False,
+        known: bool = False,
         gradient_checkpointing: bool = False,
         reentrant: bool = False,
     ):
         super().__init__()
         self.model = model
-        self.plain_head = plain_head
+        self.plain_head = self.uses_all_parameters = known
         self.fp8_lm_head = False
         self.own_attention: str | None = "not chosen yet"  # why transformers' own attention runs, or None
         if gradient_checkpointing:
@@ -61,17 +62,6 @@ class HFCausalLM(nn.Module):
         lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList)]
         inner = {id(m) for whole in lists for layer in whole for m in layer.modules()}
         return list(max((m for m in lists if id(m) not in inner), key=len, default=[]))
-
-    @property
-    def uses_all_parameters(self) -> bool:
-        """Whether every parameter gets a gradient from every text: none is for images, or an expert's own."""
-        model = self.model
-        if not type(model).__module__.startswith("transformers."):
-            return False
-        parts = [model.get_decoder(), model.get_output_embeddings()]
-        reached = {id(p) for part in parts if part is not None for p in part.parameters()}
-        lists = any(isinstance(m, nn.ModuleList) for block in self.blocks for m in block.modules())
-        return not lists and all(id(p) in reached for p in model.parameters())
 
     @property
     def attention(self) -> str:

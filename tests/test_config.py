@@ -126,6 +126,8 @@ def test_yaml_sets_and_flags_win(tmp_path):
         ),
         ("batch_size: 8\nbatch_size: 2", "not valid YAML: 'batch_size' stands twice"),
         ("batch_size: 1.5", "--batch_size 1.5: must be a whole number"),
+        ("batch_size: 1.5e0", "--batch_size 1.5: must be a whole number"),
+        ("batch_size: 1e999", "--batch_size inf: must be a whole number"),
         ("batch_size: .inf", "--batch_size inf: must be a whole number"),
         ("batch_size: true", "--batch_size True: must be a whole number"),
         ("use_te: maybe", "--use_te maybe: must be true or false"),
@@ -160,6 +162,10 @@ def test_numbers_of_a_file_are_what_is_written(tmp_path):
     cfg = parse("--config", str(file))
     assert (cfg.optim.max_steps, cfg.optim.learning_rate) == (10, 1e-4)
     assert (cfg.log.wandb_run_name, cfg.log.wandb_project) == ("12:30:00", "0123")
+    file.write_text("max_steps: 1e3")
+    assert (
+        parse("--config", str(file)).optim.max_steps == parse("--max_steps", "1.0E+3").optim.max_steps == 1000
+    )
     for name in ("2026-01-31", "1e-4", "1e3"):
         file.write_text(f"wandb_run_name: {name}")
         assert parse("--config", str(file)).log.wandb_run_name == name

@@ -34,7 +34,7 @@ from data.chat import Encoder, Status, why_unusable
 from data.collate import IGNORE
 from data.demo import SIZES, generate
 from data.loader import StreamItems
-from data.sources import choose_columns, detect, unreadable
+from data.sources import TOOLS, arrow_row, choose_columns, detect, unreadable
 from training.config import SYSTEM_PROMPT, DataConfig
 
 OPENMATH = Path(__file__).parents[2] / "shared" / "data" / "openmath_gsm8k"
@@ -181,6 +181,7 @@ def test_real_rows_in_openmath_columns(load, streaming):
         ({"instruction": "Add.", "input": "", "output": "3"}, {}, "Add.", "3"),
         ({"instruction": "Add.", "context": "1, 2", "response": "3"}, {}, "Add.\n\n1, 2", "3"),
         ({"instruction": "Add.", "context": ["1", "2"], "response": "3"}, {}, "Add.\n\n1\n\n2", "3"),
+        ({"instruction": "Add.", "context": [1, None], "response": "3"}, {}, "Add.\n\n1", "3"),
         ({"instruction": "Add.", "context": {"id": 7}, "response": "3"}, {}, "Add.", "3"),
         ({"instruction": "Double it.", "input": 21, "output": 42}, {}, "Double it.\n\n21", "42"),
         ({"question": "1?", "answer": "2"}, {}, "1?", "2"),
@@ -209,11 +210,11 @@ TOOL = {"type": "function", "function": {"name": "weather", "required": ["1"]}}
 TOOL_CALL = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Oslo"}}}
 
 
-def sample_with_tools(tools, calls, **content):
+def sample_with_tools(tools, calls, *, arrow=False, **content):
     row = {"messages": [{"role": "assistant", "tool_calls": calls, **content}], "tools": tools}
     to_sample, *_, shown, with_tools = choose_columns(DataConfig(), list(row))
     assert with_tools and shown.startswith("messages and tools (whole chats)")
-    return to_sample(row)
+    return arrow_row(to_sample, row) if arrow else to_sample(row)
 
 
 @pytest.mark.parametrize("written", [json.dumps, lambda value: value], ids=["JSON", "objects"])
@@ -249,8 +250,39 @@ def test_keys_that_arrow_fills_in_are_no_arguments():
     stored = Dataset.from_list([{"calls": [TOOL_CALL]}, {"calls": [other]}])
     assert stored[0]["calls"][0]["function"]["arguments"] == {"place": "Oslo", "query": None}
     for row, call in zip(stored, (TOOL_CALL, other), strict=True):
-        sample = sample_with_tools(row["calls"], row["calls"])
+        sample = sample_with_tools(row["calls"], row["calls"], arrow=True)
         assert sample["messages"][0]["tool_calls"] == [call] == sample["tools"]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_null_that_is_written_is_kept_unless_arrow_may_have_written_it(tmp_path, suffix):
+    null = {"type": "function", "function": {"name": "weather", "arguments": {"place": None}}}
+    row, file = (
+        {"messages": [{"role": "assistant", "tool_calls": [null]}], "tools": [null]},
+        tmp_path / "rows",
+    )
+    if suffix == "jsonl":
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    else:
+        Dataset.from_list([row]).to_parquet(tmp_path / "rows.parquet")
+    source = detect(DataConfig(dataset_name=f"{file}.{suffix}", split_name="train"), "train")
+    sample = source.to_sample(source.rows[0])
+    call = (
+        null if suffix == "jsonl" else {"type": "function", "function": {"name": "weather", "arguments": {}}}
+    )
+    assert sample["tools"] == sample["messages"][0]["tool_calls"] == [call]
+
+
+@pytest.mark.parametrize("where", [TOOLS, "tool_calls"])
+def test_tools_that_are_nested_too_deeply_cost_a_row(where):
+    deep = '{"a":' * 100_000 + "1" + "}" * 100_000
+    sample = sample_with_tools(*((deep, None) if where == TOOLS else (None, deep)), content="I look.")
+    assert sample == {"fault": "JSON that is nested too deeply"}
+
+
+def test_empty_places_in_lists_are_no_calls():
+    sample = sample_with_tools([None, TOOL], "[null]", content="I look.")
+    assert sample == {"messages": [{"role": "assistant", "content": "I look."}], "tools": [TOOL]}
 
 
 @pytest.mark.parametrize(

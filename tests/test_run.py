@@ -338,6 +338,22 @@ def test_a_finished_run_exports_what_was_asked_for_later(tmp_path):
     assert [line["step"] for line in lines if "eval/loss" in line] == [2], "logged once"
 
 
+def test_a_summary_of_another_checkpoint_is_not_this_ones_end(finished, tmp_path, capsys):
+    folder, step = tmp_path / "run", f"--resume {finished}/checkpoints/step_"
+    flags = "--no_export --no_save_checkpoints"
+
+    def summed_up() -> int:
+        return json.loads((folder / "summary.json").read_text())["steps"]
+
+    train(folder, f"{step}000004 --max_steps 4 {flags}")
+    train(folder, f"{step}000004 --max_steps 4 {flags}")
+    assert "this run is finished" in capsys.readouterr().out and summed_up() == 4
+    train(folder, f"{step}000008 --max_steps 8 {flags}")
+    assert "this run is finished" not in capsys.readouterr().out and summed_up() == 8
+    train(folder, f"{step}000004 --max_steps 0")
+    assert "this run is finished" not in capsys.readouterr().out and summed_up() == 4
+
+
 def test_a_shorter_command_exports_nothing_of_a_longer_run(tmp_path, capsys):
     folder = train(tmp_path / "run", "--max_steps 4 --no_export")
     train(folder, "--max_steps 2", code=EXIT_BAD_SETTING)

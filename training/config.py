@@ -588,6 +588,8 @@ def convert(name: str, value: Any, hint: Any) -> Any:
         raise ValueError(f"--{name} {value}: must be true or false")
     if isinstance(value, bool | list | dict):
         raise ValueError(f"--{name} {value}: must be {_kind(hint)}")
+    if hint is int and isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE]\+?\d+", value):
+        value = float(value)  # 1e6 steps
     if hint is int and isinstance(value, float) and not value.is_integer():  # NaN and infinity are not, too
         raise ValueError(f"--{name} {value}: must be a whole number")
     try:

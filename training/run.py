@@ -296,10 +296,8 @@ class Run:
         self.loaders.train.load_state_dict(self.meta["loader"])  # how much data is left
         done = self.meta["progress"]["step"]
         self.total_steps = steps_of_a_resumed_run(self.cfg, self.meta, self.loaders.train, ranks.world_size())
-        # A folder that evaluates may be asked for another checkpoint of the run that it evaluates.
-        same = self.checkpoints.holds(self.resume) or self.cfg.optim.max_steps != 0
         exported = not self._exports() or ranks.on_first((self.folder / "export").exists)
-        complete = same and exported and ranks.on_first((self.folder / "summary.json").exists)
+        complete = exported and ranks.on_first(self._is_summed_up)
         if 0 < self.total_steps < done and not complete:
             flag = "num_epochs" if self.cfg.optim.max_steps is None else "max_steps"
             raise ValueError(
@@ -309,6 +307,18 @@ class Run:
         if self.total_steps > done and self.total_steps != (saved := self.meta["total_steps"]):
             say(f"the learning rate follows {self.total_steps:,} steps from here on, until now {saved:,}")
         return done >= self.total_steps and complete
+
+    def _is_summed_up(self) -> bool:
+        """Whether the folder's summary.json is of this checkpoint, if that has ended its run."""
+        path = self.folder / "summary.json"
+        if self.checkpoints.holds(self.resume):
+            return path.exists()
+        # Another's: the folder may have been for a different one, or be asked for an evaluation again.
+        summary, config = read_record(path), read_record(self.folder / "config.json")
+        same = config.get("resume") == self.cfg.checkpoint.resume
+        return (
+            same and summary.get("steps") == self.meta["progress"]["step"] and self.cfg.optim.max_steps != 0
+        )
 
     def run(self) -> int:
         if self.finished:
