@@ -18,6 +18,7 @@ from benchmarks.launch import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     Outcome,
+    folder_flag,
     is_begun,
     is_finished,
     launch,
@@ -174,7 +175,8 @@ def conclude(
 ) -> tuple[dict[str, Any], list[verdict.Row]]:
     """The verdict, as verdict.json has it, and its rows; ValueError if finished runs cannot be compared."""
     reference = jobs[0].name
-    seeds = [runs[job.name] for job in jobs if job.seed_of == reference and job.name in runs]
+    repeats = [job.name for job in jobs if job.seed_of == reference and job.name in runs]
+    seeds = [runs[name] for name in repeats if gaps.ends_finite(runs[name])]
     for job in jobs[1:]:
         against = job.against if job.seed_of and job.against else reference
         if job.name in runs and against in runs:
@@ -186,6 +188,11 @@ def conclude(
             f"{runs[reference].folder}: the reference's training loss does not end finite, so nothing can be "
             "held against it; try a lower --learning_rate"
         )
+    if not verdict.tail_loss(runs[reference]):
+        raise ValueError(
+            f"{runs[reference].folder}: the reference's training loss ends at 0, so no gap is a share of it; "
+            "give fewer --max_steps, or more data"
+        )
     rows = [
         _row(job, jobs, runs, failed, max_loss_gap=max_loss_gap, price=price)
         for job in jobs
@@ -194,6 +201,11 @@ def conclude(
     variants = {job.name: runs[job.name] for job in jobs if job.name in runs and not job.seed_of}
     band = verdict.noise_band(runs[reference], seeds)
     notes = verdict.notes(variants, seeds, band) + _notes(jobs, failed, rows, band)
+    notes += [
+        f"{name}: not in the noise band, its training loss does not end finite"
+        for name in repeats
+        if not gaps.ends_finite(runs[name])
+    ]
     result = {
         "reference": reference,
         "max_loss_gap_percent": max_loss_gap,
@@ -328,7 +340,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="NAME[+SETTING=VALUE],...",
         help=f"what to compare: {names}; bf16 has TE layers beside a TE recipe or bf16_hf",
     )
-    parser.add_argument("--output_dir", type=Path, required=True, help="runs, verdict, figures; resumes")
+    parser.add_argument(
+        "--output_dir", type=folder_flag, required=True, help="runs, verdict, figures; resumes"
+    )
     parser.add_argument("--gpus", type=int, default=1, help="GPUs of every run; over 1 through torchrun")
     parser.add_argument(
         "--noise_seeds", type=int, default=2, help="BF16 runs with further seeds (default: 2)"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.runs import INDIFFERENT, RunRecord, Series, labels, smooth, tail_mean
+from training.config import knobs
 
 
 def pick_reference(runs: list[RunRecord]) -> RunRecord:
@@ -34,6 +35,9 @@ SAME_WORK = (
 ANY_VALUE = {*INDIFFERENT, "log_interval", "fp8_stats_interval", "profile_steps", "empty_cache_freq"}
 ANY_VALUE |= {"eval_interval", "eval_at_start", "eval_batch_size"}
 
+# Settings, beside those of the data, that decide which samples a run trains on.
+OF_THE_SAMPLES = ("tokenizer_name", "seed")
+
 PRECISION = ("mixed_precision", "fp8_", "bf16_", "te_backend", "precision_map")
 
 
@@ -45,10 +49,30 @@ def why_not_comparable(run: RunRecord, reference: RunRecord) -> str | None:
             return f"{name} is {ours}, the reference's {theirs}"
     if run.global_batch != reference.global_batch:
         return f"its global batch is {run.global_batch} rows, the reference's {reference.global_batch}"
+    names = (*settings_of("data"), *OF_THE_SAMPLES)
+    if other_samples(run, reference, "train") and all(run.setting(n) == reference.setting(n) for n in names):
+        return "its data held other samples than the reference's, though settings are the same"
     if run.series("train/loss"):
         return None
     logged = any("train/loss" in record for record in run.records)
     return "none of its training losses is finite" if logged else "it logged no training loss"
+
+
+def settings_of(section: str) -> list[str]:
+    """The settings of a section of the configuration that a run's result depends on."""
+    return [name for name, (own, f, _) in knobs().items() if own == section and not f.metadata["free"]]
+
+
+def fingerprint(run: RunRecord, part: str) -> str | None:
+    """Of the samples of `train` or `eval`; None where it has no such part, or is older than this record."""
+    report = (run.environment.get("data") or {}).get(part) or {}
+    return report.get("fingerprint")
+
+
+def other_samples(run: RunRecord, reference: RunRecord, part: str) -> bool:
+    """Whether two runs are known to have had other samples: a name or path may have held others."""
+    here, there = fingerprint(run, part), fingerprint(reference, part)
+    return bool(here and there and here != there)
 
 
 def ends_finite(run: RunRecord) -> bool:
@@ -72,13 +96,13 @@ def other_settings(run: RunRecord, reference: RunRecord, *, precision: bool = Fa
 
 
 def seed_runs(runs: list[RunRecord], reference: RunRecord) -> list[RunRecord]:
-    """The reference and its repetitions: same precision and settings, every one another seed."""
-
+    """The reference and its repetitions that end finite: same precision and settings, each another seed."""
     found, seeds = [reference], {reference.config.get("seed")}
     for run in runs:
         same = run.value("recipe") == reference.value("recipe") and run.emulated == reference.emulated
         alike = same and set(other_settings(run, reference, precision=True)) <= {"seed"}
-        if alike and why_not_comparable(run, reference) is None and run.config.get("seed") not in seeds:
+        counts = ends_finite(run) and run.config.get("seed") not in seeds
+        if alike and counts and why_not_comparable(run, reference) is None:
             seeds.add(run.config.get("seed"))
             found.append(run)
     return found
@@ -112,12 +136,11 @@ def noise_band(family: list[RunRecord]) -> Series:
 
 
 def tail_gap(run: RunRecord, reference: RunRecord) -> float | None:
-    """Gap of the tail means over the steps that both logged; a share of the reference's."""
+    """Gap of the tail means over common steps, as a share of the reference's; None if that is 0."""
     ours, theirs = dict(run.series("train/loss")), dict(reference.series("train/loss"))
     steps = sorted(ours.keys() & theirs.keys())
-    if not steps:
-        return None
-    return tail_mean([ours[s] for s in steps]) / tail_mean([theirs[s] for s in steps]) - 1
+    base = tail_mean([theirs[s] for s in steps]) if steps else 0.0
+    return tail_mean([ours[s] for s in steps]) / base - 1 if base else None
 
 
 def tail_noise(family: list[RunRecord]) -> float | None:

@@ -289,7 +289,7 @@ def _hours(runs: list[RunRecord]) -> str:
 
 def _gap_and_settings(run: RunRecord, baseline: RunRecord) -> list[str]:
     gap = tail_gap(run, baseline)
-    told = "none: no step in common" if gap is None else f"{gap:+.3%}"
+    told = "none: no step in common, or a loss of 0 there" if gap is None else f"{gap:+.3%}"
     if not ends_finite(run):
         told = "none: it does not end finite"
     elif not ends_finite(baseline):

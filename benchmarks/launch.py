@@ -5,6 +5,7 @@ One process per run, so that a run finds the GPU as empty as the one before, and
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -72,6 +73,13 @@ def run_command(work: Callable[[list[str]], int], argv: list[str] | None) -> int
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_SETTING
+
+
+def folder_flag(text: str) -> Path:
+    """The type of a flag that takes a folder: an empty text, as of an unset variable, is none."""
+    if not text:
+        raise argparse.ArgumentTypeError("'': no folder; name one")
+    return Path(text).expanduser()
 
 
 def make_folder(path: Path) -> None:
@@ -211,6 +219,8 @@ def is_begun(cfg: Config) -> bool:
         return False
     try:
         old = json.loads(saved.read_text(encoding="utf-8"))
+        if not isinstance(old, dict):
+            raise ValueError("it holds no settings")
     except (OSError, ValueError) as error:
         raise ValueError(f"{saved}: cannot be read ({error}); remove the folder to run it again") from None
     if changed := changed_settings(old, cfg, but=INDIFFERENT):

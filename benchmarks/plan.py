@@ -200,8 +200,10 @@ def run(argv: list[str]) -> str:
     """The text that `argv` asks for. ValueError for anything a user got wrong."""
     args, training = split_flags(build_parser(__doc__.splitlines()[0]), argv)
     if args.check is not None:
-        if training:
-            raise ValueError(f"--check takes no other flags, got {training[0]}")
+        defaults = vars(build_parser("").parse_args([])) | {"check": args.check}
+        own = [f"--{name}" for name, value in vars(args).items() if value != defaults[name]]
+        if other := [*training, *own]:
+            raise ValueError(f"--check takes no other flags, got {other[0]}")
         return check_table(*check_runs(args.check))
     if args.price_per_gpu_hour and not args.tokens:
         raise ValueError(f"--price_per_gpu_hour {args.price_per_gpu_hour:g}: a cost needs --tokens too")

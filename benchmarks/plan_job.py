@@ -72,7 +72,7 @@ def read_model(name: str, **changes: int) -> Model:
                 f"({getattr(error, 'strerror', None) or error}); presets: te_models/presets.py{question}"
             ) from None
     kind = fields.get("model_type") if isinstance(fields, dict) else None
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(
             f"--model_name {name}: model type {kind!r} cannot be planned; those that can: "
             + ", ".join(sorted(FAMILIES))
@@ -88,6 +88,10 @@ def read_model(name: str, **changes: int) -> Model:
             f"--model_name {name}: the sizes in its config.json are no model's ({error})"
         ) from None
     tied, positions = fields.get("tie_word_embeddings", False), fields.get("max_position_embeddings")
+    if not shape.num_layers > 0 or not isinstance(positions, int | None):
+        raise ValueError(
+            f"--model_name {name}: its config.json has {shape.num_layers} layers and {positions!r} positions"
+        )
     return Model(shape, FAMILIES[kind], bool(tied), positions)
 
 

@@ -200,18 +200,23 @@ def communication_seconds(job: Job, gpu: Gpu, network: float) -> float:
     """
     sent, per_node = exchange(job), job.gpus_per_node
     size = job.gpus if job.shard == 1 else job.shard
-    # (bytes, GPUs of a ring, those of them in one node): of a copy of the model, and among copies.
+    # Bytes, GPUs of a ring, those of them in one node, collectives: of a copy of the model, and among copies.
     rings = [
-        (sent.within, size, per_node),
-        (sent.across, job.gpus // job.shard, max(1, per_node // job.shard)),
+        (sent.within, size, per_node, sent.collectives),
+        (
+            sent.across,
+            job.gpus // job.shard,
+            max(1, per_node // job.shard),
+            2 * job.model.shape.num_layers if sent.across else 0,
+        ),
     ]
-    links = wires = 0.0
-    for data, members, close in rings:
+    links = wires = hops = 0.0
+    for data, members, close, collectives in rings:
         here, nodes = min(members, close), -(-members // close)
         links += data * (here - 1) / here / (gpu.link_bandwidth * LINK_SHARE)
         wires += data * (nodes - 1) / nodes / (here * network)
-    hops = (-(-size // per_node) - 1) * sent.collectives * HOP_SECONDS
-    return max(links, wires) + hops
+        hops += (nodes - 1) * collectives
+    return max(links, wires) + hops * HOP_SECONDS
 
 
 def _head_tflops(job: Job, gpu: Gpu) -> float:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from benchmarks import figures, html_report, markdown, tables
 from benchmarks.fp8_heatmap import draw_casts, last_casts
 from benchmarks.gaps import comparison, pick_reference
-from benchmarks.launch import make_folder, run_command
+from benchmarks.launch import folder_flag, make_folder, run_command
 from benchmarks.runs import RunRecord, provenance, read_run, run_folders
 from benchmarks.verdict import Verdict
 from benchmarks.wandb_report import upload
@@ -111,7 +111,9 @@ def report(argv: list[str]) -> int:
         help="run that losses are set against; default: the first in BF16, else the first",
     )
     parser.add_argument(
-        "--output_dir", type=Path, help="where page and figures go; default: the folder of a single run"
+        "--output_dir",
+        type=folder_flag,
+        help="where page and figures go; default: the folder of a single run",
     )
     parser.add_argument("--use_wandb", action="store_true", help="log tables, figures and page to W&B, too")
     parser.add_argument("--wandb_project", help="default: the reference's; the group is always its own")

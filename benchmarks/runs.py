@@ -37,6 +37,8 @@ INDIFFERENT += ("wandb_tags", "wandb_group")
 LABEL_LENGTH = 100  # of a run's name in a figure or a heading
 # What the config.json of every run has, and no other's.
 OF_A_RUN = ("mixed_precision", "batch_size", "gradient_accumulation_steps", "max_seq_length")
+COUNTS = OF_A_RUN[1:]
+PARTS = ("coverage", "data", "versions", "git")  # of env.json
 
 
 @dataclass(frozen=True)
@@ -167,11 +169,16 @@ def read_run(folder: Path) -> RunRecord:
     config = _read_json(folder / "config.json")
     if missing := next((name for name in OF_A_RUN if name not in config), None):
         raise ValueError(f"{folder}: not a run folder (its config.json has no {missing})")
-    summary = folder / "summary.json"
+    if wrong := next((name for name in COUNTS if not isinstance(config[name], int)), None):
+        raise ValueError(f"{folder}: not a run folder ({wrong} of its config.json is {config[wrong]!r})")
+    summary, env = folder / "summary.json", folder / "env.json"
+    environment = _read_json(env) if env.exists() else {}
+    if wrong := next((n for n in PARTS if not isinstance(environment.get(n), dict | None)), None):
+        raise ValueError(f"{env}: not of a run ({wrong} is {environment[wrong]!r})")
     return RunRecord(
         folder=folder,
         config=config,
-        environment=_read_json(folder / "env.json") if (folder / "env.json").exists() else {},
+        environment=environment,
         records=_read_metrics(folder / "metrics.jsonl"),
         summary=_read_json(summary) if summary.exists() else None,
         wall_time=read_record(folder / "wall_time.json"),
@@ -249,8 +256,10 @@ def smooth(values: list[float], share: int = 20) -> list[float]:
     """Centred moving mean over about 1 / share of the values; the window narrows evenly towards both ends."""
     most = len(values) // (2 * share)
     halves = [min(most, i, len(values) - 1 - i) for i in range(len(values))]
-    sums = [0.0, *accumulate(values)]
-    return [(sums[i + half + 1] - sums[i - half]) / (2 * half + 1) for i, half in enumerate(halves)]
+    # In whole multiples of the smallest double: of floats one huge loss would blur all later sums.
+    ratios = map(float.as_integer_ratio, map(float, values))
+    sums = [0, *accumulate(above << (1075 - below.bit_length()) for above, below in ratios)]
+    return [(sums[i + half + 1] - sums[i - half]) / ((2 * half + 1) << 1074) for i, half in enumerate(halves)]
 
 
 def labels(runs: list[RunRecord]) -> list[str]:

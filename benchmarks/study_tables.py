@@ -7,7 +7,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from benchmarks import verdict
+from benchmarks import gaps, verdict
 from benchmarks.markdown import table
 from benchmarks.performance_page import state
 from benchmarks.runs import RunRecord
@@ -58,11 +58,12 @@ def own_settings(run: RunRecord, reference: RunRecord) -> list[str]:
 
 
 def other_seeds(reference: RunRecord, runs: Iterable[RunRecord]) -> list[RunRecord]:
-    """The BF16 runs that differ from the BF16 run `reference` in their seed alone."""
+    """The BF16 runs that end finite and differ from the BF16 run `reference` in their seed alone."""
     return [
         other
         for other in bf16_like(reference, runs)
         if other.config["seed"] != reference.config["seed"]
+        and gaps.ends_finite(other)
         and verdict.what_differs(reference, other, other_seed=True) is None
     ]
 

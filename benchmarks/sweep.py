@@ -24,6 +24,7 @@ from benchmarks.launch import (
     EXIT_INTERRUPTED,
     Outcome,
     count_gpus,
+    folder_flag,
     is_finished,
     launch,
     make_folder,
@@ -34,7 +35,7 @@ from benchmarks.plan_flags import gpu_name
 from benchmarks.plan_time import GPUS, Gpu
 from benchmarks.runs import INDIFFERENT
 from benchmarks.variants import DECIDED, Variant, given_settings, parse_variants, resolve
-from training.config import Config, OneLineParser, YamlLoader, knobs, nearest, yaml_fault
+from training.config import Config, OneLineParser, YamlLoader, convert, knobs, nearest, yaml_fault
 from training.durable_files import replace_file
 
 PROG = "python -m benchmarks.sweep"
@@ -136,10 +137,23 @@ def read_axes(grid: dict[str, Any], replaced: list[str]) -> dict[str, list[Any]]
         if name not in grid:
             raise ValueError(f"--axis {text}: the grid has {', '.join(grid)}{nearest(name, grid)}")
         apart = [values] if name == "precision" else values.split(",")  # a variant's settings may have commas
-        axes[name] = [value for value in apart if value]
+        axes[name] = [_as_in_the_file(name, value, grid[name]) for value in apart if value]
         if not axes[name]:
             raise ValueError(f"--axis {text}: must have at least one value")
     return axes
+
+
+def _as_in_the_file(axis: str, text: str, values: list[Any]) -> Any:
+    """The value of the file's axis that a typed text means, if there is one, so that both are one run."""
+    known = knobs().get(AXES.get(axis, axis))
+    if known is None:
+        return text
+    setting, (_, _, hint) = AXES.get(axis, axis), known
+    try:
+        meant = convert(setting, text, hint)
+        return next((value for value in values if convert(setting, value, hint) == meant), text)
+    except ValueError:  # told with the run's name, as of any other setting
+        return text
 
 
 def build_points(
@@ -155,6 +169,7 @@ def build_points(
     for name in axes:
         if (setting := AXES.get(name, name)) in given:
             raise ValueError(f"--{setting}: it is an axis of the grid; give --axis {name}=... instead")
+        _check_labels(name, axes[name])
     points = []
     for values in itertools.product(*axes.values()):
         at = dict(zip(axes, values, strict=True))
@@ -166,10 +181,26 @@ def build_points(
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         points.append(Point(name, gpus, cfg))
-    repeated = [name for name, count in Counter(point.name for point in points).items() if count > 1]
-    if repeated:
-        raise ValueError(f"the grid has {repeated[0]} twice; name each value of an axis once")
+    if twice := next((n for n, count in Counter(p.name for p in points).items() if count > 1), None):
+        raise ValueError(f"two runs of the grid would have the folder {twice}; name its values otherwise")
     return points
+
+
+def _check_labels(axis: str, values: list[Any]) -> None:
+    """ValueError where values of an axis give no folder's name, or share one."""
+    seen: dict[str, Any] = {}
+    for value in values:
+        label = _label(axis, value)
+        if not label.strip("."):
+            raise ValueError(f"axis {axis}: {value!r} gives a run folder no name; write it otherwise")
+        if label in seen and str(seen[label]) == str(value):
+            raise ValueError(f"axis {axis} has {label} twice; name each value once")
+        if label in seen:
+            raise ValueError(
+                f"axis {axis}: {seen[label]} and {value} would share the run folders' {label}; let "
+                "their last parts differ"
+            )
+        seen[label] = value
 
 
 def _variants(values: list[Any], beside: list[Any]) -> list[Variant]:
@@ -182,7 +213,7 @@ def _variants(values: list[Any], beside: list[Any]) -> list[Variant]:
 
 
 def _gpus(value: Any) -> int:
-    if not str(value).isdigit() or int(value) < 1:
+    if not str(value).isdecimal() or int(value) < 1:
         raise ValueError(f"axis gpus: {value!r} is no number of GPUs")
     return int(value)
 
@@ -262,6 +293,8 @@ def run_points(
         if result is None:
             print(f"{title}: {point.folder}", flush=True)
             outcome = launch(point.cfg, gpus=point.gpus, log=folder / "logs" / f"{point.name}.log")
+            if outcome.in_use:
+                raise ValueError(f"{point.name}: {outcome.error}; then the same command goes on")
             if outcome.stopped:
                 print(f"stopped in {point.name}; to go on: the same command", flush=True)
                 return results, True
@@ -275,8 +308,7 @@ def run_points(
 def _result(point: Point, outcome: Outcome) -> Result:
     if not outcome.code:
         return Result(point.name, "done")
-    skipped = outcome.refused or outcome.in_use
-    status = "out_of_memory" if outcome.out_of_memory else "skipped" if skipped else "failed"
+    status = "out_of_memory" if outcome.out_of_memory else "skipped" if outcome.refused else "failed"
     return Result(point.name, status, outcome.reason, point.digest())
 
 
@@ -319,7 +351,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog="All other flags are train_fp8.py's (see its --help) and win over the file's `base:`.",
     )
     parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="the grid (benchmarks/sweeps)")
-    parser.add_argument("--output_dir", type=Path, help="runs and figures; default: runs/<name of the file>")
+    parser.add_argument(
+        "--output_dir", type=folder_flag, help="runs and figures; default: runs/<name of the file>"
+    )
     parser.add_argument(
         "--axis",
         action="append",

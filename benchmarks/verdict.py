@@ -11,7 +11,6 @@ from typing import Any
 
 from benchmarks import gaps, markdown
 from benchmarks.runs import RunRecord, provenance, tail_mean
-from training.config import knobs
 
 # How a global batch is split may differ between runs that are compared.
 _SPLIT = ("batch_size", "gradient_accumulation_steps")
@@ -27,11 +26,7 @@ SAME_PRECISION, OTHER_PRECISION = 1e-3, 1e-2
 
 def _of_section(wanted: str) -> list[str]:
     without = {"deterministic", *_SPLIT, *_WEIGHTS}
-    return [
-        name
-        for name, (section, f, _) in knobs().items()
-        if section == wanted and not f.metadata["free"] and name not in without
-    ]
+    return [name for name in gaps.settings_of(wanted) if name not in without]
 
 
 def _settings(names: list[str]) -> Callable[[RunRecord], dict[str, Any]]:
@@ -75,18 +70,12 @@ def what_differs(reference: RunRecord, run: RunRecord, *, other_seed: bool = Fal
 
 
 def _other_samples(reference: RunRecord, run: RunRecord) -> str | None:
-    """By fingerprint: a name or path may have held others. None where one has no evaluation, or is older."""
-    found = []
-    for part in ("train", "eval"):
-        there, here = (_fingerprint(of, part) for of in (reference, run))
-        if there and here and there != here:
-            found.append(f"{part} samples {there} there, {here} here")
+    found = [
+        f"{part} samples {gaps.fingerprint(reference, part)} there, {gaps.fingerprint(run, part)} here"
+        for part in ("train", "eval")
+        if gaps.other_samples(run, reference, part)
+    ]
     return f"what the data holds ({', '.join(found)})" if found else None
-
-
-def _fingerprint(run: RunRecord, part: str) -> str | None:
-    report = (run.environment.get("data") or {}).get(part) or {}
-    return report.get("fingerprint")
 
 
 def _initial_loss(run: RunRecord) -> float | None:
@@ -216,6 +205,8 @@ def judge(
     evaluated = [loss for loss in (of.value("eval_loss") for of, _ in both) if loss is not None]
     if not all(gaps.ends_finite(baseline) for _, baseline in both):
         reason = f"{against}'s training loss, which it is held against, does not end finite"
+    elif not all(tail_loss(baseline) for _, baseline in both):
+        reason = f"{against}'s training loss, which it is held against, ends at 0"
     elif gap is None or not all(gaps.ends_finite(own) for own, _ in both):
         reason = "its training loss does not end finite"
     elif not all(map(math.isfinite, evaluated)):
@@ -285,7 +276,7 @@ def notes(runs: dict[str, RunRecord], seeds: list[RunRecord], band: tuple[float,
             "loss. A gap inside that band is no more than another seed makes."
         )
     else:
-        found.append("No noise band: BF16 ran with one seed, so a gap cannot be told from chance.")
+        found.append("No noise band: BF16 ended with one seed, so a gap cannot be told from chance.")
     count = len(reference.series("train/loss"))
     if count < FEW_LOSSES:
         found.append(

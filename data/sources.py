@@ -174,19 +174,18 @@ def choose_columns(cfg: DataConfig, columns: list[str]) -> Columns:
         )
     kind, fields = found[0]
     system = system_prompt(cfg, kind, fields)
-    beside: tuple[str, ...] = ()  # columns that count where a row has them
+    beside = (TOOLS,)  # columns that count where a row has them
     if kind == "text":
-        to_sample = partial(text, *fields)
+        beside, to_sample = (), partial(text, *fields)
     elif kind == "chats":
-        beside = (TOOLS,)
         to_sample = partial(messages, *fields, system)
     else:
-        beside = CONTEXTS if not named and fields[0] == "instruction" else ()
-        to_sample = partial(pair, *fields, beside, system)
+        contexts = CONTEXTS if not named and fields[0] == "instruction" else ()
+        beside, to_sample = (*contexts, TOOLS), partial(pair, *fields, contexts, system)
     asked = [*fields[:1], *(name for name in beside if name in columns)]
     shown = " -> ".join([" and ".join(asked), *fields[1:]])
     shown += describe(kind, system) + untaken({*fields, *beside}, found[1:])
-    return Columns(to_sample, kind != "text", system, shown, tools=kind == "chats" and TOOLS in columns)
+    return Columns(to_sample, kind != "text", system, shown, tools=TOOLS in {*beside}.intersection(columns))
 
 
 def system_prompt(cfg: DataConfig, kind: str, fields: tuple[str, ...]) -> str:
@@ -313,13 +312,13 @@ def pair(prompt: str, answer: str, contexts: tuple[str, ...], system: str, row: 
     """Prompt and answer columns, text or messages, as a chat; what is in `contexts` follows the prompt."""
     question, reply = (as_text(row.get(name)) for name in (prompt, answer))
     if is_chat(question) and is_chat(reply):
-        return messages(prompt, system, {prompt: question + reply})
-    if isinstance(question, str):
-        question = "\n\n".join(
-            [question, *(passage for name in contexts for passage in passages(row.get(name)))]
-        )
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
-    return {"messages": [{"role": "system", "content": system}, *turns] if system else turns}
+        turns = question + reply
+    else:
+        if isinstance(question, str):
+            found = (passage for name in contexts for passage in passages(row.get(name)))
+            question = "\n\n".join([question, *found])
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+    return messages(prompt, system, {prompt: turns, TOOLS: row.get(TOOLS)})
 
 
 def passages(value: Any) -> list[str]:

@@ -280,6 +280,18 @@ def test_tools_that_are_nested_too_deeply_cost_a_row(where):
     assert sample == {"fault": "JSON that is nested too deeply"}
 
 
+@pytest.mark.parametrize("chats", [True, False])
+def test_tools_beside_a_prompt_are_taken(chats):
+    row = {"prompt": "1?", "completion": "2", "tools": json.dumps([TOOL])}
+    if chats:
+        row |= {"prompt": CHAT[:1], "completion": CHAT[1:]}
+    to_sample, *_, shown, with_tools = choose_columns(DataConfig(), list(row))
+    assert with_tools and shown.startswith("prompt and tools -> completion")
+    sample = to_sample(row)
+    assert sample["tools"] == [TOOL] and [m["role"] for m in sample["messages"]] == ["user", "assistant"]
+    assert "tools" not in to_sample(row | {"tools": None})
+
+
 def test_empty_places_in_lists_are_no_calls():
     sample = sample_with_tools([None, TOOL], "[null]", content="I look.")
     assert sample == {"messages": [{"role": "assistant", "content": "I look."}], "tools": [TOOL]}

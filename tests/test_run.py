@@ -338,6 +338,30 @@ def test_a_finished_run_exports_what_was_asked_for_later(tmp_path):
     assert [line["step"] for line in lines if "eval/loss" in line] == [2], "logged once"
 
 
+def test_another_checkpoint_than_the_folder_started_from_is_refused(finished, tmp_path, capsys):
+    other = f"--resume {finished}/checkpoints/step_000008 --no_export"
+    for name, start in (("fresh", ""), ("child", f"--resume {finished}/checkpoints/step_000004")):
+        folder = train(tmp_path / name, f"{start} --max_steps 6 --no_export")
+        config = (folder / "config.json").read_text()
+        for steps in (0, 12):
+            train(folder, f"{other} --max_steps {steps}", code=EXIT_BAD_SETTING)
+            error = capsys.readouterr().err
+            assert "holds a run of another start, with step_000006; choose another --output_dir" in error
+        assert (folder / "config.json").read_text() == config
+
+
+def test_an_earlier_step_of_a_finished_run_is_not_its_end(finished, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    earlier = f"--resume {folder}/checkpoints/step_000004 --save_interval 4"
+    for steps in (0, 4):
+        train(folder, f"{earlier} --max_steps {steps}", code=EXIT_BAD_SETTING)
+        way = "with 8 steps; to export or evaluate its step 4, give another --output_dir"
+        assert way in capsys.readouterr().err
+    train(tmp_path / "other", f"{earlier} --max_steps 4")
+    assert exported(tmp_path / "other") and json.loads((folder / "summary.json").read_text())["steps"] == 8
+
+
 def test_a_summary_of_another_checkpoint_is_not_this_ones_end(finished, tmp_path, capsys):
     folder, step = tmp_path / "run", f"--resume {finished}/checkpoints/step_"
     flags = "--no_export --no_save_checkpoints"

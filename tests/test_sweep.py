@@ -276,7 +276,7 @@ def test_the_b200_grid(tmp_path):
         ("grid: {precision: [fp7]}", "", "axis precision fp7: unknown variant"),
         ("grid: {gpus: [0]}", "", "axis gpus: 0 is no number of GPUs"),
         ("grid: {batch_size: [0]}", "", "batch0: --batch_size 0: must be 1 or more"),
-        ("grid: {batch_size: [1, 1]}", "", "the grid has batch1 twice"),
+        ("grid: {batch_size: [1, 1]}", "", "axis batch_size has batch1 twice"),
         (
             "grid: {batch_size: [1]}\nbase: {sed: 1}",
             "",

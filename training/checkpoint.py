@@ -117,6 +117,11 @@ class Checkpoints:
         """Whether a step's folder is this run's own."""
         return path.resolve().parent == self.folder.resolve()
 
+    def covers(self, path: Path) -> bool:
+        """Whether a path that --resume may have is this folder, its run's, or inside of it."""
+        path, own = path.resolve(), self.folder.resolve()
+        return own in (path, *path.parents, path / "checkpoints")
+
     def go_back(self, path: Path) -> None:
         """Note, on one process, that a start goes on from `path` and leaves any later steps.
 
@@ -396,9 +401,8 @@ def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
     if resume == "auto":
         return checkpoints.latest()
     path = Path(resume).expanduser().resolve()
-    own = checkpoints.folder.resolve()
     # Another run's checkpoint is a start only, and so is an earlier one of this run: what came of it goes on.
-    if own not in (path, *path.parents, path / "checkpoints") and (latest := checkpoints.latest()):
+    if not checkpoints.covers(path) and (latest := checkpoints.latest()):
         return latest
     if checkpoints.holds(path) and (newer := checkpoints.since(path)):
         return newer

@@ -173,6 +173,8 @@ class Run:
         resume = resolve_resume(self.cfg.checkpoint.resume, self.checkpoints)
         meta = self.checkpoints.read_meta(resume) if resume else {}
         asked = Path(self.cfg.checkpoint.resume).expanduser()
+        if self.cfg.checkpoint.resume not in ("auto", "none") and not self.checkpoints.covers(asked):
+            self._check_origin(asked, resume)
         beside = resume and resume.resolve().parent == asked.resolve().parent
         if beside and asked.name.startswith("step_") and asked.name != resume.name:
             say(
@@ -194,6 +196,15 @@ class Run:
         if not finished:  # else it may stay as it is
             write_config(self.cfg, self.folder)
         return resume, meta
+
+    def _check_origin(self, asked: Path, resume: Path) -> None:
+        """ValueError if another run's checkpoint is asked for in a folder that did not start from it."""
+        before = str(read_record(self.folder / "config.json").get("resume"))
+        if self.checkpoints.holds(resume) and Path(before).expanduser().resolve() != asked.resolve():
+            raise ValueError(
+                f"--resume {asked}: --output_dir {self.folder} holds a run of another start, with "
+                f"{resume.name}; choose another --output_dir, or leave --resume out to go on with that run"
+            )
 
     def _load_data(self) -> None:
         cfg = self.cfg
@@ -297,7 +308,13 @@ class Run:
         done = self.meta["progress"]["step"]
         self.total_steps = steps_of_a_resumed_run(self.cfg, self.meta, self.loaders.train, ranks.world_size())
         exported = not self._exports() or ranks.on_first((self.folder / "export").exists)
-        complete = exported and ranks.on_first(self._is_summed_up)
+        summed_up = ranks.on_first(self._summed_up)
+        if self.checkpoints.holds(self.resume) and self.total_steps <= done < (summed_up or 0):
+            raise ValueError(
+                f"--resume {self.cfg.checkpoint.resume}: the run in this folder is finished, with "
+                f"{summed_up:,} steps; to export or evaluate its step {done:,}, give another --output_dir"
+            )
+        complete = exported and summed_up == done
         if 0 < self.total_steps < done and not complete:
             flag = "num_epochs" if self.cfg.optim.max_steps is None else "max_steps"
             raise ValueError(
@@ -308,17 +325,14 @@ class Run:
             say(f"the learning rate follows {self.total_steps:,} steps from here on, until now {saved:,}")
         return done >= self.total_steps and complete
 
-    def _is_summed_up(self) -> bool:
-        """Whether the folder's summary.json is of this checkpoint, if that has ended its run."""
-        path = self.folder / "summary.json"
-        if self.checkpoints.holds(self.resume):
-            return path.exists()
-        # Another's: the folder may have been for a different one, or be asked for an evaluation again.
-        summary, config = read_record(path), read_record(self.folder / "config.json")
-        same = config.get("resume") == self.cfg.checkpoint.resume
-        return (
-            same and summary.get("steps") == self.meta["progress"]["step"] and self.cfg.optim.max_steps != 0
-        )
+    def _summed_up(self) -> int | None:
+        """Steps of the run that the folder's summary.json is of; None without one of the checkpoint's run."""
+        summary, config = (read_record(self.folder / name) for name in ("summary.json", "config.json"))
+        if not self.checkpoints.holds(self.resume):
+            # The folder may have been for another, or be asked for an evaluation again.
+            same = config.get("resume") == self.cfg.checkpoint.resume and self.cfg.optim.max_steps != 0
+            return summary.get("steps") if same else None
+        return summary.get("steps")
 
     def run(self) -> int:
         if self.finished:
