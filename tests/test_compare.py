@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks import gaps
 from benchmarks.compare import (
     build_jobs,
     check_before_the_start,
@@ -335,6 +337,13 @@ def test_the_same_name_may_have_held_other_rows(tmp_path):
     environment = Path(jobs[1].cfg.checkpoint.output_dir) / "env.json"
     environment.write_text(json.dumps(H200 | {"data": {"train": {"fingerprint": "1f"}, "eval": None}}))
     judged(jobs)  # another seed holds out other samples
+    environment.write_text(json.dumps(H200 | {"data": {"train": {"fingerprint": "2e"}, "eval": None}}))
+    reference, other, seed = read_runs(jobs, {}).values()
+    assert gaps.why_not_comparable(seed, reference) is None
+    why = gaps.why_not_comparable(other, reference)
+    assert why == "its data held other samples than the reference's, though settings are the same"
+    fewer = replace(other, config=other.config | {"num_of_samples": 7})
+    assert gaps.why_not_comparable(fewer, reference) is None  # which the page tells as a setting
 
 
 def rewrite_metrics(job, change) -> None:
@@ -379,6 +388,42 @@ def test_a_run_that_ends_without_a_finite_loss_fails_whatever_it_had_before(tmp_
     rewrite_metrics(jobs[0], diverged)
     with pytest.raises(ValueError, match=r"bf16: the reference's training loss does not end finite"):
         judged(jobs)
+
+
+def test_a_seed_that_diverged_makes_no_noise_band(tmp_path):
+    jobs = jobs_of(tmp_path, "bf16,delayed", seeds=2)
+    for job, loss in zip(jobs, (2.0, 2.0, 2.02, 2.5), strict=True):
+        write_run(job, loss)
+    rewrite_metrics(jobs[-1], diverged)
+    result, _ = judged(jobs)
+    assert result["noise_band_percent"] == pytest.approx((0.0, 1.0)) and result["seeds"] == [42, 43]
+    note = "bf16-seed44: not in the noise band, its training loss does not end finite"
+    assert note in result["notes"]
+    runs = read_runs(jobs, {})
+    family = gaps.seed_runs(list(runs.values()), runs["bf16"])
+    assert [run.name for run in family] == ["bf16", "bf16-seed43"]
+    rewrite_metrics(jobs[-2], diverged)
+    result, _ = judged(jobs)
+    assert result["noise_band_percent"] is None
+    assert any(line.startswith("No noise band: BF16 ended with one seed") for line in result["notes"])
+
+
+def test_no_gap_is_a_share_of_a_loss_of_0(tmp_path, capsys):
+    def to_0(lines: list[dict]) -> list[dict]:
+        return [line | ({"train/loss": 0.0} if line["step"] > 10 else {}) for line in lines]
+
+    jobs = jobs_of(tmp_path, "bf16,bf16_hf,tensorwise")
+    for job in jobs:
+        write_run(job, 2.0)
+    assert [job.against for job in jobs[1:]] == ["bf16", "bf16_hf"]
+    rewrite_metrics(jobs[1], to_0)
+    _, rows = judged(jobs)
+    assert rows[1].values["gap"] == pytest.approx(-100)
+    assert rows[2].reason == "bf16_hf's training loss, which it is held against, ends at 0"
+    rewrite_metrics(jobs[0], to_0)
+    assert main(command(tmp_path, "bf16,bf16_hf,tensorwise")) == 2
+    assert "bf16: the reference's training loss ends at 0, so" in capsys.readouterr().err
+    assert "or a loss of 0 there" in section(tmp_path, "gap-to-the-reference")
 
 
 def test_an_evaluation_that_is_no_number_fails_and_is_written_as_strict_json(tmp_path):
@@ -547,6 +592,16 @@ def test_a_variant_that_cannot_run_is_not_tried_with_other_seeds(tmp_path, monke
     assert started == ["bf16", "nvfp4", "bf16-seed43"]
 
 
+def test_a_folder_whose_settings_are_broken_is_told(tmp_path):
+    (job,) = jobs_of(tmp_path, "bf16")
+    write_run(job, 2.0)
+    saved = Path(job.cfg.checkpoint.output_dir) / "config.json"
+    for broken in ("", "[]"):
+        saved.write_text(broken)
+        with pytest.raises(ValueError, match=r"config\.json: cannot be read .*; remove the folder to run it"):
+            is_finished(job.cfg)
+
+
 def test_a_finished_run_is_one_of_the_same_settings_and_length(tmp_path):
     job = jobs_of(tmp_path, "bf16")[0]
     assert not is_finished(job.cfg)
@@ -580,6 +635,7 @@ def test_a_finished_run_is_one_of_the_same_settings_and_length(tmp_path):
         ("--variants bf16,delayed --use_te", "--use_te True: python -m benchmarks.compare decides it"),
         ("--variants bf16,delayed --lerning_rate 1", "unknown flag --lerning_rate; did you mean"),
         ("--variants bf16,block --fp8_attention", "variant block: --fp8_attention"),
+        ("--variants bf16 --output_dir=", "--output_dir: '': no folder; name one"),
         ("--variants bf16 --noise_seeds -1", "--noise_seeds -1: must be 0 or more"),
         ("--variants bf16 --paired_seeds -1", "--paired_seeds -1: must be 0 or more"),
         ("--variants bf16 --gpus 0", "--gpus 0: must be 1 or more"),

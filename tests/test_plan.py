@@ -293,6 +293,15 @@ def test_hsdp_spares_a_slow_network():
     assert plan_of(sharding_mode="fsdp_full", **work).step < full.step
 
 
+def test_rings_among_copies_have_hops_by_hand():
+    # 8 copies, each on the 8 GPUs of a node: a card sends 1/8 of the gradient, in FP32 and twice, 7 hops far,
+    # which takes longer than the 8 bytes a parameter within a node; 32 layers, 2 collectives.
+    job = plan_of(gpus=64, sharding_mode="hsdp").job
+    network = N8 * 7 / 8 / 5e9
+    assert network > 8 * N8 * 7 / 8 / (450e9 * 0.75)
+    assert communication_seconds(job, GPUS["H200"], 5e9) == pytest.approx(network + 7 * 32 * 2 * 10e-6)
+
+
 def test_a_ring_across_nodes_by_hand():
     # 8 bytes a parameter, 7 of 8 nodes' worth over the 8 cards of a node; 7 hops, 32 layers, 3 collectives.
     job = plan_of(gpus=64, sharding_mode="fsdp_full").job
@@ -488,7 +497,8 @@ def test_a_broken_folder_is_refused(tmp_path, content):
             "--sharding_mode fsdp_offload: --moment_dtype bf16: torch AdamW",
         ),
         ("--use_te --te_backend emulated --mixed_precision fp8", "--te_backend emulated"),
-        ("--check --batch_size 1", "--check takes no other flags"),
+        ("--check --batch_size 1", "--check takes no other flags, got --batch_size"),
+        ("--check --tokens 5", "--check takes no other flags, got --tokens"),
         ("--check no_such_folder", "--check no_such_folder"),
     ],
 )

@@ -225,6 +225,8 @@ def test_smooth_averages_noise_and_keeps_a_slope():
     assert noisy[0] == 0 and noisy[1] == pytest.approx(1 / 3) and noisy[399] == 1
     slope = [float(i) for i in range(400)]
     assert smooth(slope) == pytest.approx(slope)
+    huge = smooth([2.0] * 100 + [1e30] + [2.0] * 299)
+    assert huge[300] == 2.0 and huge[100] == pytest.approx(1e30 / 21)
 
 
 def test_the_curve_shows_all_runs_without_non_finite_losses(tmp_path):
@@ -289,6 +291,8 @@ def test_what_is_no_run_is_one_line_and_exit_code_2(tmp_path, capsys):
     (tmp_path / "export" / "config.json").write_text('{"model_type": "llama"}')
     broken = write_run(tmp_path / "broken", losses=[1.0])
     (broken / "summary.json").write_text("{")
+    foreign = write_run(tmp_path / "foreign", losses=[1.0], environment={"versions": [1]})
+    counts = write_run(tmp_path / "counts", losses=[1.0], batch_size="2")
     for arguments, reason in (
         ([tmp_path / "export"], "export: not a run folder (its config.json has no mixed_precision)"),
         ([good, tmp_path / "export"], "export: not a run folder"),
@@ -296,6 +300,9 @@ def test_what_is_no_run_is_one_line_and_exit_code_2(tmp_path, capsys):
         ([good, tmp_path / "nowhere"], "nowhere: there is no such folder"),
         ([good, "--reference", tmp_path / "nowhere"], "nowhere: there is no such folder"),
         ([broken], "summary.json: cannot be read"),
+        ([foreign], "env.json: not of a run (versions is [1])"),
+        ([counts], "counts: not a run folder (batch_size of its config.json is '2')"),
+        ([good, "--output_dir", ""], "--output_dir: '': no folder; name one"),
         ([good, "--reference", tmp_path / "empty"], "empty: not a run folder"),
         ([good, "--output_dir", broken / "summary.json"], "summary.json: File exists"),
     ):

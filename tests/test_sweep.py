@@ -228,6 +228,31 @@ def test_sweeps_into_one_folder_keep_each_other_s_records(tmp_path, monkeypatch)
     assert [result.status for result in results.values()] == ["out_of_memory"] * 2
 
 
+def test_a_run_that_another_process_writes_to_ends_the_sweep(tmp_path, monkeypatch):
+    error = "--output_dir out: another run is writing to it; wait for it to end"
+    started = []
+
+    def launch(cfg, **_):
+        started.append(cfg)
+        return Outcome(2, Path(cfg.checkpoint.output_dir), error, stopped=False)
+
+    monkeypatch.setattr(module, "launch", launch)
+    points = build_points({"batch_size": [1, 2]}, {}, tmp_path)
+    with pytest.raises(ValueError, match=r"batch1: .*another run is writing to it.*the same command goes on"):
+        run_points(points, tmp_path, retry=False)
+    assert len(started) == 1
+
+
+def test_typed_values_of_an_axis_are_those_of_the_file(tmp_path):
+    grid = {"packing": [True, False], "learning_rate": [0.10, "1e-4"], "max_seq_length": [128, "1e3"]}
+    typed = ["packing=false,TRUE", "learning_rate=0.10,1.0e-4,2.0e-4", "max_seq_length=128,1000"]
+    axes = read_axes(grid, typed)
+    assert axes["packing"] == [False, True] and axes["max_seq_length"] == [128, "1e3"]
+    assert axes["learning_rate"] == [0.1, "1e-4", "2.0e-4"]
+    names = {point.name for point in build_points(grid, {}, tmp_path)}
+    assert names < {point.name for point in build_points(axes, {}, tmp_path)}
+
+
 def test_a_dry_run_tells_what_would_be_skipped(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(module, "count_gpus", lambda: 1)
     file = write(tmp_path / "grid.yaml", {"grid": {"model": ["meta-llama/Llama-3.1-8B"], "gpus": [1, 4]}})
@@ -276,6 +301,13 @@ def test_the_b200_grid(tmp_path):
         ("grid: {precision: [fp7]}", "", "axis precision fp7: unknown variant"),
         ("grid: {gpus: [0]}", "", "axis gpus: 0 is no number of GPUs"),
         ("grid: {batch_size: [0]}", "", "batch0: --batch_size 0: must be 1 or more"),
+        (
+            "grid: {model: [a/export, b/export]}",
+            "",
+            "a/export and b/export would share the run folders' export",
+        ),
+        ("grid: {model: [..]}", "", "axis model: '..' gives a run folder no name"),
+        ('grid: {gpus: ["²"]}', "", "axis gpus: '²' is no number of GPUs"),
         ("grid: {batch_size: [1, 1]}", "", "axis batch_size has batch1 twice"),
         (
             "grid: {batch_size: [1]}\nbase: {sed: 1}",
