@@ -88,9 +88,10 @@ def read_model(name: str, **changes: int) -> Model:
             f"--model_name {name}: the sizes in its config.json are no model's ({error})"
         ) from None
     tied, positions = fields.get("tie_word_embeddings", False), fields.get("max_position_embeddings")
-    if not shape.num_layers > 0 or not isinstance(positions, int | None):
+    layers = shape.num_layers
+    if not isinstance(layers, int) or layers < 1 or not isinstance(positions, int | None):
         raise ValueError(
-            f"--model_name {name}: its config.json has {shape.num_layers} layers and {positions!r} positions"
+            f"--model_name {name}: its config.json has {layers!r} layers and {positions!r} positions"
         )
     return Model(shape, FAMILIES[kind], bool(tied), positions)
 

@@ -438,7 +438,16 @@ NO_SIZES = {"num_attention_heads": 0, "hidden_size": "64"}
         "[]",
         "{",
         '{"model_type": "mixtral"}',
-        json.dumps(PRESETS["meta-llama/Llama-3.2-1B"] | NO_SIZES | {"head_dim": None}),
+        '{"model_type": ["llama"]}',
+        *(
+            json.dumps(PRESETS["meta-llama/Llama-3.2-1B"] | broken)
+            for broken in (
+                NO_SIZES | {"head_dim": None},
+                {"num_hidden_layers": 0},
+                {"num_hidden_layers": "2"},
+                {"max_position_embeddings": "x"},
+            )
+        ),
     ],
 )
 def test_a_broken_folder_is_refused(tmp_path, content):
