@@ -175,8 +175,9 @@ def conclude(
 ) -> tuple[dict[str, Any], list[verdict.Row]]:
     """The verdict, as verdict.json has it, and its rows; ValueError if finished runs cannot be compared."""
     reference = jobs[0].name
-    repeats = [job.name for job in jobs if job.seed_of == reference and job.name in runs]
-    seeds = [runs[name] for name in repeats if gaps.ends_finite(runs[name])]
+    repeats = {job.name: runs[job.name] for job in jobs if job.seed_of == reference and job.name in runs}
+    diverged = [name for name, run in repeats.items() if not gaps.ends_finite(run)]
+    seeds = [run for name, run in repeats.items() if name not in diverged]
     for job in jobs[1:]:
         against = job.against if job.seed_of and job.against else reference
         if job.name in runs and against in runs:
@@ -201,11 +202,7 @@ def conclude(
     variants = {job.name: runs[job.name] for job in jobs if job.name in runs and not job.seed_of}
     band = verdict.noise_band(runs[reference], seeds)
     notes = verdict.notes(variants, seeds, band) + _notes(jobs, failed, rows, band)
-    notes += [
-        f"{name}: not in the noise band, its training loss does not end finite"
-        for name in repeats
-        if not gaps.ends_finite(runs[name])
-    ]
+    notes += [f"{name}: not in the noise band, its training loss does not end finite" for name in diverged]
     result = {
         "reference": reference,
         "max_loss_gap_percent": max_loss_gap,

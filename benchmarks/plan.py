@@ -198,11 +198,11 @@ def report(plans: list[Plan], *, tokens: float | None, price: float | None) -> s
 
 def run(argv: list[str]) -> str:
     """The text that `argv` asks for. ValueError for anything a user got wrong."""
-    args, training = split_flags(build_parser(__doc__.splitlines()[0]), argv)
+    parser = build_parser(__doc__.splitlines()[0])
+    args, training = split_flags(parser, argv)
     if args.check is not None:
-        defaults = vars(build_parser("").parse_args([])) | {"check": args.check}
-        own = [f"--{name}" for name, value in vars(args).items() if value != defaults[name]]
-        if other := [*training, *own]:
+        own = [name for name, value in vars(args).items() if value != parser.get_default(name)]
+        if other := [*training, *(f"--{name}" for name in own if name != "check")]:
             raise ValueError(f"--check takes no other flags, got {other[0]}")
         return check_table(*check_runs(args.check))
     if args.price_per_gpu_hour and not args.tokens:

@@ -145,10 +145,10 @@ def read_axes(grid: dict[str, Any], replaced: list[str]) -> dict[str, list[Any]]
 
 def _as_in_the_file(axis: str, text: str, values: list[Any]) -> Any:
     """The value of the file's axis that a typed text means, if there is one, so that both are one run."""
-    known = knobs().get(AXES.get(axis, axis))
-    if known is None:
+    if axis in OTHER_AXES:
         return text
-    setting, (_, _, hint) = AXES.get(axis, axis), known
+    setting = AXES.get(axis, axis)
+    _, _, hint = knobs()[setting]
     try:
         meant = convert(setting, text, hint)
         return next((value for value in values if convert(setting, value, hint) == meant), text)
@@ -193,9 +193,9 @@ def _check_labels(axis: str, values: list[Any]) -> None:
         label = _label(axis, value)
         if not label.strip("."):
             raise ValueError(f"axis {axis}: {value!r} gives a run folder no name; write it otherwise")
-        if label in seen and str(seen[label]) == str(value):
-            raise ValueError(f"axis {axis} has {label} twice; name each value once")
         if label in seen:
+            if str(seen[label]) == str(value):
+                raise ValueError(f"axis {axis} has {label} twice; name each value once")
             raise ValueError(
                 f"axis {axis}: {seen[label]} and {value} would share the run folders' {label}; let "
                 "their last parts differ"

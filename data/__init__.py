@@ -173,20 +173,25 @@ def open_split(cfg: DataConfig, name: str, tokenizer: PreTrainedTokenizerBase, v
             tokenizer.name_or_path,
         )
     if source.tools and name == cfg.split_name:
-        with sources.reading(cfg):
-            first = list(islice(source.rows, PEEK))
         if not encoder.writes_tools:
             logger.warning(
                 "--tokenizer_name %s: its chat template has no place for tools: the data's are left out",
                 tokenizer.name_or_path,
             )
-        elif any(source.to_sample(row).get("tools", []) is None for row in first):
+        elif has_unread_tools(cfg, source):
             logger.warning(
                 "--dataset_name %s: column %s holds what are no lists of functions; they are left out",
                 cfg.dataset_name,
                 TOOLS,
             )
     return Split(cfg, source, encoder, vocab_size)
+
+
+def has_unread_tools(cfg: DataConfig, source: Source) -> bool:
+    """Whether any of the first rows holds tools that are no list of functions."""
+    with sources.reading(cfg):
+        first = list(islice(source.rows, PEEK))
+    return any(source.to_sample(row).get("tools", []) is None for row in first)
 
 
 def divide(split: Split, eval_samples: int, seed: int) -> tuple[Selection, Selection | None]:

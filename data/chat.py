@@ -396,6 +396,11 @@ def why_unusable(sample: Row) -> Status:
     return Status.USED if answers else Status.WITHOUT_LABEL
 
 
+def is_chat(value: Any) -> bool:
+    """Whether a value is a list of objects, as messages, tools and their calls are."""
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
 def fault(sample: Row) -> str | None:
     """What in a sample is not the text that it should be; None if nothing is."""
     if "fault" in sample:
@@ -411,8 +416,7 @@ def fault(sample: Row) -> str | None:
         role = message.get("role")
         if not isinstance(role, str):
             return f"the role of a message is {kind(role)}, not text"
-        calls = message.get("tool_calls", [])
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        if not is_chat(message.get("tool_calls", [])):
             return f"the tool calls of the {role} are no list of calls"
         if (wrong := no_text(f"what the {role} says", message.get("content"))) is not None:
             return wrong

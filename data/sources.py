@@ -30,7 +30,7 @@ from datasets.naming import camelcase_to_snakecase
 
 from data import demo as demo_set
 from data.cache import CLOSED, NotStored, cache_folder, refuse_cut_off, storing, why_not_stored
-from data.chat import Row
+from data.chat import Row, is_chat
 from training.config import SYSTEM_PROMPT, DataConfig
 from training.errors import first_line, origins, raise_interrupt
 from training.hub import refuse_silent_hub
@@ -174,18 +174,20 @@ def choose_columns(cfg: DataConfig, columns: list[str]) -> Columns:
         )
     kind, fields = found[0]
     system = system_prompt(cfg, kind, fields)
-    beside = (TOOLS,)  # columns that count where a row has them
+    beside: tuple[str, ...] = ()  # columns that count where a row has them
     if kind == "text":
-        beside, to_sample = (), partial(text, *fields)
+        to_sample = partial(text, *fields)
     elif kind == "chats":
+        beside = (TOOLS,)
         to_sample = partial(messages, *fields, system)
     else:
         contexts = CONTEXTS if not named and fields[0] == "instruction" else ()
-        beside, to_sample = (*contexts, TOOLS), partial(pair, *fields, contexts, system)
+        beside = (*contexts, TOOLS)
+        to_sample = partial(pair, *fields, contexts, system)
     asked = [*fields[:1], *(name for name in beside if name in columns)]
     shown = " -> ".join([" and ".join(asked), *fields[1:]])
     shown += describe(kind, system) + untaken({*fields, *beside}, found[1:])
-    return Columns(to_sample, kind != "text", system, shown, tools=TOOLS in {*beside}.intersection(columns))
+    return Columns(to_sample, kind != "text", system, shown, tools=TOOLS in beside and TOOLS in columns)
 
 
 def system_prompt(cfg: DataConfig, kind: str, fields: tuple[str, ...]) -> str:
@@ -221,11 +223,13 @@ def messages(field: str, system: str, row: Row) -> Row:
     found = row.get(field)
     try:
         tools = parsed(row.get(TOOLS))
-        turns = [turn(message) for message in found] if is_chat(found) else found
+        turns = [turn(message) for message in found] if is_chat(found) else None
     except RecursionError:
         return {"fault": TOO_DEEP}
     made = {"tools": objects(tools)} if tools else {}
-    asks = system and turns and is_chat(turns) and turns[0].get("role") != "system"
+    if turns is None:
+        return {"messages": found} | made
+    asks = system and turns and turns[0].get("role") != "system"
     return {"messages": [{"role": "system", "content": system}, *turns] if asks else turns} | made
 
 
@@ -269,10 +273,6 @@ def objects(value: Any) -> list[Row] | None:
     """A list of objects, or of the one that there is; None for anything else."""
     found = [value] if isinstance(value, dict) else value
     return found if is_chat(found) else None
-
-
-def is_chat(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(message, dict) for message in value)
 
 
 def turn(message: Row) -> Row:

@@ -328,11 +328,9 @@ class Run:
     def _summed_up(self) -> int | None:
         """Steps of the run that the folder's summary.json is of; None without one of the checkpoint's run."""
         summary, config = (read_record(self.folder / name) for name in ("summary.json", "config.json"))
-        if not self.checkpoints.holds(self.resume):
-            # The folder may have been for another, or be asked for an evaluation again.
-            same = config.get("resume") == self.cfg.checkpoint.resume and self.cfg.optim.max_steps != 0
-            return summary.get("steps") if same else None
-        return summary.get("steps")
+        # Else the folder may have been for another checkpoint, or be asked for an evaluation again.
+        same = config.get("resume") == self.cfg.checkpoint.resume and self.cfg.optim.max_steps != 0
+        return summary.get("steps") if same or self.checkpoints.holds(self.resume) else None
 
     def run(self) -> int:
         if self.finished:
