@@ -26,7 +26,7 @@ endif
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
-FP8_FLAGS := import torch; from training.te_runtime import why_not_te; \
+FP8_FLAGS := import torch; from training.precision.te_runtime import why_not_te; \
   print("--mixed_precision fp8" if torch.cuda.is_available() and why_not_te() else "--use_te --mixed_precision fp8")
 
 # tee -i: Ctrl-C is for the run, which saves a checkpoint and prints more before it ends.

@@ -6,7 +6,7 @@ STARTED = time.perf_counter()
 
 
 def one_device(cfg):
-    from training import ranks
+    from training.parallel import ranks
 
     ranks.refuse_several(
         "train_fp8.py trains on one device", "torchrun --nproc_per_node=N train_multi_gpu.py"
@@ -15,6 +15,6 @@ def one_device(cfg):
 
 
 if __name__ == "__main__":
-    from training.early import launch
+    from training.launch import launch
 
     launch(__doc__, start=one_device, started=STARTED)

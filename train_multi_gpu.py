@@ -9,7 +9,7 @@ STARTED = time.perf_counter()
 
 
 def join_torchrun(cfg):
-    from training import ranks
+    from training.parallel import ranks
 
     if ranks.under_torchrun():
         return ranks.join(cfg.sharding.timeout_minutes)
@@ -22,6 +22,6 @@ def join_torchrun(cfg):
 
 
 if __name__ == "__main__":
-    from training.early import launch
+    from training.launch import launch
 
     launch(__doc__, start=join_torchrun, started=STARTED)

@@ -30,12 +30,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.launch import run_command
+from benchmarks.records.launch import run_command
+from core.cli import OneLineParser
+from core.packages import ROOT, version
+from core.settings import nearest
 from te_models.presets import PRESETS
-from training.config import OneLineParser, nearest
-from training.metrics import ModelShape, mfu, model_flops, peak_tflops, tokens_per_second
-from training.packages import ROOT, version
-from training.trackers import git_state
+from training.tracking.metrics import ModelShape, mfu, model_flops, peak_tflops, tokens_per_second
+from training.tracking.trackers import git_state
 
 PRECISIONS = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 PACKAGES = ("torch", "transformers", "torchao", "liger_kernel", "triton")

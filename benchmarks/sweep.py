@@ -20,7 +20,10 @@ import xxhash
 import yaml
 from filelock import FileLock
 
-from benchmarks.launch import (
+from benchmarks.plan.flags import gpu_name
+from benchmarks.plan.main import make_plan
+from benchmarks.plan.time import GPUS, Gpu
+from benchmarks.records.launch import (
     EXIT_INTERRUPTED,
     Outcome,
     count_gpus,
@@ -30,13 +33,12 @@ from benchmarks.launch import (
     make_folder,
     run_command,
 )
-from benchmarks.plan import make_plan
-from benchmarks.plan_flags import gpu_name
-from benchmarks.plan_time import GPUS, Gpu
-from benchmarks.runs import INDIFFERENT
-from benchmarks.variants import DECIDED, Variant, given_settings, parse_variants, resolve
-from training.config import Config, OneLineParser, YamlLoader, convert, knobs, nearest, yaml_fault
-from training.durable_files import replace_file
+from benchmarks.records.runs import INDIFFERENT
+from benchmarks.records.variants import DECIDED, Variant, given_settings, parse_variants, resolve
+from core.cli import OneLineParser, YamlLoader, yaml_fault
+from core.files import replace_file
+from core.settings import convert, nearest
+from training.config import Config, all_settings
 
 PROG = "python -m benchmarks.sweep"
 # Axis -> the setting it stands for; any other setting may be an axis under its own name.
@@ -111,15 +113,15 @@ def read_sweep(path: Path) -> dict[str, Any]:
     for name in (*loaded.get("base", {}), *loaded.get("needs", [])):
         if name in DECIDED:
             raise ValueError(f"{path}: {name!r} is not for a sweep's file; the sweep sets it itself")
-        if name not in knobs():
-            raise ValueError(f"{path}: {name!r} is no setting of all runs{nearest(name, knobs())}")
+        if name not in all_settings():
+            raise ValueError(f"{path}: {name!r} is no setting of all runs{nearest(name, all_settings())}")
     return {"base": {}, "needs": []} | loaded
 
 
 def _check_axes(grid: dict[str, Any]) -> None:
     if not grid:
         raise ValueError("`grid:` must have an axis, such as precision: [bf16, delayed]")
-    names = [*AXES, *OTHER_AXES, *(name for name in knobs() if name not in DECIDED)]
+    names = [*AXES, *OTHER_AXES, *(name for name in all_settings() if name not in DECIDED)]
     for name, values in grid.items():
         if name in AXES and AXES[name] in grid:
             raise ValueError(f"axes {name} and {AXES[name]} are the same; keep one")
@@ -148,7 +150,7 @@ def _as_in_the_file(axis: str, text: str, values: list[Any]) -> Any:
     if axis in OTHER_AXES:
         return text
     setting = AXES.get(axis, axis)
-    _, _, hint = knobs()[setting]
+    _, _, hint = all_settings()[setting]
     try:
         meant = convert(setting, text, hint)
         return next((value for value in values if convert(setting, value, hint) == meant), text)
@@ -396,7 +398,7 @@ def sweep(argv: list[str]) -> int:
     results, stopped = run_points(points, folder, retry=args.retry, gpu=gpu)
     if stopped:
         return EXIT_INTERRUPTED
-    from benchmarks import report  # matplotlib takes a while; refusals do not wait for it
+    from benchmarks.report import main as report  # matplotlib takes a while; refusals do not wait for it
 
     done = [str(point.folder) for point in points if results[point.name].status == "done"]
     with _locked(folder):

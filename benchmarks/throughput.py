@@ -13,7 +13,7 @@ demo's unless --init and --tokenizer_name say otherwise. A record of --results h
 - `model_tflops_per_gpu`: of a second of one GPU, 6 FLOPs for each weight of a GEMM (LM head included,
   embedding not) and each token, plus 6 * layers * heads * head size * the sum of squared sample lengths for
   causal attention; padding and recomputation do not count. Source: PaLM (arXiv:2204.02311), appendix B, with
-  the causal half of its second term; `training.metrics.model_flops` computes it;
+  the causal half of its second term; `training.tracking.metrics.model_flops` computes it;
 - `mfu_bf16` and `mfu_fp8`: the same as a share of the GPU's dense peak;
 - `data_wait_share`: the part of a step in which the loop waited for its batch.
 
@@ -36,10 +36,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import ROOT, launch
+from benchmarks.records.launch import ROOT, launch
+from core.settings import nearest
 from data.demo import TOKENIZER_DIR, generate
-from training.config import Config, build_parser, config_from_dict, load_config_file, nearest
-from training.trackers import redact
+from training.config import Config, build_parser, config_from_dict, load_config_file
+from training.tracking.trackers import redact
 
 RESULTS = ROOT / "benchmarks" / "results" / "throughput.jsonl"
 INTERVAL = 8  # micro-batches

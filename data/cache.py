@@ -14,8 +14,8 @@ import datasets
 from datasets import Dataset, IterableDataset
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from training.config import DataConfig
-from training.errors import first_line, origins, raise_interrupt
+from core.errors import first_line, origins, raise_interrupt
+from data.settings import DataConfig
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
 CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}

@@ -25,9 +25,9 @@ from jinja2.exceptions import TemplateError
 from tokenizers import Encoding, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from core.errors import first_line
+from core.hub import refuse_missing_folder, refuse_silent_hub
 from data.demo import TOKENIZER_DIR
-from training.errors import first_line
-from training.hub import refuse_missing_folder, refuse_silent_hub
 
 Row = dict[str, Any]
 Segment = tuple[str, bool]  # text, whether its tokens carry loss

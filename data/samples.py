@@ -29,13 +29,13 @@ from filelock import FileLock
 from multiprocess import get_start_method, parent_process
 from multiprocess.util import register_after_fork
 
+from core.machine import cores
 from data import chat, packing, sources
 from data.cache import cache_folder, delete_cut_off, storing
 from data.chat import COLUMNS, Encoder, Row, Status
 from data.collate import Sample
+from data.settings import DataConfig
 from data.sources import Source
-from training.config import DataConfig
-from training.machine import cores
 
 BAD_ROWS = "not JSON, not text, not UTF-8 or refused by the chat template"
 ROWS_PER_PROCESS = 1000  # below this a process costs more to start than it saves

@@ -28,12 +28,12 @@ import pandas as pd
 from datasets import Dataset, Features, IterableDataset, Value
 from datasets.naming import camelcase_to_snakecase
 
+from core.errors import first_line, origins, raise_interrupt
+from core.hub import refuse_silent_hub
 from data import demo as demo_set
 from data.cache import CLOSED, NotStored, cache_folder, refuse_cut_off, storing, why_not_stored
 from data.chat import Row, is_chat
-from training.config import SYSTEM_PROMPT, DataConfig
-from training.errors import first_line, origins, raise_interrupt
-from training.hub import refuse_silent_hub
+from data.settings import SYSTEM_PROMPT, DataConfig
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from te_models.engine import Backend, NativeOptions, engine
 from te_models.families import FAMILIES
-from te_models.fused_residual import add_in_norms
-from te_models.rotation import Rotation, rotate_in_one_pass, rotation_table
-from training.loss import TokenLoss, linear_cross_entropy
+from te_models.kernels.fused_residual import add_in_norms
+from te_models.kernels.rotation import Rotation, rotate_in_one_pass, rotation_table
+from te_models.loss import TokenLoss, linear_cross_entropy
 
 
 def layer_settings(attention: Literal["thd", "bshd"]) -> dict[str, Any]:

@@ -14,9 +14,9 @@ class NativeOptions:
     """What Transformer Engine's layers do beside what `te.TransformerLayer` does; the emulation has none."""
 
     cache_fp8_weights: bool = False  # those of a step's first micro-batch serve the others
-    fuse_gradient_sums: bool = False  # GEMMs add to `main_grad`, see `training.accumulation`
-    one_pass_rotation: bool = True  # see `te_models.rotation`
-    residuals_in_norms: bool = False  # see `te_models.fused_residual`
+    fuse_gradient_sums: bool = False  # GEMMs add to `main_grad`, see `training.optim.accumulation`
+    one_pass_rotation: bool = True  # see `te_models.kernels.rotation`
+    residuals_in_norms: bool = False  # see `te_models.kernels.fused_residual`
 
 
 def engine(backend: Backend) -> Any:

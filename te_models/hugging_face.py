@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_models.loss import IGNORE, TokenLoss, linear_cross_entropy, logits_cross_entropy
 from te_models.packed_attention import NAME, sequence_borders, use_packed_attention
 from te_models.weights import Gather
-from training.loss import IGNORE, TokenLoss, linear_cross_entropy, logits_cross_entropy
 
 # Variants of a layer: training and evaluation, whole and last batches, packed or one sample a row.
 COMPILED_VARIANTS = 64

@@ -10,17 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
-import te_models
 from data.collate import round_up
+from te_models import build as te_models
 from te_models.engine import NativeOptions
-from training import optim, precision, precision_map, torchao_fp8
-from training.config import TORCHAO_RECIPES, Config
-from training.fp8_stats import Fp8Stats
+from training.config import Config
 from training.kernels import Kernels
-from training.optim import OptimizerPlan
-from training.precision import Precision
-from training.sharding import Strategy
-from training.watchdog import Watchdog
+from training.optim import optimizer as optim
+from training.optim.optimizer import OptimizerPlan
+from training.parallel.strategies import Strategy
+from training.parallel.watchdog import Watchdog
+from training.precision import precision_map, torchao_fp8
+from training.precision import recipes as precision
+from training.precision.fp8_stats import Fp8Stats
+from training.precision.recipes import Precision
+from training.precision.settings import TORCHAO_RECIPES
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def assemble(
         convert=(lambda model: _convert(model, cfg, resolved, fp8_gather)) if torchao else None,
         native=NativeOptions(
             cache_fp8_weights=_caches_fp8_weights(cfg, resolved, strategy),
-            fuse_gradient_sums=strategy.adds_in_gemms(optimizer_plan.kind),
+            fuse_gradient_sums=strategy.fuses_wgrad_accumulation(optimizer_plan.kind),
             one_pass_rotation=kernels.one_pass_rotation,
             residuals_in_norms=kernels.residuals_in_norms,
         ),
@@ -79,7 +82,7 @@ def assemble(
     precision_map.apply(model, resolved, fp8_attention=cfg.precision.fp8_attention)
     model.fp8_lm_head = cfg.precision.fp8_lm_head
     stats.attach(model)
-    strategy.settle(model)
+    strategy.reshard(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     shards = model.quantize_weights() if fp8_weights else {}
     optimizer = optim.build_optimizer(model, cfg.optim, optimizer_plan)
@@ -108,7 +111,7 @@ def _caches_fp8_weights(cfg: Config, resolved: Precision, strategy: Strategy) ->
     """Whether a step's first micro-batch casts weights for all; recomputation casts them anyway."""
     wanted = cfg.precision.fp8_weight_cache and not cfg.model.gradient_checkpointing
     wanted = wanted and not cfg.sharding.fp8_all_gather  # whose weights are in FP8 as they are
-    return wanted and resolved.fp8 and strategy.accumulates and strategy.whole_in_a_step
+    return wanted and resolved.fp8 and strategy.accumulates and strategy.keeps_weights_gathered
 
 
 def _convert(model: Any, cfg: Config, resolved: Precision, fp8_gather: bool) -> None:

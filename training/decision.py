@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import te_models
-from te_models import ModelPlan
-from training import optim, precision, precision_map, ranks, te_runtime, torchao_fp8
-from training.config import TORCHAO_RECIPES, Config
-from training.metrics import ModelShape
-from training.precision import Precision
-from training.ranks import say
+from te_models import build as te_models
+from te_models.build import ModelPlan
+from training.config import Config
+from training.optim import optimizer as optim
+from training.parallel import ranks
+from training.parallel.ranks import print_rank0
+from training.precision import precision_map, te_runtime, torchao_fp8
+from training.precision import recipes as precision
+from training.precision.recipes import Precision
+from training.precision.settings import TORCHAO_RECIPES
+from training.tracking.metrics import ModelShape
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ def decide(cfg: Config) -> Decision:
     """
     resolved = precision.resolve_precision(cfg)
     if resolved.te_backend == "native" and (said := te_runtime.point_te_at_torchs_cudnn()):
-        say(said)
+        print_rank0(said)
     torchao_fp8.silence_import()  # transformers loads it, too, wherever it is installed
     if resolved.effective in TORCHAO_RECIPES:
         torchao_fp8.require_torchao()
@@ -43,14 +47,16 @@ def decide(cfg: Config) -> Decision:
     resolved = precision_map.resolve(cfg, resolved, plan.config.get_text_config())
     for reason in filter(None, [resolved.fallback_reason, *resolved.map_fallbacks.values()]):
         rule = "!" * 100
-        say(f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {precision.STANDARD_RECIPE} scaling\n{rule}")
+        print_rank0(
+            f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {precision.STANDARD_RECIPE} scaling\n{rule}"
+        )
     shape = ModelShape.from_hf_config(plan.config)
     counted = _counted(cfg, plan, shape)
     _check(cfg, resolved, plan, shape)
     for said in filter(None, [precision.unread(cfg, resolved), cfg.log.unread()]):
-        say(f"WARNING: {said}")
+        print_rank0(f"WARNING: {said}")
     if cfg.precision.master_weights == "none":
-        say(optim.MASTER_NONE_WARNING)
+        print_rank0(optim.MASTER_NONE_WARNING)
     files = te_models.identity(plan) if ranks.world_size() > 1 else {}
     return Decision(resolved, plan, shape, counted, files)
 
@@ -58,9 +64,9 @@ def decide(cfg: Config) -> Decision:
 def _counted(cfg: Config, plan: ModelPlan, shape: ModelShape | None) -> ModelShape | None:
     left_out = "TFLOP/s and MFU are left out"
     if shape is None:
-        say(f"{left_out}: FLOPs of model type {plan.family} are not known")
+        print_rank0(f"{left_out}: FLOPs of model type {plan.family} are not known")
     elif not shape.sees_all(length := cfg.data.max_seq_length):
-        say(f"{left_out}: attention sees {shape.window} of --max_seq_length {length} tokens")
+        print_rank0(f"{left_out}: attention sees {shape.window} of --max_seq_length {length} tokens")
     else:
         return shape
     return None

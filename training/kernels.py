@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from te_models import fused_norm, fused_residual, fused_swiglu, packed_attention, rotation
-from training import flash_attention, loss_fp8, ranks
+from te_models import loss_fp8, packed_attention
+from te_models.kernels import flash_attention, fused_norm, fused_residual, fused_swiglu, rotation
 from training.config import Config
-from training.metrics import ModelShape
-from training.precision import Precision
-from training.ranks import say
+from training.parallel import ranks
+from training.parallel.ranks import print_rank0
+from training.precision.recipes import Precision
+from training.tracking.metrics import ModelShape
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,10 @@ def choose_kernels(
 
 
 def _choose_flash_attention(cfg: Config, precision: Precision, shape: ModelShape | None) -> bool:
-    tries = ranks.together(lambda: _try_flash_attention(cfg, precision, shape))
+    tries = ranks.run_on_all_ranks(lambda: _try_flash_attention(cfg, precision, shape))
     taken = all(ran for ran, _ in tries)
     if said := next((wrong for _, wrong in tries if wrong), None):
-        say(f"WARNING: FlashAttention 4 is not used: {said}")
+        print_rank0(f"WARNING: FlashAttention 4 is not used: {said}")
     if precision.te_backend == "native":
         flash_attention.tell_te(take=taken)
     elif taken:
@@ -92,11 +93,11 @@ def _try_flash_attention(
 
 def _wrong_somewhere(why_not: Callable[[], str | None]) -> str | None:
     """What the first rank to find something wrong with kernels says of them; None if all may take them."""
-    return next(filter(None, ranks.together(why_not)), None)
+    return next(filter(None, ranks.run_on_all_ranks(why_not)), None)
 
 
 def _right(why_not: Callable[[], str | None], otherwise: str) -> bool:
     """Whether all ranks may take the kernels; if not, it is said what is done `otherwise`, and why."""
     if said := _wrong_somewhere(why_not):
-        say(f"WARNING: {otherwise}: {said}")
+        print_rank0(f"WARNING: {otherwise}: {said}")
     return said is None

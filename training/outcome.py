@@ -19,11 +19,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from training import ranks
-from training.errors import EXIT_BAD_SETTING, EXIT_FAILED, first_line
-from training.packages import ROOT
-from training.signals import stopping
-from training.trackers import redact
+from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError, first_line
+from core.packages import ROOT
+from core.signals import stopping
+from training.parallel import ranks
+from training.tracking.trackers import redact
 
 # torchrun ends a node's ranks as soon as one is gone, and the one that tells of a bad setting may be last.
 SECONDS_TO_BE_TOLD = 3.0
@@ -119,6 +119,8 @@ def end(error: BaseException, watchdog: Any | None, close: Callable[[], None] = 
         if watchdog is not None and (gone := watchdog.gone()):
             return say(gone, EXIT_FAILED, own=False)
         return say(f"another rank is gone or does not answer ({first_line(error)})", EXIT_FAILED)
+    if isinstance(error, UserError):
+        return say(str(error), error.exit_code)
     if _raised_here(error) and isinstance(error, (ValueError, RuntimeError)):
         code = EXIT_BAD_SETTING if isinstance(error, ValueError) else EXIT_FAILED
         return say(str(error), code)

@@ -18,35 +18,19 @@ from typing import Any
 import numpy as np
 import torch
 
-import te_models
-from data import build_loaders
+from core.errors import EXIT_FAILED, EXIT_INTERRUPTED, first_line
+from core.files import no_room, read_record, write_json
+from core.packages import software
+from core.signals import caught
+from data.build import build_loaders
 from data.chat import load_tokenizer, turn_end
-from training import (
-    flash_attention,
-    fp8_stats,
-    metrics,
-    optim,
-    precision_map,
-    profiling,
-    ranks,
-    scaling_state,
-    te_runtime,
-)
+from te_models import build as te_models
+from te_models.kernels import flash_attention
 from training.assembly import assemble, compiles
-from training.checkpoint import Checkpoints, resolve_resume
-from training.config import Config, changed_settings, knobs, parse_config
-from training.coverage import coverage
-from training.decision import decide
-from training.durable_files import no_room, read_record, write_json
-from training.errors import EXIT_FAILED, EXIT_INTERRUPTED, first_line
-from training.export import check_export, export_hf
-from training.generate import answer, generation_config, reads_back
-from training.kernels import choose_kernels
-from training.memory_plan import plan_memory
-from training.outcome import end, lasting_output
-from training.packages import software
-from training.ranks import say
-from training.run_folder import (
+from training.checkpoint.export import check_export, export_hf
+from training.checkpoint.generate import answer, generation_config, reads_back
+from training.checkpoint.progress import Progress
+from training.checkpoint.run_folder import (
     WallTime,
     check_resume,
     open_run_folder,
@@ -54,10 +38,22 @@ from training.run_folder import (
     train_losses,
     write_config,
 )
-from training.signals import caught
-from training.state import restore_run, save_run
+from training.checkpoint.state import restore_run, save_run
+from training.checkpoint.store import Checkpoints, resolve_resume
+from training.config import Config, all_settings, changed_settings, parse_config
+from training.decision import decide
+from training.kernels import choose_kernels
+from training.optim import optimizer as optim
+from training.outcome import end, lasting_output
+from training.parallel import ranks
+from training.parallel.memory_plan import plan_memory
+from training.parallel.ranks import print_rank0
+from training.parallel.watchdog import DATA_SECONDS, Watchdog
+from training.precision import fp8_stats, precision_map, scaling_state, te_runtime
+from training.precision.coverage import coverage
 from training.steps import count_steps, steps_of_a_resumed_run
-from training.trackers import (
+from training.tracking import metrics, profiling
+from training.tracking.trackers import (
     Display,
     Tracker,
     build_tracker,
@@ -65,8 +61,7 @@ from training.trackers import (
     follows_a_finished_run,
     redacted,
 )
-from training.trainer import Hooks, Meter, Progress, Trainer
-from training.watchdog import DATA_SECONDS, Watchdog
+from training.trainer import Hooks, Meter, Trainer
 
 # In env.json, beside what is known before it.
 TOLD_BY_FIRST_STEP = ("coverage", "attention_backend", "flash_attention", "seconds_to_first_step")
@@ -122,26 +117,26 @@ class Run:
         ranks.agree("the settings", cfg.to_dict())
         if ranks.world_size() > 1:  # it reads every file of the suite
             ranks.agree("the software", software())
-        watchdog.together("deciding what runs", self._decide)
+        watchdog.run_on_all_ranks("deciding what runs", self._decide)
         ranks.agree("what can run", self.precision.in_short())
         ranks.agree("the model's files", self.model_files)
         watchdog.starting("choosing kernels")
         self.kernels = choose_kernels(cfg, self.precision, self.shape, device)
         watchdog.starting("planning memory")
         self._plan_memory()
-        self.folder = watchdog.on_first("opening the run folder", self._open_folder)
+        self.folder = watchdog.run_on_rank0("opening the run folder", self._open_folder)
         see_folder(self.folder)
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints",
             keep_last=cfg.checkpoint.keep_last,
             beat=lambda: watchdog.beat("saving", counts=False),  # ranks write different numbers of files
         )
-        self.resume, self.meta = watchdog.on_first("looking for a checkpoint", self._find_checkpoint)
-        watchdog.together("loading the data", self._load_data, DATA_SECONDS)
+        self.resume, self.meta = watchdog.run_on_rank0("looking for a checkpoint", self._find_checkpoint)
+        watchdog.run_on_all_ranks("loading the data", self._load_data, DATA_SECONDS)
         self._agree_on_data()
         self.finished = self._is_finished()
         if not self.finished:
-            ranks.on_first(lambda: write_config(cfg, self.folder))
+            ranks.run_on_rank0(lambda: write_config(cfg, self.folder))
             watchdog.starting("building the model")
             self._assemble()
 
@@ -154,15 +149,17 @@ class Run:
         planned = plan_memory(self.cfg, self.plan, self.device)
         self.strategy, self.optimizer_plan = planned.strategy, planned.optimizer
         compiled = compiles(self.cfg, self.strategy)
-        ranks.together(lambda: fp8_stats.check(self.cfg, self.precision, compiles=compiled))
-        ranks.together(lambda: profiling.check(self.cfg.log.profile_steps, self.device))
+        ranks.run_on_all_ranks(lambda: fp8_stats.check(self.cfg, self.precision, compiles=compiled))
+        ranks.run_on_all_ranks(lambda: profiling.check(self.cfg.log.profile_steps, self.device))
 
     def _open_folder(self) -> Path:
         folder, self.lock = open_run_folder(self.cfg, self.plan.short_name, self.precision.effective)
         if self._exports():
             check_export(folder / "export", self.plan.weights)
         if not self.cfg.checkpoint.output_dir:
-            say(f"run folder: {folder}; after a stop, the same command with --output_dir {folder} goes on")
+            print_rank0(
+                f"run folder: {folder}; after a stop, the same command with --output_dir {folder} goes on"
+            )
         return folder
 
     def _exports(self) -> bool:
@@ -177,7 +174,7 @@ class Run:
             self._check_origin(asked, resume)
         beside = resume and resume.resolve().parent == asked.resolve().parent
         if beside and asked.name.startswith("step_") and asked.name != resume.name:
-            say(
+            print_rank0(
                 f"--resume {asked}: this run went back there before, and goes on from {resume.name}; another "
                 "--output_dir starts from it again"
             )
@@ -192,7 +189,7 @@ class Run:
             other = not self.checkpoints.holds(resume)
             recipe, world_size = self.precision.effective, ranks.world_size()
             if notice := check_resume(meta, self.cfg, recipe, resume, world_size, of_another_run=other):
-                say(notice)
+                print_rank0(notice)
         if not finished:  # else it may stay as it is
             write_config(self.cfg, self.folder)
         return resume, meta
@@ -231,12 +228,12 @@ class Run:
             )
         train, held_out = self.loaders.report, self.loaders.eval_report
         for line in train.lines():
-            say(line)
+            print_rank0(line)
         for line in held_out.lines(after=train) if held_out else ():
-            say(f"evaluation: {line}")
+            print_rank0(f"evaluation: {line}")
         self.total_steps = count_steps(cfg, self.loaders.train.micro_batches_per_epoch)
         if (warmup := cfg.optim.num_warmup_steps or 0) >= self.total_steps > 0:
-            say(
+            print_rank0(
                 f"WARNING: --num_warmup_steps {warmup}: the run has {self.total_steps:,} steps and does not "
                 f"come to --learning_rate {cfg.optim.learning_rate}"
             )
@@ -288,7 +285,7 @@ class Run:
         )
         self.model, self.wrapped, self.optimizer = built.model, built.wrapped, built.optimizer
         self.optimizer_plan, self.autocast = built.optimizer_plan, built.autocast
-        ranks.be_patient()
+        ranks.raise_process_group_timeouts()
         layers = {"native": "Transformer Engine", "emulated": "emulated Transformer Engine"}.get(
             self.precision.te_backend, "Hugging Face"
         )
@@ -297,8 +294,10 @@ class Run:
             nodes = f" on {strategy.num_nodes} nodes" if strategy.num_nodes > 1 else ""
             where = f"{strategy.world_size} x {self.device.type}{nodes}, {strategy.mode}"
             torch.manual_seed(cfg.optim.seed + strategy.rank)  # dropout, if any, differs between ranks
-        say(f"{self.plan.name}: {built.parameters / 1e6:,.1f} M parameters, {layers} layers, on {where}")
-        say(f"precision {self.precision.describe()}; {self.optimizer_plan.describe()}")
+        print_rank0(
+            f"{self.plan.name}: {built.parameters / 1e6:,.1f} M parameters, {layers} layers, on {where}"
+        )
+        print_rank0(f"precision {self.precision.describe()}; {self.optimizer_plan.describe()}")
 
     def _is_finished(self) -> bool:
         """Whether the checkpoint is the end of a run that was summed up; nothing need be built to tell."""
@@ -307,8 +306,8 @@ class Run:
         self.loaders.train.load_state_dict(self.meta["loader"])  # how much data is left
         done = self.meta["progress"]["step"]
         self.total_steps = steps_of_a_resumed_run(self.cfg, self.meta, self.loaders.train, ranks.world_size())
-        exported = not self._exports() or ranks.on_first((self.folder / "export").exists)
-        summed_up = ranks.on_first(self._summed_up)
+        exported = not self._exports() or ranks.run_on_rank0((self.folder / "export").exists)
+        summed_up = ranks.run_on_rank0(self._summed_up)
         if self.checkpoints.holds(self.resume) and self.total_steps <= done < (summed_up or 0):
             raise ValueError(
                 f"--resume {self.cfg.checkpoint.resume}: the run in this folder is finished, with "
@@ -322,7 +321,9 @@ class Run:
                 "it, or evaluate that with --max_steps 0 and another --output_dir"
             )
         if self.total_steps > done and self.total_steps != (saved := self.meta["total_steps"]):
-            say(f"the learning rate follows {self.total_steps:,} steps from here on, until now {saved:,}")
+            print_rank0(
+                f"the learning rate follows {self.total_steps:,} steps from here on, until now {saved:,}"
+            )
         return done >= self.total_steps and complete
 
     def _summed_up(self) -> int | None:
@@ -339,7 +340,7 @@ class Run:
             way_on = f"it has {done:,} steps; raise --max_steps or --num_epochs to go on"
             if not self.total_steps:
                 way_on = f"to evaluate it: --resume {self.folder} --max_steps 0 and another --output_dir"
-            say(f"this run is finished; {way_on}")
+            print_rank0(f"this run is finished; {way_on}")
             return 0
         progress = self._restore()
         self._open_logs(progress)
@@ -364,9 +365,11 @@ class Run:
         self._unlock()
         if code == EXIT_INTERRUPTED and not self.cfg.checkpoint.save_checkpoints:
             code = EXIT_FAILED
-            say("nothing was saved (--no_save_checkpoints): the same command would do these steps again")
+            print_rank0(
+                "nothing was saved (--no_save_checkpoints): the same command would do these steps again"
+            )
         elif code == EXIT_INTERRUPTED:
-            say(f"to go on: the same command with --output_dir {self.folder}")
+            print_rank0(f"to go on: the same command with --output_dir {self.folder}")
         return code
 
     def _restore(self) -> Progress:
@@ -387,23 +390,23 @@ class Run:
             if not self._does_the_same_work():
                 progress.rates = {}
             if self.meta.get("evaluation", self._evaluation()) != self._evaluation():
-                say("WARNING: the evaluation data has changed; earlier evaluations count no longer")
+                print_rank0("WARNING: the evaluation data has changed; earlier evaluations count no longer")
                 progress.best_eval_loss = None
-                ranks.on_first(self.checkpoints.forget_evaluations)
+                ranks.run_on_rank0(self.checkpoints.forget_evaluations)
             else:
-                self.evaluated = ranks.on_first(lambda: self.checkpoints.eval_losses(self.resume))
+                self.evaluated = ranks.run_on_rank0(lambda: self.checkpoints.eval_losses(self.resume))
             asked_for = Path(self.cfg.checkpoint.resume).expanduser().resolve() == self.resume.resolve()
             if asked_for and progress.step < self.total_steps:
-                ranks.on_first(lambda: self.checkpoints.go_back(self.resume))
+                ranks.run_on_rank0(lambda: self.checkpoints.go_back(self.resume))
             losses = [progress.best_eval_loss, *self.evaluated.values()]
             finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
             progress.best_eval_loss = min(finite, default=None)
-            say(f"resumed from {self.resume} at step {progress.step}")
+            print_rank0(f"resumed from {self.resume} at step {progress.step}")
         return progress
 
     def _does_the_same_work(self) -> bool:
         """Whether the checkpoint's run took its steps as this start would."""
-        records = [name for name, (section, *_) in knobs().items() if section in ("checkpoint", "log")]
+        records = [name for name, (section, *_) in all_settings().items() if section in ("checkpoint", "log")]
         changed = changed_settings(self.meta["config"], self.cfg, but=records)
         return not changed and self.meta["world_size"] == self.strategy.world_size
 
@@ -415,7 +418,9 @@ class Run:
         if not follows_a_finished_run(self.folder, resume_step):
             self.wall_time.take()
         count, total = self.cfg.log.profile_steps, self.total_steps
-        profiled = ranks.together(lambda: profiling.profiled_steps(count, done=progress.step, total=total))[0]
+        profiled = ranks.run_on_all_ranks(
+            lambda: profiling.profiled_steps(count, done=progress.step, total=total)
+        )[0]
         self.profiler = profiling.StepProfiler(self.folder, profiled)
         self.environment = self._environment()
         if progress.step >= total:  # no step of this start tells them
@@ -462,7 +467,7 @@ class Run:
     def _told_by_first_step(self) -> dict[str, Any]:
         """What the start before wrote into env.json after its first step."""
         path = self.folder / "env.json"
-        before = ranks.on_first(lambda: read_record(path))
+        before = ranks.run_on_rank0(lambda: read_record(path))
         return {name: before[name] for name in TOLD_BY_FIRST_STEP if name in before}
 
     def _write_environment(self) -> None:
@@ -517,7 +522,7 @@ class Run:
         name = self.environment.get("gpu_name")
         peaks = {p: metrics.peak_tflops(name, p) if name else None for p in ("bf16", "fp8")}
         if name and not peaks["bf16"]:
-            say(f"no peak rate is known for {name}: MFU is left out")
+            print_rank0(f"no peak rate is known for {name}: MFU is left out")
         return peaks
 
     def _prepare(self, batch: Any) -> None:
@@ -542,7 +547,7 @@ class Run:
         if found := self.fp8_stats.after_step(step, self.strategy):
             self.tracker.log(step, found)
         if step in self.profiler.steps[-1:]:
-            self.display.message("\n".join(ranks.on_first(self.profiler.finish)))
+            self.display.message("\n".join(ranks.run_on_rank0(self.profiler.finish)))
             self.trainer.restart_clock()
 
     def _after_first_step(self) -> None:
@@ -606,9 +611,9 @@ class Run:
 
     def _export(self) -> None:
         self.watchdog.beat("exporting")
-        self.strategy.settle(self.model)
+        self.strategy.reshard(self.model)
         tensors = te_models.export_tensors(self.model, self._gather)
-        say(f"exported to {ranks.on_first_of(tensors, self._write_export)}")
+        print_rank0(f"exported to {ranks.iterate_on_rank0(tensors, self._write_export)}")
 
     def answer_prompts(self) -> None:
         """Answer --generate_samples evaluation prompts with the exported model; on one rank."""
@@ -619,9 +624,11 @@ class Run:
                 text = answer(self.folder / "export", prompts, self.device, **trusted)
                 (self.folder / "samples.txt").write_text(text, encoding="utf-8")
             except Exception as error:  # of any library; a finished run is not to fail by it
-                say(f"WARNING: --generate_samples: no answers ({type(error).__name__}: {first_line(error)})")
+                print_rank0(
+                    f"WARNING: --generate_samples: no answers ({type(error).__name__}: {first_line(error)})"
+                )
                 return
-            say(f"\nsamples from the exported model:\n\n{text}")
+            print_rank0(f"\nsamples from the exported model:\n\n{text}")
 
     def _gather(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """Whole weights for the export: from FP32 masters where the weights are in FP8."""
@@ -646,7 +653,7 @@ class Run:
             code_folder=self.plan.weights,
         )
         if not reads_back(folder, self.tokenizer, trust_remote_code=self.plan.trust_remote_code):
-            say(
+            print_rank0(
                 f"WARNING: transformers reads the tokenizer in {folder} as another than the model was "
                 f"trained with; load {self.tokenizer.name_or_path} instead"
             )
@@ -658,7 +665,7 @@ class Run:
         A start that took no step has the rates of the one before, if its settings were the same.
         """
         self.wall_time.count()
-        progress, losses = self.trainer.progress, ranks.on_first(lambda: train_losses(self.folder))
+        progress, losses = self.trainer.progress, ranks.run_on_rank0(lambda: train_losses(self.folder))
         tail = losses[-max(1, len(losses) // 10) :]
         gpus = self._gpus()
         peak = torch.tensor(torch.cuda.max_memory_allocated(self.device) / 1e9 if gpus else 0.0)

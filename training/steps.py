@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from training.checkpoint.run_folder import global_batch
 from training.config import Config
-from training.run_folder import global_batch
 
 
 def count_steps(cfg: Config, micro_batches: int | None) -> int:

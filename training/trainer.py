@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.signals import caught
+from training.checkpoint.progress import Progress
 from training.config import Config
-from training.metrics import ModelShape, mfu, model_flops, perplexity, tokens_per_second
-from training.signals import caught
+from training.tracking.metrics import ModelShape, mfu, model_flops, perplexity, tokens_per_second
 
 RATES = (
     "perf/tokens_per_second",
@@ -44,23 +45,6 @@ class StepResult:
 
 
 @dataclass
-class Progress:
-    """What the run has done so far, over all its starts; saved with every checkpoint."""
-
-    step: int = 0
-    real_tokens: int = 0
-    label_tokens: int = 0
-    skipped_steps: int = 0
-    skipped_in_a_row: int = 0  # up to the last step
-    train_seconds: float = 0.0  # of steps, data wait included
-    wall_seconds: float = 0.0  # of everything, which is what a GPU is paid for
-    gpu_seconds: float = 0.0  # the same for each GPU, and each node
-    node_seconds: float = 0.0
-    best_eval_loss: float | None = None
-    rates: dict[str, float] = field(default_factory=dict)  # of the last start that took steps
-
-
-@dataclass
 class Hooks:
     """What the loop calls at its turns; each does nothing by default."""
 
@@ -77,7 +61,7 @@ class Hooks:
     rate: Callable[[int, float], None] = lambda step, eval_loss: None  # what was saved before its evaluation
 
 
-def read_later(values: Tensor) -> Callable[[], list[float]]:
+def copy_to_host_async(values: Tensor) -> Callable[[], list[float]]:
     """Start to copy `values` to the host; calling the result waits for them, but for nothing after them."""
     if values.device.type != "cuda":
         return values.tolist
@@ -238,7 +222,9 @@ class Trainer:
             max_norm=self.cfg.optim.max_grad_norm,
         )
         taken = outcome.taken.to(self.device, torch.float32)  # known on the CPU where weights are offloaded
-        verdict = read_later(torch.stack([taken, stop, outcome.grad_norm.to(self.device, torch.float32)]))
+        verdict = copy_to_host_async(
+            torch.stack([taken, stop, outcome.grad_norm.to(self.device, torch.float32)])
+        )
         return StepResult(mean, outcome.grad_norm, rate, verdict)
 
     @torch.no_grad()

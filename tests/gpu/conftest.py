@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from training.te_runtime import why_not_te
+from training.precision.te_runtime import why_not_te
 
 
 @pytest.fixture(autouse=True)

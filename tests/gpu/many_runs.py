@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from training import ranks
 from training.config import parse_config
+from training.parallel import ranks
+from training.parallel.watchdog import Watchdog
+from training.precision.scaling_state import scaling_state
 from training.run import Run
-from training.scaling_state import scaling_state
-from training.watchdog import Watchdog
 
 
 def fingerprint(tensors: dict[str, torch.Tensor]) -> float:

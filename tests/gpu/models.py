@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from te_models import ModelPlan, build_model, weight_source
+from te_models.build import ModelPlan, build_model, weight_source
 
 DEVICE = torch.device("cuda", 0)
 OWN_SETTINGS = {

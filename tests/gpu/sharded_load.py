@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from te_models import build_model, plan_model, weight_source
-from training import ranks
+from te_models.build import build_model, plan_model, weight_source
 from training.config import config_from_dict
-from training.sharding import STRATEGIES
+from training.parallel import ranks
+from training.parallel.strategies import STRATEGIES
 
 NAME = "meta-llama/Llama-3.1-70B"
 

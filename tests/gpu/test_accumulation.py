@@ -8,10 +8,10 @@ import torch
 from te_models.engine import NativeOptions
 from tests.gpu.models import DEVICE, batch, build, perturbed, plan
 from tests.gpu.test_te_model import bf16, fp8, step
-from training.accumulation import gradient_of
 from training.config import config_from_dict
-from training.optim import OptimizerPlan, build_optimizer
-from training.sharding import Strategy
+from training.optim.accumulation import gradient_of
+from training.optim.optimizer import OptimizerPlan, build_optimizer
+from training.parallel.strategies import Strategy
 
 pytestmark = pytest.mark.gpu
 STEPS = 3  # micro-batches

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from training import cudnn
-from training.precision import RECIPES, why_not
+from training.precision import cudnn
+from training.precision.recipes import RECIPES, why_not
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,9 +8,9 @@ from te_models.decoder import layer_settings, rope_angles
 from te_models.emulation.casts import E4M3, E5M2, cast_blocks, cast_tensor, cast_with_scale, largest
 from te_models.engine import engine
 from tests.gpu.models import DEVICE, batch, build, plan
-from training.config import PrecisionConfig
-from training.precision import Precision, build_autocast, make_recipe, why_not
-from training.scaling_state import restore_scaling, scaling_state
+from training.precision.recipes import Precision, build_autocast, make_recipe, why_not
+from training.precision.scaling_state import restore_scaling, scaling_state
+from training.precision.settings import PrecisionConfig
 
 pytestmark = pytest.mark.gpu
 BACKENDS = ("native", "emulated")

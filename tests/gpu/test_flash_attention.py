@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from te_models import packed_attention
+from te_models.kernels import flash_attention
 from tests.gpu.models import DEVICE
 from tests.gpu.test_run import SMALL, losses, train
-from training import flash_attention
 
 pytestmark = pytest.mark.gpu
 

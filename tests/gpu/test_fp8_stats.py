@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.gpu.test_run import SMALL, losses, train
-from tests.test_fp8_stats import restored
-from training.fp8_counts import cast_counts
-from training.fp8_inspect import READERS
-from training.precision import why_not
+from tests.training.precision.test_fp8_stats import restored
+from training.precision.fp8_counts import cast_counts
+from training.precision.fp8_inspect import READERS
+from training.precision.recipes import why_not
 
 pytestmark = pytest.mark.gpu
 STATISTICS = {"underflow", "overflow", "amax", "scale_min", "scale_max"}

@@ -5,9 +5,9 @@ import importlib
 import pytest
 import torch
 
-from te_models import fused_norm
-from te_models.fp8_outputs import differs
-from te_models.fused_norm import _Forward
+from te_models.kernels import fused_norm
+from te_models.kernels.fp8_outputs import differs
+from te_models.kernels.fused_norm import _Forward
 from tests.gpu.models import DEVICE
 from tests.gpu.test_fused_swiglu import check_in_a_model, quantizer
 

@@ -5,9 +5,9 @@ import importlib
 import pytest
 import torch
 
-from te_models import fused_swiglu
-from te_models.fp8_outputs import differs
-from te_models.fused_swiglu import _Backward, _Forward
+from te_models.kernels import fused_swiglu
+from te_models.kernels.fp8_outputs import differs
+from te_models.kernels.fused_swiglu import _Backward, _Forward
 from tests.gpu.models import DEVICE, batch, build, plan
 from tests.gpu.test_te_model import bf16, fp8, step
 

@@ -4,12 +4,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from te_models import loss as loss_module
+from te_models.loss import linear_cross_entropy
 from tests.gpu.models import DEVICE
-from training import loss as loss_module
-from training.adamw import merge_master
-from training.config import OptimConfig
-from training.loss import linear_cross_entropy
-from training.optim import OptimizerPlan, build_optimizer, optimizer_state, optimizer_steps, step_if
+from training.optim.adamw import merge_master
+from training.optim.optimizer import (
+    OptimizerPlan,
+    build_optimizer,
+    optimizer_state,
+    optimizer_steps,
+    step_if,
+)
+from training.optim.settings import OptimConfig
 
 pytestmark = pytest.mark.gpu
 

@@ -5,10 +5,9 @@ import json
 import pytest
 import torch
 
-from tests.gpu.test_run import SMALL, losses, train
-from training import loss_fp8
-from training.loss import linear_cross_entropy
-from training.loss_fp8 import (
+from te_models import loss_fp8
+from te_models.loss import linear_cross_entropy
+from te_models.loss_fp8 import (
     E5M2,
     GRADIENT_SCALE,
     add_label_rows_,
@@ -17,6 +16,7 @@ from training.loss_fp8 import (
     cast_gradient,
     softmax_cross_entropy,
 )
+from tests.gpu.test_run import SMALL, losses, train
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")

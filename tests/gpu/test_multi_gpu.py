@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from core.files import read_manifest
 from tests.hugging_face_models import save_mixture
-from training.checkpoint import Checkpoints
-from training.durable_files import read_manifest
+from training.checkpoint.store import Checkpoints
 
 pytestmark = pytest.mark.multi_gpu
 ROOT = Path(__file__).resolve().parents[2]

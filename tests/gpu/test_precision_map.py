@@ -5,15 +5,16 @@ import json
 import pytest
 import torch
 
-from te_models import FAMILIES, plan_model
+from te_models.build import plan_model
+from te_models.families import FAMILIES
 from tests.gpu.models import DEVICE, batch, build, plan
 from tests.gpu.test_run import SMALL, losses, train
-from training import precision_map
 from training.config import config_from_dict
-from training.coverage import coverage
-from training.precision import Precision, build_autocast, resolve_precision, why_not
-from training.precision_map import te_names
-from training.scaling_state import scaling_state
+from training.precision import precision_map
+from training.precision.coverage import coverage
+from training.precision.precision_map import te_names
+from training.precision.recipes import Precision, build_autocast, resolve_precision, why_not
+from training.precision.scaling_state import scaling_state
 
 pytestmark = pytest.mark.gpu
 LAYERS = 2

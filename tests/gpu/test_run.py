@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from te_models import plan_model
-from training.precision import RECIPES, why_not
+from te_models.build import plan_model
+from training.precision.recipes import RECIPES, why_not
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,16 +8,17 @@ import torch.nn.functional as F
 
 import te_models.decoder
 import te_models.hugging_face
-from te_models import export_tensors, fused_residual, rotation, weight_source
+from te_models.build import export_tensors, weight_source
 from te_models.engine import NativeOptions
+from te_models.kernels import fused_residual, rotation
+from te_models.loss import linear_cross_entropy
 from te_models.weights import load_te
 from tests.gpu.models import DEVICE, batch, build, perturbed, plan
-from training.config import PrecisionConfig
-from training.coverage import coverage
-from training.loss import linear_cross_entropy
-from training.precision import RECIPES, Precision, build_autocast, make_recipe, why_not
-from training.scaling_state import frozen_scaling, scaling_state
-from training.te_runtime import attention_backend
+from training.precision.coverage import coverage
+from training.precision.recipes import RECIPES, Precision, build_autocast, make_recipe, why_not
+from training.precision.scaling_state import frozen_scaling, scaling_state
+from training.precision.settings import PrecisionConfig
+from training.precision.te_runtime import attention_backend
 
 pytestmark = pytest.mark.gpu
 OTHERS = [("qwen2", True), ("qwen2", False), ("qwen3", True), ("mistral", False)]  # beside Llama; tied or not
@@ -256,7 +257,7 @@ def test_rows_of_one_sequence_and_of_several_take_turns(name, recompute):
 
 
 def test_kernels_that_rotate_wrongly_are_found(monkeypatch):
-    from te_models import rotation_triton
+    from te_models.kernels import rotation_triton
 
     assert rotation.why_not(32, 8, 128) is None and rotation.why_not(14, 2, 64) is None
     split = rotation_triton.split

@@ -19,10 +19,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from training.errors import first_line
-from training.machine import cores as machine_cores
-from training.machine import host_memory
-from training.packages import version
+from core.errors import first_line
+from core.machine import cores as machine_cores
+from core.machine import host_memory
+from core.packages import version
 
 ROOT = Path(__file__).resolve().parents[2]
 BYTES_PER_PARAMETER = 12  # of a checkpoint: 4 for the FP32 weight, 8 for two moments

@@ -12,9 +12,9 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from core.errors import first_line
+from core.packages import version
 from training.doctor.checks import TORCH, Finding, pinned, pip, tool, wrong_with
-from training.errors import first_line
-from training.packages import version
 
 UPDATE_DRIVER = "sudo apt-get install -y nvidia-driver-580-server-open && sudo reboot"  # Ubuntu, Debian
 LOAD_DRIVER = "sudo modprobe nvidia nvidia_uvm"

@@ -23,8 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
+from core.errors import first_line
 from training.doctor.checks import Finding
-from training.errors import first_line
 
 WIDTH = 110
 LABELS = {"ok": "ok", "note": "note", "warn": "WARN", "fault": "FAULT"}
@@ -46,7 +46,7 @@ def _gpu_is_missing() -> bool:
 
 
 def _te_is_missing() -> bool:
-    return import_module("training.te_runtime").why_not_te() is not None
+    return import_module("training.precision.te_runtime").why_not_te() is not None
 
 
 # True: the check that needs it is left out, since an earlier one has said why. Asked in the order given.

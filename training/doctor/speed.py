@@ -72,7 +72,7 @@ def rate(what: str, precision: str, flops: float, ms: float, low: float, work: C
     """TFLOP/s and their share of the peak; under the share `low` a warning that says what the GPU is at."""
     import torch
 
-    from training.metrics import peak_tflops
+    from training.tracking.metrics import peak_tflops
 
     name = torch.cuda.get_device_name()
     tflops, peak = flops / ms / 1e9, peak_tflops(name, precision)
@@ -124,7 +124,7 @@ def layer_speed() -> Iterator[Finding]:
     import torch
 
     from training.doctor.te import one_layer
-    from training.metrics import ModelShape, model_flops
+    from training.tracking.metrics import ModelShape, model_flops
 
     if torch.cuda.mem_get_info()[0] < LAYER_BYTES:
         yield Finding(

@@ -10,11 +10,11 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from training import cudnn
+from core.errors import first_line
+from core.packages import version
 from training.doctor.checks import Finding, pip, python
 from training.doctor.te_errors import diagnose, install_te, library, reinstall_te
-from training.errors import first_line
-from training.packages import version
+from training.precision import cudnn
 
 if TYPE_CHECKING:  # te_models needs packages that may be missing
     from te_models.engine import Backend
@@ -30,7 +30,7 @@ def cudnns() -> Iterator[Finding]:
     """The cuDNN in use, a second one beside it, and whether both are in memory once TE is loaded."""
     import torch
 
-    from training import te_runtime
+    from training.precision import te_runtime
 
     home, own = os.environ.get("CUDNN_HOME"), cudnn.of_torch()
     number = torch.backends.cudnn.version()
@@ -68,7 +68,7 @@ def te_itself() -> Iterator[Finding]:
     """Whether Transformer Engine is there and loads, and what is wrong by the kind of its error."""
     import torch
 
-    from training import te_runtime
+    from training.precision import te_runtime
 
     found = version("transformer_engine")
     if not torch.cuda.is_available():
@@ -98,8 +98,8 @@ def te_itself() -> Iterator[Finding]:
 
 def recipes() -> Iterator[Finding]:
     """A line per recipe: where it runs here, and the libraries' reasons where it does not."""
-    from training.config import TORCHAO_RECIPES
-    from training.precision import RECIPES
+    from training.precision.recipes import RECIPES
+    from training.precision.settings import TORCHAO_RECIPES
 
     reasons: dict[str, bool] = {}  # why something does not run; True: it should, but raises
 
@@ -128,7 +128,8 @@ def recipes() -> Iterator[Finding]:
 def why_not(name: str, backend: Backend) -> str | None:
     """Why TE layers of this backend do not train in a recipe, or in BF16, here."""
     from te_models.engine import engine
-    from training import precision, te_runtime
+    from training.precision import recipes as precision
+    from training.precision import te_runtime
 
     if backend == "native" and (reason := te_runtime.why_not_te()):
         return reason
@@ -140,8 +141,8 @@ def why_not(name: str, backend: Backend) -> str | None:
 
 def why_not_torchao() -> str | None:
     """Why torchao's recipes do not train here: it is missing or broken, or this GPU has no FP8."""
-    from training.precision import fp8_gemms_are_emulated
-    from training.torchao_fp8 import require_torchao
+    from training.precision.recipes import fp8_gemms_are_emulated
+    from training.precision.torchao_fp8 import require_torchao
 
     try:
         require_torchao()
@@ -165,9 +166,9 @@ def one_layer(
     """
     import torch
 
-    from te_models import build_model, plan_model
-    from training.config import PrecisionConfig
-    from training.precision import STANDARD_RECIPE, Precision, build_autocast, make_recipe
+    from te_models.build import build_model, plan_model
+    from training.precision.recipes import STANDARD_RECIPE, Precision, build_autocast, make_recipe
+    from training.precision.settings import PrecisionConfig
 
     at, dtype = torch.device(device), torch.bfloat16
     plan = plan_model(MODEL, init="random", use_te=True)
@@ -201,7 +202,7 @@ def one_layer(
 
 def flash_attention() -> Iterator[Finding]:
     """Optional: TE has cuDNN's attention. Version 4 is tried as a run tries it before taking it."""
-    from training import flash_attention as flash_attention_4
+    from te_models.kernels import flash_attention as flash_attention_4
 
     found = {number: version(name) for number, name in FLASH.items()}
     said = ", ".join(f"{number}: {installed or 'not installed'}" for number, installed in found.items())
@@ -216,7 +217,7 @@ def flash_attention() -> Iterator[Finding]:
 
 def attention() -> Iterator[Finding]:
     """The backend that attention of a TE layer really gets, packed and not."""
-    from training.te_runtime import attention_backend
+    from training.precision.te_runtime import attention_backend
 
     for packed in (True, False):
         _, steps = one_layer(packed=packed, tokens=512)

@@ -6,10 +6,10 @@ import importlib
 import re
 from collections.abc import Callable
 
-from training import te_runtime
+from core.packages import version
 from training.doctor.checks import pip
 from training.doctor.gpu import nvcc_cuda
-from training.packages import version
+from training.precision import te_runtime
 
 CORES = ("transformer_engine_cu12", "transformer_engine_cu13")
 # pip's names of CUDA's libraries; CUDA 12's end in -cu12.

@@ -11,11 +11,11 @@ import sys
 
 import datasets
 import torch
+from training.loss import linear_cross_entropy, softmax_cross_entropy, softmax_gradient
+from training.loss_fp8 import E5M2, GRADIENT_SCALE, cast
 from transformers import LlamaConfig, LlamaModel
 
 from data.chat import load_tokenizer
-from training.loss import linear_cross_entropy, softmax_cross_entropy, softmax_gradient
-from training.loss_fp8 import E5M2, GRADIENT_SCALE, cast
 
 WIDTH, VOCAB, LENGTH, BATCH, STEPS, BATCHES = 192, 2048, 256, 8, 600, 40
 

@@ -1,0 +1,71 @@
+"""What a report shows, as a W&B run of its own beside the runs it is about: tables, figures, page."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records.runs import LOSSES, RunRecord, labels
+from benchmarks.report import tables
+from benchmarks.report.verdict import Row
+from training.tracking.settings import LogConfig
+from training.tracking.trackers import start_wandb, wandb_id
+
+COLUMNS = ("variant", "status", "against", "reason")
+
+
+def upload(
+    folder: Path,
+    cfg: LogConfig,
+    runs: list[RunRecord],
+    figures: list[Path],
+    rows: Sequence[Row] = (),
+    config: dict[str, Any] | None = None,
+) -> bool:
+    """Log the page's tables, the verdict's rows if there are, the figures, and report.html of `folder`.
+
+    The W&B run has the job type `report` and the group of `cfg`, as the runs it is about; of a folder there
+    is one. False, with a warning, if W&B fails.
+    """
+    try:
+        import wandb
+
+        run = start_wandb(
+            cfg,
+            folder,
+            name=f"{folder.resolve().name}-{'verdict' if rows else 'report'}",
+            id=wandb_id(folder, name="wandb_report_id.txt")[0],
+            resume="allow",
+            job_type="report",
+            config=config,
+        )
+        logged: dict[str, Any] = {
+            f"report/{name}": wandb.Table(columns=columns, data=data)
+            for name, (columns, data) in _tables(runs, rows).items()
+        }
+        logged |= {f"report/{path.stem}": wandb.Image(str(path)) for path in figures}
+        if (page := folder / "report.html").exists():
+            logged["report/page"] = wandb.Html(page.read_text(encoding="utf-8"))
+        run.log(logged)
+        run.finish()
+    except Exception as error:  # the report stands on disk; whatever W&B raises must not lose it
+        print(f"WARNING: W&B has no report of {folder} ({error})", file=sys.stderr)
+        return False
+    return True
+
+
+def _tables(runs: list[RunRecord], rows: Sequence[Row]) -> dict[str, tuple[list[str], list[list[Any]]]]:
+    """{name: (headings, lines)}, numbers as numbers, so that W&B can sort and plot them."""
+    named = {"runs": tables.RUNS, "hours": tables.HOURS}
+    named |= {f"{title}_loss": tables.statistics(metric) for title, metric in LOSSES.items()}
+    found = {}
+    for name, columns in named.items():
+        values = {"run": labels(runs)} | tables.values(columns, runs)
+        found[name] = list(values), [list(line) for line in zip(*values.values(), strict=True)]
+    if rows:
+        names = list(dict.fromkeys(name for row in rows for name in row.values))
+        lines = [[*(getattr(r, c) for c in COLUMNS), *(r.values.get(n) for n in names)] for r in rows]
+        found["verdict"] = [*COLUMNS, *names], lines
+    return found

@@ -1,0 +1,67 @@
+"""The exception for errors that a user can act on, exit codes, and helpers for error messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+EXIT_FAILED = 1
+EXIT_BAD_SETTING = 2
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: rerun the same command to resume
+
+
+class UserError(ValueError):
+    """An error that the user can act on: printed as one line, without a traceback.
+
+    `flags` are the settings it is about. `exit_code` is EXIT_BAD_SETTING if other settings cure it, else
+    EXIT_FAILED (the machine, files or another process are at fault).
+    """
+
+    def __init__(self, message: str, *, flags: Iterable[str] = (), exit_code: int = EXIT_FAILED):
+        super().__init__(message)
+        self.flags, self.exit_code = frozenset(flags), exit_code
+
+    def __reduce__(self) -> tuple[Any, ...]:  # ranks exchange errors by pickle
+        return _rebuild, (type(self), str(self), self.flags, self.exit_code)
+
+
+def _rebuild(cls: type[UserError], message: str, flags: frozenset[str], exit_code: int) -> UserError:
+    error = cls.__new__(cls)
+    UserError.__init__(error, message, flags=flags, exit_code=exit_code)
+    return error
+
+
+def bad_setting(reason: str, **settings: Any) -> UserError:
+    """Return the error `--name value ...: reason` about the given settings, with EXIT_BAD_SETTING."""
+    shown = (_as_flag(name, value) for name, value in settings.items())
+    return UserError(f"{' '.join(shown)}: {reason}", flags=settings, exit_code=EXIT_BAD_SETTING)
+
+
+def _as_flag(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no_{name}"
+    return f"--{name} {value}"
+
+
+def first_line(error: BaseException) -> str:
+    """Its first line, or its type if it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def origins(error: BaseException) -> Iterator[BaseException]:
+    """The error, then what it was raised from or while handling, and so on."""
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        found = waiting.pop(0)
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        yield found
+        waiting += [found.__cause__, found.__context__]
+
+
+def raise_interrupt(error: BaseException) -> None:
+    """KeyboardInterrupt if the error came of one: libraries clean up and raise errors of their own."""
+    if any(isinstance(origin, KeyboardInterrupt) for origin in origins(error)):
+        raise KeyboardInterrupt from error

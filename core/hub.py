@@ -1,0 +1,53 @@
+"""Models, tokenizers and data sets by name: a folder must be there, the hub must answer."""
+
+from __future__ import annotations
+
+import os
+
+from core.errors import first_line
+
+RETRIES = 2  # after 1 and 2 seconds
+
+
+def is_path(name: str) -> bool:
+    """Whether it can be no hub id."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def refuse_missing_folder(flag: str, name: str) -> None:
+    """ValueError where a name can only be a folder's and there is none, which the hub takes for a bad id."""
+    if is_path(name) and not os.path.exists(name):
+        raise ValueError(f"--{flag} {name}: there is no such folder; give one that exists, or a hub id")
+
+
+def refuse_silent_hub(
+    name: str, files: tuple[str, ...], cache_dir: str | None, repo_type: str = "model"
+) -> None:
+    """OSError where none of `files` of a hub id is in the cache and the hub is out of reach.
+
+    Its client has no such limit: it tries every file for half a minute or more and prints each time.
+    """
+    import httpx
+    from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.utils import http_backoff, logging
+
+    if is_path(name) or os.path.exists(name) or constants.is_offline_mode():
+        return
+    kept = {"cache_dir": cache_dir, "repo_type": repo_type}
+    if any(try_to_load_from_cache(name, file, **kept) is not None for file in files):
+        return
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        http_backoff(
+            "HEAD",
+            hf_hub_url(name, files[0], repo_type=repo_type),
+            max_retries=RETRIES,
+            retry_on_exceptions=httpx.ConnectError,  # what does not answer in time does not later either
+            retry_on_status_codes=(),
+            timeout=constants.HF_HUB_ETAG_TIMEOUT,
+        )
+    except httpx.TransportError as error:
+        raise OSError(f"{constants.ENDPOINT} is out of reach ({first_line(error)}).") from None
+    finally:
+        logging.set_verbosity(verbosity)

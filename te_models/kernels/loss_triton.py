@@ -1,0 +1,258 @@
+"""The CUDA kernels of the loss: cross entropy in two passes over a row, not a dozen, and scaled copies."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_models.kernels.fp8_triton import block, store_columns, to_fp8
+
+BLOCK_ROWS, BLOCK_COLUMNS = 128, 64  # of casts in both layouts
+
+
+@triton.jit
+def cross_entropy_kernel(
+    logits,
+    labels,
+    loss,
+    correct,
+    log_sums,
+    stride,
+    vocab,
+    ignore,
+    WRITE_GRAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a row: an online softmax, then (for the gradient) a second pass that overwrites the row."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    label = tl.load(labels + row)
+    valid = label != ignore
+    top = -float("inf")
+    best = tl.zeros([], tl.int32)  # where the first of the largest logits stands
+    total = 0.0
+    for start in range(0, vocab, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + columns, mask=columns < vocab, other=-float("inf")).to(tl.float32)
+        largest = tl.max(x)
+        best = tl.where(largest > top, tl.min(tl.where(x == largest, columns, vocab)), best)
+        new_top = tl.maximum(top, largest)
+        total = total * tl.exp(top - new_top) + tl.sum(tl.exp(x - new_top))
+        top = new_top
+    log_sum = top + tl.log(total)
+    picked = tl.load(logits + tl.where(valid, label, 0)).to(tl.float32)
+    tl.store(loss + row, tl.where(valid, log_sum - picked, 0.0))
+    tl.store(correct + row, (valid & (label == best)).to(tl.int32))
+    tl.store(log_sums + row, log_sum)
+    if WRITE_GRAD:
+        tl.debug_barrier()  # every thread has read the label's logit before it is overwritten
+        for start in range(0, vocab, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            x = tl.load(logits + columns, mask=columns < vocab, other=0.0).to(tl.float32)
+            grad = tl.exp(x - log_sum) - tl.where(columns == label, 1.0, 0.0)
+            grad = tl.where(valid, grad, 0.0)
+            tl.store(logits + columns, grad.to(logits.dtype.element_ty), mask=columns < vocab)
+
+
+def cross_entropy(
+    logits: Tensor, labels: Tensor, *, ignore: int, write_grad: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed loss (float32), correct predictions (int64) and rows' logs of summed exponentials (float32).
+
+    `logits` are row-contiguous [rows, V], and overwritten by their gradient if asked.
+    """
+    rows, vocab = logits.shape
+    loss, log_sum = (torch.empty(rows, device=logits.device, dtype=torch.float32) for _ in range(2))
+    correct = torch.empty(rows, device=logits.device, dtype=torch.int32)
+    cross_entropy_kernel[(rows,)](
+        *(logits, labels, loss, correct, log_sum),
+        *(logits.stride(0), vocab, ignore, write_grad),
+        BLOCK=8192,
+        num_warps=16,
+    )
+    return loss.sum(), correct.sum(), log_sum
+
+
+@triton.jit
+def cast_kernel(
+    matrix,
+    rows,
+    columns,
+    scale,
+    height,
+    width,
+    WITH_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """`matrix` [height, width] times `scale` to E4M3, as it is and transposed."""
+    quads, f, inside = block(height, width, ROWS, COLUMNS)
+    factor = tl.load(scale)
+    packed = tl.zeros((ROWS // 4, COLUMNS), tl.uint32)
+    for i in tl.static_range(4):
+        at = (quads * 4 + i)[:, None] * width + f[None, :]
+        bits = to_fp8(tl.load(matrix + at, mask=inside, other=0.0).to(tl.float32), factor, 448.0, False)
+        tl.store(rows + at, bits, mask=inside)
+        packed |= bits.to(tl.uint32) << (8 * i)
+    if WITH_COLUMNS:
+        store_columns(packed, columns, height // 4, quads, f, inside)
+
+
+def cast_both(matrix: Tensor, scale: Tensor, *, columns: bool) -> tuple[Tensor, Tensor | None]:
+    """`matrix` [M, N] times the float32 scalar `scale` in E4M3, [M, N], and [N, M] if `columns`.
+
+    M must be a multiple of 4.
+    """
+    matrix, (height, width) = matrix.contiguous(), matrix.shape
+    rows = matrix.new_empty(height, width, dtype=torch.uint8)
+    turned = matrix.new_empty(width, height, dtype=torch.uint8) if columns else None
+    cast_kernel[_blocks(height, width)](
+        *(matrix, rows, turned.view(torch.int32) if columns else scale, scale, height, width, columns),
+        ROWS=BLOCK_ROWS,
+        COLUMNS=BLOCK_COLUMNS,
+        num_warps=8,
+    )
+    return rows.view(torch.float8_e4m3fn), turned.view(torch.float8_e4m3fn) if columns else None
+
+
+@triton.jit
+def gradient_kernel(
+    logits,
+    labels,
+    log_sums,
+    rows,
+    columns,
+    sums,
+    height,
+    vocab,
+    stride,
+    ignore,
+    scale,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """softmax(logits) but zero at the label, times `scale`, to E5M2, as it is and transposed.
+
+    `sums` [blocks of columns, height]: of what a row of this block came to.
+    """
+    quads, f, inside = block(height, vocab, ROWS, COLUMNS)
+    packed = tl.zeros((ROWS // 4, COLUMNS), tl.uint32)
+    for i in tl.static_range(4):
+        t = quads * 4 + i
+        label = tl.load(labels + t, mask=t < height, other=ignore)[:, None]
+        log_sum = tl.load(log_sums + t, mask=t < height, other=0.0)[:, None]
+        at = t[:, None] * vocab + f[None, :]
+        x = tl.load(logits + at, mask=inside, other=-float("inf")).to(tl.float32)
+        grad = tl.where(f[None, :] == label, 0.0, tl.exp(x - log_sum))
+        bits = to_fp8(tl.where(label != ignore, grad, 0.0), scale, 57344.0, True)
+        tl.store(rows + at, bits, mask=inside)
+        packed |= bits.to(tl.uint32) << (8 * i)
+        total = tl.sum(bits.to(tl.float8e5, bitcast=True).to(tl.float32), axis=1)
+        tl.store(sums + tl.program_id(1).to(tl.int64) * height + t, total, mask=t < height)
+    store_columns(packed, columns, stride, quads, f, inside)
+
+
+def gradient_both(
+    logits: Tensor, labels: Tensor, log_sum: Tensor, columns: Tensor, at: int, *, ignore: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """See `loss_fp8.cast_gradient`; rows, `at` and the width of `columns` multiples of 4."""
+    height, vocab = logits.shape
+    rows = logits.new_empty(height, vocab, dtype=torch.uint8)
+    quads = columns.view(torch.int32)  # [V, width / 4]
+    blocks = _blocks(height, vocab)
+    sums = logits.new_empty(blocks[1], height, dtype=torch.float32)
+    gradient_kernel[blocks](
+        *(logits, labels, log_sum, rows, quads[:, at // 4 :], sums),
+        *(height, vocab, quads.stride(0), ignore, scale),
+        ROWS=BLOCK_ROWS,
+        COLUMNS=BLOCK_COLUMNS,
+        num_warps=8,
+    )
+    return rows.view(torch.float8_e5m2), sums.sum(0) / -scale
+
+
+@triton.jit
+def label_rows_kernel(grad_hidden, weight, labels, at_label, width, BLOCK: tl.constexpr):
+    """One program a token and block of the hidden size."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    label = tl.load(labels + row)
+    factor = tl.load(at_label + row)
+    w = tl.load(weight + label * width + d, mask=(d < width) & (label >= 0), other=0.0).to(tl.float32)
+    g = tl.load(grad_hidden + row * width + d, mask=d < width, other=0.0).to(tl.float32)
+    tl.store(grad_hidden + row * width + d, (g + factor * w).to(tl.bfloat16), mask=d < width)
+
+
+def add_label_rows_(grad_hidden: Tensor, weight: Tensor, labels: Tensor, at_label: Tensor) -> None:
+    """See `loss_fp8.add_label_rows_`; contiguous, BF16."""
+    tokens, width = grad_hidden.shape
+    grid = tokens, triton.cdiv(width, 1024)
+    label_rows_kernel[grid](grad_hidden, weight.contiguous(), labels, at_label, width, BLOCK=1024)
+
+
+@triton.jit
+def to_label_rows_kernel(
+    grad_weight,
+    hidden,
+    labels,
+    order,
+    ends,
+    at_label,
+    width,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A label's first token in `labels`, which are sorted, adds up all of them; the other programs leave.
+
+    `order`: where a sorted one stands in `hidden` and `at_label`. `ends`: where its label's tokens end.
+    """
+    first = tl.program_id(0)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    label = tl.load(labels + first)
+    before = tl.load(labels + first - 1, mask=first > 0, other=-1)
+    if (label >= 0) & (label != before):
+        total = tl.zeros((BLOCK,), tl.float32)
+        end = tl.load(ends + first).to(tl.int32)
+        for start in range(first, end, TOKENS):
+            t = start + tl.arange(0, TOKENS)
+            token = tl.load(order + t, mask=t < end, other=0)
+            factor = tl.load(at_label + token, mask=t < end, other=0.0)
+            inside = (t < end)[:, None] & (d < width)[None, :]
+            h = tl.load(hidden + token[:, None] * width + d[None, :], mask=inside, other=0.0).to(tl.float32)
+            total += tl.sum(h * factor[:, None], axis=0)
+        at = grad_weight + label * width + d
+        total += tl.load(at, mask=d < width, other=0.0).to(tl.float32)
+        tl.store(at, total.to(grad_weight.dtype.element_ty), mask=d < width)
+
+
+def add_to_label_rows_(grad_weight: Tensor, hidden: Tensor, labels: Tensor, at_label: Tensor) -> None:
+    """See `loss_fp8.add_to_label_rows_`; contiguous, `hidden` in BF16."""
+    tokens, width = hidden.shape
+    labels, order = labels.sort(stable=True)
+    ends = torch.searchsorted(labels, labels, right=True)
+    grid = tokens, triton.cdiv(width, 256)
+    to_label_rows_kernel[grid](
+        *(grad_weight, hidden.contiguous(), labels, order, ends, at_label, width), TOKENS=16, BLOCK=256
+    )
+
+
+def _blocks(height: int, width: int) -> tuple[int, int]:
+    return triton.cdiv(height, BLOCK_ROWS), triton.cdiv(width, BLOCK_COLUMNS)
+
+
+@triton.jit
+def scaled_kernel(source, factor, target, numel, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(source + at, mask=at < numel, other=0.0).to(tl.float32) * tl.load(factor)
+    tl.store(target + at, x.to(target.dtype.element_ty), mask=at < numel)
+
+
+def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `loss.scaled`. torch multiplies by a scalar on the device at a quarter of this speed."""
+    target = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+    scaled_kernel[(triton.cdiv(tensor.numel(), 4096),)](
+        tensor.contiguous(), factor, target, tensor.numel(), BLOCK=4096
+    )
+    return target

@@ -1,0 +1,138 @@
+"""LM head and cross entropy in one differentiable function that never holds the full logits.
+
+T tokens, D hidden size, V vocabulary. Logits of all tokens would take T * V * (2 + 4) bytes: 6.3 GB for
+8,192 tokens of Llama 3. Here a chunk of rows is projected, turned into its own gradient in place, and folded
+into the gradients of hidden states and LM head; backward only scales them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE = -100
+# Enough rows to fill the GPU in the three GEMMs; 1 GiB is 4,186 rows of Llama 3's 128,256 logits in BF16.
+CHUNK_BYTES = 2**30
+
+
+class TokenLoss(NamedTuple):
+    """Both summed over label tokens: the loss (float32) and the right top-1 predictions (int64)."""
+
+    loss: Tensor
+    correct: Tensor
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, fp8: bool = False) -> TokenLoss:
+    """Cross entropy of `hidden @ weight.T` against `labels`, summed over labels other than -100.
+
+    `hidden` [T, D] and `weight` [V, D] floating, `labels` [T] int64. Softmax is taken in float32 whatever the
+    inputs' dtype. Under torch.autocast the projection runs in the autocast dtype; `fp8`: see `loss_fp8`.
+    """
+    if fp8:
+        from te_models.loss_fp8 import linear_cross_entropy_fp8
+
+        return linear_cross_entropy_fp8(hidden, weight, labels)
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    elif hidden.dtype != weight.dtype:
+        hidden = hidden.to(weight.dtype)
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return TokenLoss(*LinearCrossEntropy.apply(hidden, weight, labels, needs_grad))
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Forward computes the gradients, backward scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, needs_grad: bool) -> tuple:
+        rows = max(128, CHUNK_BYTES // (weight.shape[0] * weight.element_size()))
+        chunks = list(range(0, hidden.shape[0], rows))
+        loss = torch.zeros((), device=hidden.device, dtype=torch.float32)
+        correct = torch.zeros((), device=hidden.device, dtype=torch.int64)
+        grad_hidden = torch.empty_like(hidden) if needs_grad else None
+        grad_weight = None
+        for start in chunks:
+            part, target = hidden[start : start + rows], labels[start : start + rows]
+            logits = part @ weight.T  # [rows, V]
+            chunk_loss, chunk_correct = softmax_cross_entropy_(logits, target, write_grad=needs_grad)
+            loss += chunk_loss
+            correct += chunk_correct
+            if needs_grad:
+                torch.mm(logits, weight, out=grad_hidden[start : start + rows])
+                grad_weight = _accumulate(grad_weight, logits, part, only=len(chunks) == 1)
+            del logits  # or the next chunk's would be there beside them
+        # Kept as attributes, not saved tensors, so that backward can give them up one by one.
+        ctx.grads, ctx.dtype = [grad_hidden, grad_weight], weight.dtype
+        ctx.mark_non_differentiable(correct)
+        return loss, correct
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple:
+        grad_weight = scaled(ctx.grads.pop(), grad_loss, ctx.dtype)
+        grad_hidden = scaled(ctx.grads.pop(), grad_loss, ctx.dtype)
+        return grad_hidden, grad_weight, None, None
+
+
+def _accumulate(total: Tensor | None, grad_logits: Tensor, hidden: Tensor, *, only: bool) -> Tensor:
+    """total + grad_logits.T @ hidden, [V, D]; in float32 when several chunks add up."""
+    if only:
+        return grad_logits.T @ hidden
+    if grad_logits.dtype == torch.float32 or not grad_logits.is_cuda:
+        part = (grad_logits.T @ hidden).float()
+        return part if total is None else total.add_(part)
+    if total is None:
+        return torch.mm(grad_logits.T, hidden, out_dtype=torch.float32)
+    return torch.addmm(total, grad_logits.T, hidden, out_dtype=torch.float32, out=total)
+
+
+def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor` times the float32 scalar `factor`, in `dtype`."""
+    if tensor.is_cuda:
+        from te_models.kernels.loss_triton import scaled
+
+        return scaled(tensor, factor, dtype)
+    return tensor.mul(factor).to(dtype)
+
+
+def softmax_cross_entropy_(logits: Tensor, labels: Tensor, *, write_grad: bool) -> tuple[Tensor, Tensor]:
+    """Summed loss and correct predictions of [rows, V] logits, overwritten by their gradient if asked."""
+    if logits.is_cuda:
+        from te_models.kernels.loss_triton import cross_entropy
+
+        return cross_entropy(logits, labels, ignore=IGNORE, write_grad=write_grad)[:2]
+    loss, correct, log_sum = softmax_cross_entropy(logits, labels)
+    if write_grad:
+        logits.copy_(softmax_gradient(logits, labels, log_sum))
+    return loss, correct
+
+
+def softmax_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed loss and correct predictions of [rows, V] logits, and each row's log of summed exponentials."""
+    if logits.is_cuda:
+        from te_models.kernels.loss_triton import cross_entropy
+
+        return cross_entropy(logits, labels, ignore=IGNORE)
+    scores, valid = logits.float(), labels != IGNORE
+    picked = scores.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    log_sum = scores.logsumexp(dim=-1)
+    correct = (valid & (scores.argmax(dim=-1) == labels)).sum()  # of equal logits the first, as in the kernel
+    return torch.where(valid, log_sum - picked, 0.0).sum(), correct, log_sum
+
+
+def softmax_gradient(logits: Tensor, labels: Tensor, log_sum: Tensor) -> Tensor:
+    """Softmax of [rows, V] logits less one at the label, zeros without one; float32."""
+    grad, target = torch.exp(logits.float() - log_sum[:, None]), labels.clamp(min=0)[:, None]
+    grad.scatter_add_(1, target, torch.full_like(target, -1.0, dtype=grad.dtype))
+    return torch.where((labels != IGNORE)[:, None], grad, 0.0)
+
+
+def logits_cross_entropy(logits: Tensor, labels: Tensor) -> TokenLoss:
+    """The same sums from full logits [T, V], for models whose head is more than one matrix."""
+    loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
+    correct = ((logits.argmax(-1) == labels) & (labels != IGNORE)).sum()
+    return TokenLoss(loss, correct)

@@ -1,0 +1,53 @@
+"""Imports between folders point one way, and optional libraries load only where they are used."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# A folder may import from those before it. `settings` stands for every settings.py and training/config.py.
+LINE = [
+    *("core", "settings"),
+    *("data/demo", "data"),
+    *("te_models/emulation", "te_models/kernels", "te_models"),
+    *("training/tracking", "training/optim", "training/parallel", "training/precision"),
+    *("training/checkpoint", "training", "training/doctor"),
+    *("benchmarks/records", "benchmarks/report", "benchmarks/pages", "benchmarks/compare", "benchmarks/plan"),
+    "benchmarks",
+]
+LAZY = {"transformer_engine", "deepspeed", "wandb", "torchao", "nvdlfw_inspect"}
+SOURCES = [
+    path
+    for top in ("core", "data", "te_models", "training", "benchmarks")
+    for path in (ROOT / top).rglob("*.py")
+    if "results" not in path.parts
+]
+
+
+def folder(path: Path) -> str:
+    settings = path.name in ("settings.py", "config.py") and path.parent.name != "core"
+    return "settings" if settings else path.parent.relative_to(ROOT).as_posix()
+
+
+def imports(path: Path, *, nested: bool = True) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = set()
+    for node in ast.walk(tree) if nested else tree.body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_one_way(path):
+    candidates = [ROOT / f"{name.replace('.', '/')}.py" for name in imports(path)]
+    later = LINE[LINE.index(folder(path)) + 1 :]
+    assert [str(found) for found in candidates if found.exists() and folder(found) in later] == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_optional_libraries_load_only_where_they_are_used(path):
+    assert not {name.split(".")[0] for name in imports(path, nested=False)} & LAZY

@@ -1,0 +1,321 @@
+"""Delayed scaling of the emulated layers against a hand calculation; when its state moves; recomputation."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from te_models import emulation as te
+from te_models.decoder import layer_settings
+from te_models.emulation.scaling import next_scales
+from tests.children import preload, run_ranks
+from training.precision.scaling_state import scaling_state
+
+preload(__name__)
+HIDDEN, FFN, HEADS, GROUPS = 64, 128, 4, 2
+INF = float("inf")
+FP8_MAX = {"scaling_fwd": 448.0, "scaling_bwd": 57344.0}
+
+
+def layer(attention: str = "bshd", **options) -> te.TransformerLayer:
+    torch.manual_seed(0)
+    return te.TransformerLayer(
+        HIDDEN,
+        FFN,
+        HEADS,
+        num_gqa_groups=GROUPS,
+        **layer_settings(attention),
+        params_dtype=options.pop("params_dtype", torch.bfloat16),
+        **options,
+    )
+
+
+def rope(positions: int = 64) -> torch.Tensor:
+    angles = torch.outer(torch.arange(positions).float(), 100.0 ** -torch.arange(0, 1, 2 / 16))
+    return torch.cat([angles, angles], dim=-1)[:, None, None]
+
+
+def inputs(seed: int, *, scale: float = 1.0, rows: int = 2) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 32, HIDDEN, generator=generator) * scale
+    return x.bfloat16().requires_grad_()
+
+
+def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in scaling_state(module).items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
+
+
+class ByHand:
+    """Delayed scaling of one tensor in plain Python: a window of amaxes, and the scale they give."""
+
+    def __init__(self, steps: int, algorithm: str, limit: float):
+        self.steps, self.algorithm, self.limit = steps, algorithm, limit
+        self.window: list[float] = []
+        self.scale = 1.0
+
+    def step(self, amax: float) -> None:
+        # Of `steps` rows one collects, so a step leaves the window steps - 1 steps after it was last counted.
+        self.window = [*self.window, amax][-self.steps :]
+        largest = max(self.window) if self.algorithm == "max" else amax
+        self.scale = torch.tensor(self.limit).div(torch.tensor(largest)).item()
+
+    def history(self) -> list[float]:
+        kept = self.window[-(self.steps - 1) :]
+        return [0.0] * (self.steps - len(kept)) + kept
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("margin", [0, 2])
+def test_scales_follow_a_hand_calculation(algorithm, margin):
+    """One linear whose inputs and gradients grow and shrink by known amounts; its weights grow each step."""
+    recipe = te.DelayedScaling(margin=margin, amax_history_len=3, amax_compute_algo=algorithm)
+    linear = te.Linear(32, 16, params_dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(2)
+    hand = [ByHand(3, algorithm, 448.0 / 2**margin) for _ in range(2)]
+    hand.append(ByHand(3, algorithm, 57344.0 / 2**margin))
+    for step in range(6):
+        factor = [1.0, 4.0, 2.0, 0.5, 0.25, 8.0][step]
+        x = (torch.randn(32, 32, generator=generator) * factor).bfloat16().requires_grad_()
+        grad = (torch.randn(32, 16, generator=generator) / factor).bfloat16()
+        scales = [one.scale for one in hand]
+        with te.autocast(enabled=True, recipe=recipe):
+            y = linear(x)
+        y.backward(grad)
+        x_q, w_q, g_q = (
+            fp8(tensor, scale, dtype)
+            for tensor, scale, dtype in zip(
+                (x, linear.weight, grad),
+                scales,
+                (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2),
+                strict=True,
+            )
+        )
+        close(y, x_q @ w_q.T)
+        close(x.grad, g_q @ w_q)
+        close(linear.weight.grad, g_q.T @ x_q)
+        for one, tensor in zip(hand, (x, linear.weight, grad), strict=True):
+            one.step(tensor.detach().abs().max().item())
+        state = linear.fp8_meta["scaling_fwd"]
+        assert state.scale.tolist() == [hand[0].scale, hand[1].scale, 1.0]
+        for column in (0, 1):
+            assert state.amax_history[:, column].tolist() == hand[column].history()
+        state = linear.fp8_meta["scaling_bwd"]
+        assert state.scale.tolist() == [hand[2].scale, 1.0]
+        assert state.amax_history[:, 0].tolist() == hand[2].history()
+        with torch.no_grad():
+            linear.weight.mul_(1.5)
+        linear.weight.grad = None
+
+
+def fp8(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """float64 values of a cast with `scale`, by torch's own cast."""
+    limit = torch.finfo(dtype).max
+    return (x.detach().float() * scale).clamp(-limit, limit).to(dtype).double() / scale
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=1e-5 * expected.abs().max().item())
+
+
+def test_with_fsdp2_backward_quantizes_the_weight_by_its_new_scale():
+    linear, recipe = te.Linear(32, 16, params_dtype=torch.bfloat16), te.DelayedScaling(amax_history_len=2)
+    linear.fsdp2 = True
+    x = inputs(0).detach().flatten(0, -2)[:, :32].requires_grad_()
+    with te.autocast(enabled=True, recipe=recipe):
+        y = linear(x)
+    grad = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    y.backward(grad)
+    state, amax = linear.fp8_meta["scaling_fwd"], linear.weight.detach().abs().max().float()
+    assert state.scale[1] == torch.tensor(448.0) / amax and state.amax_history[:, 1].tolist() == [amax, amax]
+    by_new = fp8(grad, 1.0, torch.float8_e5m2) @ fp8(
+        linear.weight, state.scale[1].item(), torch.float8_e4m3fn
+    )
+    close(x.grad, by_new)
+
+
+def test_scales_at_the_edges():
+    history = torch.tensor([[0.0, 0, 0, 0, 0], [8, 8, 8, 8, 8], [2, 2, 2, 2, 2]])
+    scale = torch.full((5,), 3.0)
+    amax = torch.tensor([4.0, 0.0, INF, 1e-45, 16.0])
+    rolled, scales = next_scales(history, amax, scale, limit=448.0, algorithm="max")
+    # Unseen: all as before. Infinite: no scale. Else the 8 that drops out of the history counts once more.
+    assert scales.tolist() == [56.0, 3.0, 3.0, 56.0, 28.0]
+    assert rolled.T[:2].tolist() == [[0.0, 2.0, 4.0], [0.0, 8.0, 2.0]]
+    _, scales = next_scales(history, amax, scale, limit=448.0, algorithm="most_recent")
+    assert scales.tolist() == [112.0, 3.0, 3.0, torch.finfo(torch.float32).max, 28.0]
+    rolled, scales = next_scales(history[:1], amax, scale, limit=448.0, algorithm="max")
+    assert scales[0] == 112.0 and not rolled.any()
+
+
+def test_state_has_tes_names_and_shapes():
+    """TE 2.20: three tensors a GEMM forward and two backward; attention counts as three GEMMs."""
+    module = layer()
+    assert scaling_state(module) == {}
+    with te.autocast(enabled=True, recipe=te.DelayedScaling(amax_history_len=5)):
+        module(inputs(0), rotary_pos_emb=rope())
+    gemms = {"self_attention.layernorm_qkv": 1, "self_attention.core_attention": 3}
+    gemms |= {"self_attention.proj": 1, "layernorm_mlp": 2}
+    expected = {}
+    for name, count in gemms.items():
+        for direction, tensors in (("scaling_fwd", 3 * count), ("scaling_bwd", 2 * count)):
+            expected[f"{name}.{direction}.scale"] = (tensors,)
+            expected[f"{name}.{direction}.amax_history"] = (5, tensors)
+    state = scaling_state(module)
+    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == expected
+    assert all(tensor.dtype == torch.float32 for tensor in state.values())
+    # Column 2 of a GEMM is its output, which nobody quantizes; attention's columns stay as they were.
+    assert state["self_attention.proj.scaling_fwd.amax_history"][:, 2].count_nonzero() == 0
+    assert state["self_attention.core_attention.scaling_fwd.scale"].tolist() == [1.0] * 9
+    # Another length keeps what there is; another recipe has no state.
+    with te.autocast(enabled=True, recipe=te.DelayedScaling(amax_history_len=7)):
+        module(inputs(0), rotary_pos_emb=rope())
+    assert scaling_state(module)["layernorm_mlp.scaling_bwd.amax_history"].shape == (7, 4)
+    with te.autocast(enabled=True, recipe=te.Float8CurrentScaling()):
+        module(inputs(0), rotary_pos_emb=rope())
+    assert scaling_state(module) == {}
+
+
+def test_mlp_slots_hold_the_tensors_te_puts_there():
+    """fc1's input and weight in 0 and 1, fc2's in 3 and 4; gradients of fc1's output in 0, of fc2's in 2."""
+    mlp = te.LayerNormMLP(HIDDEN, FFN, params_dtype=torch.bfloat16)
+    with torch.no_grad():
+        mlp.fc1_weight[3, 5], mlp.fc2_weight[5, 3] = 2.0, -3.0
+    x, recipe = inputs(0), te.DelayedScaling(amax_history_len=2)
+    with te.autocast(enabled=True, recipe=recipe):
+        y = mlp(x)
+    grad = inputs(1).detach()
+    y.backward(grad)
+    forward, backward = (mlp.fp8_meta[name].amax_history[-1] for name in FP8_MAX)
+    normed = x.float() / x.float().square().mean(-1, keepdim=True).add(1e-5).sqrt()
+    assert forward[0].item() == pytest.approx(normed.abs().max().item(), rel=1e-6)
+    assert forward[[1, 4]].tolist() == [2.0, 3.0] and forward[[2, 5]].tolist() == [0.0, 0.0]
+    assert backward[2] == grad.abs().max() and backward[[1, 3]].tolist() == [0.0, 0.0]
+    assert forward[3] > 0 and backward[0] > 0
+
+
+def run(module, recipe, steps: int = 3, **call) -> list[torch.Tensor]:
+    """Outputs and gradients of the last step; the gradients of all."""
+    found = []
+    for step in range(steps):
+        x = inputs(step, scale=2.0**step)
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            y = call["function"](x) if "function" in call else module(x, rotary_pos_emb=rope())
+        y.float().square().mean().mul(1000).backward()
+        found += [y.detach(), x.grad]
+    return found + [p.grad for p in module.parameters()]
+
+
+def test_the_outermost_training_autocast_moves_the_state():
+    recipe, module = te.DelayedScaling(amax_history_len=4), layer()
+    with te.autocast(enabled=True, recipe=recipe):
+        with te.autocast(enabled=True, recipe=recipe):
+            module(inputs(0), rotary_pos_emb=rope())
+        inside = state_of(module)
+        assert inside["self_attention.proj.scaling_fwd.amax_history"][0, 0] > 0
+        assert inside["self_attention.proj.scaling_fwd.scale"].tolist() == [1.0] * 3
+        with te.autocast(enabled=False):
+            module.layernorm_mlp(inputs(0, scale=100.0))
+            assert not module.layernorm_mlp.fp8
+        assert same(state_of(module), inside)
+    moved = state_of(module)
+    assert moved["self_attention.proj.scaling_fwd.amax_history"][0, 0] == 0
+    assert moved["self_attention.proj.scaling_fwd.scale"][0] > 1
+    with torch.no_grad(), te.autocast(enabled=True, recipe=recipe):
+        module(inputs(0, scale=50.0), rotary_pos_emb=rope())
+    noted = state_of(module)
+    assert all(torch.equal(moved[name], noted[name]) for name in moved if name.endswith("scale"))
+    assert noted["self_attention.proj.scaling_fwd.amax_history"][0, 0] > 0  # evaluation must undo this itself
+
+
+def test_gradients_move_their_state_once_a_backward_pass():
+    recipe, module = te.DelayedScaling(amax_history_len=4), layer()
+    run(module, recipe, steps=2)
+    history = module.layernorm_mlp.fp8_meta["scaling_bwd"].amax_history
+    assert (history[:, 0] > 0).tolist() == [False, False, True, True]
+    forward = module.layernorm_mlp.fp8_meta["scaling_fwd"].amax_history
+    assert (forward[:, 0] > 0).tolist() == [False, False, True, True]
+
+
+def test_a_module_that_runs_twice_moves_its_state_once():
+    """By the larger amax of both runs, forward and backward."""
+    first, twice = (te.Linear(32, 32, params_dtype=torch.bfloat16) for _ in range(2))
+    x = inputs(0).detach()[..., :32].requires_grad_()
+    with te.autocast(enabled=True, recipe=te.DelayedScaling(amax_history_len=4)):
+        middle = twice(first(x))
+        middle.retain_grad()
+        y = twice(middle)
+    y.sum().backward()
+    seen = [first(x.detach()), middle]
+    history = twice.fp8_meta["scaling_fwd"].amax_history[:, 0]
+    assert history[:-1].tolist() == [0.0] * 3
+    largest = max(tensor.abs().max().item() for tensor in seen)
+    assert history[-1].item() == pytest.approx(largest, rel=0.05) and largest > middle.abs().max() * 1.1
+    history = twice.fp8_meta["scaling_bwd"].amax_history[:, 0]
+    assert history.tolist() == [0.0] * 3 + [max(1.0, middle.grad.abs().max().item())]
+
+
+RECIPES = {
+    "bf16": None,
+    "delayed": te.DelayedScaling(amax_history_len=3),
+    "current": te.Float8CurrentScaling(),
+    "block": te.Float8BlockScaling(),
+    "block_fp32": te.Float8BlockScaling(use_f32_scales=True),
+    "mxfp8": te.MXFP8BlockScaling(),
+}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_recomputation_changes_nothing(name, reentrant):
+    """Steps grow, so that scales move: recomputing with the new ones, or noting amaxes twice, would show."""
+    recipe = RECIPES[name]
+    plain, checkpointed = layer(), layer()
+    expected = run(plain, recipe)
+
+    def function(x):
+        return te.checkpoint(checkpointed, x, use_reentrant=reentrant, rotary_pos_emb=rope())
+
+    found = run(checkpointed, recipe, function=function)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert same(state_of(plain), state_of(checkpointed))
+    with torch.no_grad():
+        assert torch.isfinite(function(inputs(0))).all()
+
+
+def sharded(rank: int, folder, mode: str) -> None:
+    """Two ranks with inputs of their own; rank 1's are larger."""
+    module = layer(params_dtype=torch.float32)
+    if mode == "fsdp":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(module, mp_policy=policy)
+    recipe = te.DelayedScaling(amax_history_len=4)
+    for step in range(3):
+        x = inputs(10 * step + rank, scale=1.0 + 7 * rank)
+        with torch.autocast("cpu", dtype=torch.bfloat16), te.autocast(enabled=True, recipe=recipe):
+            y = te.checkpoint(module, x, use_reentrant=mode == "reentrant", rotary_pos_emb=rope())
+        y.float().square().mean().backward()
+    own = state_of(module)
+    states = [None, None]
+    dist.all_gather_object(states, own)
+    assert same(*states)
+    attention = own["self_attention.layernorm_qkv.scaling_fwd.scale"]
+    assert torch.isfinite(attention).all() and attention[0] > 1
+    # fc2's output has the loss's own gradient, 2 y / n; the larger one of the ranks is what both know.
+    amax = own["layernorm_mlp.scaling_bwd.amax_history"][-1, 2]
+    mine = torch.tensor(2 * y.float().abs().max().item() / y.numel()).bfloat16().float()
+    both = mine.clone()
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    assert amax == both and (rank == 0) == (mine < both)
+    assert module.layernorm_mlp.fsdp2 == (mode == "fsdp")
+    if mode == "fsdp":
+        gradient = module.layernorm_mlp.fc2_weight.grad.to_local()
+        assert gradient.dtype == torch.float32 and gradient.isfinite().all() and gradient.norm() > 0
+
+
+@pytest.mark.parametrize("mode", ["plain", "reentrant", "fsdp"])
+def test_ranks_share_the_largest_amax(mode, tmp_path):
+    run_ranks(sharded, tmp_path, mode)

@@ -1,0 +1,538 @@
+"""DeepSpeed ZeRO against plain torch AdamW: the same steps, refusals, and checkpoints that fit both."""
+
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from core.packages import ROOT
+from te_models.loss import IGNORE, TokenLoss, linear_cross_entropy
+from tests import children
+from training.checkpoint.state import weights_and_optimizer
+from training.checkpoint.store import Checkpoints
+from training.config import Config, config_from_dict
+from training.optim import adamw
+from training.optim import optimizer as optim
+from training.optim.settings import OptimConfig
+from training.parallel.settings import ShardingConfig
+from training.parallel.zero import Zero
+from training.parallel.zero_settings import CONFIGS, merge_settings
+
+installed = importlib.util.find_spec("deepspeed") is not None
+needs_deepspeed = pytest.mark.skipif(not installed, reason="deepspeed is not installed")
+
+torch.set_num_threads(1)
+children.preload(__name__)
+if installed and sys.argv[0] == "-c":  # in the server that ranks are forked from: it takes seconds to import
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MODES = tuple(CONFIGS)
+MAX_NORM = 0.5  # all steps are clipped
+MICRO_BATCHES = (2, 2, 1)  # of each rank, by step; an epoch's last window may be shorter
+RANKS = 2
+
+
+class Tiny(nn.Module):
+    """What is awkward about real models: a tied head read from outside, FP32 tables, odd shapes."""
+
+    def __init__(self, dtype: torch.dtype, seed: int = 0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(13, 6)
+        self.norm = nn.LayerNorm(6)
+        self.inner = nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 6))
+        self.gate = nn.Linear(6, 1)  # one row: the second rank's share of it is empty
+        self.lm_head = nn.Linear(6, 13, bias=False)
+        self.to(dtype)
+        self.lm_head.weight = self.embed.weight
+        self.register_buffer("rope", torch.linspace(0.1, 1.3, 5)[:, None], persistent=False)
+        self.register_buffer("table", torch.linspace(0.5, 1.5, 6))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> TokenLoss:
+        hidden = self.embed(ids)  # [B, 5, 6]
+        hidden = (hidden.float() * self.rope.cos() * self.table).to(hidden.dtype)
+        hidden = hidden + self.inner(self.norm(hidden)) * self.gate(hidden)
+        return linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, labels.flatten())
+
+
+def micro_batches(step: int, ranks: list[int]) -> list[tuple[Tensor, Tensor]]:
+    found = []
+    for rank in ranks:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        for micro in range(MICRO_BATCHES[step % len(MICRO_BATCHES)]):
+            ids, labels = torch.randint(0, 13, (2, 3, 5), generator=generator)
+            labels.view(-1)[: 2 + 3 * rank + 7 * micro] = IGNORE  # uneven over ranks and micro-batches
+            found.append((ids, labels))
+    return found
+
+
+def label_tokens(step: int) -> int:
+    return sum(int((labels != IGNORE).sum()) for _, labels in micro_batches(step, list(range(RANKS))))
+
+
+def build_adamw(model: nn.Module, masters: dict[str, Tensor] | None = None) -> torch.optim.AdamW:
+    parameters = masters or dict(model.named_parameters())
+    groups = [
+        {"params": [p for p in parameters.values() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters.values() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.95), fused=True)
+
+
+class Plain:
+    """One process, torch AdamW on FP32 weights, gradients summed in FP32; what ZeRO is held against."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.model = Tiny(dtype)
+        self.masters = {
+            name: nn.Parameter(p.detach().float().clone()) for name, p in self.model.named_parameters()
+        }
+        self.optimizer = build_adamw(self.model, self.masters)
+
+    def step(self, step: int) -> tuple[float, float]:
+        total, tokens = 0.0, label_tokens(step)
+        for ids, labels in micro_batches(step, list(range(RANKS))):
+            loss = self.model(ids, labels).loss / tokens
+            loss.backward()
+            total += loss.item()
+            for name, parameter in self.model.named_parameters():
+                master = self.masters[name]
+                master.grad = parameter.grad.float() + (0 if master.grad is None else master.grad)
+                parameter.grad = None
+        norm = nn.utils.clip_grad_norm_(self.masters.values(), MAX_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.publish()
+        return total, norm.item()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(self.masters[name])
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, written down independently of `weights_and_optimizer`."""
+        tensors = {"model/table": self.model.table}
+        for name, master in self.masters.items():
+            tensors[f"model/{name}"] = master.detach().clone()
+            if self.model.embed.weight.dtype == torch.bfloat16:
+                weight, remainder = adamw.split_master(master.detach())
+                tensors |= {f"model/{name}": weight, f"optimizer/{name}.master_param": remainder}
+            for key in ("exp_avg", "exp_avg_sq"):
+                tensors[f"optimizer/{name}.{key}"] = self.optimizer.state[master][key]
+        return tensors
+
+
+class Run:
+    """The same under a ZeRO mode, on every rank."""
+
+    def __init__(self, mode: str, dtype: str, seed: int = 0):
+        mode, _, offload = mode.partition("+")
+        sharding = {"sharding_mode": mode, "batch_size": 3, "gradient_accumulation_steps": 2}
+        cfg = config_from_dict(sharding | {"mixed_precision": dtype, "max_grad_norm": MAX_NORM})
+        self.cfg, self.zero = cfg, Zero(torch.device("cpu"), cfg)
+        own = self.zero.settings["zero_optimization"]
+        # Several buckets and subgroups, one parameter over a bucket's size, some that stay whole.
+        own |= {"reduce_bucket_size": 40, "allgather_bucket_size": 40}
+        if mode == "ds_zero3":
+            own["memory_efficient_linear"] = False  # its sums round more often
+        if offload:
+            own["offload_optimizer"] = {"device": "cpu"}
+        if self.zero.stage == 3:
+            own |= {"stage3_param_persistence_threshold": 7, "sub_group_size": 20}
+        self.model = Tiny(DTYPES[dtype], seed)
+        self.engine, self.optimizer = self.zero.wrap(self.model, build_adamw(self.model))
+        world = self.zero.world_size
+        self.ranks = [self.zero.rank] if world == RANKS else list(range(RANKS))
+
+    def backward(self, step: int, spoil: float = 1.0, *, finish: bool = True) -> float:
+        total, batches = 0.0, micro_batches(step, self.ranks)
+        for i, (ids, labels) in enumerate(batches):
+            ends = {"first": i == 0, "last": finish and i == len(batches) - 1}
+            with self.zero.accumulating(self.engine, **ends):
+                out = self.engine(ids=ids, labels=labels)
+                assert isinstance(out, TokenLoss)
+                loss = out.loss * (spoil / label_tokens(step))
+                self.zero.backward(self.engine, loss * self.zero.world_size)
+            total += loss.item()
+        return self.zero.sum(torch.tensor(total)).item()
+
+    def step(self, step: int, *, spoil: float = 1.0, usable: bool = True):
+        loss = self.backward(step, spoil)
+        return loss, self.zero.step(
+            self.engine, self.optimizer, usable=torch.tensor(usable), max_norm=MAX_NORM
+        )
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        self.engine.eval()
+        for ids, labels in micro_batches(77, self.ranks):
+            self.engine(ids=ids, labels=labels)
+        self.engine.train()
+
+    def state(self) -> dict[str, Tensor]:
+        return self.tensors()[0]
+
+    def tensors(self):
+        return weights_and_optimizer(self.model, self.optimizer, self.zero, self.cfg)
+
+    def weights(self) -> list[Tensor]:
+        return self.zero.gather(list(self.model.parameters()))
+
+    def load(self, checkpoints: Checkpoints, path: Path) -> dict[str, Tensor]:
+        tensors, put_back = self.tensors()
+        meta = checkpoints.load(path, tensors)
+        put_back()
+        optim.set_optimizer_steps(self.optimizer, meta["steps"])
+        return tensors
+
+    def save(self, checkpoints: Checkpoints, step: int) -> Path:
+        return checkpoints.save(step, self.state(), {"steps": optim.optimizer_steps(self.optimizer)})
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return local(tensor).detach().contiguous().flatten().view(torch.uint8)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    differ = [key for key in one if not torch.equal(bits(one[key]), bits(other[key]))]
+    assert not differ
+
+
+# Processes
+
+
+def quietly(rank: int, folder: Path, work, arguments: tuple) -> None:
+    """`work(folder, *arguments)`, which prints nothing and leaves alone what is the launcher's."""
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}
+    os.dup2(os.open(folder / f"printed.{rank}", os.O_CREAT | os.O_WRONLY), 1)
+    work(folder, *arguments)
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("elsewhere", "1")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    sys.stdout.flush()
+
+
+def run_ranks(work, folder: Path, *arguments, world_size: int = RANKS) -> None:
+    children.run_ranks(quietly, folder, work, arguments, world_size=world_size)
+    printed = "".join(path.read_text() for path in folder.glob("printed.*"))
+    assert not printed, f"DeepSpeed printed: {printed}"
+
+
+# Steps
+
+
+def tolerance_of(mode: str, dtype: str) -> float:
+    return 1e-2 if dtype == "bf16" and mode == "ds_zero3_offload" else 1e-5
+
+
+def train_all(folder: Path, mode: str) -> None:
+    for dtype in DTYPES:
+        (folder / dtype).mkdir(exist_ok=True)
+        train(folder / dtype, mode, dtype)
+
+
+def gradients_held(run: Run) -> list:
+    """Gradients that DeepSpeed's references from parameters to them keep; one of its classes is meant to."""
+    if run.zero.stage < 3 and run.zero._is_bf16_optimizer():
+        return []
+    mappings = (getattr(p, "_hp_mapping", None) for p in run.model.parameters())
+    groups = [m.gradient_dict.values() for m in mappings if m is not None and m.gradient_dict]
+    return [gradients for group in groups for gradients in group if gradients is not None]
+
+
+def train(folder: Path, mode: str, dtype: str) -> None:
+    """A plain run, one with every disturbance in between, one resumed: all end in the same bits."""
+    run = Run(mode, dtype)
+    assert run.model.rope.dtype == run.model.table.dtype == torch.float32
+    assert torch.equal(run.model.rope, Tiny(DTYPES[dtype]).rope)
+    assert run.model.lm_head.weight is run.model.embed.weight
+    checkpoints = Checkpoints(folder / "checkpoints", keep_last=9)
+    log = []
+    for step in range(3):
+        loss, outcome = run.step(step)
+        assert outcome.taken and outcome.grad_norm.dtype == torch.float32 and outcome.grad_norm.ndim == 0
+        log.append((loss, outcome.grad_norm.item()))
+        if step == 1:
+            saved = run.save(checkpoints, 2)
+    end, weights = run.state(), run.weights()
+    run.save(checkpoints, 3)
+    for (name, like), weight in zip(Tiny(DTYPES[dtype]).named_parameters(), weights, strict=True):
+        assert (weight.dtype, weight.shape) == (like.dtype, like.shape)
+        master = local(end[f"model/{name}"])
+        if dtype == "bf16":
+            master = adamw.merge_master(master, local(end[f"optimizer/{name}.master_param"]))
+        rows = -(-len(weight) // RANKS)
+        assert torch.equal(weight[rows * run.zero.rank :][:rows], master.to(weight.dtype))
+    if run.zero.rank == 0:
+        (folder / "log.json").write_text(json.dumps(log))
+
+    run = Run(mode, dtype)
+    before = run.state()
+    run.evaluate()
+    for finish in (True, True, False):
+        run.backward(4, finish=finish)
+        run.zero.discard(run.engine, run.optimizer)
+        assert not gradients_held(run)
+    same(run.state(), before)
+    assert optim.optimizer_steps(run.optimizer) == 0
+    for step in range(3):
+        loss, outcome = run.step(step)
+        assert outcome.taken and [loss, outcome.grad_norm.item()] == list(log[step])
+        before, weights_before = run.state(), run.weights()
+        for spoil in (float("nan"), float("inf")):  # of one rank
+            _, outcome = run.step(7, spoil=spoil if run.zero.rank == 1 else 1.0)
+            assert not outcome.taken and not outcome.grad_norm.isfinite()
+        _, outcome = run.step(8, usable=run.zero.rank != 1)
+        assert not outcome.taken
+        run.evaluate()
+        run.backward(5)
+        run.zero.discard(run.engine, run.optimizer)
+        same(run.state(), before)
+        assert all(torch.equal(a, b) for a, b in zip(run.weights(), weights_before, strict=True))
+        assert optim.optimizer_steps(run.optimizer) == step + 1
+    same(run.state(), end)
+
+    run = Run(mode, dtype, seed=1)
+    run.step(9)
+    run.load(checkpoints, saved)
+    loss, outcome = run.step(2)
+    assert [loss, outcome.grad_norm.item()] == list(log[2])
+    same(run.state(), end)
+    assert all(torch.equal(a, b) for a, b in zip(run.weights(), weights, strict=True))
+
+
+def backward_from_the_output(folder: Path, mode: str) -> None:
+    """What calibration does: a backward pass from the engine's own output."""
+    norms = []
+    for factor in (None, 1.0):
+        run = Run(mode, "bf16")
+        batches = micro_batches(3, run.ranks)
+        for i, (ids, labels) in enumerate(batches):
+            with run.zero.accumulating(run.engine, first=i == 0, last=i == len(batches) - 1):
+                loss = run.engine(ids=ids, labels=labels).loss
+                run.zero.backward(run.engine, loss * factor if factor else loss)
+        usable = torch.tensor(True)
+        outcome = run.zero.step(run.engine, run.optimizer, usable=usable, max_norm=MAX_NORM)
+        norms.append(outcome.grad_norm.item())
+    assert len(batches) > 1 and norms[0] == norms[1], norms
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_is_scaled_alike_if_it_is_the_engines_output(mode, tmp_path):
+    run_ranks(backward_from_the_output, tmp_path, mode)
+
+
+def test_offload_counts_what_deepspeed_keeps_on_the_host_and_what_a_save_copies():
+    def each(steps: int, saves: bool) -> int:
+        zero = Zero.__new__(Zero)
+        zero.cfg = config_from_dict({"gradient_accumulation_steps": steps})
+        return zero.host_bytes(16, saves=saves)
+
+    assert (each(1, False), each(1, True), each(4, True)) == (20, 32, 34)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("mode", [*MODES, "ds_zero2+offload"])
+def test_steps(mode, tmp_path):
+    run_ranks(train_all, tmp_path, mode)
+    for dtype in DTYPES:
+        tolerance = tolerance_of(mode, dtype)
+        plain = Plain(DTYPES[dtype])
+        log = torch.tensor([plain.step(step) for step in range(3)])
+        found = torch.tensor(json.loads((tmp_path / dtype / "log.json").read_text()))
+        torch.testing.assert_close(found, log, rtol=tolerance, atol=0)
+        weights = whole(tmp_path / dtype / "checkpoints", plain.state())
+        for key, expected in plain.state().items():
+            if not key.endswith("master_param"):
+                torch.testing.assert_close(
+                    weights[key], expected, rtol=tolerance, atol=tolerance / 10, msg=key
+                )
+
+
+def whole(folder: Path, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    checkpoints = Checkpoints(folder, keep_last=9)
+    tensors = {key: torch.full_like(tensor, 7) for key, tensor in like.items()}
+    checkpoints.load(checkpoints.latest(), tensors)
+    return tensors
+
+
+# Checkpoints over modes and numbers of ranks
+
+
+def carry(folder: Path, name: str, mode: str) -> None:
+    """Load `name`, save it at once under another name, take the next step, save as `mode`."""
+    for dtype in DTYPES:
+        run, place = Run(mode, dtype, seed=3), folder / dtype
+        checkpoints = Checkpoints(place / name, keep_last=9)
+        loaded = run.load(checkpoints, checkpoints.latest())
+        same(run.state(), loaded)
+        run.save(Checkpoints(place / f"{mode}-loaded", keep_last=9), 1)
+        steps = optim.optimizer_steps(run.optimizer)
+        loss, outcome = run.step(steps)
+        run.save(Checkpoints(place / mode, keep_last=9), steps + 1)
+        if run.zero.rank == 0:
+            (place / f"{mode}.json").write_text(json.dumps([loss, outcome.grad_norm.item()]))
+
+
+@needs_deepspeed
+def test_a_checkpoint_goes_on_in_another_mode_and_world(tmp_path):
+    plain = {dtype: Plain(torch_dtype) for dtype, torch_dtype in DTYPES.items()}
+    for dtype, run in plain.items():
+        for step in range(2):
+            run.step(step)
+        next(iter(run.optimizer.state.values()))["exp_avg"][3, 2] = -0.0  # must come back as it is
+        Checkpoints(tmp_path / dtype / "plain", keep_last=9).save(2, run.state(), {"steps": 2})
+    here = "plain"
+    for number, mode in enumerate(MODES):
+        run_ranks(carry, tmp_path, here, mode, world_size=2 - number % 2)
+        for dtype, run in plain.items():
+            place, like = tmp_path / dtype, run.state()
+            same(whole(place / f"{mode}-loaded", like), whole(place / here, like))
+            expected = run.step(2 + number)
+            found = json.loads((place / f"{mode}.json").read_text())
+            assert found == pytest.approx(expected, rel=tolerance_of(mode, dtype))
+        here = mode
+
+
+# Settings
+
+CFG = Config(optim=OptimConfig(batch_size=4, gradient_accumulation_steps=3, max_grad_norm=0.5))
+
+
+def config_file(folder: Path, **settings) -> str:
+    path = folder / "zero.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}} | settings))
+    return str(path)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_short_name_is_its_file_and_flags_decide_the_rest(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = merge_settings(name, CFG, 2, torch.bfloat16)
+    assert settings == merge_settings(CONFIGS[name], CFG, 2, torch.bfloat16)
+    file = json.loads((ROOT / CONFIGS[name]).read_text())
+    assert file == {"zero_optimization": settings["zero_optimization"]}
+    assert settings["train_micro_batch_size_per_gpu"] == 4
+    assert settings["gradient_accumulation_steps"] == 3
+    assert settings["train_batch_size"] == 24
+    assert settings["gradient_clipping"] == 0.5
+    assert settings["bf16"]["enabled"]
+    assert not settings["timers"]["throughput"]["enabled"] and settings["steps_per_print"] is None
+    assert not merge_settings(name, CFG, 2, torch.float32)["bf16"]["enabled"]
+    assert settings["communication_data_type"] == settings["data_types"]["grad_accum_dtype"] == "fp32"
+    low = replace(CFG, sharding=ShardingConfig(grad_reduce_dtype="bf16"))
+    assert merge_settings(name, low, 2, torch.bfloat16)["communication_data_type"] == "bf16"
+
+
+@needs_deepspeed
+def test_what_agrees_with_the_flags_may_stand_in_the_file(tmp_path):
+    zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_gather_16bit_weights_on_model_save": True}
+    path = config_file(
+        tmp_path,
+        zero_optimization=zero,
+        train_batch_size="auto",
+        gradient_accumulation_steps=3,
+        gradient_clipping=0.5,
+        bf16={"enabled": "auto"},
+        fp16={"enabled": False},
+        tensorboard={"enabled": False},
+        wall_clock_breakdown=True,
+    )
+    settings = merge_settings(path, CFG, 2, torch.bfloat16)
+    assert settings["zero_optimization"] == {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    assert settings["wall_clock_breakdown"] and settings["bf16"]["enabled"]
+    assert not settings.keys() & {"fp16", "tensorboard", "optimizer", "scheduler"}
+
+
+CONFLICTS = {
+    "train_micro_batch_size_per_gpu": (8, "8", "--batch_size 4"),
+    "gradient_accumulation_steps": (1, "1", "--gradient_accumulation_steps 3"),
+    "train_batch_size": (32, "32", "--batch_size 4 x --gradient_accumulation_steps 3 x 2 ranks"),
+    "gradient_clipping": (1.0, "1.0", "--max_grad_norm 0.5"),
+    "communication_data_type": ("bf16", '"bf16"', "--grad_reduce_dtype fp32"),
+    "bf16": ({"enabled": False}, "bf16.enabled is false", "--mixed_precision bf16"),
+    "data_types": ({"grad_accum_dtype": "bf16"}, '"bf16"', "always"),
+    "optimizer": ({"type": "AdamW"}, "optimizer", "--learning_rate"),
+    "scheduler": ({"type": "WarmupLR"}, "scheduler", "--lr_scheduler"),
+    "fp16": ({"enabled": True}, "fp16", "--mixed_precision"),
+    "amp": ({"enabled": True}, "amp", "--mixed_precision"),
+    "activation_checkpointing": ({"partition_activations": True}, "", "--gradient_checkpointing"),
+    "wandb": ({"enabled": True}, "wandb", "--use_wandb"),
+    "tensorboard": ({"enabled": True}, "tensorboard", "--log_dir"),
+    "csv_monitor": ({"enabled": True}, "csv_monitor", "metrics.jsonl"),
+    "gradient_cliping": (1.0, "gradient_cliping", "did you mean 'gradient_clipping'"),
+    "zero_optimization": ({"stage": 0}, "zero_optimization.stage is 0", "--sharding_mode ddp"),
+}
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("key", CONFLICTS)
+def test_a_file_that_contradicts_a_flag_names_both(key, tmp_path):
+    value, said, flag = CONFLICTS[key]
+    path = config_file(tmp_path, **{key: value})
+    with pytest.raises(ValueError) as error:
+        merge_settings(path, CFG, 2, torch.bfloat16)
+    message = str(error.value)
+    assert f"--deepspeed_config {path}" in message and "\n" not in message
+    assert key in message and said in message and flag in message
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("zero", "said"),
+    [
+        (None, "stage"),
+        (True, "stage"),
+        ({}, "stage"),
+        ({"stage": "auto"}, "stage"),
+        ({"stage": 4}, "stage is 4"),
+        ({"stage": 2, "overlap_com": True}, "zero_optimization.overlap_com"),
+        ({"stage": 2, "reduce_bucket_size": -1}, "zero_optimization.reduce_bucket_size"),
+        ({"stage": 2, "compute_grad_norm": False}, "compute_grad_norm"),
+        ({"stage": 2, "offload_param": {"device": "cpu"}}, "offload_param needs stage 3"),
+        ({"stage": 2, "offload_optimizer": "cpu"}, "offload_optimizer must be like"),
+        ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, "offload_optimizer.device"),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "offload_optimizer"),
+        ({"stage": 3, "zero_quantized_weights": True}, "zero_quantized_weights"),
+    ],
+)
+def test_zero_optimization_is_checked_before_anything_starts(zero, said, tmp_path):
+    with pytest.raises(ValueError, match=r"^[^\n]*--deepspeed_config [^\n]*$") as error:
+        merge_settings(config_file(tmp_path, zero_optimization=zero), CFG, 2, torch.bfloat16)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"zero_optimization": {"stage": 2}', "\x00"])
+def test_a_file_that_is_no_json_object_is_named(text, tmp_path):
+    path = tmp_path / "zero.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"--deepspeed_config .*zero\.json"):
+        merge_settings(str(path), CFG, 2, torch.bfloat16)
+
+
+def test_an_unknown_file_is_named_with_those_that_exist():
+    with pytest.raises(ValueError, match=r"--deepspeed_config ds_configs/zero9.json.*ds_configs/zero2.json"):
+        merge_settings("ds_configs/zero9.json", CFG, 2, torch.bfloat16)
+
+
+def test_without_deepspeed_the_error_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(RuntimeError, match=r"--sharding_mode.*pip install deepspeed=="):
+        merge_settings("ds_zero2", CFG, 2, torch.bfloat16)

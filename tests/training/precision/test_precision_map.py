@@ -1,0 +1,371 @@
+"""Precision by layer: patterns, disagreements, sizes, and modules that run in their own recipe."""
+
+import dataclasses
+import re
+import shlex
+from collections import OrderedDict
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from core.errors import EXIT_BAD_SETTING, EXIT_FAILED
+from te_models.build import ModelPlan, build_model
+from training.config import config_from_dict
+from training.precision import precision_map
+from training.precision import recipes as precision
+from training.precision.coverage import coverage
+from training.precision.precision_map import assign, check_resume, check_sizes, matches, parse, te_names
+from training.precision.recipes import Precision, build_autocast, resolve_precision
+from training.precision.scaling_state import scaling_state
+from training.run import main
+
+ROOT = Path(__file__).resolve().parents[3]
+TE = {"use_te": True, "mixed_precision": "fp8"}
+HF = {"mixed_precision": "fp8"}
+HF_NAMES = [f"model.layers.{i}.{m}" for i in range(4) for m in ("self_attn.q_proj", "mlp.down_proj")]
+
+
+def te(layers: int = 4, **values) -> dict[str, str]:
+    """What each module of a TE model is assigned."""
+    return assign(config_from_dict(TE | values), te_names(layers), layers)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        ("layers.0", "layers.0.self_attention.proj", True),
+        ("layers.0", "layers.10.self_attention.proj", False),
+        ("layers.*.self_attention", "layers.3.self_attention.proj", True),
+        ("layers.[0-3]", "layers.3.layernorm_mlp", True),
+        ("layers.[0-3]", "layers.4.layernorm_mlp", False),
+        ("layers.1?", "layers.12.layernorm_mlp", True),
+        ("proj", "layers.3.self_attention.proj", True),
+        ("proj", "layers.3.self_attention.layernorm_proj", False),
+        ("mlp.down_proj", "model.layers.3.mlp.down_proj", True),
+        ("mlp.proj", "model.mlp.layers.3.proj", False),  # parts must be consecutive
+        ("model.layers.3.mlp.down_proj.weight", "model.layers.3.mlp.down_proj", False),
+        ("Proj", "layers.3.self_attention.proj", False),
+    ],
+)
+def test_a_pattern_matches_a_run_of_parts(pattern, name, expected):
+    assert matches(pattern, name) == expected
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/precision.md", "training/config.py"])
+def test_documented_maps_can_be_given(path):
+    text = (ROOT / path).read_text(encoding="utf-8")
+    maps = re.findall(r"(?:--precision_map \"|bf16 \()([^\s\"()]+=[^\s\"()]+)", text)
+    assert maps
+    for found in maps:
+        names = te_names(4) if "self_attention" in found else HF_NAMES
+        settings = TE if "self_attention" in found else HF
+        assert "bf16" in assign(config_from_dict(settings | {"precision_map": found}), names, 4).values()
+
+
+def test_settings_reach_exactly_their_modules():
+    assert set(te().values()) == {"delayed"}
+    text = "layers.0=bf16, layers.1.*.proj = current"
+    found = te(layers=3, precision_map=text, fp8_scenario="block", bf16_last_layers=1)
+    assert found == {
+        "layers.0.self_attention.layernorm_qkv": "bf16",
+        "layers.0.self_attention.proj": "bf16",
+        "layers.0.layernorm_mlp": "bf16",
+        "layers.1.self_attention.layernorm_qkv": "block",
+        "layers.1.self_attention.proj": "current",
+        "layers.1.layernorm_mlp": "block",
+        "layers.2.self_attention.layernorm_qkv": "bf16",
+        "layers.2.self_attention.proj": "bf16",
+        "layers.2.layernorm_mlp": "bf16",
+    }
+
+
+def test_layers_in_bf16_are_counted_from_both_ends():
+    found = te(layers=4, bf16_first_layers=2, bf16_last_layers=1)
+    assert {name.split(".")[1] for name, recipe in found.items() if recipe == "bf16"} == {"0", "1", "3"}
+    assert {recipe for name, recipe in found.items() if name.split(".")[1] == "2"} == {"delayed"}
+
+
+def test_a_hugging_face_model_has_torchaos_recipes():
+    found = assign(config_from_dict(HF | {"precision_map": "mlp.down_proj=rowwise"}), HF_NAMES, 4)
+    assert found == {n: "rowwise" if n.endswith("down_proj") else "tensorwise" for n in HF_NAMES}
+    found = assign(config_from_dict(HF | {"bf16_first_layers": 3, "fp8_scenario": "rowwise"}), HF_NAMES, 4)
+    assert [name for name, recipe in found.items() if recipe == "rowwise"] == HF_NAMES[6:]
+
+
+def test_saying_the_same_twice_is_no_disagreement():
+    assert te(precision_map="layers.0=bf16,layers.0.layernorm_mlp=bf16", bf16_first_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"precision_map": "layers.0"}, r"'layers.0' is not PATTERN=RECIPE"),
+        ({"precision_map": ""}, r"'' is not PATTERN=RECIPE"),
+        ({"precision_map": "layers.0=bf16,"}, r"'' is not PATTERN=RECIPE"),
+        ({"precision_map": "=bf16"}, r"'=bf16' is not PATTERN=RECIPE"),
+        ({"precision_map": "layers..proj=bf16"}, r"'layers..proj=bf16' is not PATTERN=RECIPE"),
+        ({"precision_map": "a=b=bf16"}, r"'a=b=bf16' is not PATTERN=RECIPE"),
+        (
+            {"precision_map": "proj=mxfp9"},
+            r"mxfp9 is no recipe; with --use_te .*delayed, .*nvfp4, bf16; .*'mxfp8'",
+        ),
+        ({"precision_map": "proj=rowwise"}, r"rowwise is one without --use_te; with --use_te .*delayed"),
+        ({"precision_map": "layers.9=bf16"}, r"layers.9=bf16: no GEMM module .*layers\.\*\..*layers 0 to 3"),
+        (
+            {"precision_map": "layers.1=bf16,proj=current"},
+            r"layers.1=bf16 and proj=current disagree on layers.1.self_attention.proj",
+        ),
+        (
+            {"precision_map": "proj=current", "bf16_last_layers": 1},
+            r"--bf16_last_layers 1 and proj=current disagree on layers.3.self_attention.proj",
+        ),
+        ({"bf16_first_layers": 2, "bf16_last_layers": 2}, r"all of the model's 4 layers; use --mixed_precis"),
+        ({"precision_map": "layers.*=bf16"}, r"no module is left in FP8; use --mixed_precision bf16"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(values, words):
+    with pytest.raises(ValueError, match=words) as error:
+        te(**values)
+    assert "\n" not in str(error.value)
+
+
+def test_te_s_recipes_are_refused_without_te():
+    with pytest.raises(ValueError, match=r"block is one of --use_te; without --use_te .*rowwise_with_gw_hp"):
+        parse("proj=block", use_te=False)
+
+
+def resolved(**by_module: str) -> Precision:
+    names = {n: by_module.get(n.rpartition(".")[2], "delayed") for n in te_names(2)}
+    return Precision("delayed", "delayed", recipe=object(), te_backend="native", by_module=names)
+
+
+def test_tokens_and_sizes_hold_for_every_recipe_in_use():
+    sizes = {"hidden_size": 256, "intermediate_size": 640, "query width": 256, "key/value width": 32}
+    assert resolved().token_multiple == 16 and resolved(layernorm_mlp="block").token_multiple == 128
+    assert resolved(layernorm_qkv="bf16", proj="bf16", layernorm_mlp="mxfp8").token_multiple == 32
+    check_sizes(resolved(layernorm_mlp="block", proj="block"), "m", sizes)
+    with pytest.raises(
+        ValueError, match=r"layers.0.self_attention.layernorm_qkv cannot run in block: key/va"
+    ):
+        check_sizes(resolved(layernorm_qkv="block"), "m", sizes)
+    odd = sizes | {"intermediate_size": 650}
+    with pytest.raises(
+        ValueError, match=r"layers.0.layernorm_mlp cannot run in delayed: intermediate_size 650"
+    ):
+        check_sizes(resolved(), "m", odd)
+    check_sizes(resolved(layernorm_mlp="bf16"), "m", odd)
+
+
+def test_calibration_is_for_delayed_scaling_anywhere():
+    assert "delayed" in resolved().in_use
+    everywhere = {"layernorm_qkv": "current", "proj": "current", "layernorm_mlp": "current"}
+    assert resolved(**everywhere).in_use == {"current"}
+    assert resolved(**everywhere | {"proj": "delayed"}).in_use == {"current", "delayed"}
+
+
+def test_what_te_cannot_mix_is_refused():
+    cfg = config_from_dict(TE | {"fp8_attention": True})
+    precision_map._refuse_mixes(cfg, resolved(layernorm_mlp="bf16"), 2)
+    with pytest.raises(ValueError, match=r"--fp8_attention: .*proj .*\(here bf16 and delayed\)"):
+        precision_map._refuse_mixes(cfg, resolved(proj="bf16"), 2)
+    gather = {"fp8_all_gather": True, "sharding_mode": "fsdp_full", "fp8_scenario": "current"}
+    with pytest.raises(ValueError, match=r"--fp8_all_gather .*cannot have bf16, delayed"):
+        precision_map._refuse_mixes(config_from_dict(TE | gather), resolved(proj="bf16"), 2)
+
+
+@pytest.mark.parametrize(
+    ("fp8_attention", "expected"),
+    [(True, ["current", "proj", "end"]), (False, ["current", "end", "proj", "current", "end"])],
+)
+def test_fp8_attention_runs_whole_in_its_recipe(monkeypatch, fp8_attention, expected):
+    seen = []
+
+    @contextmanager
+    def own_autocast(precision, recipe):
+        seen.append(recipe)
+        yield
+        seen.append("end")
+
+    monkeypatch.setattr(precision_map, "_own_autocast", own_autocast)
+    attention = nn.Sequential(OrderedDict(layernorm_qkv=nn.Identity(), proj=nn.Identity()))
+    attention.proj.register_forward_pre_hook(lambda *_: seen.append("proj"))
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"self_attention": attention})])})
+    given = dict(zip(te_names(1), ("current", "current", "delayed"), strict=True))
+    mapped = Precision("delayed", "delayed", by_module=given, recipes={"current": "current"})
+    precision_map.apply(model, mapped, fp8_attention=fp8_attention)
+    attention(torch.ones(1))
+    assert seen == expected
+
+
+def test_a_resume_on_a_gpu_that_replaces_other_recipes_is_refused():
+    here = dataclasses.replace(resolved(), map_fallbacks={"mxfp8": "too old"})
+    check_resume({"map_fallbacks": {"mxfp8": "another reason"}}, here)
+    check_resume({}, resolved())
+    with pytest.raises(ValueError, match=r"--resume: .*delayed replaced none there, mxfp8 here"):
+        check_resume({"map_fallbacks": {}}, here)
+
+
+@pytest.mark.parametrize("given", [{"precision_map": "proj=bf16"}, {"bf16_first_layers": 1}])
+@pytest.mark.parametrize("use_te", [True, False])
+def test_a_map_is_for_fp8_alone(given, use_te):
+    cfg = config_from_dict({"use_te": use_te, "te_backend": "emulated" if use_te else "auto", **given})
+    name, value = next(iter(given.items()))
+    with pytest.raises(ValueError, match=rf"--{name} {value}: only --mixed_precision fp8 .*\(here bf16\)"):
+        precision_map.resolve(cfg, Precision("bf16", "bf16", te_backend=None), CONFIG)
+
+
+def test_a_hugging_face_model_s_map_is_read_before_its_weights():
+    cfg = config_from_dict(HF | {"precision_map": "proj=block"})
+    with pytest.raises(ValueError, match="block is one of --use_te"):
+        precision_map.resolve(cfg, Precision("tensorwise", "tensorwise"), CONFIG)
+
+
+def test_a_recipe_of_the_map_falls_back_as_the_run_s_does(monkeypatch):
+    too_old = {"mxfp8": "capability 10.0 required"}
+    monkeypatch.setattr(precision, "why_not", lambda name, backend: too_old.get(name))
+    cfg = TE | {"te_backend": "emulated", "precision_map": "proj=mxfp8", "fp8_scenario": "current"}
+    found = resolve(**cfg)
+    assert {found.by_module[name] for name in te_names(2) if name.endswith("proj")} == {"delayed"}
+    assert found.in_use == {"current", "delayed"} and found.effective == "current"
+    assert list(found.map_fallbacks) == ["mxfp8"]
+    assert "--precision_map ...=mxfp8 cannot run here: capability 10.0" in found.map_fallbacks["mxfp8"]
+    assert found.as_dict()["map_fallbacks"] == found.map_fallbacks
+    with pytest.raises(RuntimeError, match=r"--precision_map ...=mxfp8 cannot run here"):
+        resolve(**cfg, fp8_fallback="error")
+
+
+CONFIG = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=256,
+    initializer_range=0.1,
+)
+
+
+def resolve(**values) -> Precision:
+    cfg = config_from_dict({"te_backend": "emulated", **TE, **values})
+    return precision_map.resolve(cfg, resolve_precision(cfg), CONFIG)
+
+
+CPU = torch.device("cpu")
+BF16 = Precision("bf16", "bf16", te_backend="emulated")
+
+
+def build(found: Precision, **options) -> torch.nn.Module:
+    """An emulated TE model whose modules run in what `found` gives them."""
+    plan, sizes = ModelPlan("test", CONFIG, None), {"packed": False, "max_positions": 64}
+    made = {"te_backend": "emulated", "dtype": torch.bfloat16, "device": CPU, "seed": 0}
+    model = build_model(plan, **made, **sizes, **options)
+    precision_map.apply(model, found, fp8_attention=False)
+    return model
+
+
+def train(found: Precision, steps: int = 3, **options) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+    """A model after some steps in these recipes, and the losses and gradients that it computed."""
+    model, said = build(found, **options), []
+    autocast = build_autocast(found, device=CPU, parameter_dtype=torch.bfloat16)
+    ids = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
+    for _ in range(steps):
+        with autocast():
+            loss = model(ids, ids).loss
+        loss.backward()
+        said += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 1e-4 * p.grad
+                p.grad = None
+    return model, said
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_the_names_are_those_of_a_te_model():
+    model, _ = train(resolve(), steps=1)
+    gemms = [
+        n
+        for n, m in model.named_modules()
+        if type(m).__name__ in ("Linear", "LayerNormLinear", "LayerNormMLP")
+    ]
+    assert [name for name in gemms if name != "lm_head"] == te_names(2)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("around", "inside"), [("current", "delayed"), ("delayed", "current"), ("block", "mxfp8")]
+)
+def test_a_map_of_one_recipe_for_all_is_that_recipe(around, inside, recompute):
+    mapped, said = train(
+        resolve(fp8_scenario=around, precision_map=f"layers.*={inside}"), gradient_checkpointing=recompute
+    )
+    alone, expected = train(resolve(fp8_scenario=inside), gradient_checkpointing=recompute)
+    assert equal(said, expected)
+    states = [
+        {name: t for name, t in scaling_state(model).items() if "core_attention" not in name}
+        for model in (mapped, alone)
+    ]
+    assert states[0].keys() == states[1].keys() and equal(list(states[0].values()), list(states[1].values()))
+    assert bool(states[0]) == (inside == "delayed")
+
+
+def test_every_module_runs_in_what_it_was_given():
+    text = "layers.1.self_attention.proj=current,layers.1.layernorm_mlp=bf16,layers.1.*.layernorm_qkv=mxfp8"
+    found = resolve(precision_map=text, bf16_first_layers=1, fp8_scenario="block")
+    assert found.describe() == "by layer (bf16, current, mxfp8)" and BF16.describe() == "bf16"
+    model, said = train(found, steps=1)
+    rows = {
+        (row.modules, row.precision): row.count for row in coverage(model, Precision("block", "block")).rows
+    }
+    attention = "layers.*.self_attention"
+    assert rows == {
+        (f"{attention}.layernorm_qkv", "bf16"): 1,
+        (f"{attention}.layernorm_qkv", "fp8 mxfp8"): 1,
+        (f"{attention}.proj", "bf16"): 1,
+        (f"{attention}.proj", "fp8 current"): 1,
+        ("layers.*.layernorm_mlp", "bf16"): 2,
+        (f"{attention}.core_attention", "bf16"): 2,
+        ("lm_head", "bf16"): 1,
+    }
+    _, in_bf16 = train(BF16, steps=1)
+    assert not torch.equal(said[0], in_bf16[0])
+    assert said[0].item() == pytest.approx(in_bf16[0].item(), rel=0.02)
+
+
+def test_a_layer_in_bf16_computes_as_without_fp8():
+    seen: list[torch.Tensor] = []
+    for found in (resolve(precision_map="layers.0=bf16"), BF16):
+        model = build(found)
+        for layer in model.layers:
+            layer.register_forward_hook(lambda module, inputs, output: seen.append(output))
+        with build_autocast(found, device=CPU, parameter_dtype=torch.bfloat16)():
+            model(torch.arange(32)[None], torch.arange(32)[None])
+    assert torch.equal(seen[0], seen[2]) and not torch.equal(seen[1], seen[3])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--precision_map proj=block", "block is one of --use_te"),
+        ("--precision_map layers.7=bf16", "layers.7=bf16: no GEMM module has such a name"),
+        ("--use_te --te_backend emulated --precision_map proj", "'proj' is not PATTERN=RECIPE"),
+        ("--use_te --te_backend emulated --bf16_first_layers 9", "use --mixed_precision bf16"),
+        (
+            "--use_te --te_backend emulated --precision_map proj=nvfp4 --fp8_fallback error",
+            "=nvfp4 cannot run",
+        ),
+    ],
+)
+def test_a_command_says_what_is_wrong_in_one_line(tmp_path, capsys, flags, words):
+    small = "--mixed_precision fp8 --num_of_samples 60 --num_workers 0 --num_proc 1 --max_seq_length 128"
+    argv = shlex.split(f"{small} --output_dir {tmp_path / 'run'} {flags}")
+    assert main(argv, description="test", start=lambda cfg: CPU) in (EXIT_BAD_SETTING, EXIT_FAILED)
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and words in error

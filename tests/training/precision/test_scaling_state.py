@@ -1,0 +1,66 @@
+"""Delayed scaling's state, on modules that keep it as TE does."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from training.precision.scaling_state import (
+    frozen_scaling,
+    restore_scaling,
+    scale_gradients,
+    scaling_state,
+    scrub_scaling,
+)
+
+
+class Scaled(torch.nn.Module):
+    """A module with delayed scaling's state as TE keeps it: outside parameters and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.fp8_meta = {
+            direction: SimpleNamespace(scale=torch.full((3,), 8.0), amax_history=torch.full((4, 3), 2.0))
+            for direction in ("scaling_fwd", "scaling_bwd")
+        }
+
+
+def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in scaling_state(model).items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_scaling_state_is_found_frozen_and_restored():
+    model = torch.nn.ModuleDict({"a": Scaled(), "b": torch.nn.Linear(2, 2), "c": Scaled()})
+    before = values(model)
+    assert len(before) == 8 and "a.scaling_bwd.amax_history" in before
+
+    with frozen_scaling(model):
+        for tensor in scaling_state(model).values():
+            tensor.add_(1)
+    assert same(values(model), before)
+
+    wanted = {name: torch.rand_like(tensor) for name, tensor in before.items()}
+    restore_scaling(model, {})
+    assert same(values(model), before)
+    restore_scaling(model, wanted)
+    assert same(values(model), wanted)
+    with pytest.raises(ValueError, match=r"--resume: .*FP8 scaling state"):
+        restore_scaling(model, {"a.scaling_fwd.scale": torch.ones(3)})
+
+
+def test_scaling_forgets_what_is_not_finite_and_scales_gradients_alone():
+    model = Scaled()
+    history = model.fp8_meta["scaling_fwd"].amax_history
+    history[0] = torch.tensor([torch.nan, torch.inf, 5.0])
+    scrub_scaling(model)
+    assert history.tolist() == [[0.0, 0.0, 5.0], *[[2.0] * 3] * 3]
+
+    model = Scaled()
+    scale_gradients(model, 1 / 4)
+    forward, backward = model.fp8_meta["scaling_fwd"], model.fp8_meta["scaling_bwd"]
+    assert forward.scale.eq(8).all() and forward.amax_history.eq(2).all()
+    assert backward.scale.eq(32).all() and backward.amax_history.eq(0.5).all()

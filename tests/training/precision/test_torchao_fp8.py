@@ -1,0 +1,428 @@
+"""FP8 through torchao, emulated: which layers, which values are quantised, and runs of any architecture."""
+
+import json
+import logging
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig
+
+from core.errors import EXIT_BAD_SETTING, EXIT_FAILED
+from te_models.build import ModelPlan, build_model
+from te_models.hugging_face import HFCausalLM, high_precision_linears
+from tests.children import preload, run_ranks
+from tests.te_models.test_hugging_face import TINY
+from tests.training.parallel.test_multi_gpu import train as train_on_ranks
+from tests.training.test_run import losses
+from training.optim.adamw import FusedAdamW, local
+from training.precision import torchao_fp8
+from training.precision.coverage import coverage
+from training.precision.recipes import Precision
+from training.precision.settings import TORCHAO_RECIPES
+from training.run import main
+
+preload(__name__)
+
+if find_spec("torchao") is None:
+    pytest.skip("torchao is not installed", allow_module_level=True)
+
+LINEARS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+LINEARS += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+
+
+def build(model_type: str = "llama", recipe_of=lambda name: "tensorwise", **changes) -> HFCausalLM:
+    return build_model(
+        ModelPlan(model_type, AutoConfig.for_model(model_type, **TINY | changes), None),
+        te_backend=None,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        seed=0,
+        packed=True,
+        max_positions=64,
+        convert=recipe_of and (lambda model: torchao_fp8.convert(model, recipe_of, emulated=True)),
+    )
+
+
+# Which layers
+
+
+def test_coverage_counts_every_linear_layer_and_its_share():
+    """7 layers a block with 1024 + 512 + 512 + 1024 + 3 * 1536 weights, and a head of 2048, in BF16."""
+    found = coverage(build(), Precision("tensorwise", "tensorwise"))
+    assert found.fp8_modules == 14 and found.fp8_gemm_share == pytest.approx(15360 / 17408)
+    rows = {row.modules.removeprefix("model."): (row.count, row.precision) for row in found.rows}
+    assert rows == {f"model.layers.*.{name}": (2, "fp8 tensorwise") for name in LINEARS} | {
+        "lm_head": (1, "bf16")
+    }
+    assert {row.gemm_share for row in found.rows if "o_proj" in row.modules} == {2048 / 17408}
+
+
+def test_coverage_tells_that_one_of_three_gemms_is_in_bf16():
+    found = coverage(build(recipe_of=lambda name: "rowwise_with_gw_hp"), Precision("x", "x"))
+    assert found.fp8_gemm_share == pytest.approx(2 / 3 * 15360 / 17408)
+    assert any("(gradients of weights in BF16)" in line for line in found.lines())
+
+
+def test_a_layer_that_fp8_gemms_cannot_take_is_left_out_and_named():
+    found = coverage(build(intermediate_size=40), Precision("tensorwise", "tensorwise"))
+    notes = {row.modules.rpartition(".")[2]: (row.precision, row.note) for row in found.rows}
+    assert notes["up_proj"] == notes["gate_proj"] == ("bf16", "outputs 40: no multiple of 16")
+    assert notes["down_proj"] == ("bf16", "inputs 40: no multiple of 16")
+    assert notes["q_proj"] == ("fp8 tensorwise", "")
+    assert any("down_proj" in line and "(inputs 40: no multiple" in line for line in found.lines())
+
+
+def test_layers_run_in_the_recipe_of_their_name():
+    recipes = {"q_proj": "rowwise", "k_proj": "bf16", "v_proj": None}
+    model = build(recipe_of=lambda name: recipes.get(name.rpartition(".")[2], "tensorwise"))
+    ran = {row.modules.rpartition(".")[2]: row.precision for row in coverage(model, Precision("x", "x")).rows}
+    assert ran["q_proj"] == "fp8 rowwise" and ran["o_proj"] == "fp8 tensorwise"
+    assert ran["k_proj"] == ran["v_proj"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rounds"), [("tensorwise", False), ("rowwise", True), ("rowwise_with_gw_hp", True)]
+)
+def test_scales_are_powers_of_two_where_the_recipe_has_them_so_unless_asked_otherwise(recipe, rounds):
+    for fp32_scales in (False, True):
+        model = build(recipe_of=None)
+        torchao_fp8.convert(model, lambda name: recipe, emulated=True, fp32_scales=fp32_scales)
+        found = {m.config.round_scales_to_power_of_2 for m in model.modules() if hasattr(m, "fp8_recipe")}
+        assert found == {rounds and not fp32_scales}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_keep_names_values_and_ties(tied):
+    plain, converted = (build(recipe_of=r, tie_word_embeddings=tied) for r in (None, lambda name: "rowwise"))
+    before, after = (dict(m.named_parameters()) for m in (plain, converted))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], p) and after[name].dtype == p.dtype for name, p in before.items())
+    assert (converted.model.lm_head.weight is converted.model.model.embed_tokens.weight) == tied
+
+
+def test_a_model_without_linear_layers_is_refused_with_what_it_has():
+    with pytest.raises(
+        ValueError, match=r"GPT2LMHeadModel: torchao converts nn\.Linear.*8 x Conv1D; use --mix"
+    ):
+        build("gpt2")
+    with pytest.raises(
+        ValueError, match=r"none of its 14 linear layers can .* \(8 x inputs 24, outputs 24: no"
+    ):
+        build(hidden_size=24, num_key_value_heads=4, intermediate_size=40)
+
+
+def test_torchao_that_is_missing_is_named_with_the_way_to_get_it(monkeypatch):
+    torchao_fp8.require_torchao()
+    monkeypatch.setattr(torchao_fp8, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"needs torchao: install it with `pip install torchao==0\.18\.0`"):
+        torchao_fp8.require_torchao()
+
+
+def test_what_torchao_says_of_other_gpus_is_not_printed(caplog):
+    torchao_fp8.silence_import()
+    logger = logging.getLogger("torchao")
+    logger.warning("Failed to load a_C_mxfp8.so: no such GPU")
+    logger.warning("something else")
+    assert [record.getMessage() for record in caplog.records] == ["something else"]
+
+
+# Which values
+
+
+def quantised(tensor: torch.Tensor, dtype: torch.dtype, dim: int | None, power_of_two: bool) -> torch.Tensor:
+    """FP8 and back in float32, with one scale a tensor, or one for each slice along `dim`."""
+    tensor = tensor.float()
+    largest = tensor.abs().amax() if dim is None else tensor.abs().amax(dim, keepdim=True)
+    scale = torch.finfo(dtype).max / largest.double()
+    scale = (torch.exp2(scale.log2().floor()) if power_of_two else scale).float()
+    return (tensor * scale).to(dtype).float() / scale
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def by_hand(recipe: str, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+    """y = x W^T, dx = dy W, dW = dy^T x as each recipe defines them, from BF16 operands."""
+    if recipe == "tensorwise":
+        x8, w8 = (quantised(t, E4M3, None, False) for t in (x, weight))
+        g8 = quantised(grad, E5M2, None, False)
+        return [x8 @ w8.T, g8 @ w8, g8.T @ x8]
+    rows, columns = (lambda t: quantised(t, E4M3, 1, True)), (lambda t: quantised(t, E4M3, 0, True))
+    y = rows(x) @ rows(weight).T
+    if recipe == "rowwise":
+        return [y, rows(grad) @ columns(weight), columns(grad).T @ columns(x)]
+    dx = rows(grad) @ quantised(weight, E4M3, None, True)
+    return [y, dx, grad.float().T @ x.float()]
+
+
+@pytest.mark.parametrize("recipe", TORCHAO_RECIPES)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["autocast", "bf16"])
+def test_the_bf16_weight_is_quantised_wherever_it_is_kept(recipe, stored):
+    model = build(recipe_of=lambda name: recipe)
+    linear = model.get_submodule("model.model.layers.0.mlp.up_proj").to(stored)
+    torch.manual_seed(1)
+    linear.weight.data.normal_()
+    x = torch.randn(2, 16, 32).to(stored).requires_grad_()
+    grad = torch.randn(2, 16, 48).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=stored == torch.float32):
+        y = linear(x)
+    y.backward(grad)
+    assert y.dtype == torch.bfloat16 and linear.weight.grad.dtype == x.grad.dtype == stored
+    flat = x.detach().bfloat16().flatten(0, 1), linear.weight.detach().bfloat16(), grad.flatten(0, 1)
+    expected = [t.bfloat16().float() for t in by_hand(recipe, *flat)]
+    got = [y.flatten(0, 1), x.grad.flatten(0, 1), linear.weight.grad]
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours.float(), theirs, rtol=2**-7, atol=1e-3)
+
+
+def test_linears_are_plain_inside_high_precision_linears():
+    model = build()
+    linear, x = model.get_submodule("model.model.layers.0.mlp.up_proj"), torch.randn(4, 32)
+    exact, in_fp8 = F.linear(x, linear.weight), linear(x)
+    with high_precision_linears(model):
+        assert torch.equal(linear(x), exact)
+    assert torch.equal(linear(x), in_fp8) and not torch.equal(in_fp8, exact)
+
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 8, "pad_token_id": None}
+
+
+@pytest.mark.parametrize("model_type", ["llama4_text", "phimoe"])
+def test_routers_that_are_linear_layers_stay_what_they_are(model_type):
+    model = build(model_type, **EXPERTS, intermediate_size_mlp=48)
+    ids = torch.randint(3, 64, (1, 32), generator=torch.Generator().manual_seed(0))
+    loss = model(ids, ids.roll(-1), torch.arange(32)[None]).loss
+    loss.backward()
+    found = coverage(model, Precision("tensorwise", "tensorwise"))
+    assert loss.isfinite() and found.fp8_modules
+    rows = {row.modules.rpartition(".")[2]: row.precision for row in found.rows}
+    assert rows["router"] == "bf16" and rows["q_proj"] == "fp8 tensorwise"
+    assert rows.get("down_proj", "bf16") == "bf16"  # of Llama 4's shared expert
+
+
+def test_converted_layers_share_one_compiled_graph():
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    model = build("qwen3", num_hidden_layers=4)
+    model.compile_blocks(backend="aot_eager")
+    ids = torch.arange(3, 35)[None]
+    for cut in (8, 16):
+        borders = torch.tensor([0, cut, 24, 32], dtype=torch.int32)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(ids, ids, ids, borders, 32).loss
+        loss.backward()
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    torch._dynamo.reset()
+
+
+# Whole runs
+
+SMALL = (
+    "--num_of_samples 60 --max_seq_length 128 --batch_size 4 --eval_samples 6 --num_workers 0 --num_proc 1 "
+    "--learning_rate 1e-3 --log_interval 1 --deterministic --init random --tokenizer_name demo"
+)
+SIZES = {
+    "vocab_size": 2048,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def train(folder: Path, flags: str = "", *, code: int = 0) -> Path:
+    argv = [*shlex.split(SMALL), "--output_dir", str(folder), *shlex.split(flags)]
+    assert main(argv, description="test", start=lambda cfg: torch.device("cpu")) == code
+    return folder
+
+
+def environment(folder: Path) -> dict:
+    return json.loads((folder / "env.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for model_type in ("qwen2", "qwen3", "llama", "gpt_neox", "gpt2"):
+        AutoConfig.for_model(model_type, **SIZES).save_pretrained(folder / model_type)
+    return folder
+
+
+# GPT-NeoX: biases, a fused QKV, two layer norms and an MLP without gate; four linear layers instead of seven.
+@pytest.mark.parametrize(
+    ("model_type", "fp8"), [("qwen2", 14), ("qwen3", 14), ("llama", 14), ("gpt_neox", 8)]
+)
+def test_any_architecture_trains_in_every_recipe_about_as_in_bf16(model_type, fp8, models, tmp_path):
+    flags = f"--model_name {models / model_type} --max_steps 4 --no_export --no_save_checkpoints"
+    reference = losses(train(tmp_path / "bf16", f"{flags} --mixed_precision bf16"))
+    for recipe in TORCHAO_RECIPES:
+        folder = train(tmp_path / recipe, f"{flags} --mixed_precision fp8 --fp8_scenario {recipe}")
+        found = environment(folder)
+        assert found["recipe"] == recipe and found["emulated"]
+        assert found["coverage"]["fp8_modules"] == fp8
+        assert found["attention_backend"] == "packed_causal"
+        assert losses(folder) == pytest.approx(reference, rel=5e-3) and losses(folder) != reference
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_and_its_export_loads(models, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    flags = f"--model_name {models}/qwen2 --mixed_precision fp8 --save_interval 3 --gradient_checkpointing"
+    whole = train(tmp_path / "whole", f"{flags} --max_steps 6")
+    again = train(tmp_path / "again", f"{flags} --max_steps 6 --resume {whole}/checkpoints/step_000003")
+    assert losses(again) == {step: loss for step, loss in losses(whole).items() if step > 3}
+    one, other = (load_file(f / "export" / "model.safetensors") for f in (whole, again))
+    assert one.keys() == other.keys() and all(torch.equal(t, other[name]) for name, t in one.items())
+    _, info = AutoModelForCausalLM.from_pretrained(whole / "export", output_loading_info=True)
+    assert not any(info[keys] for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+def test_precision_by_layer_reaches_torchao(models, tmp_path):
+    flags = (
+        f"--model_name {models}/llama --mixed_precision fp8 --max_steps 1 --no_export --no_save_checkpoints"
+    )
+    maps = "--bf16_first_layers 1 --precision_map layers.1.mlp=rowwise"
+    found = environment(train(tmp_path / "run", f"{flags} {maps}"))["coverage"]
+    counts = {}
+    for row in found["rows"]:
+        counts[row["precision"]] = counts.get(row["precision"], 0) + row["count"]
+    assert counts == {"bf16": 7 + 1, "fp8 tensorwise": 4, "fp8 rowwise": 3}
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        ("--model_name {models}/gpt2 --no_packing", EXIT_BAD_SETTING, "GPT2LMHeadModel: torchao converts"),
+        ("--fp8_scenario delayed", EXIT_BAD_SETTING, "--fp8_scenario delayed without --use_te"),
+        (
+            "--fp8_all_gather --sharding_mode fsdp_full --fp8_scenario rowwise",
+            EXIT_BAD_SETTING,
+            "--fp8_all_gather: weights are scaled by their own largest value, one for all shards",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(models, tmp_path, capsys, flags, code, message):
+    train(tmp_path / "run", f"--mixed_precision fp8 {flags.format(models=models)}", code=code)
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and message in error
+
+
+def test_torchao_is_asked_for_before_anything_is_read(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torchao_fp8, "find_spec", lambda name: None)
+    train(tmp_path / "run", "--mixed_precision fp8 --model_name /nowhere", code=EXIT_FAILED)
+    assert "without --use_te needs torchao" in capsys.readouterr().err
+
+
+# Many ranks
+
+
+@pytest.fixture(scope="module")
+def on_one(tmp_path_factory, models) -> dict[int, float]:
+    flags = f"--model_name {models}/llama --mixed_precision fp8 --max_steps 4 --no_export"
+    return losses(train(tmp_path_factory.mktemp("one") / "run", flags))
+
+
+ON_TWO = f"{SMALL} --batch_size 2 --mixed_precision fp8 --max_steps 4"
+GATHERED = "--sharding_mode fsdp_full --fp8_all_gather --gradient_checkpointing --save_interval 2"
+
+
+@pytest.fixture(scope="module")
+def gathered_in_fp8(tmp_path_factory, models) -> Path:
+    flags = f"{ON_TWO} --model_name {models}/llama {GATHERED}"
+    return train_on_ranks(tmp_path_factory.mktemp("gathered") / "run", flags).folder
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--sharding_mode ddp",
+        "--sharding_mode fsdp_full",
+        "--sharding_mode hsdp --hsdp_shard_size 1 --fp8_all_gather",
+        "--sharding_mode ds_zero3",
+    ],
+)
+def test_ranks_train_as_one_process_does(flags, on_one, models, tmp_path):
+    folder = train_on_ranks(tmp_path / "run", f"{ON_TWO} --model_name {models}/llama {flags}").folder
+    assert losses(folder) == pytest.approx(on_one, rel=2e-3)
+    assert environment(folder)["coverage"]["fp8_modules"] == 14
+
+
+def test_weights_gathered_in_fp8_train_as_one_process_does(gathered_in_fp8, on_one):
+    assert losses(gathered_in_fp8) == pytest.approx(on_one, rel=2e-3)
+
+
+def test_weights_gathered_in_fp8_resume_bit_for_bit(gathered_in_fp8, models, tmp_path):
+    whole = gathered_in_fp8
+    resume = f"--resume {whole}/checkpoints/step_000002"
+    flags = f"{ON_TWO} --model_name {models}/llama {GATHERED} {resume}"
+    again = train_on_ranks(tmp_path / "again", flags).folder
+    assert losses(again) == {step: loss for step, loss in losses(whole).items() if step > 2}
+    one, other = (load_file(f / "export" / "model.safetensors") for f in (whole, again))
+    assert one.keys() == other.keys() and all(torch.equal(t, other[name]) for name, t in one.items())
+
+
+def gathered(rank: int, folder: Path) -> None:
+    """BF16 shards under our own optimizer: what travels is FP8, and steps are those of plain shards."""
+    mesh = init_device_mesh("cpu", (2,))
+    found = {}
+    for all_gather in (False, True):
+        model = build(recipe_of=None).to(torch.bfloat16)
+        torchao_fp8.convert(model, lambda name: "tensorwise", emulated=True, all_gather=all_gather)
+        for block in (*model.blocks, model):
+            fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        optimizer = FusedAdamW(
+            [{"params": list(model.parameters())}],
+            lr=1e-3,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            master_weights=True,
+            moment_dtype=torch.float32,
+        )
+        weight = model.get_submodule("model.model.layers.0.mlp.up_proj").weight
+        if all_gather:
+            torchao_fp8.refresh_scales_after_steps(model, optimizer)
+            sent, _ = weight.to_local().fsdp_pre_all_gather(mesh)
+            assert [part.dtype for part in sent] == [torch.float8_e4m3fn]
+        history = []
+        for step in range(3):
+            ids = torch.arange(16)[None] + 3 + 7 * rank + step
+            loss = model(ids, ids, torch.arange(16)[None]).loss
+            loss.backward()
+            optimizer.step(scale=torch.tensor(1.0), taken=torch.tensor(True))
+            optimizer.zero_grad()
+            history.append(loss.item())
+        found[all_gather] = history, weight.full_tensor()
+        if all_gather:
+            largest = local(weight).float().abs().max()
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            assert weight._local_tensor._precomputed_scale == (448 / largest.double()).float()
+            one_graph_of_sharded_layers(model, history[-1])
+    assert found[True][0] == found[False][0]
+    assert torch.equal(local(found[True][1]), found[False][1])
+
+
+def one_graph_of_sharded_layers(model: HFCausalLM, last: float) -> None:
+    """Whose weights come and go in hooks, which must not end up in it."""
+    counters = torch._dynamo.utils.counters
+    model.compile_blocks(backend="aot_eager")
+    for start in (3, 10):
+        ids = torch.arange(16)[None] + start
+        loss = model(ids, ids, torch.arange(16)[None]).loss
+        loss.backward()
+    assert loss.isfinite() and loss < 2 * last
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def test_bf16_shards_travel_in_fp8_and_step_as_plain_ones_do(tmp_path):
+    run_ranks(gathered, tmp_path)

@@ -1,0 +1,160 @@
+"""Numbers computed by hand, so a wrong factor cannot hide."""
+
+import math
+
+import pytest
+from transformers import Gemma2Config, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config
+
+from training.tracking.metrics import (
+    PEAK_TFLOPS,
+    ModelShape,
+    attention_flops,
+    gemm_flops,
+    matmul_parameters,
+    mfu,
+    model_flops,
+    peak_tflops,
+    perplexity,
+    tokens_per_second,
+)
+
+LLAMA_8B = ModelShape(
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn_hidden_size=14336,
+    vocab_size=128256,
+)
+# Small enough for a pencil; every dimension differs, so no two can be confused.
+SMALL = ModelShape(
+    hidden_size=10, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=3, ffn_hidden_size=7, vocab_size=11
+)
+
+
+def test_matmul_parameters():
+    # q and o 2*10*12 = 240, k and v 2*10*6 = 120, MLP 3*10*7 = 210: 570 a layer; LM head 110.
+    assert matmul_parameters(SMALL) == 2 * 570 + 110
+    # 8,030,261,248 parameters, less the embedding 525,336,576 and 65 norms of 4096.
+    assert matmul_parameters(LLAMA_8B) == 8_030_261_248 - 525_336_576 - 65 * 4096
+
+
+def test_matmul_parameters_agree_with_a_real_model():
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    config = Qwen3Config(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=48,
+        vocab_size=100,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    in_gemms = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    assert matmul_parameters(ModelShape.from_hf_config(config)) == in_gemms
+
+
+def test_model_flops():
+    assert gemm_flops(SMALL, tokens=5) == 6 * 1250 * 5
+    assert attention_flops(SMALL, sum_squared_lengths=4 + 9) == 6 * 2 * 12 * 13
+    assert model_flops(SMALL, tokens=5, sum_squared_lengths=13) == 37_500 + 1872
+    per_token = model_flops(LLAMA_8B, tokens=8192, sum_squared_lengths=8192**2) / 8192
+    assert per_token == pytest.approx(51.47e9, abs=0.005e9)
+
+
+def test_packed_samples_cost_less_attention_than_one_long_sequence():
+    whole = model_flops(LLAMA_8B, tokens=8192, sum_squared_lengths=8192**2)
+    packed = model_flops(LLAMA_8B, tokens=8192, sum_squared_lengths=8 * 1024**2)
+    # 6 * 32 layers * 4096 * (8192^2 - 8*1024^2)
+    assert whole - packed == 786_432 * 58_720_256
+
+
+def test_shape_from_hf_config():
+    dimensions = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+    }
+    llama = LlamaConfig(num_key_value_heads=8, **dimensions)
+    assert ModelShape.from_hf_config(llama) == LLAMA_8B
+    llama.head_dim = None
+    assert ModelShape.from_hf_config(llama) == LLAMA_8B
+    # Qwen2 has no head_dim at all; Qwen3's is not hidden_size / num_heads.
+    assert ModelShape.from_hf_config(Qwen2Config(num_key_value_heads=8, **dimensions)) == LLAMA_8B
+    qwen3 = Qwen3Config(hidden_size=1024, num_attention_heads=16, head_dim=128)
+    assert ModelShape.from_hf_config(qwen3).head_dim == 128
+    assert ModelShape.from_hf_config(MixtralConfig()) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp8"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989, 1979),
+        ("NVIDIA H100 PCIe", 756, 1513),
+        ("NVIDIA H100 NVL", 835, 1671),
+        ("NVIDIA H200", 989, 1979),
+        ("NVIDIA H200 NVL", 835, 1671),
+        ("NVIDIA H20", 148, 296),
+        ("NVIDIA H20-3e", 148, 296),
+        ("NVIDIA GH200 480GB", 989, 1979),
+        ("NVIDIA A100-SXM4-80GB", 312, None),
+        ("NVIDIA B200", 2250, 4500),
+        ("NVIDIA GB200", 2500, 5000),
+        ("NVIDIA B300 SXM6 AC", 2250, 4500),
+        ("NVIDIA L4", 121, 242),
+        ("NVIDIA L40", 181, 362),
+        ("NVIDIA L40S", 362, 733),
+        ("NVIDIA GeForce RTX 4090", 165.2, 330.3),
+        ("NVIDIA RTX 6000 Ada Generation", 364, 728),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 504, 1008),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 439, 878),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
+        ("NVIDIA GeForce RTX 5090 D", None, None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, None),
+        ("Quadro RTX 6000", None, None),
+        ("Some Accelerator", None, None),
+    ],
+)
+def test_peak_by_device_name(name, bf16, fp8):
+    assert (peak_tflops(name, "bf16"), peak_tflops(name, "fp8")) == (bf16, fp8)
+
+
+@pytest.mark.parametrize("name", PEAK_TFLOPS)
+def test_no_entry_hides_another(name):
+    assert (peak_tflops(f"NVIDIA {name}", "bf16"), peak_tflops(f"NVIDIA {name}", "fp8")) == PEAK_TFLOPS[name]
+
+
+def test_rates():
+    assert tokens_per_second(999_424, 48.30) == pytest.approx(20_692, abs=1)
+    assert mfu(753, 1979) == pytest.approx(0.3805, abs=1e-4)
+
+
+def test_perplexity():
+    assert perplexity(2.0) == pytest.approx(7.389056)
+    assert perplexity(1000.0) == perplexity(math.inf) == math.inf
+    assert math.isnan(perplexity(math.nan))
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        (MistralConfig(sliding_window=4096), 4096),
+        (MistralConfig(sliding_window=None), None),
+        (Qwen3Config(sliding_window=4096), None),  # not in use
+        (Qwen3Config(sliding_window=4096, use_sliding_window=True, max_window_layers=1), 4096),
+        (Gemma2Config(sliding_window=4096), 4096),
+        (LlamaConfig(), None),
+    ],
+)
+def test_a_window_is_known_and_cuts_what_is_longer(config, window):
+    shape = ModelShape.from_hf_config(config)
+    assert shape.window == window
+    assert shape.sees_all(4096) and shape.sees_all(4097) == (window is None)

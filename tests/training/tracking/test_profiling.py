@@ -1,0 +1,151 @@
+"""Kernel times by kind, from made-up kernels with times added up by hand; which steps are profiled."""
+
+import json
+import shlex
+import time
+
+import pytest
+import torch
+
+from core.errors import EXIT_BAD_SETTING, EXIT_FAILED
+from training.precision import fp8_stats
+from training.run import main
+from training.tracking import profiling
+from training.tracking.profiling import IDLE, Kernel, breakdown, kind_of, lines, profiled_steps
+
+NAMES = {
+    "nvjet_sm90_qrtst_128x160_128x5_2x1_v_bz_coopA_algo2_TNT": "GEMM",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128": "attention",
+    "void cudnn::fusion::compute_dot_do_o_ragged_specialized<true, 128>(void const*)": "attention",
+    "adamw_kernel": "optimizer",
+    "cross_entropy_kernel": "LM head's loss",
+    "scaled_kernel": "LM head's loss",
+    "gradient_kernel": "LM head's loss",
+    "rotation_kernel": "position embedding",
+    "void transformer_engine::normalization::rmsnorm_bwd_tuned_kernel<>": "norm",
+    "rmsnorm_kernel": "norm",
+    "cast_transpose_optimized_kernel(__nv_bfloat16 const*, __nv_fp8_e4m3*)": "cast",
+    "void transformer_engine::gated_act_kernel<16, true, float>": "activation",
+    "void transformer_engine::fused_rope_thd_linear_grid_backward_kernel<>": "position embedding",
+    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
+    "void at::native::multi_tensor_apply_kernel<TensorListMetadata<1>, LpNormFunctor<>>": "gradient norm",
+    "Memset (Device)": "copies and sums",
+    "something_new": "other",
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), NAMES.items())
+def test_kernels_are_told_apart_by_name(name, kind):
+    assert kind_of(name) == kind
+
+
+def test_times_add_up_by_kind_and_gaps_are_idle():
+    kernels = [
+        Kernel("nvjet_a", 0, 4000),
+        Kernel("adamw_kernel", 3000, 5000),  # overlaps by 1 ms
+        Kernel("nvjet_b", 7000, 8000),  # 2 ms after everything ended
+        Kernel("cast", 7200, 7400),  # inside another
+        Kernel("nvjet_a", 8000, 10000),
+    ]
+    found = breakdown(reversed(kernels), steps=2)
+    assert found["step_ms"] == 5.0
+    assert {kind: of["ms"] for kind, of in found["kinds"].items()} == {
+        "GEMM": 3.5,
+        "optimizer": 1.0,
+        "cast": 0.1,
+        IDLE: 1.0,
+    }
+    assert found["kinds"]["GEMM"]["launches"] == 1.5
+    assert found["kernels"][0] == {"name": "nvjet_a", "kind": "GEMM", "ms": 3.0}
+    assert lines(found)[0].endswith("mean of 2: 5.00 ms") and len(lines(found)) == 5
+
+
+def test_a_profile_without_kernels_is_an_error():
+    with pytest.raises(ValueError, match="no kernel"):
+        breakdown([], steps=1)
+
+
+@pytest.mark.parametrize(
+    ("count", "done", "total", "steps"),
+    [
+        (3, 0, 40, [9, 10, 11]),
+        (3, 0, 11, [9, 10, 11]),
+        (3, 0, 10, [8, 9, 10]),
+        (3, 0, 4, [2, 3, 4]),
+        (2, 100, 140, [109, 110]),
+        (2, 100, 103, [102, 103]),
+        (3, 10, 13, []),  # the run has to end
+        (0, 0, 0, []),
+        (0, 0, 40, []),
+    ],
+)
+def test_warm_steps_are_profiled(count, done, total, steps):
+    assert list(profiled_steps(count, done=done, total=total)) == steps
+
+
+@pytest.mark.parametrize(("done", "total"), [(0, 3), (0, 0)])
+def test_a_run_of_too_few_steps_is_refused(done, total):
+    with pytest.raises(ValueError, match=f"--profile_steps 3: this run has {total - done} steps"):
+        profiled_steps(3, done=done, total=total)
+
+
+def train(folder, flags, device="cpu"):
+    small = (
+        "--num_of_samples 60 --max_seq_length 128 --batch_size 2 --num_workers 0 --num_proc 1 "
+        f"--eval_samples 0 --no_save_checkpoints --no_export --output_dir {folder}"
+    )
+    argv = shlex.split(f"{small} {flags}")
+    return main(argv, description="test", start=lambda cfg: torch.device(device))
+
+
+def test_a_machine_without_a_gpu_has_nothing_to_profile(tmp_path, capsys):
+    assert train(tmp_path / "run", "--max_steps 4 --profile_steps 2") == EXIT_FAILED
+    assert (
+        "error: --profile_steps 2: it times a GPU's kernels, and this run is on cpu"
+        in capsys.readouterr().err
+    )
+
+
+def test_profiled_steps_are_enclosed_and_their_time_counts_for_no_rate(tmp_path, capsys, monkeypatch):
+    """The profiler itself needs a GPU; here it writes down when it is called, and puts the clock on."""
+    calls, took, clock = [], 0.0, time.perf_counter
+
+    def finish(profiler):
+        nonlocal took
+        calls.append("finish")
+        took = 10_000.0
+        return ["kernel times"]
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + took)
+    monkeypatch.setattr(profiling, "check", lambda count, device: None)
+    monkeypatch.setattr(profiling.StepProfiler, "start", lambda profiler: calls.append("start"))
+    monkeypatch.setattr(profiling.StepProfiler, "finish", finish)
+    monkeypatch.setattr(fp8_stats.Fp8Stats, "before_step", lambda stats, step: calls.append(step))
+    flags = "--mixed_precision fp32 --log_interval 4 --max_steps 24 --profile_steps 4"
+    assert train(tmp_path / "run", flags) == 0
+    assert calls == [*range(1, 10), "start", 10, 11, 12, "finish", *range(13, 25)]
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert "kernel times" in capsys.readouterr().out
+    seconds = [line["perf/step_seconds"] * 4 for line in metrics]
+    assert len(seconds) == 6 and max(seconds) < 10_000
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    counted = [line["perf/tokens_per_second"] for line in metrics if line["step"] in (16, 20, 24)]
+    assert summary["tokens_per_second"] == sorted(counted)[1]
+    assert summary["num_layers"] == 3 and 0 < summary["data_wait_share"] < 1
+    assert train(tmp_path / "short", f"{flags} --max_steps 4") == EXIT_BAD_SETTING
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_leaves_its_kernel_times(tmp_path, capsys):
+    flags = "--mixed_precision bf16 --no_compile --log_interval 8 --max_steps 24 --profile_steps 3"
+    assert train(tmp_path / "run", flags, "cuda") == 0
+    assert "GPU time of a step, mean of 3:" in capsys.readouterr().out
+    found = json.loads((tmp_path / "run" / "profile.json").read_text())
+    # 7 GEMMs a layer and the LM head's, forward and twice backward, of 3 layers.
+    assert found["steps"] == 3 and found["kinds"]["GEMM"]["launches"] >= 3 * 3 * 7 + 3
+    busy = sum(of["ms"] for kind, of in found["kinds"].items() if kind != IDLE)
+    assert busy + found["kinds"][IDLE]["ms"] >= found["step_ms"] * 0.999
+    assert json.loads((tmp_path / "run" / "profile_trace.json").read_text())["traceEvents"]
+    rates = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["tokens_per_second"] == rates[2]["perf/tokens_per_second"]

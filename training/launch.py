@@ -1,0 +1,49 @@
+"""The start of a command.
+
+--help and wrong settings are answered before torch is imported, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from core.errors import EXIT_BAD_SETTING
+from training.config import Config, parse_config
+from training.tracking.trackers import redact
+
+if TYPE_CHECKING:
+    import torch
+
+
+def launch(description: str, *, start: Callable[[Config], torch.device], started: float) -> NoReturn:
+    """Run the command and exit the process; `start` and `started` are those of `training.run.main`."""
+    answer_early(description)
+    try:
+        from training.outcome import exit_process
+        from training.run import main
+    except KeyboardInterrupt:
+        print("error: interrupted before the start", file=sys.stderr)
+        sys.exit(130)  # as a shell does, since no run was begun
+    exit_process(main(sys.argv[1:], description=description, start=start, started=started))
+
+
+def answer_early(description: str) -> None:
+    """Exit with the help or the error that the command line asks for, if it does.
+
+    The ranks of a launcher are left to find the error together, and a file of settings is left to be read
+    once: it may be a pipe.
+    """
+    argv = sys.argv[1:]
+    if {"-h", "--help"} & set(argv):
+        argv = ["--help"]
+    elif "RANK" in os.environ or any(word.partition("=")[0] == "--config" for word in argv):
+        return
+    try:
+        parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
+    except ValueError as error:
+        print(f"error: {redact(str(error))}", file=sys.stderr)
+        sys.exit(EXIT_BAD_SETTING)

@@ -1,0 +1,250 @@
+"""DeepSpeed ZeRO: its engine owns backward, clipping and the step; here is what it must be told and asked.
+
+DeepSpeed's own checkpoints are pickles tied to a stage and a number of ranks. Ours hold FP32 weights and
+moments by parameter name, cut into rows: `Zero.state` translates between those and ZeRO's flat partitions.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from training.config import Config
+from training.optim import adamw
+from training.optim import optimizer as optim
+from training.parallel import ranks
+from training.parallel.strategies import StepOutcome, Strategy
+from training.parallel.zero_settings import import_deepspeed, merge_settings
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """This rank's part of a parameter: its flattened elements from `start` on are `flat[offset:][:size]`."""
+
+    flat: Tensor  # an FP32 partition as the optimizer steps it, of many parameters' fragments
+    offset: int
+    start: int
+    size: int
+
+
+class Zero(Strategy):
+    """ZeRO stage 1, 2 or 3, with or without offload to the CPU, under torch AdamW.
+
+    FP32 master weights are ZeRO's; the model's parameters are in the compute dtype. `discard` and `state`
+    reach into the optimizers of zero_settings.DEEPSPEED, which has no call for either.
+    """
+
+    master_home = "zero"
+    keeps_weights_gathered = False
+    sums_micro_batches = False
+
+    def __init__(self, device: torch.device, cfg: Config):
+        super().__init__(device, cfg)
+        self.mode = cfg.sharding.mode
+        full = cfg.precision.mixed_precision == "fp32"
+        name = cfg.sharding.deepspeed_config or self.mode
+        dtype = torch.float32 if full else torch.bfloat16
+        merged = ranks.run_on_all_ranks(lambda: merge_settings(name, cfg, self.world_size, dtype))
+        self.settings = merged[self.rank]
+        ranks.agree(f"the settings of --deepspeed_config {name}", self.settings)
+        sharding = self.settings["zero_optimization"]
+        self.stage = sharding["stage"]
+        self.steps_on_cpu = (sharding.get("offload_optimizer") or {}).get("device") == "cpu"
+        # Its hooks give a layer's weights back after the second forward pass; only the graph of that pass
+        # fetches them again for backward.
+        self.reentrant = self.stage == 3
+        self.mesh = init_device_mesh("cpu", (self.world_size,))  # of checkpoints
+
+    @property
+    def shard_group_size(self) -> int:
+        return self.world_size
+
+    def wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The engine, and `optimizer` itself: its groups are live, its state is of the flat partitions."""
+        deepspeed = import_deepspeed()
+        with redirect_stdout(io.StringIO()):  # memory reports that no log level silences
+            self.engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=optimizer,
+                config=copy.deepcopy(self.settings),
+                dist_init_required=False,
+            )
+        return self.engine, optimizer
+
+    def host_bytes(self, state_bytes: int, *, saves: bool) -> int:
+        # FP32 masters, gradients and two moments; weights in BF16, and gradients, in FP32 if several add up.
+        # What is saved is copied: masters and moments.
+        return 20 + 2 * self.accumulates + 12 * saves
+
+    def accumulating(self, model: nn.Module, *, first: bool, last: bool) -> AbstractContextManager:
+        # Told, not counted: the last window of an epoch may be shorter than the others.
+        self.engine.set_gradient_accumulation_boundary(last)
+        return nullcontext()
+
+    def backward(self, model: nn.Module, loss: Tensor) -> None:
+        # A loss that is the engine's own output would be divided by the number of micro-batches all the same.
+        self.engine.backward(loss.clone(), scale_wrt_gas=False)
+
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, usable: Tensor, max_norm: float
+    ) -> StepOutcome:
+        """As in the base class; DeepSpeed reports a norm that is not finite as infinite."""
+        assert max_norm == self.settings["gradient_clipping"]
+        if self.max((~usable).float().to(self.device)).item():
+            self.discard(model, optimizer)
+            return StepOutcome(torch.full((), float("nan"), device=self.device), usable.new_zeros(()))
+        self.engine.step()
+        norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
+        taken = torch.tensor(self.engine.was_step_applied(), device=self.device)
+        return StepOutcome(norm, taken)
+
+    def discard(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        zero = self.engine.optimizer
+        if self.stage == 3:
+            zero._overflow_clean_up(1.0)
+            return
+        zero.zero_grad(set_to_none=True)
+        if self._is_bf16_optimizer():
+            return
+        zero.micro_step_id = -1
+        for gradients in (zero.averaged_gradients, zero.all_grad_tensors):  # parameters refer to the first
+            gradients.update(dict.fromkeys(gradients))
+        if zero.cpu_offload:
+            zero.reset_cpu_buffers()
+
+    def _is_bf16_optimizer(self) -> bool:
+        """Stage 1 with FP32 accumulation of BF16 gradients is a class of its own in DeepSpeed."""
+        return hasattr(self.engine.optimizer, "bf16_groups")
+
+    def gather(self, tensors: list[Tensor]) -> list[Tensor]:
+        if self.stage != 3:
+            return super().gather(tensors)
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(tensors):
+            return [tensor.detach().clone() for tensor in tensors]
+
+    # Checkpoints
+
+    @torch.no_grad()
+    def state(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[dict[str, Tensor], Callable[[], None]]:
+        """Weights and moments by parameter name, this rank's rows of each, and what puts them back.
+
+        Copies on the CPU, cut along dim 0 as FSDP2 does; collective, as is the function returned, which also
+        renews the weights that forward passes use. One parameter at a time is whole.
+        """
+        module = self.engine.module
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in module.named_parameters():
+            master = self._rows(parameter, None)
+            if parameter.dtype == torch.float32:
+                tensors[f"model/{name}"] = master
+            else:
+                halves = adamw.split_master(master.to_local())
+                weight, remainder = (self._distributed(half, master.shape) for half in halves)
+                tensors |= {f"model/{name}": weight, f"optimizer/{name}.master_param": remainder}
+            for key in ("exp_avg", "exp_avg_sq"):
+                tensors[f"optimizer/{name}.{key}"] = self._rows(parameter, key)
+
+        @torch.no_grad()
+        def put_back() -> None:
+            for name, parameter in module.named_parameters():
+                rows = tensors[f"model/{name}"].to_local()
+                if parameter.dtype != torch.float32:
+                    remainder = tensors[f"optimizer/{name}.master_param"].to_local()
+                    rows = adamw.merge_master(rows, remainder)
+                self._set_rows(parameter, None, rows)
+                for key in ("exp_avg", "exp_avg_sq"):
+                    self._set_rows(parameter, key, tensors[f"optimizer/{name}.{key}"].to_local())
+            self._renew_weights()
+
+        return tensors, put_back
+
+    def _fragment(self, parameter: nn.Parameter) -> Fragment | None:
+        zero = self.engine.optimizer
+        if self.stage == 3:
+            group, offset, size = zero.grad_position[zero.get_param_id(parameter)]
+            start = size * self.rank
+            size = min(size, parameter.ds_numel - start)  # the last ranks' ends are padding
+            return (
+                Fragment(zero.fp32_partitioned_groups_flat[group], offset, start, size) if size > 0 else None
+            )
+        if (mapping := parameter._hp_mapping) is None:
+            return None
+        (flat,) = zero.optimizer.param_groups[mapping.param_group_index]["params"]
+        inside, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
+        return Fragment(flat, inside.start, whole.start, whole.numel)
+
+    def _values(self, fragment: Fragment, key: str | None) -> Tensor:
+        """The master weights (None) or a moment of a fragment; a view."""
+        source = fragment.flat
+        if key is not None:
+            source = optim.state_of(self.engine.optimizer.optimizer, source)[key]
+        return source.detach().narrow(0, fragment.offset, fragment.size)
+
+    def _rows(self, parameter: nn.Parameter, key: str | None) -> DTensor:
+        fragment, shape = self._fragment(parameter), _shape(parameter)
+        pieces = (fragment.start, self._values(fragment, key)) if fragment else None
+        whole = self._assemble(shape.numel(), pieces).view(shape)
+        start, stop = self._own_rows(shape)
+        return self._distributed((whole[start:stop] if shape else whole).cpu(), shape)
+
+    def _set_rows(self, parameter: nn.Parameter, key: str | None, rows: Tensor) -> None:
+        fragment, shape = self._fragment(parameter), _shape(parameter)
+        width = shape[1:].numel()
+        pieces = (self._own_rows(shape)[0] * width, rows.flatten()) if shape or self.rank == 0 else None
+        whole = self._assemble(shape.numel(), pieces)
+        if fragment:
+            self._values(fragment, key).copy_(whole.narrow(0, fragment.start, fragment.size))
+
+    def _own_rows(self, shape: torch.Size) -> tuple[int, int]:
+        """torch.chunk's share of dim 0, which may be empty."""
+        if not shape:
+            return 0, 1
+        size = -(-shape[0] // self.world_size)
+        return min(size * self.rank, shape[0]), min(size * (self.rank + 1), shape[0])
+
+    def _assemble(self, numel: int, piece: tuple[int, Tensor] | None) -> Tensor:
+        """The whole of what every rank has a disjoint piece of: (first element, flat FP32 tensor)."""
+        bits = torch.zeros(numel, dtype=torch.int32, device=self.device)
+        if piece is not None:
+            start, values = piece
+            bits[start : start + values.numel()] = values.contiguous().view(torch.int32).to(self.device)
+        # Sums of bits are exact; FP32 sums would turn -0.0 into 0.0.
+        if self.world_size > 1:
+            dist.all_reduce(bits)
+        return bits.view(torch.float32)
+
+    def _distributed(self, local: Tensor, shape: torch.Size) -> DTensor:
+        stride = torch.empty(shape, device="meta").stride()
+        placement = Shard(0) if shape else Replicate()
+        return DTensor.from_local(
+            local.contiguous(), self.mesh, [placement], run_check=False, shape=shape, stride=stride
+        )
+
+    def _renew_weights(self) -> None:
+        """Round the master weights to what forward passes use, on every rank."""
+        zero = self.engine.optimizer
+        if self.stage != 3:
+            zero.update_lp_params()
+            return
+        zero._partition_all_parameters()  # small ones stay whole between steps, and would stay as they are
+        for group in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(group)
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    return getattr(parameter, "ds_shape", parameter.shape)

@@ -1,0 +1,48 @@
+"""Settings of evaluation and logging."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from core.settings import Section, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig(Section):
+    """evaluation and logging"""
+
+    eval_interval: int = setting(
+        500, "steps between evaluations; 0 evaluates at the end only", resumable=True, minimum=0
+    )
+    eval_at_start: bool = setting(False, "evaluate before the first step too", resumable=True)
+    log_interval: int = setting(10, "steps between log lines", resumable=True, minimum=1)
+    fp8_stats_interval: int = setting(
+        0,
+        "steps between FP8 tensor statistics (underflow, overflow, scale, amax); 0 for none",
+        resumable=True,
+        minimum=0,
+    )
+    profile_steps: int = setting(
+        0,
+        "profile this many steps from the ninth on: GPU time by kind of kernel (profile.json, and a trace)",
+        resumable=True,
+        minimum=0,
+    )
+    log_dir: str | None = setting(None, "write TensorBoard logs to this folder", resumable=True)
+    use_wandb: bool = setting(False, "log to Weights & Biases", resumable=True)
+    wandb_project: str = setting("llm-fp8", "W&B project", resumable=True)
+    wandb_run_name: str | None = setting(None, "W&B run name; default: the run folder's name", resumable=True)
+    wandb_mode: Literal["online", "offline", "disabled"] | None = setting(
+        None, "W&B mode; default: WANDB_MODE, else online", resumable=True
+    )
+    wandb_tags: str | None = setting(None, "W&B tags, separated by commas", resumable=True)
+    wandb_group: str | None = setting(None, "W&B group of runs to be compared", resumable=True)
+
+    def unread(self) -> str | None:
+        """W&B's settings that were asked for in a run that does not log there."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("wandb_")}
+        asked = [f"--{name} {value}" for name, value in given.items() if value != getattr(LogConfig, name)]
+        if self.use_wandb or not asked:
+            return None
+        return f"{', '.join(asked)}: not read without --use_wandb"
