@@ -37,10 +37,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records.launch import ROOT, launch
+from core.redact import redact
 from core.settings import nearest
 from data.demo import TOKENIZER_DIR, generate
 from training.config import Config, build_parser, config_from_dict, load_config_file
-from training.tracking.trackers import redact
 
 RESULTS = ROOT / "benchmarks" / "results" / "throughput.jsonl"
 INTERVAL = 8  # micro-batches

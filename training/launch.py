@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from core.errors import EXIT_BAD_SETTING
+from core.redact import redact
 from training.config import Config, parse_config
-from training.tracking.trackers import redact
 
 if TYPE_CHECKING:
     import torch

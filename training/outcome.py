@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError, first_line
 from core.packages import ROOT
+from core.redact import redact
 from core.signals import stopping
 from training.parallel import ranks
-from training.tracking.trackers import redact
 
 # torchrun ends a node's ranks as soon as one is gone, and the one that tells of a bad setting may be last.
 SECONDS_TO_BE_TOLD = 3.0

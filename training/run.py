@@ -21,6 +21,7 @@ import torch
 from core.errors import EXIT_FAILED, EXIT_INTERRUPTED, first_line
 from core.files import no_room, read_record, write_json
 from core.packages import software
+from core.redact import redacted
 from core.signals import caught
 from data.build import build_loaders
 from data.chat import load_tokenizer, turn_end
@@ -59,7 +60,6 @@ from training.tracking.trackers import (
     build_tracker,
     describe_environment,
     follows_a_finished_run,
-    redacted,
 )
 from training.trainer import Hooks, Meter, Trainer
 

@@ -30,8 +30,9 @@ from benchmarks.report import gaps, verdict
 from benchmarks.report.wandb_report import upload
 from core.cli import OneLineParser
 from core.files import replace_file
+from core.redact import redact
 from training.config import Config
-from training.tracking.trackers import redact, to_json
+from training.tracking.trackers import to_json
 
 PROG = "python -m benchmarks.compare"
 # What a comparison wants of its runs, unless the command says otherwise.

@@ -23,9 +23,9 @@ from typing import Any
 
 from benchmarks.records.runs import INDIFFERENT
 from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
+from core.redact import redact
 from core.signals import stopping
 from training.config import Config, changed_settings
-from training.tracking.trackers import redact
 
 ROOT = Path(__file__).resolve().parents[2]
 IN_USE = "another run is writing to it"  # as training.run_folder says it

@@ -12,9 +12,9 @@ from statistics import fmean, median, pstdev
 from typing import Any
 
 from core.files import read_record
+from core.redact import redacted
 from training.config import Config
 from training.tracking.metrics import perplexity
-from training.tracking.trackers import redacted
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as metrics.jsonl writes them
 # What an emulated run has no say about, under whichever name it was recorded.

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import platform
-import re
 import secrets
 import shlex
 import subprocess
@@ -29,6 +28,7 @@ from tqdm import tqdm
 
 from core.files import no_room, replace_file
 from core.packages import ROOT, versions
+from core.redact import redact, redacted
 from training.tracking.settings import LogConfig
 
 Metrics = dict[str, float | int | str]
@@ -468,32 +468,3 @@ def _output(command: list[str]) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-_SECRETS = (
-    (re.compile(r"(?<=://)[^/\s@?#]+@"), "***@"),  # user:password@ in a URL
-    (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), "hf_***"),
-    (re.compile(r"\bwandb_v\d+_[A-Za-z0-9_-]{16,}"), "wandb_***"),
-    (re.compile(r"\b[0-9a-f]{40}\b"), "***"),  # older W&B keys (and, alas, whole git commits)
-    (re.compile(r"\bsk-[A-Za-z0-9_-]{16,}"), "sk-***"),
-)
-
-
-def redact(text: str) -> str:
-    """Blank out API tokens, user:password@ in URLs, and what the environment holds under a secret's name.
-
-    Those names contain KEY, TOKEN, SECRET or PASSWORD; values under 8 characters stay, because they are
-    switches (TOKENIZERS_PARALLELISM=false), not secrets.
-    """
-    named_secret = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
-    values = {value for name, value in os.environ.items() if named_secret.search(name) and len(value) >= 8}
-    for value in sorted(values, key=len, reverse=True):
-        text = text.replace(value, "***")
-    for pattern, replacement in _SECRETS:
-        text = pattern.sub(replacement, text)
-    return text
-
-
-def redacted(values: dict[str, Any]) -> dict[str, Any]:
-    """`redact` for every text among the values."""
-    return {name: redact(value) if isinstance(value, str) else value for name, value in values.items()}

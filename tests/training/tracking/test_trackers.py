@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from training.tracking import trackers
 from training.tracking.settings import LogConfig
-from training.tracking.trackers import Display, build_tracker, describe_environment, redact
+from training.tracking.trackers import Display, build_tracker, describe_environment
 
 
 def build(folder, resume_step=None, *, config=None, tags=(), enabled=True, **settings):
@@ -367,41 +367,6 @@ def test_tensorboard_that_cannot_write_is_one_warning(tmp_path, capsys):
     tracker.log(1, {"train/loss": 1.0})
     assert capsys.readouterr().err.count("WARNING: TensorBoard failed") == 1
     assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (f"key={HUGGING_FACE_TOKEN}.", "key=hf_***."),
-        (f"key={WANDB_KEY}.", "key=***."),
-        ("key=wandb_v1_" + "aB3_-" * 12, "key=wandb_***"),
-        ("key=sk-proj-" + "a1B2_c3" * 4, "key=sk-***"),
-        ("clone https://user:pa%40ss@host/x now", "clone https://***@host/x now"),
-        ("clone https://only-a-token@host:80/x?a=b", "clone https://***@host:80/x?a=b"),
-    ],
-)
-def test_redact_blanks_tokens(text, expected):
-    assert redact(text) == expected
-
-
-def test_redact_blanks_what_the_environment_calls_secret(monkeypatch):
-    monkeypatch.setenv("MY_service_Token", "correct horse")
-    monkeypatch.setenv("LONGER_SECRET", "correct horse battery")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    assert redact("a correct horse battery, a correct horse: false") == "a ***, a ***: false"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "risk-" + "a" * 30,
-        "--tokenizer_name hf_transformers --model_name org/model@main",
-        "https://host:8080/a@b",
-        "s3://bucket/key",
-    ],
-)
-def test_redact_leaves_ordinary_text_alone(text):
-    assert redact(text) == text
 
 
 def test_describe_environment_is_json_and_has_no_secrets(monkeypatch):
