@@ -18,7 +18,7 @@ from data.settings import DataConfig
 from te_models.settings import ModelConfig
 from training.checkpoint.settings import CheckpointConfig
 from training.optim.settings import OptimConfig
-from training.parallel.settings import ShardingConfig, read_deepspeed_config
+from training.parallel.settings import FP8_GATHER_MODES, ShardingConfig, read_deepspeed_config
 from training.precision.settings import TE_RECIPES, TORCHAO_RECIPES, PrecisionConfig
 from training.tracking.settings import LogConfig
 
@@ -62,9 +62,9 @@ class Config:
             )
         if self.sharding.fp8_all_gather:
             mode, one_scale = self.sharding.mode, "current" if self.model.use_te else "tensorwise"
-            if mode not in ("fsdp_full", "fsdp_grad", "hsdp"):
+            if mode not in FP8_GATHER_MODES:
                 raise ValueError(
-                    f"--fp8_all_gather --sharding_mode {mode}: it is for fsdp_full, fsdp_grad and hsdp"
+                    f"--fp8_all_gather --sharding_mode {mode}: use one of {', '.join(FP8_GATHER_MODES)}"
                 )
             if self.precision.mixed_precision != "fp8" or self.recipe != one_scale:
                 raise ValueError(
