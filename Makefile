@@ -1,5 +1,5 @@
 # make train            train the demo model in FP8 (emulated without a GPU) and draw its loss curve
-# make test             tests that need no GPU
+# make test             tests that need no GPU, in parallel; one by one, by name: make test ARGS="-n 0 -k NAME"
 # make lint             ruff check and format
 # make test-gpu         tests on one GPU with Transformer Engine
 # make test-multi-gpu   tests on two or more GPUs
@@ -29,7 +29,7 @@ help:
 FP8_FLAGS := import torch; from training.precision.te_runtime import why_not_te; \
   print("--mixed_precision fp8" if torch.cuda.is_available() and why_not_te() else "--use_te --mixed_precision fp8")
 
-# tee -i: Ctrl-C is for the run, which saves a checkpoint and prints more before it ends.
+# tee -i ignores Ctrl-C: the run saves a checkpoint then, and prints more before it ends.
 train: $(INSTALLED)
 	@set -eo pipefail; \
 	log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
@@ -37,8 +37,9 @@ train: $(INSTALLED)
 	(set -x; $(PY) train_fp8.py --config configs/demo.yaml $$fp8 $(ARGS)) | tee -i "$$log"; \
 	$(PY) -m benchmarks.report "$$(sed -n 's/^run folder: //p' "$$log" | tail -n 1)"
 
+# One process per core; a file's tests share one, for they share runs.
 test: $(INSTALLED)
-	$(PY) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .

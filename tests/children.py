@@ -1,14 +1,23 @@
-"""Processes for tests that start at once: forked by a server that has imported torch and never saw a GPU.
+"""Child processes of tests. Every helper kills what it started, also when the test fails.
 
-A fork of the test process would start as fast, but could inherit a CUDA context that it cannot use.
+`running` starts any command. `forked` and `run_ranks` start functions at once: their processes are forked from
+a server that has imported torch and never used a GPU. A fork of the test process could inherit a CUDA context
+that it cannot use.
 """
 
 import os
+import signal
+import subprocess
+import time
 import traceback
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -22,26 +31,84 @@ def preload(module: str) -> None:
     children.set_forkserver_preload(_modules)
 
 
-def start(work: Callable, *arguments) -> BaseProcess:
-    child = children.Process(target=without_gpus, args=(work, *arguments))
+def default_signals() -> None:
+    """Undo what background shells and nohup do to their jobs: child processes inherit ignored signals."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@contextmanager
+def running(command: Sequence[str] | str, **options: Any) -> Iterator[subprocess.Popen]:
+    """Start a command, such as torchrun, in a session of its own; at exit kill it and all its descendants.
+
+    `options` are Popen's. Descendants are found by an environment variable: torchrun's workers have sessions
+    of their own, and outlive torchrun.
+    """
+    tag = f"STARTED_BY_TEST={uuid.uuid4().hex}"
+    name, value = tag.split("=")
+    options = {"text": True, "start_new_session": True, "preexec_fn": default_signals} | options
+    options["env"] = options.get("env", os.environ) | {name: value}
+    with subprocess.Popen(command, **options) as process:
+        try:
+            yield process
+        finally:
+            while found := _processes_with(tag):
+                for number in found:
+                    with suppress(ProcessLookupError):
+                        os.kill(number, signal.SIGKILL)
+                time.sleep(0.01)
+
+
+def _processes_with(variable: str) -> list[int]:
+    found = []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it ended, or is another user's
+            if f"{variable}\0".encode() in file.read_bytes():
+                found.append(int(file.parent.name))
+    return found
+
+
+@contextmanager
+def forked(work: Callable, *arguments: Any) -> Iterator[BaseProcess]:
+    """Start `work(*arguments)` in a process without GPUs; at exit kill it and its process group."""
+    child = children.Process(target=_work_in_child, args=(work, *arguments))
+    child.start()
+    try:
+        yield child
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.kill()  # if it had no group of its own yet
+        child.join()
+
+
+def _work_in_child(work: Callable, *arguments: Any) -> None:
+    os.setsid()
+    default_signals()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is tested here needs no GPU, and they take seconds to wake
+    work(*arguments)
+
+
+def start(work: Callable, *arguments: Any) -> BaseProcess:
+    """Start `work(*arguments)` as `forked` does; the caller must kill it. Prefer `forked`."""
+    child = children.Process(target=_work_in_child, args=(work, *arguments))
     child.start()
     return child
 
 
-def without_gpus(work: Callable, *arguments) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is tested here needs none, and they take seconds to wake
-    work(*arguments)
-
-
-def run_ranks(work: Callable, folder: Path, *arguments, world_size: int = 2) -> None:
-    """Run `work(rank, folder, *arguments)` on that many processes over gloo; the test fails with any."""
+def run_ranks(work: Callable, folder: Path, *arguments: Any, world_size: int = 2) -> None:
+    """Run `work(rank, folder, *arguments)` on `world_size` processes over gloo; fail if any of them does."""
     (folder / "store").unlink(missing_ok=True)
-    ranks = [start(one_rank, work, rank, world_size, folder, arguments) for rank in range(world_size)]
-    for process in ranks:
-        process.join(60)
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
+    with ExitStack() as stack:
+        everyone = [
+            stack.enter_context(forked(one_rank, work, rank, world_size, folder, arguments))
+            for rank in range(world_size)
+        ]
+        waiting = everyone
+        while waiting and not any(process.exitcode for process in everyone):  # else others wait in vain
+            wait([process.sentinel for process in waiting], timeout=5)
+            waiting = [process for process in waiting if process.is_alive()]
+        codes = [process.exitcode for process in everyone]
     assert codes == [0] * world_size, "".join(path.read_text() for path in folder.glob("error.*"))
 
 
