@@ -33,12 +33,13 @@ from torch import Tensor, nn
 from benchmarks.records.launch import run_command
 from core.cli import OneLineParser
 from core.packages import ROOT, version
+from core.recipes import TORCHAO_RECIPES
 from core.settings import nearest
 from te_models.presets import PRESETS
 from training.tracking.metrics import ModelShape, mfu, model_flops, peak_tflops, tokens_per_second
 from training.tracking.trackers import git_state
 
-PRECISIONS = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+PRECISIONS = ("bf16", *TORCHAO_RECIPES)
 PACKAGES = ("torch", "transformers", "torchao", "liger_kernel", "triton")
 WARMUP_STEPS = 5  # kernels are compiled and memory is reserved in them
 CHUNK_TOKENS = 2048  # of logits, without Liger

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from core.recipes import LM_HEAD_RECIPE
 from te_models.engine import Backend, NativeOptions, engine
 from te_models.families import FAMILIES
 from te_models.kernels.fused_residual import add_in_norms
@@ -206,7 +207,7 @@ class TECausalLM(nn.Module):
             hidden = self._run(layer, hidden, arguments)
         hidden = self.norm(hidden).flatten(0, -2)  # [T, D]
         if self.fp8_lm_head:
-            self.lm_head.fp8_recipe = "current"  # for the coverage table
+            self.lm_head.fp8_recipe = LM_HEAD_RECIPE  # for the coverage table
         return linear_cross_entropy(hidden, self.lm_head.weight, labels.flatten(), fp8=self.fp8_lm_head)
 
     def _one_sequence_a_row(self, input_ids: Tensor, cu_seqlens: Tensor | None) -> bool:

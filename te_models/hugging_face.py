@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from core.recipes import LM_HEAD_RECIPE
 from te_models.loss import IGNORE, TokenLoss, linear_cross_entropy, logits_cross_entropy
 from te_models.packed_attention import NAME, sequence_borders, use_packed_attention
 from te_models.weights import Gather
@@ -123,7 +124,7 @@ class HFCausalLM(nn.Module):
         hidden = self.model.get_decoder()(**inputs).last_hidden_state.flatten(0, 1)  # [T, D]
         head = self.model.get_output_embeddings()
         if self.fp8_lm_head:
-            head.fp8_recipe = "current"  # for the coverage table
+            head.fp8_recipe = LM_HEAD_RECIPE  # for the coverage table
         return linear_cross_entropy(hidden, head.weight, labels.flatten(), fp8=self.fp8_lm_head)
 
 

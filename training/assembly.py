@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from core.recipes import TORCHAO_RECIPES
 from data.collate import round_up
 from te_models import build as te_models
 from te_models.engine import NativeOptions
@@ -23,7 +24,6 @@ from training.precision import precision_map, torchao_fp8
 from training.precision import recipes as precision
 from training.precision.fp8_stats import Fp8Stats
 from training.precision.recipes import Precision
-from training.precision.settings import TORCHAO_RECIPES
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from core.cli import SWITCHED, OneLineParser, YamlLoader, _no_value, _Switch, yaml_fault
+from core.recipes import RECIPES, TE_RECIPES, TORCHAO_RECIPES
 from core.settings import _strip_optional, convert, nearest
 from data.settings import DataConfig
 from te_models.settings import ModelConfig
 from training.checkpoint.settings import CheckpointConfig
 from training.optim.settings import OptimConfig
 from training.parallel.settings import FP8_GATHER_MODES, ShardingConfig, read_deepspeed_config
-from training.precision.settings import TE_RECIPES, TORCHAO_RECIPES, PrecisionConfig
+from training.precision.settings import PrecisionConfig
 from training.tracking.settings import LogConfig
 
 SECTIONS: dict[str, type] = {
@@ -61,12 +62,12 @@ class Config:
                 "--mixed_precision fp32 with --use_te: TE layers run in bf16 or fp8; drop one of the two"
             )
         if self.sharding.fp8_all_gather:
-            mode, one_scale = self.sharding.mode, "current" if self.model.use_te else "tensorwise"
+            mode = self.sharding.mode
             if mode not in FP8_GATHER_MODES:
                 raise ValueError(
                     f"--fp8_all_gather --sharding_mode {mode}: use one of {', '.join(FP8_GATHER_MODES)}"
                 )
-            if self.precision.mixed_precision != "fp8" or self.recipe != one_scale:
+            if self.precision.mixed_precision != "fp8" or not RECIPES[self.recipe].fp8_all_gather:
                 raise ValueError(
                     "--fp8_all_gather: weights are scaled by their own largest value, one for all shards, so "
                     "it needs --mixed_precision fp8 and --fp8_scenario current with --use_te, tensorwise "

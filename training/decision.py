@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.recipes import FALLBACK_RECIPE, TORCHAO_RECIPES
 from te_models import build as te_models
 from te_models.build import ModelPlan
 from training.config import Config
@@ -13,7 +14,6 @@ from training.parallel.ranks import print_rank0
 from training.precision import precision_map, te_runtime, torchao_fp8
 from training.precision import recipes as precision
 from training.precision.recipes import Precision
-from training.precision.settings import TORCHAO_RECIPES
 from training.tracking.metrics import ModelShape
 
 
@@ -47,9 +47,7 @@ def decide(cfg: Config) -> Decision:
     resolved = precision_map.resolve(cfg, resolved, plan.config.get_text_config())
     for reason in filter(None, [resolved.fallback_reason, *resolved.map_fallbacks.values()]):
         rule = "!" * 100
-        print_rank0(
-            f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {precision.STANDARD_RECIPE} scaling\n{rule}"
-        )
+        print_rank0(f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {FALLBACK_RECIPE} scaling\n{rule}")
     shape = ModelShape.from_hf_config(plan.config)
     counted = _counted(cfg, plan, shape)
     _check(cfg, resolved, plan, shape)

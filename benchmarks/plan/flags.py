@@ -11,17 +11,18 @@ from benchmarks.plan.check import RESULTS
 from benchmarks.plan.job import recipe_of
 from benchmarks.plan.time import GPUS, Gpu
 from core.cli import OneLineParser
+from core.errors import bad_setting
+from core.recipes import RECIPES, TE_RECIPES
 from core.settings import nearest
 from training import config
 from training.config import Config
 
 PROG = "python -m benchmarks.plan"
-HOPPER, BLACKWELL = ("H100", "H100 NVL", "H200", "GH200"), ("B200", "GB200", "B300")
-# GPUs of `GPUS` that run a recipe, where not all with FP8 do: TE 2.20's conditions.
-RUN_BY = {
-    "block": (*HOPPER, *BLACKWELL, "RTX 5090"),
-    "mxfp8": BLACKWELL,
-    "nvfp4": (*BLACKWELL, "RTX 5090"),
+# GPUs of `GPUS` by the architectures that `core.recipes` names.
+ARCHITECTURES = {
+    "Hopper": ("H100", "H100 NVL", "H200", "GH200"),
+    "Blackwell": ("B200", "GB200", "B300"),
+    "RTX Blackwell": ("RTX 5090",),
 }
 # A GPU's figures: the flag, the field of `Gpu`, and the flag's unit in the field's.
 FIGURES = {
@@ -48,12 +49,13 @@ def find_gpu(args: argparse.Namespace, cfg: Config) -> Gpu:
     values = {flag: getattr(args, flag) for flag in FIGURES}
     given = {field: values[flag] * unit for flag, (field, unit) in FIGURES.items() if values[flag]}
     if name is not None:
-        if name not in RUN_BY.get(recipe, GPUS):
-            raise ValueError(
-                f"--fp8_scenario {recipe} --gpu {name}: needs one of {', '.join(RUN_BY[recipe])}"
-            )
-        if recipe == "block" and cfg.precision.fp8_fp32_scales and name not in HOPPER:
-            raise ValueError(f"--fp8_fp32_scales --gpu {name}: needs one of {', '.join(HOPPER)}")
+        architectures = RECIPES[recipe].architectures if recipe in RECIPES else None
+        able = [gpu for architecture in architectures or () for gpu in ARCHITECTURES[architecture]]
+        if able and name not in able:
+            raise bad_setting(f"needs one of {', '.join(able)}", fp8_scenario=recipe, gpu=name)
+        hopper = ARCHITECTURES["Hopper"]
+        if recipe in TE_RECIPES and cfg.precision.fp8_fp32_scales and name not in hopper:
+            raise bad_setting(f"needs one of {', '.join(hopper)}", fp8_fp32_scales=True, gpu=name)
         return GPUS[name]._replace(**given)
     if missing := [f"--{flag}" for flag, value in values.items() if not value and flag != "fp8_tflops"]:
         known = "" if given else f" ({', '.join(GPUS)})"

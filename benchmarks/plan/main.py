@@ -17,8 +17,9 @@ from typing import Any
 from benchmarks.plan.check import check_runs, check_table
 from benchmarks.plan.flags import PROG, build_parser, find_gpu, split_flags
 from benchmarks.plan.job import Job, build_job, read_model
-from benchmarks.plan.memory import UNMEASURED_RECIPES, host_bytes, largest_batch, peak
+from benchmarks.plan.memory import host_bytes, largest_batch, peak
 from benchmarks.plan.time import Gpu, step_seconds
+from core.recipes import costs_of
 from training.config import Config, config_from_dict, parse_config
 from training.tracking.metrics import mfu, model_flops
 
@@ -189,7 +190,7 @@ def report(plans: list[Plan], *, tokens: float | None, price: float | None) -> s
     lines += ["", _parts("GB a GPU", plans, lambda plan: plan.memory, 1e9)]
     if fitting := [plan for plan in plans if plan.fits]:
         lines += ["", _parts("ms a step", fitting, lambda plan: plan.seconds, 1e-3)]
-    if job.recipe in UNMEASURED_RECIPES:
+    if not costs_of(job.recipe).measured:
         lines += ["", f"{job.recipe} was never measured: its time is that of delayed scaling's kernels."]
     if any(plan.job.nodes > 1 for plan in plans):
         lines += ["", "Several nodes were never measured; docs/plan.md has the assumptions."]

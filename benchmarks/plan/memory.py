@@ -9,9 +9,9 @@ in summary.json.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 from benchmarks.plan.job import Job
+from core.recipes import costs_of
 
 LOGITS_CHUNK = 2**30  # te_models/loss.py, CHUNK_BYTES
 TOKENS_OF_A_HEAD_GEMM = 8192  # te_models/loss_fp8.py, TOKENS_OF_A_GEMM
@@ -23,48 +23,18 @@ FIXED = 0.1e9
 ZERO_LIVE, ZERO_BUCKETS = 2 * 1e9, 2 * 2 * 2e8
 
 
-class Kept(NamedTuple):
-    """What a recipe holds from forward to backward in place of the BF16 inputs of its GEMMs, in bytes."""
-
-    fewer_per_ffn: float  # per token and unit of F, less than BF16 keeps
-    fewer_per_hidden: float  # per token and unit of D
-    weight_copies: float  # per GEMM weight
-
-
-# TE on Hopper: FP8 GEMMs need both operands in one layout, so a weight is kept as it is and transposed (1 + 1
-# byte), and an input in FP8 for the weight's gradient: F bytes less for the product of the MLP. Of D nothing
-# is won: two norms take 1 byte less each, but the output projection's FP8 input comes beside BF16's, which
-# attention keeps, and one byte more is in the recorded runs that this count does not explain. Of blocks both
-# layouts are kept, weights with an FP32 scale for 128 x 128. MXFP8 scales 32 values by one byte; NVFP4 takes
-# half a byte and a scale byte for 16. torchao keeps weights in BF16 and casts them anew; torch.compile
-# recomputes norms (2 x 2 bytes of D) and the MLP's product (2 of F) from what else is kept, unless gradients'
-# GEMMs read them. mxfp8 and nvfp4 are counted only; the others were compared with recorded runs.
-KEPT: dict[str, Kept] = {
-    "bf16": Kept(0, 0, 0),
-    "delayed": Kept(1, 0, 2),
-    "current": Kept(1, 0, 2),
-    "block": Kept(0, 0, 2 * (1 + 4 / 128**2)),
-    "mxfp8": Kept(1 - 1 / 32, 0, 2 * (1 + 1 / 32)),
-    "nvfp4": Kept(2 - 9 / 16, 0, 2 * 9 / 16),
-    "tensorwise": Kept(2, 4, 0),
-    "rowwise": Kept(2, 4, 0),
-    "rowwise_with_gw_hp": Kept(0, 0, 0),
-}
-UNMEASURED_RECIPES = frozenset({"mxfp8", "nvfp4"})
-
-
 def layer_bytes(job: Job) -> float:
     """What one layer keeps for backward: its input, norms, q, k, v, attention, residual and MLP, in bytes.
 
     BF16: 2 bytes of input D, norm D, q, k, v (Q + 2K), attention Q, residual D, norm D, gate and up 2F, their
-    product F; a recipe keeps less, see `KEPT`. TE's norms of heads (Qwen3) keep q, k, v as they were.
+    product F; a recipe keeps less, see `core.recipes`. TE's norms of heads (Qwen3) keep q, k, v as they were.
     """
-    s, kept = job.model.shape, KEPT[job.recipe]
+    s, costs = job.model.shape, costs_of(job.recipe)
     queries, keys = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     bf16 = 2 * (4 * s.hidden_size + 2 * queries + 2 * keys + 3 * s.ffn_hidden_size)
     if job.use_te and job.model.family.qk_norm:
         bf16 += 2 * (queries + 2 * keys)
-    fewer = kept.fewer_per_ffn * s.ffn_hidden_size + kept.fewer_per_hidden * s.hidden_size
+    fewer = costs.saved_per_ffn * s.ffn_hidden_size + costs.saved_per_hidden * s.hidden_size
     return job.tokens * (bf16 - fewer * job.fp8_layers)
 
 
@@ -163,7 +133,7 @@ def at_loss(job: Job) -> dict[str, float]:
     elif job.accumulation > 1:
         gradients = (4 if job.grad_fp32 else 2) * model.parameters
     activations = 2.0 * job.tokens * model.shape.hidden_size if job.recompute else layer_bytes(job)
-    copies = KEPT[job.recipe].weight_copies * model.gemm_weights * job.fp8_layers * job.two_layouts
+    copies = costs_of(job.recipe).weight_copies * model.gemm_weights * job.fp8_layers * job.two_layouts
     return _state(job) | {
         "gradients": gradients,
         "FP8 weight copies": copies,
@@ -207,7 +177,7 @@ def start_of_backward(job: Job) -> dict[str, float]:
     model, parts, s = job.model, at_loss(job), job.model.shape
     copies = parts["FP8 weight copies"]
     if job.use_te and not job.two_layouts:  # made again, for this layer
-        copies = KEPT[job.recipe].weight_copies * model.gemm_weights / s.num_layers * job.fp8_layers
+        copies = costs_of(job.recipe).weight_copies * model.gemm_weights / s.num_layers * job.fp8_layers
     # Gradients of gate, up and product, and two of the hidden size, in BF16.
     activations = parts["activations"] + 2.0 * job.tokens * (3 * s.ffn_hidden_size + 2 * s.hidden_size)
     # The next block's weights, and what is sent and received of this one's gradients, in 2 bytes each.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from benchmarks.plan.job import Job
+from core.recipes import BF16_COSTS, RECIPES, costs_of
 from training.tracking.metrics import PEAK_TFLOPS, attention_flops
 
 
@@ -44,35 +45,6 @@ GPUS: dict[str, Gpu] = {
     "RTX 5090": _gpu("RTX 5090", 33.7, 1.792, 64),
 }
 
-# GEMM rates as a share of the peak of their precision. BF16: the 8B step of 783 ms less all else. FP8 in TE:
-# 343 TFLOP in 252 ms. Block: 1B packed, 161 ms against delayed's 143. torchao's: the 8B's steps of 626 ms
-# (tensorwise), 718 (rowwise) and 657 (rowwise_with_gw_hp) less all else.
-GEMM_SHARE = {
-    "bf16": 0.71,
-    "delayed": 0.69,
-    "current": 0.69,
-    "block": 0.50,
-    "mxfp8": 0.69,  # not measured: as delayed; NVFP4 too, at the FP8 peak
-    "nvfp4": 0.69,
-    "tensorwise": 0.58,
-    "rowwise": 0.47,
-    "rowwise_with_gw_hp": 0.58,
-}
-# Memory traffic of casting one value: 2 bytes read and 1 written for each of two layouts (TE reads once for
-# both); where the scale is not known beforehand, 2 more for the largest value. rowwise scales each layout by
-# itself; rowwise_with_gw_hp casts one layout.
-CAST_BYTES = {
-    "bf16": 0,
-    "delayed": 4,
-    "current": 6,
-    "block": 6,
-    "mxfp8": 4,
-    "nvfp4": 6,
-    "tensorwise": 8,
-    "rowwise": 10,
-    "rowwise_with_gw_hp": 5,
-}
-BF16_WEIGHT_GRADIENTS = frozenset({"rowwise_with_gw_hp"})
 HEAD_SHARE = 0.725  # LM head, BF16: 25.8 TFLOP in 36 ms
 FP8_HEAD_SHARE = 0.63  # with its casts: the 8B's 25.8 TFLOP in 21 ms
 # Attention by head size d is E * d / (d + d0): exponentials cost the same for every d. cuDNN's, d = 128: 52.8
@@ -104,13 +76,13 @@ def _gemm_seconds(job: Job, gpu: Gpu) -> float:
     """Linear layers: forward, again where it is recomputed, and two gradients."""
     flops = 2.0 * job.model.gemm_weights * job.tokens
     passes = 4 if job.recompute else 3
-    bf16 = flops / (gpu.bf16_tflops * 1e12 * GEMM_SHARE["bf16"])
+    bf16 = flops / (gpu.bf16_tflops * 1e12 * BF16_COSTS.gemm_share)
     if job.recipe == "bf16":
         return passes * bf16
     if gpu.fp8_tflops is None:
         raise ValueError("--mixed_precision fp8: this GPU has no FP8 peak; give --fp8_tflops, or use bf16")
-    fp8 = flops / (gpu.fp8_tflops * 1e12 * GEMM_SHARE[job.recipe])
-    low = (passes - 1) * fp8 + bf16 if job.recipe in BF16_WEIGHT_GRADIENTS else passes * fp8
+    fp8 = flops / (gpu.fp8_tflops * 1e12 * costs_of(job.recipe).gemm_share)
+    low = (passes - 1) * fp8 + bf16 if RECIPES[job.recipe].bf16_wgrad else passes * fp8
     return low * job.fp8_layers + passes * bf16 * (1 - job.fp8_layers)
 
 
@@ -144,7 +116,7 @@ def _cast_bytes(job: Job) -> float:
     weights = job.model.gemm_weights * (1 if job.two_layouts else 1.5)  # cast again for backward
     if job.keeps_fp8_weights:
         weights /= job.accumulation
-    return CAST_BYTES[job.recipe] * (values + weights) * job.fp8_layers
+    return costs_of(job.recipe).cast_bytes * (values + weights) * job.fp8_layers
 
 
 def adam_bytes(job: Job) -> float:

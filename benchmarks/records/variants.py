@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.recipes import TE_RECIPES, TORCHAO_RECIPES
 from core.settings import nearest
 from training.config import Config, all_settings, build_parser, config_from_dict, load_config_file
-from training.precision.settings import TE_RECIPES, TORCHAO_RECIPES
 
 # A variant says these itself: another recipe in a recipe's place would be compared under a wrong name.
 _TE = {"use_te": True, "fp8_fallback": "error"}

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from core.recipes import TE_RECIPES
 from training.precision import cudnn
-from training.precision.recipes import RECIPES, why_not
+from training.precision.recipes import why_not
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +64,7 @@ def test_recipes_are_those_that_training_takes():
     rows = {
         f["data"]["recipe"]: f["data"]["native"] for f in healthy()[1]["recipes"] if "native" in f["data"]
     }
-    assert rows == {"bf16": True, **{name: why_not(name) is None for name in RECIPES}}
+    assert rows == {"bf16": True, **{name: why_not(name) is None for name in TE_RECIPES}}
 
 
 def test_unfused_attention_is_a_fault():

@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from core.recipes import TE_RECIPES
 from te_models.build import plan_model
-from training.precision.recipes import RECIPES, why_not
+from training.precision.recipes import why_not
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,7 +164,7 @@ def test_every_recipes_first_step_is_bf16s(tmp_path, packing):
         return next(line for line in map(json.loads, lines) if "train/loss" in line)
 
     reference = first("bf16", "bf16")
-    for name in RECIPES:
+    for name in TE_RECIPES:
         if why_not(name):
             continue
         found = first(name, f"fp8 --fp8_scenario {name}")

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import te_models.decoder
 import te_models.hugging_face
+from core.recipes import TE_RECIPES
 from te_models.build import export_tensors, weight_source
 from te_models.engine import NativeOptions
 from te_models.kernels import fused_residual, rotation
@@ -15,7 +16,7 @@ from te_models.loss import linear_cross_entropy
 from te_models.weights import load_te
 from tests.gpu.models import DEVICE, batch, build, perturbed, plan
 from training.precision.coverage import coverage
-from training.precision.recipes import RECIPES, Precision, build_autocast, make_recipe, why_not
+from training.precision.recipes import Precision, build_autocast, make_recipe, why_not
 from training.precision.scaling_state import frozen_scaling, scaling_state
 from training.precision.settings import PrecisionConfig
 from training.precision.te_runtime import attention_backend
@@ -151,7 +152,7 @@ def compare_with_bf16(model_plan, name, packed) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", TE_RECIPES)
 def test_recipe_is_close_to_bf16(name, packed):
     compare_with_bf16(plan(), name, packed)
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.recipes import TORCHAO_RECIPES
 from te_models.packed_attention import why_no_kernel
 from tests.gpu.models import DEVICE, batch, build, plan
 from tests.gpu.test_multi_gpu import launch, logged
 from training.precision import torchao_fp8
 from training.precision.coverage import coverage
 from training.precision.recipes import Precision
-from training.precision.settings import TORCHAO_RECIPES
 from training.run import main
 
 ROWS = [[100, 60, 96], [256], [31, 200]]  # 256 tokens each, the last one padded

@@ -98,8 +98,7 @@ def te_itself() -> Iterator[Finding]:
 
 def recipes() -> Iterator[Finding]:
     """A line per recipe: where it runs here, and the libraries' reasons where it does not."""
-    from training.precision.recipes import RECIPES
-    from training.precision.settings import TORCHAO_RECIPES
+    from core.recipes import TE_RECIPES, TORCHAO_RECIPES
 
     reasons: dict[str, bool] = {}  # why something does not run; True: it should, but raises
 
@@ -113,7 +112,7 @@ def recipes() -> Iterator[Finding]:
         reasons.setdefault(reason, broken)
         return f"no [{list(reasons).index(reason) + 1}]"
 
-    for name in ("bf16", *RECIPES):
+    for name in ("bf16", *TE_RECIPES):
         native, emulated = (cell(partial(why_not, name, how)) for how in ("native", "emulated"))
         text = f"{name:<18} --use_te: native {native:<7} emulated {emulated}"
         data = {"recipe": name, "native": native == "yes", "emulated": emulated == "yes"}
@@ -166,8 +165,9 @@ def one_layer(
     """
     import torch
 
+    from core.recipes import FALLBACK_RECIPE
     from te_models.build import build_model, plan_model
-    from training.precision.recipes import STANDARD_RECIPE, Precision, build_autocast, make_recipe
+    from training.precision.recipes import Precision, build_autocast, make_recipe
     from training.precision.settings import PrecisionConfig
 
     at, dtype = torch.device(device), torch.bfloat16
@@ -182,9 +182,9 @@ def one_layer(
         ends = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32, device=at)
         inputs |= {"cu_seqlens": ends, "max_seqlen": tokens}
     precisions = {"bf16": Precision("bf16", "bf16", te_backend=backend)}
-    if why_not(STANDARD_RECIPE, backend) is None:
-        recipe = make_recipe(STANDARD_RECIPE, PrecisionConfig(), backend)
-        precisions["fp8"] = Precision(STANDARD_RECIPE, STANDARD_RECIPE, recipe=recipe, te_backend=backend)
+    if why_not(FALLBACK_RECIPE, backend) is None:
+        recipe = make_recipe(FALLBACK_RECIPE, PrecisionConfig(), backend)
+        precisions["fp8"] = Precision(FALLBACK_RECIPE, FALLBACK_RECIPE, recipe=recipe, te_backend=backend)
 
     def step(precision: Any) -> Callable[[], None]:
         autocast = build_autocast(precision, device=at, parameter_dtype=dtype)

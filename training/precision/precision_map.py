@@ -17,18 +17,16 @@ from typing import Any
 
 from torch import nn
 
+from core.recipes import FALLBACK_RECIPE, RECIPES, TE_RECIPES, TORCHAO_RECIPES
 from core.settings import nearest
 from te_models.engine import engine
 from training.config import Config
 from training.precision.recipes import (
-    RECIPES,
-    STANDARD_RECIPE,
     Precision,
     make_recipe,
     odd_sizes,
     usable,
 )
-from training.precision.settings import TE_RECIPES, TORCHAO_RECIPES
 
 # The GEMM modules of a TE layer, and the sizes that their weights have (names of `check_sizes`).
 TE_GEMMS = {
@@ -233,7 +231,7 @@ def check_resume(meta: dict[str, Any], precision: Precision) -> None:
     there, here = (sorted(names) for names in (meta.get("map_fallbacks", {}), precision.map_fallbacks))
     if there != here:
         raise ValueError(
-            f"--resume: of --precision_map's recipes {STANDARD_RECIPE} replaced {', '.join(there) or 'none'} "
+            f"--resume: of --precision_map's recipes {FALLBACK_RECIPE} replaced {', '.join(there) or 'none'} "
             f"there, {', '.join(here) or 'none'} here; resume on the same kind of GPU, or start a new run "
             "from its exported model"
         )

@@ -1,18 +1,4 @@
-"""Precision: which recipe runs, and why another cannot.
-
-FP8 training keeps weights and optimizer in higher precision and casts the operands of each GEMM to 8 bits.
-A recipe says how the cast is scaled:
-
-- delayed   one scale a tensor, from the largest value (amax) of the last micro-batches; cheapest, since the
-            scale is known before the tensor is. Its history is training state and is saved with checkpoints.
-- current   one scale a tensor, from the tensor itself; one more read of each tensor.
-- block     one scale per 1x128 activations and 128x128 weights; outliers stay local. Hopper and later.
-- mxfp8     one power-of-two scale per 32 values, in hardware. Blackwell.
-- nvfp4     4-bit values with two levels of scales. Blackwell.
-
-HYBRID format: E4M3 (more precision) forward, E5M2 (more range) for gradients.
-See https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/common.html.
-"""
+"""Which precision and recipe run here, and why another cannot. `core.recipes` describes the recipes."""
 
 from __future__ import annotations
 
@@ -23,62 +9,11 @@ from typing import Any
 
 import torch
 
+from core.recipes import FALLBACK_RECIPE, LM_HEAD_RECIPE, RECIPES, TE_RECIPES
 from te_models.engine import Backend, engine, recipes
 from training.config import Config
-from training.precision.settings import TE_RECIPES, TORCHAO_RECIPES, PrecisionConfig
+from training.precision.settings import PrecisionConfig
 from training.precision.te_runtime import why_not_te
-
-STANDARD_RECIPE = TE_RECIPES[0]
-
-
-@dataclass(frozen=True)
-class RecipeSpec:
-    """How to make a TE recipe, what tells whether it runs here, and the sizes its kernels take."""
-
-    make: Callable[[PrecisionConfig, Any], Any]  # (settings, te recipe module) -> Recipe
-    probe: str  # a te.is_*_available function
-    token_multiple: int  # tokens of a micro-batch
-    feature_multiple: int  # rows and columns of every weight
-    te_class: str
-
-
-def _delayed(cfg: PrecisionConfig, te: Any) -> Any:
-    return te.DelayedScaling(
-        margin=cfg.fp8_margin,
-        fp8_format=te.Format[cfg.fp8_format.upper()],
-        amax_history_len=cfg.fp8_amax_history_len,
-        amax_compute_algo=cfg.fp8_amax_compute_algo,
-        fp8_dpa=cfg.fp8_attention,
-    )
-
-
-def _current(cfg: PrecisionConfig, te: Any) -> Any:
-    return te.Float8CurrentScaling(fp8_format=te.Format[cfg.fp8_format.upper()], fp8_dpa=cfg.fp8_attention)
-
-
-def _block(cfg: PrecisionConfig, te: Any) -> Any:
-    if not cfg.fp8_fp32_scales:
-        return te.Float8BlockScaling()
-    recipe = te.Float8BlockScaling(use_f32_scales=True)
-    for operand in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
-        if hasattr(recipe, operand):  # TE sets them when it is imported, whatever a recipe is made with
-            setattr(recipe, operand, te.QParams(power_2_scale=False, amax_epsilon=0.0))
-    return recipe
-
-
-RECIPES: dict[str, RecipeSpec] = {
-    "delayed": RecipeSpec(_delayed, "is_fp8_available", 16, 16, "DelayedScaling"),
-    "current": RecipeSpec(_current, "is_fp8_available", 16, 16, "Float8CurrentScaling"),
-    "block": RecipeSpec(_block, "is_fp8_block_scaling_available", 128, 128, "Float8BlockScaling"),
-    "mxfp8": RecipeSpec(
-        lambda cfg, te: te.MXFP8BlockScaling(), "is_mxfp8_available", 32, 32, "MXFP8BlockScaling"
-    ),
-    "nvfp4": RecipeSpec(
-        lambda cfg, te: te.NVFP4BlockScaling(), "is_nvfp4_available", 128, 32, "NVFP4BlockScaling"
-    ),
-}
-# Recipes only Blackwell runs; elsewhere --fp8_fallback decides between the standard recipe and an error.
-FALLING_BACK = ("mxfp8", "nvfp4")
 
 
 @dataclass(frozen=True)
@@ -114,18 +49,16 @@ class Precision:
         """The recipes in use whose --fp8_attention is on where attention runs in them."""
         if not self.by_module:
             return self.in_use
-        return {r for name, r in self.by_module.items() if "self_attention" in name} & {"delayed", "current"}
+        return {r for name, r in self.by_module.items() if "self_attention" in name} & FP8_ATTENTION
 
     @property
     def token_multiple(self) -> int:
         """Tokens of a micro-batch must be a multiple of this; 8 keeps BF16 GEMMs aligned."""
-        if self.effective in TORCHAO_RECIPES:
-            return 16
-        return max(RECIPES[name].token_multiple for name in self.in_use) if self.recipe is not None else 8
+        return max((RECIPES[name].token_multiple for name in self.in_use), default=8) if self.fp8 else 8
 
     @property
     def fp8(self) -> bool:
-        return self.effective in RECIPES or self.effective in TORCHAO_RECIPES
+        return self.effective in RECIPES
 
     def in_short(self) -> dict[str, Any]:
         """What all ranks must share; reasons name a rank's own GPU."""
@@ -172,19 +105,19 @@ def usable(requested: str, flag: str, cfg: Config, backend: Backend) -> tuple[st
     reason = why_not(requested, backend)
     if reason is None:
         return requested, None
-    able = ", ".join(name for name in RECIPES if why_not(name, backend) is None)
+    able = ", ".join(name for name in TE_RECIPES if why_not(name, backend) is None)
     message = (
         f"{flag} cannot run here: {reason}. This machine runs: {able or 'none; use --mixed_precision bf16'}"
     )
-    if requested in FALLING_BACK and backend == "native":
+    if RECIPES[requested].may_fall_back and backend == "native":
         message += f"; with --te_backend emulated, to study losses: {requested}"
     if (
-        requested not in FALLING_BACK
+        not RECIPES[requested].may_fall_back
         or cfg.precision.fp8_fallback == "error"
-        or why_not(STANDARD_RECIPE, backend)
+        or why_not(FALLBACK_RECIPE, backend)
     ):
         raise RuntimeError(message)
-    return STANDARD_RECIPE, message
+    return FALLBACK_RECIPE, message
 
 
 def resolve_backend(cfg: Config) -> Backend | None:
@@ -219,7 +152,7 @@ def fp8_gemms_are_emulated() -> bool:
 def make_recipe(name: str, cfg: PrecisionConfig, backend: Backend = "native") -> Any:
     te = recipes(backend)
     recipe = RECIPES[name].make(cfg, te)
-    if cfg.fp8_fast_accumulation and name in ("delayed", "current") and backend == "native":
+    if cfg.fp8_fast_accumulation and name in READ_BY["fp8_fast_accumulation"] and backend == "native":
         for gemm in ("fp8_gemm_dgrad", "fp8_gemm_wgrad"):
             setattr(recipe, gemm, te.MMParams(use_split_accumulator=False))
     return recipe
@@ -265,9 +198,11 @@ def odd_sizes(recipe: str, sizes: dict[str, int]) -> list[str]:
 
 
 # Settings, and the recipes that read them.
-READ_BY = {name: {"delayed"} for name in ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")}
-READ_BY |= {n: {"delayed", "current"} for n in ("fp8_format", "fp8_attention", "fp8_fast_accumulation")}
-READ_BY["fp8_fp32_scales"] = {"block", "rowwise", "rowwise_with_gw_hp"}
+READ_BY: dict[str, set[str]] = {}
+for _name, _spec in RECIPES.items():
+    for _setting in _spec.settings:
+        READ_BY.setdefault(_setting, set()).add(_name)
+FP8_ATTENTION = READ_BY["fp8_attention"]
 
 
 def _asked_for(cfg: Config, names: Iterable[str]) -> dict[str, Any]:
@@ -332,10 +267,10 @@ def check_lm_head(cfg: Config, precision: Precision, sizes: dict[str, int], *, p
 
 
 def refuse_odd_head(model_name: str, sizes: dict[str, int]) -> None:
-    if odd := odd_sizes("current", sizes):
+    if odd := odd_sizes(LM_HEAD_RECIPE, sizes):
         raise ValueError(
             f"--fp8_lm_head --model_name {model_name}: {', '.join(odd)} not a multiple of "
-            f"{RECIPES['current'].feature_multiple} as FP8 GEMMs need it; drop it"
+            f"{RECIPES[LM_HEAD_RECIPE].feature_multiple} as FP8 GEMMs need it; drop it"
         )
 
 
@@ -347,7 +282,9 @@ def check_fp8_attention(cfg: Config, precision: Precision, head_size: int) -> No
         return
     reasons, cudnn = [], torch.backends.cudnn.version()
     where = "" if precision.by_module else "--fp8_scenario "
-    for name in sorted(precision.in_attention - {"delayed"}):
+    for name in sorted(precision.in_attention):
+        if RECIPES[name].fp8_attention_before_blackwell:
+            continue
         reasons.append(f"{where}{name}: only delayed scaling has it before Blackwell")
     if head_size != 128:
         reasons.append(f"head size {head_size}: only 128 has it before Blackwell")

@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from core.recipes import RECIPES
 from core.settings import Section, setting
-
-# FP8 recipes with --use_te, and without it; the first of each is the default.
-TE_RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")
-TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +14,7 @@ class PrecisionConfig(Section):
     """precision"""
 
     mixed_precision: Literal["bf16", "fp8", "fp32"] = setting("bf16", "compute precision")
-    fp8_scenario: Literal[("default", *TE_RECIPES, *TORCHAO_RECIPES)] = setting(
+    fp8_scenario: Literal[("default", *RECIPES)] = setting(
         "default",
         "scaling recipe under --mixed_precision fp8; with --use_te delayed (its default) to nvfp4, without "
         "it torchao's tensorwise (its default) to rowwise_with_gw_hp",
@@ -66,7 +63,8 @@ class PrecisionConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.fp8_attention and self.fp8_scenario not in ("default", "delayed", "current"):
+        spec = RECIPES.get(self.fp8_scenario)
+        if self.fp8_attention and spec and "fp8_attention" not in spec.settings:
             raise ValueError(
                 f"--fp8_attention: TE's FP8 attention runs under delayed and current scaling, not "
                 f"--fp8_scenario {self.fp8_scenario}; drop one of the two"

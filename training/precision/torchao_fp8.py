@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import first_line
-from training.precision.settings import TORCHAO_RECIPES
+from core.recipes import RECIPES, TORCHAO_RECIPES
 
 INSTALL = "pip install torchao==0.18.0"
 # torch._scaled_mm takes sizes in 16-byte steps, and an output in them too, so padding could not help.
@@ -116,7 +116,7 @@ def convert(
         if not chosen:
             continue
         settings = float8.Float8LinearConfig.from_recipe_name(recipe)
-        gathered = all_gather and recipe == "tensorwise"
+        gathered = all_gather and RECIPES[recipe].fp8_all_gather
         settings = replace(settings, emulate=emulated, enable_fsdp_float8_all_gather=gathered)
         if fp32_scales:
             settings = replace(settings, round_scales_to_power_of_2=False)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from core.recipes import RECIPES
 from te_models.kernels import flash_attention
 from training.doctor import checks as doctor_checks
 from training.doctor import gpu as doctor_gpu
@@ -22,8 +23,6 @@ from training.doctor.checks import Finding
 from training.doctor.screen import Check
 from training.precision import cudnn, te_runtime
 from training.precision import recipes as precision
-from training.precision.recipes import RECIPES
-from training.precision.settings import TORCHAO_RECIPES
 
 ROOT = Path(__file__).resolve().parents[3]
 PIP = f"{doctor_checks.python()} -m pip"
@@ -150,7 +149,7 @@ def test_a_machine_without_gpu_is_healthy():
     assert by_check["torch"][0]["data"]["torch"] == torch.__version__
     assert by_check["machine"][0]["data"]["ram"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     rows = {f["data"]["recipe"]: f["data"] for f in by_check["recipes"] if f["data"]}
-    assert set(rows) == {"bf16", *RECIPES, *TORCHAO_RECIPES}
+    assert set(rows) == {"bf16", *RECIPES}
     assert rows["delayed"]["emulated"] and not rows["delayed"]["native"]
 
 

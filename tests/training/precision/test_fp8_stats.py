@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from benchmarks.report.fp8_heatmap import draw_casts, last_casts
+from core.recipes import TE_RECIPES
 from te_models import emulation as te
 from training.config import config_from_dict
 from training.parallel.strategies import STRATEGIES
@@ -21,7 +22,6 @@ from training.precision.fp8_inspect import FEATURE, READERS, InspectedTE, inspec
 from training.precision.fp8_stats import EmulatedTE, Fp8Stats, TorchaoLayers, check
 from training.precision.precision_map import te_names
 from training.precision.recipes import Precision
-from training.precision.settings import TE_RECIPES
 from training.run import main
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

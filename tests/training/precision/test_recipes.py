@@ -6,21 +6,18 @@ from typing import get_args
 import pytest
 import torch
 
+from core.recipes import RECIPES
 from training.config import Config, all_settings, config_from_dict
 from training.precision import recipes as precision
 from training.precision import te_runtime
 from training.precision.coverage import coverage
 from training.precision.recipes import (
-    FALLING_BACK,
-    RECIPES,
-    STANDARD_RECIPE,
     Precision,
     build_autocast,
     check_sizes,
     resolve_precision,
     why_not,
 )
-from training.precision.settings import TE_RECIPES, TORCHAO_RECIPES
 from training.precision.te_runtime import why_not_te
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
@@ -31,9 +28,7 @@ def settings(**values) -> Config:
 
 
 def test_the_table_and_the_command_line_know_the_same_recipes():
-    assert set(get_args(all_settings()["fp8_scenario"][2])) == {"default", *RECIPES, *TORCHAO_RECIPES}
-    assert set(TE_RECIPES) == set(RECIPES)
-    assert set(FALLING_BACK) < set(RECIPES) and STANDARD_RECIPE in RECIPES
+    assert set(get_args(all_settings()["fp8_scenario"][2])) == {"default", *RECIPES}
 
 
 @NO_GPU
@@ -89,7 +84,9 @@ def on_hopper(monkeypatch):
     reason = "Device compute capability 10.0 or higher required"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(precision, "why_not_te", lambda: None)
-    monkeypatch.setattr(precision, "why_not", lambda name, backend: reason if name in FALLING_BACK else None)
+    monkeypatch.setattr(
+        precision, "why_not", lambda name, backend: reason if RECIPES[name].may_fall_back else None
+    )
     monkeypatch.setattr(precision, "make_recipe", lambda name, cfg, backend: name)
 
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig
 
 from core.errors import EXIT_BAD_SETTING, EXIT_FAILED
+from core.recipes import TORCHAO_RECIPES
 from te_models.build import ModelPlan, build_model
 from te_models.hugging_face import HFCausalLM, high_precision_linears
 from tests.children import preload, run_ranks
@@ -26,7 +27,6 @@ from training.optim.adamw import FusedAdamW, local
 from training.precision import torchao_fp8
 from training.precision.coverage import coverage
 from training.precision.recipes import Precision
-from training.precision.settings import TORCHAO_RECIPES
 from training.run import main
 
 preload(__name__)

@@ -1,0 +1,213 @@
+"""Low-precision recipes: one row each, read by settings, training, statistics, comparisons and the planner.
+
+FP8 training keeps weights and optimizer state in higher precision and casts the operands of each GEMM to 8
+bits. A recipe defines how the cast is scaled:
+
+- delayed    one scale per tensor, from the largest magnitudes (amax) of the last micro-batches. Cheapest,
+             since the scale is known before the tensor is. Its amax history is training state.
+- current    one scale per tensor, from the tensor itself; one more read of each tensor.
+- block      one scale per 1x128 activations and per 128x128 weights; outliers stay local. Hopper and later.
+- mxfp8      one power-of-two scale per 32 values, in hardware. Blackwell.
+- nvfp4      4-bit values with two levels of scales. Blackwell.
+- tensorwise, rowwise, rowwise_with_gw_hp: torchao's, for Hugging Face layers; see
+  `training.precision.torchao_fp8`.
+
+HYBRID format: E4M3 (more precision) forward, E5M2 (more range) for gradients.
+https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/common.html
+
+To add a recipe, add a row. If TE's layers are to be emulated in it, add its class to
+`te_models.emulation.recipes` too. Importing this module must not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCosts:
+    """Figures from which `benchmarks.plan` computes the time and memory of a step.
+
+    Measured on one H200 with Llama 3.1 8B (1B packed for block), unless `measured` is False. Memory is in
+    bytes, in place of the BF16 inputs of the GEMMs, from forward to backward.
+    """
+
+    gemm_share: float  # GEMM rate as a share of the precision's dense peak
+    cast_bytes: float  # memory traffic of casting one value
+    saved_per_ffn: float = 0  # per token and unit of the feed-forward size, less than BF16 keeps
+    saved_per_hidden: float = 0  # per token and unit of the hidden size, less than BF16 keeps
+    weight_copies: float = 0  # per GEMM weight, in addition to the BF16 weight
+    measured: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeSpec:
+    """Everything the suite has to know of one recipe."""
+
+    layers: Literal["te", "torchao"]
+    # fp8_* settings that the recipe reads; any other one, if set, is refused.
+    settings: frozenset[str] = frozenset()
+    # GEMM kernels need tokens of a micro-batch, and rows and columns of every weight, in these multiples.
+    token_multiple: int = 16
+    feature_multiple: int = 16
+    # GPU architectures that run it, for the planner (a run probes); None: all with FP8 tensor cores.
+    architectures: tuple[str, ...] | None = None
+    # On a machine that cannot run it, FALLBACK_RECIPE may run instead, with a warning (--fp8_fallback).
+    may_fall_back: bool = False
+    # It carries scales and amax histories from step to step, which need calibration and checkpoints.
+    stateful: bool = False
+    fp8_attention_before_blackwell: bool = False
+    # Its scale of a weight is the same for all shards, so that FSDP2 can gather weights in FP8.
+    fp8_all_gather: bool = False
+    # Gradients of weights (wgrad) are computed in BF16, one of three GEMMs.
+    bf16_wgrad: bool = False
+    costs: StepCosts
+    # TE recipes only: the class in TE's recipe module, how to make it from (PrecisionConfig, module), the
+    # te.is_*_available function, and how TE stores a quantized tensor (`training.precision.fp8_stats`).
+    te_class: str = ""
+    make: Callable[[Any, Any], Any] | None = None
+    probe: str = ""
+    storage: Literal["tensor", "blocks", "mx_blocks", "fp4_blocks"] | None = None
+
+
+def _delayed(cfg: Any, te: Any) -> Any:
+    return te.DelayedScaling(
+        margin=cfg.fp8_margin,
+        fp8_format=te.Format[cfg.fp8_format.upper()],
+        amax_history_len=cfg.fp8_amax_history_len,
+        amax_compute_algo=cfg.fp8_amax_compute_algo,
+        fp8_dpa=cfg.fp8_attention,
+    )
+
+
+def _current(cfg: Any, te: Any) -> Any:
+    return te.Float8CurrentScaling(fp8_format=te.Format[cfg.fp8_format.upper()], fp8_dpa=cfg.fp8_attention)
+
+
+def _block(cfg: Any, te: Any) -> Any:
+    if not cfg.fp8_fp32_scales:
+        return te.Float8BlockScaling()
+    recipe = te.Float8BlockScaling(use_f32_scales=True)
+    for operand in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        if hasattr(recipe, operand):  # TE sets them at import, whatever the recipe's arguments are
+            setattr(recipe, operand, te.QParams(power_2_scale=False, amax_epsilon=0.0))
+    return recipe
+
+
+_PER_TENSOR = frozenset({"fp8_format", "fp8_attention", "fp8_fast_accumulation"})
+_DELAYED = frozenset({"fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"})
+_FP32_SCALES = frozenset({"fp8_fp32_scales"})
+
+# Costs. GEMM shares: TE's FP8 GEMMs took 252 ms for 343 TFLOP; block from 1B packed, 161 ms against delayed's
+# 143; torchao's from the 8B's steps of 626 ms (tensorwise), 718 (rowwise) and 657 (rowwise_with_gw_hp) less
+# all else. Casts: 2 bytes read and 1 written for each of two layouts (TE reads once for both), 2 more for the
+# largest value where the scale is not known beforehand; rowwise scales each layout by itself, and
+# rowwise_with_gw_hp casts one layout.
+#
+# Memory, TE on Hopper: FP8 GEMMs need both operands in one layout, so a weight is kept as it is and
+# transposed (1 + 1 byte), and the MLP's product takes 1 byte less. The hidden size gains nothing: two norms
+# take 1 byte less each, but the output projection's FP8 input is kept in addition to the BF16 one that
+# attention keeps, and recorded runs have one byte more that this count does not explain. Block scaling keeps
+# both layouts, weights with an FP32 scale per 128x128. MXFP8 has one scale byte per 32 values, NVFP4 half a
+# byte per value and a scale byte per 16. torchao casts weights anew; torch.compile recomputes norms (2 x 2
+# bytes) and the MLP's product (2) from what else is kept, unless GEMMs of gradients read them.
+RECIPES: dict[str, RecipeSpec] = {
+    "delayed": RecipeSpec(
+        layers="te",
+        settings=_PER_TENSOR | _DELAYED,
+        stateful=True,
+        fp8_attention_before_blackwell=True,
+        te_class="DelayedScaling",
+        make=_delayed,
+        probe="is_fp8_available",
+        storage="tensor",
+        costs=StepCosts(gemm_share=0.69, cast_bytes=4, saved_per_ffn=1, weight_copies=2),
+    ),
+    "current": RecipeSpec(
+        layers="te",
+        settings=_PER_TENSOR,
+        fp8_all_gather=True,
+        te_class="Float8CurrentScaling",
+        make=_current,
+        probe="is_fp8_available",
+        storage="tensor",
+        costs=StepCosts(gemm_share=0.69, cast_bytes=6, saved_per_ffn=1, weight_copies=2),
+    ),
+    "block": RecipeSpec(
+        layers="te",
+        settings=_FP32_SCALES,
+        token_multiple=128,
+        feature_multiple=128,
+        architectures=("Hopper", "Blackwell", "RTX Blackwell"),
+        te_class="Float8BlockScaling",
+        make=_block,
+        probe="is_fp8_block_scaling_available",
+        storage="blocks",
+        costs=StepCosts(gemm_share=0.50, cast_bytes=6, weight_copies=2 * (1 + 4 / 128**2)),
+    ),
+    "mxfp8": RecipeSpec(
+        layers="te",
+        token_multiple=32,
+        feature_multiple=32,
+        architectures=("Blackwell",),
+        may_fall_back=True,
+        te_class="MXFP8BlockScaling",
+        make=lambda cfg, te: te.MXFP8BlockScaling(),
+        probe="is_mxfp8_available",
+        storage="mx_blocks",
+        costs=StepCosts(  # GEMM share as for delayed
+            gemm_share=0.69,
+            cast_bytes=4,
+            saved_per_ffn=1 - 1 / 32,
+            weight_copies=2 * (1 + 1 / 32),
+            measured=False,
+        ),
+    ),
+    "nvfp4": RecipeSpec(
+        layers="te",
+        token_multiple=128,
+        feature_multiple=32,
+        architectures=("Blackwell", "RTX Blackwell"),
+        may_fall_back=True,
+        te_class="NVFP4BlockScaling",
+        make=lambda cfg, te: te.NVFP4BlockScaling(),
+        probe="is_nvfp4_available",
+        storage="fp4_blocks",
+        costs=StepCosts(  # GEMM share as for delayed, at the FP8 peak
+            gemm_share=0.69,
+            cast_bytes=6,
+            saved_per_ffn=2 - 9 / 16,
+            weight_copies=2 * 9 / 16,
+            measured=False,
+        ),
+    ),
+    "tensorwise": RecipeSpec(
+        layers="torchao",
+        fp8_all_gather=True,
+        costs=StepCosts(gemm_share=0.58, cast_bytes=8, saved_per_ffn=2, saved_per_hidden=4),
+    ),
+    "rowwise": RecipeSpec(
+        layers="torchao",
+        settings=_FP32_SCALES,
+        costs=StepCosts(gemm_share=0.47, cast_bytes=10, saved_per_ffn=2, saved_per_hidden=4),
+    ),
+    "rowwise_with_gw_hp": RecipeSpec(
+        layers="torchao",
+        settings=_FP32_SCALES,
+        bf16_wgrad=True,
+        costs=StepCosts(gemm_share=0.58, cast_bytes=5),
+    ),
+}
+# Recipes with --use_te, and without it; the first of each is --fp8_scenario's default.
+TE_RECIPES = tuple(name for name, spec in RECIPES.items() if spec.layers == "te")
+TORCHAO_RECIPES = tuple(name for name, spec in RECIPES.items() if spec.layers == "torchao")
+FALLBACK_RECIPE = TE_RECIPES[0]
+LM_HEAD_RECIPE = "current"  # --fp8_lm_head, under any recipe of the layers
+BF16_COSTS = StepCosts(gemm_share=0.71, cast_bytes=0)  # the 8B step of 783 ms less all else
+
+
+def costs_of(recipe: str) -> StepCosts:
+    """Costs of a recipe, or of BF16."""
+    return RECIPES[recipe].costs if recipe in RECIPES else BF16_COSTS
