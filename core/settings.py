@@ -9,16 +9,32 @@ import re
 import types
 import typing
 from dataclasses import field, fields
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from core.errors import bad_setting
 
 PATHS = ("output_dir", "log_dir", "data_cache_dir", "weights_cache_dir", "model_name", "tokenizer_name")
 
 
-def setting(default: Any, help: str, *, resumable: bool = False, minimum: int | None = None) -> Any:
-    """One field of a `Section`. A resumable setting may change when a run is resumed."""
-    return field(default=default, metadata={"help": help, "resumable": resumable, "minimum": minimum})
+# Effect of a setting on a run: the work of a step (speed, memory, and loss, if only by rounding), what the
+# model learns at the same work per step, what is logged and evaluated, or nothing that a result depends on.
+Effect = Literal["step", "learning", "logging", "nothing"]
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    resumable: bool = False,
+    minimum: int | None = None,
+    affects: Effect | None = None,
+) -> Any:
+    """One field of a `Section`. A resumable setting may change when a run is resumed.
+
+    `affects` overrides the section's effect, by which runs are compared.
+    """
+    metadata = {"help": help, "resumable": resumable, "minimum": minimum, "affects": affects}
+    return field(default=default, metadata=metadata)
 
 
 def require(condition: bool, flag: str, value: Any, reason: str) -> None:
@@ -29,6 +45,8 @@ def require(condition: bool, flag: str, value: Any, reason: str) -> None:
 
 class Section:
     """Base of a settings section. UserError for a value below its field's minimum."""
+
+    affects: ClassVar[Effect] = "step"
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from core.settings import Section, setting
+from core.settings import Effect, Section, setting
 
 SYSTEM_PROMPT = "Solve the math problem step by step. Put your final answer in \\boxed{}."
 
@@ -13,6 +13,8 @@ SYSTEM_PROMPT = "Solve the math problem step by step. Put your final answer in \
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
     """data"""
+
+    affects: ClassVar[Effect] = "learning"
 
     dataset_name: str = setting(
         "demo",
@@ -39,8 +41,10 @@ class DataConfig(Section):
         "data and whole chats that have none, '' nothing",
     )
     train_on_prompt: bool = setting(False, "put loss on the prompt too, not on the answer alone")
-    max_seq_length: int = setting(1024, "tokens per sequence at most", minimum=2)
-    packing: bool = setting(True, "fill sequences with several samples that do not attend to each other")
+    max_seq_length: int = setting(1024, "tokens per sequence at most", minimum=2, affects="step")
+    packing: bool = setting(
+        True, "fill sequences with several samples that do not attend to each other", affects="step"
+    )
     overlong: Literal["drop", "truncate"] = setting(
         "drop",
         "samples over --max_seq_length: leave out or cut, counted either way (plain text is split instead)",
@@ -49,16 +53,25 @@ class DataConfig(Section):
         False, "read the data set as a stream (needs --max_steps), for sets larger than the disk"
     )
     num_proc: int | None = setting(
-        None, "processes for tokenisation; default: one per core, at most 16", resumable=True, minimum=1
+        None,
+        "processes for tokenisation; default: one per core, at most 16",
+        resumable=True,
+        minimum=1,
+        affects="nothing",
     )
     num_workers: int = setting(
-        2, "loader worker processes; 0 loads in the training process", resumable=True, minimum=0
+        2,
+        "loader worker processes; 0 loads in the training process",
+        resumable=True,
+        minimum=0,
+        affects="nothing",
     )
     data_cache_dir: str | None = setting(
         None,
         "folder for data as they were read and tokenised; default: the Hugging Face cache of data sets "
         "(what is downloaded is in HF_HUB_CACHE)",
         resumable=True,
+        affects="nothing",
     )
 
     def __post_init__(self) -> None:

@@ -20,9 +20,12 @@ class ModelConfig(Section):
     init: Literal["auto", "pretrained", "random"] = setting(
         "auto",
         "weights: read them, or draw them from the model's dimensions; auto draws for tiny-* presets only",
+        affects="learning",
     )
     tokenizer_name: str | None = setting(
-        None, "hub id, local folder, or `demo`; default: the model's own (tiny-* presets: demo)"
+        None,
+        "hub id, local folder, or `demo`; default: the model's own (tiny-* presets: demo)",
+        affects="learning",
     )
     use_te: bool = setting(False, "build the decoder from te.TransformerLayer (Transformer Engine)")
     te_backend: Literal["auto", "native", "emulated"] = setting(
@@ -47,6 +50,11 @@ class ModelConfig(Section):
         True, "TE's norms add up gradients of residual connections in their own kernel", resumable=True
     )
     weights_cache_dir: str | None = setting(
-        None, "folder for downloaded weights; default: the Hugging Face cache", resumable=True
+        None,
+        "folder for downloaded weights; default: the Hugging Face cache",
+        resumable=True,
+        affects="nothing",
     )
-    trust_remote_code: bool = setting(False, "run Python code that a model's repository brings")
+    trust_remote_code: bool = setting(
+        False, "run Python code that a model's repository brings", affects="nothing"
+    )

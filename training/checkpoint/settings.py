@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from core.settings import Section, setting
+from core.settings import Effect, Section, setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
     """run folder and checkpoints"""
+
+    affects: ClassVar[Effect] = "nothing"
 
     output_dir: str | None = setting(
         None,

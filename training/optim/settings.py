@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from core.settings import Section, require, setting
+from core.settings import Effect, Section, require, setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Section):
     """optimizer and schedule"""
 
-    batch_size: int = setting(8, "sequences per micro-batch and device", minimum=1)
+    affects: ClassVar[Effect] = "learning"
+
+    batch_size: int = setting(8, "sequences per micro-batch and device", minimum=1, affects="step")
     eval_batch_size: int | None = setting(
-        None, "sequences per evaluation batch and device; default: --batch_size", resumable=True, minimum=1
+        None,
+        "sequences per evaluation batch and device; default: --batch_size",
+        resumable=True,
+        minimum=1,
+        affects="logging",
     )
-    gradient_accumulation_steps: int = setting(1, "micro-batches per optimizer step", minimum=1)
+    gradient_accumulation_steps: int = setting(
+        1, "micro-batches per optimizer step", minimum=1, affects="step"
+    )
     num_epochs: int = setting(1, "passes over the training data", resumable=True, minimum=1)
     max_steps: int | None = setting(
         None,
@@ -45,6 +53,7 @@ class OptimConfig(Section):
     deterministic: bool = setting(
         False,
         "bitwise repeatable kernels, where they exist; slow for packed attention in TE (docs/precision.md)",
+        affects="step",
     )
 
     def __post_init__(self) -> None:

@@ -77,7 +77,10 @@ class ShardingConfig(Section):
         minimum=0,
     )
     timeout_minutes: float = setting(
-        30.0, "end the job when a rank makes no progress for this long, and name it", resumable=True
+        30.0,
+        "end the job when a rank makes no progress for this long, and name it",
+        resumable=True,
+        affects="nothing",
     )
 
     def __post_init__(self) -> None:

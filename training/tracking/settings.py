@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import ClassVar, Literal
 
-from core.settings import Section, setting
+from core.settings import Effect, Section, setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig(Section):
     """evaluation and logging"""
+
+    affects: ClassVar[Effect] = "logging"
 
     eval_interval: int = setting(
         500, "steps between evaluations; 0 evaluates at the end only", resumable=True, minimum=0
@@ -29,15 +31,21 @@ class LogConfig(Section):
         resumable=True,
         minimum=0,
     )
-    log_dir: str | None = setting(None, "write TensorBoard logs to this folder", resumable=True)
-    use_wandb: bool = setting(False, "log to Weights & Biases", resumable=True)
-    wandb_project: str = setting("llm-fp8", "W&B project", resumable=True)
-    wandb_run_name: str | None = setting(None, "W&B run name; default: the run folder's name", resumable=True)
-    wandb_mode: Literal["online", "offline", "disabled"] | None = setting(
-        None, "W&B mode; default: WANDB_MODE, else online", resumable=True
+    log_dir: str | None = setting(
+        None, "write TensorBoard logs to this folder", resumable=True, affects="nothing"
     )
-    wandb_tags: str | None = setting(None, "W&B tags, separated by commas", resumable=True)
-    wandb_group: str | None = setting(None, "W&B group of runs to be compared", resumable=True)
+    use_wandb: bool = setting(False, "log to Weights & Biases", resumable=True, affects="nothing")
+    wandb_project: str = setting("llm-fp8", "W&B project", resumable=True, affects="nothing")
+    wandb_run_name: str | None = setting(
+        None, "W&B run name; default: the run folder's name", resumable=True, affects="nothing"
+    )
+    wandb_mode: Literal["online", "offline", "disabled"] | None = setting(
+        None, "W&B mode; default: WANDB_MODE, else online", resumable=True, affects="nothing"
+    )
+    wandb_tags: str | None = setting(None, "W&B tags, separated by commas", resumable=True, affects="nothing")
+    wandb_group: str | None = setting(
+        None, "W&B group of runs to be compared", resumable=True, affects="nothing"
+    )
 
     def unread(self) -> str | None:
         """W&B's settings that were asked for in a run that does not log there."""
