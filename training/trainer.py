@@ -19,16 +19,8 @@ from torch import Tensor, nn
 from core.signals import caught
 from training.checkpoint.progress import Progress
 from training.config import Config
-from training.tracking.metrics import ModelShape, mfu, model_flops, perplexity, tokens_per_second
+from training.tracking.metrics import RATES, ModelShape, mfu, model_flops, perplexity, tokens_per_second
 
-RATES = (
-    "perf/tokens_per_second",
-    "perf/padded_tokens_per_second",
-    "perf/model_tflops_per_gpu",
-    "perf/mfu_bf16",
-    "perf/mfu_fp8",
-    "perf/data_wait_share",
-)
 ASK_EVERY = 16  # evaluation batches between two looks for a signal, for which many ranks must wait
 SPIKE, SPIKE_AFTER = 10, 20  # times the median gradient norm, once it is of so many steps
 WARMUP_STEPS = 5  # left out of the reported rates: kernels are chosen and memory is reserved in them

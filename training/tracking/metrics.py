@@ -12,6 +12,40 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+
+class Metric(NamedTuple):
+    """Presentation of a logged metric, and its reduction over a run's log to a value of the summary."""
+
+    label: str
+    format: str
+    summary: Literal["last", "median", "max"] | None = None
+    terminal: str | None = None  # text of a progress line; None: not shown there
+
+
+# Metrics that displays and reports show, in this order. Speed of emulated runs is logged under emulated/.
+METRICS: dict[str, Metric] = {
+    "train/loss": Metric("train loss", "{:.4f}", "last", "loss {:.4f}"),
+    "train/grad_norm": Metric("gradient norm", "{:.3g}", terminal="grad norm {:.3g}"),
+    "train/learning_rate": Metric("learning rate", "{:.2e}", terminal="lr {:.2e}"),
+    "eval/loss": Metric("eval loss", "{:.4f}", "last"),
+    "eval/perplexity": Metric("perplexity", "{:.2f}", "last"),
+    "eval/token_accuracy": Metric("token accuracy", "{:.2%}", "last"),
+    "perf/tokens_per_second": Metric("tokens/s", "{:,.0f}", "median", "{:,.0f} tokens/s"),
+    "perf/padded_tokens_per_second": Metric("tokens/s with padding", "{:,.0f}", "median"),
+    "perf/model_tflops_per_gpu": Metric("TFLOP/s per GPU", "{:,.1f}", "median"),
+    "perf/mfu_bf16": Metric("MFU of BF16 peak", "{:.1%}", "median", "MFU {:.1%}"),
+    "perf/mfu_fp8": Metric("MFU of FP8 peak", "{:.1%}", "median", "FP8 MFU {:.1%}"),
+    "perf/data_wait_share": Metric("data wait", "{:.2%}", "median"),
+    "perf/peak_memory_gb": Metric("peak GB", "{:.1f}", "max", "{:.1f} GB"),
+}
+RATES = tuple(name for name, metric in METRICS.items() if metric.summary == "median")
+
+
+def summary_name(metric: str) -> str:
+    """Return the name that a logged metric has in summary.json."""
+    return metric.removeprefix("perf/").replace("/", "_")
+
+
 # Families whose FLOPs `ModelShape` counts right: dense, gated MLPs, one LM head.
 COUNTED = frozenset({"gemma", "gemma2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"})
 

@@ -29,6 +29,7 @@ from tqdm import tqdm
 from core.files import no_room, replace_file
 from core.packages import ROOT, versions
 from core.redact import redact, redacted
+from training.tracking.metrics import METRICS
 from training.tracking.settings import LogConfig
 
 Metrics = dict[str, float | int | str]
@@ -368,17 +369,16 @@ class TensorBoardWriter:
         self._writer.close()
 
 
-# What the terminal shows of the metrics, in this order.
-SHOWN = {
-    "train/loss": "loss {:.4f}",
-    "train/grad_norm": "grad norm {:.3g}",
-    "train/learning_rate": "lr {:.2e}",
-    "perf/tokens_per_second": "{:,.0f} tokens/s",
-    "emulated/tokens_per_second": "{:,.0f} tokens/s (emulated)",
-    "perf/mfu_bf16": "MFU {:.1%}",
-    "perf/mfu_fp8": "FP8 MFU {:.1%}",
-    "perf/peak_memory_gb": "{:.1f} GB",
-}
+def progress_texts(metrics: Metrics) -> list[str]:
+    """Format the metrics that a progress line shows."""
+    shown = []
+    for name, metric in METRICS.items():
+        emulated = name.replace("perf/", "emulated/")
+        if metric.terminal and name in metrics:
+            shown.append(metric.terminal.format(metrics[name]))
+        elif metric.terminal and emulated in metrics:
+            shown.append(f"{metric.terminal.format(metrics[emulated])} (emulated)")
+    return shown
 
 
 class Display:
@@ -396,7 +396,7 @@ class Display:
         """Show that `step` steps are done; `metrics` may be empty."""
         if not self._enabled:
             return
-        shown = [text.format(metrics[name]) for name, text in SHOWN.items() if name in metrics]
+        shown = progress_texts(metrics)
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
             if shown:
