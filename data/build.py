@@ -35,6 +35,19 @@ HELD_OUT_KEY = 2**32 - 1  # tells the held-out part's shuffling from the epochs'
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """Shape of this rank's batches, and which share of the data the rank reads."""
+
+    batch_size: int  # sequences per micro-batch and rank
+    eval_batch_size: int
+    pad_multiple: int = 1  # every row's token count is a multiple of it, as FP8 recipes require
+    micro_batches_per_step: int = 1  # prefetched by the workers
+    rank: int = 0
+    world_size: int = 1
+    pin_memory: bool = False
+
+
 @dataclass(frozen=True)
 class Loaders:
     """What training reads: `eval` is None without evaluation data, `eval_prompts` is [] unless it is chat."""
@@ -50,29 +63,28 @@ class Loaders:
 def build_loaders(
     cfg: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
+    shape: BatchShape,
     *,
-    batch_size: int,
-    eval_batch_size: int,
     seed: int,
-    pad_multiple: int,
     vocab_size: int,
     max_positions: int | None,
-    rank: int = 0,
-    world_size: int = 1,
-    pin_memory: bool = False,
-    micro_batches_per_step: int = 1,
 ) -> Loaders:
-    """Open, tokenise (or find in the cache), hold out and pack the same on every rank; each takes its share.
+    """Open, tokenise (or read from the cache), hold out and pack alike on all ranks; each reads its share.
 
-    `batch_size` and `eval_batch_size` are sequences per micro-batch and rank. A row's tokens are a multiple
-    of `pad_multiple`, which the FP8 recipe asks for; `vocab_size` and `max_positions` are the model's.
-    Workers make `micro_batches_per_step` ahead.
-    ValueError for settings, or data, that cannot be trained on.
+    `vocab_size` and `max_positions` are the model's. ValueError for unusable settings or data.
     """
     check(cfg, max_positions)
     known = (i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None)
     pad = next((i for i in known if i < vocab_size), 0)  # an added token may be past the model's embedding
-    layout = Layout(cfg.max_seq_length, pad_multiple, cfg.packing, batch_size, pad, rank, world_size)
+    layout = Layout(
+        cfg.max_seq_length,
+        shape.pad_multiple,
+        cfg.packing,
+        shape.batch_size,
+        pad,
+        shape.rank,
+        shape.world_size,
+    )
     split = eval_split = open_split(cfg, cfg.split_name, tokenizer, vocab_size)
     if cfg.eval_split is not None and cfg.eval_samples:  # before minutes of tokenisation: it may be misnamed
         eval_split = open_split(cfg, cfg.eval_split, tokenizer, vocab_size)
@@ -89,9 +101,9 @@ def build_loaders(
     bins = source.bins
     require_usable(split, train, f"--split_name {cfg.split_name}")
     whole = not cfg.streaming or source.is_one_window
-    if world_size > 1 and whole and len(bins) < layout.stride:
+    if shape.world_size > 1 and whole and len(bins) < layout.stride:
         raise ValueError(
-            f"--batch_size {batch_size} on {world_size} ranks: a micro-batch takes {layout.stride} "
+            f"--batch_size {shape.batch_size} on {shape.world_size} ranks: a micro-batch needs {layout.stride} "
             f"sequences, but --split_name {cfg.split_name} has {len(bins)}; use a smaller --batch_size, "
             "fewer ranks or more data"
         )
@@ -104,9 +116,9 @@ def build_loaders(
         "seed": seed,
         "streaming": cfg.streaming,
     }
-    workers = {"num_workers": cfg.num_workers, "pin_memory": pin_memory}
+    workers = {"num_workers": cfg.num_workers, "pin_memory": shape.pin_memory}
     loaders = Loaders(
-        train=Loader(source, identity=identity, per_step=micro_batches_per_step, **workers),
+        train=Loader(source, identity=identity, per_step=shape.micro_batches_per_step, **workers),
         eval=None,
         report=replace(report(split, train, layout, bins, streaming=cfg.streaming), **split.tokenised),
         eval_report=None,
@@ -114,7 +126,7 @@ def build_loaders(
     )
     if held is None:
         return loaders
-    layout = replace(layout, batch_size=eval_batch_size)
+    layout = replace(layout, batch_size=shape.eval_batch_size)
     return _with_evaluation(loaders, cfg, eval_split, held, layout, workers)
 
 

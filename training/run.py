@@ -23,7 +23,7 @@ from core.files import no_room, read_record, write_json
 from core.packages import software
 from core.redact import redacted
 from core.signals import caught
-from data.build import build_loaders
+from data.build import BatchShape, build_loaders
 from data.chat import load_tokenizer, turn_end
 from te_models import build as te_models
 from te_models.kernels import flash_attention
@@ -210,16 +210,18 @@ class Run:
         self.loaders = build_loaders(
             cfg.data,
             self.tokenizer,
-            batch_size=cfg.optim.batch_size,
-            eval_batch_size=cfg.optim.eval_batch_size or cfg.optim.batch_size,
+            BatchShape(
+                batch_size=cfg.optim.batch_size,
+                eval_batch_size=cfg.optim.eval_batch_size or cfg.optim.batch_size,
+                pad_multiple=self.precision.token_multiple,
+                micro_batches_per_step=cfg.optim.gradient_accumulation_steps,
+                rank=ranks.rank(),
+                world_size=ranks.world_size(),
+                pin_memory=self.device.type == "cuda",
+            ),
             seed=cfg.optim.seed,
-            pad_multiple=self.precision.token_multiple,
             vocab_size=config.vocab_size,
             max_positions=getattr(config, "max_position_embeddings", None),
-            rank=ranks.rank(),
-            world_size=ranks.world_size(),
-            pin_memory=self.device.type == "cuda",
-            micro_batches_per_step=cfg.optim.gradient_accumulation_steps,
         )
         if cfg.needs_evaluation and self.loaders.eval is None and not self.resume:
             raise ValueError(

@@ -19,7 +19,7 @@ import torch
 
 import data.loader
 import data.samples
-from data.build import build_loaders, open_split
+from data.build import BatchShape, build_loaders, open_split
 from data.chat import Encoder, load_tokenizer
 from data.samples import count_labels
 from data.settings import DataConfig
@@ -83,15 +83,17 @@ def build(folder, tokenizer, monkeypatch):
         return build_loaders(
             DataConfig(**{**defaults, **settings}),
             tokenizer,
-            batch_size=batch_size,
-            eval_batch_size=batch_size,
+            BatchShape(
+                batch_size=batch_size,
+                eval_batch_size=batch_size,
+                pad_multiple=pad_multiple,
+                micro_batches_per_step=per_step,
+                rank=rank,
+                world_size=world_size,
+            ),
             seed=seed,
-            pad_multiple=pad_multiple,
             vocab_size=vocab_size,
             max_positions=2048,
-            rank=rank,
-            world_size=world_size,
-            micro_batches_per_step=per_step,
         )
 
     return build
@@ -269,7 +271,7 @@ def test_a_process_whose_workers_wait_ends(folder, tmp_path, last, code, error):
     """They ignore the SIGTERM by which multiprocessing would end them, and then it would wait for ever."""
     script = f"""
         import sys
-        from data.build import build_loaders
+        from data.build import BatchShape, build_loaders
         from data.chat import load_tokenizer
         from data.samples import Samples
         from data.settings import DataConfig
@@ -279,10 +281,8 @@ def test_a_process_whose_workers_wait_ends(folder, tmp_path, last, code, error):
         loaders = build_loaders(
             DataConfig(dataset_name=folder, split_name="train", **settings),
             load_tokenizer("demo", family="llama"),
-            batch_size=2,
-            eval_batch_size=2,
+            BatchShape(batch_size=2, eval_batch_size=2, pad_multiple=16),
             seed=3,
-            pad_multiple=16,
             vocab_size=2048,
             max_positions=2048,
         )

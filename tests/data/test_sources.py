@@ -29,7 +29,7 @@ from datasets.packaged_modules.generator.generator import Generator
 from datasets.packaged_modules.text.text import Text
 
 from data import cache
-from data.build import DATASETS, build_loaders
+from data.build import DATASETS, BatchShape, build_loaders
 from data.cache import NotStored
 from data.chat import Encoder, Status, load_tokenizer, why_unusable
 from data.collate import IGNORE
@@ -65,10 +65,8 @@ def load(tokenizer, tmp_path):
         return build_loaders(
             DataConfig(**{**defaults, **settings}),
             tokenizer,
-            batch_size=1,
-            eval_batch_size=1,
+            BatchShape(batch_size=1, eval_batch_size=1, pad_multiple=8),
             seed=0,
-            pad_multiple=8,
             vocab_size=VOCABULARY,
             max_positions=2048,
         )
