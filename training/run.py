@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from core.errors import EXIT_FAILED, EXIT_INTERRUPTED, first_line
-from core.files import no_room, read_record, write_json
+from core.files import explaining_write_errors, read_record, write_json
 from core.packages import software
 from core.redact import redacted
 from core.signals import caught
@@ -129,7 +129,9 @@ class Run:
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints",
             keep_last=cfg.checkpoint.keep_last,
-            beat=lambda: watchdog.beat("saving", counts=False),  # ranks write different numbers of files
+            on_progress=lambda: watchdog.beat(
+                "saving", counts=False
+            ),  # ranks write different numbers of files
         )
         self.resume, self.meta = watchdog.run_on_rank0("looking for a checkpoint", self._find_checkpoint)
         watchdog.run_on_all_ranks("loading the data", self._load_data, DATA_SECONDS)
@@ -475,10 +477,8 @@ class Run:
     def _write_environment(self) -> None:
         if self.strategy.rank == 0:
             path = self.folder / "env.json"
-            try:
+            with explaining_write_errors(path):
                 write_json(path, self.environment)
-            except OSError as error:
-                raise no_room(path, error) from None
 
     def _tags(self) -> list[str]:
         layers = "te" if self.cfg.model.use_te else "hf"
@@ -606,7 +606,7 @@ class Run:
 
     def _rate(self, step: int, eval_loss: float) -> None:
         if self.cfg.checkpoint.save_checkpoints:
-            self.checkpoints.rate(step, eval_loss)
+            self.checkpoints.record_eval_loss(step, eval_loss)
 
     def _gpus(self) -> int:
         return self.strategy.world_size if self.device.type == "cuda" else 0

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from core.files import read_manifest
 from tests.hugging_face_models import save_mixture
+from training.checkpoint.manifest import read_manifest
 from training.checkpoint.store import Checkpoints
 
 pytestmark = pytest.mark.multi_gpu

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from core.files import no_room, replace_file
+from core.files import explaining_write_errors, replace_file
 from core.packages import ROOT, versions
 from core.redact import redact, redacted
 from training.tracking.metrics import METRICS
@@ -153,11 +153,9 @@ class MetricsFile:
     def __init__(self, run_folder: Path, resume_step: int | None, *, evaluates_again: bool = False) -> None:
         self._path = run_folder / "metrics.jsonl"
         self._summary_path = run_folder / "summary.json"
-        try:
+        with explaining_write_errors(self._path):
             run_folder.mkdir(parents=True, exist_ok=True)
             _discard_after(self._path, -1 if resume_step is None else resume_step, evaluation=evaluates_again)
-        except OSError as error:
-            raise no_room(self._path, error) from None
         if self._summary_path.exists():
             # It sums up an earlier part of the run, and would pass for this one's if this one crashed.
             self._summary_path.replace(run_folder / "summary.previous.json")
@@ -166,18 +164,17 @@ class MetricsFile:
     def log(self, step: int, metrics: Metrics) -> None:
         line = to_json({"step": step, "time": round(time.time(), 3), **metrics}) + b"\n"
         end = self._file.seek(0, os.SEEK_END)
-        try:
-            while line:
-                line = line[self._file.write(line) :]
-        except OSError as error:
-            self._file.truncate(end)  # half a line would spoil the next one
-            raise no_room(self._path, error) from None
+        with explaining_write_errors(self._path):
+            try:
+                while line:
+                    line = line[self._file.write(line) :]
+            except OSError:
+                self._file.truncate(end)  # half a line would spoil the next one
+                raise
 
     def summary(self, values: dict[str, Any]) -> None:
-        try:
+        with explaining_write_errors(self._summary_path):
             replace_file(self._summary_path, to_json(values, indent=2) + b"\n")
-        except OSError as error:
-            raise no_room(self._summary_path, error) from None
 
     def finish(self, exit_code: int) -> None:
         self._file.close()

@@ -19,6 +19,7 @@ import pytest
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from core.errors import UserError
 from training.tracking import trackers
 from training.tracking.settings import LogConfig
 from training.tracking.trackers import Display, build_tracker, describe_environment
@@ -139,7 +140,7 @@ def test_a_resume_rewrites_no_file_in_vain_and_tells_of_a_full_disk(tmp_path, mo
 
     monkeypatch.setattr(trackers, "replace_file", full)
     build(tmp_path, resume_step=2).finish()
-    with pytest.raises(RuntimeError, match=r"metrics\.jsonl: No space left on device; make room"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl: No space left on device; free space"):
         build(tmp_path, resume_step=1)
     assert len(lines(tmp_path / "metrics.jsonl")) == 2
 
@@ -151,9 +152,9 @@ def test_full_disk_stops_with_the_reason_and_leaves_whole_lines(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
     try:
-        with pytest.raises(RuntimeError, match=r"metrics\.jsonl: File too large; make room"):
+        with pytest.raises(UserError, match=r"metrics\.jsonl: File too large; free space"):
             tracker.log(2, {"train/loss": 2.0})
-        with pytest.raises(RuntimeError, match=r"summary\.json: File too large; make room"):
+        with pytest.raises(UserError, match=r"summary\.json: File too large; free space"):
             tracker.summary({"note": "x" * 200})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -1,0 +1,97 @@
+"""The manifest of a checkpoint: size and checksum of every file, verified before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from core.errors import EXIT_BAD_SETTING, UserError
+from core.files import sync_to_disk, write_json
+
+MANIFEST = "manifest.json"
+THREADS = 4  # per rank; reading, writing and hashing all release the GIL
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint that must not be loaded: names the file, the reason and an intact checkpoint to resume."""
+
+    intact: Path | None = None
+
+    def __init__(self, message: str, intact: Path | None = None):
+        super().__init__(message, flags=("resume",), exit_code=EXIT_BAD_SETTING)
+        self.intact = intact
+
+
+def digests(
+    folder: Path, names: Iterable[str], *, flush: bool = False, on_progress: Callable[[], None] = lambda: None
+) -> dict[str, dict]:
+    """Size and checksum of each named file, flushed to disk first if `flush`."""
+
+    def digest(name: str) -> tuple[str, dict]:
+        path, checksum = folder / name, xxhash.xxh3_128()
+        if flush:
+            sync_to_disk(path)
+        with open(path, "rb", buffering=0) as file:
+            while block := file.read(2**23):
+                checksum.update(block)
+        on_progress()
+        return name, {"size": path.stat().st_size, "xxh3_128": checksum.hexdigest()}
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return dict(pool.map(digest, names))
+
+
+def _checksum(manifest: dict) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True).encode())
+
+
+def write_manifest(folder: Path, manifest: dict) -> None:
+    write_json(folder / MANIFEST, {"xxh3_128": _checksum(manifest), "manifest": manifest})
+
+
+def read_manifest(folder: Path) -> dict:
+    """Read a folder's manifest; DamagedCheckpoint if it is missing, unreadable or changed."""
+    path = folder / MANIFEST
+    try:
+        outer = json.loads(path.read_bytes())
+        manifest, checksum = outer["manifest"], outer["xxh3_128"]
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{path}: missing, so {folder.name} is not a complete checkpoint") from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DamagedCheckpoint(f"{path}: unreadable ({type(error).__name__}: {error})") from None
+    if checksum != _checksum(manifest):
+        raise DamagedCheckpoint(f"{path}: its content does not match its checksum")
+    return manifest
+
+
+def verify_files(
+    folder: Path, names: Iterable[str] | None = None, *, share: tuple[int, int] = (0, 1)
+) -> dict:
+    """Return the manifest if all files, or `names`, match it; DamagedCheckpoint otherwise.
+
+    `share` (i, n) hashes every n-th file only, starting at i.
+    """
+    manifest = read_manifest(folder)
+    files = manifest["files"]
+    for path in folder.glob("*.safetensors"):  # the reader opens all of them
+        if path.name not in files:
+            raise DamagedCheckpoint(f"{path}: not in {MANIFEST}, so not from this save")
+    checked = sorted(files if names is None else names)
+    for name in checked:
+        path = folder / name
+        if not path.is_file():
+            raise DamagedCheckpoint(f"{path}: missing")
+        if (size := path.stat().st_size) != files[name]["size"]:
+            raise DamagedCheckpoint(f"{path}: {size} bytes, but {files[name]['size']} were saved")
+    try:
+        hashed = digests(folder, checked[share[0] :: share[1]])
+    except OSError as error:
+        raise DamagedCheckpoint(f"{error.filename}: unreadable ({error.strerror})") from None
+    for name, digest in hashed.items():
+        if digest != files[name]:
+            raise DamagedCheckpoint(f"{folder / name}: its content does not match its checksum")
+    return manifest
