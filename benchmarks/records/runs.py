@@ -13,7 +13,7 @@ from typing import Any
 
 from core.files import read_record
 from core.redact import redacted
-from training.config import Config
+from training.config import SECTIONS, Config, all_settings
 from training.tracking.metrics import perplexity
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as metrics.jsonl writes them
@@ -34,6 +34,8 @@ INDIFFERENT = ("num_workers", "num_proc", "weights_cache_dir", "data_cache_dir",
 INDIFFERENT += ("output_dir", "resume", "save_checkpoints", "save_interval", "keep_last", "export")
 INDIFFERENT += ("generate_samples", "log_dir", "use_wandb", "wandb_project", "wandb_run_name", "wandb_mode")
 INDIFFERENT += ("wandb_tags", "wandb_group")
+EFFECTS = {n: f.metadata["affects"] or SECTIONS[s].affects for n, (s, f, _) in all_settings().items()}
+NO_EFFECT = frozenset(name for name, effect in EFFECTS.items() if effect == "nothing")
 LABEL_LENGTH = 100  # of a run's name in a figure or a heading
 # What the config.json of every run has, and no other's.
 OF_A_RUN = ("mixed_precision", "batch_size", "gradient_accumulation_steps", "max_seq_length")
@@ -51,6 +53,7 @@ class RunRecord:
     records: list[dict[str, Any]]
     summary: dict[str, Any] | None
     wall_time: dict[str, Any] = field(default_factory=dict)  # of all starts; empty if missing or damaged
+    remarks: dict[str, Any] = field(default_factory=dict)  # limits of a recorded run's use
 
     @property
     def name(self) -> str:
@@ -59,6 +62,10 @@ class RunRecord:
     def setting(self, name: str) -> Any:
         """Of a run that is older than the setting, its default."""
         return self.config.get(name, DEFAULT[name])
+
+    def logged(self, metric: str) -> Series:
+        """Return (step, value) of every logged value."""
+        return [(record["step"], record[metric]) for record in self.records if metric in record]
 
     def series(self, metric: str) -> Series:
         """(step, value) of every finite value logged."""
@@ -154,6 +161,11 @@ class RunRecord:
         return reduce(values) if values else None
 
 
+def find_runs(folder: Path) -> list[Path]:
+    """Return `folder` if it is a run's, else the run folders below it."""
+    return [folder] if (folder / "config.json").exists() else run_folders(folder)
+
+
 def run_folders(folder: Path) -> list[Path]:
     """The folders of all runs below `folder`."""
     found = [path.parent for path in folder.rglob("config.json")]
@@ -187,7 +199,7 @@ def read_run(folder: Path) -> RunRecord:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return _with_numbers(json.loads(path.read_text(encoding="utf-8")))
+        return with_numbers(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from None
 
@@ -197,7 +209,7 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
-            record = _with_numbers(json.loads(line))
+            record = with_numbers(json.loads(line))
         except ValueError:
             continue
         if not isinstance(record.get("step"), int):
@@ -206,7 +218,7 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _with_numbers(values: Any) -> dict[str, Any]:
+def with_numbers(values: Any) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"holds a {type(values).__name__}, no object")
     return {k: NON_FINITE.get(v, v) if isinstance(v, str) else v for k, v in values.items()}

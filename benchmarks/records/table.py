@@ -1,0 +1,95 @@
+"""Table of recorded runs: one JSON line a run, with its curves thinned."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.records.runs import NO_EFFECT, RunRecord, Series, with_numbers
+from core.errors import bad_setting
+from core.files import replace_file
+from training.tracking.trackers import to_json
+
+TABLE = Path(__file__).resolve().parents[1] / "results" / "runs.jsonl.gz"
+MOST_POINTS = 200  # of a recorded curve
+CURVES = ("train/loss", "train/grad_norm", "train/epoch", "perf/tokens_per_second")
+DIGITS = 7
+ENVIRONMENT = (
+    *("date", "git", "versions", "gpu_name", "gpu_count", "driver", "cuda", "cudnn", "python"),
+    *("requested_recipe", "recipe", "fallback_reason", "te_backend", "emulated", "optimizer"),
+    *("sharding_mode", "world_size", "nodes", "coverage", "data", "attention_backend", "flash_attention"),
+    "seconds_to_first_step",
+)
+
+
+def read_table(study: str | None = None, path: Path = TABLE) -> list[RunRecord]:
+    """Return the recorded runs of a study (`thousand_steps` includes `thousand_steps/te`), or all."""
+    rows = _read_rows(path)
+    if study is None:
+        return [from_row(row) for row in rows]
+    found = [from_row(row) for row in rows if f"{row['study']}/".startswith(f"{study}/")]
+    if not found:
+        studies = ", ".join(sorted({row["study"] for row in rows}))
+        raise bad_setting(f"not recorded in {path}; it has {studies}", study=study)
+    return found
+
+
+def add_runs(runs: list[RunRecord], study: str, path: Path = TABLE) -> None:
+    """Add runs to the table. A run replaces the one of the same study and name."""
+    rows = {(row["study"], row["name"]): row for row in _read_rows(path)}
+    rows |= {(study, run.name): to_row(run, study) for run in runs}
+    replace_file(path, gzip.compress(b"".join(to_json(row) + b"\n" for row in rows.values()), mtime=0))
+
+
+def to_row(run: RunRecord, study: str) -> dict[str, Any]:
+    """Return a run as a row: settings that have an effect, environment, summary, thinned metrics."""
+    evaluations = sorted({name for record in run.records for name in record if name.startswith("eval/")})
+    curves = {name: thin(run.logged(name), average=name == "train/loss") for name in CURVES}
+    curves |= {name: run.logged(name) for name in evaluations}
+    return {
+        "study": study,
+        "name": run.name,
+        "settings": {name: value for name, value in run.config.items() if name not in NO_EFFECT},
+        "environment": {name: run.environment[name] for name in ENVIRONMENT if name in run.environment},
+        "summary": run.summary,
+        "metrics": {name: _columns(curve) for name, curve in curves.items() if curve},
+        "remarks": run.remarks,
+    }
+
+
+def from_row(row: dict[str, Any]) -> RunRecord:
+    """Return a row as a run. Its folder is `study/name`, which need not exist."""
+    records: dict[int, dict[str, Any]] = {}
+    for name, (steps, values) in row["metrics"].items():
+        for step, value in zip(steps, values, strict=True):
+            records.setdefault(step, {"step": step})[name] = value
+    return RunRecord(
+        folder=Path(row["study"]) / row["name"],
+        config=row["settings"],
+        environment=row["environment"],
+        records=[with_numbers(records[step]) for step in sorted(records)],
+        summary=with_numbers(row["summary"]) if row["summary"] else None,
+        remarks=row["remarks"],
+    )
+
+
+def thin(series: Series, *, average: bool) -> Series:
+    """Return at most MOST_POINTS points: mean or last value of every 1, 2, 5, 10, 20 .. points."""
+    sizes = (digit * 10**power for power in range(9) for digit in (1, 2, 5))
+    size = next(size for size in sizes if len(series) <= size * MOST_POINTS)
+    blocks = [series[start : start + size] for start in range(0, len(series), size)]
+    return [(b[-1][0], fmean(value for _, value in b) if average else b[-1][1]) for b in blocks]
+
+
+def _columns(series: Series) -> list[list[float]]:
+    return [[step for step, _ in series], [float(f"{value:.{DIGITS}g}") for _, value in series]]
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
