@@ -36,8 +36,8 @@ from core.packages import ROOT, version
 from core.recipes import TORCHAO_RECIPES
 from core.settings import nearest
 from te_models.presets import PRESETS
+from training.tracking.environment import git_state
 from training.tracking.metrics import ModelShape, mfu, model_flops, peak_tflops, tokens_per_second
-from training.tracking.trackers import git_state
 
 PRECISIONS = ("bf16", *TORCHAO_RECIPES)
 PACKAGES = ("torch", "transformers", "torchao", "liger_kernel", "triton")

@@ -54,13 +54,9 @@ from training.precision import fp8_stats, precision_map, scaling_state, te_runti
 from training.precision.coverage import coverage
 from training.steps import count_steps, steps_of_a_resumed_run
 from training.tracking import metrics, profiling
-from training.tracking.trackers import (
-    Display,
-    Tracker,
-    build_tracker,
-    describe_environment,
-    follows_a_finished_run,
-)
+from training.tracking.display import Display
+from training.tracking.environment import describe_environment
+from training.tracking.tracker import Tracker, build_tracker, replaces_finished_run
 from training.trainer import Hooks, Meter, Trainer
 
 # In env.json, beside what is known before it.
@@ -419,7 +415,7 @@ class Run:
         resume_step = progress.step if self.resume else None
         gpus, nodes = self._gpus(), self.strategy.num_nodes
         self.wall_time = WallTime(self.folder, progress, self.started, gpus=gpus, nodes=nodes)
-        if not follows_a_finished_run(self.folder, resume_step):
+        if not replaces_finished_run(self.folder, resume_step):
             self.wall_time.take()
         count, total = self.cfg.log.profile_steps, self.total_steps
         profiled = ranks.run_on_all_ranks(

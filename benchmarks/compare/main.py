@@ -29,10 +29,9 @@ from benchmarks.records.variants import VARIANTS, Variant, given_settings, parse
 from benchmarks.report import gaps, verdict
 from benchmarks.report.wandb_report import upload
 from core.cli import OneLineParser
-from core.files import replace_file
+from core.files import replace_file, to_json
 from core.redact import redact
 from training.config import Config
-from training.tracking.trackers import to_json
 
 PROG = "python -m benchmarks.compare"
 # What a comparison wants of its runs, unless the command says otherwise.

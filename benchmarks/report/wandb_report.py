@@ -11,7 +11,7 @@ from benchmarks.records.runs import LOSSES, RunRecord, labels
 from benchmarks.report import tables
 from benchmarks.report.verdict import Row
 from training.tracking.settings import LogConfig
-from training.tracking.trackers import start_wandb, wandb_id
+from training.tracking.wandb_writer import start_wandb, wandb_id
 
 COLUMNS = ("variant", "status", "against", "reason")
 

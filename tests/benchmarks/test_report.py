@@ -23,7 +23,7 @@ from benchmarks.report.main import main, read_all, read_run, table
 from core.files import write_json
 from training.config import Config
 from training.tracking.settings import LogConfig
-from training.tracking.trackers import build_tracker
+from training.tracking.tracker import build_tracker
 
 ENVIRONMENT = {
     "gpu_name": "NVIDIA H200",

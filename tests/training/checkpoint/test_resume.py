@@ -17,7 +17,7 @@ from training.checkpoint.run_folder import check_resume
 from training.checkpoint.state import progress_of
 from training.config import config_from_dict
 from training.outcome import end
-from training.tracking.trackers import wandb_id
+from training.tracking.wandb_writer import wandb_id
 
 
 @pytest.fixture(scope="module")

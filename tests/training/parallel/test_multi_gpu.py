@@ -40,7 +40,7 @@ from training.config import config_from_dict
 from training.parallel import memory_plan, watchdog
 from training.parallel.ranks import PATIENCE, TORCHRUN, agree_on_start
 from training.parallel.watchdog import Watchdog
-from training.tracking.trackers import Tracker
+from training.tracking.tracker import Tracker
 from training.trainer import Trainer
 
 preload(__name__)

@@ -20,9 +20,12 @@ import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from core.errors import UserError
-from training.tracking import trackers
+from training.tracking import display, wandb_writer, writers
+from training.tracking import tracker as trackers
+from training.tracking.display import Display
+from training.tracking.environment import describe_environment, git_state
 from training.tracking.settings import LogConfig
-from training.tracking.trackers import Display, build_tracker, describe_environment
+from training.tracking.tracker import build_tracker
 
 
 def build(folder, resume_step=None, *, config=None, tags=(), enabled=True, **settings):
@@ -121,8 +124,8 @@ def test_a_resume_killed_half_way_loses_no_line(tmp_path, monkeypatch):
         replaced.append(path)
         write(path, content)
 
-    write = trackers.replace_file
-    monkeypatch.setattr(trackers, "replace_file", killed_at_the_second_file)
+    write = writers.replace_file
+    monkeypatch.setattr(writers, "replace_file", killed_at_the_second_file)
     with pytest.raises(KeyboardInterrupt):
         build(tmp_path, resume_step=1)
     everywhere = lines(tmp_path / "metrics.jsonl") + lines(tmp_path / "metrics.discarded.jsonl")
@@ -138,7 +141,7 @@ def test_a_resume_rewrites_no_file_in_vain_and_tells_of_a_full_disk(tmp_path, mo
     def full(path, content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(trackers, "replace_file", full)
+    monkeypatch.setattr(writers, "replace_file", full)
     build(tmp_path, resume_step=2).finish()
     with pytest.raises(UserError, match=r"metrics\.jsonl: No space left on device; free space"):
         build(tmp_path, resume_step=1)
@@ -215,7 +218,7 @@ def test_wandb_offline_writes_a_run_without_secrets_and_resume_continues_it(tmp_
 PRINTS_A_TOKEN = """
 from pathlib import Path
 from training.tracking.settings import LogConfig
-from training.tracking.trackers import build_tracker
+from training.tracking.tracker import build_tracker
 folder = Path({folder!r})
 tracker = build_tracker(LogConfig(use_wandb=True), folder, config={{}}, tags=[], resume_step=None)
 print({token!r}, flush=True)
@@ -275,7 +278,7 @@ def test_wandb_out_of_reach_is_one_warning_and_the_run_is_kept_for_it(
         monkeypatch.setenv("WANDB_BASE_URL", url := "http://127.0.0.1:9")
     if outage == "silence":
         broken_server.answers = 0
-        monkeypatch.setattr(trackers, "ANSWER_SECONDS", 0.5)
+        monkeypatch.setattr(wandb_writer, "SERVER_SECONDS", 0.5)
     reason = {
         "nobody listens": "does not answer (ConnectionError)",
         "server error": "is out of order (HTTP 503)",
@@ -285,7 +288,7 @@ def test_wandb_out_of_reach_is_one_warning_and_the_run_is_kept_for_it(
     tracker.log(1, {"train/loss": 1.0})
     tracker.finish()
     shown = capsys.readouterr().err
-    assert shown.count("WARNING") == 1 and f"WARNING: W&B: {url} {reason}, so this is kept in" in shown
+    assert shown.count("WARNING") == 1 and f"WARNING: W&B: {url} {reason}; logging offline to" in shown
     wandb.teardown()  # waits for its service, which writes the file
     (written,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     assert b"train/loss" in written.read_bytes()
@@ -294,12 +297,12 @@ def test_wandb_out_of_reach_is_one_warning_and_the_run_is_kept_for_it(
 
 def test_wandb_that_falls_silent_later_does_not_hold_a_run_up(tmp_path, monkeypatch, capsys, broken_server):
     broken_server.status, broken_server.answers = 200, 1
-    monkeypatch.setattr(trackers, "START_SECONDS", 1.0)
+    monkeypatch.setattr(wandb_writer, "INIT_SECONDS", 1.0)
     tracker = build(tmp_path, use_wandb=True, wandb_mode="online")
     tracker.log(1, {"train/loss": 1.0})
     tracker.finish()
     shown = capsys.readouterr().err
-    assert "WARNING: W&B failed and is off from here on" in shown and "not started within 1 s" in shown
+    assert "WARNING: W&B failed and is disabled" in shown and "not done within 1 s" in shown
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1]
 
 
@@ -320,7 +323,7 @@ def test_wandb_that_refuses_to_start_or_breaks_down_is_one_warning(tmp_path, off
 
 
 def test_a_failed_run_waits_for_no_upload_and_is_marked_as_failed(tmp_path, monkeypatch):
-    monkeypatch.setattr(trackers, "FAILED_UPLOAD_SECONDS", 0.2)
+    monkeypatch.setattr(trackers, "FAILED_RUN_SECONDS", 0.2)
     held, codes = threading.Event(), []
 
     class Slow:
@@ -328,7 +331,7 @@ def test_a_failed_run_waits_for_no_upload_and_is_marked_as_failed(tmp_path, monk
             codes.append(exit_code)
             held.wait(60)
 
-    tracker = trackers.Tracker(trackers.MetricsFile(tmp_path, None), {"W&B": Slow()})
+    tracker = trackers.Tracker(writers.JsonlWriter(tmp_path, None), {"W&B": Slow()})
     began = time.monotonic()
     tracker.give_up(1)
     assert time.monotonic() - began < 30 and codes == [1]
@@ -338,7 +341,7 @@ def test_a_failed_run_waits_for_no_upload_and_is_marked_as_failed(tmp_path, monk
 @pytest.mark.parametrize("found", [None, types.ModuleType("wandb")], ids=["missing", "a folder named wandb"])
 def test_wandb_not_installed_is_an_error_before_anything_is_written(found, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", found)
-    with pytest.raises(RuntimeError, match=r"--use_wandb: wandb is not usable.*; run: pip install wandb"):
+    with pytest.raises(UserError, match=r"--use_wandb: wandb is not usable.*; run: pip install wandb"):
         build(tmp_path / "run", use_wandb=True)
     assert not (tmp_path / "run").exists()
 
@@ -395,18 +398,18 @@ def git(folder, *arguments):
 
 def test_git_state_knows_commit_and_changes_and_takes_no_other_repository(tmp_path):
     root = tmp_path.resolve()
-    assert trackers.git_state(root) is None
+    assert git_state(root) is None
     git(root, "init")
     (root / "file").write_text("1")
     git(root, "add", "file")
     git(root, "commit", "-m", "first")
     (root / "untracked").write_text("")
-    state = trackers.git_state(root)
+    state = git_state(root)
     assert len(state["commit"]) == 40 and state["dirty"] is False
     (root / "file").write_text("2")
-    assert trackers.git_state(root) == {"commit": state["commit"], "dirty": True}
+    assert git_state(root) == {"commit": state["commit"], "dirty": True}
     (root / "inside").mkdir()
-    assert trackers.git_state(root / "inside") is None
+    assert git_state(root / "inside") is None
 
 
 METRICS = {"train/loss": 1.23456, "train/grad_norm": 0.5, "train/learning_rate": 1e-5, "perf/mfu_bf16": 0.381}
@@ -427,7 +430,7 @@ def test_progress_prints_plain_lines_away_from_a_terminal(capsys):
 
 def test_progress_time_left_counts_the_steps_of_this_start(monkeypatch, capsys):
     clock = iter([50.0, 70.0])
-    monkeypatch.setattr(trackers.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(display.time, "monotonic", lambda: next(clock))
     Display(1000, initial=900).update(910, METRICS)  # 10 steps in 20 s, 90 to go
     assert capsys.readouterr().out.rstrip().endswith("left 0:03:00")
 

@@ -1,0 +1,120 @@
+"""W&B runs that survive restarts and never hold a training run up."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from core.files import replace_file
+from core.redact import redacted
+from training.tracking.settings import LogConfig
+
+SERVER_SECONDS = 10.0  # for the server's first response
+INIT_SECONDS = (
+    120.0  # for `wandb.init`, which retries for hours, whatever its settings, if the server fails later
+)
+UPLOAD_SECONDS = 300.0  # for uploads at the end of a run; the rest stays on disk for `wandb sync`
+
+
+class WandbWriter:
+    """A W&B run. Its id is kept in the run folder (wandb_id.txt), so a resumed run continues it."""
+
+    def __init__(
+        self, cfg: LogConfig, run_folder: Path, config: dict[str, Any], tags: list[str], *, new: bool
+    ) -> None:
+        run_id, resumed = wandb_id(run_folder, new=new)
+        own_tags = [tag.strip() for tag in (cfg.wandb_tags or "").split(",") if tag.strip()]
+        self._run = start_wandb(
+            cfg,
+            run_folder,
+            name=cfg.wandb_run_name or run_folder.resolve().name,
+            id=run_id,
+            resume="allow" if resumed else None,
+            tags=[*own_tags, *tags],
+            config=redacted(config),
+        )
+        # Steps repeat after a resume, and W&B drops values logged again at its own step.
+        self._run.define_metric("train/step")
+        self._run.define_metric("*", step_metric="train/step")
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        self._run.log({"train/step": step, **metrics})
+
+    def summary(self, values: dict[str, Any]) -> None:
+        self._run.summary.update(values)
+
+    def finish(self, exit_code: int) -> None:
+        self._run.finish(exit_code=exit_code)
+
+
+def wandb_id(folder: Path, *, new: bool = False, name: str = "wandb_id.txt") -> tuple[str, bool]:
+    """Return the id of the W&B run that belongs to `folder`, and True if it had one; `new` replaces it."""
+    file = folder / name
+    known = file.read_text().strip() if file.exists() and not new else ""
+    run_id = known or secrets.token_hex(4)
+    if not known:
+        replace_file(file, f"{run_id}\n".encode())
+    return run_id, bool(known)
+
+
+def start_wandb(cfg: LogConfig, folder: Path, **options: Any) -> Any:
+    """Start a W&B run that writes into `folder`; `options` are those of `wandb.init`. Raises any error.
+
+    The terminal's output and the command line, which may contain tokens, are not uploaded.
+    """
+    import wandb
+
+    settings = wandb.Settings(
+        console="off", x_disable_meta=True, finish_timeout=UPLOAD_SECONDS, finish_timeout_raises=True
+    )
+    mode = _reachable_mode(cfg, folder)
+    start = partial(wandb.init, project=cfg.wandb_project, group=cfg.wandb_group, mode=mode, dir=str(folder))
+    return call_with_timeout(INIT_SECONDS, start, settings=settings, **options)
+
+
+def _reachable_mode(cfg: LogConfig, folder: Path) -> str | None:
+    """Return --wandb_mode (None: WANDB_MODE, else online), or offline, with a warning, if no server answers.
+
+    Requests what `wandb.init` does, since a front page may be up while the API is not.
+    """
+    import requests  # wandb's own HTTP library, so proxies and certificates are the same
+    import wandb
+
+    settings = wandb.setup().settings
+    if (cfg.wandb_mode or settings.mode) != "online":
+        return cfg.wandb_mode
+    url, query = settings.base_url, {"query": "{__typename}"}
+    try:
+        status = requests.post(f"{url}/graphql", json=query, timeout=SERVER_SECONDS).status_code
+        problem = f"is out of order (HTTP {status})" if status >= 500 else None
+    except requests.RequestException as error:
+        problem = f"does not answer ({type(error).__name__})"
+    if problem is None:
+        return cfg.wandb_mode
+    text = f"WARNING: W&B: {url} {problem}; logging offline to {folder / 'wandb'}, `wandb sync` uploads it"
+    tqdm.write(text, file=sys.stderr)
+    return "offline"
+
+
+def call_with_timeout(seconds: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function in a daemon thread; TimeoutError after `seconds`, leaving the thread behind."""
+    outcome: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            outcome.set_result(function(*args, **kwargs))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    if not wait([outcome], seconds).done:
+        raise TimeoutError(f"not done within {seconds:g} s")
+    return outcome.result()

@@ -1,0 +1,99 @@
+"""Writers of metrics to files: metrics.jsonl with summary.json, and TensorBoard.
+
+metrics.jsonl is the record that reports read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from core.files import explaining_write_errors, replace_file, to_json
+
+Metrics = dict[str, float | int | str]
+
+
+class JsonlWriter:
+    """metrics.jsonl (one object a line: step, time in Unix seconds, metrics) and summary.json."""
+
+    def __init__(self, run_folder: Path, resume_step: int | None, *, evaluates_again: bool = False) -> None:
+        self._path, self._summary_path = run_folder / "metrics.jsonl", run_folder / "summary.json"
+        with explaining_write_errors(self._path):
+            run_folder.mkdir(parents=True, exist_ok=True)
+            _discard_after(self._path, -1 if resume_step is None else resume_step, evaluation=evaluates_again)
+            if self._summary_path.exists():  # it would pass for this launch's if this one crashed
+                self._summary_path.replace(run_folder / "summary.previous.json")
+            self._file = self._path.open("ab", buffering=0)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        line = to_json({"step": step, "time": round(time.time(), 3), **metrics}) + b"\n"
+        end = self._file.seek(0, os.SEEK_END)
+        with explaining_write_errors(self._path):
+            try:
+                while line:
+                    line = line[self._file.write(line) :]
+            except OSError:
+                self._file.truncate(end)  # half a line would corrupt the next one
+                raise
+
+    def summary(self, values: dict[str, Any]) -> None:
+        with explaining_write_errors(self._summary_path):
+            replace_file(self._summary_path, to_json(values, indent=2) + b"\n")
+
+    def finish(self, exit_code: int) -> None:
+        self._file.close()
+
+
+def _discard_after(path: Path, step: int, *, evaluation: bool) -> None:
+    """Move the lines after `step`, and with `evaluation` also that step's, to metrics.discarded.jsonl.
+
+    They are written there first, so that a kill in between loses none.
+    """
+    if not path.exists():
+        return
+    kept, discarded = [], []
+    for line, record in _complete_lines(path):
+        repeated = evaluation and record["step"] == step and "eval/loss" in record
+        (discarded if repeated or record["step"] > step else kept).append(line)
+    if discarded:
+        file = path.with_name("metrics.discarded.jsonl")
+        earlier = [line for line, _ in _complete_lines(file)] if file.exists() else []
+        replace_file(file, b"".join(earlier + discarded))
+    if (content := b"".join(kept)) != path.read_bytes():
+        replace_file(path, content)
+
+
+def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """Return each complete line and its object; a process killed while writing leaves half a line."""
+    complete = []
+    for line in path.read_bytes().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            complete.append((line + b"\n", record))
+    return complete
+
+
+class TensorBoardWriter:
+    """TensorBoard event files; earlier launches' events from `purge_step` on are hidden."""
+
+    def __init__(self, log_dir: str, purge_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(log_dir, purge_step=purge_step)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
+            add(name, value, step)
+
+    def summary(self, values: dict[str, Any]) -> None:
+        self._writer.add_text("summary", "\n".join(f"    {key}: {value}" for key, value in values.items()))
+
+    def finish(self, exit_code: int) -> None:
+        self._writer.close()
