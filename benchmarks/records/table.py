@@ -10,8 +10,7 @@ from typing import Any
 
 from benchmarks.records.runs import NO_EFFECT, RunRecord, Series, with_numbers
 from core.errors import bad_setting
-from core.files import replace_file
-from training.tracking.trackers import to_json
+from core.files import replace_file, to_json
 
 TABLE = Path(__file__).resolve().parents[1] / "results" / "runs.jsonl.gz"
 MOST_POINTS = 200  # of a recorded curve
