@@ -1,24 +1,21 @@
-"""Models: `plan_model` finds one, `build_model` gives its TE or its Hugging Face form."""
+"""Models: `plan_model` resolves a name, `build_model` builds its TE or its Hugging Face form."""
 
 from __future__ import annotations
 
 import json
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from core.errors import first_line
+from core.errors import bad_setting, first_line
 from core.hub import refuse_missing_folder, refuse_silent_hub
-from te_models.engine import Backend, NativeOptions
+from te_models.decoder import TECausalLM
 from te_models.families import FAMILIES
 from te_models.hugging_face import (
     HFCausalLM,
@@ -28,7 +25,8 @@ from te_models.hugging_face import (
     refuse_leaking_packing,
     tied_names,
 )
-from te_models.presets import LOCAL_PRESETS, PRESETS, meant
+from te_models.options import BuildOptions
+from te_models.presets import LOCAL_PRESETS, PRESETS, closest_preset
 from te_models.weights import (
     EMBEDDING,
     LM_HEAD,
@@ -38,27 +36,27 @@ from te_models.weights import (
     WeightSource,
     fill_named,
     load_te,
+    refuse_damaged_files,
     require_safetensors,
     te_to_hf,
     weight_files,
 )
 
-UNPICKLERS = ("serialization.py", "_weights_only_unpickler.py")  # of torch; damage raises any error there
-SAMPLED_PLACES, SAMPLED_BYTES = 16, 2**16  # of a weights file, by `identity`
+CHUNKS, CHUNK_BYTES = 16, 2**16  # of a weight file, sampled by `identity`
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What is to be built: the configuration, and the folder of its weights (None: random)."""
+    """A model to build: its configuration, and the folder of its weights (None: random weights)."""
 
     name: str
     config: Any
     weights: Path | None
-    trust_remote_code: bool = False  # the model's own Python code may run
+    trust_remote_code: bool = False
 
     @property
     def short_name(self) -> str:
-        """The name without its organisation or folder, for run folders and tags."""
+        """Name without organisation or folder, for run folders and tags."""
         return self.name.rstrip("/").split("/")[-1]
 
     @property
@@ -67,46 +65,37 @@ class ModelPlan:
 
     @property
     def own_code(self) -> bool:
-        """Whether it is a class of its repository, which may be another than its family's."""
-        brought = getattr(self.config, "auto_map", None) or {}
-        return self.trust_remote_code and "AutoModelForCausalLM" in brought
+        """True if its class comes from the model's repository, whatever its model_type is."""
+        auto_map = getattr(self.config, "auto_map", None) or {}
+        return self.trust_remote_code and "AutoModelForCausalLM" in auto_map
 
     @property
     def of_known_family(self) -> bool:
-        """Whether weights have the names of a family with a TE form, and logits are `lm_head(hidden)`."""
+        """True if weights have the names of a family with a TE form, and logits are `lm_head(hidden)`."""
         return self.family in FAMILIES and not self.own_code
 
 
 def plan_model(
     name: str, *, init: str, use_te: bool, cache_dir: str | None = None, trust_remote_code: bool = False
 ) -> ModelPlan:
-    """Resolve `--model_name` and `--init`, downloading configuration and weights where they are needed.
+    """Resolve `--model_name` and `--init`, downloading configuration and weights where needed.
 
-    ValueError if there is no such model, its hub is out of reach, or `use_te` has no form for it.
+    UserError if there is no such model, the hub cannot be reached, or the model cannot be trained.
     """
     random = init == "random" or (init == "auto" and name in LOCAL_PRESETS)
     if not random and name in LOCAL_PRESETS:
-        raise ValueError(f"--init pretrained: the preset {name} has no weights; use --init random")
-    config = _config(name, random=random, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
+        raise bad_setting(f"the preset {name} has no weights; use --init random", init="pretrained")
+    config = _read_config(name, random=random, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
+    _refuse_untrainable(name, config)
     if use_te:
         refuse_te(name, config)
         if ModelPlan(name, config, None, trust_remote_code).own_code:
-            raise ValueError(
-                f"--use_te --model_name {name}: TE layers would not do what the model's own Python code "
-                "does; drop one of --use_te and --trust_remote_code"
+            raise bad_setting(
+                "TE layers would replace the model's own Python code; drop --use_te or --trust_remote_code",
+                use_te=True,
+                model_name=name,
             )
-    if getattr(config.get_text_config(), "is_causal", True) is False:
-        raise ValueError(
-            f"--model_name {name}: is_causal is false in its config.json: tokens see the ones after them, "
-            "so the next one is no prediction; take a causal model, or remove that line"
-        )
-    if quantized := getattr(config, "quantization_config", None):
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else "unknown"
-        raise ValueError(
-            f"--model_name {name}: its weights are quantized (quant_method {method}), which cannot be "
-            "trained; give the model that they were made from"
-        )
-    weights = None if random else _weights_folder(name, cache_dir)
+    weights = None if random else _find_weights(name, cache_dir)
     if use_te and weights:
         require_safetensors(weights)
     if weights and getattr(config, "tie_word_embeddings", False) and _has_own_head(weights):
@@ -114,279 +103,263 @@ def plan_model(
     return ModelPlan(name, config, weights, trust_remote_code)
 
 
+def _read_config(name: str, *, random: bool, cache_dir: str | None, trust_remote_code: bool) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+    if random and name in PRESETS:
+        fields = dict(PRESETS[name])
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    refuse_missing_folder("model_name", name)
+    if (preset := closest_preset(name)) and not Path(name).exists():
+        raise bad_setting(f"there is no such preset or folder; did you mean {preset!r}?", model_name=name)
+    export = Path(name, "export")
+    if Path(name, "metrics.jsonl").exists() and export.exists():
+        raise bad_setting(f"is a run folder; give the model that it exported, {export}", model_name=name)
+    try:
+        refuse_silent_hub(name, ("config.json",), cache_dir)
+        fields, _ = PretrainedConfig.get_config_dict(name, cache_dir=cache_dir)
+        brings_code = (
+            "AutoConfig" in fields.get("auto_map", {}) and fields.get("model_type") not in CONFIG_MAPPING
+        )
+        if not brings_code or trust_remote_code:
+            return AutoConfig.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        way = " or use --init random" if name in PRESETS else " (presets: te_models/presets.py)"
+        reason = f"{first_line(error)} Give a local folder or a hub id{way}"
+        raise bad_setting(reason, model_name=name) from None
+    raise bad_setting(
+        "it brings its own Python code; read that, then add --trust_remote_code", model_name=name
+    )
+
+
+def _refuse_untrainable(name: str, config: Any) -> None:
+    if getattr(config.get_text_config(), "is_causal", True) is False:
+        raise bad_setting(
+            "is_causal is false in its config.json, so tokens attend to later ones and next-token training "
+            "makes no sense; use a causal model, or remove that line",
+            model_name=name,
+        )
+    if quantized := getattr(config, "quantization_config", None):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else "unknown"
+        raise bad_setting(
+            f"its weights are quantized (quant_method {method}), which cannot be trained; give the model "
+            "that they were made from",
+            model_name=name,
+        )
+
+
+def refuse_te(name: str, config: Any) -> None:
+    """Raise UserError if this model has no TE form."""
+    family = FAMILIES.get(config.model_type)
+    reason = family.unsupported(config) if family else f"model type {config.model_type!r} has no TE form yet"
+    if reason:
+        way = f"TE families: {', '.join(FAMILIES)}; run this model without --use_te"
+        raise bad_setting(f"{reason}. {way}", use_te=True, model_name=name)
+
+
+def _find_weights(name: str, cache_dir: str | None) -> Path:
+    """Return the local folder of a model's weights, downloading them from the hub."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.safetensors*", "*.json", "*.py"]
+    duplicates = ["consolidated*", "original/*"]  # the same weights in the authors' own layout
+    try:
+        return Path(
+            snapshot_download(name, cache_dir=cache_dir, allow_patterns=patterns, ignore_patterns=duplicates)
+        )
+    except OSError as error:  # as are all errors of the hub's client
+        raise bad_setting(
+            f"the weights cannot be fetched ({first_line(error)}); give a local folder, log in with "
+            "`hf auth login` if the model is gated, or use --init random",
+            model_name=name,
+        ) from None
+
+
 def _has_own_head(folder: Path) -> bool:
-    """Whether the files hold a head that is not the embedding, which transformers does not tie either."""
+    """True if the files hold an LM head that differs from the embedding; transformers unties it, too."""
     source = SafetensorsSource(folder) if weight_files(folder) else None
     if source is None or not {EMBEDDING, LM_HEAD} <= source.shapes().keys():
         return False
     return not torch.equal(source.get(EMBEDDING), source.get(LM_HEAD))
 
 
-def refuse_te(name: str, config: Any) -> None:
-    """ValueError where `--use_te` has no form for this model."""
-    family = FAMILIES.get(config.model_type)
-    reason = family.unsupported(config) if family else f"model type {config.model_type!r} has no TE form yet"
-    if reason:
-        raise ValueError(
-            f"--use_te --model_name {name}: {reason}. TE families: {', '.join(FAMILIES)}; "
-            "run this model without --use_te"
-        )
-
-
-def _config(name: str, *, random: bool, cache_dir: str | None, trust_remote_code: bool) -> Any:
-    from transformers import AutoConfig
-
-    if random and name in PRESETS:
-        fields = dict(PRESETS[name])
-        return AutoConfig.for_model(fields.pop("model_type"), **fields)
-    _refuse_mistaken(name)
-    try:
-        refuse_silent_hub(name, ("config.json",), cache_dir)
-        return AutoConfig.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        if "trust_remote_code" in str(error):
-            raise ValueError(
-                f"--model_name {name}: it brings its own Python code; read that, then add --trust_remote_code"
-            ) from None
-        way = " or use --init random" if name in PRESETS else " (presets: te_models/presets.py)"
-        raise ValueError(
-            f"--model_name {name}: {first_line(error)} Give a local folder or a hub id{way}"
-        ) from None
-
-
-def _refuse_mistaken(name: str) -> None:
-    """ValueError for a name that is a mistake, which the hub need not be asked for."""
-    refuse_missing_folder("model_name", name)
-    if (preset := meant(name)) and not Path(name).exists():
-        raise ValueError(f"--model_name {name}: there is no such preset or folder; did you mean {preset!r}?")
-    of_run = Path(name, "export")
-    if Path(name, "metrics.jsonl").exists() and of_run.exists():
-        raise ValueError(f"--model_name {name}: is a run folder; give the model that it exported, {of_run}")
-
-
-def _weights_folder(name: str, cache_dir: str | None) -> Path:
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        wanted = ["*.safetensors*", "*.json", "*.py"]
-        twice = ["consolidated*", "original/*"]  # the same weights in the authors' own layout
-        return Path(
-            snapshot_download(name, cache_dir=cache_dir, allow_patterns=wanted, ignore_patterns=twice)
-        )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(
-            f"--model_name {name}: the weights cannot be fetched ({first_line(error)}); give a "
-            "local folder, log in with `hf auth login` if the model is gated, or use --init random"
-        ) from None
-
-
 def identity(plan: ModelPlan) -> dict[str, str]:
-    """What tells two copies of a model apart: digests of its configuration and of its weights' files.
+    """Return digests of a model's configuration and weight files, to compare copies on several hosts.
 
-    A file counts by its size and by its first bytes, which hold the names and shapes of its tensors, and
-    some from all over it: quick for any size, and another revision of a model differs nearly everywhere.
+    A weight file counts by its size and CHUNKS samples of its bytes, the first of which hold all names and
+    shapes: quick for any size, and two revisions of a model differ nearly everywhere.
     """
     settings = {k: v for k, v in plan.config.to_diff_dict().items() if not k.startswith("_")}
     text = json.dumps(settings, sort_keys=True, default=str)
-    found = {"configuration": xxhash.xxh3_64_hexdigest(text.encode())}
+    digests = {"configuration": xxhash.xxh3_64_hexdigest(text.encode())}
     if plan.weights is not None:
         digest = xxhash.xxh3_64()
         for path in weight_files(plan.weights):
             size = path.stat().st_size
             digest.update(f"{path.name} {size} ".encode())
             with path.open("rb") as file:
-                for place in range(SAMPLED_PLACES):
-                    file.seek(size * place // SAMPLED_PLACES)
-                    digest.update(file.read(SAMPLED_BYTES))
-        found["weights"] = digest.hexdigest()
-    return found
+                for i in range(CHUNKS):
+                    file.seek(size * i // CHUNKS)
+                    digest.update(file.read(CHUNK_BYTES))
+        digests["weights"] = digest.hexdigest()
+    return digests
 
 
-def build_model(
-    plan: ModelPlan,
-    *,
-    te_backend: Backend | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int,
-    packed: bool,
-    max_positions: int,
-    gradient_checkpointing: bool = False,
-    reentrant: bool = False,
-    compile_layers: bool = False,
-    shard: Callable[[nn.Module], None] | None = None,
-    parameter_device: torch.device | None = None,
-    weight_recipe: Any = None,
-    compute_dtype: torch.dtype | None = None,
-    convert: Callable[[HFCausalLM], None] | None = None,
-    native: NativeOptions | None = None,
-) -> nn.Module:
-    """The model on `device` in `dtype`; its TE and Hugging Face forms hold the same weights.
+def build_model(plan: ModelPlan, options: BuildOptions) -> nn.Module:
+    """Build the form that `options` name, in training mode; both forms hold the same weights. Collective."""
+    build = build_hf_form if options.te_backend is None else build_te_form
+    return build(plan, options).train()
 
-    `te_backend` says whose TE layers it is made of, see `te_models.engine`; None: the Hugging Face form.
-    `shard` cuts the model into shards while it has no storage yet, so that no rank ever holds it whole; on
-    the CPU where only transformers can read its files.
-    `parameter_device` is where the shards stay, if not on `device`. `weight_recipe` prepares a TE model for
-    `quantize_weights`. `reentrant` recomputation builds autograd's graph anew, as ZeRO-3's hooks need it.
-    `compute_dtype` is what forward passes compute in (default: `dtype`). `convert` replaces linear layers of
-    a Hugging Face model before it is sharded; parameters keep their names. `native` is of TE's own layers.
-    """
-    recomputation = {"gradient_checkpointing": gradient_checkpointing, "reentrant": reentrant}
-    if te_backend is None:
 
-        def prepare(inner: nn.Module) -> HFCausalLM:
-            # A padding token may be the end of a turn, too, which must learn; labels mask what is padding.
-            for module in inner.modules():
-                if isinstance(module, nn.Embedding):
-                    module.padding_idx = None
-            model = HFCausalLM(inner, known=plan.of_known_family, **recomputation)
-            if convert:
-                convert(model)
-            if shard:
-                shard(model)
-            return model
+def build_te_form(plan: ModelPlan, options: BuildOptions) -> TECausalLM:
+    """Build a decoder of TE layers: shard it on the meta device, then fill each rank's shards."""
+    if options.te_backend == "emulated" and options.native.weight_recipe:
+        raise bad_setting("--te_backend emulated has no FP8 weights; drop one of them", fp8_all_gather=True)
+    model = TECausalLM(plan.config, options)
+    if options.shard:
+        options.shard(model)
+        model.cache_fp8_weights_under_fsdp()
+    model.materialize()
+    load_te(model, weight_source(plan, seed=options.seed, device=options.device))
+    return model
 
-        if shard and (source := _streamed_source(plan, seed, device)):
-            model = _filled_by_shards(plan, dtype, parameter_device or device, prepare, source)
-        else:
-            # Weights from files wait on the CPU to be cut; random ones are of their device's generator.
-            whole_on = torch.device("cpu") if shard and plan.weights else device
-            model = prepare(_build_hugging_face(plan, dtype, whole_on, seed))
-        model.choose_attention(device, compute_dtype or dtype)
-        if packed:
-            sharded = shard is not None and dist.is_initialized()
-            refuse_leaking_packing(model.eval(), plan.name, sharded=sharded)
-        if compile_layers:
-            model.compile_blocks()
-        return model.train()
-    from te_models.decoder import TECausalLM
 
-    model = TECausalLM(
-        plan.config,
-        backend=te_backend,
-        attention="thd" if packed else "bshd",
-        dtype=dtype,
-        max_positions=max_positions,
-        **recomputation,
-        weight_recipe=weight_recipe,
-        native=native,
+def build_hf_form(plan: ModelPlan, options: BuildOptions) -> HFCausalLM:
+    """Build transformers' implementation; sharded before it has storage where its files can be streamed."""
+    source = _streamed_source(plan, options) if options.shard else None
+    if source:
+        with parameters_on_meta():
+            inner = _from_config(plan, options.dtype)
+        model = _wrap(inner, plan, options)
+        materialize(inner, options.parameter_device or options.device)
+        fill_named(dict(inner.named_parameters()), source)
+    elif plan.weights:
+        # A whole model waits on the CPU to be sharded.
+        inner = _from_files(plan, options.dtype).to("cpu" if options.shard else options.device)
+        model = _wrap(inner, plan, options)
+    else:
+        model = _wrap(_from_seed(plan, options), plan, options)
+    model.choose_attention(options.device, options.compute_dtype or options.dtype)
+    if options.packed:
+        sharded = options.shard is not None and dist.is_initialized()
+        refuse_leaking_packing(model.eval(), plan.name, sharded=sharded)
+    if options.fp8_lm_head:  # only now: packing is checked in high precision
+        model.use_fp8_lm_head()
+    if options.compile_layers:
+        model.compile_blocks()
+    return model
+
+
+def _wrap(inner: nn.Module, plan: ModelPlan, options: BuildOptions) -> HFCausalLM:
+    """Wrap a transformers model, convert its linear layers and shard it."""
+    # The padding token may also end turns, and then it must be trained; labels mask the padding.
+    for module in inner.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
+    model = HFCausalLM(
+        inner,
+        known=plan.of_known_family,
+        gradient_checkpointing=options.gradient_checkpointing,
+        reentrant=options.reentrant,
     )
-    if shard:
-        shard(model)
-        model.let_te_keep_fp8_weights()
-    model.materialize(device, parameter_device)
-    load_te(model, weight_source(plan, seed=seed, device=device))
-    return model.train()
+    if options.convert:
+        options.convert(model)
+    if options.shard:
+        options.shard(model)
+    return model
 
 
-def _of_damaged_files(error: Exception) -> bool:
-    if isinstance(error, (OSError, SafetensorError, UnpicklingError, EOFError)):
-        return True
-    innermost = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return innermost.parent.name == "torch" and innermost.name in UNPICKLERS
-
-
-def _filled_by_shards(
-    plan: ModelPlan,
-    dtype: torch.dtype,
-    device: torch.device,
-    prepare: Callable[[nn.Module], HFCausalLM],
-    source: WeightSource,
-) -> HFCausalLM:
-    """A Hugging Face model that `prepare` cuts before it has storage, each shard read from `source`."""
+def _from_config(plan: ModelPlan, dtype: torch.dtype | None = None) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    with parameters_on_meta():
-        inner = AutoModelForCausalLM.from_config(
-            plan.config, dtype=dtype, trust_remote_code=plan.trust_remote_code
+    return AutoModelForCausalLM.from_config(
+        plan.config, dtype=dtype, trust_remote_code=plan.trust_remote_code
+    )
+
+
+def _from_seed(plan: ModelPlan, options: BuildOptions) -> nn.Module:
+    torch.manual_seed(options.seed)
+    with torch.device(options.device):
+        model = _from_config(plan, options.dtype)
+    if plan.of_known_family:  # the same random weights as in the TE form
+        source = weight_source(plan, seed=options.seed, device=options.device)
+        fill_named(dict(model.named_parameters()), source)
+    return model
+
+
+def _from_files(plan: ModelPlan, dtype: torch.dtype) -> nn.Module:
+    """Load a model with transformers. UserError for files that are damaged or lack weights."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            plan.weights,
+            dtype=dtype,
+            trust_remote_code=plan.trust_remote_code,
+            output_loading_info=True,  # report what does not fit below instead of raising with a table
+            ignore_mismatched_sizes=True,
         )
-    model = prepare(inner)
-    materialize(inner, device)
-    fill_named(dict(inner.named_parameters()), source)
+    except Exception:
+        refuse_damaged_files(plan.weights)
+        raise
+    if missing := set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}:
+        raise bad_setting(
+            f"the weights lack {', '.join(sorted(missing))}; give a complete model (transformers would fill "
+            "them at random)",
+            model_name=plan.name,
+        )
     return model
 
 
 def weight_source(plan: ModelPlan, *, seed: int, device: torch.device) -> WeightSource:
-    """Where a TE model's weights come from: the plan's safetensors, or seeded random ones."""
+    """Return the plan's safetensors, or seeded random weights."""
     if plan.weights is not None:
         return SafetensorsSource(plan.weights)
     return RandomSource(_hf_shapes(plan), seed=seed, std=plan.config.initializer_range, device=device)
 
 
-def _streamed_source(plan: ModelPlan, seed: int, device: torch.device) -> WeightSource | None:
-    """A source that holds the model's parameters under their own names, and nothing else.
+def _streamed_source(plan: ModelPlan, options: BuildOptions) -> WeightSource | None:
+    """Return a source that holds the model's parameters under their own names and nothing else.
 
-    None if only transformers can load it: files that it renames, joins or scales, or a state of buffers.
+    None if only transformers can load the model: files that it renames, merges or scales, or buffers that
+    are saved.
     """
-    if plan.weights is None:
-        return weight_source(plan, seed=seed, device=device) if plan.of_known_family else None
-    if not weight_files(plan.weights):  # pickles
+    if plan.weights is None and not plan.of_known_family:
         return None
-    source, model = SafetensorsSource(plan.weights), _on_meta(plan)
+    if plan.weights is not None and not weight_files(plan.weights):  # pickles
+        return None
+    source = weight_source(plan, seed=options.seed, device=options.device)
+    if plan.weights is None:
+        return source
+    model = _on_meta(plan)
     tied = tied_names(model)
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    held = {n: s for n, s in source.shapes().items() if n not in tied and not n.endswith(".inv_freq")}
-    return source if held == shapes and set(model.state_dict()) - tied == shapes.keys() else None
+    parameters = {name: p.shape for name, p in model.named_parameters()}
+    stored = {n: s for n, s in source.shapes().items() if n not in tied and not n.endswith(".inv_freq")}
+    state = set(model.state_dict()) - tied
+    return source if stored == parameters and state == parameters.keys() else None
 
 
 def _on_meta(plan: ModelPlan) -> nn.Module:
-    """The Hugging Face model without storage."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(plan.config, trust_remote_code=plan.trust_remote_code)
+        return _from_config(plan)
 
 
 def _hf_shapes(plan: ModelPlan) -> dict[str, torch.Size]:
     return {name: p.shape for name, p in _on_meta(plan).named_parameters()}
 
 
-def _build_hugging_face(plan: ModelPlan, dtype: torch.dtype, device: torch.device, seed: int) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    options = {"dtype": dtype, "trust_remote_code": plan.trust_remote_code}
-    if plan.weights is not None:
-        # Names of what does not fit come back, below, where transformers would raise with a table.
-        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        try:
-            model, info = AutoModelForCausalLM.from_pretrained(plan.weights, **options)
-        except Exception as error:
-            if not _of_damaged_files(error):
-                raise
-            raise ValueError(
-                f"--model_name {plan.name}: its weights cannot be read ({first_line(error)}); download them "
-                "again, or use --init random"
-            ) from None
-        if missing := set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}:
-            raise ValueError(
-                f"--model_name {plan.name}: the weights lack {', '.join(sorted(missing))}; "
-                "give a complete model (transformers would fill them at random)"
-            )
-        return model.to(device)
-    torch.manual_seed(seed)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(plan.config, **options)
-    if plan.of_known_family:  # the same random weights as the TE form has
-        source = weight_source(plan, seed=seed, device=device)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(source.get(name))
-    return model
-
-
 def count_parameters(plan: ModelPlan) -> int:
-    """Parameters of the Hugging Face model, a tied weight once."""
+    """Count the parameters of the Hugging Face form, tied weights once."""
     return sum(shape.numel() for shape in _hf_shapes(plan).values())
 
 
 def whole(tensors: list[Tensor]) -> list[Tensor]:
-    """The `gather` of a model that is not sharded."""
+    """Return the tensors of an unsharded model: its `gather`."""
     return [tensor.detach() for tensor in tensors]
 
 
 def export_tensors(model: nn.Module, gather: Gather = whole) -> Iterator[tuple[str, Tensor]]:
-    """A model's weights under Hugging Face names, one after the other; collective if `gather` is."""
+    """Yield a model's weights under Hugging Face names, one by one; collective if `gather` is."""
     return hf_state(model, gather) if isinstance(model, HFCausalLM) else te_to_hf(model, gather)

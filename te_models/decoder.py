@@ -1,30 +1,32 @@
-"""A causal language model made of te.TransformerLayer, one class for every family.
+"""Causal language model built from te.TransformerLayer, one class for every family.
 
-B batch, S sequence, T = B*S tokens, D hidden size, K head size, V vocabulary.
+B rows, S tokens a row, T = B*S tokens, N sequences, D hidden size, H query heads, G key/value groups,
+K head size, V vocabulary, P positions.
 
-Precision is not decided here: the same module runs in BF16, or in FP8 under te.autocast. Embedding and final
-norm always run in BF16, the LM head too unless `fp8_lm_head` is set.
+Precision is decided by the caller: the same module runs in BF16, or in FP8 under te.autocast. Embedding and
+final norm always run in BF16, and so does the LM head unless `fp8_lm_head` is set.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from core.recipes import LM_HEAD_RECIPE
-from te_models.engine import Backend, NativeOptions, engine
-from te_models.families import FAMILIES
+from te_models.engine import engine
+from te_models.families import FAMILIES, head_dim
 from te_models.kernels.fused_residual import add_in_norms
 from te_models.kernels.rotation import Rotation, rotate_in_one_pass, rotation_table
 from te_models.loss import TokenLoss, linear_cross_entropy
+from te_models.options import BuildOptions, NativeOptions
 
 
-def layer_settings(attention: Literal["thd", "bshd"]) -> dict[str, Any]:
-    """What every layer of every family has in common, as arguments of `te.TransformerLayer`."""
+def layer_settings(*, packed: bool) -> dict[str, Any]:
+    """Return the arguments of te.TransformerLayer that all families share."""
     return {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -33,132 +35,118 @@ def layer_settings(attention: Literal["thd", "bshd"]) -> dict[str, Any]:
         "bias": False,
         "fuse_qkv_params": True,
         "qkv_weight_interleaved": True,
-        "self_attn_mask_type": "padding_causal" if attention == "thd" else "causal",
-        "attn_input_format": attention,
+        "self_attn_mask_type": "padding_causal" if packed else "causal",
+        "attn_input_format": "thd" if packed else "bshd",
     }
 
 
 class TECausalLM(nn.Module):
-    """Token ids in, summed token loss out; built on the meta device, filled by `weights.load_te`.
+    """Token ids in, summed token loss out; built on the meta device and filled by `weights.load_te`.
 
-    `attention` chooses how sequences are told apart: "thd" reads packed batches (`cu_seqlens`), "bshd" reads
-    right-padded batches, where the causal mask alone keeps padding out of sight of real tokens, as it does in
-    packed batches whose rows are one sequence each. `backend`: whose layers, see `te_models.engine`, where
-    `native` is explained, too.
+    Packed batches are read in TE's "thd" format, which separates sequences by `cu_seqlens`. Others are
+    right-padded "bshd" batches, where the causal mask hides padding from the tokens before it.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        *,
-        backend: Backend,
-        attention: Literal["thd", "bshd"],
-        dtype: torch.dtype,
-        max_positions: int,
-        gradient_checkpointing: bool = False,
-        reentrant: bool = False,
-        weight_recipe: Any = None,
-        native: NativeOptions | None = None,
-    ):
+    def __init__(self, config: Any, options: BuildOptions):
         super().__init__()
-        self.backend, te = backend, engine(backend)
-        self.native = native or NativeOptions()
-        if backend != "native":
-            self.native = NativeOptions(one_pass_rotation=False)
-        self.first_micro_batch: bool | None = None  # of a step, or None outside of steps
-        self.config, self.family = config, FAMILIES[config.model_type]
-        self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
-        self.tied = config.tie_word_embeddings
-        self.attention, self.max_positions = attention, max_positions
-        self.gradient_checkpointing, self.reentrant = gradient_checkpointing, reentrant
-        self.fp8_lm_head = False
-        self.rotates_in_one_pass = self.native.one_pass_rotation and not self.family.qk_norm
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta", dtype=dtype)
-        quantized = te.quantized_model_init(enabled=True, recipe=weight_recipe) if weight_recipe else None
-        with quantized or nullcontext():
-            self.layers = nn.ModuleList(self._build_layer(i, dtype) for i in range(config.num_hidden_layers))
-        self.norm = te.RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device="meta")
-        self.lm_head = nn.Linear(
-            config.hidden_size, config.vocab_size, bias=False, device="meta", dtype=dtype
-        )
-        self.register_buffer("rope", torch.empty(0), persistent=False)
-        self.register_buffer("rotation", torch.empty(0), persistent=False)
+        te = engine(options.te_backend)
+        self.config, self.options, self.family = config, options, FAMILIES[config.model_type]
+        is_native = options.te_backend == "native"
+        self.native = options.native if is_native else NativeOptions(one_pass_rotation=False)
+        # True in a step's first micro-batch, False in the others, None outside of steps.
+        self.first_micro_batch: bool | None = None
+        made = {"device": "meta", "dtype": options.dtype}
+        vocabulary, hidden_size = config.vocab_size, config.hidden_size
+        self.embed_tokens = nn.Embedding(vocabulary, hidden_size, **made)
+        recipe = self.native.weight_recipe
+        with te.quantized_model_init(enabled=True, recipe=recipe) if recipe else nullcontext():
+            self.layers = nn.ModuleList(self._build_layer(i) for i in range(config.num_hidden_layers))
+        self.norm = te.RMSNorm(hidden_size, eps=config.rms_norm_eps, **made)
+        self.lm_head = nn.Linear(hidden_size, vocabulary, bias=False, **made)
+        if options.fp8_lm_head:
+            self.lm_head.fp8_recipe = LM_HEAD_RECIPE  # read by the coverage table
+        self.register_buffer("rope", torch.empty(0), persistent=False)  # [P, 1, 1, K]
+        self.register_buffer("rotation", torch.empty(0), persistent=False)  # [P, K]
         self.tie()
 
-    def _build_layer(self, index: int, dtype: torch.dtype) -> nn.Module:
-        config, te = self.config, engine(self.backend)
+    def _build_layer(self, index: int) -> nn.Module:
+        config, te = self.config, engine(self.options.te_backend)
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
         size, eps = head_dim(config), config.rms_norm_eps
+        made: dict[str, Any] = {"params_dtype": self.options.dtype, "device": "meta"}
+        if self.native.fuse_gradient_sums:
+            made["fuse_wgrad_accumulation"] = True
         qk_norm = {"qk_norm_type": "RMSNorm", "qk_norm_eps": eps, "qk_norm_before_rope": True}
-        sums = {"fuse_wgrad_accumulation": True} if self.native.fuse_gradient_sums else {}
         layer = te.TransformerLayer(
             config.hidden_size,
             config.intermediate_size,
-            self.heads,
-            num_gqa_groups=self.groups,
+            heads,
+            num_gqa_groups=groups,
             kv_channels=size,
             layernorm_epsilon=eps,
-            **layer_settings(self.attention),
             layer_number=index + 1,
-            params_dtype=dtype,
-            device="meta",
+            **layer_settings(packed=self.options.packed),
             **(qk_norm if self.family.qk_norm else {}),
-            **sums,
+            **made,
         )
         if self.family.qkv_bias:
-            # TE's `bias` is for all linears of a layer, and only q, k and v have one.
+            # TE's `bias` adds one to every linear of the layer; only q, k and v have one.
             layer.self_attention.layernorm_qkv = te.LayerNormLinear(
                 config.hidden_size,
-                (self.heads + 2 * self.groups) * size,
+                (heads + 2 * groups) * size,
                 eps=eps,
                 normalization="RMSNorm",
                 bias=True,
-                params_dtype=dtype,
-                device="meta",
-                **sums,
+                **made,
             )
-        if self.rotates_in_one_pass:
+        if self._rotates_in_one_pass:
             rotate_in_one_pass(layer)
         if self.native.residuals_in_norms:
             add_in_norms(layer)
         return layer
 
-    def let_te_keep_fp8_weights(self) -> None:
-        """To be called when sharded; with `cache_fp8_weights` they stay whole between micro-batches.
-
-        TE casts what FSDP2 shards anew in every pass, in backward too, as if it had been resharded since.
-        """
-        if self.native.cache_fp8_weights:
-            for module in self.modules():
-                if hasattr(type(module), "is_fsdp2"):
-                    module._is_fsdp2 = False  # where TE keeps the answer
+    @property
+    def _rotates_in_one_pass(self) -> bool:
+        return self.native.one_pass_rotation and not self.family.qk_norm
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The decoder layers, which sharding gathers one by one."""
+        """Decoder layers, the units of sharding."""
         return list(self.layers)
+
+    @property
+    def tied(self) -> bool:
+        """True if the LM head is the embedding."""
+        return self.config.tie_word_embeddings
 
     def tie(self) -> None:
         if self.tied:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def materialize(self, device: torch.device, parameter_device: torch.device | None = None) -> TECausalLM:
-        """Allocate parameters (uninitialised) and RoPE tables; `device` is where forward passes run.
-
-        Sharded parameters are allocated as shards, on the CPU if that is where they stay. Ties what
-        `to_empty` unties.
-        """
-        self.to_empty(device=parameter_device or device)
-        self.tie()
-        self.rope = rope_angles(self.config, self.max_positions).to(device)
+    def materialize(self) -> TECausalLM:
+        """Allocate parameters, whole or sharded and uninitialised, and compute the RoPE tables."""
+        self.to_empty(device=self.options.parameter_device or self.options.device)
+        self.tie()  # to_empty() unties
+        self.rope = rope_angles(self.config, self.options.max_positions).to(self.options.device)
         self.rotation = rotation_table(self.rope)
         return self
 
+    def cache_fp8_weights_under_fsdp(self) -> None:
+        """Let TE reuse cached FP8 weights of a sharded model whose weights stay gathered for a whole step.
+
+        TE casts FSDP2-sharded weights in every pass, in case they were resharded in between.
+        """
+        if self.native.cache_fp8_weights:
+            for module in self.modules():
+                if hasattr(type(module), "is_fsdp2"):
+                    module._is_fsdp2 = False  # TE's cached answer to "is this module sharded?"
+
     @torch.no_grad()
     def quantize_weights(self) -> dict[str, Tensor]:
-        """Turn sharded GEMM weights, already filled, into the FP8 that `weight_recipe` asked for.
+        """Quantize sharded GEMM weights, already filled, to the FP8 that `weight_recipe` asks for.
 
-        Returns this rank's shards as they were, by name, for master weights: the quantized ones have lost
-        bits. Every parameter is a new object afterwards. Collective, since shards share a scale.
+        Returns this rank's high-precision shards by name, from which master weights start. Every quantized
+        parameter becomes a new object. Collective, since shards share a scale.
         """
         before = {}
         for prefix, module in self.named_modules():
@@ -167,7 +155,7 @@ class TECausalLM(nn.Module):
             for name, init in module.param_init_meta.items():
                 if init.fp8_meta_index is not None:
                     before[f"{prefix}.{name}"] = module.get_parameter(name).to_local().clone()
-                # TE quantizes where it initialises, which must leave the values alone here.
+                # TE quantizes in reset_parameters(), which must keep the values.
                 module.param_init_meta[name] = replace(init, init_fn=_keep, get_rng_state_tracker=None)
             module.reset_parameters()
         return before
@@ -180,39 +168,40 @@ class TECausalLM(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> TokenLoss:
-        """Summed loss and correct predictions over label tokens.
+        """Return loss and correct predictions, summed over label tokens.
 
-        `input_ids`, `labels` [B, S] int64, labels already shifted, -100 for no loss; `cu_seqlens` int32 [N+1]
-        over the B*S tokens with "thd". Positions follow from `cu_seqlens` (restarting) or from S;
-        `position_ids` int64 [B, S], if given, are the same.
+        `input_ids`, `labels` [B, S] int64; labels are already shifted, -100 means no loss. `cu_seqlens` int32
+        [N+1] over the T tokens of a packed batch. Positions follow from `cu_seqlens` (restarting) or from S;
+        `position_ids` [B, S] int64, if given, must be the same ones.
         """
         hidden = self.embed_tokens(input_ids)  # [B, S, D]
-        in_one_pass = self.rotates_in_one_pass and position_ids is not None
-        rotation = Rotation(self.rotation, position_ids.contiguous()) if in_one_pass else self.rope
+        rotation: Any = self.rope
+        if self._rotates_in_one_pass and position_ids is not None:
+            rotation = Rotation(self.rotation, position_ids.contiguous())
         arguments: dict[str, Any] = {"rotary_pos_emb": rotation}
         if self.native.cache_fp8_weights:
             arguments["is_first_microbatch"] = self.first_micro_batch
-        if self.attention == "thd" and self._one_sequence_a_row(input_ids, cu_seqlens):
+        if self.options.packed and self._has_one_sequence_per_row(input_ids, cu_seqlens):
             arguments["self_attn_mask_type"] = "causal"
-        elif self.attention == "thd":
+        elif self.options.packed:
             hidden = hidden.flatten(0, 1)  # [T, D]
             arguments |= {
                 "cu_seqlens_q": cu_seqlens,
                 "cu_seqlens_kv": cu_seqlens,
                 "max_seqlen_q": max_seqlen,
                 "max_seqlen_kv": max_seqlen,
-                "pad_between_seqs": False,  # TE would compare cu_seqlens on the host to find out
+                "pad_between_seqs": False,  # by default TE compares cu_seqlens on the host
             }
         for layer in self.layers:
             hidden = self._run(layer, hidden, arguments)
         hidden = self.norm(hidden).flatten(0, -2)  # [T, D]
-        if self.fp8_lm_head:
-            self.lm_head.fp8_recipe = LM_HEAD_RECIPE  # for the coverage table
-        return linear_cross_entropy(hidden, self.lm_head.weight, labels.flatten(), fp8=self.fp8_lm_head)
+        return linear_cross_entropy(
+            hidden, self.lm_head.weight, labels.flatten(), fp8=self.options.fp8_lm_head
+        )
 
-    def _one_sequence_a_row(self, input_ids: Tensor, cu_seqlens: Tensor | None) -> bool:
-        """Whether plain causal attention, which is faster, serves a packed batch; TE's layers are told."""
-        if self.backend != "native" or cu_seqlens is None:
+    def _has_one_sequence_per_row(self, input_ids: Tensor, cu_seqlens: Tensor | None) -> bool:
+        """True if plain causal attention, which is faster, serves this packed batch; sets TE's format."""
+        if self.options.te_backend != "native" or cu_seqlens is None:
             return False
         plain = len(cu_seqlens) == len(input_ids) + 1
         for layer in self.layers:
@@ -220,26 +209,22 @@ class TECausalLM(nn.Module):
         return plain
 
     def _run(self, layer: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
-        if not (self.gradient_checkpointing and torch.is_grad_enabled()):
+        if not (self.options.gradient_checkpointing and torch.is_grad_enabled()):
             return layer(hidden, **arguments)
-        # TE's checkpoint replays the first pass's FP8 scales; torch's would quantise with newer ones.
-        checkpoint = engine(self.backend).checkpoint
-        return checkpoint(layer, hidden, use_reentrant=self.reentrant, **arguments)
+        # TE's checkpoint replays the first pass's FP8 scales; torch's would quantize with newer ones.
+        checkpoint = engine(self.options.te_backend).checkpoint
+        return checkpoint(layer, hidden, use_reentrant=self.options.reentrant, **arguments)
 
 
 def _keep(tensor: Tensor) -> None:
     pass
 
 
-def head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
 def rope_angles(config: Any, positions: int) -> Tensor:
-    """Rotary angles as TE takes them, [S, 1, 1, K] float32, from transformers' own inverse frequencies."""
+    """Return RoPE angles as TE reads them, [P, 1, 1, K] float32, from transformers' inverse frequencies."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     with torch.device("cpu"):
         rotary = LlamaRotaryEmbedding(config)
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), rotary.inv_freq.float())  # [S, K/2]
-    return torch.cat([angles, angles], dim=-1)[:, None, None, :]  # [S, 1, 1, K]
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), rotary.inv_freq.float())  # [P, K/2]
+    return torch.cat([angles, angles], dim=-1)[:, None, None, :]  # [P, 1, 1, K]

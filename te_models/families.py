@@ -1,4 +1,8 @@
-"""Families with a TE form: what each asks of te.TransformerLayer, and which configurations it cannot take."""
+"""Model families with a TE form: how each differs from Llama, and which configurations TE layers reject.
+
+Adding a family takes an entry here, its presets in `presets.py` and its chat template in `data/chat.py`.
+`decoder` and `weights` read the entry; nothing else depends on a family's name.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# Those that neither rescale attention nor depend on a sequence's length.
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3")  # fixed angles, and no rescaling of attention
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a decoder layer has beside Llama's parts, and which settings rule a TE form out."""
+    """How a family differs from Llama, and which config values TE layers cannot represent."""
 
-    qkv_bias: bool = False  # on the projections to q, k and v, always
-    qk_norm: bool = False  # an RMSNorm over each head's q and k, before RoPE
-    bias_flags: tuple[str, ...] = ()  # settings that add biases for which the TE form has no place
-    slides: Callable[[Any], bool] = lambda config: False  # whether `sliding_window` is in use in any layer
+    qkv_bias: bool = False  # the q, k and v projections have biases
+    qk_norm: bool = False  # RMSNorm over each head's q and k, before RoPE
+    bias_flags: tuple[str, ...] = ()  # config fields that add biases without a place in TE layers
+    slides: Callable[[Any], bool] = lambda config: False  # True if some layer uses `sliding_window`
 
     def unsupported(self, config: Any) -> str | None:
-        """Why this configuration has no TE form here, or None."""
+        """Return why TE layers cannot represent this configuration, or None."""
         for name in self.bias_flags:
             if getattr(config, name, False):
                 return f"{name}=True: its biases have no place in the TE layers"
@@ -30,13 +33,13 @@ class Family:
             return f"attention_dropout={dropout}: TE layers are built without dropout"
         rope = config.rope_parameters["rope_type"]
         if rope not in ROPE_TYPES:
-            return f"RoPE type {rope!r}: only {', '.join(ROPE_TYPES)} are angles that no length changes"
+            return f"RoPE type {rope!r}: TE layers are built for {', '.join(ROPE_TYPES)}"
         window = getattr(config, "sliding_window", None) if self.slides(config) else None
         positions = config.max_position_embeddings
         if window is not None and window < positions:
             return (
                 f"sliding_window={window} is less than max_position_embeddings={positions}: TE layers are "
-                "built to see all of a sequence"
+                "built with full attention"
             )
         return None
 
@@ -50,5 +53,9 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(bias_flags=("attention_bias", "mlp_bias")),  # 2, 3, 3.1, 3.2, 3.3
     "qwen2": Family(qkv_bias=True, slides=_some_layer_slides),  # 2, 2.5
     "qwen3": Family(qk_norm=True, bias_flags=("attention_bias",), slides=_some_layer_slides),
-    "mistral": Family(slides=lambda config: True),  # 7B: a window in v0.1, none in v0.2 and v0.3
+    "mistral": Family(slides=lambda config: True),  # 7B: v0.1 has a window, v0.2 and v0.3 have none
 }
+
+
+def head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,4 +1,7 @@
-"""The model as transformers implements it, behind the same call as the TE model."""
+"""The model as transformers implements it, behind the same call as the TE model.
+
+B rows, S tokens a row, T = B*S tokens, D hidden size.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
 from core.recipes import LM_HEAD_RECIPE
 from te_models.loss import IGNORE, TokenLoss, linear_cross_entropy, logits_cross_entropy
 from te_models.packed_attention import NAME, sequence_borders, use_packed_attention
 from te_models.weights import Gather
 
-# Variants of a layer: training and evaluation, whole and last batches, packed or one sample a row.
+# Variants of one layer's graph: training and evaluation, whole and last batches, packed or not.
 COMPILED_VARIANTS = 64
 
 
 class HFCausalLM(nn.Module):
-    """Wraps an AutoModelForCausalLM: token ids in, summed token loss out, as in `TECausalLM.forward`.
+    """Wrapper of an AutoModelForCausalLM: token ids in, summed token loss out, as `TECausalLM.forward`.
 
-    Packed samples are kept apart by `packed_attention` where `choose_attention` found that it can be, else by
-    transformers itself, from `position_ids` that restart. `known`: a family whose logits are
-    `lm_head(hidden)` and whose parameters all get a gradient of every text. Others may scale or cap their
-    logits, and keep their own head, and may hold parameters that text never reaches, as those for images.
+    `packed_attention` separates packed samples where `choose_attention` finds that it can; elsewhere
+    transformers does, from `position_ids` that restart. `known` marks a family whose logits are
+    `lm_head(hidden)` and whose parameters all get a gradient from any text. Other models may scale or cap
+    their logits, so they keep their own head, and may hold parameters for images that text never reaches.
     """
 
     def __init__(
@@ -40,51 +44,56 @@ class HFCausalLM(nn.Module):
     ):
         super().__init__()
         self.model = model
-        self.plain_head = self.uses_all_parameters = known
+        self.uses_all_parameters = self.plain_head = known
         self.fp8_lm_head = False
-        self.own_attention: str | None = "not chosen yet"  # why transformers' own attention runs, or None
+        self.own_attention: str | None = None  # reason why transformers' own attention runs
         if gradient_checkpointing:
-            if not model.supports_gradient_checkpointing:
-                raise ValueError(
-                    f"--gradient_checkpointing: {type(model).__name__} does not support it; drop it"
-                )
-            if reentrant and self.asks_for_balance:
-                raise ValueError(
-                    "--gradient_checkpointing: under DeepSpeed's stage 3, as in ds_zero3, the router "
-                    f"of {type(model).__name__} would get no gradient of its balancing loss, which "
-                    "output_router_logits in its config.json asks for; drop it, or take "
-                    "--sharding_mode fsdp_full"
-                )
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            self._enable_recomputation(reentrant)
+
+    def _enable_recomputation(self, reentrant: bool) -> None:
+        name = type(self.model).__name__
+        if not self.model.supports_gradient_checkpointing:
+            raise bad_setting(f"{name} does not support it; drop it", gradient_checkpointing=True)
+        if reentrant and self.has_router_loss:
+            raise bad_setting(
+                f"under DeepSpeed's stage 3, as in ds_zero3, the router of {name} would get no gradient from "
+                "its load-balancing loss (output_router_logits in its config.json); drop it, or use "
+                "--sharding_mode fsdp_full",
+                gradient_checkpointing=True,
+            )
+        self.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The decoder layers: the longest ModuleList outside of any other (experts are lists in layers)."""
+        """Decoder layers: the longest ModuleList that is not part of another one (experts are)."""
         lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList)]
-        inner = {id(m) for whole in lists for layer in whole for m in layer.modules()}
+        inner = {id(m) for outer in lists for layer in outer for m in layer.modules()}
         return list(max((m for m in lists if id(m) not in inner), key=len, default=[]))
 
     @property
     def attention(self) -> str:
-        """What keeps packed samples apart, for the run's records."""
+        """Attention in use, for the run's records."""
         return NAME if self.own_attention is None else f"transformers' own ({self.own_attention})"
 
     @property
-    def asks_for_balance(self) -> bool:
-        """Whether the configuration of a mixture of experts asks for its router's balancing loss."""
+    def has_router_loss(self) -> bool:
+        """True if the configuration asks for the load-balancing loss of a mixture of experts."""
         return getattr(self.model.config, "output_router_logits", False)
 
     def choose_attention(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Find out, with weights in place, which attention runs; `dtype` is the one it computes in."""
-        self.own_attention = None  # so that `forward` hands borders on
+        """Decide, with weights loaded, which attention runs; `dtype` is the one it computes in."""
         with high_precision_linears(self):
             self.own_attention = use_packed_attention(self.model, self, device, dtype)
 
-    def compile_blocks(self, **options: Any) -> None:
-        """Compile each decoder layer's forward; `options` of torch.compile.
+    def use_fp8_lm_head(self) -> None:
+        self.fp8_lm_head = True
+        self.model.get_output_embeddings().fp8_recipe = LM_HEAD_RECIPE  # read by the coverage table
 
-        The forward, not the call: hooks (FSDP gathers weights in them) and recomputation stay outside. So
-        layers of a kind share one graph, and a layer that is run again in backward finds it.
+    def compile_blocks(self, **options: Any) -> None:
+        """Compile each decoder layer's forward with these options of torch.compile.
+
+        `forward` rather than the module: hooks (FSDP gathers weights in them) and recomputation stay outside
+        the graph, so layers of one kind share it, and recomputation in backward reuses it.
         """
         limit = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(limit, COMPILED_VARIANTS)
@@ -99,104 +108,108 @@ class HFCausalLM(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> TokenLoss:
-        """Summed loss and correct predictions over label tokens; inputs as in `data.Batch`."""
+        """Return loss and correct predictions, summed over label tokens; inputs as in `data.Batch`."""
         inputs: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
-        # With as many sequences as rows every row is one, which plain causal attention computes faster.
+        # With one sequence per row, plain causal attention is faster.
         if self.own_attention is None and cu_seqlens is not None and len(cu_seqlens) > len(input_ids) + 1:
             torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)  # one graph for any number of samples
             inputs |= sequence_borders(cu_seqlens, max_seqlen)
         if not self.plain_head:
             output = self.model(**inputs)
-            found = logits_cross_entropy(output.logits.flatten(0, 1), labels.flatten())
-            balance = getattr(output, "aux_loss", None)  # of a router
-            if not self.training or (balance is None and not self.asks_for_balance):
-                return found
-            weight = balance_weight(self.model)
-            if weight == 0:
-                return found
-            if weight is None or not isinstance(balance, Tensor):
-                lost = "its config.json has no router_aux_loss_coef" if weight is None else "it computes none"
-                raise ValueError(
-                    f"--model_name: the balancing loss of {type(self.model).__name__}'s router cannot count "
-                    f"({lost}); set output_router_logits to false in its config.json"
-                )
-            return found._replace(loss=found.loss + weight * (labels != IGNORE).sum() * balance)
+            result = logits_cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+            return self._add_router_loss(result, output, labels) if self.training else result
         hidden = self.model.get_decoder()(**inputs).last_hidden_state.flatten(0, 1)  # [T, D]
         head = self.model.get_output_embeddings()
-        if self.fp8_lm_head:
-            head.fp8_recipe = LM_HEAD_RECIPE  # for the coverage table
         return linear_cross_entropy(hidden, head.weight, labels.flatten(), fp8=self.fp8_lm_head)
 
+    def _add_router_loss(self, result: TokenLoss, output: Any, labels: Tensor) -> TokenLoss:
+        """Add a mixture of experts' load-balancing loss, which transformers adds to the mean over labels."""
+        balance = getattr(output, "aux_loss", None)
+        weight = router_loss_weight(self.model)
+        if weight == 0 or (balance is None and not self.has_router_loss):
+            return result
+        if weight is None or not isinstance(balance, Tensor):
+            reason = "its config.json has no router_aux_loss_coef" if weight is None else "it computes none"
+            raise UserError(
+                f"--model_name: the load-balancing loss of {type(self.model).__name__}'s router is "
+                f"unavailable ({reason}); set output_router_logits to false in its config.json",
+                flags=("model_name",),
+                exit_code=EXIT_BAD_SETTING,
+            )
+        return result._replace(loss=result.loss + weight * (labels != IGNORE).sum() * balance)
 
-def balance_weight(model: nn.Module) -> float | None:
-    """The coefficient of a router's loss; where a model keeps it itself, that is what transformers uses."""
+
+def router_loss_weight(model: nn.Module) -> float | None:
+    """Return the coefficient of a router's loss; if the model holds one itself, transformers uses that."""
     names = ("router_aux_loss_coef", "aux_loss_coef")
-    kept = (getattr(place, name, None) for place in (model, model.config) for name in names)
-    return next((weight for weight in kept if weight is not None), None)
+    found = (getattr(owner, name, None) for owner in (model, model.config) for name in names)
+    return next((weight for weight in found if weight is not None), None)
+
+
+FIRST_SAMPLE, EXCHANGED = (1, 2, 3, 4, 5, 6, 7, 8), (3, 1, 4, 2, 8, 5, 6, 7)
 
 
 def refuse_leaking_packing(model: HFCausalLM, name: str, *, sharded: bool = False) -> None:
-    """ValueError if this model lets a packed sample see the one before it. Collective if it is `sharded`.
+    """Raise UserError if a packed sample sees the one before it. Collective if `sharded`.
 
-    Not every implementation keeps to the borders of sequences, and those that do not train on other samples'
-    tokens without an error. So tokens of a first sample are exchanged, up to its last, since a convolution
-    may see no more of it, and the second one's loss must not notice. Experts then get other numbers of tokens
-    and round otherwise: if it does, its gradient tells whether anything of the first sample reached it. In
-    high precision: one scale for a whole tensor is a link between samples, too.
+    Some implementations ignore sequence boundaries and silently attend across samples. To detect it, permute
+    the first sample, its last token included since a convolution may reach no further, and check that the
+    loss of the second one is unchanged. A mixture of experts may round differently then, so a changed loss is
+    confirmed by its gradient with respect to the first sample. All in high precision, because a scale per
+    tensor links samples, too.
     """
-    device = next(model.parameters()).device
-    positions = torch.arange(8, device=device).repeat(2)[None]  # [1, 16]
-    labels = torch.full((1, 16), IGNORE, device=device)
-    labels[0, 8:15] = torch.arange(1, 8, device=device)
-    borders = torch.tensor([0, 8, 16], dtype=torch.int32, device=device)
-    first, exchanged = [1, 2, 3, 4, 5, 6, 7, 8], [3, 1, 4, 2, 8, 5, 6, 7]
-
-    def loss(tokens: list[int]) -> Tensor:
-        packed = torch.tensor([[*tokens, *first]], device=device)
-        return model(packed, labels, positions, borders, 8).loss
-
     with high_precision_linears(model):
         with torch.no_grad():
-            one, other = loss(first), loss(exchanged)
-        if not torch.isfinite(one):
-            raise ValueError(
-                f"--model_name {name}: the weights give a loss of {one.item()}; they are damaged"
-            )
-        changed = (one != other).int()
-        if sharded:  # its ranks must go the same way
+            loss, permuted = (_loss_of_second_sample(model, first) for first in (FIRST_SAMPLE, EXCHANGED))
+        if not torch.isfinite(loss):
+            raise bad_setting(f"the weights give a loss of {loss.item()}; they are damaged", model_name=name)
+        changed = (loss != permuted).int()
+        if sharded:  # the backward pass below is collective
             dist.all_reduce(changed, dist.ReduceOp.MAX)
-        if not changed:
-            return
-        embedded: list[Tensor] = []
+        if changed and _second_sample_depends_on_first(model):
+            raise bad_setting(
+                f"{type(model.model).__name__} lets packed samples see each other; add --no_packing",
+                packing=True,
+            )
 
-        def cut(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-            embedded.append(output.detach().requires_grad_())
-            return embedded[0]
 
-        try:
-            embedding = model.model.get_input_embeddings()
-        except NotImplementedError:  # a model's own code: nothing tells a leak from rounding
-            leaks = True
-        else:
-            with embedding.register_forward_hook(cut):
-                (gradient,) = torch.autograd.grad(loss(first), embedded)  # [1, 16, D]
-            leaks = bool(gradient[:, :8].any())
-    if leaks:
-        raise ValueError(
-            f"--packing: {type(model.model).__name__} lets packed samples see each other; add --no_packing"
-        )
+def _loss_of_second_sample(model: HFCausalLM, first: tuple[int, ...]) -> Tensor:
+    """Return the second sample's loss in a packed row [1, 16] of two."""
+    device = next(model.parameters()).device
+    ids = torch.tensor([[*first, *FIRST_SAMPLE]], device=device)
+    labels = torch.full((1, 16), IGNORE, device=device)
+    labels[0, 8:15] = torch.arange(1, 8, device=device)
+    positions = torch.arange(8, device=device).repeat(2)[None]  # [1, 16]
+    return model(ids, labels, positions, torch.tensor([0, 8, 16], dtype=torch.int32, device=device), 8).loss
+
+
+def _second_sample_depends_on_first(model: HFCausalLM) -> bool:
+    """True if the second sample's loss has a gradient with respect to the first one's embeddings."""
+    embedded: list[Tensor] = []
+
+    def detach(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[0]
+
+    try:
+        embedding = model.model.get_input_embeddings()
+    except NotImplementedError:  # custom code, in which a leak cannot be told from rounding
+        return True
+    with embedding.register_forward_hook(detach):
+        (gradient,) = torch.autograd.grad(_loss_of_second_sample(model, FIRST_SAMPLE), embedded)  # [1, 16, D]
+    return bool(gradient[:, :8].any())
 
 
 @contextmanager
 def high_precision_linears(model: nn.Module) -> Iterator[None]:
-    """Inside, linear layers that compute in FP8 are plain ones."""
-    special = [m for m in model.modules() if hasattr(m, "fp8_recipe")]
-    for module in special:
+    """Run linear layers that compute in FP8 as plain ones."""
+    fp8_linears = [m for m in model.modules() if hasattr(m, "fp8_recipe")]
+    for module in fp8_linears:
         module.forward = partial(_plain_linear, module)
     try:
         yield
     finally:
-        for module in special:
+        for module in fp8_linears:
             del module.forward
 
 
@@ -209,7 +222,7 @@ def _plain_linear(module: nn.Linear, hidden: Tensor) -> Tensor:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules built inside have parameters without storage, but real buffers, which no weight file brings."""
+    """Create modules whose parameters have no storage; buffers are real, since weight files lack them."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -225,7 +238,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate parameters that are on the meta device, uninitialised, and tie again what that unties."""
+    """Allocate parameters on the meta device, uninitialised, and tie again what that unties."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
@@ -235,13 +248,13 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 def tied_names(model: nn.Module) -> set[str]:
-    """Names of parameters that are another one, which is named first."""
-    kept = {name for name, _ in model.named_parameters()}
-    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - kept
+    """Return the names of parameters that share storage with one of an earlier name."""
+    first = {name for name, _ in model.named_parameters()}
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
 
 
 def hf_state(model: HFCausalLM, gather: Gather) -> Iterator[tuple[str, Tensor]]:
-    """The weights under their Hugging Face names, each tensor once (a tied head is left out)."""
+    """Yield the weights under their Hugging Face names, tied ones once."""
     parameters, tied = dict(model.model.named_parameters()), tied_names(model.model)
     for name, tensor in model.model.state_dict().items():
         if name not in tied:

@@ -175,8 +175,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 LOCAL_PRESETS = frozenset(name for name in PRESETS if "/" not in name)
 
 
-def meant(name: str) -> str | None:
-    """The preset that a name without an owner is nearly the name of."""
+def closest_preset(name: str) -> str | None:
+    """Return the preset whose name, without its owner, is nearly `name`, or None."""
     shorter = {preset.rpartition("/")[2].lower(): preset for preset in PRESETS}
     close = difflib.get_close_matches(name.lower(), shorter, n=1, cutoff=0.75)
     return shorter[close[0]] if close and "/" not in name else None

@@ -1,10 +1,10 @@
-"""Weight layouts: Hugging Face <-> Transformer Engine, pure torch, in both directions.
+"""Weight layouts: Hugging Face <-> Transformer Engine, in both directions, and the sources weights come from.
 
-Letters: D hidden size, F feed-forward size, H query heads, G key/value groups, R = H / G queries per group,
+D hidden size, F feed-forward size, H query heads, G key/value groups, R = H / G queries per group,
 K head size, V vocabulary. Linear weights are [out, in].
 
-Conversions `pop` every key they use and fail if one is left over: a bias or a norm that the target has no
-place for stops the load instead of being dropped.
+Conversions `pop` every key they use and fail if one is left over: a bias or a norm without a place in the
+target stops the load instead of being dropped.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from core.errors import first_line
-from te_models.families import Family
+from core.errors import UserError, bad_setting, first_line
+from te_models.families import FAMILIES, Family, head_dim
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, *, heads: int, groups: int) -> Tensor:
-    """[H*K, D], [G*K, D], [G*K, D] -> [G*(R+2)*K, D]: group by group R queries, one key, one value.
+    """Interleave [H*K, D], [G*K, D], [G*K, D] to [G*(R+2)*K, D]: group by group R queries, a key, a value.
 
-    The layout of te.TransformerLayer(fuse_qkv_params=True, qkv_weight_interleaved=True). Works on biases
-    ([H*K] and so on) alike.
+    This is the layout of te.TransformerLayer(fuse_qkv_params=True, qkv_weight_interleaved=True). Biases [H*K]
+    and so on are fused alike.
     """
     size, rest = q.shape[0] // heads, q.shape[1:]
     q = q.reshape(groups, heads // groups, size, *rest)  # [G, R, K, D]
@@ -43,15 +43,15 @@ def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, *, heads: int, groups: int) -> Ten
 
 
 def split_qkv(qkv: Tensor, *, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Inverse of `fuse_qkv`: [G*(R+2)*K, D] -> [H*K, D], [G*K, D], [G*K, D]."""
+    """Invert `fuse_qkv`: [G*(R+2)*K, D] -> [H*K, D], [G*K, D], [G*K, D]."""
     per_group = heads // groups
     size, rest = qkv.shape[0] // (groups * (per_group + 2)), qkv.shape[1:]
     qkv = qkv.reshape(groups, per_group + 2, size, *rest)  # [G, R+2, K, D]
-    q, k, v = qkv.split([per_group, 1, 1], dim=1)
+    q, k, v = qkv.split([per_group, 1, 1], dim=1)  # [G, R or 1, K, D]
     return q.flatten(0, 2), k.flatten(0, 2), v.flatten(0, 2)
 
 
-# TE's names of tensors that both sides hold alike, and Hugging Face's.
+# TE's name -> Hugging Face's, of tensors that have the same layout in both.
 RENAMED = {
     "self_attention.layernorm_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.proj.weight": "self_attn.o_proj.weight",
@@ -69,36 +69,41 @@ def _fused(family: Family) -> tuple[str, ...]:
     return ("weight", "bias") if family.qkv_bias else ("weight",)
 
 
-def layer_to_te(hf: dict[str, Tensor], *, heads: int, groups: int, family: Family) -> dict[str, Tensor]:
-    """One decoder layer's Hugging Face tensors (names after `model.layers.N.`) in TE's names and layout.
+def layer_to_te(hf: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """Convert a decoder layer's Hugging Face tensors (named after `model.layers.N.`) to TE's.
 
-    Takes them out of `hf`, where what it has no place for is left; KeyError if one is missing.
+    Removes them from `hf`, where tensors without a place in TE's layer remain; KeyError if one is missing.
     """
+    family, heads, groups = _family_and_heads(config)
     te = {name: hf.pop(hf_name) for name, hf_name in _renamed(family).items()}
     for kind in _fused(family):
         q, k, v = (hf.pop(f"self_attn.{p}_proj.{kind}") for p in "qkv")
         te[f"self_attention.layernorm_qkv.{kind}"] = fuse_qkv(q, k, v, heads=heads, groups=groups)
-    # TE's swiglu gates with the first half: silu(x[:F]) * x[F:].
-    gate_and_up = [hf.pop("mlp.gate_proj.weight"), hf.pop("mlp.up_proj.weight")]
-    te["layernorm_mlp.fc1_weight"] = torch.cat(gate_and_up)  # [2F, D]
+    # TE's SwiGLU gates with the first half: silu(x[:F]) * x[F:].
+    gate, up = hf.pop("mlp.gate_proj.weight"), hf.pop("mlp.up_proj.weight")
+    te["layernorm_mlp.fc1_weight"] = torch.cat([gate, up])  # [2F, D]
     return te
 
 
-def layer_to_hf(te: dict[str, Tensor], *, heads: int, groups: int, family: Family) -> dict[str, Tensor]:
-    """Inverse of `layer_to_te`, exact. Empties `te`; ValueError if a tensor is left over."""
+def layer_to_hf(te: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """Invert `layer_to_te` exactly, emptying `te`."""
+    family, heads, groups = _family_and_heads(config)
     hf = {hf_name: te.pop(name) for name, hf_name in _renamed(family).items()}
     for kind in _fused(family):
         qkv = split_qkv(te.pop(f"self_attention.layernorm_qkv.{kind}"), heads=heads, groups=groups)
         hf |= {f"self_attn.{p}_proj.{kind}": part for p, part in zip("qkv", qkv, strict=True)}
-    gate, up = te.pop("layernorm_mlp.fc1_weight").chunk(2)
+    gate, up = te.pop("layernorm_mlp.fc1_weight").chunk(2)  # [F, D] each
     hf |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
-    if te:
-        raise ValueError(f"weights without a place in a Hugging Face model: {', '.join(sorted(te))}")
+    assert not te, f"no place in a Hugging Face model: {', '.join(te)}"
     return hf
 
 
+def _family_and_heads(config: Any) -> tuple[Family, int, int]:
+    return FAMILIES[config.model_type], config.num_attention_heads, config.num_key_value_heads
+
+
 class WeightSource(ABC):
-    """Where a model's weights come from, by Hugging Face name; `name` is what errors call it."""
+    """Weights by Hugging Face name; `name` identifies the source in errors."""
 
     name = "random weights"
 
@@ -107,49 +112,45 @@ class WeightSource(ABC):
 
     @abstractmethod
     def rows(self, key: str, start: int, stop: int) -> Tensor:
-        """Rows start to stop of a weight [rows, ...]."""
+        """Return rows start to stop of a weight [rows, ...]."""
 
     def get(self, key: str) -> Tensor:
         return self.rows(key, 0, self.shapes()[key][0])
+
+    def error(self, reason: str) -> UserError:
+        return bad_setting(reason, model_name=self.name)
+
+
+class RandomSource(WeightSource):
+    """Seeded random weights; each tensor depends only on the seed and its own name.
+
+    On one kind of device, TE and Hugging Face models under any sharding and with any dtype therefore start
+    from the same weights, which are rounded to BF16 for that purpose. Matrices are N(0, std), norms ones and
+    biases zeros, as transformers initialises Llama and Qwen.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], *, seed: int, std: float, device: torch.device):
+        self._shapes, self._seed, self._std, self._device = dict(shapes), seed, std, device
+
+    def shapes(self) -> dict[str, torch.Size]:
+        return self._shapes
+
+    def rows(self, key: str, start: int, stop: int) -> Tensor:
+        shape = self._shapes[key]
+        if len(shape) < 2:
+            fill = torch.zeros if key.endswith("bias") else torch.ones
+            return fill(stop - start, device=self._device)
+        # 32 bits: torch's CPU generator ignores the upper half of a seed.
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed}/{key}".encode()))
+        whole = torch.empty(shape, device=self._device).normal_(0.0, self._std, generator=generator)
+        return whole[start:stop].bfloat16()
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Those that a model is read from; beside them may be the same weights in other layouts."""
-    names = sorted({*(_indexed(folder) or {}).values()}) or [SINGLE]
-    return [folder / name for name in names if (folder / name).exists()]
-
-
-def _indexed(folder: Path) -> dict[str, str] | None:
-    """Tensor -> file, of weights in several files; None without their index, or where one file has all."""
-    index = folder / INDEX
-    if (folder / SINGLE).exists() or not index.exists():  # transformers, too, takes the one file first
-        return None
-    try:
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise ValueError(f"--model_name {folder}: {INDEX} is damaged ({reason}); download it again") from None
-
-
-def require_safetensors(folder: Path) -> dict[str, str] | None:
-    """Tensor -> file; None if all are in one. ValueError if a TE model's files are not all in `folder`."""
-    files = _indexed(folder)
-    if files is None and not (folder / SINGLE).exists():
-        raise ValueError(
-            f"--model_name {folder}: no {SINGLE} or {INDEX} there; give a folder with safetensors weights, "
-            "or --init random"
-        )
-    missing = sorted({name for name in (files or {}).values() if not (folder / name).exists()})
-    if missing:
-        raise ValueError(f"--model_name {folder}: weight file {missing[0]} is missing; download it again")
-    return files
-
-
 class SafetensorsSource(WeightSource):
-    """Tensors of a folder's `*.safetensors`, of which only the rows asked for are read from disk."""
+    """Tensors of a folder's `*.safetensors`, from which only the requested rows are read."""
 
     def __init__(self, folder: Path):
         self.name = str(folder)
@@ -181,146 +182,94 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        raise ValueError(
-            f"--model_name {path.parent}: {path.name} is damaged ({first_line(error)}); download it again"
-        ) from None
+        raise _damaged(path, error) from None
 
 
-class RandomSource(WeightSource):
-    """Seeded random weights: each tensor depends on the seed and its own name alone.
-
-    So TE and Hugging Face models, any sharding, and any dtype of weights, for which they are rounded to BF16,
-    start from the same weights on the same kind of device. Matrices are N(0, std), norms ones, biases zeros,
-    as transformers initialises Llama and Qwen.
-    """
-
-    def __init__(self, shapes: Mapping[str, torch.Size], *, seed: int, std: float, device: torch.device):
-        self._shapes, self._seed, self._std, self._device = dict(shapes), seed, std, device
-
-    def shapes(self) -> dict[str, torch.Size]:
-        return self._shapes
-
-    def rows(self, key: str, start: int, stop: int) -> Tensor:
-        shape = self._shapes[key]
-        if len(shape) < 2:
-            fill = torch.zeros if key.endswith("bias") else torch.ones
-            return fill(stop - start, device=self._device)
-        # 32 bits: torch's CPU generator ignores the upper half of a seed.
-        generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed}/{key}".encode()))
-        whole = torch.empty(shape, device=self._device).normal_(0.0, self._std, generator=generator)
-        return whole[start:stop].bfloat16()
+def _damaged(path: Path, error: Exception) -> UserError:
+    reason = f"{path.name} is damaged ({type(error).__name__}: {first_line(error)}); download it again"
+    return bad_setting(reason, model_name=path.parent)
 
 
-def _layer_names(keys: Iterable[str], layer: int) -> dict[str, str]:
-    prefix = f"model.layers.{layer}."
-    return {key[len(prefix) :]: key for key in keys if key.startswith(prefix)}
+def weight_files(folder: Path) -> list[Path]:
+    """List the safetensors files of a model; the folder may hold the same weights in other layouts."""
+    names = sorted({*(_read_index(folder) or {}).values()}) or [SINGLE]
+    return [folder / name for name in names if (folder / name).exists()]
 
 
-@torch.no_grad()
-def load_te(model: nn.Module, source: WeightSource) -> None:
-    """Fill a TECausalLM from Hugging Face tensors, casting to the parameters' dtype.
+def _read_index(folder: Path) -> dict[str, str] | None:
+    """Return the file of each tensor, or None if one file holds them all."""
+    index = folder / INDEX
+    if (folder / SINGLE).exists() or not index.exists():  # transformers, too, prefers the single file
+        return None
+    try:
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(index, error) from None
 
-    Of a sharded model each rank reads the rows of its own shards. ValueError if the source and the model
-    differ.
-    """
-    shapes = source.shapes()
-    left = set(shapes)
-    deepest = max((int(m[1]) for k in left if (m := re.match(r"model\.layers\.(\d+)\.", k))), default=-1)
-    if deepest + 1 != len(model.layers):
-        raise ValueError(
-            f"--model_name {source.name}: the weights have {deepest + 1} decoder layers, the configuration "
-            f"{len(model.layers)}; give a complete model with its own config.json"
+
+def require_safetensors(folder: Path) -> dict[str, str] | None:
+    """Return the file of each tensor (None: all in one). UserError if a file is missing."""
+    files = _read_index(folder)
+    missing = sorted(name for name in {*(files or {SINGLE: SINGLE}).values()} if not (folder / name).exists())
+    if missing and files is None:
+        raise bad_setting(
+            f"no {SINGLE} or {INDEX} there; give a folder with safetensors weights, or --init random",
+            model_name=folder,
         )
-    for i, layer in enumerate(model.layers):
-        names = _layer_names(left, i)
-        numbered, owners = _number_rows({suffix: shapes[key] for suffix, key in names.items()})
+    if missing:
+        raise bad_setting(f"weight file {missing[0]} is missing; download it again", model_name=folder)
+    return files
+
+
+def refuse_damaged_files(folder: Path) -> None:
+    """Raise UserError if a weight file, safetensors or pickle, is missing or cannot be read."""
+    pickles = [] if weight_files(folder) else sorted(folder.glob("*.bin"))
+    if not pickles:
+        SafetensorsSource(folder)
+    for path in pickles:
         try:
-            layout = layer_to_te(numbered, heads=model.heads, groups=model.groups, family=model.family)
-        except KeyError as missing:
-            raise _lacking(source, [f"model.layers.{i}.{missing.args[0]}"]) from None
-        except RuntimeError:  # of a reshape
-            raise ValueError(
-                f"--model_name {source.name}: model.layers.{i}.self_attn.q_proj, k_proj and v_proj have not "
-                "the rows of the heads in its config.json; give a model with its own config.json"
-            ) from None
-        _refuse_leftovers(source, [names[suffix] for suffix in numbered])
-        for name, parameter in layer.named_parameters():
-            _fill(parameter, layout.pop(name), {n: names[suffix] for n, suffix in owners.items()}, source)
-        assert not layout, layout.keys()
-        left -= set(names.values())
-    rest = {"embed_tokens.weight": EMBEDDING, "norm.weight": FINAL_NORM}
-    if model.tied:
-        left.discard(LM_HEAD)  # some tied checkpoints store the shared matrix twice
-    else:
-        rest["lm_head.weight"] = LM_HEAD
-    absent = [key for key in rest.values() if key not in left]
-    if absent:
-        raise _lacking(source, absent)
-    fill_named({key: model.get_parameter(name) for name, key in rest.items()}, source)
-    _refuse_leftovers(source, left - set(rest.values()))
+            torch.load(path, map_location="meta", weights_only=True)
+        except Exception as error:  # damaged bytes raise any type
+            raise _damaged(path, error) from None
 
 
-def _lacking(source: WeightSource, names: Iterable[str]) -> ValueError:
-    return ValueError(
-        f"--model_name {source.name}: the weights lack {', '.join(names)}; give a complete model"
-    )
-
-
-def _refuse_leftovers(source: WeightSource, names: Iterable[str]) -> None:
-    if names:
-        listed = ", ".join(sorted(names))
-        raise ValueError(
-            f"--model_name {source.name}: weights without a place in its TE form, {listed}; drop --use_te"
-        )
-
-
-@torch.no_grad()
-def fill_named(parameters: Mapping[str, Tensor], source: WeightSource) -> None:
-    """Fill parameters, whole or sharded, from the weights of these names."""
-    shapes = source.shapes()
-    for key, parameter in parameters.items():
-        numbered, owners = _number_rows({key: shapes[key]})
-        _fill(parameter, numbered[key], owners, source)
+# Loading by row numbers.
+#
+# A linear weight is [out, in], so every layout conversion above only moves rows. It is therefore run once on
+# row numbers instead of rows: each tensor is replaced by arange(rows), with the tensor's own number in the
+# upper 32 bits. In the result, position i holds the source row that belongs there. A rank that holds rows
+# a to b of a TE parameter reads exactly the rows listed at a to b, without ever holding a whole tensor, and
+# no conversion needs a second, sharded implementation.
+ROW_BITS = 32
 
 
 def _number_rows(shapes: Mapping[str, torch.Size]) -> tuple[dict[str, Tensor], dict[int, str]]:
-    """A number for every row of every tensor, [rows] each, and the tensor that owns a number's upper bits.
-
-    What a layout conversion does to these numbers it does to the rows, so it also tells which rows of which
-    tensors a part of its result is made of.
-    """
+    """Return the row numbers of each tensor, [rows] int64, and the tensor that their upper bits stand for."""
     numbered, owners = {}, {}
     for i, (name, shape) in enumerate(shapes.items()):
-        rows = max([1, *shape[:1]])  # what has none fits nowhere, and needs a number to be told
+        rows = max([1, *shape[:1]])  # a 0-d or empty tensor gets one row, so that errors can name it
         numbered[name] = torch.arange(rows) + (i << ROW_BITS)
         owners[i] = name
     return numbered, owners
 
 
-ROW_BITS = 32
-
-
 def _fill(parameter: Tensor, numbers: Tensor, owners: dict[int, str], source: WeightSource) -> None:
-    """Copy the rows of these numbers, [rows], into `parameter`; into a shard, this rank's part of them."""
-    shapes = source.shapes()
-    width = shapes[owners[int(numbers[0]) >> ROW_BITS]][1:]
+    """Copy the rows with these numbers, [rows], into `parameter`, or this rank's part into its shard."""
+    width = source.shapes()[owners[int(numbers[0]) >> ROW_BITS]][1:]
     if parameter.shape != (len(numbers), *width):
-        names = ", ".join(sorted({owners[int(n)] for n in (numbers >> ROW_BITS).unique()}))
-        raise ValueError(
-            f"--model_name {source.name}: {names}: {[len(numbers), *width]} in the weights, "
-            f"{list(parameter.shape)} by its config.json; give a model with its own config.json"
-        )
+        names = sorted({owners[int(n)] for n in (numbers >> ROW_BITS).unique()})
+        raise _wrong_shape(source, names, [len(numbers), *width], parameter.shape)
     target = parameter
     if isinstance(parameter, DTensor):
         target = parameter.to_local()
         start = _first_row(parameter)
         numbers = numbers[start : start + target.shape[0]]
-    # One read for each stretch of neighbouring rows.
-    borders = (numbers.diff() != 1).nonzero().flatten().add(1).tolist()
+    # One read per run of consecutive rows.
+    breaks = (numbers.diff() != 1).nonzero().flatten().add(1).tolist()
     done = 0
-    for run in numbers.tensor_split(borders):
+    for run in numbers.tensor_split(breaks):
         if not len(run):
-            continue  # more ranks than rows
+            continue  # a rank without rows
         first, rows = int(run[0]), len(run)
         begin = first & ((1 << ROW_BITS) - 1)
         target[done : done + rows].copy_(source.rows(owners[first >> ROW_BITS], begin, begin + rows))
@@ -328,7 +277,7 @@ def _fill(parameter: Tensor, numbers: Tensor, owners: dict[int, str], source: We
 
 
 def _first_row(parameter: DTensor) -> int:
-    """Where this rank's rows begin in a tensor that is cut along dim 0 as torch.chunk does."""
+    """Return where this rank's rows begin in a tensor that is cut along dim 0 as torch.chunk does."""
     start = 0
     for dim, placement in enumerate(parameter.placements):
         if placement.is_shard():
@@ -338,17 +287,91 @@ def _first_row(parameter: DTensor) -> int:
     return start
 
 
+@torch.no_grad()
+def fill_named(parameters: Mapping[str, Tensor], source: WeightSource) -> None:
+    """Fill parameters, whole or sharded, from the weights of the same names."""
+    for key, parameter in parameters.items():
+        numbered, owners = _number_rows({key: source.shapes()[key]})
+        _fill(parameter, numbered[key], owners, source)
+
+
+@torch.no_grad()
+def load_te(model: nn.Module, source: WeightSource) -> None:
+    """Fill a TECausalLM from Hugging Face tensors, casting to the parameters' dtype.
+
+    Each rank of a sharded model reads only the rows of its own shards. UserError if source and model differ.
+    """
+    left = set(source.shapes())
+    depths = (int(m[1]) for key in left if (m := re.match(r"model\.layers\.(\d+)\.", key)))
+    layers = max(depths, default=-1) + 1
+    if layers != len(model.layers):
+        raise source.error(
+            f"the weights have {layers} decoder layers, the configuration {len(model.layers)}; give a "
+            "complete model with its own config.json"
+        )
+    for i, layer in enumerate(model.layers):
+        left -= _fill_layer(layer, f"model.layers.{i}.", source, model.config)
+    rest = {EMBEDDING: "embed_tokens.weight", FINAL_NORM: "norm.weight"}
+    if model.tied:
+        left.discard(LM_HEAD)  # some tied checkpoints store the shared matrix twice
+    else:
+        rest[LM_HEAD] = "lm_head.weight"
+    if missing := rest.keys() - left:
+        raise _lacking(source, missing)
+    if unused := left - rest.keys():
+        raise _unused(source, unused)
+    fill_named({key: model.get_parameter(name) for key, name in rest.items()}, source)
+
+
+def _fill_layer(layer: nn.Module, prefix: str, source: WeightSource, config: Any) -> set[str]:
+    """Fill a te.TransformerLayer from the weights whose names begin with `prefix`; return their names."""
+    names = {key.removeprefix(prefix): key for key in source.shapes() if key.startswith(prefix)}
+    shapes = {name: source.shapes()[key] for name, key in names.items()}
+    _, heads, groups = _family_and_heads(config)
+    for part, count in (("q", heads), ("k", groups), ("v", groups)):
+        name, rows = f"self_attn.{part}_proj.weight", count * head_dim(config)
+        if name in names and shapes[name][0] != rows:  # cannot be fused
+            raise _wrong_shape(source, [names[name]], shapes[name], [rows, config.hidden_size])
+    numbered, owners = _number_rows(shapes)
+    try:
+        layout = layer_to_te(numbered, config)
+    except KeyError as missing:
+        raise _lacking(source, [prefix + missing.args[0]]) from None
+    if numbered:
+        raise _unused(source, [names[name] for name in numbered])
+    for name, parameter in layer.named_parameters():
+        _fill(parameter, layout.pop(name), {i: names[owner] for i, owner in owners.items()}, source)
+    assert not layout, layout.keys()
+    return set(names.values())
+
+
+def _lacking(source: WeightSource, names: Iterable[str]) -> UserError:
+    return source.error(f"the weights lack {', '.join(sorted(names))}; give a complete model")
+
+
+def _unused(source: WeightSource, names: Iterable[str]) -> UserError:
+    return source.error(f"weights without a place in its TE form, {', '.join(sorted(names))}; drop --use_te")
+
+
+def _wrong_shape(
+    source: WeightSource, names: list[str], found: Iterable[int], expected: Iterable[int]
+) -> UserError:
+    return source.error(
+        f"{', '.join(names)}: {list(found)} in the weights, {list(expected)} by its config.json; give a "
+        "model with its own config.json"
+    )
+
+
 Gather = Callable[[list[Tensor]], list[Tensor]]  # whole tensors from shards; a strategy's `gather`
 
 
 def te_to_hf(model: nn.Module, gather: Gather) -> Iterator[tuple[str, Tensor]]:
-    """A TECausalLM's weights under Hugging Face names, one layer at a time; `lm_head` is left out if tied."""
+    """Yield a TECausalLM's weights under Hugging Face names, layer by layer; without `lm_head` if tied."""
     yield EMBEDDING, *gather([model.embed_tokens.weight])
     for i, layer in enumerate(model.layers):
         names, parameters = zip(*layer.named_parameters(), strict=True)
         tensors = dict(zip(names, gather(list(parameters)), strict=True))
-        shape = {"heads": model.heads, "groups": model.groups, "family": model.family}
-        for name, tensor in layer_to_hf(tensors, **shape).items():
+        for name, tensor in layer_to_hf(tensors, model.config).items():
             yield f"model.layers.{i}.{name}", tensor
     yield FINAL_NORM, *gather([model.norm.weight])
     if not model.tied:

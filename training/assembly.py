@@ -13,7 +13,7 @@ from torch import nn
 from core.recipes import TORCHAO_RECIPES
 from data.collate import round_up
 from te_models import build as te_models
-from te_models.engine import NativeOptions
+from te_models.options import BuildOptions, NativeOptions
 from training.config import Config
 from training.kernels import Kernels
 from training.optim import optimizer as optim
@@ -55,32 +55,32 @@ def assemble(
     fp8_weights = fp8_gather and not torchao  # torchao quantises just before it gathers
     if fp8_weights:
         optimizer_plan = replace(optimizer_plan, kind="te_fused_adam")
-    model = te_models.build_model(
-        plan,
+    options = BuildOptions(
         te_backend=resolved.te_backend,
         dtype=optimizer_plan.parameter_dtype,
         device=strategy.device,
-        shard=(lambda model: strategy.shard(model, **dtypes)) if strategy.shards_weights else None,
-        parameter_device=torch.device("cpu") if strategy.master_home == "cpu" else strategy.device,
-        seed=cfg.optim.seed,
         packed=cfg.data.packing,
         max_positions=round_up(cfg.data.max_seq_length, resolved.token_multiple),
+        seed=cfg.optim.seed,
+        compute_dtype=compute,
+        fp8_lm_head=cfg.precision.fp8_lm_head,
         gradient_checkpointing=cfg.model.gradient_checkpointing,
         reentrant=strategy.reentrant,
-        compile_layers=compiles(cfg, strategy),
-        weight_recipe=resolved.recipe if fp8_weights else None,
-        compute_dtype=compute,
-        convert=(lambda model: _convert(model, cfg, resolved, fp8_gather)) if torchao else None,
+        shard=(lambda model: strategy.shard(model, **dtypes)) if strategy.shards_weights else None,
+        parameter_device=torch.device("cpu") if strategy.master_home == "cpu" else strategy.device,
         native=NativeOptions(
             cache_fp8_weights=_caches_fp8_weights(cfg, resolved, strategy),
             fuse_gradient_sums=strategy.fuses_wgrad_accumulation(optimizer_plan.kind),
             one_pass_rotation=kernels.one_pass_rotation,
             residuals_in_norms=kernels.residuals_in_norms,
+            weight_recipe=resolved.recipe if fp8_weights else None,
         ),
+        convert=(lambda model: _convert(model, cfg, resolved, fp8_gather)) if torchao else None,
+        compile_layers=compiles(cfg, strategy),
     )
+    model = te_models.build_model(plan, options)
     watchdog.starting("building the optimizer")  # a rank that still reads weights is behind
     precision_map.apply(model, resolved, fp8_attention=cfg.precision.fp8_attention)
-    model.fp8_lm_head = cfg.precision.fp8_lm_head
     stats.attach(model)
     strategy.reshard(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())

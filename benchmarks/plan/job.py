@@ -57,7 +57,7 @@ class Model:
 def read_model(name: str, **changes: int) -> Model:
     """Dimensions of a preset, with `changes`, or of a folder's config.json. ValueError for anything else."""
     from te_models.families import FAMILIES  # imports torch
-    from te_models.presets import PRESETS, meant
+    from te_models.presets import PRESETS, closest_preset
 
     if name in PRESETS:
         fields = PRESETS[name] | changes
@@ -65,7 +65,7 @@ def read_model(name: str, **changes: int) -> Model:
         try:
             fields = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            near = meant(name.rpartition("/")[2])
+            near = closest_preset(name.rpartition("/")[2])
             question = f"; did you mean {near!r}?" if near else ""
             raise ValueError(
                 f"--model_name {name}: neither a preset nor a folder with a config.json "

@@ -9,7 +9,7 @@ from core.hub import RETRIES, refuse_missing_folder, refuse_silent_hub
 from data.settings import DataConfig
 from data.sources import detect, is_prepared
 from te_models.build import plan_model
-from te_models.presets import PRESETS, meant
+from te_models.presets import PRESETS, closest_preset
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_what_a_hub_answers_is_left_to_its_client(requests):
     ],
 )
 def test_a_preset_that_is_nearly_named(name, preset, requests, tmp_path):
-    assert meant(name) == preset
+    assert closest_preset(name) == preset
     if preset:
         with pytest.raises(ValueError, match=rf"{name}: there is no such .* or folder; .* mean '{preset}'\?"):
             plan_model(name, init="auto", use_te=False)

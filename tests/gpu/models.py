@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from te_models.build import ModelPlan, build_model, weight_source
+from te_models.options import BuildOptions
 
 DEVICE = torch.device("cuda", 0)
 OWN_SETTINGS = {
@@ -70,16 +71,9 @@ def perturbed(model_plan: ModelPlan, folder: Path) -> ModelPlan:
 
 
 def build(model_plan: ModelPlan, *, use_te: bool, packed: bool, backend: str = "native", **options):
-    return build_model(
-        model_plan,
-        te_backend=backend if use_te else None,
-        dtype=options.pop("dtype", torch.bfloat16),
-        device=options.pop("device", DEVICE),
-        seed=options.pop("seed", 0),
-        packed=packed,
-        max_positions=2048,
-        **options,
-    )
+    defaults = {"dtype": torch.bfloat16, "device": DEVICE, "max_positions": 2048}
+    te_backend = backend if use_te else None
+    return build_model(model_plan, BuildOptions(te_backend=te_backend, packed=packed, **defaults | options))
 
 
 def batch(

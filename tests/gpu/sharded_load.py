@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from te_models.build import build_model, plan_model, weight_source
+from te_models.options import BuildOptions
 from training.config import config_from_dict
 from training.parallel import ranks
 from training.parallel.strategies import STRATEGIES
@@ -29,7 +30,7 @@ def main() -> None:
         strategy.shard(model, **dtypes)
 
     plan = plan_model(NAME, init="random", use_te=True)
-    meta_build(plan, shard)
+    meta_build(plan, options_on(device, shard))
 
     plan.config.num_hidden_layers, plan.config.vocab_size = 2, 2048
     if ranks.rank() == 0:
@@ -37,8 +38,7 @@ def main() -> None:
     ranks.gather(None)  # wait for the files
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    options = {"te_backend": "native", "dtype": torch.bfloat16, "device": device, "seed": 0, "packed": True}
-    model = build_model(replace(plan, weights=folder), **options, max_positions=128, shard=shard)
+    model = build_model(replace(plan, weights=folder), options_on(device, shard))
     peak = torch.cuda.max_memory_allocated()
     size = 2 * sum(p.numel() for p in model.parameters())
     assert peak < 1.2 * size / ranks.world_size(), (peak, size)
@@ -58,14 +58,17 @@ def main() -> None:
     ranks.leave(lambda: None)
 
 
-def meta_build(plan, shard) -> None:
-    """All 80 layers: sharded, without a byte of storage."""
+def options_on(device: torch.device, shard) -> BuildOptions:
+    how = {"dtype": torch.bfloat16, "packed": True, "max_positions": 128, "shard": shard}
+    return BuildOptions(te_backend="native", device=device, **how)
+
+
+def meta_build(plan, options: BuildOptions) -> None:
+    """Shard all 80 layers without allocating a byte."""
     from te_models.decoder import TECausalLM
 
-    model = TECausalLM(
-        plan.config, backend="native", attention="thd", dtype=torch.bfloat16, max_positions=128
-    )
-    shard(model)
+    model = TECausalLM(plan.config, options)
+    options.shard(model)
     assert sum(p.numel() for p in model.parameters()) > 70e9
     assert all(p.to_local().is_meta for p in model.parameters())
     assert torch.cuda.max_memory_allocated() < 1e9

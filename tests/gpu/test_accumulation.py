@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from te_models.engine import NativeOptions
+from te_models.options import NativeOptions
 from tests.gpu.models import DEVICE, batch, build, perturbed, plan
 from tests.gpu.test_te_model import bf16, fp8, step
 from training.config import config_from_dict

@@ -156,7 +156,7 @@ def layer(attention: str, **options):
             FFN,
             HEADS,
             num_gqa_groups=GROUPS,
-            **layer_settings(attention),
+            **layer_settings(packed=attention == "thd"),
             **options,
             **common(backend),
         )

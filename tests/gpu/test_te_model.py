@@ -10,9 +10,9 @@ import te_models.decoder
 import te_models.hugging_face
 from core.recipes import TE_RECIPES
 from te_models.build import export_tensors, weight_source
-from te_models.engine import NativeOptions
 from te_models.kernels import fused_residual, rotation
 from te_models.loss import linear_cross_entropy
+from te_models.options import NativeOptions
 from te_models.weights import load_te
 from tests.gpu.models import DEVICE, batch, build, perturbed, plan
 from training.precision.coverage import coverage

@@ -24,7 +24,7 @@ def layer(attention: str = "bshd", **options) -> te.TransformerLayer:
         FFN,
         HEADS,
         num_gqa_groups=GROUPS,
-        **layer_settings(attention),
+        **layer_settings(packed=attention == "thd"),
         params_dtype=options.pop("params_dtype", torch.bfloat16),
         **options,
     )

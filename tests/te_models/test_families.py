@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from te_models.build import export_tensors, plan_model, refuse_te
-from te_models.decoder import head_dim, rope_angles
-from te_models.families import FAMILIES
+from te_models.decoder import rope_angles
+from te_models.families import FAMILIES, head_dim
 from te_models.kernels.rotation import rotation_table, split_and_rotate
 from te_models.presets import LOCAL_PRESETS, PRESETS
 from tests.gpu.models import batch, build, perturbed, plan

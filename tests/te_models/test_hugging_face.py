@@ -14,6 +14,7 @@ from te_models import hugging_face
 from te_models.build import ModelPlan, build_model, plan_model
 from te_models.families import FAMILIES
 from te_models.hugging_face import materialize, parameters_on_meta
+from te_models.options import BuildOptions
 from te_models.packed_attention import NAME, packed_attention
 
 TINY = {
@@ -40,8 +41,7 @@ def build(
     **changes,
 ):
     config = AutoConfig.for_model(model_type, **TINY | changes)
-    return build_model(
-        ModelPlan(model_type, config, None),
+    options = BuildOptions(
         te_backend=None,
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -51,6 +51,7 @@ def build(
         gradient_checkpointing=gradient_checkpointing,
         reentrant=reentrant,
     )
+    return build_model(ModelPlan(model_type, config, None), options)
 
 
 def inputs(lengths: list[int]) -> dict[str, torch.Tensor]:
@@ -232,10 +233,8 @@ def test_damaged_weights_are_one_line(content, tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(content)
     plan = plan_model(str(tmp_path), init="pretrained", use_te=False)
     how = {"te_backend": None, "dtype": torch.float32, "device": torch.device("cpu"), "packed": False}
-    with pytest.raises(
-        ValueError, match=r"its weights cannot be read .*; download them again, or use --init"
-    ):
-        build_model(plan, **how, seed=0, max_positions=16)
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is damaged .*; download it again"):
+        build_model(plan, BuildOptions(**how, max_positions=16))
 
 
 @pytest.mark.parametrize(
@@ -246,10 +245,11 @@ def test_an_error_that_is_not_the_files_is_not_told_of_them(error, tmp_path, mon
         raise error
 
     plan = plan_model("tiny-llama", init="auto", use_te=False)
+    torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
     how = {"te_backend": None, "dtype": torch.float32, "device": torch.device("cpu"), "packed": False}
     with pytest.raises(type(error), match=str(error)):
-        build_model(replace(plan, weights=tmp_path), **how, seed=0, max_positions=16)
+        build_model(replace(plan, weights=tmp_path), BuildOptions(**how, max_positions=16))
 
 
 def test_a_border_that_gets_lost_is_noticed(monkeypatch):
@@ -361,9 +361,9 @@ def test_a_router_s_loss_has_the_weight_that_the_model_itself_uses():
     experts = {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "moe_loss_weight": 0.05}
     sizes = {"d_model": 32, "n_heads": 4, "n_layers": 1, "vocab_size": 64, "ffn_config": experts}
     dbrx = AutoConfig.for_model("dbrx", **sizes, attn_config={"kv_n_heads": 2, "rope_theta": 1e4})
-    assert hugging_face.balance_weight(AutoModelForCausalLM.from_config(dbrx)) == 0.05
+    assert hugging_face.router_loss_weight(AutoModelForCausalLM.from_config(dbrx)) == 0.05
     jetmoe = build("jetmoe", packed=False, aux_loss_coef=0.07, kv_channels=8)
-    assert hugging_face.balance_weight(jetmoe.model) == 0.07
+    assert hugging_face.router_loss_weight(jetmoe.model) == 0.07
 
 
 def test_a_router_s_loss_that_cannot_count_is_refused():

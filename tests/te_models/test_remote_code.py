@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from te_models import build as te_models
 from te_models.build import ModelPlan, build_model, count_parameters, plan_model
+from te_models.options import BuildOptions
 from training.checkpoint.export import export_hf
 from training.checkpoint.generate import answer, generation_config
 
@@ -24,6 +25,7 @@ class OwnConfig(LlamaConfig):
 class OwnForCausalLM(LlamaForCausalLM):
     config_class = OwnConfig
 """
+OPTIONS = BuildOptions(te_backend=None, dtype=torch.float32, device=CPU, packed=False, max_positions=64)
 TINY = {
     **{"vocab_size": 2048, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
@@ -60,7 +62,7 @@ def test_it_needs_the_flag(folder):
 def test_it_is_built_counted_exported_and_answers(folder, tmp_path, shard):
     plan = plan_model(str(folder), init="auto", use_te=False, trust_remote_code=True)
     options = {"dtype": torch.float32, "device": CPU, "seed": 0, "packed": False, "max_positions": 64}
-    model = build_model(plan, te_backend=None, shard=shard, **options)
+    model = build_model(plan, BuildOptions(te_backend=None, shard=shard, **options))
     weights = dict(te_models.export_tensors(model))
     assert count_parameters(plan) == sum(t.numel() for t in weights.values())
     tokenizer = demo_tokenizer()
@@ -105,10 +107,10 @@ def test_only_files_that_hold_the_parameters_and_nothing_else_are_read_slice_by_
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     plan, file = ModelPlan("m", config, tmp_path), tmp_path / "model.safetensors"
     tensors = load_file(file)
-    assert te_models._streamed_source(plan, 0, CPU) is not None
+    assert te_models._streamed_source(plan, OPTIONS) is not None
     for extra, streamed in (("model.rotary_emb.inv_freq", True), ("model.layers.0.scale", False)):
         save_file(tensors | {extra: torch.ones(2)}, file, metadata={"format": "pt"})
-        assert (te_models._streamed_source(plan, 0, CPU) is not None) == streamed
+        assert (te_models._streamed_source(plan, OPTIONS) is not None) == streamed
 
 
 CAPPED = """
@@ -132,11 +134,11 @@ class CappedForCausalLM(LlamaForCausalLM):
 
 def test_own_code_under_a_known_model_type_is_what_runs(folder):
     bring(folder, CAPPED, "Capped", model_type="llama")
-    with pytest.raises(ValueError, match=r"--use_te .* drop one of --use_te and --trust_remote_code"):
+    with pytest.raises(ValueError, match=r"--use_te .* drop --use_te or --trust_remote_code"):
         plan_model(str(folder), init="auto", use_te=True, trust_remote_code=True)
     plan = plan_model(str(folder), init="auto", use_te=False, trust_remote_code=True)
     options = {"dtype": torch.float32, "device": CPU, "seed": 0, "packed": False, "max_positions": 64}
-    model = build_model(plan, te_backend=None, **options)
+    model = build_model(plan, BuildOptions(te_backend=None, **options))
     with torch.no_grad():
         model.model.get_output_embeddings().weight.mul_(100)  # so that the cap is felt
     ids = torch.arange(3, 19)[None]

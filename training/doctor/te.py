@@ -167,15 +167,15 @@ def one_layer(
 
     from core.recipes import FALLBACK_RECIPE
     from te_models.build import build_model, plan_model
+    from te_models.options import BuildOptions
     from training.precision.recipes import Precision, build_autocast, make_recipe
     from training.precision.settings import PrecisionConfig
 
     at, dtype = torch.device(device), torch.bfloat16
     plan = plan_model(MODEL, init="random", use_te=True)
     plan.config.num_hidden_layers, plan.config.vocab_size = 1, 2048
-    model = build_model(
-        plan, te_backend=backend, dtype=dtype, device=at, seed=0, packed=packed, max_positions=tokens
-    )
+    options = BuildOptions(te_backend=backend, dtype=dtype, device=at, packed=packed, max_positions=tokens)
+    model = build_model(plan, options)
     ids = torch.randint(0, 2048, (1, tokens), device=at)
     inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
     if packed:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from te_models.build import build_model, plan_model
+from te_models.options import BuildOptions
 from training.optim.adamw import merge_master, split_master
 from training.optim.optimizer import (
     build_optimizer,
@@ -20,15 +21,8 @@ from training.precision.settings import PrecisionConfig
 
 def test_only_norms_and_biases_are_spared_weight_decay():
     plan = plan_model("tiny-llama", init="auto", use_te=False)
-    model = build_model(
-        plan,
-        te_backend=None,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        seed=0,
-        packed=True,
-        max_positions=8,
-    )
+    on_cpu = {"dtype": torch.float32, "device": torch.device("cpu")}
+    model = build_model(plan, BuildOptions(te_backend=None, packed=True, max_positions=8, **on_cpu))
     names = {id(p): name for name, p in model.named_parameters()}
     decayed, plain = parameter_groups(model.parameters(), 0.1)
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)

@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 
 from core.errors import EXIT_BAD_SETTING, EXIT_FAILED
 from te_models.build import ModelPlan, build_model
+from te_models.options import BuildOptions
 from training.config import config_from_dict
 from training.precision import precision_map
 from training.precision import recipes as precision
@@ -261,8 +262,8 @@ BF16 = Precision("bf16", "bf16", te_backend="emulated")
 def build(found: Precision, **options) -> torch.nn.Module:
     """An emulated TE model whose modules run in what `found` gives them."""
     plan, sizes = ModelPlan("test", CONFIG, None), {"packed": False, "max_positions": 64}
-    made = {"te_backend": "emulated", "dtype": torch.bfloat16, "device": CPU, "seed": 0}
-    model = build_model(plan, **made, **sizes, **options)
+    made = {"te_backend": "emulated", "dtype": torch.bfloat16, "device": CPU}
+    model = build_model(plan, BuildOptions(**made, **sizes, **options))
     precision_map.apply(model, found, fp8_attention=False)
     return model
 

@@ -19,6 +19,7 @@ from core.errors import EXIT_BAD_SETTING, EXIT_FAILED
 from core.recipes import TORCHAO_RECIPES
 from te_models.build import ModelPlan, build_model
 from te_models.hugging_face import HFCausalLM, high_precision_linears
+from te_models.options import BuildOptions
 from tests.children import preload, run_ranks
 from tests.te_models.test_hugging_face import TINY
 from tests.training.parallel.test_multi_gpu import train as train_on_ranks
@@ -39,15 +40,16 @@ LINEARS += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 
 
 def build(model_type: str = "llama", recipe_of=lambda name: "tensorwise", **changes) -> HFCausalLM:
-    return build_model(
-        ModelPlan(model_type, AutoConfig.for_model(model_type, **TINY | changes), None),
+    options = BuildOptions(
         te_backend=None,
         dtype=torch.float32,
         device=torch.device("cpu"),
-        seed=0,
         packed=True,
         max_positions=64,
         convert=recipe_of and (lambda model: torchao_fp8.convert(model, recipe_of, emulated=True)),
+    )
+    return build_model(
+        ModelPlan(model_type, AutoConfig.for_model(model_type, **TINY | changes), None), options
     )
 
 

@@ -1,0 +1,47 @@
+"""Options of the model builders: one frozen value for both forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from te_models.engine import Backend
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeOptions:
+    """Optimizations on top of the stock te.TransformerLayer (native backend only)."""
+
+    cache_fp8_weights: bool = False  # cast weights in a step's first micro-batch, reuse them in the others
+    fuse_gradient_sums: bool = (
+        False  # wgrad GEMMs accumulate into `main_grad`, see `training.optim.accumulation`
+    )
+    one_pass_rotation: bool = True  # see `te_models.kernels.rotation`
+    residuals_in_norms: bool = False  # see `te_models.kernels.fused_residual`
+    weight_recipe: Any = None  # recipe of FP8 primary weights, quantized by `TECausalLM.quantize_weights`
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """Form, device, precision and memory options of a model."""
+
+    te_backend: Backend | None  # None builds the Hugging Face form
+    device: torch.device  # of forward and backward passes
+    dtype: torch.dtype  # of parameters
+    packed: bool  # rows hold several sequences, separated by `cu_seqlens`
+    max_positions: int  # length of the RoPE tables
+    seed: int = 0  # of random weights
+    compute_dtype: torch.dtype | None = None  # of forward passes, if other than `dtype`
+    fp8_lm_head: bool = False
+    gradient_checkpointing: bool = False
+    reentrant: bool = False  # recompute with a new autograd graph, as DeepSpeed's ZeRO-3 hooks require
+    shard: Callable[[nn.Module], None] | None = None  # shards a model that has no storage yet, where possible
+    parameter_device: torch.device | None = None  # of the shards, if other than `device` (CPU offload)
+    native: NativeOptions = field(default_factory=NativeOptions)
+    # Hugging Face form only:
+    convert: Callable[[nn.Module], None] | None = None  # replaces linear layers before sharding
+    compile_layers: bool = False
