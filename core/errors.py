@@ -18,50 +18,41 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: str, *, flags: Iterable[str] = (), exit_code: int = EXIT_FAILED):
-        super().__init__(message)
+        super().__init__(message)  # ranks pickle errors: the message only, the rest is in __dict__
         self.flags, self.exit_code = frozenset(flags), exit_code
-
-    def __reduce__(self) -> tuple[Any, ...]:  # ranks exchange errors by pickle
-        return _rebuild, (type(self), str(self), self.flags, self.exit_code)
-
-
-def _rebuild(cls: type[UserError], message: str, flags: frozenset[str], exit_code: int) -> UserError:
-    error = cls.__new__(cls)
-    UserError.__init__(error, message, flags=flags, exit_code=exit_code)
-    return error
 
 
 def bad_setting(reason: str, **settings: Any) -> UserError:
     """Return the error `--name value ...: reason` about the given settings, with EXIT_BAD_SETTING."""
-    shown = (_as_flag(name, value) for name, value in settings.items())
-    return UserError(f"{' '.join(shown)}: {reason}", flags=settings, exit_code=EXIT_BAD_SETTING)
+    shown = " ".join(as_flag(name, value) for name, value in settings.items())
+    return UserError(f"{shown}: {reason}", flags=settings, exit_code=EXIT_BAD_SETTING)
 
 
-def _as_flag(name: str, value: Any) -> str:
+def as_flag(name: str, value: Any) -> str:
+    """Return a setting as it is written on the command line."""
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no_{name}"
     return f"--{name} {value}"
 
 
 def first_line(error: BaseException) -> str:
-    """Its first line, or its type if it says nothing."""
+    """Return the first line of the error's message, or its type if there is no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def origins(error: BaseException) -> Iterator[BaseException]:
-    """The error, then what it was raised from or while handling, and so on."""
+    """Yield the error and all errors in its chain of causes and contexts."""
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:
         found = waiting.pop(0)
-        if found is None or id(found) in seen:
-            continue
-        seen.add(id(found))
-        yield found
-        waiting += [found.__cause__, found.__context__]
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            yield found
+            waiting += [found.__cause__, found.__context__]
 
 
 def raise_interrupt(error: BaseException) -> None:
-    """KeyboardInterrupt if the error came of one: libraries clean up and raise errors of their own."""
+    """Raise KeyboardInterrupt if one caused `error`: libraries replace it by errors of their own."""
     if any(isinstance(origin, KeyboardInterrupt) for origin in origins(error)):
         raise KeyboardInterrupt from error

@@ -1,19 +1,27 @@
-"""Base of a settings section: one field is a flag, a YAML key, a line of --help and of config.json."""
+"""Settings sections: one field is a flag, a YAML key, a line of --help and of config.json."""
 
 from __future__ import annotations
 
 import difflib
 import math
+import operator
 import os
 import re
 import types
 import typing
-from dataclasses import field, fields
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from dataclasses import Field, field, fields
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 
-from core.errors import bad_setting
+from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
 
 PATHS = ("output_dir", "log_dir", "data_cache_dir", "weights_cache_dir", "model_name", "tokenizer_name")
+TYPE_NAMES = {"int": "a whole number", "float": "a number", "str": "text"}
+BOUNDS = {
+    "minimum": (operator.ge, "at least"),
+    "above": (operator.gt, "above"),
+    "maximum": (operator.le, "at most"),
+    "below": (operator.lt, "below"),
+}
 
 
 # Effect of a setting on a run: the work of a step (speed, memory, and loss, if only by rounding), what the
@@ -21,42 +29,42 @@ PATHS = ("output_dir", "log_dir", "data_cache_dir", "weights_cache_dir", "model_
 Effect = Literal["step", "learning", "logging", "nothing"]
 
 
-def setting(
-    default: Any,
-    help: str,
-    *,
-    resumable: bool = False,
-    minimum: int | None = None,
-    affects: Effect | None = None,
-) -> Any:
-    """One field of a `Section`. A resumable setting may change when a run is resumed.
+class Setting(NamedTuple):
+    """One field of a section."""
 
-    `affects` overrides the section's effect, by which runs are compared.
+    section: str
+    field: Field
+    type: Any  # resolved annotation, such as Literal["a", "b"] or int | None
+
+
+def setting(
+    default: Any, help: str, *, resumable: bool = False, affects: Effect | None = None, **bounds: float
+) -> Any:
+    """Declare a field of a `Section`; `bounds` are named as in BOUNDS.
+
+    A resumable setting may change when a run is resumed. `affects` overrides the section's effect, by which
+    runs are compared.
     """
-    metadata = {"help": help, "resumable": resumable, "minimum": minimum, "affects": affects}
+    metadata = {"help": help, "resumable": resumable, "affects": affects, "bounds": bounds}
     return field(default=default, metadata=metadata)
 
 
-def require(condition: bool, flag: str, value: Any, reason: str) -> None:
-    """Raise UserError about `--flag value` unless `condition` holds."""
-    if not condition:
-        raise bad_setting(reason, **{flag: value})
-
-
 class Section:
-    """Base of a settings section. UserError for a value below its field's minimum."""
+    """Base of a settings section. UserError for a value out of its field's bounds."""
 
     affects: ClassVar[Effect] = "step"
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value, minimum = getattr(self, f.name), f.metadata["minimum"]
-            if None not in (value, minimum):
-                require(value >= minimum, f.name, value, f"must be at least {minimum}")
+            value = getattr(self, f.name)
+            for bound, limit in f.metadata["bounds"].items():
+                holds, words = BOUNDS[bound]
+                if value is not None and not holds(value, limit):
+                    raise bad_setting(f"must be {words} {limit}", **{f.name: value})
 
 
 def nearest(name: Any, candidates: Any) -> str:
-    """A question for an error's end: the candidate with these initials (lr), or the one most alike."""
+    """Return "; did you mean ...?" with the candidate of these initials (lr) or of the closest spelling."""
     name = str(name)
     words = {c: c.lstrip("-").split("_") for c in candidates}
     close = [c for c, found in words.items() if "".join(w[:1] for w in found) == name.lstrip("-") != ""]
@@ -64,49 +72,53 @@ def nearest(name: Any, candidates: Any) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def _strip_optional(hint: Any) -> tuple[Any, bool]:
+def lookup(name: str, settings: dict[str, Setting]) -> Setting:
+    """Return the setting called `name`; UserError with the nearest name if there is none."""
+    if name not in settings:
+        raise UserError(f"unknown setting {name!r}{nearest(name, settings)}", exit_code=EXIT_BAD_SETTING)
+    return settings[name]
+
+
+def split_optional(hint: Any) -> tuple[Any, bool]:
+    """Return the type without `| None`, and whether it had that."""
     if get_origin(hint) in (types.UnionType, typing.Union):
-        inner = [a for a in get_args(hint) if a is not type(None)]
-        return inner[0], True
+        return next(a for a in get_args(hint) if a is not type(None)), True
     return hint, False
 
 
 def convert(name: str, value: Any, hint: Any) -> Any:
-    """Give a flag's or YAML key's value its field's type (YAML reads 1e-5 as a string)."""
-    hint, optional = _strip_optional(hint)
-    if name in PATHS and isinstance(value, str):
-        value = os.path.expanduser(value)  # which shells do not do after `=`
-    if value is None or (optional and isinstance(value, str) and value.lower() in ("none", "null")):
+    """Convert the value of a flag or YAML key to its field's type. UserError if it cannot be."""
+    hint, optional = split_optional(hint)
+
+    def wrong(reason: str) -> UserError:
+        return bad_setting(reason, **{name: str(value)})
+
+    if value is None or (optional and str(value).lower() in ("none", "null")):
         if optional:
             return None
-        raise ValueError(f"--{name} needs a value")
+        raise wrong("needs a value")
     if get_origin(hint) is Literal:
         choices = get_args(hint)
         if value not in choices:
-            raise ValueError(
-                f"--{name} {value}: not one of {', '.join(choices)}{nearest(str(value), choices)}"
-            )
+            raise wrong(f"not one of {', '.join(choices)}{nearest(value, choices)}")
         return value
     if hint is bool:
-        if isinstance(value, bool):
-            return value
-        if str(value).lower() in ("true", "false"):
-            return str(value).lower() == "true"
-        raise ValueError(f"--{name} {value}: must be true or false")
-    if isinstance(value, bool | list | dict):
-        raise ValueError(f"--{name} {value}: must be {_kind(hint)}")
+        if str(value).lower() not in ("true", "false"):
+            raise wrong("must be true or false")
+        return str(value).lower() == "true"
+    try:
+        converted = _convert_scalar(value, hint)
+    except (ValueError, OverflowError):
+        raise wrong(f"must be {TYPE_NAMES[hint.__name__]}") from None
+    if hint is float and not math.isfinite(converted):
+        raise wrong("must be a finite number")
+    return os.path.expanduser(converted) if name in PATHS else converted  # shells do not expand --x=~/y
+
+
+def _convert_scalar(value: Any, hint: type) -> Any:
     if hint is int and isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE]\+?\d+", value):
         value = float(value)  # 1e6 steps
-    if hint is int and isinstance(value, float) and not value.is_integer():  # NaN and infinity are not, too
-        raise ValueError(f"--{name} {value}: must be a whole number")
-    try:
-        converted = hint(value)
-    except (ValueError, OverflowError):
-        raise ValueError(f"--{name} {value}: must be {_kind(hint)}") from None
-    if hint is float and not math.isfinite(converted):
-        raise ValueError(f"--{name} {value}: must be a finite number")
-    return converted
-
-
-def _kind(hint: Any) -> str:
-    return {int: "a whole number", float: "a number", str: "text"}[hint]
+    fraction = hint is int and isinstance(value, float) and not value.is_integer()  # NaN and infinity, too
+    if fraction or isinstance(value, bool | list | dict):
+        raise ValueError
+    return hint(value)

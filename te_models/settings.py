@@ -13,41 +13,31 @@ class ModelConfig(Section):
     """model"""
 
     model_name: str = setting(
-        "tiny-llama",
-        "hub id, local folder, or preset (see te_models/presets.py); RUN/export is a run's trained model, to "
-        "evaluate or to go on from",
+        "tiny-llama", "hub id, local folder (such as RUN/export), or preset of te_models/presets.py"
     )
     init: Literal["auto", "pretrained", "random"] = setting(
-        "auto",
-        "weights: read them, or draw them from the model's dimensions; auto draws for tiny-* presets only",
-        affects="learning",
+        "auto", "weights: read or random; auto: random only for tiny-* presets", affects="learning"
     )
     tokenizer_name: str | None = setting(
         None,
-        "hub id, local folder, or `demo`; default: the model's own (tiny-* presets: demo)",
+        "hub id, local folder, or demo; default: the model's own (tiny-* presets: demo)",
         affects="learning",
     )
-    use_te: bool = setting(False, "build the decoder from te.TransformerLayer (Transformer Engine)")
+    use_te: bool = setting(False, "build the decoder from Transformer Engine layers (te.TransformerLayer)")
     te_backend: Literal["auto", "native", "emulated"] = setting(
-        "auto",
-        "TE layers of --use_te: native runs them (needs CUDA), emulated computes the same numerics in plain "
-        "PyTorch, slowly, anywhere; auto is native, or emulated on a machine without a GPU",
+        "auto", "TE's kernels (CUDA), or the same numerics in plain PyTorch; auto: native if there is a GPU"
     )
     gradient_checkpointing: bool = setting(
-        False, "recompute each layer's activations in backward to save memory", resumable=True
+        False, "activation checkpointing: recompute each layer's activations in backward", resumable=True
     )
     compile: bool | None = setting(
-        None,
-        "torch.compile each decoder layer of a Hugging Face model; default: on a GPU, not under DeepSpeed",
-        resumable=True,
+        None, "torch.compile each Hugging Face layer; default: on a GPU, not under DeepSpeed", resumable=True
     )
     flash_attention: bool = setting(
-        True,
-        "attention by FlashAttention 4 where it is installed, on Hopper; else cuDNN's and torch's",
-        resumable=True,
+        True, "use FlashAttention 4 if it is installed (Hopper); else cuDNN's and torch's", resumable=True
     )
     fused_residuals: bool = setting(
-        True, "TE's norms add up gradients of residual connections in their own kernel", resumable=True
+        True, "fuse the residual-gradient add into TE's norm backward kernel", resumable=True
     )
     weights_cache_dir: str | None = setting(
         None,
@@ -55,6 +45,4 @@ class ModelConfig(Section):
         resumable=True,
         affects="nothing",
     )
-    trust_remote_code: bool = setting(
-        False, "run Python code that a model's repository brings", affects="nothing"
-    )
+    trust_remote_code: bool = setting(False, "run Python code from the model's repository", affects="nothing")

@@ -1,20 +1,17 @@
-"""All settings of a run: sections of every package, rules across them, and how they are read."""
+"""All settings of a run: the sections of every package, the rules across them, and how they are read."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import re
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import SimpleNamespace
+from typing import Any, get_type_hints
 
-import yaml
-
-from core.cli import SWITCHED, OneLineParser, YamlLoader, _no_value, _Switch, yaml_fault
+from core.cli import OneLineParser, add_setting, read_yaml_settings
+from core.errors import UserError, bad_setting
 from core.recipes import RECIPES, TE_RECIPES, TORCHAO_RECIPES
-from core.settings import _strip_optional, convert, nearest
+from core.settings import Setting, convert, lookup
 from data.settings import DataConfig
 from te_models.settings import ModelConfig
 from training.checkpoint.settings import CheckpointConfig
@@ -23,20 +20,10 @@ from training.parallel.settings import FP8_GATHER_MODES, ShardingConfig, read_de
 from training.precision.settings import PrecisionConfig
 from training.tracking.settings import LogConfig
 
-SECTIONS: dict[str, type] = {
-    "model": ModelConfig,
-    "precision": PrecisionConfig,
-    "data": DataConfig,
-    "optim": OptimConfig,
-    "sharding": ShardingConfig,
-    "checkpoint": CheckpointConfig,
-    "log": LogConfig,
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The resolved settings of one run, by section."""
+    """Resolved settings of one run, by section."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -47,107 +34,123 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        if self.data.streaming and self.optim.max_steps is None:
-            raise ValueError(
-                "--streaming: the length of a stream is unknown, so the schedule needs --max_steps"
-            )
-        if self.data.eval_samples == 0 and self.needs_evaluation:
-            raise ValueError(
-                "--eval_samples 0: --generate_samples and --max_steps 0 need evaluation samples; give some"
-            )
-        if self.optim.max_steps == 0 and self.checkpoint.generate_samples:
-            raise ValueError("--max_steps 0 --generate_samples: nothing is exported to answer with; drop one")
-        if self.precision.mixed_precision == "fp32" and self.model.use_te:
-            raise ValueError(
-                "--mixed_precision fp32 with --use_te: TE layers run in bf16 or fp8; drop one of the two"
-            )
-        if self.sharding.fp8_all_gather:
-            mode = self.sharding.mode
-            if mode not in FP8_GATHER_MODES:
-                raise ValueError(
-                    f"--fp8_all_gather --sharding_mode {mode}: use one of {', '.join(FP8_GATHER_MODES)}"
-                )
-            if self.precision.mixed_precision != "fp8" or not RECIPES[self.recipe].fp8_all_gather:
-                raise ValueError(
-                    "--fp8_all_gather: weights are scaled by their own largest value, one for all shards, so "
-                    "it needs --mixed_precision fp8 and --fp8_scenario current with --use_te, tensorwise "
-                    f"without it (here {self.precision.mixed_precision}, {self.precision.fp8_scenario})"
-                )
-            if self.precision.master_weights != "fp32":
-                raise ValueError("--fp8_all_gather --master_weights none: FP8 weights need FP32 masters")
-        self._check_backend()
+        values = self.to_dict()
+        for rule in RULES:
+            for names, reason in rule(SimpleNamespace(**values, recipe=self.recipe)):
+                given = {name: values[name] for name in names.split() if values[name] is not None}
+                raise bad_setting(reason, **given)
 
     @property
     def needs_evaluation(self) -> bool:
-        """Whether the settings ask for what only evaluation samples can give."""
+        """True if the run cannot do without evaluation samples."""
         return bool(self.checkpoint.generate_samples) or self.optim.max_steps == 0
 
     @property
     def recipe(self) -> str:
-        """The FP8 recipe that --fp8_scenario asks for; `default` goes by whose layers they are."""
+        """FP8 recipe of --fp8_scenario; `default` depends on --use_te."""
         scenario, own = self.precision.fp8_scenario, TE_RECIPES if self.model.use_te else TORCHAO_RECIPES
         return own[0] if scenario == "default" else scenario
 
-    def _check_backend(self) -> None:
-        """What --use_te decides: recipes, compilation."""
-        if self.model.use_te and self.model.compile:
-            raise ValueError(
-                "--compile with --use_te: TE layers are fused kernels that torch.compile breaks up "
-                "(and delayed scaling refuses it); drop one of the two"
-            )
-        if self.model.te_backend != "auto" and not self.model.use_te:
-            raise ValueError(f"--te_backend {self.model.te_backend}: it is for --use_te; add that or drop it")
-        scenario, use_te = self.precision.fp8_scenario, self.model.use_te
-        own = TE_RECIPES if use_te else TORCHAO_RECIPES
-        if self.precision.mixed_precision == "fp8" and scenario not in ("default", *own):
-            how, instead = ("with", "drop") if use_te else ("without", "add")
-            raise ValueError(
-                f"--fp8_scenario {scenario} {how} --use_te: the recipes {how} it are {', '.join(own)}; "
-                f"choose one of them, or {instead} --use_te"
-            )
-
     def to_dict(self) -> dict[str, Any]:
-        """All settings, flat, by flag name; `config_from_dict` is the inverse."""
+        """Return all settings, flat, by flag name; `config_from_dict` is the inverse."""
         return {f.name: getattr(getattr(self, s), f.name) for s, cls in SECTIONS.items() for f in fields(cls)}
 
 
-def all_settings() -> dict[str, tuple[str, dataclasses.Field, Any]]:
-    """Flag name -> (section, field, resolved type), over all sections."""
-    found: dict[str, tuple[str, dataclasses.Field, Any]] = {}
+SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)}
+
+
+def data_rules(s: Any) -> Iterator[tuple[str, str]]:
+    if (s.dataset_prompt_field is None) != (s.dataset_completion_field is None):
+        reason = "--dataset_prompt_field and --dataset_completion_field need each other; give both"
+        yield "dataset_prompt_field dataset_completion_field", reason
+    columns = s.dataset_messages_field, s.dataset_text_field, s.dataset_prompt_field
+    if sum(column is not None for column in columns) > 1:
+        yield "dataset_messages_field dataset_text_field dataset_prompt_field", "exclude each other; give one"
+    if s.streaming and s.max_steps is None:
+        yield "streaming", "a stream's length is unknown; give --max_steps"
+    if s.eval_samples == 0 and (s.generate_samples or s.max_steps == 0):
+        yield "eval_samples", "--generate_samples and --max_steps 0 need evaluation samples; give some"
+    if s.generate_samples and not s.export:
+        yield "generate_samples export", "samples come from the exported model; drop one of the two"
+    if s.generate_samples and s.max_steps == 0:
+        yield "max_steps generate_samples", "an evaluated model is not exported; drop one of the two"
+
+
+def precision_rules(s: Any) -> Iterator[tuple[str, str]]:
+    if s.use_te and s.compile:
+        yield "compile use_te", "torch.compile breaks up TE's fused kernels; drop one of the two"
+    if s.use_te and s.mixed_precision == "fp32":
+        yield "mixed_precision use_te", "TE layers run in bf16 or fp8; drop one of the two"
+    if s.te_backend != "auto" and not s.use_te:
+        yield "te_backend", "only valid with --use_te; add that or drop this"
+    if s.fp8_attention and "fp8_attention" not in RECIPES[s.recipe].settings and s.fp8_scenario != "default":
+        yield "fp8_attention fp8_scenario", "TE's FP8 attention needs delayed or current scaling; drop one"
+    recipes, layers = (TE_RECIPES, "with") if s.use_te else (TORCHAO_RECIPES, "without")
+    if s.mixed_precision == "fp8" and s.fp8_scenario not in ("default", *recipes):
+        reason = f"the recipes {layers} --use_te are {', '.join(recipes)}; choose one, or the other layers"
+        yield "fp8_scenario", reason
+
+
+def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
+    if s.hsdp_shard_size is not None and s.sharding_mode != "hsdp":
+        yield "hsdp_shard_size sharding_mode", "only valid with --sharding_mode hsdp"
+    if s.sharding_mode == "deepspeed" and s.deepspeed_config is None:
+        yield "sharding_mode", "needs a --deepspeed_config, such as ds_configs/zero2.json"
+    if s.sharding_mode != "deepspeed" and s.deepspeed_config is not None:
+        yield "deepspeed_config sharding_mode", "only valid with --sharding_mode deepspeed"
+    if s.cpu_offload and s.sharding_mode not in ("auto", "fsdp_full", "fsdp_offload"):
+        reason = "offload is fsdp_offload; leave out --sharding_mode, or use --sharding_mode ds_zero3_offload"
+        yield "cpu_offload sharding_mode", reason
+    if not s.fp8_all_gather:
+        return
+    if s.cpu_offload or s.sharding_mode not in FP8_GATHER_MODES:
+        reason = f"only valid with {', '.join(FP8_GATHER_MODES)}, and without offload"
+        yield "fp8_all_gather sharding_mode", reason
+    if s.mixed_precision != "fp8" or not RECIPES[s.recipe].fp8_all_gather:
+        reason = "shards share one scale per weight, so it needs --mixed_precision fp8 and --fp8_scenario "
+        reason += "current with --use_te, tensorwise without"
+        yield "fp8_all_gather mixed_precision fp8_scenario", reason
+    if s.master_weights != "fp32":
+        yield "fp8_all_gather master_weights", "FP8 weights need FP32 master weights; drop one of the two"
+
+
+RULES = (data_rules, precision_rules, sharding_rules)  # each yields names of settings, and why they clash
+
+
+def all_settings() -> dict[str, Setting]:
+    """Return the settings of all sections by flag name."""
+    found: dict[str, Setting] = {}
     for section, cls in SECTIONS.items():
         hints = get_type_hints(cls)
         for f in fields(cls):
-            assert f.name not in found, f"{f.name} stands in two sections"
-            found[f.name] = (section, f, hints[f.name])
+            assert f.name not in found, f"{f.name} is in two sections"
+            found[f.name] = Setting(section, f, hints[f.name])
     return found
 
 
 def config_from_dict(values: dict[str, Any]) -> Config:
-    """Build a Config from flat {flag: value}; values may be strings. ValueError names the flag."""
+    """Build a Config from flat {flag: value}; values may be strings. UserError names the flag."""
     table = all_settings()
     sections: dict[str, dict[str, Any]] = {s: {} for s in SECTIONS}
     for name, value in values.items():
-        if name not in table:
-            raise ValueError(f"unknown setting {name!r}{nearest(name, table)}")
-        section, _, hint = table[name]
-        sections[section][name] = convert(name, value, hint)
+        setting = lookup(name, table)
+        sections[setting.section][name] = convert(name, value, setting.type)
     return Config(**{s: SECTIONS[s](**v) for s, v in sections.items()})
 
 
 def changed_settings(
     old: dict[str, Any], new: Config, *, but: Container[str] | None = None
 ) -> dict[str, tuple[Any, Any]]:
-    """{flag: (old, new)} of the settings that differ, `but` some: by default those marked free.
+    """Return {flag: (old, new)} of the settings that differ, except `but`: by default the resumable ones.
 
-    A run recorded before there was a setting had its default.
+    A setting that `old` lacks had its default: the run is older than the setting.
     """
+    table = all_settings()
     if but is None:
-        but = [name for name, (_, f, _) in all_settings().items() if f.metadata["resumable"]]
+        but = [name for name, setting in table.items() if setting.field.metadata["resumable"]]
     old, current = Config().to_dict() | old, new.to_dict()
     return {
-        name: (old[name], current[name])
-        for name in all_settings()
-        if name not in but and old[name] != current[name]
+        name: (old[name], current[name]) for name in table if name not in but and old[name] != current[name]
     }
 
 
@@ -155,84 +158,46 @@ ALSO_CALLED = {"compile": "compile_model"}  # setting -> another name of its fla
 
 
 def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser of --config and a flag for every setting; settings not given are left out."""
     parser = OneLineParser(
         prog=prog,
         description=description,
+        usage="%(prog)s [--config FILE] [--FLAG VALUE ...]",
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=110),
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=140),
     )
     parser.add_argument(
         "--config", metavar="FILE", help="YAML or JSON file with any of these settings; flags win"
     )
     groups = {s: parser.add_argument_group(cls.__doc__) for s, cls in SECTIONS.items()}
-    for name, (section, f, hint) in all_settings().items():
-        inner, _ = _strip_optional(hint)
-        text = f.metadata["help"].replace("%", "%%")
-        if f.default is not None and inner is not bool:
-            text += f" (default: {str(f.default)!r})" if " " in str(f.default) else f" (default: {f.default})"
-        if inner is bool:
-            text += "" if f.default is None else f" (default: {'on' if f.default else 'off'})"
-            names = [n for n in (name, ALSO_CALLED.get(name)) if n]
-            options = [f"--{no}{n}" for n in names for no in ("", "no_")]
-            groups[section].add_argument(
-                *options, dest=name, action=_Switch, default=argparse.SUPPRESS, help=text
-            )
-        else:
-            choices = get_args(inner) if get_origin(inner) is Literal else None
-            metavar = "{" + ",".join(choices) + "}" if choices else {int: "N", float: "X"}.get(inner, "TEXT")
-            groups[section].add_argument(f"--{name}", metavar=metavar, default=argparse.SUPPRESS, help=text)
+    for name, setting in all_settings().items():
+        aliases = [ALSO_CALLED[name]] if name in ALSO_CALLED else []
+        add_setting(groups[setting.section], name, setting, aliases)
     return parser
 
 
 def parse_config(argv: list[str], *, prog: str, description: str) -> Config:
-    """Command line -> Config. ValueError for anything a user got wrong; SystemExit(0) after --help."""
-    parser = build_parser(prog, description)
-    flags = [option for action in parser._actions for option in action.option_strings]
-    given, unknown = parser.parse_known_args(argv)
-    if unknown:
-        flag = unknown[0].split("=")[0]
-        before = argv[argv.index(unknown[0]) - 1].removeprefix("--no_").removeprefix("--")
-        if flag.lower() in SWITCHED and f"--no_{before}" in flags:
-            raise ValueError(_no_value(f"--{before}", f"--no_{before}", flag))
-        what = "unknown flag" if flag.startswith("-") else "unexpected argument"
-        raise ValueError(f"{what} {flag}{nearest(flag, flags)}")
-    values = vars(given)
-    path = values.pop("config")
+    """Parse a command line. UserError for anything a user got wrong; SystemExit(0) after --help."""
+    given = vars(build_parser(prog, description).parse_args(argv))
+    path = given.pop("config")
     in_file = load_config_file(path) if path else {}
     try:
-        cfg = config_from_dict({**in_file, **values})
+        cfg = config_from_dict(in_file | given)
         if cfg.sharding.deepspeed_config:  # on one device, too, where nothing else reads it
             read_deepspeed_config(cfg.sharding.deepspeed_config)
         return cfg
-    except ValueError as error:
-        if refused_by(error) & in_file.keys() - values.keys():
-            raise ValueError(f"--config {path}: {error}") from None
+    except UserError as error:
+        if error.flags & (in_file.keys() - given.keys()):
+            raise bad_setting(str(error), config=path) from None
         raise
 
 
-def refused_by(error: ValueError) -> set[str]:
-    """The settings that an error is about; what comes after its colon may name others as a way out."""
-    return set(re.findall(r"--(?:no_)?(\w+)", str(error).partition(": ")[0]))
-
-
 def load_config_file(path: str) -> dict[str, Any]:
-    """Read flat settings from a YAML file or a run's config.json."""
+    """Read flat settings from a YAML file or a run's config.json. UserError names the file."""
+    loaded, table = read_yaml_settings(path), all_settings()
     try:
-        loaded = yaml.load(Path(path).expanduser().read_text(encoding="utf-8"), YamlLoader)
-    except OSError as error:
-        raise ValueError(f"--config {path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path}: not valid YAML: {yaml_fault(error)}") from None
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
-        raise ValueError(f"--config {path}: must hold `setting: value` lines")
-    table = all_settings()
-    for name, value in loaded.items():
-        if name not in table:
-            raise ValueError(f"--config {path}: unknown setting {name!r}{nearest(name, table)}")
-        try:
-            convert(name, value, table[name][2])
-        except ValueError as error:
-            raise ValueError(f"--config {path}: {error}") from None
+        for name, value in loaded.items():
+            convert(name, value, lookup(name, table).type)
+    except UserError as error:
+        raise bad_setting(str(error), config=path) from None
     return loaded

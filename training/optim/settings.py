@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from core.settings import Effect, Section, require, setting
+from core.settings import Effect, Section, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,40 +28,29 @@ class OptimConfig(Section):
     num_epochs: int = setting(1, "passes over the training data", resumable=True, minimum=1)
     max_steps: int | None = setting(
         None,
-        "stop after this many optimizer steps, over all starts; 0 only evaluates; default: --num_epochs",
+        "optimizer steps over all launches; 0: only evaluate; default: --num_epochs",
         resumable=True,
         minimum=0,
     )
-    learning_rate: float = setting(1e-5, "peak learning rate")
-    lr_scheduler: Literal["cosine", "linear", "constant"] = setting("cosine", "shape after warm-up")
-    min_lr_ratio: float = setting(0.0, "final learning rate as a share of the peak")
-    num_warmup_steps: int | None = setting(
-        None, "warm-up steps; default: --warmup_ratio of all steps", minimum=0
-    )
-    warmup_ratio: float = setting(0.03, "share of all steps that warm up")
-    weight_decay: float = setting(0.01, "AdamW weight decay, on all weights but norms and biases", minimum=0)
-    adam_beta1: float = setting(0.9, "AdamW beta1")
-    adam_beta2: float = setting(0.95, "AdamW beta2")
-    adam_epsilon: float = setting(1e-8, "AdamW epsilon")
-    max_grad_norm: float = setting(
-        1.0, "clip the global gradient norm to this; 0 measures it without clipping", minimum=0
-    )
+    learning_rate: float = setting(1e-5, "peak learning rate", above=0)
+    lr_scheduler: Literal["cosine", "linear", "constant"] = setting("cosine", "schedule after warmup")
+    min_lr_ratio: float = setting(0.0, "final learning rate, fraction of the peak", minimum=0, maximum=1)
+    num_warmup_steps: int | None = setting(None, "warmup steps; default: by --warmup_ratio", minimum=0)
+    warmup_ratio: float = setting(0.03, "warmup steps, fraction of all steps", minimum=0, maximum=1)
+    weight_decay: float = setting(0.01, "AdamW weight decay; not on norms and biases", minimum=0)
+    adam_beta1: float = setting(0.9, "AdamW beta1", minimum=0, below=1)
+    adam_beta2: float = setting(0.95, "AdamW beta2", minimum=0, below=1)
+    adam_epsilon: float = setting(1e-8, "AdamW epsilon", above=0)
+    max_grad_norm: float = setting(1.0, "clip the global gradient norm to this; 0: no clipping", minimum=0)
     max_skipped_steps: int = setting(
-        5, "stop after this many steps in a row with a non-finite loss or gradient", resumable=True, minimum=1
+        5,
+        "stop after this many consecutive steps with a non-finite loss or gradient",
+        resumable=True,
+        minimum=1,
     )
-    seed: int = setting(42, "seed of weights, shuffling and held-out part")
+    seed: int = setting(42, "seed of weights, shuffling and the held-out split", minimum=0, maximum=2**32 - 1)
     deterministic: bool = setting(
         False,
-        "bitwise repeatable kernels, where they exist; slow for packed attention in TE (docs/precision.md)",
+        "bitwise reproducible kernels where they exist; slow for packed attention in TE",
         affects="step",
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 <= self.seed < 2**32, "seed", self.seed, "must be between 0 and 2**32 - 1")
-        require(self.learning_rate > 0, "learning_rate", self.learning_rate, "must be positive")
-        for name in ("min_lr_ratio", "warmup_ratio"):
-            require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "must be between 0 and 1")
-        for name in ("adam_beta1", "adam_beta2"):
-            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "must be at least 0 and below 1")
-        require(self.adam_epsilon > 0, "adam_epsilon", self.adam_epsilon, "must be positive")

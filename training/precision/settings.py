@@ -15,57 +15,38 @@ class PrecisionConfig(Section):
 
     mixed_precision: Literal["bf16", "fp8", "fp32"] = setting("bf16", "compute precision")
     fp8_scenario: Literal[("default", *RECIPES)] = setting(
-        "default",
-        "scaling recipe under --mixed_precision fp8; with --use_te delayed (its default) to nvfp4, without "
-        "it torchao's tensorwise (its default) to rowwise_with_gw_hp",
+        "default", "FP8 recipe; delayed to nvfp4 need --use_te; default: delayed with it, else tensorwise"
     )
-    bf16_first_layers: int = setting(0, "keep this many decoder layers at the start in BF16", minimum=0)
-    bf16_last_layers: int = setting(0, "keep this many decoder layers at the end in BF16", minimum=0)
+    bf16_first_layers: int = setting(0, "decoder layers at the start to keep in BF16", minimum=0)
+    bf16_last_layers: int = setting(0, "decoder layers at the end to keep in BF16", minimum=0)
     precision_map: str | None = setting(
-        None,
-        "precision by module, PATTERN=RECIPE,...: part of a name in the coverage table, with "
-        "* for any part, and a recipe or bf16 (layers.*.self_attention=bf16,layers.*.layernorm_mlp=current)",
+        None, "by module, PATTERN=RECIPE,...: a recipe or bf16 (layers.*.self_attention=bf16); default: none"
     )
     fp8_fallback: Literal["warn", "error"] = setting(
-        "warn", "when this GPU or TE cannot run mxfp8 or nvfp4: use the default recipe and warn, or stop"
+        "warn", "if this GPU or TE cannot run mxfp8 or nvfp4: warn and use the default recipe, or stop"
     )
-    fp8_format: Literal["hybrid", "e4m3"] = setting(
-        "hybrid", "hybrid: E4M3 forward, E5M2 backward; e4m3: both E4M3"
+    fp8_format: Literal["hybrid", "e4m3"] = setting("hybrid", "hybrid: E4M3 forward, E5M2 backward")
+    fp8_margin: int = setting(0, "delayed scaling: divide scales by 2**N", minimum=0)
+    fp8_amax_history_len: int = setting(
+        1024, "delayed scaling: length of the amax history in micro-batches", minimum=1
     )
-    fp8_margin: int = setting(0, "delayed scaling: keep this many powers of two of head room", minimum=0)
-    fp8_amax_history_len: int = setting(1024, "delayed scaling: micro-batches of amax history", minimum=1)
     fp8_amax_compute_algo: Literal["max", "most_recent"] = setting(
-        "max", "delayed scaling: amax taken from the history"
+        "max", "delayed scaling: which amax of the history to use"
     )
     fp8_fast_accumulation: bool = setting(
-        False,
-        "backward's FP8 GEMMs add up with fewer bits, as forward's always do: faster on Hopper (delayed and "
-        "current scaling)",
+        False, "use fast accumulation in backward FP8 GEMMs too (delayed and current scaling)"
     )
     fp8_fp32_scales: bool = setting(
-        False, "block and rowwise scaling: any FP32 number is a scale, not powers of two alone (Hopper)"
+        False, "allow any FP32 scale, not only powers of two (rowwise scaling; block scaling on Hopper)"
     )
-    fp8_lm_head: bool = setting(
-        False, "the LM head's GEMMs in FP8 too, under any FP8 recipe of the layers (docs/precision.md)"
-    )
-    fp8_attention: bool = setting(False, "attention in FP8 too (TE fp8_dpa; delayed and current scaling)")
+    fp8_lm_head: bool = setting(False, "run the LM head's GEMMs in FP8 too")
+    fp8_attention: bool = setting(False, "run attention in FP8 too (TE fp8_dpa; delayed and current scaling)")
     master_weights: Literal["fp32", "none"] = setting(
-        "fp32", "FP32 master weights; none keeps BF16 alone and loses small updates (docs/precision.md)"
+        "fp32", "none: BF16 weights only; small updates are rounded away"
     )
     moment_dtype: Literal["fp32", "bf16"] = setting(
-        "fp32", "dtype of Adam's two moments; bf16 saves 4 bytes a parameter"
+        "fp32", "dtype of Adam's moments; bf16 saves 4 bytes per parameter"
     )
     fp8_weight_cache: bool = setting(
-        True,
-        "cast TE's weights once a step, not once a micro-batch (one GPU, ddp, fsdp_grad; no recomputation)",
-        resumable=True,
+        True, "cast FP8 weights once per step, not per micro-batch (one GPU, ddp, fsdp_grad)", resumable=True
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        spec = RECIPES.get(self.fp8_scenario)
-        if self.fp8_attention and spec and "fp8_attention" not in spec.settings:
-            raise ValueError(
-                f"--fp8_attention: TE's FP8 attention runs under delayed and current scaling, not "
-                f"--fp8_scenario {self.fp8_scenario}; drop one of the two"
-            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
+from core.errors import as_flag
 from core.settings import Effect, Section, setting
 
 
@@ -15,24 +16,24 @@ class LogConfig(Section):
     affects: ClassVar[Effect] = "logging"
 
     eval_interval: int = setting(
-        500, "steps between evaluations; 0 evaluates at the end only", resumable=True, minimum=0
+        500, "steps between evaluations; 0: only at the end", resumable=True, minimum=0
     )
     eval_at_start: bool = setting(False, "evaluate before the first step too", resumable=True)
     log_interval: int = setting(10, "steps between log lines", resumable=True, minimum=1)
     fp8_stats_interval: int = setting(
         0,
-        "steps between FP8 tensor statistics (underflow, overflow, scale, amax); 0 for none",
+        "steps between FP8 statistics (underflow, overflow, scale, amax); 0: never",
         resumable=True,
         minimum=0,
     )
     profile_steps: int = setting(
         0,
-        "profile this many steps from the ninth on: GPU time by kind of kernel (profile.json, and a trace)",
+        "steps to profile, from the ninth on: GPU time by kind of kernel, and a trace",
         resumable=True,
         minimum=0,
     )
     log_dir: str | None = setting(
-        None, "write TensorBoard logs to this folder", resumable=True, affects="nothing"
+        None, "folder for TensorBoard logs; default: none", resumable=True, affects="nothing"
     )
     use_wandb: bool = setting(False, "log to Weights & Biases", resumable=True, affects="nothing")
     wandb_project: str = setting("llm-fp8", "W&B project", resumable=True, affects="nothing")
@@ -43,14 +44,12 @@ class LogConfig(Section):
         None, "W&B mode; default: WANDB_MODE, else online", resumable=True, affects="nothing"
     )
     wandb_tags: str | None = setting(None, "W&B tags, separated by commas", resumable=True, affects="nothing")
-    wandb_group: str | None = setting(
-        None, "W&B group of runs to be compared", resumable=True, affects="nothing"
-    )
+    wandb_group: str | None = setting(None, "W&B group", resumable=True, affects="nothing")
 
     def unread(self) -> str | None:
-        """W&B's settings that were asked for in a run that does not log there."""
+        """Return a warning about W&B settings in a run that does not log there, or None."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("wandb_")}
-        asked = [f"--{name} {value}" for name, value in given.items() if value != getattr(LogConfig, name)]
-        if self.use_wandb or not asked:
-            return None
-        return f"{', '.join(asked)}: not read without --use_wandb"
+        changed = [as_flag(name, value) for name, value in given.items() if value != getattr(LogConfig, name)]
+        return (
+            f"{', '.join(changed)}: not read without --use_wandb" if changed and not self.use_wandb else None
+        )

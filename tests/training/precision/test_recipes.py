@@ -59,19 +59,6 @@ def test_fp8_without_te_on_a_gpu_without_fp8_is_refused(monkeypatch, capability)
     assert not resolve_precision(settings(mixed_precision="fp8")).emulated
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"fp8_scenario": "rowwise", "use_te": True}, "rowwise with --use_te.*delayed, current, block"),
-        ({"fp8_scenario": "block"}, "block without --use_te.*tensorwise, rowwise, rowwise_with_gw_hp"),
-        ({"te_backend": "emulated"}, "--te_backend emulated: it is for --use_te"),
-    ],
-)
-def test_a_recipe_of_the_other_path_is_refused_with_the_right_names(values, words):
-    with pytest.raises(ValueError, match=words):
-        settings(mixed_precision="fp8", **values)
-
-
 def test_missing_te_names_the_install_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(te_runtime, "find_spec", lambda name: None)

@@ -306,12 +306,6 @@ def test_precision_by_layer_reaches_torchao(models, tmp_path):
     ("flags", "code", "message"),
     [
         ("--model_name {models}/gpt2 --no_packing", EXIT_BAD_SETTING, "GPT2LMHeadModel: torchao converts"),
-        ("--fp8_scenario delayed", EXIT_BAD_SETTING, "--fp8_scenario delayed without --use_te"),
-        (
-            "--fp8_all_gather --sharding_mode fsdp_full --fp8_scenario rowwise",
-            EXIT_BAD_SETTING,
-            "--fp8_all_gather: weights are scaled by their own largest value, one for all shards",
-        ),
     ],
 )
 def test_bad_input_is_one_line(models, tmp_path, capsys, flags, code, message):
