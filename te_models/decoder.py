@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from core.recipes import LM_HEAD_RECIPE
 from te_models.engine import engine
 from te_models.families import FAMILIES, head_dim
-from te_models.kernels.fused_residual import add_in_norms
-from te_models.kernels.rotation import Rotation, rotate_in_one_pass, rotation_table
+from te_models.kernels.fused_residual import fuse_residual_gradients
+from te_models.kernels.rope import Rope, fuse_qkv_rope, rope_table
+from te_models.kernels.selection import Kernels
 from te_models.loss import TokenLoss, linear_cross_entropy
 from te_models.options import BuildOptions, NativeOptions
 
@@ -52,7 +53,7 @@ class TECausalLM(nn.Module):
         te = engine(options.te_backend)
         self.config, self.options, self.family = config, options, FAMILIES[config.model_type]
         is_native = options.te_backend == "native"
-        self.native = options.native if is_native else NativeOptions(one_pass_rotation=False)
+        self.native = options.native if is_native else NativeOptions(kernels=Kernels())
         # True in a step's first micro-batch, False in the others, None outside of steps.
         self.first_micro_batch: bool | None = None
         made = {"device": "meta", "dtype": options.dtype}
@@ -66,7 +67,7 @@ class TECausalLM(nn.Module):
         if options.fp8_lm_head:
             self.lm_head.fp8_recipe = LM_HEAD_RECIPE  # read by the coverage table
         self.register_buffer("rope", torch.empty(0), persistent=False)  # [P, 1, 1, K]
-        self.register_buffer("rotation", torch.empty(0), persistent=False)  # [P, K]
+        self.register_buffer("rope_table", torch.empty(0), persistent=False)  # [P, K]
         self.tie()
 
     def _build_layer(self, index: int) -> nn.Module:
@@ -99,15 +100,15 @@ class TECausalLM(nn.Module):
                 bias=True,
                 **made,
             )
-        if self._rotates_in_one_pass:
-            rotate_in_one_pass(layer)
-        if self.native.residuals_in_norms:
-            add_in_norms(layer)
+        if self._fuses_qkv_rope:
+            fuse_qkv_rope(layer)
+        if self.native.kernels.residual_gradients:
+            fuse_residual_gradients(layer)
         return layer
 
     @property
-    def _rotates_in_one_pass(self) -> bool:
-        return self.native.one_pass_rotation and not self.family.qk_norm
+    def _fuses_qkv_rope(self) -> bool:
+        return self.native.kernels.qkv_rope and not self.family.qk_norm
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -128,7 +129,7 @@ class TECausalLM(nn.Module):
         self.to_empty(device=self.options.parameter_device or self.options.device)
         self.tie()  # to_empty() unties
         self.rope = rope_angles(self.config, self.options.max_positions).to(self.options.device)
-        self.rotation = rotation_table(self.rope)
+        self.rope_table = rope_table(self.rope)
         return self
 
     def cache_fp8_weights_under_fsdp(self) -> None:
@@ -175,10 +176,10 @@ class TECausalLM(nn.Module):
         `position_ids` [B, S] int64, if given, must be the same ones.
         """
         hidden = self.embed_tokens(input_ids)  # [B, S, D]
-        rotation: Any = self.rope
-        if self._rotates_in_one_pass and position_ids is not None:
-            rotation = Rotation(self.rotation, position_ids.contiguous())
-        arguments: dict[str, Any] = {"rotary_pos_emb": rotation}
+        rope: Any = self.rope
+        if self._fuses_qkv_rope and position_ids is not None:
+            rope = Rope(self.rope_table, position_ids.contiguous())
+        arguments: dict[str, Any] = {"rotary_pos_emb": rope}
         if self.native.cache_fp8_weights:
             arguments["is_first_microbatch"] = self.first_micro_batch
         if self.options.packed and self._has_one_sequence_per_row(input_ids, cu_seqlens):

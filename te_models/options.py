@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from te_models.engine import Backend
+from te_models.kernels.selection import DEFAULT_KERNELS, Kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +21,7 @@ class NativeOptions:
     fuse_gradient_sums: bool = (
         False  # wgrad GEMMs accumulate into `main_grad`, see `training.optim.accumulation`
     )
-    one_pass_rotation: bool = True  # see `te_models.kernels.rotation`
-    residuals_in_norms: bool = False  # see `te_models.kernels.fused_residual`
+    kernels: Kernels = DEFAULT_KERNELS  # selected by `training.kernels`
     weight_recipe: Any = None  # recipe of FP8 primary weights, quantized by `TECausalLM.quantize_weights`
 
 

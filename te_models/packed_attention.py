@@ -1,17 +1,23 @@
-"""Attention of packed batches for models of transformers: samples apart without a mask, by a flash kernel.
+"""Attention of packed batches for transformers models: samples kept apart without a mask.
 
-transformers keeps packed samples apart with a block-diagonal mask [B, 1, S, S], which no flash kernel takes.
-Here attention reads where sequences start (`cu_seqlens`) instead. A model gets it only if a trial run shows
-that its attention is plainly causal; windows, caps, sinks and biases keep transformers' own.
+transformers keeps packed samples apart by a block-diagonal mask [B, 1, S, S], which no flash kernel supports.
+Here attention reads where sequences start (`cu_seqlens`) instead. `packed_attention` runs in
+
+- FlashAttention 4, where `enabled` (self-tested by `training.kernels`, see `kernels.flash_attention`);
+- else torch's FlashAttention 2 on a GPU, for 16-bit inputs and head sizes that it supports;
+- else the definition in float32, which the tests compare both with.
+
+A model gets it (`use_packed_attention`) only if a trial pass shows that its attention is plainly causal;
+models with windows, caps, sinks or biases keep transformers' attention.
 
 B rows, S tokens a row, T = B*S, N sequences, H query heads, G key/value groups, R = H / G, K head size.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
@@ -19,38 +25,65 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from core.errors import UserError
+from te_models.kernels import flash_attention
+from te_models.kernels.selection import patched
+
 NAME = "packed_causal"
 PROBE = "packed_causal_probe"
-FLASH_ATTENTION_4 = "flash_attn.cute.interface"
-# What models hand to their attention and what does not change it.
-HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "cu_seq_lens_q", "cu_seq_lens_k"})
-HARMLESS |= {"max_length_q", "max_length_k"}
-COMPUTED = ("dropout", "is_causal", "scaling")
+# Arguments that models pass to their attention: without effect on it, and those that `attend` computes.
+HARMLESS = {"position_ids", "cache_position", "use_cache"}
+HARMLESS |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+COMPUTED = {"dropout", "is_causal", "scaling"}
+
+_flash_attention_4 = False  # replaced inside `enabled`
+
+
+def enabled() -> AbstractContextManager[None]:
+    """Run `packed_attention` in FlashAttention 4, which must be installed, instead of torch's kernel."""
+    return patched(globals(), _flash_attention_4=True)
+
+
+def self_test(heads: int, groups: int, head_size: int) -> str | None:
+    """Compare packed attention in FlashAttention 4 with the definition: the problem, or None."""
+    with enabled():
+        return flash_attention.self_test(attend_packed, heads, groups, head_size)
+
+
+def why_no_kernel(q: Tensor) -> str | None:
+    """Return why flash kernels do not support queries [..., K] like these, or None."""
+    if q.device.type != "cuda":
+        return f"no kernel for {q.device.type}"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"no kernel for {q.dtype}"
+    if q.shape[-1] % 8 or q.shape[-1] > 256:
+        return f"no kernel for head size {q.shape[-1]}"
+    return None
 
 
 @torch.library.custom_op("fp8_suite::packed_attention", mutates_args=())
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention within each sequence: [T, H, K], [T, G, K] twice -> [T, H, K], and the kernel's sums.
+    """Causal attention within each sequence: q [T, H, K], k and v [T, G, K] -> [T, H, K], and log-sum-exps.
 
-    `cu_seqlens` int32 [N+1] as in `data.Batch`; no sequence is longer than `max_seqlen`. One operator, so
-    that compiled layers keep it whole. Where no kernel runs, see `why_no_kernel`, the definition is computed.
+    `cu_seqlens` int32 [N+1] as in `data.Batch`; no sequence is longer than `max_seqlen`. It is a custom
+    operator to stay whole in compiled layers.
     """
-    if not why_no_kernel(q) and _flash_attention_4:
-        arguments = _for_flash_attention_4(cu_seqlens, max_seqlen, scale)
-        out, sums, *_ = _flash_attention_4._flash_attn_fwd(q, k, v, return_lse=True, **arguments)
-        return out, sums
-    if not why_no_kernel(q):
-        out, sums, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, True, False, scale=scale
-        )
-        return out, sums
+    if why_no_kernel(q) is None:
+        if _flash_attention_4:
+            forward = flash_attention.interface()._flash_attn_fwd
+            out, lse, *_ = forward(q, k, v, return_lse=True, **_arguments(cu_seqlens, max_seqlen, scale))
+        else:
+            lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+            forward = torch.ops.aten._flash_attention_forward
+            out, lse, *_ = forward(q, k, v, *lengths, 0.0, True, False, scale=scale)
+        return out, lse
     out = torch.empty_like(q)
     for span in _spans(cu_seqlens):
         weights = _weights(q[span], k[span], scale)  # [G, R, n, n]
         mixed = torch.einsum("grst,tgk->sgrk", weights, v[span].float())
-        out[span] = mixed.flatten(1, 2).to(q.dtype)
+        out[span] = mixed.flatten(1, 2).to(q.dtype)  # [n, H, K]
     return out, q.new_empty(0, dtype=torch.float32)
 
 
@@ -67,31 +100,31 @@ def _packed_attention_backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    sums: Tensor,
+    lse: Tensor,
     cu_seqlens: Tensor,
     max_seqlen: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; with P the weights, dS = P * (dO V^T - rowsum(dO * O)), arXiv:2205.14135."""
-    if not why_no_kernel(q) and _flash_attention_4:
-        arguments = _for_flash_attention_4(cu_seqlens, max_seqlen, scale)
-        arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        grads = _flash_attention_4._flash_attn_bwd(q, k, v, out, grad, sums, **arguments)
-        return grads[0], grads[1], grads[2]
-    if not why_no_kernel(q):
-        random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none
-        unused = torch.empty(0, device=q.device)
-        spans = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-        grads = torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, sums, *spans, 0.0, True, random_state, unused, scale=scale
-        )
+    """Gradients of q, k and v; with weights P, dS = P * (dO V^T - rowsum(dO * O)), arXiv:2205.14135."""
+    if why_no_kernel(q) is None:
+        if _flash_attention_4:
+            arguments = _arguments(cu_seqlens, max_seqlen, scale)
+            arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
+            grads = flash_attention.interface()._flash_attn_bwd(q, k, v, out, grad, lse, **arguments)
+        else:
+            lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+            random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, unused
+            unused = torch.empty(0, device=q.device)
+            backward = torch.ops.aten._flash_attention_backward
+            dropout = 0.0, True, random_state, unused  # and causal
+            grads = backward(grad, q, k, v, out, lse, *lengths, *dropout, scale=scale)
         return grads[0], grads[1], grads[2]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    groups = k.shape[1]
     for span in _spans(cu_seqlens):
         weights = _weights(q[span], k[span], scale)  # [G, R, n, n]
-        split = [t[span].float().unflatten(1, (groups, -1)) for t in (grad, out, q)]  # [n, G, R, K] each
-        d_out, o, queries = split
+        d_out, o, queries = (
+            t[span].float().unflatten(1, (k.shape[1], -1)) for t in (grad, out, q)
+        )  # [n, G, R, K]
         d_weights = torch.einsum("sgrk,tgk->grst", d_out, v[span].float())
         d_scores = weights * (d_weights - (d_out * o).sum(-1).permute(1, 2, 0)[..., None]) * scale
         dv[span] = torch.einsum("grst,sgrk->tgk", weights, d_out).to(v.dtype)
@@ -101,7 +134,7 @@ def _packed_attention_backward(
 
 
 @_packed_attention_backward.register_fake
-def _(grad, q, k, v, out, sums, cu_seqlens, max_seqlen, scale):
+def _(grad, q, k, v, out, lse, cu_seqlens, max_seqlen, scale):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -111,61 +144,31 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
-    grads = torch.ops.fp8_suite.packed_attention_backward(
-        grad.contiguous(), *ctx.saved_tensors, ctx.max_seqlen, ctx.scale
-    )
-    return (*grads, None, None, None)
+    saved = *ctx.saved_tensors, ctx.max_seqlen, ctx.scale
+    return (*torch.ops.fp8_suite.packed_attention_backward(grad.contiguous(), *saved), None, None, None)
 
 
 packed_attention.register_autograd(_backward, setup_context=_save)
 
 
-# The module whose kernels run instead of torch's, see `use_flash_attention_4`.
-_flash_attention_4: Any = None
-
-
-def use_flash_attention_4() -> None:
-    """From now on FlashAttention 4's kernels, which must be installed, run instead of torch's."""
-    global _flash_attention_4
-    _flash_attention_4 = importlib.import_module(FLASH_ATTENTION_4)
-
-
-def use_torch() -> None:
-    """Undo `use_flash_attention_4`."""
-    global _flash_attention_4
-    _flash_attention_4 = None
-
-
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """`packed_attention` with the usual scale, without its sums."""
+    """Run `packed_attention` with the usual scale and return [T, H, K] only."""
     return packed_attention(q, k, v, cu_seqlens, max_seqlen, q.shape[-1] ** -0.5)[0]
 
 
-def _for_flash_attention_4(cu_seqlens: Tensor, max_seqlen: int, scale: float) -> dict[str, Any]:
-    """The arguments that forward and backward share; by name, since their order changes with the version."""
-    spans = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-    spans |= {"max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
-    return spans | {"softmax_scale": scale, "causal": True}
-
-
-def why_no_kernel(q: Tensor) -> str | None:
-    """Why torch's flash kernel cannot take queries [..., K] like these, or None."""
-    if q.device.type != "cuda":
-        return f"no kernel for {q.device.type}"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"no kernel for {q.dtype}"
-    if q.shape[-1] % 8 or q.shape[-1] > 256:
-        return f"no kernel for head size {q.shape[-1]}"
-    return None
+def _arguments(cu_seqlens: Tensor, max_seqlen: int, scale: float) -> dict[str, Any]:
+    """Arguments of FlashAttention 4, by name, since their order changes with its version."""
+    lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    lengths |= {"max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
+    return lengths | {"softmax_scale": scale, "causal": True}
 
 
 def _spans(cu_seqlens: Tensor) -> list[slice]:
-    borders = cu_seqlens.tolist()
-    return [slice(a, b) for a, b in pairwise(borders)]
+    return [slice(start, end) for start, end in pairwise(cu_seqlens.tolist())]
 
 
 def _weights(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Causal softmax weights of one sequence, [n, H, K] and [n, G, K] -> [G, R, n, n] float32."""
+    """Causal softmax weights of one sequence: q [n, H, K], k [n, G, K] -> [G, R, n, n] float32."""
     queries = q.float().unflatten(1, (k.shape[1], -1))  # [n, G, R, K]
     scores = torch.einsum("sgrk,tgk->grst", queries, k.float()) * scale
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -180,31 +183,29 @@ def attend(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls as a model's attention: [B, H, S, K], [B, G, S, K] twice -> [B, S, H, K].
+    """Attention function for transformers: query [B, H, S, K], key and value [B, G, S, K] -> [B, S, H, K].
 
-    Without `cu_seq_lens_q` every row is one sequence. RuntimeError for anything it does not compute.
+    Without `cu_seq_lens_q` every row is one sequence. UserError for anything that it does not compute.
     """
-    lost = _not_computed(module, attention_mask, dropout, is_causal, others)
+    unsupported = _unsupported(module, attention_mask, others)
     if query.shape[2] != key.shape[2]:
-        lost = "keys of earlier calls"
-    if lost:
-        raise RuntimeError(f"{type(module).__name__}: attention with {lost} reached {NAME}; report it")
+        unsupported = "keys of earlier calls"
+    if unsupported:
+        raise UserError(
+            f"--model_name: {type(module).__name__} calls {NAME} attention with {unsupported}; report it"
+        )
     if torch.is_autocast_enabled(query.device.type):  # RoPE leaves queries and keys in float32
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    rows, heads, _, size = query.shape
+    rows, heads, tokens, size = query.shape
     scale = size**-0.5 if scaling is None else scaling
-    kernel = _flash_attention_4 and not why_no_kernel(query)
-    if cu_seq_lens_q is None and kernel:
-        max_length_q = query.shape[2]
-        borders = torch.arange(rows + 1, dtype=torch.int32, device=query.device)
-        cu_seq_lens_q = borders * max_length_q
+    if cu_seq_lens_q is None and _flash_attention_4 and not why_no_kernel(query):
+        max_length_q = tokens
+        cu_seq_lens_q = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * tokens
     if cu_seq_lens_q is None:
         grouped = heads != key.shape[1]
         out = F.scaled_dot_product_attention(
@@ -216,24 +217,23 @@ def attend(
     return out.unflatten(0, (rows, -1)), None
 
 
-def _not_computed(
-    module: nn.Module, mask: Tensor | None, dropout: float, is_causal: bool | None, others: dict[str, Any]
-) -> str | None:
-    """What a call asks for beyond causal attention, or None."""
+def _unsupported(module: nn.Module, mask: Tensor | None, arguments: dict[str, Any]) -> str | None:
+    """Name the part of an attention call that goes beyond causal attention, or None."""
     if mask is not None:
         return "a mask"
-    if dropout:
+    if arguments.get("dropout"):
         return "dropout"
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+    causal = arguments.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
         return "no causal order"
-    for name, value in others.items():
-        if name not in HARMLESS and value is not None and value is not False:
+    for name, value in arguments.items():
+        if name not in HARMLESS | COMPUTED and value is not None and value is not False:
             return name
     return None
 
 
 class _Trial:
-    """Stands in for a model's attention and masks, and notes what `attend` would not compute."""
+    """Attention and mask functions that collect reasons why `attend` cannot replace a model's attention."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype, self.calls, self.reasons = dtype, 0, []
@@ -244,17 +244,14 @@ class _Trial:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         self.calls += 1
-        others = {name: value for name, value in kwargs.items() if name not in COMPUTED}
-        lost = _not_computed(module, mask, kwargs.get("dropout", 0.0), kwargs.get("is_causal"), others)
-        if lost:
-            self.reasons.append(f"attention with {lost}")
+        if unsupported := _unsupported(module, mask, kwargs):
+            self.reasons.append(f"attention with {unsupported}")
         if kwargs.get("cu_seq_lens_q") is None:
-            self.reasons.append("sequence borders do not reach its attention")
+            self.reasons.append("sequence boundaries do not reach its attention")
         if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
             self.reasons.append("heads of several sizes")
-        computed = query.new_empty(0, query.shape[-1], dtype=self.dtype)
-        if query.is_cuda and (missing := why_no_kernel(computed)):
-            self.reasons.append(missing)
+        if query.is_cuda and (reason := why_no_kernel(query.new_empty(0, query.shape[-1], dtype=self.dtype))):
+            self.reasons.append(reason)
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
 
     def mask(self, *, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> Tensor | None:
@@ -269,46 +266,41 @@ class _Trial:
 def use_packed_attention(
     model: nn.Module, forward: Callable[..., Any], device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """Let a causal LM of transformers attend by `attend`; a reason if it keeps its own attention.
+    """Let a causal LM of transformers attend by `attend`, or return why it keeps its own attention.
 
-    `forward` runs `model` on a batch with sequence borders. A few tokens go through it, and every attention
-    call and mask is looked at. Collective if sharded. `dtype` is the one that attention computes in.
+    `forward` runs `model` on a packed batch of a few tokens, during which every attention call and mask is
+    inspected; `dtype` is the one that attention computes in. Collective if the model is sharded.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     parameters = inspect.signature(model.get_decoder().forward).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return "its decoder hands no sequence borders on"
+        return "its decoder does not pass sequence boundaries on"
     if not getattr(model, "_can_set_attn_implementation", lambda: True)():
-        return "its attention is no function that can be replaced"
+        return "its attention is not a replaceable function"
     trial, own, training = _Trial(dtype), model.config._attn_implementation, model.training
     ALL_ATTENTION_FUNCTIONS.register(PROBE, trial.attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, trial.mask)
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)  # without a mask function: none is built
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)  # has no mask function, so no mask is built
     model.set_attn_implementation(PROBE)
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            model.train()  # so that dropout shows
-            # Positions are of one sequence, so that transformers has no reason for a mask of its own.
-            ids = torch.arange(16, device=device)[None]
+            model.train()  # makes dropout visible
+            # The positions are those of one sequence: transformers must not build a packing mask itself.
+            ids = torch.arange(16, device=device)[None]  # [1, 16]
             forward(ids, ids, ids, torch.tensor([0, 8, 16], dtype=torch.int32, device=device), 8)
     finally:
         model.train(training)
         model.set_attn_implementation(own)
     if not trial.calls:
-        return "its attention does not go through transformers' attention interface"
-    if trial.reasons:
-        return trial.reasons[0]
-    model.set_attn_implementation(NAME)
-    return None
+        return "its attention does not use transformers' attention interface"
+    if not trial.reasons:
+        model.set_attn_implementation(NAME)
+    return next(iter(trial.reasons), None)
 
 
 def sequence_borders(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
-    """The names under which transformers hands borders on to attention."""
-    return {
-        "cu_seq_lens_q": cu_seqlens,
-        "cu_seq_lens_k": cu_seqlens,
-        "max_length_q": max_seqlen,
-        "max_length_k": max_seqlen,
-    }
+    """Return sequence boundaries under the names by which transformers passes them to attention."""
+    lengths = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    return lengths | {"max_length_q": max_seqlen, "max_length_k": max_seqlen}

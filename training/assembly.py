@@ -13,9 +13,9 @@ from torch import nn
 from core.recipes import TORCHAO_RECIPES
 from data.collate import round_up
 from te_models import build as te_models
+from te_models.kernels.selection import Kernels
 from te_models.options import BuildOptions, NativeOptions
 from training.config import Config
-from training.kernels import Kernels
 from training.optim import optimizer as optim
 from training.optim.optimizer import OptimizerPlan
 from training.parallel.strategies import Strategy
@@ -71,8 +71,7 @@ def assemble(
         native=NativeOptions(
             cache_fp8_weights=_caches_fp8_weights(cfg, resolved, strategy),
             fuse_gradient_sums=strategy.fuses_wgrad_accumulation(optimizer_plan.kind),
-            one_pass_rotation=kernels.one_pass_rotation,
-            residuals_in_norms=kernels.residuals_in_norms,
+            kernels=kernels,
             weight_recipe=resolved.recipe if fp8_weights else None,
         ),
         convert=(lambda model: _convert(model, cfg, resolved, fp8_gather)) if torchao else None,

@@ -1,14 +1,18 @@
-"""The kernels a run may choose: each is tried before it is taken, by all ranks or by none."""
+"""Table of the kernels that replace a library's: each is self-tested, and used only if every rank passes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from core.errors import bad_setting
 from te_models import loss_fp8, packed_attention
-from te_models.kernels import flash_attention, fused_norm, fused_residual, fused_swiglu, rotation
+from te_models.kernels import flash_attention, fused_residual, fused_swiglu, rope
+from te_models.kernels.selection import Kernels, on_hopper
 from training.config import Config
 from training.parallel import ranks
 from training.parallel.ranks import print_rank0
@@ -16,88 +20,121 @@ from training.precision.recipes import Precision
 from training.tracking.metrics import ModelShape
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """What was taken and must be said to the model; the rest its modules were told."""
+class Workload(NamedTuple):
+    """Parts of a run that decide which kernels apply."""
 
-    flash_attention: bool  # version 4
-    one_pass_rotation: bool  # queries, keys and values split and rotated at once
-    residuals_in_norms: bool  # gradients of residual connections added up in the norms' backward
+    cfg: Config
+    precision: Precision
+    shape: ModelShape | None  # None: unknown, for some Hugging Face models
+    device: torch.device
+
+    @property
+    def native(self) -> bool:
+        """True if Transformer Engine's own layers run."""
+        return self.precision.te_backend == "native"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel: when it applies, how it is tested and switched on, and what a failed test means."""
+
+    name: str  # its field of `Kernels`
+    applies: Callable[[Workload], bool]
+    why_not: Callable[[Workload], str | None]  # self-test against the library: the problem, or None
+    fallback: str | None  # warning about what runs instead; None: nothing can, so the run is refused
+    on: Callable[[Workload], AbstractContextManager] = lambda run: nullcontext()
+    off: Callable[[Workload], AbstractContextManager] = lambda run: nullcontext()
+
+
+def _flash_attention_applies(run: Workload) -> bool:
+    if run.precision.te_backend == "emulated" or (run.native and flash_attention.set_by_user()):
+        return False
+    cfg = run.cfg
+    supported = cfg.precision.mixed_precision != "fp32" and not cfg.precision.fp8_attention  # cuDNN only
+    wanted = cfg.model.flash_attention and supported and run.shape is not None
+    return wanted and flash_attention.why_not(run.shape.head_dim) is None
+
+
+def _test_flash_attention(run: Workload) -> str | None:
+    sizes = run.shape.num_heads, run.shape.num_kv_heads, run.shape.head_dim
+    if not run.native:
+        return packed_attention.self_test(*sizes)
+    how = {"packed": run.cfg.data.packing, "deterministic": run.cfg.optim.deterministic}
+    return flash_attention.self_test_te(*sizes, **how)
+
+
+def _flash_attention_on(run: Workload) -> AbstractContextManager:
+    return flash_attention.enabled_in_te() if run.native else packed_attention.enabled()
+
+
+def _flash_attention_off(run: Workload) -> AbstractContextManager:
+    tes_choice = run.native and not flash_attention.set_by_user()
+    return flash_attention.disabled_in_te() if tes_choice else nullcontext()
+
+
+KERNELS = (
+    Kernel(
+        "fp8_lm_head",
+        applies=lambda run: run.cfg.precision.fp8_lm_head and run.device.type == "cuda",
+        why_not=lambda run: loss_fp8.why_not(),
+        fallback=None,
+    ),
+    Kernel(
+        "flash_attention",
+        applies=_flash_attention_applies,
+        why_not=_test_flash_attention,
+        fallback="FlashAttention 4 is not used",
+        on=_flash_attention_on,
+        off=_flash_attention_off,
+    ),
+    Kernel(
+        "qkv_rope",
+        applies=lambda run: run.native and not run.cfg.precision.fp8_attention,
+        why_not=lambda run: rope.why_not(run.shape.num_heads, run.shape.num_kv_heads, run.shape.head_dim),
+        fallback="TE splits queries, keys and values and applies RoPE in separate passes",
+    ),
+    Kernel(
+        "residual_gradients",
+        applies=lambda run: run.native and run.cfg.model.fused_residuals,
+        why_not=lambda run: fused_residual.why_not(run.shape.hidden_size),
+        fallback="gradients of residual connections are added in a separate pass",
+        on=lambda run: fused_residual.enabled(),
+    ),
+    Kernel(
+        "swiglu",
+        # On other GPUs and with other recipes TE's own kernels are as fast.
+        applies=lambda run: run.native and "delayed" in run.precision.in_use and on_hopper(),
+        why_not=lambda run: fused_swiglu.why_not(),
+        fallback="SwiGLU is not fused with its FP8 casts",
+        on=lambda run: fused_swiglu.enabled(),
+    ),
+)
+
+_switches = ExitStack()  # contexts of the kernels in use; a process has one run at a time
 
 
 def choose_kernels(
     cfg: Config, precision: Precision, shape: ModelShape | None, device: torch.device
 ) -> Kernels:
-    """What runs here, with a warning for kernels that compute something wrong. Collective.
+    """Self-test the kernels that apply and switch on those that pass on every rank. Collective.
 
-    RuntimeError where those of --fp8_lm_head do, which has no others.
+    A kernel that fails is replaced by the library's, with a warning. UserError if there is none.
     """
-    fp8_head = cfg.precision.fp8_lm_head and device.type == "cuda"
-    if fp8_head and (said := _wrong_somewhere(loss_fp8.why_not)):
-        raise RuntimeError(f"--fp8_lm_head: on this machine {said}; drop it")
-    flash = _choose_flash_attention(cfg, precision, shape)
-    if precision.te_backend != "native":
-        return Kernels(flash, one_pass_rotation=False, residuals_in_norms=False)
-    rotated = not cfg.precision.fp8_attention and _right(
-        lambda: rotation.why_not(shape.num_heads, shape.num_kv_heads, shape.head_dim),
-        "queries, keys and values are not split and rotated in one pass",
-    )
-    width = shape.hidden_size
-    residuals = cfg.model.fused_residuals and _right(
-        lambda: fused_residual.why_not(width), "gradients of residual connections are added separately"
-    )
-    fused_residual.use(residuals)
-    if "delayed" in precision.in_use:
-        fused_swiglu.use(_right(fused_swiglu.why_not, "SwiGLU is not fused with its casts"))
-        otherwise = "norms are not fused with their casts"
-        gains = width not in fused_norm.TUNED_IN_TE
-        fused_norm.use(gains and _right(lambda: fused_norm.why_not(width), otherwise))
-    return Kernels(flash, rotated, residuals)
+    _switches.close()
+    run = Workload(cfg, precision, shape, device)
+    used = {}
+    for kernel in KERNELS:
+        results = ranks.run_on_all_ranks(lambda kernel=kernel: _test(kernel, run))
+        problem = next(filter(None, (problem for _, problem in results)), None)
+        if problem and kernel.fallback is None:
+            raise bad_setting(f"on this machine {problem}; drop it", **{kernel.name: True})
+        if problem:
+            print_rank0(f"WARNING: {kernel.fallback}: {problem}")
+        used[kernel.name] = all(applies for applies, _ in results) and problem is None
+        _switches.enter_context(kernel.on(run) if used[kernel.name] else kernel.off(run))
+    return Kernels(**used)
 
 
-def _choose_flash_attention(cfg: Config, precision: Precision, shape: ModelShape | None) -> bool:
-    tries = ranks.run_on_all_ranks(lambda: _try_flash_attention(cfg, precision, shape))
-    taken = all(ran for ran, _ in tries)
-    if said := next((wrong for _, wrong in tries if wrong), None):
-        print_rank0(f"WARNING: FlashAttention 4 is not used: {said}")
-    if precision.te_backend == "native":
-        flash_attention.tell_te(take=taken)
-    elif taken:
-        packed_attention.use_flash_attention_4()
-    return taken
-
-
-def _try_flash_attention(
-    cfg: Config, precision: Precision, shape: ModelShape | None
-) -> tuple[bool, str | None]:
-    """Whether FlashAttention 4 can run attention, and what is wrong with one that is installed."""
-    backend = precision.te_backend
-    packed_attention.use_torch()
-    if backend == "emulated" or (backend == "native" and flash_attention.chosen_by_user()):
-        return False, None
-    wanted = cfg.model.flash_attention and not cfg.precision.fp8_attention  # which is cuDNN's alone
-    if not wanted or shape is None or cfg.precision.mixed_precision == "fp32":
-        return False, None
-    if reason := flash_attention.why_not(shape.head_dim):
-        return False, reason if flash_attention.load_failed() else None
-    sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    if backend == "native":
-        how = {"packed": cfg.data.packing, "deterministic": cfg.optim.deterministic}
-        wrong = flash_attention.wrong_in_te(*sizes, **how)
-    else:
-        packed_attention.use_flash_attention_4()
-        wrong = flash_attention.wrong(packed_attention.attend_packed, *sizes)
-        packed_attention.use_torch()
-    return wrong is None, wrong
-
-
-def _wrong_somewhere(why_not: Callable[[], str | None]) -> str | None:
-    """What the first rank to find something wrong with kernels says of them; None if all may take them."""
-    return next(filter(None, ranks.run_on_all_ranks(why_not)), None)
-
-
-def _right(why_not: Callable[[], str | None], otherwise: str) -> bool:
-    """Whether all ranks may take the kernels; if not, it is said what is done `otherwise`, and why."""
-    if said := _wrong_somewhere(why_not):
-        print_rank0(f"WARNING: {otherwise}: {said}")
-    return said is None
+def _test(kernel: Kernel, run: Workload) -> tuple[bool, str | None]:
+    applies = kernel.applies(run)
+    return applies, kernel.why_not(run) if applies else None

@@ -1,8 +1,11 @@
-"""FlashAttention 4 on Hopper: where it is installed, attention runs in it, in TE's layers and in others.
+"""FlashAttention 4 on Hopper: its package, its self-test, and its use in TE's layers.
 
-TE prefers cuDNN's attention to it, torch has FlashAttention 2; both are slower there (docs/performance.md).
-On other GPUs their choice stands. FlashAttention 4 is a beta: its versions from 4.0.0b30 on give zeros,
-without an error, for the causal mask as TE 2.20 asks for it. So it is tried before it is used.
+Attention runs in FlashAttention 4 where it is installed and passes the self-test: in TE's layers inside
+`enabled_in_te`, in transformers models by `te_models.packed_attention`. Otherwise TE chooses, usually
+cuDNN's, and transformers models run torch's FlashAttention 2; both are slower here (docs/performance.md).
+
+FlashAttention 4 is a beta: versions from 4.0.0b30 on return zeros, without an error, for the causal mask as
+TE 2.20 requests it. The self-test therefore calls it in the form in which the layers will.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,64 +25,75 @@ from torch import Tensor
 
 from core.errors import first_line
 from core.packages import version
+from te_models.kernels.selection import on_hopper, patched
 
 PACKAGE = "flash-attn-4"
 MODULE = "flash_attn.cute.interface"
 INSTALL = f"pip install '{PACKAGE}[cu13]==4.0.0b29'"
 TE_SWITCHES = ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4")
-CACHE = Path("~/.cache/flash_attention_4")  # of compiled kernels, which take seconds at every start
-# Queries [T, H, K], keys and values [T, G, K], borders of sequences int32 [N+1] and the longest -> [T, H, K].
+CACHE = Path("~/.cache/flash_attention_4")  # compiled kernels, which otherwise cost seconds at every start
+# q [T, H, K], k and v [T, G, K], cu_seqlens int32 [N+1], longest sequence -> [T, H, K]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 
 def why_not(head_size: int) -> str | None:
-    """Why FlashAttention 4 is not to run attention of such heads here, or None."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    """Return why FlashAttention 4 does not apply here to heads of this size, or None."""
+    if not on_hopper():
         return "only Hopper GPUs are known to gain by it"
     if installed() is None:
         return f"it is not installed: {INSTALL}"
     if head_size % 8 or not 8 <= head_size <= 256:
-        return f"head size {head_size}: it takes multiples of 8 up to 256"
-    if error := load_error():
-        return f"{PACKAGE} {installed()} does not load ({first_line(error)}): {INSTALL}"
+        return f"head size {head_size}: it supports multiples of 8 up to 256"
     return None
 
 
 def installed() -> str | None:
-    """Its version, or None."""
+    """Return the installed version, or None."""
     return version(PACKAGE)
 
 
 @functools.cache
-def load_error() -> Exception | None:
-    """What importing it raises, or None; its compiled kernels are kept on disk from here on."""
+def interface() -> Any:
+    """Import FlashAttention 4, which compiles kernels at first use, and keep those on disk."""
     warnings.filterwarnings("ignore", message=".*cannot be converted to a JitArgument")
-    try:
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE.expanduser()))
-        importlib.import_module(MODULE)
-    except Exception as error:  # it comes with a compiler, which may fail in any way
-        return error
-    return None
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE.expanduser()))
+    return importlib.import_module(MODULE)
 
 
-def load_failed() -> bool:
-    """Whether it is installed and was found not to load."""
-    return load_error.cache_info().currsize > 0 and load_error() is not None
+def set_by_user() -> bool:
+    """True if the user chose TE's attention by one of TE's own switches."""
+    return any(name in os.environ for name in TE_SWITCHES)
+
+
+def enabled_in_te() -> AbstractContextManager[None]:
+    """Let TE prefer FlashAttention 4 to cuDNN's attention; enter before the first forward pass."""
+    return patched(os.environ, NVTE_FUSED_ATTN="0", NVTE_FLASH_ATTN_V3="0")
+
+
+def disabled_in_te() -> AbstractContextManager[None]:
+    """Keep TE from choosing FlashAttention 4 untested, as it does in deterministic runs."""
+    return patched(os.environ, NVTE_FLASH_ATTN_V4="0")
+
+
+def self_test_te(heads: int, groups: int, head_size: int, *, packed: bool, **how: bool) -> str | None:
+    """Run `self_test` on each form in which TE's layers call it; packed runs also have unpacked batches."""
+    forms = (True, False) if packed else (False,)
+    found = (self_test(as_te_calls(packed=form, **how), heads, groups, head_size) for form in forms)
+    return next(filter(None, found), None)
 
 
 def as_te_calls(*, packed: bool, deterministic: bool = False) -> Attend:
-    """Its attention with the arguments that TE gives it for a causal layer."""
-    interface: Any = importlib.import_module(MODULE)
+    """Return its attention, called with the arguments that TE passes for a causal layer."""
     settings = {"causal": True, "window_size": (-1, 0), "deterministic": deterministic}
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
         if packed:
-            spans = {"cu_seqlens_q": borders, "cu_seqlens_k": borders}
-            spans |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-            return _first(interface.flash_attn_varlen_func(q, k, v, **spans, **settings))
-        rows = (t.unflatten(0, (-1, longest)) for t in (q, k, v))
-        return _first(interface.flash_attn_func(*rows, **settings)).flatten(0, 1)
+            lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+            lengths |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+            return _first(interface().flash_attn_varlen_func(q, k, v, **lengths, **settings))
+        rows = (t.unflatten(0, (-1, longest)) for t in (q, k, v))  # [N, longest, H or G, K]
+        return _first(interface().flash_attn_func(*rows, **settings)).flatten(0, 1)
 
     return attend
 
@@ -87,79 +102,40 @@ def _first(out: Any) -> Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
-def wrong(attend: Attend, heads: int, groups: int, head_size: int, device: str = "cuda") -> str | None:
-    """What is wrong with attention of `heads` query and `groups` key heads, or None.
-
-    Two sequences of one length, forward and backward, against the definition in float32.
-    """
+def self_test(attend: Attend, heads: int, groups: int, head_size: int, device: str = "cuda") -> str | None:
+    """Compare `attend`, forward and backward, with the definition in float32: the problem, or None."""
     length, generator = 160, torch.Generator(device).manual_seed(0)
-    borders = torch.tensor([0, length, 2 * length], dtype=torch.int32, device=device)
+    cu_seqlens = torch.tensor([0, length, 2 * length], dtype=torch.int32, device=device)
     shapes = [(2 * length, n, head_size) for n in (heads, groups, groups, heads)]
-    drawn = [torch.randn(shape, device=device, generator=generator).bfloat16() for shape in shapes]
-    *inputs, grad = drawn
+    *inputs, grad = (torch.randn(shape, device=device, generator=generator).bfloat16() for shape in shapes)
 
     def definition(*inputs: Tensor) -> Tensor:
-        parts = zip(*(t.split(length) for t in inputs), strict=True)
-        return torch.cat([_causal(*part) for part in parts])
+        sequences = zip(*(t.split(length) for t in inputs), strict=True)
+        return torch.cat([_causal(*sequence) for sequence in sequences])
 
     try:
-        found = _with_gradients(lambda *inputs: attend(*inputs, borders, length), inputs, grad)
-    except Exception as error:  # a version that is called otherwise, its compiler, or what it kept on disk
-        said = first_line(error)
+        found = _with_gradients(lambda *inputs: attend(*inputs, cu_seqlens, length), inputs, grad)
+    except Exception as error:  # its import, its compiler, its cache, or another signature
         cache = os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", CACHE)
-        return f"{PACKAGE} {installed()} fails ({said}): {INSTALL}, or remove its kernels in {cache}"
+        reason = f"{PACKAGE} {installed()} fails ({first_line(error)})"
+        return f"{reason}: {INSTALL}, or remove its compiled kernels in {cache}"
     expected = _with_gradients(definition, [t.float() for t in inputs], grad.float())
     errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
-    if not all(error < 0.02 for error in errors):  # NaN is not
+    if not all(error < 0.02 for error in errors):  # false for NaN
         return f"{PACKAGE} {installed()} computes wrong attention as it is called here: {INSTALL}"
     return None
 
 
-def wrong_in_te(heads: int, groups: int, head_size: int, *, packed: bool, **how: bool) -> str | None:
-    """`wrong` of all calls that a run of TE's layers makes; rows of packed runs may be one sequence each."""
-    forms = (True, False) if packed else (False,)
-    found = (wrong(as_te_calls(packed=form, **how), heads, groups, head_size) for form in forms)
-    return next(filter(None, found), None)
-
-
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[S, H, K], [S, G, K] twice -> [S, H, K]."""
-    heads = (t.transpose(0, 1)[None] for t in (q, k, v))
+    """Causal attention of one sequence: q [S, H, K], k and v [S, G, K] -> [S, H, K]."""
+    heads = (t.transpose(0, 1)[None] for t in (q, k, v))  # [1, H or G, S, K]
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=grouped)[0].transpose(0, 1)
 
 
-def _with_gradients(attend: Any, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
-    """The result and the inputs' gradients, in float32."""
+def _with_gradients(attend: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
+    """Return the result and the gradients of the inputs, in float32."""
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in inputs]
         out = attend(*leaves)
         return [t.detach().float() for t in (out, *torch.autograd.grad(out, leaves, grad))]
-
-
-def tell_te(*, take: bool) -> None:
-    """Have TE take it instead of all others, or not even where cuDNN has none; before a first forward.
-
-    TE takes it by itself in deterministic runs, say, and whatever it computes. Without effect where one of
-    TE's own switches is the user's.
-    """
-    take_back()
-    if chosen_by_user():
-        return
-    for name in ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN_V3") if take else ("NVTE_FLASH_ATTN_V4",):
-        os.environ[name] = "0"
-        _told.add(name)
-
-
-def chosen_by_user() -> bool:
-    """Whether one of TE's own switches, set before the run, says which attention it takes."""
-    return any(name in os.environ for name in TE_SWITCHES if name not in _told)
-
-
-def take_back() -> None:
-    """Unset what `tell_te` set; TE's choice is its own again."""
-    while _told:
-        os.environ.pop(_told.pop(), None)
-
-
-_told: set[str] = set()  # switches set here, for an earlier run of this process

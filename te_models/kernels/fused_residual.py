@@ -1,104 +1,100 @@
-"""te.TransformerLayer whose residual connections' gradients are added by the norms' backward kernels.
+"""Gradients of te.TransformerLayer's residual connections, added by the norms' backward kernels.
 
-A layer computes h = x + attention(norm(x)) and y = h + mlp(norm(h)). In backward the gradient of x is that of
-h and what comes back through attention and norm; autograd adds the two in a pass of its own. TE has a kernel
-that ends the norm's backward with this sum, but its layers do not use it: here the addition hands its
-gradient to that kernel instead of to autograd.
+A layer computes h = x + attention(norm(x)) and y = h + mlp(norm(h)). The gradient of x is the gradient of h
+plus what comes back through attention and norm; autograd adds the two in a separate pass over memory. TE has
+a kernel, rmsnorm_bwd_add, that ends the norm's backward with this sum, but its layers do not call it. Here
+the residual addition hands its gradient to that kernel instead of to autograd.
 
-The chain is strict, one branch after the other, so at most one gradient waits, and the norm that takes it is
-told by the input that both share. One that nobody took is an error, never a wrong gradient.
+The branches follow one another, so at most one gradient is pending, and its norm recognises it by the address
+of the input that both share. A gradient that no norm adds is an error, never a wrong result.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from core.errors import first_line
-from te_models.kernels.stand_in import stand_in
+from core.errors import UserError, first_line
+from te_models.kernels.selection import patched
 
 
-class Waiting(NamedTuple):
+class Pending(NamedTuple):
     gradient: Tensor
     address: int  # of the residual, which is the norm's input
 
 
-_waiting: list[Waiting] = []
+_pending: list[Pending] = []
 
 
-def add_in_norms(layer: nn.Module) -> None:
-    """Let a te.TransformerLayer without dropout add as above; parameters and what it computes stay."""
-    layer.__class__ = _adding(type(layer))
+def fuse_residual_gradients(layer: nn.Module) -> None:
+    """Let the norms of a te.TransformerLayer without dropout add its residual gradients; needs `enabled`."""
+    layer._bias_dropout_add = functools.partial(_add_branch, layer._bias_dropout_add)
 
 
-@functools.cache
-def _adding(base: type) -> type:
-    class AddingLayer(base):
-        def _bias_dropout_add(
-            self, branch: Tensor, bias: Tensor | None, residual: Tensor, drop_path: Any = None
-        ) -> Tensor:
-            plain = drop_path is None and (bias is None or not bias.numel())
-            if not (plain and residual.requires_grad and branch.requires_grad):
-                return super()._bias_dropout_add(branch, bias, residual, drop_path)
-            return _Add.apply(residual, branch)
-
-    return AddingLayer
+def _add_branch(
+    unfused: Any, branch: Tensor, bias: Tensor | None, residual: Tensor, drop_path: Any = None
+) -> Tensor:
+    plain = drop_path is None and (bias is None or not bias.numel())
+    if not (plain and residual.requires_grad and branch.requires_grad):
+        return unfused(branch, bias, residual, drop_path)
+    return _Add.apply(residual, branch)
 
 
 class _Add(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, residual: Tensor, branch: Tensor) -> Tensor:
-        ctx.save_for_backward(residual)  # the norm keeps it too, and recomputation makes it anew for both
+        ctx.save_for_backward(residual)  # the norm saves it too, and recomputation replaces it for both
         return residual + branch
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         (residual,) = ctx.saved_tensors
         _refuse_leftovers()
-        _waiting.append(Waiting(gradient, residual.data_ptr()))
+        _pending.append(Pending(gradient, residual.data_ptr()))
         torch.autograd.Variable._execution_engine.queue_callback(_refuse_leftovers)
         return None, gradient
 
 
 def _refuse_leftovers() -> None:
-    if _waiting:
-        _waiting.clear()
-        raise RuntimeError(
-            "a residual connection's gradient reached no norm; --no_fused_residuals adds it in a pass of its "
-            "own; report it with env.json"
+    if _pending:
+        _pending.clear()
+        raise UserError(
+            "--fused_residuals: a residual connection's gradient reached no norm; add --no_fused_residuals "
+            "and report this with env.json",
+            flags=["fused_residuals"],
         )
 
 
-def _take(x: Tensor) -> Tensor | None:
-    """The gradient that waits for the norm of `x`, if one does."""
-    return _waiting.pop().gradient if _waiting and _waiting[0].address == x.data_ptr() else None
+def _pop_pending(x: Tensor) -> Tensor | None:
+    """Return the gradient pending for the norm of `x`, or None."""
+    return _pending.pop().gradient if _pending and _pending[0].address == x.data_ptr() else None
 
 
-def use(wanted: bool) -> None:
-    """From now on the norms of the process's TE layers take gradients that wait for them; or not any more."""
-    _waiting.clear()  # of a backward pass that failed
-    stand_in(_extension(), "rmsnorm_bwd", _adding_backward, wanted=wanted)
+@contextmanager
+def enabled() -> Iterator[None]:
+    """Let the norms of TE's layers add pending gradients."""
+    _pending.clear()  # a failed backward pass may have left one
+    plain, with_sum = _tex().rmsnorm_bwd, _tex().rmsnorm_bwd_add
 
-
-def _adding_backward(plain: Any) -> Any:
-    with_sum = _extension().rmsnorm_bwd_add
-
-    def rmsnorm_bwd(gradient: Tensor, x: Tensor, *rest: Any, **named: Any) -> Any:
-        added = _take(x)
+    def rmsnorm_bwd(gradient: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        added = _pop_pending(x)
         if added is None:
-            return plain(gradient, x, *rest, **named)
-        return with_sum(gradient, x, added.contiguous().view(x.shape), *rest, **named)
+            return plain(gradient, x, *args, **kwargs)
+        return with_sum(gradient, x, added.contiguous().view(x.shape), *args, **kwargs)
 
-    return rmsnorm_bwd
+    with patched(_tex(), rmsnorm_bwd=rmsnorm_bwd):
+        yield
 
 
 def why_not(width: int) -> str | None:
-    """What is wrong with the kernel on this machine for a hidden size of `width`, or None."""
-    tex = _extension()
+    """Compare TE's fused kernel with its plain one and a sum: the difference, or None."""
+    tex = _tex()
     if not hasattr(tex, "rmsnorm_bwd_add"):
         return "this Transformer Engine has no kernel for it"
     generator = torch.Generator("cuda").manual_seed(0)
@@ -106,20 +102,19 @@ def why_not(width: int) -> str | None:
         torch.randn(48, width, device="cuda", generator=generator).bfloat16() for _ in range(3)
     )
     weight = torch.rand(width, device="cuda", generator=generator).bfloat16()
-    scale = x.float().square().mean(-1).add(1e-5).rsqrt()
-    plain = getattr(tex.rmsnorm_bwd, "original", tex.rmsnorm_bwd)
+    scale = x.float().square().mean(-1).add(1e-5).rsqrt()  # [48], 1 / rms
     try:
-        expected, weights = plain(gradient, x, scale, weight, 0, False)
-        found, same_weights = tex.rmsnorm_bwd_add(gradient, x, added, scale, weight, 0, False)
+        plain_dx, plain_dw = tex.rmsnorm_bwd(gradient, x, scale, weight, 0, False)
+        dx, dw = tex.rmsnorm_bwd_add(gradient, x, added, scale, weight, 0, False)
     except Exception as error:
         return f"it fails ({first_line(error)})"
-    wanted = expected.float().view_as(x) + added.float()
-    if (found.view_as(x).float() - wanted).norm() > 5e-3 * wanted.norm():  # one BF16 rounding for two
+    expected = plain_dx.float().view_as(x) + added.float()
+    if (dx.view_as(x).float() - expected).norm() > 5e-3 * expected.norm():  # one BF16 rounding instead of two
         return "it computes another gradient"
-    if not torch.allclose(same_weights, weights, rtol=2**-6, atol=1e-2):
+    if not torch.allclose(dw, plain_dw, rtol=2**-6, atol=1e-2):
         return "it computes another gradient of the weight"
     return None
 
 
-def _extension() -> Any:
+def _tex() -> Any:
     return importlib.import_module("transformer_engine_torch")

@@ -1,117 +1,134 @@
-"""TE's MLP under delayed scaling on Hopper with SwiGLU and its casts in one kernel each, see `swiglu_triton`.
+"""SwiGLU fused with its FP8 casts in TE's MLP, under delayed scaling on Hopper (`swiglu_triton`).
 
-TE looks up the functions of an activation in `layernorm_mlp._act_func`, by recipe: forward, backward, and
-backward fused with the cast, which it has for other activations alone. What these are is changed here, if
-the kernels, compiled for this machine, are found to compute what TE's do.
+TE takes two passes forward and two backward, through BF16; the kernels take one each. TE's MLP looks up the
+functions of its activation in `layernorm_mlp._act_func`: forward, backward, and backward fused with the cast,
+which TE has for other activations only. `enabled` replaces that lookup.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from core.errors import first_line
-from te_models.kernels.fp8_outputs import can_cast, differs, trial_quantizer, write
-from te_models.kernels.stand_in import stand_in
+from te_models.kernels.selection import patched
+
+TOKEN_MULTIPLE = 4  # the kernels pack four tokens' bytes into one 32-bit number
+# Share of FP8 values that may differ from TE's by one step: the last bit of exp and of sums may differ.
+ROUNDED_DIFFERENTLY = 1e-3
+
+
+def enabled() -> AbstractContextManager[None]:
+    """Let TE's MLP look up the fused functions under delayed scaling."""
+    return patched(_mlp_module(), _act_func=functools.partial(_act_func, _mlp_module()._act_func))
+
+
+def _act_func(unfused: Any, activation: str, recipe: Any = None) -> tuple:
+    functions = unfused(activation, recipe)
+    if activation != "swiglu" or recipe is None or not recipe.delayed():
+        return functions
+    forward, backward, _ = functions
+    return functools.partial(swiglu, forward), backward, functools.partial(swiglu_backward, backward)
+
+
+def swiglu(unfused: Any, x: Tensor, quantizer: Any, **settings: Any) -> Any:
+    """Compute `tex.swiglu`: [T, 2F] -> [T, F], cast by `quantizer`; fused if the kernel can."""
+    if settings or not _can_cast(quantizer, x):
+        return unfused(x, quantizer, **settings)
+    from te_models.kernels.swiglu_triton import swiglu
+
+    return _quantized(functools.partial(swiglu, x), (x.shape[0], x.shape[1] // 2), quantizer)
+
+
+def swiglu_backward(unfused: Any, grad: Tensor, x: Tensor, quantizer: Any, **settings: Any) -> tuple:
+    """Compute `tex.dswiglu` and the cast: [T, F], [T, 2F] -> no bias gradient (layers have none), [T, 2F]."""
+    if settings or not _can_cast(quantizer, x, grad):
+        return None, quantizer(unfused(grad, x, None, **settings))
+    from te_models.kernels.swiglu_triton import swiglu_backward
+
+    return None, _quantized(functools.partial(swiglu_backward, grad, x), x.shape, quantizer)
+
+
+def _can_cast(quantizer: Any, *inputs: Tensor) -> bool:
+    return (
+        type(quantizer) is _float8_tensor().Float8Quantizer
+        and all(t.ndim == 2 and t.dtype == torch.bfloat16 and t.is_contiguous() for t in inputs)
+        and all(t.numel() and t.shape[0] % TOKEN_MULTIPLE == 0 for t in inputs)
+    )
+
+
+def _quantized(kernel: Any, shape: tuple[int, ...], quantizer: Any) -> Any:
+    """Return the quantizer's tensor of this shape, written by `kernel`."""
+    out = quantizer.make_empty(shape, dtype=torch.bfloat16, device=quantizer.scale.device)
+    rows = out._data if quantizer.rowwise_usage else None
+    columns = out._transpose if quantizer.columnwise_usage else None
+    e5m2 = quantizer.dtype.name == "kFloat8E5M2"
+    kernel(rows, columns, quantizer.scale, out._scale_inv, quantizer.amax, e5m2=e5m2)
+    out._transpose_invalid = not quantizer.columnwise_usage
+    return out
 
 
 def why_not() -> str | None:
-    """What is wrong with the kernels on this machine, or None; on others than Hopper TE's own are as good."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        return None
-    module = _module()
-    if not hasattr(module, "_act_func"):
+    """Compare the kernels with TE's: the first difference, or None."""
+    if not hasattr(_mlp_module(), "_act_func"):
         return "this Transformer Engine has no place for it"
     try:
-        module._act_func("swiglu", _Delayed)
+        _mlp_module()._act_func("swiglu", SimpleNamespace(delayed=lambda: True))
     except Exception as error:
-        return f"this Transformer Engine looks activations up otherwise ({first_line(error)})"
-    return _wrong()
-
-
-def use(wanted: bool) -> None:
-    """From now on, for all models of the process, on Hopper; or TE's own kernels again."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        return
-    stand_in(_module(), "_act_func", _fused, wanted=wanted)
-
-
-def _fused(unfused: Any) -> Any:
-    def act_func(activation: str, recipe: Any = None) -> tuple:
-        functions = unfused(activation, recipe)
-        if activation != "swiglu" or recipe is None or not recipe.delayed():
-            return functions
-        forward, backward, _ = functions
-        return _Forward(forward), backward, _Backward(backward)
-
-    return act_func
-
-
-def _module() -> Any:
-    return importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
-
-
-class _Delayed:
-    """A recipe as far as TE's lookup asks."""
-
-    @staticmethod
-    def delayed() -> bool:
-        return True
-
-
-class _Forward:
-    """`tex.swiglu`, fused with the cast where there is one: [T, 2F] and a quantizer -> [T, F]."""
-
-    def __init__(self, unfused: Any):
-        self.unfused = unfused
-
-    def __call__(self, x: Tensor, quantizer: Any, **settings: Any) -> Any:
-        if settings or not can_cast(quantizer, x):
-            return self.unfused(x, quantizer, **settings)
-        from te_models.kernels.swiglu_triton import swiglu_kernel
-
-        return _run(swiglu_kernel, [x], (x.shape[0], x.shape[1] // 2), quantizer)
-
-
-class _Backward:
-    """`tex.dswiglu` and the cast: [T, F], [T, 2F] and a quantizer -> no bias gradient, [T, 2F].
-
-    For layers without biases, as all of the suite's are.
-    """
-
-    def __init__(self, unfused: Any):
-        self.unfused = unfused
-
-    def __call__(self, grad: Tensor, x: Tensor, quantizer: Any, **settings: Any) -> tuple[None, Any]:
-        if settings or not can_cast(quantizer, x, grad):
-            return None, quantizer(self.unfused(grad, x, None, **settings))
-        from te_models.kernels.swiglu_triton import swiglu_backward_kernel
-
-        return None, _run(swiglu_backward_kernel, [grad, x], x.shape, quantizer)
-
-
-def _run(kernel: Any, read: list[Tensor], shape: tuple[int, ...], quantizer: Any) -> Any:
-    from te_models.kernels.swiglu_triton import launch
-
-    return write(functools.partial(launch, kernel, read), shape, quantizer, read[0].device)
-
-
-def _wrong() -> str | None:
-    """What the kernels do that TE's do not, on blocks that are full and not, or None."""
+        return f"this Transformer Engine looks activations up differently ({first_line(error)})"
     tex = importlib.import_module("transformer_engine_torch")
     generator = torch.Generator("cuda").manual_seed(0)
+    # Sizes leave the last blocks partly empty.
     x = torch.randn(208, 2 * 176, device="cuda", generator=generator).mul(2).bfloat16()
     grad = torch.randn(208, 176, device="cuda", generator=generator).bfloat16()
     try:
-        mine, theirs = (trial_quantizer(tex.DType.kFloat8E4M3) for _ in range(2))
-        forward = differs(_Forward(tex.swiglu)(x, mine), tex.swiglu(x, theirs), mine, theirs)
-        mine, theirs = (trial_quantizer(tex.DType.kFloat8E5M2) for _ in range(2))
-        found = _Backward(tex.dswiglu)(grad, x, mine)[1]
-        backward = differs(found, theirs(tex.dswiglu(grad, x, None)), mine, theirs)
-    except Exception as error:  # Triton's compiler, or another TE
+        ours, tes = (_trial_quantizer(tex.DType.kFloat8E4M3) for _ in range(2))
+        wrong = difference(swiglu(tex.swiglu, x, ours), tex.swiglu(x, tes), ours, tes)
+        ours, tes = (_trial_quantizer(tex.DType.kFloat8E5M2) for _ in range(2))
+        found = swiglu_backward(tex.dswiglu, grad, x, ours)[1]
+        wrong = wrong or difference(found, tes(tex.dswiglu(grad, x, None)), ours, tes)
+    except Exception as error:  # Triton's compiler, or another version of TE
         return f"it fails ({first_line(error)})"
-    return f"it computes another {forward or backward}" if forward or backward else None
+    return f"it computes another {wrong}" if wrong else None
+
+
+def _trial_quantizer(dtype: Any) -> Any:
+    """Return a delayed-scaling quantizer whose scale and amax are views, as in training.
+
+    Triton compiles by alignment, which such views do not have.
+    """
+    scale, amax = torch.full((4,), 37.3, device="cuda"), torch.zeros(4, device="cuda")
+    quantizer = _float8_tensor().Float8Quantizer(scale[3:], amax[3:], dtype)
+    quantizer.internal = True
+    return quantizer
+
+
+def difference(found: Any, expected: Any, ours: Any, tes: Any) -> str | None:
+    """Name the part of a quantized tensor, or of its quantizer, that is not as expected, or None."""
+    if not torch.allclose(ours.amax, tes.amax, rtol=1e-6):
+        return "amax"
+    if not torch.equal(found._scale_inv.flatten(), expected._scale_inv.flatten()):
+        return "scale"
+    for name, used in (("_data", ours.rowwise_usage), ("_transpose", ours.columnwise_usage)):
+        if not used:
+            continue
+        a, b = (getattr(t, name).view(torch.uint8) for t in (found, expected))
+        # FP8 bits of one sign grow with the magnitude, so neighbours differ by 1.
+        distance = (a.to(torch.int16) - b.to(torch.int16)).abs()
+        if a.shape != b.shape or distance.max() > 1 or distance.float().mean() > ROUNDED_DIFFERENTLY:
+            return name.strip("_")
+    return None
+
+
+def _mlp_module() -> Any:
+    return importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
+
+
+def _float8_tensor() -> Any:
+    return importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")

@@ -1,4 +1,8 @@
-"""The CUDA kernels of the loss: cross entropy in two passes over a row, not a dozen, and scaled copies."""
+"""CUDA kernels of `te_models.loss` and `te_models.loss_fp8`.
+
+T tokens, D hidden size, V vocabulary. A matrix that two FP8 GEMMs read is written in both layouts, `rows` and
+`columns` (transposed), see `fp8_triton`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from torch import Tensor
 
 from te_models.kernels.fp8_triton import block, store_columns, to_fp8
 
-BLOCK_ROWS, BLOCK_COLUMNS = 128, 64  # of casts in both layouts
+CAST_BLOCK = {"ROWS": 128, "COLUMNS": 64}  # of casts in both layouts
 
 
 @triton.jit
@@ -25,13 +29,13 @@ def cross_entropy_kernel(
     WRITE_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row: an online softmax, then (for the gradient) a second pass that overwrites the row."""
+    """Process one row per program: an online softmax, then a second pass that writes the gradient."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     label = tl.load(labels + row)
     valid = label != ignore
     top = -float("inf")
-    best = tl.zeros([], tl.int32)  # where the first of the largest logits stands
+    best = tl.zeros([], tl.int32)  # index of the first maximum
     total = 0.0
     for start in range(0, vocab, BLOCK):
         columns = start + tl.arange(0, BLOCK)
@@ -59,61 +63,43 @@ def cross_entropy_kernel(
 def cross_entropy(
     logits: Tensor, labels: Tensor, *, ignore: int, write_grad: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss (float32), correct predictions (int64) and rows' logs of summed exponentials (float32).
+    """Return the summed loss (float32), correct predictions (int64) and each row's log-sum-exp (float32).
 
-    `logits` are row-contiguous [rows, V], and overwritten by their gradient if asked.
+    `logits` are row-contiguous [rows, V]; `write_grad` overwrites them with their gradient.
     """
     rows, vocab = logits.shape
     loss, log_sum = (torch.empty(rows, device=logits.device, dtype=torch.float32) for _ in range(2))
     correct = torch.empty(rows, device=logits.device, dtype=torch.int32)
-    cross_entropy_kernel[(rows,)](
-        *(logits, labels, loss, correct, log_sum),
-        *(logits.stride(0), vocab, ignore, write_grad),
-        BLOCK=8192,
-        num_warps=16,
-    )
+    sizes = logits.stride(0), vocab, ignore, write_grad
+    cross_entropy_kernel[(rows,)](logits, labels, loss, correct, log_sum, *sizes, BLOCK=8192, num_warps=16)
     return loss.sum(), correct.sum(), log_sum
 
 
 @triton.jit
-def cast_kernel(
-    matrix,
-    rows,
-    columns,
-    scale,
-    height,
-    width,
-    WITH_COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """`matrix` [height, width] times `scale` to E4M3, as it is and transposed."""
+def cast_kernel(matrix, rows, columns, scale, height, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Cast `matrix` [height, width] times `scale` to E4M3, also transposed unless `columns` is None."""
     quads, f, inside = block(height, width, ROWS, COLUMNS)
     factor = tl.load(scale)
     packed = tl.zeros((ROWS // 4, COLUMNS), tl.uint32)
     for i in tl.static_range(4):
         at = (quads * 4 + i)[:, None] * width + f[None, :]
-        bits = to_fp8(tl.load(matrix + at, mask=inside, other=0.0).to(tl.float32), factor, 448.0, False)
+        bits = to_fp8(tl.load(matrix + at, mask=inside, other=0.0).to(tl.float32), factor, False)
         tl.store(rows + at, bits, mask=inside)
         packed |= bits.to(tl.uint32) << (8 * i)
-    if WITH_COLUMNS:
+    if columns is not None:
         store_columns(packed, columns, height // 4, quads, f, inside)
 
 
 def cast_both(matrix: Tensor, scale: Tensor, *, columns: bool) -> tuple[Tensor, Tensor | None]:
-    """`matrix` [M, N] times the float32 scalar `scale` in E4M3, [M, N], and [N, M] if `columns`.
+    """Cast `matrix` [M, N] times the float32 scalar `scale` to E4M3 [M, N], and [N, M] if `columns`.
 
     M must be a multiple of 4.
     """
     matrix, (height, width) = matrix.contiguous(), matrix.shape
     rows = matrix.new_empty(height, width, dtype=torch.uint8)
     turned = matrix.new_empty(width, height, dtype=torch.uint8) if columns else None
-    cast_kernel[_blocks(height, width)](
-        *(matrix, rows, turned.view(torch.int32) if columns else scale, scale, height, width, columns),
-        ROWS=BLOCK_ROWS,
-        COLUMNS=BLOCK_COLUMNS,
-        num_warps=8,
-    )
+    quads = turned.view(torch.int32) if columns else None  # [N, M/4]
+    cast_kernel[_grid(height, width)](matrix, rows, quads, scale, height, width, **CAST_BLOCK, num_warps=8)
     return rows.view(torch.float8_e4m3fn), turned.view(torch.float8_e4m3fn) if columns else None
 
 
@@ -133,9 +119,9 @@ def gradient_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """softmax(logits) but zero at the label, times `scale`, to E5M2, as it is and transposed.
+    """Cast softmax(logits), zeroed at the label, times `scale` to E5M2, in both layouts.
 
-    `sums` [blocks of columns, height]: of what a row of this block came to.
+    `sums` [column blocks, height]: each row's sum of the cast values in this block.
     """
     quads, f, inside = block(height, vocab, ROWS, COLUMNS)
     packed = tl.zeros((ROWS // 4, COLUMNS), tl.uint32)
@@ -146,7 +132,7 @@ def gradient_kernel(
         at = t[:, None] * vocab + f[None, :]
         x = tl.load(logits + at, mask=inside, other=-float("inf")).to(tl.float32)
         grad = tl.where(f[None, :] == label, 0.0, tl.exp(x - log_sum))
-        bits = to_fp8(tl.where(label != ignore, grad, 0.0), scale, 57344.0, True)
+        bits = to_fp8(tl.where(label != ignore, grad, 0.0), scale, True)
         tl.store(rows + at, bits, mask=inside)
         packed |= bits.to(tl.uint32) << (8 * i)
         total = tl.sum(bits.to(tl.float8e5, bitcast=True).to(tl.float32), axis=1)
@@ -157,25 +143,20 @@ def gradient_kernel(
 def gradient_both(
     logits: Tensor, labels: Tensor, log_sum: Tensor, columns: Tensor, at: int, *, ignore: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """See `loss_fp8.cast_gradient`; rows, `at` and the width of `columns` multiples of 4."""
+    """Implement `loss_fp8.cast_gradient`; rows, `at` and the width of `columns` are multiples of 4."""
     height, vocab = logits.shape
     rows = logits.new_empty(height, vocab, dtype=torch.uint8)
-    quads = columns.view(torch.int32)  # [V, width / 4]
-    blocks = _blocks(height, vocab)
-    sums = logits.new_empty(blocks[1], height, dtype=torch.float32)
-    gradient_kernel[blocks](
-        *(logits, labels, log_sum, rows, quads[:, at // 4 :], sums),
-        *(height, vocab, quads.stride(0), ignore, scale),
-        ROWS=BLOCK_ROWS,
-        COLUMNS=BLOCK_COLUMNS,
-        num_warps=8,
-    )
+    quads = columns.view(torch.int32)  # [V, width/4]
+    grid = _grid(height, vocab)
+    sums = logits.new_empty(grid[1], height, dtype=torch.float32)
+    tensors = logits, labels, log_sum, rows, quads[:, at // 4 :], sums
+    gradient_kernel[grid](*tensors, height, vocab, quads.stride(0), ignore, scale, **CAST_BLOCK, num_warps=8)
     return rows.view(torch.float8_e5m2), sums.sum(0) / -scale
 
 
 @triton.jit
 def label_rows_kernel(grad_hidden, weight, labels, at_label, width, BLOCK: tl.constexpr):
-    """One program a token and block of the hidden size."""
+    """Add `at_label` times the label's row of `weight` to a block of one token's gradient."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     label = tl.load(labels + row)
@@ -186,7 +167,7 @@ def label_rows_kernel(grad_hidden, weight, labels, at_label, width, BLOCK: tl.co
 
 
 def add_label_rows_(grad_hidden: Tensor, weight: Tensor, labels: Tensor, at_label: Tensor) -> None:
-    """See `loss_fp8.add_label_rows_`; contiguous, BF16."""
+    """Implement `loss_fp8.add_label_rows_` on contiguous BF16 tensors."""
     tokens, width = grad_hidden.shape
     grid = tokens, triton.cdiv(width, 1024)
     label_rows_kernel[grid](grad_hidden, weight.contiguous(), labels, at_label, width, BLOCK=1024)
@@ -204,9 +185,10 @@ def to_label_rows_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A label's first token in `labels`, which are sorted, adds up all of them; the other programs leave.
+    """Add all tokens of one label to its row of `grad_weight`, in the program of the label's first token.
 
-    `order`: where a sorted one stands in `hidden` and `at_label`. `ends`: where its label's tokens end.
+    `labels` are sorted; `order` holds their indices in `hidden` and `at_label`, `ends` the end of each one's
+    run of equal labels.
     """
     first = tl.program_id(0)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -228,18 +210,16 @@ def to_label_rows_kernel(
 
 
 def add_to_label_rows_(grad_weight: Tensor, hidden: Tensor, labels: Tensor, at_label: Tensor) -> None:
-    """See `loss_fp8.add_to_label_rows_`; contiguous, `hidden` in BF16."""
+    """Implement `loss_fp8.add_to_label_rows_` on contiguous tensors, `hidden` in BF16."""
     tokens, width = hidden.shape
     labels, order = labels.sort(stable=True)
     ends = torch.searchsorted(labels, labels, right=True)
-    grid = tokens, triton.cdiv(width, 256)
-    to_label_rows_kernel[grid](
-        *(grad_weight, hidden.contiguous(), labels, order, ends, at_label, width), TOKENS=16, BLOCK=256
-    )
+    tensors = grad_weight, hidden.contiguous(), labels, order, ends, at_label
+    to_label_rows_kernel[tokens, triton.cdiv(width, 256)](*tensors, width, TOKENS=16, BLOCK=256)
 
 
-def _blocks(height: int, width: int) -> tuple[int, int]:
-    return triton.cdiv(height, BLOCK_ROWS), triton.cdiv(width, BLOCK_COLUMNS)
+def _grid(height: int, width: int) -> tuple[int, int]:
+    return triton.cdiv(height, CAST_BLOCK["ROWS"]), triton.cdiv(width, CAST_BLOCK["COLUMNS"])
 
 
 @triton.jit
@@ -250,9 +230,7 @@ def scaled_kernel(source, factor, target, numel, BLOCK: tl.constexpr):
 
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `loss.scaled`. torch multiplies by a scalar on the device at a quarter of this speed."""
-    target = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-    scaled_kernel[(triton.cdiv(tensor.numel(), 4096),)](
-        tensor.contiguous(), factor, target, tensor.numel(), BLOCK=4096
-    )
+    """Implement `loss.scaled`; torch multiplies by a scalar on the device at a quarter of this speed."""
+    target, numel = torch.empty(tensor.shape, dtype=dtype, device=tensor.device), tensor.numel()
+    scaled_kernel[(triton.cdiv(numel, 4096),)](tensor.contiguous(), factor, target, numel, BLOCK=4096)
     return target

@@ -1,7 +1,7 @@
-"""SwiGLU and the cast of its result to FP8, in both layouts, in one pass over memory; CUDA.
+"""CUDA kernels of `fused_swiglu`: SwiGLU and the FP8 cast of its result, in both layouts, in one pass.
 
-T tokens, F feed-forward size. TE computes that in two passes forward and two backward, through BF16; here it
-is one each. The numbers are TE's: computed in float32, the gradient rounded to BF16, then scaled and cast.
+T tokens, F feed-forward size. The numbers are TE's: computed in float32, the gradient rounded to BF16, then
+scaled and cast. `rows` and `columns` are None where a layout is not needed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,11 @@ def swiglu_kernel(
     amax,
     tokens,
     features,
-    LARGEST: tl.constexpr,
     E5M2: tl.constexpr,
-    WITH_ROWS: tl.constexpr,
-    WITH_COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    """silu(gate) * up of `inputs` [T, 2F], gate first, to FP8 [T, F] and [F, T]; the largest to `amax`."""
+    """Cast silu(gate) * up of `inputs` [T, 2F], gate first, to FP8 [T, F] and [F, T]; update `amax`."""
     quads, f, inside = block(tokens, features, TOKENS, FEATURES)
     factor = tl.load(scale)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
@@ -47,12 +44,12 @@ def swiglu_kernel(
         up = tl.load(at + features, mask=inside, other=0.0).to(tl.float32)
         product = gate * tl.sigmoid(gate) * up
         largest = tl.maximum(largest, tl.abs(product))
-        bits = to_fp8(product, factor, LARGEST, E5M2)
-        if WITH_ROWS:
+        bits = to_fp8(product, factor, E5M2)
+        if rows is not None:
             tl.store(rows + t * features + f[None, :], bits, mask=inside)
         packed |= bits.to(tl.uint32) << (8 * i)
     tl.atomic_max(amax, tl.max(largest))
-    if WITH_COLUMNS:
+    if columns is not None:
         store_columns(packed, columns, tokens // 4, quads, f, inside)
 
 
@@ -67,14 +64,14 @@ def swiglu_backward_kernel(
     amax,
     tokens,
     features,
-    LARGEST: tl.constexpr,
     E5M2: tl.constexpr,
-    WITH_ROWS: tl.constexpr,
-    WITH_COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    """Gradients of gate and up, from `grads` [T, F], to FP8 [T, 2F] and [2F, T]."""
+    """Cast the gradients of gate and up, given `grads` [T, F], to FP8 [T, 2F] and [2F, T]; update `amax`.
+
+    d gate = silu'(gate) * grad * up and d up = silu(gate) * grad; silu'(x) = x s (1 - s) + s, s = sigmoid(x).
+    """
     quads, f, inside = block(tokens, features, TOKENS, FEATURES)
     factor = tl.load(scale)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
@@ -93,50 +90,43 @@ def swiglu_backward_kernel(
         grad_gate = (slope * grad * up).to(tl.bfloat16).to(tl.float32)
         grad_up = (grad * (gate * sigmoid)).to(tl.bfloat16).to(tl.float32)
         largest = tl.maximum(largest, tl.maximum(tl.abs(grad_gate), tl.abs(grad_up)))
-        bits_gate = to_fp8(grad_gate, factor, LARGEST, E5M2)
-        bits_up = to_fp8(grad_up, factor, LARGEST, E5M2)
-        if WITH_ROWS:
+        bits_gate = to_fp8(grad_gate, factor, E5M2)
+        bits_up = to_fp8(grad_up, factor, E5M2)
+        if rows is not None:
             to = rows + t * (2 * features) + f[None, :]
             tl.store(to, bits_gate, mask=inside)
             tl.store(to + features, bits_up, mask=inside)
         packed_gate |= bits_gate.to(tl.uint32) << (8 * i)
         packed_up |= bits_up.to(tl.uint32) << (8 * i)
     tl.atomic_max(amax, tl.max(largest))
-    if WITH_COLUMNS:
+    if columns is not None:
         store_columns(packed_gate, columns, tokens // 4, quads, f, inside)
         store_columns(packed_up, columns, tokens // 4, quads, f + features, inside)
 
 
-def launch(
+def swiglu(x: Tensor, *outputs: Tensor | None, e5m2: bool) -> None:
+    """Run SwiGLU on contiguous BF16 `x` [T, 2F]; T a multiple of 4.
+
+    `outputs`: rows and columns (uint8 or None), scale, its inverse and amax (one float32 each).
+    """
+    _launch(swiglu_kernel, (x,), *outputs, e5m2=e5m2)
+
+
+def swiglu_backward(grad: Tensor, x: Tensor, *outputs: Tensor | None, e5m2: bool) -> None:
+    """Run SwiGLU's backward on contiguous BF16 `grad` [T, F] and `x` [T, 2F]; `outputs` as for `swiglu`."""
+    _launch(swiglu_backward_kernel, (grad, x), *outputs, e5m2=e5m2)
+
+
+def _launch(
     kernel: triton.JITFunction,
-    read: list[Tensor],
+    inputs: tuple[Tensor, ...],
     rows: Tensor | None,
     columns: Tensor | None,
-    *,
-    scale: Tensor,
-    scale_inverse: Tensor,
-    amax: Tensor,
+    *scalars: Tensor,
     e5m2: bool,
 ) -> None:
-    """Run a kernel on contiguous BF16 tensors, the last of them [T, 2F].
-
-    `rows` and `columns`, where they are wanted, are uint8; `scale`, `scale_inverse` and `amax` one float32.
-    """
-    tokens, features = read[-1].shape[0], read[-1].shape[1] // 2
-    kernel[(triton.cdiv(tokens, BLOCK_TOKENS), triton.cdiv(features, BLOCK_FEATURES))](
-        *read,
-        scale if rows is None else rows,  # not written without WITH_ROWS
-        scale if columns is None else columns.view(torch.int32),
-        scale,
-        scale_inverse,
-        amax,
-        tokens,
-        features,
-        LARGEST=57344.0 if e5m2 else 448.0,
-        E5M2=e5m2,
-        WITH_ROWS=rows is not None,
-        WITH_COLUMNS=columns is not None,
-        TOKENS=BLOCK_TOKENS,
-        FEATURES=BLOCK_FEATURES,
-        num_warps=8,
-    )
+    tokens, features = inputs[-1].shape[0], inputs[-1].shape[1] // 2
+    quads = None if columns is None else columns.view(torch.int32)  # [F or 2F, T/4]
+    grid = triton.cdiv(tokens, BLOCK_TOKENS), triton.cdiv(features, BLOCK_FEATURES)
+    sizes = {"TOKENS": BLOCK_TOKENS, "FEATURES": BLOCK_FEATURES}
+    kernel[grid](*inputs, rows, quads, *scalars, tokens, features, E5M2=e5m2, **sizes, num_warps=8)

@@ -15,20 +15,20 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
-def needs_it():
+def needs_flash_attention_4():
     if reason := flash_attention.why_not(64):
         pytest.skip(reason)
 
 
 @pytest.mark.parametrize("layers", ["--use_te", ""], ids=["te", "hf"])
 @pytest.mark.parametrize("packing", ["", "--no_packing"], ids=["packed", "padded"])
-def test_a_run_takes_it_and_learns_the_same(tmp_path, layers, packing):
+def test_a_run_uses_it_and_learns_the_same(tmp_path, layers, packing):
     flags = SMALL.replace("--use_te", layers).replace("--deterministic", packing) + " --no_export"
     train(tmp_path / "flash", flags)
     train(tmp_path / "other", f"{flags} --no_flash_attention")
     environments = [json.loads((tmp_path / n / "env.json").read_text()) for n in ("flash", "other")]
-    taken = [env["flash_attention"] for env in environments]
-    assert taken == [flash_attention.installed(), None]
+    versions = [env["flash_attention"] for env in environments]
+    assert versions == [flash_attention.installed(), None]
     if layers:
         assert [env["attention_backend"] for env in environments] == ["flash", "fused"]
     found, expected = losses(tmp_path / "flash"), losses(tmp_path / "other")
@@ -60,30 +60,27 @@ def test_packed_attention_and_its_gradients(heads):
         out.backward(grad.to(dtype))
         return [out, *(t.grad for t in inputs)]
 
-    expected = run(torch.float32)  # by the definition
-    packed_attention.use_flash_attention_4()
-    try:
+    expected = run(torch.float32)  # runs the definition
+    with packed_attention.enabled():
         found = run(torch.bfloat16)
-        assert flash_attention.wrong(packed_attention.attend_packed, *heads) is None
-    finally:
-        packed_attention.use_torch()
+    assert packed_attention.self_test(*heads) is None
     for a, b in zip(found, expected, strict=True):
         assert (a.float() - b).norm() / b.norm() < 1e-2
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("heads", [(32, 8, 64), (8, 8, 128)])
-def test_the_trial_finds_the_installed_version_right_and_a_broken_one_wrong(heads, packed, monkeypatch):
+def test_the_self_test_passes_the_installed_version_and_fails_a_broken_one(heads, packed, monkeypatch):
     module = importlib.import_module(flash_attention.MODULE)
     for deterministic in (False, True):
         attend = flash_attention.as_te_calls(packed=packed, deterministic=deterministic)
-        assert flash_attention.wrong(attend, *heads) is None
+        assert flash_attention.self_test(attend, *heads) is None
     name = "flash_attn_varlen_func" if packed else "flash_attn_func"
     right = getattr(module, name)
 
-    def zeros(*args, **kwargs):  # what 4.0.0b30 and later make of TE's window
+    def zeros(*args, **kwargs):  # as 4.0.0b30 and later do for TE's window
         out = right(*args, **kwargs)
         return 0 * (out[0] if isinstance(out, tuple) else out)
 
     monkeypatch.setattr(module, name, zeros)
-    assert "wrong attention" in flash_attention.wrong(flash_attention.as_te_calls(packed=packed), *heads)
+    assert "wrong attention" in flash_attention.self_test(flash_attention.as_te_calls(packed=packed), *heads)

@@ -10,7 +10,8 @@ import te_models.decoder
 import te_models.hugging_face
 from core.recipes import TE_RECIPES
 from te_models.build import export_tensors, weight_source
-from te_models.kernels import fused_residual, rotation
+from te_models.kernels import fused_residual, rope
+from te_models.kernels.selection import Kernels
 from te_models.loss import linear_cross_entropy
 from te_models.options import NativeOptions
 from te_models.weights import load_te
@@ -257,19 +258,19 @@ def test_rows_of_one_sequence_and_of_several_take_turns(name, recompute):
             assert name or (grads[key] - grad).norm() / grad.norm() < 1e-2, key
 
 
-def test_kernels_that_rotate_wrongly_are_found(monkeypatch):
-    from te_models.kernels import rotation_triton
+def test_the_self_test_of_rope_finds_wrong_kernels(monkeypatch):
+    from te_models.kernels import rope_triton
 
-    assert rotation.why_not(32, 8, 128) is None and rotation.why_not(14, 2, 64) is None
-    split = rotation_triton.split
-    monkeypatch.setattr(rotation_triton, "split", lambda *given: tuple(part * 2 for part in split(*given)))
-    assert rotation.why_not(6, 2, 48) == "it computes another query"
+    assert rope.why_not(32, 8, 128) is None and rope.why_not(14, 2, 64) is None
+    split = rope_triton.split_qkv
+    monkeypatch.setattr(rope_triton, "split_qkv", lambda *args: tuple(part * 2 for part in split(*args)))
+    assert rope.why_not(6, 2, 48) == "it computes another query"
 
 
 @pytest.mark.parametrize("lengths", [[256], [100, 156]], ids=["rows", "packed"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
-def test_rotation_in_one_pass_is_tes_own(family, lengths):
-    """Without positions TE splits and rotates; cosines differ in a last bit here and there."""
+def test_fused_qkv_rope_computes_what_te_does(family, lengths):
+    """Without positions TE splits and applies RoPE itself; cosines differ in a last bit here and there."""
     model = build(plan(family=family), use_te=True, packed=True)
     inputs = batch([lengths] * 8, packed=True)
     loss, grads = step(model, inputs, bf16())
@@ -301,18 +302,16 @@ def test_residuals_added_in_norms_are_tes_own(family, name, options, monkeypatch
     if name == "delayed":
         step(model, inputs, autocast)
     loss, wanted = step(model, inputs, autocast)
-    fused_residual.use(True)
-    try:
-        model, taken = build_(native=NativeOptions(residuals_in_norms=True)), []
-        pop = fused_residual._take
-        monkeypatch.setattr(fused_residual, "_take", lambda x: taken.append(pop(x)) or taken[-1])
+    added = []
+    pop = fused_residual._pop_pending
+    monkeypatch.setattr(fused_residual, "_pop_pending", lambda x: added.append(pop(x)) or added[-1])
+    with fused_residual.enabled():
+        model = build_(native=NativeOptions(kernels=Kernels(qkv_rope=True, residual_gradients=True)))
         if name == "delayed":
             step(model, inputs, autocast)
-            taken.clear()
+            added.clear()
         found, grads = step(model, inputs, autocast)
-    finally:
-        fused_residual.use(False)
-    assert sum(one is not None for one in taken) == 2 * len(model.layers)
+    assert sum(one is not None for one in added) == 2 * len(model.layers)
     assert found == pytest.approx(loss, rel=1e-5)
     for key, grad in wanted.items():
         assert (grads[key] - grad).norm() / grad.norm() < ROUNDED_ONCE_LESS[name], key

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from te_models.build import export_tensors, plan_model, refuse_te
 from te_models.decoder import rope_angles
 from te_models.families import FAMILIES, head_dim
-from te_models.kernels.rotation import rotation_table, split_and_rotate
+from te_models.kernels.rope import rope_table, split_qkv_rope
 from te_models.presets import LOCAL_PRESETS, PRESETS
 from tests.gpu.models import batch, build, perturbed, plan
 from training.tracking.metrics import COUNTED
@@ -214,15 +214,15 @@ def test_a_window_of_mistral_that_holds_every_position_is_none():
     refuse_te("some/model", config_of("mistral", sliding_window=None))
 
 
-def test_the_definition_that_rotation_is_tried_against_is_transformers():
+def test_the_reference_of_the_rope_kernel_is_transformers():
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
     config = config_of("llama", num_attention_heads=6, num_key_value_heads=2, head_dim=48)
     positions = torch.tensor([[3, 0, 1, 2, 30]])
     queries, keys, values = (torch.randn(5, heads, 48).bfloat16() for heads in (6, 2, 2))
     joint = torch.cat([queries.unflatten(1, (2, 3)), keys[:, :, None], values[:, :, None]], dim=2)
-    table = rotation_table(rope_angles(config, 32))
-    found = split_and_rotate(joint.flatten(1), table, positions[0], 2)
+    table = rope_table(rope_angles(config, 32))
+    found = split_qkv_rope(joint.flatten(1), table, positions[0], 2)
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
     expected = apply_rotary_pos_emb(
         *(t.float().transpose(0, 1)[None] for t in (queries, keys)), cos.float(), sin.float()

@@ -1,5 +1,7 @@
-"""Gradients of residual connections that norms add: the chain, on stand-ins for TE's layer and extension."""
+"""Residual gradients added in the norms' backward, on stand-ins for TE's layer and extension."""
 
+import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -7,13 +9,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from core.errors import UserError
 from te_models.kernels import fused_residual
+from te_models.kernels.fused_residual import enabled, fuse_residual_gradients
 
 WIDTH = 16
 
 
 class Extension(SimpleNamespace):
-    """The two functions of transformer_engine_torch, and how often the second was called."""
+    """Stand-in for transformer_engine_torch; `sums` counts the calls of its second function."""
 
     def __init__(self):
         super().__init__(rmsnorm_bwd=self.plain, rmsnorm_bwd_add=self.with_sum, sums=0)
@@ -31,11 +35,11 @@ class Extension(SimpleNamespace):
 
 
 @pytest.fixture
-def extension(monkeypatch):
-    found = Extension()
-    monkeypatch.setattr(fused_residual, "_extension", lambda: found)
-    yield found
-    fused_residual._waiting.clear()
+def tex(monkeypatch):
+    stand_in = Extension()
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", stand_in)
+    yield stand_in
+    fused_residual._pending.clear()
 
 
 class Norm(torch.autograd.Function):
@@ -49,14 +53,14 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         flat, scale, weight = ctx.saved_tensors
-        of_x, of_weight = fused_residual._extension().rmsnorm_bwd(
+        of_x, of_weight = sys.modules["transformer_engine_torch"].rmsnorm_bwd(
             gradient.reshape(-1, WIDTH), flat, scale, weight, 0, False
         )
         return of_x.view_as(gradient), of_weight
 
 
 class Layer(nn.Module):
-    """As te.TransformerLayer; with `inner_norm` the attention has a norm of something else, as Qwen3's."""
+    """Stand-in for te.TransformerLayer; `inner_norm` adds a norm inside the attention branch, as in Qwen3."""
 
     def __init__(self, inner_norm: bool = False):
         super().__init__()
@@ -95,53 +99,48 @@ RUNS = {
 
 @pytest.mark.parametrize("inner_norm", [False, True])
 @pytest.mark.parametrize("run", RUNS)
-def test_gradients_are_those_of_separate_sums(run, inner_norm, extension):
+def test_gradients_are_those_of_separate_sums(run, inner_norm, tex):
     torch.manual_seed(0)
     layers, x = [Layer(inner_norm) for _ in range(3)], torch.randn(2, 5, WIDTH, dtype=torch.float64)
     expected = gradients(layers, x, RUNS[run])
-    assert extension.sums == 0
+    assert tex.sums == 0
     for layer in layers:
-        fused_residual.add_in_norms(layer)
-    fused_residual.use(True)
-    fused_residual.use(True)  # changes nothing
-    for _ in range(2):
-        for mine, other in zip(gradients(layers, x, RUNS[run]), expected, strict=True):
-            torch.testing.assert_close(mine, other)
-    assert extension.sums == 2 * 2 * len(layers)
-    fused_residual.use(False)
-    assert extension.rmsnorm_bwd == extension.plain
+        fuse_residual_gradients(layer)
+    with enabled():
+        for _ in range(2):
+            for found, wanted in zip(gradients(layers, x, RUNS[run]), expected, strict=True):
+                torch.testing.assert_close(found, wanted)
+    assert tex.sums == 2 * 2 * len(layers)
 
 
-def test_layers_keep_their_parameters_and_values(extension):
-    torch.manual_seed(0)
+def test_layers_keep_their_parameters_and_values(tex):
     layer, x = Layer(), torch.randn(4, WIDTH, dtype=torch.float64)
-    before, y = list(layer.state_dict()), layer(x)
-    fused_residual.add_in_norms(layer)
-    assert list(layer.state_dict()) == before and torch.equal(layer(x), y)
+    names, y = list(layer.state_dict()), layer(x)
+    fuse_residual_gradients(layer)
+    assert list(layer.state_dict()) == names and torch.equal(layer(x), y)
     with torch.no_grad():
         assert torch.equal(layer(x), y)
 
 
-def test_what_asks_for_more_than_a_sum_is_left_to_te(extension):
-    layer = Layer()
-    fused_residual.add_in_norms(layer)
+@pytest.mark.parametrize(
+    "other", [{"bias": torch.ones(1)}, {"drop_path": nn.Identity()}, {"frozen": True}], ids=str
+)
+def test_more_than_a_sum_is_left_to_te(other, tex):
+    layer, unfused = Layer(), []
+    layer._bias_dropout_add = lambda *args: unfused.append(args)
+    fuse_residual_gradients(layer)
     residual, branch = (torch.randn(4, WIDTH, requires_grad=True) for _ in range(2))
-    for bias, residual_, drop_path in (
-        (torch.ones(1), residual, None),
-        (None, residual.detach(), None),
-        (None, residual, nn.Identity()),
-    ):
-        summed = layer._bias_dropout_add(branch, bias, residual_, drop_path)
-        assert summed.grad_fn.name() != "_AddBackward"
+    if other.pop("frozen", False):
+        residual = residual.detach()
+    layer._bias_dropout_add(branch, other.get("bias"), residual, other.get("drop_path"))
+    assert unfused
 
 
-@pytest.mark.parametrize("patched", [True, False])
-def test_a_gradient_that_no_norm_takes_is_an_error(patched, extension):
-    """Of a residual that has no norm, or where TE's function is not the changed one."""
+@pytest.mark.parametrize("switch", [enabled, nullcontext], ids=["no-norm", "not-enabled"])
+def test_a_gradient_that_no_norm_adds_is_an_error(switch, tex):
     layer = Layer()
-    fused_residual.add_in_norms(layer)
-    fused_residual.use(patched)
+    fuse_residual_gradients(layer)
     residual, branch = (torch.randn(4, WIDTH, requires_grad=True) for _ in range(2))
-    with pytest.raises(RuntimeError, match="reached no norm; --no_fused_residuals"):
+    with switch(), pytest.raises(UserError, match="reached no norm; add --no_fused_residuals"):
         layer._bias_dropout_add(branch, None, residual).sum().backward()
-    assert not fused_residual._waiting
+    assert not fused_residual._pending

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from core.errors import UserError
 from te_models import hugging_face
 from te_models.build import ModelPlan, build_model, plan_model
 from te_models.families import FAMILIES
@@ -138,7 +139,7 @@ def test_the_operator_keeps_torch_s_contract():
         ("gpt2", {}, "dropout"),
         ("gpt_oss", {}, "a window"),
         ("stablelm", {}, "do not reach"),
-        ("falcon", {}, "no function that can be replaced"),
+        ("falcon", {}, "not a replaceable function"),
     ],
 )
 def test_attention_that_is_more_than_causal_stays_transformers_own(model_type, changes, reason):
@@ -154,7 +155,7 @@ def test_what_attention_does_not_compute_is_refused_when_it_comes_up_later():
     model = build("llama", packed=False)
     for layer in model.model.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    with pytest.raises(RuntimeError, match="LlamaAttention: attention with dropout reached packed_causal"):
+    with pytest.raises(UserError, match="LlamaAttention calls packed_causal attention with dropout"):
         model(**inputs([8]))
 
 

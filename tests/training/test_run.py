@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from benchmarks.report import main as report
 from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
 from te_models.build import plan_model
-from training import kernels, outcome
+from training import outcome
 from training.checkpoint import run_folder
 from training.checkpoint.run_folder import check_resume, train_losses
 from training.config import config_from_dict, parse_config
@@ -30,7 +30,6 @@ from training.parallel.watchdog import Watchdog
 from training.precision.recipes import Precision
 from training.run import Run, main
 from training.steps import count_steps
-from training.tracking.metrics import ModelShape
 from training.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -770,106 +769,3 @@ def test_what_a_gpu_cannot_hold_is_refused_unless_it_only_evaluates(max_steps):
         return check_memory(cfg, model, *kept, 10**6)
     with pytest.raises(RuntimeError, match=r"--model_name tiny-llama, on one GPU: .* which has 0\.0 GB"):
         check_memory(cfg, model, *kept, 10**6)
-
-
-@pytest.fixture
-def choose(monkeypatch):
-    """What kernels a run with these settings takes, of which none is found wrong unless patched."""
-    monkeypatch.setattr(kernels.rotation, "why_not", lambda *heads: None)
-    monkeypatch.setattr(kernels.fused_residual, "why_not", lambda width: None)
-    monkeypatch.setattr(kernels.fused_residual, "use", lambda wanted: None)
-    monkeypatch.setattr(kernels.fused_swiglu, "why_not", lambda: None)
-    monkeypatch.setattr(kernels.fused_swiglu, "use", lambda wanted: None)
-    monkeypatch.setattr(kernels.fused_norm, "why_not", lambda width: None)
-    monkeypatch.setattr(kernels.fused_norm, "use", lambda wanted: None)
-    monkeypatch.setattr(kernels, "_choose_flash_attention", lambda *run: False)
-
-    def choose(settings, precision, device="cpu"):
-        shape = ModelShape(*[64] * 7)
-        return kernels.choose_kernels(config_from_dict(settings), precision, shape, torch.device(device))
-
-    return choose
-
-
-@pytest.mark.parametrize(
-    ("wrong", "settings", "backend", "taken"),
-    [
-        (None, {}, "native", True),
-        ("it computes another key", {}, "native", False),
-        (None, {"fp8_attention": True, "mixed_precision": "fp8"}, "native", False),
-        (None, {}, "emulated", False),
-    ],
-)
-def test_rotation_in_one_pass_is_taken_where_it_is_right(
-    wrong, settings, backend, taken, choose, monkeypatch, capsys
-):
-    monkeypatch.setattr(kernels.rotation, "why_not", lambda *heads: wrong)
-    taken_here = choose({"use_te": True} | settings, Precision("bf16", "bf16", te_backend=backend))
-    assert taken_here.one_pass_rotation == taken
-    assert (f"not split and rotated in one pass: {wrong}" in capsys.readouterr().out) == bool(wrong)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "settings", "backend", "taken"),
-    [
-        (None, {}, "native", True),
-        ("it computes another gradient", {}, "native", False),
-        (None, {"fused_residuals": False}, "native", False),
-        (None, {}, "emulated", False),
-    ],
-)
-def test_residuals_are_added_in_norms_where_that_is_right(
-    wrong, settings, backend, taken, choose, monkeypatch, capsys
-):
-    used = []
-    monkeypatch.setattr(kernels.fused_residual, "why_not", lambda width: wrong)
-    monkeypatch.setattr(kernels.fused_residual, "use", used.append)
-    taken_here = choose({"use_te": True} | settings, Precision("bf16", "bf16", te_backend=backend))
-    assert taken_here.residuals_in_norms == taken and used[-1:] == [taken] * (backend == "native")
-    assert (f"are added separately: {wrong}" in capsys.readouterr().out) == bool(wrong)
-
-
-@pytest.mark.parametrize(
-    ("module", "otherwise"),
-    [
-        (kernels.fused_swiglu, "SwiGLU is not fused with its casts"),
-        (kernels.fused_norm, "norms are not fused with their casts"),
-    ],
-    ids=["swiglu", "norm"],
-)
-@pytest.mark.parametrize(
-    ("wrong", "recipe", "backend", "used"),
-    [
-        (None, "delayed", "native", [True]),
-        ("it computes another amax", "delayed", "native", [False]),
-        (None, "current", "native", []),
-        (None, "delayed", "emulated", []),
-    ],
-)
-def test_casts_are_fused_under_delayed_scaling_where_that_is_right(
-    wrong, recipe, backend, used, module, otherwise, choose, monkeypatch, capsys
-):
-    found = []
-    monkeypatch.setattr(module, "why_not", lambda *width: wrong)
-    monkeypatch.setattr(module, "use", found.append)
-    settings = {"use_te": True, "mixed_precision": "fp8"}
-    choose(settings, Precision(recipe, recipe, te_backend=backend))
-    assert found == used
-    assert (f"WARNING: {otherwise}: {wrong}" in capsys.readouterr().out) == bool(wrong)
-
-
-def test_norms_are_tes_own_where_it_has_one_for_the_hidden_size(choose, monkeypatch):
-    found = []
-    monkeypatch.setattr(kernels.fused_norm, "why_not", lambda width: pytest.fail("tried"))
-    monkeypatch.setattr(kernels.fused_norm, "use", found.append)
-    monkeypatch.setattr(kernels.fused_norm, "TUNED_IN_TE", frozenset({64}))
-    precision = Precision("delayed", "delayed", te_backend="native")
-    choose({"use_te": True, "mixed_precision": "fp8"}, precision)
-    assert found == [False]
-
-
-def test_an_fp8_lm_head_whose_kernels_are_wrong_here_is_refused(choose, monkeypatch):
-    monkeypatch.setattr(kernels.loss_fp8, "why_not", lambda: "it computes another GEMM")
-    settings, precision = {"mixed_precision": "fp8", "fp8_lm_head": True}, Precision("fp8", "tensorwise")
-    with pytest.raises(RuntimeError, match="--fp8_lm_head: on this machine it computes another GEMM; drop"):
-        choose(settings, precision, device="cuda")

@@ -209,7 +209,7 @@ def flash_attention() -> Iterator[Finding]:
     yield Finding("ok", f"FlashAttention {said} (optional)", data={"flash_attention": found})
     if reason := flash_attention_4.why_not(FLASH_TRIAL[-1]):
         yield Finding("note", f"runs do not take FlashAttention 4: {reason}")
-    elif wrong := flash_attention_4.wrong_in_te(*FLASH_TRIAL, packed=True):
+    elif wrong := flash_attention_4.self_test_te(*FLASH_TRIAL, packed=True):
         yield Finding("warn", f"runs do not take FlashAttention 4: {wrong}", pip(flash_attention_4.INSTALL))
     else:
         yield Finding("ok", "FlashAttention 4 computes what it should: runs with BF16 attention take it")

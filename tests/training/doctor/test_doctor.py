@@ -568,7 +568,9 @@ def test_flash_attention_4_is_tried(says, gpu, monkeypatch, missing, wrong, stat
     tried = []
     monkeypatch.setattr(flash_attention, "why_not", lambda size: missing)
     monkeypatch.setattr(flash_attention, "as_te_calls", lambda **how: how)
-    monkeypatch.setattr(flash_attention, "wrong", lambda how, *heads: tried.append((how, *heads)) or wrong)
+    monkeypatch.setattr(
+        flash_attention, "self_test", lambda how, *heads: tried.append((how, *heads)) or wrong
+    )
     code, findings = says("flash")
     assert code == 0 and findings[0]["status"] == "ok" and text in findings[1]["text"]
     forms = [] if missing else [True] if wrong else [True, False]

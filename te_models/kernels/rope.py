@@ -1,0 +1,113 @@
+"""QKV split and RoPE of te.TransformerLayer in one pass over memory (`rope_triton`).
+
+TE copies the queries out of the QKV projection, applies RoPE to queries and keys in a pass each, keeps the
+projection in memory for the values, and joins the gradients in one more copy. Here everything is read and
+written once, forward and backward.
+
+T tokens (of rows [B, S], or packed [T]), H query heads, G key/value groups, R = H / G, K head size,
+P positions.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from core.errors import first_line
+
+# Arguments of te.TransformerLayer that its attention reads; TE versions differ.
+ATTENTION_ARGUMENTS = (
+    *("attn_mask_type", "window_size", "pad_between_seqs"),
+    *("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"),
+)
+
+
+class Rope(NamedTuple):
+    """Value of `rotary_pos_emb` for layers changed by `fuse_qkv_rope`."""
+
+    table: Tensor  # [P, K] float32: cosines of the K/2 angles, then their sines
+    positions: Tensor  # [B, S] or [T] int64, contiguous
+
+
+def rope_table(angles: Tensor) -> Tensor:
+    """Convert TE's angles, [P, 1, 1, K] float32 with equal halves, to `Rope.table`."""
+    half = angles.flatten(1)[:, : angles.shape[-1] // 2]  # [P, K/2]
+    return torch.cat([half.cos(), half.sin()], dim=-1)  # [P, K]
+
+
+def fuse_qkv_rope(layer: nn.Module) -> None:
+    """Let a te.TransformerLayer accept a `Rope`. Parameters and results stay the same.
+
+    For attention without dropout, query/key norms and FP8.
+    """
+    attention: Any = layer.self_attention
+    attention.forward = functools.partial(_attend, attention, attention.forward)
+
+
+def _attend(attention: Any, unfused: Any, hidden_states: Tensor, *args: Any, **arguments: Any) -> Any:
+    """Forward of te.MultiheadAttention with the projection split by the kernel."""
+    rope = arguments.get("rotary_pos_emb")
+    if not isinstance(rope, Rope):
+        return unfused(hidden_states, *args, **arguments)
+    first = arguments.get("is_first_microbatch")
+    qkv = attention.layernorm_qkv(hidden_states, is_first_microbatch=first)
+    parts = _SplitQKVRope.apply(qkv, *rope, attention.num_gqa_groups_per_partition)
+    passed_on = {name: arguments[name] for name in ATTENTION_ARGUMENTS if name in arguments}
+    attended = attention.core_attention(*parts, qkv_format=attention.qkv_format, **passed_on)
+    return attention.proj(attended, is_first_microbatch=first)
+
+
+class _SplitQKVRope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, table: Tensor, positions: Tensor, groups: int) -> tuple:
+        from te_models.kernels.rope_triton import split_qkv
+
+        ctx.save_for_backward(table, positions)
+        return split_qkv(qkv, table, positions, groups)
+
+    @staticmethod
+    def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple:
+        from te_models.kernels.rope_triton import join_qkv
+
+        return join_qkv(q, k, v, *ctx.saved_tensors), None, None, None
+
+
+def split_qkv_rope(qkv: Tensor, table: Tensor, positions: Tensor, groups: int) -> tuple:
+    """Plain reference of the kernel: [T, G*(R+2)*K] -> q [T, H, K] and k [T, G, K] with RoPE, v [T, G, K]."""
+    parts = qkv.unflatten(-1, (groups, -1, table.shape[1]))  # [T, G, R+2, K]
+    cos, sin = (half[:, None, None, :] for half in table[positions].chunk(2, dim=-1))  # [T, 1, 1, K/2]
+    x, y = parts[..., :-1, :].float().chunk(2, dim=-1)
+    rotated = torch.cat([x * cos - y * sin, y * cos + x * sin], dim=-1).to(qkv.dtype)  # [T, G, R+1, K]
+    return rotated[..., :-1, :].flatten(1, 2), rotated[..., -1, :], parts[..., -1, :]
+
+
+def why_not(heads: int, groups: int, size: int) -> str | None:
+    """Compare the kernels with the plain reference: the first difference, or None."""
+    # 37 tokens leave a block partly empty; Triton compiles separately for multiples of 16, as 48.
+    return next(filter(None, (_difference(heads, groups, size, tokens) for tokens in (37, 48))), None)
+
+
+def _difference(heads: int, groups: int, size: int, tokens: int) -> str | None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    random = functools.partial(torch.randn, device="cuda", generator=generator)
+    qkv = random(tokens, (heads + 2 * groups) * size).bfloat16().requires_grad_()
+    angles = torch.cat([random(64, size // 2)] * 2, dim=-1)[:, None, None, :]
+    table, positions = rope_table(angles), torch.arange(tokens, device="cuda").flip(0) + 11
+    expected = split_qkv_rope(qkv, table, positions, groups)
+    grads = [random(part.shape).bfloat16() for part in expected]
+    (expected_grad,) = torch.autograd.grad(expected, qkv, grads)
+    try:
+        found = _SplitQKVRope.apply(qkv, table, positions, groups)
+        (grad,) = torch.autograd.grad(found, qkv, grads)
+    except Exception as error:  # Triton's compiler may raise anything
+        return f"it fails ({first_line(error)})"
+    pairs = zip(
+        ("query", "key", "value", "gradient"), (*found, grad), (*expected, expected_grad), strict=True
+    )
+    for name, a, b in pairs:
+        if not torch.allclose(a, b, rtol=2**-7, atol=1e-4):  # the last bit of BF16
+            return f"it computes another {name}"
+    return None

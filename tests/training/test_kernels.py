@@ -1,0 +1,164 @@
+"""Selection of kernels: used where they apply and pass their self-test on every rank, and undone again."""
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from core.errors import EXIT_BAD_SETTING, UserError
+from te_models import loss_fp8, packed_attention
+from te_models.kernels import flash_attention, fused_residual, fused_swiglu, rope
+from te_models.kernels.selection import Kernels, patched
+from training import kernels
+from training.config import config_from_dict
+from training.precision.recipes import Precision
+from training.tracking.metrics import ModelShape
+
+PLAIN_ACT_FUNC = object()
+
+
+@pytest.fixture(autouse=True)
+def te(monkeypatch):
+    """TE's modules that kernels patch, on a Hopper, with no kernel found wrong."""
+    tex = SimpleNamespace(rmsnorm_bwd="plain", rmsnorm_bwd_add="fused")
+    mlp = SimpleNamespace(_act_func=PLAIN_ACT_FUNC)
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", tex)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.module.layernorm_mlp", mlp)
+    for module in (flash_attention, kernels):
+        monkeypatch.setattr(module, "on_hopper", lambda: True)
+    monkeypatch.setattr(flash_attention, "installed", lambda: "4.0.0b99")
+    for name in flash_attention.TE_SWITCHES:
+        monkeypatch.delenv(name, raising=False)
+    yield SimpleNamespace(tex=tex, mlp=mlp)
+    kernels._switches.close()
+
+
+@pytest.fixture
+def problems(monkeypatch):
+    """Problem that each kernel's self-test finds, by its field of `Kernels`; none unless set."""
+    found = dict.fromkeys(Kernels.__dataclass_fields__)
+    monkeypatch.setattr(loss_fp8, "why_not", lambda: found["fp8_lm_head"])
+    monkeypatch.setattr(flash_attention, "self_test", lambda *_: found["flash_attention"])
+    monkeypatch.setattr(rope, "why_not", lambda *heads: found["qkv_rope"])
+    monkeypatch.setattr(fused_residual, "why_not", lambda width: found["residual_gradients"])
+    monkeypatch.setattr(fused_swiglu, "why_not", lambda: found["swiglu"])
+    return found
+
+
+def choose(backend="native", recipe="delayed", device="cpu", **settings):
+    settings |= {"use_te": backend is not None, "mixed_precision": settings.get("mixed_precision", "fp8")}
+    precision = Precision(recipe, recipe, te_backend=backend)
+    shape = ModelShape(*[64] * 7)
+    return kernels.choose_kernels(config_from_dict(settings), precision, shape, torch.device(device))
+
+
+def used(selected: Kernels) -> set[str]:
+    return {name for name, on in vars(selected).items() if on}
+
+
+OF_TE = {"qkv_rope", "residual_gradients"}
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ({}, OF_TE | {"flash_attention", "swiglu"}),
+        ({"recipe": "current"}, OF_TE | {"flash_attention"}),
+        ({"recipe": "bf16", "mixed_precision": "bf16"}, OF_TE | {"flash_attention"}),
+        ({"fused_residuals": False}, {"qkv_rope", "flash_attention", "swiglu"}),
+        ({"flash_attention": False}, OF_TE | {"swiglu"}),
+        ({"fp8_attention": True}, {"residual_gradients", "swiglu"}),
+        ({"backend": "emulated", "te_backend": "emulated"}, set()),
+        ({"backend": None, "recipe": "tensorwise"}, {"flash_attention"}),
+        ({"backend": None, "recipe": "fp32", "mixed_precision": "fp32"}, set()),
+        ({"backend": None, "recipe": "tensorwise", "fp8_lm_head": True}, {"flash_attention"}),
+        ({"fp8_lm_head": True, "device": "cuda"}, OF_TE | {"flash_attention", "swiglu", "fp8_lm_head"}),
+    ],
+)
+def test_kernels_are_used_where_they_apply(how, expected, problems, capsys):
+    assert used(choose(**how)) == expected
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("kernel", [k for k in kernels.KERNELS if k.fallback], ids=lambda k: k.name)
+def test_a_kernel_that_fails_its_self_test_is_replaced_with_a_warning(kernel, problems, capsys):
+    problems[kernel.name] = "it computes zeros"
+    assert used(choose()) == (OF_TE | {"flash_attention", "swiglu"}) - {kernel.name}
+    assert f"WARNING: {kernel.fallback}: it computes zeros\n" in capsys.readouterr().out
+
+
+def test_a_wrong_fp8_lm_head_is_refused_since_nothing_replaces_it(problems):
+    problems["fp8_lm_head"] = "it computes another GEMM"
+    with pytest.raises(UserError, match=r"^--fp8_lm_head: on this machine it computes .*; drop it") as error:
+        choose(fp8_lm_head=True, device="cuda")
+    assert error.value.exit_code == EXIT_BAD_SETTING
+
+
+@pytest.mark.parametrize("other", [(True, "its cache is locked"), (False, None)], ids=["fails", "missing"])
+def test_a_kernel_that_fails_or_is_missing_on_one_rank_is_used_on_none(other, problems, monkeypatch, capsys):
+    def with_another_rank(test):
+        own = test()
+        return [own, other if own[0] else own]
+
+    monkeypatch.setattr(kernels.ranks, "run_on_all_ranks", with_another_rank)
+    assert used(choose()) == set() and os.environ["NVTE_FLASH_ATTN_V4"] == "0"
+    assert ("its cache is locked" in capsys.readouterr().out) == (other[1] is not None)
+
+
+def test_each_selection_undoes_the_one_before(problems, te):
+    choose()
+    patched_act_func = te.mlp._act_func
+    assert patched_act_func is not PLAIN_ACT_FUNC and callable(te.tex.rmsnorm_bwd)
+    choose()
+    assert te.mlp._act_func.args == patched_act_func.args == (PLAIN_ACT_FUNC,), "not patched twice"
+    choose(recipe="current", fused_residuals=False)
+    assert te.mlp._act_func is PLAIN_ACT_FUNC and te.tex.rmsnorm_bwd == "plain"
+
+
+def switches() -> set[str]:
+    return {name for name in flash_attention.TE_SWITCHES if os.environ.get(name) == "0"}
+
+
+def test_te_uses_flash_attention_4_only_if_it_passed(problems):
+    choose()
+    assert switches() == {"NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN_V3"}
+    for how in ({"flash_attention": False}, {"fp8_attention": True}):
+        choose(**how)
+        assert switches() == {"NVTE_FLASH_ATTN_V4"}, "TE would choose it untested"
+    problems["flash_attention"] = "it computes zeros"
+    choose()
+    assert switches() == {"NVTE_FLASH_ATTN_V4"}
+    choose(backend=None, recipe="tensorwise")
+    assert switches() == set()
+
+
+def test_the_users_own_switches_of_te_win(problems, monkeypatch):
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    assert not choose().flash_attention and switches() == {"NVTE_FLASH_ATTN"}
+
+
+def test_flash_attention_is_tested_in_the_forms_that_the_run_calls(problems, monkeypatch):
+    forms = []
+    monkeypatch.setattr(flash_attention, "as_te_calls", lambda **form: form)
+    monkeypatch.setattr(flash_attention, "self_test", lambda form, *heads: forms.append((form, heads)))
+    choose()
+    choose(packing=False, deterministic=True)
+    expected = [(True, False), (False, False), (False, True)]
+    assert forms == [({"packed": p, "deterministic": d}, (64, 64, 64)) for p, d in expected]
+    monkeypatch.setattr(
+        flash_attention, "self_test", lambda attend, *_: forms.append(packed_attention._flash_attention_4)
+    )
+    choose(backend=None, recipe="tensorwise")
+    assert forms[-1] and packed_attention._flash_attention_4
+    choose(backend=None, recipe="tensorwise", flash_attention=False)
+    assert not packed_attention._flash_attention_4
+
+
+def test_patched_restores_attributes_and_entries_even_after_an_error():
+    module, environment = SimpleNamespace(a=1), {"A": "1"}
+    with pytest.raises(KeyError), patched(module, a=2, b=3), patched(environment, A="2", B="3"):
+        assert (vars(module), environment) == ({"a": 2, "b": 3}, {"A": "2", "B": "3"})
+        raise KeyError
+    assert (vars(module), environment) == ({"a": 1}, {"A": "1"})
