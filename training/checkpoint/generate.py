@@ -1,4 +1,4 @@
-"""What an exported model says: its generation settings, and answers to prompts."""
+"""Generation with an exported model: its generation settings, and answers to prompts after training."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from core.errors import first_line
 
 
 def generation_config(plan: Any, tokenizer: Any, *, turn_end: int | None, own_tokenizer: bool) -> Any:
-    """The source model's, or one from its configuration.
+    """Return the source model's generation settings, or default ones.
 
-    Generation ends at the tokenizer's end, at `turn_end`, which closes an answer of its chat template, and,
-    with `own_tokenizer`, where it ended in the source: another tokenizer gives these ids to other tokens.
+    Generation ends at the tokenizer's EOS, at `turn_end`, which closes an answer of its chat template, and,
+    with `own_tokenizer`, at the source's EOS tokens: another tokenizer has other tokens under these ids.
     """
-    generation = _of_the_source(plan) or GenerationConfig.from_model_config(plan.config)
+    generation = _source_settings(plan) or GenerationConfig.from_model_config(plan.config)
     source = generation.eos_token_id if own_tokenizer else None
     ends = {*(source if isinstance(source, list) else [source]), tokenizer.eos_token_id, turn_end} - {None}
     generation.eos_token_id = sorted(ends) or None
@@ -26,50 +26,44 @@ def generation_config(plan: Any, tokenizer: Any, *, turn_end: int | None, own_to
     return generation
 
 
-def _of_the_source(plan: Any) -> Any | None:
-    """The generation settings beside the source's weights, if they can be saved again; said if not."""
+def _source_settings(plan: Any) -> Any | None:
+    """Load the source's generation_config.json; None, with a warning, if transformers rejects it."""
     path = plan.weights / "generation_config.json" if plan.weights else None
     if path is None or not path.exists():
         return None
     try:
         generation = GenerationConfig.from_pretrained(plan.weights)
-        if not _is_valid(generation):  # sampling settings without do_sample, in older folders
-            generation.do_sample = True
+        try:
+            generation.validate(strict=True)
+        except ValueError:
+            generation.do_sample = True  # older folders have sampling settings without it
             generation.validate(strict=True)
     except (ValueError, OSError) as error:
-        print(f"WARNING: {path} is not exported, transformers refuses it: {first_line(error)}", flush=True)
+        print(f"WARNING: {path} is not exported, transformers rejects it: {first_line(error)}", flush=True)
         return None
     return generation
 
 
-def _is_valid(generation: Any) -> bool:
-    try:
-        generation.validate(strict=True)
-    except ValueError:
-        return False
-    return True
-
-
-# What tokenizers take apart differently: contractions, digits, runs of spaces, scripts, code.
+# Text that tokenizers split differently: contractions, digits, runs of spaces, scripts, code.
 SAMPLE = "It's 3.14 x 1000 = 3140?\n\n   Gr\u00fc\u00dfe, \u4e16\u754c! def f(a_b):\treturn a_b\n"
 
 
 def reads_back(export: Path, tokenizer: Any, *, trust_remote_code: bool = False) -> bool:
-    """Whether transformers reads an exported folder's tokenizer as the one that the model was trained with.
+    """True if AutoTokenizer loads the export's tokenizer as the one that the model was trained with.
 
-    It takes classes of its own choice beside some models' configurations.
+    For some model types AutoTokenizer picks a different class.
     """
     try:
-        found = AutoTokenizer.from_pretrained(export, trust_remote_code=trust_remote_code)
-    except Exception:  # of any library or remote code; a finished run is not to fail by it
+        loaded = AutoTokenizer.from_pretrained(export, trust_remote_code=trust_remote_code)
+    except Exception:  # of any library or remote code; a finished run must not fail here
         return False
-    return found(SAMPLE)["input_ids"] == tokenizer(SAMPLE)["input_ids"]
+    return loaded(SAMPLE)["input_ids"] == tokenizer(SAMPLE)["input_ids"]
 
 
 def answer(
     export: Path, prompts: list[tuple[str, str]], device: torch.device, *, trust_remote_code: bool = False
 ) -> str:
-    """Greedy answers of the exported model, loaded as any user would, beside the reference answers."""
+    """Answer prompts greedily with the exported model; printed together with the reference answers."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     trusted = {"trust_remote_code": trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(export, **trusted)
