@@ -7,6 +7,8 @@ from typing import Any
 
 EXIT_FAILED = 1
 EXIT_BAD_SETTING = 2
+EXIT_OUT_OF_MEMORY = 3  # of a GPU
+EXIT_IN_USE = 4  # another process is writing to the run folder
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: rerun the same command to resume
 
 

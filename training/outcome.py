@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError, first_line
+from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError, first_line
 from core.packages import ROOT
 from core.redact import redact
 from core.signals import stopping
@@ -112,7 +112,7 @@ def end(error: BaseException, watchdog: Any | None, close: Callable[[], None] = 
         message = "interrupted outside the training loop; what was saved before is intact"
         return say(message, 130)
     if isinstance(error, torch.OutOfMemoryError):
-        return say(f"{first_line(error)} {OUT_OF_MEMORY}", EXIT_FAILED)
+        return say(f"{first_line(error)} {OUT_OF_MEMORY}", EXIT_OUT_OF_MEMORY)
     if "DataLoader worker (pid" in str(error):  # torch has no class for it
         return say(f"{first_line(error)} {LOST_WORKER}", EXIT_FAILED)
     if _lost_a_rank(error):

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.report import main as report
-from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
+from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_IN_USE, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY
 from te_models.build import plan_model
 from training import outcome
 from training.checkpoint import run_folder
@@ -221,7 +221,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path, capsys):
     folder = tmp_path / "run"
     process = start(folder, "--max_steps 4000 --no_export")
     wait_for_a_step(process, folder)
-    train(folder, "--max_steps 4000 --no_export", code=EXIT_FAILED)
+    train(folder, "--max_steps 4000 --no_export", code=EXIT_IN_USE)
     process.kill()
     process.communicate(timeout=60)
     assert "another run is writing to it" in capsys.readouterr().err
@@ -239,7 +239,7 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_made_up_for(tmp_path, mon
     flags = "--max_steps 4 --save_interval 2 --eval_interval 2 --no_eval_at_start"
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "evaluate", evaluate)
-        train(tmp_path, flags, code=1)
+        train(tmp_path, flags, code=EXIT_OUT_OF_MEMORY)
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_000002"]
     train(tmp_path, flags)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -631,7 +631,7 @@ def test_out_of_memory_is_one_line_and_a_library_s_error_keeps_its_traceback(cap
     def out_of_memory(cfg):
         raise torch.OutOfMemoryError("out of memory\nand more")
 
-    assert main([], description="test", start=out_of_memory) == EXIT_FAILED
+    assert main([], description="test", start=out_of_memory) == EXIT_OUT_OF_MEMORY
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: out of memory ") and "--batch_size" in error and "\n" not in error
     assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in error
@@ -640,7 +640,7 @@ def test_out_of_memory_is_one_line_and_a_library_s_error_keeps_its_traceback(cap
 
 
 def test_out_of_memory_without_a_word_is_one_line_too(capsys):
-    assert outcome.end(torch.OutOfMemoryError(), None) == EXIT_FAILED
+    assert outcome.end(torch.OutOfMemoryError(), None) == EXIT_OUT_OF_MEMORY
     assert capsys.readouterr().err.startswith("error: OutOfMemoryError Try a smaller --batch_size")
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from core.errors import EXIT_IN_USE, UserError
 from core.files import read_record, write_json
 from training.config import Config, all_settings, changed_settings
 from training.parallel import ranks
@@ -26,8 +27,8 @@ from training.parallel import ranks
 def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, FileLock]:
     """Make or reopen the run folder and lock it for this process.
 
-    ValueError if it cannot be written to or holds a run of other settings, RuntimeError if another process
-    is writing to it.
+    ValueError if it cannot be written to or holds a run of other settings, UserError with EXIT_IN_USE if
+    another process is writing to it.
     """
     given = cfg.checkpoint.output_dir
     stem = f"{model_name}-{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -38,8 +39,9 @@ def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, Fi
         lock.acquire(blocking=False)
         _refuse_other_run(cfg, folder)
     except Timeout:
-        raise RuntimeError(
-            f"--output_dir {folder}: another run is writing to it; wait for it, or choose another folder"
+        raise UserError(
+            f"--output_dir {folder}: another run is writing to it; wait for it, or choose another folder",
+            exit_code=EXIT_IN_USE,
         ) from None
     except OSError as error:
         raise _unwritable("output_dir", folder, error) from None

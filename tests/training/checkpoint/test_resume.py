@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.errors import EXIT_BAD_SETTING, EXIT_FAILED
+from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_OUT_OF_MEMORY
 from tests.training.test_run import losses, train
 from training import run as run_module
 from training.checkpoint.progress import Progress
@@ -98,7 +98,7 @@ def test_a_run_that_logged_nothing_may_be_started_with_other_settings(tmp_path, 
 
     with monkeypatch.context() as patch:
         patch.setattr(run_module.Trainer, "train_step", out_of_memory)
-        train(tmp_path / "run", "--max_steps 2 --batch_size 4", code=EXIT_FAILED)
+        train(tmp_path / "run", "--max_steps 2 --batch_size 4", code=EXIT_OUT_OF_MEMORY)
     assert (tmp_path / "run" / "metrics.jsonl").exists()
     train(tmp_path / "run", "--max_steps 2 --batch_size 2")
 

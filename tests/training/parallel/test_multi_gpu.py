@@ -26,7 +26,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401  (what a run impor
 from safetensors.torch import load_file, save_file
 from torch.distributed import distributed_c10d as c10d
 
-from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
+from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY
 from data import loader
 from data.loader import StoredItems
 from data.samples import Split
@@ -521,7 +521,7 @@ def last_checkpoint(folder: Path) -> str:
 def test_the_error_of_one_rank_ends_the_job_and_is_told_once_with_its_rank(mode, action, message, tmp_path):
     flags = f"--sharding_mode {mode} --save_interval 1"
     job = start(tmp_path / "run", flags, patch=partial(before_step, 3, action))
-    assert job.wait(60) == [EXIT_FAILED] * 2
+    assert job.wait(60) == [EXIT_FAILED, EXIT_FAILED if action is fail else EXIT_OUT_OF_MEMORY]
     (error,) = job.errors()
     assert error.startswith(f"error: rank 1 ({platform.node()}): {message}")
     assert ("Traceback" in job.printed()) == (action is fail)
