@@ -1,6 +1,6 @@
-"""Train a causal language model in FP8 or BF16 on many devices and nodes, started by torchrun.
+"""Train a causal language model in FP8 or BF16 on many devices and nodes; start it with torchrun.
 
-`--help` lists every setting; they are train_fp8.py's, of which --sharding_mode says how the model is spread.
+The settings are those of train_fp8.py; --sharding_mode chooses how the model is sharded.
 """
 
 import time

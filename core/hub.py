@@ -1,31 +1,31 @@
-"""Models, tokenizers and data sets by name: a folder must be there, the hub must answer."""
+"""Models, tokenizers and data sets by name: a local folder must exist, the hub must answer."""
 
 from __future__ import annotations
 
 import os
 
-from core.errors import first_line
+from core.errors import bad_setting, first_line
 
 RETRIES = 2  # after 1 and 2 seconds
 
 
 def is_path(name: str) -> bool:
-    """Whether it can be no hub id."""
+    """True if the name can be no hub id."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def refuse_missing_folder(flag: str, name: str) -> None:
-    """ValueError where a name can only be a folder's and there is none, which the hub takes for a bad id."""
+    """UserError if the name can only be a folder's and there is none."""
     if is_path(name) and not os.path.exists(name):
-        raise ValueError(f"--{flag} {name}: there is no such folder; give one that exists, or a hub id")
+        raise bad_setting("there is no such folder; give one that exists, or a hub id", **{flag: name})
 
 
 def refuse_silent_hub(
     name: str, files: tuple[str, ...], cache_dir: str | None, repo_type: str = "model"
 ) -> None:
-    """OSError where none of `files` of a hub id is in the cache and the hub is out of reach.
+    """OSError if none of a hub id's `files` is in the cache and the hub is out of reach.
 
-    Its client has no such limit: it tries every file for half a minute or more and prints each time.
+    The hub's own client would try each file for half a minute or more and print each time.
     """
     import httpx
     from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
@@ -43,7 +43,7 @@ def refuse_silent_hub(
             "HEAD",
             hf_hub_url(name, files[0], repo_type=repo_type),
             max_retries=RETRIES,
-            retry_on_exceptions=httpx.ConnectError,  # what does not answer in time does not later either
+            retry_on_exceptions=httpx.ConnectError,  # a hub that times out once will again
             retry_on_status_codes=(),
             timeout=constants.HF_HUB_ETAG_TIMEOUT,
         )

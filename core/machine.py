@@ -1,4 +1,4 @@
-"""What of this machine the process may use."""
+"""CPU cores and host memory that this process may use."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-# Where Linux says which control groups the process is in, and what these may use.
-OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")  # control groups of this process
+GROUPS = Path("/sys/fs/cgroup")  # limits of control groups
 
 
 def cores() -> list[int]:
-    """Numbers of the CPU cores that this process may run on: those that a launcher has bound it to."""
+    """Return the CPU cores that this process may run on: a launcher may have bound it to some."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def host_memory() -> int:
-    """Bytes of memory that the process may use: the machine's, or the limit of a container or a batch job."""
+    """Return the bytes of memory that the process may use: the machine's, or a container's or batch job's."""
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_memory_limits()])
 
 
 def _memory_limits() -> list[int]:
-    """Of the control groups the process is in, and of those around them, in bytes."""
-    found = []
+    """Return the limits in bytes of the process's control groups and of all groups around them."""
+    limits = []
     for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -34,6 +34,6 @@ def _memory_limits() -> list[int]:
         around = [folder for folder in group.parents if folder == root or root in folder.parents]
         for folder in (group, *around):
             for name in ("memory.max", "memory.limit_in_bytes"):
-                with suppress(OSError, ValueError):  # there is none, or it is "max"
-                    found.append(int((folder / name).read_text()))
-    return found
+                with suppress(OSError, ValueError):  # no such file, or "max"
+                    limits.append(int((folder / name).read_text()))
+    return limits

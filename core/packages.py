@@ -1,4 +1,4 @@
-"""Which version of a package is installed."""
+"""Versions of installed packages and of the suite's own code."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "triton", "transformers", "transformer_engine", "torchao", "deepspeed", "flash-attn-4")
-PACKAGES += ("datasets", "tokenizers", "safetensors", "numpy")
+PACKAGES += ("datasets", "tokenizers", "safetensors", "numpy")  # they affect numerics or the data
 
 
 def version(package: str) -> str | None:
-    """As pip knows it, or None where it is not installed."""
+    """Return the installed version of a package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -20,19 +20,18 @@ def version(package: str) -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Of the packages that decide what a run computes."""
     return {name: version(name) for name in PACKAGES}
 
 
 def software() -> dict[str, str | None]:
-    """What all ranks of a job must share: versions, and the code of this suite."""
+    """Return what all ranks of a job must share: package versions, and a digest of the suite's code."""
     return versions() | {"the suite's code": code_digest()}
 
 
 def code_digest() -> str:
-    """Of the Python files that a run is made of."""
+    """Return a digest of the Python files that a run executes."""
     digest = hashlib.blake2b(digest_size=8)
-    for folder in ("data", "te_models", "training"):
+    for folder in ("core", "data", "te_models", "training"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Which signals ask a run to save and stop, and what they do meanwhile."""
+"""Signals that ask a run to save and stop."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def stopping() -> list[signal.Signals]:
-    """SIGTERM, SIGINT, and SIGHUP unless it is ignored, as nohup has it."""
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
-    return numbers
+def stop_signals() -> list[signal.Signals]:
+    """Return SIGTERM, SIGINT, and SIGHUP unless it is ignored, as under nohup."""
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, signal.SIGINT, *hangup]
 
 
 @contextmanager
 def caught(handle: Callable[[int, Any], None] = lambda number, frame: None) -> Iterator[None]:
-    """Inside, these signals call `handle` and do nothing else. Programs started inside are not affected."""
-    before = {number: signal.signal(number, handle) for number in stopping()}
+    """Have the stop signals call `handle` only; programs started inside are not affected."""
+    before = {number: signal.signal(number, handle) for number in stop_signals()}
     try:
         yield
     finally:

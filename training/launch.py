@@ -1,7 +1,4 @@
-"""The start of a command.
-
---help and wrong settings are answered before torch is imported, which takes seconds.
-"""
+"""Start of a command: --help and wrong settings are answered before torch is imported (seconds)."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from core.errors import EXIT_BAD_SETTING
+from core.errors import UserError
 from core.redact import redact
 from training.config import Config, parse_config
 
@@ -27,15 +24,15 @@ def launch(description: str, *, start: Callable[[Config], torch.device], started
         from training.run import main
     except KeyboardInterrupt:
         print("error: interrupted before the start", file=sys.stderr)
-        sys.exit(130)  # as a shell does, since no run was begun
+        sys.exit(130)  # as shells do: no run has begun
     exit_process(main(sys.argv[1:], description=description, start=start, started=started))
 
 
 def answer_early(description: str) -> None:
-    """Exit with the help or the error that the command line asks for, if it does.
+    """Exit if the command line asks for help or has an error.
 
-    The ranks of a launcher are left to find the error together, and a file of settings is left to be read
-    once: it may be a pipe.
+    Errors are left to the run under a launcher, whose ranks report them together, and with a --config file,
+    which may be a pipe and can be read only once.
     """
     argv = sys.argv[1:]
     if {"-h", "--help"} & set(argv):
@@ -44,6 +41,6 @@ def answer_early(description: str) -> None:
         return
     try:
         parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
-    except ValueError as error:
+    except UserError as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)
-        sys.exit(EXIT_BAD_SETTING)
+        sys.exit(error.exit_code)

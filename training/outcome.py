@@ -1,4 +1,4 @@
-"""How a run ends: exit codes, and errors as the one line that a user can act on."""
+"""The end of a run: exit codes, and errors as the one line that a user can act on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,46 +21,45 @@ import torch.distributed as dist
 from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError, first_line
 from core.packages import ROOT
 from core.redact import redact
-from core.signals import stopping
+from core.signals import stop_signals
 from training.parallel import ranks
 
-# torchrun ends a node's ranks as soon as one is gone, and the one that tells of a bad setting may be last.
-SECONDS_TO_BE_TOLD = 3.0
+# torchrun kills a node's other ranks as soon as one exits: local rank 0 needs time to print the error first.
+ERROR_REPORT_DELAY_SECONDS = 3.0
 
+INTERRUPTED = "interrupted outside the training loop; what was saved before is intact"
 OUT_OF_MEMORY = (
     "Try a smaller --batch_size with more --gradient_accumulation_steps, --gradient_checkpointing, a shorter "
     "--max_seq_length, --moment_dtype bf16, --grad_reduce_dtype bf16 or --no_fp8_weight_cache with "
-    "accumulation, or more sharding (--sharding_mode fsdp_full); where little is missing, set "
+    "accumulation, or more sharding (--sharding_mode fsdp_full); if little is missing, set "
     "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"
 )
-
-
 LOST_WORKER = (
-    "Linux ends processes so where memory runs out: lower --num_workers, or give the job more host memory; "
-    "the same command with this run's --output_dir goes on from the last checkpoint"
+    "The kernel's OOM killer usually does this: lower --num_workers, or give the job more host memory; then "
+    "rerun with the same --output_dir to resume from the last checkpoint"
 )
 
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Inside, the run outlives whatever reads its output: a pipe, or a terminal that is closed."""
-    before = [stream or _nowhere() for stream in (sys.stdout, sys.stderr)]  # None: closed at the start
+    """Let the run outlive the reader of its output: a pipe, or a terminal that is closed."""
+    before = [stream or _null_stream() for stream in (sys.stdout, sys.stderr)]  # None: closed at the start
     for stream in before:
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a path may have letters that a terminal has not
-    sys.stdout, sys.stderr = map(_Lasting, before)
+            stream.reconfigure(errors="backslashreplace")  # a path may have letters that the encoding lacks
+    sys.stdout, sys.stderr = map(_LastingStream, before)
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
 
 
-def _nowhere() -> io.TextIOWrapper:
+def _null_stream() -> io.TextIOWrapper:
     return io.TextIOWrapper(io.FileIO(os.devnull, "w"))
 
 
-class _Lasting:
-    """A text stream that leads nowhere once writing to it has failed."""
+class _LastingStream:
+    """Text stream that discards all output once writing to it has failed."""
 
     def __init__(self, stream: Any):
         self._stream = stream
@@ -80,18 +78,18 @@ class _Lasting:
         try:
             use()
         except OSError:
-            with suppress(OSError, ValueError):  # what is in its buffer, too
+            with suppress(OSError, ValueError):  # what its buffer still holds is discarded, too
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 def exit_process(code: int) -> NoReturn:
-    """sys.exit for a run: exit handlers run and output is flushed, but Python is not torn down.
+    """Run exit handlers, flush output and exit, without tearing Python down.
 
-    A process group that something still refers to keeps Gloo's threads, and one that lets go of its last
-    tensor while Python is torn down aborts the process, after all is saved and with another exit code
+    A process group that something still refers to keeps Gloo's threads, and one that releases its last tensor
+    while Python is torn down aborts the process, with another exit code
     (https://github.com/pytorch/pytorch/pull/179291).
     """
-    for number in stopping():  # what ends here has its exit code
+    for number in stop_signals():  # the exit code is decided
         signal.signal(number, signal.SIG_IGN)
     try:
         atexit._run_exitfuncs()
@@ -102,82 +100,69 @@ def exit_process(code: int) -> NoReturn:
 
 
 def end(error: BaseException, watchdog: Any | None, close: Callable[[], None] = lambda: None) -> int:
-    """Say why the run ends, once for all ranks, and return the exit code; one of many ranks ends here.
+    """Report why the run ends, once for all ranks; return the exit code, or exit if there are other ranks.
 
-    `close` is called once that is said. Errors that are not for users come with their traceback: on one
-    device by being raised again.
+    `watchdog` is None before the ranks met. `close` is called after the report. An error that no user can act
+    on comes with its traceback: on one device it is raised again.
     """
-    say = partial(_say, error, watchdog=watchdog, close=close)
+    failed = getattr(error, "ranks", {ranks.rank(): platform.node()})
+    code, details = EXIT_FAILED, ""
     if isinstance(error, KeyboardInterrupt):
-        message = "interrupted outside the training loop; what was saved before is intact"
-        return say(message, 130)
-    if isinstance(error, torch.OutOfMemoryError):
-        return say(f"{first_line(error)} {OUT_OF_MEMORY}", EXIT_OUT_OF_MEMORY)
-    if "DataLoader worker (pid" in str(error):  # torch has no class for it
-        return say(f"{first_line(error)} {LOST_WORKER}", EXIT_FAILED)
-    if _lost_a_rank(error):
-        if watchdog is not None and (gone := watchdog.gone()):
-            return say(gone, EXIT_FAILED, own=False)
-        return say(f"another rank is gone or does not answer ({first_line(error)})", EXIT_FAILED)
-    if isinstance(error, UserError):
-        return say(str(error), error.exit_code)
-    if _raised_here(error) and isinstance(error, (ValueError, RuntimeError)):
-        code = EXIT_BAD_SETTING if isinstance(error, ValueError) else EXIT_FAILED
-        return say(str(error), code)
-    if ranks.world_size() == 1:
-        if watchdog is None:  # of many ranks, maybe, before they met
-            message = redact(f"{type(error).__name__}: {first_line(error)}")
-            ranks.will_not_come(message, bad_setting=False)
+        message, code = INTERRUPTED, 130
+    elif isinstance(error, UserError):
+        message, code = str(error), error.exit_code
+    elif isinstance(error, torch.OutOfMemoryError):
+        message, code = f"{first_line(error)} {OUT_OF_MEMORY}", EXIT_OUT_OF_MEMORY
+    elif "DataLoader worker (pid" in str(error):  # torch has no class for it
+        message = f"{first_line(error)} {LOST_WORKER}"
+    elif isinstance(error, (ValueError, RuntimeError)) and _raised_here(error):
+        message, code = str(error), EXIT_BAD_SETTING if isinstance(error, ValueError) else EXIT_FAILED
+    # Gloo raises a plain RuntimeError if a collective loses a rank; errors with `ranks` have another cause.
+    elif isinstance(error, RuntimeError) and not hasattr(error, "ranks") and (gone := _gone(watchdog)):
+        message, failed = gone, {}
+    elif isinstance(error, dist.DistError):
+        message, failed = f"another rank is gone or does not answer ({first_line(error)})", {}
+    elif ranks.world_size() == 1:
+        if watchdog is None:  # ranks that wait for this one to join
+            ranks.will_not_come(redact(f"{type(error).__name__}: {first_line(error)}"), bad_setting=False)
         close()
         raise error
-    details = getattr(error, "details", None) or "".join(traceback.format_exception(error))
-    return say(f"{type(error).__name__}: {error}", EXIT_FAILED, details=details)
-
-
-def _say(
-    error: BaseException,
-    message: str,
-    code: int,
-    *,
-    watchdog: Any | None,
-    close: Callable[[], None],
-    own: bool = True,
-    details: str = "",
-) -> int:
-    """Print it, if this rank is the first that fails, and end without waiting for the others.
-
-    `own`: it is said of the ranks that failed, or of this one, whose name then comes first.
-    """
-    message, many = redact(message), ranks.world_size() > 1
-    if watchdog is None:  # before the ranks met
-        shared = code == EXIT_BAD_SETTING and os.environ.get("LOCAL_RANK", "0") != "0"
-        if not shared:  # a node's ranks read the same settings
-            name = f"rank {os.environ['RANK']} ({platform.node()}): " if "RANK" in os.environ else ""
-            print(f"error: {name if code != EXIT_BAD_SETTING else ''}{message}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(SECONDS_TO_BE_TOLD)
-        ranks.will_not_come(message, bad_setting=code == EXIT_BAD_SETTING)
+    else:
+        message = f"{type(error).__name__}: {error}"
+        details = getattr(error, "details", None) or "".join(traceback.format_exception(error))
+    message = redact(message)
+    if watchdog is None:
+        _report_before_the_ranks_meet(message, code)
         return code
-    failed = getattr(error, "ranks", {ranks.rank(): platform.node()})
-    if own and many and len(failed) < ranks.world_size():
-        number, host = min(failed.items())
-        message = f"rank {number}{f' ({host})' if host else ''}: {message}"
-    if watchdog.fail(message):
+    if 0 < len(failed) < ranks.world_size():
+        rank, host = min(failed.items())
+        message = f"rank {rank}{f' ({host})' if host else ''}: {message}"
+    if watchdog.fail(message):  # the first rank that fails
         print(f"{redact(details)}error: {message}", file=sys.stderr, flush=True)
     close()
-    if many:
+    if ranks.world_size() > 1:
         sys.stdout.flush()
         os._exit(code)  # an orderly exit would wait for ranks that wait for this one
     return code
 
 
-def _lost_a_rank(error: BaseException) -> bool:
-    """Whether a collective failed; Gloo has no error class of its own."""
-    return isinstance(error, dist.DistError) or (not _raised_here(error) and "/gloo/" in str(error))
+def _report_before_the_ranks_meet(message: str, code: int) -> None:
+    """Print the error and pass it on to the ranks that wait for this one to join."""
+    bad_setting = code == EXIT_BAD_SETTING  # the same on all ranks of a node: local rank 0 prints it
+    if bad_setting and os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(ERROR_REPORT_DELAY_SECONDS)
+    else:
+        one_of_many = "RANK" in os.environ and not bad_setting
+        name = f"rank {os.environ['RANK']} ({platform.node()}): " if one_of_many else ""
+        print(f"error: {name}{message}", file=sys.stderr, flush=True)
+    ranks.will_not_come(message, bad_setting=bad_setting)
+
+
+def _gone(watchdog: Any | None) -> str | None:
+    return watchdog.gone() if watchdog is not None else None
 
 
 def _raised_here(error: BaseException) -> bool:
-    """Whether our own code raised it, on whichever rank: for users, where others need their traceback."""
     raised = getattr(error, "origin", None) or traceback.extract_tb(error.__traceback__)[-1].filename
     path = Path(raised).resolve()
     return path.is_relative_to(ROOT) and "site-packages" not in path.parts

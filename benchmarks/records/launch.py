@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.records.runs import INDIFFERENT
 from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED
 from core.redact import redact
-from core.signals import stopping
+from core.signals import stop_signals
 from training.config import Config, changed_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -169,7 +169,7 @@ class _Relay:
 
     def __enter__(self) -> _Relay:
         if threading.current_thread() is threading.main_thread():  # Python delivers signals to no other
-            self._before = {n: signal.signal(n, self._pass_on) for n in stopping()}
+            self._before = {n: signal.signal(n, self._pass_on) for n in stop_signals()}
         return self
 
     def __exit__(self, *_: Any) -> None:

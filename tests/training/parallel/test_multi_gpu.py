@@ -902,7 +902,7 @@ def test_a_bad_setting_is_told_before_torchrun_ends_the_rank_that_tells(local, t
         config_from_dict({"batch_size": 0})
     assert outcome.end(caught.value, None) == EXIT_BAD_SETTING
     assert ("--batch_size 0" in capsys.readouterr().err) == told
-    assert waited == ([] if told else [outcome.SECONDS_TO_BE_TOLD])
+    assert waited == ([] if told else [outcome.ERROR_REPORT_DELAY_SECONDS])
 
 
 def with_too_few_gpus(rank: int) -> None:
