@@ -1,10 +1,10 @@
-"""Casts to FP8 as Transformer Engine's kernels make them, in plain PyTorch.
+"""FP8 casts as Transformer Engine's kernels compute them, in plain PyTorch.
 
-x is multiplied by a scale, clamped to what the format holds (TE's casts saturate, torch's may give NaN) and
-rounded to nearest even; `scale_inv` undoes the scale after the GEMM. What differs is what shares a scale: a
-tensor, a 1x128 row, a 128x128 tile, or 32 neighbours (MX, whose scales are powers of two alone).
+x is multiplied by a scale, clamped to the format's range (TE's casts saturate, torch's may give NaN) and
+rounded to nearest even; `scale_inv` undoes the scale after the GEMM. Recipes differ in what shares a scale: a
+tensor, 1x128 values of a row, a 128x128 block, or 32 values (MX, with power-of-two scales only).
 
-T tokens, D features; matrices are [rows, columns].
+Matrices are [M, N], rows first; m x n is the shape of a block.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Quantized:
-    """FP8 `data` [M, N] and its float32 `scale_inv`: [] for the whole, or [M/m, N/n] for blocks of m x n."""
+    """FP8 `data` [M, N] with float32 `scale_inv`: [] for a tensor, [M/m, N/n] for blocks of m x n."""
 
     data: Tensor
     scale_inv: Tensor
     block: tuple[int, int] | None = None
-    fits_bfloat16: bool = True  # what `dequantize` gives for blocks, if their scales are powers of two
+    fits_bfloat16: bool = True  # blocks dequantize to BF16 exactly if their scales are powers of two
 
     def dequantize(self) -> Tensor:
-        """[M, N] float32."""
+        """Return [M, N] float32."""
         values = widen(self.data)
         if self.block is None:
             return values * self.scale_inv
@@ -41,7 +41,7 @@ class Quantized:
 
 
 def widen(data: Tensor) -> Tensor:
-    """FP8 to float32, exact. CPUs look values up: torch converts one after the other, five times slower."""
+    """Convert FP8 to float32 exactly; by a table on CPUs, where torch's conversion is five times slower."""
     if data.device.type != "cpu":
         return data.float()
     return _table(data.dtype).index_select(0, data.view(torch.uint8).int().flatten()).view(data.shape)
@@ -54,36 +54,36 @@ def _table(dtype: torch.dtype) -> Tensor:
 
 
 def largest(x: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
-    """The largest magnitude (amax) in float32, over `dim` or all; NaN is skipped, as by CUDA's fmaxf."""
+    """Return the amax in float32, over `dim` or all; NaN is skipped, as by CUDA's fmaxf."""
     magnitude = x.detach().float().abs().nan_to_num_(nan=0.0, posinf=float("inf"))
     return magnitude.amax() if dim is None else magnitude.amax(dim)
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> Tensor:
-    """The scale that takes `amax` to the largest value of `dtype`; 1 where amax is 0 or not finite.
+    """Return the scale that maps `amax` to the largest value of `dtype`; 1 where amax is 0 or not finite.
 
-    At most float32's largest value; `power_of_two` rounds it down.
+    Scales are clamped to float32's largest value; `power_of_two` rounds them down.
     """
-    # Of a number and a tensor torch would take the reciprocal and multiply, which rounds twice.
+    # For number / tensor, torch multiplies by the reciprocal, which rounds twice.
     scale = (torch.full_like(amax, torch.finfo(dtype).max) / amax).clamp(max=FLOAT32_MAX)
     if power_of_two:
-        scale = (scale.view(torch.int32) & ~0x7FFFFF).view(torch.float32)  # keep sign and exponent
+        scale = (scale.view(torch.int32) & ~0x7FFFFF).view(torch.float32)  # drop the mantissa
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
 
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 to FP8, to nearest even; what is too large, infinities included, becomes the largest value."""
+    """Round float32 to FP8, to nearest even; values out of range, infinities included, saturate."""
     limit = torch.finfo(dtype).max
     return x.clamp(-limit, limit).to(dtype)
 
 
 def cast_with_scale(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Quantized:
-    """Per-tensor cast with a scale [] known beforehand (delayed scaling)."""
+    """Cast with a scale [] known beforehand (delayed scaling)."""
     return Quantized(saturate(x.float() * scale, dtype), scale.reciprocal())
 
 
 def cast_tensor(x: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None) -> Quantized:
-    """Per-tensor cast with the scale of this very tensor (current scaling), or of `amax` []."""
+    """Cast with the scale of the tensor's own amax (current scaling), or of a given `amax` []."""
     amax = largest(x) if amax is None else amax
     return cast_with_scale(x, scale_of(amax, dtype, power_of_two=False), dtype)
 
@@ -91,34 +91,30 @@ def cast_tensor(x: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None) ->
 def cast_blocks(
     x: Tensor, dtype: torch.dtype, block: tuple[int, int], *, power_of_two: bool = True
 ) -> Quantized:
-    """A scale for each `block` of x [M, N], as (1, 128) or (128, 128), cut off at the ends."""
+    """Cast x [M, N] with a scale per `block`, (1, 128) or (128, 128); blocks at the edges may be cut off."""
     tiles = _tiles(x.float(), block)  # [M/m, m, N/n, n]
-    scale = scale_of(largest(tiles, (1, 3)), dtype, power_of_two=power_of_two)
+    scale = scale_of(largest(tiles, (1, 3)), dtype, power_of_two=power_of_two)  # [M/m, N/n]
     data = saturate(_untiled(tiles * scale[:, None, :, None]), dtype)
     return Quantized(data[: x.shape[0], : x.shape[1]], scale.reciprocal(), block, power_of_two)
 
 
 def cast_mx(x: Tensor, dtype: torch.dtype, *, dim: int) -> Quantized:
-    """A power-of-two scale (E8M0) for every 32 neighbours of x [M, N] along `dim`; MX formats v1.0, 6.3.
+    """Cast x [M, N] with a power-of-two scale (E8M0) per 32 values along `dim`; MX formats v1.0, 6.3.
 
-    The scale is rounded up, so that nothing saturates. ValueError if `dim` is no multiple of 32.
+    The scale is rounded up, so nothing saturates.
     """
-    if x.shape[dim] % MX_BLOCK:
-        raise ValueError(
-            f"--fp8_scenario mxfp8: a side of {x.shape[dim]} is no multiple of {MX_BLOCK}, the values that "
-            "share a scale; use another recipe"
-        )
+    assert x.shape[dim] % MX_BLOCK == 0, x.shape  # `check_sizes` refuses such a model
     block = (MX_BLOCK, 1) if dim == 0 else (1, MX_BLOCK)
-    tiles = _tiles(x.float(), block)
-    exponent = mx_exponent(largest(tiles, (1, 3)), dtype)
-    # A biased exponent of 0 is that of blocks of zeros; TE leaves their values alone.
+    tiles = _tiles(x.float(), block)  # [M/m, m, N/n, n]
+    exponent = mx_exponent(largest(tiles, (1, 3)), dtype)  # [M/m, N/n]
+    # Blocks of zeros have the biased exponent 0; TE does not scale their values.
     scale = _power_of_two(torch.where(exponent > 0, 127 - exponent, 0))
     data = saturate(_untiled(tiles * scale[:, None, :, None]), dtype)
     return Quantized(data, _power_of_two(exponent - 127), block)
 
 
 def mx_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The smallest biased E8M0 exponent, int32 in [0, 254], whose scale brings `amax` into `dtype`."""
+    """Return the smallest biased E8M0 exponent, int32 in [0, 254], that brings `amax` into range."""
     wanted = (amax * (1.0 / torch.finfo(dtype).max)).clamp(max=FLOAT32_MAX)
     mantissa, exponent = torch.frexp(wanted)  # mantissa in [0.5, 1)
     rounded_up = torch.where(mantissa > 0.5, exponent, exponent - 1)
@@ -130,7 +126,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def _tiles(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """[M, N] as [M/m, m, N/n, n], filled up with zeros."""
+    """Reshape [M, N], padded with zeros, to [M/m, m, N/n, n]."""
     (m, n), (rows, columns) = block, x.shape
     if rows % m or columns % n:
         x = F.pad(x, (0, -columns % n, 0, -rows % m))
@@ -138,4 +134,4 @@ def _tiles(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _untiled(tiles: Tensor) -> Tensor:
-    return tiles.flatten(2, 3).flatten(0, 1)
+    return tiles.flatten(2, 3).flatten(0, 1)  # [M, N]

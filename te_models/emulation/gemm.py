@@ -1,10 +1,10 @@
-"""The emulated layers' arithmetic: norm, SwiGLU and linear, each with the backward pass of TE's kernels.
+"""Arithmetic of the emulated layers: norm, SwiGLU and linear, each with the backward pass of TE's kernels.
 
-T tokens, D features in, E features out. Kernels compute in float32 and round where TE's do: results and
-gradients have the activation dtype.
+T tokens, D features in, E features out, F feed-forward size. Kernels compute in float32 and round where TE's
+do: results and gradients have the activation dtype.
 
-GEMMs multiply FP8 values exactly and add in float32. The tensor cores' fast accumulation, which TE uses in
-forward GEMMs of per-tensor recipes, keeps fewer bits of a sum and is not emulated.
+GEMMs multiply FP8 values exactly and accumulate in float32. The tensor cores' fast accumulation, which TE
+uses in forward GEMMs of per-tensor recipes, keeps fewer bits of a sum and is not emulated.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.autograd.function import once_differentiable
 
 from te_models.emulation.casts import Quantized, largest, widen
 from te_models.emulation.recipes import Slot
-from te_models.emulation.scaling import Gemms
+from te_models.emulation.scaling import Gemm
 
 
 @contextmanager
 def bfloat16_units() -> Iterator[None]:
-    """Let a CPU multiply float32 operands in BF16 units, which add in float32: several times faster.
+    """Multiply float32 operands in a CPU's BF16 units, several times faster.
 
-    Exact for BF16 and FP8 values, also scaled by powers of two.
+    Exact for BF16 and FP8 values, also when scaled by powers of two: the units accumulate in float32.
     """
     settings = torch.backends.mkldnn.matmul
     before, settings.fp32_precision = settings.fp32_precision, "bf16"
@@ -37,10 +37,10 @@ def bfloat16_units() -> Iterator[None]:
 
 
 def multiply(a: Tensor, b: Tensor, *, fits_bfloat16: bool) -> Tensor:
-    """[M, K] x [K, N] in float32, whatever torch.autocast says."""
+    """Return [M, K] x [K, N] in float32, whatever torch.autocast asks for."""
     units = bfloat16_units() if fits_bfloat16 and a.device.type == "cpu" else nullcontext()
     with torch.autocast(a.device.type, enabled=False), units:
-        if fits_bfloat16 and a.is_cuda:  # on tensor cores, which add in float32
+        if fits_bfloat16 and a.is_cuda:  # tensor cores accumulate in float32
             return torch.mm(a.bfloat16(), b.bfloat16(), out_dtype=torch.float32)
         return a.float() @ b.float()
 
@@ -48,7 +48,7 @@ def multiply(a: Tensor, b: Tensor, *, fits_bfloat16: bool) -> Tensor:
 def multiply_fp8(
     a: Quantized, b: Quantized, *, transpose_a: bool = False, transpose_b: bool = False
 ) -> Tensor:
-    """[M, K] x [K, N] in float32, of which either may be given transposed."""
+    """Return [M, K] x [K, N] in float32; either operand may be given transposed."""
     if a.block is None:
         left, right = widen(a.data), widen(b.data)
     else:
@@ -59,7 +59,7 @@ def multiply_fp8(
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """x [..., D] / rms(x) * weight [D]; `dtype` is that of activations, `out_dtype` that of the result."""
+    """x [..., D] / rms(x) * weight [D], computed for activations in `dtype`, returned in `out_dtype`."""
 
     @staticmethod
     def forward(
@@ -76,20 +76,20 @@ class RMSNormFunction(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         grad, normed = grad.float(), inverse * x.float()
         grad_normed = weight.to(x.dtype).float() * grad
-        shared = (grad_normed * normed).mean(-1, keepdim=True)
+        shared = (grad_normed * normed).mean(-1, keepdim=True)  # [..., 1]
         grad_x = (inverse * (grad_normed - shared * normed)).to(x.dtype)
-        grad_weight = (grad * normed).flatten(0, -2).sum(0).to(x.dtype)
+        grad_weight = (grad * normed).flatten(0, -2).sum(0).to(x.dtype)  # [D]
         return grad_x, grad_weight, None, None, None
 
 
 class SwiGLUFunction(torch.autograd.Function):
-    """silu(x[:, :F]) * x[:, F:] of x [T, 2F], and its amax [] before rounding if `with_amax`."""
+    """silu(gate) * up of x [..., 2F], gate first, and its amax [] before rounding if `with_amax`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, out_dtype: torch.dtype, with_amax: bool) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(x)
         gate, up = x.float().chunk(2, dim=-1)
-        product = gate * torch.sigmoid(gate) * up  # [T, F]
+        product = gate * torch.sigmoid(gate) * up  # [..., F]
         if not with_amax:
             return product.to(out_dtype), None
         ctx.mark_non_differentiable(amax := largest(product))
@@ -106,11 +106,10 @@ class SwiGLUFunction(torch.autograd.Function):
 
 
 class LinearFunction(torch.autograd.Function):
-    """x [T, D] times weight [E, D] transposed, plus bias [E], in `dtype`; in FP8 as `gemms` say, if they do.
+    """x [T, D] @ weight [E, D]^T + bias [E] in `dtype`; in FP8 if there is a `gemm`.
 
-    A weight in float32 is rounded to `dtype` before FP8: what is cast is what a run on a GPU, which keeps
-    weights in BF16, casts.
-    `amax` []: of x, if it is known beforehand.
+    A float32 weight is rounded to `dtype` before its FP8 cast, because a run on a GPU casts BF16 weights.
+    `amax` [] is that of x, if it is known beforehand.
     """
 
     @staticmethod
@@ -120,21 +119,21 @@ class LinearFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         dtype: torch.dtype,
-        gemms: Gemms | None,
+        gemm: Gemm | None,
         amax: Tensor | None,
     ) -> Tensor:
-        ctx.gemms, ctx.dtype, ctx.has_bias, ctx.kept_as = gemms, dtype, bias is not None, ()
-        keeps_x = ctx.needs_input_grad[1]  # for the weight's gradient
-        if gemms is None:
+        ctx.gemm, ctx.dtype, ctx.has_bias, ctx.kept_as = gemm, dtype, bias is not None, ()
+        needs_wgrad = ctx.needs_input_grad[1]
+        if gemm is None:
             x = x.to(dtype)
             y = multiply(x, weight.to(dtype).T, fits_bfloat16=dtype == torch.bfloat16)
-            ctx.save_for_backward(weight, x if keeps_x else None, None, None)
+            ctx.save_for_backward(weight, x if needs_wgrad else None, None, None)
         else:
-            inputs = gemms.recipe.quantize(x, "input", gemms.input, amax)
-            weights = gemms.recipe.quantize(weight.to(dtype), "weight", gemms.weight)
+            inputs = gemm.recipe.quantize(x, "input", gemm.input, amax)
+            weights = gemm.recipe.quantize(weight.to(dtype), "weight", gemm.weight)
             y = multiply_fp8(inputs(1), weights(1), transpose_b=True)
-            scale = gemms.weight.scale.clone() if gemms.weight else None
-            kept = inputs(0) if keeps_x else None
+            scale = gemm.weight.scale.clone() if gemm.weight else None
+            kept = inputs(0) if needs_wgrad else None
             ctx.kept_as = (kept.block, kept.fits_bfloat16) if kept else ()
             ctx.save_for_backward(weight, kept and kept.data, kept and kept.scale_inv, scale)
         return (y if bias is None else y + bias.to(dtype).float()).to(dtype)
@@ -143,26 +142,26 @@ class LinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, x, scale_inv, weight_scale = ctx.saved_tensors
-        gemms, dtype = ctx.gemms, ctx.dtype
+        gemm, dtype = ctx.gemm, ctx.dtype
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = None
-        if gemms is None:
+        if gemm is None:
             exact = dtype == torch.bfloat16
             if needs_x:
                 grad_x = multiply(grad, weight.to(dtype), fits_bfloat16=exact)
             if needs_weight:
                 grad_weight = multiply(grad.T, x, fits_bfloat16=exact)
         else:
-            grads = gemms.recipe.quantize(grad, "grad", gemms.grad)
+            grads = gemm.recipe.quantize(grad, "grad", gemm.grad)
             if needs_x:
-                slot = gemms.requantize or (Slot(weight_scale) if weight_scale is not None else None)
-                weights = gemms.recipe.quantize(weight.to(dtype), "weight", slot)
+                slot = gemm.requantize or (Slot(weight_scale) if weight_scale is not None else None)
+                weights = gemm.recipe.quantize(weight.to(dtype), "weight", slot)
                 grad_x = multiply_fp8(grads(1), weights(0))
             if needs_weight:
                 kept = Quantized(x, scale_inv, *ctx.kept_as)
                 grad_weight = multiply_fp8(grads(0), kept, transpose_a=True)
-            if gemms.finish:
-                gemms.finish()
+            if gemm.finish:
+                gemm.finish()
         grad_bias = grad.float().sum(0) if ctx.has_bias and needs_bias else None
         rounded = [g if g is None else g.to(dtype) for g in (grad_x, grad_weight, grad_bias)]
         return *rounded, None, None, None

@@ -1,11 +1,12 @@
-"""Recipes of the emulated layers: the casts of a GEMM's operands, with names and defaults of TE's recipes.
+"""Recipes of the emulated layers, with the names, arguments and defaults of TE's.
 
-A linear layer runs three GEMMs: y = x W^T, dx = dy W, dW = dy^T x. The second and third contract the other
-side of an operand than the first, so recipes whose scales follow rows quantize an operand along both.
+A linear layer runs three GEMMs: y = x W^T, dx = dy W (dgrad), dW = dy^T x (wgrad). dgrad and wgrad contract
+the other dimension of an operand than the first GEMM does, so recipes whose scales follow rows quantize an
+operand along both.
 
-TE fuses norm and SwiGLU with what follows. Delayed scaling casts their float32 results; the other recipes
-cast results rounded to BF16, of which current scaling knows SwiGLU's amax from before the rounding (TE 2.20:
-rmsnorm_fwd, activation_helper and their kernels).
+TE fuses norm and SwiGLU with the cast that follows. Delayed scaling casts their float32 results; the other
+recipes cast results rounded to BF16, except that current scaling computes SwiGLU's amax before the rounding
+(TE 2.20: rmsnorm_fwd, activation_helper and their kernels).
 """
 
 from __future__ import annotations
@@ -42,43 +43,41 @@ class Format(Enum):
         return self.value[kind == "grad"]
 
 
-# An operand [M, N] in FP8 for a GEMM that contracts side 0 or 1 of it.
+# Returns an operand [M, N] in FP8 for a GEMM that contracts its dimension 0 or 1.
 Operand = Callable[[int], Quantized]
 
 
 @dataclass
 class Slot:
-    """Delayed scaling of one tensor: its scale [], and where its amax is noted [1]; None where it is not."""
+    """Delayed scaling of one tensor: its scale [], and the history's row 0 [] that collects its amax."""
 
     scale: Tensor
-    amax: Tensor | None = None
+    amax: Tensor | None = None  # None in a recomputation, whose amaxes count already
 
     @torch.no_grad()
-    def note(self, amax: Tensor) -> None:
+    def record(self, amax: Tensor) -> None:
         if self.amax is not None:
             self.amax.copy_(torch.maximum(self.amax, amax))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(ABC):
-    """What all recipes share."""
+    """Settings common to all recipes."""
 
     fp8_format: Format = Format.HYBRID
-    fp8_dpa: bool = False  # True is refused before: attention is in BF16
+    fp8_dpa: bool = False  # TE's argument; the settings refuse FP8 attention with the emulation
 
-    casts_float32 = False  # whether the fused casts of norm and SwiGLU read float32
-    scales_float32 = (
-        False  # whether the scale of SwiGLU's result comes from float32, even if its cast reads BF16
-    )
+    casts_float32 = False  # norm and SwiGLU are cast from float32
+    scales_float32 = False  # SwiGLU's scale comes from its float32 result
 
     @abstractmethod
     def quantize(self, x: Tensor, kind: Kind, slot: Slot | None, amax: Tensor | None = None) -> Operand:
-        """x [M, N] in FP8. `slot`: of delayed scaling; `amax` []: x's own, where it is known beforehand."""
+        """Cast x [M, N] to FP8; `slot` is delayed scaling's, `amax` [] the known amax of x, if any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedScaling(Recipe):
-    """A scale a tensor, from the amaxes of `amax_history_len` steps: of the largest, or of the last."""
+    """One scale per tensor, from the maximum (or the most recent) of the last steps' amaxes."""
 
     margin: int = 0
     amax_history_len: int = 1024
@@ -87,58 +86,53 @@ class DelayedScaling(Recipe):
     casts_float32 = True
 
     def quantize(self, x: Tensor, kind: Kind, slot: Slot | None, amax: Tensor | None = None) -> Operand:
-        assert slot is not None
-        slot.note(largest(x))
+        slot.record(largest(x))
         quantized = cast_with_scale(x, slot.scale, self.fp8_format.dtype(kind))
-        return lambda side: quantized
+        return lambda dim: quantized
 
 
 @dataclass(frozen=True, kw_only=True)
 class Float8CurrentScaling(Recipe):
-    """A scale a tensor, from its own amax."""
+    """One scale per tensor, from its own amax."""
 
     scales_float32 = True
 
     def quantize(self, x: Tensor, kind: Kind, slot: Slot | None, amax: Tensor | None = None) -> Operand:
         quantized = cast_tensor(x, self.fp8_format.dtype(kind), amax=amax)
-        return lambda side: quantized
+        return lambda dim: quantized
 
 
 @dataclass(frozen=True, kw_only=True)
 class Float8BlockScaling(Recipe):
-    """A scale for 128 neighbours along the contracted side, 128x128 in weights: powers of two, or any."""
+    """One scale per 1x128 along the contracted dimension, or per 128x128 of weights."""
 
     fp8_format: Format = Format.E4M3
-    use_f32_scales: bool = False
+    use_f32_scales: bool = False  # any scale instead of powers of two
 
     def quantize(self, x: Tensor, kind: Kind, slot: Slot | None, amax: Tensor | None = None) -> Operand:
-        dtype = self.fp8_format.dtype(kind)
-        lines = ((BLOCK, BLOCK), (BLOCK, BLOCK)) if kind == "weight" else ((BLOCK, 1), (1, BLOCK))
-        power_of_two = not self.use_f32_scales
-        return lambda side: cast_blocks(x, dtype, lines[side], power_of_two=power_of_two)
+        dtype, power_of_two = self.fp8_format.dtype(kind), not self.use_f32_scales
+        square = (BLOCK, BLOCK)
+        blocks = (square, square) if kind == "weight" else ((BLOCK, 1), (1, BLOCK))
+        return lambda dim: cast_blocks(x, dtype, blocks[dim], power_of_two=power_of_two)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MXFP8BlockScaling(Recipe):
-    """A power-of-two scale for 32 neighbours along the contracted side."""
+    """One power-of-two scale per 32 values along the contracted dimension."""
 
     fp8_format: Format = Format.E4M3
 
     def quantize(self, x: Tensor, kind: Kind, slot: Slot | None, amax: Tensor | None = None) -> Operand:
-        return lambda side: cast_mx(x, self.fp8_format.dtype(kind), dim=side)
+        return lambda dim: cast_mx(x, self.fp8_format.dtype(kind), dim=dim)
 
 
-Availability = bool | tuple[bool, str]
+def _available(return_reason: bool) -> tuple[bool, str]:
+    return True, ""
 
 
-def _runs(return_reason: bool = False) -> Availability:
-    return (True, "") if return_reason else True
+is_fp8_available = is_fp8_block_scaling_available = is_mxfp8_available = _available
 
 
-is_fp8_available = is_fp8_block_scaling_available = is_mxfp8_available = _runs
-
-
-def is_nvfp4_available(return_reason: bool = False) -> Availability:
-    """NVFP4 rounds gradients at random on the GPU, which no other machine can repeat."""
-    reason = "NVFP4 rounds gradients with the GPU's own random numbers, so the emulation leaves it out"
-    return (False, reason) if return_reason else False
+def is_nvfp4_available(return_reason: bool) -> tuple[bool, str]:
+    """Return False: NVFP4 rounds stochastically on the GPU, which no other machine can reproduce."""
+    return False, "NVFP4 rounds gradients with the GPU's own random numbers, so the emulation leaves it out"

@@ -1,15 +1,15 @@
-"""FP8 autocast, delayed scaling's state and recomputation of the emulated layers, after TE 2.20's.
+"""FP8 autocast, delayed scaling's state and recomputation of the emulated layers, following TE 2.20.
 
-Delayed scaling casts with scales that earlier steps left, and notes each tensor's amax in row 0 of a history.
-When the outermost autocast of a forward pass ends, the histories of its forward tensors move on by one row
-and give new scales; those of the gradients do when its backward pass has come back to the first FP8 layer.
+Delayed scaling casts with scales from earlier steps and collects each tensor's amax in row 0 of a history.
+When the outermost autocast of a forward pass ends, the histories of its forward tensors advance by one row
+and yield new scales. Those of the gradients do so when the backward pass has reached the first FP8 layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -22,19 +22,19 @@ from te_models.emulation.casts import FLOAT32_MAX
 from te_models.emulation.recipes import DelayedScaling, Recipe, Slot
 
 Direction = Literal["scaling_fwd", "scaling_bwd"]
-# TE counts a GEMM's input, weight and output forward, and the gradients of output and input backward.
+# Per GEMM, TE counts input, weight and output forward, and the gradients of output and input backward.
 TENSORS: dict[Direction, int] = {"scaling_fwd": 3, "scaling_bwd": 2}
 
 
 class DelayedState:
-    """`scale` [N] and `amax_history` [steps, N], float32, under the names that checkpoints know."""
+    """`scale` [n] and `amax_history` [steps, n] of n tensors, float32, with TE's attribute names."""
 
     def __init__(self, tensors: int, steps: int, device: torch.device):
         self.scale = torch.ones(tensors, device=device, dtype=torch.float32)
         self.amax_history = torch.zeros(steps, tensors, device=device, dtype=torch.float32)
 
     def resize(self, steps: int) -> None:
-        """Keep the history's latest rows, as TE does for a recipe with another length."""
+        """Keep the history's first rows, as TE does for a recipe with another history length."""
         have, width = self.amax_history.shape
         if steps != have:
             rows = self.amax_history[:steps]
@@ -42,31 +42,27 @@ class DelayedState:
 
 
 @dataclass
-class Gemms:
-    """How one linear of this forward pass is quantized; without slots for recipes that keep no state."""
+class Gemm:
+    """Quantization of one linear in one pass; only delayed scaling has slots."""
 
     recipe: Recipe
     input: Slot | None = None
     weight: Slot | None = None
     grad: Slot | None = None
-    requantize: Slot | None = None  # of the weight in backward; None: with the forward pass's scale
-    finish: Callable[[], None] | None = None  # after the backward pass
+    requantize: Slot | None = None  # the weight's in backward, if not cast with the forward pass's scale
+    finish: Callable[[], None] | None = None  # runs after the backward pass
 
 
+@dataclass
 class Region:
-    """What ran in FP8 with delayed scaling inside one outermost autocast, in order."""
+    """Modules that ran with delayed scaling inside one outermost autocast, in order."""
 
-    def __init__(self):
-        self.modules: dict[Fp8Module, None] = {}
-        self.first_taken = False
-
-    def take_first(self) -> bool:
-        taken, self.first_taken = self.first_taken, True
-        return not taken
+    modules: dict[Fp8Module, None] = field(default_factory=dict)
+    has_first: bool = False  # a module was chosen to update the gradients' scales
 
 
-class Now:
-    """The innermost autocast, its outermost one's region, and the checkpointed pass that is running."""
+class Current:
+    """Innermost recipe, nesting and region of the autocasts that are open, and the checkpointed pass."""
 
     recipe: Recipe | None = None
     depth = 0
@@ -75,31 +71,29 @@ class Now:
 
 
 class autocast(AbstractContextManager):
-    """Run FP8 layers by `recipe`; contexts nest, and the inner one counts."""
+    """Run FP8 layers in `recipe`; of nested contexts the innermost counts."""
 
     def __init__(self, enabled: bool = True, recipe: Recipe | None = None):
-        if enabled and recipe is None:
-            raise ValueError("autocast(enabled=True) needs a recipe")
+        assert recipe or not enabled, "TE would choose a recipe by itself"
         self.recipe = recipe if enabled else None
 
     def __enter__(self) -> autocast:
-        self.outer = Now.recipe
-        if Now.depth == 0:
-            Now.region = Region()
-        Now.recipe, Now.depth = self.recipe, Now.depth + 1
+        self.outer = Current.recipe
+        if Current.depth == 0:
+            Current.region = Region()
+        Current.recipe, Current.depth = self.recipe, Current.depth + 1
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        Now.recipe, Now.depth = self.outer, Now.depth - 1
-        if Now.depth:
-            return
-        region, Now.region = Now.region, None
-        if self.recipe and torch.is_grad_enabled():
-            update_scales(region.modules, "scaling_fwd")
+        Current.recipe, Current.depth = self.outer, Current.depth - 1
+        if Current.depth == 0:
+            region, Current.region = Current.region, None
+            if self.recipe and torch.is_grad_enabled():
+                update_scales(region.modules, "scaling_fwd")
 
 
 class Fp8Module(nn.Module):
-    """A module with FP8 GEMMs, and what TE's modules tell about themselves."""
+    """Module with FP8 GEMMs and the attributes by which TE's modules report their state."""
 
     num_gemms = 1
 
@@ -107,11 +101,11 @@ class Fp8Module(nn.Module):
         super().__init__()
         self.fp8 = self.fp8_initialized = False
         self.fp8_meta: dict[str, Any] = {}
-        self.fsdp2 = False  # told by the layer that is sharded
+        self.fsdp2 = False  # set by the layer
 
     def initialize(self, device: torch.device) -> Recipe | None:
-        """The recipe of this pass, with its state allocated; None outside FP8."""
-        recipe = Now.recipe
+        """Allocate the state of this pass's recipe and return the recipe; None outside FP8."""
+        recipe = Current.recipe
         self.fp8 = self.fp8_initialized = recipe is not None
         if recipe is None:
             return None
@@ -126,49 +120,53 @@ class Fp8Module(nn.Module):
                 self.fp8_meta[direction] = state
         return recipe
 
-    def gemms(self, x: Tensor) -> list[Gemms | None]:
-        """How each linear of a forward pass over `x` is quantized; None: not at all."""
+    def gemms(self, x: Tensor) -> list[Gemm | None]:
+        """Return how to quantize each linear of a forward pass over `x`; None for high precision."""
         recipe, count = self.initialize(x.device), range(self.num_gemms)
         if not isinstance(recipe, DelayedScaling):
-            return [recipe and Gemms(recipe) for _ in count]
+            return [recipe and Gemm(recipe) for _ in count]
         forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
         live = [Slot(*pair) for pair in zip(forward.scale, forward.amax_history[0], strict=True)]
         grads = [Slot(*pair) for pair in zip(backward.scale, backward.amax_history[0], strict=True)]
-        replayed = Now.checkpointed.scales(self, forward.scale) if Now.checkpointed else None
+        replayed = Current.checkpointed.scales(self, forward.scale) if Current.checkpointed else None
         slots = live if replayed is None else [Slot(scale) for scale in replayed]
-        finish = None
-        if replayed is not None:
-            # A reentrant recomputation has a backward pass of its own; the other kind's is never run.
-            finish = partial(update_scales, [self], "scaling_bwd")
-        else:
-            region = Now.region
-            region.modules[self] = None
-            learns = x.requires_grad or any(p.requires_grad for p in self.parameters())
-            if torch.is_grad_enabled() and learns and region.take_first():
-                finish = partial(update_scales, region.modules, "scaling_bwd")
-        # With FSDP2, TE keeps no quantized weight: backward quantizes the gathered one by the new scales.
-        return [
-            Gemms(
+        # With FSDP2, TE keeps no quantized weight: backward casts the gathered one with the new scales.
+        gemms = [
+            Gemm(
                 recipe,
                 input=slots[3 * i],
                 weight=slots[3 * i + 1],
                 grad=grads[2 * i],
                 requantize=live[3 * i + 1] if self.fsdp2 else None,
-                finish=None if i else finish,
             )
             for i in count
         ]
+        gemms[0].finish = self._update_after_backward(x, replaying=replayed is not None)
+        return gemms
+
+    def _update_after_backward(self, x: Tensor, *, replaying: bool) -> Callable[[], None] | None:
+        """Return what updates the gradients' scales after this module's backward pass, or None."""
+        if replaying:
+            # Reentrant recomputation has a backward pass of its own; the other kind's `finish` never runs.
+            return partial(update_scales, [self], "scaling_bwd")
+        region = Current.region
+        region.modules[self] = None
+        learns = x.requires_grad or any(p.requires_grad for p in self.parameters())
+        if region.has_first or not (torch.is_grad_enabled() and learns):
+            return None
+        region.has_first = True
+        return partial(update_scales, region.modules, "scaling_bwd")
 
 
 @torch.no_grad()
 def update_scales(modules: Iterable[Fp8Module], direction: Direction) -> None:
-    """Move these modules' histories on and compute their scales; collective in a distributed run."""
+    """Advance these modules' histories and compute their scales; collective in a distributed run."""
     by_recipe: dict[DelayedScaling, list[DelayedState]] = {}
     for module in modules:
         by_recipe.setdefault(module.fp8_meta["recipe"], []).append(module.fp8_meta[direction])
     for recipe, states in by_recipe.items():
         widths = [len(state.scale) for state in states]
-        history = torch.cat([state.amax_history for state in states], dim=1)
+        history = torch.cat([state.amax_history for state in states], dim=1)  # [steps, n of all modules]
         amax = history[0].clone()
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(amax, dist.ReduceOp.MAX)
@@ -177,65 +175,66 @@ def update_scales(modules: Iterable[Fp8Module], direction: Direction) -> None:
         history, scale = next_scales(
             history, amax, scale, limit=limit * 2.0**-recipe.margin, algorithm=recipe.amax_compute_algo
         )
-        parts = zip(states, history.split(widths, dim=1), scale.split(widths), strict=True)
-        for state, new_history, new_scale in parts:
-            state.amax_history.copy_(new_history)
-            state.scale.copy_(new_scale)
+        for state, rows, scales in zip(
+            states, history.split(widths, dim=1), scale.split(widths), strict=True
+        ):
+            state.amax_history.copy_(rows)
+            state.scale.copy_(scales)
 
 
 def next_scales(
     history: Tensor, amax: Tensor, scale: Tensor, *, limit: float, algorithm: str
 ) -> tuple[Tensor, Tensor]:
-    """Histories [steps, N] and scales [N] after a step with these amaxes [N]; `limit`: what an amax becomes.
+    """Return histories [steps, n] and scales [n], which map an amax to `limit`, after a step with `amax` [n].
 
-    As in TE's kernel, row 0 collects, row 1 is the oldest and the last the latest. A tensor that was not seen
-    (amax 0) keeps its history and scale, a scale that cannot be computed stays, and one beyond float32
-    becomes its largest value.
+    As in TE's kernel, row 0 collects, row 1 is the oldest and the last row the most recent. Unused tensors
+    (amax 0) keep history and scale, scales that cannot be computed stay as they were, and scales beyond
+    float32 become its largest value.
     """
     rolled = history.roll(-1, 0)
     rolled[-1] = amax
     chosen = amax if algorithm == "most_recent" else rolled.amax(0)  # the row that drops out counts once more
     rolled[0] = 0.0
-    seen = amax != 0
-    usable = seen & chosen.isfinite() & (chosen > 0)
+    used = amax != 0
+    computable = used & chosen.isfinite() & (chosen > 0)
     new = (torch.full_like(chosen, limit) / chosen).clamp(max=FLOAT32_MAX)
-    return torch.where(seen, rolled, history), torch.where(usable, new, scale)
+    return torch.where(used, rolled, history), torch.where(computable, new, scale)
 
 
 class Pass(AbstractContextManager):
-    """A pass over a checkpointed function: the first notes scales, its recomputations repeat them."""
+    """Pass over a checkpointed function: the first one records scales, its recomputations replay them."""
 
-    def __init__(self, notes: dict[Fp8Module, list[Tensor]], *, again: autocast | None = None):
-        self.notes, self.again = notes, again
+    def __init__(self, recorded: dict[Fp8Module, list[Tensor]], *, again: autocast | None = None):
+        self.recorded, self.again = recorded, again
 
     def __enter__(self) -> Pass:
         if self.again:
             self.again.__enter__()
-        self.outer, Now.checkpointed = Now.checkpointed, self
+        self.outer, Current.checkpointed = Current.checkpointed, self
         self.calls: dict[Fp8Module, int] = {}
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        Now.checkpointed = self.outer
+        Current.checkpointed = self.outer
         if self.again:
             self.again.__exit__(*exception)
 
     def scales(self, module: Fp8Module, current: Tensor) -> Tensor | None:
-        """The scales [N] of the first pass in a recomputation; None in the first pass."""
+        """Return the first pass's scales [n] in a recomputation, or None in the first pass."""
         if not self.again:
-            self.notes.setdefault(module, []).append(current.clone())
+            self.recorded.setdefault(module, []).append(current.clone())
             return None
         call = self.calls[module] = self.calls.get(module, -1) + 1
-        return self.notes[module][call]
+        return self.recorded[module][call]
 
 
 def checkpoint(function: Callable, *args: Any, use_reentrant: bool = True, **kwargs: Any) -> Any:
-    """torch's checkpoint, which recomputes in FP8 with the scales of the first pass."""
+    """Checkpoint activations as torch does, recomputing in FP8 with the scales of the first pass."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    notes: dict[Fp8Module, list[Tensor]] = {}
-    first = Pass(notes)
-    again = Pass(notes, again=autocast(enabled=Now.recipe is not None, recipe=Now.recipe))
+    recorded: dict[Fp8Module, list[Tensor]] = {}
+    first = Pass(recorded)
+    again = Pass(recorded, again=autocast(enabled=Current.recipe is not None, recipe=Current.recipe))
     if not use_reentrant:
         return torch_checkpoint(
             function, *args, use_reentrant=False, context_fn=lambda: (first, again), **kwargs

@@ -173,8 +173,6 @@ def test_mx_exponents_by_hand():
     """E8M0 has bias 127; 448 * 2^k needs 2^k, anything above it the next power."""
     amax = torch.tensor([448.0, 449.0, 896.0, 1.0, 0.0, 1e-45, INF, 3e38])
     assert mx_exponent(amax, E4M3).tolist() == [127, 128, 128, 119, 0, 0, 254, 247]
-    with pytest.raises(ValueError, match=r"mxfp8: a side of 33 is no multiple of 32"):
-        cast_mx(torch.ones(32, 33), E4M3, dim=1)
 
 
 def test_dequantize_undoes_the_scale_alone():

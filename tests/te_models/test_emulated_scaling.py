@@ -24,6 +24,8 @@ def layer(attention: str = "bshd", **options) -> te.TransformerLayer:
         FFN,
         HEADS,
         num_gqa_groups=GROUPS,
+        kv_channels=options.pop("kv_channels", HIDDEN // HEADS),
+        layernorm_epsilon=options.pop("layernorm_epsilon", 1e-5),
         **layer_settings(packed=attention == "thd"),
         params_dtype=options.pop("params_dtype", torch.bfloat16),
         **options,

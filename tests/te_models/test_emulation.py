@@ -336,17 +336,6 @@ def test_the_interface_is_tes():
     assert type(emulated("llama").self_attention.core_attention).__name__ == "DotProductAttention"
 
 
-def test_what_is_not_emulated_is_refused():
-    with pytest.raises(ValueError, match="--fp8_all_gather"):
-        te.quantized_model_init(enabled=True, recipe=None)
-    with pytest.raises(ValueError, match=r"has no window_size=\(5, 0\) \(only 'left out'\)"):
-        layer(window_size=(5, 0))
-    with pytest.raises(ValueError, match="has no qk_norm_before_rope=False"):
-        layer(qk_norm_type="RMSNorm")
-    with pytest.raises(ValueError, match="needs a recipe"):
-        te.autocast(enabled=True)
-
-
 EMULATED = "--use_te --te_backend emulated --mixed_precision fp8 --max_steps 4 --save_interval 2"
 
 

@@ -1,0 +1,142 @@
+"""The emulated decoder layer: attention, and te.TransformerLayer as the suite builds it.
+
+B rows, S tokens a row, T = B*S tokens, N sequences, D hidden size, F feed-forward size, H query heads,
+G key/value groups, R = H / G, K head size, P positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from te_models.emulation.layers import LayerNormLinear, LayerNormMLP, Linear, RMSNorm, activation_dtype
+from te_models.emulation.scaling import Fp8Module
+
+
+class DotProductAttention(Fp8Module):
+    """Causal attention within sequences in the activation dtype, never in FP8.
+
+    Like TE's, it has delayed scaling's state nevertheless, which stays unused.
+    """
+
+    num_gemms = 3
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """q [B, S, H, K], k and v [B, S, G, K], or [T, ., K] with `cu_seqlens` int32 [N+1] -> [..., H*K]."""
+        self.initialize(q.device)
+        if cu_seqlens is None:
+            return self._attend(q, k, v)
+        lengths = cu_seqlens.diff().tolist()
+        sequences = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+        return torch.cat([self._attend(*(x[None] for x in qkv))[0] for qkv in sequences if len(qkv[0])])
+
+    @staticmethod
+    def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H or G, S, K]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return out.transpose(1, 2).flatten(2)  # [B, S, H*K]
+
+
+class MultiheadAttention(nn.Module):
+    """Self-attention of a decoder layer, with queries, keys and values from one linear, group by group."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        groups: int,
+        size: int,
+        *,
+        eps: float,
+        qk_norm_eps: float | None,
+        **made: Any,
+    ):
+        super().__init__()
+        self.heads, self.groups, self.size = heads, groups, size
+        self.q_norm = self.k_norm = None
+        if qk_norm_eps is not None:
+            norm = {"eps": qk_norm_eps, "dtype": made["params_dtype"], "device": made["device"]}
+            self.q_norm, self.k_norm = RMSNorm(size, **norm), RMSNorm(size, **norm)
+        self.layernorm_qkv = LayerNormLinear(
+            hidden_size, (heads + 2 * groups) * size, eps=eps, bias=False, **made
+        )
+        self.core_attention = DotProductAttention()
+        self.proj = Linear(heads * size, hidden_size, **made)
+
+    def forward(self, x: Tensor, rope: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        per_group = self.heads // self.groups
+        joint = self.layernorm_qkv(x).unflatten(-1, (self.groups, per_group + 2, self.size))
+        q, k, v = joint.split([per_group, 1, 1], dim=-2)  # [..., G, R or 1, K]
+        q, k, v = (part.flatten(-3, -2) for part in (q, k, v))  # [..., H or G, K]
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        angles = rope_at_positions(rope, q, cu_seqlens)
+        return self.proj(self.core_attention(rotate(q, angles), rotate(k, angles), v, cu_seqlens))
+
+
+def rope_at_positions(rope: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Select angles [P, 1, 1, K] for q [B, S, H, K], or for [T, H, K] with positions that restart."""
+    if cu_seqlens is None:
+        return rope[: q.shape[1], 0]  # [S, 1, K]
+    tokens = torch.arange(q.shape[0], device=q.device)
+    starts = cu_seqlens[torch.searchsorted(cu_seqlens, tokens.int(), right=True) - 1]
+    return rope[tokens - starts, 0]  # [T, 1, K]
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Apply RoPE to [..., H, K] in float32; the halves of K are the two coordinates."""
+    first, second = x.float().chunk(2, dim=-1)  # [..., H, K/2]
+    turned = torch.cat([-second, first], dim=-1)
+    return (x.float() * angles.cos() + turned * angles.sin()).to(x.dtype)
+
+
+class TransformerLayer(nn.Module):
+    """te.TransformerLayer with the arguments of `te_models.decoder`: a Llama, Qwen or Mistral layer."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        *,
+        num_gqa_groups: int,
+        kv_channels: int,
+        layernorm_epsilon: float,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        params_dtype: torch.dtype | None = None,
+        device: Any = None,
+        **fixed: Any,  # TE's settings that the suite never varies: `decoder.layer_settings`
+    ):
+        super().__init__()
+        made = {"params_dtype": params_dtype, "device": device}
+        self.self_attention = MultiheadAttention(
+            hidden_size,
+            num_attention_heads,
+            num_gqa_groups,
+            kv_channels,
+            eps=layernorm_epsilon,
+            qk_norm_eps=qk_norm_eps if qk_norm_type else None,
+            **made,
+        )
+        self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, eps=layernorm_epsilon, **made)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        rotary_pos_emb: Tensor,
+        cu_seqlens_q: Tensor | None = None,
+        **same: Any,  # TE's arguments that repeat `cu_seqlens_q` for keys
+    ) -> Tensor:
+        """[B, S, D], or [T, D] with `cu_seqlens_q` int32 [N+1]; angles [P, 1, 1, K] float32."""
+        for module in self.modules():
+            if isinstance(module, Fp8Module):
+                module.fsdp2 = isinstance(self, FSDPModule)
+        x = hidden_states.to(activation_dtype(hidden_states))
+        x = x + self.self_attention(x, rotary_pos_emb, cu_seqlens_q)
+        return x + self.layernorm_mlp(x)
