@@ -11,7 +11,7 @@ from training.config import Config
 from training.optim import optimizer as optim
 from training.parallel import ranks
 from training.parallel.ranks import print_rank0
-from training.precision import precision_map, te_runtime, torchao_fp8
+from training.precision import checks, precision_map, torchao_fp8
 from training.precision import recipes as precision
 from training.precision.recipes import Precision
 from training.tracking.metrics import ModelShape
@@ -32,8 +32,6 @@ def decide(cfg: Config) -> Decision:
     ValueError, RuntimeError: it cannot run here, or settings do not go together.
     """
     resolved = precision.resolve_precision(cfg)
-    if resolved.te_backend == "native" and (said := te_runtime.point_te_at_torchs_cudnn()):
-        print_rank0(said)
     torchao_fp8.silence_import()  # transformers loads it, too, wherever it is installed
     if resolved.effective in TORCHAO_RECIPES:
         torchao_fp8.require_torchao()
@@ -51,7 +49,7 @@ def decide(cfg: Config) -> Decision:
     shape = ModelShape.from_hf_config(plan.config)
     counted = _counted(cfg, plan, shape)
     _check(cfg, resolved, plan, shape)
-    for said in filter(None, [precision.unread(cfg, resolved), cfg.log.unread()]):
+    for said in filter(None, [checks.unused_fp8_flags(cfg, resolved), cfg.log.unread()]):
         print_rank0(f"WARNING: {said}")
     if cfg.precision.master_weights == "none":
         print_rank0(optim.MASTER_NONE_WARNING)
@@ -73,12 +71,11 @@ def _counted(cfg: Config, plan: ModelPlan, shape: ModelShape | None) -> ModelSha
 def _check(cfg: Config, resolved: Precision, plan: ModelPlan, shape: ModelShape | None) -> None:
     """Refuse a precision that this model cannot have."""
     if shape is not None and cfg.model.use_te:
-        by_layer = precision_map if resolved.by_module else precision
-        by_layer.check_sizes(resolved, plan.name, shape.gemm_sizes)
-        precision.check_fp8_attention(cfg, resolved, shape.head_dim)
-    precision.check_settings(cfg, resolved)
+        checks.check_sizes(resolved, plan.name, shape.gemm_sizes)
+        checks.check_fp8_attention(cfg, resolved, shape.head_dim)
+    checks.check_settings(cfg, resolved)
     if cfg.precision.fp8_lm_head:
         text = plan.config.get_text_config()
         sizes = {"hidden size": text.hidden_size, "vocabulary": text.vocab_size}
         plain = cfg.model.use_te or plan.of_known_family
-        precision.check_lm_head(cfg, resolved, sizes, plain=plain)
+        checks.check_lm_head(cfg, resolved, sizes, plain=plain)

@@ -525,7 +525,7 @@ class Run:
 
     def _prepare(self, batch: Any) -> None:
         """On a resume this makes TE allocate its state, which the checkpoint's then overwrites."""
-        if "delayed" not in self.precision.in_use:
+        if not self.precision.needs_calibration:
             return
         micro_batches = self.cfg.optim.gradient_accumulation_steps
         scaling_state.calibrate(

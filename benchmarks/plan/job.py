@@ -183,7 +183,7 @@ def recipe_of(cfg: Config) -> str:
 
 def refuse_precision(cfg: Config, model: Model) -> None:
     """ValueError where training would refuse this model's layers, or settings of its precision."""
-    from training.precision import recipes as precision  # imports torch
+    from training.precision import checks  # imports torch
 
     name, shape, recipe = cfg.model.model_name, model.shape, recipe_of(cfg)
     if cfg.model.use_te and Path(name, "config.json").exists():  # presets have a TE form
@@ -197,11 +197,11 @@ def refuse_precision(cfg: Config, model: Model) -> None:
             raise ValueError(f"--use_te --model_name {name}: {reason}; plan it without --use_te")
     if recipe == "bf16":
         return
-    precision.refuse_unread(cfg, {recipe})
+    checks.check_flags_apply(cfg, {recipe})
     if cfg.model.use_te:
-        precision.refuse_odd_sizes(recipe, name, shape.gemm_sizes)
+        checks.check_recipe_sizes(recipe, name, shape.gemm_sizes)
     if cfg.precision.fp8_lm_head:
-        precision.refuse_odd_head(name, {"hidden size": shape.hidden_size, "vocabulary": shape.vocab_size})
+        checks.check_lm_head_sizes(name, {"hidden size": shape.hidden_size, "vocabulary": shape.vocab_size})
 
 
 def build_job(cfg: Config, model: Model, *, mode: str, gpus: int, gpus_per_node: int) -> Job:

@@ -526,8 +526,8 @@ def test_bad_input_is_one_clear_line(flags, says, capsys):
         ({"attention_bias": True}, {"use_te": True}, "--use_te .*attention_bias=True.*without --use_te$"),
         ({"intermediate_size": 8200}, FP8, "intermediate_size 8200 not a multiple of 16"),
         ({"vocab_size": 32001}, FP8 | {"fp8_lm_head": True}, "vocabulary 32001 not a multiple of 16"),
-        ({}, FP8 | {"fp8_scenario": "current", "fp8_margin": 2}, "--fp8_margin 2: is read under delayed"),
-        ({}, {"mixed_precision": "fp8", "fp8_fast_accumulation": True}, "not under tensorwise"),
+        ({}, FP8 | {"fp8_scenario": "current", "fp8_margin": 2}, "--fp8_margin 2: applies to delayed"),
+        ({}, {"mixed_precision": "fp8", "fp8_fast_accumulation": True}, "not to tensorwise"),
     ],
 )
 def test_a_precision_that_training_refuses_is_not_planned(tmp_path, changes, flags, says):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from core.recipes import TE_RECIPES
-from training.precision import cudnn
 from training.precision.recipes import why_not
+from training.precision.te_runtime import torch_cudnn
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def examine(*arguments: str, **environment: str) -> tuple[int, dict[str, list[dict]]]:
     """(exit code, findings by check) of `python -m training.doctor` in a process of its own."""
-    own = {name: value for name, value in os.environ.items() if name not in cudnn.SEARCHED[:2]}
+    own = {name: value for name, value in os.environ.items() if name not in ("CUDNN_HOME", "CUDNN_PATH")}
     command = [sys.executable, "-m", "training.doctor", "--json", *arguments]
     done = subprocess.run(
         command, cwd=ROOT, env=own | environment, capture_output=True, text=True, timeout=500
@@ -79,7 +79,7 @@ def second(tmp_path):
     """A copy of torch's cuDNN: to the loader another library."""
     folder = tmp_path / "lib"
     folder.mkdir()
-    for path in cudnn.of_torch().glob("libcudnn*.so*"):
+    for path in torch_cudnn().glob("libcudnn*.so*"):
         shutil.copy(path, folder)
     yield folder
     shutil.rmtree(folder)
@@ -88,12 +88,12 @@ def second(tmp_path):
 def test_two_cudnns_mixed_are_a_fault(second):
     code, checks = examine("--no_speed", CUDNN_HOME=str(second))
     fault = next(finding for finding in checks["cudnn"] if finding["status"] == "fault")
-    assert code == 1 and set(fault["data"]["loaded"]) == {str(second.resolve()), str(cudnn.of_torch())}
-    assert fault["cure"] == f"export CUDNN_HOME={cudnn.of_torch()}"
+    assert code == 1 and set(fault["data"]["loaded"]) == {str(second.resolve()), str(torch_cudnn())}
+    assert fault["cure"] == f"export CUDNN_HOME={torch_cudnn()}"
 
 
 def test_a_second_cudnn_is_kept_out(second):
     code, checks = examine("--no_speed", CUDNN_PATH=str(second))
-    assert code == 0 and [finding["status"] for finding in checks["cudnn"]] == ["ok", "note"]
-    assert checks["cudnn"][0]["data"]["loaded"] == [str(cudnn.of_torch())]
+    assert code == 0 and [finding["status"] for finding in checks["cudnn"]] == ["ok"]
+    assert checks["cudnn"][0]["data"]["loaded"] == [str(torch_cudnn())]
     assert {finding["data"]["backend"] for finding in checks["attention"]} <= {"fused", "flash"}

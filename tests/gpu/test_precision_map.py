@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from core.errors import UserError
 from te_models.build import plan_model
 from te_models.families import FAMILIES
 from tests.gpu.models import DEVICE, batch, build, plan
@@ -121,7 +122,7 @@ def test_an_unusable_recipe_falls_back_or_stops():
         pytest.skip("this GPU runs mxfp8")
     found = resolve(fp8_scenario="current", precision_map="proj=mxfp8")
     assert found.in_use == {"current", "delayed"} and reason in found.map_fallbacks["mxfp8"]
-    with pytest.raises(RuntimeError, match=r"--precision_map \.\.\.=mxfp8 cannot run here"):
+    with pytest.raises(UserError, match=r"--precision_map \.\.\.=mxfp8 cannot run here"):
         resolve(fp8_scenario="current", precision_map="proj=mxfp8", fp8_fallback="error")
 
 

@@ -10,11 +10,10 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from core.errors import first_line
+from core.errors import UserError, first_line
 from core.packages import version
 from training.doctor.checks import Finding, pip, python
 from training.doctor.te_errors import diagnose, install_te, library, reinstall_te
-from training.precision import cudnn
 
 if TYPE_CHECKING:  # te_models needs packages that may be missing
     from te_models.engine import Backend
@@ -27,41 +26,28 @@ FLASH_TRIAL = (32, 8, 128)  # query and key heads of that layer, and their size
 
 
 def cudnns() -> Iterator[Finding]:
-    """The cuDNN in use, a second one beside it, and whether both are in memory once TE is loaded."""
+    """The cuDNN in use, and whether two are in memory once TE is loaded."""
     import torch
 
     from training.precision import te_runtime
 
-    home, own = os.environ.get("CUDNN_HOME"), cudnn.of_torch()
-    number = torch.backends.cudnn.version()
+    home, number = os.environ.get("CUDNN_HOME"), torch.backends.cudnn.version()
     if number is None:
         yield Finding("fault", "torch loads no cuDNN", library("cudnn"))
         return
-    name = f"cuDNN {number // 10000}.{number // 100 % 100}.{number % 100} of torch, in {own}"
-    other = cudnn.of_te()
-    said = te_runtime.point_te_at_torchs_cudnn()
+    own = te_runtime.torch_cudnn()
     if find_spec("transformer_engine"):
         te_runtime.load_error()
-    folders = cudnn.loaded()
-    data = {
-        "cudnn": number,
-        "cudnn_home": home,
-        "torch": str(own),
-        "te": str(other[0]) if other else None,
-        "loaded": [str(folder) for folder in folders],
-    }
+    folders = te_runtime.loaded_cudnns()
+    data = {"cudnn": number, "cudnn_home": home, "loaded": [str(folder) for folder in folders]}
     if len(folders) > 1:
         text = (
             f"two cuDNNs are mixed, {' and '.join(map(str, folders))}: attention may run unfused, 4x slower"
         )
         yield Finding("fault", text, f"export CUDNN_HOME={shlex.quote(str(own))}", data)
         return
+    name = f"cuDNN {number // 10000}.{number // 100 % 100}.{number % 100} of torch, in {own}"
     yield Finding("ok", f"{name}; CUDNN_HOME {home or 'not set'}", data=data)
-    if said:
-        yield Finding("note", said)
-    elif other and other[0] != own:
-        text = f"another cuDNN is in {other[0]} (found by {other[1]}), and is not loaded"
-        yield Finding("note", text, data={"te": str(other[0])})
 
 
 def te_itself() -> Iterator[Finding]:
@@ -146,7 +132,7 @@ def why_not_torchao() -> str | None:
     try:
         require_torchao()
         fp8_gemms_are_emulated()
-    except RuntimeError as error:
+    except UserError as error:
         return first_line(error)
     return None
 

@@ -1,78 +1,60 @@
 """FP8 tensor statistics: what the casts of every --fp8_stats_interval'th step did to each GEMM's operands.
 
-Of each GEMM module's activation (its input), weight and gradient (of its output), as cast for the forward
+For each GEMM module's activation (its input), weight and gradient (of its output), as cast for the forward
 pass and for the gradient of the input:
 
 - underflow             share of the elements that are not zero and became zero
-- overflow              share that was larger than the format holds and was cut off there
+- overflow              share of the elements that exceeded the format's range and saturated
 - amax                  largest magnitude
-- scale_min, scale_max  what values were multiplied by before the cast; of recipes with one scale, the same
+- scale_min, scale_max  factors applied before the cast; equal for recipes with one scale
 
-They are named fp8/<module>/<tensor>/<statistic>; `SOURCES` says where they come from. Micro-batches and
-ranks are summed up; recomputation casts an activation twice alike, which changes no share. Other steps have
-no hooks; native TE layers ask for a number then.
+Names are fp8/<module>/<tensor>/<statistic>. Micro-batches and ranks are added up. Recomputation casts an
+activation twice, which changes no share. Steps that are not watched have no hooks; native TE layers then only
+ask for a number.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from core.errors import bad_setting
 from te_models.engine import Backend
 from training.config import Config
 from training.precision.fp8_counts import Stats, Tally
-from training.precision.fp8_inspect import InspectedTE, check_inspection
+from training.precision.fp8_inspect import check_inspection, close_inspection, open_inspection, watch_native
 from training.precision.precision_map import TE_GEMMS
 from training.precision.recipes import Precision
 
 
-class Source(Protocol):
-    """Where statistics come from; `start` and `finish` enclose a step that has them."""
+@contextmanager
+def watch_emulated(modules: dict[str, nn.Module], tally: Tally) -> Iterator[None]:
+    """Count the casts of emulated TE layers: their recipes become ones that also count."""
 
-    def attach(self, model: nn.Module) -> None: ...
-    def start(self, step: int) -> None: ...
-    def finish(self, strategy: Any) -> Stats: ...
-    def close(self) -> None: ...
-
-
-class EmulatedTE:
-    """The casts of emulated TE layers: while a step is watched, their recipes are ones that count."""
-
-    def __init__(self, cfg: Config, precision: Precision, folder: Path) -> None:
-        self._tally, self._modules = Tally(), {}
-
-    def attach(self, model: nn.Module) -> None:
-        self._modules = {name: m for name, m in model.named_modules() if name.endswith(tuple(TE_GEMMS))}
-
-    def start(self, step: int) -> None:
-        for name, module in self._modules.items():
-            module.gemms = functools.partial(self._counted, name, module.gemms)
-
-    def _counted(self, name: str, gemms: Callable[[Tensor], list[Any]], x: Tensor) -> list[Any]:
+    def counting_gemms(name: str, gemms: Callable[[Tensor], list[Any]], x: Tensor) -> list[Any]:
         made = gemms(x)
         for number, gemm in enumerate(made, 1):
             if gemm is not None:
-                own = name if len(made) == 1 else f"{name}.fc{number}"  # as TE calls an MLP's two
-                gemm.recipe = CountingRecipe(gemm.recipe, functools.partial(self._tally.add, own))
+                own_name = name if len(made) == 1 else f"{name}.fc{number}"  # TE's names for an MLP's two
+                gemm.recipe = CountingRecipe(gemm.recipe, functools.partial(tally.add, own_name))
         return made
 
-    def finish(self, strategy: Any) -> Stats:
-        self.close()
-        return self._tally.take(strategy)
-
-    def close(self) -> None:
-        for module in self._modules.values():
-            module.__dict__.pop("gemms", None)
+    for name, module in modules.items():
+        module.gemms = functools.partial(counting_gemms, name, module.gemms)
+    yield
+    for module in modules.values():
+        del module.gemms
 
 
 class CountingRecipe:
-    """An emulated recipe that tells `count` of each tensor's cast along its rows: of every tensor once."""
+    """An emulated recipe that calls `count` with each tensor's rowwise cast, once per tensor."""
 
     TENSORS: ClassVar = {"input": "activation", "weight": "weight", "grad": "gradient"}
 
@@ -94,120 +76,115 @@ class CountingRecipe:
         return cast
 
 
-class TorchaoLayers:
-    """torchao's Float8Linear layers: hooks repeat the casts of what goes in and of the gradient coming back.
+@contextmanager
+def watch_torchao(modules: dict[str, nn.Module], tally: Tally) -> Iterator[None]:
+    """Count the casts of torchao's Float8Linear layers: hooks repeat those of inputs, weights and gradients.
 
-    Weights that FSDP gathered in FP8 are left out: nothing is left to compare them with.
+    Weights that FSDP gathered in FP8 are left out: the originals are gone.
     """
+    is_fp8 = importlib.import_module("torchao.float8.distributed_utils").tensor_already_casted_to_fp8
 
-    def __init__(self, cfg: Config, precision: Precision, folder: Path) -> None:
-        self._tally, self._layers, self._hooks = Tally(), {}, []
-        self._scaling = importlib.import_module("torchao.float8.float8_scaling_utils")
-        self._role = importlib.import_module("torchao.float8.float8_training_tensor").GemmInputRole
-        self._is_cast = importlib.import_module(
-            "torchao.float8.distributed_utils"
-        ).tensor_already_casted_to_fp8
-
-    def attach(self, model: nn.Module) -> None:
-        self._layers = {n: m for n, m in model.named_modules() if hasattr(m, "fp8_recipe")}
-
-    def start(self, step: int) -> None:
-        for name, layer in self._layers.items():
-            self._hooks.append(layer.register_forward_hook(functools.partial(self._on_forward, name)))
-
-    def _on_forward(self, name: str, layer: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    def on_forward(name: str, layer: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         hidden, weight, settings = inputs[0], layer.weight, layer.config
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
-            # Without a GPU weights are rounded too, see `torchao_fp8`.
+            # Emulated layers round weights too, see `torchao_fp8`.
             hidden, weight = hidden.to(dtype), weight.to(dtype) if settings.emulate else weight
-        self._cast(name, "activation", hidden.flatten(0, -2), layer, settings.cast_config_input, -1)
-        if not self._is_cast(weight):
-            self._cast(name, "weight", weight.t(), layer, settings.cast_config_weight, 0)
+
+        def count(tensor: str, original: Tensor, how: Any, dim: int) -> None:
+            tally.add(name, tensor, *_repeat_cast(layer, tensor, original, how, dim))
+
+        count("activation", hidden.flatten(0, -2), settings.cast_config_input, -1)  # [T, D]
+        if not is_fp8(weight):
+            count("weight", weight.t(), settings.cast_config_weight, 0)
         if output.requires_grad:
-            cast = functools.partial(self._cast, name, "gradient")
-            output.register_hook(
-                lambda grad: cast(grad.flatten(0, -2), layer, settings.cast_config_grad_output, -1)
-            )
+            how = settings.cast_config_grad_output
+            output.register_hook(lambda grad: count("gradient", grad.flatten(0, -2), how, -1))
 
-    @torch.no_grad()
-    def _cast(self, name: str, tensor: str, original: Tensor, layer: Any, how: Any, dim: int) -> None:
-        """Cast `original` [M, N] as the layer does for the GEMM that contracts `dim`."""
-        roles = {"activation": self._role.INPUT, "weight": self._role.WEIGHT}
-        cast = self._scaling.hp_tensor_to_float8_dynamic(
-            original,
-            how.target_dtype,
-            layer.linear_mm_config,
-            gemm_input_role=roles.get(tensor, self._role.GRAD_OUTPUT),
-            scaling_granularity=how.scaling_granularity,
-            axiswise_dim=self._scaling.get_maybe_axiswise_dim(dim, how.scaling_granularity),
-            round_scales_to_power_of_2=layer.config.round_scales_to_power_of_2,
-        )
-        data, scale_inv = cast._data, cast._scale.reciprocal()
-        if dim == 0:
-            original, data, scale_inv = original.t(), data.t(), scale_inv.t()
-        block = None if scale_inv.numel() == 1 else (1, data.shape[1])
-        self._tally.add(name, tensor, original, data, scale_inv, block)
-
-    def finish(self, strategy: Any) -> Stats:
-        self.close()
-        return self._tally.take(strategy)
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+    hooks = [m.register_forward_hook(functools.partial(on_forward, name)) for name, m in modules.items()]
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
-SOURCES: dict[Backend | None, Callable[[Config, Precision, Path], Source]] = {
-    "native": InspectedTE,
-    "emulated": EmulatedTE,
-    None: TorchaoLayers,
-}
+@torch.no_grad()
+def _repeat_cast(layer: Any, tensor: str, original: Tensor, how: Any, dim: int) -> tuple[Any, ...]:
+    """Repeat a layer's cast of `original` [M, N] for the GEMM over `dim`; return what `cast_counts` reads."""
+    scaling = importlib.import_module("torchao.float8.float8_scaling_utils")
+    role = importlib.import_module("torchao.float8.float8_training_tensor").GemmInputRole
+    roles = {"activation": role.INPUT, "weight": role.WEIGHT, "gradient": role.GRAD_OUTPUT}
+    cast = scaling.hp_tensor_to_float8_dynamic(
+        original,
+        how.target_dtype,
+        layer.linear_mm_config,
+        gemm_input_role=roles[tensor],
+        scaling_granularity=how.scaling_granularity,
+        axiswise_dim=scaling.get_maybe_axiswise_dim(dim, how.scaling_granularity),
+        round_scales_to_power_of_2=layer.config.round_scales_to_power_of_2,
+    )
+    data, scale_inv = cast._data, cast._scale.reciprocal()
+    if dim == 0:
+        original, data, scale_inv = original.t(), data.t(), scale_inv.t()
+    return original, data, scale_inv, None if scale_inv.numel() == 1 else (1, data.shape[1])
 
 
 def check(cfg: Config, precision: Precision, *, compiles: bool) -> None:
-    """ValueError or RuntimeError, with the way out, where --fp8_stats_interval can have no statistics."""
-    flag = f"--fp8_stats_interval {cfg.log.fp8_stats_interval}"
-    if not cfg.log.fp8_stats_interval:
+    """UserError, with the way out, if --fp8_stats_interval can have no statistics."""
+    interval = cfg.log.fp8_stats_interval
+    if not interval:
         return
     if not precision.fp8:
-        raise ValueError(
-            f"{flag}: nothing is cast to FP8 in --mixed_precision {precision.effective}; use fp8, or drop it"
-        )
+        reason = f"nothing is cast to FP8 in --mixed_precision {precision.effective}; use fp8, or drop it"
+        raise bad_setting(reason, fp8_stats_interval=interval)
     if precision.te_backend is None and compiles:
-        raise ValueError(
-            f"{flag}: compiled layers do not show their casts; add --no_compile (slower), or drop it"
-        )
+        reason = "compiled layers do not show their casts; add --no_compile (slower), or drop it"
+        raise bad_setting(reason, fp8_stats_interval=interval)
     if precision.te_backend == "native":
-        check_inspection(flag, fp8_attention=cfg.precision.fp8_attention)
+        check_inspection(interval, fp8_attention=cfg.precision.fp8_attention)
+
+
+def _is_te_gemm(name: str, module: nn.Module) -> bool:
+    return name.partition(".")[2].partition(".")[2] in TE_GEMMS  # after layers.N
+
+
+# By backend: which modules to watch, and the context in which their casts are counted.
+WATCHERS: dict[Backend | None, tuple[Callable[..., bool], Callable[..., AbstractContextManager]]] = {
+    "native": (_is_te_gemm, watch_native),
+    "emulated": (_is_te_gemm, watch_emulated),
+    None: (lambda name, module: hasattr(module, "fp8_recipe"), watch_torchao),
+}
 
 
 class Fp8Stats:
-    """The statistics of every `interval`'th step, from wherever this run's casts can be seen."""
+    """Statistics of every `interval`'th step; does nothing with an interval of 0."""
 
     def __init__(self, cfg: Config, precision: Precision, folder: Path) -> None:
-        """Before any TE module is built; `check` must have passed. TE's own log goes to `folder`."""
+        """Prepare, before any TE module is built; `check` must have passed. TE's own log goes to `folder`."""
         self._interval = cfg.log.fp8_stats_interval
-        self._source: Source | None = None
-        if self._interval:
-            self._source = SOURCES[precision.te_backend](cfg, precision, folder)
+        self._tally, self._modules, self._watched = Tally(), {}, ExitStack()
+        self._belongs, self._watch = WATCHERS[precision.te_backend]
+        self._inspects_te = bool(self._interval) and precision.te_backend == "native"
+        if self._inspects_te:
+            open_inspection(precision, folder, self._tally)
 
     def attach(self, model: nn.Module) -> None:
-        """Once, with the model that will run."""
-        if self._source:
-            self._source.attach(model)
+        """Find the modules of the model that will run. Call once."""
+        self._modules = {name: m for name, m in model.named_modules() if self._belongs(name, m)}
+        for name, module in self._modules.items() if self._inspects_te else ():
+            module.name = name  # TE shows casts with it
 
     def before_step(self, step: int) -> None:
-        if self._source and step % self._interval == 0:
-            self._source.start(step)
+        """Start watching if the step is due."""
+        if self._interval and step % self._interval == 0:
+            self._watched.enter_context(self._watch(self._modules, self._tally))
 
     def after_step(self, step: int, strategy: Any) -> Stats:
-        """What is to be logged of this step, if anything; collective."""
-        if self._source and step % self._interval == 0:
-            return self._source.finish(strategy)
-        return {}
+        """Return what to log of this step, if it was due. Collective."""
+        self._watched.close()
+        return self._tally.collect(strategy)
 
     def close(self) -> None:
-        if self._source:
-            self._source.close()
+        """Remove all hooks, and end TE's inspection."""
+        self._watched.close()
+        if self._inspects_te:
+            close_inspection()

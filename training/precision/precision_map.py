@@ -1,7 +1,7 @@
 """Precision by module: which GEMM module runs in which recipe, and how TE modules get their own.
 
-A pattern is dotted; each of its parts may hold *, ? and [..]. It matches every module in whose name a run of
-consecutive dotted parts matches it part by part: `layers.0`, `layers.*.self_attention`, `layers.[0-3]`, `proj`.
+A pattern is dotted; each of its parts may hold *, ? and [..]. It matches every module in whose name a run
+of consecutive dotted parts matches it part by part: `layers.0`, `layers.*.self_attention`, `layers.[0-3]`.
 """
 
 from __future__ import annotations
@@ -140,14 +140,14 @@ def te_names(num_layers: int) -> list[str]:
 def resolve(cfg: Config, precision: Precision, config: Any) -> Precision:
     """Return `precision` with the recipe of each TE module, if a map is given. `config`: the model's.
 
-    Recipes that cannot run here fall back or stop as that of --fp8_scenario does. The modules of a Hugging Face
-    model are not known yet, so its map is only parsed. UserError for a map that cannot be followed.
+    Recipes that cannot run here fall back or stop as that of --fp8_scenario does. The modules of a Hugging
+    Face model are not known yet, so its map is only parsed. UserError for a map that cannot be followed.
     """
     if not (given := _given(cfg)):
         return precision
     if cfg.precision.mixed_precision != "fp8":
-        reason = f"needs --mixed_precision fp8 (here {cfg.precision.mixed_precision}); choose fp8, or drop it"
-        raise bad_setting(reason, **given)
+        mixed = cfg.precision.mixed_precision
+        raise bad_setting(f"needs --mixed_precision fp8 (here {mixed}); choose fp8, or drop it", **given)
     if precision.te_backend is None:
         if cfg.precision.precision_map is not None:
             parse(cfg.precision.precision_map, use_te=False)
@@ -176,7 +176,7 @@ def _refuse_mixes(cfg: Config, precision: Precision, num_layers: int) -> None:
     others = sorted(set(by_module.values()) - {cfg.recipe})
     if cfg.sharding.fp8_all_gather and others:
         raise bad_setting(
-            f"weights are gathered in FP8 if all are in {cfg.recipe}, not in {', '.join(others)}; drop one",
+            f"it gathers weights that are all in {cfg.recipe}; drop it, or {', '.join(others)}",
             fp8_all_gather=True,
             **_given(cfg),
         )
@@ -186,8 +186,8 @@ def _refuse_mixes(cfg: Config, precision: Precision, num_layers: int) -> None:
         if qkv != proj:
             raise bad_setting(
                 f"{attention}.proj gets attention's output in FP8, so it must run in the recipe of "
-                f"{attention}.layernorm_qkv (here {proj} and {qkv}); use a pattern for all of {attention}, or "
-                "drop --fp8_attention",
+                f"{attention}.layernorm_qkv (here {proj} and {qkv}); use a pattern for all of {attention}, "
+                "or drop --fp8_attention",
                 fp8_attention=True,
             )
 
@@ -197,9 +197,9 @@ def check_resume(meta: dict[str, Any], precision: Precision) -> None:
     there, here = (sorted(names) for names in (meta.get("map_fallbacks", {}), precision.map_fallbacks))
     if there != here:
         raise UserError(
-            f"--resume: --precision_map fell back to {FALLBACK_RECIPE} for {', '.join(there) or 'none'} in the "
-            f"checkpoint but for {', '.join(here) or 'none'} here; resume on the same kind of GPU, or start a "
-            "new run from its exported model",
+            f"--resume: --precision_map fell back to {FALLBACK_RECIPE} for {', '.join(there) or 'none'} in "
+            f"the checkpoint but for {', '.join(here) or 'none'} here; resume on the same kind of GPU, or "
+            "start a new run from its exported model",
             flags=("resume", "precision_map"),
             exit_code=EXIT_BAD_SETTING,
         )
@@ -236,9 +236,9 @@ def _own_autocast(precision: Precision, recipe: Any) -> Iterator[None]:
     """Run in `recipe` (None: BF16) inside the run's autocast.
 
     TE reduces delayed scaling's forward amaxes where the outermost autocast ends, each by its own recipe. It
-    reduces the backward ones all at once, after the backward of the module that ran first in FP8. At the end of
-    an inner autocast TE forgets that there was a first module, so every inner module would be it and reduce all
-    amaxes. Therefore that flag is carried over.
+    reduces the backward ones all at once, after the backward of the module that ran first in FP8. At the end
+    of an inner autocast TE forgets that there was a first module, so every inner module would be it and
+    reduce all amaxes. Therefore that flag is carried over.
     """
     # With recipe=None TE would build its default recipe at every call.
     inner = engine(precision.te_backend).autocast(

@@ -1,4 +1,4 @@
-"""Precision of a run: what was requested, what can run here, and what runs instead. Nothing falls back silently.
+"""Precision of a run: what was requested, what can run here, and what runs instead, never silently.
 
 `core.recipes` describes the recipes.
 """
@@ -111,9 +111,9 @@ def resolve_backend(cfg: Config) -> Backend | None:
         return "emulated"
     if reason := why_not_te():
         raise UserError(
-            f"--use_te --te_backend {requested} cannot run here: {reason}. `python -m training.doctor` checks "
-            "the installation; --te_backend emulated runs the same numerics, slowly; without --use_te the "
-            "Hugging Face model runs",
+            f"--use_te --te_backend {requested} cannot run here: {reason}. `python -m training.doctor` "
+            "checks the installation; --te_backend emulated runs the same numerics, slowly; without --use_te "
+            "the Hugging Face model runs",
             flags=("use_te", "te_backend"),
         )
     return "native"

@@ -9,9 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.errors import EXIT_BAD_SETTING, UserError
+
+CALIBRATION_PASSES = 2  # the second starts from the first one's scales, so nothing underflows on the way
+
 
 def scaling_state(model: nn.Module) -> dict[str, Tensor]:
-    """Live references to every scale [N] and amax history [steps, N], float32; delayed scaling only."""
+    """Return live references to every scale [N] and amax history [steps, N], float32, by name."""
     state: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         for direction in ("scaling_fwd", "scaling_bwd"):
@@ -20,9 +24,6 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
                 if isinstance(value := getattr(tensors, part, None), Tensor):
                     state[f"{name}.{direction}.{part}"] = value
     return state
-
-
-CALIBRATION_PASSES = 2  # the second starts from the first one's scales, so that nothing underflows on the way
 
 
 def calibrate(
@@ -34,12 +35,12 @@ def calibrate(
     batch: Any,
     micro_batches: int,
 ) -> None:
-    """Give delayed scaling its first scales from a micro-batch, one of `micro_batches` a step. Collective.
+    """Give delayed scaling its first scales from one of a step's `micro_batches`. Collective.
 
-    Takes no step and draws no random number. Why the loss is a sum here: `scale_gradients`.
+    Applies no step and leaves random numbers as they were. `scale_gradients` explains the summed loss.
     """
     devices = [strategy.device] if strategy.device.type == "cuda" else []
-    # Attention kernels draw from the generator even without dropout; the run must not notice.
+    # Attention kernels draw from the generator even without dropout.
     with torch.random.fork_rng(devices):
         for _ in range(CALIBRATION_PASSES):
             with torch.enable_grad(), strategy.accumulating(wrapped, first=True, last=True):
@@ -47,19 +48,19 @@ def calibrate(
                     loss, _ = wrapped(**batch.inputs)
                 strategy.backward(wrapped, loss)
             strategy.discard(wrapped, optimizer)
-    # Ranks share their scales, so they must share the factor; each rank's loss is divided by the mean.
+    # Ranks share their scales, so they must share the factor: each rank's loss is divided by the mean.
     tokens = strategy.sum(torch.tensor(float(batch.label_tokens), device=strategy.device)).item()
     scale_gradients(model, 1 / max(1, tokens / strategy.world_size * micro_batches))
 
 
 @torch.no_grad()
 def scale_gradients(model: nn.Module, factor: float) -> None:
-    """Make the gradients' scales those of a loss `factor` times as large; exact, since backward is linear.
+    """Turn the gradients' scales into those of a loss `factor` times as large; exact, as backward is linear.
 
-    Delayed scaling starts from scales of 1, and the gradients of a mean over 10,000 tokens lie far below
-    what E5M2 holds at that scale: they underflow, one layer lower with every step, and the first gradients
-    are wrong (1B Llama, first step: norm 2.73 instead of 11.4). So calibration uses the summed loss, whose
-    gradients fit, and this turns its scales into the mean's.
+    Delayed scaling starts from scales of 1. Gradients of a mean over 10,000 tokens are far below what E5M2
+    holds at that scale: they underflow, one layer lower with every step, and the first gradients are wrong
+    (1B Llama, first step: norm 2.73 instead of 11.4). So calibration uses the summed loss, whose gradients
+    fit.
     """
     for name, tensor in scaling_state(model).items():
         if ".scaling_bwd." in name:
@@ -68,17 +69,18 @@ def scale_gradients(model: nn.Module, factor: float) -> None:
 
 @torch.no_grad()
 def restore_scaling(model: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Copy a checkpoint's scales and histories over those TE allocated; ValueError if they do not match."""
+    """Copy a checkpoint's scales and histories over those that TE allocated. UserError if names differ."""
     state = scaling_state(model)
     if saved and saved.keys() != state.keys():
-        raise ValueError("--resume: the checkpoint's FP8 scaling state is of another model or TE version")
+        message = "--resume: the checkpoint's FP8 scaling state is of another model or TE version"
+        raise UserError(message, flags=("resume",), exit_code=EXIT_BAD_SETTING)
     for name, tensor in saved.items():
         state[name].copy_(tensor)
 
 
 @contextmanager
 def frozen_scaling(model: nn.Module) -> Iterator[None]:
-    """Undo what forward passes leave in the amax histories: evaluation must not steer training."""
+    """Undo what forward passes add to the amax histories: evaluation must not affect training."""
     saved = {name: tensor.clone() for name, tensor in scaling_state(model).items()}
     yield
     for name, tensor in scaling_state(model).items():
@@ -87,7 +89,7 @@ def frozen_scaling(model: nn.Module) -> Iterator[None]:
 
 
 def scrub_scaling(model: nn.Module) -> None:
-    """Forget non-finite amaxes of a step that was not taken; one would pin its scale for a whole history."""
+    """Drop the non-finite amaxes of a skipped step; one would fix its scale for a whole history."""
     for name, tensor in scaling_state(model).items():
         if name.endswith("amax_history"):
             tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,4 +1,4 @@
-"""Transformer Engine on this machine: whether it loads, and what its attention runs on."""
+"""Transformer Engine on this machine: if it loads, with which cuDNN, and what its attention runs on."""
 
 from __future__ import annotations
 
@@ -7,32 +7,35 @@ import importlib
 import os
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 from core.errors import first_line
 from core.packages import version
 from te_models.kernels.flash_attention import INSTALL as INSTALL_FLASH
-from training.precision import cudnn
 
 INSTALL_TE = "pip install --no-build-isolation -r requirements-gpu.txt"
+MAPS = Path("/proc/self/maps")
 
 
 def why_not_te() -> str | None:
-    """Why Transformer Engine cannot run here, or None."""
+    """Return why Transformer Engine cannot run here, with the way out, or None."""
     if not torch.cuda.is_available():
         return "Transformer Engine needs a CUDA GPU and PyTorch sees none"
     if find_spec("transformer_engine") is None:
         return f"Transformer Engine is not installed; install it with `{INSTALL_TE}`"
     if error := load_error():
-        said = first_line(error)
-        return f"Transformer Engine does not load ({said}); build it for this torch with `{rebuild_te()}`"
+        return (
+            f"Transformer Engine does not load ({first_line(error)}); build it for this torch with "
+            f"`{rebuild_te()}`"
+        )
     return None
 
 
 @functools.cache
 def load_error() -> Exception | None:
-    """What importing TE raises, or None. Asked once: a second import would fail in another way."""
+    """Import Transformer Engine and return its error, or None. Cached: a second import fails differently."""
     point_te_at_torchs_cudnn()
     try:
         importlib.import_module("transformer_engine.pytorch")
@@ -42,59 +45,68 @@ def load_error() -> Exception | None:
 
 
 def rebuild_te() -> str:
-    """The command; pip takes an extension for another torch as installed, and keeps what it built once."""
+    """Return the command; without its options pip would keep an extension built for another torch."""
     found = version("transformer_engine")
     pin = f"=={found}" if found else ""
     options = "--no-build-isolation --no-cache-dir --force-reinstall --no-deps"
     return f"pip install {options} transformer_engine_torch{pin}"
 
 
-@functools.cache
-def point_te_at_torchs_cudnn() -> str | None:
-    """With a system cuDNN beside torch's, TE mixes the two and attention runs unfused, 4x slower.
+def loaded_cudnns() -> list[Path]:
+    """Return the folders of the cuDNN libraries in this process; more than one is a mix."""
+    try:
+        lines = MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not Linux
+        return []
+    paths = [Path(line.split(maxsplit=5)[5]) for line in lines if "/libcudnn" in line]
+    return list(dict.fromkeys(path.parent.resolve() for path in paths if path.name.startswith("libcudnn")))
 
-    Has an effect only before TE loads; a CUDNN_HOME the user set stays. Returns what to say of it, on every
-    call: None where there is no second cuDNN.
+
+def torch_cudnn() -> Path | None:
+    """Return the folder of torch's cuDNN: the one in memory, else pip's; None for a CPU build."""
+    if torch.version.cuda is None:
+        return None
+    if folders := loaded_cudnns():
+        return folders[0]
+    spec = find_spec("nvidia.cudnn") if find_spec("nvidia") else None
+    folders = [Path(place) / "lib" for place in spec.submodule_search_locations or []] if spec else []
+    return next((folder.resolve() for folder in folders if folder.is_dir()), None)
+
+
+def point_te_at_torchs_cudnn() -> None:
+    """Set CUDNN_HOME to torch's cuDNN, unless the user set it or TE is loaded.
+
+    TE prefers a system cuDNN. Mixed with torch's own, attention runs unfused, 4x slower, without an error.
     """
-    if "CUDNN_HOME" in os.environ or "transformer_engine" in sys.modules:
-        return None
-    own, other = cudnn.of_torch(), cudnn.of_te()
-    if own is None or (other and other[0] == own):
-        return None
-    os.environ["CUDNN_HOME"] = str(own)
-    if other is None:
-        return None
-    folder, origin = other
-    return (
-        f"two cuDNNs: Transformer Engine would load the one in {folder} (found by {origin}) beside torch's; "
-        f"CUDNN_HOME={own} makes it load torch's"
-    )
+    if "transformer_engine" not in sys.modules and (folder := torch_cudnn()):
+        os.environ.setdefault("CUDNN_HOME", str(folder))
 
 
-def _chosen_attention() -> dict:
+def _selected_attention() -> dict:
     module = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention")
     return getattr(module, "_attention_backends", {})
 
 
 def attention_backend() -> str | None:
-    """The backend TE's attention chose last: fused, flash or unfused; None before any forward."""
-    chosen = _chosen_attention()
-    for kind in ("flash", "fused", "unfused"):
-        if chosen.get(f"use_{kind}_attention"):
-            return kind
-    return None
+    """Return the backend that TE's attention chose last: fused, flash or unfused; None before any forward."""
+    selected = _selected_attention()
+    kinds = ("flash", "fused", "unfused")
+    return next((kind for kind in kinds if selected.get(f"use_{kind}_attention")), None)
 
 
 def flash_attention_version() -> str | None:
-    """Of the FlashAttention that TE's attention chose last; None if it chose none."""
-    chosen = _chosen_attention()
-    found = chosen.get("flash_attention_backend") if chosen.get("use_flash_attention") else None
+    """Return the version of the FlashAttention that TE's attention chose last, or None."""
+    selected = _selected_attention()
+    found = selected.get("flash_attention_backend") if selected.get("use_flash_attention") else None
     return str(found) if found else None
 
 
 def unfused_warning(*, deterministic: bool, flash_attention: bool) -> str:
-    """What to say of attention that TE runs unfused, by its likeliest cause."""
-    if flash_attention:
+    """Return the warning about unfused attention, with its likeliest cause and the way out."""
+    if len(cudnns := loaded_cudnns()) > 1:
+        found = " and ".join(map(str, cudnns))
+        cause = f"Two cuDNNs are mixed, {found}: unset CUDNN_HOME, or set it to torch's, {cudnns[0]}."
+    elif flash_attention:
         cause = "Transformer Engine refused FlashAttention 4: add --no_flash_attention."
     elif deterministic:
         cause = (
@@ -102,10 +114,7 @@ def unfused_warning(*, deterministic: bool, flash_attention: bool) -> str:
             f"({INSTALL_FLASH}), add --no_packing or drop it."
         )
     else:
-        cause = (
-            "Usually two cuDNNs are mixed: before the start, set CUDNN_HOME to the folder of torch's own "
-            "(python -c 'import nvidia.cudnn; print(nvidia.cudnn.__path__[0])')."
-        )
+        cause = "`python -m training.doctor` looks for the cause."
     return (
         f"WARNING: attention runs UNFUSED, about 4x slower and with 5x the memory. {cause} "
         "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints TE's reasons"

@@ -1,14 +1,14 @@
 """FP8 without Transformer Engine: torchao's Float8Linear in place of the linear layers of any causal LM.
 
-Recipes, each with scales taken from the tensor itself (https://github.com/pytorch/ao/tree/main/torchao/float8):
+Recipes, each with scales from the tensor itself (https://github.com/pytorch/ao/tree/main/torchao/float8):
 
-- tensorwise          one scale a tensor; E4M3 forward, E5M2 for gradients. The fastest.
-- rowwise             one scale a token and one an output channel, powers of two; E4M3 everywhere.
+- tensorwise          one scale per tensor; E4M3 forward, E5M2 for gradients. The fastest.
+- rowwise             one scale per token and per output channel, powers of two; E4M3 everywhere.
 - rowwise_with_gw_hp  as rowwise, but gradients of weights are computed in BF16, and gradients of inputs from
                       a weight with one scale.
 
-Linear layers of the decoder layers are converted; LM head, embeddings and norms stay as they are. A layer
-that cannot run in FP8 stays in BF16 and carries the reason, which the coverage table prints.
+Linear layers of the decoder layers are converted; LM head, embeddings and norms are not. A layer that cannot
+run in FP8 stays in BF16 and carries the reason, which the coverage table prints.
 """
 
 from __future__ import annotations
@@ -25,48 +25,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.errors import first_line
-from core.recipes import RECIPES, TORCHAO_RECIPES
+from core.errors import EXIT_BAD_SETTING, UserError, first_line
+from core.recipes import RECIPES
 
 INSTALL = "pip install torchao==0.18.0"
-# torch._scaled_mm takes sizes in 16-byte steps, and an output in them too, so padding could not help.
-FEATURE_MULTIPLE = 16
-# Class -> its layer whose output transformers changes in place, which autograd forbids of torchao's.
+# Class -> its layer whose output transformers changes in place, which autograd forbids for torchao's.
 ADDED_TO = {"Llama4TextMoe": "shared_expert.down_proj"}
-# What is harmless here but printed when torchao loads: (logger, start of the message).
-NOISE = (("torchao", "Failed to load"), ("torch.utils._pytree", "<enum "))
+# Harmless messages that torchao prints when it loads, about binaries that training does not use.
+NOISE = {"torchao": "Failed to load", "torch.utils._pytree": "<enum "}
 
 
+@cache
 def silence_import() -> None:
-    """Keep from the terminal what torchao says while it loads, also when transformers loads it.
-
-    It misses binaries built for other GPUs, Pythons or torch versions, none of which its training uses.
-    """
-    for name, start in NOISE:
-        logger = logging.getLogger(name)
-        if not any(isinstance(f, _StartsWith) for f in logger.filters):
-            logger.addFilter(_StartsWith(start))
-
-
-class _StartsWith(logging.Filter):
-    def __init__(self, start: str):
-        super().__init__()
-        self.start = start
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(self.start)
+    """Filter torchao's messages at import, also when transformers imports it."""
+    for name, start in NOISE.items():
+        logging.getLogger(name).addFilter(lambda record, s=start: not record.getMessage().startswith(s))
 
 
 def require_torchao() -> None:
-    """RuntimeError if torchao is not installed or does not load."""
-    way = f"install it with `{INSTALL}`, or use --mixed_precision bf16"
-    if find_spec("torchao") is None:
-        raise RuntimeError(f"--mixed_precision fp8 without --use_te needs torchao: {way}")
-    try:
-        _float8()
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        said = first_line(error)
-        raise RuntimeError(f"--mixed_precision fp8: torchao does not load ({said}); {way}") from None
+    """UserError if torchao is not installed or does not load."""
+    problem = "is not installed"
+    if find_spec("torchao") is not None:
+        try:
+            _float8()
+            return
+        except (ImportError, OSError, RuntimeError, AttributeError) as error:
+            problem = f"does not load ({first_line(error)})"
+    raise UserError(
+        f"--mixed_precision fp8: without --use_te it needs torchao, which {problem}; install it with "
+        f"`{INSTALL}`, or use --mixed_precision bf16",
+        flags=("mixed_precision", "use_te"),
+    )
 
 
 def _float8() -> Any:
@@ -75,7 +64,7 @@ def _float8() -> Any:
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """Names, as in the coverage table, of the linear layers that can be given a recipe."""
+    """Return the names, as in the coverage table, of the linear layers that can have a recipe."""
     return [name for name, module in _block_modules(model) if isinstance(module, nn.Linear)]
 
 
@@ -92,36 +81,33 @@ def convert(
     all_gather: bool = False,
     fp32_scales: bool = False,
 ) -> None:
-    """Give linear layers of `model.blocks` the recipe of their name; None or "bf16" leaves one as it is.
+    """Convert linear layers of `model.blocks` to the recipe of their name; None or "bf16" keeps one as it is.
 
-    On the meta device or not, before sharding; parameters keep names, shapes and dtypes. A layer left out
-    though it has a recipe gets `fp8_left_out`, the reason; a converted one `fp8_recipe`. `emulated` computes
-    GEMMs of FP8 values in FP32. `all_gather` lets FSDP2 gather weights in FP8, tensorwise alone. With
-    `fp32_scales` no recipe rounds scales to powers of two. ValueError if no layer can be converted.
+    Works on the meta device too, before sharding; parameters keep names, shapes and dtypes. A converted layer
+    gets `fp8_recipe`; one that cannot run in its recipe gets `fp8_left_out`, the reason. `emulated` computes
+    GEMMs of FP8 values in FP32. `all_gather` lets FSDP2 gather weights in FP8, where the recipe can. With
+    `fp32_scales` no recipe rounds scales to powers of two. UserError if no layer can be converted.
     """
-    float8 = _float8()
-    wanted = {name: recipe_of(name) for name in linear_names(model)}
-    wanted = {name: recipe for name, recipe in wanted.items() if recipe not in (None, "bf16")}
-    modules = dict(model.named_modules())
-    left_out = {}
+    float8, modules = _float8(), dict(model.named_modules())
+    names = linear_names(model)
+    wanted = {name: recipe for name in names if (recipe := recipe_of(name)) not in (None, "bf16")}
     added_to = {f"{name}.{ADDED_TO.get(type(module).__name__)}" for name, module in modules.items()}
+    left_out = {}
     for name in wanted:
-        reason = "transformers adds to its output in place" if name in added_to else None
-        if reason := reason or why_not_fp8(modules[name]):
+        in_place = "transformers adds to its output in place" if name in added_to else None
+        if reason := in_place or why_not_fp8(modules[name], RECIPES[wanted[name]].feature_multiple):
             left_out[name] = modules[name].fp8_left_out = reason
-    if len(left_out) == len(wanted) and (wanted or not linear_names(model)):
-        raise ValueError(_nothing_to_convert(model, left_out))
-    for recipe in TORCHAO_RECIPES:
+    if len(left_out) == len(wanted) and (wanted or not names):
+        raise _nothing_to_convert(model, left_out)
+    for recipe in dict.fromkeys(wanted.values()):
         chosen = {name for name in wanted if wanted[name] == recipe and name not in left_out}
-        if not chosen:
-            continue
-        settings = float8.Float8LinearConfig.from_recipe_name(recipe)
         gathered = all_gather and RECIPES[recipe].fp8_all_gather
-        settings = replace(settings, emulate=emulated, enable_fsdp_float8_all_gather=gathered)
+        config = float8.Float8LinearConfig.from_recipe_name(recipe)
+        config = replace(config, emulate=emulated, enable_fsdp_float8_all_gather=gathered)
         if fp32_scales:
-            settings = replace(settings, round_scales_to_power_of_2=False)
+            config = replace(config, round_scales_to_power_of_2=False)
         float8.convert_to_float8_training(
-            model, config=settings, module_filter_fn=lambda module, name, chosen=chosen: name in chosen
+            model, config=config, module_filter_fn=lambda module, name, chosen=chosen: name in chosen
         )
         for name in chosen:
             linear = model.get_submodule(name)
@@ -130,38 +116,40 @@ def convert(
                 linear.__class__ = _emulated_linear()
 
 
-def why_not_fp8(linear: nn.Linear) -> str | None:
-    """Why a linear layer cannot run in FP8, or None."""
+def why_not_fp8(linear: nn.Linear, multiple: int) -> str | None:
+    """Return why a linear layer cannot run in FP8, or None; padding would not help the output."""
     if type(linear) is not nn.Linear:
-        return f"{type(linear).__name__} computes in a way of its own"
-    odd = [
-        f"{name} {size}"
-        for name, size in (("inputs", linear.in_features), ("outputs", linear.out_features))
-        if size % FEATURE_MULTIPLE
-    ]
-    return f"{', '.join(odd)}: no multiple of {FEATURE_MULTIPLE}" if odd else None
+        return f"{type(linear).__name__} has its own forward"
+    sizes = {"inputs": linear.in_features, "outputs": linear.out_features}
+    odd = ", ".join(f"{name} {size}" for name, size in sizes.items() if size % multiple)
+    return f"{odd}: not a multiple of {multiple}" if odd else None
 
 
-def _nothing_to_convert(model: nn.Module, left_out: dict[str, str]) -> str:
-    way = "use --mixed_precision bf16, or --use_te if it has this model"
-    who = f"--mixed_precision fp8: {type(model.model).__name__}"
+def _nothing_to_convert(model: nn.Module, left_out: dict[str, str]) -> UserError:
+    """Return the error for a model without a linear layer that can run in FP8."""
     if left_out:
         reasons = "; ".join(f"{n} x {reason}" for reason, n in Counter(left_out.values()).items())
-        return f"{who}: none of its {len(left_out)} linear layers can run in FP8 ({reasons}); {way}"
-    found = Counter(
-        type(module).__name__
-        for _, module in _block_modules(model)
-        if any(p.ndim >= 2 for p in module.parameters(recurse=False))
+        problem = f"none of its {len(left_out)} linear layers can run in FP8 ({reasons})"
+    else:
+        modules = [module for _, module in _block_modules(model)]
+        found = Counter(
+            type(m).__name__ for m in modules if any(p.ndim >= 2 for p in m.parameters(recurse=False))
+        )
+        layers = ", ".join(f"{n} x {name}" for name, n in found.items()) or "nothing"
+        problem = f"torchao converts nn.Linear, and its decoder layers multiply with {layers}"
+    return UserError(
+        f"--mixed_precision fp8: {type(model.model).__name__}: {problem}; use --mixed_precision bf16, or "
+        "--use_te if it has this model",
+        flags=("mixed_precision", "model_name"),
+        exit_code=EXIT_BAD_SETTING,
     )
-    layers = ", ".join(f"{n} x {name}" for name, n in found.items()) or "nothing"
-    return f"{who}: torchao converts nn.Linear, and its decoder layers multiply with {layers}; {way}"
 
 
 @cache
 def _emulated_linear() -> type[nn.Module]:
-    """Float8Linear, which asks for the GPU's autocast alone, under the CPU's too.
+    """Return Float8Linear that also follows the CPU's autocast, as torchao's follows only the GPU's.
 
-    FP32 weights are rounded to the autocast dtype first, so that the same values are quantised as where
+    FP32 weights are rounded to the autocast dtype first, so that the same values are quantized as where
     weights are kept, or gathered, in BF16. A class, since layers with forwards of their own share no graph.
     """
     library = importlib.import_module("torchao.float8.float8_linear")
@@ -182,6 +170,6 @@ def _emulated_linear() -> type[nn.Module]:
 
 
 def refresh_scales_after_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Have optimizer steps take the scales of all weights gathered in FP8, in one exchange between ranks."""
+    """Compute the scales of all weights gathered in FP8 after each optimizer step, in one collective."""
     precompute = _float8().precompute_float8_dynamic_scale_for_fsdp
     optimizer.register_step_post_hook(lambda *_: precompute(model))

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,8 +20,8 @@ from training.doctor import speed as doctor_speed
 from training.doctor import te as doctor_te
 from training.doctor.checks import Finding
 from training.doctor.screen import Check
-from training.precision import cudnn, te_runtime
 from training.precision import recipes as precision
+from training.precision import te_runtime
 
 ROOT = Path(__file__).resolve().parents[3]
 PIP = f"{doctor_checks.python()} -m pip"
@@ -90,16 +89,12 @@ def gpu(monkeypatch, tools, tmp_path):
     folder.mkdir(parents=True)
     (folder / "libcudnn.so.9").touch()
     mapped(monkeypatch, tmp_path, folder)
-    monkeypatch.setattr(cudnn, "TOOLKIT", str(tmp_path / "no-toolkit"))
-    monkeypatch.setattr(cudnn, "loader_cache", lambda: "")
-    for name in (*cudnn.SEARCHED, "LD_LIBRARY_PATH", "NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN"):
+    for name in ("CUDNN_HOME", "LD_LIBRARY_PATH", "NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN"):
         monkeypatch.setenv(name, "")  # what is set below is undone too
         monkeypatch.delenv(name)
-    for cached in (te_runtime.load_error, te_runtime.point_te_at_torchs_cudnn):
-        cached.cache_clear()
+    te_runtime.load_error.cache_clear()
     yield folder
-    for cached in (te_runtime.load_error, te_runtime.point_te_at_torchs_cudnn):
-        cached.cache_clear()
+    te_runtime.load_error.cache_clear()
 
 
 def mapped(monkeypatch, tmp_path, *folders: Path) -> None:
@@ -108,7 +103,7 @@ def mapped(monkeypatch, tmp_path, *folders: Path) -> None:
     lines += ["7f4000-7f5000 rw-p 00000000 00:00 0", "7f6000-7f7000 r--p 00000000 08:01 9   /lib/libc.so.6"]
     maps = tmp_path / "maps"
     maps.write_text("\n".join(lines))
-    monkeypatch.setattr(cudnn, "MAPS", maps)
+    monkeypatch.setattr(te_runtime, "MAPS", maps)
 
 
 @pytest.fixture
@@ -487,73 +482,9 @@ def test_two_cudnns_mixed(says, gpu, transformer_engine, monkeypatch, tmp_path):
     assert cure == f"export CUDNN_HOME={gpu}" and findings[0]["data"]["cudnn_home"] == str(other)
 
 
-def test_a_second_cudnn_that_scripts_avoid_is_a_note(says, gpu, monkeypatch, tmp_path):
-    other = second_cudnn(tmp_path)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "usr"))
-    code, findings = says("cudnn")
-    assert code == 0 and [finding["status"] for finding in findings] == ["ok", "note"]
-    assert f"would load the one in {other} (found by CUDA_HOME)" in findings[1]["text"]
-    assert os.environ["CUDNN_HOME"] == str(gpu)
-
-
 def test_torch_without_cudnn(says, gpu, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
     assert faults(says("cudnn")[1]) == [("torch loads no cuDNN", f"{PIP} install nvidia-cudnn-cu13")]
-
-
-def test_te_is_pointed_at_torchs_cudnn_and_says_so_only_if_there_is_a_second(gpu, monkeypatch, tmp_path):
-    point = te_runtime.point_te_at_torchs_cudnn
-    assert point() is None and os.environ["CUDNN_HOME"] == str(gpu)
-    other = second_cudnn(tmp_path)
-    monkeypatch.delenv("CUDNN_HOME")
-    monkeypatch.setattr(
-        cudnn, "loader_cache", lambda: f"\tlibcudnn.so (libc6,x86-64) => {other}/libcudnn.so\n"
-    )
-    point.cache_clear()
-    said = point()
-    assert str(other) in said and f"CUDNN_HOME={gpu}" in said and os.environ["CUDNN_HOME"] == str(gpu)
-    assert point() == said  # told again, to whoever asks later
-    point.cache_clear()
-    monkeypatch.setenv("CUDNN_HOME", str(other))  # the user's own choice
-    assert point() is None and os.environ["CUDNN_HOME"] == str(other)
-
-
-def test_one_cudnn_for_both_is_left_alone(gpu, monkeypatch):
-    monkeypatch.setenv("CUDNN_PATH", str(gpu))
-    assert te_runtime.point_te_at_torchs_cudnn() is None and "CUDNN_HOME" not in os.environ
-
-
-def test_te_looks_for_cudnn_in_tes_order(gpu, monkeypatch, tmp_path):
-    """transformer_engine.common._load_cuda_library_from_system of TE 2.20, place by place."""
-
-    def library(folder: Path, name: str = "libcudnn.so") -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
-        return folder
-
-    expected, remove = [], []
-    for name in ("CUDNN_HOME", "CUDNN_PATH", "CUDA_HOME", "CUDA_PATH"):
-        expected.append((library(tmp_path / name / "targets" / "lib"), name))
-        monkeypatch.setenv(name, str(tmp_path / name))
-        remove.append(partial(monkeypatch.delenv, name))
-    library(tmp_path / "CUDNN_HOME" / "stubs", "libcudnn.so.99")
-    library(tmp_path / "CUDNN_HOME", "libcudnn.h")
-    monkeypatch.setattr(cudnn, "TOOLKIT", str(tmp_path / "toolkit"))
-    expected.append((library(tmp_path / "toolkit" / "lib64"), str(tmp_path / "toolkit")))
-    remove.append(partial(monkeypatch.setattr, cudnn, "TOOLKIT", str(tmp_path / "gone")))
-    monkeypatch.setenv("LD_LIBRARY_PATH", f"/nowhere:{library(tmp_path / 'path')}")
-    expected.append((tmp_path / "path", "LD_LIBRARY_PATH"))
-    remove.append(partial(monkeypatch.delenv, "LD_LIBRARY_PATH"))
-    # A runtime package alone has no name that TE asks for.
-    runtime = "\tlibcudnn.so.9 (libc6,x86-64) => /elsewhere/libcudnn.so.9\n"
-    development = f"\tlibcudnn.so (libc6,x86-64) => {library(tmp_path / 'cache')}/libcudnn.so\n"
-    monkeypatch.setattr(cudnn, "loader_cache", lambda: runtime + development)
-    expected.append((tmp_path / "cache", "ldconfig"))
-    remove.append(partial(monkeypatch.setattr, cudnn, "loader_cache", lambda: runtime))
-    for place, take_away in zip(expected, remove, strict=True):
-        assert cudnn.of_te() == place
-        take_away()
-    assert cudnn.of_te() is None
 
 
 WRONG = "flash-attn-4 4.0.0b36 computes wrong attention"

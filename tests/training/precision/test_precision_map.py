@@ -1,8 +1,7 @@
-"""Precision by layer: patterns, disagreements, sizes, and modules that run in their own recipe."""
+"""Precision by module: patterns, rules that disagree, sizes, and modules that run in their own recipe."""
 
 import dataclasses
 import re
-import shlex
 from collections import OrderedDict
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,27 +11,48 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from core.errors import EXIT_BAD_SETTING, EXIT_FAILED
+from core.errors import EXIT_BAD_SETTING, UserError
 from te_models.build import ModelPlan, build_model
 from te_models.options import BuildOptions
 from training.config import config_from_dict
 from training.precision import precision_map
 from training.precision import recipes as precision
+from training.precision.checks import check_sizes
 from training.precision.coverage import coverage
-from training.precision.precision_map import assign, check_resume, check_sizes, matches, parse, te_names
+from training.precision.precision_map import assign, check_resume, matches, te_names
 from training.precision.recipes import Precision, build_autocast, resolve_precision
 from training.precision.scaling_state import scaling_state
-from training.run import main
 
 ROOT = Path(__file__).resolve().parents[3]
 TE = {"use_te": True, "mixed_precision": "fp8"}
 HF = {"mixed_precision": "fp8"}
 HF_NAMES = [f"model.layers.{i}.{m}" for i in range(4) for m in ("self_attn.q_proj", "mlp.down_proj")]
+CPU = torch.device("cpu")
+BF16 = Precision("bf16", "bf16", te_backend="emulated")
+CONFIG = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=256,
+    initializer_range=0.1,
+)
 
 
 def te(layers: int = 4, **values) -> dict[str, str]:
-    """What each module of a TE model is assigned."""
     return assign(config_from_dict(TE | values), te_names(layers), layers)
+
+
+def resolve(**values) -> Precision:
+    cfg = config_from_dict({"te_backend": "emulated", **TE, **values})
+    return precision_map.resolve(cfg, resolve_precision(cfg), CONFIG)
+
+
+def native(**by_module: str) -> Precision:
+    """Delayed scaling in all modules but those given by the last part of their names."""
+    names = {n: by_module.get(n.rpartition(".")[2], "delayed") for n in te_names(2)}
+    return Precision("delayed", "delayed", recipe=object(), te_backend="native", by_module=names)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +105,7 @@ def test_settings_reach_exactly_their_modules():
 
 
 def test_layers_in_bf16_are_counted_from_both_ends():
-    found = te(layers=4, bf16_first_layers=2, bf16_last_layers=1)
+    found = te(bf16_first_layers=2, bf16_last_layers=1, precision_map="layers.0.layernorm_mlp=bf16")
     assert {name.split(".")[1] for name, recipe in found.items() if recipe == "bf16"} == {"0", "1", "3"}
     assert {recipe for name, recipe in found.items() if name.split(".")[1] == "2"} == {"delayed"}
 
@@ -95,10 +115,6 @@ def test_a_hugging_face_model_has_torchaos_recipes():
     assert found == {n: "rowwise" if n.endswith("down_proj") else "tensorwise" for n in HF_NAMES}
     found = assign(config_from_dict(HF | {"bf16_first_layers": 3, "fp8_scenario": "rowwise"}), HF_NAMES, 4)
     assert [name for name, recipe in found.items() if recipe == "rowwise"] == HF_NAMES[6:]
-
-
-def test_saying_the_same_twice_is_no_disagreement():
-    assert te(precision_map="layers.0=bf16,layers.0.layernorm_mlp=bf16", bf16_first_layers=1)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +130,7 @@ def test_saying_the_same_twice_is_no_disagreement():
             {"precision_map": "proj=mxfp9"},
             r"mxfp9 is no recipe; with --use_te .*delayed, .*nvfp4, bf16; .*'mxfp8'",
         ),
-        ({"precision_map": "proj=rowwise"}, r"rowwise is one without --use_te; with --use_te .*delayed"),
+        ({"precision_map": "proj=rowwise"}, r"rowwise runs without --use_te only; with --use_te .*delayed"),
         ({"precision_map": "layers.9=bf16"}, r"layers.9=bf16: no GEMM module .*layers\.\*\..*layers 0 to 3"),
         (
             {"precision_map": "layers.1=bf16,proj=current"},
@@ -122,60 +138,56 @@ def test_saying_the_same_twice_is_no_disagreement():
         ),
         (
             {"precision_map": "proj=current", "bf16_last_layers": 1},
-            r"--bf16_last_layers 1 and proj=current disagree on layers.3.self_attention.proj",
+            r"proj=current and --bf16_last_layers 1 disagree on layers.3.self_attention.proj",
         ),
         ({"bf16_first_layers": 2, "bf16_last_layers": 2}, r"all of the model's 4 layers; use --mixed_precis"),
         ({"precision_map": "layers.*=bf16"}, r"no module is left in FP8; use --mixed_precision bf16"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(values, words):
-    with pytest.raises(ValueError, match=words) as error:
+def test_a_map_that_cannot_be_followed_is_a_bad_setting(values, words):
+    with pytest.raises(UserError, match=words) as error:
         te(**values)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and error.value.exit_code == EXIT_BAD_SETTING
 
 
-def test_te_s_recipes_are_refused_without_te():
-    with pytest.raises(ValueError, match=r"block is one of --use_te; without --use_te .*rowwise_with_gw_hp"):
-        parse("proj=block", use_te=False)
+@pytest.mark.parametrize("given", [{"precision_map": "proj=bf16"}, {"bf16_first_layers": 1}])
+@pytest.mark.parametrize("use_te", [True, False])
+def test_a_map_needs_fp8(given, use_te):
+    cfg = config_from_dict({"use_te": use_te, "te_backend": "emulated" if use_te else "auto", **given})
+    name, value = next(iter(given.items()))
+    with pytest.raises(UserError, match=rf"--{name} {value}: needs --mixed_precision fp8 .*\(here bf16\)"):
+        precision_map.resolve(cfg, Precision("bf16", "bf16"), CONFIG)
 
 
-def resolved(**by_module: str) -> Precision:
-    names = {n: by_module.get(n.rpartition(".")[2], "delayed") for n in te_names(2)}
-    return Precision("delayed", "delayed", recipe=object(), te_backend="native", by_module=names)
+def test_a_hugging_face_model_s_map_is_parsed_before_its_weights_are_read():
+    cfg = config_from_dict(HF | {"precision_map": "proj=block"})
+    with pytest.raises(UserError, match=r"block runs with --use_te only; without --use_te .*rowwise"):
+        precision_map.resolve(cfg, Precision("tensorwise", "tensorwise"), CONFIG)
 
 
 def test_tokens_and_sizes_hold_for_every_recipe_in_use():
     sizes = {"hidden_size": 256, "intermediate_size": 640, "query width": 256, "key/value width": 32}
-    assert resolved().token_multiple == 16 and resolved(layernorm_mlp="block").token_multiple == 128
-    assert resolved(layernorm_qkv="bf16", proj="bf16", layernorm_mlp="mxfp8").token_multiple == 32
-    check_sizes(resolved(layernorm_mlp="block", proj="block"), "m", sizes)
-    with pytest.raises(
-        ValueError, match=r"layers.0.self_attention.layernorm_qkv cannot run in block: key/va"
-    ):
-        check_sizes(resolved(layernorm_qkv="block"), "m", sizes)
+    assert native().token_multiple == 16 and native(layernorm_mlp="block").token_multiple == 128
+    assert native(layernorm_qkv="bf16", proj="bf16", layernorm_mlp="mxfp8").token_multiple == 32
+    check_sizes(native(layernorm_mlp="block", proj="block"), "m", sizes)
+    with pytest.raises(UserError, match=r"layers.0.self_attention.layernorm_qkv cannot run in block: key/va"):
+        check_sizes(native(layernorm_qkv="block"), "m", sizes)
     odd = sizes | {"intermediate_size": 650}
     with pytest.raises(
-        ValueError, match=r"layers.0.layernorm_mlp cannot run in delayed: intermediate_size 650"
+        UserError, match=r"layers.0.layernorm_mlp cannot run in delayed: intermediate_size 650"
     ):
-        check_sizes(resolved(), "m", odd)
-    check_sizes(resolved(layernorm_mlp="bf16"), "m", odd)
+        check_sizes(native(), "m", odd)
+    check_sizes(native(layernorm_mlp="bf16"), "m", odd)
 
 
-def test_calibration_is_for_delayed_scaling_anywhere():
-    assert "delayed" in resolved().in_use
-    everywhere = {"layernorm_qkv": "current", "proj": "current", "layernorm_mlp": "current"}
-    assert resolved(**everywhere).in_use == {"current"}
-    assert resolved(**everywhere | {"proj": "delayed"}).in_use == {"current", "delayed"}
-
-
-def test_what_te_cannot_mix_is_refused():
+def test_recipes_that_te_cannot_mix_are_refused():
     cfg = config_from_dict(TE | {"fp8_attention": True})
-    precision_map._refuse_mixes(cfg, resolved(layernorm_mlp="bf16"), 2)
-    with pytest.raises(ValueError, match=r"--fp8_attention: .*proj .*\(here bf16 and delayed\)"):
-        precision_map._refuse_mixes(cfg, resolved(proj="bf16"), 2)
+    precision_map._refuse_mixes(cfg, native(layernorm_mlp="bf16"), 2)
+    with pytest.raises(UserError, match=r"--fp8_attention: .*proj .*\(here bf16 and delayed\)"):
+        precision_map._refuse_mixes(cfg, native(proj="bf16"), 2)
     gather = {"fp8_all_gather": True, "sharding_mode": "fsdp_full", "fp8_scenario": "current"}
-    with pytest.raises(ValueError, match=r"--fp8_all_gather .*cannot have bf16, delayed"):
-        precision_map._refuse_mixes(config_from_dict(TE | gather), resolved(proj="bf16"), 2)
+    with pytest.raises(UserError, match=r"--fp8_all_gather.*: .*all in current; drop it, or bf16, delayed"):
+        precision_map._refuse_mixes(config_from_dict(TE | gather), native(proj="bf16"), 2)
 
 
 @pytest.mark.parametrize(
@@ -203,26 +215,11 @@ def test_fp8_attention_runs_whole_in_its_recipe(monkeypatch, fp8_attention, expe
 
 
 def test_a_resume_on_a_gpu_that_replaces_other_recipes_is_refused():
-    here = dataclasses.replace(resolved(), map_fallbacks={"mxfp8": "too old"})
+    here = dataclasses.replace(native(), map_fallbacks={"mxfp8": "too old"})
     check_resume({"map_fallbacks": {"mxfp8": "another reason"}}, here)
-    check_resume({}, resolved())
-    with pytest.raises(ValueError, match=r"--resume: .*delayed replaced none there, mxfp8 here"):
+    check_resume({}, native())
+    with pytest.raises(UserError, match=r"--resume: .*delayed for none in .* mxfp8 here"):
         check_resume({"map_fallbacks": {}}, here)
-
-
-@pytest.mark.parametrize("given", [{"precision_map": "proj=bf16"}, {"bf16_first_layers": 1}])
-@pytest.mark.parametrize("use_te", [True, False])
-def test_a_map_is_for_fp8_alone(given, use_te):
-    cfg = config_from_dict({"use_te": use_te, "te_backend": "emulated" if use_te else "auto", **given})
-    name, value = next(iter(given.items()))
-    with pytest.raises(ValueError, match=rf"--{name} {value}: only --mixed_precision fp8 .*\(here bf16\)"):
-        precision_map.resolve(cfg, Precision("bf16", "bf16", te_backend=None), CONFIG)
-
-
-def test_a_hugging_face_model_s_map_is_read_before_its_weights():
-    cfg = config_from_dict(HF | {"precision_map": "proj=block"})
-    with pytest.raises(ValueError, match="block is one of --use_te"):
-        precision_map.resolve(cfg, Precision("tensorwise", "tensorwise"), CONFIG)
 
 
 def test_a_recipe_of_the_map_falls_back_as_the_run_s_does(monkeypatch):
@@ -235,32 +232,17 @@ def test_a_recipe_of_the_map_falls_back_as_the_run_s_does(monkeypatch):
     assert list(found.map_fallbacks) == ["mxfp8"]
     assert "--precision_map ...=mxfp8 cannot run here: capability 10.0" in found.map_fallbacks["mxfp8"]
     assert found.as_dict()["map_fallbacks"] == found.map_fallbacks
-    with pytest.raises(RuntimeError, match=r"--precision_map ...=mxfp8 cannot run here"):
+    with pytest.raises(UserError, match=r"--precision_map ...=mxfp8 cannot run here"):
         resolve(**cfg, fp8_fallback="error")
 
 
-CONFIG = LlamaConfig(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=256,
-    initializer_range=0.1,
-)
-
-
-def resolve(**values) -> Precision:
-    cfg = config_from_dict({"te_backend": "emulated", **TE, **values})
-    return precision_map.resolve(cfg, resolve_precision(cfg), CONFIG)
-
-
-CPU = torch.device("cpu")
-BF16 = Precision("bf16", "bf16", te_backend="emulated")
+def test_calibration_follows_the_recipes_in_use():
+    everywhere = {"layernorm_qkv": "current", "proj": "current", "layernorm_mlp": "current"}
+    assert native().needs_calibration and not native(**everywhere).needs_calibration
+    assert native(**everywhere | {"proj": "delayed"}).needs_calibration and not BF16.needs_calibration
 
 
 def build(found: Precision, **options) -> torch.nn.Module:
-    """An emulated TE model whose modules run in what `found` gives them."""
     plan, sizes = ModelPlan("test", CONFIG, None), {"packed": False, "max_positions": 64}
     made = {"te_backend": "emulated", "dtype": torch.bfloat16, "device": CPU}
     model = build_model(plan, BuildOptions(**made, **sizes, **options))
@@ -269,20 +251,20 @@ def build(found: Precision, **options) -> torch.nn.Module:
 
 
 def train(found: Precision, steps: int = 3, **options) -> tuple[torch.nn.Module, list[torch.Tensor]]:
-    """A model after some steps in these recipes, and the losses and gradients that it computed."""
-    model, said = build(found, **options), []
+    """Return a model after some steps in these recipes, and its losses and gradients."""
+    model, computed = build(found, **options), []
     autocast = build_autocast(found, device=CPU, parameter_dtype=torch.bfloat16)
     ids = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
     for _ in range(steps):
         with autocast():
             loss = model(ids, ids).loss
         loss.backward()
-        said += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        computed += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
         with torch.no_grad():
             for p in model.parameters():
                 p -= 1e-4 * p.grad
                 p.grad = None
-    return model, said
+    return model, computed
 
 
 def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -304,11 +286,11 @@ def test_the_names_are_those_of_a_te_model():
     ("around", "inside"), [("current", "delayed"), ("delayed", "current"), ("block", "mxfp8")]
 )
 def test_a_map_of_one_recipe_for_all_is_that_recipe(around, inside, recompute):
-    mapped, said = train(
+    mapped, computed = train(
         resolve(fp8_scenario=around, precision_map=f"layers.*={inside}"), gradient_checkpointing=recompute
     )
     alone, expected = train(resolve(fp8_scenario=inside), gradient_checkpointing=recompute)
-    assert equal(said, expected)
+    assert equal(computed, expected)
     states = [
         {name: t for name, t in scaling_state(model).items() if "core_attention" not in name}
         for model in (mapped, alone)
@@ -320,8 +302,8 @@ def test_a_map_of_one_recipe_for_all_is_that_recipe(around, inside, recompute):
 def test_every_module_runs_in_what_it_was_given():
     text = "layers.1.self_attention.proj=current,layers.1.layernorm_mlp=bf16,layers.1.*.layernorm_qkv=mxfp8"
     found = resolve(precision_map=text, bf16_first_layers=1, fp8_scenario="block")
-    assert found.describe() == "by layer (bf16, current, mxfp8)" and BF16.describe() == "bf16"
-    model, said = train(found, steps=1)
+    assert found.describe() == "by module (bf16, current, mxfp8)" and BF16.describe() == "bf16"
+    model, computed = train(found, steps=1)
     rows = {
         (row.modules, row.precision): row.count for row in coverage(model, Precision("block", "block")).rows
     }
@@ -336,8 +318,8 @@ def test_every_module_runs_in_what_it_was_given():
         ("lm_head", "bf16"): 1,
     }
     _, in_bf16 = train(BF16, steps=1)
-    assert not torch.equal(said[0], in_bf16[0])
-    assert said[0].item() == pytest.approx(in_bf16[0].item(), rel=0.02)
+    assert not torch.equal(computed[0], in_bf16[0])
+    assert computed[0].item() == pytest.approx(in_bf16[0].item(), rel=0.02)
 
 
 def test_a_layer_in_bf16_computes_as_without_fp8():
@@ -349,24 +331,3 @@ def test_a_layer_in_bf16_computes_as_without_fp8():
         with build_autocast(found, device=CPU, parameter_dtype=torch.bfloat16)():
             model(torch.arange(32)[None], torch.arange(32)[None])
     assert torch.equal(seen[0], seen[2]) and not torch.equal(seen[1], seen[3])
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--precision_map proj=block", "block is one of --use_te"),
-        ("--precision_map layers.7=bf16", "layers.7=bf16: no GEMM module has such a name"),
-        ("--use_te --te_backend emulated --precision_map proj", "'proj' is not PATTERN=RECIPE"),
-        ("--use_te --te_backend emulated --bf16_first_layers 9", "use --mixed_precision bf16"),
-        (
-            "--use_te --te_backend emulated --precision_map proj=nvfp4 --fp8_fallback error",
-            "=nvfp4 cannot run",
-        ),
-    ],
-)
-def test_a_command_says_what_is_wrong_in_one_line(tmp_path, capsys, flags, words):
-    small = "--mixed_precision fp8 --num_of_samples 60 --num_workers 0 --num_proc 1 --max_seq_length 128"
-    argv = shlex.split(f"{small} --output_dir {tmp_path / 'run'} {flags}")
-    assert main(argv, description="test", start=lambda cfg: CPU) in (EXIT_BAD_SETTING, EXIT_FAILED)
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: ") and words in error

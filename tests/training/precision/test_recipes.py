@@ -1,145 +1,255 @@
-"""Precision decisions that need no GPU: recipes, reasons, sizes."""
+"""The table of recipes, and what a run's precision is resolved to, without a GPU."""
 
+import ast
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 import torch
 
-from core.recipes import RECIPES
+from core import recipes as table
+from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
+from core.recipes import FALLBACK_RECIPE, RECIPES, TE_RECIPES, TORCHAO_RECIPES
+from te_models.emulation import recipes as emulated
 from training.config import Config, all_settings, config_from_dict
+from training.precision import checks, te_runtime
 from training.precision import recipes as precision
-from training.precision import te_runtime
 from training.precision.coverage import coverage
-from training.precision.recipes import (
-    Precision,
-    build_autocast,
-    check_sizes,
-    resolve_precision,
-    why_not,
-)
-from training.precision.te_runtime import why_not_te
+from training.precision.fp8_inspect import READERS
+from training.precision.recipes import Precision, build_autocast, make_recipe, resolve_precision, why_not
 
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
+ROOT = Path(__file__).resolve().parents[3]
+TE_FP8 = {"use_te": True, "mixed_precision": "fp8"}
+EMULATED = tuple(name for name in TE_RECIPES if hasattr(emulated, RECIPES[name].te_class))
+# Code about one recipe: kernels fused with delayed scaling's casts, and a peak of older code's runs.
+NAMING_A_RECIPE = {"core/recipes.py", "training/kernels.py", "benchmarks/plan/check.py"}
 
 
 def settings(**values) -> Config:
     return config_from_dict(values)
 
 
-def test_the_table_and_the_command_line_know_the_same_recipes():
-    assert set(get_args(all_settings()["fp8_scenario"][2])) == {"default", *RECIPES}
+def on_gpu(monkeypatch, capability: tuple[int, int]) -> None:
+    """A machine with a GPU of this capability, whose TE runs all recipes but those that may fall back."""
+    reason = "Device compute capability 10.0 or higher required"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "test GPU")
+    monkeypatch.setattr(precision, "why_not_te", lambda: None)
+    monkeypatch.setattr(precision, "why_not", lambda name, _: reason if RECIPES[name].may_fall_back else None)
+    monkeypatch.setattr(precision, "make_recipe", lambda name, cfg, backend: name)
 
 
-@NO_GPU
-def test_without_a_gpu_native_te_says_why_and_what_runs():
-    assert "needs a CUDA GPU" in why_not_te() and "needs a CUDA GPU" in why_not("delayed")
-    native = {"use_te": True, "te_backend": "native"}
-    with pytest.raises(RuntimeError, match=r"--te_backend native cannot run here.*--te_backend emulated"):
-        resolve_precision(settings(**native, mixed_precision="bf16"))
+def test_the_table_is_complete_and_loads_without_torch():
+    assert get_args(all_settings()["fp8_scenario"][2]) == ("default", *TE_RECIPES, *TORCHAO_RECIPES)
+    flags = {name for name in all_settings() if name.startswith("fp8_")}
+    for name, spec in RECIPES.items():
+        assert spec.settings <= flags, name
+        assert spec.layers == ("te" if spec.te_class else "torchao"), name
+        assert bool(spec.make and spec.probe) == bool(spec.te_class), name
+        assert spec.te_class == "" or spec.storage in READERS, name
+        assert spec.costs.gemm_share > 0 and spec.costs.cast_bytes > 0, name
+    assert not RECIPES[FALLBACK_RECIPE].may_fall_back
+    command = "import sys; sys.modules['torch'] = None; import core.recipes, training.config"
+    subprocess.run([sys.executable, "-c", command], cwd=ROOT, check=True)
 
 
-@NO_GPU
-def test_without_a_gpu_fp8_is_emulated_and_says_so():
+def test_a_recipe_is_named_in_the_table_only():
+    folders = ("core", "data", "te_models", "training", "benchmarks")
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        found = {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
+        named = {name for name in RECIPES if name in found}
+        assert not named or path.relative_to(ROOT).as_posix() in NAMING_A_RECIPE, (path, named)
+
+
+@pytest.mark.parametrize("name", TE_RECIPES)
+def test_a_te_recipe_is_made_emulated_or_refused_with_a_reason(name):
+    if name in EMULATED:
+        assert why_not(name, "emulated") is None
+        assert precision.recipe_name(make_recipe(name, settings().precision, "emulated")) == name
+    else:
+        assert why_not(name, "emulated")
+
+
+def test_a_recipe_added_to_the_table_is_resolved_checked_and_counted(monkeypatch):
+    spec = replace(
+        RECIPES["block"], token_multiple=64, settings=frozenset({"fp8_margin"}), may_fall_back=True
+    )
+    monkeypatch.setitem(table.RECIPES, "new", spec)
+    on_gpu(monkeypatch, (9, 0))
+    new = Precision("new", "new", recipe=object(), te_backend="native")
+    assert new.fp8 and new.token_multiple == 64 and not new.needs_calibration
+    checks.check_settings(settings(fp8_margin=1), new)
+    with pytest.raises(UserError, match=r"--fp8_format e4m3: .*not to new"):
+        checks.check_settings(settings(fp8_format="e4m3"), new)
+    with pytest.raises(UserError, match="hidden_size 100 not a multiple of 128"):
+        checks.check_sizes(new, "m", {"hidden_size": 100})
+    found, reason = precision.recipe_or_fallback("new", "--fp8_scenario new", settings(**TE_FP8), "native")
+    assert found == "delayed" and "capability 10.0" in reason
+
+
+def test_every_setting_reaches_the_recipe(monkeypatch):
+    own = SimpleNamespace
+    te = own(DelayedScaling=own, Float8CurrentScaling=own, Format={"E4M3": 1, "HYBRID": 2}, MMParams=own)
+    monkeypatch.setattr(precision, "recipes", lambda backend: te)
+    given = {"fp8_margin": 3, "fp8_amax_history_len": 7, "fp8_amax_compute_algo": "most_recent"}
+    given |= {"fp8_format": "e4m3", "fp8_attention": True, "fp8_fast_accumulation": True}
+    slow = own(use_split_accumulator=False)
+    shared = own(fp8_format=1, fp8_dpa=True, fp8_gemm_dgrad=slow, fp8_gemm_wgrad=slow)
+    assert make_recipe("current", settings(**given).precision) == shared
+    delayed = own(**vars(shared), margin=3, amax_history_len=7, amax_compute_algo="most_recent")
+    assert make_recipe("delayed", settings(**given).precision) == delayed
+    assert not hasattr(make_recipe("delayed", settings().precision), "fp8_gemm_dgrad")
+    monkeypatch.undo()
+    for fp32 in (False, True):
+        recipe = make_recipe("block", settings(fp8_fp32_scales=fp32).precision, "emulated")
+        assert recipe.use_f32_scales is fp32
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="expects a machine without a GPU")
+def test_without_a_gpu_te_and_fp8_are_emulated_and_native_te_is_refused():
     te = resolve_precision(settings(use_te=True, mixed_precision="bf16"))
     assert (te.te_backend, te.emulated, te.effective) == ("emulated", True, "bf16")
     torchao = resolve_precision(settings(mixed_precision="fp8"))
     assert (torchao.te_backend, torchao.emulated, torchao.effective) == (None, True, "tensorwise")
-    assert torchao.fp8 and torchao.token_multiple == 16
+    assert "needs a CUDA GPU" in why_not("delayed")
+    with pytest.raises(
+        UserError, match=r"--te_backend native cannot run here.*--te_backend emulated"
+    ) as error:
+        resolve_precision(settings(use_te=True, te_backend="native", mixed_precision="bf16"))
+    assert error.value.exit_code == EXIT_FAILED
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6)])
-def test_fp8_without_te_on_a_gpu_without_fp8_is_refused(monkeypatch, capability):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "old")
-    with pytest.raises(RuntimeError, match=r"--mixed_precision fp8 cannot run here.*8\.9.*bf16"):
+def test_a_gpu_without_fp8_or_without_te_is_refused_with_the_way_out(monkeypatch):
+    on_gpu(monkeypatch, (8, 6))
+    with pytest.raises(UserError, match=r"--mixed_precision fp8 cannot run here.*8\.9.*bf16"):
         resolve_precision(settings(mixed_precision="fp8"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    on_gpu(monkeypatch, (8, 9))
     assert not resolve_precision(settings(mixed_precision="fp8")).emulated
-
-
-def test_missing_te_names_the_install_line(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(precision, "why_not_te", te_runtime.why_not_te)
     monkeypatch.setattr(te_runtime, "find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"pip install --no-build-isolation -r requirements-gpu\.txt"):
-        resolve_precision(settings(use_te=True, mixed_precision="fp8"))
+    with pytest.raises(UserError, match=r"pip install --no-build-isolation -r requirements-gpu\.txt"):
+        resolve_precision(settings(**TE_FP8))
 
 
-def on_hopper(monkeypatch):
-    """A machine whose TE runs everything but the Blackwell recipes, as an H200 does."""
-    reason = "Device compute capability 10.0 or higher required"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(precision, "why_not_te", lambda: None)
-    monkeypatch.setattr(
-        precision, "why_not", lambda name, backend: reason if RECIPES[name].may_fall_back else None
-    )
-    monkeypatch.setattr(precision, "make_recipe", lambda name, cfg, backend: name)
-
-
-def test_mxfp8_falls_back_loudly_or_stops(monkeypatch):
-    on_hopper(monkeypatch)
-    cfg = {"use_te": True, "mixed_precision": "fp8", "fp8_scenario": "mxfp8"}
-    resolved = resolve_precision(settings(**cfg))
-    assert (resolved.requested, resolved.effective, resolved.recipe) == ("mxfp8", "delayed", "delayed")
-    assert "capability 10.0" in resolved.fallback_reason
-    assert "This machine runs: delayed, current, block" in resolved.fallback_reason
-    with pytest.raises(RuntimeError, match=r"--fp8_scenario mxfp8 cannot run here.*delayed, current, block"):
-        resolve_precision(settings(**cfg, fp8_fallback="error"))
-    monkeypatch.setattr(precision, "why_not", lambda name, backend: None if name == "current" else "too old")
-    with pytest.raises(
-        RuntimeError, match=r"--fp8_scenario mxfp8 cannot run here.*This machine runs: current;"
-    ):
-        resolve_precision(settings(**cfg))
-
-
-def test_every_setting_reaches_the_recipe():
-    te = SimpleNamespace(DelayedScaling=dict, Float8CurrentScaling=dict, Format={"E4M3": 1, "HYBRID": 2})
-    cfg = settings(
-        fp8_margin=3,
-        fp8_format="e4m3",
-        fp8_amax_history_len=7,
-        fp8_amax_compute_algo="most_recent",
-        fp8_attention=True,
-    ).precision
-    shared = {"fp8_format": 1, "fp8_dpa": True}
-    assert RECIPES["current"].make(cfg, te) == shared
-    assert RECIPES["delayed"].make(cfg, te) == shared | {
-        "margin": 3,
-        "amax_history_len": 7,
-        "amax_compute_algo": "most_recent",
-    }
-
-
-@pytest.mark.parametrize("name", ["delayed", "current"])
-def test_fast_accumulation_reaches_the_gemms_of_backward(monkeypatch, name):
-    own = SimpleNamespace
-    te = own(DelayedScaling=own, Float8CurrentScaling=own, Format={"HYBRID": 2}, MMParams=own)
-    monkeypatch.setattr(precision, "recipes", lambda backend: te)
-    recipe = precision.make_recipe(name, settings(fp8_fast_accumulation=True).precision)
-    assert recipe.fp8_gemm_dgrad.use_split_accumulator is False
-    assert recipe.fp8_gemm_wgrad.use_split_accumulator is False
-    assert not hasattr(precision.make_recipe(name, settings().precision), "fp8_gemm_dgrad")
-
-
-def test_default_is_delayed_scaling_and_bf16_has_no_recipe(monkeypatch):
-    on_hopper(monkeypatch)
-    resolved = resolve_precision(settings(use_te=True, mixed_precision="fp8"))
-    assert (resolved.requested, resolved.effective, resolved.fallback_reason) == ("delayed", "delayed", None)
+def test_a_recipe_falls_back_with_a_reason_or_stops(monkeypatch):
+    on_gpu(monkeypatch, (9, 0))
+    default = resolve_precision(settings(**TE_FP8))
+    assert (default.requested, default.effective, default.fallback_reason) == ("delayed", "delayed", None)
     assert resolve_precision(settings(use_te=True, mixed_precision="bf16")).recipe is None
+    mxfp8 = TE_FP8 | {"fp8_scenario": "mxfp8"}
+    found = resolve_precision(settings(**mxfp8))
+    assert (found.requested, found.effective, found.recipe) == ("mxfp8", "delayed", "delayed")
+    assert "capability 10.0" in found.fallback_reason and found.as_dict()["fallback_reason"]
+    message = r"--fp8_scenario mxfp8 cannot run here: .*This machine runs: delayed, current, block;"
+    with pytest.raises(UserError, match=message):
+        resolve_precision(settings(**mxfp8, fp8_fallback="error"))
+    monkeypatch.setattr(precision, "why_not", lambda name, _: None if name == "current" else "too old")
+    for name in ("mxfp8", "block"):  # neither the fallback runs here, nor may block fall back
+        with pytest.raises(UserError, match=rf"{name} cannot run here: too old. This machine runs: current"):
+            resolve_precision(settings(**mxfp8 | {"fp8_scenario": name}))
 
 
-@pytest.mark.parametrize(
-    ("name", "multiple"), [("delayed", 16), ("block", 128), ("mxfp8", 32), ("nvfp4", 32)]
-)
-def test_sizes_that_a_recipe_cannot_run_are_named(name, multiple):
-    resolved = Precision(name, name, recipe=object())
-    check_sizes(resolved, "m", {"hidden_size": multiple * 3})
+@pytest.mark.parametrize(("te_backend", "code"), [("auto", EXIT_FAILED), ("emulated", EXIT_BAD_SETTING)])
+def test_what_emulated_layers_lack_is_a_bad_setting_only_if_they_were_chosen(monkeypatch, te_backend, code):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    base = TE_FP8 | {"te_backend": te_backend}
     with pytest.raises(
-        ValueError, match=rf"--fp8_scenario {name}.*hidden_size {multiple * 3 + 8}.*{multiple}"
-    ):
-        check_sizes(resolved, "m", {"hidden_size": multiple * 3 + 8, "fine": multiple})
-    check_sizes(Precision("bf16", "bf16"), "m", {"hidden_size": 7})
+        UserError, match=r"^--fp8_attention: emulated TE layers .* drop it, or use TE"
+    ) as error:
+        resolve_precision(settings(**base, fp8_attention=True))
+    assert error.value.exit_code == code
+    fast = settings(**base, fp8_fast_accumulation=True)
+    with pytest.raises(UserError, match=r"--fp8_fast_accumulation: .*drop it") as error:
+        checks.check_settings(fast, resolve_precision(fast))
+    assert error.value.exit_code == code
+
+
+VALUES = {
+    "fp8_margin": 3,
+    "fp8_amax_history_len": 16,
+    "fp8_amax_compute_algo": "most_recent",
+    "fp8_format": "e4m3",
+    "fp8_attention": True,
+    "fp8_fast_accumulation": True,
+    "fp8_fp32_scales": True,
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_flag_that_no_recipe_in_use_reads_is_refused(monkeypatch, name):
+    assert set(VALUES) == checks.RECIPE_SETTINGS
+    on_gpu(monkeypatch, (9, 0))
+    cfg = settings(**{name: VALUES[name]})
+    flag = f"--{name}" if VALUES[name] is True else f"--{name} {VALUES[name]}"
+    for recipe, spec in RECIPES.items():
+        backend = "native" if spec.layers == "te" else None
+        for found in (
+            Precision(recipe, recipe, te_backend=backend),
+            Precision("delayed", "delayed", te_backend=backend, by_module={"layers.0.x": recipe}),
+        ):
+            if name in spec.settings:
+                checks.check_settings(cfg, found)
+                continue
+            with pytest.raises(
+                UserError, match=rf"^{flag}: applies to .*, not to {recipe}; drop it"
+            ) as error:
+                checks.check_settings(cfg, found)
+            assert error.value.exit_code == EXIT_BAD_SETTING and error.value.flags == {name}
+
+
+def test_fp8_flags_in_a_bf16_run_are_warned_about():
+    bf16, delayed = Precision("bf16", "bf16"), Precision("delayed", "delayed")
+    cfg = settings(fp8_scenario="delayed", fp8_attention=True, fp8_margin=2)
+    checks.check_settings(cfg, bf16)
+    warning = checks.unused_fp8_flags(cfg, bf16)
+    assert warning.startswith("--fp8_scenario delayed, --fp8_margin 2, --fp8_attention: not used in bf16;")
+    assert checks.unused_fp8_flags(cfg, delayed) is None and checks.unused_fp8_flags(settings(), bf16) is None
+
+
+def test_fp32_scales_of_blocks_are_refused_on_blackwell(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    block = Precision("block", "block", te_backend="native")
+    with pytest.raises(UserError, match=r"--fp8_fp32_scales .*capability 10\.0.* powers of two; drop it"):
+        checks.check_settings(settings(fp8_fp32_scales=True), block)
+
+
+def test_fp8_attention_names_everything_it_lacks(monkeypatch):
+    on_gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91800)
+    current = Precision("current", "current", recipe=object())
+    cfg = settings(**TE_FP8, fp8_attention=True, deterministic=True)
+    with pytest.raises(UserError) as error:
+        checks.check_fp8_attention(cfg, current, 64)
+    for reason in ("current scaling", "head size 64", "--no_packing", "--deterministic needs cuDNN"):
+        assert reason in str(error.value)
+    checks.check_fp8_attention(settings(**TE_FP8), current, 64)
+    mixed = replace(current, by_module={"layers.0.self_attention.proj": "delayed", "layers.0.mlp": "current"})
+    assert mixed.attention_recipes == {"delayed"} and current.attention_recipes == {"current"}
+    on_gpu(monkeypatch, (10, 0))
+    checks.check_fp8_attention(cfg, current, 64)
+
+
+@pytest.mark.parametrize("name", TE_RECIPES)
+def test_tokens_and_sizes_are_multiples_of_what_the_recipe_s_kernels_take(name):
+    found = Precision("mxfp8", name, recipe=object())
+    tokens, features = {"block": (128, 128), "mxfp8": (32, 32), "nvfp4": (128, 32)}.get(name, (16, 16))
+    assert found.token_multiple == tokens
+    checks.check_sizes(found, "m", {"hidden_size": features * 3})
+    odd = features * 3 + 8
+    message = rf"--fp8_scenario {name} --model_name m: hidden_size {odd} not a multiple of {features}, .*bf16"
+    with pytest.raises(UserError, match=message):
+        checks.check_sizes(found, "m", {"hidden_size": odd, "fine": features})
+
+
+def test_bf16_pads_tokens_to_8_and_takes_any_size():
+    bf16 = Precision("bf16", "bf16")
+    checks.check_sizes(bf16, "m", {"hidden_size": 7})
+    assert bf16.token_multiple == 8 and Precision("rowwise", "rowwise").token_multiple == 16
 
 
 def test_bf16_over_fp32_weights_is_torch_autocast():
@@ -171,108 +281,3 @@ def test_coverage_counts_gemms_by_their_weights():
         "lm_head": (1, "bf16", pytest.approx(head)),
     }
     assert found.fp8_modules == 0 and found.fp8_gemm_share == 0
-
-
-@pytest.mark.parametrize(
-    "resolved",
-    [
-        precision.Precision("block", "block", te_backend="native"),
-        precision.Precision("delayed", "delayed", te_backend="emulated"),
-        precision.Precision("tensorwise", "tensorwise"),
-        precision.Precision("delayed", "delayed", te_backend="native", by_module={"layers.0.x": "block"}),
-    ],
-)
-def test_fast_accumulation_where_no_gemm_has_the_choice_is_refused(resolved):
-    precision.check_settings(settings(), resolved)
-    lacking = resolved.te_backend == "emulated"  # the machine is: the layers were not asked for
-    with pytest.raises(RuntimeError if lacking else ValueError, match=r"--fp8_fast_accumulation: .*drop it"):
-        precision.check_settings(settings(fp8_fast_accumulation=True), resolved)
-
-
-@pytest.mark.parametrize(("te_backend", "kind"), [("auto", RuntimeError), ("emulated", ValueError)])
-def test_attention_is_not_emulated(monkeypatch, te_backend, kind):
-    """A bad setting only beside the flag that asks for emulated layers."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    fp8 = {"mixed_precision": "fp8", "fp8_scenario": "current", "fp8_attention": True}
-    cfg = settings(use_te=True, te_backend=te_backend, **fp8)
-    with pytest.raises(
-        kind, match=r"^--fp8_attention: emulated TE layers compute .* drop it, or use TE's on"
-    ):
-        resolve_precision(cfg)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "readers"),
-    [
-        ("fp8_margin", 3, {"delayed"}),
-        ("fp8_amax_history_len", 16, {"delayed"}),
-        ("fp8_amax_compute_algo", "most_recent", {"delayed"}),
-        ("fp8_format", "e4m3", {"delayed", "current"}),
-        ("fp8_attention", True, {"delayed", "current"}),
-        ("fp8_fp32_scales", True, {"block"}),
-    ],
-)
-def test_a_setting_that_no_recipe_reads_is_refused(name, value, readers):
-    flag = name if value is True else f"{name} {value}"
-    for recipe in ("delayed", "current", "block", "tensorwise"):
-        resolved = precision.Precision(recipe, recipe)
-        if recipe in readers:
-            precision.check_settings(settings(**{name: value}), resolved)
-            continue
-        with pytest.raises(ValueError, match=rf"--{flag}: is read under .*, not under {recipe}; drop it"):
-            precision.check_settings(settings(**{name: value}), resolved)
-    in_bf16 = precision.Precision("bf16", "bf16")
-    precision.check_settings(settings(**{name: value}), in_bf16)
-    assert precision.unread(settings(**{name: value}), precision.Precision("delayed", "delayed")) is None
-    assert precision.unread(settings(**{name: value}), in_bf16) == (
-        f"--{flag}: not read in bf16; FP8 needs --mixed_precision fp8"
-    )
-
-
-def test_a_recipe_asked_for_in_bf16_is_told():
-    in_bf16 = precision.Precision("bf16", "bf16")
-    assert precision.unread(settings(), in_bf16) is None
-    said = precision.unread(settings(fp8_scenario="delayed", fp8_margin=2), in_bf16)
-    assert said.startswith("--fp8_scenario delayed, --fp8_margin 2: not read in bf16")
-
-
-def test_scales_of_blocks_in_fp32_reach_the_recipe():
-    for fp32 in (False, True):
-        recipe = precision.make_recipe("block", settings(fp8_fp32_scales=fp32).precision, "emulated")
-        assert recipe.use_f32_scales is fp32
-
-
-def test_scales_in_fp32_are_hopper_s(monkeypatch):
-    resolved = precision.Precision("block", "block", te_backend="native")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    precision.check_settings(settings(fp8_fp32_scales=True), resolved)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    with pytest.raises(RuntimeError, match=r"--fp8_fp32_scales .*capability 10\.0.* powers of two; drop it"):
-        precision.check_settings(settings(fp8_fp32_scales=True), resolved)
-
-
-@pytest.mark.parametrize("name", ["delayed", "current"])
-def test_fast_accumulation_is_of_delayed_and_current_scaling(name):
-    resolved = precision.Precision(name, name, te_backend="native")
-    precision.check_settings(settings(fp8_fast_accumulation=True), resolved)
-
-
-def test_fp8_attention_names_everything_it_lacks(monkeypatch):
-    resolved = Precision("current", "current", recipe=object())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91800)
-    cfg = settings(fp8_attention=True, mixed_precision="fp8", use_te=True, deterministic=True)
-    with pytest.raises(RuntimeError) as error:
-        precision.check_fp8_attention(cfg, resolved, 64)
-    for reason in ("--fp8_scenario current", "head size 64", "--no_packing", "--deterministic needs cuDNN"):
-        assert reason in str(error.value)
-    precision.check_fp8_attention(settings(mixed_precision="fp8", use_te=True), resolved, 64)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    precision.check_fp8_attention(cfg, resolved, 64)
-
-
-def test_tokens_are_padded_to_what_the_recipe_that_runs_needs():
-    assert Precision("bf16", "bf16").token_multiple == 8
-    for name, multiple in (("delayed", 16), ("current", 16), ("block", 128), ("mxfp8", 32)):
-        assert Precision(name, name, recipe=object()).token_multiple == multiple
-    assert Precision("mxfp8", "delayed", recipe=object()).token_multiple == 16

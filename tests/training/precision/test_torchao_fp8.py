@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig
 
-from core.errors import EXIT_BAD_SETTING, EXIT_FAILED
+from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
 from core.recipes import TORCHAO_RECIPES
 from te_models.build import ModelPlan, build_model
 from te_models.hugging_face import HFCausalLM, high_precision_linears
@@ -76,10 +76,10 @@ def test_coverage_tells_that_one_of_three_gemms_is_in_bf16():
 def test_a_layer_that_fp8_gemms_cannot_take_is_left_out_and_named():
     found = coverage(build(intermediate_size=40), Precision("tensorwise", "tensorwise"))
     notes = {row.modules.rpartition(".")[2]: (row.precision, row.note) for row in found.rows}
-    assert notes["up_proj"] == notes["gate_proj"] == ("bf16", "outputs 40: no multiple of 16")
-    assert notes["down_proj"] == ("bf16", "inputs 40: no multiple of 16")
+    assert notes["up_proj"] == notes["gate_proj"] == ("bf16", "outputs 40: not a multiple of 16")
+    assert notes["down_proj"] == ("bf16", "inputs 40: not a multiple of 16")
     assert notes["q_proj"] == ("fp8 tensorwise", "")
-    assert any("down_proj" in line and "(inputs 40: no multiple" in line for line in found.lines())
+    assert any("down_proj" in line and "(inputs 40: not a multiple" in line for line in found.lines())
 
 
 def test_layers_run_in_the_recipe_of_their_name():
@@ -116,7 +116,7 @@ def test_a_model_without_linear_layers_is_refused_with_what_it_has():
     ):
         build("gpt2")
     with pytest.raises(
-        ValueError, match=r"none of its 14 linear layers can .* \(8 x inputs 24, outputs 24: no"
+        ValueError, match=r"none of its 14 linear layers can .* \(8 x inputs 24, outputs 24: not"
     ):
         build(hidden_size=24, num_key_value_heads=4, intermediate_size=40)
 
@@ -124,7 +124,7 @@ def test_a_model_without_linear_layers_is_refused_with_what_it_has():
 def test_torchao_that_is_missing_is_named_with_the_way_to_get_it(monkeypatch):
     torchao_fp8.require_torchao()
     monkeypatch.setattr(torchao_fp8, "find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"needs torchao: install it with `pip install torchao==0\.18\.0`"):
+    with pytest.raises(UserError, match=r"needs torchao, .*install it with `pip install torchao==0\.18\.0`"):
         torchao_fp8.require_torchao()
 
 
@@ -317,7 +317,7 @@ def test_bad_input_is_one_line(models, tmp_path, capsys, flags, code, message):
 def test_torchao_is_asked_for_before_anything_is_read(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torchao_fp8, "find_spec", lambda name: None)
     train(tmp_path / "run", "--mixed_precision fp8 --model_name /nowhere", code=EXIT_FAILED)
-    assert "without --use_te needs torchao" in capsys.readouterr().err
+    assert "without --use_te it needs torchao" in capsys.readouterr().err
 
 
 # Many ranks
