@@ -45,6 +45,7 @@ from training.config import Config, all_settings, changed_settings, parse_config
 from training.decision import decide
 from training.kernels import choose_kernels
 from training.optim import optimizer as optim
+from training.optim.schedule import learning_rate
 from training.outcome import end, lasting_output
 from training.parallel import ranks
 from training.parallel.memory_plan import plan_memory
@@ -489,7 +490,7 @@ class Run:
             optimizer=self.optimizer,
             strategy=self.strategy,
             autocast=self.autocast,
-            learning_rate=lambda step: optim.learning_rate(step, self.cfg.optim, self.total_steps),
+            learning_rate=lambda step: learning_rate(step, self.cfg.optim, self.total_steps),
             total_steps=self.total_steps,
             loaders=self.loaders,
             tracker=self.tracker,

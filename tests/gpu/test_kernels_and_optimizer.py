@@ -72,8 +72,8 @@ def trained(device: torch.device, moments: torch.dtype, master: bool, steps: int
     optimizer = build_optimizer(model, OptimConfig(learning_rate=1e-2, weight_decay=0.1), plan)
     for step in range(steps):
         model.weight.grad = gradients(step).to(device)
-        taken, scale = torch.tensor(step != 3, device=device), torch.tensor(0.5, device=device)
-        step_if(optimizer, taken=taken, scale=scale, gradients=[model.weight.grad])
+        apply, scale = torch.tensor(step != 3, device=device), torch.tensor(0.5, device=device)
+        step_if(optimizer, apply=apply, scale=scale, gradients=[model.weight.grad])
     state = {name.removeprefix("weight."): t for name, t in optimizer_state(optimizer, model).items()}
     assert optimizer_steps(optimizer) == steps - 1
     return model.weight.detach(), state

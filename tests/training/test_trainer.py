@@ -17,7 +17,7 @@ from te_models.loss import TokenLoss
 from training import trainer as trainer_module
 from training.checkpoint.progress import Progress
 from training.config import config_from_dict
-from training.optim.optimizer import learning_rate
+from training.optim.schedule import learning_rate
 from training.parallel.strategies import Strategy
 from training.tracking.metrics import ModelShape, model_flops
 from training.trainer import WARMUP_STEPS, Hooks, Meter, NonFinite, Stop, Trainer

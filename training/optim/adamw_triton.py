@@ -1,4 +1,4 @@
-"""The CUDA kernel behind `adamw.update_`: one pass over memory."""
+"""CUDA kernel of `adamw.update_`: AdamW in one pass over memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ BLOCK = 2048
 def adamw_kernel(
     weights,
     grads,
-    firsts,
-    seconds,
+    exp_avg,
+    exp_avg_sq,
     remainders,
     scalars,
     numel,
@@ -25,27 +25,29 @@ def adamw_kernel(
     beta2,
     eps,
     weight_decay,
-    MASTER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK elements a program. With MASTER a weight is BF16 rounded half up, and the 16 bits below it."""
+    """Step BLOCK elements; with `remainders` the weights are the high halves of FP32 masters.
+
+    `scalars`: gradient scale, apply (0 or 1), 1 - beta1^t, 1 - beta2^t.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (at < numel) & (tl.load(scalars + 1) != 0)
     w = tl.load(weights + at, mask=inside, other=0.0)
-    if MASTER:
+    if remainders is not None:
         low = tl.load(remainders + at, mask=inside, other=0).to(tl.int32)
         high = w.to(tl.int16, bitcast=True).to(tl.int32) - (low < 0).to(tl.int32)
         master = ((high << 16) | (low & 0xFFFF)).to(tl.float32, bitcast=True)
     else:
         master = w.to(tl.float32)
     g = tl.load(grads + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scalars)
-    m = beta1 * tl.load(firsts + at, mask=inside, other=0.0).to(tl.float32) + (1 - beta1) * g
-    v = beta2 * tl.load(seconds + at, mask=inside, other=0.0).to(tl.float32) + (1 - beta2) * g * g
+    m = beta1 * tl.load(exp_avg + at, mask=inside, other=0.0).to(tl.float32) + (1 - beta1) * g
+    v = beta2 * tl.load(exp_avg_sq + at, mask=inside, other=0.0).to(tl.float32) + (1 - beta2) * g * g
     step = (m / tl.load(scalars + 2)) / (tl.sqrt(v / tl.load(scalars + 3)) + eps)
     master = master - lr * (step + weight_decay * master)
-    tl.store(firsts + at, m.to(firsts.dtype.element_ty), mask=inside)
-    tl.store(seconds + at, v.to(seconds.dtype.element_ty), mask=inside)
-    if MASTER:
+    tl.store(exp_avg + at, m.to(exp_avg.dtype.element_ty), mask=inside)
+    tl.store(exp_avg_sq + at, v.to(exp_avg_sq.dtype.element_ty), mask=inside)
+    if remainders is not None:
         bits = master.to(tl.int32, bitcast=True)
         low = bits.to(tl.int16)
         high = ((bits >> 16) + (low < 0).to(tl.int32)).to(tl.int16)
@@ -63,24 +65,12 @@ def adamw_(
     remainder: Tensor | None,
     *,
     scalars: Tensor,
-    hyper: Any,
+    hyperparameters: Any,
 ) -> None:
-    """See `adamw.update_`."""
+    """Implement `adamw.update_`."""
     if weight.numel() == 0:
-        return  # more ranks than rows
-    grad = grad.contiguous()
-    for tensor in (weight, exp_avg, exp_avg_sq):
-        assert tensor.is_contiguous(), "one flat pass over all of them"
-    adamw_kernel[(triton.cdiv(weight.numel(), BLOCK),)](
-        weight,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        weight if remainder is None else remainder,  # not read without MASTER
-        scalars,
-        weight.numel(),
-        *hyper,
-        MASTER=remainder is not None,
-        BLOCK=BLOCK,
-        num_warps=4,
-    )
+        return  # a rank without rows of this parameter
+    assert all(t.is_contiguous() for t in (weight, exp_avg, exp_avg_sq)), "the kernel reads them as flat"
+    tensors = weight, grad.contiguous(), exp_avg, exp_avg_sq, remainder, scalars
+    grid = (triton.cdiv(weight.numel(), BLOCK),)
+    adamw_kernel[grid](*tensors, weight.numel(), *hyperparameters, BLOCK=BLOCK, num_warps=4)

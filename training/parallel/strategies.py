@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from training.config import Config
-from training.optim.accumulation import GatheredSums, MicroBatchSums, gradient_of
+from training.optim.accumulation import FSDPMainGradAccumulator, MainGradAccumulator, gradient_of
 from training.optim.adamw import FusedAdamW, local
 from training.optim.optimizer import step_if
 from training.parallel import ranks
@@ -57,7 +57,7 @@ class Strategy:
     def __init__(self, device: torch.device, cfg: Config | None = None):
         self.device, self.cfg = device, cfg
         self.rank, self.world_size, self.num_nodes = ranks.rank(), ranks.world_size(), ranks.num_nodes()
-        self.gradient_sums: MicroBatchSums | GatheredSums | None = None
+        self.gradient_sums: MainGradAccumulator | FSDPMainGradAccumulator | None = None
 
     @property
     def accumulates(self) -> bool:
@@ -65,7 +65,7 @@ class Strategy:
 
     @property
     def sums_micro_batches(self) -> bool:
-        """Whether gradients of BF16 weights add up in `MicroBatchSums`; other modes have their own sums."""
+        """Whether gradients of BF16 weights add up in `MainGradAccumulator`, not by the mode itself."""
         return self.accumulates
 
     @property
@@ -96,7 +96,7 @@ class Strategy:
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """What the loop calls and steps instead of `model` and `optimizer`, once both hold their values."""
         if self.sums_micro_batches and isinstance(optimizer, FusedAdamW):
-            self.gradient_sums = MicroBatchSums(model, self.sum_dtype)
+            self.gradient_sums = MainGradAccumulator(model, self.sum_dtype)
         return model, optimizer
 
     @property
@@ -131,7 +131,7 @@ class Strategy:
         norm = self.total_norm(global_norm(gradients))
         taken = norm.isfinite() & usable.to(norm.device)
         scale = (max_norm / norm).clamp(max=1.0) if max_norm else torch.ones_like(norm)
-        step_if(optimizer, taken=taken, scale=scale, gradients=gradients)
+        step_if(optimizer, apply=taken, scale=scale, gradients=gradients)
         self.discard(model, optimizer)
         return StepOutcome(norm, taken)
 
@@ -287,7 +287,7 @@ class FSDP(Strategy):
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         if self.accumulates:
-            self.gradient_sums = GatheredSums(model, self.sum_dtype)
+            self.gradient_sums = FSDPMainGradAccumulator(model, self.sum_dtype)
         return model, optimizer
 
     def _check_rows(self, blocks: Iterable[nn.Module]) -> None:

@@ -1,11 +1,11 @@
-"""Sums of gradients over micro-batches, in FP32 beside BF16 parameters."""
+"""Sums of gradients over micro-batches, apart from BF16 parameters."""
 
 import pytest
 import torch
 from torch import nn
 
 from training.config import config_from_dict
-from training.optim.accumulation import GatheredSums, MicroBatchSums, gradient_of
+from training.optim.accumulation import FSDPMainGradAccumulator, MainGradAccumulator, gradient_of
 from training.optim.adamw import FusedAdamW
 from training.parallel.strategies import Strategy
 
@@ -13,7 +13,7 @@ MICRO_BATCHES = 16
 
 
 class Model(nn.Module):
-    """Two BF16 weights, the second used by even micro-batches alone, as an expert may be."""
+    """Two BF16 weights; only even micro-batches use the second, as an expert."""
 
     def __init__(self):
         super().__init__()
@@ -32,82 +32,79 @@ def adamw(model):
     return FusedAdamW(groups, **settings, master_weights=True, moment_dtype=torch.float32)
 
 
-def strategy(steps, dtype="fp32"):
+def wrapped(model, dtype="fp32", steps=MICRO_BATCHES):
     cfg = config_from_dict({"gradient_accumulation_steps": steps, "grad_reduce_dtype": dtype})
-    return Strategy(torch.device("cpu"), cfg)
+    strategy = Strategy(torch.device("cpu"), cfg)
+    return strategy, strategy.wrap(model, adamw(model))[1]
 
 
-def run_micro_batches(model, chosen=None, *, scale=1.0):
-    """Backward of all micro-batches; the exact gradient of each as autograd rounds it, summed in FP32."""
+def run_micro_batches(model, strategy, *, scale=1.0):
+    """Run backward of all micro-batches; returns autograd's gradients of each, summed in FP32, by name."""
     sums = {name: torch.zeros(8, 8) for name, _ in model.named_parameters()}
     for i in range(MICRO_BATCHES):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i)).bfloat16()
-        uses_both = i % 2 == 0
-        loss = model(x, uses_both) * scale
-        used = {n: p for n, p in model.named_parameters() if uses_both or n == "always"}
-        for name, grad in zip(used, torch.autograd.grad(loss, list(used.values())), strict=True):
+        use_both = i % 2 == 0
+        used = {n: p for n, p in model.named_parameters() if use_both or n == "always"}
+        grads = torch.autograd.grad(model(x, use_both) * scale, list(used.values()))
+        for name, grad in zip(used, grads, strict=True):
             sums[name] += grad.float()
-        if chosen:
-            ends = {"first": i == 0, "last": i == MICRO_BATCHES - 1}
-            with chosen.accumulating(model, **ends):
-                assert model.first_micro_batch is (i == 0)
-                chosen.backward(model, model(x, uses_both) * scale)
-            assert model.first_micro_batch is None
+        with strategy.accumulating(model, first=i == 0, last=i == MICRO_BATCHES - 1):
+            strategy.backward(model, model(x, use_both) * scale)
     return sums
 
 
-def test_micro_batches_add_up_in_fp32():
-    model, chosen = Model(), strategy(MICRO_BATCHES)
-    chosen.wrap(model, adamw(model))
-    expected = run_micro_batches(model, chosen)
+def test_micro_batches_are_summed_in_fp32_or_on_request_in_bf16():
+    model = Model()
+    expected = run_micro_batches(model, wrapped(model)[0])
     for name, parameter in model.named_parameters():
         assert parameter.grad is None and gradient_of(parameter).dtype == torch.float32
         assert torch.equal(gradient_of(parameter), expected[name])
-
-
-def test_bf16_sums_lose_what_fp32_keeps():
-    model, chosen = Model(), strategy(MICRO_BATCHES, "bf16")
-    chosen.wrap(model, adamw(model))
-    expected = run_micro_batches(model, chosen)
+    model = Model()
+    run_micro_batches(model, wrapped(model, "bf16")[0])
     found = gradient_of(model.always)
     assert found.dtype == torch.bfloat16
     assert 0 < (found.float() - expected["always"]).norm() / expected["always"].norm() < 2e-2
 
 
-def test_the_step_takes_the_sums_and_forgets_them():
-    model, chosen = Model(), strategy(MICRO_BATCHES)
-    wrapped, optimizer = chosen.wrap(model, adamw(model))
-    for _ in range(2):  # the second step must not see the first one's sums
-        expected = run_micro_batches(model, chosen)
+def test_a_step_uses_the_sums_and_frees_them():
+    model = Model()
+    strategy, optimizer = wrapped(model)
+    for _ in range(2):  # the second step must not contain the first one's sums
         twin = Model()
         twin.load_state_dict(model.state_dict())
         reference = adamw(twin)
-        for name, parameter in twin.named_parameters():
+        expected = run_micro_batches(model, strategy)
+        for (name, parameter), other in zip(twin.named_parameters(), model.parameters(), strict=True):
             parameter.main_grad = expected[name]
-            old = optimizer.state[dict(model.named_parameters())[name]]
-            reference.state[parameter] = {key: value.clone() for key, value in old.items()}
+            reference.state[parameter] = {key: t.clone() for key, t in optimizer.state[other].items()}
         reference.steps.copy_(optimizer.steps)
         norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in expected.values()]))
-        outcome = chosen.step(wrapped, optimizer, usable=torch.tensor(True), max_norm=0.0)
+        outcome = strategy.step(model, optimizer, usable=torch.tensor(True), max_norm=0.0)
         reference.step()
-        assert outcome.taken and torch.allclose(outcome.grad_norm, norm)
+        assert torch.allclose(outcome.grad_norm, norm)
         assert all(gradient_of(p) is None for p in model.parameters())
-        for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
+        assert all(map(torch.equal, model.parameters(), twin.parameters()))
 
 
-def test_a_step_that_is_not_finite_leaves_no_sums():
-    model, chosen = Model(), strategy(MICRO_BATCHES)
-    wrapped, optimizer = chosen.wrap(model, adamw(model))
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    run_micro_batches(model, chosen, scale=float("nan"))
-    assert not chosen.step(wrapped, optimizer, usable=torch.tensor(True), max_norm=1.0).taken
+def test_a_step_that_is_not_finite_is_skipped_and_frees_its_sums():
+    model = Model()
+    strategy, optimizer = wrapped(model)
+    before = [p.clone() for p in model.parameters()]
+    run_micro_batches(model, strategy, scale=float("nan"))
+    strategy.step(model, optimizer, usable=torch.tensor(True), max_norm=1.0)
     assert all(gradient_of(p) is None for p in model.parameters())
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_one_micro_batch_needs_no_sums():
+    model = Model()
+    wrapped(model, steps=1)
+    model(torch.ones(4, 8).bfloat16(), True).backward()
+    assert all(p.grad is not None and gradient_of(p) is p.grad for p in model.parameters())
 
 
 class TELike(nn.Module):
-    """Says what TE's modules say; `weight` is the GEMM's."""
+    """Stand-in for TE's modules, whose GEMMs add to `main_grad` or to what `get_main_grad` returns."""
 
     fuse_wgrad_accumulation = True
 
@@ -116,11 +113,18 @@ class TELike(nn.Module):
         self.weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
         self.layer_norm_weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
 
+    def forward(self):
+        pass
+
+
+class LayerNormLinear(TELike):
+    pass
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_of_tes_weights_stay_and_are_told_when_to_start_anew(dtype):
+def test_te_overwrites_its_sums_in_a_steps_first_micro_batch(dtype):
     module = TELike()
-    sums = MicroBatchSums(module, dtype)
+    sums = MainGradAccumulator(module, dtype)
     assert module.weight.main_grad.dtype == dtype and not module.weight.main_grad.any()
     for first in (True, False):
         sums.begin_micro_batch(first=first, last=not first)
@@ -131,18 +135,19 @@ def test_sums_of_tes_weights_stay_and_are_told_when_to_start_anew(dtype):
     assert gradient_of(module.layer_norm_weight) is None and gradient_of(module.weight) is not None
 
 
-def test_one_micro_batch_needs_no_sums():
-    model, chosen = Model(), strategy(1)
-    chosen.wrap(model, adamw(model))
-    model(torch.ones(4, 8).bfloat16(), True).backward()
-    assert all(p.grad is not None and gradient_of(p) is p.grad for p in model.parameters())
-
-
-class LayerNormLinear(TELike):
-    pass
-
-
-def test_a_module_that_would_not_ask_for_its_sum_is_left_alone():
+def test_under_fsdp_te_adds_to_the_grad_of_the_gathered_weight():
     model = nn.ModuleList([LayerNormLinear(), TELike()])
-    GatheredSums(model, torch.float32).begin_micro_batch(first=True, last=False)
-    assert [module.fuse_wgrad_accumulation for module in model] == [False, True]
+    sums = FSDPMainGradAccumulator(model, torch.float32)
+    sums.begin_micro_batch(first=True, last=True)
+    assert not any(m.fuse_wgrad_accumulation for m in model), "one micro-batch has nothing to add to"
+    weight = model[1].weight
+    for first in (True, False):
+        sums.begin_micro_batch(first=first, last=not first)
+        assert [m.fuse_wgrad_accumulation for m in model] == [False, True], "LayerNormLinear keeps autograd"
+        model[1]()
+        assert weight.overwrite_main_grad is first
+        total = weight.get_main_grad()
+        assert total is weight.grad and total.dtype == torch.float32
+        weight.main_grad = total  # as TE does
+    sums.clear()
+    assert gradient_of(weight) is weight.grad and weight.main_grad is None

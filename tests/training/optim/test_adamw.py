@@ -1,4 +1,4 @@
-"""AdamW over BF16 weights with FP32 masters, in its plain form, against torch's over FP32 weights."""
+"""AdamW on BF16 weights with FP32 masters, in its plain form, against torch's on FP32 weights."""
 
 import pytest
 import torch
@@ -16,111 +16,127 @@ from training.optim.optimizer import (
 from training.optim.settings import OptimConfig
 from training.precision.settings import PrecisionConfig
 
-LOW = PrecisionConfig(moment_dtype="bf16")
-NONE = PrecisionConfig(master_weights="none")
+BF16_MOMENTS = PrecisionConfig(moment_dtype="bf16")
+NO_MASTERS = PrecisionConfig(master_weights="none")
 
 
-def ours(weight: torch.Tensor, cfg: OptimConfig, precision=None) -> tuple[torch.nn.Module, FusedAdamW]:
+def build(weight, cfg=None, precision=None) -> tuple[torch.nn.Module, FusedAdamW]:
     model = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
         model.weight.copy_(weight)
     plan = plan_optimizer(precision or PrecisionConfig(), on_gpu=True)
-    return model, build_optimizer(model, cfg, plan)
+    return model, build_optimizer(model, cfg or OptimConfig(learning_rate=1e-2), plan)
 
 
-def master(model: torch.nn.Module, optimizer: FusedAdamW) -> torch.Tensor:
+def master(model, optimizer) -> torch.Tensor:
     return merge_master(model.weight.detach(), optimizer.state[model.weight]["master_param"])
 
 
-def test_masters_follow_torchs_adamw_over_fp32_weights():
+def test_masters_follow_torchs_adamw_on_fp32_weights():
     torch.manual_seed(0)
     start = (torch.randn(40, 30) * 0.02).bfloat16()
-    cfg = OptimConfig(learning_rate=1e-5, weight_decay=0.1)
-    model, optimizer = ours(start, cfg)
+    model, optimizer = build(start, OptimConfig(learning_rate=1e-5, weight_decay=0.1))
     reference = torch.nn.Parameter(start.float())
-    theirs = torch.optim.AdamW([reference], lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    torchs = torch.optim.AdamW([reference], lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     for step in range(30):
         grad = torch.randn(40, 30).bfloat16() * 10.0 ** (step % 5 - 4)
         model.weight.grad, reference.grad = grad, grad.float()
         optimizer.step()
-        theirs.step()
+        torchs.step()
     moved = (reference - start.float()).abs()
-    assert moved.min() > 0 and (model.weight == start).any(), "some of it stands in the remainders alone"
-    # Half a unit in the last place of the largest weights, each step.
+    assert moved.min() > 0 and (model.weight == start).any(), "some updates are in the remainders only"
+    # Half a unit in the last place of the largest weights, at each step.
     assert (master(model, optimizer) - reference).abs().max() < 30 * 2**-28
     assert torch.equal(split_master(master(model, optimizer))[0], model.weight)
 
 
-@pytest.mark.parametrize(("beta2", "left_of_it"), [(BF16_MOMENTS_LONGEST_BETA2, 0.05), (0.999, 1.0)])
-def test_a_second_moment_in_bf16_falls_up_to_the_beta2_that_is_warned_of(beta2, left_of_it):
-    """After 300 steps without gradient; of 0.999 it should be 0.74."""
-    model, optimizer = ours(torch.ones(4, 4).bfloat16(), OptimConfig(adam_beta2=beta2), LOW)
+@pytest.mark.parametrize(("beta2", "left"), [(BF16_MOMENTS_LONGEST_BETA2, 0.05), (0.999, 1.0)])
+def test_a_second_moment_in_bf16_decays_up_to_the_beta2_of_the_warning(beta2, left):
+    """After 300 steps without gradient; with 0.999 it should be 0.74."""
+    model, optimizer = build(torch.ones(4, 4), OptimConfig(adam_beta2=beta2), BF16_MOMENTS)
     for step in range(300):
         model.weight.grad = torch.full((4, 4), float(step == 0), dtype=torch.bfloat16)
         optimizer.step()
-    left = optimizer.state[model.weight]["exp_avg_sq"].float() / (1 - beta2)
-    assert left.mean().item() == pytest.approx(left_of_it, rel=0.2)
+    decayed = optimizer.state[model.weight]["exp_avg_sq"].float() / (1 - beta2)
+    assert decayed.mean().item() == pytest.approx(left, rel=0.2)
 
 
-def test_without_masters_small_updates_are_lost_and_with_them_kept():
+@pytest.mark.parametrize(("precision", "lost"), [(NO_MASTERS, True), (PrecisionConfig(), False)])
+def test_without_masters_small_updates_are_lost(precision, lost):
     start = torch.full((4, 4), 0.02).bfloat16()
-    for precision, lost in ((NONE, True), (PrecisionConfig(), False)):
-        model, optimizer = ours(start, OptimConfig(learning_rate=1e-6, weight_decay=0.0), precision)
-        for _ in range(200):  # 2e-4 in all; BF16's step at 0.02 is 1.2e-4
-            model.weight.grad = torch.ones(4, 4, dtype=torch.bfloat16)
-            optimizer.step()
-        assert torch.equal(model.weight, start) == lost
+    model, optimizer = build(start, OptimConfig(learning_rate=1e-6, weight_decay=0.0), precision)
+    for _ in range(200):  # 2e-4 in total; BF16's step at 0.02 is 1.2e-4
+        model.weight.grad = torch.ones(4, 4, dtype=torch.bfloat16)
+        optimizer.step()
+    assert torch.equal(model.weight, start) == lost
 
 
-@pytest.mark.parametrize("moments", [PrecisionConfig(), LOW])
-def test_a_scaled_step_is_the_step_of_scaled_gradients(moments):
+@pytest.mark.parametrize("precision", [PrecisionConfig(), BF16_MOMENTS], ids=["fp32", "bf16"])
+def test_a_scaled_step_is_the_step_of_scaled_gradients(precision):
     start, grad = torch.randn(8, 8).bfloat16(), torch.randn(8, 8).bfloat16()
-    one, other = (ours(start, OptimConfig(learning_rate=1e-2), moments) for _ in range(2))
-    one[0].weight.grad, other[0].weight.grad = grad, grad * 0.25  # exact in BF16
-    step_if(one[1], taken=torch.tensor(True), scale=torch.tensor(0.25), gradients=[grad])
-    other[1].step()
-    assert torch.equal(master(*one), master(*other))
-    dtype = torch.bfloat16 if moments is LOW else torch.float32
-    for name, value in optimizer_state(one[1], one[0]).items():
+    (one, scaled), (other, plain) = (build(start, precision=precision) for _ in range(2))
+    one.weight.grad, other.weight.grad = grad, grad * 0.25  # exact in BF16
+    step_if(scaled, apply=torch.tensor(True), scale=torch.tensor(0.25), gradients=[grad])
+    plain.step()
+    assert torch.equal(master(one, scaled), master(other, plain))
+    expected = optimizer_state(plain, other)
+    dtype = torch.bfloat16 if precision is BF16_MOMENTS else torch.float32
+    for name, value in optimizer_state(scaled, one).items():
         assert value.dtype == (torch.int16 if "master" in name else dtype)
-        assert torch.equal(value, optimizer_state(other[1], other[0])[name])
+        assert torch.equal(value, expected[name])
 
 
-def test_a_step_not_taken_changes_nothing_and_is_not_counted():
+def test_a_skipped_step_changes_nothing_and_is_not_counted():
     start = torch.randn(8, 8).bfloat16()
-    model, optimizer = ours(start, OptimConfig(learning_rate=1e-2))
-    model.weight.grad = torch.full((8, 8), torch.nan, dtype=torch.bfloat16)
+    model, optimizer = build(start)
     nan = torch.tensor(torch.nan)
-    step_if(optimizer, taken=torch.tensor(False), scale=nan, gradients=[model.weight.grad])
+    model.weight.grad = nan.bfloat16().expand(8, 8)
+    step_if(optimizer, apply=torch.tensor(False), scale=nan, gradients=[model.weight.grad])
     assert torch.equal(model.weight, start) and optimizer_steps(optimizer) == 0
     assert not any(value.any() for value in optimizer_state(optimizer, model).values())
     model.weight.grad = torch.ones(8, 8).bfloat16()
     optimizer.step()
-    # The first step of Adam is the learning rate, whatever the gradient: bias correction counts from 1.
+    # Adam's first step is the learning rate, whatever the gradient: bias correction counts from 1.
     torch.testing.assert_close(master(model, optimizer), start.float() * (1 - 1e-4) - 1e-2)
     assert optimizer_steps(optimizer) == 1
-
-
-def test_steps_are_restored():
-    model, optimizer = ours(torch.zeros(2, 2), OptimConfig())
     set_optimizer_steps(optimizer, 7)
-    model.weight.grad = torch.ones(2, 2).bfloat16()
     optimizer.step()
     assert optimizer_steps(optimizer) == 8
 
 
 def test_a_parameter_in_fp32_is_its_own_master():
-    """As routers of some mixtures of experts are, beside BF16."""
+    """Some mixtures of experts have FP32 routers among BF16 weights."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(4, 8))
     expected = torch.nn.Parameter(weight.detach().clone())
     settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
-    own = FusedAdamW([{"params": [weight]}], **settings, master_weights=True, moment_dtype=torch.float32)
+    fused = FusedAdamW([{"params": [weight]}], **settings, master_weights=True, moment_dtype=torch.float32)
     torchs = torch.optim.AdamW([expected], **settings, weight_decay=0.0)
     for _ in range(3):
         weight.grad = torch.randn_like(weight)
         expected.grad = weight.grad.clone()
-        own.step()
+        fused.step()
         torchs.step()
     torch.testing.assert_close(weight, expected)
-    assert "master_param" not in own.state[weight]
+    assert "master_param" not in fused.state[weight]
+
+
+def test_masters_are_split_into_bf16_and_remainder_exactly():
+    """Any 32 bits; around a half, where BF16 rounds up; both signs; down to zero and up to infinity."""
+    bits = torch.randint(-(2**31), 2**31, (4096,), generator=torch.Generator().manual_seed(0))
+    edges = [0x3F800000, 0x3F807FFF, 0x3F808000, 0x3F808001, 0x3F80FFFF, 0, 1, 0x8000, 0x7F7FFFFF]
+    edges = torch.tensor(edges)
+    masters = torch.cat([bits, edges, edges - 2**31]).to(torch.int32).view(torch.float32)
+    weight, remainder = split_master(masters)
+    assert (weight.dtype, remainder.dtype) == (torch.bfloat16, torch.int16)
+    assert torch.equal(merge_master(weight, remainder).view(torch.int32), masters.view(torch.int32))
+    columns = torch.randn(4, 6).t()
+    assert torch.equal(merge_master(*split_master(columns)), columns), "any layout"
+
+
+def test_the_bf16_half_of_a_master_is_the_nearest_weight():
+    half_step = 2**-8  # BF16 numbers after 1 are 2**-7 apart
+    masters = torch.tensor([1.0, 1 + 0.9 * half_step, 1 + half_step, 1 + 1.5 * half_step, -1.0])
+    weight, remainder = split_master(masters)
+    assert weight.tolist() == [1.0, 1.0, 1 + 2**-7, 1 + 2**-7, -1.0], "a half rounds up, as in TE"
+    assert remainder[0] == 0 and remainder[2] == -(2**15)

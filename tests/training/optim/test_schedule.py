@@ -1,0 +1,37 @@
+"""Learning rates of the schedules, by hand: 100 steps, 10 of warm-up, peak 1, floor 0.1."""
+
+import pytest
+
+from training.optim.schedule import learning_rate
+from training.optim.settings import OptimConfig
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "step", "expected"),
+    [
+        ("cosine", 0, 0.1),
+        ("cosine", 9, 1.0),
+        ("cosine", 10, 1.0),
+        ("cosine", 55, 0.55),
+        ("cosine", 100, 0.1),
+        ("cosine", 500, 0.1),
+        ("linear", 32, 0.78),
+        ("constant", 99, 1.0),
+    ],
+)
+def test_warm_up_and_decay(scheduler, step, expected):
+    cfg = OptimConfig(learning_rate=1.0, lr_scheduler=scheduler, min_lr_ratio=0.1, num_warmup_steps=10)
+    assert learning_rate(step, cfg, 100) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"warmup_ratio": 0.2}, [1 / 2, 1, 1]),
+        ({"warmup_ratio": 0.25}, [1 / 3, 2 / 3, 1]),  # 2.5 steps are rounded up
+        ({"num_warmup_steps": 0}, [1, 1, 1]),
+    ],
+)
+def test_warm_up_steps_come_from_the_ratio_unless_given(settings, expected):
+    cfg = OptimConfig(learning_rate=1.0, lr_scheduler="constant", **settings)
+    assert [learning_rate(step, cfg, 10) for step in range(3)] == pytest.approx(expected)
