@@ -395,7 +395,7 @@ def gathered(rank: int, folder: Path) -> None:
             ids = torch.arange(16)[None] + 3 + 7 * rank + step
             loss = model(ids, ids, torch.arange(16)[None]).loss
             loss.backward()
-            optimizer.step(scale=torch.tensor(1.0), taken=torch.tensor(True))
+            optimizer.step(scale=torch.tensor(1.0), apply=torch.tensor(True))
             optimizer.zero_grad()
             history.append(loss.item())
         found[all_gather] = history, weight.full_tensor()
