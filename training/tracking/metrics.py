@@ -1,8 +1,8 @@
-"""What the numbers in a report mean: FLOPs, peaks, rates and costs, as pure functions.
+"""The table of metrics, and FLOPs, GPU peaks and rates as pure functions.
 
-A FLOP is one multiplication or one addition, so a GEMM of [m, k] x [k, n] takes 2*m*k*n. "Model FLOPs" are
-those the mathematics of a step needs: recomputed activations, padding and the masked half of attention do
-not count, so a faster run always shows a higher rate.
+A FLOP is one multiplication or one addition: a GEMM of [m, k] x [k, n] takes 2*m*k*n. Model FLOPs are those
+that the mathematics of a step requires. Recomputed activations, padding and the masked half of attention do
+not count, so a faster run always has a higher rate.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any, Literal, NamedTuple
 
 
 class Metric(NamedTuple):
-    """Presentation of a logged metric, and its reduction over a run's log to a value of the summary."""
+    """Presentation of a logged metric, and its reduction over the log to a value of summary.json."""
 
     label: str
     format: str
     summary: Literal["last", "median", "max"] | None = None
-    terminal: str | None = None  # text of a progress line; None: not shown there
+    terminal: str | None = None  # its text in a progress line, or None
 
 
-# Metrics that displays and reports show, in this order. Speed of emulated runs is logged under emulated/.
+# Metrics that displays and reports show, in their order. Rates of emulated runs are logged as emulated/*.
 METRICS: dict[str, Metric] = {
     "train/loss": Metric("train loss", "{:.4f}", "last", "loss {:.4f}"),
     "train/grad_norm": Metric("gradient norm", "{:.3g}", terminal="grad norm {:.3g}"),
@@ -46,7 +46,7 @@ def summary_name(metric: str) -> str:
     return metric.removeprefix("perf/").replace("/", "_")
 
 
-# Families whose FLOPs `ModelShape` counts right: dense, gated MLPs, one LM head.
+# Model types that `ModelShape` describes correctly: dense, gated MLPs, one LM head.
 COUNTED = frozenset({"gemma", "gemma2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"})
 
 
@@ -61,11 +61,11 @@ class ModelShape:
     head_dim: int
     ffn_hidden_size: int
     vocab_size: int
-    window: int | None = None  # of attention, in tokens, in some layer at least
+    window: int | None = None  # sliding window of at least one layer, in tokens
 
     @classmethod
     def from_hf_config(cls, config: Any) -> ModelShape | None:
-        """Read a transformers config; None for a model type whose FLOPs are not known to be these."""
+        """Read a transformers config; None for a model type of unknown FLOPs."""
         if config.model_type not in COUNTED:
             return None
         kinds = getattr(config, "layer_types", None)
@@ -82,12 +82,12 @@ class ModelShape:
         )
 
     def sees_all(self, length: int) -> bool:
-        """Whether attention sees all of so many tokens, as `attention_flops` counts it."""
+        """True if attention covers a sequence of `length` tokens, as `attention_flops` assumes."""
         return self.window is None or self.window >= length
 
     @property
     def gemm_sizes(self) -> dict[str, int]:
-        """Rows and columns of a layer's weights, by the name an error gives them."""
+        """Rows and columns of a layer's weights, by the names that errors use."""
         return {
             "hidden_size": self.hidden_size,
             "intermediate_size": self.ffn_hidden_size,
@@ -97,9 +97,9 @@ class ModelShape:
 
 
 def matmul_parameters(shape: ModelShape) -> int:
-    """Weights that every token is multiplied with: q, k, v, o, gate, up, down and LM head.
+    """Count the weights in GEMMs: q, k, v, o, gate, up, down and LM head, also if it is tied.
 
-    The embedding is a look-up and norms and biases are no GEMMs, so they are left out; a tied LM head counts.
+    Embedding, norms and biases are not multiplied by GEMMs and do not count.
     """
     query_and_output = 2 * shape.hidden_size * shape.num_heads * shape.head_dim
     key_and_value = 2 * shape.hidden_size * shape.num_kv_heads * shape.head_dim
@@ -122,9 +122,9 @@ def attention_flops(shape: ModelShape, sum_squared_lengths: int) -> float:
 
 
 def model_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int) -> float:
-    """FLOPs of forward and backward over `tokens` tokens in causal sequences that do not see each other.
+    """FLOPs of forward and backward over `tokens` tokens in independent causal sequences.
 
-    `sum_squared_lengths` is the sum of length^2 over the sequences: samples packed into one row count one by
+    `sum_squared_lengths` is the sum of length^2 over the sequences; samples packed into one row count one by
     one. Source: PaLM (arXiv:2204.02311), appendix B, 6N + 12LHQT per token, with N the weights in GEMMs and
     the causal half of the second term. Llama-3.1-8B at 8192 tokens: 51.47 GFLOP per token.
     """
@@ -138,8 +138,8 @@ class Peak(NamedTuple):
     fp8: float | None
 
 
-# The words of a key must all be words of the device name that CUDA reports, and the first key that fits
-# counts, so variants stand before the plain name. Datasheets that only give rates with sparsity are halved.
+# A key matches if all its words are in the device name that CUDA reports. The first match counts, so variants
+# come before the plain name. Rates that a datasheet gives with sparsity only are halved.
 PEAK_TFLOPS: dict[str, Peak] = {
     "A100": Peak(312, None),  # NVIDIA A100 datasheet
     "A800": Peak(312, None),  # an A100 with slower NVLink
@@ -167,12 +167,12 @@ PEAK_TFLOPS: dict[str, Peak] = {
     "RTX 5090": Peak(209.5, 419),  # NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A
 }
 
-# A slice of a GPU, and cut-down chips sold under a full chip's number: their peak is not the number's.
+# Slices of a GPU, and cut-down chips under the name of a full one: their peaks are lower.
 _OTHER_CHIPS = {"MIG", "LAPTOP", "D"}
 
 
 def peak_tflops(gpu_name: str, precision: Literal["bf16", "fp8"]) -> float | None:
-    """Dense peak of one GPU in TFLOP/s; None for a GPU the table does not know or without that precision."""
+    """Dense peak of one GPU in TFLOP/s; None for an unknown GPU or one without that precision."""
     words = set(re.findall(r"\w+", gpu_name.upper()))
     if words & _OTHER_CHIPS:
         return None
@@ -188,12 +188,12 @@ def mfu(tflops: float, peak: float) -> float:
 
 
 def tokens_per_second(tokens: int, seconds: float) -> float:
-    """Tokens per second of wall-clock time; the caller chooses which tokens count. `seconds` is positive."""
+    """Tokens per second of wall-clock time; real, padded or label tokens, as the caller chooses."""
     return tokens / seconds
 
 
 def perplexity(loss: float) -> float:
-    """exp of a mean loss per token in nats; infinity where a float cannot hold it, NaN for NaN."""
+    """exp of a mean loss per token in nats; infinity on overflow, NaN for NaN."""
     try:
         return math.exp(loss)
     except OverflowError:

@@ -1,18 +1,19 @@
-"""Where the GPU's time goes in a step: kernel times by kind, from torch's profiler."""
+"""GPU time of a training step by kind of kernel, measured with torch's profiler."""
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from core.errors import bad_setting
 from core.files import write_json
 
-# The first kind whose pattern is found in a kernel's name counts.
+# Kind -> pattern of kernel names; the first match counts.
 KINDS: dict[str, str] = {
     "communication": r"nccl",
     "attention": r"sdpa|fmha|flash|cudnn::fusion|fused_attn|softmax_warp",
@@ -27,11 +28,11 @@ KINDS: dict[str, str] = {
     "copies and sums": r"memcpy|memset|copy|fill|elementwise|CatArray|reduce_kernel|multi_tensor",
 }
 OTHER, IDLE = "other", "idle"
-FIRST = 9  # step of a run that is profiled first: warm-up is over, and a log interval of 8 too
+FIRST = 9  # first profiled step of a run: after warm-up, and after a log interval of 8
 
 
 class Kernel(NamedTuple):
-    """One kernel's run; microseconds."""
+    """One launch of a kernel; microseconds."""
 
     name: str
     start: float
@@ -43,74 +44,64 @@ def kind_of(name: str) -> str:
 
 
 def breakdown(kernels: Iterable[Kernel], steps: int) -> dict[str, Any]:
-    """Milliseconds and launches a step by kind, the span of a step, and the time in which no kernel ran.
+    """Return milliseconds and launches per step by kind, the span of a step, and the time without a kernel.
 
-    Kernels that overlap count whole in their kinds, so that kinds may add up to more than the span.
+    Overlapping kernels count fully in their kinds, so kinds may add up to more than the span.
     """
     ordered = sorted(kernels, key=lambda kernel: kernel.start)
-    if not ordered:
-        raise ValueError("no kernel was seen")
-    times: dict[str, float] = defaultdict(float)
-    counts: dict[str, int] = defaultdict(int)
-    names: dict[str, float] = defaultdict(float)
-    busy, reached = 0.0, ordered[0].start
+    assert ordered, "the profiler recorded no kernel"
+    kinds, launches, names = Counter[str](), Counter[str](), Counter[str]()
+    busy, end = 0.0, ordered[0].start
     for kernel in ordered:
-        kind = kind_of(kernel.name)
-        times[kind] += kernel.end - kernel.start
-        counts[kind] += 1
-        names[kernel.name] += kernel.end - kernel.start
-        busy += max(0.0, kernel.end - max(kernel.start, reached))
-        reached = max(reached, kernel.end)
-    span = reached - ordered[0].start
-    kinds = {
-        kind: {"ms": time / steps / 1e3, "launches": counts[kind] / steps}
-        for kind, time in sorted(times.items(), key=lambda item: -item[1])
-    }
-    longest = sorted(names.items(), key=lambda item: -item[1])[:40]
+        duration, kind = kernel.end - kernel.start, kind_of(kernel.name)
+        kinds[kind] += duration
+        launches[kind] += 1
+        names[kernel.name] += duration
+        busy += max(0.0, kernel.end - max(kernel.start, end))
+        end = max(end, kernel.end)
+    span, scale = end - ordered[0].start, 1 / steps / 1e3
+    table = {kind: {"ms": t * scale, "launches": launches[kind] / steps} for kind, t in kinds.most_common()}
+    longest = [{"name": n, "kind": kind_of(n), "ms": t * scale} for n, t in names.most_common(40)]
     return {
         "steps": steps,
-        "step_ms": span / steps / 1e3,
-        "kinds": kinds | {IDLE: {"ms": (span - busy) / steps / 1e3, "launches": 0}},
-        "kernels": [{"name": name, "kind": kind_of(name), "ms": t / steps / 1e3} for name, t in longest],
+        "step_ms": span * scale,
+        "kinds": table | {IDLE: {"ms": (span - busy) * scale, "launches": 0}},
+        "kernels": longest,
     }
 
 
-def lines(found: dict[str, Any]) -> list[str]:
-    body = [f"  {kind:<20} {of['ms']:8.2f} ms x{of['launches']:.0f}" for kind, of in found["kinds"].items()]
-    return [f"GPU time of a step, mean of {found['steps']}: {found['step_ms']:.2f} ms", *body]
+def lines(profile: dict[str, Any]) -> list[str]:
+    rows = [f"  {kind:<20} {r['ms']:8.2f} ms x{r['launches']:.0f}" for kind, r in profile["kinds"].items()]
+    return [f"GPU time of a step, mean of {profile['steps']}: {profile['step_ms']:.2f} ms", *rows]
 
 
 def check(count: int, device: torch.device) -> None:
-    """RuntimeError where --profile_steps has no kernels to time."""
+    """Refuse --profile_steps on a device without kernels to time."""
     if count and device.type != "cuda":
-        raise RuntimeError(
-            f"--profile_steps {count}: it times a GPU's kernels, and this run is on {device.type}; drop it, "
-            "or run on a CUDA GPU"
-        )
+        reason = f"times GPU kernels, and this run is on {device.type}; drop it, or run on a CUDA GPU"
+        raise bad_setting(reason, profile_steps=count)
 
 
 def profiled_steps(count: int, *, done: int, total: int) -> range:
-    """The `count` steps to profile of a run that goes on after `done` steps and ends at `total`.
+    """Return the `count` steps to profile of a run that resumes after step `done` and ends at `total`.
 
-    They begin FIRST steps on, or are the last ones of a shorter run. A run's first step, in which kernels are
-    chosen and compiled, is never among them. ValueError for a run that is too short; a resumed one that has
-    too few steps left profiles nothing.
+    They begin FIRST steps later, or are the last ones of a shorter run. A launch's first step, in which
+    kernels are selected and compiled, is never profiled. A run too short for that is refused; a resumed one
+    profiles none.
     """
     if count and total - done <= count:
         if done:
             return range(0)
-        raise ValueError(
-            f"--profile_steps {count}: this run has {total - done} steps, and its first is not profiled; "
-            "profile fewer, or raise --max_steps"
-        )
+        reason = f"the run has {total} steps, and its first is not profiled; lower it, or raise --max_steps"
+        raise bad_setting(reason, profile_steps=count)
     first = min(done + FIRST, total - count + 1)
     return range(first, first + count)
 
 
 class StepProfiler:
-    """Profiles `steps`; afterwards profile.json and profile_trace.json are in `folder`.
+    """Profiler of `steps`, which writes profile.json and profile_trace.json into `folder`.
 
-    Steps that are profiled launch slower, which shows as idle time where a model is launch-bound.
+    Profiled steps launch more slowly, which shows as idle time if a model is launch-bound.
     """
 
     def __init__(self, folder: Path, steps: range):
@@ -124,22 +115,22 @@ class StepProfiler:
         self._profiler.__enter__()
 
     def finish(self) -> list[str]:
-        """Write the files; lines to show."""
+        """Write the files and return lines to print."""
         torch.cuda.synchronize()
-        profiler, self._profiler = self._profiler, None
-        profiler.__exit__(None, None, None)
+        profiler = self._profiler
+        self.close()
         kernels = [
             Kernel(event.name, event.time_range.start, event.time_range.end)
             for event in profiler.events()
             if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
         ]
-        found = breakdown(kernels, len(self.steps))
-        write_json(self.folder / "profile.json", found)
-        profiler.export_chrome_trace(str(self.folder / "profile_trace.json"))
-        return [*lines(found), f"trace, for https://ui.perfetto.dev: {self.folder / 'profile_trace.json'}"]
+        profile, trace = breakdown(kernels, len(self.steps)), self.folder / "profile_trace.json"
+        write_json(self.folder / "profile.json", profile)
+        profiler.export_chrome_trace(str(trace))
+        return [*lines(profile), f"trace, for https://ui.perfetto.dev: {trace}"]
 
     def close(self) -> None:
-        """Stop, if the run ended meanwhile."""
+        """Stop profiling; also for a run that ends in between."""
         if self._profiler is not None:
             self._profiler.__exit__(None, None, None)
             self._profiler = None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +16,26 @@ from core.errors import UserError
 from core.redact import redact
 from training.tracking.settings import LogConfig
 from training.tracking.wandb_writer import WandbWriter, call_with_timeout
-from training.tracking.writers import JsonlWriter, Metrics, TensorBoardWriter
+from training.tracking.writers import JsonlWriter, TensorBoardWriter
 
 FAILED_RUN_SECONDS = 5.0  # for a failed run's uploads; below the watchdog's GRACE_SECONDS
 
 
 class Tracker:
-    """Logs to `record`, the run's own files, and to `mirrors`, services whose failure must not stop the run.
+    """Logs to `record`, the run's own files, and to services whose failure must not stop the run.
 
-    Each is a writer with log(step, metrics), summary(values) and finish(exit_code). The first error of a
-    mirror is reported and disables it. Without a record nothing is written, as on every rank but 0.
+    Each is a writer with log(step, metrics), summary(values) and finish(exit_code). Without a record nothing
+    is written, as on every rank but 0.
     """
 
-    def __init__(self, record: Any = None, mirrors: dict[str, Any] | None = None) -> None:
-        self._record, self._mirrors = record, mirrors or {}
+    def __init__(self, record: Any = None) -> None:
+        self._record, self._services = record, {}
 
-    def log(self, step: int, metrics: Metrics) -> None:
+    def add_service(self, name: str, build: Callable[[], Any]) -> None:
+        """Also log to the writer that `build` returns, until its first error, which is reported."""
+        self._guard(name, lambda: self._services.update({name: build()}))
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Record `metrics` at an optimizer step. UserError if metrics.jsonl cannot be written."""
         self._write("log", step, metrics)
 
@@ -40,7 +46,7 @@ class Tracker:
     def finish(self, exit_code: int = 0) -> None:
         """Close all writers; a non-zero `exit_code` marks the W&B run as failed. Safe to call twice."""
         self._write("finish", exit_code)
-        self._record, self._mirrors = None, {}
+        self._record, self._services = None, {}
 
     def give_up(self, exit_code: int) -> None:
         """`finish` within seconds, for a failed run: it still holds its GPUs, and maybe other ranks."""
@@ -48,21 +54,19 @@ class Tracker:
             call_with_timeout(FAILED_RUN_SECONDS, self.finish, exit_code)
 
     def _write(self, method: str, *args: Any) -> None:
-        if self._record is None:
-            return
-        getattr(self._record, method)(*args)
-        for name, mirror in list(self._mirrors.items()):
-            try:
-                getattr(mirror, method)(*args)
-            except Exception as error:  # of any library
-                del self._mirrors[name]
-                _warn_disabled(name, error)
+        if self._record is not None:
+            getattr(self._record, method)(*args)
+            for name, writer in list(self._services.items()):
+                self._guard(name, partial(getattr(writer, method), *args))
 
-
-def _warn_disabled(name: str, error: Exception) -> None:
-    reason = redact(" ".join(f"{type(error).__name__}: {error}".split()))
-    text = f"WARNING: {name} failed and is disabled. Training continues; metrics.jsonl has everything."
-    tqdm.write("\n".join(["!" * 100, text, reason, "!" * 100]), file=sys.stderr)
+    def _guard(self, name: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except Exception as error:  # of any library
+            self._services.pop(name, None)
+            text = f"WARNING: {name} failed and is disabled; training continues, metrics.jsonl has everything"
+            reason = redact(" ".join(f"{type(error).__name__}: {error}".split()))
+            tqdm.write("\n".join(["!" * 100, text, reason, "!" * 100]), file=sys.stderr)
 
 
 def replaces_finished_run(run_folder: Path, resume_step: int | None) -> bool:
@@ -96,19 +100,12 @@ def build_tracker(
     purge_step = resume_step + 1 if resume_step is not None else None
     if resume_step is None and (run_folder / "metrics.jsonl").exists():
         purge_step = 0  # hides an earlier launch; without one, other runs may log to the same folder
-    record = JsonlWriter(run_folder, resume_step, evaluates_again=evaluates_again)
-    services = {  # closed in this order: W&B's uploads may be given up
-        "TensorBoard": (cfg.log_dir, lambda: TensorBoardWriter(cfg.log_dir, purge_step)),
-        "W&B": (cfg.use_wandb, lambda: WandbWriter(cfg, run_folder, config, tags, new=new)),
-    }
-    mirrors = {}
-    for name, (requested, build) in services.items():
-        if requested:
-            try:
-                mirrors[name] = build()
-            except Exception as error:  # of any library
-                _warn_disabled(name, error)
-    return Tracker(record, mirrors)
+    tracker = Tracker(JsonlWriter(run_folder, resume_step, evaluates_again=evaluates_again))
+    if cfg.log_dir:  # closed before W&B, whose uploads may be given up
+        tracker.add_service("TensorBoard", lambda: TensorBoardWriter(cfg.log_dir, purge_step))
+    if cfg.use_wandb:
+        tracker.add_service("W&B", lambda: WandbWriter(cfg, run_folder, config, tags, new=new))
+    return tracker
 
 
 def _require(flag: str, package: str, module: str, attribute: str) -> None:

@@ -18,9 +18,7 @@ from core.redact import redacted
 from training.tracking.settings import LogConfig
 
 SERVER_SECONDS = 10.0  # for the server's first response
-INIT_SECONDS = (
-    120.0  # for `wandb.init`, which retries for hours, whatever its settings, if the server fails later
-)
+INIT_SECONDS = 120.0  # for `wandb.init`, which retries for hours if the server fails after its first response
 UPLOAD_SECONDS = 300.0  # for uploads at the end of a run; the rest stays on disk for `wandb sync`
 
 
@@ -58,11 +56,11 @@ class WandbWriter:
 def wandb_id(folder: Path, *, new: bool = False, name: str = "wandb_id.txt") -> tuple[str, bool]:
     """Return the id of the W&B run that belongs to `folder`, and True if it had one; `new` replaces it."""
     file = folder / name
-    known = file.read_text().strip() if file.exists() and not new else ""
-    run_id = known or secrets.token_hex(4)
-    if not known:
-        replace_file(file, f"{run_id}\n".encode())
-    return run_id, bool(known)
+    if file.exists() and not new and (known := file.read_text().strip()):
+        return known, True
+    run_id = secrets.token_hex(4)
+    replace_file(file, f"{run_id}\n".encode())
+    return run_id, False
 
 
 def start_wandb(cfg: LogConfig, folder: Path, **options: Any) -> Any:
@@ -72,16 +70,15 @@ def start_wandb(cfg: LogConfig, folder: Path, **options: Any) -> Any:
     """
     import wandb
 
-    settings = wandb.Settings(
-        console="off", x_disable_meta=True, finish_timeout=UPLOAD_SECONDS, finish_timeout_raises=True
-    )
+    limits = {"finish_timeout": UPLOAD_SECONDS, "finish_timeout_raises": True}
+    settings = wandb.Settings(console="off", x_disable_meta=True, **limits)
     mode = _reachable_mode(cfg, folder)
     start = partial(wandb.init, project=cfg.wandb_project, group=cfg.wandb_group, mode=mode, dir=str(folder))
     return call_with_timeout(INIT_SECONDS, start, settings=settings, **options)
 
 
 def _reachable_mode(cfg: LogConfig, folder: Path) -> str | None:
-    """Return --wandb_mode (None: WANDB_MODE, else online), or offline, with a warning, if no server answers.
+    """Return --wandb_mode (None: WANDB_MODE, else online); offline, with a warning, if no server answers.
 
     Requests what `wandb.init` does, since a front page may be up while the API is not.
     """
@@ -94,11 +91,11 @@ def _reachable_mode(cfg: LogConfig, folder: Path) -> str | None:
     url, query = settings.base_url, {"query": "{__typename}"}
     try:
         status = requests.post(f"{url}/graphql", json=query, timeout=SERVER_SECONDS).status_code
-        problem = f"is out of order (HTTP {status})" if status >= 500 else None
+        if status < 500:
+            return cfg.wandb_mode
+        problem = f"is out of order (HTTP {status})"
     except requests.RequestException as error:
         problem = f"does not answer ({type(error).__name__})"
-    if problem is None:
-        return cfg.wandb_mode
     text = f"WARNING: W&B: {url} {problem}; logging offline to {folder / 'wandb'}, `wandb sync` uploads it"
     tqdm.write(text, file=sys.stderr)
     return "offline"

@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from core.files import explaining_write_errors, replace_file, to_json
-
-Metrics = dict[str, float | int | str]
 
 
 class JsonlWriter:
@@ -28,7 +27,7 @@ class JsonlWriter:
                 self._summary_path.replace(run_folder / "summary.previous.json")
             self._file = self._path.open("ab", buffering=0)
 
-    def log(self, step: int, metrics: Metrics) -> None:
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
         line = to_json({"step": step, "time": round(time.time(), 3), **metrics}) + b"\n"
         end = self._file.seek(0, os.SEEK_END)
         with explaining_write_errors(self._path):
@@ -70,12 +69,8 @@ def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """Return each complete line and its object; a process killed while writing leaves half a line."""
     complete = []
     for line in path.read_bytes().splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            complete.append((line + b"\n", record))
+        with suppress(ValueError):
+            complete.append((line + b"\n", json.loads(line)))
     return complete
 
 
@@ -87,7 +82,7 @@ class TensorBoardWriter:
 
         self._writer = SummaryWriter(log_dir, purge_step=purge_step)
 
-    def log(self, step: int, metrics: Metrics) -> None:
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
         for name, value in metrics.items():
             add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
             add(name, value, step)

@@ -1,12 +1,23 @@
-"""Numbers computed by hand, so a wrong factor cannot hide."""
+"""FLOPs, peaks and rates against numbers worked out by hand."""
 
 import math
 
 import pytest
-from transformers import Gemma2Config, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from training.tracking.metrics import (
+    METRICS,
     PEAK_TFLOPS,
+    RATES,
     ModelShape,
     attention_flops,
     gemm_flops,
@@ -31,6 +42,8 @@ LLAMA_8B = ModelShape(
 SMALL = ModelShape(
     hidden_size=10, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=3, ffn_hidden_size=7, vocab_size=11
 )
+DIMENSIONS = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+DIMENSIONS |= {"intermediate_size": 14336, "vocab_size": 128256, "num_key_value_heads": 8}
 
 
 def test_matmul_parameters():
@@ -38,22 +51,7 @@ def test_matmul_parameters():
     assert matmul_parameters(SMALL) == 2 * 570 + 110
     # 8,030,261,248 parameters, less the embedding 525,336,576 and 65 norms of 4096.
     assert matmul_parameters(LLAMA_8B) == 8_030_261_248 - 525_336_576 - 65 * 4096
-
-
-def test_matmul_parameters_agree_with_a_real_model():
-    torch = pytest.importorskip("torch")
-    from transformers import AutoModelForCausalLM
-
-    config = Qwen3Config(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=48,
-        vocab_size=100,
-        tie_word_embeddings=False,
-    )
+    config = Qwen3Config(**DIMENSIONS, head_dim=64, tie_word_embeddings=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     in_gemms = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
@@ -64,83 +62,23 @@ def test_model_flops():
     assert gemm_flops(SMALL, tokens=5) == 6 * 1250 * 5
     assert attention_flops(SMALL, sum_squared_lengths=4 + 9) == 6 * 2 * 12 * 13
     assert model_flops(SMALL, tokens=5, sum_squared_lengths=13) == 37_500 + 1872
-    per_token = model_flops(LLAMA_8B, tokens=8192, sum_squared_lengths=8192**2) / 8192
-    assert per_token == pytest.approx(51.47e9, abs=0.005e9)
-
-
-def test_packed_samples_cost_less_attention_than_one_long_sequence():
     whole = model_flops(LLAMA_8B, tokens=8192, sum_squared_lengths=8192**2)
+    assert whole / 8192 == pytest.approx(51.47e9, abs=0.005e9)
     packed = model_flops(LLAMA_8B, tokens=8192, sum_squared_lengths=8 * 1024**2)
     # 6 * 32 layers * 4096 * (8192^2 - 8*1024^2)
     assert whole - packed == 786_432 * 58_720_256
 
 
 def test_shape_from_hf_config():
-    dimensions = {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-    }
-    llama = LlamaConfig(num_key_value_heads=8, **dimensions)
+    llama = LlamaConfig(**DIMENSIONS)
     assert ModelShape.from_hf_config(llama) == LLAMA_8B
     llama.head_dim = None
     assert ModelShape.from_hf_config(llama) == LLAMA_8B
     # Qwen2 has no head_dim at all; Qwen3's is not hidden_size / num_heads.
-    assert ModelShape.from_hf_config(Qwen2Config(num_key_value_heads=8, **dimensions)) == LLAMA_8B
+    assert ModelShape.from_hf_config(Qwen2Config(**DIMENSIONS)) == LLAMA_8B
     qwen3 = Qwen3Config(hidden_size=1024, num_attention_heads=16, head_dim=128)
     assert ModelShape.from_hf_config(qwen3).head_dim == 128
     assert ModelShape.from_hf_config(MixtralConfig()) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "bf16", "fp8"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989, 1979),
-        ("NVIDIA H100 PCIe", 756, 1513),
-        ("NVIDIA H100 NVL", 835, 1671),
-        ("NVIDIA H200", 989, 1979),
-        ("NVIDIA H200 NVL", 835, 1671),
-        ("NVIDIA H20", 148, 296),
-        ("NVIDIA H20-3e", 148, 296),
-        ("NVIDIA GH200 480GB", 989, 1979),
-        ("NVIDIA A100-SXM4-80GB", 312, None),
-        ("NVIDIA B200", 2250, 4500),
-        ("NVIDIA GB200", 2500, 5000),
-        ("NVIDIA B300 SXM6 AC", 2250, 4500),
-        ("NVIDIA L4", 121, 242),
-        ("NVIDIA L40", 181, 362),
-        ("NVIDIA L40S", 362, 733),
-        ("NVIDIA GeForce RTX 4090", 165.2, 330.3),
-        ("NVIDIA RTX 6000 Ada Generation", 364, 728),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 504, 1008),
-        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 439, 878),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
-        ("NVIDIA GeForce RTX 5090 D", None, None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, None),
-        ("Quadro RTX 6000", None, None),
-        ("Some Accelerator", None, None),
-    ],
-)
-def test_peak_by_device_name(name, bf16, fp8):
-    assert (peak_tflops(name, "bf16"), peak_tflops(name, "fp8")) == (bf16, fp8)
-
-
-@pytest.mark.parametrize("name", PEAK_TFLOPS)
-def test_no_entry_hides_another(name):
-    assert (peak_tflops(f"NVIDIA {name}", "bf16"), peak_tflops(f"NVIDIA {name}", "fp8")) == PEAK_TFLOPS[name]
-
-
-def test_rates():
-    assert tokens_per_second(999_424, 48.30) == pytest.approx(20_692, abs=1)
-    assert mfu(753, 1979) == pytest.approx(0.3805, abs=1e-4)
-
-
-def test_perplexity():
-    assert perplexity(2.0) == pytest.approx(7.389056)
-    assert perplexity(1000.0) == perplexity(math.inf) == math.inf
-    assert math.isnan(perplexity(math.nan))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +92,43 @@ def test_perplexity():
         (LlamaConfig(), None),
     ],
 )
-def test_a_window_is_known_and_cuts_what_is_longer(config, window):
+def test_a_sliding_window_limits_what_attention_sees(config, window):
     shape = ModelShape.from_hf_config(config)
     assert shape.window == window
     assert shape.sees_all(4096) and shape.sees_all(4097) == (window is None)
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp8"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989, 1979),
+        ("NVIDIA H100 NVL", 835, 1671),
+        ("NVIDIA H20-3e", 148, 296),
+        ("NVIDIA GH200 480GB", 989, 1979),
+        ("NVIDIA A100-SXM4-80GB", 312, None),
+        ("NVIDIA B300 SXM6 AC", 2250, 4500),
+        ("NVIDIA GeForce RTX 4090", 165.2, 330.3),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 504, 1008),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 439, 878),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
+        ("NVIDIA GeForce RTX 5090 D", None, None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, None),
+        ("Quadro RTX 6000", None, None),
+        *((f"NVIDIA {key}", *peak) for key, peak in PEAK_TFLOPS.items()),  # no entry hides another
+    ],
+)
+def test_peak_by_device_name(name, bf16, fp8):
+    assert (peak_tflops(name, "bf16"), peak_tflops(name, "fp8")) == (bf16, fp8)
+
+
+def test_rates():
+    assert tokens_per_second(999_424, 48.30) == pytest.approx(20_692, abs=1)
+    assert mfu(753, 1979) == pytest.approx(0.3805, abs=1e-4)
+    assert perplexity(2.0) == pytest.approx(7.389056)
+    assert perplexity(1000.0) == perplexity(math.inf) == math.inf
+    assert math.isnan(perplexity(math.nan))
+
+
+def test_rates_are_the_metrics_that_a_summary_has_the_median_of():
+    assert RATES and all(name.startswith("perf/") and METRICS[name].summary == "median" for name in RATES)
+    assert "perf/peak_memory_gb" not in RATES

@@ -1,0 +1,255 @@
+"""Metrics survive kills, full disks and failing services; records contain no secrets."""
+
+import errno
+import io
+import json
+import math
+import os
+import resource
+import shlex
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from core.errors import UserError
+from training.tracking import display, tracker, writers
+from training.tracking.display import Display
+from training.tracking.environment import describe_environment, git_state
+from training.tracking.settings import LogConfig
+
+TOKEN = "hf_" + "AbCdEfGh" * 4
+
+
+def build(folder, resume_step=None, *, config=None, tags=(), enabled=True, evaluates_again=False, **settings):
+    return tracker.build_tracker(
+        LogConfig(**settings),
+        folder,
+        config=config or {},
+        tags=list(tags),
+        resume_step=resume_step,
+        evaluates_again=evaluates_again,
+        enabled=enabled,
+    )
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def logged(tmp_path):
+    """Folder of a run that logged steps 1 to 4."""
+    log = build(tmp_path)
+    for step in (1, 2, 3, 4):
+        log.log(step, {"train/loss": float(step)})
+    log.log(4, {"eval/loss": 9.0})
+    log.summary({"steps": 4})
+    log.finish()
+    return tmp_path
+
+
+# metrics.jsonl and summary.json
+
+
+def test_each_line_is_strict_json_on_disk_when_it_is_logged(tmp_path):
+    log = build(tmp_path)
+    for step in (10, 20):
+        log.log(step, {"loss": math.nan, "x": math.inf, "y": -math.inf, "note": "a\nb"})
+        text = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
+        record = json.loads(text, parse_constant=pytest.fail)
+        assert record.pop("time") == pytest.approx(time.time(), abs=1000)
+        assert record == {"step": step, "loss": "NaN", "x": "Infinity", "y": "-Infinity", "note": "a\nb"}
+    log.summary({"loss": math.nan, "rows": [{"x": math.inf}], "none": None})
+    log.finish()
+    log.finish()
+    summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
+    assert summary == {"loss": "NaN", "rows": [{"x": "Infinity"}], "none": None}
+
+
+def test_other_ranks_write_nothing(tmp_path, capsys):
+    log = build(tmp_path / "run", enabled=False, use_wandb=True, log_dir=str(tmp_path / "tensorboard"))
+    log.log(1, {"train/loss": 1.0})
+    log.summary({"steps": 1})
+    log.finish()
+    progress = Display(20, initial=0, enabled=False)
+    progress.update(10, {"train/loss": 1.0})
+    progress.message("text")
+    progress.close()
+    assert list(tmp_path.iterdir()) == [] and capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("torn", "saved"),
+    [('{"step": 5, "tra', []), ('{"step": 5, "train/loss": 5}', [5])],
+    ids=["half", "whole"],
+)
+def test_a_resume_discards_later_lines_and_torn_ones(torn, saved, logged):
+    with (logged / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    kept, discarded = logged / "metrics.jsonl", logged / "metrics.discarded.jsonl"
+    log = build(logged, resume_step=2)
+    assert not (logged / "summary.json").exists()
+    assert json.loads((logged / "summary.previous.json").read_text()) == {"steps": 4}
+    log.log(3, {"train/loss": 30.0})
+    log.finish()
+    assert [(line["step"], line["train/loss"]) for line in lines(kept)] == [(1, 1), (2, 2), (3, 30)]
+    assert [line["step"] for line in lines(discarded)] == [3, 4, 4, *saved]
+    build(logged, resume_step=1).finish()  # a second one adds to what was discarded
+    assert [line["step"] for line in lines(kept)] == [1]
+    assert [line["step"] for line in lines(discarded)] == [3, 4, 4, *saved, 2, 3]
+    build(logged).finish()  # a new run in an old folder starts with an empty log
+    assert lines(kept) == [] and [line["step"] for line in lines(discarded)][-1] == 1
+
+
+def test_a_resume_that_evaluates_again_discards_the_evaluation_of_its_step(logged):
+    build(logged, resume_step=4, evaluates_again=True).finish()
+    assert [line["step"] for line in lines(logged / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [line["eval/loss"] for line in lines(logged / "metrics.discarded.jsonl")] == [9.0]
+
+
+def test_a_resume_that_fails_half_way_loses_no_line(logged, monkeypatch):
+    replace_file, replaced = writers.replace_file, []
+
+    def full_at_the_second_file(path, content):
+        if replaced:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replaced.append(path)
+        replace_file(path, content)
+
+    monkeypatch.setattr(writers, "replace_file", full_at_the_second_file)
+    build(logged, resume_step=4).finish()
+    assert not replaced, "an unchanged file is not rewritten"
+    with pytest.raises(UserError, match=r"metrics\.jsonl: No space left on device; free space"):
+        build(logged, resume_step=1)
+    everywhere = lines(logged / "metrics.jsonl") + lines(logged / "metrics.discarded.jsonl")
+    assert {line["step"] for line in everywhere} == {1, 2, 3, 4}
+
+
+def test_a_full_disk_raises_and_leaves_complete_lines(tmp_path):
+    log = build(tmp_path)
+    log.log(1, {"train/loss": 1.0})
+    path = tmp_path / "metrics.jsonl"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"metrics\.jsonl: File too large; free space"):
+            log.log(2, {"train/loss": 2.0})
+        with pytest.raises(UserError, match=r"summary\.json: File too large; free space"):
+            log.summary({"note": "x" * 200})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    log.log(3, {"train/loss": 3.0})
+    assert [line["step"] for line in lines(path)] == [1, 3]
+
+
+# Services
+
+
+def test_a_failed_run_does_not_wait_for_uploads(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracker, "FAILED_RUN_SECONDS", 0.1)
+    released, codes = threading.Event(), []
+
+    class Slow:
+        def finish(self, exit_code):
+            codes.append(exit_code)
+            released.wait(300)
+
+    log = tracker.Tracker(writers.JsonlWriter(tmp_path, None))
+    log.add_service("W&B", Slow)
+    log.give_up(1)
+    assert codes == [1] and not released.is_set()
+    released.set()
+
+
+def test_tensorboard_has_the_metrics_and_hides_what_a_resume_repeats(tmp_path):
+    log_dir = tmp_path / "tensorboard"
+    for resume_step, steps in ((None, (0, 1, 2, 3, 4)), (None, (1, 2, 3)), (1, (2,))):
+        log = build(tmp_path / "run", resume_step, log_dir=str(log_dir))
+        for step in steps:
+            log.log(step, {"train/loss": 1.0 / max(step, 1), "note": "text"})
+        log.summary({"steps": steps[-1]})
+        log.finish()
+    events = EventAccumulator(str(log_dir)).Reload()
+    assert events.Tags()["scalars"] == ["train/loss"] and "note/text_summary" in events.Tags()["tensors"]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 0.5)]
+
+
+def test_a_service_that_fails_is_one_warning(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    log = build(tmp_path / "run", log_dir=str(tmp_path / "file"))
+    log.log(1, {"train/loss": 1.0})
+    assert capsys.readouterr().err.count("WARNING: TensorBoard failed and is disabled") == 1
+    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 1
+
+
+# env.json
+
+
+def test_the_environment_is_json_without_secrets(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_fp8.py", "--model_name", f"https://me:{TOKEN}@h/m o"])
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("TORCH_HOME", f"/{TOKEN}")
+    facts = json.loads(json.dumps(describe_environment()))
+    assert facts["variables"]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "PATH" not in facts["variables"] and TOKEN not in json.dumps(facts)
+    assert shlex.split(facts["command"]) == ["train_fp8.py", "--model_name", "https://***@h/m o"]
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["gpu_count"] == len(facts["gpus"]) == torch.cuda.device_count()
+
+
+def git(folder, *arguments):
+    author = ["-c", "user.name=Tester", "-c", "user.email=tester@example.com"]
+    subprocess.run(["git", *author, "-C", str(folder), *arguments], check=True, capture_output=True)
+
+
+def test_git_state_is_that_of_the_folder_s_own_repository(tmp_path):
+    root = tmp_path.resolve()
+    assert git_state(root) is None
+    git(root, "init")
+    (root / "file").write_text("1")
+    git(root, "add", "file")
+    git(root, "commit", "-m", "first")
+    (root / "untracked").write_text("")
+    state = git_state(root)
+    assert len(state["commit"]) == 40 and state["dirty"] is False
+    (root / "file").write_text("2")
+    assert git_state(root) == {"commit": state["commit"], "dirty": True}
+    (root / "inside").mkdir()
+    assert git_state(root / "inside") is None
+
+
+# Progress
+
+METRICS = {"train/loss": 1.23456, "train/grad_norm": 0.5, "train/learning_rate": 1e-5, "perf/mfu_bf16": 0.381}
+
+
+def test_progress_is_plain_lines_without_a_terminal(capsys, monkeypatch):
+    clock = iter([50.0, 70.0])
+    monkeypatch.setattr(display.time, "monotonic", lambda: next(clock))
+    progress = Display(1000, initial=900)
+    progress.update(901, {})
+    progress.update(910, METRICS | {"perf/tokens_per_second": 14376.4, "perf/unknown": 1})
+    progress.message("eval loss 1.0")
+    progress.close()
+    # 10 steps of this launch in 20 s, 90 to go.
+    line = "step 910/1000 | loss 1.2346 | grad norm 0.5 | lr 1.00e-05 | 14,376 tokens/s | MFU 38.1%"
+    assert capsys.readouterr().out.splitlines() == [f"{line} | left 0:03:00", "eval loss 1.0"]
+    assert display.progress_texts({"emulated/tokens_per_second": 7.0}) == ["7 tokens/s (emulated)"]
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch, capsys):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    progress = Display(20, initial=5)
+    progress.update(6, {})
+    progress.update(10, METRICS)
+    progress.message("checkpoint saved")
+    progress.close()
+    assert "10/20" in terminal.getvalue() and "loss 1.2346" in terminal.getvalue()
+    assert capsys.readouterr().out == "checkpoint saved\n"
