@@ -51,10 +51,9 @@ def test_an_interval_is_eight_micro_batches(
 
 
 def test_the_schedule_is_that_of_a_run():
-    from training import trainer
-    from training.tracking import profiling
+    from training.tracking import meter, profiling
 
-    assert throughput.WARMUP == trainer.WARMUP_STEPS
+    assert throughput.WARMUP == meter.WARMUP_STEPS
     assert profiling.profiled_steps(3, done=0, total=40)[0] == throughput.PROFILED_FROM
 
 

@@ -8,15 +8,18 @@ import json
 import shlex
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
+from training import run as run_module
+from training.assembly import assemble
 from training.config import parse_config
 from training.parallel import ranks
 from training.parallel.watchdog import Watchdog
 from training.precision.scaling_state import scaling_state
-from training.run import Run
+from training.prepare import prepare
 
 
 def fingerprint(tensors: dict[str, torch.Tensor]) -> float:
@@ -27,11 +30,14 @@ def go(name: str, flags: str, folder: Path, device: torch.device, watchdog: Watc
     argv = [*shlex.split(flags), "--output_dir", str(folder / name)]
     cfg = parse_config(argv, prog="many_runs.py", description="")
     torch.cuda.reset_peak_memory_stats()
-    run = Run(cfg, device, watchdog, time.perf_counter())
-    code = run.run()
-    run.signals.close()
-    left = {"code": code, "scaling": fingerprint(scaling_state(run.model))}
-    left["fp8_weights"] = sum(len(getattr(m, "_fp8_workspaces", ())) for m in run.model.modules())
+    built = []
+    with ExitStack() as cleanup, ExitStack() as signals:
+        job = prepare(cfg, device, watchdog, time.perf_counter(), cleanup)
+        run_module.assemble = lambda *args: built.append(assemble(*args)) or built[-1]
+        code = run_module.run(job, cleanup, signals)
+    model = built[0].model
+    left = {"code": code, "scaling": fingerprint(scaling_state(model))}
+    left["fp8_weights"] = sum(len(getattr(m, "_fp8_workspaces", ())) for m in model.modules())
     left["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
     everyone = ranks.gather(left)
     if ranks.rank() == 0:

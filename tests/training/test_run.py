@@ -20,16 +20,15 @@ from benchmarks.report import main as report
 from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_IN_USE, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY
 from te_models.build import plan_model
 from training import outcome
+from training import trainer as trainer_module
 from training.checkpoint import run_folder
-from training.checkpoint.run_folder import check_resume, train_losses
+from training.checkpoint.resume import ResumePoint, check_resume, count_steps
+from training.checkpoint.run_folder import train_losses
 from training.config import config_from_dict, parse_config
 from training.optim.optimizer import plan_optimizer
 from training.parallel.memory_plan import check_memory
 from training.parallel.strategies import Strategy
-from training.parallel.watchdog import Watchdog
-from training.precision.recipes import Precision
-from training.run import Run, main
-from training.steps import count_steps
+from training.run import main
 from training.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -188,11 +187,11 @@ def test_tokenising_processes_end_with_the_run(tmp_path, number, to_all, code):
         assert not list((tmp_path / "cache").rglob("tmp*"))
 
 
-def test_a_longer_run_says_that_its_learning_rate_follows_the_new_length(finished, tmp_path, capsys):
+def test_a_longer_run_reports_that_its_schedule_changes(finished, tmp_path, capsys):
     folder = tmp_path / "longer"
     shutil.copytree(finished, folder)
     train(folder, "--max_steps 10 --save_interval 4")
-    assert "the learning rate follows 10 steps from here on, until now 8" in capsys.readouterr().out
+    assert "the learning rate schedule now spans 10 steps (was 8)" in capsys.readouterr().out
     assert max(losses(folder)) == 10
 
 
@@ -233,12 +232,12 @@ def test_a_folder_that_only_saw_a_refused_command_is_free(tmp_path):
 
 
 def test_an_evaluation_that_fails_costs_no_step_and_is_made_up_for(tmp_path, monkeypatch):
-    def evaluate(self):
+    def evaluate(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     flags = "--max_steps 4 --save_interval 2 --eval_interval 2 --no_eval_at_start"
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "evaluate", evaluate)
+        patch.setattr(trainer_module, "evaluate", evaluate)
         train(tmp_path, flags, code=EXIT_OUT_OF_MEMORY)
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_000002"]
     train(tmp_path, flags)
@@ -261,18 +260,18 @@ def test_another_runs_checkpoint_is_a_start_only(finished, tmp_path, capsys):
 
 def test_the_time_of_a_start_that_was_killed_counts_once(tmp_path, monkeypatch):
     folder, flags = tmp_path / "run", "--max_steps 4 --save_interval 2 --no_export"
-    take_step = Trainer.train_step
+    take_step = Trainer._step
 
-    def fails_at_the_last(trainer, window):
+    def fails_at_the_last(trainer, *rest):
         if trainer.progress.step == 3:
             raise KeyError("no such column")
-        return take_step(trainer, window)
+        return take_step(trainer, *rest)
 
     def runtime() -> float:
         return json.loads((folder / "summary.json").read_text())["runtime_seconds"]
 
-    monkeypatch.setattr(run_folder, "KEEP_SECONDS", 0.0)
-    monkeypatch.setattr(Trainer, "train_step", fails_at_the_last)
+    monkeypatch.setattr(run_folder, "WALL_TIME_SECONDS", 0.0)
+    monkeypatch.setattr(Trainer, "_step", fails_at_the_last)
     with pytest.raises(KeyError):
         train(folder, flags)
     monkeypatch.undo()
@@ -292,10 +291,10 @@ def test_the_time_of_a_start_that_was_killed_counts_once(tmp_path, monkeypatch):
 
 
 def test_the_time_of_a_start_that_was_killed_in_its_first_step_counts(tmp_path, monkeypatch):
-    def fails(trainer, window):
+    def fails(trainer, *rest):
         raise KeyError("no such column")
 
-    monkeypatch.setattr(Trainer, "train_step", fails)
+    monkeypatch.setattr(Trainer, "_step", fails)
     with pytest.raises(KeyError):
         train(tmp_path / "run", "--max_steps 1")
     assert json.loads((tmp_path / "run" / "wall_time.json").read_text())["wall_seconds"] > 0
@@ -356,7 +355,7 @@ def test_an_earlier_step_of_a_finished_run_is_not_its_end(finished, tmp_path, ca
     earlier = f"--resume {folder}/checkpoints/step_000004 --save_interval 4"
     for steps in (0, 4):
         train(folder, f"{earlier} --max_steps {steps}", code=EXIT_BAD_SETTING)
-        way = "with 8 steps; to export or evaluate its step 4, give another --output_dir"
+        way = "with 8 steps; to export or evaluate its step 4, use another --output_dir"
         assert way in capsys.readouterr().err
     train(tmp_path / "other", f"{earlier} --max_steps 4")
     assert exported(tmp_path / "other") and json.loads((folder / "summary.json").read_text())["steps"] == 8
@@ -391,7 +390,7 @@ def test_a_finished_run_without_its_checkpoints_is_not_trained_over(tmp_path, ca
     before = exported(folder)
     shutil.rmtree(folder / "checkpoints")
     train(folder, "--max_steps 2", code=EXIT_BAD_SETTING)
-    assert "has no checkpoints any more" in capsys.readouterr().err
+    assert "its checkpoints are gone" in capsys.readouterr().err
     assert all(torch.equal(tensor, before[name]) for name, tensor in exported(folder).items())
     (folder / "export").rename(folder / "kept")
     train(folder, "--max_steps 2")
@@ -413,7 +412,7 @@ def test_a_default_folder_is_told_and_its_settings_go_on_with_it(tmp_path, monke
     argv = [*shlex.split(SMALL), "--max_steps", "2", "--no_export"]
     assert main(argv, description="test", start=lambda cfg: CPU) == 0
     (folder,) = Path("runs").iterdir()
-    assert f"the same command with --output_dir {folder} goes on" in capsys.readouterr().out
+    assert f"to resume, repeat the command with --output_dir {folder}" in capsys.readouterr().out
     argv = ["--config", str(folder / "config.json"), "--max_steps", "3"]
     assert main(argv, description="test", start=lambda cfg: CPU) == 0
     assert list(Path("runs").iterdir()) == [folder] and sorted(losses(folder)) == [1, 2, 3]
@@ -525,7 +524,7 @@ def test_samples_are_answered_by_the_export(tmp_path):
             EXIT_FAILED,
             "--te_backend native cannot run here: Transformer Engine needs a CUDA GPU",
         ),
-        ("--mixed_precision fp8 --fp8_scenario block", EXIT_BAD_SETTING, "--fp8_scenario block without"),
+        ("--mixed_precision fp8 --fp8_scenario block", EXIT_BAD_SETTING, "--fp8_scenario block: "),
         ("--model_name /nowhere", EXIT_BAD_SETTING, "--model_name /nowhere"),
         ("--init pretrained", EXIT_BAD_SETTING, "--init pretrained: the preset tiny-llama has no weights"),
         ("--dataset_name /nowhere", EXIT_BAD_SETTING, "--dataset_name /nowhere"),
@@ -548,14 +547,18 @@ def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch, flags, code, messa
 def test_a_refused_resume_leaves_config_json_alone(finished, capsys):
     before = (finished / "config.json").read_text()
     train(finished, "--max_steps 9 --batch_size 4", code=EXIT_BAD_SETTING)
-    assert "was saved with other settings (--batch_size 2 there, 4 here)" in capsys.readouterr().err
+    assert "saved with other settings (--batch_size 2 there, 4 here)" in capsys.readouterr().err
     assert (finished / "config.json").read_text() == before
+
+
+def point(meta: dict) -> ResumePoint:
+    return ResumePoint(Path("run"), meta, own=True, rollback=False)
 
 
 def test_a_checkpoint_of_an_older_version_is_refused_in_one_line():
     cfg = config_from_dict({})
-    with pytest.raises(ValueError, match="an older version of this suite"):
-        check_resume({"config": cfg.to_dict(), "recipe": "bf16"}, cfg, "bf16", Path("run"), 1)
+    with pytest.raises(ValueError, match="too old to resume"):
+        check_resume(point({"config": cfg.to_dict(), "recipe": "bf16"}), cfg, "bf16", 1)
 
 
 def test_a_run_folder_is_not_shared_by_different_runs(finished, tmp_path, capsys):
@@ -582,7 +585,7 @@ def test_a_start_from_another_runs_checkpoint_may_choose_another_learning_rate(f
     resume = f"--max_steps 5 --resume {finished}/checkpoints/step_000004"
     lower = train(tmp_path / "lower", f"{resume} --learning_rate 1e-4 --max_grad_norm 0.5")
     shown = capsys.readouterr().out
-    assert "on with other settings: --learning_rate 0.001 there, 0.0001 here, --max_grad_norm 1.0" in shown
+    assert "settings changed: --learning_rate 0.001 there, 0.0001 here, --max_grad_norm 1.0" in shown
     logged = [json.loads(line) for line in (lower / "metrics.jsonl").read_text().splitlines()]
     assert all(line["train/learning_rate"] <= 1e-4 for line in logged if "train/learning_rate" in line)
     train(tmp_path / "lower", f"{resume} --learning_rate 1e-3", code=EXIT_BAD_SETTING)
@@ -616,15 +619,15 @@ def test_a_resume_with_another_effective_recipe_is_refused():
     """The same settings run another recipe on another GPU, where --fp8_fallback decides."""
     cfg = config_from_dict({})
     meta = {"config": cfg.to_dict(), "world_size": 1, "total_steps": 9, "progress": {"step": 4}}
-    check_resume(meta | {"recipe": "delayed"}, cfg, "delayed", Path("run"), 1)
+    check_resume(point(meta | {"recipe": "delayed"}), cfg, "delayed", 1)
     with pytest.raises(ValueError, match="--fp8_scenario mxfp8 there, delayed here"):
-        check_resume(meta | {"recipe": "mxfp8"}, cfg, "delayed", Path("run"), 1)
+        check_resume(point(meta | {"recipe": "mxfp8"}), cfg, "delayed", 1)
 
 
 def test_steps_follow_from_epochs_unless_they_are_given():
     settings = {"num_epochs": 3, "gradient_accumulation_steps": 4}
-    assert count_steps(config_from_dict(settings), 10) == 3 * 3
-    assert count_steps(config_from_dict(settings | {"max_steps": 0}), 10) == 0
+    assert count_steps(config_from_dict(settings).optim, 10) == 3 * 3
+    assert count_steps(config_from_dict(settings | {"max_steps": 0}).optim, 10) == 0
 
 
 def test_out_of_memory_is_one_line_and_a_library_s_error_keeps_its_traceback(capsys):
@@ -741,21 +744,6 @@ def test_documented_commands_parse(command):
         pytest.skip("names a file of the user's own")
     if "--help" not in flags:
         parse_config(flags, prog=words[script], description="")
-
-
-def test_calibration_takes_no_step_and_draws_no_random_number(tmp_path):
-    """The passes that give delayed scaling its first scales, here on a model that has none."""
-    argv = [*shlex.split(SMALL), "--output_dir", str(tmp_path / "run")]
-    cfg = parse_config(argv, prog="p", description="d")
-    run = Run(cfg, torch.device("cpu"), Watchdog(1.0), time.perf_counter())
-    run.precision, run.scaling = Precision("delayed", "delayed"), {}
-    before = [p.detach().clone() for p in run.model.parameters()]
-    passes, state = [], torch.get_rng_state()
-    run.model.register_forward_pre_hook(lambda *_: passes.append(torch.rand(1)))
-    run._prepare(next(iter(run.loaders.train)))
-    assert len(passes) == 2 and torch.equal(torch.get_rng_state(), state)
-    assert all(p.grad is None for p in run.model.parameters())
-    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("max_steps", [None, 0])

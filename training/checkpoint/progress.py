@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from core.errors import EXIT_BAD_SETTING, UserError
 
 
 @dataclass
 class Progress:
-    """What the run has done so far, over all its starts; saved with every checkpoint."""
+    """Training progress across restarts, saved with every checkpoint."""
 
     step: int = 0
     real_tokens: int = 0
     label_tokens: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0  # up to the last step
-    train_seconds: float = 0.0  # of steps, data wait included
-    wall_seconds: float = 0.0  # of everything, which is what a GPU is paid for
-    gpu_seconds: float = 0.0  # the same for each GPU, and each node
+    train_seconds: float = 0.0  # in steps, data wait included
+    wall_seconds: float = 0.0  # of everything, start-up and evaluation included
+    gpu_seconds: float = 0.0  # wall seconds times GPUs: billed time
     node_seconds: float = 0.0
     best_eval_loss: float | None = None
-    rates: dict[str, float] = field(default_factory=dict)  # of the last start that took steps
+    rates: dict[str, float] = field(default_factory=dict)  # medians of the last launch that took steps
+
+    @classmethod
+    def from_meta(cls, meta: dict[str, Any]) -> Progress:
+        """Read a checkpoint's progress. UserError for counters that this version does not have."""
+        saved = meta["progress"]
+        if unknown := sorted(saved.keys() - {f.name for f in fields(cls)}):
+            raise UserError(
+                "--resume: the checkpoint has progress counters that this version of the suite does not know "
+                f"({', '.join(unknown)}); resume with the version that saved it",
+                flags=["resume"],
+                exit_code=EXIT_BAD_SETTING,
+            )
+        return cls(**saved)

@@ -1,11 +1,10 @@
-"""What a checkpoint holds, by key: model/, optimizer/, rng/, fp8/; the rest is its meta."""
+"""Map a run's state to checkpoint tensors (model/, optimizer/, rng/, fp8/) and meta.json, and back."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import asdict, fields
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from training.checkpoint.progress import Progress
+from training.checkpoint.resume import ResumePoint
+from training.checkpoint.run_folder import WallTime
 from training.checkpoint.store import Checkpoints
 from training.config import Config
 from training.optim import adamw
@@ -22,87 +23,99 @@ from training.optim.adamw import local
 from training.precision import recipes as precision
 
 
+@dataclass(frozen=True)
+class RunState:
+    """Everything that a checkpoint holds, by reference: saving reads it, restoring fills it in place."""
+
+    cfg: Config
+    precision: precision.Precision
+    model: nn.Module  # not wrapped
+    optimizer: torch.optim.Optimizer
+    strategy: Any
+    loader: Any
+    progress: Progress
+    total_steps: int
+    evaluation: Any  # fingerprint of the evaluation samples (JSON), or None
+
+
 def save_run(
-    checkpoints: Checkpoints,
-    cfg: Config,
-    resolved: precision.Precision,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: Any,
-    loader: Any,
-    evaluation: Any,
-    progress: Progress,
-    total_steps: int,
-    eval_loss: float | None,
-    scaling: dict[str, Tensor],
+    checkpoints: Checkpoints, run: RunState, scaling: dict[str, Tensor], *, eval_loss: float | None
 ) -> None:
-    """Save everything the run is as one checkpoint. Collective.
-
-    `scaling`: TE's FP8 state by name; `evaluation`: what tells the evaluation's samples from others, as JSON.
-    """
-    scaling = {f"fp8/{name}": tensor for name, tensor in scaling.items()}
+    """Save the run as one checkpoint. `scaling` is the FP8 scaling state by name. Collective."""
     meta = {
-        "config": cfg.to_dict(),
-        **resolved.as_dict(),
-        "progress": asdict(progress),
-        "total_steps": total_steps,
-        "loader": loader.state_dict(),
-        "evaluation": evaluation,
-        "optimizer_steps": optim.optimizer_steps(optimizer),
-        "world_size": strategy.world_size,
+        "config": run.cfg.to_dict(),
+        **run.precision.as_dict(),
+        "progress": asdict(run.progress),
+        "total_steps": run.total_steps,
+        "loader": run.loader.state_dict(),
+        "evaluation": run.evaluation,
+        "optimizer_steps": optim.optimizer_steps(run.optimizer),
+        "world_size": run.strategy.world_size,
     }
-    tensors, _ = weights_and_optimizer(model, optimizer, strategy, cfg)
-    checkpoints.save(progress.step, tensors | rng(strategy.rank) | scaling, meta, eval_loss=eval_loss)
+    tensors, _ = weights_and_optimizer(run.model, run.optimizer, run.strategy, run.cfg)
+    tensors |= rng(run.strategy.rank) | {f"fp8/{name}": tensor for name, tensor in scaling.items()}
+    checkpoints.save(run.progress.step, tensors, meta, eval_loss=eval_loss)
 
 
-def restore_run(
-    checkpoints: Checkpoints,
-    path: Path,
-    meta: dict,
-    cfg: Config,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: Any,
-    loader: Any,
-) -> tuple[Progress, dict[str, Tensor]]:
-    """Load model, optimizer, random state and loader; returns progress and the FP8 scaling state to apply.
+class CheckpointSaver:
+    """Saves the run whenever the training loop asks for it.
 
-    TE allocates its scales in the first forward pass, so they are handed back instead of being filled here.
-    A rank that the saved run did not have keeps the random state it was started with. Collective.
+    `checkpoints` is None under --no_save_checkpoints. `scaling.state()` is the FP8 scaling state.
     """
-    shapes = checkpoints.shapes(path)
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints | None,
+        run: RunState,
+        scaling: Any,
+        wall_time: WallTime,
+        *,
+        saved_step: int,
+        needs_evaluation: bool,
+    ):
+        self.checkpoints, self.run, self.scaling, self.wall_time = checkpoints, run, scaling, wall_time
+        self.saved_step, self.needs_evaluation = saved_step, needs_evaluation
+
+    def save(self, step: int, eval_loss: float | None) -> None:
+        self.saved_step = step
+        if self.checkpoints is not None:
+            self.wall_time.count()
+            save_run(self.checkpoints, self.run, self.scaling.state(), eval_loss=eval_loss)
+
+    def record_eval_loss(self, step: int, eval_loss: float) -> None:
+        """Attach an eval loss to a checkpoint that was saved before it was evaluated."""
+        if self.checkpoints is not None:
+            self.checkpoints.record_eval_loss(step, eval_loss)
+
+
+def restore_run(checkpoints: Checkpoints, point: ResumePoint, run: RunState) -> dict[str, Tensor]:
+    """Load a checkpoint into `run`; returns the FP8 scaling state. Collective.
+
+    TE allocates its scales in the first forward pass, so they are returned instead of being filled here.
+    Ranks that the saved run did not have keep their RNG state.
+    """
+    shapes, meta = checkpoints.shapes(point.path), point.meta
     scaling = {key: torch.empty(shape) for key, shape in shapes.items() if key.startswith("fp8/")}
-    tensors, put_back = weights_and_optimizer(model, optimizer, strategy, cfg)
-    random_state = {key: tensor for key, tensor in rng(strategy.rank).items() if key in shapes}
-    checkpoints.load(path, tensors | random_state | scaling)
+    tensors, put_back = weights_and_optimizer(run.model, run.optimizer, run.strategy, run.cfg)
+    random_state = {key: tensor for key, tensor in rng(run.strategy.rank).items() if key in shapes}
+    checkpoints.load(point.path, tensors | random_state | scaling)
     put_back()
-    optim.set_optimizer_steps(optimizer, meta["optimizer_steps"])
+    optim.set_optimizer_steps(run.optimizer, meta["optimizer_steps"])
     if random_state:
         set_rng_state({key.rpartition("/")[2]: tensor for key, tensor in random_state.items()})
-    loader.load_state_dict(meta["loader"])
-    return progress_of(meta), {k.removeprefix("fp8/"): t for k, t in scaling.items()}
-
-
-def progress_of(meta: dict) -> Progress:
-    """ValueError for what a later version counted, and this one would lose."""
-    saved = meta["progress"]
-    if strange := sorted(saved.keys() - {field.name for field in fields(Progress)}):
-        raise ValueError(
-            "--resume: the checkpoint counts what this version of the suite does not "
-            f"({', '.join(strange)}); go on with the version that saved it"
-        )
-    return Progress(**saved)
+    run.loader.load_state_dict(meta["loader"])
+    vars(run.progress).update(vars(Progress.from_meta(meta)))
+    return {key.removeprefix("fp8/"): tensor for key, tensor in scaling.items()}
 
 
 def weights_and_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Any, cfg: Config
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
-    """What a checkpoint holds of them, the same in every sharding mode, and what puts it back after a load.
+    """Return tensors in the checkpoint layout, the same in every mode, and a function to call after a load.
 
-    32-bit weights are kept as BF16 and the 16 bits below it, whichever optimizer holds them, unless the run
-    computes in FP32. Where the model has them in this form the tensors are live references.
+    FP32 weights are split into BF16 and the 16 bits below it, whichever optimizer holds them, unless the run
+    computes in FP32. Tensors that the model holds in this form are live references; the returned function
+    copies the others back.
     """
     strategy.reshard(model)
     if strategy.master_home == "zero":
@@ -119,7 +132,7 @@ def weights_and_optimizer(
 def _held_by_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, cfg: Config
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
-    """Parameters and optimizer state, where no library keeps them in a form of its own."""
+    """Return parameters and optimizer state of strategies that keep them as plain or DTensor parameters."""
     tensors = {f"optimizer/{k}": v for k, v in optim.optimizer_state(optimizer, model).items()}
     whole: dict[str, Tensor] = {}
     halved = cfg.precision.mixed_precision != "fp32"
@@ -148,13 +161,13 @@ def _held_by_optimizer(
 
 
 def _unwrapped(parameter: Tensor) -> Tensor:
-    """A parameter without what torchao wraps around a shard that it gathers in FP8; the same memory."""
+    """Return the parameter without torchao's wrapper for FP8 all-gather; same memory."""
     shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return parameter if local(parameter) is shard else _like(parameter, lambda part: (part,))[0]
 
 
 def _like(parameter: Tensor, work: Callable[[Tensor], tuple[Tensor, ...]]) -> list[Tensor]:
-    """`work` on this rank's part of `parameter`, its results sharded alike."""
+    """Apply `work` to this rank's shard of `parameter` and give the results its sharding."""
     results = work(local(parameter.detach()))
     if not isinstance(parameter, DTensor):
         return list(results)
@@ -164,11 +177,12 @@ def _like(parameter: Tensor, work: Callable[[Tensor], tuple[Tensor, ...]]) -> li
 
 
 def rng(rank: int) -> dict[str, Tensor]:
+    """Return a rank's RNG state by checkpoint key."""
     return {f"rng/{rank}/{name}": tensor for name, tensor in rng_state().items()}
 
 
 def rng_state() -> dict[str, Tensor]:
-    """States of torch (CPU, current GPU), Python and NumPy; `load` can fill it, as shapes are fixed."""
+    """Return the RNG states of torch (CPU and current GPU), Python and NumPy as tensors of fixed shapes."""
     _, words, gauss = random.getstate()
     _, key, position, has_gauss, cached = np.random.get_state()
     state = {
@@ -184,7 +198,7 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def set_rng_state(state: dict[str, Tensor]) -> None:
-    """Restore what `rng_state` returned; the CUDA generator only where `state` has one."""
+    """Restore RNG states; the CUDA generator only if `state` has one."""
     torch.set_rng_state(state["torch_cpu"])
     has_gauss, gauss = state["python_gauss"].tolist()
     random.setstate((3, tuple(state["python"].tolist()), gauss if has_gauss else None))

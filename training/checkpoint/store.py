@@ -29,7 +29,6 @@ from core.files import explaining_write_errors, hidden, publish, save_tensors, w
 from training.checkpoint import index
 from training.checkpoint.index import INDEX, Index, index_on_disk, step_name, step_of, suggesting_intact
 from training.checkpoint.manifest import (
-    MANIFEST,
     THREADS,
     DamagedCheckpoint,
     digests,
@@ -239,31 +238,6 @@ class Checkpoints:
         step = step_of(path)
         losses = {} if step is None else index_on_disk(path.parent).eval_losses
         return {other: loss for other, loss in losses.items() if other <= step}
-
-
-def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
-    """Return the step folder for --resume: auto, none, or a step, checkpoints or run folder."""
-    if resume == "none":
-        return None
-    if resume == "auto":
-        return checkpoints.latest()
-    path = Path(resume).expanduser().resolve()
-    # --resume only picks the starting point: checkpoints that this run has saved since take precedence.
-    if not checkpoints.covers(path) and (latest := checkpoints.latest()):
-        return latest
-    if checkpoints.holds(path) and (newer := checkpoints.since(path)):
-        return newer
-    if path.is_dir() and (step_of(path) is not None or (path / MANIFEST).is_file()):
-        return path
-    for folder in (path, path / "checkpoints"):
-        if latest := index.latest(folder):
-            return latest
-    raise UserError(
-        f"--resume {resume}: no checkpoint there; give a step_N folder, a run folder with checkpoints, "
-        "auto or none",
-        flags=("resume",),
-        exit_code=EXIT_BAD_SETTING,
-    )
 
 
 # Tensors in torch.distributed.checkpoint

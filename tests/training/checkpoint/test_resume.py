@@ -1,4 +1,4 @@
-"""Starts of a run that is there already: what is gone back to, what has changed, what is damaged."""
+"""Launches in a folder that holds a run: which checkpoint they resume, what may change, what is damaged."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_OUT_OF_MEMORY
+from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError
 from tests.training.test_run import losses, train
+from training import prepare
 from training import run as run_module
+from training import trainer as trainer_module
 from training.checkpoint.progress import Progress
-from training.checkpoint.run_folder import check_resume
-from training.checkpoint.state import progress_of
+from training.checkpoint.resume import ResumePoint, check_resume
 from training.config import config_from_dict
 from training.outcome import end
 from training.tracking.wandb_writer import wandb_id
@@ -35,24 +36,24 @@ def index(folder: Path) -> dict:
     return json.loads((folder / "checkpoints" / "index.json").read_text())
 
 
-def test_the_command_that_went_back_goes_on_when_it_is_given_again(folder, capsys):
+def test_a_command_that_rolled_back_resumes_when_repeated(folder, capsys):
     back = f"--save_interval 2 --resume {folder}/checkpoints/step_000002"
     train(folder, f"--max_steps 6 {back}")
     assert "resumed from" in capsys.readouterr().out and sorted(losses(folder)) == list(range(1, 7))
     train(folder, f"--max_steps 8 {back}")
     shown = capsys.readouterr().out
-    assert "went back there before, and goes on from step_000006" in shown
+    assert "already restarted from there; resuming from its newer step_000006" in shown
     assert "step_000006 at step 6" in shown
     assert sorted(losses(folder)) == list(range(1, 9))
 
 
-def test_evaluating_an_earlier_step_leaves_the_latest_the_latest(folder):
+def test_evaluating_an_earlier_step_does_not_roll_back(folder):
     (folder / "summary.json").unlink()
     train(folder, f"--max_steps 0 --resume {folder}/checkpoints/step_000002")
     assert index(folder)["latest"] == "step_000004"
 
 
-def test_a_start_that_went_back_and_saved_nothing_is_gone_on_with_from_there(folder, monkeypatch, capsys):
+def test_a_rollback_killed_before_its_first_save_is_resumed_from_there(folder, monkeypatch, capsys):
     def killed(self):
         raise KeyboardInterrupt
 
@@ -65,59 +66,59 @@ def test_a_start_that_went_back_and_saved_nothing_is_gone_on_with_from_there(fol
     assert sorted(losses(folder)) == list(range(1, 7))
 
 
-def test_other_evaluation_data_is_told_and_earlier_losses_are_forgotten(folder, capsys):
+def test_changed_evaluation_data_discards_earlier_losses_with_a_warning(folder, capsys):
     meta_path = folder / "checkpoints" / "step_000004" / "meta.json"
     assert json.loads(meta_path.read_text())["evaluation"]
     best = index(folder)["best_eval_loss"]
     train(folder, "--max_steps 6 --eval_samples 5 --save_interval 2", code=EXIT_BAD_SETTING)  # a setting
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module.Run, "_evaluation", lambda self: "others")
+        patch.setattr(prepare, "_evaluation", lambda loaders: "others")
         train(folder, "--max_steps 6 --save_interval 2 --eval_interval 2")
     assert "WARNING: the evaluation data has changed" in capsys.readouterr().out
     assert index(folder)["eval_losses"].keys() == {"4", "6"} and best is not None
 
 
-def test_files_that_training_can_do_without_may_be_damaged(folder):
+def test_damaged_optional_files_do_not_prevent_a_resume(folder):
     (folder / "wall_time.json").write_text("")
     (folder / "env.json").write_text("{")
     train(folder, "--max_steps 5")
     assert json.loads((folder / "summary.json").read_text())["steps"] == 5
 
 
-def test_fewer_steps_than_there_are_is_refused(folder, capsys):
+def test_fewer_steps_than_already_done_is_refused(folder, capsys):
     (folder / "summary.json").unlink()
     train(folder, "--max_steps 3", code=EXIT_BAD_SETTING)
     error = capsys.readouterr().err
     assert error.startswith("error: --max_steps 3: ") and "step_000004 has 4 steps already" in error
 
 
-def test_a_run_that_logged_nothing_may_be_started_with_other_settings(tmp_path, monkeypatch):
-    def out_of_memory(self, batches):
+def test_a_run_that_logged_nothing_may_restart_with_other_settings(tmp_path, monkeypatch):
+    def out_of_memory(*_, **__):
         raise torch.OutOfMemoryError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module.Trainer, "train_step", out_of_memory)
+        patch.setattr(trainer_module, "train_step", out_of_memory)
         train(tmp_path / "run", "--max_steps 2 --batch_size 4", code=EXIT_OUT_OF_MEMORY)
     assert (tmp_path / "run" / "metrics.jsonl").exists()
     train(tmp_path / "run", "--max_steps 2 --batch_size 2")
 
 
-def test_what_a_later_version_saved_is_not_lost_in_silence(folder, capsys):
+def test_records_of_a_newer_version_are_refused(folder, capsys):
     cfg = config_from_dict({})
-    meta = {"config": cfg.to_dict() | {"label_smoothing": 0.1}, "world_size": 1, "total_steps": 9}
-    with pytest.raises(ValueError, match=r"another version .* \(label_smoothing\)"):
-        check_resume(meta | {"recipe": "fp32"}, cfg, "fp32", Path("run"), 1)
+    meta = {"config": cfg.to_dict() | {"label_smoothing": 0.1}, "total_steps": 9}
+    with pytest.raises(UserError, match=r"another version .* \(label_smoothing\)"):
+        check_resume(ResumePoint(Path("run"), meta, own=True, rollback=False), cfg, "fp32", 1)
     settings = json.loads((folder / "config.json").read_text()) | {"label_smoothing": 0.1}
     (folder / "config.json").write_text(json.dumps(settings))
     train(folder, "--max_steps 5", code=EXIT_BAD_SETTING)
     assert "settings that this one does not have (label_smoothing)" in capsys.readouterr().err
-    assert progress_of({"progress": {"step": 3}}) == Progress(step=3)
-    with pytest.raises(ValueError, match=r"counts what this version of the suite does not \(spikes\)"):
-        progress_of({"progress": {"step": 3, "spikes": 1}})
+    assert Progress.from_meta({"progress": {"step": 3}}) == Progress(step=3)
+    with pytest.raises(UserError, match=r"progress counters that this version .* does not know \(spikes\)"):
+        Progress.from_meta({"progress": {"step": 3, "spikes": 1}})
 
 
-def test_answers_that_fail_do_not_fail_a_finished_run(tmp_path, monkeypatch, capsys):
+def test_failing_sample_answers_do_not_fail_a_finished_run(tmp_path, monkeypatch, capsys):
     def fail(*_, **__):
         raise RuntimeError("CUDA error: unspecified launch failure")
 
@@ -127,7 +128,7 @@ def test_answers_that_fail_do_not_fail_a_finished_run(tmp_path, monkeypatch, cap
     assert (folder / "summary.json").exists() and not (folder / "samples.txt").exists()
 
 
-def test_a_data_process_that_is_killed_is_told_in_one_line(capsys):
+def test_a_killed_loader_worker_is_reported_in_one_line(capsys):
     error = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
     assert end(error, watchdog=None) == EXIT_FAILED
     shown = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A run's whole state, out and in again: weights, buffers, optimizer, random state, loader, FP8 scaling."""
+"""A checkpoint restores a run's whole state: weights, buffers, optimizer, RNG, loader, FP8 scaling."""
 
 import json
 import random
@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from training.checkpoint.progress import Progress
-from training.checkpoint.state import restore_run, save_run
+from training.checkpoint.resume import ResumePoint
+from training.checkpoint.state import RunState, restore_run, save_run
 from training.checkpoint.store import Checkpoints
 from training.config import config_from_dict
 from training.parallel.strategies import Strategy
@@ -17,8 +18,8 @@ from training.precision.recipes import Precision
 from training.precision.scaling_state import scaling_state
 
 
-class Place:
-    """A loader that is nothing but its place in the data."""
+class Position:
+    """A loader's position in the data."""
 
     def __init__(self, row: int):
         self.row = row
@@ -40,37 +41,42 @@ def parts(value: float, count: int):
     model.fp8_meta = {"scaling_fwd": tensors}
     optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=value)
     optimizer.param_groups[0]["step"] = count
-    return {"model": model, "optimizer": optimizer, "loader": Place(count)}
+    return {"model": model, "optimizer": optimizer, "loader": Position(count)}
 
 
 def draw():
-    """From every generator; from two of them what they kept for later and a new number."""
+    """Draw from every generator, including the numbers that two of them keep for later."""
     gauss = random.gauss(0, 1), np.random.standard_normal(2).tolist()
     return torch.rand(2).tolist(), random.random(), gauss
 
 
-def test_everything_a_run_was_comes_back(tmp_path):
+def test_a_checkpoint_restores_everything(tmp_path):
     checkpoints, saved = Checkpoints(tmp_path, keep_last=1), parts(5.0, 7)
     progress = Progress(step=3, real_tokens=11, skipped_steps=1, best_eval_loss=0.5)
-    alone = Strategy(torch.device("cpu"))
     cfg, resolved = config_from_dict({}), Precision("mxfp8", "delayed", "too old")
-    numbers = {"progress": progress, "total_steps": 9, "eval_loss": 0.5, "evaluation": "samples"}
-    scaling = scaling_state(saved["model"])
+
+    def state(parts, progress):
+        strategy = Strategy(torch.device("cpu"))
+        return RunState(
+            cfg, resolved, strategy=strategy, progress=progress, total_steps=9, evaluation="samples", **parts
+        )
+
     random.seed(0), np.random.seed(0)
     random.gauss(0, 1), np.random.standard_normal()  # both now keep a second number for later
-    save_run(checkpoints, cfg, resolved, **saved, **numbers, strategy=alone, scaling=scaling)
+    save_run(checkpoints, state(saved, progress), scaling_state(saved["model"]), eval_loss=0.5)
     expected = draw()
     assert json.loads((tmp_path / "index.json").read_text())["best_eval_loss"] == 0.5
 
-    path, fresh = checkpoints.latest(), parts(1.0, 0)
+    path, fresh, restored = checkpoints.latest(), parts(1.0, 0), Progress()
     meta = checkpoints.read_meta(path)
     assert (meta["config"], meta["recipe"]) == (cfg.to_dict(), "delayed")
-    returned, scaling = restore_run(checkpoints, path, meta, cfg, **fresh, strategy=alone)
-    assert returned == progress and fresh["loader"].row == 7
+    point = ResumePoint(path, meta, own=True, rollback=False)
+    scaling = restore_run(checkpoints, point, state(fresh, restored))
+    assert restored == progress and fresh["loader"].row == 7
     assert draw() == expected
     assert fresh["optimizer"].param_groups[0]["step"] == 7
     model, accumulated = fresh["model"], fresh["optimizer"].state
     for tensor in (model.weight, model.bias, model.running_mean, accumulated[model.weight]["sum"]):
         assert tensor.eq(5).all()
-    assert model.scratch.eq(1).all()  # what follows from the configuration is not saved
+    assert model.scratch.eq(1).all()  # non-persistent buffers are not saved
     assert scaling.keys() == scaling_state(model).keys() and all(t.eq(5).all() for t in scaling.values())

@@ -28,8 +28,9 @@ from core.errors import UserError
 from core.files import publish, replace_file
 from tests.children import preload, run_ranks, start
 from training.checkpoint.manifest import DamagedCheckpoint
+from training.checkpoint.resume import resolve_resume
 from training.checkpoint.state import rng_state, set_rng_state
-from training.checkpoint.store import Checkpoints, resolve_resume
+from training.checkpoint.store import Checkpoints
 
 torch.set_num_threads(1)
 

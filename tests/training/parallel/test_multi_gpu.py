@@ -34,7 +34,7 @@ from te_models.hugging_face import HFCausalLM
 from tests.children import children, preload
 from tests.hugging_face_models import save_mixture, save_model_with_images
 from train_multi_gpu import join_torchrun
-from training import decision, outcome, run
+from training import outcome, prepare, resolve, run
 from training.checkpoint.store import Checkpoints
 from training.config import config_from_dict
 from training.parallel import memory_plan, watchdog
@@ -328,13 +328,13 @@ def wait_for_step(job: Job, step: int) -> None:
 
 def slow(rank: int) -> None:
     """Steps of a tenth of a second and more, so that a test is in time for one."""
-    step = Trainer.train_step
+    step = Trainer._step
 
-    def slower(trainer, window):
+    def slower(trainer, *rest):
         time.sleep(0.1)
-        return step(trainer, window)
+        return step(trainer, *rest)
 
-    Trainer.train_step = slower
+    Trainer._step = slower
 
 
 def test_sigterm_to_one_rank_stops_all_and_the_same_command_goes_on(sharded, tmp_path):
@@ -378,7 +378,7 @@ def wait_for_words(job: Job, words: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_signal_after_training_ends_no_rank_alone(ranks, tmp_path):
     """All is saved, so the run is finished, export and summary included."""
-    patch = partial(with_slow, run.Run, "_export", "exporting now", 2)
+    patch = partial(with_slow, run, "export", "exporting now", 2)
     job = start(tmp_path / "run", "--max_steps 1", ranks=ranks, patch=patch)
     wait_for_words(job, "exporting now")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -406,14 +406,14 @@ def spoil_two_steps(folder: Path, spoiled: int, rank: int) -> None:
 
     Every rank leaves its weights of the end behind.
     """
-    take_step, forward, results = Trainer.train_step, HFCausalLM.forward, Trainer.results
+    take_step, forward, results = Trainer._step, HFCausalLM.forward, Trainer.results
     number = 0
 
-    def counted(trainer, window):
+    def counted(trainer, *rest):
         nonlocal number
         number = trainer.progress.step + 1
         try:
-            return take_step(trainer, window)
+            return take_step(trainer, *rest)
         finally:
             number = 0
 
@@ -426,12 +426,12 @@ def spoil_two_steps(folder: Path, spoiled: int, rank: int) -> None:
         return out
 
     def leave_weights(trainer):
-        model = getattr(trainer.model, "module", trainer.model)
+        model = getattr(trainer.stack.model, "module", trainer.stack.model)
         weights = {name: getattr(p, "full_tensor", p.detach)() for name, p in model.named_parameters()}
         torch.save(weights, folder / f"weights{rank}.pt")
         return results(trainer)
 
-    Trainer.train_step, HFCausalLM.forward, Trainer.results = counted, spoil, leave_weights
+    Trainer._step, HFCausalLM.forward, Trainer.results = counted, spoil, leave_weights
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
@@ -448,7 +448,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_taken_by_none(mode, tmp_path):
     assert summary(job.folder)["skipped_steps"] == 2
     meta = json.loads((job.folder / "checkpoints" / "step_000006" / "meta.json").read_text())
     assert meta["optimizer_steps"] == 4
-    assert job.printed().count("not taken") == 2, "said once"
+    assert job.printed().count(" skipped: non-finite") == 2, "said once"
     one, other = (torch.load(tmp_path / f"weights{rank}.pt") for rank in range(2))
     assert same_bits(one, other)
 
@@ -458,14 +458,14 @@ def test_a_step_that_is_not_finite_on_one_rank_is_taken_by_none(mode, tmp_path):
 
 def before_step(number: int, action: Callable[[], None], rank: int, *, whose: int = 1) -> None:
     """Have a rank do something before it takes this step."""
-    step = Trainer.train_step
+    step = Trainer._step
 
-    def changed(trainer, window):
+    def changed(trainer, *rest):
         if rank == whose and trainer.progress.step + 1 == number:
             action()
-        return step(trainer, window)
+        return step(trainer, *rest)
 
-    Trainer.train_step = changed
+    Trainer._step = changed
 
 
 def while_loading(number: int, action: Callable[[], None], rank: int) -> None:
@@ -666,8 +666,8 @@ def test_a_store_that_answers_late_ends_no_job(tmp_path):
 
 def with_late_data(rank: int) -> None:
     if rank == 1:
-        load = run.Run._load_data
-        run.Run._load_data = lambda self: (time.sleep(10), load(self))[1]
+        load = prepare._load_data
+        prepare._load_data = lambda *args, **kwargs: (time.sleep(10), load(*args, **kwargs))[1]
 
 
 def test_before_the_first_step_a_rank_may_take_longer_than_the_timeout(tmp_path):
@@ -675,9 +675,9 @@ def test_before_the_first_step_a_rank_may_take_longer_than_the_timeout(tmp_path)
 
 
 def with_a_start_that_stalls(method: str, whose: int, rank: int) -> None:
-    run.DATA_SECONDS, watchdog.START_SECONDS = 8.0, 7.0
+    prepare.DATA_SECONDS, watchdog.START_SECONDS = 8.0, 7.0
     if rank == whose:
-        setattr(run.Run, method, lambda self: sleep())
+        setattr(run if method == "assemble" else prepare, method, lambda *_, **__: sleep())
 
 
 @pytest.mark.parametrize(
@@ -685,7 +685,7 @@ def with_a_start_that_stalls(method: str, whose: int, rank: int) -> None:
     [
         ("_load_data", 1, "loading the data", 8),
         ("_find_checkpoint", 0, "looking for a checkpoint", 7),
-        ("_assemble", 1, "building the model", 7),
+        ("assemble", 1, "building the model", 7),
     ],
 )
 def test_a_rank_that_stalls_before_the_first_step_ends_the_job_and_is_named(
@@ -748,14 +748,14 @@ def in_a_folder_of_its_own(folder: Path, rank: int) -> None:
 def with_another_recipe(rank: int) -> None:
     """As where one node's GPUs or libraries cannot run what the others can."""
     if rank == 1:
-        resolve = decision.precision.resolve_precision
-        decision.precision.resolve_precision = lambda cfg: replace(resolve(cfg), effective="bf16")
+        original = resolve.precision.resolve_precision
+        resolve.precision.resolve_precision = lambda cfg: replace(original(cfg), effective="bf16")
 
 
 def with_another_model(folder: Path, rank: int) -> None:
     if rank == 1:
-        plan = decision.te_models.plan_model
-        decision.te_models.plan_model = lambda *args, **words: replace(plan(*args, **words), weights=folder)
+        plan = resolve.te_models.plan_model
+        resolve.te_models.plan_model = lambda *args, **words: replace(plan(*args, **words), weights=folder)
 
 
 def with_fewer_samples_to_evaluate(rank: int) -> None:

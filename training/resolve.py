@@ -1,4 +1,4 @@
-"""What runs, settled before any weight is read: precision, model, and whether the two go together."""
+"""Precision and model of a run, resolved before any weight is read, and whether they go together."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from training.tracking.metrics import ModelShape
 
 
 @dataclass(frozen=True)
-class Decision:
+class Resolved:
+    """Precision and model of a run."""
+
     precision: Precision
     plan: ModelPlan
-    shape: ModelShape | None  # None: a kind of model whose dimensions tell too little
-    counted: ModelShape | None  # `shape`, if it tells the FLOPs of this run
-    model_files: dict[str, str]  # what tells the model of one rank from another's; empty for one rank
+    shape: ModelShape | None  # None if the architecture is not one whose dimensions we know
+    flops_shape: ModelShape | None  # `shape` if the FLOPs of this run can be counted
+    weights_digests: dict[str, str]  # compared across ranks; empty on a single rank
 
 
-def decide(cfg: Config) -> Decision:
-    """Settle what runs, and say of it what a user must know.
+def resolve(cfg: Config) -> Resolved:
+    """Resolve recipe and model, and warn about fallbacks and settings without effect.
 
-    ValueError, RuntimeError: it cannot run here, or settings do not go together.
+    UserError: the recipe cannot run here, or settings exclude each other.
     """
     resolved = precision.resolve_precision(cfg)
-    torchao_fp8.silence_import()  # transformers loads it, too, wherever it is installed
+    torchao_fp8.silence_import()  # transformers imports torchao wherever it is installed
     if resolved.effective in TORCHAO_RECIPES:
         torchao_fp8.require_torchao()
     plan = te_models.plan_model(
@@ -47,29 +49,31 @@ def decide(cfg: Config) -> Decision:
         rule = "!" * 100
         print_rank0(f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {FALLBACK_RECIPE} scaling\n{rule}")
     shape = ModelShape.from_hf_config(plan.config)
-    counted = _counted(cfg, plan, shape)
     _check(cfg, resolved, plan, shape)
-    for said in filter(None, [checks.unused_fp8_flags(cfg, resolved), cfg.log.unread()]):
-        print_rank0(f"WARNING: {said}")
+    for warning in filter(None, [checks.unused_fp8_flags(cfg, resolved), cfg.log.unread()]):
+        print_rank0(f"WARNING: {warning}")
     if cfg.precision.master_weights == "none":
         print_rank0(optim.MASTER_NONE_WARNING)
-    files = te_models.identity(plan) if ranks.world_size() > 1 else {}
-    return Decision(resolved, plan, shape, counted, files)
+    digests = te_models.identity(plan) if ranks.world_size() > 1 else {}
+    return Resolved(resolved, plan, shape, _flops_shape(cfg, plan, shape), digests)
 
 
-def _counted(cfg: Config, plan: ModelPlan, shape: ModelShape | None) -> ModelShape | None:
-    left_out = "TFLOP/s and MFU are left out"
+def _flops_shape(cfg: Config, plan: ModelPlan, shape: ModelShape | None) -> ModelShape | None:
+    """Return the shape that FLOPs are counted by, or None with a notice."""
+    missing = "TFLOP/s and MFU are not reported"
     if shape is None:
-        print_rank0(f"{left_out}: FLOPs of model type {plan.family} are not known")
+        print_rank0(f"{missing}: the FLOPs of model type {plan.family} are not known")
     elif not shape.sees_all(length := cfg.data.max_seq_length):
-        print_rank0(f"{left_out}: attention sees {shape.window} of --max_seq_length {length} tokens")
+        print_rank0(
+            f"{missing}: sliding-window attention ({shape.window}) is shorter than --max_seq_length {length}"
+        )
     else:
         return shape
     return None
 
 
 def _check(cfg: Config, resolved: Precision, plan: ModelPlan, shape: ModelShape | None) -> None:
-    """Refuse a precision that this model cannot have."""
+    """Refuse a precision that this model cannot run in."""
     if shape is not None and cfg.model.use_te:
         checks.check_sizes(resolved, plan.name, shape.gemm_sizes)
         checks.check_fp8_attention(cfg, resolved, shape.head_dim)

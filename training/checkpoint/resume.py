@@ -1,0 +1,252 @@
+"""Resume policy: which checkpoint a launch continues from, and which settings may differ from it.
+
+- `--resume auto` continues from the newest checkpoint in --output_dir; without one it starts from scratch.
+- `--resume PATH` starts from that checkpoint. Once this run has saved newer ones, the same command
+  continues from those, so that a requeued job never rolls back twice.
+- `--resume none` starts from scratch; a folder that holds a run refuses it.
+- Settings that define the run must be those of the checkpoint. The batch may be split differently on another
+  number of ranks, and a run that starts from another run's checkpoint may change its learning rate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
+from core.files import read_record
+from training.checkpoint import index
+from training.checkpoint.index import step_of
+from training.checkpoint.manifest import MANIFEST
+from training.checkpoint.store import Checkpoints
+from training.config import Config, all_settings, changed_settings
+from training.optim.settings import OptimConfig
+
+# How the global batch is split may change with the number of ranks. Its size may change only then.
+BATCH_SPLIT_SETTINGS = ("batch_size", "gradient_accumulation_steps")
+# A run that starts from another run's checkpoint may change these, e.g. after that run diverged.
+RESTART_SETTINGS = ("learning_rate", "lr_scheduler", "min_lr_ratio", "weight_decay", "max_grad_norm")
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A checkpoint to continue from."""
+
+    path: Path
+    meta: dict[str, Any]
+    own: bool  # saved by the run in --output_dir
+    rollback: bool  # --resume names this checkpoint itself, so later steps of this run are abandoned
+
+    @property
+    def step(self) -> int:
+        return self.meta["progress"]["step"]
+
+
+def find_resume_point(resume: str, folder: Path, checkpoints: Checkpoints) -> tuple[ResumePoint | None, str]:
+    """Return the checkpoint that `--resume` means, and a notice for the user ('' for none). On one process.
+
+    UserError: there is no checkpoint, or `folder` holds a run that started elsewhere. DamagedCheckpoint: the
+    checkpoint is incomplete or corrupt.
+    """
+    path = resolve_resume(resume, checkpoints)
+    requested = None if resume in ("auto", "none") else Path(resume).expanduser()
+    if requested and not checkpoints.covers(requested):
+        _check_origin(requested, folder, path, checkpoints)
+    if path is None:
+        return None, ""
+    same = requested is not None and requested.resolve() == path.resolve()
+    point = ResumePoint(path, checkpoints.read_meta(path), own=checkpoints.holds(path), rollback=same)
+    sibling = requested is not None and requested.resolve().parent == path.resolve().parent
+    if sibling and step_of(requested) is not None and not same:
+        return point, (
+            f"--resume {requested}: this run was already restarted from there; resuming from its newer "
+            f"{path.name} (use another --output_dir to start from it again)"
+        )
+    return point, ""
+
+
+def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
+    """Return the step folder that `--resume` means: `auto`, `none`, or a step, checkpoints or run folder."""
+    if resume == "none":
+        return None
+    if resume == "auto":
+        return checkpoints.latest()
+    path = Path(resume).expanduser().resolve()
+    # --resume only picks the starting point. If this run has saved newer checkpoints since, use those.
+    if not checkpoints.covers(path) and (latest := checkpoints.latest()):
+        return latest
+    if checkpoints.holds(path) and (newer := checkpoints.since(path)):
+        return newer
+    if path.is_dir() and (step_of(path) is not None or (path / MANIFEST).is_file()):
+        return path
+    for folder in (path, path / "checkpoints"):
+        if latest := index.latest(folder):
+            return latest
+    raise bad_setting(
+        "no checkpoint there; give a step_N folder, a run folder with checkpoints, auto or none",
+        resume=resume,
+    )
+
+
+def _check_origin(requested: Path, folder: Path, path: Path | None, checkpoints: Checkpoints) -> None:
+    """Refuse another run's checkpoint if `folder` holds a run that did not start from it."""
+    recorded = str(read_record(folder / "config.json").get("resume"))
+    if path and checkpoints.holds(path) and Path(recorded).expanduser().resolve() != requested.resolve():
+        raise bad_setting(
+            f"--output_dir {folder} holds a run that started elsewhere and has {path.name}; choose another "
+            "--output_dir, or leave --resume out to resume that run",
+            resume=requested,
+        )
+
+
+# Settings
+
+
+def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) -> str:
+    """Refuse a checkpoint saved under other settings or another effective recipe.
+
+    Returns a notice about settings that differ and may ('' for none). UserError names the settings.
+    """
+    meta, where = point.meta, f"--resume {point.path}"
+    if "total_steps" not in meta:
+        raise UserError(
+            f"{where}: saved by a version too old to resume; train from that run's export",
+            flags=["resume"],
+            exit_code=EXIT_BAD_SETTING,
+        )
+    refuse_newer(meta["config"], where)
+    changed = changed_settings(meta["config"], cfg)
+    allowed = {} if point.own else {name: changed.pop(name) for name in RESTART_SETTINGS if name in changed}
+    old, new = global_batch(meta["config"], meta["world_size"]), global_batch(cfg.to_dict(), world_size)
+    split = {name: changed.pop(name) for name in BATCH_SPLIT_SETTINGS if name in changed}
+    if old != new and (split or meta["world_size"] == world_size):
+        changed |= split
+    if meta["recipe"] != recipe:
+        changed["fp8_scenario"] = (meta["recipe"], recipe)
+    if changed:
+        raise UserError(
+            f"{where}: saved with other settings ({describe_changes(changed)}); use the same settings, or "
+            f"export it first (old settings, --max_steps {point.step}) and train from that export in another "
+            "--output_dir",
+            flags=changed,
+            exit_code=EXIT_BAD_SETTING,
+        )
+    notices = [f"{where}: settings changed: {describe_changes(allowed)}"] if allowed else []
+    if old != new:
+        notices.append(
+            f"WARNING: the checkpoint was saved on {meta['world_size']} ranks with a global batch of {old} "
+            f"sequences; it is {new} on {world_size}, and steps and learning rate follow it. To keep {old}, "
+            "change --gradient_accumulation_steps or --batch_size"
+        )
+    return "\n".join(notices)
+
+
+def check_folder(cfg: Config, folder: Path) -> None:
+    """Refuse an --output_dir that holds a run of other settings. A run that logged nothing does not count."""
+    log = folder / "metrics.jsonl"
+    if not (folder / "checkpoints").exists() and not (log.exists() and log.stat().st_size):
+        return
+    old, where = read_record(folder / "config.json"), f"--output_dir {folder}"
+    if not old:
+        raise UserError(
+            f"{where}: its config.json is missing or damaged; choose another folder, with --resume {folder} "
+            "to continue from its checkpoints",
+            flags=["output_dir"],
+            exit_code=EXIT_BAD_SETTING,
+        )
+    refuse_newer(old, where)
+    changed = changed_settings(old, cfg)
+    if (folder / "checkpoints").exists():  # `check_resume` knows on how many ranks they were saved
+        changed = {name: values for name, values in changed.items() if name not in BATCH_SPLIT_SETTINGS}
+    if changed:
+        raise UserError(
+            f"{where}: holds another run ({describe_changes(changed)}); choose another folder, or use the "
+            "settings it was started with to resume it",
+            flags=["output_dir", *changed],
+            exit_code=EXIT_BAD_SETTING,
+        )
+    if cfg.checkpoint.resume == "none":
+        raise bad_setting("the folder holds a run already; choose another", resume="none", output_dir=folder)
+
+
+def refuse_newer(settings: dict[str, Any], where: str) -> None:
+    """Refuse recorded settings that this version of the suite does not have."""
+    if unknown := sorted(settings.keys() - all_settings().keys()):
+        raise UserError(
+            f"{where}: written by another version of this suite, with settings that this one does not have "
+            f"({', '.join(unknown)}); resume with that version, or start a new run from its export",
+            exit_code=EXIT_BAD_SETTING,
+        )
+
+
+def describe_changes(changed: dict[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"--{name} {old} there, {new} here" for name, (old, new) in changed.items())
+
+
+def global_batch(settings: dict[str, Any], world_size: int) -> int:
+    """Sequences per optimizer step."""
+    return settings["batch_size"] * settings["gradient_accumulation_steps"] * world_size
+
+
+# Steps
+
+
+def count_steps(optim: OptimConfig, micro_batches: int | None) -> int:
+    """Total optimizer steps, given micro-batches per rank and epoch (None for a stream)."""
+    if optim.max_steps is not None:
+        return optim.max_steps
+    assert micro_batches is not None  # Config refuses --streaming without --max_steps
+    return optim.num_epochs * -(-micro_batches // optim.gradient_accumulation_steps)
+
+
+def count_resumed_steps(cfg: Config, meta: dict[str, Any], loader: Any, world_size: int) -> int:
+    """Total optimizer steps of a resumed run; `loader` is at the checkpoint's position.
+
+    The settings decide, unless the global batch changes now or changed at an earlier resume: then the steps
+    done so far count as they are, and the rest of the data is divided by the new batch.
+    """
+    old, saved, per_epoch = meta["config"], meta["total_steps"], loader.micro_batches_per_epoch
+    if global_batch(old, meta["world_size"]) == global_batch(cfg.to_dict(), world_size):
+        then = replace(cfg.optim, max_steps=old["max_steps"], num_epochs=old["num_epochs"])
+        if saved == count_steps(then, per_epoch):
+            return count_steps(cfg.optim, per_epoch)
+        if then == cfg.optim:
+            return saved
+    if cfg.optim.max_steps is not None or per_epoch is None:
+        return count_steps(cfg.optim, per_epoch)
+    accumulation, epochs = cfg.optim.gradient_accumulation_steps, cfg.optim.num_epochs
+    left = loader.micro_batches_left() if loader.epoch < epochs else 0
+    later_epochs = max(0, epochs - loader.epoch - 1)
+    return meta["progress"]["step"] + -(-left // accumulation) + later_epochs * -(-per_epoch // accumulation)
+
+
+def is_finished(point: ResumePoint, cfg: Config, folder: Path, total_steps: int, *, exports: bool) -> bool:
+    """True if the checkpoint is the last one of a run that has its summary and export. On one process.
+
+    UserError: the run already has more steps than were asked for.
+    """
+    summarized = _summarized_steps(point, cfg, folder)
+    if point.own and total_steps <= point.step < (summarized or 0):
+        raise bad_setting(
+            f"the run in this folder is finished, with {summarized:,} steps; to export or evaluate its step "
+            f"{point.step:,}, use another --output_dir",
+            resume=cfg.checkpoint.resume,
+        )
+    complete = summarized == point.step and (not exports or (folder / "export").exists())
+    if 0 < total_steps < point.step and not complete:
+        flag = "num_epochs" if cfg.optim.max_steps is None else "max_steps"
+        raise bad_setting(
+            f"{point.path} has {point.step:,} steps already; raise it, or evaluate that checkpoint with "
+            "--max_steps 0 and another --output_dir",
+            **{flag: getattr(cfg.optim, flag)},
+        )
+    return point.step >= total_steps and complete
+
+
+def _summarized_steps(point: ResumePoint, cfg: Config, folder: Path) -> int | None:
+    """Steps in summary.json, or None if it is missing or of a run from another checkpoint."""
+    summary, recorded = (read_record(folder / name) for name in ("summary.json", "config.json"))
+    # Evaluating another run's checkpoint again is a new request, even with the same --resume.
+    same = recorded.get("resume") == cfg.checkpoint.resume and cfg.optim.max_steps != 0
+    return summary.get("steps") if point.own or same else None

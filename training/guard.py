@@ -1,0 +1,111 @@
+"""Reads the outcome of steps one step late, warns of gradient spikes and stops runs that diverge."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from core.errors import EXIT_FAILED, UserError
+from training.checkpoint.progress import Progress
+from training.optim.settings import OptimConfig
+from training.step import StepResult
+
+GRAD_NORM_SPIKE_FACTOR = 10  # warn above this multiple of the running median
+MIN_STEPS_FOR_MEDIAN = 20
+
+
+class NonFinite(UserError):
+    """Too many steps in a row had a non-finite loss or gradient."""
+
+
+class StepGuard:
+    """Outcomes of steps that the host has not read yet.
+
+    A step's outcome is read after the next step is launched, so that the GPU never waits for the host.
+    """
+
+    def __init__(
+        self,
+        cfg: OptimConfig,
+        progress: Progress,
+        *,
+        total_steps: int,
+        world_size: int,
+        warn: Callable[[str], Any],
+        on_skip: Callable[[], None],
+    ):
+        self.cfg, self.progress, self.total_steps, self.world_size = cfg, progress, total_steps, world_size
+        self.warn, self.on_skip = warn, on_skip
+        self._unread: list[tuple[int, StepResult]] = []
+        self._norms: deque[float] = deque(maxlen=100)  # of the last applied steps
+
+    def add(self, step: int, result: StepResult) -> None:
+        self._unread.append((step, result))
+
+    def read(self, *, all_steps: bool, heartbeat: Callable[[str], None]) -> bool:
+        """Read the outcomes of all steps, or of all but the newest. True if a rank was asked to stop.
+
+        NonFinite: --max_skipped_steps in a row were skipped.
+        """
+        stop = False
+        while len(self._unread) > (0 if all_steps else 1):
+            step, result = self._unread.pop(0)
+            heartbeat(f"waiting for step {step}")
+            applied, asked, norm = result.verdict()
+            stop = stop or asked > 0
+            if applied:
+                self.progress.skipped_in_a_row = 0
+                self._warn_of_spike(step, norm)
+            else:
+                self._skip(step, result)
+        return stop
+
+    def _warn_of_spike(self, step: int, norm: float) -> None:
+        """Warn when a gradient norm spikes. The step is applied, clipped; the warning leads to its data."""
+        usual = median(self._norms) if len(self._norms) >= MIN_STEPS_FOR_MEDIAN else math.inf
+        if 0 < GRAD_NORM_SPIKE_FACTOR * usual < norm:
+            self.warn(
+                f"WARNING: step {step}: the gradient norm {norm:.3g} is {norm / usual:.0f} times the median "
+                f"of the last {len(self._norms)} steps (--max_grad_norm {self.cfg.max_grad_norm:g})"
+            )
+        self._norms.append(norm)
+
+    def _skip(self, step: int, result: StepResult) -> None:
+        progress = self.progress
+        progress.skipped_in_a_row += 1
+        progress.skipped_steps += 1
+        self.on_skip()
+        loss, norm = result.loss.item(), result.grad_norm.item()
+        # A step without label tokens is skipped too, with finite values.
+        reason = "no label tokens" if math.isfinite(loss) and math.isfinite(norm) else "non-finite"
+        self.warn(
+            f"step {step} skipped: {reason} (loss {loss}, gradient norm {norm}; "
+            f"{progress.skipped_steps} skipped so far)"
+        )
+        none_applied = reason == "non-finite" and progress.skipped_steps == step == self.total_steps
+        if none_applied or progress.skipped_in_a_row >= self.cfg.max_skipped_steps:
+            raise self._diverged(step)
+
+    def _diverged(self, step: int) -> NonFinite:
+        advice = (
+            "try a lower --learning_rate, from the start or, with another --output_dir, from an earlier "
+            "checkpoint (--resume RUN/checkpoints/step_N); more warm-up, --fp8_scenario current or "
+            "--mixed_precision bf16"
+        )
+        if self.progress.skipped_steps == step:
+            advice = (
+                "no step was ever applied: the weights of --model_name may be damaged; if not, try "
+                "--mixed_precision bf16"
+            )
+        error = NonFinite(
+            f"{self.progress.skipped_in_a_row} steps in a row had no finite loss and gradient "
+            f"(--max_skipped_steps {self.cfg.max_skipped_steps}); {advice}, or look at the data near "
+            f"step {step}",
+            flags=["max_skipped_steps"],
+            exit_code=EXIT_FAILED,
+        )
+        error.ranks = dict.fromkeys(range(self.world_size))  # every rank fails alike; blame none
+        return error

@@ -1,0 +1,265 @@
+"""Everything decided before the model is built: recipe, kernels, sharding, run folder, checkpoint, data.
+
+What cannot run is refused here, before any weight is read. Ranks compare every decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from core.errors import bad_setting
+from core.packages import software
+from data.build import BatchShape, Loaders, build_loaders
+from data.chat import load_tokenizer
+from te_models.build import ModelPlan
+from te_models.kernels.selection import Kernels
+from te_models.presets import LOCAL_PRESETS
+from training.checkpoint.export import check_export
+from training.checkpoint.resume import (
+    ResumePoint,
+    check_resume,
+    count_resumed_steps,
+    count_steps,
+    find_resume_point,
+    is_finished,
+)
+from training.checkpoint.run_folder import check_shared, open_run_folder, write_config
+from training.checkpoint.store import Checkpoints
+from training.config import Config
+from training.kernels import choose_kernels
+from training.parallel import ranks
+from training.parallel.memory_plan import MemoryPlan, plan_memory
+from training.parallel.ranks import print_rank0
+from training.parallel.strategies import Strategy
+from training.parallel.watchdog import DATA_SECONDS, Watchdog
+from training.precision import fp8_stats, precision_map
+from training.precision.recipes import Precision
+from training.resolve import Resolved, resolve
+from training.tracking import profiling
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run with everything but its model."""
+
+    cfg: Config
+    device: torch.device
+    watchdog: Watchdog
+    started: float  # time.perf_counter() at process start
+    resolved: Resolved
+    kernels: Kernels
+    memory: MemoryPlan  # sharding strategy and optimizer
+    folder: Path
+    checkpoints: Checkpoints
+    resume: ResumePoint | None
+    tokenizer: Any
+    loaders: Loaders
+    total_steps: int
+    finished: bool  # an earlier launch wrote the summary and the export
+
+    @property
+    def exports(self) -> bool:
+        return _exports(self.cfg)
+
+    @property
+    def evaluation(self) -> Any:
+        """Fingerprint of the evaluation samples, or None without evaluation."""
+        return _evaluation(self.loaders)
+
+
+def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: float, cleanup: ExitStack) -> Job:
+    """Decide, check and load the data. `cleanup` will release the run folder's lock. Collective.
+
+    UserError: the run cannot start as it is set.
+    """
+    resolved, kernels, memory = _decide(cfg, device, watchdog)
+    folder = watchdog.run_on_rank0("opening the run folder", lambda: _open_folder(cfg, resolved, cleanup))
+    check_shared(folder)
+    checkpoints = Checkpoints(
+        folder / "checkpoints",
+        keep_last=cfg.checkpoint.keep_last,
+        on_progress=lambda: watchdog.beat("saving", counts=False),  # ranks write different numbers of files
+    )
+    resume = watchdog.run_on_rank0(
+        "looking for a checkpoint", lambda: _find_checkpoint(cfg, resolved.precision, folder, checkpoints)
+    )
+
+    def load() -> tuple[Any, Loaders]:
+        tokenizer = _load_tokenizer(cfg, resolved.plan)
+        return tokenizer, _load_data(cfg, resolved, tokenizer, device, resumes=resume is not None)
+
+    tokenizer, loaders = _on_each_rank(watchdog, "loading the data", load, DATA_SECONDS)
+    batches = None if loaders.eval is None else loaders.eval.micro_batches_per_epoch
+    ranks.agree("the data", loaders.train.identity | {"evaluation": [_evaluation(loaders), batches]})
+    total_steps, finished = _count(cfg, folder, resume, loaders)
+    if not finished:
+        ranks.run_on_rank0(lambda: write_config(cfg, folder))
+    return Job(
+        cfg=cfg,
+        device=device,
+        watchdog=watchdog,
+        started=started,
+        resolved=resolved,
+        kernels=kernels,
+        memory=memory,
+        folder=folder,
+        checkpoints=checkpoints,
+        resume=resume,
+        tokenizer=tokenizer,
+        loaders=loaders,
+        total_steps=total_steps,
+        finished=finished,
+    )
+
+
+def _decide(cfg: Config, device: torch.device, watchdog: Watchdog) -> tuple[Resolved, Kernels, MemoryPlan]:
+    """Decide what runs, and how it is sharded. Collective."""
+    watchdog.starting("comparing settings")
+    ranks.agree("the settings", cfg.to_dict())
+    if ranks.world_size() > 1:  # reads every file of the suite
+        ranks.agree("the software", software())
+    resolved = _on_each_rank(watchdog, "resolving precision and model", lambda: resolve(cfg))
+    ranks.agree("what can run", resolved.precision.in_short())
+    ranks.agree("the model's files", resolved.weights_digests)
+    watchdog.starting("choosing kernels")
+    kernels = choose_kernels(cfg, resolved.precision, resolved.shape, device)
+    watchdog.starting("planning memory")
+    memory = plan_memory(cfg, resolved.plan, device)
+    compiles = compiles_layers(cfg, memory.strategy)
+    ranks.run_on_all_ranks(lambda: fp8_stats.check(cfg, resolved.precision, compiles=compiles))
+    ranks.run_on_all_ranks(lambda: profiling.check(cfg.log.profile_steps, device))
+    return resolved, kernels, memory
+
+
+def compiles_layers(cfg: Config, strategy: Strategy) -> bool:
+    """True if Hugging Face layers run under torch.compile: on a GPU, unless the user says otherwise.
+
+    DeepSpeed hooks every module, which would cut each layer's graph in pieces, so there only if asked for.
+    """
+    if cfg.model.use_te or cfg.model.compile is not None:
+        return bool(cfg.model.compile)
+    return strategy.device.type == "cuda" and strategy.master_home != "zero"
+
+
+def _on_each_rank(watchdog: Watchdog, doing: str, work: Callable[[], T], limit: float | None = None) -> T:
+    """Return this rank's result of `work`, which need not be picklable; all raise one rank's error."""
+    result: list[T] = []
+    watchdog.run_on_all_ranks(doing, lambda: result.append(work()), limit)
+    return result[0]
+
+
+def _exports(cfg: Config) -> bool:
+    return cfg.checkpoint.export and cfg.optim.max_steps != 0
+
+
+def _open_folder(cfg: Config, resolved: Resolved, cleanup: ExitStack) -> Path:
+    folder, lock = open_run_folder(cfg, resolved.plan.short_name, resolved.precision.effective)
+    cleanup.callback(lock.release)
+    if _exports(cfg):
+        check_export(folder / "export", resolved.plan.weights)
+    if not cfg.checkpoint.output_dir:
+        print_rank0(f"run folder: {folder}; to resume, repeat the command with --output_dir {folder}")
+    return folder
+
+
+def _find_checkpoint(
+    cfg: Config, resolved: Precision, folder: Path, checkpoints: Checkpoints
+) -> ResumePoint | None:
+    """Return the checkpoint to continue from. On rank 0; from here on the folder is this run's."""
+    point, notice = find_resume_point(cfg.checkpoint.resume, folder, checkpoints)
+    if notice:
+        print_rank0(notice)
+    finished = (folder / "summary.json").exists()
+    if not point and finished and _exports(cfg) and (folder / "export").exists():
+        raise bad_setting(
+            "its run is finished and its checkpoints are gone, so this would train again and replace the "
+            "export; choose another folder, or move the export away",
+            output_dir=folder,
+        )
+    if point:
+        precision_map.check_resume(point.meta, resolved)
+        if notice := check_resume(point, cfg, resolved.effective, ranks.world_size()):
+            print_rank0(notice)
+    if not finished:  # a finished run's config.json may stay
+        write_config(cfg, folder)
+    return point
+
+
+def _load_tokenizer(cfg: Config, plan: ModelPlan) -> Any:
+    tokenizer = load_tokenizer(
+        cfg.model.tokenizer_name or ("demo" if plan.name in LOCAL_PRESETS else plan.name),
+        family=plan.family,
+        trust_remote_code=cfg.model.trust_remote_code,
+        cache_dir=cfg.model.weights_cache_dir,
+    )
+    if plan.weights is None:  # a randomly initialised model uses this tokenizer's special token ids
+        plan.config.bos_token_id = tokenizer.bos_token_id
+        plan.config.eos_token_id = tokenizer.eos_token_id
+        # Models start the embedding of a padding token at zero, which must not hit the end-of-text token.
+        own_pad = tokenizer.pad_token_id != tokenizer.eos_token_id
+        plan.config.pad_token_id = tokenizer.pad_token_id if own_pad else None
+    return tokenizer
+
+
+def _load_data(
+    cfg: Config, resolved: Resolved, tokenizer: Any, device: torch.device, *, resumes: bool
+) -> Loaders:
+    """Return the loaders, and report which columns and rows they use."""
+    config = resolved.plan.config.get_text_config()
+    loaders = build_loaders(
+        cfg.data,
+        tokenizer,
+        BatchShape(
+            batch_size=cfg.optim.batch_size,
+            eval_batch_size=cfg.optim.eval_batch_size or cfg.optim.batch_size,
+            pad_multiple=resolved.precision.token_multiple,
+            micro_batches_per_step=cfg.optim.gradient_accumulation_steps,
+            rank=ranks.rank(),
+            world_size=ranks.world_size(),
+            pin_memory=device.type == "cuda",
+        ),
+        seed=cfg.optim.seed,
+        vocab_size=config.vocab_size,
+        max_positions=getattr(config, "max_position_embeddings", None),
+    )
+    if cfg.needs_evaluation and loaders.eval is None and not resumes:
+        raise bad_setting(
+            "leaves no rows to evaluate on, which --max_steps 0 and --generate_samples need; give "
+            "--eval_split or more rows, or drop the flag",
+            split_name=cfg.data.split_name,
+        )
+    for line in loaders.report.lines():
+        print_rank0(line)
+    for line in loaders.eval_report.lines(after=loaders.report) if loaders.eval_report else ():
+        print_rank0(f"evaluation: {line}")
+    return loaders
+
+
+def _evaluation(loaders: Loaders) -> Any:
+    return None if loaders.eval is None else loaders.eval.identity["samples"]
+
+
+def _count(cfg: Config, folder: Path, resume: ResumePoint | None, loaders: Loaders) -> tuple[int, bool]:
+    """Return the run's total steps, and whether an earlier launch finished it. Collective."""
+    if resume is None:
+        total = count_steps(cfg.optim, loaders.train.micro_batches_per_epoch)
+        if (warmup := cfg.optim.num_warmup_steps or 0) >= total > 0:
+            print_rank0(
+                f"WARNING: --num_warmup_steps {warmup}: longer than the run ({total:,} steps); the learning "
+                f"rate never reaches --learning_rate {cfg.optim.learning_rate}"
+            )
+        return total, False
+    loaders.train.load_state_dict(resume.meta["loader"])
+    total = count_resumed_steps(cfg, resume.meta, loaders.train, ranks.world_size())
+    finished = ranks.run_on_rank0(lambda: is_finished(resume, cfg, folder, total, exports=_exports(cfg)))
+    if total > resume.step and total != (saved := resume.meta["total_steps"]):
+        print_rank0(f"the learning rate schedule now spans {total:,} steps (was {saved:,})")
+    return total, finished

@@ -1,0 +1,134 @@
+"""One optimizer step and one evaluation, the same on one device and on many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from training.scaling import Scaling
+from training.tracking.metrics import perplexity
+
+SIGNAL_CHECK_INTERVAL = 16  # evaluation batches between two all-reduces of the stop flag
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The objects that compute a step.
+
+    `model(**batch.inputs)` returns (loss summed over label tokens, correct predictions).
+    """
+
+    model: nn.Module  # wrapped by the strategy
+    optimizer: torch.optim.Optimizer
+    strategy: Any  # training.parallel.strategies.Strategy
+    autocast: Callable[[], AbstractContextManager]
+    learning_rate: Callable[[int], float]  # by steps done
+    total_steps: int
+    scaling: Scaling
+    heartbeat: Callable[[str], None] = lambda doing: None  # tells the watchdog what this rank does next
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Outcome of a step, on the device: reading it waits for the GPU."""
+
+    loss: Tensor  # mean over the global batch's label tokens, float32 scalar
+    grad_norm: Tensor  # before clipping, float32 scalar
+    learning_rate: float
+    # Waits for this step only. Returns [applied, stop requested on any rank, gradient norm].
+    verdict: Callable[[], list[float]]
+
+
+def train_step(
+    stack: Stack, micro_batches: list[Any], *, done: int, max_grad_norm: float, stop_requested: bool
+) -> StepResult:
+    """Run one optimizer step. The result is the same for any split into micro-batches and ranks.
+
+    `done`: steps before this one. Nothing here waits for the device.
+    """
+    strategy, optimizer = stack.strategy, stack.optimizer
+    stack.heartbeat(f"computing step {done + 1}")
+    learning_rate = stack.learning_rate(done)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    labels = sum(batch.label_tokens for batch in micro_batches)
+    tokens = strategy.sum(torch.full((), labels, device=strategy.device, dtype=torch.float32))
+    divisor = tokens.clamp(min=1)
+    loss_sum = torch.zeros((), device=strategy.device)
+    for i, batch in enumerate(micro_batches):
+        with strategy.accumulating(stack.model, first=i == 0, last=i == len(micro_batches) - 1):
+            with stack.autocast():
+                loss, _ = stack.model(**batch.inputs)  # summed over this micro-batch's label tokens
+            # Backward stays outside autocast. Ranks average gradients; world_size undoes that.
+            strategy.backward(stack.model, loss * (strategy.world_size / divisor))
+        loss_sum += loss.detach()
+    stop = torch.full((), float(stop_requested), device=strategy.device)
+    total, stop = strategy.sum(torch.stack([loss_sum, stop])).unbind()
+    mean = total / divisor
+    stack.heartbeat(f"waiting for step {done + 1}")
+    usable = mean.isfinite() & (tokens > 0)
+    outcome = strategy.step(stack.model, optimizer, usable=usable, max_norm=max_grad_norm)
+    # Offloading strategies know both values on the CPU.
+    applied, norm = (value.to(strategy.device, torch.float32) for value in (outcome.taken, outcome.grad_norm))
+    verdict = copy_to_host_async(torch.stack([applied, stop, norm]))
+    return StepResult(mean, outcome.grad_norm, learning_rate, verdict)
+
+
+def copy_to_host_async(values: Tensor) -> Callable[[], list[float]]:
+    """Start a non-blocking device-to-host copy. The returned function waits for that copy only."""
+    if values.device.type != "cuda":
+        return values.tolist
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> list[float]:
+        copied.synchronize()
+        return host.tolist()
+
+    return read
+
+
+@torch.no_grad()
+def evaluate(
+    stack: Stack, batches: Iterable[Any], *, stop_requested: Callable[[], bool]
+) -> dict[str, float] | None:
+    """Return loss, perplexity and token accuracy over all batches, weighted by label tokens.
+
+    None if a stop signal arrived meanwhile. Collective.
+    """
+    strategy, model = stack.strategy, stack.model
+    sums = torch.zeros(3, device=strategy.device, dtype=torch.float64)  # loss, correct, label tokens
+    model.eval()
+    on_device = (batch.to(strategy.device) for batch in batches)
+    first = next(on_device)
+    stack.scaling.prepare(first)  # before `frozen`, which saves the state that this creates
+    with stack.scaling.frozen():
+        for i, batch in enumerate(chain([first], on_device)):
+            stack.heartbeat("evaluating")
+            look = strategy.world_size == 1 or i % SIGNAL_CHECK_INTERVAL == 0
+            if look and strategy.any(stop_requested()):
+                break
+            with stack.autocast():
+                loss, correct = model(**batch.inputs)
+            sums[0] += loss
+            sums[1] += correct
+            sums[2] += batch.label_tokens
+    model.train()
+    if strategy.any(stop_requested()):
+        return None
+    loss_sum, correct_sum, tokens = strategy.sum(sums).tolist()
+    loss = loss_sum / max(tokens, 1)
+    return {
+        "eval/loss": loss,
+        "eval/perplexity": perplexity(loss),
+        "eval/token_accuracy": correct_sum / max(tokens, 1),
+        "eval/label_tokens": tokens,
+    }

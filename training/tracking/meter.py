@@ -1,0 +1,91 @@
+"""Throughput of training: token counts and times of whole steps, summed over ranks at log lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from training.tracking.metrics import RATES, ModelShape, mfu, model_flops, tokens_per_second
+
+WARMUP_STEPS = 5  # excluded from the reported rates: kernels are chosen and memory is reserved in them
+
+
+@dataclass
+class Meter:
+    """Counts and times since the last log line, and the rates of all log lines of this launch.
+
+    Rates of emulated FP8 are named `emulated/...`, so that no table mixes them with measured ones.
+    """
+
+    shape: ModelShape | None  # None if the model's FLOPs are not known
+    world_size: int
+    peaks: dict[str, float | None]  # TFLOP/s of the GPU, by precision
+    emulated: bool = False
+    full_rows: int = 1  # sequences of a full step over all ranks; an epoch's last step may have fewer
+    seconds: float = 0.0
+    waited: float = 0.0
+    steps: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    profiled: bool = False  # the interval's rates are not those of the run
+    rates: list[dict[str, float]] = field(default_factory=list)
+    short_rates: list[dict[str, float]] = field(default_factory=list)  # of intervals with a smaller step
+    clock: float = 0.0
+
+    def restart_clock(self) -> None:
+        """Exclude everything since the last step from training time."""
+        self.clock = time.perf_counter()
+
+    def end_step(self, window: list[Any], waited: float) -> float:
+        """Count a step's micro-batches and the time since the last one; returns its seconds."""
+        now = time.perf_counter()
+        seconds, self.clock = now - self.clock, now
+        self.seconds, self.waited, self.steps = self.seconds + seconds, self.waited + waited, self.steps + 1
+        for batch in window:
+            for name in ("real_tokens", "label_tokens", "padded_tokens", "sum_squared_lengths"):
+                self.counts[name] = self.counts.get(name, 0) + getattr(batch, name)
+            rows = len(batch.inputs["input_ids"]) if batch.real_tokens else 0  # 0: padding only
+            self.counts["rows"] = self.counts.get("rows", 0) + rows
+        return seconds
+
+    def read(
+        self,
+        total: Callable[[dict[str, int]], dict[str, int]],
+        slowest: Callable[[list[float]], list[float]],
+        *,
+        warm: bool,
+    ) -> dict[str, float]:
+        """Return the interval's metrics and start the next one.
+
+        `total` sums counts over ranks, `slowest` takes times of the slowest rank. Rates count for the run's
+        medians if it is `warm`.
+        """
+        counts = total(self.counts)
+        seconds, waited = slowest([self.seconds, self.waited])
+        out = {
+            "perf/tokens_per_second": tokens_per_second(counts["real_tokens"], seconds),
+            "perf/label_tokens_per_second": tokens_per_second(counts["label_tokens"], seconds),
+            "perf/padded_tokens_per_second": tokens_per_second(counts["padded_tokens"], seconds),
+            "perf/step_seconds": seconds / self.steps,
+            "perf/data_wait_share": waited / seconds,
+        }
+        if self.shape is not None:
+            tokens, pairs = counts["real_tokens"], counts["sum_squared_lengths"]
+            flops = model_flops(self.shape, tokens=tokens, sum_squared_lengths=pairs)
+            tflops = flops / seconds / self.world_size / 1e12
+            out["perf/model_tflops_per_gpu"] = tflops
+            out |= {f"perf/mfu_{p}": mfu(tflops, peak) for p, peak in self.peaks.items() if peak}
+        if warm and not self.profiled and not self.emulated:
+            full = counts["rows"] >= self.full_rows * self.steps
+            (self.rates if full else self.short_rates).append({n: out[n] for n in RATES if n in out})
+        self.seconds = self.waited = 0.0
+        self.steps, self.counts, self.profiled = 0, {}, False
+        return {name.replace("perf/", "emulated/"): v for name, v in out.items()} if self.emulated else out
+
+    def medians(self) -> dict[str, float]:
+        """Return the median rates after warm-up, by metric name without its group."""
+        counted = self.rates or self.short_rates
+        names = counted[0] if counted else ()
+        return {name.removeprefix("perf/"): median(rates[name] for rates in counted) for name in names}
