@@ -37,8 +37,8 @@ from te_models.weights import (
     fill_named,
     load_te,
     refuse_damaged_files,
-    require_safetensors,
     te_to_hf,
+    tensor_files,
     weight_files,
 )
 
@@ -97,7 +97,7 @@ def plan_model(
             )
     weights = None if random else _find_weights(name, cache_dir)
     if use_te and weights:
-        require_safetensors(weights)
+        tensor_files(weights)  # refuse missing files before anything is loaded
     if weights and getattr(config, "tie_word_embeddings", False) and _has_own_head(weights):
         config.tie_word_embeddings = False
     return ModelPlan(name, config, weights, trust_remote_code)

@@ -1,4 +1,8 @@
-"""Dimensions of the supported models, so that they can be built from random weights without a download."""
+"""Configurations of the supported models, so that they can be built from random weights without a download.
+
+All values are those of the published config.json files; see also the tables in https://arxiv.org/abs/2407.21783
+(Llama 3), 2412.15115 (Qwen2.5), 2505.09388 (Qwen3) and 2310.06825 (Mistral).
+"""
 
 from __future__ import annotations
 
@@ -6,173 +10,120 @@ import difflib
 from typing import Any
 
 
-def _llama3(
-    hidden: int, layers: int, heads: int, ffn: int, *, head_dim: int, tied: bool, factor: float
-) -> dict:
-    """Llama 3.x: https://arxiv.org/abs/2407.21783, table 3, and the published config.json files."""
+def _shape(hidden_size: int, layers: int, heads: int, groups: int, ffn: int, **rest: Any) -> dict[str, Any]:
     return {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": head_dim,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": tied,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-    }
-
-
-_LLAMA_32_1B = _llama3(2048, 16, 32, 8192, head_dim=64, tied=True, factor=32.0)
-_LLAMA_32_3B = _llama3(3072, 28, 24, 8192, head_dim=128, tied=True, factor=32.0)
-_LLAMA_31_8B = _llama3(4096, 32, 32, 14336, head_dim=128, tied=False, factor=8.0)
-_LLAMA_31_70B = _llama3(8192, 80, 64, 28672, head_dim=128, tied=False, factor=8.0)
-_LLAMA_31_405B = _llama3(16384, 126, 128, 53248, head_dim=128, tied=False, factor=8.0)
-_LLAMA_3 = {
-    "max_position_embeddings": 8192,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-}
-_LLAMA_3_8B, _LLAMA_3_70B = _LLAMA_31_8B | _LLAMA_3, _LLAMA_31_70B | _LLAMA_3
-_LLAMA_3_INSTRUCT = {"eos_token_id": 128009}
-_LLAMA_INSTRUCT = {"eos_token_id": [128001, 128008, 128009]}  # from 3.1 on
-
-
-def _qwen25(
-    hidden: int, layers: int, heads: int, groups: int, ffn: int, *, tied: bool = False, vocab: int = 152064
-) -> dict:
-    """Qwen2.5 base models: https://arxiv.org/abs/2412.15115, table 1, and the published config.json files."""
-    return {
-        "model_type": "qwen2",
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
+        "hidden_size": hidden_size,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
-        "vocab_size": vocab,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": tied,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-        "bos_token_id": 151643,
-        "eos_token_id": 151643,
+        "intermediate_size": ffn,
+        "tie_word_embeddings": False,
+        **rest,
     }
 
 
-def _qwen3(hidden: int, layers: int, heads: int, ffn: int, *, tied: bool = False) -> dict:
-    """Qwen3 dense: https://arxiv.org/abs/2505.09388, table 1, and the published config.json files."""
-    shape = _qwen25(hidden, layers, heads, 8, ffn, tied=tied, vocab=151936)
-    own = {"model_type": "qwen3", "head_dim": 128, "max_position_embeddings": 40960, "eos_token_id": 151645}
-    return shape | own
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
 
-_QWEN_25_05B = _qwen25(896, 24, 14, 2, 4864, tied=True, vocab=151936) | {"max_position_embeddings": 32768}
-_QWEN_25_15B = _qwen25(1536, 28, 12, 2, 8960, tied=True, vocab=151936)
-_QWEN_25_7B = _qwen25(3584, 28, 28, 4, 18944)
-_QWEN_25_14B = _qwen25(5120, 48, 40, 8, 13824) | {"rms_norm_eps": 1e-5}
+def _llama31(*shape: int, factor: float = 8.0, **rest: Any) -> dict[str, Any]:
+    scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    defaults = {
+        "model_type": "llama",
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": factor, **scaling},
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    }
+    return _shape(*shape, **defaults | rest)
+
+
+def _qwen25(*shape: int, **rest: Any) -> dict[str, Any]:
+    defaults = {
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        **_rope(1000000.0),
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+    }
+    return _shape(*shape, **defaults | rest)
+
+
+def _qwen3(*shape: int, **rest: Any) -> dict[str, Any]:
+    own = {"model_type": "qwen3", "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
+    return _qwen25(*shape, **own, eos_token_id=151645, **rest)
+
+
+_TIED = {"tie_word_embeddings": True}
+_LLAMA_32 = {"factor": 32.0, **_TIED}
+_8B, _70B = _llama31(4096, 32, 32, 8, 14336), _llama31(8192, 80, 64, 8, 28672)
+_405B = _llama31(16384, 126, 128, 8, 53248)
+_LLAMA_3 = {"max_position_embeddings": 8192, **_rope(500000.0)}
+_SMALL_QWEN = {"vocab_size": 151936, **_TIED}
+_MISTRAL_7B = _shape(4096, 32, 32, 8, 14336, model_type="mistral", head_dim=128, vocab_size=32768)
+_MISTRAL_7B |= {"max_position_embeddings": 32768, "sliding_window": None, "rms_norm_eps": 1e-5}
+_MISTRAL_7B |= {**_rope(1000000.0), "bos_token_id": 1, "eos_token_id": 2}
+# Every size is a multiple of 128, so the tiny models run in every recipe, block scaling included.
+_TINY = _shape(256, 3, 4, 2, 512, head_dim=64, vocab_size=2048, max_position_embeddings=2048)
+_TINY |= {"rms_norm_eps": 1e-6, **_TIED, **_rope(10000.0)}
+
+_TINY_MODELS = {
+    "tiny-llama": _TINY | {"model_type": "llama", "rms_norm_eps": 1e-5},
+    "tiny-qwen2": _TINY | {"model_type": "qwen2"},
+    "tiny-qwen3": _TINY | {"model_type": "qwen3", "head_dim": 128},  # heads wider than the hidden size
+    "tiny-mistral": _TINY | {"model_type": "mistral", "rms_norm_eps": 1e-5, "sliding_window": None},
+}
+_LLAMA_31 = {
+    "meta-llama/Llama-3.2-1B": _llama31(2048, 16, 32, 8, 8192, head_dim=64, **_LLAMA_32),
+    "meta-llama/Llama-3.2-3B": _llama31(3072, 28, 24, 8, 8192, **_LLAMA_32),
+    "meta-llama/Llama-3.1-8B": _8B,
+    "meta-llama/Llama-3.1-70B": _70B,
+    "meta-llama/Llama-3.1-405B": _405B,
+    "meta-llama/Meta-Llama-3.1-8B": _8B,
+    "meta-llama/Meta-Llama-3.1-70B": _70B,
+    "meta-llama/Meta-Llama-3.1-405B": _405B,
+}
+_LLAMA_3_MODELS = {
+    "meta-llama/Meta-Llama-3-8B": _8B | _LLAMA_3,
+    "meta-llama/Meta-Llama-3-70B": _70B | _LLAMA_3,
+}
+_QWEN_25 = {
+    "Qwen/Qwen2.5-0.5B": _qwen25(896, 24, 14, 2, 4864, max_position_embeddings=32768, **_SMALL_QWEN),
+    "Qwen/Qwen2.5-1.5B": _qwen25(1536, 28, 12, 2, 8960, **_SMALL_QWEN),
+    "Qwen/Qwen2.5-7B": _qwen25(3584, 28, 28, 4, 18944),
+    "Qwen/Qwen2.5-14B": _qwen25(5120, 48, 40, 8, 13824, rms_norm_eps=1e-5),
+}
+_QWEN_3 = {
+    "Qwen/Qwen3-0.6B": _qwen3(1024, 28, 16, 8, 3072, **_TIED),
+    "Qwen/Qwen3-4B": _qwen3(2560, 36, 32, 8, 9728, **_TIED),
+    "Qwen/Qwen3-8B": _qwen3(4096, 36, 32, 8, 12288),
+    "Qwen/Qwen3-14B": _qwen3(5120, 40, 40, 8, 17408),
+}
+
+
+def _variants(models: dict[str, Any], suffix: str, **changes: Any) -> dict[str, Any]:
+    return models | {name + suffix: config | changes for name, config in models.items()}
+
+
+_LLAMA_31_INSTRUCT = {"eos_token_id": [128001, 128008, 128009]}
 _QWEN_25_INSTRUCT = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "eos_token_id": 151645}
-
-_QWEN_3_06B = _qwen3(1024, 28, 16, 3072, tied=True)
-_QWEN_3_4B = _qwen3(2560, 36, 32, 9728, tied=True)
-_QWEN_3_8B = _qwen3(4096, 36, 32, 12288)
-_QWEN_3_14B = _qwen3(5120, 40, 40, 17408)
-_QWEN_3_BASE = {"max_position_embeddings": 32768, "eos_token_id": 151643}
-
-# https://arxiv.org/abs/2310.06825, table 1, and the published config.json, where v0.3 has no window.
-_MISTRAL_7B = {
-    "model_type": "mistral",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 32768,
-    "max_position_embeddings": 32768,
-    "sliding_window": None,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-# Every size is a multiple of 128, so the tiny models run under every recipe, block scaling included.
-_TINY_LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 2048,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}
-
 PRESETS: dict[str, dict[str, Any]] = {
-    "tiny-llama": _TINY_LLAMA,
-    "tiny-qwen2": _TINY_LLAMA | {"model_type": "qwen2", "rms_norm_eps": 1e-6},
-    # Its heads together are wider than the model, as Qwen3's are.
-    "tiny-qwen3": _TINY_LLAMA | {"model_type": "qwen3", "rms_norm_eps": 1e-6, "head_dim": 128},
-    "tiny-mistral": _TINY_LLAMA | {"model_type": "mistral", "sliding_window": None},
-    "meta-llama/Llama-3.2-1B": _LLAMA_32_1B,
-    "meta-llama/Llama-3.2-1B-Instruct": _LLAMA_32_1B | _LLAMA_INSTRUCT,
-    "meta-llama/Llama-3.2-3B": _LLAMA_32_3B,
-    "meta-llama/Llama-3.2-3B-Instruct": _LLAMA_32_3B | _LLAMA_INSTRUCT,
-    "meta-llama/Llama-3.1-8B": _LLAMA_31_8B,
-    "meta-llama/Llama-3.1-8B-Instruct": _LLAMA_31_8B | _LLAMA_INSTRUCT,
-    "meta-llama/Llama-3.1-70B": _LLAMA_31_70B,
-    "meta-llama/Llama-3.1-70B-Instruct": _LLAMA_31_70B | _LLAMA_INSTRUCT,
-    "meta-llama/Llama-3.1-405B": _LLAMA_31_405B,
-    "meta-llama/Llama-3.1-405B-Instruct": _LLAMA_31_405B | _LLAMA_INSTRUCT,
-    "meta-llama/Llama-3.3-70B-Instruct": _LLAMA_31_70B | _LLAMA_INSTRUCT,
-    "meta-llama/Meta-Llama-3.1-8B": _LLAMA_31_8B,
-    "meta-llama/Meta-Llama-3.1-8B-Instruct": _LLAMA_31_8B | _LLAMA_INSTRUCT,
-    "meta-llama/Meta-Llama-3.1-70B": _LLAMA_31_70B,
-    "meta-llama/Meta-Llama-3.1-70B-Instruct": _LLAMA_31_70B | _LLAMA_INSTRUCT,
-    "meta-llama/Meta-Llama-3.1-405B": _LLAMA_31_405B,
-    "meta-llama/Meta-Llama-3.1-405B-Instruct": _LLAMA_31_405B | _LLAMA_INSTRUCT,
-    "meta-llama/Meta-Llama-3-8B": _LLAMA_3_8B,
-    "meta-llama/Meta-Llama-3-8B-Instruct": _LLAMA_3_8B | _LLAMA_3_INSTRUCT,
-    "meta-llama/Meta-Llama-3-70B": _LLAMA_3_70B,
-    "meta-llama/Meta-Llama-3-70B-Instruct": _LLAMA_3_70B | _LLAMA_3_INSTRUCT,
-    "Qwen/Qwen2.5-0.5B": _QWEN_25_05B,
-    "Qwen/Qwen2.5-0.5B-Instruct": _QWEN_25_05B | _QWEN_25_INSTRUCT,
-    "Qwen/Qwen2.5-1.5B": _QWEN_25_15B,
-    "Qwen/Qwen2.5-1.5B-Instruct": _QWEN_25_15B | _QWEN_25_INSTRUCT,
-    "Qwen/Qwen2.5-7B": _QWEN_25_7B,
-    "Qwen/Qwen2.5-7B-Instruct": _QWEN_25_7B | _QWEN_25_INSTRUCT,
-    "Qwen/Qwen2.5-14B": _QWEN_25_14B,
-    "Qwen/Qwen2.5-14B-Instruct": _QWEN_25_14B | _QWEN_25_INSTRUCT,
-    "Qwen/Qwen3-0.6B": _QWEN_3_06B,
-    "Qwen/Qwen3-0.6B-Base": _QWEN_3_06B | _QWEN_3_BASE,
-    "Qwen/Qwen3-4B": _QWEN_3_4B,
-    "Qwen/Qwen3-4B-Base": _QWEN_3_4B | _QWEN_3_BASE,
-    "Qwen/Qwen3-8B": _QWEN_3_8B,
-    "Qwen/Qwen3-8B-Base": _QWEN_3_8B | _QWEN_3_BASE,
-    "Qwen/Qwen3-14B": _QWEN_3_14B,
-    "Qwen/Qwen3-14B-Base": _QWEN_3_14B | _QWEN_3_BASE,
+    **_TINY_MODELS,
+    **_variants(_LLAMA_31, "-Instruct", **_LLAMA_31_INSTRUCT),
+    "meta-llama/Llama-3.3-70B-Instruct": _70B | _LLAMA_31_INSTRUCT,
+    **_variants(_LLAMA_3_MODELS, "-Instruct", eos_token_id=128009),
+    **_variants(_QWEN_25, "-Instruct", **_QWEN_25_INSTRUCT),
+    **_variants(_QWEN_3, "-Base", max_position_embeddings=32768, eos_token_id=151643),
     "mistralai/Mistral-7B-v0.3": _MISTRAL_7B,
     "mistralai/Mistral-7B-Instruct-v0.3": _MISTRAL_7B,
 }
 
-# Presets that exist nowhere else: their weights are always random, their tokenizer is the demo's.
-LOCAL_PRESETS = frozenset(name for name in PRESETS if "/" not in name)
+LOCAL_PRESETS = frozenset(_TINY_MODELS)  # not on the hub: random weights, the demo's tokenizer
 
 
 def closest_preset(name: str) -> str | None:

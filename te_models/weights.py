@@ -14,7 +14,6 @@ import re
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -149,74 +148,28 @@ class RandomSource(WeightSource):
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class SafetensorsSource(WeightSource):
-    """Tensors of a folder's `*.safetensors`, from which only the requested rows are read."""
-
-    def __init__(self, folder: Path):
-        self.name = str(folder)
-        files = require_safetensors(folder)
-        if files is None:
-            with _readable(folder / SINGLE), safe_open(folder / SINGLE, framework="pt") as handle:
-                files = dict.fromkeys(handle.keys(), SINGLE)
-        # Old checkpoints carry RoPE tables as weights; they follow from the configuration.
-        self._files = {k: folder / f for k, f in files.items() if not k.endswith("rotary_emb.inv_freq")}
-        self._open: dict[Path, Any] = {}
-        self._shapes = {key: torch.Size(self._slice(key).get_shape()) for key in self._files}
-
-    def shapes(self) -> dict[str, torch.Size]:
-        return self._shapes
-
-    def rows(self, key: str, start: int, stop: int) -> Tensor:
-        return self._slice(key)[start:stop]
-
-    def _slice(self, key: str) -> Any:
-        path = self._files[key]
-        with _readable(path):
-            if path not in self._open:
-                self._open[path] = safe_open(path, framework="pt")
-            return self._open[path].get_slice(key)
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except SafetensorError as error:
-        raise _damaged(path, error) from None
-
-
-def _damaged(path: Path, error: Exception) -> UserError:
-    reason = f"{path.name} is damaged ({type(error).__name__}: {first_line(error)}); download it again"
-    return bad_setting(reason, model_name=path.parent)
-
-
 def weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files of a model; the folder may hold the same weights in other layouts."""
-    names = sorted({*(_read_index(folder) or {}).values()}) or [SINGLE]
-    return [folder / name for name in names if (folder / name).exists()]
+    """List the safetensors files of a model, which exclude the same weights in other layouts; [] if none."""
+    if (folder / SINGLE).exists():  # transformers, too, prefers the single file to the index
+        return [folder / SINGLE]
+    return sorted({*tensor_files(folder).values()}) if (folder / INDEX).exists() else []
 
 
-def _read_index(folder: Path) -> dict[str, str] | None:
-    """Return the file of each tensor, or None if one file holds them all."""
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Return the safetensors file of each tensor. UserError if a file is missing or damaged."""
     index = folder / INDEX
-    if (folder / SINGLE).exists() or not index.exists():  # transformers, too, prefers the single file
-        return None
-    try:
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(index, error) from None
-
-
-def require_safetensors(folder: Path) -> dict[str, str] | None:
-    """Return the file of each tensor (None: all in one). UserError if a file is missing."""
-    files = _read_index(folder)
-    missing = sorted(name for name in {*(files or {SINGLE: SINGLE}).values()} if not (folder / name).exists())
-    if missing and files is None:
+    if (folder / SINGLE).exists():
+        return dict.fromkeys(_open(folder / SINGLE).keys(), folder / SINGLE)
+    if not index.exists():
         raise bad_setting(
             f"no {SINGLE} or {INDEX} there; give a folder with safetensors weights, or --init random",
             model_name=folder,
         )
-    if missing:
+    try:
+        files = {key: folder / name for key, name in json.loads(index.read_bytes())["weight_map"].items()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(index, error) from None
+    if missing := sorted(path.name for path in {*files.values()} if not path.exists()):
         raise bad_setting(f"weight file {missing[0]} is missing; download it again", model_name=folder)
     return files
 
@@ -231,6 +184,41 @@ def refuse_damaged_files(folder: Path) -> None:
             torch.load(path, map_location="meta", weights_only=True)
         except Exception as error:  # damaged bytes raise any type
             raise _damaged(path, error) from None
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    reason = f"{path.name} is damaged ({type(error).__name__}: {first_line(error)}); download it again"
+    return bad_setting(reason, model_name=path.parent)
+
+
+class SafetensorsSource(WeightSource):
+    """Tensors of a folder's `*.safetensors`, from which only the requested rows are read."""
+
+    def __init__(self, folder: Path):
+        self.name, self._slices = str(folder), {}
+        files = tensor_files(folder)
+        handles = {path: _open(path) for path in {*files.values()}}
+        for key, path in files.items():
+            if key.endswith("rotary_emb.inv_freq"):  # of old checkpoints; it follows from the configuration
+                continue
+            try:
+                self._slices[key] = handles[path].get_slice(key)
+            except SafetensorError as error:  # the index names a tensor that the file lacks
+                raise _damaged(path, error) from None
+        self._shapes = {key: torch.Size(part.get_shape()) for key, part in self._slices.items()}
+
+    def shapes(self) -> dict[str, torch.Size]:
+        return self._shapes
+
+    def rows(self, key: str, start: int, stop: int) -> Tensor:
+        return self._slices[key][start:stop]
 
 
 # Loading by row numbers.

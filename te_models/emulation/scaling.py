@@ -7,8 +7,8 @@ and yield new scales. Those of the gradients do so when the backward pass has re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -61,35 +61,46 @@ class Region:
     has_first: bool = False  # a module was chosen to update the gradients' scales
 
 
+@dataclass
+class Pass:
+    """Pass over a checkpointed function: the first one records scales, a recomputation replays them."""
+
+    recorded: dict[Fp8Module, list[Tensor]]
+    replays: bool
+    calls: dict[Fp8Module, int] = field(default_factory=dict)
+
+    def scales(self, module: Fp8Module, current: Tensor) -> Tensor | None:
+        """Return the first pass's scales [n] in a recomputation, or None in the first pass."""
+        if not self.replays:
+            self.recorded.setdefault(module, []).append(current.clone())
+            return None
+        call = self.calls[module] = self.calls.get(module, -1) + 1
+        return self.recorded[module][call]
+
+
 class Current:
-    """Innermost recipe, nesting and region of the autocasts that are open, and the checkpointed pass."""
+    """Recipe of the innermost autocast, region of the outermost one, and checkpointed pass in progress."""
 
     recipe: Recipe | None = None
-    depth = 0
     region: Region | None = None
     checkpointed: Pass | None = None
 
 
-class autocast(AbstractContextManager):
+@contextmanager
+def autocast(enabled: bool = True, recipe: Recipe | None = None) -> Iterator[None]:
     """Run FP8 layers in `recipe`; of nested contexts the innermost counts."""
-
-    def __init__(self, enabled: bool = True, recipe: Recipe | None = None):
-        assert recipe or not enabled, "TE would choose a recipe by itself"
-        self.recipe = recipe if enabled else None
-
-    def __enter__(self) -> autocast:
-        self.outer = Current.recipe
-        if Current.depth == 0:
-            Current.region = Region()
-        Current.recipe, Current.depth = self.recipe, Current.depth + 1
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        Current.recipe, Current.depth = self.outer, Current.depth - 1
-        if Current.depth == 0:
-            region, Current.region = Current.region, None
-            if self.recipe and torch.is_grad_enabled():
-                update_scales(region.modules, "scaling_fwd")
+    assert recipe or not enabled, "TE would choose a recipe by itself"
+    outer, is_outermost = Current.recipe, Current.region is None
+    Current.recipe = recipe if enabled else None
+    region = Current.region = Current.region or Region()
+    try:
+        yield
+    finally:
+        Current.recipe = outer
+        if is_outermost:
+            Current.region = None
+    if is_outermost and enabled and torch.is_grad_enabled():
+        update_scales(region.modules, "scaling_fwd")
 
 
 class Fp8Module(nn.Module):
@@ -201,31 +212,13 @@ def next_scales(
     return torch.where(used, rolled, history), torch.where(computable, new, scale)
 
 
-class Pass(AbstractContextManager):
-    """Pass over a checkpointed function: the first one records scales, its recomputations replay them."""
-
-    def __init__(self, recorded: dict[Fp8Module, list[Tensor]], *, again: autocast | None = None):
-        self.recorded, self.again = recorded, again
-
-    def __enter__(self) -> Pass:
-        if self.again:
-            self.again.__enter__()
-        self.outer, Current.checkpointed = Current.checkpointed, self
-        self.calls: dict[Fp8Module, int] = {}
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        Current.checkpointed = self.outer
-        if self.again:
-            self.again.__exit__(*exception)
-
-    def scales(self, module: Fp8Module, current: Tensor) -> Tensor | None:
-        """Return the first pass's scales [n] in a recomputation, or None in the first pass."""
-        if not self.again:
-            self.recorded.setdefault(module, []).append(current.clone())
-            return None
-        call = self.calls[module] = self.calls.get(module, -1) + 1
-        return self.recorded[module][call]
+@contextmanager
+def _checkpointed(running: Pass) -> Iterator[None]:
+    outer, Current.checkpointed = Current.checkpointed, running
+    try:
+        yield
+    finally:
+        Current.checkpointed = outer
 
 
 def checkpoint(function: Callable, *args: Any, use_reentrant: bool = True, **kwargs: Any) -> Any:
@@ -233,15 +226,22 @@ def checkpoint(function: Callable, *args: Any, use_reentrant: bool = True, **kwa
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     recorded: dict[Fp8Module, list[Tensor]] = {}
-    first = Pass(recorded)
-    again = Pass(recorded, again=autocast(enabled=Current.recipe is not None, recipe=Current.recipe))
+    recipe = Current.recipe
+
+    @contextmanager
+    def recomputation() -> Iterator[None]:
+        with autocast(enabled=recipe is not None, recipe=recipe), _checkpointed(Pass(recorded, replays=True)):
+            yield
+
+    def first_pass() -> AbstractContextManager:
+        return _checkpointed(Pass(recorded, replays=False))
+
     if not use_reentrant:
-        return torch_checkpoint(
-            function, *args, use_reentrant=False, context_fn=lambda: (first, again), **kwargs
-        )
+        contexts = first_pass(), recomputation()
+        return torch_checkpoint(function, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
 
     def run(*inputs: Any) -> Any:
-        with again if torch.is_grad_enabled() else first:
+        with recomputation() if torch.is_grad_enabled() else first_pass():
             return function(*inputs, **kwargs)
 
     return torch_checkpoint(run, *args, use_reentrant=True)
