@@ -34,7 +34,7 @@ from training.checkpoint.store import Checkpoints
 from training.config import Config
 from training.kernels import choose_kernels
 from training.parallel import ranks
-from training.parallel.memory_plan import MemoryPlan, plan_memory
+from training.parallel.choose import MemoryPlan, plan_memory
 from training.parallel.ranks import print_rank0
 from training.parallel.strategies import Strategy
 from training.parallel.watchdog import DATA_SECONDS, Watchdog

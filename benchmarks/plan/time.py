@@ -1,108 +1,114 @@
 """Time of a training step: counted FLOPs and bytes over rates measured on one H200, and communication.
 
-The rates are shares of a GPU's peaks, so other GPUs are planned as if their kernels were as good as the
-H200's. They come from the kernel profile of Llama 3.1 8B under delayed scaling (8,192 tokens, 575 ms a step)
-unless a comment says otherwise. T, D, Q, K, F, V as in plan_memory.py.
+Rates are shares of a GPU's peaks: other GPUs are planned as if their kernels were as good as the H200's. They
+come from the kernel profile of Llama 3.1 8B under delayed scaling (8,192 tokens, 575 ms a step) unless a
+comment names another source.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from benchmarks.plan.job import Job
+from core.errors import bad_setting
 from core.recipes import BF16_COSTS, RECIPES, costs_of
+from training.parallel.memory import Job
 from training.tracking.metrics import PEAK_TFLOPS, attention_flops
 
 
 class Gpu(NamedTuple):
-    """What a plan needs to know of a GPU: dense peaks in TFLOP/s, memory in GB, bandwidths in bytes/s."""
+    """Figures of a GPU: memory in GB, dense peaks in TFLOP/s, bandwidths in bytes/s."""
 
     memory_gb: float
     bf16_tflops: float
     fp8_tflops: float | None
     memory_bandwidth: float
     link_bandwidth: float  # to the other GPUs of a node, one direction
+    architecture: str | None = None  # as `core.recipes` names it
 
 
-def _gpu(name: str, memory_gb: float, memory_tbs: float, link_gbs: float) -> Gpu:
+def _gpu(name: str, memory_gb: float, memory_tbs: float, link_gbs: float, architecture: str) -> Gpu:
     peaks = PEAK_TFLOPS[name]
-    return Gpu(memory_gb, peaks.bf16, peaks.fp8, memory_tbs * 1e12, link_gbs * 1e9)
+    return Gpu(memory_gb, peaks.bf16, peaks.fp8, memory_tbs * 1e12, link_gbs * 1e9, architecture)
 
 
-# Memory as CUDA reports it (H200) or as the datasheet's GiB or GB make; bandwidths from NVIDIA's datasheets,
+# Memory as CUDA reports it (H200), or from the datasheet's GiB or GB. Bandwidths from NVIDIA's datasheets,
 # NVLink and PCIe halved to one direction.
 GPUS: dict[str, Gpu] = {
-    "A100": _gpu("A100", 85.1, 2.04, 300),  # SXM, 80 GB
-    "H100": _gpu("H100", 85.1, 3.35, 450),
-    "H100 NVL": _gpu("H100 NVL", 100.0, 3.9, 300),
-    "H200": _gpu("H200", 150.1, 4.8, 450),
-    "GH200": _gpu("GH200", 150.1, 4.9, 450),  # 144 GB HBM3e
-    "B200": _gpu("B200", 191.0, 8.0, 900),
-    "GB200": _gpu("GB200", 198.0, 8.0, 900),
-    "B300": _gpu("B300", 288.0, 8.0, 900),
-    "L40S": _gpu("L40S", 47.7, 0.864, 32),
-    "RTX 4090": _gpu("RTX 4090", 25.3, 1.008, 32),
-    "RTX 5090": _gpu("RTX 5090", 33.7, 1.792, 64),
+    "A100": _gpu("A100", 85.1, 2.04, 300, "Ampere"),  # SXM, 80 GB
+    "H100": _gpu("H100", 85.1, 3.35, 450, "Hopper"),
+    "H100 NVL": _gpu("H100 NVL", 100.0, 3.9, 300, "Hopper"),
+    "H200": _gpu("H200", 150.1, 4.8, 450, "Hopper"),
+    "GH200": _gpu("GH200", 150.1, 4.9, 450, "Hopper"),  # 144 GB HBM3e
+    "B200": _gpu("B200", 191.0, 8.0, 900, "Blackwell"),
+    "GB200": _gpu("GB200", 198.0, 8.0, 900, "Blackwell"),
+    "B300": _gpu("B300", 288.0, 8.0, 900, "Blackwell"),
+    "L40S": _gpu("L40S", 47.7, 0.864, 32, "Ada"),
+    "RTX 4090": _gpu("RTX 4090", 25.3, 1.008, 32, "Ada"),
+    "RTX 5090": _gpu("RTX 5090", 33.7, 1.792, 64, "RTX Blackwell"),
 }
 
 HEAD_SHARE = 0.725  # LM head, BF16: 25.8 TFLOP in 36 ms
 FP8_HEAD_SHARE = 0.63  # with its casts: the 8B's 25.8 TFLOP in 21 ms
-# Attention by head size d is E * d / (d + d0): exponentials cost the same for every d. cuDNN's, d = 128: 52.8
-# TFLOP in 142 ms; d = 64: what is left of the 1B's 157 ms step. FlashAttention 4's: 123 ms; 11 ms less.
+# Attention with head size d reaches E * d / (d + d0): exponentials cost the same for every d. cuDNN, d = 128:
+# 52.8 TFLOP in 142 ms; d = 64: the remainder of the 1B's 157 ms step. FlashAttention 4: 123 ms; 11 ms less.
 ATTENTION = {"cudnn": (0.60, 78.0), "flash": (0.574, 42.0)}
 ATTENTION_FORWARD = 0.25  # forward's share of attention: 35 of 142 ms
 # Elementwise kernels reach 2 to 4.3 TB/s of the H200's 4.8 (SwiGLU 3.5, norms 3.1, casts 3.9, adds 4.3).
 BANDWIDTH_SHARE = 0.70
-# The optimizer: 26 bytes a parameter in 50.5 ms for the 8B's 8.03e9.
-ADAM_SHARE = 0.86
-TE_ADAM_SHARE = 0.415  # TE's FusedAdam, with which older runs were made: 105 ms
-IDLE = 0.03  # of a step that no kernel of the profile accounts for
-# NVLink: what NCCL reaches of a link's peak. Of transfers within a node 0.7 is paid for in spite of overlap:
-# they share multiprocessors and memory with the kernels (1B ddp, 8B fsdp_grad and fsdp_full on 4 GPUs).
+ADAM_SHARE = 0.86  # the suite's AdamW: 26 bytes a parameter in 50.5 ms for the 8B's 8.03e9
+TE_ADAM_SHARE = 0.415  # TE's FusedAdam, which steps FP8 weights: 105 ms; torch's in ZeRO is as slow
+IDLE = 0.03  # share of a step without any kernel in the profile
+# NCCL reaches 0.75 of an NVLink's peak. Of a transfer within a node 0.7 is exposed in spite of overlap: it
+# shares multiprocessors and memory with the kernels (1B ddp, 8B fsdp_grad and fsdp_full on 4 GPUs).
 LINK_SHARE, EXPOSED = 0.75, 0.70
-# The CPU's part: launching forward and backward of one layer; gsm-4gpu-fsdp_full-bf16 waits for it (85 ms, 16
-# layers, 3,072 tokens), no other recorded run does.
+# The CPU launches forward and backward of a layer in this time; gsm-4gpu-fsdp_full-bf16 waits for it (85 ms,
+# 16 layers, 3,072 tokens), no other recorded run does.
 LAUNCH_SECONDS = 5e-3
-# DeepSpeed: ZeRO 1 and 2 copy gradients into buckets and out of them, gather weights after the step, and
-# hide little of it; bytes a parameter, from 1B and 3B on two and four GPUs. ZeRO 3's hooks on every module
-# keep the CPU 12 to 17 ms a layer.
+# DeepSpeed: ZeRO 1 and 2 copy gradients into and out of buckets, gather weights after the step, and overlap
+# little of it; bytes a parameter, from 1B and 3B on two and four GPUs. ZeRO 3's hooks on every module keep
+# the CPU busy for 12 to 17 ms a layer.
 ZERO_COPIED = {1: 110, 2: 87}
 ZERO3_LAUNCH_SECONDS = 15e-3
-HOP_SECONDS = 10e-6  # a node's turn in a ring across nodes; assumed, not measured
+HOP_SECONDS = 10e-6  # per node of a ring across nodes; assumed, not measured
 OPTIMIZER_HOST_BANDWIDTH = 40e9  # CPU offload: one GPU's share of a host's PCIe and memory, 16 cores each
 
 
 def _gemm_seconds(job: Job, gpu: Gpu) -> float:
-    """Linear layers: forward, again where it is recomputed, and two gradients."""
+    """Linear layers: forward, once more if recomputed, dgrad and wgrad."""
     flops = 2.0 * job.model.gemm_weights * job.tokens
     passes = 4 if job.recompute else 3
     bf16 = flops / (gpu.bf16_tflops * 1e12 * BF16_COSTS.gemm_share)
     if job.recipe == "bf16":
         return passes * bf16
     if gpu.fp8_tflops is None:
-        raise ValueError("--mixed_precision fp8: this GPU has no FP8 peak; give --fp8_tflops, or use bf16")
+        raise bad_setting("this GPU has no FP8 peak; add --fp8_tflops, or use bf16", mixed_precision="fp8")
     fp8 = flops / (gpu.fp8_tflops * 1e12 * costs_of(job.recipe).gemm_share)
     low = (passes - 1) * fp8 + bf16 if RECIPES[job.recipe].bf16_wgrad else passes * fp8
     return low * job.fp8_layers + passes * bf16 * (1 - job.fp8_layers)
 
 
 def _attention_seconds(job: Job, gpu: Gpu) -> float:
-    s = job.model.shape
-    flops = attention_flops(s, job.batch * job.length**2)
-    at_best, half = ATTENTION["flash" if job.flash_attention else "cudnn"]
+    s, length = job.model.shape, job.cfg.data.max_seq_length
+    flops = attention_flops(s, job.tokens * length)
+    at_best, half = ATTENTION["flash" if job.cfg.model.flash_attention else "cudnn"]
     share = at_best * s.head_dim / (s.head_dim + half)
     again = 1 + ATTENTION_FORWARD * job.recompute
     return again * flops / (gpu.bf16_tflops * 1e12 * share)
 
 
+def _head_seconds(job: Job, gpu: Gpu) -> float:
+    fp8 = job.cfg.precision.fp8_lm_head
+    tflops = gpu.fp8_tflops * FP8_HEAD_SHARE if fp8 else gpu.bf16_tflops * HEAD_SHARE
+    return 6.0 * job.model.head * job.tokens / (1e12 * tflops)
+
+
 def _elementwise_bytes(job: Job) -> float:
     """Memory traffic of norms, RoPE, residuals and SwiGLU, in BF16, forward and backward."""
     s = job.model.shape
-    queries, keys = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-    forward = 2 * (2 * 2 * s.hidden_size) + 2 * 2 * (queries + keys) + 2 * 6 * s.hidden_size
-    forward += 2 * 3 * s.ffn_hidden_size
-    backward = 2 * (2 * 3 * s.hidden_size) + 2 * 2 * (queries + keys) + 2 * 6 * s.hidden_size
-    backward += 2 * 5 * s.ffn_hidden_size
+    hidden, ffn = s.hidden_size, s.ffn_hidden_size
+    rope = 2 * 2 * (s.num_heads + s.num_kv_heads) * s.head_dim
+    forward = 2 * (2 * 2 * hidden) + rope + 2 * 6 * hidden + 2 * 3 * ffn
+    backward = 2 * (2 * 3 * hidden) + rope + 2 * 6 * hidden + 2 * 5 * ffn
     return s.num_layers * job.tokens * (forward * (2 if job.recompute else 1) + backward)
 
 
@@ -113,88 +119,82 @@ def _cast_bytes(job: Job) -> float:
     inputs = 2 * s.hidden_size + queries + s.ffn_hidden_size
     gradients = 2 * s.hidden_size + queries + 2 * keys + 2 * s.ffn_hidden_size
     values = s.num_layers * job.tokens * (inputs * (2 if job.recompute else 1) + gradients)
-    weights = job.model.gemm_weights * (1 if job.two_layouts else 1.5)  # cast again for backward
-    if job.keeps_fp8_weights:
+    weights = job.model.gemm_weights * (1 if job.keeps_fp8_weights else 1.5)  # cast again for backward
+    if job.caches_fp8_weights:
         weights /= job.accumulation
     return costs_of(job.recipe).cast_bytes * (values + weights) * job.fp8_layers
 
 
 def adam_bytes(job: Job) -> float:
-    """Traffic of the optimizer per parameter: weight, gradient, remainder and moments, read and written."""
-    return 2 * 2 + 2 + (2 * 2 if job.masters else 0) + 4 * job.moment_bytes
+    """Optimizer traffic per parameter: weight, gradient, remainder and moments, read and written."""
+    plan = job.optimizer
+    return 2 * 2 + 2 + (2 * 2 if plan.master_weights else 0) + 4 * plan.moment_dtype.itemsize
 
 
 def _optimizer_seconds(job: Job, gpu: Gpu) -> float:
     parameters = job.model.parameters / job.shard
-    if job.offload:
+    if job.sharding.offload:
         return 28 * parameters / OPTIMIZER_HOST_BANDWIDTH
-    share = TE_ADAM_SHARE if job.slow_adam else ADAM_SHARE
+    own = job.optimizer.kind == "fused_adamw" and not (job.gathers_fp8 and job.cfg.model.use_te)
     norm = 2 * parameters / (gpu.memory_bandwidth * BANDWIDTH_SHARE)
-    return adam_bytes(job) * parameters / (gpu.memory_bandwidth * share) + norm
+    return (
+        adam_bytes(job) * parameters / (gpu.memory_bandwidth * (ADAM_SHARE if own else TE_ADAM_SHARE)) + norm
+    )
 
 
 class Exchange(NamedTuple):
-    """What a sharding mode sends per GPU and step, before the ring's (n - 1) / n, and copies around it."""
+    """Traffic of a GPU in one step, before the ring's (n - 1) / n, and copies around it."""
 
-    within: float  # bytes among the GPUs of one copy, or of the job
-    across: float  # bytes among copies of the model (hsdp)
+    within: float  # bytes between the GPUs of one copy of the model, or of the job
+    across: float  # bytes between copies of the model (hsdp)
     copied: float  # bytes of memory traffic
     collectives: float
 
 
 def exchange(job: Job) -> Exchange:
     """Bytes of one step: weights gathered, in fsdp_grad once, and gradients of the last micro-batch."""
-    model, layers = job.model, job.model.shape.num_layers
+    model, layers, stage = job.model, job.model.shape.num_layers, job.sharding.stage
     if job.gpus == 1:
         return Exchange(0, 0, 0, 0)
     # Within a node BF16 pieces are summed on arrival; NCCL sums across nodes in FP32.
-    pieces = job.nodes == 1 and (job.accumulation == 1 or not job.sharded) and job.mode != "hsdp"
-    gradient = (2 if pieces or not job.grad_fp32 or job.zero else 4) * model.parameters
+    pieces = job.nodes == 1 and (job.accumulation == 1 or not job.fsdp) and not job.sharding.in_groups
+    in_fp32 = job.cfg.sharding.grad_reduce_dtype == "fp32"
+    gradient = (2 if pieces or not in_fp32 or stage else 4) * model.parameters
     if job.mode == "ddp":
         return Exchange(2 * gradient, 0, 6 * model.parameters, 2 * layers)
-    if job.zero in (1, 2):
-        rounds = job.accumulation if job.zero == 2 else 1
-        copied = ZERO_COPIED[job.zero] * model.parameters
+    if stage in (1, 2):
+        rounds = job.accumulation if stage == 2 else 1
+        copied = ZERO_COPIED[stage] * model.parameters
         return Exchange(rounds * gradient + 2 * model.parameters, 0, copied, 2 * layers)
-    gathers = 1 if job.mode == "fsdp_grad" else 2 * job.accumulation
-    weights = 2 * model.parameters - job.fp8_all_gather * model.gemm_weights
-    rounds = job.accumulation if job.zero else 1
-    across = 2 * gradient / job.shard if job.mode == "hsdp" else 0.0
+    gathers = 1 if job.sharding.gathers_once else 2 * job.accumulation
+    weights = 2 * model.parameters - job.gathers_fp8 * model.gemm_weights
+    rounds = job.accumulation if stage else 1
+    across = 2 * gradient / job.shard if job.sharding.in_groups else 0.0
     copied = (4 * gathers + 8 * rounds) * model.parameters
     return Exchange(gathers * weights + rounds * gradient, across, copied, layers * (gathers + rounds))
 
 
 def communication_seconds(job: Job, gpu: Gpu, network: float) -> float:
-    """Time on the wires if nothing hid it; `network` is one GPU's share of its node's, bytes/s a direction.
+    """Transfer time without overlap; `network` is one GPU's share of its node's, bytes/s in one direction.
 
     A ring over n GPUs sends (n - 1) / n of the bytes through every link. Across nodes a node's GPUs share the
-    ring out over their network cards, and every node adds a hop. The busier of links and network counts.
+    traffic over their network cards, and every node adds a hop. The busier of links and network counts.
     """
     sent, per_node = exchange(job), job.gpus_per_node
-    size = job.gpus if job.shard == 1 else job.shard
-    # Bytes, GPUs of a ring, those of them in one node, collectives: of a copy of the model, and among copies.
+    copies, close = job.gpus // job.shard, max(1, per_node // job.shard)
+    across = 2 * job.model.shape.num_layers if sent.across else 0
+    # Bytes, GPUs of a ring, those of them in one node, collectives: within and among copies of the model.
     rings = [
-        (sent.within, size, per_node, sent.collectives),
-        (
-            sent.across,
-            job.gpus // job.shard,
-            max(1, per_node // job.shard),
-            2 * job.model.shape.num_layers if sent.across else 0,
-        ),
+        (sent.within, job.gpus if job.shard == 1 else job.shard, per_node, sent.collectives),
+        (sent.across, copies, close, across),
     ]
     links = wires = hops = 0.0
-    for data, members, close, collectives in rings:
-        here, nodes = min(members, close), -(-members // close)
+    for data, members, in_node, collectives in rings:
+        here, nodes = min(members, in_node), -(-members // in_node)
         links += data * (here - 1) / here / (gpu.link_bandwidth * LINK_SHARE)
         wires += data * (nodes - 1) / nodes / (here * network)
         hops += (nodes - 1) * collectives
     return max(links, wires) + hops * HOP_SECONDS
-
-
-def _head_tflops(job: Job, gpu: Gpu) -> float:
-    if job.fp8_head:
-        return gpu.fp8_tflops * FP8_HEAD_SHARE
-    return gpu.bf16_tflops * HEAD_SHARE
 
 
 def step_seconds(job: Job, gpu: Gpu, *, network: float = 50e9) -> dict[str, float]:
@@ -203,7 +203,7 @@ def step_seconds(job: Job, gpu: Gpu, *, network: float = 50e9) -> dict[str, floa
     each = {
         "linear layers": _gemm_seconds(job, gpu),
         "attention": _attention_seconds(job, gpu),
-        "LM head": 6.0 * model.head * job.tokens / (1e12 * _head_tflops(job, gpu)),
+        "LM head": _head_seconds(job, gpu),
         "norms, SwiGLU, adds": _elementwise_bytes(job) / bandwidth,
         "FP8 casts": _cast_bytes(job) / bandwidth,
     }
@@ -211,12 +211,12 @@ def step_seconds(job: Job, gpu: Gpu, *, network: float = 50e9) -> dict[str, floa
     compute = sum(parts.values())
     parts["optimizer"] = _optimizer_seconds(job, gpu)
     wire = communication_seconds(job, gpu, network)
-    if job.offload:
+    if job.sharding.offload:
         wire += 2 * model.parameters * (2 * job.accumulation + 1) / job.gpus / OPTIMIZER_HOST_BANDWIDTH
     parts["copies around transfers"] = exchange(job).copied / bandwidth
     parts["exposed communication"] = max(EXPOSED * wire, wire - compute)
     parts["idle"] = IDLE * sum(parts.values())
-    launch = ZERO3_LAUNCH_SECONDS if job.zero == 3 else LAUNCH_SECONDS
+    launch = ZERO3_LAUNCH_SECONDS if job.sharding.stage == 3 else LAUNCH_SECONDS
     launches = launch * model.shape.num_layers * job.accumulation * (4 / 3 if job.recompute else 1)
     parts["waiting for the CPU"] = max(0.0, launches - sum(parts.values()))
     return parts

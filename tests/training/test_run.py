@@ -17,7 +17,14 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.report import main as report
-from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_IN_USE, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY
+from core.errors import (
+    EXIT_BAD_SETTING,
+    EXIT_FAILED,
+    EXIT_IN_USE,
+    EXIT_INTERRUPTED,
+    EXIT_OUT_OF_MEMORY,
+    UserError,
+)
 from te_models.build import plan_model
 from training import outcome
 from training import trainer as trainer_module
@@ -26,7 +33,7 @@ from training.checkpoint.resume import ResumePoint, check_resume, count_steps
 from training.checkpoint.run_folder import train_losses
 from training.config import config_from_dict, parse_config
 from training.optim.optimizer import plan_optimizer
-from training.parallel.memory_plan import check_memory
+from training.parallel.choose import check_memory
 from training.parallel.strategies import Strategy
 from training.run import main
 from training.trainer import Trainer
@@ -755,5 +762,5 @@ def test_what_a_gpu_cannot_hold_is_refused_unless_it_only_evaluates(max_steps):
     kept = Strategy(CPU), plan_optimizer(cfg.precision, on_gpu=True)
     if max_steps == 0:
         return check_memory(cfg, model, *kept, 10**6)
-    with pytest.raises(RuntimeError, match=r"--model_name tiny-llama, on one GPU: .* which has 0\.0 GB"):
+    with pytest.raises(UserError, match=r"--model_name tiny-llama, on one GPU: .* which has 0\.0 GB"):
         check_memory(cfg, model, *kept, 10**6)

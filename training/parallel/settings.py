@@ -24,6 +24,11 @@ class Mode:
     in_groups: bool = False  # shards within --hsdp_shard_size ranks, replicates across
     offload: bool = False  # weights and optimizer state live in host memory
 
+    @property
+    def master_home(self) -> Literal["device", "cpu", "zero"]:
+        """Where FP32 weights live."""
+        return "zero" if self.engine == "deepspeed" else "cpu" if self.offload else "device"
+
 
 # "single" runs without torchrun; the others are choices. `training.parallel.strategies` implements them.
 MODES: dict[str, Mode] = {

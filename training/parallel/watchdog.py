@@ -85,7 +85,7 @@ class Watchdog:
         self.beat(doing, limit=START_SECONDS)
 
     def run_on_all_ranks(self, doing: str, work: Callable[[], T], limit: float | None = None) -> list[T]:
-        """`ranks.run_on_all_ranks` before the first step; a rank late with `work` is behind those that wait."""
+        """`ranks.run_on_all_ranks` before the first step; a rank late with `work` counts as behind."""
         limit = START_SECONDS if limit is None else limit
 
         def watched() -> T:

@@ -43,13 +43,11 @@ class Zero(Strategy):
     reach into the optimizers of zero_settings.DEEPSPEED, which has no call for either.
     """
 
-    master_home = "zero"
     keeps_weights_gathered = False
     sums_micro_batches = False
 
-    def __init__(self, device: torch.device, cfg: Config):
-        super().__init__(device, cfg)
-        self.mode = cfg.sharding.mode
+    def __init__(self, device: torch.device, cfg: Config, mode: str):
+        super().__init__(device, cfg, mode)
         full = cfg.precision.mixed_precision == "fp32"
         name = cfg.sharding.deepspeed_config or self.mode
         dtype = torch.float32 if full else torch.bfloat16

@@ -37,7 +37,7 @@ from train_multi_gpu import join_torchrun
 from training import outcome, prepare, resolve, run
 from training.checkpoint.store import Checkpoints
 from training.config import config_from_dict
-from training.parallel import memory_plan, watchdog
+from training.parallel import choose, watchdog
 from training.parallel.ranks import PATIENCE, TORCHRUN, agree_on_start
 from training.parallel.watchdog import Watchdog
 from training.tracking.tracker import Tracker
@@ -706,8 +706,8 @@ def test_finishing_the_logs_may_take_longer_than_the_timeout(tmp_path):
 
 def with_another_opinion(rank: int) -> None:
     """Of the sharding mode, as a GPU of another size has."""
-    assert callable(memory_plan.choose_mode)
-    memory_plan.choose_mode = lambda *_, **__: (("ddp", "fsdp_full")[rank], "so")
+    assert callable(choose.memory.choose_mode)
+    choose.memory.choose_mode = lambda *_: (("ddp", "fsdp_full")[rank], "so")
 
 
 def test_the_first_rank_chooses_the_mode_for_all(tmp_path):

@@ -1,0 +1,148 @@
+"""A plan: memory and time of a job on one kind of GPU, and the flags with which it would fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from benchmarks.plan.job import build_job
+from benchmarks.plan.time import Gpu, step_seconds
+from core.errors import UserError
+from training.config import Config, config_from_dict
+from training.parallel.memory import Job, host_bytes, peak
+from training.tracking.metrics import model_flops
+
+# CUDA's context, NCCL and fragmentation: the recorded 8B run with 147.6 GB of tensors ran in 150.1 GB.
+RESERVED = 2e9
+# Flags that make a job smaller, and the settings they change. --batch_size becomes the largest that fits.
+SMALLER_BATCH = "--batch_size"
+SMALLER: dict[str, dict[str, Any]] = {
+    SMALLER_BATCH: {"batch_size": 1},
+    "--gradient_checkpointing": {"gradient_checkpointing": True},
+    "--sharding_mode fsdp_full": {"sharding_mode": "fsdp_full", "hsdp_shard_size": None},
+    "--sharding_mode fsdp_offload": {"sharding_mode": "fsdp_offload", "hsdp_shard_size": None},
+    "--moment_dtype bf16": {"moment_dtype": "bf16"},
+    "--grad_reduce_dtype bf16": {"grad_reduce_dtype": "bf16"},
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Prediction for one job: bytes and seconds by part."""
+
+    job: Job
+    gpu: Gpu
+    network_gbs: float
+    memory: dict[str, float]
+    seconds: dict[str, float]
+    refusal: str | None  # why training would refuse the mode that auto chooses
+
+    @property
+    def peak(self) -> float:
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= room(self.gpu)
+
+    @property
+    def step(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def largest_batch(self) -> int:
+        return largest_batch(self.job, room(self.gpu))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Throughput of all GPUs together."""
+        return self.job.tokens * self.job.accumulation * self.job.gpus / self.step
+
+    @property
+    def tflops(self) -> float:
+        """Model TFLOP/s of one GPU."""
+        tokens, length = self.job.tokens * self.job.accumulation, self.job.cfg.data.max_seq_length
+        flops = model_flops(self.job.model.shape, tokens=tokens, sum_squared_lengths=tokens * length)
+        return flops / self.step / 1e12
+
+    def days(self, tokens: float) -> float:
+        return tokens / (self.tokens_per_second * 86_400)
+
+    def host_gb(self) -> tuple[float, float]:
+        """GB of each node's memory that offloading keeps, and that a save needs in addition."""
+        kept, saving = host_bytes(self.job)
+        each = self.job.model.parameters / self.job.nodes / 1e9
+        return kept * each, saving * each
+
+
+def room(gpu: Gpu) -> float:
+    """Bytes of a GPU that tensors can use."""
+    return gpu.memory_gb * 1e9 - RESERVED
+
+
+def make_plan(cfg: Config, gpu: Gpu, *, gpus: int, gpus_per_node: int = 8, network_gbs: float = 50.0) -> Plan:
+    """Predict a training command on `gpus` GPUs. `network_gbs` is a GPU's share of its node's network."""
+    job, refusal = build_job(cfg, gpu=int(gpu.memory_gb * 1e9), gpus=gpus, gpus_per_node=gpus_per_node)
+    return Plan(job, gpu, network_gbs, peak(job), step_seconds(job, gpu, network=network_gbs * 1e9), refusal)
+
+
+def replan(plan: Plan, settings: dict[str, Any]) -> Plan:
+    """Plan the same GPUs with other settings."""
+    job = plan.job
+    return make_plan(
+        config_from_dict(settings),
+        plan.gpu,
+        gpus=job.gpus,
+        gpus_per_node=job.gpus_per_node,
+        network_gbs=plan.network_gbs,
+    )
+
+
+def largest_batch(job: Job, room: float) -> int:
+    """Largest micro-batch whose peak is at most `room` bytes; 0 if one sequence does not fit."""
+
+    def fits(batch: int) -> bool:
+        cfg = replace(job.cfg, optim=replace(job.cfg.optim, batch_size=batch))
+        return sum(peak(replace(job, cfg=cfg)).values()) <= room
+
+    low, high = 0, 1
+    while fits(high) and high < 2**20:
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def fewest_changes(plan: Plan) -> dict[str, Plan]:
+    """Return plans that fit where this one does not, by the flags to add: as few as possible, {} if none do.
+
+    A flag that is set already changes nothing, so it is never among the fewest.
+    """
+    settings = plan.job.cfg.to_dict()
+    for count in range(1, len(SMALLER) + 1):
+        found = {}
+        for flags in combinations(SMALLER, count):
+            changed = settings | {name: value for flag in flags for name, value in SMALLER[flag].items()}
+            other = _fitting(plan, changed)
+            if other and SMALLER_BATCH in flags:
+                other = _fitting(plan, changed | {"batch_size": other.largest_batch})
+            if other:
+                batch = f"{SMALLER_BATCH} {other.job.cfg.optim.batch_size}"
+                shown = " ".join(batch if flag == SMALLER_BATCH else flag for flag in flags)
+                if settings["hsdp_shard_size"] and not other.job.sharding.in_groups:
+                    shown += " without --hsdp_shard_size"
+                found[shown] = other
+        if found:
+            return found
+    return {}
+
+
+def _fitting(plan: Plan, settings: dict[str, Any]) -> Plan | None:
+    """Plan these settings; None if training refuses them or they do not fit."""
+    try:
+        other = replan(plan, settings)
+    except UserError:
+        return None
+    return other if other.fits and not other.refusal else None

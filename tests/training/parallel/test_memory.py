@@ -1,0 +1,156 @@
+"""The memory model: what `auto` chooses, what is refused, and the terms of every sharding mode."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from core.errors import UserError
+from core.packages import ROOT
+from te_models.loss import CHUNK_BYTES
+from te_models.loss_fp8 import TOKENS_OF_A_GEMM
+from training.config import config_from_dict
+from training.optim.optimizer import OptimizerPlan
+from training.parallel import memory
+from training.parallel.memory import Job, ModelSize, choose_mode, host_bytes, hsdp_shard_size
+
+# 14 bytes a parameter: BF16 weights and gradients, FP32 masters' 2 more bytes, two FP32 moments.
+FUSED = OptimizerPlan("fused_adamw", torch.bfloat16, True, torch.float32)
+GPU = int(100e9)
+
+
+def job_of(billions, mode="ddp", *, gpus=8, gpus_per_node=8, optimizer=FUSED, **settings):
+    cfg = config_from_dict({"model_name": "m"} | settings)
+    return Job(cfg, ModelSize(int(billions * 1e9)), optimizer, mode, gpus, gpus_per_node)
+
+
+# 60 of the 100 GB are for the state.
+@pytest.mark.parametrize(
+    ("billions", "gpus", "gpus_per_node", "mode"),
+    [
+        (0.5, 2, 2, "ddp"),  # 7 GB
+        (1.2, 8, 8, "ddp"),  # 17 GB
+        (4.0, 2, 2, "fsdp_grad"),  # 56 GB, which fit whole; gathered 16, a shard 28
+        (8.0, 8, 8, "fsdp_grad"),  # 112 GB; gathered weights and gradients 32, a shard 14
+        (20.0, 16, 8, "hsdp"),  # 280 GB; gathered 80, over the ranks of a node 35
+        (20.0, 8, 8, "fsdp_full"),  # there is one node
+        (20.0, 8, 1, "fsdp_full"),  # a node is one GPU
+        (70.0, 32, 8, "fsdp_full"),  # 980 GB; over a node 122.5, over all ranks 31
+        (40.0, 8, 8, "fsdp_full"),  # 560 GB; over all ranks 70, within the last room of 75
+        (70.0, 8, 8, "fsdp_offload"),
+        (0.5, 1, 1, "single"),
+        (6.4, 1, 1, "single"),  # 90 of 100 GB, where sharding cannot help
+        (6.5, 1, 1, "fsdp_offload"),
+    ],
+)
+def test_auto_chooses_the_fastest_mode_that_fits(billions, gpus, gpus_per_node, mode):
+    found, why = choose_mode(job_of(billions, gpus=gpus, gpus_per_node=gpus_per_node), GPU)
+    assert found == mode
+    assert mode == "single" or f"need {billions * 14:.1f} GB, a GPU has 60.0" in why
+
+
+@pytest.mark.parametrize(
+    ("billions", "gpus", "gpu", "mode"),
+    # 28 GB of shards, 16 gathered, 16 accumulated, or 56 GB whole; 35 GB of shards and 80 accumulated.
+    [(4.0, 2, 95e9, "ddp"), (20.0, 8, 100e9, "fsdp_offload")],
+)
+def test_auto_counts_whole_gradients_that_fsdp_accumulates(billions, gpus, gpu, mode):
+    found, why = choose_mode(job_of(billions, gpus=gpus, gradient_accumulation_steps=2), int(gpu))
+    assert found == mode and f"accumulated gradients {4 * billions:.1f} GB" in why
+
+
+def test_auto_without_a_gpu_is_ddp():
+    assert choose_mode(job_of(70.0), None)[0] == "ddp"
+
+
+ADAM = OptimizerPlan("zero_adamw", torch.bfloat16, True, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("job", "gpu", "ways"),
+    [
+        (job_of(8.0, "fsdp_full", gpus=2), 100e9, None),
+        (
+            job_of(8.0, "single", gpus=1),
+            100e9,
+            "on one GPU: .* need 112.0 GB a GPU, which has 100.0 GB: --master_weights none "
+            "--moment_dtype bf16 needs 64.0 GB .*, or --sharding_mode fsdp_full needs 2 such GPUs, "
+            "or torchrun .*fsdp_offload uses",
+        ),
+        (
+            job_of(70.0, "fsdp_full"),
+            100e9,
+            "--sharding_mode fsdp_full: .* need 122.5 GB .*needs 70.0 GB .* fsdp_full needs 14 such GPUs, "
+            "or --sharding_mode fsdp_offload",
+        ),
+        # Another optimizer cannot hold its state in BF16.
+        (
+            job_of(8.0, "ds_zero1", gpus=1, optimizer=ADAM),
+            80e9,
+            "has 80.0 GB: --sharding_mode fsdp_full needs 3",
+        ),
+        # Accumulated gradients reduce the room of a shard, here to 60 - 32 GB, or leave none.
+        (job_of(8.0, "single", gradient_accumulation_steps=2), 80e9, "fsdp_full needs 4 such GPUs"),
+        (job_of(8.0, "single", gradient_accumulation_steps=2), 40e9, "has 40.0 GB: torchrun"),
+    ],
+)
+def test_a_gpu_that_cannot_hold_its_shard_is_refused_with_ways_that_fit(job, gpu, ways):
+    if ways is None:
+        return memory.refuse_small_gpu(job, int(gpu))
+    with pytest.raises(UserError, match=f"^--model_name m, .*{ways}"):
+        memory.refuse_small_gpu(job, int(gpu))
+
+
+@pytest.mark.parametrize(("mode", "each"), [("fsdp_offload", 16 + 4), ("ds_zero3_offload", 20 + 12)])
+def test_a_host_too_small_to_offload_to_is_refused(mode, each, monkeypatch):
+    optimizer = OptimizerPlan("torch_adamw", torch.float32, True, torch.float32)
+    monkeypatch.setattr(memory, "host_memory", lambda: int(each * 4e9 + 1))
+    memory.refuse_small_host(job_of(8.0, mode, gpus=16, optimizer=optimizer))
+    needs = f"^--sharding_mode {mode}: .* need {each * 8:.0f} GB .* has {each * 4} GB; use more nodes, or "
+    with pytest.raises(UserError, match=needs + mode.removesuffix("_offload").replace("fsdp", "fsdp_full")):
+        memory.refuse_small_host(job_of(8.0, mode, gpus=8, optimizer=optimizer))
+    memory.refuse_small_host(job_of(1.0, mode, gpus=2, gpus_per_node=2, optimizer=optimizer))
+
+
+def test_deepspeed_keeps_gradients_in_fp32_on_the_host_if_several_add_up():
+    assert host_bytes(job_of(8.0, "ds_zero3_offload", gradient_accumulation_steps=4)) == (22, 12)
+
+
+@pytest.mark.parametrize(("given", "size"), [(None, 4), (2, 2), (8, 8), (1, 1), (3, None), (16, None)])
+def test_hsdp_shards_over_a_node_or_a_divisor_of_the_ranks(given, size):
+    cfg = config_from_dict({"sharding_mode": "hsdp", "hsdp_shard_size": given})
+    if size:
+        assert hsdp_shard_size(cfg, 8, 4) == size
+    else:
+        with pytest.raises(UserError, match=f"--hsdp_shard_size {given}: does not divide the 8 ranks"):
+            hsdp_shard_size(cfg, 8, 4)
+
+
+# Bytes a parameter of weights, masters and moments, as in docs/multi_gpu.md; DeepSpeed's masters are FP32.
+@pytest.mark.parametrize(
+    ("mode", "optimizer", "held"),
+    [
+        ("ddp", FUSED, 12),
+        ("fsdp_full", FUSED, 12 / 4),
+        ("fsdp_grad", FUSED, 12 / 4),
+        ("hsdp", FUSED, 12 / 2),
+        ("fsdp_offload", FUSED, 0),
+        ("ds_zero1", ADAM, 2 + 12 / 4),
+        ("ds_zero2", ADAM, 2 + 12 / 4),
+        ("ds_zero3", ADAM, 14 / 4),
+        ("ds_zero3_offload", ADAM, 0),
+    ],
+)
+def test_state_by_mode(mode, optimizer, held):
+    assert (
+        sum(memory.state(job_of(1.0, mode, gpus=4, gpus_per_node=2, optimizer=optimizer)).values())
+        == held * 1e9
+    )
+
+
+def test_constants_are_those_of_the_code_that_allocates():
+    assert (memory.LOGITS_CHUNK, memory.TOKENS_OF_A_HEAD_GEMM) == (CHUNK_BYTES, TOKENS_OF_A_GEMM)
+    zero3 = SimpleNamespace(**json.loads((ROOT / "ds_configs/zero3.json").read_text())["zero_optimization"])
+    assert 2 * zero3.stage3_max_live_parameters == memory.ZERO_LIVE
+    assert 2 * 2 * zero3.reduce_bucket_size == memory.ZERO_BUCKETS
