@@ -1,4 +1,4 @@
-"""LM head and cross entropy in one differentiable function that never holds the full logits.
+"""LM head and cross entropy in one differentiable function that never stores the full logits.
 
 T tokens, D hidden size, V vocabulary. Logits of all tokens would take T * V * (2 + 4) bytes: 6.3 GB for
 8,192 tokens of Llama 3. Here a chunk of rows is projected, turned into its own gradient in place, and folded
@@ -19,17 +19,17 @@ CHUNK_BYTES = 2**30
 
 
 class TokenLoss(NamedTuple):
-    """Both summed over label tokens: the loss (float32) and the right top-1 predictions (int64)."""
+    """Sums over label tokens: loss (float32) and correct top-1 predictions (int64)."""
 
     loss: Tensor
     correct: Tensor
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, fp8: bool = False) -> TokenLoss:
-    """Cross entropy of `hidden @ weight.T` against `labels`, summed over labels other than -100.
+    """Sum the cross entropy of `hidden @ weight.T` against `labels` over labels other than -100.
 
-    `hidden` [T, D] and `weight` [V, D] floating, `labels` [T] int64. Softmax is taken in float32 whatever the
-    inputs' dtype. Under torch.autocast the projection runs in the autocast dtype; `fp8`: see `loss_fp8`.
+    `hidden` [T, D] and `weight` [V, D] floating, `labels` [T] int64. Softmax is always computed in float32.
+    Under torch.autocast the projection runs in the autocast dtype; `fp8`: see `loss_fp8`.
     """
     if fp8:
         from te_models.loss_fp8 import linear_cross_entropy_fp8
@@ -65,8 +65,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             if needs_grad:
                 torch.mm(logits, weight, out=grad_hidden[start : start + rows])
                 grad_weight = _accumulate(grad_weight, logits, part, only=len(chunks) == 1)
-            del logits  # or the next chunk's would be there beside them
-        # Kept as attributes, not saved tensors, so that backward can give them up one by one.
+            del logits  # free them before the next chunk's are allocated
+        # Attributes instead of saved tensors: backward can free them one by one.
         ctx.grads, ctx.dtype = [grad_hidden, grad_weight], weight.dtype
         ctx.mark_non_differentiable(correct)
         return loss, correct
@@ -79,7 +79,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _accumulate(total: Tensor | None, grad_logits: Tensor, hidden: Tensor, *, only: bool) -> Tensor:
-    """total + grad_logits.T @ hidden, [V, D]; in float32 when several chunks add up."""
+    """Add grad_logits.T @ hidden [V, D] to `total`, in float32 if there are several chunks."""
     if only:
         return grad_logits.T @ hidden
     if grad_logits.dtype == torch.float32 or not grad_logits.is_cuda:
@@ -91,7 +91,7 @@ def _accumulate(total: Tensor | None, grad_logits: Tensor, hidden: Tensor, *, on
 
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` times the float32 scalar `factor`, in `dtype`."""
+    """Multiply `tensor` by the float32 scalar `factor` and convert to `dtype`."""
     if tensor.is_cuda:
         from te_models.kernels.loss_triton import scaled
 
@@ -100,7 +100,7 @@ def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def softmax_cross_entropy_(logits: Tensor, labels: Tensor, *, write_grad: bool) -> tuple[Tensor, Tensor]:
-    """Summed loss and correct predictions of [rows, V] logits, overwritten by their gradient if asked."""
+    """Return summed loss and correct predictions of [rows, V] logits; `write_grad` overwrites these."""
     if logits.is_cuda:
         from te_models.kernels.loss_triton import cross_entropy
 
@@ -112,7 +112,7 @@ def softmax_cross_entropy_(logits: Tensor, labels: Tensor, *, write_grad: bool) 
 
 
 def softmax_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss and correct predictions of [rows, V] logits, and each row's log of summed exponentials."""
+    """Return summed loss, correct predictions and each row's log-sum-exp of [rows, V] logits."""
     if logits.is_cuda:
         from te_models.kernels.loss_triton import cross_entropy
 
@@ -120,19 +120,19 @@ def softmax_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
     scores, valid = logits.float(), labels != IGNORE
     picked = scores.gather(1, labels.clamp(min=0)[:, None])[:, 0]
     log_sum = scores.logsumexp(dim=-1)
-    correct = (valid & (scores.argmax(dim=-1) == labels)).sum()  # of equal logits the first, as in the kernel
+    correct = (valid & (scores.argmax(dim=-1) == labels)).sum()  # ties: the first, as in the kernel
     return torch.where(valid, log_sum - picked, 0.0).sum(), correct, log_sum
 
 
 def softmax_gradient(logits: Tensor, labels: Tensor, log_sum: Tensor) -> Tensor:
-    """Softmax of [rows, V] logits less one at the label, zeros without one; float32."""
+    """Return softmax of [rows, V] logits minus 1 at the label, zeros in rows without label; float32."""
     grad, target = torch.exp(logits.float() - log_sum[:, None]), labels.clamp(min=0)[:, None]
     grad.scatter_add_(1, target, torch.full_like(target, -1.0, dtype=grad.dtype))
     return torch.where((labels != IGNORE)[:, None], grad, 0.0)
 
 
 def logits_cross_entropy(logits: Tensor, labels: Tensor) -> TokenLoss:
-    """The same sums from full logits [T, V], for models whose head is more than one matrix."""
+    """Compute the same sums from full logits [T, V], for models whose head is more than one matrix."""
     loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
     correct = ((logits.argmax(-1) == labels) & (labels != IGNORE)).sum()
     return TokenLoss(loss, correct)

@@ -1,22 +1,24 @@
-"""The LM head and cross entropy of `loss` with the head's three GEMMs in FP8.
+"""LM head and cross entropy of `loss` with the head's three GEMMs in FP8.
 
-Hidden states and weight are cast to E4M3, each with one scale from its own largest value (TE's current
-scaling). Gradients of logits are cast to E5M2 with a scale that needs no search: they are probabilities.
-Softmax is taken in float32 of BF16 logits, as without FP8.
+Hidden states and weight are cast to E4M3, each with one scale from its largest value (TE's current scaling).
+Gradients of logits are cast to E5M2 with a constant scale: they are probabilities. Softmax is computed in
+float32 from BF16 logits, as without FP8.
 
-A label's own gradient, its probability less 1, is not cast. It is the largest of its row and often near -1,
-where E5M2's steps are an eighth and a quarter: rounded, it came out a percent or two too large, and rows
-did not add up to zero, so that every step moved all logits the same way, which no loss ever corrects. So the
-GEMMs see a zero there, and a label's gradient is minus the sum of its row's others as they were cast. It is
-multiplied by weight and hidden states in BF16, so what rows add up to is no more than the casts of these.
+The gradient at the label, its probability minus 1, is not cast. It is the largest of its row and often near
+-1, where E5M2's steps are 1/8 and 1/4: rounded, it came out a percent or two too large, rows did not sum to
+zero, and every step moved all logits the same way, which no loss ever corrects. The GEMMs see a zero there
+instead, and the label's gradient is minus the sum of its row's other gradients as cast. It is multiplied by
+weight and hidden states in BF16, so only the casts of these two keep rows from summing to zero.
 
-FP8 GEMMs on Hopper read both operands along their inner dimension, so what takes part in two is kept as it is
-and transposed. Where a GPU has no FP8 units, and on a CPU, the same products add up in float32.
+FP8 GEMMs on Hopper read both operands along their inner dimension, so a matrix in two GEMMs is kept in both
+layouts. On a GPU without FP8 units, and on a CPU, the same products are summed in float32.
+
 T tokens, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, NamedTuple
 
 import torch
@@ -34,25 +36,25 @@ from te_models.loss import (
 )
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-GRADIENT_SCALE = 2.0**15  # takes 1 below E5M2's largest value, 57,344; the smallest is then 2**-31
+GRADIENT_SCALE = 2.0**15  # maps 1 below E5M2's maximum, 57,344, and its smallest number to 2**-31
 MULTIPLE = 16  # of every dimension of an FP8 GEMM
-# Tokens whose gradients of logits are kept, in one byte each, for one GEMM: 1 GB for Llama 3's vocabulary.
-TOKENS_OF_A_GEMM = 8192
-VOCABULARY_OF_A_SUM = 16384  # rows of the weight's gradient that are added to it at once
+# Tokens per GEMM of the weight's gradient, whose gradients of logits are kept: 1 GB for Llama 3's vocabulary.
+TOKENS_PER_GEMM = 8192
+VOCABULARY_PER_SUM = 16384  # rows of the weight's gradient that are added at once
 
 
 class Fp8(NamedTuple):
-    """A matrix in FP8; its values are those of `rows` times `inverse`."""
+    """Matrix in FP8; its values are `rows * inverse`."""
 
     rows: Tensor  # [M, N]
-    columns: Tensor | None  # [N, M], the same transposed, where gradients need it
+    columns: Tensor | None  # [N, M], transposed, if gradients need it
     inverse: Tensor  # [] float32
 
 
 def linear_cross_entropy_fp8(hidden: Tensor, weight: Tensor, labels: Tensor) -> TokenLoss:
-    """`loss.linear_cross_entropy` with its GEMMs in FP8; V and D must be multiples of 16.
+    """Compute `loss.linear_cross_entropy` with its GEMMs in FP8; V and D must be multiples of 16.
 
-    `hidden` [T, D] and `weight` [V, D] are rounded to BF16 first, `labels` [T] int64.
+    `hidden` [T, D] and `weight` [V, D] are rounded to BF16 first; `labels` [T] int64.
     """
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -63,9 +65,9 @@ class _Fp8LinearCrossEntropy(LinearCrossEntropy):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, needs_grad: bool) -> tuple:
         tokens, vocab = hidden.shape[0], weight.shape[0]
-        missing = -tokens % MULTIPLE
-        if missing:
-            hidden, labels = F.pad(hidden, (0, 0, 0, missing)), F.pad(labels, (0, missing), value=IGNORE)
+        padding = -tokens % MULTIPLE
+        if padding:
+            hidden, labels = F.pad(hidden, (0, 0, 0, padding)), F.pad(labels, (0, padding), value=IGNORE)
         x, w = (cast(matrix, columns=needs_grad) for matrix in (hidden, weight))
         rows = max(128, CHUNK_BYTES // (2 * vocab) // 128 * 128)
         loss = torch.zeros((), device=hidden.device, dtype=torch.float32)
@@ -73,8 +75,8 @@ class _Fp8LinearCrossEntropy(LinearCrossEntropy):
         grad_hidden = hidden.new_empty(x.rows.shape, dtype=torch.bfloat16) if needs_grad else None
         at_label = hidden.new_empty(len(labels), dtype=torch.float32) if needs_grad else None
         grad_weight, inverse = None, torch.full_like(x.inverse, 1 / GRADIENT_SCALE)
-        for first in range(0, len(labels), TOKENS_OF_A_GEMM):
-            last = min(len(labels), first + TOKENS_OF_A_GEMM)
+        for first in range(0, len(labels), TOKENS_PER_GEMM):
+            last = min(len(labels), first + TOKENS_PER_GEMM)
             columns = hidden.new_empty(vocab, last - first, dtype=E5M2) if needs_grad else None
             for start in range(first, last, rows):
                 end = min(last, start + rows)
@@ -87,7 +89,7 @@ class _Fp8LinearCrossEntropy(LinearCrossEntropy):
                     grads, at_label[start:end] = cast_gradient(
                         logits, target, log_sum, columns, start - first
                     )
-                del logits  # or the next chunk's would be there beside them
+                del logits  # free them before the next chunk's are allocated
                 if needs_grad:
                     grad_hidden[start:end] = multiply(grads, w.columns, inverse, w.inverse)
                     del grads
@@ -95,7 +97,7 @@ class _Fp8LinearCrossEntropy(LinearCrossEntropy):
                 operands = columns, x.columns[:, first:last], inverse, x.inverse
                 grad_weight = _accumulate(grad_weight, *operands, only=last - first == len(labels))
                 del columns, operands
-        if needs_grad:  # of gradients in BF16 the sums are rounded once more
+        if needs_grad:
             add_label_rows_(grad_hidden, weight, labels, at_label)
             add_to_label_rows_(grad_weight, hidden, labels, at_label)
         ctx.grads, ctx.dtype = [grad_hidden[:tokens] if needs_grad else None, grad_weight], torch.bfloat16
@@ -103,76 +105,24 @@ class _Fp8LinearCrossEntropy(LinearCrossEntropy):
         return loss, correct
 
 
-def why_not(device: str = "cuda") -> str | None:
-    """What is wrong with kernels and GEMMs on `device`, by what the CPU makes of the same, or None."""
-    generator = torch.Generator().manual_seed(0)
-    tokens, vocab, at = 208, 2064, MULTIPLE  # blocks that are full, and some that are not
-    matrix = torch.randn(tokens, vocab, generator=generator).bfloat16()
-    labels = torch.randint(vocab, (tokens,), generator=generator)
-    labels[2::4] = torch.arange(tokens // 4) % 3  # more than the kernel adds up at once
-    labels[::3], labels[1] = IGNORE, vocab - 1
-    with_label = labels.unique()[1:]
-    factors = torch.rand(tokens, generator=generator).where(labels != IGNORE, 0.0)
-
-    def compute(device: str, log_sum: Tensor | None = None) -> dict[str, Tensor]:
-        x, target = cast(matrix.to(device)), labels.to(device)
-        logits = 4 * matrix.to(device)
-        columns = torch.zeros(vocab, tokens + 2 * at, dtype=torch.uint8, device=device).view(E5M2)
-        own = softmax_cross_entropy(logits, target)[2]
-        # The gradients are of one number for both: exp of another last bit may round to another FP8 value.
-        used = own if log_sum is None else log_sum.to(device)
-        grads, at_label = cast_gradient(logits, target, used, columns, at)
-        one = torch.ones((), device=device)
-        hidden = matrix.to(device)
-        weight = hidden.repeat(-(-vocab // tokens), 1)[:vocab]
-        by_hidden, by_weight = hidden.clone(), weight.float()
-        add_label_rows_(by_hidden, weight, target, factors.to(device))
-        add_to_label_rows_(by_weight, hidden, target, factors.to(device))
-        return {
-            "cast": x.rows.view(torch.uint8),
-            "transposed cast": x.columns.view(torch.uint8),
-            "sum of exponentials": own,
-            "gradient of logits": grads.float(),
-            "transposed gradient of logits": columns.float(),
-            "gradient at labels": 1 + at_label + grads.float().sum(1) / GRADIENT_SCALE,  # of its own casts
-            "part of labels in the hidden states' gradient": by_hidden,
-            "part of labels in the weight's gradient": by_weight[with_label.to(device)],
-            "GEMM": multiply(x.rows, x.rows, x.inverse, x.inverse, dtype=torch.float32),
-            "GEMM of gradients": multiply(grads, x.rows, one, x.inverse, dtype=torch.float32),
-        }
-
-    expected = compute("cpu")
-    try:
-        found = {
-            name: value.cpu() for name, value in compute(device, expected["sum of exponentials"]).items()
-        }
-    except Exception as error:  # Triton's compiler, or cuBLAS
-        return f"it fails ({first_line(error)})"
-    for name, wanted in expected.items():
-        wanted, got = wanted.float(), found[name].float()
-        if name.startswith("GEMM"):  # they add up in another order
-            right = (got - wanted).norm() < 1e-2 * wanted.norm()
-        elif name.startswith("part of labels"):  # so do these, of each row
-            right = ((got - wanted).norm(dim=1) <= 1e-3 * wanted.norm(dim=1)).all()
-        else:  # a last bit before a cast may make a step of FP8, here and there
-            right = ((got - wanted).abs() <= 1e-5 * wanted.abs()).float().mean() > 0.999
-        if not right:
-            return f"it computes another {name}"
-    return None
-
-
 def _accumulate(total: Tensor | None, grads: Tensor, hidden: Tensor, *scales: Tensor, only: bool) -> Tensor:
-    """total + `grads` [V, K] times `hidden` [D, K] transposed; in float32 when several parts add up."""
+    """Add `grads` [V, K] times `hidden` [D, K] transposed to `total`; in float32 if there are more parts."""
     if total is None:
         return multiply(grads, hidden, *scales, dtype=torch.bfloat16 if only else torch.float32)
-    for start in range(0, len(total), VOCABULARY_OF_A_SUM):
-        part = slice(start, start + VOCABULARY_OF_A_SUM)
+    for start in range(0, len(total), VOCABULARY_PER_SUM):
+        part = slice(start, start + VOCABULARY_PER_SUM)
         total[part] += multiply(grads[part], hidden, *scales, dtype=torch.float32)
     return total
 
 
 def has_fp8_units(tensor: Tensor) -> bool:
+    """True if `tensor` is on a GPU whose tensor cores multiply FP8."""
     return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (8, 9)
+
+
+def _kernels(tensor: Tensor) -> Any:
+    """Return the module of CUDA kernels for `tensor`, or None where the plain form runs."""
+    return importlib.import_module("te_models.kernels.loss_triton") if has_fp8_units(tensor) else None
 
 
 def multiply(
@@ -184,9 +134,9 @@ def multiply(
     dtype: torch.dtype = torch.bfloat16,
     fast: bool = False,
 ) -> Tensor:
-    """`a` [M, K] times `b` [N, K] transposed, both FP8, and their scales undone; [M, N] in `dtype`.
+    """Multiply FP8 `a` [M, K] by `b` [N, K] transposed and undo their scales: [M, N] in `dtype`.
 
-    `fast`: the tensor cores keep fewer bits of a sum.
+    `fast` lets the tensor cores keep fewer bits of a sum.
     """
     if has_fp8_units(a):
         scales = {"scale_a": a_inverse, "scale_b": b_inverse}
@@ -196,44 +146,40 @@ def multiply(
 
 
 def cast(matrix: Tensor, *, columns: bool = True) -> Fp8:
-    """A BF16 matrix [M, N] in E4M3, transposed too if `columns`; scale 1 where it is all zeros."""
+    """Cast a BF16 matrix [M, N] to E4M3, also transposed if `columns`; the scale of zeros is 1."""
     largest = torch.linalg.vector_norm(matrix, float("inf")).float()
     scale = (torch.finfo(E4M3).max / largest).clamp(max=torch.finfo(torch.float32).max)
     scale = torch.where(largest > 0, scale, 1.0)
-    if has_fp8_units(matrix):
-        from te_models.kernels.loss_triton import cast_both
-
-        return Fp8(*cast_both(matrix, scale, columns=columns), 1 / scale)
+    if kernels := _kernels(matrix):
+        return Fp8(*kernels.cast_both(matrix, scale, columns=columns), 1 / scale)
     rows = (matrix.float() * scale).to(E4M3)
-    return Fp8(rows, transposed(rows) if columns else None, 1 / scale)
+    return Fp8(rows, _transposed(rows) if columns else None, 1 / scale)
 
 
-def transposed(matrix: Tensor) -> Tensor:
+def _transposed(matrix: Tensor) -> Tensor:
     return matrix.view(torch.uint8).t().contiguous().view(matrix.dtype)
 
 
 def cast_gradient(
     logits: Tensor, labels: Tensor, log_sum: Tensor, columns: Tensor, at: int
 ) -> tuple[Tensor, Tensor]:
-    """The gradient by [rows, V] logits in scaled E5M2, zero at labels; transposed, too, into `columns`
-    [V, .] from `at`. And what it is at labels, [rows] float32.
-    """
-    if has_fp8_units(logits):
-        from te_models.kernels.loss_triton import gradient_both
+    """Return the gradient of [rows, V] logits in scaled E5M2, zero at labels, and the one at labels, [rows].
 
-        return gradient_both(logits, labels, log_sum, columns, at, ignore=IGNORE, scale=GRADIENT_SCALE)
+    Also writes the gradient transposed into `columns` [V, .] from `at`.
+    """
+    if kernels := _kernels(logits):
+        settings = {"ignore": IGNORE, "scale": GRADIENT_SCALE}
+        return kernels.gradient_both(logits, labels, log_sum, columns, at, **settings)
     gradient = softmax_gradient(logits, labels, log_sum).scatter_(1, labels.clamp(min=0)[:, None], 0.0)
     rows = (gradient * GRADIENT_SCALE).to(E5M2)
-    columns[:, at : at + len(rows)] = transposed(rows)
+    columns[:, at : at + len(rows)] = _transposed(rows)
     return rows, rows.float().sum(1) / -GRADIENT_SCALE
 
 
 def add_label_rows_(grad_hidden: Tensor, weight: Tensor, labels: Tensor, at_label: Tensor) -> None:
     """Add `at_label` [T] times the labels' rows of `weight` [V, D] to `grad_hidden` [T, D]."""
-    if has_fp8_units(weight):
-        from te_models.kernels.loss_triton import add_label_rows_
-
-        return add_label_rows_(grad_hidden, weight, labels, at_label)
+    if kernels := _kernels(weight):
+        return kernels.add_label_rows_(grad_hidden, weight, labels, at_label)
     rows = weight.index_select(0, labels.clamp(min=0)).float()
     grad_hidden.copy_(grad_hidden.float() + at_label[:, None] * rows)
 
@@ -241,14 +187,73 @@ def add_label_rows_(grad_hidden: Tensor, weight: Tensor, labels: Tensor, at_labe
 def add_to_label_rows_(grad_weight: Tensor, hidden: Tensor, labels: Tensor, at_label: Tensor) -> None:
     """Add `at_label` [T] times `hidden` [T, D] to the labels' rows of `grad_weight` [V, D].
 
-    A label's tokens add up in float32 first; in the kernel, and on a CPU, always in the same order.
+    The tokens of a label are summed in float32 first, always in the same order.
     """
-    if has_fp8_units(hidden):
-        from te_models.kernels.loss_triton import add_to_label_rows_
-
-        return add_to_label_rows_(grad_weight, hidden, labels, at_label)
+    if kernels := _kernels(hidden):
+        return kernels.add_to_label_rows_(grad_weight, hidden, labels, at_label)
     valid = labels != IGNORE
     rows, places = labels[valid].unique(return_inverse=True)
     parts = at_label[valid, None] * hidden[valid].float()
     sums = parts.new_zeros(len(rows), parts.shape[1]).index_add_(0, places, parts)
     grad_weight[rows] = (grad_weight[rows].float() + sums).to(grad_weight.dtype)
+
+
+def why_not(device: str = "cuda") -> str | None:
+    """Compare kernels and GEMMs on `device` with the CPU: the first difference, or None."""
+    expected = _self_test_results("cpu")
+    try:
+        found = _self_test_results(device, expected["sum of exponentials"])
+        found = {name: value.cpu().float() for name, value in found.items()}
+    except Exception as error:  # Triton's compiler, or cuBLAS
+        return f"it fails ({first_line(error)})"
+    for name, got in found.items():
+        wanted = expected[name].float()
+        if name.startswith("GEMM"):  # sums in another order
+            same = (got - wanted).norm() < 1e-2 * wanted.norm()
+        elif name.startswith("part of labels"):  # sums in another order, compared by row
+            same = ((got - wanted).norm(dim=1) <= 1e-3 * wanted.norm(dim=1)).all()
+        else:  # a last bit before a cast may rarely become a step of FP8
+            same = ((got - wanted).abs() <= 1e-5 * wanted.abs()).float().mean() > 0.999
+        if not same:
+            return f"it computes another {name}"
+    return None
+
+
+def _self_test_results(device: str, log_sum: Tensor | None = None) -> dict[str, Tensor]:
+    """Run every kernel and GEMM on one small case whose sizes leave blocks partly empty.
+
+    `log_sum`: the CPU's, so that both cast the same numbers: exp differing in the last bit may round to
+    another FP8 value.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens, vocab, at = 208, 2064, MULTIPLE
+    matrix = torch.randn(tokens, vocab, generator=generator).bfloat16()
+    labels = torch.randint(vocab, (tokens,), generator=generator)
+    labels[2::4] = torch.arange(tokens // 4) % 3  # more tokens of a label than the kernel sums at once
+    labels[::3], labels[1] = IGNORE, vocab - 1
+    at_label = torch.rand(tokens, generator=generator).where(labels != IGNORE, 0.0).to(device)
+    with_label = labels.unique()[1:].to(device)
+    hidden, labels = matrix.to(device), labels.to(device)
+    x, logits, one = cast(hidden), 4 * hidden, torch.ones((), device=device)
+    columns = torch.zeros(vocab, tokens + 2 * at, dtype=torch.uint8, device=device).view(E5M2)
+    own = softmax_cross_entropy(logits, labels)[2]
+    log_sum = own if log_sum is None else log_sum.to(device)
+    grads, grad_at_label = cast_gradient(logits, labels, log_sum, columns, at)
+    weight = hidden.repeat(-(-vocab // tokens), 1)[:vocab]
+    grad_hidden, grad_weight = hidden.clone(), weight.float()
+    add_label_rows_(grad_hidden, weight, labels, at_label)
+    add_to_label_rows_(grad_weight, hidden, labels, at_label)
+    return {
+        "cast": x.rows.view(torch.uint8),
+        "transposed cast": x.columns.view(torch.uint8),
+        "sum of exponentials": own,
+        "gradient of logits": grads.float(),
+        "transposed gradient of logits": columns.float(),
+        "gradient at labels": 1
+        + grad_at_label
+        + grads.float().sum(1) / GRADIENT_SCALE,  # 1 + rounding errors
+        "part of labels in the hidden states' gradient": grad_hidden,
+        "part of labels in the weight's gradient": grad_weight[with_label],
+        "GEMM": multiply(x.rows, x.rows, x.inverse, x.inverse, dtype=torch.float32),
+        "GEMM of gradients": multiply(grads, x.rows, one, x.inverse, dtype=torch.float32),
+    }

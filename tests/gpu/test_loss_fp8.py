@@ -89,8 +89,8 @@ def test_the_trial_of_every_start_finds_nothing():
 @pytest.mark.parametrize("tokens_of_a_gemm", [8192, 256])
 def test_it_is_what_the_cpu_computes(tokens, tokens_of_a_gemm, monkeypatch):
     monkeypatch.setattr(loss_fp8, "CHUNK_BYTES", 2**20)
-    monkeypatch.setattr(loss_fp8, "TOKENS_OF_A_GEMM", tokens_of_a_gemm)
-    monkeypatch.setattr(loss_fp8, "VOCABULARY_OF_A_SUM", 512)
+    monkeypatch.setattr(loss_fp8, "TOKENS_PER_GEMM", tokens_of_a_gemm)
+    monkeypatch.setattr(loss_fp8, "VOCABULARY_PER_SUM", 512)
     torch.manual_seed(0)
     hidden, weight = torch.randn(tokens, 512), torch.randn(2048, 512) * 0.1
     labels = torch.randint(0, 2048, (tokens,))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # it imports torch
     from training.optim.optimizer import OptimizerPlan
 
 LOGITS_CHUNK = 2**30  # te_models/loss.py, CHUNK_BYTES
-TOKENS_OF_A_HEAD_GEMM = 8192  # te_models/loss_fp8.py, TOKENS_OF_A_GEMM
+TOKENS_OF_A_HEAD_GEMM = 8192  # te_models/loss_fp8.py, TOKENS_PER_GEMM
 # Workspaces of cuBLAS and TE, RoPE angles, the batch: the remainder in all recorded runs after counting.
 FIXED = 0.1e9
 # ZeRO 3 keeps up to 1e9 gathered parameters (stage3_max_live_parameters) and two buckets of 2e8 gradients
