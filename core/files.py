@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import shutil
@@ -81,17 +80,8 @@ def write_json(path: Path, value: Any) -> None:
 
 def to_json(value: Any, indent: int | None = None) -> bytes:
     """Encode strict JSON; NaN and infinities, which it lacks, become strings that float() reads."""
-    return json.dumps(_without_non_finite(value), indent=indent, allow_nan=False).encode()
-
-
-def _without_non_finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_non_finite(v) for key, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_non_finite(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+    strict = json.loads(json.dumps(value), parse_constant=str)
+    return json.dumps(strict, indent=indent, allow_nan=False).encode()
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -60,11 +60,11 @@ def read_manifest(folder: Path) -> dict:
         outer = json.loads(path.read_bytes())
         manifest, checksum = outer["manifest"], outer["xxh3_128"]
     except FileNotFoundError:
-        raise DamagedCheckpoint(f"{path}: missing, so {folder.name} is not a complete checkpoint") from None
+        raise DamagedCheckpoint(f"{path}: missing, so the checkpoint is incomplete") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DamagedCheckpoint(f"{path}: unreadable ({type(error).__name__}: {error})") from None
     if checksum != _checksum(manifest):
-        raise DamagedCheckpoint(f"{path}: its content does not match its checksum")
+        raise DamagedCheckpoint(f"{path}: does not match its checksum")
     return manifest
 
 
@@ -80,18 +80,12 @@ def verify_files(
     for path in folder.glob("*.safetensors"):  # the reader opens all of them
         if path.name not in files:
             raise DamagedCheckpoint(f"{path}: not in {MANIFEST}, so not from this save")
-    checked = sorted(files if names is None else names)
-    for name in checked:
-        path = folder / name
-        if not path.is_file():
-            raise DamagedCheckpoint(f"{path}: missing")
-        if (size := path.stat().st_size) != files[name]["size"]:
-            raise DamagedCheckpoint(f"{path}: {size} bytes, but {files[name]['size']} were saved")
     try:
-        hashed = digests(folder, checked[share[0] :: share[1]])
+        found = digests(folder, sorted(names or files)[share[0] :: share[1]])
     except OSError as error:
-        raise DamagedCheckpoint(f"{error.filename}: unreadable ({error.strerror})") from None
-    for name, digest in hashed.items():
+        raise DamagedCheckpoint(f"{error.filename}: {error.strerror}") from None
+    for name, digest in found.items():
         if digest != files[name]:
-            raise DamagedCheckpoint(f"{folder / name}: its content does not match its checksum")
+            sizes = f"{digest['size']} of {files[name]['size']} bytes"
+            raise DamagedCheckpoint(f"{folder / name}: does not match its checksum ({sizes})")
     return manifest

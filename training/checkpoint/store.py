@@ -39,10 +39,6 @@ from training.checkpoint.manifest import (
 from training.parallel import ranks
 
 META = "meta.json"
-# Dtypes that safetensors stores; float8 is stored as bytes, see `_as_stored`.
-STORED = {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
-STORED |= {torch.int8, torch.int16, torch.int32, torch.int64}
-STORED |= {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64}
 
 
 class Checkpoints:
@@ -166,17 +162,15 @@ class Checkpoints:
         cause = _first_cause(error)
         if not isinstance(cause, OSError):
             return cause
-        message = f"{final}: cannot write this checkpoint: {cause.strerror or cause}; "
+        way_out = "there is no earlier one. Free space, or use an --output_dir on another disk"
         if steps := index_on_disk(self.folder).steps:
-            lower = f", lower --keep_last (now {self.keep_last})" if self.keep_last > 1 else ""
-            message += (
-                f"earlier ones are intact. Free space{lower} and rerun with `--output_dir "
-                f"{self.folder.parent}` to resume, or point --output_dir at another disk, with `--resume "
+            lower = f" or lower --keep_last (now {self.keep_last})" if self.keep_last > 1 else ""
+            way_out = (
+                f"earlier ones are intact. Free space{lower}, then rerun with `--output_dir "
+                f"{self.folder.parent}` to resume; or use one on another disk, with `--resume "
                 f"{self.folder / step_name(steps[-1])}`"
             )
-        else:
-            message += "there is no earlier one. Free space, or point --output_dir at another disk"
-        failure = UserError(message)
+        failure = UserError(f"{final}: cannot write this checkpoint: {cause.strerror or cause}; {way_out}")
         failure.ranks = dict.fromkeys(error.failures, "") if error is not cause else cause.ranks
         return failure
 
@@ -258,19 +252,14 @@ def _one_process_allowed() -> Iterator[None]:
         yield
 
 
-def _is_float8(dtype: torch.dtype) -> bool:
-    return dtype.itemsize == 1 and dtype.is_floating_point
-
-
 def _as_stored(tensor: Tensor) -> Tensor:
     # safetensors' torch reader has no name for the E8M0 scales of MXFP8, so float8 is stored as its bytes.
-    return tensor.view(torch.uint8) if _is_float8(tensor.dtype) else tensor
+    float8 = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
+    return tensor.view(torch.uint8) if float8 else tensor
 
 
 def _spec(key: str, tensor: Tensor) -> dict:
     assert not tensor.is_meta, f"tensor {key!r} is on the meta device"
-    if tensor.dtype not in STORED and not _is_float8(tensor.dtype):
-        raise UserError(f"tensor {key!r} is {tensor.dtype}, which safetensors cannot store")
     return {"dtype": str(tensor.dtype), "shape": list(tensor.shape)}
 
 

@@ -150,13 +150,6 @@ def test_a_tensor_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path, key
     assert torch.equal(target["moment"], filled(9)["moment"])
 
 
-def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep_last=1)
-    with pytest.raises(UserError, match=r"'z'.*complex128"):
-        checkpoints.save(1, {"z": torch.zeros(2, dtype=torch.complex128)}, {})
-    assert on_disk(checkpoints) == [] and checkpoints.latest() is None
-
-
 # Index and pruning
 
 
@@ -210,12 +203,12 @@ def change_manifest(path: Path) -> None:
 DAMAGE = {
     "truncated shard": (
         lambda p: os.truncate(shard_of(p), shard_of(p).stat().st_size - 1),
-        "safetensors: .* bytes",
+        r"safetensors: .*checksum \(\d+ of \d+ bytes",
     ),
     "flipped shard": (lambda p: flip(shard_of(p), -1), "safetensors: .*checksum"),
-    "missing shard": (lambda p: shard_of(p).unlink(), "safetensors: missing"),
+    "missing shard": (lambda p: shard_of(p).unlink(), "safetensors: No such file"),
     "foreign shard": (lambda p: (p / "x.safetensors").write_bytes(b"?"), "x.safetensors: not in manifest"),
-    "missing meta": (lambda p: (p / "meta.json").unlink(), "meta.json: missing"),
+    "missing meta": (lambda p: (p / "meta.json").unlink(), "meta.json: No such file"),
     "flipped meta": (lambda p: flip(p / "meta.json", 3), "meta.json: .*checksum"),
     "garbled manifest": (lambda p: (p / "manifest.json").write_bytes(b"\xff{"), "manifest.json: unreadable"),
     "changed manifest": (change_manifest, "manifest.json: .*checksum"),
@@ -248,9 +241,7 @@ def test_a_folder_without_a_manifest_is_no_checkpoint_and_is_pruned_first(tmp_pa
     assert on_disk(checkpoints) == [1, 2] and checkpoints.latest().name == "step_000002"
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{}", b"[]", b'{"latest": "../x", "steps": [1], "eval_losses": {}}', b"\xff"]
-)
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"eval_losses": {}, "steps": ["x"]}', b"\xff"])
 def test_an_unreadable_index_is_named_and_rebuilt_by_the_next_save(tmp_path, content):
     checkpoints = save_steps(tmp_path, 1, 2, keep_last=2)
     flip(shard_of(tmp_path / "step_000002"), -1)
@@ -507,8 +498,6 @@ def errors_on_one_rank(rank: int, folder: Path) -> None:
         tensors = distributed(full_tensors()) | {f"big.{rank}": torch.zeros(100)}
         failure = refused(UserError, "step_000002.*too large", lambda: checkpoints.save(2, tensors, {}))
     assert 1 in failure.ranks
-    unfit = {"x": torch.zeros(2, dtype=torch.complex128 if rank else torch.float32)}
-    refused(UserError, "complex128", lambda: checkpoints.save(2, unfit, {}))
     unequal = {"x": torch.zeros(2 + rank)}
     refused(AssertionError, "'x' is .* on one rank", lambda: checkpoints.save(2, unequal, {}))
     missing = {"x": torch.zeros(2)} if rank else {}
