@@ -41,18 +41,14 @@ def swiglu(unfused: Any, x: Tensor, quantizer: Any, **settings: Any) -> Any:
     """Compute `tex.swiglu`: [T, 2F] -> [T, F], cast by `quantizer`; fused if the kernel can."""
     if settings or not _can_cast(quantizer, x):
         return unfused(x, quantizer, **settings)
-    from te_models.kernels.swiglu_triton import swiglu
-
-    return _quantized(functools.partial(swiglu, x), (x.shape[0], x.shape[1] // 2), quantizer)
+    return _run("swiglu_kernel", [x], (x.shape[0], x.shape[1] // 2), quantizer)
 
 
 def swiglu_backward(unfused: Any, grad: Tensor, x: Tensor, quantizer: Any, **settings: Any) -> tuple:
     """Compute `tex.dswiglu` and the cast: [T, F], [T, 2F] -> no bias gradient (layers have none), [T, 2F]."""
     if settings or not _can_cast(quantizer, x, grad):
         return None, quantizer(unfused(grad, x, None, **settings))
-    from te_models.kernels.swiglu_triton import swiglu_backward
-
-    return None, _quantized(functools.partial(swiglu_backward, grad, x), x.shape, quantizer)
+    return None, _run("swiglu_backward_kernel", [grad, x], x.shape, quantizer)
 
 
 def _can_cast(quantizer: Any, *inputs: Tensor) -> bool:
@@ -63,13 +59,14 @@ def _can_cast(quantizer: Any, *inputs: Tensor) -> bool:
     )
 
 
-def _quantized(kernel: Any, shape: tuple[int, ...], quantizer: Any) -> Any:
-    """Return the quantizer's tensor of this shape, written by `kernel`."""
+def _run(kernel: str, inputs: list[Tensor], shape: tuple[int, ...], quantizer: Any) -> Any:
+    """Return the quantizer's tensor of this shape, written by a kernel of `swiglu_triton`."""
+    triton = importlib.import_module("te_models.kernels.swiglu_triton")
     out = quantizer.make_empty(shape, dtype=torch.bfloat16, device=quantizer.scale.device)
     rows = out._data if quantizer.rowwise_usage else None
     columns = out._transpose if quantizer.columnwise_usage else None
-    e5m2 = quantizer.dtype.name == "kFloat8E5M2"
-    kernel(rows, columns, quantizer.scale, out._scale_inv, quantizer.amax, e5m2=e5m2)
+    outputs = [rows, columns, quantizer.scale, out._scale_inv, quantizer.amax]
+    triton.launch(getattr(triton, kernel), inputs, outputs, e5m2=quantizer.dtype.name == "kFloat8E5M2")
     out._transpose_invalid = not quantizer.columnwise_usage
     return out
 

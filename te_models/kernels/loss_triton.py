@@ -13,21 +13,12 @@ from torch import Tensor
 
 from te_models.kernels.fp8_triton import block, store_columns, to_fp8
 
-CAST_BLOCK = {"ROWS": 128, "COLUMNS": 64}  # of casts in both layouts
+ROWS, COLUMNS = tl.constexpr(128), tl.constexpr(64)  # of a block, in casts to both layouts
 
 
 @triton.jit
 def cross_entropy_kernel(
-    logits,
-    labels,
-    loss,
-    correct,
-    log_sums,
-    stride,
-    vocab,
-    ignore,
-    WRITE_GRAD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, labels, loss, correct, log_sums, stride, vocab, ignore, GRAD: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Process one row per program: an online softmax, then a second pass that writes the gradient."""
     row = tl.program_id(0).to(tl.int64)
@@ -50,7 +41,7 @@ def cross_entropy_kernel(
     tl.store(loss + row, tl.where(valid, log_sum - picked, 0.0))
     tl.store(correct + row, (valid & (label == best)).to(tl.int32))
     tl.store(log_sums + row, log_sum)
-    if WRITE_GRAD:
+    if GRAD:
         tl.debug_barrier()  # every thread has read the label's logit before it is overwritten
         for start in range(0, vocab, BLOCK):
             columns = start + tl.arange(0, BLOCK)
@@ -76,7 +67,7 @@ def cross_entropy(
 
 
 @triton.jit
-def cast_kernel(matrix, rows, columns, scale, height, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def cast_kernel(matrix, rows, columns, scale, height, width):
     """Cast `matrix` [height, width] times `scale` to E4M3, also transposed unless `columns` is None."""
     quads, f, inside = block(height, width, ROWS, COLUMNS)
     factor = tl.load(scale)
@@ -99,26 +90,12 @@ def cast_both(matrix: Tensor, scale: Tensor, *, columns: bool) -> tuple[Tensor, 
     rows = matrix.new_empty(height, width, dtype=torch.uint8)
     turned = matrix.new_empty(width, height, dtype=torch.uint8) if columns else None
     quads = turned.view(torch.int32) if columns else None  # [N, M/4]
-    cast_kernel[_grid(height, width)](matrix, rows, quads, scale, height, width, **CAST_BLOCK, num_warps=8)
+    cast_kernel[_grid(height, width)](matrix, rows, quads, scale, height, width, num_warps=8)
     return rows.view(torch.float8_e4m3fn), turned.view(torch.float8_e4m3fn) if columns else None
 
 
 @triton.jit
-def gradient_kernel(
-    logits,
-    labels,
-    log_sums,
-    rows,
-    columns,
-    sums,
-    height,
-    vocab,
-    stride,
-    ignore,
-    scale,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def gradient_kernel(logits, labels, log_sums, rows, columns, sums, height, vocab, stride, ignore, scale):
     """Cast softmax(logits), zeroed at the label, times `scale` to E5M2, in both layouts.
 
     `sums` [column blocks, height]: each row's sum of the cast values in this block.
@@ -150,7 +127,7 @@ def gradient_both(
     grid = _grid(height, vocab)
     sums = logits.new_empty(grid[1], height, dtype=torch.float32)
     tensors = logits, labels, log_sum, rows, quads[:, at // 4 :], sums
-    gradient_kernel[grid](*tensors, height, vocab, quads.stride(0), ignore, scale, **CAST_BLOCK, num_warps=8)
+    gradient_kernel[grid](*tensors, height, vocab, quads.stride(0), ignore, scale, num_warps=8)
     return rows.view(torch.float8_e5m2), sums.sum(0) / -scale
 
 
@@ -175,15 +152,7 @@ def add_label_rows_(grad_hidden: Tensor, weight: Tensor, labels: Tensor, at_labe
 
 @triton.jit
 def to_label_rows_kernel(
-    grad_weight,
-    hidden,
-    labels,
-    order,
-    ends,
-    at_label,
-    width,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    grad_weight, hidden, labels, order, ends, at_label, width, TOKENS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Add all tokens of one label to its row of `grad_weight`, in the program of the label's first token.
 
@@ -219,7 +188,7 @@ def add_to_label_rows_(grad_weight: Tensor, hidden: Tensor, labels: Tensor, at_l
 
 
 def _grid(height: int, width: int) -> tuple[int, int]:
-    return triton.cdiv(height, CAST_BLOCK["ROWS"]), triton.cdiv(width, CAST_BLOCK["COLUMNS"])
+    return triton.cdiv(height, ROWS), triton.cdiv(width, COLUMNS)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ P positions.
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any, NamedTuple
 
 import torch
@@ -54,25 +55,14 @@ def _attend(attention: Any, unfused: Any, hidden_states: Tensor, *args: Any, **a
         return unfused(hidden_states, *args, **arguments)
     first = arguments.get("is_first_microbatch")
     qkv = attention.layernorm_qkv(hidden_states, is_first_microbatch=first)
-    parts = _SplitQKVRope.apply(qkv, *rope, attention.num_gqa_groups_per_partition)
+    parts = _kernel().apply(qkv, *rope, attention.num_gqa_groups_per_partition)
     passed_on = {name: arguments[name] for name in ATTENTION_ARGUMENTS if name in arguments}
     attended = attention.core_attention(*parts, qkv_format=attention.qkv_format, **passed_on)
     return attention.proj(attended, is_first_microbatch=first)
 
 
-class _SplitQKVRope(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, table: Tensor, positions: Tensor, groups: int) -> tuple:
-        from te_models.kernels.rope_triton import split_qkv
-
-        ctx.save_for_backward(table, positions)
-        return split_qkv(qkv, table, positions, groups)
-
-    @staticmethod
-    def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple:
-        from te_models.kernels.rope_triton import join_qkv
-
-        return join_qkv(q, k, v, *ctx.saved_tensors), None, None, None
+def _kernel() -> type[torch.autograd.Function]:
+    return importlib.import_module("te_models.kernels.rope_triton").SplitQKVRope
 
 
 def split_qkv_rope(qkv: Tensor, table: Tensor, positions: Tensor, groups: int) -> tuple:
@@ -100,7 +90,7 @@ def _difference(heads: int, groups: int, size: int, tokens: int) -> str | None:
     grads = [random(part.shape).bfloat16() for part in expected]
     (expected_grad,) = torch.autograd.grad(expected, qkv, grads)
     try:
-        found = _SplitQKVRope.apply(qkv, table, positions, groups)
+        found = _kernel().apply(qkv, table, positions, groups)
         (grad,) = torch.autograd.grad(found, qkv, grads)
     except Exception as error:  # Triton's compiler may raise anything
         return f"it fails ({first_line(error)})"

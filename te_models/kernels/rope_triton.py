@@ -5,6 +5,9 @@ T tokens, H query heads, G key/value groups, R = H / G, K head size.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -64,21 +67,24 @@ def qkv_rope_kernel(
         joint += SIZE
 
 
-def split_qkv(qkv: Tensor, table: Tensor, positions: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Split [..., G*(R+2)*K] into q [..., H, K] and k [..., G, K] with RoPE, and v [..., G, K]."""
-    size, lead = table.shape[1], qkv.shape[:-1]
-    per_group = qkv.shape[-1] // size // groups - 2
-    q, k, v = (qkv.new_empty(*lead, heads, size) for heads in (groups * per_group, groups, groups))
-    _launch(qkv, q, k, v, table, positions, backward=False)
-    return q, k, v
+class SplitQKVRope(torch.autograd.Function):
+    """[..., G*(R+2)*K] -> q [..., H, K] and k [..., G, K] with RoPE, v [..., G, K]."""
 
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, table: Tensor, positions: Tensor, groups: int) -> tuple:
+        ctx.save_for_backward(table, positions)
+        size, lead = table.shape[1], qkv.shape[:-1]
+        heads = qkv.shape[-1] // size - 2 * groups
+        q, k, v = (qkv.new_empty(*lead, number, size) for number in (heads, groups, groups))
+        _launch(qkv, q, k, v, table, positions, backward=False)
+        return q, k, v
 
-def join_qkv(q: Tensor, k: Tensor, v: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-    """Return the gradient of `split_qkv`'s input, given those of its results."""
-    heads = q.shape[-2] + k.shape[-2] + v.shape[-2]
-    qkv = q.new_empty(*q.shape[:-2], heads * q.shape[-1])  # [..., G*(R+2)*K]
-    _launch(qkv, q.contiguous(), k.contiguous(), v.contiguous(), table, positions, backward=True)
-    return qkv
+    @staticmethod
+    def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple:
+        width = (q.shape[-2] + 2 * k.shape[-2]) * q.shape[-1]
+        qkv = q.new_empty(*q.shape[:-2], width)  # [..., G*(R+2)*K]
+        _launch(qkv, q.contiguous(), k.contiguous(), v.contiguous(), *ctx.saved_tensors, backward=True)
+        return qkv, None, None, None
 
 
 def _launch(

@@ -13,23 +13,11 @@ from torch import Tensor
 
 from te_models.kernels.fp8_triton import block, store_columns, to_fp8
 
-BLOCK_TOKENS, BLOCK_FEATURES = 128, 64
+TOKENS, FEATURES = tl.constexpr(128), tl.constexpr(64)  # of a block
 
 
 @triton.jit
-def swiglu_kernel(
-    inputs,
-    rows,
-    columns,
-    scale,
-    scale_inverse,
-    amax,
-    tokens,
-    features,
-    E5M2: tl.constexpr,
-    TOKENS: tl.constexpr,
-    FEATURES: tl.constexpr,
-):
+def swiglu_kernel(inputs, rows, columns, scale, scale_inverse, amax, tokens, features, E5M2: tl.constexpr):
     """Cast silu(gate) * up of `inputs` [T, 2F], gate first, to FP8 [T, F] and [F, T]; update `amax`."""
     quads, f, inside = block(tokens, features, TOKENS, FEATURES)
     factor = tl.load(scale)
@@ -55,18 +43,7 @@ def swiglu_kernel(
 
 @triton.jit
 def swiglu_backward_kernel(
-    grads,
-    inputs,
-    rows,
-    columns,
-    scale,
-    scale_inverse,
-    amax,
-    tokens,
-    features,
-    E5M2: tl.constexpr,
-    TOKENS: tl.constexpr,
-    FEATURES: tl.constexpr,
+    grads, inputs, rows, columns, scale, scale_inverse, amax, tokens, features, E5M2: tl.constexpr
 ):
     """Cast the gradients of gate and up, given `grads` [T, F], to FP8 [T, 2F] and [2F, T]; update `amax`.
 
@@ -104,29 +81,15 @@ def swiglu_backward_kernel(
         store_columns(packed_up, columns, tokens // 4, quads, f + features, inside)
 
 
-def swiglu(x: Tensor, *outputs: Tensor | None, e5m2: bool) -> None:
-    """Run SwiGLU on contiguous BF16 `x` [T, 2F]; T a multiple of 4.
+def launch(
+    kernel: triton.JITFunction, inputs: list[Tensor], outputs: list[Tensor | None], *, e5m2: bool
+) -> None:
+    """Run a kernel on contiguous BF16 inputs, the last one [T, 2F], T a multiple of 4.
 
     `outputs`: rows and columns (uint8 or None), scale, its inverse and amax (one float32 each).
     """
-    _launch(swiglu_kernel, (x,), *outputs, e5m2=e5m2)
-
-
-def swiglu_backward(grad: Tensor, x: Tensor, *outputs: Tensor | None, e5m2: bool) -> None:
-    """Run SwiGLU's backward on contiguous BF16 `grad` [T, F] and `x` [T, 2F]; `outputs` as for `swiglu`."""
-    _launch(swiglu_backward_kernel, (grad, x), *outputs, e5m2=e5m2)
-
-
-def _launch(
-    kernel: triton.JITFunction,
-    inputs: tuple[Tensor, ...],
-    rows: Tensor | None,
-    columns: Tensor | None,
-    *scalars: Tensor,
-    e5m2: bool,
-) -> None:
-    tokens, features = inputs[-1].shape[0], inputs[-1].shape[1] // 2
+    rows, columns, *scalars = outputs
     quads = None if columns is None else columns.view(torch.int32)  # [F or 2F, T/4]
-    grid = triton.cdiv(tokens, BLOCK_TOKENS), triton.cdiv(features, BLOCK_FEATURES)
-    sizes = {"TOKENS": BLOCK_TOKENS, "FEATURES": BLOCK_FEATURES}
-    kernel[grid](*inputs, rows, quads, *scalars, tokens, features, E5M2=e5m2, **sizes, num_warps=8)
+    tokens, features = inputs[-1].shape[0], inputs[-1].shape[1] // 2
+    grid = triton.cdiv(tokens, TOKENS), triton.cdiv(features, FEATURES)
+    kernel[grid](*inputs, rows, quads, *scalars, tokens, features, E5M2=e5m2, num_warps=8)

@@ -71,8 +71,8 @@ def test_the_model_uses_it_and_computes_as_tes_kernels_do(monkeypatch):
     into a whole step.
     """
     mlp = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
-    original, run, calls = mlp._act_func, fused_swiglu._quantized, []
-    monkeypatch.setattr(fused_swiglu, "_quantized", lambda *args: calls.append(args[0]) or run(*args))
+    original, run, calls = mlp._act_func, fused_swiglu._run, []
+    monkeypatch.setattr(fused_swiglu, "_run", lambda *args: calls.append(args[0]) or run(*args))
     with fused_swiglu.enabled():
         fused = gradient_errors()
     assert mlp._act_func is original and len(calls) == PASSES * 2 * 4  # passes, forward and backward, layers
@@ -86,12 +86,12 @@ def test_the_model_uses_it_and_computes_as_tes_kernels_do(monkeypatch):
 
 def test_the_self_test_fails_a_kernel_that_computes_something_else(monkeypatch):
     assert fused_swiglu.why_not() is None
-    run = fused_swiglu._quantized
+    run = fused_swiglu._run
 
-    def mixed_up(kernel, shape, quantizer):
-        out = run(kernel, shape, quantizer)
+    def mixed_up(*args):
+        out = run(*args)
         out._transpose[1] = 0
         return out
 
-    monkeypatch.setattr(fused_swiglu, "_quantized", mixed_up)
+    monkeypatch.setattr(fused_swiglu, "_run", mixed_up)
     assert fused_swiglu.why_not() == "it computes another transpose"

@@ -262,8 +262,9 @@ def test_the_self_test_of_rope_finds_wrong_kernels(monkeypatch):
     from te_models.kernels import rope_triton
 
     assert rope.why_not(32, 8, 128) is None and rope.why_not(14, 2, 64) is None
-    split = rope_triton.split_qkv
-    monkeypatch.setattr(rope_triton, "split_qkv", lambda *args: tuple(part * 2 for part in split(*args)))
+    split = rope_triton.SplitQKVRope.forward
+    doubled = staticmethod(lambda *args: tuple(part * 2 for part in split(*args)))
+    monkeypatch.setattr(rope_triton.SplitQKVRope, "forward", doubled)
     assert rope.why_not(6, 2, 48) == "it computes another query"
 
 

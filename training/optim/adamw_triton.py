@@ -8,24 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048
+BLOCK = tl.constexpr(2048)
 
 
 @triton.jit
 def adamw_kernel(
-    weights,
-    grads,
-    exp_avg,
-    exp_avg_sq,
-    remainders,
-    scalars,
-    numel,
-    lr,
-    beta1,
-    beta2,
-    eps,
-    weight_decay,
-    BLOCK: tl.constexpr,
+    weights, grads, exp_avg, exp_avg_sq, remainders, scalars, numel, lr, beta1, beta2, eps, weight_decay
 ):
     """Step BLOCK elements; with `remainders` the weights are the high halves of FP32 masters.
 
@@ -73,4 +61,4 @@ def adamw_(
     assert all(t.is_contiguous() for t in (weight, exp_avg, exp_avg_sq)), "the kernel reads them as flat"
     tensors = weight, grad.contiguous(), exp_avg, exp_avg_sq, remainder, scalars
     grid = (triton.cdiv(weight.numel(), BLOCK),)
-    adamw_kernel[grid](*tensors, weight.numel(), *hyperparameters, BLOCK=BLOCK, num_warps=4)
+    adamw_kernel[grid](*tensors, weight.numel(), *hyperparameters, num_warps=4)
