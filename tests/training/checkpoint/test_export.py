@@ -178,7 +178,7 @@ def test_strided_tensors_and_slices_are_stored_exactly_and_once(tmp_path):
 def test_config_generation_settings_and_tokenizer_are_exported(tmp_path, tokenizer):
     source = build()
     source.config.architectures = ["TEDecoder"]
-    generation = GenerationConfig(eos_token_id=[2, 3], max_length=17)
+    generation = GenerationConfig(eos_token_id=[2, 3])
     settings = {"config": source.config, "tokenizer": tokenizer, "generation_config": generation}
     folder = export_hf(tmp_path / "export", weights(source), **settings)
     config = json.loads((folder / "config.json").read_text())
@@ -311,18 +311,13 @@ def test_files_that_no_export_wrote_are_kept(tmp_path, monkeypatch):
         assert (folder / "link" / "4bit" / "model.gguf").read_bytes() == b"gguf"
 
 
-@pytest.mark.parametrize("names", [["thesis.tex"], ["config.json", "model.safetensors"]])
-def test_a_folder_that_no_export_wrote_is_not_replaced(tmp_path, names):
+def test_what_no_export_wrote_and_the_source_model_are_not_replaced(tmp_path):
     (tmp_path / "export").mkdir()
-    for name in names:
-        (tmp_path / "export" / name).write_text("x")
+    (tmp_path / "export" / "model.safetensors").write_text("x")
     source = build()
     with pytest.raises(UserError, match=f"^--output_dir {tmp_path}: its export/ was not exported by a run"):
         export_hf(tmp_path / "export", weights(source), config=source.config)
-    assert all((tmp_path / "export" / name).read_text() == "x" for name in names)
-
-
-def test_a_model_is_not_exported_over_itself(tmp_path):
-    check_export(tmp_path / "export", source=tmp_path / "other")
-    with pytest.raises(UserError, match=r"would export over --model_name .*export, which it trains from"):
-        check_export(tmp_path / "export", source=tmp_path / "export" / ".." / "export")
+    assert (tmp_path / "export" / "model.safetensors").read_text() == "x"
+    check_export(tmp_path / "model", source=tmp_path / "other")
+    with pytest.raises(UserError, match=r"would export over --model_name .*model, which it trains from"):
+        check_export(tmp_path / "model", source=tmp_path / "model" / ".." / "model")

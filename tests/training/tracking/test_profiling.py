@@ -63,24 +63,16 @@ def test_times_add_up_by_kind_and_gaps_are_idle():
     ("count", "done", "total", "steps"),
     [
         (3, 0, 40, [9, 10, 11]),
-        (3, 0, 11, [9, 10, 11]),
         (3, 0, 10, [8, 9, 10]),
         (3, 0, 4, [2, 3, 4]),
         (2, 100, 140, [109, 110]),
         (2, 100, 103, [102, 103]),
         (3, 10, 13, []),  # too few steps left
-        (0, 0, 0, []),
         (0, 0, 40, []),
     ],
 )
 def test_warm_steps_are_profiled(count, done, total, steps):
     assert list(profiled_steps(count, done=done, total=total)) == steps
-
-
-@pytest.mark.parametrize(("done", "total"), [(0, 3), (0, 0)])
-def test_a_run_too_short_to_profile_is_refused(done, total):
-    with pytest.raises(UserError, match=f"--profile_steps 3: the run has {total} steps"):
-        profiled_steps(3, done=done, total=total)
 
 
 def train(folder, flags, device="cpu"):
@@ -92,11 +84,13 @@ def train(folder, flags, device="cpu"):
     return main(argv, description="test", start=lambda cfg: torch.device(device))
 
 
-def test_profiling_needs_a_gpu():
+def test_profiling_without_a_gpu_or_enough_steps_is_refused():
     profiling.check(0, torch.device("cpu"))
-    profiling.check(2, torch.device("cuda"))
     with pytest.raises(UserError, match=r"^--profile_steps 2: times GPU kernels, and this run is on cpu"):
         profiling.check(2, torch.device("cpu"))
+    for total in (3, 0):
+        with pytest.raises(UserError, match=f"--profile_steps 3: the run has {total} steps"):
+            profiled_steps(3, done=0, total=total)
 
 
 def test_profiled_steps_do_not_count_in_rates(tmp_path, capsys, monkeypatch):
@@ -138,6 +132,3 @@ def test_a_run_on_a_gpu_writes_its_kernel_times(tmp_path, capsys):
     busy = sum(of["ms"] for kind, of in found["kinds"].items() if kind != IDLE)
     assert busy + found["kinds"][IDLE]["ms"] >= found["step_ms"] * 0.999
     assert json.loads((tmp_path / "run" / "profile_trace.json").read_text())["traceEvents"]
-    rates = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["tokens_per_second"] == rates[2]["perf/tokens_per_second"]
