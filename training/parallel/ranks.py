@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from core.machine import cores
+from core.redact import redact
 
 T = TypeVar("T")
 
@@ -298,9 +299,9 @@ def iterate_on_rank0(items: Iterator[Any], work: Callable[[Iterator[Any]], T]) -
 
 
 def print_rank0(text: str) -> None:
-    """Print it once, on rank 0."""
+    """Print once, on rank 0, without secrets."""
     if rank() == 0:
-        print(text, flush=True)
+        print(redact(text), flush=True)
 
 
 def agree(what: str, values: dict[str, Any]) -> None:

@@ -70,7 +70,8 @@ def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     complete = []
     for line in path.read_bytes().splitlines():
         with suppress(ValueError):
-            complete.append((line + b"\n", json.loads(line)))
+            if isinstance(record := json.loads(line), dict):
+                complete.append((line + b"\n", record))
     return complete
 
 
