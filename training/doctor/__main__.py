@@ -2,7 +2,7 @@
 
 import sys
 
-from training.doctor.screen import main
+from training.doctor.report import main
 
 if __name__ == "__main__":
     sys.exit(main())
