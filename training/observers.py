@@ -1,22 +1,30 @@
-"""Watches the training loop from outside: FP8 statistics, profiler, coverage of the first step, wall time."""
+"""Observers and logs of the training loop: FP8 statistics, profiler, coverage, wall time, env.json."""
 
 from __future__ import annotations
 
 import gc
+import platform
 import time
 from typing import Any
 
 from core.errors import EXIT_FAILED, UserError
 from core.files import explaining_write_errors, read_record, write_json
+from core.redact import redacted
 from te_models.kernels import flash_attention
 from training.assembly import Assembly
 from training.checkpoint.run_folder import WallTime
 from training.parallel import ranks
+from training.parallel.ranks import print_rank0
 from training.precision import te_runtime
 from training.precision.coverage import Coverage, coverage
 from training.precision.fp8_stats import Fp8Stats
 from training.prepare import Job
+from training.tracking import metrics
+from training.tracking.display import Display
+from training.tracking.environment import describe_environment
+from training.tracking.meter import Meter
 from training.tracking.profiling import StepProfiler
+from training.tracking.tracker import build_tracker
 from training.trainer import Hooks, Logs
 
 # env.json fields that are only known after the first step.
@@ -123,10 +131,62 @@ def write_environment(job: Job, environment: dict[str, Any]) -> None:
             write_json(path, environment)
 
 
-def earlier_first_step(job: Job) -> dict[str, Any]:
-    """Return what an earlier launch recorded after its first step. Collective."""
-    before = ranks.run_on_rank0(lambda: read_record(job.folder / "env.json"))
-    return {name: before[name] for name in KNOWN_AFTER_FIRST_STEP if name in before}
+def open_environment(job: Job, built: Assembly, *, takes_steps: bool) -> dict[str, Any]:
+    """Write env.json with what is known before the first step and return it. Collective.
+
+    A launch that takes no step keeps what an earlier one recorded after its first.
+    """
+    environment = describe_run(job, built)
+    if not takes_steps:
+        before = ranks.run_on_rank0(lambda: read_record(job.folder / "env.json"))
+        environment |= {name: before[name] for name in KNOWN_AFTER_FIRST_STEP if name in before}
+    write_environment(job, environment)
+    return environment
+
+
+def open_logs(job: Job, resume_step: int | None, environment: dict[str, Any]) -> Logs:
+    cfg, strategy, precision = job.cfg, job.memory.strategy, job.resolved.precision
+    job.watchdog.starting("opening the logs")
+    layers = "te" if cfg.model.use_te else "hf"
+    emulated = ["emulated"] if precision.emulated else []
+    mode = [strategy.mode] if strategy.world_size > 1 else []
+    done = resume_step or 0
+    tracker = build_tracker(
+        cfg.log,
+        job.folder,
+        config=cfg.to_dict() | precision.as_dict(),
+        tags=[job.resolved.plan.short_name, precision.effective, layers, *emulated, *mode],
+        resume_step=resume_step,
+        evaluates_again=done >= job.total_steps and job.loaders.eval is not None,
+        enabled=strategy.rank == 0,
+    )
+    name = environment.get("gpu_name")
+    peaks = {p: metrics.peak_tflops(name, p) if name else None for p in ("bf16", "fp8")}
+    if name and not peaks["bf16"]:
+        print_rank0(f"MFU is not reported: no peak rate is known for {name}")
+    rows = cfg.optim.batch_size * cfg.optim.gradient_accumulation_steps * strategy.world_size
+    meter = Meter(
+        job.resolved.flops_shape, strategy.world_size, peaks, emulated=precision.emulated, full_rows=rows
+    )
+    return Logs(tracker, Display(job.total_steps, done, enabled=strategy.rank == 0), meter)
+
+
+def describe_run(job: Job, built: Assembly) -> dict[str, Any]:
+    """Return the fields of env.json that are known before the first step. Collective."""
+    strategy, held_out = job.memory.strategy, job.loaders.eval_report
+    return {
+        **describe_environment(),
+        **job.resolved.precision.as_dict(),
+        "optimizer": built.optimizer_plan.describe(),
+        "sharding_mode": strategy.mode,
+        "world_size": strategy.world_size,
+        "nodes": strategy.num_nodes,
+        "hosts": sorted(set(ranks.gather(platform.node()))),
+        "data": {  # includes the system prompt
+            "train": redacted(job.loaders.report.as_dict()),
+            "eval": redacted(held_out.as_dict()) if held_out else None,
+        },
+    }
 
 
 def _tune_garbage_collection() -> None:

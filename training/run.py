@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import platform
 import random
 import sys
 import time
@@ -18,7 +17,6 @@ import numpy as np
 import torch
 
 from core.errors import EXIT_FAILED, EXIT_INTERRUPTED, first_line
-from core.redact import redacted
 from core.signals import caught
 from data.chat import turn_end
 from te_models.build import export_tensors
@@ -29,7 +27,7 @@ from training.checkpoint.progress import Progress
 from training.checkpoint.run_folder import WallTime, train_losses
 from training.checkpoint.state import CheckpointSaver, RunState, restore_run
 from training.config import Config, all_settings, changed_settings, parse_config
-from training.observers import Observers, earlier_first_step, write_environment
+from training.observers import Observers, open_environment, open_logs
 from training.optim import optimizer as optim
 from training.optim.schedule import learning_rate
 from training.outcome import end, lasting_output
@@ -40,12 +38,9 @@ from training.precision.fp8_stats import Fp8Stats
 from training.prepare import Job, prepare
 from training.scaling import DelayedScaling, Scaling
 from training.step import Stack
-from training.tracking import metrics, profiling
-from training.tracking.display import Display
-from training.tracking.environment import describe_environment
-from training.tracking.meter import Meter
-from training.tracking.tracker import build_tracker, replaces_finished_run
-from training.trainer import Logs, Trainer
+from training.tracking import profiling
+from training.tracking.tracker import replaces_finished_run
+from training.trainer import Trainer
 
 
 @lasting_output()
@@ -239,11 +234,8 @@ def open_loop(
     steps = ranks.run_on_all_ranks(
         lambda: profiling.profiled_steps(cfg.log.profile_steps, done=progress.step, total=job.total_steps)
     )[0]
-    environment = _environment(job, built)
-    if progress.step >= job.total_steps:  # this launch takes no step
-        environment |= earlier_first_step(job)
-    write_environment(job, environment)
-    logs = _open_logs(job, resume_step, environment)
+    environment = open_environment(job, built, takes_steps=progress.step < job.total_steps)
+    logs = open_logs(job, resume_step, environment)
     observers = Observers(
         job,
         built,
@@ -273,51 +265,6 @@ def open_loop(
     )
     wall_time.count()
     return Trainer(cfg, stack, job.loaders, logs, saver, progress, observers.hooks()), observers
-
-
-def _open_logs(job: Job, resume_step: int | None, environment: dict[str, Any]) -> Logs:
-    cfg, strategy, precision = job.cfg, job.memory.strategy, job.resolved.precision
-    job.watchdog.starting("opening the logs")
-    layers = "te" if cfg.model.use_te else "hf"
-    emulated = ["emulated"] if precision.emulated else []
-    mode = [strategy.mode] if strategy.world_size > 1 else []
-    done = resume_step or 0
-    tracker = build_tracker(
-        cfg.log,
-        job.folder,
-        config=cfg.to_dict() | precision.as_dict(),
-        tags=[job.resolved.plan.short_name, precision.effective, layers, *emulated, *mode],
-        resume_step=resume_step,
-        evaluates_again=done >= job.total_steps and job.loaders.eval is not None,
-        enabled=strategy.rank == 0,
-    )
-    name = environment.get("gpu_name")
-    peaks = {p: metrics.peak_tflops(name, p) if name else None for p in ("bf16", "fp8")}
-    if name and not peaks["bf16"]:
-        print_rank0(f"MFU is not reported: no peak rate is known for {name}")
-    rows = cfg.optim.batch_size * cfg.optim.gradient_accumulation_steps * strategy.world_size
-    meter = Meter(
-        job.resolved.flops_shape, strategy.world_size, peaks, emulated=precision.emulated, full_rows=rows
-    )
-    return Logs(tracker, Display(job.total_steps, done, enabled=strategy.rank == 0), meter)
-
-
-def _environment(job: Job, built: Assembly) -> dict[str, Any]:
-    """Return the fields of env.json that are known before the first step. Collective."""
-    strategy, held_out = job.memory.strategy, job.loaders.eval_report
-    return {
-        **describe_environment(),
-        **job.resolved.precision.as_dict(),
-        "optimizer": built.optimizer_plan.describe(),
-        "sharding_mode": strategy.mode,
-        "world_size": strategy.world_size,
-        "nodes": strategy.num_nodes,
-        "hosts": sorted(set(ranks.gather(platform.node()))),
-        "data": {  # includes the system prompt
-            "train": redacted(job.loaders.report.as_dict()),
-            "eval": redacted(held_out.as_dict()) if held_out else None,
-        },
-    }
 
 
 # Export and summary

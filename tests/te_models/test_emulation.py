@@ -16,7 +16,8 @@ from te_models.decoder import rope_angles
 from te_models.emulation.casts import Quantized, cast_blocks, cast_mx, cast_tensor, cast_with_scale
 from te_models.weights import fuse_qkv
 from tests.te_models.test_emulated_scaling import FFN, GROUPS, HEADS, HIDDEN, RECIPES, layer
-from tests.training.test_run import exported, losses, train
+from tests.training.test_run import curve as losses
+from tests.training.test_run import exported, train
 from training.precision.recipes import make_recipe, why_not
 from training.precision.settings import PrecisionConfig
 

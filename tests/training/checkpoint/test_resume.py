@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError
-from tests.training.test_run import losses, train
+from tests.training.test_run import curve as losses
+from tests.training.test_run import train
 from training import prepare
 from training import run as run_module
 from training import trainer as trainer_module

@@ -23,7 +23,7 @@ from te_models.options import BuildOptions
 from tests.children import preload, run_ranks
 from tests.te_models.test_hugging_face import TINY
 from tests.training.parallel.test_multi_gpu import train as train_on_ranks
-from tests.training.test_run import losses
+from tests.training.test_run import curve as losses
 from training.optim.adamw import FusedAdamW, local
 from training.precision import torchao_fp8
 from training.precision.coverage import coverage
