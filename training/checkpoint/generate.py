@@ -55,7 +55,7 @@ def reads_back(export: Path, tokenizer: Any, *, trust_remote_code: bool = False)
     """
     try:
         loaded = AutoTokenizer.from_pretrained(export, trust_remote_code=trust_remote_code)
-    except Exception:  # of any library or remote code; a finished run must not fail here
+    except Exception:  # libraries and remote code raise anything; a finished run must not fail here
         return False
     return loaded(SAMPLE)["input_ids"] == tokenizer(SAMPLE)["input_ids"]
 

@@ -134,7 +134,7 @@ def prune(folder: Path, keep_last: int) -> None:
 
 
 def recover_replaced(folder: Path) -> None:
-    """Restore the earlier version of each step whose replacement was killed before it was published."""
+    """Restore the earlier version of a step if a save was killed before publishing the new one."""
     for replaced in folder.glob(".step_*.replaced"):
         recover(folder / replaced.name[1 : -len(".replaced")])
 

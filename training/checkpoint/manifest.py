@@ -81,10 +81,10 @@ def verify_files(
         if path.name not in files:
             raise DamagedCheckpoint(f"{path}: not in {MANIFEST}, so not from this save")
     try:
-        found = digests(folder, sorted(names or files)[share[0] :: share[1]])
+        actual = digests(folder, sorted(names or files)[share[0] :: share[1]])
     except OSError as error:
         raise DamagedCheckpoint(f"{error.filename}: {error.strerror}") from None
-    for name, digest in found.items():
+    for name, digest in actual.items():
         if digest != files[name]:
             sizes = f"{digest['size']} of {files[name]['size']} bytes"
             raise DamagedCheckpoint(f"{folder / name}: does not match its checksum ({sizes})")

@@ -83,8 +83,8 @@ class Checkpoints:
         """Attach an eval loss to a checkpoint that was saved before its evaluation, and prune. Collective."""
 
         def record() -> None:
-            found = index_on_disk(self.folder)
-            self._write_index(replace(found, eval_losses=found.eval_losses | {step: eval_loss}))
+            current = index_on_disk(self.folder)
+            self._write_index(replace(current, eval_losses=current.eval_losses | {step: eval_loss}))
             index.prune(self.folder, self.keep_last)
 
         ranks.run_on_rank0(record)
@@ -182,8 +182,8 @@ class Checkpoints:
 
     def forget_evaluations(self) -> None:
         """Drop all recorded eval losses (the evaluation data changed). Call on rank 0."""
-        if (found := index_on_disk(self.folder)).eval_losses:
-            self._write_index(replace(found, eval_losses={}))
+        if (current := index_on_disk(self.folder)).eval_losses:
+            self._write_index(replace(current, eval_losses={}))
 
     def holds(self, path: Path) -> bool:
         """True if a step folder is in this run's checkpoints folder."""
@@ -199,11 +199,11 @@ class Checkpoints:
 
         Later steps can no longer be the best: their log lines are no longer the run's.
         """
-        step, found = read_manifest(path)["step"], index_on_disk(self.folder)
-        if not self.holds(path) or step not in found.steps:
+        step, current = read_manifest(path)["step"], index_on_disk(self.folder)
+        if not self.holds(path) or step not in current.steps:
             return
-        steps = [*(other for other in found.steps if other != step), step]
-        losses = {other: loss for other, loss in found.eval_losses.items() if other <= step}
+        steps = [*(other for other in current.steps if other != step), step]
+        losses = {other: loss for other, loss in current.eval_losses.items() if other <= step}
         self._write_index(Index(steps, losses, step))
 
     def since(self, path: Path) -> Path | None:
@@ -279,8 +279,8 @@ def _check_before_load(path: Path, tensors: dict[str, Tensor]) -> None:
     for key, tensor in tensors.items():
         there, here = saved.get(key), _spec(key, tensor)
         if there != here:
-            found = f"is {there} in the checkpoint, but {here} here" if there else "is not in the checkpoint"
-            raise UserError(f"{path}: tensor {key!r} {found}", flags=("resume",), exit_code=EXIT_BAD_SETTING)
+            reason = f"is {there} in the checkpoint, but {here} here" if there else "is not in the checkpoint"
+            raise UserError(f"{path}: tensor {key!r} {reason}", flags=("resume",), exit_code=EXIT_BAD_SETTING)
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):

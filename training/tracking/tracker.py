@@ -22,7 +22,7 @@ FAILED_RUN_SECONDS = 5.0  # for a failed run's uploads; below the watchdog's GRA
 
 
 class Tracker:
-    """Logs to `record`, the run's own files, and to services whose failure must not stop the run.
+    """Logs to `record`, the run's own files, and to services that must not stop the run when they fail.
 
     Each is a writer with log(step, metrics), summary(values) and finish(exit_code). Without a record nothing
     is written, as on every rank but 0.
@@ -62,7 +62,7 @@ class Tracker:
     def _guard(self, name: str, call: Callable[[], Any]) -> None:
         try:
             call()
-        except Exception as error:  # of any library
+        except Exception as error:  # libraries raise anything
             self._services.pop(name, None)
             text = f"WARNING: {name} failed and is disabled; training continues, metrics.jsonl has everything"
             reason = redact(" ".join(f"{type(error).__name__}: {error}".split()))
@@ -101,7 +101,7 @@ def build_tracker(
     if resume_step is None and (run_folder / "metrics.jsonl").exists():
         purge_step = 0  # hides an earlier launch; without one, other runs may log to the same folder
     tracker = Tracker(JsonlWriter(run_folder, resume_step, evaluates_again=evaluates_again))
-    if cfg.log_dir:  # closed before W&B, whose uploads may be given up
+    if cfg.log_dir:  # closed before W&B, since a failed run may give up its uploads
         tracker.add_service("TensorBoard", lambda: TensorBoardWriter(cfg.log_dir, purge_step))
     if cfg.use_wandb:
         tracker.add_service("W&B", lambda: WandbWriter(cfg, run_folder, config, tags, new=new))

@@ -151,7 +151,7 @@ def test_a_tensor_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path, key
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
-    checkpoints = save_steps(tmp_path, 1, 2, 3, 4, 5, keep_last=2, loss1=3.0, loss2=1.0, loss3=2.0)
+    checkpoints = save_steps(tmp_path, 1, 2, 3, 4, 5, keep_last=2, loss1=float("nan"), loss2=1.0, loss3=2.0)
     assert on_disk(checkpoints) == [2, 4, 5] and holds(checkpoints, tmp_path / "step_000002", 2)
     checkpoints.record_eval_loss(5, float("nan"))  # never the best
     index = index_of(checkpoints)
