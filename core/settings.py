@@ -10,6 +10,7 @@ import re
 import types
 import typing
 from dataclasses import Field, field, fields
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 
 from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
@@ -47,6 +48,9 @@ def setting(
     """
     metadata = {"help": help, "resumable": resumable, "affects": affects, "bounds": bounds}
     return field(default=default, metadata=metadata)
+
+
+resumable = partial(setting, resumable=True)
 
 
 class Section:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from core.errors import bad_setting
-from core.settings import Effect, Section, setting
+from core.settings import Effect, Section, resumable, setting
 
 SYSTEM_PROMPT = "Solve the math problem step by step. Put your final answer in \\boxed{}."
 
@@ -23,13 +23,11 @@ class DataConfig(Section):
     split_name: str = setting("train_1M", "split to train on")
     eval_split: str | None = setting(None, "split to evaluate on; default: held out from --split_name")
     eval_samples: int = setting(
-        1000, "evaluation samples at most; held out: also at most 10 % of the data", minimum=0
+        1000, "evaluation samples at most; held out: 10 % of the data at most", minimum=0
     )
     num_of_samples: int | None = setting(None, "training rows to use; default: all", minimum=1)
     dataset_messages_field: str | None = setting(None, "column with whole chats; default: found by name")
-    dataset_text_field: str | None = setting(
-        None, "column with plain text; default: chat or prompt columns, found by name"
-    )
+    dataset_text_field: str | None = setting(None, "column with plain text; default: a chat's, found by name")
     dataset_prompt_field: str | None = setting(None, "column with the prompt; default: found by name")
     dataset_completion_field: str | None = setting(None, "column with the answer; default: found by name")
     system_prompt: str = setting(
@@ -38,37 +36,21 @@ class DataConfig(Section):
     )
     train_on_prompt: bool = setting(False, "compute the loss on prompt tokens too, not only on the answer")
     max_seq_length: int = setting(1024, "tokens per sequence", minimum=2, affects="step")
-    packing: bool = setting(
-        True, "pack several samples into a sequence; they do not attend to each other", affects="step"
-    )
+    packing: bool = setting(True, "pack samples into sequences, without attention across", affects="step")
     overlong: Literal["drop", "truncate"] = setting(
-        "drop", "what to do with samples over --max_seq_length; plain text is split instead"
+        "drop", "samples over --max_seq_length (plain text is split)"
     )
     streaming: bool = setting(False, "read the data set as a stream, not stored; needs --max_steps")
-    num_proc: int | None = setting(
-        None,
-        "tokenization processes; default: one per core, at most 16",
-        resumable=True,
-        minimum=1,
-        affects="nothing",
+    num_proc: int | None = resumable(
+        None, "tokenization processes; default: one per core, at most 16", minimum=1, affects="nothing"
     )
-    num_workers: int = setting(
-        2,
-        "data loader processes; 0: load in the training process",
-        resumable=True,
-        minimum=0,
-        affects="nothing",
-    )
-    data_cache_dir: str | None = setting(
-        None,
-        "folder for prepared data; default: the Hugging Face cache of data sets",
-        resumable=True,
-        affects="nothing",
+    num_workers: int = resumable(2, "data loader processes; 0: none", minimum=0, affects="nothing")
+    data_cache_dir: str | None = resumable(
+        None, "folder for prepared data; default: the Hugging Face cache of data sets", affects="nothing"
     )
 
     def check_length(self, positions: int | None) -> None:
         """UserError if a sequence may be longer than the model's `positions` (None: no limit)."""
-        if positions is not None and self.max_seq_length > positions:
-            raise bad_setting(
-                f"--model_name has {positions} positions; lower it", max_seq_length=self.max_seq_length
-            )
+        length = self.max_seq_length
+        if positions is not None and length > positions:
+            raise bad_setting(f"--model_name has {positions} positions; lower it", max_seq_length=length)

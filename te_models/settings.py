@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from core.settings import Section, setting
+from core.settings import Section, resumable, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,30 +19,19 @@ class ModelConfig(Section):
         "auto", "weights: read or random; auto: random only for tiny-* presets", affects="learning"
     )
     tokenizer_name: str | None = setting(
-        None,
-        "hub id, local folder, or demo; default: the model's own (tiny-* presets: demo)",
-        affects="learning",
+        None, "hub id, folder, or demo; default: the model's own (tiny-* presets: demo)", affects="learning"
     )
     use_te: bool = setting(False, "build the decoder from Transformer Engine layers (te.TransformerLayer)")
     te_backend: Literal["auto", "native", "emulated"] = setting(
         "auto", "TE's kernels (CUDA), or the same numerics in plain PyTorch; auto: native if there is a GPU"
     )
-    gradient_checkpointing: bool = setting(
-        False, "activation checkpointing: recompute each layer's activations in backward", resumable=True
+    gradient_checkpointing: bool = resumable(False, "activation checkpointing: recompute layers in backward")
+    compile: bool | None = resumable(
+        None, "torch.compile each Hugging Face layer; default: on a GPU, not under DeepSpeed"
     )
-    compile: bool | None = setting(
-        None, "torch.compile each Hugging Face layer; default: on a GPU, not under DeepSpeed", resumable=True
-    )
-    flash_attention: bool = setting(
-        True, "use FlashAttention 4 if it is installed (Hopper); else cuDNN's and torch's", resumable=True
-    )
-    fused_residuals: bool = setting(
-        True, "fuse the residual-gradient add into TE's norm backward kernel", resumable=True
-    )
-    weights_cache_dir: str | None = setting(
-        None,
-        "folder for downloaded weights; default: the Hugging Face cache",
-        resumable=True,
-        affects="nothing",
+    flash_attention: bool = resumable(True, "use FlashAttention 4 if installed (Hopper); else cuDNN, torch")
+    fused_residuals: bool = resumable(True, "fuse the residual-gradient add into TE's norm backward kernel")
+    weights_cache_dir: str | None = resumable(
+        None, "folder for downloaded weights; default: the Hugging Face cache", affects="nothing"
     )
     trust_remote_code: bool = setting(False, "run Python code from the model's repository", affects="nothing")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from core.settings import Effect, Section, setting
+from core.settings import Effect, Section, resumable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,24 +14,14 @@ class CheckpointConfig(Section):
 
     affects: ClassVar[Effect] = "nothing"
 
-    output_dir: str | None = setting(
-        None, "run folder; a run in it is resumed; default: runs/<model>-<precision>-<time>", resumable=True
+    output_dir: str | None = resumable(
+        None, "run folder; a run in it is resumed; default: runs/<model>-<precision>-<time>"
     )
-    save_checkpoints: bool = setting(
-        True, "write checkpoints; without them a stopped run is lost (for benchmarks)", resumable=True
+    save_checkpoints: bool = resumable(True, "write checkpoints; without, a stopped run is lost")
+    save_interval: int = resumable(500, "steps between checkpoints; 0: at the end and on a signal", minimum=0)
+    keep_last: int = resumable(5, "recent checkpoints to keep, with the best by evaluation loss", minimum=1)
+    resume: str = resumable(
+        "auto", "auto: from --output_dir's latest checkpoint; PATH: a run or checkpoint; none: from scratch"
     )
-    save_interval: int = setting(
-        500, "steps between checkpoints; 0: only at the end and on a signal", resumable=True, minimum=0
-    )
-    keep_last: int = setting(
-        5, "recent checkpoints to keep, in addition to the best by evaluation loss", resumable=True, minimum=1
-    )
-    resume: str = setting(
-        "auto",
-        "auto: from --output_dir's latest checkpoint; PATH: a run or checkpoint; none: start anew",
-        resumable=True,
-    )
-    export: bool = setting(True, "write a Hugging Face model (BF16 safetensors) at the end", resumable=True)
-    generate_samples: int = setting(
-        0, "evaluation prompts to answer with the exported model at the end", resumable=True, minimum=0
-    )
+    export: bool = resumable(True, "write a Hugging Face model (BF16 safetensors) at the end")
+    generate_samples: int = resumable(0, "evaluation prompts to answer with the exported model", minimum=0)

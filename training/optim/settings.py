@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from core.settings import Effect, Section, setting
+from core.settings import Effect, Section, resumable, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,22 +15,13 @@ class OptimConfig(Section):
     affects: ClassVar[Effect] = "learning"
 
     batch_size: int = setting(8, "sequences per micro-batch and device", minimum=1, affects="step")
-    eval_batch_size: int | None = setting(
-        None,
-        "sequences per evaluation batch and device; default: --batch_size",
-        resumable=True,
-        minimum=1,
-        affects="logging",
+    eval_batch_size: int | None = resumable(
+        None, "sequences per evaluation batch and device; default: --batch_size", minimum=1, affects="logging"
     )
-    gradient_accumulation_steps: int = setting(
-        1, "micro-batches per optimizer step", minimum=1, affects="step"
-    )
-    num_epochs: int = setting(1, "passes over the training data", resumable=True, minimum=1)
-    max_steps: int | None = setting(
-        None,
-        "optimizer steps over all launches; 0: only evaluate; default: --num_epochs",
-        resumable=True,
-        minimum=0,
+    gradient_accumulation_steps: int = setting(1, "micro-batches per step", minimum=1, affects="step")
+    num_epochs: int = resumable(1, "passes over the training data", minimum=1)
+    max_steps: int | None = resumable(
+        None, "optimizer steps over all launches; 0: only evaluate; default: --num_epochs", minimum=0
     )
     learning_rate: float = setting(1e-5, "peak learning rate", above=0)
     lr_scheduler: Literal["cosine", "linear", "constant"] = setting("cosine", "schedule after warmup")
@@ -42,13 +33,8 @@ class OptimConfig(Section):
     adam_beta2: float = setting(0.95, "AdamW beta2", minimum=0, below=1)
     adam_epsilon: float = setting(1e-8, "AdamW epsilon", above=0)
     max_grad_norm: float = setting(1.0, "clip the global gradient norm to this; 0: no clipping", minimum=0)
-    max_skipped_steps: int = setting(
-        5,
-        "stop after this many consecutive steps with a non-finite loss or gradient",
-        resumable=True,
-        minimum=1,
-    )
-    seed: int = setting(42, "seed of weights, shuffling and the held-out split", minimum=0, maximum=2**32 - 1)
+    max_skipped_steps: int = resumable(5, "stop after this many non-finite steps in a row", minimum=1)
+    seed: int = setting(42, "seed of weights, shuffling and held-out split", minimum=0, maximum=2**32 - 1)
     deterministic: bool = setting(
         False,
         "bitwise reproducible kernels where they exist; slow for packed attention in TE",

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from core.errors import bad_setting
 from core.packages import ROOT
-from core.settings import Section, setting
+from core.settings import Section, resumable, setting
 
 WEEK = 7 * 24 * 60  # minutes
 
@@ -51,19 +51,15 @@ FP8_GATHER_MODES = tuple(name for name, m in MODES.items() if m.engine == "fsdp"
 class ShardingConfig(Section):
     """many GPUs (train_multi_gpu.py)"""
 
-    sharding_mode: Literal[("auto", *list(MODES)[1:])] = setting(
-        "auto",
-        "how to shard the model (docs/multi_gpu.md); auto: the fastest that fits in memory",
-        resumable=True,
+    sharding_mode: Literal[("auto", *list(MODES)[1:])] = resumable(
+        "auto", "how to shard the model (docs/multi_gpu.md); auto: the fastest that fits in memory"
     )
-    deepspeed_config: str | None = setting(
-        None, "DeepSpeed JSON for --sharding_mode deepspeed, sharding settings only", resumable=True
+    deepspeed_config: str | None = resumable(
+        None, "DeepSpeed JSON, sharding only, of --sharding_mode deepspeed"
     )
-    cpu_offload: bool = setting(
-        False, "keep weights and optimizer state on the CPU (fsdp_offload)", resumable=True
-    )
-    hsdp_shard_size: int | None = setting(
-        None, "hsdp: ranks per copy of the model; default: the ranks of a node", resumable=True, minimum=1
+    cpu_offload: bool = resumable(False, "keep weights and optimizer state on the CPU (fsdp_offload)")
+    hsdp_shard_size: int | None = resumable(
+        None, "hsdp: ranks per copy of the model; default: the ranks of a node", minimum=1
     )
     grad_reduce_dtype: Literal["fp32", "bf16"] = setting(
         "fp32", "dtype of gradient sums over ranks and micro-batches (the latter: not ddp, DeepSpeed)"
@@ -71,16 +67,9 @@ class ShardingConfig(Section):
     fp8_all_gather: bool = setting(
         False, "all-gather GEMM weights in FP8 (FSDP; current scaling with --use_te, tensorwise without)"
     )
-    empty_cache_freq: int = setting(
-        0, "steps between calls of torch.cuda.empty_cache; 0: never", resumable=True, minimum=0
-    )
-    timeout_minutes: float = setting(
-        30.0,
-        "minutes without progress after which a rank ends the job",
-        resumable=True,
-        above=0,
-        maximum=WEEK,
-        affects="nothing",
+    empty_cache_freq: int = resumable(0, "steps between torch.cuda.empty_cache calls; 0: never", minimum=0)
+    timeout_minutes: float = resumable(
+        30.0, "minutes without progress that end the job", above=0, maximum=WEEK, affects="nothing"
     )
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from core.recipes import RECIPES
-from core.settings import Section, setting
+from core.settings import Section, resumable, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,26 +27,14 @@ class PrecisionConfig(Section):
     )
     fp8_format: Literal["hybrid", "e4m3"] = setting("hybrid", "hybrid: E4M3 forward, E5M2 backward")
     fp8_margin: int = setting(0, "delayed scaling: divide scales by 2**N", minimum=0)
-    fp8_amax_history_len: int = setting(
-        1024, "delayed scaling: length of the amax history in micro-batches", minimum=1
-    )
-    fp8_amax_compute_algo: Literal["max", "most_recent"] = setting(
-        "max", "delayed scaling: which amax of the history to use"
-    )
-    fp8_fast_accumulation: bool = setting(
-        False, "use fast accumulation in backward FP8 GEMMs too (delayed and current scaling)"
-    )
+    fp8_amax_history_len: int = setting(1024, "delayed scaling: amax history, in micro-batches", minimum=1)
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = setting("max", "delayed scaling: amax to use")
+    fp8_fast_accumulation: bool = setting(False, "fast accumulation in backward too (delayed, current)")
     fp8_fp32_scales: bool = setting(
-        False, "allow any FP32 scale, not only powers of two (rowwise scaling; block scaling on Hopper)"
+        False, "any FP32 scales, not only powers of two (rowwise; block on Hopper)"
     )
     fp8_lm_head: bool = setting(False, "run the LM head's GEMMs in FP8 too")
     fp8_attention: bool = setting(False, "run attention in FP8 too (TE fp8_dpa; delayed and current scaling)")
-    master_weights: Literal["fp32", "none"] = setting(
-        "fp32", "none: BF16 weights only; small updates are rounded away"
-    )
-    moment_dtype: Literal["fp32", "bf16"] = setting(
-        "fp32", "dtype of Adam's moments; bf16 saves 4 bytes per parameter"
-    )
-    fp8_weight_cache: bool = setting(
-        True, "cast FP8 weights once per step, not per micro-batch (one GPU, ddp, fsdp_grad)", resumable=True
-    )
+    master_weights: Literal["fp32", "none"] = setting("fp32", "none: small updates of BF16 weights are lost")
+    moment_dtype: Literal["fp32", "bf16"] = setting("fp32", "Adam's moments; bf16 saves 4 bytes a parameter")
+    fp8_weight_cache: bool = resumable(True, "cast FP8 weights once per step (one GPU, ddp, fsdp_grad)")

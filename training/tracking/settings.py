@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import ClassVar, Literal
 
 from core.errors import as_flag
-from core.settings import Effect, Section, setting
+from core.settings import Effect, Section, resumable
+
+service = partial(resumable, affects="nothing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,36 +18,22 @@ class LogConfig(Section):
 
     affects: ClassVar[Effect] = "logging"
 
-    eval_interval: int = setting(
-        500, "steps between evaluations; 0: only at the end", resumable=True, minimum=0
+    eval_interval: int = resumable(500, "steps between evaluations; 0: only at the end", minimum=0)
+    eval_at_start: bool = resumable(False, "evaluate before the first step too")
+    log_interval: int = resumable(10, "steps between log lines", minimum=1)
+    fp8_stats_interval: int = resumable(
+        0, "steps between FP8 statistics (underflow, overflow, scale, amax); 0: never", minimum=0
     )
-    eval_at_start: bool = setting(False, "evaluate before the first step too", resumable=True)
-    log_interval: int = setting(10, "steps between log lines", resumable=True, minimum=1)
-    fp8_stats_interval: int = setting(
-        0,
-        "steps between FP8 statistics (underflow, overflow, scale, amax); 0: never",
-        resumable=True,
-        minimum=0,
+    profile_steps: int = resumable(0, "steps to profile, from the ninth on: kernel times, trace", minimum=0)
+    log_dir: str | None = service(None, "folder for TensorBoard logs; default: none")
+    use_wandb: bool = service(False, "log to Weights & Biases")
+    wandb_project: str = service("llm-fp8", "W&B project")
+    wandb_run_name: str | None = service(None, "W&B run name; default: the run folder's name")
+    wandb_mode: Literal["online", "offline", "disabled"] | None = service(
+        None, "W&B mode; default: WANDB_MODE, else online"
     )
-    profile_steps: int = setting(
-        0,
-        "steps to profile, from the ninth on: GPU time by kind of kernel, and a trace",
-        resumable=True,
-        minimum=0,
-    )
-    log_dir: str | None = setting(
-        None, "folder for TensorBoard logs; default: none", resumable=True, affects="nothing"
-    )
-    use_wandb: bool = setting(False, "log to Weights & Biases", resumable=True, affects="nothing")
-    wandb_project: str = setting("llm-fp8", "W&B project", resumable=True, affects="nothing")
-    wandb_run_name: str | None = setting(
-        None, "W&B run name; default: the run folder's name", resumable=True, affects="nothing"
-    )
-    wandb_mode: Literal["online", "offline", "disabled"] | None = setting(
-        None, "W&B mode; default: WANDB_MODE, else online", resumable=True, affects="nothing"
-    )
-    wandb_tags: str | None = setting(None, "W&B tags, separated by commas", resumable=True, affects="nothing")
-    wandb_group: str | None = setting(None, "W&B group", resumable=True, affects="nothing")
+    wandb_tags: str | None = service(None, "W&B tags, separated by commas")
+    wandb_group: str | None = service(None, "W&B group")
 
     def unread(self) -> str | None:
         """Return a warning about W&B settings in a run that does not log there, or None."""
