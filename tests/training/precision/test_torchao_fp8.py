@@ -1,4 +1,4 @@
-"""FP8 through torchao, emulated: which layers, which values are quantised, and runs of any architecture."""
+"""FP8 through torchao, emulated: converted layers, quantized values, runs of any architecture."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
 from core.recipes import TORCHAO_RECIPES
@@ -23,7 +23,6 @@ from te_models.options import BuildOptions
 from tests.children import preload, run_ranks
 from tests.te_models.test_hugging_face import TINY
 from tests.training.parallel.test_multi_gpu import train as train_on_ranks
-from tests.training.test_run import curve as losses
 from training.optim.adamw import FusedAdamW, local
 from training.precision import torchao_fp8
 from training.precision.coverage import coverage
@@ -37,6 +36,7 @@ if find_spec("torchao") is None:
 
 LINEARS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
 LINEARS += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def build(model_type: str = "llama", recipe_of=lambda name: "tensorwise", **changes) -> HFCausalLM:
@@ -53,7 +53,10 @@ def build(model_type: str = "llama", recipe_of=lambda name: "tensorwise", **chan
     )
 
 
-# Which layers
+def ran(model: HFCausalLM) -> dict[str, tuple[str, str]]:
+    """Precision and note by the last part of the modules' names."""
+    rows = coverage(model, Precision("x", "x")).rows
+    return {row.modules.rpartition(".")[2]: (row.precision, row.note) for row in rows}
 
 
 def test_coverage_counts_every_linear_layer_and_its_share():
@@ -65,35 +68,27 @@ def test_coverage_counts_every_linear_layer_and_its_share():
         "lm_head": (1, "bf16")
     }
     assert {row.gemm_share for row in found.rows if "o_proj" in row.modules} == {2048 / 17408}
-
-
-def test_coverage_tells_that_one_of_three_gemms_is_in_bf16():
     found = coverage(build(recipe_of=lambda name: "rowwise_with_gw_hp"), Precision("x", "x"))
     assert found.fp8_gemm_share == pytest.approx(2 / 3 * 15360 / 17408)
     assert any("(gradients of weights in BF16)" in line for line in found.lines())
 
 
-def test_a_layer_that_fp8_gemms_cannot_take_is_left_out_and_named():
-    found = coverage(build(intermediate_size=40), Precision("tensorwise", "tensorwise"))
-    notes = {row.modules.rpartition(".")[2]: (row.precision, row.note) for row in found.rows}
-    assert notes["up_proj"] == notes["gate_proj"] == ("bf16", "outputs 40: not a multiple of 16")
-    assert notes["down_proj"] == ("bf16", "inputs 40: not a multiple of 16")
-    assert notes["q_proj"] == ("fp8 tensorwise", "")
-    assert any("down_proj" in line and "(inputs 40: not a multiple" in line for line in found.lines())
-
-
-def test_layers_run_in_the_recipe_of_their_name():
+def test_layers_run_in_the_recipe_of_their_name_or_carry_the_reason():
     recipes = {"q_proj": "rowwise", "k_proj": "bf16", "v_proj": None}
-    model = build(recipe_of=lambda name: recipes.get(name.rpartition(".")[2], "tensorwise"))
-    ran = {row.modules.rpartition(".")[2]: row.precision for row in coverage(model, Precision("x", "x")).rows}
-    assert ran["q_proj"] == "fp8 rowwise" and ran["o_proj"] == "fp8 tensorwise"
-    assert ran["k_proj"] == ran["v_proj"] == "bf16"
+    model = build(intermediate_size=40, recipe_of=lambda n: recipes.get(n.rpartition(".")[2], "tensorwise"))
+    found = ran(model)
+    assert found["q_proj"] == ("fp8 rowwise", "") and found["o_proj"] == ("fp8 tensorwise", "")
+    assert found["k_proj"] == found["v_proj"] == ("bf16", "")
+    assert found["up_proj"] == found["gate_proj"] == ("bf16", "outputs 40: not a multiple of 16")
+    assert found["down_proj"] == ("bf16", "inputs 40: not a multiple of 16")
+    lines = coverage(model, Precision("x", "x")).lines()
+    assert any("down_proj" in line and "(inputs 40: not a multiple" in line for line in lines)
 
 
 @pytest.mark.parametrize(
     ("recipe", "rounds"), [("tensorwise", False), ("rowwise", True), ("rowwise_with_gw_hp", True)]
 )
-def test_scales_are_powers_of_two_where_the_recipe_has_them_so_unless_asked_otherwise(recipe, rounds):
+def test_scales_are_the_recipe_s_powers_of_two_or_any_fp32_number(recipe, rounds):
     for fp32_scales in (False, True):
         model = build(recipe_of=None)
         torchao_fp8.convert(model, lambda name: recipe, emulated=True, fp32_scales=fp32_scales)
@@ -112,35 +107,31 @@ def test_parameters_keep_names_values_and_ties(tied):
 
 def test_a_model_without_linear_layers_is_refused_with_what_it_has():
     with pytest.raises(
-        ValueError, match=r"GPT2LMHeadModel: torchao converts nn\.Linear.*8 x Conv1D; use --mix"
+        UserError, match=r"GPT2LMHeadModel: torchao converts nn\.Linear.*8 x Conv1D; use --mix"
     ):
         build("gpt2")
     with pytest.raises(
-        ValueError, match=r"none of its 14 linear layers can .* \(8 x inputs 24, outputs 24: not"
+        UserError, match=r"none of its 14 linear layers can .* \(8 x inputs 24, outputs 24: not"
     ):
         build(hidden_size=24, num_key_value_heads=4, intermediate_size=40)
 
 
-def test_torchao_that_is_missing_is_named_with_the_way_to_get_it(monkeypatch):
+def test_missing_torchao_is_refused_before_anything_is_read(monkeypatch, tmp_path, capsys):
     torchao_fp8.require_torchao()
     monkeypatch.setattr(torchao_fp8, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs torchao, .*install it with `pip install torchao==0\.18\.0`"):
-        torchao_fp8.require_torchao()
+    train(tmp_path / "run", "--mixed_precision fp8 --model_name /nowhere", code=EXIT_FAILED)
+    assert "which is not installed; install it with `pip install torchao==0.18.0`" in capsys.readouterr().err
 
 
-def test_what_torchao_says_of_other_gpus_is_not_printed(caplog):
+def test_torchao_s_messages_about_other_gpus_are_filtered(caplog):
     torchao_fp8.silence_import()
-    logger = logging.getLogger("torchao")
-    logger.warning("Failed to load a_C_mxfp8.so: no such GPU")
-    logger.warning("something else")
+    logging.getLogger("torchao").warning("Failed to load a_C_mxfp8.so: no such GPU")
+    logging.getLogger("torchao").warning("something else")
     assert [record.getMessage() for record in caplog.records] == ["something else"]
 
 
-# Which values
-
-
-def quantised(tensor: torch.Tensor, dtype: torch.dtype, dim: int | None, power_of_two: bool) -> torch.Tensor:
-    """FP8 and back in float32, with one scale a tensor, or one for each slice along `dim`."""
+def quantized(tensor: torch.Tensor, dtype: torch.dtype, dim: int | None, power_of_two: bool) -> torch.Tensor:
+    """Cast to FP8 and back to float32, with one scale, or one for each slice along `dim`."""
     tensor = tensor.float()
     largest = tensor.abs().amax() if dim is None else tensor.abs().amax(dim, keepdim=True)
     scale = torch.finfo(dtype).max / largest.double()
@@ -148,26 +139,23 @@ def quantised(tensor: torch.Tensor, dtype: torch.dtype, dim: int | None, power_o
     return (tensor * scale).to(dtype).float() / scale
 
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-
-
 def by_hand(recipe: str, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
-    """y = x W^T, dx = dy W, dW = dy^T x as each recipe defines them, from BF16 operands."""
+    """y = x W^T, dx = dy W, dW = dy^T x as the recipe defines them, from BF16 operands."""
     if recipe == "tensorwise":
-        x8, w8 = (quantised(t, E4M3, None, False) for t in (x, weight))
-        g8 = quantised(grad, E5M2, None, False)
+        x8, w8 = (quantized(t, E4M3, None, False) for t in (x, weight))
+        g8 = quantized(grad, E5M2, None, False)
         return [x8 @ w8.T, g8 @ w8, g8.T @ x8]
-    rows, columns = (lambda t: quantised(t, E4M3, 1, True)), (lambda t: quantised(t, E4M3, 0, True))
+    rows, columns = (lambda t: quantized(t, E4M3, 1, True)), (lambda t: quantized(t, E4M3, 0, True))
     y = rows(x) @ rows(weight).T
     if recipe == "rowwise":
         return [y, rows(grad) @ columns(weight), columns(grad).T @ columns(x)]
-    dx = rows(grad) @ quantised(weight, E4M3, None, True)
+    dx = rows(grad) @ quantized(weight, E4M3, None, True)
     return [y, dx, grad.float().T @ x.float()]
 
 
 @pytest.mark.parametrize("recipe", TORCHAO_RECIPES)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["autocast", "bf16"])
-def test_the_bf16_weight_is_quantised_wherever_it_is_kept(recipe, stored):
+def test_the_bf16_weight_is_quantized_wherever_it_is_kept(recipe, stored):
     model = build(recipe_of=lambda name: recipe)
     linear = model.get_submodule("model.model.layers.0.mlp.up_proj").to(stored)
     torch.manual_seed(1)
@@ -198,16 +186,14 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 8, "pad
 
 
 @pytest.mark.parametrize("model_type", ["llama4_text", "phimoe"])
-def test_routers_that_are_linear_layers_stay_what_they_are(model_type):
+def test_routers_that_are_linear_layers_are_not_converted(model_type):
     model = build(model_type, **EXPERTS, intermediate_size_mlp=48)
     ids = torch.randint(3, 64, (1, 32), generator=torch.Generator().manual_seed(0))
     loss = model(ids, ids.roll(-1), torch.arange(32)[None]).loss
     loss.backward()
-    found = coverage(model, Precision("tensorwise", "tensorwise"))
-    assert loss.isfinite() and found.fp8_modules
-    rows = {row.modules.rpartition(".")[2]: row.precision for row in found.rows}
-    assert rows["router"] == "bf16" and rows["q_proj"] == "fp8 tensorwise"
-    assert rows.get("down_proj", "bf16") == "bf16"  # of Llama 4's shared expert
+    found = ran(model)
+    assert loss.isfinite() and found["router"][0] == "bf16" and found["q_proj"][0] == "fp8 tensorwise"
+    assert found.get("down_proj", ["bf16"])[0] == "bf16"  # Llama 4's shared expert is changed in place
 
 
 def test_converted_layers_share_one_compiled_graph():
@@ -226,101 +212,81 @@ def test_converted_layers_share_one_compiled_graph():
     torch._dynamo.reset()
 
 
-# Whole runs
-
 SMALL = (
     "--num_of_samples 60 --max_seq_length 128 --batch_size 4 --eval_samples 6 --num_workers 0 --num_proc 1 "
     "--learning_rate 1e-3 --log_interval 1 --deterministic --init random --tokenizer_name demo"
 )
-SIZES = {
-    "vocab_size": 2048,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
+SIZES = TINY | {"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128}
+SIZES |= {"max_position_embeddings": 256}
 
 
 def train(folder: Path, flags: str = "", *, code: int = 0) -> Path:
-    argv = [*shlex.split(SMALL), "--output_dir", str(folder), *shlex.split(flags)]
+    argv = shlex.split(f"{SMALL} --output_dir {folder} {flags}")
     assert main(argv, description="test", start=lambda cfg: torch.device("cpu")) == code
     return folder
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
 
 def environment(folder: Path) -> dict:
     return json.loads((folder / "env.json").read_text())
 
 
+def same_export(one: Path, other: Path) -> bool:
+    a, b = (load_file(folder / "export" / "model.safetensors") for folder in (one, other))
+    return a.keys() == b.keys() and all(torch.equal(weight, b[name]) for name, weight in a.items())
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for model_type in ("qwen2", "qwen3", "llama", "gpt_neox", "gpt2"):
+    for model_type in ("qwen2", "llama", "gpt_neox", "gpt2"):
         AutoConfig.for_model(model_type, **SIZES).save_pretrained(folder / model_type)
     return folder
 
 
 # GPT-NeoX: biases, a fused QKV, two layer norms and an MLP without gate; four linear layers instead of seven.
 @pytest.mark.parametrize(
-    ("model_type", "fp8"), [("qwen2", 14), ("qwen3", 14), ("llama", 14), ("gpt_neox", 8)]
+    ("model_type", "recipes", "fp8"),
+    [("llama", TORCHAO_RECIPES, 14), ("qwen2", ["tensorwise"], 14), ("gpt_neox", ["rowwise"], 8)],
 )
-def test_any_architecture_trains_in_every_recipe_about_as_in_bf16(model_type, fp8, models, tmp_path):
+def test_any_architecture_trains_about_as_in_bf16(model_type, recipes, fp8, models, tmp_path):
     flags = f"--model_name {models / model_type} --max_steps 4 --no_export --no_save_checkpoints"
     reference = losses(train(tmp_path / "bf16", f"{flags} --mixed_precision bf16"))
-    for recipe in TORCHAO_RECIPES:
+    for recipe in recipes:
         folder = train(tmp_path / recipe, f"{flags} --mixed_precision fp8 --fp8_scenario {recipe}")
         found = environment(folder)
-        assert found["recipe"] == recipe and found["emulated"]
-        assert found["coverage"]["fp8_modules"] == fp8
-        assert found["attention_backend"] == "packed_causal"
+        assert (found["recipe"], found["emulated"]) == (recipe, True)
+        assert found["coverage"]["fp8_modules"] == fp8 and found["attention_backend"] == "packed_causal"
         assert losses(folder) == pytest.approx(reference, rel=5e-3) and losses(folder) != reference
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_and_its_export_loads(models, tmp_path):
-    from transformers import AutoModelForCausalLM
-
+def test_a_resumed_run_equals_the_uninterrupted_one_and_its_export_loads(models, tmp_path):
     flags = f"--model_name {models}/qwen2 --mixed_precision fp8 --save_interval 3 --gradient_checkpointing"
-    whole = train(tmp_path / "whole", f"{flags} --max_steps 6")
-    again = train(tmp_path / "again", f"{flags} --max_steps 6 --resume {whole}/checkpoints/step_000003")
+    flags += " --bf16_first_layers 1 --precision_map layers.1.mlp=rowwise --max_steps 6"
+    whole = train(tmp_path / "whole", flags)
+    again = train(tmp_path / "again", f"{flags} --resume {whole}/checkpoints/step_000003")
     assert losses(again) == {step: loss for step, loss in losses(whole).items() if step > 3}
-    one, other = (load_file(f / "export" / "model.safetensors") for f in (whole, again))
-    assert one.keys() == other.keys() and all(torch.equal(t, other[name]) for name, t in one.items())
+    assert same_export(whole, again)
     _, info = AutoModelForCausalLM.from_pretrained(whole / "export", output_loading_info=True)
     assert not any(info[keys] for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-
-
-def test_precision_by_layer_reaches_torchao(models, tmp_path):
-    flags = (
-        f"--model_name {models}/llama --mixed_precision fp8 --max_steps 1 --no_export --no_save_checkpoints"
-    )
-    maps = "--bf16_first_layers 1 --precision_map layers.1.mlp=rowwise"
-    found = environment(train(tmp_path / "run", f"{flags} {maps}"))["coverage"]
-    counts = {}
-    for row in found["rows"]:
+    counts: dict[str, int] = {}
+    for row in environment(whole)["coverage"]["rows"]:
         counts[row["precision"]] = counts.get(row["precision"], 0) + row["count"]
     assert counts == {"bf16": 7 + 1, "fp8 tensorwise": 4, "fp8 rowwise": 3}
 
 
-@pytest.mark.parametrize(
-    ("flags", "code", "message"),
-    [
-        ("--model_name {models}/gpt2 --no_packing", EXIT_BAD_SETTING, "GPT2LMHeadModel: torchao converts"),
-    ],
-)
-def test_bad_input_is_one_line(models, tmp_path, capsys, flags, code, message):
-    train(tmp_path / "run", f"--mixed_precision fp8 {flags.format(models=models)}", code=code)
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: ") and message in error
+def test_a_model_that_cannot_run_in_fp8_is_a_bad_setting(models, tmp_path, capsys):
+    flags = f"--mixed_precision fp8 --model_name {models}/gpt2 --no_packing"
+    train(tmp_path / "run", flags, code=EXIT_BAD_SETTING)
+    assert "GPT2LMHeadModel: torchao converts" in capsys.readouterr().err.strip().splitlines()[-1]
 
 
-def test_torchao_is_asked_for_before_anything_is_read(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(torchao_fp8, "find_spec", lambda name: None)
-    train(tmp_path / "run", "--mixed_precision fp8 --model_name /nowhere", code=EXIT_FAILED)
-    assert "without --use_te it needs torchao" in capsys.readouterr().err
-
-
-# Many ranks
+ON_TWO = f"{SMALL} --batch_size 2 --mixed_precision fp8 --max_steps 4"
+GATHERED = "--sharding_mode fsdp_full --fp8_all_gather --gradient_checkpointing --save_interval 2"
 
 
 @pytest.fixture(scope="module")
@@ -329,47 +295,27 @@ def on_one(tmp_path_factory, models) -> dict[int, float]:
     return losses(train(tmp_path_factory.mktemp("one") / "run", flags))
 
 
-ON_TWO = f"{SMALL} --batch_size 2 --mixed_precision fp8 --max_steps 4"
-GATHERED = "--sharding_mode fsdp_full --fp8_all_gather --gradient_checkpointing --save_interval 2"
-
-
-@pytest.fixture(scope="module")
-def gathered_in_fp8(tmp_path_factory, models) -> Path:
-    flags = f"{ON_TWO} --model_name {models}/llama {GATHERED}"
-    return train_on_ranks(tmp_path_factory.mktemp("gathered") / "run", flags).folder
-
-
 @pytest.mark.parametrize(
-    "flags",
-    [
-        "--sharding_mode ddp",
-        "--sharding_mode fsdp_full",
-        "--sharding_mode hsdp --hsdp_shard_size 1 --fp8_all_gather",
-        "--sharding_mode ds_zero3",
-    ],
+    "flags", ["--sharding_mode hsdp --hsdp_shard_size 1 --fp8_all_gather", "--sharding_mode ds_zero3"]
 )
-def test_ranks_train_as_one_process_does(flags, on_one, models, tmp_path):
+def test_two_ranks_train_as_one_process(flags, on_one, models, tmp_path):
     folder = train_on_ranks(tmp_path / "run", f"{ON_TWO} --model_name {models}/llama {flags}").folder
     assert losses(folder) == pytest.approx(on_one, rel=2e-3)
     assert environment(folder)["coverage"]["fp8_modules"] == 14
 
 
-def test_weights_gathered_in_fp8_train_as_one_process_does(gathered_in_fp8, on_one):
-    assert losses(gathered_in_fp8) == pytest.approx(on_one, rel=2e-3)
-
-
-def test_weights_gathered_in_fp8_resume_bit_for_bit(gathered_in_fp8, models, tmp_path):
-    whole = gathered_in_fp8
+def test_weights_gathered_in_fp8_train_as_one_process_and_resume_bit_for_bit(on_one, models, tmp_path):
+    flags = f"{ON_TWO} --model_name {models}/llama {GATHERED}"
+    whole = train_on_ranks(tmp_path / "whole", flags).folder
+    assert losses(whole) == pytest.approx(on_one, rel=2e-3)
     resume = f"--resume {whole}/checkpoints/step_000002"
-    flags = f"{ON_TWO} --model_name {models}/llama {GATHERED} {resume}"
-    again = train_on_ranks(tmp_path / "again", flags).folder
+    again = train_on_ranks(tmp_path / "again", f"{flags} {resume}").folder
     assert losses(again) == {step: loss for step, loss in losses(whole).items() if step > 2}
-    one, other = (load_file(f / "export" / "model.safetensors") for f in (whole, again))
-    assert one.keys() == other.keys() and all(torch.equal(t, other[name]) for name, t in one.items())
+    assert same_export(whole, again)
 
 
 def gathered(rank: int, folder: Path) -> None:
-    """BF16 shards under our own optimizer: what travels is FP8, and steps are those of plain shards."""
+    """Step BF16 shards under our own optimizer, plain and gathered in FP8."""
     mesh = init_device_mesh("cpu", (2,))
     found = {}
     for all_gather in (False, True):
@@ -409,7 +355,7 @@ def gathered(rank: int, folder: Path) -> None:
 
 
 def one_graph_of_sharded_layers(model: HFCausalLM, last: float) -> None:
-    """Whose weights come and go in hooks, which must not end up in it."""
+    """Hooks gather and free the weights; they must not become part of the graph."""
     counters = torch._dynamo.utils.counters
     model.compile_blocks(backend="aot_eager")
     for start in (3, 10):
@@ -420,5 +366,5 @@ def one_graph_of_sharded_layers(model: HFCausalLM, last: float) -> None:
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
-def test_bf16_shards_travel_in_fp8_and_step_as_plain_ones_do(tmp_path):
+def test_bf16_shards_gathered_in_fp8_step_as_plain_ones(tmp_path):
     run_ranks(gathered, tmp_path)
