@@ -232,36 +232,6 @@ def _unsupported(module: nn.Module, mask: Tensor | None, arguments: dict[str, An
     return None
 
 
-class _Trial:
-    """Attention and mask functions that collect reasons why `attend` cannot replace a model's attention."""
-
-    def __init__(self, dtype: torch.dtype):
-        self.dtype, self.calls, self.reasons = dtype, 0, []
-
-    def attention(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        self.calls += 1
-        if unsupported := _unsupported(module, mask, kwargs):
-            self.reasons.append(f"attention with {unsupported}")
-        if kwargs.get("cu_seq_lens_q") is None:
-            self.reasons.append("sequence boundaries do not reach its attention")
-        if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
-            self.reasons.append("heads of several sizes")
-        if query.is_cuda and (reason := why_no_kernel(query.new_empty(0, query.shape[-1], dtype=self.dtype))):
-            self.reasons.append(reason)
-        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
-
-    def mask(self, *, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> Tensor | None:
-        from transformers.masking_utils import sdpa_mask
-
-        if local_size is not None or use_vmap:
-            self.reasons.append("attention with a window, or a mask of its own")
-        return sdpa_mask(local_size=local_size, use_vmap=use_vmap, **kwargs)
-
-
 @torch.no_grad()
 def use_packed_attention(
     model: nn.Module, forward: Callable[..., Any], device: torch.device, dtype: torch.dtype
@@ -271,18 +241,13 @@ def use_packed_attention(
     `forward` runs `model` on a packed batch of a few tokens, during which every attention call and mask is
     inspected; `dtype` is the one that attention computes in. Collective if the model is sharded.
     """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     parameters = inspect.signature(model.get_decoder().forward).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         return "its decoder does not pass sequence boundaries on"
     if not getattr(model, "_can_set_attn_implementation", lambda: True)():
         return "its attention is not a replaceable function"
-    trial, own, training = _Trial(dtype), model.config._attn_implementation, model.training
-    ALL_ATTENTION_FUNCTIONS.register(PROBE, trial.attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, trial.mask)
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)  # has no mask function, so no mask is built
+    calls, reasons = _register(dtype)
+    own, training = model.config._attn_implementation, model.training
     model.set_attn_implementation(PROBE)
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -293,11 +258,48 @@ def use_packed_attention(
     finally:
         model.train(training)
         model.set_attn_implementation(own)
-    if not trial.calls:
+    if not calls:
         return "its attention does not use transformers' attention interface"
-    if not trial.reasons:
+    if not reasons:
         model.set_attn_implementation(NAME)
-    return next(iter(trial.reasons), None)
+    return next(iter(reasons), None)
+
+
+def _register(dtype: torch.dtype) -> tuple[list[str], list[str]]:
+    """Register `attend`, and functions that inspect a model's attention, with transformers.
+
+    The lists returned collect the attention calls and the reasons why `attend` cannot replace them.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    calls: list[str] = []
+    reasons: list[str] = []
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> Any:
+        calls.append(type(module).__name__)
+        if unsupported := _unsupported(module, mask, kwargs):
+            reasons.append(f"attention with {unsupported}")
+        if kwargs.get("cu_seq_lens_q") is None:
+            reasons.append("sequence boundaries do not reach its attention")
+        if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+            reasons.append("heads of several sizes")
+        if query.is_cuda and (reason := why_no_kernel(query.new_empty(0, query.shape[-1], dtype=dtype))):
+            reasons.append(reason)
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+    def mask(*, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> Any:
+        if local_size is not None or use_vmap:
+            reasons.append("attention with a window, or a mask of its own")
+        return sdpa_mask(local_size=local_size, use_vmap=use_vmap, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register(PROBE, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, mask)
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)  # has no mask function, so no mask is built
+    return calls, reasons
 
 
 def sequence_borders(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:

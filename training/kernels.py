@@ -63,15 +63,6 @@ def _test_flash_attention(run: Workload) -> str | None:
     return flash_attention.self_test_te(*sizes, **how)
 
 
-def _flash_attention_on(run: Workload) -> AbstractContextManager:
-    return flash_attention.enabled_in_te() if run.native else packed_attention.enabled()
-
-
-def _flash_attention_off(run: Workload) -> AbstractContextManager:
-    tes_choice = run.native and not flash_attention.set_by_user()
-    return flash_attention.disabled_in_te() if tes_choice else nullcontext()
-
-
 KERNELS = (
     Kernel(
         "fp8_lm_head",
@@ -84,8 +75,8 @@ KERNELS = (
         applies=_flash_attention_applies,
         why_not=_test_flash_attention,
         fallback="FlashAttention 4 is not used",
-        on=_flash_attention_on,
-        off=_flash_attention_off,
+        on=lambda run: flash_attention.enabled_in_te() if run.native else packed_attention.enabled(),
+        off=lambda run: flash_attention.disabled_in_te() if run.native else nullcontext(),
     ),
     Kernel(
         "qkv_rope",

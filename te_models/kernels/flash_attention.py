@@ -72,8 +72,8 @@ def enabled_in_te() -> AbstractContextManager[None]:
 
 
 def disabled_in_te() -> AbstractContextManager[None]:
-    """Keep TE from choosing FlashAttention 4 untested, as it does in deterministic runs."""
-    return patched(os.environ, NVTE_FLASH_ATTN_V4="0")
+    """Keep TE from choosing FlashAttention 4 untested, as in deterministic runs, unless the user chose."""
+    return patched(os.environ, **({} if set_by_user() else {"NVTE_FLASH_ATTN_V4": "0"}))
 
 
 def self_test_te(heads: int, groups: int, head_size: int, *, packed: bool, **how: bool) -> str | None:
@@ -110,8 +110,9 @@ def self_test(attend: Attend, heads: int, groups: int, head_size: int, device: s
     *inputs, grad = (torch.randn(shape, device=device, generator=generator).bfloat16() for shape in shapes)
 
     def definition(*inputs: Tensor) -> Tensor:
-        sequences = zip(*(t.split(length) for t in inputs), strict=True)
-        return torch.cat([_causal(*sequence) for sequence in sequences])
+        rows = (t.unflatten(0, (2, length)).transpose(1, 2) for t in inputs)  # [2, H or G, S, K]
+        out = F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=heads != groups)
+        return out.transpose(1, 2).flatten(0, 1)  # [T, H, K]
 
     try:
         found = _with_gradients(lambda *inputs: attend(*inputs, cu_seqlens, length), inputs, grad)
@@ -124,13 +125,6 @@ def self_test(attend: Attend, heads: int, groups: int, head_size: int, device: s
     if not all(error < 0.02 for error in errors):  # false for NaN
         return f"{PACKAGE} {installed()} computes wrong attention as it is called here: {INSTALL}"
     return None
-
-
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of one sequence: q [S, H, K], k and v [S, G, K] -> [S, H, K]."""
-    heads = (t.transpose(0, 1)[None] for t in (q, k, v))  # [1, H or G, S, K]
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=grouped)[0].transpose(0, 1)
 
 
 def _with_gradients(attend: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:

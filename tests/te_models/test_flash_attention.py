@@ -1,6 +1,7 @@
 """Self-test of FlashAttention 4, on a stand-in for its package; the kernels themselves run in tests/gpu."""
 
-import types
+import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,29 +14,21 @@ from te_models.kernels import flash_attention
 @pytest.fixture
 def interface(monkeypatch):
     """Stand-in for FlashAttention 4; `spoil` changes its results, `calls` records its arguments."""
-    module = types.ModuleType(flash_attention.MODULE)
-    module.calls, module.spoil = [], lambda out: out
 
-    def attend(q, k, v, causal):
-        heads = [t.float().transpose(1, 2) for t in (q, k, v)]
-        out = F.scaled_dot_product_attention(*heads, is_causal=causal, enable_gqa=True).transpose(1, 2)
-        return module.spoil(out.to(q.dtype)), None
+    def attend(form, q, k, v, **settings):
+        stand_in.calls.append((form, settings))
+        rows = [t.float().unflatten(0, (2, -1)) if form == "packed" else t.float() for t in (q, k, v)]
+        heads = (t.transpose(1, 2) for t in rows)  # [2, H or G, S, K]
+        out = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2)
+        out = stand_in.spoil(out.to(q.dtype))
+        return out.flatten(0, 1) if form == "packed" else (out, None)
 
-    def flash_attn_func(q, k, v, *, causal, window_size, deterministic):
-        module.calls.append(("rows", causal, window_size, deterministic))
-        return attend(q, k, v, causal)
-
-    def flash_attn_varlen_func(
-        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size, deterministic
-    ):
-        module.calls.append(("packed", causal, window_size, deterministic))
-        assert cu_seqlens_q.tolist() == cu_seqlens_k.tolist() == [0, max_seqlen_q, 2 * max_seqlen_k]
-        return attend(*(t.unflatten(0, (2, -1)) for t in (q, k, v)), causal)[0].flatten(0, 1)
-
-    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
-    monkeypatch.setattr(flash_attention, "interface", lambda: module)
+    stand_in = SimpleNamespace(calls=[], spoil=lambda out: out)
+    stand_in.flash_attn_func = functools.partial(attend, "rows")
+    stand_in.flash_attn_varlen_func = functools.partial(attend, "packed")
+    monkeypatch.setattr(flash_attention, "interface", lambda: stand_in)
     monkeypatch.setattr(flash_attention, "installed", lambda: "4.0.0b99")
-    return module
+    return stand_in
 
 
 def self_test(**form) -> str | None:
@@ -44,10 +37,14 @@ def self_test(**form) -> str | None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("packed", "form"), [(True, "packed"), (False, "rows")])
-def test_right_attention_passes_called_as_te_does(interface, packed, form, deterministic):
+@pytest.mark.parametrize("packed", [True, False])
+def test_right_attention_passes_called_as_te_does(interface, packed, deterministic):
     assert self_test(packed=packed, deterministic=deterministic) is None
-    assert interface.calls == [(form, True, (-1, 0), deterministic)]
+    ((form, settings),) = interface.calls
+    lengths = {name: settings.pop(name) for name in list(settings) if "seqlen" in name}
+    assert settings == {"causal": True, "window_size": (-1, 0), "deterministic": deterministic}
+    assert form == ("packed" if packed else "rows") and len(lengths) == (4 if packed else 0)
+    assert not packed or lengths["cu_seqlens_k"].tolist() == [0, 160, 320]
 
 
 def test_packed_attention_passes():

@@ -16,30 +16,23 @@ from te_models.kernels.fused_residual import enabled, fuse_residual_gradients
 WIDTH = 16
 
 
-class Extension(SimpleNamespace):
-    """Stand-in for transformer_engine_torch; `sums` counts the calls of its second function."""
+def rmsnorm_bwd(gradient, x, scale, weight, sm_margin, zero_centered):
+    g, x_hat = gradient * weight, x * scale[:, None]
+    return (g - x_hat * (g * x_hat).mean(-1, keepdim=True)) * scale[:, None], (gradient * x_hat).sum(0)
 
-    def __init__(self):
-        super().__init__(rmsnorm_bwd=self.plain, rmsnorm_bwd_add=self.with_sum, sums=0)
 
-    @staticmethod
-    def plain(gradient, x, scale, weight, sm_margin, zero_centered):
-        g = gradient * weight
-        x_hat = x * scale[:, None]
-        return (g - x_hat * (g * x_hat).mean(-1, keepdim=True)) * scale[:, None], (gradient * x_hat).sum(0)
+@pytest.fixture(autouse=True)
+def tex(monkeypatch):
+    """Stand-in for transformer_engine_torch; `sums` counts the calls of its fused kernel."""
 
-    def with_sum(self, gradient, x, added, *rest):
-        self.sums += 1
-        dx, dw = self.plain(gradient, x, *rest)
+    def rmsnorm_bwd_add(gradient, x, added, *args):
+        tex.sums += 1
+        dx, dw = rmsnorm_bwd(gradient, x, *args)
         return dx + added, dw
 
-
-@pytest.fixture
-def tex(monkeypatch):
-    stand_in = Extension()
-    monkeypatch.setitem(sys.modules, "transformer_engine_torch", stand_in)
-    yield stand_in
-    fused_residual._pending.clear()
+    tex = SimpleNamespace(rmsnorm_bwd=rmsnorm_bwd, rmsnorm_bwd_add=rmsnorm_bwd_add, sums=0)
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", tex)
+    return tex
 
 
 class Norm(torch.autograd.Function):
@@ -52,92 +45,72 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        flat, scale, weight = ctx.saved_tensors
-        of_x, of_weight = sys.modules["transformer_engine_torch"].rmsnorm_bwd(
-            gradient.reshape(-1, WIDTH), flat, scale, weight, 0, False
-        )
-        return of_x.view_as(gradient), of_weight
+        backward = sys.modules["transformer_engine_torch"].rmsnorm_bwd
+        dx, dw = backward(gradient.reshape(-1, WIDTH), *ctx.saved_tensors, 0, False)
+        return dx.view_as(gradient), dw
 
 
 class Layer(nn.Module):
-    """Stand-in for te.TransformerLayer; `inner_norm` adds a norm inside the attention branch, as in Qwen3."""
+    """Stand-in for te.TransformerLayer, with a norm inside the attention branch, as in Qwen3."""
 
-    def __init__(self, inner_norm: bool = False):
+    def __init__(self):
         super().__init__()
         self.norms = nn.Parameter(torch.rand(3, WIDTH, dtype=torch.float64) + 0.5)
         self.first, self.second = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
-        self.inner_norm = inner_norm
+        self.unfused = 0
 
     def _bias_dropout_add(self, branch, bias, residual, drop_path=None):
+        self.unfused += 1
         return residual + branch
 
     def forward(self, x):
-        attended = self.first(Norm.apply(x, self.norms[0]))
-        if self.inner_norm:
-            attended = Norm.apply(attended, self.norms[2])
+        attended = Norm.apply(self.first(Norm.apply(x, self.norms[0])), self.norms[2])
         h = self._bias_dropout_add(attended.tanh(), None, x)
         return self._bias_dropout_add(self.second(Norm.apply(h, self.norms[1])).tanh(), None, h)
 
 
-def gradients(layers, x, run=lambda layer, x: layer(x)):
+def gradients(layers, x, run):
     x = x.clone().requires_grad_()
     y = x * 2.0
     for layer in layers:
         y = run(layer, y)
-    Norm.apply(y, torch.ones(WIDTH, dtype=torch.float64)).square().sum().backward()
-    found = [x.grad, *(p.grad for layer in layers for p in layer.parameters())]
+    loss = Norm.apply(y, torch.ones(WIDTH, dtype=torch.float64)).square().sum()
+    loss.backward()
+    found = [loss.detach(), x.grad, *(p.grad for layer in layers for p in layer.parameters())]
     nn.ModuleList(layers).zero_grad()
     return found
 
 
-RUNS = {
-    "plain": lambda layer, x: layer(x),
-    "recomputed": lambda layer, x: checkpoint(layer, x, use_reentrant=False),
-    "recomputed, reentrant": lambda layer, x: checkpoint(layer, x, use_reentrant=True),
-}
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "recomputed", "reentrant"])
+def test_gradients_are_those_of_separate_sums(reentrant, tex):
+    def run(layer, x):
+        return layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant)
 
-
-@pytest.mark.parametrize("inner_norm", [False, True])
-@pytest.mark.parametrize("run", RUNS)
-def test_gradients_are_those_of_separate_sums(run, inner_norm, tex):
     torch.manual_seed(0)
-    layers, x = [Layer(inner_norm) for _ in range(3)], torch.randn(2, 5, WIDTH, dtype=torch.float64)
-    expected = gradients(layers, x, RUNS[run])
-    assert tex.sums == 0
+    layers, x = [Layer() for _ in range(3)], torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    names, expected = list(layers[0].state_dict()), gradients(layers, x, run)
     for layer in layers:
         fuse_residual_gradients(layer)
+    assert tex.sums == 0 and list(layers[0].state_dict()) == names
     with enabled():
         for _ in range(2):
-            for found, wanted in zip(gradients(layers, x, RUNS[run]), expected, strict=True):
-                torch.testing.assert_close(found, wanted)
+            torch.testing.assert_close(gradients(layers, x, run), expected)
     assert tex.sums == 2 * 2 * len(layers)
 
 
-def test_layers_keep_their_parameters_and_values(tex):
-    layer, x = Layer(), torch.randn(4, WIDTH, dtype=torch.float64)
-    names, y = list(layer.state_dict()), layer(x)
+@pytest.mark.parametrize("other", ["bias", "drop_path", "frozen"])
+def test_more_than_a_sum_with_gradients_is_left_to_te(other):
+    layer = Layer()
     fuse_residual_gradients(layer)
-    assert list(layer.state_dict()) == names and torch.equal(layer(x), y)
-    with torch.no_grad():
-        assert torch.equal(layer(x), y)
-
-
-@pytest.mark.parametrize(
-    "other", [{"bias": torch.ones(1)}, {"drop_path": nn.Identity()}, {"frozen": True}], ids=str
-)
-def test_more_than_a_sum_is_left_to_te(other, tex):
-    layer, unfused = Layer(), []
-    layer._bias_dropout_add = lambda *args: unfused.append(args)
-    fuse_residual_gradients(layer)
-    residual, branch = (torch.randn(4, WIDTH, requires_grad=True) for _ in range(2))
-    if other.pop("frozen", False):
-        residual = residual.detach()
-    layer._bias_dropout_add(branch, other.get("bias"), residual, other.get("drop_path"))
-    assert unfused
+    residual, branch = (torch.randn(4, WIDTH, requires_grad=other != "frozen") for _ in range(2))
+    bias = torch.ones(1) if other == "bias" else None
+    drop_path = nn.Identity() if other == "drop_path" else None
+    layer._bias_dropout_add(branch, bias, residual, drop_path)
+    assert layer.unfused == 1
 
 
 @pytest.mark.parametrize("switch", [enabled, nullcontext], ids=["no-norm", "not-enabled"])
-def test_a_gradient_that_no_norm_adds_is_an_error(switch, tex):
+def test_a_gradient_that_no_norm_adds_is_an_error(switch):
     layer = Layer()
     fuse_residual_gradients(layer)
     residual, branch = (torch.randn(4, WIDTH, requires_grad=True) for _ in range(2))
