@@ -20,10 +20,10 @@ from te_models.emulation.casts import (
     widen,
 )
 
-INF, NAN = float("inf"), float("nan")
+INF, NAN, FLOAT32_MAX = float("inf"), float("nan"), torch.finfo(torch.float32).max
 
 
-def numbers(dtype: torch.dtype) -> torch.Tensor:
+def finite_values(dtype: torch.dtype) -> torch.Tensor:
     """Every finite value of an FP8 format, ascending, from its bits: sign, exponent, mantissa."""
     exponent_bits, mantissa_bits, bias = (4, 3, 7) if dtype == E4M3 else (5, 2, 15)
     found = set()
@@ -39,46 +39,33 @@ def numbers(dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_casts_round_to_the_nearest_number_and_saturate(dtype):
-    known = numbers(dtype)
+def test_casts_round_to_nearest_even_and_saturate(dtype):
+    known = finite_values(dtype)
     assert known.max() == {E4M3: 448, E5M2: 57344}[dtype] and len(known) == {E4M3: 253, E5M2: 247}[dtype]
     middles = (known[1:] + known[:-1]) / 2  # all exact in float32
     nudged = [middles.float().nextafter(torch.tensor(towards)) for towards in (-INF, INF)]
     x = torch.cat([known.float(), middles.float(), *nudged, known.float() * 1.01])
-    got = widen(saturate(x, dtype)).double()
-    distance = (known[None] - x.double()[:, None].clamp(known[0], known[-1])).abs()
-    torch.testing.assert_close(
-        (got - x.double().clamp(known[0], known[-1])).abs(), distance.amin(1), rtol=0, atol=0
-    )
-    even = widen(saturate(middles.float(), dtype)).to(dtype).view(torch.uint8) % 2 == 0
-    assert even.all()
+    clamped = x.double().clamp(known[0], known[-1])
+    distance = (known[None] - clamped[:, None]).abs()
+    found = widen(saturate(x, dtype)).double()
+    assert torch.equal((found - clamped).abs(), distance.amin(1))
+    assert (saturate(middles.float(), dtype).view(torch.uint8) % 2 == 0).all()
     beyond = widen(saturate(torch.tensor([1e9, -INF, INF, NAN]), dtype))
     assert beyond[:3].tolist() == [known[-1], known[0], known[-1]] and beyond[3].isnan()
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_widening_knows_every_code(dtype):
+def test_widening_is_exact_for_every_code(dtype):
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(dtype)
     torch.testing.assert_close(widen(codes), codes.float(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_scales_by_hand():
+def test_scales_and_amaxes_by_hand():
     amax = torch.tensor([3.5, 3.0, 0.0, INF, 1e-45, 448.0])
-    exact = scale_of(amax, E4M3, power_of_two=False)
-    assert exact.tolist() == [
-        128.0,
-        torch.tensor(448 / 3).item(),
-        1.0,
-        1.0,
-        torch.finfo(torch.float32).max,
-        1.0,
-    ]
-    powers = scale_of(amax, E4M3, power_of_two=True)
-    assert powers.tolist() == [128.0, 128.0, 1.0, 1.0, 2.0**127, 1.0]
+    exact = [128.0, torch.tensor(448 / 3).item(), 1.0, 1.0, FLOAT32_MAX, 1.0]
+    assert scale_of(amax, E4M3, power_of_two=False).tolist() == exact
+    assert scale_of(amax, E4M3, power_of_two=True).tolist() == [128.0, 128.0, 1.0, 1.0, 2.0**127, 1.0]
     assert scale_of(torch.tensor(7.0), E5M2, power_of_two=False) == 8192.0
-
-
-def test_the_largest_magnitude_passes_over_nan():
     x = torch.tensor([[NAN, -3.0], [2.0, 1.0]], dtype=torch.bfloat16)
     assert largest(x) == 3.0 and largest(x).dtype == torch.float32
     assert largest(torch.tensor([-INF, 1.0])) == INF
@@ -90,51 +77,34 @@ def test_per_tensor_casts_by_hand():
     current = cast_tensor(x, E4M3)
     assert widen(current.data).tolist() == [[128.0, -256.0], [448.0, 26.0]]
     assert current.scale_inv == 1 / 128 and current.dequantize()[1, 1] == 26 / 128
-    # An amax from before rounding gives another scale, and the rounded value saturates.
+    # With the smaller amax of the value before rounding, the rounded one saturates.
     assert widen(cast_tensor(x, E4M3, amax=torch.tensor(3.4)).data)[1, 0] == 448.0
     delayed = cast_with_scale(x, torch.tensor(256.0), E5M2)
     assert widen(delayed.data).tolist() == [[256.0, -512.0], [896.0, 48.0]]
     assert widen(cast_with_scale(x, torch.tensor(256.0), E4M3).data)[1, 0] == 448.0  # 896 saturates
 
 
-def block_matrix(rows: int, columns: int) -> torch.Tensor:
-    """Magnitudes that grow by powers of 2 from block to block, so that every block has a scale of its own."""
-    generator = torch.Generator().manual_seed(rows)
-    x = torch.randn(rows, columns, generator=generator)
-    row, column = torch.arange(rows)[:, None] // 128, torch.arange(columns)[None] // 128
-    return (x * 2.0 ** (3 * row - 2 * column)).bfloat16()
-
-
+@pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128)])
-@pytest.mark.parametrize("shape", [(256, 384), (160, 200)])  # with and without cut off blocks
-def test_blocks_share_a_power_of_two_scale(block, shape):
-    x = block_matrix(*shape)
-    quantized = cast_blocks(x, E4M3, block)
-    assert quantized.data.shape == shape
-    scales = [math.ceil(side / length) for side, length in zip(shape, block, strict=True)]
-    assert list(quantized.scale_inv.shape) == scales
-    got = quantized.dequantize()
-    for i in range(0, scales[0], 37):
-        for j in range(0, scales[1], 29):
+@pytest.mark.parametrize("shape", [(256, 384), (160, 200)], ids=["full", "cut off"])
+def test_each_block_has_its_own_scale(shape, block, power_of_two):
+    generator = torch.Generator().manual_seed(shape[0])
+    row, column = torch.arange(shape[0])[:, None] // 128, torch.arange(shape[1])[None] // 128
+    x = (torch.randn(shape, generator=generator) * 2.0 ** (3 * row - 2 * column)).bfloat16()
+    quantized = cast_blocks(x, E4M3, block, power_of_two=power_of_two)
+    counts = [math.ceil(size / length) for size, length in zip(shape, block, strict=True)]
+    assert quantized.data.shape == shape and list(quantized.scale_inv.shape) == counts
+    found = quantized.dequantize()
+    for i in range(0, counts[0], 37):
+        for j in range(0, counts[1], 29):
             part = (slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1]))
-            values = x[part].double()
-            scale = 2.0 ** math.floor(math.log2(448 / values.abs().max().item()))
-            assert quantized.scale_inv[i, j] == 1 / scale
-            expected = widen(saturate((values * scale).float(), E4M3)).double() / scale
-            assert torch.equal(got[part].double(), expected)
-
-
-@pytest.mark.parametrize("block", [(1, 128), (128, 128)])
-def test_a_block_s_scale_may_be_any_number(block):
-    """Then its largest value is as exact as float32's."""
-    x = block_matrix(256, 384)
-    quantized = cast_blocks(x, E4M3, block, power_of_two=False)
-    tiles = x.float().abs().unflatten(0, (-1, block[0])).unflatten(2, (-1, block[1]))
-    amax = tiles.amax((1, 3))
-    torch.testing.assert_close(quantized.scale_inv, amax / 448)
-    assert (quantized.scale_inv.log2() % 1 != 0).any()
-    found = quantized.dequantize().abs().unflatten(0, (-1, block[0])).unflatten(2, (-1, block[1]))
-    torch.testing.assert_close(found.amax((1, 3)), amax)
+            values = x[part].float()
+            scale = torch.tensor(448.0) / values.abs().max()
+            if power_of_two:
+                scale = 2.0 ** scale.log2().floor()
+            assert quantized.scale_inv[i, j] == scale.reciprocal()
+            expected = widen(saturate(values * scale, E4M3)) * scale.reciprocal()
+            assert torch.equal(found[part], expected)
 
 
 def test_blocks_of_zeros_stay_zeros():
@@ -147,26 +117,24 @@ def test_blocks_of_zeros_stay_zeros():
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float32])
-def test_mx_is_torchaos(dtype, dim, source):
+def test_mx_matches_torchao(dtype, dim, source):
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     config = pytest.importorskip("torchao.prototype.mx_formats.config")
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(96, 160, generator=generator) * 2.0 ** torch.randint(
-        -30, 30, (96, 160), generator=generator
-    )
+    powers = torch.randint(-30, 30, (96, 160), generator=generator)
+    x = torch.randn(96, 160, generator=generator) * 2.0**powers
     x[:, :32] = 0.0
     x[:32] = 0.0
     x[40, 40], x[64:, 64:] = 448.0 * 2**29, 448.0
-    x[64:, 32:64] = 1e-37  # below what the smallest scale could bring into range
+    x[64:, 32:64] = 1e-37  # too small for the smallest scale to bring into range
     x = x.to(source)
-    lines = x if dim == 1 else x.T.contiguous()
-    scale, data = mx.to_mx(lines, dtype, 32, scaling_mode=config.ScaleCalculationMode.RCEIL)
+    rows = x if dim == 1 else x.T.contiguous()
+    scale, data = mx.to_mx(rows, dtype, 32, scaling_mode=config.ScaleCalculationMode.RCEIL)
     ours = cast_mx(x, dtype, dim=dim)
     ours_data, ours_scale = (ours.data, ours.scale_inv) if dim == 1 else (ours.data.T, ours.scale_inv.T)
-    assert torch.equal(ours_data.contiguous().view(torch.uint8), data.view(torch.uint8).reshape(lines.shape))
+    assert torch.equal(ours_data.contiguous().view(torch.uint8), data.view(torch.uint8).reshape(rows.shape))
     exponents = scale.view(torch.uint8).reshape(ours_scale.shape).double() - 127
-    theirs = exponents.exp2().float()
-    assert torch.equal(ours_scale, theirs)
+    assert torch.equal(ours_scale, exponents.exp2().float())
 
 
 def test_mx_exponents_by_hand():
@@ -175,8 +143,7 @@ def test_mx_exponents_by_hand():
     assert mx_exponent(amax, E4M3).tolist() == [127, 128, 128, 119, 0, 0, 254, 247]
 
 
-def test_dequantize_undoes_the_scale_alone():
+def test_dequantize_undoes_the_scale():
     data = torch.tensor([[1.0, 2.0]]).to(E4M3)
     assert Quantized(data, torch.tensor(0.5)).dequantize().tolist() == [[0.5, 1.0]]
-    blocks = Quantized(data, torch.tensor([[0.5, 4.0]]), (1, 1))
-    assert blocks.dequantize().tolist() == [[0.5, 8.0]]
+    assert Quantized(data, torch.tensor([[0.5, 4.0]]), (1, 1)).dequantize().tolist() == [[0.5, 8.0]]

@@ -1,4 +1,4 @@
-"""Delayed scaling of the emulated layers against a hand calculation; when its state moves; recomputation."""
+"""Delayed scaling of the emulated layers: scales by hand, when they are updated, recomputation, ranks."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from te_models import emulation as te
 from te_models.decoder import layer_settings
+from te_models.emulation.casts import E4M3, E5M2
 from te_models.emulation.scaling import next_scales
 from tests.children import preload, run_ranks
 from training.precision.scaling_state import scaling_state
@@ -52,19 +53,21 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 class ByHand:
-    """Delayed scaling of one tensor in plain Python: a window of amaxes, and the scale they give."""
+    """Delayed scaling of one tensor in plain Python: a window of amaxes, and the scale that they give."""
 
     def __init__(self, steps: int, algorithm: str, limit: float):
         self.steps, self.algorithm, self.limit = steps, algorithm, limit
         self.window: list[float] = []
         self.scale = 1.0
 
-    def step(self, amax: float) -> None:
-        # Of `steps` rows one collects, so a step leaves the window steps - 1 steps after it was last counted.
+    def step(self, tensor: torch.Tensor) -> None:
+        # One of `steps` rows collects, so the oldest amax counts once more as it leaves the history.
+        amax = tensor.detach().abs().max().item()
         self.window = [*self.window, amax][-self.steps :]
         largest = max(self.window) if self.algorithm == "max" else amax
         self.scale = torch.tensor(self.limit).div(torch.tensor(largest)).item()
 
+    @property
     def history(self) -> list[float]:
         kept = self.window[-(self.steps - 1) :]
         return [0.0] * (self.steps - len(kept)) + kept
@@ -72,42 +75,31 @@ class ByHand:
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("margin", [0, 2])
-def test_scales_follow_a_hand_calculation(algorithm, margin):
-    """One linear whose inputs and gradients grow and shrink by known amounts; its weights grow each step."""
+def test_scales_match_a_hand_calculation(algorithm, margin):
+    """A linear whose inputs and gradients grow and shrink, and whose weight grows each step."""
     recipe = te.DelayedScaling(margin=margin, amax_history_len=3, amax_compute_algo=algorithm)
     linear = te.Linear(32, 16, params_dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(2)
-    hand = [ByHand(3, algorithm, 448.0 / 2**margin) for _ in range(2)]
-    hand.append(ByHand(3, algorithm, 57344.0 / 2**margin))
-    for step in range(6):
-        factor = [1.0, 4.0, 2.0, 0.5, 0.25, 8.0][step]
+    limits = (448.0, 448.0, 57344.0)
+    hand = [ByHand(3, algorithm, limit / 2**margin) for limit in limits]
+    for factor in (1.0, 4.0, 2.0, 0.5, 0.25, 8.0):
         x = (torch.randn(32, 32, generator=generator) * factor).bfloat16().requires_grad_()
         grad = (torch.randn(32, 16, generator=generator) / factor).bfloat16()
-        scales = [one.scale for one in hand]
         with te.autocast(enabled=True, recipe=recipe):
             y = linear(x)
         y.backward(grad)
-        x_q, w_q, g_q = (
-            fp8(tensor, scale, dtype)
-            for tensor, scale, dtype in zip(
-                (x, linear.weight, grad),
-                scales,
-                (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2),
-                strict=True,
-            )
-        )
+        x_q, w_q = (fp8(t, one.scale, E4M3) for t, one in zip((x, linear.weight), hand, strict=False))
+        g_q = fp8(grad, hand[2].scale, E5M2)
         close(y, x_q @ w_q.T)
         close(x.grad, g_q @ w_q)
         close(linear.weight.grad, g_q.T @ x_q)
         for one, tensor in zip(hand, (x, linear.weight, grad), strict=True):
-            one.step(tensor.detach().abs().max().item())
-        state = linear.fp8_meta["scaling_fwd"]
-        assert state.scale.tolist() == [hand[0].scale, hand[1].scale, 1.0]
-        for column in (0, 1):
-            assert state.amax_history[:, column].tolist() == hand[column].history()
-        state = linear.fp8_meta["scaling_bwd"]
-        assert state.scale.tolist() == [hand[2].scale, 1.0]
-        assert state.amax_history[:, 0].tolist() == hand[2].history()
+            one.step(tensor)
+        forward, backward = linear.fp8_meta["scaling_fwd"], linear.fp8_meta["scaling_bwd"]
+        assert forward.scale.tolist() == [hand[0].scale, hand[1].scale, 1.0]
+        assert backward.scale.tolist() == [hand[2].scale, 1.0]
+        assert forward.amax_history.T[:2].tolist() == [hand[0].history, hand[1].history]
+        assert backward.amax_history[:, 0].tolist() == hand[2].history
         with torch.no_grad():
             linear.weight.mul_(1.5)
         linear.weight.grad = None
@@ -123,7 +115,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=1e-5 * expected.abs().max().item())
 
 
-def test_with_fsdp2_backward_quantizes_the_weight_by_its_new_scale():
+def test_with_fsdp2_backward_casts_the_weight_with_its_new_scale():
     linear, recipe = te.Linear(32, 16, params_dtype=torch.bfloat16), te.DelayedScaling(amax_history_len=2)
     linear.fsdp2 = True
     x = inputs(0).detach().flatten(0, -2)[:, :32].requires_grad_()
@@ -133,18 +125,15 @@ def test_with_fsdp2_backward_quantizes_the_weight_by_its_new_scale():
     y.backward(grad)
     state, amax = linear.fp8_meta["scaling_fwd"], linear.weight.detach().abs().max().float()
     assert state.scale[1] == torch.tensor(448.0) / amax and state.amax_history[:, 1].tolist() == [amax, amax]
-    by_new = fp8(grad, 1.0, torch.float8_e5m2) @ fp8(
-        linear.weight, state.scale[1].item(), torch.float8_e4m3fn
-    )
-    close(x.grad, by_new)
+    close(x.grad, fp8(grad, 1.0, E5M2) @ fp8(linear.weight, state.scale[1].item(), E4M3))
 
 
-def test_scales_at_the_edges():
+def test_scales_of_unused_and_extreme_amaxes():
     history = torch.tensor([[0.0, 0, 0, 0, 0], [8, 8, 8, 8, 8], [2, 2, 2, 2, 2]])
     scale = torch.full((5,), 3.0)
     amax = torch.tensor([4.0, 0.0, INF, 1e-45, 16.0])
     rolled, scales = next_scales(history, amax, scale, limit=448.0, algorithm="max")
-    # Unseen: all as before. Infinite: no scale. Else the 8 that drops out of the history counts once more.
+    # An unused tensor and an infinite amax keep their scale; else the 8 that leaves counts once more.
     assert scales.tolist() == [56.0, 3.0, 3.0, 56.0, 28.0]
     assert rolled.T[:2].tolist() == [[0.0, 2.0, 4.0], [0.0, 8.0, 2.0]]
     _, scales = next_scales(history, amax, scale, limit=448.0, algorithm="most_recent")
@@ -153,7 +142,7 @@ def test_scales_at_the_edges():
     assert scales[0] == 112.0 and not rolled.any()
 
 
-def test_state_has_tes_names_and_shapes():
+def test_state_has_the_names_and_shapes_of_tes():
     """TE 2.20: three tensors a GEMM forward and two backward; attention counts as three GEMMs."""
     module = layer()
     assert scaling_state(module) == {}
@@ -169,10 +158,10 @@ def test_state_has_tes_names_and_shapes():
     state = scaling_state(module)
     assert {name: tuple(tensor.shape) for name, tensor in state.items()} == expected
     assert all(tensor.dtype == torch.float32 for tensor in state.values())
-    # Column 2 of a GEMM is its output, which nobody quantizes; attention's columns stay as they were.
+    # Column 2 of a GEMM is its output, which is not quantized; attention's columns stay unused.
     assert state["self_attention.proj.scaling_fwd.amax_history"][:, 2].count_nonzero() == 0
     assert state["self_attention.core_attention.scaling_fwd.scale"].tolist() == [1.0] * 9
-    # Another length keeps what there is; another recipe has no state.
+    # Another history length keeps the state; another recipe has none.
     with te.autocast(enabled=True, recipe=te.DelayedScaling(amax_history_len=7)):
         module(inputs(0), rotary_pos_emb=rope())
     assert scaling_state(module)["layernorm_mlp.scaling_bwd.amax_history"].shape == (7, 4)
@@ -181,7 +170,7 @@ def test_state_has_tes_names_and_shapes():
     assert scaling_state(module) == {}
 
 
-def test_mlp_slots_hold_the_tensors_te_puts_there():
+def test_mlp_state_is_ordered_as_tes():
     """fc1's input and weight in 0 and 1, fc2's in 3 and 4; gradients of fc1's output in 0, of fc2's in 2."""
     mlp = te.LayerNormMLP(HIDDEN, FFN, params_dtype=torch.bfloat16)
     with torch.no_grad():
@@ -199,19 +188,19 @@ def test_mlp_slots_hold_the_tensors_te_puts_there():
     assert forward[3] > 0 and backward[0] > 0
 
 
-def run(module, recipe, steps: int = 3, **call) -> list[torch.Tensor]:
-    """Outputs and gradients of the last step; the gradients of all."""
+def run(forward, module, recipe, steps: int = 3) -> list[torch.Tensor]:
+    """Outputs and input gradients of all steps, then the accumulated weight gradients."""
     found = []
     for step in range(steps):
         x = inputs(step, scale=2.0**step)
         with te.autocast(enabled=recipe is not None, recipe=recipe):
-            y = call["function"](x) if "function" in call else module(x, rotary_pos_emb=rope())
+            y = forward(x, rotary_pos_emb=rope())
         y.float().square().mean().mul(1000).backward()
         found += [y.detach(), x.grad]
     return found + [p.grad for p in module.parameters()]
 
 
-def test_the_outermost_training_autocast_moves_the_state():
+def test_outermost_training_autocast_updates_the_scales():
     recipe, module = te.DelayedScaling(amax_history_len=4), layer()
     with te.autocast(enabled=True, recipe=recipe):
         with te.autocast(enabled=True, recipe=recipe):
@@ -230,20 +219,13 @@ def test_the_outermost_training_autocast_moves_the_state():
         module(inputs(0, scale=50.0), rotary_pos_emb=rope())
     noted = state_of(module)
     assert all(torch.equal(moved[name], noted[name]) for name in moved if name.endswith("scale"))
-    assert noted["self_attention.proj.scaling_fwd.amax_history"][0, 0] > 0  # evaluation must undo this itself
+    assert (
+        noted["self_attention.proj.scaling_fwd.amax_history"][0, 0] > 0
+    )  # restored by the caller
 
 
-def test_gradients_move_their_state_once_a_backward_pass():
-    recipe, module = te.DelayedScaling(amax_history_len=4), layer()
-    run(module, recipe, steps=2)
-    history = module.layernorm_mlp.fp8_meta["scaling_bwd"].amax_history
-    assert (history[:, 0] > 0).tolist() == [False, False, True, True]
-    forward = module.layernorm_mlp.fp8_meta["scaling_fwd"].amax_history
-    assert (forward[:, 0] > 0).tolist() == [False, False, True, True]
-
-
-def test_a_module_that_runs_twice_moves_its_state_once():
-    """By the larger amax of both runs, forward and backward."""
+def test_module_that_runs_twice_updates_its_scales_once():
+    """With the larger amax of both runs, forward and backward."""
     first, twice = (te.Linear(32, 32, params_dtype=torch.bfloat16) for _ in range(2))
     x = inputs(0).detach()[..., :32].requires_grad_()
     with te.autocast(enabled=True, recipe=te.DelayedScaling(amax_history_len=4)):
@@ -272,52 +254,49 @@ RECIPES = {
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", RECIPES)
-def test_recomputation_changes_nothing(name, reentrant):
-    """Steps grow, so that scales move: recomputing with the new ones, or noting amaxes twice, would show."""
-    recipe = RECIPES[name]
-    plain, checkpointed = layer(), layer()
-    expected = run(plain, recipe)
+def test_recomputation_changes_neither_results_nor_state(name, reentrant):
+    """Inputs grow from step to step: recomputing with new scales, or recording amaxes twice, would show."""
+    recipe, plain, checkpointed = RECIPES[name], layer(), layer()
 
-    def function(x):
-        return te.checkpoint(checkpointed, x, use_reentrant=reentrant, rotary_pos_emb=rope())
+    def recomputed(x, **call):
+        return te.checkpoint(checkpointed, x, use_reentrant=reentrant, **call)
 
-    found = run(checkpointed, recipe, function=function)
+    expected = run(plain, plain, recipe)
+    found = run(recomputed, checkpointed, recipe)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert same(state_of(plain), state_of(checkpointed))
     with torch.no_grad():
-        assert torch.isfinite(function(inputs(0))).all()
+        assert torch.isfinite(recomputed(inputs(0), rotary_pos_emb=rope())).all()
 
 
-def sharded(rank: int, folder, mode: str) -> None:
+def shared_amaxes(rank: int, folder) -> None:
     """Two ranks with inputs of their own; rank 1's are larger."""
-    module = layer(params_dtype=torch.float32)
-    if mode == "fsdp":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        fully_shard(module, mp_policy=policy)
-    recipe = te.DelayedScaling(amax_history_len=4)
-    for step in range(3):
-        x = inputs(10 * step + rank, scale=1.0 + 7 * rank)
-        with torch.autocast("cpu", dtype=torch.bfloat16), te.autocast(enabled=True, recipe=recipe):
-            y = te.checkpoint(module, x, use_reentrant=mode == "reentrant", rotary_pos_emb=rope())
-        y.float().square().mean().backward()
-    own = state_of(module)
-    states = [None, None]
-    dist.all_gather_object(states, own)
-    assert same(*states)
-    attention = own["self_attention.layernorm_qkv.scaling_fwd.scale"]
-    assert torch.isfinite(attention).all() and attention[0] > 1
-    # fc2's output has the loss's own gradient, 2 y / n; the larger one of the ranks is what both know.
-    amax = own["layernorm_mlp.scaling_bwd.amax_history"][-1, 2]
-    mine = torch.tensor(2 * y.float().abs().max().item() / y.numel()).bfloat16().float()
-    both = mine.clone()
-    dist.all_reduce(both, dist.ReduceOp.MAX)
-    assert amax == both and (rank == 0) == (mine < both)
-    assert module.layernorm_mlp.fsdp2 == (mode == "fsdp")
-    if mode == "fsdp":
-        gradient = module.layernorm_mlp.fc2_weight.grad.to_local()
-        assert gradient.dtype == torch.float32 and gradient.isfinite().all() and gradient.norm() > 0
+    for mode in ("plain", "reentrant", "fsdp"):
+        module = layer(params_dtype=torch.float32)
+        if mode == "fsdp":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            fully_shard(module, mp_policy=policy)
+        recipe = te.DelayedScaling(amax_history_len=4)
+        for step in range(3):
+            x = inputs(10 * step + rank, scale=1.0 + 7 * rank)
+            with torch.autocast("cpu", dtype=torch.bfloat16), te.autocast(enabled=True, recipe=recipe):
+                y = te.checkpoint(module, x, use_reentrant=mode == "reentrant", rotary_pos_emb=rope())
+            y.float().square().mean().backward()
+        own, states = state_of(module), [None, None]
+        dist.all_gather_object(states, own)
+        assert same(*states)
+        attention = own["self_attention.layernorm_qkv.scaling_fwd.scale"]
+        assert torch.isfinite(attention).all() and attention[0] > 1
+        # fc2's output has the gradient 2 y / n of the loss; both ranks know the larger one's amax.
+        amax = own["layernorm_mlp.scaling_bwd.amax_history"][-1, 2]
+        mine = torch.tensor(2 * y.float().abs().max().item() / y.numel()).bfloat16().float()
+        both = mine.clone()
+        dist.all_reduce(both, dist.ReduceOp.MAX)
+        assert amax == both and (rank == 0) == (mine < both)
+        assert module.layernorm_mlp.fsdp2 == (mode == "fsdp")
+    gradient = module.layernorm_mlp.fc2_weight.grad.to_local()
+    assert gradient.dtype == torch.float32 and gradient.isfinite().all() and gradient.norm() > 0
 
 
-@pytest.mark.parametrize("mode", ["plain", "reentrant", "fsdp"])
-def test_ranks_share_the_largest_amax(mode, tmp_path):
-    run_ranks(sharded, tmp_path, mode)
+def test_ranks_share_the_largest_amax(tmp_path):
+    run_ranks(shared_amaxes, tmp_path)

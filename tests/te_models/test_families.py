@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
-from te_models.build import export_tensors, plan_model, refuse_te
+from core.errors import UserError
+from te_models.build import ModelPlan, count_parameters, export_tensors, plan_model, refuse_te
 from te_models.decoder import rope_angles
 from te_models.families import FAMILIES, head_dim
 from te_models.kernels.rope import rope_table, split_qkv_rope
@@ -22,10 +23,8 @@ PADDED, PACKED = [[33], [20], [9]], [[10, 6, 17], [32], [3, 20]]
 
 
 def config_of(family: str, **changes) -> Any:
-    config = plan_model(f"tiny-{family}", init="auto", use_te=True).config
-    for name, value in changes.items():
-        setattr(config, name, value)
-    return config
+    fields = PRESETS[f"tiny-{family}"] | changes
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
 def loss_and_gradients(model, inputs: dict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -35,52 +34,51 @@ def loss_and_gradients(model, inputs: dict) -> tuple[torch.Tensor, dict[str, tor
     return loss.detach(), dict(export_tensors(model, lambda weights: [w.grad for w in weights]))
 
 
-@pytest.mark.parametrize("use_te", [False, True])
-def test_a_model_that_sees_the_next_token_is_refused(tmp_path, use_te):
-    config = config_of("llama", is_causal=False)
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"--model_name .*is_causal is false in its config\.json"):
-        plan_model(str(tmp_path), init="random", use_te=use_te)
+def compare_forms(model_plan: ModelPlan, *, packed: bool, dtype: torch.dtype, loss: float, gradients: float):
+    """Train both forms on one batch; `loss` and `gradients` are the largest allowed differences."""
+    inputs = batch(PACKED if packed else PADDED, packed=packed, device=CPU)
+    forms = [
+        loss_and_gradients(
+            build(model_plan, use_te=use_te, backend="emulated", packed=packed, dtype=dtype, device=CPU),
+            inputs,
+        )
+        for use_te in (False, True)
+    ]
+    (reference, expected), (found_loss, found) = forms
+    assert abs(found_loss - reference) <= loss
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert found[name].dtype == dtype
+        error = (found[name].float() - gradient.float()).norm() / gradient.float().norm()
+        assert error < gradients, f"{name}: relative error {error:.1e}"
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_te_form_computes_what_hugging_face_does(family, tied, packed, tmp_path):
+def test_te_form_matches_hugging_face_in_fp32(family, tied, packed, tmp_path):
     model_plan = perturbed(plan(family=family, tied=tied, layers=2), tmp_path)
-    inputs = batch(PACKED if packed else PADDED, packed=packed, device=CPU)
-    options = {"packed": packed, "dtype": torch.float32, "device": CPU}
-    reference, expected = loss_and_gradients(build(model_plan, use_te=False, **options), inputs)
-    te = build(model_plan, use_te=True, backend="emulated", **options)
-    loss, found = loss_and_gradients(te, inputs)
-    torch.testing.assert_close(loss, reference, rtol=1e-5, atol=0)
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        error = (found[name] - gradient).norm() / gradient.norm()
-        assert error < 1e-4, f"{name}: relative error {error:.1e}"
+    compare_forms(model_plan, packed=packed, dtype=torch.float32, loss=8e-5, gradients=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_te_form_computes_it_in_bf16_too(family, tmp_path):
+def test_te_form_matches_hugging_face_in_bf16(family, tmp_path):
     model_plan = perturbed(plan(family=family, layers=2), tmp_path)
-    inputs = batch(PACKED, packed=True, device=CPU)
-    options = {"packed": True, "dtype": torch.bfloat16, "device": CPU}
-    reference, expected = loss_and_gradients(build(model_plan, use_te=False, **options), inputs)
-    te = build(model_plan, use_te=True, backend="emulated", **options)
-    loss, found = loss_and_gradients(te, inputs)
-    assert abs(loss - reference) < 5e-3
-    for name, gradient in expected.items():
-        assert found[name].dtype == torch.bfloat16
-        error = (found[name].float() - gradient.float()).norm() / gradient.float().norm()
-        assert error < 0.15, f"{name}: relative error {error:.1e}"
+    compare_forms(model_plan, packed=True, dtype=torch.bfloat16, loss=5e-3, gradients=0.15)
 
 
+# Presets: parameters in millions as published, tied heads counted once.
 @pytest.mark.parametrize(
-    ("name", "millions"),  # parameters as published, tied heads counted once
+    ("name", "millions"),
     [
         ("meta-llama/Llama-3.2-1B", 1235.8),
         ("meta-llama/Llama-3.2-3B", 3212.7),
         ("meta-llama/Meta-Llama-3.1-8B", 8030.3),
+        ("meta-llama/Llama-3.1-70B", 70553.7),
+        ("meta-llama/Llama-3.1-405B", 405853.4),
+        ("meta-llama/Llama-3.3-70B-Instruct", 70553.7),
+        ("meta-llama/Meta-Llama-3-8B", 8030.3),
+        ("meta-llama/Meta-Llama-3-70B-Instruct", 70553.7),
         ("Qwen/Qwen2.5-0.5B", 494.0),
         ("Qwen/Qwen2.5-1.5B", 1543.7),
         ("Qwen/Qwen2.5-7B", 7615.6),
@@ -90,21 +88,13 @@ def test_the_te_form_computes_it_in_bf16_too(family, tmp_path):
         ("Qwen/Qwen3-8B", 8190.7),
         ("Qwen/Qwen3-14B", 14768.3),
         ("mistralai/Mistral-7B-v0.3", 7248.0),
-        ("meta-llama/Llama-3.1-70B", 70553.7),
-        ("meta-llama/Llama-3.3-70B-Instruct", 70553.7),
-        ("meta-llama/Meta-Llama-3-8B", 8030.3),
-        ("meta-llama/Meta-Llama-3-70B-Instruct", 70553.7),
-        ("meta-llama/Llama-3.1-405B", 405853.4),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(name, millions):
-    plan = plan_model(name, init="random", use_te=False)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(plan.config)
-    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.1)
+    counted = count_parameters(plan_model(name, init="random", use_te=False))
+    assert counted / 1e6 == pytest.approx(millions, abs=0.1)
 
 
-HUB = sorted(PRESETS.keys() - LOCAL_PRESETS)
 LLAMA_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA_ROPE["original_max_position_embeddings"] = 8192
 # First part of a name -> epsilon, positions, RoPE, end of text, as the published config.json files have them.
@@ -118,33 +108,33 @@ PUBLISHED = {
     "Qwen/Qwen3": (1e-6, 40960, MILLION, 151645),
     "mistralai/": (1e-5, 32768, MILLION, 2),
 }
+TIED = ("Llama-3.2", "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen3-0.6B", "Qwen3-4B")
 
 
-@pytest.mark.parametrize("name", HUB)
+@pytest.mark.parametrize("name", sorted(PRESETS.keys() - LOCAL_PRESETS))
 def test_presets_have_the_published_rope_and_norms(name):
     config = plan_model(name, init="random", use_te=True).config
     expected = next(values for part, values in PUBLISHED.items() if name.startswith(part))
     if name.startswith("meta-llama/") and name.endswith("-Instruct"):
-        ends = 128009 if "Meta-Llama-3-" in name else [128001, 128008, 128009]
-        expected = (*expected[:3], ends)
+        expected = (*expected[:3], 128009 if "Meta-Llama-3-" in name else [128001, 128008, 128009])
     if name.startswith("Qwen/Qwen2.5") and name.endswith("-Instruct"):
         expected = (1e-6, 32768, MILLION, 151645)
     if name.startswith("Qwen/Qwen3") and name.endswith("-Base"):
         expected = (1e-6, 32768, MILLION, 151643)
     found = (config.rms_norm_eps, config.max_position_embeddings, config.rope_parameters, config.eos_token_id)
     assert found == expected
-    tied = ("Llama-3.2", "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen3-0.6B", "Qwen3-4B")
-    assert config.tie_word_embeddings == any(part in name for part in tied)
+    assert config.tie_word_embeddings == any(part in name for part in TIED)
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
-def test_preset_rope_follows_transformers(name):
-    """Angles against the family's own cos and sin, so that theta and the Llama-3 scaling are not lost."""
+# One per family and kind of RoPE.
+@pytest.mark.parametrize(
+    "name", [*LOCAL_PRESETS, "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-0.6B"]
+)
+def test_rope_angles_follow_transformers(name):
     config = plan_model(name, init="random", use_te=True).config
-    modeling = importlib.import_module(
-        f"transformers.models.{config.model_type}.modeling_{config.model_type}"
-    )
-    rotary = getattr(modeling, f"{config.model_type.capitalize()}RotaryEmbedding")(config)
+    kind = config.model_type
+    modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    rotary = getattr(modeling, f"{kind.capitalize()}RotaryEmbedding")(config)
     angles = rope_angles(config, 300)[:, 0, 0]
     cos, sin = rotary(torch.zeros(1), torch.arange(300)[None])
     assert torch.allclose(angles.cos(), cos[0], atol=1e-4) and torch.allclose(angles.sin(), sin[0], atol=1e-4)
@@ -153,43 +143,35 @@ def test_preset_rope_follows_transformers(name):
     assert angles[1, size // 2 - 1].item() == pytest.approx(slowest, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic"])  # one rescales attention, one follows the length
-def test_rope_types_without_a_te_form_are_refused(kind):
-    config = config_of("llama", rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 4.0})
-    with pytest.raises(ValueError, match=f"RoPE type '{kind}'"):
-        refuse_te("m", config)
+# Refusals
+
+
+def rope_of(kind: str) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}}
 
 
 @pytest.mark.parametrize(
-    ("family", "change", "message"),
+    ("family", "changes", "message"),
     [
         ("llama", {"attention_bias": True}, "attention_bias=True"),
         ("llama", {"mlp_bias": True}, "mlp_bias=True"),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ("qwen3", {"attention_bias": True}, "attention_bias=True"),
-        ("qwen2", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        *((family, {"hidden_act": "gelu"}, "hidden_act='gelu'") for family in FAMILIES),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ("llama", rope_of("yarn"), "RoPE type 'yarn'"),  # rescales attention
+        ("llama", rope_of("dynamic"), "RoPE type 'dynamic'"),  # follows the length
         (
             "mistral",
             {"sliding_window": 1024},
-            "sliding_window=1024 is less than max_position_embeddings=2048",
+            "sliding_window=1024 is less than max_position_emb",
         ),
+        ("mistral", {"sliding_window": 2048}, None),
     ],
 )
-def test_settings_without_a_te_form_are_refused(family, change, message):
-    with pytest.raises(ValueError, match=message) as error:
-        refuse_te("some/model", config_of(family, **change))
-    assert "without --use_te" in str(error.value)
-
-
-def test_families_without_a_te_form_are_refused():
-    config = AutoConfig.for_model("gpt2")
-    with pytest.raises(ValueError, match=r"model type 'gpt2' has no TE form.*llama, qwen2, qwen3, mistral"):
-        refuse_te("some/model", config)
-
-
-def test_flops_of_families_with_a_te_form_are_known():
-    assert FAMILIES.keys() <= COUNTED
+def test_config_without_a_te_form_is_refused(family, changes, message):
+    refused = pytest.raises(UserError, match=f"--use_te --model_name m: {message}.*without --use_te")
+    with refused if message else nullcontext():
+        refuse_te("m", config_of(family, **changes))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -202,22 +184,31 @@ def test_flops_of_families_with_a_te_form_are_known():
         ({"use_sliding_window": True, "sliding_window": 2048, "max_window_layers": 0}, False),
     ],
 )
-def test_a_window_of_qwen_is_refused_where_it_cuts(family, settings, refused):
-    fields = {name: value for name, value in PRESETS[f"tiny-{family}"].items() if name != "model_type"}
-    config = AutoConfig.for_model(family, **fields, **settings)
-    with pytest.raises(ValueError, match="sliding_window=64") if refused else nullcontext():
-        refuse_te("some/model", config)
+def test_qwen_window_is_refused_if_some_layer_uses_it(family, settings, refused):
+    with pytest.raises(UserError, match="sliding_window=64") if refused else nullcontext():
+        refuse_te("m", config_of(family, **settings))
 
 
-def test_a_window_of_mistral_that_holds_every_position_is_none():
-    refuse_te("some/model", config_of("mistral", sliding_window=2048))
-    refuse_te("some/model", config_of("mistral", sliding_window=None))
+def test_unknown_family_is_refused_with_the_known_ones():
+    with pytest.raises(UserError, match=r"model type 'gpt2' has no TE form.*llama, qwen2, qwen3, mistral"):
+        refuse_te("m", AutoConfig.for_model("gpt2"))
 
 
-def test_the_reference_of_the_rope_kernel_is_transformers():
+@pytest.mark.parametrize("use_te", [False, True])
+def test_bidirectional_model_is_refused(tmp_path, use_te):
+    config_of("llama", is_causal=False).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"--model_name .*is_causal is false in its config\.json"):
+        plan_model(str(tmp_path), init="random", use_te=use_te)
+
+
+def test_flops_of_every_family_are_counted():
+    assert FAMILIES.keys() <= COUNTED
+
+
+def test_reference_of_the_rope_kernel_matches_transformers():
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-    config = config_of("llama", num_attention_heads=6, num_key_value_heads=2, head_dim=48)
+    config = config_of("llama", hidden_size=288, num_attention_heads=6, num_key_value_heads=2, head_dim=48)
     positions = torch.tensor([[3, 0, 1, 2, 30]])
     queries, keys, values = (torch.randn(5, heads, 48).bfloat16() for heads in (6, 2, 2))
     joint = torch.cat([queries.unflatten(1, (2, 3)), keys[:, :, None], values[:, :, None]], dim=2)

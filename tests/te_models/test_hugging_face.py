@@ -1,18 +1,15 @@
-"""Models as transformers implements them: any architecture, packed only where samples stay apart."""
+"""Models as transformers implements them: any architecture, packed only where samples stay separate."""
 
-import pickle
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from core.errors import UserError
 from te_models import hugging_face
-from te_models.build import ModelPlan, build_model, plan_model
+from te_models.build import ModelPlan, build_model
 from te_models.families import FAMILIES
 from te_models.hugging_face import materialize, parameters_on_meta
 from te_models.options import BuildOptions
@@ -32,16 +29,8 @@ TINY = {
 }
 
 
-def build(
-    model_type: str,
-    *,
-    packed: bool,
-    gradient_checkpointing: bool = False,
-    reentrant: bool = False,
-    seed: int = 0,
-    **changes,
-):
-    config = AutoConfig.for_model(model_type, **TINY | changes)
+def build(model_type: str, *, packed: bool = False, seed: int = 0, recompute: str | None = None, **changes):
+    """A tiny model; `recompute` is None, "plain" or "reentrant"."""
     options = BuildOptions(
         te_backend=None,
         dtype=torch.float32,
@@ -49,9 +38,10 @@ def build(
         seed=seed,
         packed=packed,
         max_positions=64,
-        gradient_checkpointing=gradient_checkpointing,
-        reentrant=reentrant,
+        gradient_checkpointing=recompute is not None,
+        reentrant=recompute == "reentrant",
     )
+    config = AutoConfig.for_model(model_type, **TINY | changes)
     return build_model(ModelPlan(model_type, config, None), options)
 
 
@@ -65,7 +55,6 @@ def inputs(lengths: list[int]) -> dict[str, torch.Tensor]:
 
 
 def borders(lengths: list[int]) -> dict:
-    """What tells packed sequences apart."""
     return {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(), "max_seqlen": 48}
 
 
@@ -79,8 +68,8 @@ def gradients(model) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "model_type", ["gpt_neox", "granite", "llama", "phi3", "qwen2", "qwen3", "mistral", "gemma2"]
 )
-def test_packed_samples_score_as_they_do_alone(model_type):
-    """Losses and gradients; two rows, so that borders are counted over all tokens."""
+def test_packed_samples_have_the_losses_and_gradients_of_separate_ones(model_type):
+    """Two rows, so that boundaries are counted over all tokens."""
     model = build(model_type, packed=True)
     assert (model.attention == "packed_causal") == (model_type not in ("mistral", "gemma2"))
     lengths, start, apart = [5, 17, 9], 0, 0.0
@@ -97,8 +86,7 @@ def test_packed_samples_score_as_they_do_alone(model_type):
         torch.testing.assert_close(gradient, 2 * alone[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_packed_attention_is_the_masked_one():
-    """Against torch's own attention under a block-diagonal mask, forward and backward, in float64."""
+def test_packed_attention_matches_attention_with_a_block_diagonal_mask():
     torch.manual_seed(0)
     lengths, heads, groups, size = [3, 1, 12], 6, 2, 8
     q, k, v, grad = (torch.randn(16, n, size, dtype=torch.float64) for n in (heads, groups, groups, heads))
@@ -119,7 +107,7 @@ def test_packed_attention_is_the_masked_one():
         torch.testing.assert_close(own, reference, rtol=1e-5, atol=1e-6)  # computed in float32
 
 
-def test_the_operator_keeps_torch_s_contract():
+def test_packed_attention_passes_opcheck():
     torch.manual_seed(0)
     shapes = ((9, 4, 8), (9, 2, 8), (9, 2, 8))
     q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
@@ -142,8 +130,8 @@ def test_the_operator_keeps_torch_s_contract():
         ("falcon", {}, "not a replaceable function"),
     ],
 )
-def test_attention_that_is_more_than_causal_stays_transformers_own(model_type, changes, reason):
-    model = build(model_type, packed=False, **changes)
+def test_attention_that_is_not_plainly_causal_stays_transformers_own(model_type, changes, reason):
+    model = build(model_type, **changes)
     own = model.model.config._attn_implementation
     if reason is None:
         assert model.attention == own == "packed_causal"
@@ -151,8 +139,8 @@ def test_attention_that_is_more_than_causal_stays_transformers_own(model_type, c
         assert reason in model.attention and own != "packed_causal"
 
 
-def test_what_attention_does_not_compute_is_refused_when_it_comes_up_later():
-    model = build("llama", packed=False)
+def test_unsupported_attention_is_refused_at_run_time():
+    model = build("llama")
     for layer in model.model.model.layers:
         layer.self_attn.attention_dropout = 0.5
     with pytest.raises(UserError, match="LlamaAttention calls packed_causal attention with dropout"):
@@ -165,14 +153,13 @@ def graphs() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_layers_share_one_graph_that_fits_every_batch(recompute):
+def test_compiled_layers_share_one_graph_for_all_batches():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = build("qwen3", packed=True, gradient_checkpointing=recompute, num_hidden_layers=4)
-    plain = build("qwen3", packed=True, num_hidden_layers=4)
+    model = build("qwen3", packed=True, recompute="plain", num_hidden_layers=3)
+    plain = build("qwen3", packed=True, num_hidden_layers=3)
     model.compile_blocks(backend="aot_eager")
-    for lengths in ([5, 27, 16], [16, 16, 8, 8], [24, 24], [4] * 12):
+    for lengths in ([5, 27, 16], [16, 16, 8, 8], [4] * 12):
         batch = inputs(lengths) | borders(lengths)
         losses = [m(**batch).loss for m in (model, plain)]
         torch.testing.assert_close(*losses)
@@ -192,91 +179,91 @@ def test_layers_share_one_graph_that_fits_every_batch(recompute):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_neox"])
-def test_loss_is_transformers_own(model_type):
+def test_loss_is_that_of_transformers_logits(model_type):
     """Also where the head scales or caps its logits."""
-    model = build(model_type, packed=False)
-    batch = inputs([12])
+    model, batch = build(model_type), inputs([12])
     logits = model.model(input_ids=batch["input_ids"]).logits
-    loss = torch.nn.functional.cross_entropy(logits[0], batch["labels"][0], reduction="sum")
+    loss = F.cross_entropy(logits[0], batch["labels"][0], reduction="sum")
     out = model(**batch)
     torch.testing.assert_close(out.loss, loss)
     assert out.correct == (logits.argmax(-1) == batch["labels"]).sum()
 
 
-def test_a_model_that_leaks_between_packed_samples_is_refused(monkeypatch):
-    """With transformers' own border detection switched off, its own attention leaks."""
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_padding_token_within_text_is_trained(model_type):
+    model, batch = build(model_type, pad_token_id=2, eos_token_id=2), inputs([8])
+    batch["input_ids"][0, 3] = 2
+    model(**batch).loss.backward()
+    assert model.model.get_input_embeddings().weight.grad[2].any()
+
+
+@pytest.mark.parametrize("model_type", [*FAMILIES, "gpt2"])
+def test_known_families_use_every_parameter(model_type):
+    """DDP need not look for unused parameters; other models may have some, for images or single experts."""
+    model = build(model_type)
+    assert model.uses_all_parameters == (model_type in FAMILIES)
+    model(**inputs([16])).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+# Refusal of leaking packing
+
+
+def test_model_that_leaks_between_packed_samples_is_refused(monkeypatch):
     from transformers import masking_utils
 
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
-    with pytest.raises(
-        ValueError, match="Gemma2ForCausalLM lets packed samples see each other; add --no_packing"
-    ):
+    leaks = "Gemma2ForCausalLM lets packed samples see each other; add --no_packing"
+    with pytest.raises(UserError, match=f"--packing: {leaks}"):
         build("gemma2", packed=True)
-    build("gemma2", packed=False)
+    build("gemma2")
 
 
-def test_weights_without_a_finite_loss_are_not_blamed_on_packing():
-    model = build("llama", packed=False)
-    with torch.no_grad():
-        next(model.parameters())[3, 0] = float("nan")
-    with pytest.raises(
-        ValueError, match="--model_name a/b: the weights give a loss of nan; they are damaged"
-    ):
-        hugging_face.refuse_leaking_packing(model.eval(), "a/b")
+def test_leak_of_a_short_convolution_is_found():
+    """Before all attention, it passes on only the first sample's last tokens."""
+    with pytest.raises(UserError, match="Lfm2ForCausalLM lets packed samples see each other"):
+        build("lfm2", packed=True, layer_types=["conv", "full_attention"], initializer_range=0.3)
 
 
-@pytest.mark.parametrize(
-    "content", [b"half a file", pickle.dumps(Path.cwd, protocol=2)], ids=["damaged", "no tensors"]
-)
-def test_damaged_weights_are_one_line(content, tmp_path):
-    """A pickle of more than tensors is one: torch refuses to run it."""
-    plan_model("tiny-llama", init="auto", use_te=False).config.save_pretrained(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(content)
-    plan = plan_model(str(tmp_path), init="pretrained", use_te=False)
-    how = {"te_backend": None, "dtype": torch.float32, "device": torch.device("cpu"), "packed": False}
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin is damaged .*; download it again"):
-        build_model(plan, BuildOptions(**how, max_positions=16))
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("CUDA error: an illegal memory access"), KeyError("rope_type")]
-)
-def test_an_error_that_is_not_the_files_is_not_told_of_them(error, tmp_path, monkeypatch):
-    def fail(*_, **__):
-        raise error
-
-    plan = plan_model("tiny-llama", init="auto", use_te=False)
-    torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model.bin")
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
-    how = {"te_backend": None, "dtype": torch.float32, "device": torch.device("cpu"), "packed": False}
-    with pytest.raises(type(error), match=str(error)):
-        build_model(replace(plan, weights=tmp_path), BuildOptions(**how, max_positions=16))
-
-
-def test_a_border_that_gets_lost_is_noticed(monkeypatch):
+def test_lost_sequence_boundaries_are_found(monkeypatch):
     monkeypatch.setattr(hugging_face, "sequence_borders", lambda cu_seqlens, max_seqlen: {})
-    monkeypatch.setattr(
-        hugging_face, "use_packed_attention", lambda model, *_: model.set_attn_implementation(NAME)
-    )
-    with pytest.raises(ValueError, match="LlamaForCausalLM lets packed samples see each other"):
+    use = lambda model, *_: model.set_attn_implementation(NAME)  # noqa: E731
+    monkeypatch.setattr(hugging_face, "use_packed_attention", use)
+    with pytest.raises(UserError, match="LlamaForCausalLM lets packed samples see each other"):
         build("llama", packed=True)
 
 
-def test_recomputation_that_a_model_lacks_is_refused(monkeypatch):
-    from transformers import LlamaForCausalLM
+@pytest.mark.parametrize(
+    ("model_type", "experts"), [("mixtral", {"num_local_experts": 8}), ("qwen3_moe", {"num_experts": 16})]
+)
+def test_rounding_of_experts_is_no_leak(model_type, experts):
+    """With some seeds the loss changes in its last bits with the other sample's tokens."""
+    for seed in range(6):
+        sizes = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.1}
+        build(model_type, packed=True, seed=seed, **sizes, **experts)
 
-    monkeypatch.setattr(LlamaForCausalLM, "supports_gradient_checkpointing", False)
-    with pytest.raises(ValueError, match="--gradient_checkpointing: LlamaForCausalLM"):
-        build("llama", packed=False, gradient_checkpointing=True)
+
+def test_damaged_weights_are_not_reported_as_leaking():
+    model = build("llama")
+    with torch.no_grad():
+        next(model.parameters())[3, 0] = float("nan")
+    with pytest.raises(UserError, match="--model_name a/b: the weights give a loss of nan; they are damaged"):
+        hugging_face.refuse_leaking_packing(model.eval(), "a/b")
 
 
-def test_blocks_are_the_decoder_layers_and_recompute_if_asked():
-    plain, recomputing = (build("llama", packed=False, gradient_checkpointing=on) for on in (False, True))
+# Blocks, recomputation, models without storage
+
+
+def test_blocks_are_decoder_layers_and_recompute_on_request(monkeypatch):
+    plain, recomputing = build("llama"), build("llama", recompute="plain")
     assert [type(block).__name__ for block in plain.blocks] == ["LlamaDecoderLayer"] * 2
     assert [m.model.is_gradient_checkpointing for m in (plain, recomputing)] == [False, True]
+    monkeypatch.setattr(LlamaForCausalLM, "supports_gradient_checkpointing", False)
+    with pytest.raises(UserError, match="--gradient_checkpointing: LlamaForCausalLM"):
+        build("llama", recompute="plain")
 
 
-def test_blocks_are_layers_also_where_experts_outnumber_them():
+def test_blocks_are_layers_even_if_experts_outnumber_them():
     def layer() -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(8)))
 
@@ -286,7 +273,7 @@ def test_blocks_are_layers_also_where_experts_outnumber_them():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_on_meta_take_no_memory_and_are_tied_again_with_buffers_as_they_were(tied):
+def test_parameters_on_meta_have_no_storage_until_materialized(tied):
     config = AutoConfig.for_model("llama", **TINY, tie_word_embeddings=tied)
     whole = AutoModelForCausalLM.from_config(config)
     with parameters_on_meta():
@@ -304,51 +291,23 @@ def test_parameters_on_meta_take_no_memory_and_are_tied_again_with_buffers_as_th
     assert torch.equal(model(ids).logits, whole(ids).logits)
 
 
-def test_modules_have_storage_again_outside_also_after_an_error():
+def test_parameters_have_storage_again_after_an_error_on_meta():
     with pytest.raises(RuntimeError, match="inside"), parameters_on_meta():
-        frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
         holder = torch.nn.Module()
-        holder.weight = frozen
+        holder.weight = torch.nn.Parameter(torch.ones(2), requires_grad=False)
         assert holder.weight.is_meta and not holder.weight.requires_grad
         raise RuntimeError("inside")
     assert not torch.nn.Linear(2, 2).weight.is_meta
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
-def test_experts_that_round_otherwise_are_no_leak(model_type):
-    """Of the seeds some have a loss that changes in its last bits with the other sample's tokens."""
-    experts = {"num_experts": 16} if model_type == "qwen3_moe" else {"num_local_experts": 8}
-    for seed in range(6):
-        build(
-            model_type,
-            packed=True,
-            seed=seed,
-            hidden_size=256,
-            intermediate_size=256,
-            initializer_range=0.1,
-            **experts,
-        )
+# Load-balancing loss of a router
+
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
-def test_a_leak_of_short_reach_is_found():
-    """A convolution before all attention hands on the first sample's last tokens alone."""
-    with pytest.raises(ValueError, match="Lfm2ForCausalLM lets packed samples see each other"):
-        build("lfm2", packed=True, layer_types=["conv", "full_attention"], initializer_range=0.3)
-
-
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_a_padding_token_that_texts_hold_is_trained(model_type):
-    model = build(model_type, packed=False, pad_token_id=2, eos_token_id=2)
-    batch = inputs([8])
-    batch["input_ids"][0, 3] = 2
-    model(**batch).loss.backward()
-    assert model.model.get_input_embeddings().weight.grad[2].any()
-
-
-def test_a_router_s_own_loss_counts_where_the_configuration_asks_for_it():
-    """As transformers adds it: coefficient times loss, to the mean over labels; in training alone."""
-    model = build("mixtral", packed=False, output_router_logits=True, router_aux_loss_coef=0.5)
-    batch = inputs([16])
+def test_router_loss_is_added_in_training_as_transformers_does():
+    """Coefficient times loss, added to the mean over labels."""
+    model, batch = build("mixtral", **ROUTED), inputs([16])
     labels = int((batch["labels"] != -100).sum())
     with torch.no_grad():
         trained, evaluated = model(**batch).loss / labels, model.eval()(**batch).loss / labels
@@ -357,52 +316,42 @@ def test_a_router_s_own_loss_counts_where_the_configuration_asks_for_it():
     torch.testing.assert_close(trained, evaluated + 0.5 * balance)
 
 
-def test_a_router_s_loss_has_the_weight_that_the_model_itself_uses():
-    """Not all keep it under one name, or where the configuration has its other numbers."""
+def test_router_loss_has_the_coefficient_that_the_model_uses():
+    """Models keep it under different names, and some themselves instead of in the configuration."""
     experts = {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "moe_loss_weight": 0.05}
     sizes = {"d_model": 32, "n_heads": 4, "n_layers": 1, "vocab_size": 64, "ffn_config": experts}
     dbrx = AutoConfig.for_model("dbrx", **sizes, attn_config={"kv_n_heads": 2, "rope_theta": 1e4})
     assert hugging_face.router_loss_weight(AutoModelForCausalLM.from_config(dbrx)) == 0.05
-    jetmoe = build("jetmoe", packed=False, aux_loss_coef=0.07, kv_channels=8)
+    jetmoe = build("jetmoe", aux_loss_coef=0.07, kv_channels=8)
     assert hugging_face.router_loss_weight(jetmoe.model) == 0.07
 
 
-def test_a_router_s_loss_that_cannot_count_is_refused():
-    model = build("mixtral", packed=False, output_router_logits=True)
+def test_unavailable_router_loss_is_refused():
+    model, jetmoe = (
+        build("mixtral", output_router_logits=True),
+        {"output_router_logits": True, "kv_channels": 8},
+    )
     del model.model.router_aux_loss_coef
     model.model.config = SimpleNamespace(output_router_logits=True, return_dict=True)
-    with pytest.raises(
-        ValueError, match=r"MixtralForCausalLM's router .*has no router_aux_loss_coef.; set out"
-    ):
+    with pytest.raises(UserError, match=r"MixtralForCausalLM's .*has no router_aux_loss_coef.; set out"):
         model(**inputs([16]))
     assert model.eval()(**inputs([16])).loss > 0
-    # transformers asks this model for none, whatever its configuration says.
-    with pytest.raises(ValueError, match=r"JetMoeForCausalLM's router .*it computes none.; set out"):
-        build("jetmoe", packed=False, output_router_logits=True, kv_channels=8)(**inputs([16]))
-    without = {"output_router_logits": True, "aux_loss_coef": 0.0, "kv_channels": 8}
-    build("jetmoe", packed=False, **without)(**inputs([16]))
+    jetmoe = {"output_router_logits": True, "kv_channels": 8}
+    # transformers never asks this model for its loss, whatever the configuration contains.
+    with pytest.raises(UserError, match=r"JetMoeForCausalLM's router .*it computes none.; set out"):
+        build("jetmoe", **jetmoe)(**inputs([16]))
+    build("jetmoe", **jetmoe, aux_loss_coef=0.0)(**inputs([16]))
 
 
-def test_a_router_s_loss_is_trained_under_recomputation_or_refused():
-    """Reentrant recomputation runs layers without a graph, and so the logits that their routers hand out."""
+def test_router_loss_is_trained_under_recomputation_or_refused():
+    """Reentrant recomputation runs layers without a graph, and so the router logits that they return."""
 
-    def gate(**kwargs) -> torch.Tensor:
-        model = build("mixtral", packed=False, output_router_logits=True, router_aux_loss_coef=0.5, **kwargs)
+    def gate_gradient(**options) -> torch.Tensor:
+        model = build("mixtral", **ROUTED, **options)
         model(**inputs([16])).loss.backward()
         return next(p.grad for name, p in model.named_parameters() if "gate.weight" in name)
 
-    torch.testing.assert_close(gate(gradient_checkpointing=True), gate())
-    with pytest.raises(
-        ValueError, match=r"--gradient_checkpointing: .*ds_zero3.*MixtralForCausalLM.*drop it"
-    ):
-        gate(gradient_checkpointing=True, reentrant=True)
-    build("mixtral", packed=False, gradient_checkpointing=True, reentrant=True)
-
-
-@pytest.mark.parametrize("model_type", [*FAMILIES, "gpt2"])
-def test_families_with_a_te_form_are_known_to_use_every_parameter(model_type):
-    """Others may have some that no text gives a gradient: for images, indexers, single experts."""
-    model = build(model_type, packed=False)
-    assert model.uses_all_parameters == (model_type in FAMILIES)
-    model(**inputs([16])).loss.backward()
-    assert all(p.grad is not None for p in model.parameters())
+    torch.testing.assert_close(gate_gradient(recompute="plain"), gate_gradient())
+    with pytest.raises(UserError, match=r"--gradient_checkpointing: .*ds_zero3.*MixtralForCausalLM.*drop it"):
+        build("mixtral", **ROUTED, recompute="reentrant")
+    build("mixtral", recompute="reentrant")
