@@ -57,7 +57,7 @@ def test_flags_set_fields_of_frozen_sections(monkeypatch):
         ("--weight_decay nan", "--weight_decay nan: must be a finite number"),
         ("--adam_beta1 1", "--adam_beta1 1.0: must be below 1"),
         ("--timeout_minutes 1e9", "--timeout_minutes 1000000000.0: must be at most 10080"),
-        ("--mixed_precision fp16", "--mixed_precision fp16: not one of bf16, fp8, fp32"),
+        ("--mixed_precision fp16", "--mixed_precision fp16: not one of bf16, fp8, fp32; did you mean"),
         ("--fp8_scenario mxfp", "did you mean 'mxfp8'?"),
         (
             "--deepspeed_config /nope.json --sharding_mode deepspeed",
@@ -70,13 +70,9 @@ def test_flags_set_fields_of_frozen_sections(monkeypatch):
 def test_a_bad_value_is_one_line_that_names_flag_and_reason(argv, message):
     with pytest.raises(UserError) as error:
         parse(*argv.split())
-    assert message in str(error.value) and "\n" not in str(error.value)
-    assert error.value.exit_code == EXIT_BAD_SETTING
-    assert message.startswith(("unknown", "unexpected")) == str(error.value).startswith(
-        ("unknown", "unexpected")
-    )
-    if "did you mean" not in message and message.startswith("unknown"):
-        assert str(error.value) == message
+    text = str(error.value)
+    assert message in text and "\n" not in text and error.value.exit_code == EXIT_BAD_SETTING
+    assert ("did you mean" in text) == ("did you mean" in message)
 
 
 @pytest.mark.parametrize(

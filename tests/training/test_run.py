@@ -211,10 +211,13 @@ def test_a_stopped_run_that_may_not_save_fails(tmp_path, capsys):
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
 
 
-def test_a_longer_run_reports_that_its_schedule_is_longer(copied, capsys):
+def test_a_longer_run_reports_its_longer_schedule_and_needs_no_intact_records(copied, capsys):
+    (copied / "wall_time.json").write_text('{"wall_seconds": null}')
+    with (copied / "metrics.jsonl").open("a") as file:
+        file.write("12\n")
     train(copied, "--max_steps 10 --save_interval 4")
-    assert re.search("learning rate.* 10 steps.* 8", capsys.readouterr().out, re.I)
-    assert max(curve(copied)) == 10
+    assert "schedule now spans 10 steps (was 8)" in capsys.readouterr().out
+    assert sorted(curve(copied)) == list(range(1, 11))
 
 
 def test_a_finished_run_is_not_changed_by_its_command(copied, capsys):
@@ -356,16 +359,6 @@ def test_the_time_of_a_launch_that_died_counts_once(tmp_path, monkeypatch):
     assert record(folder, "summary.json")["runtime_seconds"] < 1000
 
 
-def test_a_damaged_checkpoint_is_named_with_the_previous_one(copied, capsys):
-    victim = next((copied / "checkpoints" / "step_000008").glob("*.safetensors"))
-    data = bytearray(victim.read_bytes())
-    data[len(data) // 2] ^= 1
-    victim.write_bytes(data)
-    train(copied, "--max_steps 9", code=EXIT_BAD_SETTING)
-    error = capsys.readouterr().err
-    assert victim.name in error and "step_000004" in error and "--resume" in error
-
-
 @pytest.mark.parametrize("content", ["", "[]", None])
 def test_a_run_folder_without_a_valid_config_is_refused_in_one_line(copied, capsys, content):
     (copied / "config.json").unlink()
@@ -373,14 +366,6 @@ def test_a_run_folder_without_a_valid_config_is_refused_in_one_line(copied, caps
         (copied / "config.json").write_text(content)
     train(copied, "--max_steps 9", code=EXIT_BAD_SETTING)
     assert "config.json is" in capsys.readouterr().err.strip().splitlines()[-1]
-
-
-def test_damaged_records_that_training_does_not_need_stop_no_resume(copied):
-    (copied / "wall_time.json").write_text('{"wall_seconds": null}')
-    with (copied / "metrics.jsonl").open("a") as file:
-        file.write("12\n")
-    train(copied, "--max_steps 9")
-    assert sorted(curve(copied)) == list(range(1, 10))
 
 
 def test_a_resume_in_another_effective_recipe_or_of_an_old_format_is_refused():
