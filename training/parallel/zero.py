@@ -1,7 +1,7 @@
-"""DeepSpeed ZeRO: its engine owns backward, clipping and the step; here is what it must be told and asked.
+"""DeepSpeed ZeRO, through its engine, which owns backward, clipping and the step.
 
-DeepSpeed's own checkpoints are pickles tied to a stage and a number of ranks. Ours hold FP32 weights and
-moments by parameter name, cut into rows: `Zero.state` translates between those and ZeRO's flat partitions.
+DeepSpeed's own checkpoints are pickles tied to a stage and a number of ranks. The suite's hold FP32 weights
+and moments by parameter name, sharded by rows. `Zero.state` converts them to and from ZeRO's flat partitions.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from training.parallel import ranks
 from training.parallel.strategies import StepOutcome, Strategy
 from training.parallel.zero_settings import import_deepspeed, merge_settings
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 @dataclass(frozen=True)
 class Fragment:
-    """This rank's part of a parameter: its flattened elements from `start` on are `flat[offset:][:size]`."""
+    """This rank's part of a parameter: its flat elements from `start` on are `flat[offset:][:size]`."""
 
-    flat: Tensor  # an FP32 partition as the optimizer steps it, of many parameters' fragments
+    flat: Tensor  # FP32 partition that the optimizer steps, with fragments of many parameters
     offset: int
     start: int
     size: int
 
 
 class Zero(Strategy):
-    """ZeRO stage 1, 2 or 3, with or without offload to the CPU, under torch AdamW.
+    """ZeRO stage 1, 2 or 3, with or without CPU offload, under torch AdamW.
 
-    FP32 master weights are ZeRO's; the model's parameters are in the compute dtype. `discard` and `state`
-    reach into the optimizers of zero_settings.DEEPSPEED, which has no call for either.
+    ZeRO holds the FP32 master weights; the model's parameters are in the compute dtype. `discard` and `state`
+    use internals of the optimizers of `zero_settings.DEEPSPEED`, which has no public API for either.
     """
 
     keeps_weights_gathered = False
@@ -48,17 +50,16 @@ class Zero(Strategy):
 
     def __init__(self, device: torch.device, cfg: Config, mode: str):
         super().__init__(device, cfg, mode)
-        full = cfg.precision.mixed_precision == "fp32"
-        name = cfg.sharding.deepspeed_config or self.mode
-        dtype = torch.float32 if full else torch.bfloat16
+        name = cfg.sharding.deepspeed_config or mode
+        dtype = torch.float32 if cfg.precision.mixed_precision == "fp32" else torch.bfloat16
         merged = ranks.run_on_all_ranks(lambda: merge_settings(name, cfg, self.world_size, dtype))
         self.settings = merged[self.rank]
         ranks.agree(f"the settings of --deepspeed_config {name}", self.settings)
         sharding = self.settings["zero_optimization"]
         self.stage = sharding["stage"]
         self.steps_on_cpu = (sharding.get("offload_optimizer") or {}).get("device") == "cpu"
-        # Its hooks give a layer's weights back after the second forward pass; only the graph of that pass
-        # fetches them again for backward.
+        # Its hooks free a layer's weights after the recomputed forward pass; only that pass's graph gathers
+        # them again for backward.
         self.reentrant = self.stage == 3
         self.mesh = init_device_mesh("cpu", (self.world_size,))  # of checkpoints
 
@@ -69,7 +70,7 @@ class Zero(Strategy):
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The engine, and `optimizer` itself: its groups are live, its state is of the flat partitions."""
+        """Return the engine, and `optimizer`: its groups are live, its state is that of flat partitions."""
         deepspeed = import_deepspeed()
         with redirect_stdout(io.StringIO()):  # memory reports that no log level silences
             self.engine, *_ = deepspeed.initialize(
@@ -80,24 +81,19 @@ class Zero(Strategy):
             )
         return self.engine, optimizer
 
-    def host_bytes(self, state_bytes: int, *, saves: bool) -> int:
-        # FP32 masters, gradients and two moments; weights in BF16, and gradients, in FP32 if several add up.
-        # What is saved is copied: masters and moments.
-        return 20 + 2 * self.accumulates + 12 * saves
-
     def accumulating(self, model: nn.Module, *, first: bool, last: bool) -> AbstractContextManager:
-        # Told, not counted: the last window of an epoch may be shorter than the others.
+        # Set, not counted by DeepSpeed: the last window of an epoch may be shorter than the others.
         self.engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
     def backward(self, model: nn.Module, loss: Tensor) -> None:
-        # A loss that is the engine's own output would be divided by the number of micro-batches all the same.
+        # The engine ignores the flag for a loss that is its own output, and divides it.
         self.engine.backward(loss.clone(), scale_wrt_gas=False)
 
     def step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, *, usable: Tensor, max_norm: float
     ) -> StepOutcome:
-        """As in the base class; DeepSpeed reports a norm that is not finite as infinite."""
+        """Step as in the base class; DeepSpeed reports a non-finite norm as infinite."""
         assert max_norm == self.settings["gradient_clipping"]
         if self.max((~usable).float().to(self.device)).item():
             self.discard(model, optimizer)
@@ -113,17 +109,13 @@ class Zero(Strategy):
             zero._overflow_clean_up(1.0)
             return
         zero.zero_grad(set_to_none=True)
-        if self._is_bf16_optimizer():
+        if hasattr(zero, "bf16_groups"):  # stage 1 with FP32 sums of BF16 gradients, a class of its own
             return
         zero.micro_step_id = -1
         for gradients in (zero.averaged_gradients, zero.all_grad_tensors):  # parameters refer to the first
             gradients.update(dict.fromkeys(gradients))
         if zero.cpu_offload:
             zero.reset_cpu_buffers()
-
-    def _is_bf16_optimizer(self) -> bool:
-        """Stage 1 with FP32 accumulation of BF16 gradients is a class of its own in DeepSpeed."""
-        return hasattr(self.engine.optimizer, "bf16_groups")
 
     def gather(self, tensors: list[Tensor]) -> list[Tensor]:
         if self.stage != 3:
@@ -139,10 +131,10 @@ class Zero(Strategy):
     def state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[dict[str, Tensor], Callable[[], None]]:
-        """Weights and moments by parameter name, this rank's rows of each, and what puts them back.
+        """Return this rank's rows of weights and moments by parameter name, and a function to restore them.
 
-        Copies on the CPU, cut along dim 0 as FSDP2 does; collective, as is the function returned, which also
-        renews the weights that forward passes use. One parameter at a time is whole.
+        The tensors are copies on the CPU, sharded along dim 0 as by FSDP2. Collective, as is the returned
+        function, which also updates the weights of forward passes. One parameter at a time is whole.
         """
         module = self.engine.module
         tensors: dict[str, Tensor] = {}
@@ -154,29 +146,29 @@ class Zero(Strategy):
                 halves = adamw.split_master(master.to_local())
                 weight, remainder = (self._distributed(half, master.shape) for half in halves)
                 tensors |= {f"model/{name}": weight, f"optimizer/{name}.master_param": remainder}
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in MOMENTS:
                 tensors[f"optimizer/{name}.{key}"] = self._rows(parameter, key)
 
         @torch.no_grad()
-        def put_back() -> None:
+        def restore() -> None:
             for name, parameter in module.named_parameters():
                 rows = tensors[f"model/{name}"].to_local()
                 if parameter.dtype != torch.float32:
                     remainder = tensors[f"optimizer/{name}.master_param"].to_local()
                     rows = adamw.merge_master(rows, remainder)
                 self._set_rows(parameter, None, rows)
-                for key in ("exp_avg", "exp_avg_sq"):
+                for key in MOMENTS:
                     self._set_rows(parameter, key, tensors[f"optimizer/{name}.{key}"].to_local())
             self._renew_weights()
 
-        return tensors, put_back
+        return tensors, restore
 
     def _fragment(self, parameter: nn.Parameter) -> Fragment | None:
         zero = self.engine.optimizer
         if self.stage == 3:
             group, offset, size = zero.grad_position[zero.get_param_id(parameter)]
             start = size * self.rank
-            size = min(size, parameter.ds_numel - start)  # the last ranks' ends are padding
+            size = min(size, parameter.ds_numel - start)  # the last ranks are padded
             return (
                 Fragment(zero.fp32_partitioned_groups_flat[group], offset, start, size) if size > 0 else None
             )
@@ -187,7 +179,7 @@ class Zero(Strategy):
         return Fragment(flat, inside.start, whole.start, whole.numel)
 
     def _values(self, fragment: Fragment, key: str | None) -> Tensor:
-        """The master weights (None) or a moment of a fragment; a view."""
+        """Return a view of a fragment's master weights (None) or of one moment."""
         source = fragment.flat
         if key is not None:
             source = optim.state_of(self.engine.optimizer.optimizer, source)[key]
@@ -209,14 +201,14 @@ class Zero(Strategy):
             self._values(fragment, key).copy_(whole.narrow(0, fragment.start, fragment.size))
 
     def _own_rows(self, shape: torch.Size) -> tuple[int, int]:
-        """torch.chunk's share of dim 0, which may be empty."""
+        """Return the range of torch.chunk's share of dim 0, which may be empty."""
         if not shape:
             return 0, 1
         size = -(-shape[0] // self.world_size)
         return min(size * self.rank, shape[0]), min(size * (self.rank + 1), shape[0])
 
     def _assemble(self, numel: int, piece: tuple[int, Tensor] | None) -> Tensor:
-        """The whole of what every rank has a disjoint piece of: (first element, flat FP32 tensor)."""
+        """Join disjoint pieces of all ranks: (first element, flat FP32 tensor)."""
         bits = torch.zeros(numel, dtype=torch.int32, device=self.device)
         if piece is not None:
             start, values = piece
@@ -234,12 +226,12 @@ class Zero(Strategy):
         )
 
     def _renew_weights(self) -> None:
-        """Round the master weights to what forward passes use, on every rank."""
+        """Round the master weights to those of forward passes, on every rank."""
         zero = self.engine.optimizer
         if self.stage != 3:
             zero.update_lp_params()
             return
-        zero._partition_all_parameters()  # small ones stay whole between steps, and would stay as they are
+        zero._partition_all_parameters()  # small ones stay whole between steps and would keep their values
         for group in range(len(zero.fp16_groups)):
             zero._reassign_or_swap_out_partitioned_parameters(group)
 
