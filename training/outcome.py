@@ -124,7 +124,7 @@ def end(error: BaseException, watchdog: Any | None, close: Callable[[], None] = 
         message, failed = f"another rank is gone or does not answer ({first_line(error)})", {}
     elif ranks.world_size() == 1:
         if watchdog is None:  # ranks that wait for this one to join
-            ranks.will_not_come(redact(f"{type(error).__name__}: {first_line(error)}"), bad_setting=False)
+            ranks.report_failed_start(redact(f"{type(error).__name__}: {first_line(error)}"))
         close()
         raise error
     else:
@@ -155,7 +155,7 @@ def _report_before_the_ranks_meet(message: str, code: int) -> None:
         one_of_many = "RANK" in os.environ and not bad_setting
         name = f"rank {os.environ['RANK']} ({platform.node()}): " if one_of_many else ""
         print(f"error: {name}{message}", file=sys.stderr, flush=True)
-    ranks.will_not_come(message, bad_setting=bad_setting)
+    ranks.report_failed_start(message, code)
 
 
 def _gone(watchdog: Any | None) -> str | None:

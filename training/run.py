@@ -66,7 +66,7 @@ def main(
             logging.getLogger("data").setLevel(logging.ERROR)
         job = prepare(cfg, device, watchdog, started or time.perf_counter(), cleanup)
         code = run(job, cleanup, signals)
-        watchdog.rest()
+        watchdog.pause()
         on_rank0 = ranks.rank() == 0
         ranks.leave(watchdog.close)
         try:
@@ -112,7 +112,7 @@ def run(job: Job, cleanup: ExitStack, signals: ExitStack) -> int:
         trainer.logs.display.close()
         observers.close()
     code = 0 if finished else EXIT_INTERRUPTED
-    job.watchdog.rest()  # uploads have a limit of their own
+    job.watchdog.pause()  # uploads have a limit of their own
     trainer.logs.tracker.finish(code)
     cleanup.close()
     if finished:

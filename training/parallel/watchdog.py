@@ -1,9 +1,9 @@
-"""What ends a job of many ranks when one fails, dies or stalls: within a bounded time, and saying who.
+"""Ends a job of many ranks within a bounded time when one of them fails, dies or stalls, and names it.
 
-Every rank tells the job's store where it is. A rank that fails leaves its message there, and the others stop
-instead of waiting for it in a collective. Each rank also listens for the next one, and ends the job when that
-falls silent. One that makes no progress for --timeout_minutes looks up where the others are and ends the job
-with the name of the one that is behind.
+Every rank sends heartbeats to the job's store. A rank that fails leaves its error there, and the others stop
+instead of waiting for it in a collective. Each rank also monitors the next one and ends the job when its
+heartbeats stop. A rank without progress for --timeout_minutes compares the heartbeats of all ranks and ends
+the job with the name of the straggler.
 """
 
 from __future__ import annotations
@@ -26,66 +26,72 @@ from training.parallel import ranks
 
 T = TypeVar("T")
 
-# A part of the start may take as long where --timeout_minutes is less.
+# Limits of phases before the first step, if --timeout_minutes is less.
 DATA_SECONDS = 6 * 3600.0  # one rank may tokenise while the others wait
-START_SECONDS = 2 * 3600.0  # any other, such as reading a large model over a slow network
-GRACE_SECONDS = 10.0  # for a rank that hears of another's failure to end on its own
-LOOKS = 4  # pauses that a rank without progress takes to see which others go on
-SILENCE_SECONDS = 60.0  # after which a rank that said something every two seconds is taken for dead
-RESTING = "waiting for the others"
+START_SECONDS = 2 * 3600.0  # any other phase, such as reading a large model over a slow network
+GRACE_SECONDS = 10.0  # for a rank that learns of another's failure to end on its own
+INTERVALS_COMPARED = 4  # heartbeat intervals over which a rank without progress observes the others
+SILENCE_SECONDS = 60.0  # heartbeats come every two seconds; a rank silent for this long is considered dead
+PAUSED = "waiting for the others"
+AFTERWARDS = "What was saved before is intact; rerun the command with this run's --output_dir to resume"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank is: the count of its beats, what it does, and for how long."""
+class Heartbeat:
+    """Latest state of a rank."""
 
-    beats: int
+    progress: int  # count of the rank's calls of `Watchdog.beat`
     doing: str
     host: str
-    seconds: float
-    told: int  # how often the rank has said so; clocks of hosts differ
+    seconds: float  # since the last progress
+    number: int  # count of heartbeats, since the clocks of hosts differ
 
     def describe(self, rank: int, *, silent: bool = False) -> str:
         name = f"rank {rank} ({self.host})"
-        if silent:
-            return f"{name} is not heard of any more, last {self.doing}"
-        return f"{name} {self.doing} for {self.seconds:.0f} s"
+        return (
+            f"{name} is silent, last {self.doing}"
+            if silent
+            else f"{name} {self.doing} for {self.seconds:.0f} s"
+        )
 
 
 class Watchdog:
-    """One thread beside the main one; without other ranks it does nothing."""
+    """A thread that sends heartbeats and watches the other ranks; inactive if there are none."""
 
     def __init__(self, timeout_minutes: float):
         self.timeout = 60 * timeout_minutes
-        self.pause = min(2.0, self.timeout / 10)
-        self._beats, self._doing, self._since, self._told = 0, "starting", None, 0
-        self._limit = self.timeout  # of what is done now
-        self._next, self._heard = None, time.monotonic()  # the next rank's last place, and since when it is
-        self._ended = threading.Event()
+        self.interval = min(2.0, self.timeout / 10)
+        self._limit = self.timeout  # of the current phase
+        self._progress, self._doing, self._since = 0, "starting", None  # None: no progress is expected
+        self._sent = 0
+        self._next, self._next_since = (
+            None,
+            time.monotonic(),
+        )  # the next rank's last heartbeat, and its arrival
+        self._closed = threading.Event()
         self._store = None
         if ranks.world_size() > 1:
             self._store = ranks.connection()
             self._store.set_timeout(timedelta(seconds=10))
             self._lock = threading.Lock()
-            self._tell()
+            self._send()
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
 
     def beat(self, doing: str, *, counts: bool = True, limit: float = 0.0) -> None:
-        """The main thread is alive and does this next; the first call starts the clock.
+        """Record progress and the next phase, which may last --timeout_minutes, or `limit` seconds if longer.
 
-        It may take --timeout_minutes, or `limit` seconds if those are more. What not all ranks do as often
-        must not count: a rank with fewer beats is taken to be behind.
+        Phases that some ranks have more often must not count: the rank with the least progress is named.
         """
-        self._beats, self._doing, self._since = self._beats + counts, doing, time.monotonic()
+        self._progress, self._doing, self._since = self._progress + counts, doing, time.monotonic()
         self._limit = max(self.timeout, limit)
 
     def starting(self, doing: str) -> None:
-        """A beat before the first step."""
+        """Record a phase before the first step."""
         self.beat(doing, limit=START_SECONDS)
 
     def run_on_all_ranks(self, doing: str, work: Callable[[], T], limit: float | None = None) -> list[T]:
-        """`ranks.run_on_all_ranks` before the first step; a rank late with `work` counts as behind."""
+        """Call `ranks.run_on_all_ranks` before the first step; ranks that finished `work` are ahead."""
         limit = START_SECONDS if limit is None else limit
 
         def watched() -> T:
@@ -97,21 +103,21 @@ class Watchdog:
         return ranks.run_on_all_ranks(watched)
 
     def run_on_rank0(self, doing: str, work: Callable[[], T]) -> T:
-        """`ranks.run_on_rank0` before the first step, watched over in the same way."""
+        """Call `ranks.run_on_rank0` before the first step, watched in the same way."""
         return self.run_on_all_ranks(doing, lambda: work() if ranks.rank() == 0 else None)[0]
 
-    def rest(self) -> None:
-        """No progress is expected until the next beat."""
-        self._doing, self._since = RESTING, None
+    def pause(self) -> None:
+        """Expect no progress until the next beat."""
+        self._doing, self._since = PAUSED, None
 
     def close(self) -> None:
-        self._ended.set()
+        self._closed.set()
         if self._store is not None:
             self._thread.join()
             self._store = None
 
     def fail(self, message: str) -> bool:
-        """Tell the others; True for the first rank that does, whose message is the one to print."""
+        """Send an error to the other ranks; True if this rank is the first to fail and should print it."""
         if self._store is None:
             return True
         with self._lock:
@@ -120,40 +126,46 @@ class Watchdog:
                 if first:
                     self._store.set("watchdog/failure", message)
             except (dist.DistError, RuntimeError):
-                return True  # nobody is left to tell
+                return True  # the store is gone
         return first
 
     def gone(self) -> str | None:
-        """Who fell silent, for a rank whose collective failed; None if nobody did, or a rank has said why."""
+        """Name the ranks that stopped sending heartbeats, after a failed collective.
+
+        None if all send them, or if a rank has already reported its error.
+        """
         if self._store is None:
             return None
         try:
             with self._lock:
-                failed = self._store.check(["watchdog/failure"])
-            places, silent = ({}, set()) if failed else self._look_around()
+                if self._store.check(["watchdog/failure"]):
+                    return None
+            beats, silent = self._compare()
         except (dist.DistError, RuntimeError):
             return None
         if not silent:
             return None
-        names = [f"rank {rank} ({places[rank].host})" for rank in sorted(silent)]
+        names = [f"rank {rank} ({beats[rank].host})" for rank in sorted(silent)]
         how = "is gone: it was killed, or its node is lost"
         if len(names) > 1:
             how = "are gone: they were killed, or their node is lost"
-        return f"{_listed(names, ', ')} {how}. {AFTERWARDS}"
+        return f"{_join_names(names, ', ')} {how}. {AFTERWARDS}"
+
+    # The thread
 
     def _watch(self) -> None:
         answered = time.monotonic()
-        while not self._rest():
+        while not self._wait():
             began = time.monotonic()
             try:
                 with self._lock:
-                    self._tell()
+                    self._send()
                     failed = self._store.check(["watchdog/failure"])
                 if failed:
-                    self._ended.wait(GRACE_SECONDS)
+                    self._closed.wait(GRACE_SECONDS)
                     self._exit()
                 message = self._dead() or self._stalled()
-                looked = time.monotonic() - began - LOOKS * self.pause
+                looked = time.monotonic() - began - INTERVALS_COMPARED * self.interval
                 if message and not self._forgive(looked):
                     if self.fail(message):
                         print(f"error: {message}", file=sys.stderr, flush=True)
@@ -161,103 +173,98 @@ class Watchdog:
                 answered = time.monotonic()
             except (dist.DistError, RuntimeError):  # a slow store is not a lost one
                 if self._overdue() and time.monotonic() - answered > SILENCE_SECONDS:
-                    print(f"error: {lost(self.timeout, self._limit)}", file=sys.stderr, flush=True)
+                    print(f"error: {self._lost_store()}", file=sys.stderr, flush=True)
                     self._exit()
 
-    def _rest(self) -> bool:
-        """Wait a while; True once the watchdog is closed."""
+    def _wait(self) -> bool:
+        """Wait for an interval; True once the watchdog is closed."""
         began = time.monotonic()
-        ended = self._ended.wait(self.pause)
-        self._forgive(time.monotonic() - began - self.pause)
-        return ended
+        closed = self._closed.wait(self.interval)
+        self._forgive(time.monotonic() - began - self.interval)
+        return closed
 
     def _forgive(self, away: float) -> bool:
-        """Time that this process did not run, as schedulers suspend jobs, is nobody's delay."""
-        if away <= 5 * self.pause:
+        """True if this process was suspended (by a scheduler, for example), for which no rank is to blame."""
+        if away <= 5 * self.interval:
             return False
-        self._heard += away
+        self._next_since += away
         if self._since is not None:
             self._since += away
         return True
 
     def _dead(self) -> str | None:
-        """What to say of the next rank if it has fallen silent."""
+        """Return an error if the next rank is silent."""
         rank = (ranks.rank() + 1) % ranks.world_size()
-        place, now = self._places([rank]).get(rank), time.monotonic()
-        if place != self._next:
-            self._next, self._heard = place, now
-        elif place and now - self._heard > SILENCE_SECONDS:
-            return f"{place.describe(rank, silent=True)}: it was killed, or its node is gone. {AFTERWARDS}"
+        beat, now = self._read([rank]).get(rank), time.monotonic()
+        if beat != self._next:
+            self._next, self._next_since = beat, now
+        elif beat and now - self._next_since > SILENCE_SECONDS:
+            return f"{beat.describe(rank, silent=True)}: it was killed, or its node is gone. {AFTERWARDS}"
         return None
 
     def _overdue(self) -> bool:
         return self._since is not None and time.monotonic() - self._since > self._limit
 
     def _stalled(self) -> str | None:
+        """Return an error if this rank makes no progress, also while it compares the others."""
         if not self._overdue():
             return None
-        places, silent = self._look_around()
+        beats, silent = self._compare()
         if not self._overdue():
             return None
-        return stalled(places, silent, ranks.world_size(), timeout=self.timeout, limit=self._limit)
+        stragglers = name_stragglers(beats, silent, ranks.world_size())
+        return f"{self._no_progress()}; {stragglers}. {AFTERWARDS}"
 
-    def _look_around(self) -> tuple[dict[int, Place], set[int]]:
-        """Where all ranks are, and which of them have said nothing for some pauses."""
+    def _lost_store(self) -> str:
+        me = f"rank {ranks.rank()} ({platform.node()})"
+        lost = "the job's store does not answer: its host may be gone"
+        return f"{self._no_progress()} on {me}, and {lost}. {AFTERWARDS}"
+
+    def _no_progress(self) -> str:
+        return f"--timeout_minutes {self.timeout / 60:g}: no progress for {self._limit:.0f} s"
+
+    def _compare(self) -> tuple[dict[int, Heartbeat], set[int]]:
+        """Return all ranks' heartbeats, and the ranks that sent none for some intervals."""
         everyone = list(range(ranks.world_size()))
-        before = self._places(everyone)
-        for _ in range(LOOKS):  # others listen to this rank meanwhile
-            self._ended.wait(self.pause)
+        before = self._read(everyone)
+        for _ in range(INTERVALS_COMPARED):  # other ranks monitor this one meanwhile
+            self._closed.wait(self.interval)
             with self._lock:
-                self._tell()
-        after = self._places(everyone)
-        return after, {rank for rank, place in after.items() if place == before.get(rank)} - {ranks.rank()}
+                self._send()
+        after = self._read(everyone)
+        return after, {rank for rank, beat in after.items() if beat == before.get(rank)} - {ranks.rank()}
 
     def _exit(self) -> None:
-        if not self._ended.is_set():
+        if not self._closed.is_set():
             sys.stdout.flush()
             os._exit(EXIT_FAILED)
 
-    def _tell(self) -> None:
+    def _send(self) -> None:
         since = self._since
         seconds = 0.0 if since is None else time.monotonic() - since
-        self._told += 1
-        place = Place(self._beats, self._doing, platform.node(), seconds, self._told)
-        self._store.set(f"watchdog/{ranks.rank()}", json.dumps(vars(place)))
+        self._sent += 1
+        beat = Heartbeat(self._progress, self._doing, platform.node(), seconds, self._sent)
+        self._store.set(f"watchdog/{ranks.rank()}", json.dumps(vars(beat)))
 
-    def _places(self, numbers: list[int]) -> dict[int, Place]:
+    def _read(self, numbers: list[int]) -> dict[int, Heartbeat]:
         with self._lock:
             keys = {number: f"watchdog/{number}" for number in numbers}
             known = {number: key for number, key in keys.items() if self._store.check([key])}
-            return {number: Place(**json.loads(self._store.get(key))) for number, key in known.items()}
+            return {number: Heartbeat(**json.loads(self._store.get(key))) for number, key in known.items()}
 
 
-AFTERWARDS = "What was saved before is intact; the same command with this run's --output_dir goes on from it"
+def name_stragglers(beats: dict[int, Heartbeat], silent: set[int], world_size: int) -> str:
+    """Name the ranks that block the job: without any heartbeat, else silent, else with the least progress."""
+    if missing := [f"rank {rank} has not begun" for rank in range(world_size) if rank not in beats]:
+        return _join_names(missing, "; ")
+    active = {rank: beat for rank, beat in beats.items() if beat.doing != PAUSED}
+    least = min((beat.progress for beat in active.values()), default=None)
+    behind = [rank for rank, beat in active.items() if beat.progress == least]
+    named = sorted(silent) or (behind if 0 < len(behind) < len(beats) else [])
+    shown = [beats[rank].describe(rank, silent=rank in silent) for rank in named or beats]
+    return ("" if named else "all ranks are in the same place: ") + _join_names(shown, "; ")
 
 
-def lost(timeout: float, limit: float) -> str:
-    return (
-        f"--timeout_minutes {timeout / 60:g}: no progress for {limit:.0f} s on rank {ranks.rank()} "
-        f"({platform.node()}), and the job's store does not answer: its host may be gone. {AFTERWARDS}"
-    )
-
-
-def stalled(
-    places: dict[int, Place], silent: set[int], world_size: int, *, timeout: float, limit: float
-) -> str:
-    """Who holds the job up: ranks that said nothing yet, else those that fell silent, else those behind.
-
-    Behind are those with the fewest beats that do not rest.
-    """
-    awake = {rank: place for rank, place in places.items() if place.doing != RESTING}
-    least = min((place.beats for place in awake.values()), default=None)
-    behind = [rank for rank, place in awake.items() if place.beats == least]
-    unheard = [f"rank {rank} has not begun" for rank in range(world_size) if rank not in places]
-    named = sorted(silent) or (behind if 0 < len(behind) < len(places) else [])
-    shown = unheard or [places[rank].describe(rank, silent=rank in silent) for rank in (named or places)]
-    who = ("" if unheard or named else "all ranks are in the same place: ") + _listed(shown, "; ")
-    return f"--timeout_minutes {timeout / 60:g}: no progress for {limit:.0f} s; {who}. {AFTERWARDS}"
-
-
-def _listed(names: list[str], between: str) -> str:
+def _join_names(names: list[str], separator: str) -> str:
     more = [f"and {len(names) - 8} more"] if len(names) > 8 else []
-    return between.join(names[:8] + more)
+    return separator.join(names[:8] + more)

@@ -551,7 +551,7 @@ def test_a_rank_that_is_killed_ends_the_job(mode, tmp_path):
     (error,) = job.errors()
     assert error == (
         f"error: rank 1 ({platform.node()}) is gone: it was killed, or its node is lost. What was saved "
-        "before is intact; the same command with this run's --output_dir goes on from it"
+        "before is intact; rerun the command with this run's --output_dir to resume"
     )
     assert last_checkpoint(job.folder) == "step_000002"
 
@@ -566,7 +566,7 @@ def test_of_three_ranks_the_one_that_is_killed_is_named_once(tmp_path):
 @pytest.mark.parametrize(
     ("patch", "message"),
     [
-        (partial(before_step, 3, halt), "is not heard of any more, last"),
+        (partial(before_step, 3, halt), "is silent, last"),
         (partial(while_loading, 3, sleep), "loading the data of step 3 for"),
     ],
     ids=["stopped", "asleep"],
@@ -596,16 +596,16 @@ def test_the_rank_that_stalls_is_named_whatever_the_others_wrote_in_saves(tmp_pa
 def without_a_store(rank: int) -> None:
     """For three seconds of the first step, or from then on for rank 1, which also stalls."""
     watchdog.SILENCE_SECONDS = 1.0
-    tell, gone = Watchdog._tell, []
+    tell, gone = Watchdog._send, []
 
     def changed(dog):
-        if dog._beats:
+        if dog._progress:
             gone.append(time.monotonic())
             if rank == 1 or gone[-1] - gone[0] < 3:
                 raise dist.DistStoreError("a timeout")
         tell(dog)
 
-    Watchdog._tell = changed
+    Watchdog._send = changed
     before_step(2, sleep, rank)
 
 
@@ -626,7 +626,7 @@ def test_a_rank_that_falls_silent_ends_the_job_long_before_the_timeout(tmp_path)
     os.kill(job.ranks[1].pid, signal.SIGKILL)  # torchrun does, once a rank has failed
     assert job.wait(20)[0] == EXIT_FAILED
     (error,) = job.errors()
-    assert error.startswith(f"error: rank 1 ({platform.node()}) is not heard of any more, last ")
+    assert error.startswith(f"error: rank 1 ({platform.node()}) is silent, last ")
     assert "it was killed, or its node is gone" in error
 
 
@@ -649,14 +649,14 @@ def test_a_job_that_is_suspended_and_continued_goes_on(tmp_path):
 
 def with_a_store_that_stutters(rank: int) -> None:
     """Every other request of rank 1's watchdog fails."""
-    tell, count = watchdog.Watchdog._tell, iter(range(10**6))
+    tell, count = watchdog.Watchdog._send, iter(range(10**6))
 
     def stutter(self):
         if rank == 1 and next(count) % 2:
             raise dist.DistStoreError("a timeout")
         tell(self)
 
-    watchdog.Watchdog._tell, watchdog.SILENCE_SECONDS = stutter, 3.0
+    watchdog.Watchdog._send, watchdog.SILENCE_SECONDS = stutter, 3.0
     while_loading(4, partial(time.sleep, 6), rank)
 
 
