@@ -22,6 +22,7 @@ from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserE
 from core.packages import ROOT
 from core.redact import redact
 from core.signals import stop_signals
+from data import loader
 from training.parallel import ranks
 
 # torchrun kills a node's other ranks as soon as one exits: local rank 0 needs time to print the error first.
@@ -113,7 +114,7 @@ def end(error: BaseException, watchdog: Any | None, close: Callable[[], None] = 
         message, code = str(error), error.exit_code
     elif isinstance(error, torch.OutOfMemoryError):
         message, code = f"{first_line(error)} {OUT_OF_MEMORY}", EXIT_OUT_OF_MEMORY
-    elif "DataLoader worker (pid" in str(error):  # torch has no class for it
+    elif isinstance(error, RuntimeError) and any(w.exitcode == -signal.SIGKILL for w in loader.WORKERS):
         message = f"{first_line(error)} {LOST_WORKER}"
     elif isinstance(error, (ValueError, RuntimeError)) and _raised_here(error):
         message, code = str(error), EXIT_BAD_SETTING if isinstance(error, ValueError) else EXIT_FAILED

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError
+from data import loader
 from tests.training.test_run import curve as losses
 from tests.training.test_run import train
 from training import prepare
@@ -129,7 +131,8 @@ def test_failing_sample_answers_do_not_fail_a_finished_run(tmp_path, monkeypatch
     assert (folder / "summary.json").exists() and not (folder / "samples.txt").exists()
 
 
-def test_a_killed_loader_worker_is_reported_in_one_line(capsys):
+def test_a_killed_loader_worker_is_reported_in_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(loader, "WORKERS", [SimpleNamespace(exitcode=code) for code in (None, -9)])
     error = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
     assert end(error, watchdog=None) == EXIT_FAILED
     shown = capsys.readouterr().err
