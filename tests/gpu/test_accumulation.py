@@ -1,4 +1,4 @@
-"""Micro-batches through TE's own sums of gradients and FP8 weights cast once a step, against one by one."""
+"""Gradients summed by TE's GEMMs, and FP8 weights cast once a step, against single micro-batches."""
 
 from dataclasses import replace
 
@@ -24,9 +24,9 @@ def optimizer_of(model):
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("cached", [True, False], ids=["cached", "cast-anew"])
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "cast-again"])
 @pytest.mark.parametrize("name", [None, "delayed", "current", "block"])
-def test_sums_are_those_of_single_micro_batches(name, cached, recompute):
+def test_sums_match_those_of_single_micro_batches(name, cached, recompute):
     compare_with_single_micro_batches(plan(), name, cached=cached, recompute=recompute)
 
 
@@ -39,13 +39,13 @@ def test_sums_are_those_of_single_micro_batches(name, cached, recompute):
         ("qwen3", True, "current"),
     ],
 )
-def test_sums_of_tied_weights_biases_and_head_norms(family, tied, name, tmp_path):
+def test_sums_match_for_tied_weights_biases_and_head_norms(family, tied, name, tmp_path):
     model_plan = perturbed(plan(family=family, tied=tied, layers=2), tmp_path)
     compare_with_single_micro_batches(model_plan, name)
 
 
 @pytest.mark.parametrize("name", [None, "delayed", "block"])
-def test_sums_in_bf16_take_no_more_memory_than_gradients(name):
+def test_sums_match_in_bf16(name):
     compare_with_single_micro_batches(plan(), name, sums=torch.bfloat16)
 
 
@@ -92,8 +92,7 @@ def compare_with_single_micro_batches(
                     parameter.mul_(0.5)  # within what delayed scaling knows
 
 
-def test_a_step_from_tes_sums_is_one_from_autograds():
-    """The same FP32 sums, handed over by TE and by hand, move the weights by the same bits."""
+def test_a_step_from_tes_sums_moves_weights_by_the_same_bits():
     inputs = [batch([[100, 156]] * 8, packed=True, seed=seed) for seed in range(STEPS)]
     model = build(plan(), use_te=True, packed=True, native=SUMS_IN_GEMMS)
     twin = build(plan(), use_te=True, packed=True)
@@ -110,7 +109,7 @@ def test_a_step_from_tes_sums_is_one_from_autograds():
     assert all(moved)
 
 
-def test_a_step_after_one_that_was_not_finite_knows_nothing_of_it():
+def test_a_step_is_not_affected_by_a_skipped_one():
     inputs = [batch([[100, 156]] * 8, packed=True, seed=seed) for seed in range(STEPS)]
     model = build(plan(), use_te=True, packed=True, native=SUMS_IN_GEMMS)
     chosen = Strategy(DEVICE, config_from_dict({"gradient_accumulation_steps": STEPS}))

@@ -45,10 +45,10 @@ def test_deterministic_runs_have_the_same_bits_and_no_unfused_attention(tmp_path
 
 
 @pytest.mark.parametrize("heads", [(8, 2, 64), (8, 8, 128), (4, 1, 32)])
-def test_packed_attention_and_its_gradients(heads):
+def test_packed_attention_matches_the_definition(heads):
     number, groups, size = heads
     lengths = [1, 300, 17, 128, 578]
-    borders = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+    cu_seqlens = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
     torch.manual_seed(0)
     q = torch.randn(sum(lengths), number, size, device=DEVICE)
     k, v = (torch.randn(sum(lengths), groups, size, device=DEVICE) for _ in range(2))
@@ -56,7 +56,7 @@ def test_packed_attention_and_its_gradients(heads):
 
     def run(dtype):
         inputs = [t.to(dtype, copy=True).requires_grad_() for t in (q, k, v)]
-        out, _ = packed_attention.packed_attention(*inputs, borders, max(lengths), size**-0.5)
+        out, _ = packed_attention.packed_attention(*inputs, cu_seqlens, max(lengths), size**-0.5)
         out.backward(grad.to(dtype))
         return [out, *(t.grad for t in inputs)]
 

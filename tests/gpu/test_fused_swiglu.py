@@ -11,7 +11,7 @@ from tests.gpu.models import DEVICE, batch, build, plan
 from tests.gpu.test_te_model import bf16, fp8, step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_hopper")]
-PASSES = 6  # delayed scaling has found the scales of gradients by then
+PASSES = 6  # enough for delayed scaling to adapt the scales of gradients
 
 
 def quantizer(dtype, scale, *, rowwise=True, columnwise=True):
@@ -29,7 +29,7 @@ def quantizer(dtype, scale, *, rowwise=True, columnwise=True):
 @pytest.mark.parametrize("usage", [(True, True), (True, False)], ids=["both", "rows"])
 @pytest.mark.parametrize("shape", [(256, 512), (4096, 14336), (48, 176)])
 @pytest.mark.parametrize("scale", [1.0, 37.3, 3e4], ids=["small", "fits", "saturates"])
-def test_forward_and_backward_are_tes(shape, scale, usage):
+def test_forward_and_backward_match_tes(shape, scale, usage):
     extension = importlib.import_module("transformer_engine_torch")
     tokens, features = shape
     torch.manual_seed(0)
@@ -64,7 +64,7 @@ def gradient_errors() -> dict[str, float]:
     return {key: ((grads[key] - grad).norm() / grad.norm()).item() for key, grad in reference.items()}
 
 
-def test_the_model_uses_it_and_computes_as_tes_kernels_do(monkeypatch):
+def test_a_model_uses_the_kernels_and_learns_as_with_tes(monkeypatch):
     """Gradients are as far from BF16's as with TE's kernels.
 
     They are not as near each other: attention's backward sums in changing order, and FP8 turns a last bit

@@ -43,8 +43,8 @@ def test_fused_cross_entropy_matches_float64(dtype, chunk_bytes, monkeypatch):
 
 
 @pytest.mark.parametrize("device", [DEVICE, "cpu"])
-def test_of_equal_logits_the_first_is_the_prediction(device):
-    """BF16 has many: a few percent of all tokens."""
+def test_the_first_of_equal_logits_is_the_prediction(device):
+    """In BF16 they are frequent: a few percent of all tokens."""
     logits = torch.zeros(4, 20_000, device=device, dtype=torch.bfloat16)
     logits[:, 3] = logits[:, 4] = logits[:, 19_000] = 5
     labels = torch.tensor([3, 4, 19_000, -100], device=device)
@@ -81,8 +81,8 @@ def trained(device: torch.device, moments: torch.dtype, master: bool, steps: int
 
 @pytest.mark.parametrize("master", [True, False], ids=["masters", "none"])
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_optimizers_kernel_is_its_plain_form(moments, master):
-    """Sizes are no multiple of a block; one step is not taken."""
+def test_the_optimizers_kernel_matches_its_plain_form(moments, master):
+    """Sizes are no multiple of a block; one step is skipped."""
     weight, state = trained(DEVICE, moments, master)
     plain_weight, plain = trained(torch.device("cpu"), moments, master)
     if master:
@@ -102,7 +102,7 @@ def test_the_optimizers_kernel_is_its_plain_form(moments, master):
 
 
 def test_fp32_masters_follow_transformer_engines_optimizer():
-    """TE's FusedAdam with full FP32 masters, over the same gradients."""
+    """TE's FusedAdam, with complete FP32 masters, steps from the same gradients."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     torch.manual_seed(1)

@@ -27,7 +27,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(16, 32), (1040, 4096), (2048, 1024)])
-def test_casts_are_the_cpus_bit_for_bit(shape):
+def test_casts_match_the_cpus_bit_for_bit(shape):
     torch.manual_seed(0)
     x = torch.randn(shape).bfloat16() * 3
     found, expected = cast(x.to(DEVICE)), cast(x)
@@ -37,7 +37,7 @@ def test_casts_are_the_cpus_bit_for_bit(shape):
 
 
 @pytest.mark.parametrize("rows", [16, 400])
-def test_gradients_of_logits_are_the_cpus(rows):
+def test_gradients_of_logits_match_the_cpus(rows):
     torch.manual_seed(0)
     logits, labels = (torch.randn(rows, 2064) * 4).bfloat16(), torch.randint(0, 2064, (rows,))
     labels[::3] = -100
@@ -50,8 +50,8 @@ def test_gradients_of_logits_are_the_cpus(rows):
     wanted, _ = cast_gradient(logits, labels, log_sum.cpu(), columns.cpu(), 16)
     torch.testing.assert_close(at_label, found.float().sum(1) / -GRADIENT_SCALE)
     found = found.cpu()
-    assert (bits(found) != bits(wanted)).float().mean() < 1e-3  # exp differs in a last bit
-    torch.testing.assert_close(found.float(), wanted.float(), rtol=0.26, atol=0)  # by one step of E5M2
+    assert (bits(found) != bits(wanted)).float().mean() < 1e-3  # the last bit of exp differs
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=0.26, atol=0)  # one step of E5M2
     inside = bits(columns)[:, 16 : 16 + rows]
     assert torch.equal(inside, bits(found).T)
     assert not bits(columns)[:, :16].any() and not bits(columns)[:, 16 + rows :].any()
@@ -59,8 +59,8 @@ def test_gradients_of_logits_are_the_cpus(rows):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("tokens", "width"), [(16, 48), (1040, 2048)])
-def test_the_labels_part_is_the_cpus_and_always_the_same(tokens, width, dtype):
-    """A label of every other token, one of a few, and tokens without any."""
+def test_the_part_of_labels_matches_the_cpus_and_is_deterministic(tokens, width, dtype):
+    """One label of every other token, labels of few tokens, and tokens without a label."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(tokens, width).bfloat16(), torch.randn(512, width).bfloat16()
     labels, at_label = torch.randint(0, 512, (tokens,)), torch.rand(tokens)
@@ -81,15 +81,15 @@ def test_the_labels_part_is_the_cpus_and_always_the_same(tokens, width, dtype):
         torch.testing.assert_close(mine, expected, rtol=close, atol=close)
 
 
-def test_the_trial_of_every_start_finds_nothing():
+def test_the_self_test_passes():
     assert loss_fp8.why_not() is None
 
 
 @pytest.mark.parametrize("tokens", [16, 300, 1024])
-@pytest.mark.parametrize("tokens_of_a_gemm", [8192, 256])
-def test_it_is_what_the_cpu_computes(tokens, tokens_of_a_gemm, monkeypatch):
+@pytest.mark.parametrize("tokens_per_gemm", [8192, 256])
+def test_loss_and_gradients_match_the_cpus(tokens, tokens_per_gemm, monkeypatch):
     monkeypatch.setattr(loss_fp8, "CHUNK_BYTES", 2**20)
-    monkeypatch.setattr(loss_fp8, "TOKENS_PER_GEMM", tokens_of_a_gemm)
+    monkeypatch.setattr(loss_fp8, "TOKENS_PER_GEMM", tokens_per_gemm)
     monkeypatch.setattr(loss_fp8, "VOCABULARY_PER_SUM", 512)
     torch.manual_seed(0)
     hidden, weight = torch.randn(tokens, 512), torch.randn(2048, 512) * 0.1
@@ -109,7 +109,7 @@ def test_it_is_what_the_cpu_computes(tokens, tokens_of_a_gemm, monkeypatch):
 
 
 @pytest.mark.parametrize("flags", ["", "--no_use_te"])
-def test_a_run_with_it_learns_as_without(tmp_path, flags):
+def test_a_run_with_the_fp8_head_learns_as_without(tmp_path, flags):
     flags = f"{SMALL} --no_deterministic --mixed_precision fp8 --no_export {flags}"
     train(tmp_path / "plain", flags)
     train(tmp_path / "head", f"{flags} --fp8_lm_head")

@@ -8,23 +8,13 @@ all from the device, so the host never waits for the gradient norm.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from training.optim.accumulation import gradient_of
-
-
-class Hyperparameters(NamedTuple):
-    """Settings of one parameter group for one step."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -77,13 +67,12 @@ class FusedAdamW(torch.optim.Optimizer):
             steps = self.steps.clamp(min=1)  # float64; at 0 steps the corrections would be 0
             corrections = torch.stack([1 - beta1**steps, 1 - beta2**steps]).float()
             scalars = torch.cat([torch.stack([scale, apply]), corrections])
-            hyperparameters = Hyperparameters(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
             for parameter in group["params"]:
                 if (gradient := gradient_of(parameter)) is None:
                     continue
                 state = self.state[parameter] or self.initialize_state(parameter)
                 tensors = (parameter, gradient, *state.values())
-                update_(*(local(t) for t in tensors), scalars=scalars, hyperparameters=hyperparameters)
+                update_(*(local(t) for t in tensors), scalars=scalars, group=group)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -100,23 +89,21 @@ def update_(
     remainder: Tensor | None = None,
     *,
     scalars: Tensor,
-    hyperparameters: Hyperparameters,
+    group: dict[str, Any],
 ) -> None:
     """Apply one AdamW step in place, on contiguous tensors of one shape; here the reference of the kernel.
 
-    `scalars` [4] float32: gradient scale, apply (0 or 1), 1 - beta1^t, 1 - beta2^t. Without `remainder` the
-    weight is its own master.
+    `scalars` [4] float32: gradient scale, apply (0 or 1), 1 - beta1^t, 1 - beta2^t. `group` has the other
+    settings. Without `remainder` the weight is its own master.
     """
     if weight.is_cuda:
         from training.optim.adamw_triton import adamw_
 
-        return adamw_(
-            weight, grad, exp_avg, exp_avg_sq, remainder, scalars=scalars, hyperparameters=hyperparameters
-        )
+        return adamw_(weight, grad, exp_avg, exp_avg_sq, remainder, scalars=scalars, group=group)
     scale, apply, correction1, correction2 = scalars
     if not apply:
         return
-    lr, beta1, beta2, eps, weight_decay = hyperparameters
+    lr, (beta1, beta2), eps, weight_decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
     master = weight.float() if remainder is None else merge_master(weight, remainder)
     g = grad.float() * scale
     m = beta1 * exp_avg.float() + (1 - beta1) * g

@@ -53,7 +53,7 @@ def adamw_(
     remainder: Tensor | None,
     *,
     scalars: Tensor,
-    hyperparameters: Any,
+    group: dict[str, Any],
 ) -> None:
     """Implement `adamw.update_`."""
     if weight.numel() == 0:
@@ -61,4 +61,5 @@ def adamw_(
     assert all(t.is_contiguous() for t in (weight, exp_avg, exp_avg_sq)), "the kernel reads them as flat"
     tensors = weight, grad.contiguous(), exp_avg, exp_avg_sq, remainder, scalars
     grid = (triton.cdiv(weight.numel(), BLOCK),)
-    adamw_kernel[grid](*tensors, weight.numel(), *hyperparameters, num_warps=4)
+    settings = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
+    adamw_kernel[grid](*tensors, weight.numel(), *settings, num_warps=4)
