@@ -9,12 +9,11 @@ The format is the same in every sharding mode, and no file is ever unpickled.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -26,16 +25,9 @@ from torch import Tensor
 
 from core.errors import EXIT_BAD_SETTING, UserError
 from core.files import explaining_write_errors, hidden, publish, save_tensors, write_json
-from training.checkpoint import index
+from training.checkpoint import index, manifest
 from training.checkpoint.index import INDEX, Index, index_on_disk, step_name, step_of, suggesting_intact
-from training.checkpoint.manifest import (
-    THREADS,
-    DamagedCheckpoint,
-    digests,
-    read_manifest,
-    verify_files,
-    write_manifest,
-)
+from training.checkpoint.manifest import THREADS, DamagedCheckpoint
 from training.parallel import ranks
 
 META = "meta.json"
@@ -68,8 +60,7 @@ class Checkpoints:
             specs = _specs_of_all_ranks(tensors)
             writer = _Writer(partial, f"rank{ranks.rank():05d}", self.file_bytes, self.on_progress)
             planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            with _one_process_allowed():
-                dcp.save(_detached(tensors), storage_writer=writer, planner=planner, no_dist=_no_dist())
+            _run_dcp(dcp.save, tensors, storage_writer=writer, planner=planner)
             self._seal(partial, step, specs)
             ranks.run_on_rank0(lambda: self._publish(partial, step, eval_loss))
         except (Exception, dcp.CheckpointException) as error:
@@ -96,7 +87,7 @@ class Checkpoints:
     def verify(self, path: Path) -> None:
         """Read every byte; DamagedCheckpoint if a file is missing, truncated, changed or foreign."""
         with suggesting_intact(path.parent, other_than=path):
-            verify_files(path)
+            manifest.verify_files(path)
 
     def load(self, path: Path, tensors: dict[str, Tensor]) -> dict:
         """Verify, fill `tensors` in place whatever their device and sharding, return meta. Collective.
@@ -108,8 +99,7 @@ class Checkpoints:
         reader = dcp.HuggingFaceStorageReader(str(path), thread_count=THREADS)
         planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
-            with _one_process_allowed():
-                dcp.load(_detached(tensors), storage_reader=reader, planner=planner, no_dist=_no_dist())
+            _run_dcp(dcp.load, tensors, storage_reader=reader, planner=planner)
         except dcp.CheckpointException as error:
             raise _first_cause(error) from None
         return ranks.run_on_rank0(lambda: self.read_meta(path))
@@ -117,13 +107,13 @@ class Checkpoints:
     def read_meta(self, path: Path) -> dict:
         """Return the verified `meta` of a checkpoint."""
         with suggesting_intact(path.parent, other_than=path):
-            verify_files(path, [META])
+            manifest.verify_files(path, [META])
         return json.loads((path / META).read_bytes())
 
     def shapes(self, path: Path) -> dict[str, torch.Size]:
         """Return the shapes of a checkpoint's tensors by name, from its verified manifest."""
         with suggesting_intact(path.parent, other_than=path):
-            tensors = read_manifest(path)["tensors"]
+            tensors = manifest.read_manifest(path)["tensors"]
         return {name: torch.Size(spec["shape"]) for name, spec in tensors.items()}
 
     # Steps of a save, in order
@@ -143,10 +133,12 @@ class Checkpoints:
         names = ranks.run_on_rank0(lambda: sorted(path.name for path in partial.iterdir()))
         own = names[ranks.rank() :: ranks.world_size()]
         shares = ranks.run_on_all_ranks(
-            lambda: digests(partial, own, flush=True, on_progress=self.on_progress)
+            lambda: manifest.digests(partial, own, flush=True, on_progress=self.on_progress)
         )
         files = {name: digest for share in shares for name, digest in share.items()}
-        ranks.run_on_rank0(lambda: write_manifest(partial, {"step": step, "files": files, "tensors": specs}))
+        ranks.run_on_rank0(
+            lambda: manifest.write_manifest(partial, {"step": step, "files": files, "tensors": specs})
+        )
 
     def _publish(self, partial: Path, step: int, eval_loss: float | None) -> None:
         saved = index_on_disk(self.folder)
@@ -199,7 +191,7 @@ class Checkpoints:
 
         Later steps can no longer be the best: their log lines are no longer the run's.
         """
-        step, current = read_manifest(path)["step"], index_on_disk(self.folder)
+        step, current = manifest.read_manifest(path)["step"], index_on_disk(self.folder)
         if not self.holds(path) or step not in current.steps:
             return
         steps = [*(other for other in current.steps if other != step), step]
@@ -237,19 +229,11 @@ class Checkpoints:
 # Tensors in torch.distributed.checkpoint
 
 
-def _detached(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: tensor.detach() for key, tensor in tensors.items()}
-
-
-def _no_dist() -> bool:
-    return ranks.world_size() == 1
-
-
-@contextlib.contextmanager
-def _one_process_allowed() -> Iterator[None]:
+def _run_dcp(function: Callable, tensors: dict[str, Tensor], **options: Any) -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on a single process
+        detached = {key: tensor.detach() for key, tensor in tensors.items()}
+        function(detached, no_dist=ranks.world_size() == 1, **options)
 
 
 def _as_stored(tensor: Tensor) -> Tensor:
@@ -275,7 +259,7 @@ def _specs_of_all_ranks(tensors: dict[str, Tensor]) -> dict[str, dict]:
 
 def _check_before_load(path: Path, tensors: dict[str, Tensor]) -> None:
     with suggesting_intact(path.parent, other_than=path):
-        saved = verify_files(path, share=(ranks.rank(), ranks.world_size()))["tensors"]
+        saved = manifest.verify_files(path, share=(ranks.rank(), ranks.world_size()))["tensors"]
     for key, tensor in tensors.items():
         there, here = saved.get(key), _spec(key, tensor)
         if there != here:

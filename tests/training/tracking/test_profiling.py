@@ -3,14 +3,16 @@
 import json
 import shlex
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from core.errors import UserError
-from training.precision import fp8_stats
+from training.observers import Observers
 from training.run import main
 from training.tracking import profiling
+from training.tracking.meter import Meter
 from training.tracking.profiling import IDLE, Kernel, breakdown, kind_of, lines, profiled_steps
 
 NAMES = {
@@ -75,15 +77,6 @@ def test_warm_steps_are_profiled(count, done, total, steps):
     assert list(profiled_steps(count, done=done, total=total)) == steps
 
 
-def train(folder, flags, device="cpu"):
-    small = (
-        "--num_of_samples 60 --max_seq_length 128 --batch_size 2 --num_workers 0 --num_proc 1 "
-        f"--eval_samples 0 --no_save_checkpoints --no_export --output_dir {folder}"
-    )
-    argv = shlex.split(f"{small} {flags}")
-    return main(argv, description="test", start=lambda cfg: torch.device(device))
-
-
 def test_profiling_without_a_gpu_or_enough_steps_is_refused():
     profiling.check(0, torch.device("cpu"))
     with pytest.raises(UserError, match=r"^--profile_steps 2: times GPU kernels, and this run is on cpu"):
@@ -93,38 +86,48 @@ def test_profiling_without_a_gpu_or_enough_steps_is_refused():
             profiled_steps(3, done=0, total=total)
 
 
-def test_profiled_steps_do_not_count_in_rates(tmp_path, capsys, monkeypatch):
-    """The profiler itself needs a GPU; here it records when it is called, and advances the clock."""
-    calls, took, clock = [], 0.0, time.perf_counter
+def test_profiled_steps_do_not_count_in_rates(monkeypatch):
+    """A step takes 1 s, writing the profile 10,000 s. Steps 3 and 4 are profiled, every second is logged."""
+    calls, now = [], 0.0
 
-    def finish(profiler):
-        nonlocal took
+    def finish():
+        nonlocal now
         calls.append("finish")
-        took = 10_000.0
+        now += 10_000
         return ["kernel times"]
 
-    monkeypatch.setattr(time, "perf_counter", lambda: clock() + took)
-    monkeypatch.setattr(profiling, "check", lambda count, device: None)
-    monkeypatch.setattr(profiling.StepProfiler, "start", lambda profiler: calls.append("start"))
-    monkeypatch.setattr(profiling.StepProfiler, "finish", finish)
-    monkeypatch.setattr(fp8_stats.Fp8Stats, "before_step", lambda stats, step: calls.append(step))
-    flags = "--mixed_precision fp32 --log_interval 4 --max_steps 24 --profile_steps 4"
-    assert train(tmp_path / "run", flags) == 0
-    assert calls == [*range(1, 10), "start", 10, 11, 12, "finish", *range(13, 25)]
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert "kernel times" in capsys.readouterr().out
-    seconds = [line["perf/step_seconds"] * 4 for line in metrics]
-    assert len(seconds) == 6 and max(seconds) < 10_000
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    counted = [line["perf/tokens_per_second"] for line in metrics if line["step"] in (16, 20, 24)]
-    assert summary["tokens_per_second"] == sorted(counted)[1]
-    assert summary["num_layers"] == 3 and 0 < summary["data_wait_share"] < 1
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    meter = Meter(None, world_size=1, peaks={})
+    profiler = SimpleNamespace(steps=range(3, 5), start=lambda: calls.append("start"), finish=finish)
+    fp8_stats = SimpleNamespace(before_step=lambda step: None, after_step=lambda step, strategy: None)
+    logs = SimpleNamespace(meter=meter, display=SimpleNamespace(message=calls.append))
+    job = SimpleNamespace(memory=SimpleNamespace(strategy=None))
+    parts = {"environment": {}, "wall_time": None, "fp8_stats": fp8_stats, "profiler": profiler}
+    observers = Observers(job, None, logs, **parts)
+    observers.first_step_done = True
+    batch = SimpleNamespace(inputs={"input_ids": [[0]]}, padded_tokens=9, sum_squared_lengths=9)
+    batch.real_tokens = batch.label_tokens = 8
+    meter.restart_clock()
+    for step in range(1, 7):
+        observers.before_step(step)
+        calls.append(step)
+        now += 1
+        meter.end_step([batch], waited=0.0)
+        observers.after_step(step)
+        if step % 2 == 0:
+            assert meter.read(lambda counts: counts, lambda times: times, warm=True)["perf/step_seconds"] == 1
+    assert calls == [1, 2, "start", 3, 4, "finish", "kernel times", 5, 6]
+    assert [rates["perf/tokens_per_second"] for rates in meter.rates] == [8, 8]
 
 
 @pytest.mark.gpu
 def test_a_run_on_a_gpu_writes_its_kernel_times(tmp_path, capsys):
-    flags = "--mixed_precision bf16 --no_compile --log_interval 8 --max_steps 24 --profile_steps 3"
-    assert train(tmp_path / "run", flags, "cuda") == 0
+    flags = (
+        "--mixed_precision bf16 --no_compile --log_interval 8 --max_steps 24 --profile_steps 3 "
+        "--num_of_samples 60 --max_seq_length 128 --batch_size 2 --num_workers 0 --num_proc 1 "
+        f"--eval_samples 0 --no_save_checkpoints --no_export --output_dir {tmp_path / 'run'}"
+    )
+    assert main(shlex.split(flags), description="test", start=lambda cfg: torch.device("cuda")) == 0
     assert "GPU time of a step, mean of 3:" in capsys.readouterr().out
     found = json.loads((tmp_path / "run" / "profile.json").read_text())
     # 7 GEMMs a layer and the LM head's, forward and twice backward, of 3 layers.
