@@ -22,14 +22,7 @@ from core.packages import version
 REQUIRED = {"torch": "torch", "transformers": "transformers", "datasets": "datasets", "numpy": "numpy"}
 REQUIRED |= {"safetensors": "safetensors", "pyyaml": "yaml", "tqdm": "tqdm"}  # name -> module
 MINIMUM = {"torch": (2, 11), "transformers": (5, 0)}
-OPTIONAL = {
-    "torchao": "--mixed_precision fp8 without --use_te",
-    "deepspeed": "--sharding_mode ds_*",
-    "nvdlfw-inspect": "--fp8_stats_interval with TE layers",
-    "wandb": "--use_wandb",
-    "tensorboard": "--log_dir",
-    "matplotlib": "charts of benchmarks.report",
-}
+OPTIONAL = ("torchao", "deepspeed", "nvdlfw-inspect", "wandb", "tensorboard", "matplotlib")
 UPDATE_DRIVER = "sudo apt-get install -y nvidia-driver-580-server-open && sudo reboot"  # Ubuntu, Debian
 REINSTALL_TORCH = "pip uninstall -y torch && pip install -r requirements.txt"  # pip keeps a CPU build
 # Message of torch or nvidia-smi -> the command that fixes it. CUDA 12 needs a driver of branch 525, CUDA 13
@@ -100,8 +93,7 @@ def check_packages() -> Iterator[Finding]:
     yield Finding("ok", text, data={"versions": versions})
     if missing := [name for name in OPTIONAL if not versions[name]]:
         command = this_pip(f"pip install {' '.join(missing)}")
-        purposes = ", ".join(f"{name} ({OPTIONAL[name]})" for name in missing)
-        yield Finding("note", f"missing, optional: {purposes}: {command}", command)
+        yield Finding("note", f"missing, optional: {', '.join(missing)}: {command}", command)
 
 
 def nvcc_cuda() -> str:

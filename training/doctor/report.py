@@ -36,7 +36,8 @@ CHECKS = {  # functions that yield findings
     "gemm": "training.doctor.layers:time_gemms",
     "layer": "training.doctor.layers:time_layer",
 }
-TIMED, WITHOUT_TORCH = ("gemm", "layer"), ("machine", "packages")
+WITHOUT_TORCH = ("machine", "packages")
+ON_GPU, TIMED = ("cudnn", "flash", "attention", "gemm", "layer"), ("gemm", "layer")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,7 +80,8 @@ def supervise(left: list[str]) -> Iterator[tuple[str, list[Finding]]]:
     context = get_context("spawn")
     while left:
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=([CHECKS[name] for name in left], sender), daemon=True)
+        checks = {name: CHECKS[name] for name in left}
+        process = context.Process(target=_work, args=(checks, sender), daemon=True)
         process.start()
         sender.close()
         raised = False
@@ -99,12 +101,13 @@ def supervise(left: list[str]) -> Iterator[tuple[str, list[Finding]]]:
         process.join()
 
 
-def _work(checks: list[str], sender: Connection) -> None:
+def _work(checks: dict[str, str], sender: Connection) -> None:
     if os.environ.get("NVTE_DEBUG") != "1":  # messages of libraries would hide the report
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    for check in checks:
-        sender.send(examine(check))
+    for name, check in checks.items():
+        applies = name not in ON_GPU or import_module("torch").cuda.is_available()
+        sender.send(examine(check) if applies else ([], False))
 
 
 def examine(check: str) -> tuple[list[Finding], bool]:
