@@ -208,7 +208,7 @@ REINSTALL = f"{PIP} uninstall -y {' '.join(TE_PARTS)} && {PIP} install setuptool
     [
         ("ImportError('x.so: undefined symbol: _ZN3c10')", "for another torch", REBUILD),
         ("OSError('libc10.so: cannot open shared object file')", "for another torch", REBUILD),
-        ("OSError('libcublas.so.12: cannot open shared object file')", "another CUDA", REINSTALL),
+        ("OSError('libcublas.so.12: cannot open shared object file')", "library of its CUDA", REINSTALL),
         ("AssertionError('TE package version mismatch')", "different versions", REINSTALL),
         ("ModuleNotFoundError(\"No module named 'transformer_engine_torch'\")", "PyTorch part", REINSTALL),
         ("RuntimeError('something new')", "its import fails", REBUILD),
