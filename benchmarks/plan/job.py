@@ -147,7 +147,7 @@ def build_job(cfg: Config, *, gpu: int, gpus: int, gpus_per_node: int) -> tuple[
     try:
         home = MODES[mode].master_home
         return replace(job, optimizer=plan_optimizer(cfg.precision, on_gpu=True, master_home=home)), None
-    except ValueError as error:
+    except UserError as error:
         refusal = f"--sharding_mode {mode}: {error}"
         if cfg.sharding.mode != "auto":
             raise UserError(refusal, flags=["sharding_mode"], exit_code=EXIT_BAD_SETTING) from None

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import te_models.decoder
 import te_models.hugging_face
+from core.errors import UserError
 from core.recipes import TE_RECIPES
 from te_models.build import export_tensors, weight_source
 from te_models.kernels import fused_residual, rope
@@ -108,7 +109,7 @@ def test_load_refuses_a_weight_without_place():
     model = build(model_plan, use_te=True, packed=True)
     source = weight_source(model_plan, seed=0, device=DEVICE)
     source._shapes["model.layers.0.self_attn.q_proj.bias"] = torch.Size([512])
-    with pytest.raises(ValueError, match=r"q_proj\.bias"):
+    with pytest.raises(UserError, match=r"q_proj\.bias"):
         load_te(model, source)
 
 

@@ -26,7 +26,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401  (what a run impor
 from safetensors.torch import load_file, save_file
 from torch.distributed import distributed_c10d as c10d
 
-from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY
+from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, UserError
 from data import loader
 from data.loader import StoredItems
 from data.samples import Split
@@ -898,7 +898,7 @@ def test_a_bad_setting_is_told_before_torchrun_ends_the_rank_that_tells(local, t
     monkeypatch.setattr(outcome.time, "sleep", waited.append)
     monkeypatch.setenv("LOCAL_RANK", local)
     monkeypatch.setenv("RANK", local)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         config_from_dict({"batch_size": 0})
     assert outcome.end(caught.value, None) == EXIT_BAD_SETTING
     assert ("--batch_size 0" in capsys.readouterr().err) == told

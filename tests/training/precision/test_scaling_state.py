@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from core.errors import UserError
 from training.precision.scaling_state import (
     frozen_scaling,
     restore_scaling,
@@ -48,7 +49,7 @@ def test_scaling_state_is_found_frozen_and_restored():
     assert same(values(model), before)
     restore_scaling(model, wanted)
     assert same(values(model), wanted)
-    with pytest.raises(ValueError, match=r"--resume: .*FP8 scaling state"):
+    with pytest.raises(UserError, match=r"--resume: .*FP8 scaling state"):
         restore_scaling(model, {"a.scaling_fwd.scale": torch.ones(3)})
 
 
