@@ -317,7 +317,8 @@ def weight_source(plan: ModelPlan, *, seed: int, device: torch.device) -> Weight
     """Return the plan's safetensors, or seeded random weights."""
     if plan.weights is not None:
         return SafetensorsSource(plan.weights)
-    return RandomSource(_hf_shapes(plan), seed=seed, std=plan.config.initializer_range, device=device)
+    shapes = {name: p.shape for name, p in _on_meta(plan).named_parameters()}
+    return RandomSource(shapes, seed=seed, std=plan.config.initializer_range, device=device)
 
 
 def _streamed_source(plan: ModelPlan, options: BuildOptions) -> WeightSource | None:
@@ -326,14 +327,9 @@ def _streamed_source(plan: ModelPlan, options: BuildOptions) -> WeightSource | N
     None if only transformers can load the model: files that it renames, merges or scales, or buffers that
     are saved.
     """
-    if plan.weights is None and not plan.of_known_family:
+    if not (weight_files(plan.weights) if plan.weights else plan.of_known_family):
         return None
-    if plan.weights is not None and not weight_files(plan.weights):  # pickles
-        return None
-    source = weight_source(plan, seed=options.seed, device=options.device)
-    if plan.weights is None:
-        return source
-    model = _on_meta(plan)
+    source, model = weight_source(plan, seed=options.seed, device=options.device), _on_meta(plan)
     tied = tied_names(model)
     parameters = {name: p.shape for name, p in model.named_parameters()}
     stored = {n: s for n, s in source.shapes().items() if n not in tied and not n.endswith(".inv_freq")}
@@ -346,13 +342,9 @@ def _on_meta(plan: ModelPlan) -> nn.Module:
         return _from_config(plan)
 
 
-def _hf_shapes(plan: ModelPlan) -> dict[str, torch.Size]:
-    return {name: p.shape for name, p in _on_meta(plan).named_parameters()}
-
-
 def count_parameters(plan: ModelPlan) -> int:
     """Count the parameters of the Hugging Face form, tied weights once."""
-    return sum(shape.numel() for shape in _hf_shapes(plan).values())
+    return sum(p.numel() for p in _on_meta(plan).parameters())
 
 
 def whole(tensors: list[Tensor]) -> list[Tensor]:

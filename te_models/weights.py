@@ -342,11 +342,11 @@ def _unused(source: WeightSource, names: Iterable[str]) -> UserError:
 
 
 def _wrong_shape(
-    source: WeightSource, names: list[str], found: Iterable[int], expected: Iterable[int]
+    source: WeightSource, names: list[str], found: Iterable[int], wanted: Iterable[int]
 ) -> UserError:
     return source.error(
-        f"{', '.join(names)}: {list(found)} in the weights, {list(expected)} by its config.json; give a "
-        "model with its own config.json"
+        f"{', '.join(names)}: {list(found)} in the weights, {list(wanted)} by its config.json; give a model "
+        "with its own config.json"
     )
 
 

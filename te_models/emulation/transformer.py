@@ -106,21 +106,18 @@ class TransformerLayer(nn.Module):
         num_gqa_groups: int,
         kv_channels: int,
         layernorm_epsilon: float,
-        qk_norm_type: str | None = None,
-        qk_norm_eps: float = 1e-6,
-        params_dtype: torch.dtype | None = None,
-        device: Any = None,
-        **fixed: Any,  # TE's settings that the suite never varies: `decoder.layer_settings`
+        qk_norm_eps: float | None = None,
+        **rest: Any,  # `params_dtype`, `device`, and what the suite never varies: `decoder.layer_settings`
     ):
         super().__init__()
-        made = {"params_dtype": params_dtype, "device": device}
+        made = {"params_dtype": rest.get("params_dtype"), "device": rest.get("device")}
         self.self_attention = MultiheadAttention(
             hidden_size,
             num_attention_heads,
             num_gqa_groups,
             kv_channels,
             eps=layernorm_epsilon,
-            qk_norm_eps=qk_norm_eps if qk_norm_type else None,
+            qk_norm_eps=qk_norm_eps,
             **made,
         )
         self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, eps=layernorm_epsilon, **made)

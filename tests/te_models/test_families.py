@@ -18,7 +18,6 @@ from tests.gpu.models import batch, build, perturbed, plan
 from training.tracking.metrics import COUNTED
 
 CPU = torch.device("cpu")
-MILLION = {"rope_type": "default", "rope_theta": 1000000.0}
 PADDED, PACKED = [[33], [20], [9]], [[10, 6, 17], [32], [3, 20]]
 
 
@@ -67,63 +66,38 @@ def test_te_form_matches_hugging_face_in_bf16(family, tmp_path):
     compare_forms(model_plan, packed=True, dtype=torch.bfloat16, loss=5e-3, gradients=0.15)
 
 
-# Presets: parameters in millions as published, tied heads counted once.
-@pytest.mark.parametrize(
-    ("name", "millions"),
-    [
-        ("meta-llama/Llama-3.2-1B", 1235.8),
-        ("meta-llama/Llama-3.2-3B", 3212.7),
-        ("meta-llama/Meta-Llama-3.1-8B", 8030.3),
-        ("meta-llama/Llama-3.1-70B", 70553.7),
-        ("meta-llama/Llama-3.1-405B", 405853.4),
-        ("meta-llama/Llama-3.3-70B-Instruct", 70553.7),
-        ("meta-llama/Meta-Llama-3-8B", 8030.3),
-        ("meta-llama/Meta-Llama-3-70B-Instruct", 70553.7),
-        ("Qwen/Qwen2.5-0.5B", 494.0),
-        ("Qwen/Qwen2.5-1.5B", 1543.7),
-        ("Qwen/Qwen2.5-7B", 7615.6),
-        ("Qwen/Qwen2.5-14B", 14770.0),
-        ("Qwen/Qwen3-0.6B", 596.0),
-        ("Qwen/Qwen3-4B", 4022.5),
-        ("Qwen/Qwen3-8B", 8190.7),
-        ("Qwen/Qwen3-14B", 14768.3),
-        ("mistralai/Mistral-7B-v0.3", 7248.0),
-    ],
-)
-def test_presets_have_the_published_number_of_parameters(name, millions):
-    counted = count_parameters(plan_model(name, init="random", use_te=False))
-    assert counted / 1e6 == pytest.approx(millions, abs=0.1)
-
-
-LLAMA_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA_ROPE["original_max_position_embeddings"] = 8192
-# First part of a name -> epsilon, positions, RoPE, end of text, as the published config.json files have them.
+ENDS = [128001, 128008, 128009]
+# Millions of parameters (tied heads once), norm epsilon, positions, RoPE's theta and factor, end of text, tied.
 PUBLISHED = {
-    "meta-llama/Llama-3.2": (1e-5, 131072, LLAMA_ROPE | {"factor": 32.0}, 128001),
-    "meta-llama/Meta-Llama-3-": (1e-5, 8192, {"rope_type": "default", "rope_theta": 500000.0}, 128001),
-    "meta-llama/": (1e-5, 131072, LLAMA_ROPE | {"factor": 8.0}, 128001),
-    "Qwen/Qwen2.5-14B": (1e-5, 131072, MILLION, 151643),
-    "Qwen/Qwen2.5-0.5B": (1e-6, 32768, MILLION, 151643),
-    "Qwen/Qwen2.5": (1e-6, 131072, MILLION, 151643),
-    "Qwen/Qwen3": (1e-6, 40960, MILLION, 151645),
-    "mistralai/": (1e-5, 32768, MILLION, 2),
+    "meta-llama/Llama-3.2-1B": (1235.8, 1e-5, 131072, 5e5, 32.0, 128001, True),
+    "meta-llama/Llama-3.2-3B-Instruct": (3212.7, 1e-5, 131072, 5e5, 32.0, ENDS, True),
+    "meta-llama/Meta-Llama-3.1-8B": (8030.3, 1e-5, 131072, 5e5, 8.0, 128001, False),
+    "meta-llama/Llama-3.1-70B": (70553.7, 1e-5, 131072, 5e5, 8.0, 128001, False),
+    "meta-llama/Llama-3.1-405B": (405853.4, 1e-5, 131072, 5e5, 8.0, 128001, False),
+    "meta-llama/Llama-3.3-70B-Instruct": (70553.7, 1e-5, 131072, 5e5, 8.0, ENDS, False),
+    "meta-llama/Meta-Llama-3-8B": (8030.3, 1e-5, 8192, 5e5, None, 128001, False),
+    "meta-llama/Meta-Llama-3-70B-Instruct": (70553.7, 1e-5, 8192, 5e5, None, 128009, False),
+    "Qwen/Qwen2.5-0.5B": (494.0, 1e-6, 32768, 1e6, None, 151643, True),
+    "Qwen/Qwen2.5-1.5B": (1543.7, 1e-6, 131072, 1e6, None, 151643, True),
+    "Qwen/Qwen2.5-7B-Instruct": (7615.6, 1e-6, 32768, 1e6, None, 151645, False),
+    "Qwen/Qwen2.5-14B": (14770.0, 1e-5, 131072, 1e6, None, 151643, False),
+    "Qwen/Qwen2.5-14B-Instruct": (14770.0, 1e-6, 32768, 1e6, None, 151645, False),
+    "Qwen/Qwen3-0.6B": (596.0, 1e-6, 40960, 1e6, None, 151645, True),
+    "Qwen/Qwen3-4B-Base": (4022.5, 1e-6, 32768, 1e6, None, 151643, True),
+    "Qwen/Qwen3-8B": (8190.7, 1e-6, 40960, 1e6, None, 151645, False),
+    "Qwen/Qwen3-14B": (14768.3, 1e-6, 40960, 1e6, None, 151645, False),
+    "mistralai/Mistral-7B-v0.3": (7248.0, 1e-5, 32768, 1e6, None, 2, False),
 }
-TIED = ("Llama-3.2", "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen3-0.6B", "Qwen3-4B")
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS.keys() - LOCAL_PRESETS))
-def test_presets_have_the_published_rope_and_norms(name):
-    config = plan_model(name, init="random", use_te=True).config
-    expected = next(values for part, values in PUBLISHED.items() if name.startswith(part))
-    if name.startswith("meta-llama/") and name.endswith("-Instruct"):
-        expected = (*expected[:3], 128009 if "Meta-Llama-3-" in name else [128001, 128008, 128009])
-    if name.startswith("Qwen/Qwen2.5") and name.endswith("-Instruct"):
-        expected = (1e-6, 32768, MILLION, 151645)
-    if name.startswith("Qwen/Qwen3") and name.endswith("-Base"):
-        expected = (1e-6, 32768, MILLION, 151643)
-    found = (config.rms_norm_eps, config.max_position_embeddings, config.rope_parameters, config.eos_token_id)
-    assert found == expected
-    assert config.tie_word_embeddings == any(part in name for part in TIED)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_are_the_published_models(name):
+    model_plan = plan_model(name, init="random", use_te=True)
+    config, (millions, *expected) = model_plan.config, PUBLISHED[name]
+    rope = config.rope_parameters
+    assert count_parameters(model_plan) / 1e6 == pytest.approx(millions, abs=0.1)
+    found = [config.rms_norm_eps, config.max_position_embeddings, rope["rope_theta"], rope.get("factor")]
+    assert [*found, config.eos_token_id, config.tie_word_embeddings] == expected
 
 
 # One per family and kind of RoPE.

@@ -12,6 +12,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from te_models.families import FAMILIES
+
 
 class Metric(NamedTuple):
     """Presentation of a logged metric, and its reduction over the log to a value of summary.json."""
@@ -47,7 +49,7 @@ def summary_name(metric: str) -> str:
 
 
 # Model types that `ModelShape` describes correctly: dense, gated MLPs, one LM head.
-COUNTED = frozenset({"gemma", "gemma2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"})
+COUNTED = frozenset({*FAMILIES, "gemma", "gemma2", "granite", "olmo2", "phi3"})
 
 
 @dataclass(frozen=True)
