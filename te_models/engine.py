@@ -15,6 +15,7 @@ def engine(backend: Backend) -> Any:
 
 
 def recipes(backend: Backend) -> Any:
-    """Import the module with the recipe classes and `Format`."""
+    """Import the module with the recipe classes and `Format`; the emulated one has the recipe probes too."""
     native = backend == "native"
-    return importlib.import_module("transformer_engine.common.recipe" if native else "te_models.emulation")
+    name = "transformer_engine.common.recipe" if native else "te_models.emulation.recipes"
+    return importlib.import_module(name)

@@ -50,8 +50,7 @@ def _given(cfg: Config) -> dict[str, Any]:
 
 def parse(text: str, *, use_te: bool) -> list[tuple[str, str]]:
     """Return --precision_map's patterns and recipes. UserError for anything that is not PATTERN=RECIPE."""
-    own, other = (TE_RECIPES, TORCHAO_RECIPES) if use_te else (TORCHAO_RECIPES, TE_RECIPES)
-    with_te, without_te = ("with", "without") if use_te else ("without", "with")
+    own, layers = (TE_RECIPES, "with --use_te") if use_te else (TORCHAO_RECIPES, "without --use_te")
     entries = []
     for entry in text.split(","):
         pattern, equals, recipe = (part.strip() for part in entry.partition("="))
@@ -59,10 +58,8 @@ def parse(text: str, *, use_te: bool) -> list[tuple[str, str]]:
             reason = f"{entry.strip()!r} is not PATTERN=RECIPE (layers.0=bf16)"
             raise bad_setting(reason, precision_map=text)
         if recipe not in (*own, "bf16"):
-            problem = f"runs {without_te} --use_te only" if recipe in other else "is no recipe"
-            hint = "" if recipe in other else nearest(recipe, (*own, "bf16"))
-            choices = f"{with_te} --use_te a module runs in one of {', '.join(own)}, bf16"
-            raise bad_setting(f"{recipe} {problem}; {choices}{hint}", precision_map=text)
+            reason = f"{recipe}: {layers} a module runs in one of {', '.join(own)}, bf16"
+            raise bad_setting(reason + nearest(recipe, (*own, "bf16")), precision_map=text)
         entries.append((pattern, recipe))
     return entries
 

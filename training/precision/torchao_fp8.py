@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.errors import EXIT_BAD_SETTING, UserError, first_line
+from core.errors import UserError, bad_setting, first_line
 from core.recipes import RECIPES
 
 INSTALL = "pip install torchao==0.18.0"
@@ -65,12 +65,9 @@ def _float8() -> Any:
 
 def linear_names(model: nn.Module) -> list[str]:
     """Return the names, as in the coverage table, of the linear layers that can have a recipe."""
-    return [name for name, module in _block_modules(model) if isinstance(module, nn.Linear)]
-
-
-def _block_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     inside = {id(module) for block in model.blocks for module in block.modules()}
-    return [(name, module) for name, module in model.named_modules() if id(module) in inside]
+    linears = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear))
+    return [name for name, linear in linears if id(linear) in inside]
 
 
 def convert(
@@ -127,22 +124,12 @@ def why_not_fp8(linear: nn.Linear, multiple: int) -> str | None:
 
 def _nothing_to_convert(model: nn.Module, left_out: dict[str, str]) -> UserError:
     """Return the error for a model without a linear layer that can run in FP8."""
+    problem = "its decoder layers have no nn.Linear, which torchao converts"
     if left_out:
         reasons = "; ".join(f"{n} x {reason}" for reason, n in Counter(left_out.values()).items())
         problem = f"none of its {len(left_out)} linear layers can run in FP8 ({reasons})"
-    else:
-        modules = [module for _, module in _block_modules(model)]
-        found = Counter(
-            type(m).__name__ for m in modules if any(p.ndim >= 2 for p in m.parameters(recurse=False))
-        )
-        layers = ", ".join(f"{n} x {name}" for name, n in found.items()) or "nothing"
-        problem = f"torchao converts nn.Linear, and its decoder layers multiply with {layers}"
-    return UserError(
-        f"--mixed_precision fp8: {type(model.model).__name__}: {problem}; use --mixed_precision bf16, or "
-        "--use_te if it has this model",
-        flags=("mixed_precision", "model_name"),
-        exit_code=EXIT_BAD_SETTING,
-    )
+    reason = f"{type(model.model).__name__}: {problem}; use bf16, or --use_te if it has this model"
+    return bad_setting(reason, mixed_precision="fp8")
 
 
 @cache

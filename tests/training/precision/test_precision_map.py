@@ -128,9 +128,9 @@ def test_a_hugging_face_model_has_torchaos_recipes():
         ({"precision_map": "a=b=bf16"}, r"'a=b=bf16' is not PATTERN=RECIPE"),
         (
             {"precision_map": "proj=mxfp9"},
-            r"mxfp9 is no recipe; with --use_te .*delayed, .*nvfp4, bf16; .*'mxfp8'",
+            r"mxfp9: with --use_te .*delayed, .*nvfp4, bf16; .*'mxfp8'",
         ),
-        ({"precision_map": "proj=rowwise"}, r"rowwise runs without --use_te only; with --use_te .*delayed"),
+        ({"precision_map": "proj=rowwise"}, r"rowwise: with --use_te .*delayed"),
         ({"precision_map": "layers.9=bf16"}, r"layers.9=bf16: no GEMM module .*layers\.\*\..*layers 0 to 3"),
         (
             {"precision_map": "layers.1=bf16,proj=current"},
@@ -161,7 +161,7 @@ def test_a_map_needs_fp8(given, use_te):
 
 def test_a_hugging_face_model_s_map_is_parsed_before_its_weights_are_read():
     cfg = config_from_dict(HF | {"precision_map": "proj=block"})
-    with pytest.raises(UserError, match=r"block runs with --use_te only; without --use_te .*rowwise"):
+    with pytest.raises(UserError, match=r"block: without --use_te .*rowwise"):
         precision_map.resolve(cfg, Precision("tensorwise", "tensorwise"), CONFIG)
 
 
