@@ -1,4 +1,4 @@
-"""Small models for tests: sizes every recipe can run, and weights far enough from trivial to compare."""
+"""Small models for tests, with sizes that every recipe can run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,6 @@ from te_models.options import BuildOptions
 DEVICE = torch.device("cuda", 0)
 OWN_SETTINGS = {
     "llama": {"head_dim": 64},
-    "qwen2": {},
     "qwen3": {"head_dim": 128},
     "mistral": {"sliding_window": None},
 }
@@ -49,15 +48,15 @@ def plan(
         initializer_range=init_std,
         tie_word_embeddings=tied,
         rope_parameters=LLAMA3_ROPE if scaled_rope else {"rope_type": "default", "rope_theta": 10000.0},
-        **OWN_SETTINGS[family],
+        **OWN_SETTINGS.get(family, {}),
     )
     return ModelPlan(f"test-{family}", config, None)
 
 
 def perturbed(model_plan: ModelPlan, folder: Path) -> ModelPlan:
-    """The same model from weights in `folder` whose norms are not all ones and whose biases are not zeros.
+    """Save the model's weights to `folder` with norms other than ones and biases other than zeros.
 
-    Every value is one that BF16 holds.
+    All values fit BF16.
     """
     source = weight_source(model_plan, seed=0, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
@@ -84,7 +83,7 @@ def batch(
     vocab: int = 2048,
     device: torch.device = DEVICE,
 ) -> dict:
-    """Rows of samples with these lengths; labels on two of three tokens, none on a sample's last."""
+    """Rows of samples with these lengths; two of three tokens have labels, a sample's last has none."""
     generator = torch.Generator().manual_seed(seed)
     width = max(sum(row) for row in lengths)
     ids = torch.zeros(len(lengths), width, dtype=torch.int64)

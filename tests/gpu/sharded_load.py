@@ -1,6 +1,7 @@
-"""Started by torchrun: Llama 3.1 70B's form on the meta device, and its layers filled from files, in shards.
+"""Load layers of Llama 3.1 70B in shards, from files; started by torchrun.
 
-Usage: sharded_load.py FOLDER. No rank may ever hold the model: peak memory is checked against its size.
+Usage: sharded_load.py FOLDER. No rank may ever hold the whole model: its peak memory
+is compared with the model's size.
 """
 
 import json
@@ -75,7 +76,7 @@ def meta_build(plan, options: BuildOptions) -> None:
 
 
 def write_files(folder: Path, plan, device: torch.device) -> None:
-    """A file a layer, as large models come."""
+    """Save one file per layer, as large models are published."""
     source = weight_source(plan, seed=0, device=device)
     files: dict[str, list[str]] = {}
     for key in source.shapes():

@@ -1,4 +1,4 @@
-"""The emulated TE layers against Transformer Engine's own: casts bit for bit, layers, state, and losses."""
+"""The emulated layers against Transformer Engine's: casts bit for bit, layers, scaling state and losses."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def recipe_of(name: str, backend: str):
 
 
 def within(backend: str, recipe):
-    """FP8 autocast; BF16 has none, since TE would build a recipe of its own."""
+    """FP8 autocast, disabled for BF16; it names a recipe even then, or TE would build one."""
     return engine(backend).autocast(
         enabled=recipe is not None, recipe=recipe or recipe_of("current", backend)
     )
@@ -39,7 +39,7 @@ def error(found: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def values(*shape: int, dtype=torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    """Normal values whose size differs from row to row and column to column, an outlier, a part of zeros."""
+    """Normal values with magnitudes that differ by row and column, an outlier, and a block of zeros."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     x = torch.randn(*shape, device=DEVICE, generator=generator)
     x *= 2.0 ** torch.randint(-8, 9, (shape[0], 1), device=DEVICE, generator=generator)
@@ -60,7 +60,7 @@ def te():
 
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_per_tensor_casts_are_tes(te, dtype, source):
+def test_per_tensor_casts_match_te_bit_for_bit(te, dtype, source):
     x = values(256, 512, dtype=source)
     te_dtype = {E4M3: te.DType.kFloat8E4M3, E5M2: te.DType.kFloat8E5M2}[dtype]
     current = te.Float8CurrentScalingQuantizer(te_dtype, device=DEVICE)(x)
@@ -76,7 +76,7 @@ def test_per_tensor_casts_are_tes(te, dtype, source):
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("sides", [1, 2], ids=["1x128", "128x128"])
 @pytest.mark.parametrize("power_of_two", [True, False], ids=["powers of two", "fp32"])
-def test_block_casts_are_tes(te, power_of_two, sides, source):
+def test_block_casts_match_te_bit_for_bit(te, power_of_two, sides, source):
     if reason := why_not("block"):
         pytest.skip(reason)
     rows, columns = 384, 640
@@ -103,7 +103,7 @@ def test_block_casts_are_tes(te, power_of_two, sides, source):
 
 
 def gradients(module, x, call, backend, recipe, steps: int) -> dict[str, torch.Tensor]:
-    """Output and gradients of the last of some steps, on the same tokens scaled up and down."""
+    """Output and gradients of the last step, on the same tokens scaled up and down."""
     for step in range(steps):
         module.zero_grad(set_to_none=True)
         inputs = (x * 2.0 ** (step % 3 - 1)).detach().requires_grad_()
@@ -122,7 +122,7 @@ def weights_of(module) -> dict[str, torch.Tensor]:
 
 
 def pair(make) -> dict[str, torch.nn.Module]:
-    """The same module of both backends, with the same weights, norms among them far from ones."""
+    """The same module of both backends with the same weights; norms are far from ones."""
     modules = {backend: make(engine(backend), backend) for backend in BACKENDS}
     with torch.no_grad():
         for name, parameter in modules["native"].named_parameters():
@@ -156,6 +156,8 @@ def layer(attention: str, **options):
             FFN,
             HEADS,
             num_gqa_groups=GROUPS,
+            kv_channels=HIDDEN // HEADS,
+            layernorm_epsilon=1e-5,
             **layer_settings(packed=attention == "thd"),
             **options,
             **common(backend),
@@ -178,7 +180,7 @@ def compare(make, name, x, call, *, steps: int) -> dict[str, float]:
 
 
 def state_gap(modules: dict[str, torch.nn.Module]) -> dict[str, float]:
-    """The largest relative difference of scales and of amaxes; names, shapes and weights' must be equal."""
+    """Largest relative difference of scales and of amaxes; names, shapes and the weights' state are equal."""
     native, ours = (scaling_state(modules[backend]) for backend in BACKENDS)
     assert {k: v.shape for k, v in native.items()} == {k: v.shape for k, v in ours.items()}
     gaps: dict[str, float] = {}
@@ -200,7 +202,7 @@ def report(what: str, errors: dict[str, float]) -> None:
 # a sum may then differ, and with it an FP8 code in the next GEMM: 2^-4 of the value.
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("make", [linear, layernorm_linear, mlp])
-def test_linears_are_tes(make, name):
+def test_linears_match_te(make, name):
     x = torch.randn(TOKENS, HIDDEN, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
     errors = compare(make, name, x.bfloat16(), {}, steps=4)
     report(f"{make.__name__} {name}", errors)
@@ -213,7 +215,7 @@ QK_NORM = {"qk_norm_type": "RMSNorm", "qk_norm_eps": 1e-6, "qk_norm_before_rope"
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("attention", ["bshd", "thd"])
 @pytest.mark.parametrize("options", [{}, QK_NORM], ids=["llama", "qwen3"])
-def test_layers_are_tes(attention, options, name):
+def test_layers_match_te(attention, options, name):
     x = torch.randn(
         8, 256, HIDDEN, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2)
     ).bfloat16()
@@ -230,8 +232,8 @@ def test_layers_are_tes(attention, options, name):
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-def test_delayed_scaling_moves_as_tes(algorithm):
-    """A linear alone has the same operands in both, so state must be equal, also where nothing is seen."""
+def test_delayed_scaling_state_of_a_linear_matches_te_exactly(algorithm):
+    """Both see the same operands; some steps have amaxes of 0 and infinity."""
     cfg = PrecisionConfig(fp8_amax_history_len=3, fp8_amax_compute_algo=algorithm, fp8_margin=1)
     modules = pair(linear)
     x = torch.randn(256, HIDDEN, device=DEVICE).bfloat16()
@@ -248,7 +250,7 @@ def test_delayed_scaling_moves_as_tes(algorithm):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_moves_state_as_tes(reentrant):
+def test_recomputation_updates_scaling_state_as_te(reentrant):
     modules = pair(layer("bshd"))
     call = {"rotary_pos_emb": rope_angles(plan().config, 128).to(DEVICE), "use_reentrant": reentrant}
     for step in range(4):
@@ -263,8 +265,8 @@ def test_recomputation_moves_state_as_tes(reentrant):
     assert max(gaps.values()) < 0.1
 
 
-def test_checkpoints_are_interchangeable():
-    """Names, order, shapes and values of weights; delayed scaling's state from one backend in the other."""
+def test_backends_read_each_others_checkpoints():
+    """Names, order, shapes and values of weights, and delayed scaling's state."""
     models = {b: build(plan(layers=2), use_te=True, packed=True, backend=b) for b in BACKENDS}
     native, ours = (list(weights_of(models[b]).items()) for b in BACKENDS)
     assert [name for name, _ in native] == [name for name, _ in ours]
@@ -279,7 +281,7 @@ def test_checkpoints_are_interchangeable():
 
 
 def curve(backend: str, name: str, batches: list[dict], steps: int) -> torch.Tensor:
-    """Losses [steps] of a small model with FP32 weights, as training runs it."""
+    """Losses [steps] of a small model with FP32 weights, trained as the suite trains."""
     model = build(plan(layers=2), use_te=True, packed=True, backend=backend, dtype=torch.float32)
     precision = Precision(name, name, recipe=recipe_of(name, backend), te_backend=backend)
     autocast = build_autocast(precision, device=DEVICE, parameter_dtype=torch.float32)
@@ -298,8 +300,8 @@ def curve(backend: str, name: str, batches: list[dict], steps: int) -> torch.Ten
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_losses_follow_tes(name):
-    """100 steps over batches that repeat, so that the loss falls from ln(2048) = 7.6 by several units."""
+def test_losses_follow_te(name):
+    """Train 100 steps on four batches: the loss falls from ln(2048) = 7.6 by several units."""
     recipe_of(name, "native")
     batches = [batch([[100, 156]] * 8, packed=True, seed=seed) for seed in range(4)]
     native, ours = (curve(backend, name, batches, 100) for backend in BACKENDS)
@@ -313,7 +315,7 @@ def test_losses_follow_tes(name):
     assert gap[0] < 0.01 and gap.mean() < 0.03
 
 
-def test_the_probes_agree_on_this_gpu():
+def test_emulation_has_the_recipes_of_hopper():
     for name in ("delayed", "current", "block"):
         assert why_not(name, "emulated") is None
     assert emulation.is_nvfp4_available(return_reason=True)[0] is False

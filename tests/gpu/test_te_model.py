@@ -1,4 +1,4 @@
-"""The TE model against Hugging Face on the same weights, and its recipes against its own BF16."""
+"""The TE form against Hugging Face's with the same weights, and its recipes against its BF16."""
 
 import functools
 
@@ -24,12 +24,17 @@ from training.precision.settings import PrecisionConfig
 from training.precision.te_runtime import attention_backend
 
 pytestmark = pytest.mark.gpu
-OTHERS = [("qwen2", True), ("qwen2", False), ("qwen3", True), ("mistral", False)]  # beside Llama; tied or not
+OTHERS = [
+    ("qwen2", True),
+    ("qwen2", False),
+    ("qwen3", True),
+    ("mistral", False),
+]  # family, tied
 PADDED, PACKED = [[256], [200], [131]], [[100, 60, 96], [256], [31, 200]]
 
 
 def logits_of(model, inputs, monkeypatch) -> tuple[torch.Tensor, float]:
-    """[T, V] float32 logits at label positions, read off the LM head's input, and the mean loss."""
+    """Float32 logits [T, V] at label positions, computed from the LM head's input, and the mean loss."""
     seen = []
 
     def spy(hidden, weight, labels, **how):
@@ -44,7 +49,7 @@ def logits_of(model, inputs, monkeypatch) -> tuple[torch.Tensor, float]:
 
 
 def compare_logits(model_plan, packed, monkeypatch, *, cosine) -> None:
-    """Logits of the TE form against Hugging Face's; `cosine` is the least that a token's may have."""
+    """Compare logits of both forms; `cosine` is the smallest allowed cosine similarity of a token."""
     inputs = batch(PACKED if packed else PADDED, packed=packed)
     reference, reference_loss = logits_of(build(model_plan, use_te=False, packed=packed), inputs, monkeypatch)
     logits, loss = logits_of(build(model_plan, use_te=True, packed=packed), inputs, monkeypatch)
@@ -96,7 +101,7 @@ def test_gradients_of_families_match_hugging_face(family, tied, packed, tmp_path
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), *OTHERS])
-def test_export_is_what_was_loaded(family, tied, tmp_path):
+def test_both_forms_export_the_same_weights(family, tied, tmp_path):
     model_plan = perturbed(plan(family=family, tied=tied, layers=2), tmp_path)
     hf = dict(export_tensors(build(model_plan, use_te=False, packed=True)))
     te = dict(export_tensors(build(model_plan, use_te=True, packed=True)))
@@ -104,7 +109,7 @@ def test_export_is_what_was_loaded(family, tied, tmp_path):
     assert all(torch.equal(te[name], hf[name]) for name in hf)
 
 
-def test_load_refuses_a_weight_without_place():
+def test_load_refuses_extra_weights():
     model_plan = plan()
     model = build(model_plan, use_te=True, packed=True)
     source = weight_source(model_plan, seed=0, device=DEVICE)
@@ -170,11 +175,11 @@ def test_recipe_is_close_to_bf16(name, packed):
     ],
 )
 def test_recipes_of_families_are_close_to_bf16(family, name, tmp_path):
-    """Biases under each of Hopper's recipes, and one recipe for each other family."""
+    """Biases in each of Hopper's recipes, and one recipe for each other family."""
     compare_with_bf16(perturbed(plan(family=family, layers=2), tmp_path), name, packed=True)
 
 
-def test_bf16_runs_no_fp8_and_coverage_says_so():
+def test_coverage_of_bf16_reports_no_fp8():
     model = build(plan(), use_te=True, packed=True)
     step(model, batch(PACKED, packed=True), bf16())
     assert coverage(model, Precision("bf16", "bf16")).fp8_modules == 0
@@ -182,7 +187,7 @@ def test_bf16_runs_no_fp8_and_coverage_says_so():
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
 def test_fp8_gemms_run_on_the_gpu(name):
-    """The coverage table reads TE's flags; the profiler says which kernels ran."""
+    """Check the profiler's kernels, since the coverage table only reads TE's flags."""
     _, autocast = fp8(name)
     inputs = batch([[256]] * 8, packed=False)
     model = build(plan(), use_te=True, packed=False)
@@ -243,8 +248,8 @@ def test_recomputation_gives_the_same_gradients(family, name):
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("name", [None, "delayed"])
-def test_rows_of_one_sequence_and_of_several_take_turns(name, recompute):
-    """Rows that are one sequence attend as if nothing were packed, and the next ones are packed again."""
+def test_batches_of_single_and_packed_sequences_alternate(name, recompute):
+    """Rows of one sequence use plain causal attention; the next batch is packed again."""
     autocast = fp8(name)[1] if name else bf16()
     models = {packed: build(plan(), use_te=True, packed=packed) for packed in (True, False)}
     mixed = build(plan(), use_te=True, packed=True, gradient_checkpointing=recompute)
@@ -319,7 +324,7 @@ def test_residuals_added_in_norms_are_tes_own(family, name, options, monkeypatch
         assert (grads[key] - grad).norm() / grad.norm() < ROUNDED_ONCE_LESS[name], key
 
 
-def test_evaluation_leaves_the_scaling_state_alone():
+def test_evaluation_keeps_the_scaling_state():
     _, autocast = fp8("delayed")
     model = build(plan(), use_te=True, packed=True)
     step(model, batch(PACKED, packed=True), autocast)

@@ -67,7 +67,7 @@ def test_te_form_matches_hugging_face_in_bf16(family, tmp_path):
 
 
 ENDS = [128001, 128008, 128009]
-# Millions of parameters (tied heads once), norm epsilon, positions, RoPE's theta and factor, end of text, tied.
+# Millions of parameters, norm epsilon, positions, theta and factor of RoPE, end of text, tied head.
 PUBLISHED = {
     "meta-llama/Llama-3.2-1B": (1235.8, 1e-5, 131072, 5e5, 32.0, 128001, True),
     "meta-llama/Llama-3.2-3B-Instruct": (3212.7, 1e-5, 131072, 5e5, 32.0, ENDS, True),
