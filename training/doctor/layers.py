@@ -41,7 +41,7 @@ GEMM_SIZE = LAYER_TOKENS = 8192  # no cache holds these
 # Healthy data-centre GPUs reach 60 to 85 % of their dense peak in such GEMMs, power-limited ones 50 to 60 %.
 # An H200 trained the whole 8B at 0.51 (BF16) and 0.34 (FP8) of its peak; two thirds of that are suspicious.
 LOW_SHARE = {"GEMM": {"bf16": 0.5, "fp8": 0.5}, "layer": {"bf16": 0.34, "fp8": 0.22}}
-LAYER_BYTES = 10e9  # of free memory: a layer, its gradients and activations take about 6 GB
+LAYER_BYTES = 10e9  # free memory needed: a layer, its gradients and activations are about 6 GB
 
 
 def check_cudnn() -> Iterator[Finding]:

@@ -17,7 +17,7 @@ class CoverageRow:
     modules: str  # names with layer numbers folded: layers.*.self_attention.proj
     count: int
     precision: str
-    gemm_share: float  # of the FLOPs of all weight GEMMs; attention's own products are not counted
+    gemm_share: float  # share of all weight GEMMs' FLOPs; attention's own products are not counted
     note: str = ""  # part that is not in FP8 although it was requested, and why
 
 

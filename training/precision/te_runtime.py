@@ -104,8 +104,7 @@ def flash_attention_version() -> str | None:
 def unfused_warning(*, deterministic: bool, flash_attention: bool) -> str:
     """Return the warning about unfused attention, with its likeliest cause and the way out."""
     if len(cudnns := loaded_cudnns()) > 1:
-        found = " and ".join(map(str, cudnns))
-        cause = f"Two cuDNNs are mixed, {found}: unset CUDNN_HOME, or set it to torch's, {cudnns[0]}."
+        cause = f"Two cuDNNs are mixed, {' and '.join(map(str, cudnns))}: set CUDNN_HOME to torch's."
     elif flash_attention:
         cause = "Transformer Engine refused FlashAttention 4: add --no_flash_attention."
     elif deterministic:

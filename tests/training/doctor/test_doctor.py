@@ -246,7 +246,7 @@ def test_two_mixed_cudnns_are_a_fault(gpu, monkeypatch, tmp_path):
     assert found.status == "fault" and str(tmp_path / "system") in found.text
     assert found.cure == f"export CUDNN_HOME={gpu}"
     warning = te_runtime.unfused_warning(deterministic=True, flash_attention=True)
-    assert "UNFUSED" in warning and f"set it to torch's, {gpu}" in warning
+    assert "UNFUSED" in warning and f"{gpu} and {tmp_path / 'system'}: set CUDNN_HOME" in warning
 
 
 def test_te_is_pointed_at_torchs_cudnn_unless_the_user_chose_another(gpu, monkeypatch):

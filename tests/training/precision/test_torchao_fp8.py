@@ -196,22 +196,6 @@ def test_routers_that_are_linear_layers_are_not_converted(model_type):
     assert found.get("down_proj", ["bf16"])[0] == "bf16"  # Llama 4's shared expert is changed in place
 
 
-def test_converted_layers_share_one_compiled_graph():
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    model = build("qwen3", num_hidden_layers=4)
-    model.compile_blocks(backend="aot_eager")
-    ids = torch.arange(3, 35)[None]
-    for cut in (8, 16):
-        borders = torch.tensor([0, cut, 24, 32], dtype=torch.int32)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(ids, ids, ids, borders, 32).loss
-        loss.backward()
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-    torch._dynamo.reset()
-
-
 SMALL = (
     "--num_of_samples 60 --max_seq_length 128 --batch_size 4 --eval_samples 6 --num_workers 0 --num_proc 1 "
     "--learning_rate 1e-3 --log_interval 1 --deterministic --init random --tokenizer_name demo"
