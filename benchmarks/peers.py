@@ -1,8 +1,8 @@
-"""The stack that people train with without this suite, to be measured beside it on the same GPU.
+"""Measure the stack that people train with without this suite, on the same GPU.
 
 transformers' model from random weights, torch's attention, torchao's FP8, torch.compile layer by layer,
 torch's fused AdamW over BF16 weights and states, Liger's fused linear cross entropy where it is installed
-(else chunks of logits); synthetic tokens, every row one full sequence. No training code of this suite runs.
+(else chunks of logits); synthetic tokens, every row a full sequence. No training code of this suite runs.
 
     python -m benchmarks.peers --model_name meta-llama/Llama-3.1-8B --max_seq_length 8192 --batch_size 1 \\
         --precision tensorwise --steps 16 --output_dir DIR
@@ -30,8 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.records.launch import run_command
-from core.cli import OneLineParser
+from benchmarks.records.launch import command_parser, run_command
+from core.errors import bad_setting
 from core.packages import ROOT, version
 from core.recipes import TORCHAO_RECIPES
 from core.settings import nearest
@@ -39,17 +39,23 @@ from te_models.presets import PRESETS
 from training.tracking.environment import git_state
 from training.tracking.metrics import ModelShape, mfu, model_flops, peak_tflops, tokens_per_second
 
+PROG = "python -m benchmarks.peers"
 PRECISIONS = ("bf16", *TORCHAO_RECIPES)
 PACKAGES = ("torch", "transformers", "torchao", "liger_kernel", "triton")
 WARMUP_STEPS = 5  # kernels are compiled and memory is reserved in them
 CHUNK_TOKENS = 2048  # of logits, without Liger
 
+# B sequences of S tokens, T = B * S, D hidden size, V vocabulary.
+
 
 def measure(argv: list[str]) -> int:
+    """Train, then write and print the record."""
     arguments = parse(argv)
     device = torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("no GPU: rates of a CPU say nothing; --device cpu tries the program out")
+        raise bad_setting(
+            "no GPU here; --device cpu tries the program, its rates are meaningless", device="cuda"
+        )
     torch.manual_seed(arguments.seed)
     model = build(arguments, device)
     kind, cross_entropy = head_loss(device)
@@ -65,14 +71,14 @@ def measure(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = OneLineParser(prog="python -m benchmarks.peers", description=__doc__.split("\n")[0])
+    parser = command_parser(PROG, __doc__)
     parser.add_argument("--model_name", metavar="PRESET", required=True, help="see te_models/presets.py")
     parser.add_argument("--num_layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--max_seq_length", type=int, default=8192)
     parser.add_argument("--batch_size", type=int, default=1)
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--max_grad_norm", type=float, default=1.0, help="0 leaves clipping out")
+    parser.add_argument("--max_grad_norm", type=float, default=1.0, help="0: no clipping")
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--no_compile", action="store_true")
     parser.add_argument("--seed", type=int, default=42)
@@ -80,14 +86,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--output_dir", required=True)
     arguments = parser.parse_args(argv)
     if (name := arguments.model_name) not in PRESETS:
-        raise ValueError(f"--model_name {name}: no preset of te_models/presets.py{nearest(name, PRESETS)}")
+        raise bad_setting(f"no preset of te_models/presets.py{nearest(name, PRESETS)}", model_name=name)
     if arguments.steps <= WARMUP_STEPS:
-        raise ValueError(f"--steps {arguments.steps}: the first {WARMUP_STEPS} are not counted; give more")
+        raise bad_setting(f"the first {WARMUP_STEPS} are not counted; give more", steps=arguments.steps)
     return arguments
 
 
 def build(arguments: argparse.Namespace, device: torch.device) -> nn.Module:
-    """The causal LM in BF16, converted and compiled as asked."""
+    """Return the causal LM in BF16, converted to FP8 and compiled as set."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     dimensions = dict(PRESETS[arguments.model_name])
@@ -111,7 +117,7 @@ def build(arguments: argparse.Namespace, device: torch.device) -> nn.Module:
 
 
 def head_loss(device: torch.device) -> tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """Mean cross entropy of hidden states [T, D] under a head [V, D], and what computes it."""
+    """Return name and function of the mean cross entropy of hidden states [T, D] under a head [V, D]."""
     if device.type == "cuda" and find_spec("liger_kernel"):
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
@@ -121,25 +127,28 @@ def head_loss(device: torch.device) -> tuple[str, Callable[[Tensor, Tensor, Tens
 
 
 def chunked_cross_entropy(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
-    def part(hidden: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross entropy, with logits of CHUNK_TOKENS tokens in memory at a time."""
+
+    def chunk_loss(hidden: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy((hidden @ head.T).float(), labels, reduction="sum")
 
     total = hidden.new_zeros((), dtype=torch.float32)
     for h, y in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True):
-        total = total + torch.utils.checkpoint.checkpoint(part, h, y, use_reentrant=False)
+        total = total + torch.utils.checkpoint.checkpoint(chunk_loss, h, y, use_reentrant=False)
     return total / len(labels)
 
 
 def train(
     model: nn.Module, cross_entropy: Callable, arguments: argparse.Namespace, device: torch.device
 ) -> tuple[list[float], list[float]]:
-    """Loss and wall time in seconds of every step, the optimizer's included."""
+    """Return loss and wall time in seconds of every step, optimizer included."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), fused=True)
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     shape = (arguments.steps, arguments.batch_size, arguments.max_seq_length)
-    tokens = torch.randint(model.config.vocab_size, shape, device=device)
+    tokens = torch.randint(model.config.vocab_size, shape, device=device)  # [steps, B, S]
     losses, seconds = [], []
     for ids in tokens:
-        synchronize(device)
+        synchronize()
         start = time.perf_counter()
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state  # [B, S, D]
         loss = cross_entropy(hidden.flatten(0, 1), model.lm_head.weight, ids.roll(-1, 1).flatten())
@@ -148,24 +157,20 @@ def train(
             nn.utils.clip_grad_norm_(model.parameters(), arguments.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        synchronize(device)
+        synchronize()
         seconds.append(time.perf_counter() - start)
         losses.append(loss.item())
     return losses, seconds
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def describe(
     argv: list[str], arguments: argparse.Namespace, config: Any, device: torch.device
 ) -> dict[str, Any]:
+    """Return command, settings, machine and versions."""
     return {
         "stack": "transformers + torchao" if arguments.precision != "bf16" else "transformers",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.peers", *argv]),
+        "command": shlex.join([*PROG.split(), *argv]),
         "settings": vars(arguments) | {"num_layers": config.num_hidden_layers},
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "versions": {name: version(name) for name in PACKAGES}
@@ -178,7 +183,7 @@ def describe(
 def results(
     arguments: argparse.Namespace, config: Any, losses: list[float], seconds: list[float], gpu: str | None
 ) -> dict[str, Any]:
-    """Rates of the median step after the first ones."""
+    """Return the rates of the median step after warm-up."""
     step = statistics.median(seconds[WARMUP_STEPS:])
     tokens = arguments.batch_size * arguments.max_seq_length
     record = {
@@ -197,7 +202,7 @@ def results(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure; exit code 2 where a setting is wrong."""
+    """Measure; exit code 2 for a bad setting."""
     return run_command(measure, argv)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.records.runs import NO_EFFECT, RunRecord, Series, with_numbers
 from core.errors import bad_setting
 from core.files import replace_file, to_json
+from training.tracking.metrics import METRICS
 
 TABLE = Path(__file__).resolve().parents[1] / "results" / "runs.jsonl.gz"
 MOST_POINTS = 200  # of a recorded curve
@@ -46,7 +47,8 @@ def add_runs(runs: list[RunRecord], study: str, path: Path = TABLE) -> None:
 def to_row(run: RunRecord, study: str) -> dict[str, Any]:
     """Return a run as a row: settings that have an effect, environment, summary, thinned metrics."""
     evaluations = sorted({name for record in run.records for name in record if name.startswith("eval/")})
-    curves = {name: thin(run.logged(name), average=name == "train/loss") for name in CURVES}
+    names = CURVES if run.summary else dict.fromkeys((*CURVES, *METRICS))  # a summary has the other values
+    curves = {name: thin(run.logged(name), average=name == "train/loss") for name in names}
     curves |= {name: run.logged(name) for name in evaluations}
     return {
         "study": study,

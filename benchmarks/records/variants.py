@@ -1,4 +1,4 @@
-"""What a name such as `delayed` or `tensorwise+compile=false` means in settings of a training run."""
+"""Variants: names such as `delayed` or `tensorwise+compile=false` for settings of a training run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
 from core.recipes import TE_RECIPES, TORCHAO_RECIPES
 from core.settings import nearest
 from training.config import Config, all_settings, build_parser, config_from_dict, load_config_file
 
-# A variant says these itself: another recipe in a recipe's place would be compared under a wrong name.
+# A recipe that cannot run here is an error: another one in its place would be compared under a wrong name.
 _TE = {"use_te": True, "fp8_fallback": "error"}
 _HF = {"use_te": False, "te_backend": "auto", "fp8_fallback": "error"}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -21,16 +22,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{name: _HF | {"mixed_precision": "fp8", "fp8_scenario": name} for name in TORCHAO_RECIPES},
 }
 DECIDED = ("use_te", "mixed_precision", "fp8_scenario", "fp8_fallback", "output_dir", "resume")
-# What a variant may change beside its recipe; the rest is the experiment that all variants share.
+# Settings that a variant may change. All others belong to the experiment, which the variants share.
 OWN = ("te_backend", "gradient_checkpointing", "compile", "batch_size", "gradient_accumulation_steps")
 OWN_SECTIONS = ("precision", "sharding")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A named way to train: a recipe of `VARIANTS` and further settings."""
+    """A recipe of `VARIANTS` with further settings, under the name that the user gave."""
 
-    name: str  # as it was asked for
+    name: str
     settings: dict[str, Any]
 
     @property
@@ -45,74 +46,65 @@ class Variant:
 def parse_variants(words: list[str], *, flag: str = "--variants") -> list[Variant]:
     """Read `bf16,delayed,current+moment_dtype=bf16`; several words are one list.
 
-    A comma before a variant's name separates, so that a setting's value may hold commas of its own. `bf16`
-    has TE layers beside a TE recipe or bf16_hf, else Hugging Face layers.
-    ValueError for an unknown name or setting, for a setting that all variants must share, for a repetition.
+    Only a comma before a variant's name separates, since a value may hold commas. `bf16` has TE layers if the
+    list has a TE recipe or bf16_hf, else Hugging Face layers. UserError for an unknown name or setting, a
+    setting that the variants share, or a repetition.
     """
     separator = rf",(?=(?:{'|'.join(VARIANTS)})(?:[+,]|$))"
     names = [name for word in words for name in re.split(separator, word) if name]
     recipes = [name.split("+")[0] for name in names]
-    if not names:
-        raise ValueError(f"{flag}: names no variant; there are {', '.join(VARIANTS)}")
     te_layers = "bf16_hf" in recipes or any(recipe in TE_RECIPES for recipe in recipes)
     variants = [_parse(name, te_layers, flag) for name in names]
+    if not variants:
+        raise _error(f"{flag}: names no variant; choose from {', '.join(VARIANTS)}")
     folders = [variant.folder_name for variant in variants]
     for i, folder in enumerate(folders):
         if folder in folders[:i]:
-            raise ValueError(f"{flag} {names[i]}: is named twice (or shares its run folder {folder})")
+            raise _error(f"{flag} {names[i]}: is named twice (or shares its run folder {folder})")
     return variants
 
 
 def _parse(name: str, te_layers: bool, flag: str) -> Variant:
     recipe, *extras = re.split(r"\+(?=[a-z]\w*(?:=|\+|$))", name)
     if recipe not in VARIANTS:
-        hint = nearest(recipe.rpartition(",")[2], VARIANTS)  # only a comma before a variant's name separates
-        raise ValueError(f"{flag} {recipe}: unknown variant{hint}; there are {', '.join(VARIANTS)}")
+        hint = nearest(recipe.rpartition(",")[2], VARIANTS)
+        raise _error(f"{flag} {recipe}: unknown variant{hint}; choose from {', '.join(VARIANTS)}")
     table = all_settings()
+    allowed = [n for n in table if n not in DECIDED and (table[n].section in OWN_SECTIONS or n in OWN)]
     own = {}
     for extra in extras:
         setting, _, value = extra.partition("=")
         if setting not in table:
-            raise ValueError(f"{flag} {name}: unknown setting {setting!r}{nearest(setting, table)}")
-        if not _is_own(setting, table):
-            raise ValueError(
-                f"{flag} {name}: a variant may not change {setting}; its own are "
-                f"{', '.join(n for n in table if _is_own(n, table))}"
-            )
+            raise _error(f"{flag} {name}: unknown setting {setting!r}{nearest(setting, table)}")
+        if setting not in allowed:
+            raise _error(f"{flag} {name}: a variant may not change {setting}, only {', '.join(allowed)}")
         own[setting] = value or "true"
     layers = VARIANTS["bf16_hf"] if recipe == "bf16" and not te_layers else VARIANTS[recipe]
     return Variant(name, layers | own)
 
 
-def _is_own(setting: str, table: dict[str, Any]) -> bool:
-    return setting not in DECIDED and (table[setting][0] in OWN_SECTIONS or setting in OWN)
+def _error(message: str) -> UserError:
+    return UserError(message, flags=("variants",), exit_code=EXIT_BAD_SETTING)
 
 
 def given_settings(argv: list[str], prog: str) -> dict[str, Any]:
-    """The training settings on a command line, those of its --config file included; defaults are left out.
+    """Return the training settings on a command line and in its --config file, without defaults.
 
-    ValueError for an unknown flag and for one that the variants decide; such a setting in the file is
-    overridden by each variant.
+    UserError for an unknown flag, and for one that the variants decide. Those in the file are ignored.
     """
-    parser = build_parser(prog, "")
-    known, unknown = parser.parse_known_args(argv)
-    if unknown:
-        flags = [option for action in parser._actions for option in action.option_strings]
-        raise ValueError(f"unknown flag {unknown[0].split('=')[0]}{nearest(unknown[0], flags)}")
-    given = vars(known)
+    given = vars(build_parser(prog, "").parse_args(argv))
     path = given.pop("config")
     for name in DECIDED:
         if name in given:
-            raise ValueError(f"--{name} {given[name]}: {prog} decides it for each run; leave it out")
+            raise bad_setting(f"{prog} decides it for each run; leave it out", **{name: given[name]})
     in_file = load_config_file(path) if path else {}
     return {k: v for k, v in in_file.items() if k not in DECIDED} | given
 
 
 def resolve(settings: dict[str, Any], folder: Path) -> Config:
-    """The whole configuration of one run in `folder`, one of the runs/ of a comparison or sweep.
+    """Return the configuration of a run in `folder`, one of the runs/ of a comparison or sweep.
 
-    On W&B it has the name of its folder, and the group that of the comparison or sweep, unless they are
-    given. ValueError for settings that exclude each other.
+    On W&B its name is the folder's and its group that of the comparison or sweep, unless given.
     """
     names = {"wandb_group": folder.resolve().parents[1].name, "wandb_run_name": folder.name}
     tracking = names if settings.get("use_wandb") else {}

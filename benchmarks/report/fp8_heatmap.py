@@ -1,4 +1,4 @@
-"""Heatmaps of a run's FP8 tensor statistics: layers by tensors, one for each statistic."""
+"""Heatmaps of a run's FP8 tensor statistics: layers by tensors, one per statistic."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
 METRIC = re.compile(r"fp8/(?:.*\.)?layers\.(\d+)\.(.+)/(activation|weight|gradient)/(\w+)")
-SHARES = ("underflow", "overflow")  # drawn from 0 on; what else there is by its order of magnitude
+SHARES = ("underflow", "overflow")  # on a linear scale from 0; others on a logarithmic one
 
-# {(module and tensor, layer): value}
-Values = dict[tuple[str, int], float]
+Values = dict[tuple[str, int], float]  # {(module and tensor, layer): value}
 
 
 def last_casts(records: list[dict[str, Any]]) -> tuple[int, dict[str, Values]] | None:
-    """The last logged step that has FP8 statistics, and its values by statistic; None if none has."""
+    """Return the last step with FP8 statistics, and its values by statistic; None without any."""
     for record in reversed(records):
         found: dict[str, Values] = {}
         for name, value in record.items():
@@ -31,18 +30,12 @@ def last_casts(records: list[dict[str, Any]]) -> tuple[int, dict[str, Values]] |
 
 
 def draw_casts(name: str, step: int, statistics: dict[str, Values]) -> Figure:
-    """One heatmap a statistic; what a tensor does not have, or is not finite, stays blank.
-
-    Without a `name` there is no title: whoever shows it says what it is.
-    """
+    """Draw one heatmap per statistic; missing and non-finite values stay blank."""
     layers = 1 + max(layer for values in statistics.values() for _, layer in values)
-    size = (5 * len(statistics), min(8.0, 4 + layers / 6))
-    figure = Figure(figsize=size, layout="constrained")
-    if name:
-        figure.suptitle(f"{name}: FP8 casts of step {step:,}", parse_math=False)
-    for axes, (statistic, values) in zip(
-        figure.subplots(1, len(statistics), squeeze=False)[0], statistics.items(), strict=True
-    ):
+    figure = Figure(figsize=(5 * len(statistics), min(8.0, 4 + layers / 6)), layout="constrained")
+    figure.suptitle(f"{name}: FP8 casts of step {step:,}")
+    panels = figure.subplots(1, len(statistics), squeeze=False)[0]
+    for axes, (statistic, values) in zip(panels, statistics.items(), strict=True):
         _draw(figure, axes, statistic, values)
     return figure
 
@@ -51,10 +44,10 @@ def _draw(figure: Figure, axes: Axes, statistic: str, values: Values) -> None:
     tensors = sorted({tensor for tensor, _ in values})
     layers = range(1 + max(layer for _, layer in values))
     grid = [[values.get((tensor, layer), math.nan) for tensor in tensors] for layer in layers]
-    usable = [value for value in values.values() if math.isfinite(value) and value > 0]
-    norm = Normalize(0.0, max(usable, default=1.0))
-    if statistic not in SHARES and usable:
-        norm = LogNorm(min(usable), max(usable) * 1.001)  # a range of nothing is none
+    positive = [value for value in values.values() if math.isfinite(value) and value > 0]
+    norm = Normalize(0.0, max(positive, default=1.0))
+    if statistic not in SHARES and positive:
+        norm = LogNorm(min(positive), max(positive) * 1.001)  # LogNorm needs a range
     figure.colorbar(axes.imshow(grid, aspect="auto", interpolation="none", norm=norm), ax=axes)
     axes.set(title=statistic, ylabel="layer", xticks=range(len(tensors)))
     axes.set_xticklabels(tensors, rotation=90, fontsize=7)

@@ -1,4 +1,4 @@
-"""Tables in Markdown."""
+"""Markdown tables."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from collections.abc import Iterable
 
 
 def table(headings: list[str], rows: Iterable[list[str]]) -> str:
-    """A heading and a line for each row; a | in a cell stays in it."""
+    """Return a table with a line per row; a | in a cell is escaped."""
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

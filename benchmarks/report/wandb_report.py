@@ -1,4 +1,4 @@
-"""What a report shows, as a W&B run of its own beside the runs it is about: tables, figures, page."""
+"""A report on W&B: its tables, figures and page as a run of the job type `report`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records.runs import LOSSES, RunRecord, labels
+from benchmarks.records.runs import RunRecord
 from benchmarks.report import tables
 from benchmarks.report.verdict import Row
 from training.tracking.settings import LogConfig
@@ -24,10 +24,9 @@ def upload(
     rows: Sequence[Row] = (),
     config: dict[str, Any] | None = None,
 ) -> bool:
-    """Log the page's tables, the verdict's rows if there are, the figures, and report.html of `folder`.
+    """Log tables, the verdict's rows, figures, and report.html of `folder` to the group of `cfg`.
 
-    The W&B run has the job type `report` and the group of `cfg`, as the runs it is about; of a folder there
-    is one. False, with a warning, if W&B fails.
+    A folder has one such W&B run. If W&B fails, the report on disk remains: returns False after a warning.
     """
     try:
         import wandb
@@ -50,19 +49,19 @@ def upload(
             logged["report/page"] = wandb.Html(page.read_text(encoding="utf-8"))
         run.log(logged)
         run.finish()
-    except Exception as error:  # the report stands on disk; whatever W&B raises must not lose it
+    except Exception as error:
         print(f"WARNING: W&B has no report of {folder} ({error})", file=sys.stderr)
         return False
     return True
 
 
 def _tables(runs: list[RunRecord], rows: Sequence[Row]) -> dict[str, tuple[list[str], list[list[Any]]]]:
-    """{name: (headings, lines)}, numbers as numbers, so that W&B can sort and plot them."""
+    """Return {name: (headings, lines)}, numbers as numbers, so that W&B can sort and plot them."""
     named = {"runs": tables.RUNS, "hours": tables.HOURS}
-    named |= {f"{title}_loss": tables.statistics(metric) for title, metric in LOSSES.items()}
+    named |= {f"{title}_loss": tables.statistics(metric) for title, metric in tables.LOSSES.items()}
     found = {}
     for name, columns in named.items():
-        values = {"run": labels(runs)} | tables.values(columns, runs)
+        values = {"run": tables.labels(runs)} | tables.values(columns, runs)
         found[name] = list(values), [list(line) for line in zip(*values.values(), strict=True)]
     if rows:
         names = list(dict.fromkeys(name for row in rows for name in row.values))

@@ -52,5 +52,5 @@ def test_bad_input_is_one_line(flags, message, tmp_path, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_machine_without_a_gpu_is_refused(tmp_path, capsys):
     assert main(f"--model_name tiny-llama --steps 7 --output_dir {tmp_path}".split()) == 2
-    assert capsys.readouterr().err.startswith("error: no GPU")
+    assert capsys.readouterr().err.startswith("error: --device cuda: no GPU")
     assert not list(tmp_path.iterdir())

@@ -1,150 +1,61 @@
-"""Reports from run folders as the trackers write them, whole, crashed and broken."""
+"""Reports: tables, gaps, figures, the page, and W&B."""
 
 import json
 import math
+import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import wandb
 
-from benchmarks.records.runs import short_labels, smooth
-from benchmarks.report.figures import draw_coverage, draw_gap, draw_losses
-from benchmarks.report.gaps import (
-    comparison,
-    loss_gap,
-    noise_band,
-    other_settings,
-    pick_reference,
-    tail_gap,
-    tail_noise,
-)
-from benchmarks.report.main import main, read_all, read_run, table
-from core.files import write_json
-from training.config import Config
+from benchmarks.records.runs import read_run
+from benchmarks.report import gaps
+from benchmarks.report.figures import POINTS, draw_gap, draw_losses, draw_scaling, scaling, thin
+from benchmarks.report.main import main, read_all, write
+from benchmarks.report.page import gap_section
+from benchmarks.report.tables import LABEL_LENGTH, RUNS, cells, short_labels
+from benchmarks.report.verdict import Row
+from benchmarks.report.wandb_report import upload
+from tests.benchmarks.folders import COVERAGE, ENVIRONMENT, SUMMARY, append, rated, trained, write_run
 from training.tracking.settings import LogConfig
-from training.tracking.tracker import build_tracker
 
-ENVIRONMENT = {
-    "gpu_name": "NVIDIA H200",
-    "gpu_count": 4,
-    "date": "2026-01-02T03:04:05+00:00",
-    "versions": {"torch": "2.11.0", "transformer_engine": "2.20.2", "transformers": None},
-    "git": {"commit": "0123456789abcdef0123456789abcdef01234567", "dirty": True},
-    "requested_recipe": "mxfp8",
-    "recipe": "delayed",
-    "fallback_reason": "needs compute capability 10.0",
-}
-SUMMARY = {
-    "model_name": "org/some | model",
-    "mixed_precision": "fp8",
-    "use_te": True,
-    **{name: ENVIRONMENT[name] for name in ("requested_recipe", "recipe", "fallback_reason", "gpu_name")},
-    "steps": 1200,
-    "train_loss": 1.23456,
-    "train_loss_tail_mean": 1.3,
-    "eval_loss": 1.5,
-    "eval_perplexity": 4.4817,
-    "eval_token_accuracy": 0.61234,
-    "tokens_per_second": 14376.4,
-    "model_tflops_per_gpu": 739.94,
-    "mfu_bf16": 0.7482,
-    "mfu_fp8": 0.3739,
-    "peak_memory_gb": 91.26,
-    "gpu_hours": 2.456,
-    "gpus": 2,
-    "world_size": 2,
-    "sharding_mode": "fsdp_full",
-}
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def write_run(folder, *, losses=(), summary=None, environment=None, **settings):
-    """A run folder with a loss every 10 steps and an evaluation of half that loss every 20."""
-    tracker = build_tracker(LogConfig(), folder, config={}, tags=[], resume_step=None)
-    write_json(folder / "config.json", Config().to_dict() | settings)
-    (folder / "env.json").write_text(json.dumps(environment or {}))
-    for i, loss in enumerate(losses, 1):
-        rates = {"perf/tokens_per_second": 100.0 * i, "perf/peak_memory_gb": 10.0 - i}
-        tracker.log(10 * i, {"train/loss": loss, **rates})
-        if i % 2 == 0:
-            tracker.log(10 * i, {"eval/loss": loss / 2})
-    if summary:
-        tracker.summary(summary)
-    tracker.finish()
-    return folder
+def is_png(path):
+    return path.read_bytes().startswith(b"\x89PNG\r\n") and path.stat().st_size > 10_000
 
 
-def cells(run, *others):
-    head, _, row = (line.strip("| ") for line in table([run, *others]).splitlines()[:3])
-    values = row.replace("\\|", "\0").split(" | ")
-    return {name: value.replace("\0", "|") for name, value in zip(head.split(" | "), values, strict=True)}
+# Runs of a report
 
 
-def test_table_of_a_finished_run(tmp_path):
-    run = read_run(write_run(tmp_path / "my-run", losses=[3.0], summary=SUMMARY, environment=ENVIRONMENT))
-    assert cells(run) == {
-        "run": "my-run",
-        "precision": "fp8 delayed (asked for mxfp8), TE layers",
-        "train loss": "1.2346",
-        "train loss, mean of last 10 %": "1.3000",
-        "eval loss": "1.5000",
-        "perplexity": "4.48",
-        "token accuracy": "61.23%",
-        "tokens/s": "14,376",
-        "tokens/s per GPU": "7,188",
-        "MFU (utilisation) of BF16 peak": "74.8%",
-        "MFU of FP8 peak": "37.4%",
-        "TFLOP/s per GPU": "739.9",
-        "peak GB": "91.3",
-        "GPU-hours": "2.46",
-        "steps": "1,200",
-        "GPUs": "2",
-        "mode": "fsdp_full",
-        "model": "org/some | model",
-    }
-    note = table([run]).splitlines()[-1]
-    assert note == (
-        "- my-run: 2 x NVIDIA H200, 2026-01-02, torch 2.11.0, transformer_engine 2.20.2, "
-        "commit 0123456789ab with changes"
-    )
+def test_the_command_writes_figures_and_page_into_the_run(tmp_path):
+    write_run(tmp_path, losses=[3.0, 2.0, 1.0], summary=SUMMARY)
+    command = [sys.executable, "-m", "benchmarks.report", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
+    assert is_png(tmp_path / "loss.png") and is_png(tmp_path / "loss_log.png")
 
 
-def test_table_of_a_crashed_run_comes_from_its_metrics(tmp_path):
-    losses = [9.0, math.nan] + [float(i) for i in range(20, 0, -1)]
-    folder = write_run(tmp_path / "crashed", losses=losses)
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 230, "train/lo')
-    shown = cells(read_run(folder))
-    assert shown == {
-        "run": "crashed (unfinished)",
-        "precision": "bf16, HF layers",
-        "train loss": "1.0000",
-        "train loss, mean of last 10 %": "1.5000",  # of 21 finite losses the last two: 2 and 1
-        "eval loss": "0.5000",
-        "perplexity": "1.65",
-        "tokens/s": "1,200",  # median of 200, 300 .. 2200: the first interval warms up
-        "peak GB": "9.0",
-        "steps": "220",
-        "model": "tiny-llama",
-    }
+def test_several_runs_need_an_output_folder_for_figures(tmp_path, capsys):
+    for name in ("a", "b"):
+        write_run(tmp_path / "runs" / name, losses=[3.0, 2.0])
+    assert main([str(tmp_path / "runs")]) == 0
+    assert "several runs need --output_dir" in capsys.readouterr().out
+    assert main([str(tmp_path / "runs"), "--output_dir", str(tmp_path / "new" / "report")]) == 0
+    assert is_png(tmp_path / "new" / "report" / "loss.png") and not (tmp_path / "runs/a/loss.png").exists()
+    assert main([str(tmp_path / "runs"), "--use_wandb"]) == 2
+    assert capsys.readouterr().err.startswith("error: --use_wandb: several runs need --output_dir")
 
 
-@pytest.mark.parametrize(
-    ("kept", "hours"),
-    [
-        ('{"wall_seconds": 900.0, "gpu_seconds": 7200.0, "node_seconds": 900.0}', (900.0, 2.0, 0.25)),
-        ('{"wall_seconds": "none", "gpu_sec', (None, None, None)),
-        ('{"wall_seconds": "none", "gpu_seconds": 7200.0}', (None, 2.0, None)),
-        ("[]", (None, None, None)),
-    ],
-)
-def test_hours_of_an_unfinished_run_come_from_its_wall_time(tmp_path, kept, hours):
-    """Whatever that file holds, there is a report."""
-    folder = write_run(tmp_path / "killed", losses=[3.0])
-    (folder / "wall_time.json").write_text(kept)
-    run = read_run(folder)
-    assert tuple(map(run.value, ("runtime_seconds", "gpu_hours", "node_hours"))) == hours
-    assert cells(run).get("GPU-hours") == ("2.00" if hours[1] else None)
+def test_a_study_of_the_table_is_reported_like_run_folders(tmp_path, capsys):
+    assert main(["--study", "h200-compare/1b", "--output_dir", str(tmp_path)]) == 0
+    assert "| delayed | fp8 delayed, TE layers |" in capsys.readouterr().out
+    assert is_png(tmp_path / "gap.png") and "delayed" in (tmp_path / "report.html").read_text()
 
 
 def test_a_run_that_crashed_before_its_first_line_has_a_row(tmp_path, capsys):
@@ -152,298 +63,398 @@ def test_a_run_that_crashed_before_its_first_line_has_a_row(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "env.json").unlink()
     assert main([str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert "(unfinished) | bf16, HF layers | 0 | tiny-llama |" in shown
-    assert "stopped before it looked at the machine" in shown and "no loss.png: no loss was logged" in shown
-    assert not (tmp_path / "loss.png").exists()
+    printed = capsys.readouterr().out
+    assert "(unfinished) | bf16, HF layers | 0 | tiny-llama |" in printed and "no loss was logged" in printed
+    assert "stopped before its environment was recorded" in printed
 
 
-def rated(folder, gpus, tokens_per_second, *, recipe="delayed", **settings):
-    values = {"gpus": gpus, "tokens_per_second": tokens_per_second, "recipe": recipe}
-    return read_run(write_run(folder, summary=SUMMARY | values, environment=ENVIRONMENT, **settings))
-
-
-def test_scaling_is_against_the_one_gpu_run_of_the_same_work(tmp_path):
-    one = rated(tmp_path / "one", 1, 10_000.0)
-    four = rated(tmp_path / "four", 4, 30_000.0)
-    strangers = [
-        rated(tmp_path / "current", 1, 9_000.0, recipe="current"),
-        rated(tmp_path / "longer", 1, 8_000.0, max_seq_length=2048),
-        rated(tmp_path / "two", 2, 18_000.0),
-        rated(tmp_path / "accumulating", 1, 11_000.0, gradient_accumulation_steps=8),
-        rated(tmp_path / "small-moments", 1, 12_000.0, moment_dtype="bf16"),
-        rated(tmp_path / "deterministic", 1, 7_000.0, deterministic=True),
-        rated(tmp_path / "exact-scales", 1, 9_500.0, fp8_fp32_scales=True),
-    ]
-    shown = cells(four, one, *strangers)
-    assert (shown["GPUs"], shown["tokens/s"], shown["tokens/s per GPU"]) == ("4", "30,000", "7,500")
-    assert shown["scaling"] == "75.0%"  # 7,500 of 10,000
-    assert cells(strangers[2], four, one)["scaling"] == "90.0%"
-    assert cells(one, four)["scaling"] == "-"  # what others are compared with
-    assert "scaling" not in cells(four, *strangers)
-    again = rated(tmp_path / "again", 1, 10_100.0)
-    assert "scaling" not in cells(four, one, again)  # which of the two?
-
-
-def test_a_precision_map_names_what_ran(tmp_path):
-    rows = [
-        {"modules": "a", "count": 1, "precision": "bf16", "gemm_share": 0.6, "note": ""},
-        {"modules": "b", "count": 1, "precision": "fp8 block", "gemm_share": 0.1, "note": ""},
-        {"modules": "c", "count": 1, "precision": "fp8 current", "gemm_share": 0.3, "note": ""},
-    ]
-    environment = {"recipe": "delayed", "coverage": {"rows": rows}}
-    settings = {"mixed_precision": "fp8", "use_te": True, "precision_map": "layers.*=current"}
-    run = read_run(write_run(tmp_path / "run", environment=environment, **settings))
-    assert cells(run)["precision"] == "fp8 current and block by map, TE layers"
-    before = read_run(write_run(tmp_path / "early", environment={"recipe": "delayed"}, **settings))
-    assert cells(before)["precision"] == "fp8 delayed by map, TE layers"
-
-
-def test_a_run_recorded_before_there_were_several_gpus_had_one(tmp_path):
-    summary = {k: v for k, v in SUMMARY.items() if k not in ("gpus", "world_size", "sharding_mode")}
-    run = read_run(write_run(tmp_path / "old", summary=summary, environment=ENVIRONMENT))
-    shown = cells(run)
-    assert (shown["GPUs"], shown["mode"]) == ("1", "single")
-    assert shown["tokens/s per GPU"] == shown["tokens/s"] == "14,376"
-    assert table([run]).splitlines()[-1].startswith("- old: 1 x NVIDIA H200, ")
-
-
-def test_gpus_and_mode_of_a_crashed_run_come_from_its_environment(tmp_path):
-    gpus = [{"name": "NVIDIA H200", "memory_gb": 150.1}] * 4  # of rank 0's node
-    environment = ENVIRONMENT | {"gpus": gpus, "world_size": 8, "sharding_mode": "hsdp"}
-    run = read_run(write_run(tmp_path / "crashed", losses=[3.0, 2.0], environment=environment))
-    shown = cells(run)
-    assert (shown["GPUs"], shown["mode"], shown["tokens/s per GPU"]) == ("8", "hsdp", "25")  # 200 / 8
-    assert table([run]).splitlines()[-1].startswith("- crashed: 8 x NVIDIA H200, ")
-    alone = read_run(write_run(tmp_path / "alone", losses=[3.0], environment=ENVIRONMENT | {"gpus": gpus}))
-    assert (cells(alone)["GPUs"], cells(alone)["mode"]) == ("1", "single")
-
-
-def test_smooth_averages_noise_and_keeps_a_slope():
-    assert smooth([1.0, 2.0, 6.0]) == [1.0, 2.0, 6.0]  # too few to average
-    noisy = smooth([float(i % 2) for i in range(400)])
-    assert noisy[200] == pytest.approx(10 / 21)  # 190 to 210
-    assert noisy[0] == 0 and noisy[1] == pytest.approx(1 / 3) and noisy[399] == 1
-    slope = [float(i) for i in range(400)]
-    assert smooth(slope) == pytest.approx(slope)
-    huge = smooth([2.0] * 100 + [1e30] + [2.0] * 299)
-    assert huge[300] == 2.0 and huge[100] == pytest.approx(1e30 / 21)
-
-
-def test_the_curve_shows_all_runs_without_non_finite_losses(tmp_path):
-    folders = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
-    write_run(folders[0], losses=[4.0, math.nan, 2.0])
-    write_run(folders[1], losses=[8.0, 6.0])
-    figure = draw_losses([read_run(folder) for folder in folders])
-    (axes,) = figure.axes
-    assert [line.get_linestyle() for line in axes.lines] == ["-"] * 4 + ["None"], "evaluations are dots"
-    drawn = [list(zip(*line.get_data(), strict=True)) for line in axes.lines]
-    assert drawn == [
-        [(10, 4.0), (30, 2.0)],
-        [(10, 4.0), (30, 2.0)],
-        [(10, 8.0), (20, 6.0)],
-        [(10, 8.0), (20, 6.0)],
-        [(20, 3.0)],
-    ]
-    (legend,) = figure.legends
-    labels = [text.get_text().replace("\n", "") for text in legend.get_texts()]
-    assert labels == [
-        f"{folders[0]}: training, smoothed",
-        f"{folders[1]}: training, smoothed",
-        f"{folders[1]}: evaluation",
-    ]
-
-
-def is_png(path):
-    return path.read_bytes().startswith(b"\x89PNG\r\n") and path.stat().st_size > 10_000
-
-
-def test_command_line_writes_the_curve_into_the_run(tmp_path):
-    write_run(tmp_path, losses=[3.0, 2.0, 1.0], summary=SUMMARY)
-    command = [sys.executable, "-m", "benchmarks.report", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
-    assert f"loss curve: {tmp_path / 'loss.png'}" in lines
-    assert lines[-1] == f"report: {tmp_path / 'report.html'}"
-    assert is_png(tmp_path / "loss.png")
-
-
-def test_several_runs_share_a_curve_in_the_output_folder(tmp_path, capsys):
-    runs = [str(write_run(tmp_path / name, losses=[3.0, 2.0])) for name in ("a", "b")]
-    assert main([*runs, "--output_dir", str(tmp_path / "new" / "report")]) == 0
-    assert is_png(tmp_path / "new" / "report" / "loss.png")
-    assert main(runs) == 0
-    assert "several runs need --output_dir" in capsys.readouterr().out
-    assert not (tmp_path / "a" / "loss.png").exists()
-
-
-def test_a_folder_of_runs_is_all_of_them(tmp_path):
-    for name in ("a", "b"):
-        write_run(tmp_path / "runs" / name, losses=[3.0, 2.0])
-    runs, _ = read_all([tmp_path / "runs"], None)
-    assert [run.name for run in runs] == ["a", "b"]
-
-
-def test_what_is_no_run_is_one_line_and_exit_code_2(tmp_path, capsys):
-    good = write_run(tmp_path / "good", losses=[1.0])
+def test_bad_input_is_one_line(tmp_path, capsys):
+    good, broken = (write_run(tmp_path / name, losses=[1.0]) for name in ("good", "broken"))
+    (broken / "summary.json").write_text("{")
     for name in ("empty", "export"):
         (tmp_path / name).mkdir()
     (tmp_path / "export" / "config.json").write_text('{"model_type": "llama"}')
-    broken = write_run(tmp_path / "broken", losses=[1.0])
-    (broken / "summary.json").write_text("{")
-    foreign = write_run(tmp_path / "foreign", losses=[1.0], environment={"versions": [1]})
-    counts = write_run(tmp_path / "counts", losses=[1.0], batch_size="2")
     for arguments, reason in (
-        ([tmp_path / "export"], "export: not a run folder (its config.json has no mixed_precision)"),
         ([good, tmp_path / "export"], "export: not a run folder"),
         ([tmp_path / "empty"], "empty: not a run folder (it has no config.json)"),
-        ([good, tmp_path / "nowhere"], "nowhere: there is no such folder"),
-        ([good, "--reference", tmp_path / "nowhere"], "nowhere: there is no such folder"),
+        ([good, "--reference", tmp_path / "nowhere"], "nowhere: no such folder"),
         ([broken], "summary.json: cannot be read"),
-        ([foreign], "env.json: not of a run (versions is [1])"),
-        ([counts], "counts: not a run folder (batch_size of its config.json is '2')"),
         ([good, "--output_dir", ""], "--output_dir: '': no folder; name one"),
-        ([good, "--reference", tmp_path / "empty"], "empty: not a run folder"),
         ([good, "--output_dir", broken / "summary.json"], "summary.json: File exists"),
+        ([], "give run folders, or --study"),
+        (["--study", "nope"], "--study nope: not recorded"),
     ):
         assert main([str(argument) for argument in arguments]) == 2
-        shown = capsys.readouterr().err
-        assert shown.startswith("error: ") and reason in shown and shown.count("\n") == 1
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and reason in error and error.count("\n") == 1
 
 
-def trained(folder, losses, recipe="bf16", **settings):
-    values = {"recipe": recipe, "mixed_precision": "bf16" if recipe == "bf16" else "fp8"}
-    folder = write_run(
-        folder, losses=losses, summary=SUMMARY | values | {"gpus": 1, "world_size": 1}, **settings
-    )
-    return read_run(folder)
+def test_scaling_is_relative_to_the_one_gpu_run_of_the_same_work(tmp_path):
+    def scaling_of(run, *others):
+        headings, lines = cells(RUNS, [run, *others])
+        return dict(zip(headings, lines[0], strict=True)).get("scaling")
+
+    one, four = rated(tmp_path / "one", 1, 10_000.0), rated(tmp_path / "four", 4, 30_000.0)
+    strangers = [
+        rated(tmp_path / "current", 1, 9_000.0, recipe="current"),
+        rated(tmp_path / "longer", 1, 8_000.0, max_seq_length=2048),
+        rated(tmp_path / "accumulating", 1, 11_000.0, gradient_accumulation_steps=8),
+        rated(tmp_path / "small-moments", 1, 12_000.0, moment_dtype="bf16"),
+        rated(tmp_path / "exact-scales", 1, 9_500.0, fp8_fp32_scales=True),
+    ]
+    assert scaling_of(four, one, *strangers) == "75.0%"  # 7,500 of 10,000
+    assert scaling_of(one, four) == "-" and scaling_of(four, *strangers) is None
+    assert scaling_of(four, one, rated(tmp_path / "again", 1, 10_100.0)) is None, "two candidates"
 
 
-def test_the_reference_is_the_first_bf16_run_else_the_first(tmp_path):
-    fp8 = trained(tmp_path / "fp8", [2.0], "delayed")
+def test_long_labels_are_cut_in_the_middle_unless_that_makes_two_alike(tmp_path):
+    runs = [trained(tmp_path / f"{'long-' * 40}{i}", [2.0]) for i in range(2)]
+    assert all(len(name) < LABEL_LENGTH and name[-1] in "01" for name in short_labels(runs))
+    alike = [trained(tmp_path / f"{'x' * 90}{i}{'x' * 90}", [2.0]) for i in range(2)]
+    assert short_labels(alike) == [run.name for run in alike]
+    same = [trained(tmp_path / part / "run", [2.0]) for part in "ab"]
+    assert short_labels(same) == [str(run.folder) for run in same]
+
+
+# Gaps
+
+
+def test_the_reference_is_a_bf16_run_with_a_loss_and_if_possible_fp8_s_seed(tmp_path):
+    fp8, other = trained(tmp_path / "fp8", [2.0], "delayed"), trained(tmp_path / "other", [2.0], seed=43)
     empty, bf16 = trained(tmp_path / "empty", []), trained(tmp_path / "bf16", [2.0])
-    assert pick_reference([fp8, empty, bf16]) is bf16
-    assert pick_reference([fp8, empty]) is fp8
-    other = trained(tmp_path / "other", [2.0], seed=43)
-    assert pick_reference([other, fp8, bf16]) is bf16, "of FP8's own seed"
-    assert pick_reference([other, bf16]) is other
-
-
-def test_another_seed_is_told_as_a_setting_that_differs(tmp_path):
-    reference = trained(tmp_path / "a", [2.0] * 20)
-    fp8 = trained(tmp_path / "b", [2.0] * 20, "delayed", seed=43)
-    assert other_settings(fp8, reference) == ["seed"] and other_settings(reference, reference) == []
+    assert gaps.pick_reference([fp8, empty, bf16]) is bf16 and gaps.pick_reference([fp8, empty]) is fp8
+    assert gaps.pick_reference([other, fp8, bf16]) is bf16 and gaps.pick_reference([other, bf16]) is other
 
 
 def test_gap_and_noise_band_against_the_reference(tmp_path):
     reference = trained(tmp_path / "a", [4.0, 2.0, 2.0], seed=1)
     twin = trained(tmp_path / "b", [4.4, 2.2, 1.9], seed=2)
     fp8 = trained(tmp_path / "c", [4.0, 2.1, 2.04, 1.0], "delayed", seed=1, mixed_precision="fp8")
-    again = trained(tmp_path / "d", [9.0, 9.0, 9.0], seed=1)  # no other seed: says nothing of noise
-    warmer = trained(tmp_path / "e", [9.0, 9.0, 9.0], seed=3, learning_rate=1.0)  # nor another setting
-    runs = [reference, twin, fp8, again, warmer]
-    against = comparison(runs, reference)
-    pairs = [(run, reference) for run in runs[1:]]
-    assert (against.pairs, against.family, against.left_out) == (pairs, [reference, twin], {})
-    assert loss_gap(fp8, reference) == [(10, 0.0), (20, pytest.approx(0.05)), (30, pytest.approx(0.02))]
-    assert noise_band(against.family) == [
-        (10, pytest.approx(0.1)),
-        (20, pytest.approx(0.1)),
-        (30, pytest.approx(0.05)),
+    again = trained(tmp_path / "d", [9.0, 9.0, 9.0], seed=1)  # no other seed
+    warmer = trained(tmp_path / "e", [9.0, 9.0, 9.0], seed=3, learning_rate=1.0)  # another setting
+    diverged = trained(tmp_path / "f", [4.0, 2.0, math.nan], seed=4)
+    runs = [reference, twin, fp8, again, warmer, diverged]
+    against = gaps.comparison(runs, reference)
+    assert against.pairs == [(run, reference) for run in runs[1:]] and against.left_out == {}
+    assert against.family == [reference, twin]
+    assert gaps.loss_gap(fp8, reference) == [(10, 0.0), (20, pytest.approx(0.05)), (30, pytest.approx(0.02))]
+    band = dict(gaps.noise_band(against.family))
+    assert band == pytest.approx({10: 0.1, 20: 0.1, 30: 0.05})
+    assert gaps.noise_band([reference]) == [] and gaps.tail_noise([reference]) is None
+    assert gaps.tail_gap(fp8, reference) == pytest.approx(0.02), "of step 30, which both have"
+    assert gaps.tail_noise(against.family) == pytest.approx(0.05)
+    assert gaps.other_settings(fp8, reference) == [] and gaps.other_settings(warmer, reference) == [
+        "learning_rate",
+        "seed",
     ]
-    assert noise_band([reference]) == [] and tail_noise([reference]) is None
-    assert tail_gap(fp8, reference) == pytest.approx(0.02)  # of step 30, which both have
-    assert tail_noise(against.family) == pytest.approx(0.05)
 
 
 def test_the_noise_of_three_seeds_is_their_whole_spread(tmp_path):
     family = [trained(tmp_path / str(loss), [loss], seed=i) for i, loss in enumerate((2.0, 2.2, 1.9))]
-    assert noise_band(family) == [(10, pytest.approx(0.15))]
-    assert tail_noise(family) == pytest.approx(0.15)
+    assert gaps.noise_band(family) == [(10, pytest.approx(0.15))]
+    assert gaps.tail_noise(family) == pytest.approx(0.15)
 
 
-def test_the_gap_s_axis_fits_neither_the_start_nor_the_end(tmp_path):
-    reference = trained(tmp_path / "a", [2.0] * 200)
-    fp8 = trained(tmp_path / "b", [4.0] * 3 + [2.02] * 195 + [6.0] * 2, "delayed")
-    (axes,) = draw_gap([reference, fp8], comparison([reference, fp8], reference)).axes
-    low, high = axes.get_ylim()
-    assert low == pytest.approx(0, abs=0.002) and 0.01 < high < 0.02
+@pytest.mark.parametrize(
+    ("losses", "changes", "reason"),
+    [
+        ([2.0], {"max_seq_length": 2048}, "max_seq_length is 2048, the reference's 1024"),
+        ([2.0], {"system_prompt": ""}, "system_prompt is , the reference's Solve"),
+        ([2.0], {"batch_size": 32}, "its global batch is 32 sequences, the reference's 8"),
+        ([2.0], {"environment": {"data": {"train": {"fingerprint": "2e"}}}}, "its data held other samples"),
+        ([], {}, "it logged no training loss"),
+        ([math.nan], {}, "none of its training losses is finite"),
+        ([2.0], {"seed": 43, "environment": {"data": {"train": {"fingerprint": "2e"}}}}, None),
+        ([2.0], {"eval_samples": 3}, None),
+    ],
+)
+def test_losses_of_another_task_are_not_compared(tmp_path, losses, changes, reason):
+    environment = {"data": {"train": {"fingerprint": "1f"}}}
+    reference = trained(tmp_path / "a", [2.0], environment=environment)
+    run = trained(tmp_path / "b", losses, **changes)
+    found = gaps.comparison([reference, run], reference).left_out
+    assert list(found) == (["b"] if reason else []) and found.get("b", "").startswith(reason or "")
 
 
-def test_a_spike_leaves_the_other_gaps_readable(tmp_path):
-    reference = trained(tmp_path / "a", [2.0] * 200)
-    fp8 = trained(tmp_path / "b", [2.02] * 100 + [4e5] + [2.01] * 99, "delayed")
-    (axes,) = draw_gap([reference, fp8], comparison([reference, fp8], reference)).axes
-    assert 0.01 < axes.get_ylim()[1] < 0.2 and "spikes cut off" in axes.get_ylabel()
+def test_smoothing_averages_noise_and_keeps_a_slope():
+    assert gaps.smooth([1.0, 2.0, 6.0]) == [1.0, 2.0, 6.0]  # too few to average
+    noisy = gaps.smooth([float(i % 2) for i in range(400)])
+    assert noisy[200] == pytest.approx(10 / 21)  # 190 to 210
+    assert noisy[0] == 0 and noisy[1] == pytest.approx(1 / 3) and noisy[399] == 1
+    slope = [float(i) for i in range(400)]
+    assert gaps.smooth(slope) == pytest.approx(slope)
 
 
-def test_a_run_that_is_far_off_all_the_time_is_no_spike(tmp_path):
-    reference = trained(tmp_path / "a", [2.0] * 200)
-    close = [trained(tmp_path / f"close{i}", [2.002] * 200, "delayed") for i in range(5)]
-    runs = [reference, *close, trained(tmp_path / "far", [2.1] * 200, "delayed")]
-    (axes,) = draw_gap(runs, comparison(runs, reference)).axes
-    assert axes.get_ylim()[1] > 0.05 and "cut off" not in axes.get_ylabel()
+# Figures
 
 
-def test_a_run_whose_baseline_did_not_run_is_set_against_no_other(tmp_path):
-    runs = [trained(tmp_path / name, [2.0]) for name in ("bf16", "tensorwise")]
-    found = comparison(runs, runs[0], {runs[1].folder: None})
-    assert not found.pairs and found.left_out == {"tensorwise": "what it is held against has not run"}
+def test_the_curve_shows_all_runs_without_non_finite_losses(tmp_path):
+    folders = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
+    for folder, losses in zip(folders, ([4.0, math.nan, 2.0], [8.0, 6.0]), strict=True):
+        write_run(folder, losses=losses)
+    figure = draw_losses([read_run(folder) for folder in folders])
+    (axes,) = figure.axes
+    first, second = [(10, 4.0), (30, 2.0)], [(10, 8.0), (20, 6.0)]
+    drawn = [list(zip(*line.get_data(), strict=True)) for line in axes.lines]
+    assert drawn == [first, first, second, second, [(20, 3.0)]]
+    labels = [text.get_text().replace("\n", "") for text in figure.legends[0].get_texts()]
+    assert labels[0] == f"{folders[0]}: training, smoothed" and labels[2] == f"{folders[1]}: evaluation"
+
+
+@pytest.mark.parametrize(
+    ("losses", "low", "high", "cut"),
+    [
+        ([4.0] * 3 + [2.02] * 195 + [6.0] * 2, 0.01, 0.02, False),  # neither start nor end
+        ([2.02] * 100 + [4e5] + [2.01] * 99, 0.01, 0.2, True),  # a spike
+        ([2.1] * 200, 0.05, 0.06, False),  # far off all the time is no spike
+    ],
+)
+def test_the_gap_s_axis_fits_what_is_settled(tmp_path, losses, low, high, cut):
+    reference, close = trained(tmp_path / "a", [2.0] * 200), trained(tmp_path / "b", [2.002] * 200, "delayed")
+    runs = [reference, close, trained(tmp_path / "c", losses, "delayed")]
+    (axes,) = draw_gap(runs, gaps.comparison(runs, reference)).axes
+    assert low < axes.get_ylim()[1] < high and ("spikes cut off" in axes.get_ylabel()) == cut
 
 
 def test_each_gap_is_drawn_against_its_own_baseline(tmp_path):
     te, hf = trained(tmp_path / "bf16", [2.0]), trained(tmp_path / "bf16_hf", [4.0])
     runs = [te, hf, trained(tmp_path / "tensorwise", [4.4], "tensorwise")]
-    (axes,) = draw_gap(runs, comparison(runs, te, {runs[2].folder: hf})).axes
-    gaps = {line.get_label(): line.get_ydata()[0] for line in axes.lines}
-    assert gaps["bf16_hf"] == pytest.approx(1.0) and gaps["tensorwise"] == pytest.approx(0.1)
+    (axes,) = draw_gap(runs, gaps.comparison(runs, te, {runs[2].folder: hf})).axes
+    drawn = {line.get_label(): line.get_ydata()[0] for line in axes.lines}
+    assert drawn["bf16_hf"] == pytest.approx(1.0) and drawn["tensorwise"] == pytest.approx(0.1)
     assert axes.get_ylabel() == "loss against its baseline"
+    lost = gaps.comparison(runs, te, {runs[2].folder: None})
+    assert lost.left_out == {"tensorwise": "its baseline did not run"}
 
 
-def test_long_names_are_cut_in_the_middle_unless_that_makes_two_alike(tmp_path):
-    names = [f"{'long-' * 40}{i}" for i in range(2)]
-    runs = [trained(tmp_path / name, [2.0]) for name in names]
-    short = short_labels(runs)
-    assert [len(name) for name in short] == [99, 99] and [name[-1] for name in short] == ["0", "1"]
-    alike = [trained(tmp_path / f"{'x' * 90}{i}{'x' * 90}", [2.0]) for i in range(2)]
-    assert short_labels(alike) == [run.name for run in alike]
-    text = draw_losses(runs).legends[0].get_texts()[0].get_text()
-    assert max(map(len, text.replace(": training, smoothed", "").split("\n"))) <= 44
+def test_speed_is_drawn_over_lengths_and_gpus_of_the_same_work(tmp_path):
+    runs = [
+        rated(tmp_path / "long", 1, 300.0, max_seq_length=4096),
+        rated(tmp_path / "short", 1, 200.0, max_seq_length=2048),
+        rated(tmp_path / "emulated", 1, 1.0, max_seq_length=1024, emulated=True),
+        rated(tmp_path / "cpu", 0, 1.0, max_seq_length=512),
+        rated(tmp_path / "four", 4, 700.0, max_seq_length=2048, sharding_mode="ddp"),
+    ]
+    ((line, points),) = scaling(runs, "sequence length").items()
+    assert line.endswith("delayed (TE), 1 GPU") and [x for x, _ in points] == [2048, 4096]
+    by_gpus = scaling(runs, "GPUs")
+    (line,) = by_gpus
+    per_gpu = draw_scaling(by_gpus, "GPUs").axes[1]
+    assert per_gpu.get_ylabel() == "tokens/s per GPU"
+    assert [line.get_xydata().tolist() for line in per_gpu.lines] == [[[1, 200], [4, 175]]] * 2
+    other = {"max_seq_length": 2048, "gradient_accumulation_steps": 8}
+    runs += [rated(tmp_path / f"x{gpus}", gpus, 100.0, **other) for gpus in (1, 4)]
+    assert [*scaling(runs, "GPUs")] == [line, f"{line}, gradient_accumulation_steps=8"]
+    assert scaling(runs[:1], "GPUs") == {}
 
 
-def test_long_names_of_variants_are_broken_at_their_settings(tmp_path):
-    name = "delayed+moment_dtype=bf16+batch_size=4+gradient_accumulation_steps=2+grad_reduce_dtype=bf16"
-    runs = [trained(tmp_path / "bf16", [2.0]), trained(tmp_path / name, [2.0], "delayed")]
-    figure = draw_coverage(runs)
-    (axes,) = figure.axes
-    short, long = (label.get_text() for label in axes.get_yticklabels())
-    assert short == "bf16" and long.replace("\n", "") == name
-    assert all(line.startswith(("delayed", "+")) and len(line) <= 44 for line in long.split("\n"))
-    assert figure.get_size_inches()[1] > draw_coverage(runs[:1]).get_size_inches()[1] + 0.35 * 2
+def test_thinning_keeps_the_extremes_of_a_long_curve():
+    series = [(i, 1.0) for i in range(100_000)]
+    series[54_321], series[77_777] = (54_321, 50.0), (77_777, -50.0)
+    thinned = thin(series)
+    assert len(thinned) <= POINTS and thinned == sorted(thinned)
+    assert (54_321, 50.0) in thinned and (77_777, -50.0) in thinned
+    assert thin(series[:POINTS]) == series[:POINTS]
 
 
-def test_losses_of_other_work_are_not_compared(tmp_path):
-    reference = trained(tmp_path / "a", [2.0])
-    longer = trained(tmp_path / "longer", [2.0], max_seq_length=2048)
-    larger = trained(tmp_path / "larger", [2.0], batch_size=4 * reference.config["batch_size"])
-    silent = trained(tmp_path / "silent", [])
-    lost = trained(tmp_path / "lost", [math.nan])
-    against = comparison([reference, longer, larger, silent, lost], reference)
-    assert against.pairs == []
-    rows = reference.config["batch_size"]
-    assert against.left_out == {
-        "longer": f"max_seq_length is 2048, the reference's {reference.config['max_seq_length']}",
-        "larger": f"its global batch is {4 * rows} rows, the reference's {rows}",
-        "silent": "it logged no training loss",
-        "lost": "none of its training losses is finite",
+# The page
+
+NASTY = '<script src="http://evil/x.js"></script> & "$\\frac{" \' </style>'
+SECTIONS = ["runs", "losses", "gap", "statistics", "speed", "coverage", "fp8", "hours", "settings"]
+
+
+class Page(HTMLParser):
+    """Collects ids, references, tags and texts, and checks nesting."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.open, self.ids, self.references, self.tags, self.texts = [], [], [], [], []
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
+        assert self.open == [] and len(self.ids) == len(set(self.ids))
+        assert not {"script", "link", "iframe", "object"} & set(self.tags)
+        for reference in self.references:
+            assert (
+                reference.startswith("data:image/svg+xml;base64,") or reference.removeprefix("#") in self.ids
+            )
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.open += [] if tag in ("meta", "img") else [tag]
+        for name, value in attributes:
+            assert not name.startswith("on")
+            self.ids += [value] if name == "id" else []
+            self.references += [value] if name in ("src", "href", "srcset") else []
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data.strip())
+        assert self.open[-1:] != ["style"] or not re.search(r"url\(|@import", data)
+
+
+def whole_run(folder, *, losses=(3.0, 2.5, 2.0), **settings):
+    """A finished run with coverage and FP8 statistics of its last step."""
+    summary = SUMMARY | {"runtime_seconds": 5400.0, "nodes": 1, "node_hours": 1.5, "gpu_hours": 3.0}
+    environment = ENVIRONMENT | {"coverage": COVERAGE}
+    write_run(folder, losses=losses, summary=summary, environment=environment, **settings)
+    casts = {f"fp8/layers.{i}.proj/weight/{name}": 0.5 for i in range(2) for name in ("underflow", "amax")}
+    append(folder, step=30, **casts)
+    return folder
+
+
+def reported(tmp_path, *folders, reference=None):
+    """The parsed page of some runs, and its rows by section and heading."""
+    out = tmp_path / "report"
+    out.mkdir(exist_ok=True)
+    write(*read_all(list(folders), reference), out)
+    source, rows = (out / "report.html").read_text(encoding="utf-8"), {}
+    for name, body in re.findall(r'<section id="(\w+)">(.*?)</section>', source, re.DOTALL):
+        for line in re.findall(r"<tr>(.*?)</tr>", body, re.DOTALL):
+            found = re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line)
+            rows[name, found[0]] = found[1:]
+    page = Page(out / "report.html")
+    assert [name for name in page.ids if name in SECTIONS] == SECTIONS
+    return page, rows
+
+
+def test_the_page_of_two_runs_has_every_figure_and_number(tmp_path, capsys):
+    one, two = (
+        whole_run(tmp_path / "one", seed=1),
+        whole_run(tmp_path / "two", seed=2, losses=(3.0, 2.5, 2.5)),
+    )
+    page, rows = reported(tmp_path, one, two)
+    assert page.tags.count("img") == 2 + 1 + 1 + 2  # losses, gap, coverage, FP8 statistics of each run
+    assert {path.name for path in (tmp_path / "report").glob("*.png")} == {
+        *("loss.png", "loss_log.png", "gap.png", "coverage.png"),
+        *("fp8_stats_1_one.png", "fp8_stats_2_two.png"),
     }
+    assert rows["hours", "one"] == ["1.500", "1", "2", "1.500", "3.000"]
+    assert rows["coverage", "one"] == ["75.0%", "25.0%"]
+    assert rows["gap", "two"] == ["one", "+25.000%", "seed"]
+    assert rows["settings", "seed"] == ["1", "<mark>2</mark>"]
+    assert rows["settings", "max_seq_length"] == ["1024"]
+    text = " ".join(page.texts)
+    for number in (
+        "3.0000",
+        "2.5000",
+        "2.0000",
+        "0.4082",
+        "0.2357",
+        "25.000% apart",
+    ):  # sqrt(1/6), sqrt(1/18)
+        assert number in text
+    _, rows = reported(tmp_path, one, reference=two)
+    assert rows["gap", "one"] == ["two", "-20.000%", "seed"]
+    assert rows["settings", "seed"] == ["<mark>1</mark>", "2"]
 
 
-def test_an_emulated_run_shows_no_speed(tmp_path):
-    folder = write_run(tmp_path / "done", summary=SUMMARY | {"emulated": True}, environment=ENVIRONMENT)
-    stopped = write_run(tmp_path / "stopped", losses=[3.0, 2.0], environment=ENVIRONMENT | {"emulated": True})
-    for run in (read_run(folder), read_run(stopped)):
-        shown = cells(run)
-        assert "(emulated)" in shown["precision"]
-        assert not any(word in name for name in shown for word in ("tokens/s", "scaling", "TFLOP", "MFU"))
+def test_a_run_that_logged_nothing_has_every_section(tmp_path):
+    write_run(tmp_path / "empty")
+    page, _ = reported(tmp_path, tmp_path / "empty")
+    assert "No run logged a loss." in page.texts and "Not recorded." in page.texts
+    assert any("unfinished" in text for text in page.texts)
+
+
+def test_text_of_run_folders_stays_text(tmp_path):
+    folders = [tmp_path / "a <b>$x_{ & \"c' $", tmp_path / "_plain"]
+    for folder in folders:
+        whole_run(folder, dataset_name=NASTY)
+        written = json.loads((folder / "summary.json").read_text())
+        (folder / "summary.json").write_text(json.dumps(written | {"model_name": NASTY}))
+        environment = json.loads((folder / "env.json").read_text())
+        environment["coverage"]["rows"][0]["precision"] = NASTY
+        environment["versions"]["torch"] = NASTY
+        (folder / "env.json").write_text(json.dumps(environment))
+        append(folder, step=40, **{f"fp8/layers.0.{NASTY}/weight/amax": 1.0})
+    page, _ = reported(tmp_path, *folders)
+    assert sum(NASTY in text for text in page.texts) >= 5
+    assert any(folders[0].name in text for text in page.texts)
+
+
+def test_emulated_runs_are_named_and_show_no_speed(tmp_path):
+    summary, environment = SUMMARY | {"emulated": True}, ENVIRONMENT | {"emulated": True}
+    about = {"losses": [3.0], "summary": summary, "environment": environment}
+    folders = [write_run(tmp_path / f"{n}", max_seq_length=n, **about) for n in (512, 1024)]
+    page, _ = reported(tmp_path, *folders)
+    text = " ".join(page.texts)
+    assert "Emulated: 512, 1024." in text and "14,376" not in text and "74.8%" not in text
+    assert "No two runs of the same work on GPUs" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ({"step": 40, "train/loss": math.nan}, "none: it does not end finite"),
+        (None, "none: no common step, or a baseline of 0"),
+    ],
+)
+def test_a_gap_that_cannot_be_has_a_reason(tmp_path, line, reason):
+    good, bad = (write_run(tmp_path / name, losses=[3.0, 2.5, 2.0]) for name in ("good", "bad"))
+    if line:
+        append(bad, **line)
+    else:
+        lines = [json.loads(line) for line in (bad / "metrics.jsonl").read_text().splitlines()]
+        (bad / "metrics.jsonl").write_text("\n".join(json.dumps(r | {"step": r["step"] + 1}) for r in lines))
+    _, ((_, _, shown, _),) = gap_section(*read_all([good, bad], None), {})["table"]
+    assert shown == reason
+
+
+def test_the_same_runs_make_the_same_page(tmp_path):
+    run, pages = write_run(tmp_path / "run", losses=[3.0, 2.0]), []
+    for _ in range(2):
+        reported(tmp_path, run)
+        pages.append((tmp_path / "report" / "report.html").read_bytes())
+    assert pages[0] == pages[1]
+
+
+# W&B, offline
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb.teardown()  # settings are read once per process
+    yield
+    wandb.teardown()
+
+
+def test_a_report_on_wandb_is_a_run_of_the_group_with_tables_figures_and_page(tmp_path, offline, capsys):
+    folder = whole_run(tmp_path / "run", wandb_group="my-group", wandb_project="my-project")
+    (folder / "wandb_id.txt").write_text("of-training")
+    assert main([str(folder), "--use_wandb"]) == 0
+    wandb.teardown()  # everything is on disk after it
+    (run,) = folder.glob("wandb/offline-run-*")
+    found = {}
+    for path in run.glob("files/media/table/report/*.table.json"):
+        table = json.loads(path.read_text())
+        columns = zip(*table["data"], strict=True)
+        found[path.name.split("_0_")[0]] = dict(zip(table["columns"], map(list, columns), strict=True))
+    assert set(found) == {"runs", "hours", "training_loss", "validation_loss"}
+    assert found["runs"]["run"] == ["run"] and found["runs"]["tokens/s"] == [14376.4], "numbers, not text"
+    assert found["hours"]["GPU-hours"] == [3.0] and found["training_loss"]["minimum"] == [2.0]
+    written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
+    for text in ("my-group", "my-project", "run-report", "report/loss", "Training report: run"):
+        assert text.encode() in written, text
+    assert (folder / "wandb_id.txt").read_text() == "of-training", "the W&B run of the training stays another"
+    assert "WARNING" not in capsys.readouterr().err
+
+
+def test_a_verdict_on_wandb_has_a_row_per_variant(tmp_path, offline):
+    rows = [Row("bf16", "REFERENCE"), Row("delayed", "PASS", "bf16", None, {"gap": 0.2})]
+    assert upload(tmp_path, LogConfig(use_wandb=True), [], [], rows, {"max_loss_gap_percent": 0.5})
+    wandb.teardown()
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    for text in (f"{tmp_path.name}-verdict", "report/verdict", "REFERENCE", "max_loss_gap_percent"):
+        assert text.encode() in written, text
+
+
+def test_a_report_outlives_a_failure_of_wandb(tmp_path, capsys, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("no server")
+
+    monkeypatch.setattr("benchmarks.report.wandb_report.start_wandb", fail)
+    assert not upload(tmp_path, LogConfig(use_wandb=True), [], [])
+    assert capsys.readouterr().err == f"WARNING: W&B has no report of {tmp_path} (no server)\n"

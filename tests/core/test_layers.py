@@ -13,7 +13,7 @@ LINE = [
     *("te_models/emulation", "te_models/kernels", "te_models"),
     *("training/tracking", "training/optim", "training/parallel", "training/precision"),
     *("training/checkpoint", "training", "training/doctor"),
-    *("benchmarks/records", "benchmarks/report", "benchmarks/pages", "benchmarks/compare", "benchmarks/plan"),
+    *("benchmarks/records", "benchmarks/report", "benchmarks/compare", "benchmarks/plan"),
     "benchmarks",
 ]
 LAZY = {"transformer_engine", "deepspeed", "wandb", "torchao", "nvdlfw_inspect"}

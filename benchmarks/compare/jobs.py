@@ -1,0 +1,100 @@
+"""Jobs of a comparison: every variant with the same seed, then repetitions with further seeds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records.launch import is_begun
+from benchmarks.records.runs import read_run
+from benchmarks.records.variants import Variant, resolve
+from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
+from training.config import Config
+
+# Settings of a comparison's runs, unless the command gives others.
+DEFAULTS: dict[str, Any] = {
+    "eval_at_start": True,  # shows that the runs start from the same weights
+    "eval_interval": 0,
+    "log_interval": 1,  # the tail mean is over logged losses
+    "export": False,
+    "keep_last": 1,
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a comparison."""
+
+    name: str
+    cfg: Config
+    against: str | None = None  # name of its baseline; None for the reference
+    seed_of: str | None = None  # variant that it repeats with another seed
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.cfg.checkpoint.output_dir)
+
+
+def build_jobs(
+    variants: list[Variant], given: dict[str, Any], folder: Path, noise_seeds: int, paired_seeds: int = 0
+) -> list[Job]:
+    """Return the jobs, the reference first. UserError without a reference, or for settings that conflict.
+
+    The reference is repeated with `noise_seeds` further seeds, every variant with `paired_seeds`. Its
+    baseline has the same seed.
+    """
+    by_name = {variant.name: variant for variant in variants}
+    against = {name: _baseline(variant, by_name) for name, variant in by_name.items()}
+    reference = next(name for name in against if against[name] is None)
+    ordered = [reference, *(name for name in by_name if name != reference)]
+
+    def job(name: str, seed: int | None = None) -> Job:
+        variant, suffix = by_name[name], "" if seed is None else f"-seed{seed}"
+        own = variant.settings if seed is None else variant.settings | {"seed": seed}
+        try:
+            cfg = resolve(DEFAULTS | given | own, folder / "runs" / f"{variant.folder_name}{suffix}")
+        except UserError as error:
+            raise UserError(f"variant {name}: {error}", exit_code=EXIT_BAD_SETTING) from None
+        baseline = against[name] and against[name] + suffix
+        return Job(name + suffix, cfg, baseline, None if seed is None else name)
+
+    jobs = [job(name) for name in ordered]
+    first = jobs[0].cfg.optim.seed
+    for seed in range(first + 1, first + 1 + max(noise_seeds, paired_seeds)):
+        jobs += [job(name, seed) for name in (ordered if seed <= first + paired_seeds else [reference])]
+    return jobs
+
+
+def _baseline(variant: Variant, by_name: dict[str, Variant]) -> str | None:
+    """Return the BF16 variant of the same layers, else of the other ones; None for the reference."""
+    if variant.name == "bf16" or (variant.name == "bf16_hf" and "bf16" not in by_name):
+        return None
+    order = ("bf16", "bf16_hf")
+    preferred = order if variant.uses_te or variant.name == "bf16_hf" else order[::-1]
+    found = next((name for name in preferred if name in by_name), None)
+    if found is None:
+        names = ",".join(by_name)
+        raise bad_setting("needs bf16 or bf16_hf, as they are, as the reference; add one", variants=names)
+    return found
+
+
+def check_before_start(jobs: list[Job], gpus: int) -> None:
+    """Raise UserError for differences that would make the runs incomparable."""
+    batches = {j.name: j.cfg.optim.batch_size * j.cfg.optim.gradient_accumulation_steps for j in jobs}
+    first = jobs[0].name
+    for name, batch in batches.items():
+        if batch != batches[first]:
+            raise UserError(
+                f"{name} and {first} cannot be compared: --batch_size x --gradient_accumulation_steps is "
+                f"{batch} and {batches[first]}; split the same batch in both",
+                exit_code=EXIT_BAD_SETTING,
+            )
+    for job in jobs:
+        if is_begun(job.cfg):
+            run = read_run(job.folder)
+            if run.environment and run.ranks != gpus:
+                reason = (
+                    f"{run.folder} holds a run on {run.ranks} GPUs; give that number, or another --output_dir"
+                )
+                raise bad_setting(reason, gpus=gpus)

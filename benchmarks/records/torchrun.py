@@ -1,0 +1,13 @@
+"""torchrun that exits with the code of the rank that failed first, instead of 1."""
+
+import sys
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)

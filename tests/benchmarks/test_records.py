@@ -1,0 +1,175 @@
+"""Run records: from run folders, whole, crashed and damaged, and from the table of recorded runs."""
+
+import json
+import math
+
+import pytest
+
+from benchmarks.records import add
+from benchmarks.records.runs import EFFECTS, NO_EFFECT, WORK, read_run
+from benchmarks.records.table import MOST_POINTS, TABLE, read_table, thin
+from benchmarks.report.main import table as markdown_table
+from benchmarks.report.tables import RUNS, cells
+from tests.benchmarks.folders import COVERAGE, ENVIRONMENT, SUMMARY, write_run
+
+
+def row(run, *others):
+    """Return {heading: cell} of a run in the table of runs."""
+    headings, lines = cells(RUNS, [run, *others])
+    return dict(zip(headings, lines[0], strict=True))
+
+
+def test_a_finished_run_has_its_summary_in_the_table(tmp_path):
+    run = read_run(write_run(tmp_path / "my-run", losses=[3.0], summary=SUMMARY, environment=ENVIRONMENT))
+    assert row(run) == {
+        "precision": "fp8 delayed (instead of mxfp8), TE layers",
+        "train loss": "1.2346",
+        "train loss, mean of last 10 %": "1.3000",
+        "eval loss": "1.5000",
+        "perplexity": "4.48",
+        "token accuracy": "61.23%",
+        "tokens/s": "14,376",
+        "tokens/s per GPU": "7,188",
+        "MFU of BF16 peak": "74.8%",
+        "MFU of FP8 peak": "37.4%",
+        "TFLOP/s per GPU": "739.9",
+        "peak GB": "91.3",
+        "GPU-hours": "2.46",
+        "steps": "1,200",
+        "GPUs": "2",
+        "mode": "fsdp_full",
+        "model": "org/some | model",
+    }
+    lines = markdown_table([run]).splitlines()
+    assert "org/some \\| model" in lines[2]
+    assert lines[-1] == (
+        "- my-run: 2 x NVIDIA H200, 2026-01-02, torch 2.11.0, transformer_engine 2.20.2, "
+        "commit 0123456789ab with changes"
+    )
+
+
+def test_a_crashed_run_has_its_metrics_in_the_table(tmp_path):
+    losses = [9.0, math.nan, *map(float, range(20, 0, -1))]
+    folder = write_run(tmp_path / "crashed", losses=losses)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 230, "train/lo')
+    assert row(read_run(folder)) == {
+        "precision": "bf16, HF layers",
+        "train loss": "1.0000",
+        "train loss, mean of last 10 %": "1.5000",  # of 21 finite losses the last two: 2 and 1
+        "eval loss": "0.5000",
+        "perplexity": "1.65",
+        "tokens/s": "1,200",  # median of 200, 300 .. 2200: the first interval warms up
+        "peak GB": "9.0",
+        "steps": "220",
+        "model": "tiny-llama",
+    }
+
+
+def test_gpus_and_mode_of_a_crashed_run_come_from_its_environment(tmp_path):
+    environment = ENVIRONMENT | {"world_size": 8, "sharding_mode": "hsdp"}
+    run = read_run(write_run(tmp_path / "crashed", losses=[3.0, 2.0], environment=environment))
+    assert (run.gpus, run.mode, run.tokens_per_gpu) == (8, "hsdp", 25.0)  # 200 / 8
+
+
+@pytest.mark.parametrize(
+    ("kept", "hours"),
+    [
+        ('{"wall_seconds": 900.0, "gpu_seconds": 7200.0, "node_seconds": 900.0}', (900.0, 2.0, 0.25)),
+        ('{"wall_seconds": "none", "gpu_seconds": 7200.0}', (None, 2.0, None)),
+        ('{"wall_seconds": "none", "gpu_sec', (None, None, None)),
+    ],
+)
+def test_hours_of_an_unfinished_run_come_from_its_wall_time(tmp_path, kept, hours):
+    folder = write_run(tmp_path / "killed", losses=[3.0])
+    (folder / "wall_time.json").write_text(kept)
+    run = read_run(folder)
+    assert tuple(map(run.value, ("runtime_seconds", "gpu_hours", "node_hours"))) == hours
+
+
+def test_a_run_of_older_code_is_readable(tmp_path):
+    summary = {k: v for k, v in SUMMARY.items() if k not in ("gpus", "world_size", "sharding_mode")}
+    folder = write_run(tmp_path / "old", losses=[3.0], summary=summary, environment=ENVIRONMENT)
+    config = json.loads((folder / "config.json").read_text())
+    del config["overlong"]
+    (folder / "config.json").write_text(json.dumps(config | {"retired_flag": 1}))
+    run = read_run(folder)
+    assert (run.gpus, run.mode, run.ranks, run.setting("overlong")) == (1, "single", 1, "drop")
+
+
+def test_a_precision_map_is_named_by_the_recipes_that_ran(tmp_path):
+    shares = {"bf16": 0.6, "fp8 block": 0.1, "fp8 current": 0.3}
+    rows = [{"modules": k, "count": 1, "precision": k, "gemm_share": v} for k, v in shares.items()]
+    settings = {"mixed_precision": "fp8", "use_te": True, "precision_map": "layers.*=current"}
+    environment = {"recipe": "delayed", "coverage": {"rows": rows}}
+    assert read_run(write_run(tmp_path / "a", environment=environment, **settings)).precision == (
+        "current and block by map"
+    )
+    before_a_step = read_run(write_run(tmp_path / "b", environment={"recipe": "delayed"}, **settings))
+    assert before_a_step.precision == "delayed by map"
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_an_emulated_run_has_no_speed(tmp_path, finished):
+    emulated = {"emulated": True}
+    summary = SUMMARY | emulated if finished else None
+    run = read_run(write_run(tmp_path, losses=[3.0], summary=summary, environment=ENVIRONMENT | emulated))
+    assert "(emulated)" in row(run)["precision"]
+    assert not any(word in name for name in row(run) for word in ("tokens/s", "scaling", "TFLOP", "MFU"))
+
+
+def test_every_setting_has_an_effect_by_which_runs_are_compared():
+    assert set(EFFECTS.values()) == {"step", "learning", "logging", "nothing"}
+    assert {"output_dir", "resume", "num_workers", "wandb_group", "save_interval"} <= NO_EFFECT
+    assert {"batch_size", "moment_dtype", "fp8_lm_head", "flash_attention", "packing"} <= set(WORK)
+    assert not {"seed", "learning_rate", "dataset_name", "log_interval", "sharding_mode"} & set(WORK)
+
+
+def test_runs_in_the_table_are_those_of_their_folders(tmp_path, capsys):
+    losses = [4.0, math.nan, 2.0, 1.5]
+    environment = ENVIRONMENT | {"coverage": COVERAGE, "hostname": "secret"}
+    write_run(tmp_path / "runs/done", losses=losses, summary=SUMMARY, environment=environment, seed=7)
+    write_run(tmp_path / "runs/stopped", losses=losses, environment=environment, output_dir="/private")
+    table = tmp_path / "table.jsonl.gz"
+    for _ in range(2):  # the second time each run replaces itself
+        assert add.main([str(tmp_path / "runs"), "--study", "mine/a", "--table", str(table)]) == 0
+    assert "mine/a: 2 runs recorded" in capsys.readouterr().out
+    for recorded, name in zip(read_table("mine", table), ("done", "stopped"), strict=True):
+        original = read_run(tmp_path / "runs" / name)
+        assert (recorded.name, recorded.summary, recorded.coverage) == (
+            name,
+            original.summary,
+            original.coverage,
+        )
+        assert recorded.series("eval/loss") == original.series("eval/loss")
+        assert recorded.series("train/loss") == original.series("train/loss")
+        assert len(recorded.logged("train/loss")) == 4 and recorded.global_batch == original.global_batch
+        assert row(recorded) == row(original)
+        assert "hostname" not in recorded.environment and "output_dir" not in recorded.config
+    assert add.main([str(tmp_path), "--study", "x", "--table", str(tmp_path / "t.gz")]) == 0
+    assert add.main([str(tmp_path / "nowhere"), "--study", "x"]) == 2
+
+
+def test_thinned_losses_keep_their_means():
+    assert thin([(i, float(i)) for i in range(MOST_POINTS)], average=True)[-1] == (
+        MOST_POINTS - 1,
+        MOST_POINTS - 1,
+    )
+    thousand = [(step, float(step)) for step in range(1, 1001)]
+    assert (
+        thin(thousand, average=True)[:2] == [(5, 3.0), (10, 8.0)] and len(thin(thousand, average=True)) == 200
+    )
+    assert thin(thousand, average=False)[:2] == [(5, 5.0), (10, 10.0)]
+    assert all(
+        len(thin([(i, 0.0) for i in range(n)], average=True)) <= MOST_POINTS for n in (201, 999, 70_001)
+    )
+
+
+def test_the_recorded_table_is_small_and_whole():
+    runs = read_table()
+    assert TABLE.stat().st_size < 2**20 and len(runs) > 400
+    assert len({run.folder for run in runs}) == len(runs)
+    assert all(run.environment["date"] and run.environment["versions"] for run in runs)
+    assert sum(run.summary is None for run in runs) < 10
+    with pytest.raises(ValueError, match=r"--study nope: not recorded in .* it has batch_one, "):
+        read_table("nope")
