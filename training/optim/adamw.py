@@ -71,8 +71,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 if (gradient := gradient_of(parameter)) is None:
                     continue
                 state = self.state[parameter] or self.initialize_state(parameter)
-                tensors = (parameter, gradient, *state.values())
-                update_(*(local(t) for t in tensors), scalars=scalars, group=group)
+                shard = {name: local(tensor) for name, tensor in state.items()}
+                update_(local(parameter), local(gradient), shard, scalars, group)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -82,24 +82,18 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def update_(
-    weight: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    remainder: Tensor | None = None,
-    *,
-    scalars: Tensor,
-    group: dict[str, Any],
+    weight: Tensor, grad: Tensor, state: dict[str, Tensor], scalars: Tensor, group: dict[str, Any]
 ) -> None:
     """Apply one AdamW step in place, on contiguous tensors of one shape; here the reference of the kernel.
 
     `scalars` [4] float32: gradient scale, apply (0 or 1), 1 - beta1^t, 1 - beta2^t. `group` has the other
-    settings. Without `remainder` the weight is its own master.
+    settings. Without a remainder (`master_param`) the weight is its own master.
     """
     if weight.is_cuda:
         from training.optim.adamw_triton import adamw_
 
-        return adamw_(weight, grad, exp_avg, exp_avg_sq, remainder, scalars=scalars, group=group)
+        return adamw_(weight, grad, state, scalars, group)
+    exp_avg, exp_avg_sq, remainder = state["exp_avg"], state["exp_avg_sq"], state.get("master_param")
     scale, apply, correction1, correction2 = scalars
     if not apply:
         return

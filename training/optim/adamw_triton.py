@@ -46,20 +46,14 @@ def adamw_kernel(
 
 
 def adamw_(
-    weight: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    remainder: Tensor | None,
-    *,
-    scalars: Tensor,
-    group: dict[str, Any],
+    weight: Tensor, grad: Tensor, state: dict[str, Tensor], scalars: Tensor, group: dict[str, Any]
 ) -> None:
     """Implement `adamw.update_`."""
     if weight.numel() == 0:
         return  # a rank without rows of this parameter
-    assert all(t.is_contiguous() for t in (weight, exp_avg, exp_avg_sq)), "the kernel reads them as flat"
-    tensors = weight, grad.contiguous(), exp_avg, exp_avg_sq, remainder, scalars
+    moments = state["exp_avg"], state["exp_avg_sq"]
+    assert all(t.is_contiguous() for t in (weight, *moments)), "the kernel reads them as flat"
+    tensors = weight, grad.contiguous(), *moments, state.get("master_param"), scalars
     grid = (triton.cdiv(weight.numel(), BLOCK),)
     settings = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
     adamw_kernel[grid](*tensors, weight.numel(), *settings, num_warps=4)
