@@ -102,7 +102,8 @@ def test_gradients_are_those_of_separate_sums(reentrant, tex):
 def test_more_than_a_sum_with_gradients_is_left_to_te(other):
     layer = Layer()
     fuse_residual_gradients(layer)
-    residual, branch = (torch.randn(4, WIDTH, requires_grad=other != "frozen") for _ in range(2))
+    residual, branch = (torch.randn(4, WIDTH, requires_grad=True) for _ in range(2))
+    residual = residual.detach() if other == "frozen" else residual
     bias = torch.ones(1) if other == "bias" else None
     drop_path = nn.Identity() if other == "drop_path" else None
     layer._bias_dropout_add(branch, bias, residual, drop_path)

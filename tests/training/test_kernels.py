@@ -16,14 +16,16 @@ from training.config import config_from_dict
 from training.precision.recipes import Precision
 from training.tracking.metrics import ModelShape
 
-PLAIN_ACT_FUNC = object()
+
+def plain_act_func(activation, recipe=None):
+    return lambda x, quantizer: ("forward", quantizer), lambda grad, x, quantizer: "backward", None
 
 
 @pytest.fixture(autouse=True)
 def te(monkeypatch):
     """TE's modules that kernels patch, on a Hopper, with no kernel found wrong."""
     tex = SimpleNamespace(rmsnorm_bwd="plain", rmsnorm_bwd_add="fused")
-    mlp = SimpleNamespace(_act_func=PLAIN_ACT_FUNC)
+    mlp = SimpleNamespace(_act_func=plain_act_func)
     monkeypatch.setitem(sys.modules, "transformer_engine_torch", tex)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.module.layernorm_mlp", mlp)
     for module in (flash_attention, kernels):
@@ -110,11 +112,26 @@ def test_a_kernel_that_fails_or_is_missing_on_one_rank_is_used_on_none(other, pr
 def test_each_selection_undoes_the_one_before(problems, te):
     choose()
     patched_act_func = te.mlp._act_func
-    assert patched_act_func is not PLAIN_ACT_FUNC and callable(te.tex.rmsnorm_bwd)
+    assert patched_act_func is not plain_act_func and callable(te.tex.rmsnorm_bwd)
     choose()
-    assert te.mlp._act_func.args == patched_act_func.args == (PLAIN_ACT_FUNC,), "not patched twice"
+    assert te.mlp._act_func.args == patched_act_func.args == (plain_act_func,), "not patched twice"
     choose(recipe="current", fused_residuals=False)
-    assert te.mlp._act_func is PLAIN_ACT_FUNC and te.tex.rmsnorm_bwd == "plain"
+    assert te.mlp._act_func is plain_act_func and te.tex.rmsnorm_bwd == "plain"
+
+
+def test_swiglu_is_fused_under_delayed_scaling_where_the_kernels_can_cast(problems, te, monkeypatch):
+    tensors = SimpleNamespace(Float8Quantizer=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.tensor.float8_tensor", tensors)
+    monkeypatch.setattr(fused_swiglu, "_run", lambda kernel, inputs, shape, quantizer: (kernel, tuple(shape)))
+    choose()
+    look_up, x = te.mlp._act_func, torch.zeros(8, 32).bfloat16()
+    delayed, current = (SimpleNamespace(delayed=lambda used=used: used) for used in (True, False))
+    assert look_up("swiglu", current)[2] is look_up("gelu", delayed)[2] is look_up("swiglu")[2] is None
+    forward, _, backward = look_up("swiglu", delayed)
+    assert forward(x, SimpleNamespace()) == ("swiglu_kernel", (8, 16))
+    assert backward(x[:, :16].clone(), x, SimpleNamespace()) == (None, ("swiglu_backward_kernel", (8, 32)))
+    for other, quantizer in ((x, None), (x.float(), SimpleNamespace()), (x[:6], SimpleNamespace())):
+        assert forward(other, quantizer) == ("forward", quantizer), "TE's own"
 
 
 def switches() -> set[str]:
