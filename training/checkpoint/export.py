@@ -171,35 +171,34 @@ def _as_published(model: nn.Module, tensors: NamedTensors) -> Iterator[tuple[str
 
 def _write_shards(folder: Path, tensors: NamedTensors) -> None:
     """Write shards while the tensors arrive; their final names contain the number of shards."""
-    shards: list[list[str]] = []
+    files: list[list[str]] = []
     total = 0
     for shard in _shards(tensors):
-        save_tensors(shard, folder / f"{len(shards)}.part", {})
-        shards.append(list(shard))
-        total += _nbytes(shard)
+        save_tensors(shard, folder / f"{len(files)}.part", {})
+        files.append(list(shard))
+        total += sum(tensor.nbytes for tensor in shard.values())
         shard.clear()  # frees the memory before the next shard is gathered
-    if len(shards) == 1:
+    if len(files) == 1:
         (folder / "0.part").rename(folder / "model.safetensors")
         return
     weight_map = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+    for number, names in enumerate(files):
+        file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         (folder / f"{number}.part").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "model.safetensors.index.json", index)
 
 
 def _shards(tensors: NamedTensors) -> Iterator[dict[str, Tensor]]:
+    """Group consecutive tensors into shards of at most MAX_SHARD_BYTES, or of one larger tensor."""
     shard: dict[str, Tensor] = {}
+    filled = 0
     for name, tensor in tensors:
         tensor = tensor.detach().cpu().contiguous()
-        if shard and _nbytes(shard) + tensor.nbytes > MAX_SHARD_BYTES:
+        if shard and filled + tensor.nbytes > MAX_SHARD_BYTES:
             yield shard
-            shard = {}
+            shard, filled = {}, 0
         shard[name] = tensor
+        filled += tensor.nbytes
     yield shard
-
-
-def _nbytes(shard: dict[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in shard.values())

@@ -179,14 +179,6 @@ def test_tensorboard_has_the_metrics_and_hides_what_a_resume_repeats(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 0.5)]
 
 
-def test_a_service_that_fails_is_one_warning(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    log = build(tmp_path / "run", log_dir=str(tmp_path / "file"))
-    log.log(1, {"train/loss": 1.0})
-    assert capsys.readouterr().err.count("WARNING: TensorBoard failed and is disabled") == 1
-    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 1
-
-
 # env.json
 
 
