@@ -118,18 +118,15 @@ def _read_config(name: str, *, random: bool, cache_dir: str | None, trust_remote
     try:
         refuse_silent_hub(name, ("config.json",), cache_dir)
         fields, _ = PretrainedConfig.get_config_dict(name, cache_dir=cache_dir)
-        brings_code = (
-            "AutoConfig" in fields.get("auto_map", {}) and fields.get("model_type") not in CONFIG_MAPPING
-        )
-        if not brings_code or trust_remote_code:
+        auto_map, model_type = fields.get("auto_map") or {}, fields.get("model_type")
+        if trust_remote_code or "AutoConfig" not in auto_map or model_type in CONFIG_MAPPING:
             return AutoConfig.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         way = " or use --init random" if name in PRESETS else " (presets: te_models/presets.py)"
         reason = f"{first_line(error)} Give a local folder or a hub id{way}"
         raise bad_setting(reason, model_name=name) from None
-    raise bad_setting(
-        "it brings its own Python code; read that, then add --trust_remote_code", model_name=name
-    )
+    reason = "it brings its own Python code; read that, then add --trust_remote_code"
+    raise bad_setting(reason, model_name=name)
 
 
 def _refuse_untrainable(name: str, config: Any) -> None:
@@ -163,12 +160,10 @@ def _find_weights(name: str, cache_dir: str | None) -> Path:
         return Path(name)
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.safetensors*", "*.json", "*.py"]
-    duplicates = ["consolidated*", "original/*"]  # the same weights in the authors' own layout
+    files: dict[str, Any] = {"allow_patterns": ["*.safetensors*", "*.json", "*.py"]}
+    files["ignore_patterns"] = ["consolidated*", "original/*"]  # the same weights in other layouts
     try:
-        return Path(
-            snapshot_download(name, cache_dir=cache_dir, allow_patterns=patterns, ignore_patterns=duplicates)
-        )
+        return Path(snapshot_download(name, cache_dir=cache_dir, **files))
     except OSError as error:  # as are all errors of the hub's client
         raise bad_setting(
             f"the weights cannot be fetched ({first_line(error)}); give a local folder, log in with "

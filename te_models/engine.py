@@ -9,7 +9,7 @@ Backend = Literal["native", "emulated"]
 
 
 def engine(backend: Backend) -> Any:
-    """Import the module with `TransformerLayer`, `RMSNorm`, `autocast`, `checkpoint` and recipe probes."""
+    """Import the module with `TransformerLayer`, `RMSNorm`, `autocast` and `checkpoint`."""
     native = backend == "native"
     return importlib.import_module("transformer_engine.pytorch" if native else "te_models.emulation")
 

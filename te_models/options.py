@@ -18,9 +18,7 @@ class NativeOptions:
     """Optimizations on top of the stock te.TransformerLayer (native backend only)."""
 
     cache_fp8_weights: bool = False  # cast weights in a step's first micro-batch, reuse them in the others
-    fuse_gradient_sums: bool = (
-        False  # wgrad GEMMs accumulate into `main_grad`, see `training.optim.accumulation`
-    )
+    fuse_gradient_sums: bool = False  # wgrad GEMMs add to `main_grad`: `training.optim.accumulation`
     kernels: Kernels = DEFAULT_KERNELS  # selected by `training.kernels`
     weight_recipe: Any = None  # recipe of FP8 primary weights, quantized by `TECausalLM.quantize_weights`
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from te_models import emulation
 from te_models.decoder import layer_settings, rope_angles
+from te_models.emulation import recipes
 from te_models.emulation.casts import E4M3, E5M2, cast_blocks, cast_tensor, cast_with_scale, largest
 from te_models.engine import engine
 from tests.gpu.models import DEVICE, batch, build, plan
@@ -318,4 +318,4 @@ def test_losses_follow_te(name):
 def test_emulation_has_the_recipes_of_hopper():
     for name in ("delayed", "current", "block"):
         assert why_not(name, "emulated") is None
-    assert emulation.is_nvfp4_available(return_reason=True)[0] is False
+    assert recipes.is_nvfp4_available(return_reason=True)[0] is False

@@ -7,6 +7,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from te_models import emulation as te
 from te_models.decoder import layer_settings
+from te_models.emulation import recipes
 from te_models.emulation.casts import E4M3, E5M2
 from te_models.emulation.scaling import next_scales
 from tests.children import preload, run_ranks
@@ -77,7 +78,7 @@ class ByHand:
 @pytest.mark.parametrize("margin", [0, 2])
 def test_scales_match_a_hand_calculation(algorithm, margin):
     """A linear whose inputs and gradients grow and shrink, and whose weight grows each step."""
-    recipe = te.DelayedScaling(margin=margin, amax_history_len=3, amax_compute_algo=algorithm)
+    recipe = recipes.DelayedScaling(margin=margin, amax_history_len=3, amax_compute_algo=algorithm)
     linear = te.Linear(32, 16, params_dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(2)
     limits = (448.0, 448.0, 57344.0)
@@ -116,7 +117,10 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def test_with_fsdp2_backward_casts_the_weight_with_its_new_scale():
-    linear, recipe = te.Linear(32, 16, params_dtype=torch.bfloat16), te.DelayedScaling(amax_history_len=2)
+    linear, recipe = (
+        te.Linear(32, 16, params_dtype=torch.bfloat16),
+        recipes.DelayedScaling(amax_history_len=2),
+    )
     linear.fsdp2 = True
     x = inputs(0).detach().flatten(0, -2)[:, :32].requires_grad_()
     with te.autocast(enabled=True, recipe=recipe):
@@ -146,7 +150,7 @@ def test_state_has_the_names_and_shapes_of_tes():
     """TE 2.20: three tensors a GEMM forward and two backward; attention counts as three GEMMs."""
     module = layer()
     assert scaling_state(module) == {}
-    with te.autocast(enabled=True, recipe=te.DelayedScaling(amax_history_len=5)):
+    with te.autocast(enabled=True, recipe=recipes.DelayedScaling(amax_history_len=5)):
         module(inputs(0), rotary_pos_emb=rope())
     gemms = {"self_attention.layernorm_qkv": 1, "self_attention.core_attention": 3}
     gemms |= {"self_attention.proj": 1, "layernorm_mlp": 2}
@@ -162,10 +166,10 @@ def test_state_has_the_names_and_shapes_of_tes():
     assert state["self_attention.proj.scaling_fwd.amax_history"][:, 2].count_nonzero() == 0
     assert state["self_attention.core_attention.scaling_fwd.scale"].tolist() == [1.0] * 9
     # Another history length keeps the state; another recipe has none.
-    with te.autocast(enabled=True, recipe=te.DelayedScaling(amax_history_len=7)):
+    with te.autocast(enabled=True, recipe=recipes.DelayedScaling(amax_history_len=7)):
         module(inputs(0), rotary_pos_emb=rope())
     assert scaling_state(module)["layernorm_mlp.scaling_bwd.amax_history"].shape == (7, 4)
-    with te.autocast(enabled=True, recipe=te.Float8CurrentScaling()):
+    with te.autocast(enabled=True, recipe=recipes.Float8CurrentScaling()):
         module(inputs(0), rotary_pos_emb=rope())
     assert scaling_state(module) == {}
 
@@ -175,7 +179,7 @@ def test_mlp_state_is_ordered_as_tes():
     mlp = te.LayerNormMLP(HIDDEN, FFN, params_dtype=torch.bfloat16)
     with torch.no_grad():
         mlp.fc1_weight[3, 5], mlp.fc2_weight[5, 3] = 2.0, -3.0
-    x, recipe = inputs(0), te.DelayedScaling(amax_history_len=2)
+    x, recipe = inputs(0), recipes.DelayedScaling(amax_history_len=2)
     with te.autocast(enabled=True, recipe=recipe):
         y = mlp(x)
     grad = inputs(1).detach()
@@ -201,7 +205,7 @@ def run(forward, module, recipe, steps: int = 3) -> list[torch.Tensor]:
 
 
 def test_outermost_training_autocast_updates_the_scales():
-    recipe, module = te.DelayedScaling(amax_history_len=4), layer()
+    recipe, module = recipes.DelayedScaling(amax_history_len=4), layer()
     with te.autocast(enabled=True, recipe=recipe):
         with te.autocast(enabled=True, recipe=recipe):
             module(inputs(0), rotary_pos_emb=rope())
@@ -226,7 +230,7 @@ def test_module_that_runs_twice_updates_its_scales_once():
     """With the larger amax of both runs, forward and backward."""
     first, twice = (te.Linear(32, 32, params_dtype=torch.bfloat16) for _ in range(2))
     x = inputs(0).detach()[..., :32].requires_grad_()
-    with te.autocast(enabled=True, recipe=te.DelayedScaling(amax_history_len=4)):
+    with te.autocast(enabled=True, recipe=recipes.DelayedScaling(amax_history_len=4)):
         middle = twice(first(x))
         middle.retain_grad()
         y = twice(middle)
@@ -242,11 +246,11 @@ def test_module_that_runs_twice_updates_its_scales_once():
 
 RECIPES = {
     "bf16": None,
-    "delayed": te.DelayedScaling(amax_history_len=3),
-    "current": te.Float8CurrentScaling(),
-    "block": te.Float8BlockScaling(),
-    "block_fp32": te.Float8BlockScaling(use_f32_scales=True),
-    "mxfp8": te.MXFP8BlockScaling(),
+    "delayed": recipes.DelayedScaling(amax_history_len=3),
+    "current": recipes.Float8CurrentScaling(),
+    "block": recipes.Float8BlockScaling(),
+    "block_fp32": recipes.Float8BlockScaling(use_f32_scales=True),
+    "mxfp8": recipes.MXFP8BlockScaling(),
 }
 
 
@@ -274,7 +278,7 @@ def shared_amaxes(rank: int, folder) -> None:
         if mode == "fsdp":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             fully_shard(module, mp_policy=policy)
-        recipe = te.DelayedScaling(amax_history_len=4)
+        recipe = recipes.DelayedScaling(amax_history_len=4)
         for step in range(3):
             x = inputs(10 * step + rank, scale=1.0 + 7 * rank)
             with torch.autocast("cpu", dtype=torch.bfloat16), te.autocast(enabled=True, recipe=recipe):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from te_models import emulation as te
+from te_models.emulation import recipes
 from te_models.emulation.casts import E4M3, E5M2, cast_blocks, cast_mx, cast_tensor, cast_with_scale
 from tests.te_models.test_emulated_scaling import HIDDEN, RECIPES, layer, rope
 from tests.training.test_run import curve as losses
@@ -198,8 +199,8 @@ def test_tokens_attend_only_to_their_own_past():
 def test_recipes_and_probes_have_tes_interface():
     cfg = PrecisionConfig(fp8_format="e4m3", fp8_margin=1, fp8_amax_history_len=7)
     delayed = make_recipe("delayed", cfg, "emulated")
-    assert (delayed.margin, delayed.amax_history_len, delayed.fp8_format) == (1, 7, te.Format.E4M3)
-    formats = {f.name: (f.dtype("input"), f.dtype("grad")) for f in te.Format}
+    assert (delayed.margin, delayed.amax_history_len, delayed.fp8_format) == (1, 7, recipes.Format.E4M3)
+    formats = {f.name: (f.dtype("input"), f.dtype("grad")) for f in recipes.Format}
     assert formats == {"E4M3": (E4M3, E4M3), "HYBRID": (E4M3, E5M2)}
     for name in ("delayed", "current", "block", "mxfp8"):
         assert why_not(name, "emulated") is None
