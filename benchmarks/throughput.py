@@ -36,7 +36,7 @@ from typing import Any
 from benchmarks.records.launch import ROOT, launch, run_command
 from core.errors import UserError, bad_setting
 from core.redact import redact
-from data.demo import TOKENIZER_DIR, generate
+from data.demo import TOKENIZER_DIR, read_demo
 from training.config import Config, build_parser, config_from_dict, load_config_file
 
 PROG = "python -m benchmarks.throughput"
@@ -199,7 +199,7 @@ def write_text(path: Path, *, rows: int, tokens: int) -> None:
     tokenizer = Tokenizer.from_file(str(TOKENIZER_DIR / "tokenizer.json"))
     special = json.loads((TOKENIZER_DIR / "tokenizer_config.json").read_text(encoding="utf-8"))
     ends = sum(special.get(name) is not None for name in ("bos_token", "eos_token"))
-    text = " ".join(row["problem"] for row in islice(generate("train_1M"), 500))
+    text = " ".join(row["problem"] for row in islice(read_demo("train_1M"), 500))
     words = [f" {word}" for word in re.findall(r"[A-Za-z]+", text)]
     # Words of one token each make the length of a line known before it is tokenised.
     single = {word for word in set(words) if len(tokenizer.encode(word, add_special_tokens=False)) == 1}

@@ -1,10 +1,8 @@
-"""Chat templates, and which tokens carry loss.
+"""Samples become token ids and loss spans.
 
-A sample is either `{"messages": [{"role", "content"}, ...]}`, with `"tools"` where a chat has some (None if
-they cannot be read), or `{"text": ...}`, or, of a row that cannot be read, `{"fault": ...}` with what is
-wrong. It becomes token ids plus spans `[start, stop)` of the tokens that carry loss: the assistant's answers
-with their end-of-turn token, or all of a plain text. A prompt is tokenised by itself, with the generation
-prompt at its end, exactly as it will be at inference; the answer follows as a piece of its own.
+A prompt is tokenised by itself, with the generation prompt at its end, exactly as at inference; the answer
+follows as a segment of its own. Loss is on the assistant's answers with their end-of-turn token, or on all of
+a plain text.
 """
 
 from __future__ import annotations
@@ -15,138 +13,47 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import date
-from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from datasets import Features, List, Value
 from jinja2.exceptions import TemplateError
 from tokenizers import Encoding, Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from core.errors import first_line
-from core.hub import refuse_missing_folder, refuse_silent_hub
-from data.demo import TOKENIZER_DIR
+from core.errors import UserError, bad_setting, first_line
+from data.rows import Row, Status, judge
+from data.tokenizer import adds_bos
 
-Row = dict[str, Any]
-Segment = tuple[str, bool]  # text, whether its tokens carry loss
+Segment = tuple[str, bool]  # text, True if its tokens carry loss
 
-# By which a template shows whether it has a place for tools.
-A_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
-# Some templates write today's date into the prompt; a run resumed tomorrow must see the text of today.
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+# Some templates write today's date into the prompt; a run resumed tomorrow must see the same text.
 TEMPLATE_DATE = date(2024, 7, 26)
-
-
-class Template(NamedTuple):
-    text: str  # Jinja
-    markers: tuple[str, ...]  # tokens the vocabulary must hold for it to make sense
-    pad: str  # set as padding token where the tokenizer has none
-
-
-LLAMA3 = Template(
-    "{{ bos_token }}{% for message in messages %}"
-    "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n{{ message['content'] | trim }}<|eot_id|>"
-    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-    ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    "<|finetune_right_pad_id|>",
-)
-CHATML = Template(
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    ("<|im_start|>", "<|im_end|>"),
-    "<|endoftext|>",
-)
-# Version 3 of Mistral's format, the first whose markers are tokens of their own. It has no system role: that
-# text opens the first user's turn, for in the last one it would move with every turn.
-MISTRAL = Template(
-    "{{ bos_token }}{% set ns = namespace(system='') %}{% for message in messages %}"
-    "{% set role, text = message['role'], message['content'] | trim %}"
-    "{% if role == 'system' %}{% set ns.system = text + '\n\n' if text else '' %}"
-    "{% elif role == 'user' %}[INST] {{ ns.system + text }}[/INST]{% set ns.system = '' %}"
-    "{% elif role == 'assistant' and not ns.system %} {{ text }}{{ eos_token }}"
-    "{% else %}{{ raise_exception('no place for role ' + role + ' here') }}{% endif %}{% endfor %}",
-    ("[INST]", "[/INST]"),
-    "<pad>",
-)
-# Used only where the tokenizer brings no template of its own, as base models' tokenizers do.
-TEMPLATES: dict[str, Template] = {
-    "llama": LLAMA3,
-    "qwen2": CHATML,
-    "qwen2_moe": CHATML,
-    "qwen3": CHATML,
-    "qwen3_moe": CHATML,
-    "mistral": MISTRAL,
+COLUMNS = {  # one entry per sample
+    "input_ids": List(Value("int32")),
+    "spans": List(Value("int32")),  # tokens with loss: start, stop, start, stop, ...
+    "row": Value("int64"),
+    "status": Value("int8"),
+    "crc": Value("int64"),  # of ids and spans
+    "top": Value("int32"),  # largest id
 }
 
 
-def load_tokenizer(
-    name: str, *, family: str, trust_remote_code: bool = False, cache_dir: str | None = None
-) -> PreTrainedTokenizerBase:
-    """The tokenizer of a hub id, a local folder or `demo`, with the chat template of `family` if it has none.
-
-    `family` is the model's Hugging Face `model_type`. A family that TEMPLATES does not know, or whose markers
-    the vocabulary lacks, stays without a template; chat data then raises. A template that leaves BOS to a
-    tokenizer which writes one gets it. ValueError if it cannot be read.
-    """
-    path = str(TOKENIZER_DIR) if name == "demo" else name
-    refuse_missing_folder("tokenizer_name", name)
-    try:
-        refuse_silent_hub(path, ("tokenizer_config.json", "tokenizer.json"), cache_dir)
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=trust_remote_code, cache_dir=cache_dir
-        )
-    except Exception as error:  # a hub client, a parser or remote code may raise anything
-        raise ValueError(
-            f"--tokenizer_name {name} (default: the one of --model_name): {first_line(error).rstrip('.')}; "
-            f"give a local folder, or --tokenizer_name demo"
-        ) from error
-    if not tokenizer.is_fast:
-        raise ValueError(
-            f"--tokenizer_name {name}: has no fast version (tokenizer.json); convert it and give the folder"
-        )
-    template, token_to_id = TEMPLATES.get(family), tokenizer.backend_tokenizer.token_to_id
-    if template and tokenizer.chat_template is None and None not in map(token_to_id, template.markers):
-        tokenizer.chat_template = template.text
-    own = tokenizer.chat_template
-    leaves_bos = isinstance(own, str) and "bos_token" not in own and (tokenizer.bos_token or "") not in own
-    if leaves_bos and adds_bos(tokenizer):
-        tokenizer.chat_template = "{{ bos_token }}" + own  # for prompts at inference, which it alone makes
-    if tokenizer.pad_token is None:
-        known = template is not None and token_to_id(template.pad) is not None
-        tokenizer.pad_token = template.pad if known else tokenizer.eos_token
-    return tokenizer
-
-
-def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer puts a BOS before every text."""
-    bos = tokenizer.bos_token_id
-    return bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
-
-
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """`Encoder.turn_end` of any tokenizer; None also without a chat template, or with one that refuses."""
+    """Return the special token that ends an answer, or None without one or without a usable template."""
     try:
         return Encoder(tokenizer, dict, chat=True, system="").turn_end
-    except ValueError:  # data without chats never met it
+    except UserError:
         return None
 
 
-class Status(IntEnum):
-    """What became of a row, from best to worst; a row of several samples has its worst sample's."""
-
-    USED = 0
-    TRUNCATED = 1
-    OVERLONG = 2
-    WITHOUT_LABEL = 3
-    EMPTY = 4
-    BAD = 5
-
-
 class Encoder:
-    """Turns batches of rows into token ids and loss spans; goes to worker processes by pickle.
+    """Converts batches of rows to token ids and loss spans; goes to worker processes by pickle.
 
-    ValueError if `chat` data meets a tokenizer whose template is missing or refuses a probe conversation.
+    UserError if the data is `chat` and the tokenizer has no template, or one that refuses a simple
+    conversation.
     """
 
     def __init__(
@@ -156,53 +63,54 @@ class Encoder:
         self.to_sample = to_sample
         self.adds_bos = adds_bos(tokenizer)
         backend = tokenizer.backend_tokenizer
-        self.inside = inside_a_text(backend)
-        # Special token -> whether text after it is taken as text by itself, if there is a difference.
+        self.continuing = continuing(backend)
+        # Id of a special token -> True if the text after it is tokenised like the start of a text.
         self.special = {
-            number: self.inside is not None and self._begins_anew_after(token.content)
+            number: self.continuing is not None and self._restarts_after(token.content)
             for number, token in backend.get_added_tokens_decoder().items()
             if token.special
         }
-        self.turn_end: int | None = None  # the special token that ends an answer in a chat, if one does
-        self.writes_tools = False  # whether the template does
+        self.turn_end: int | None = None  # special token that ends an answer
+        self.writes_tools = False  # True if the template does
         if chat:
-            self.turn_end = self._probe(system)
+            self._probe(system)
         elif tokenizer.eos_token_id is None:
-            raise ValueError(
-                f"--tokenizer_name {tokenizer.name_or_path}: has no end-of-text token, which plain text needs"
+            raise bad_setting(
+                "has no end-of-text token, which plain text needs", tokenizer_name=tokenizer.name_or_path
             )
 
-    def _begins_anew_after(self, token: str) -> bool:
-        whole, alone = (encoding.ids for encoding in self.tokenise([f"{token}b", "b"]))
-        return whole[-len(alone) :] == alone
+    def _restarts_after(self, token: str) -> bool:
+        joined, alone = (encoding.ids for encoding in self.tokenise([f"{token}b", "b"]))
+        return joined[-len(alone) :] == alone
 
-    def _probe(self, system: str) -> int | None:
-        """`turn_end`, from a conversation that the template must take."""
+    def _probe(self, system: str) -> None:
+        """Set `turn_end` and `writes_tools` from a conversation that every template must accept."""
         name = self.tokenizer.name_or_path
         if self.tokenizer.chat_template is None:
-            raise ValueError(
-                f"--tokenizer_name {name}: has no chat template and none is known that fits it; take the "
-                f"tokenizer of the model's chat version, or train on plain text (--dataset_text_field)"
+            raise bad_setting(
+                "has no chat template and none is known that fits it; use the tokenizer of the model's chat "
+                "version, or train on plain text (--dataset_text_field)",
+                tokenizer_name=name,
             )
-        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        probe = [{"role": "system", "content": system}, *probe] if system else probe
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        chat = [{"role": "system", "content": system}, *chat] if system else chat
         try:
-            samples = self.segments(probe)
+            samples = self.segments(chat)
         except TemplateError as error:
-            hint = "; try --system_prompt ''" if system else ""
-            raise ValueError(
-                f"--tokenizer_name {name}: its chat template refuses: {first_line(error).rstrip('.')}{hint}"
+            way_out = "try --system_prompt ''" if system else "use another tokenizer"
+            raise bad_setting(
+                f"its chat template refuses: {first_line(error).rstrip('.')}; {way_out}", tokenizer_name=name
             ) from error
         with suppress(TemplateError):
-            self.writes_tools = self.render(probe, [A_TOOL]) != self.render(probe)
+            self.writes_tools = self.render(chat, [TOOL]) != self.render(chat)
         (answer, _), _ = samples[-1][-2:]
         ids = self.tokenise([answer])[0].ids
-        return ids[-1] if ids and ids[-1] in self.special else None
+        self.turn_end = ids[-1] if ids and ids[-1] in self.special else None
 
     def render(self, messages: list[Row], tools: list[Row] | None = None, *, generate: bool = False) -> str:
-        """The conversation as text, special tokens included: tokenise it with add_special_tokens=False.
+        """Render a conversation with its special tokens: tokenise it with add_special_tokens=False.
 
-        jinja2's TemplateError for all that a template may raise.
+        `generate` adds the generation prompt. TemplateError for anything that a template raises.
         """
         try:
             text = self.tokenizer.apply_chat_template(
@@ -215,48 +123,29 @@ class Encoder:
             )
         except TemplateError:
             raise
-        except Exception as error:  # as of any program: a template meets keys it does not expect
+        except Exception as error:  # a template is a program that meets unexpected keys
             raise TemplateError(f"{type(error).__name__}: {first_line(error)}") from error
         bos = self.tokenizer.bos_token
         return bos + text if self.adds_bos and not text.startswith(bos) else text
 
     def segments(self, messages: list[Row], tools: list[Row] | None = None) -> list[list[Segment]]:
-        """Samples of a conversation, as texts with and without loss; jinja2's TemplateError if it is refused.
+        """Return the samples of a conversation as segments of text. TemplateError if it is refused.
 
-        It is one sample, unless the template writes earlier turns differently once a later one follows (Qwen3
-        drops their reasoning): then each answer is a sample with the prompt it has at inference. What follows
-        the last answer is left out.
+        One sample, unless the template rewrites earlier turns once a later one follows (Qwen3 drops their
+        reasoning): then each answer is a sample with its prompt at inference. Turns after the last answer are
+        left out.
         """
         samples: list[list[Segment]] = [[]]
-        done = tail = ""
+        done = tail = ""  # text rendered so far, and what follows its last answer
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = messages[:i]
-            prompt, through = (
-                self.render(before, tools, generate=True),
-                self.render([*before, message], tools),
-            )
-            if "tool_calls" in message:
-                silent = {key: value for key, value in message.items() if key != "tool_calls"}
-                if through == self.render([*before, silent], tools):
-                    raise TemplateError("it leaves the tool calls of an answer out")
+            prompt, shared, through = self._answer(messages[:i], message, tools)
             if not prompt.startswith(done):
                 samples[-1].append((tail, False))
                 samples.append([])
                 done = ""
-            shared = prompt
-            if not through.startswith(prompt):
-                # A generation prompt may say more than the answer keeps, like an opened <think>.
-                # Another answer tells where answers begin: this one may begin as the prompt goes on.
-                try:
-                    other = self.render([*before, {**message, "content": "\ufdd0"}], tools)
-                except TemplateError:  # it takes no answer of this kind
-                    other = through
-                shared = os.path.commonprefix([prompt, through, other])  # noqa: RUF071 - characters are meant
-                if len(shared) < len(self.render(before, tools)):
-                    raise TemplateError("an answer is not written after its own prompt")
-            # What follows the end-of-turn token (ChatML's newline) is never predicted.
+            # The newline that ChatML writes after the end-of-turn token is never predicted.
             answer = through[len(shared) :].rstrip()
             tail = through[len(shared) + len(answer) :]
             samples[-1] += [(prompt[len(done) :], False), (answer, True)]
@@ -264,42 +153,75 @@ class Encoder:
         samples[-1].append((tail, False))
         return samples
 
+    def _answer(self, before: list[Row], message: Row, tools: list[Row] | None) -> tuple[str, str, str]:
+        """Render an answer: its prompt, the part of it that later turns keep, and all up to the answer's end."""
+        prompt = self.render(before, tools, generate=True)
+        through = self.render([*before, message], tools)
+        if "tool_calls" in message:
+            without = {key: value for key, value in message.items() if key != "tool_calls"}
+            if through == self.render([*before, without], tools):
+                raise TemplateError("it leaves the tool calls of an answer out")
+        if through.startswith(prompt):
+            return prompt, prompt, through
+        # The generation prompt may hold more than a finished answer keeps, like an opened <think>. An answer
+        # of other text shows where answers begin: this one may begin with the same characters as that
+        # surplus.
+        try:
+            other = self.render([*before, {**message, "content": "\ufdd0"}], tools)
+        except TemplateError:
+            other = through
+        shared = os.path.commonprefix([prompt, through, other])  # noqa: RUF071 - characters are meant
+        if len(shared) < len(self.render(before, tools)):
+            raise TemplateError("an answer is not written after its own prompt")
+        return prompt, shared, through
+
+    def document(self, text: str) -> list[list[Segment]]:
+        """Return a plain text as one sample, all of it with loss, with EOS and the BOS the tokenizer adds."""
+        bos = self.tokenizer.bos_token if self.adds_bos else ""
+        start = "" if text.startswith(bos) else bos
+        return [[(start + text + self.tokenizer.eos_token, True)]]
+
     def prompt_and_answer(self, sample: Row) -> tuple[str, str]:
-        """The rendered prompt of a conversation's last answer, and that answer."""
+        """Return the rendered prompt of a conversation's last answer, and that answer."""
         messages = sample["messages"]
         last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
         answer = messages[last]["content"] or json.dumps(messages[last].get("tool_calls"))
         return self.render(messages[:last], sample.get("tools"), generate=True), answer
 
+    def draft(self, row: Row) -> tuple[Status, str, list[list[Segment]]]:
+        """Return a row's status, the reason if it is BAD, and its samples (an empty one if it is unusable)."""
+        sample = self.to_sample(row)
+        status, reason = judge(sample)
+        if status == Status.USED:
+            try:
+                return status, "", self.document(**sample) if "text" in sample else self.segments(**sample)
+            except TemplateError as error:
+                status, reason = Status.BAD, f"the chat template refuses it: {first_line(error).rstrip('.')}"
+        return status, reason, [[]]
+
     def __call__(self, batch: dict[str, list], numbers: list[int]) -> pa.Table:
-        """`encode` for `datasets.map`, which hands over columns."""
+        """Encode the columns that `datasets.map` passes."""
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         return self.encode(rows, numbers)
 
     def encode(self, rows: Sequence[Row], numbers: Sequence[int]) -> pa.Table:
-        """COLUMNS of the rows' samples, at least one per row; an unusable row's sample has no tokens."""
+        """Return COLUMNS of the rows' samples, at least one per row, without tokens if it is unusable."""
         drafts: list[tuple[int, Status, list[Segment]]] = []
         for number, row in zip(numbers, rows, strict=True):
-            sample = self.to_sample(row)
-            status, found = why_unusable(sample), [[]]
-            if status == Status.USED:
-                try:
-                    found = self.document(sample["text"]) if "text" in sample else self.segments(**sample)
-                except TemplateError:
-                    status = Status.BAD
-            drafts += [(number, status, segments) for segments in found]
+            status, _, samples = self.draft(row)
+            drafts += [(number, status, segments) for segments in samples]
         texts = [text for _, _, segments in drafts for text, _ in segments]
-        pieces = self.tokenise(texts)
-        inside = pieces if self.inside is None else self.tokenise(texts, self.inside)
-        both = zip(pieces, inside, strict=True)
+        starting = self.tokenise(texts)
+        following = starting if self.continuing is None else self.tokenise(texts, self.continuing)
+        encodings = zip(starting, following, strict=True)
         columns: dict[str, list] = {name: [] for name in COLUMNS}
         for number, status, segments in drafts:
             ids: list[int] = []
             spans: list[int] = []
             for _, loss in segments:
                 start = len(ids)
-                alone, continued = next(both)
-                ids += (alone if not ids or self.special.get(ids[-1]) else continued).ids
+                first, later = next(encodings)
+                ids += (first if not ids or self.special.get(ids[-1]) else later).ids
                 spans += [start, len(ids)] if loss else []
             arrays = np.array(ids, dtype=np.int32), np.array(spans, dtype=np.int32)
             crc = zlib.crc32(arrays[1].tobytes(), zlib.crc32(arrays[0].tobytes()))
@@ -309,136 +231,46 @@ class Encoder:
         lists = {name: list_column(columns[name]) for name in ("input_ids", "spans")}
         return pa.table({**columns, **lists}, schema=Features(COLUMNS).arrow_schema)
 
-    def why_bad(self, row: Row) -> str:
-        """What is wrong with a row whose Status is BAD."""
-        sample = self.to_sample(row)
-        if (wrong := fault(sample)) is not None:
-            return wrong
-        try:
-            self.segments(**sample)
-        except TemplateError as error:
-            return f"the chat template refuses it: {first_line(error).rstrip('.')}"
-        return "the chat template refused it"
-
     def tokenise(self, texts: list[str], backend: Tokenizer | None = None) -> list[Encoding]:
-        """The ids that `tokenizer(texts, add_special_tokens=False)` gives, as `ids` of each encoding.
+        """Encode texts as `tokenizer(texts, add_special_tokens=False)` does, or with another `backend`.
 
-        `backend` takes the place of the tokenizer's. One call for a whole batch, past the tokenizer's own
-        wrapping, which keeps offsets, masks and lists of them that nobody reads: a third of the time.
+        One call of the backend for a whole batch: the tokenizer's own call takes three times as long, for
+        offsets and masks that nobody reads.
         """
         backend = backend or self.tokenizer.backend_tokenizer
-        backend.no_truncation()  # a tokenizer.json may bring both; lengths are checked later
+        backend.no_truncation()  # a tokenizer.json may set both; lengths are checked later
         backend.no_padding()
         backend.encode_special_tokens = self.tokenizer.split_special_tokens
         return backend.encode_batch_fast(texts, add_special_tokens=False)
 
-    def document(self, text: str) -> list[list[Segment]]:
-        """A plain text between BOS, where the tokenizer writes one, and EOS, all of it with loss."""
-        bos = self.tokenizer.bos_token if self.adds_bos else ""
-        start = "" if text.startswith(bos) else bos
-        return [[(start + text + self.tokenizer.eos_token, True)]]
+
+def list_column(arrays: list[np.ndarray]) -> pa.ListArray:
+    """Return a column with one of these int32 arrays per row."""
+    offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
+    return pa.ListArray.from_arrays(offsets, np.concatenate(arrays))
 
 
-def inside_a_text(backend: Tokenizer) -> Tokenizer | None:
-    """A copy of a tokenizer that takes a text as the middle of a longer one.
+def continuing(backend: Tokenizer) -> Tokenizer | None:
+    """Return a copy that reads a text as the middle of a longer one; None if the tokenizer always does.
 
-    SentencePiece's tokenizers, and a few others, put a word border before every text, which would split each
-    conversation where its pieces meet. None for a tokenizer that puts none.
+    SentencePiece tokenizers and a few others put a word border before every text, which would split a
+    conversation where its segments meet.
     """
     parts = {"normalizer": backend.normalizer, "pre_tokenizer": backend.pre_tokenizer}
-    own = {name: json.loads(part.__getstate__()) for name, part in parts.items() if part is not None}
-    bare = {name: _without_border(part) for name, part in own.items()}
-    if bare == own:
+    written = {name: json.loads(part.__getstate__()) for name, part in parts.items() if part is not None}
+    bare = {name: without_border(part) for name, part in written.items()}
+    if bare == written:
         return None
     return Tokenizer.from_str(json.dumps(json.loads(backend.to_str()) | bare))
 
 
-def _without_border(part: Any) -> Any:
-    """A normalizer's or pre-tokenizer's JSON without what it puts before a text."""
+def without_border(part: Any) -> Any:
+    """Remove what a normalizer's or pre-tokenizer's JSON puts before a text."""
     if isinstance(part, list):
-        return [found for item in part if (found := _without_border(item)) is not None]
+        return [kept for item in part if (kept := without_border(item)) is not None]
     if not isinstance(part, dict):
         return part
     if part.get("type") == "Prepend":
         return None
     never = {"prepend_scheme": "never", "add_prefix_space": False}
-    return {key: never.get(key, _without_border(value)) for key, value in part.items()}
-
-
-# What `Encoder.encode` returns, one entry per sample: token ids; the spans that carry loss, flat (start,
-# stop, start, stop, ...); the row's number; its Status; a checksum of ids and spans; the largest id.
-COLUMNS = {
-    "input_ids": List(Value("int32")),
-    "spans": List(Value("int32")),
-    "row": Value("int64"),
-    "status": Value("int8"),
-    "crc": Value("int64"),
-    "top": Value("int32"),
-}
-
-
-def list_column(arrays: list[np.ndarray]) -> pa.ListArray:
-    """A column that holds one of these int32 arrays per row."""
-    offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
-    return pa.ListArray.from_arrays(offsets, np.concatenate(arrays))
-
-
-def why_unusable(sample: Row) -> Status:
-    """USED, or what is wrong with a sample's text before it is tokenised."""
-    if fault(sample) is not None:
-        return Status.BAD
-    if "text" in sample:
-        return Status.USED if sample["text"].strip() else Status.EMPTY
-    spoken = [m for m in sample["messages"] if m["role"] in ("user", "assistant")]
-    if not spoken or not all(m["content"].strip() or m.get("tool_calls") for m in spoken):
-        return Status.EMPTY
-    answers = any(m["role"] == "assistant" for m in sample["messages"])
-    return Status.USED if answers else Status.WITHOUT_LABEL
-
-
-def is_chat(value: Any) -> bool:
-    """Whether a value is a list of objects, as messages, tools and their calls are."""
-    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
-
-
-def fault(sample: Row) -> str | None:
-    """What in a sample is not the text that it should be; None if nothing is."""
-    if "fault" in sample:
-        return sample["fault"]
-    if "text" in sample:
-        return no_text("its text", sample["text"])
-    messages = sample["messages"]
-    if not isinstance(messages, list):
-        return f"its messages are {kind(messages)}, not a list"
-    for message in messages:
-        if not isinstance(message, dict):
-            return f"a message is {kind(message)}, not a role and its content"
-        role = message.get("role")
-        if not isinstance(role, str):
-            return f"the role of a message is {kind(role)}, not text"
-        if not is_chat(message.get("tool_calls", [])):
-            return f"the tool calls of the {role} are no list of calls"
-        if (wrong := no_text(f"what the {role} says", message.get("content"))) is not None:
-            return wrong
-    return None
-
-
-def no_text(what: str, value: Any) -> str | None:
-    if not isinstance(value, str):
-        return f"{what} is {kind(value)}, not text"
-    return None if is_utf8(value) else f"{what} is not UTF-8"
-
-
-def kind(value: Any) -> str:
-    return "missing" if value is None else f"of type {type(value).__name__}"
-
-
-def is_utf8(text: str) -> bool:
-    """False for lone surrogates, and for U+FFFD, which readers put in place of bytes they cannot decode."""
-    if "\ufffd" in text:
-        return False
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return {key: never.get(key, without_border(value)) for key, value in part.items()}

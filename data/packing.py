@@ -1,4 +1,4 @@
-"""Which samples share a sequence: pure planning over lengths, no tokens touched."""
+"""Plan of which samples share a sequence, from their lengths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 LOOK_AHEAD = 64  # samples to choose from
-CHUNK = 65_536  # samples that are Python numbers at a time, which take five times an array's bytes
+CHUNK = 65_536  # samples converted to Python numbers at a time, which use five times an array's memory
 
 
 class Bins(NamedTuple):
@@ -24,7 +24,6 @@ class Bins(NamedTuple):
 
     @classmethod
     def collect(cls, bins: Iterable[list[int]]) -> Bins:
-        """All of `bins`, given by their samples."""
         order, sizes = array("q"), array("q", [0])
         for members in bins:
             order.extend(members)
@@ -36,33 +35,32 @@ class Bins(NamedTuple):
 
 
 def shuffled(num_samples: int, *key: int) -> np.ndarray:
-    """A permutation that depends on `key` (seed, epoch, ...) alone, int64 [num_samples]."""
+    """Permutation that depends only on `key` (seed, epoch, ...), int64 [num_samples]."""
     return np.random.default_rng(key).permutation(num_samples)
 
 
 def fill(lengths: np.ndarray, order: np.ndarray, capacity: int) -> Iterator[list[int]]:
-    """Fill bins of `capacity` tokens one after the other from the next LOOK_AHEAD samples in this order.
+    """Fill bins of `capacity` tokens one by one from the next LOOK_AHEAD samples of `order`.
 
-    A bin takes the sample that has waited longest, then those that leave the least room. Yields the samples
-    of each bin, and packs no further than it is read: one to four seconds for a million samples. `lengths`
-    int64 [samples], each from 1 to `capacity`.
+    A bin gets the sample that has waited longest, then those that leave the least room. Samples are packed no
+    further than bins are read; a million take one to four seconds. `lengths` int64 [samples], 1 to
+    `capacity`.
     """
     assert len(order) == 0 or (lengths.min() > 0 and lengths.max() <= capacity)
     chunks = [order[i : i + CHUNK] for i in range(0, len(order), CHUNK)]
     samples = chain.from_iterable(chunk.tolist() for chunk in chunks)
     sizes = chain.from_iterable(lengths[chunk].tolist() for chunk in chunks)
-    # The samples to choose from, and their lengths.
     ahead, ahead_sizes = list(islice(samples, LOOK_AHEAD)), list(islice(sizes, LOOK_AHEAD))
     while ahead:
         members: list[int] = []
         free = capacity
-        # Short samples in a long bin: nothing to choose as long as all that is in sight fits.
+        # Short samples in a long bin: there is nothing to choose while everything in sight fits.
         while ahead and (not members or sum(ahead_sizes) < free):
             members.append(ahead.pop(0))
             free -= ahead_sizes.pop(0)
             ahead += islice(samples, 1)
             ahead_sizes += islice(sizes, 1)
-        for index in reversed(fullest(ahead_sizes, free)):
+        for index in reversed(best_fit_subset(ahead_sizes, free)):
             members.append(ahead.pop(index))
             del ahead_sizes[index]
         ahead += islice(samples, LOOK_AHEAD - len(ahead))
@@ -70,26 +68,23 @@ def fill(lengths: np.ndarray, order: np.ndarray, capacity: int) -> Iterator[list
         yield members
 
 
-def fullest(lengths: list[int], capacity: int) -> list[int]:
-    """Indices, rising, of lengths with the largest sum up to `capacity`; of several choices, early ones.
+def best_fit_subset(lengths: list[int], capacity: int) -> list[int]:
+    """Return indices, ascending, of lengths with the largest sum up to `capacity`; among ties, early ones.
 
-    Subset sum by dynamic programming: bit t of `sums[i]` says whether some of the first i lengths sum to t.
+    Subset sum by dynamic programming: bit t of `sums[i]` is set if some of the first i lengths sum to t.
     """
-    below = (1 << capacity) - 1  # the bits of sums under `capacity`
-    within = (2 << capacity) - 1
+    full, within = 1 << capacity, (2 << capacity) - 1
     reachable, sums = 1, [1]
     for length in lengths:
         if length <= capacity:
             reachable = (reachable | reachable << length) & within
         sums.append(reachable)
-        if reachable > below:
+        if reachable >= full:
             break
     total = reachable.bit_length() - 1
     chosen = []
     for i in range(len(sums) - 2, -1, -1):
-        if not total:
-            break
-        if not sums[i] >> total & 1:
+        if total and not sums[i] >> total & 1:
             chosen.append(i)
             total -= lengths[i]
     return chosen[::-1]
@@ -98,8 +93,8 @@ def fullest(lengths: list[int], capacity: int) -> list[int]:
 def split_lengths(lengths: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut documents into consecutive pieces of at most `limit` (2 or more) tokens: (document, start, length).
 
-    Pieces are full but for a document's last. Where that would be one token, which has no predictor of its
-    own, the piece before gives it one more.
+    All pieces of a document but the last are full. A last piece of one token, which would have no predictor,
+    gets another one from the piece before.
     """
     pieces = -(-lengths // limit)
     document = np.repeat(np.arange(len(lengths)), pieces)

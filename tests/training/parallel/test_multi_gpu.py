@@ -936,7 +936,7 @@ def test_a_rank_that_a_library_stops_before_the_others_met_is_named_at_once(tmp_
 def test_more_ranks_than_sequences_are_refused(tmp_path, streamed):
     error = refused(start(tmp_path / "run", f"--num_of_samples 10 --batch_size 4 {streamed}", ranks=3))
     assert (
-        "--batch_size 4 on 3 ranks: a micro-batch needs 12 sequences, but --split_name train_1M has" in error
+        "--batch_size 4: on 3 ranks a micro-batch needs 12 sequences, but --split_name train_1M has" in error
     )
 
 

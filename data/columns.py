@@ -1,0 +1,103 @@
+"""Columns that training reads, and the conventions by which they are found: a new one is a line of KNOWN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from core.errors import bad_setting
+from data import rows
+from data.rows import TOOLS, Row
+from data.settings import SYSTEM_PROMPT, DataConfig
+
+FLAGS = {  # what columns hold -> the flags that name them
+    "chats": ("dataset_messages_field",),
+    "text": ("dataset_text_field",),
+    "pairs": ("dataset_prompt_field", "dataset_completion_field"),
+}
+# What columns of these names hold. The first line whose columns are all there is used.
+KNOWN = (
+    ("chats", ("messages",)),
+    ("pairs", ("problem", "generated_solution")),
+    ("pairs", ("problem", "solution")),
+    ("pairs", ("prompt", "completion")),
+    ("pairs", ("prompt", "response")),
+    ("pairs", ("instruction", "output")),
+    ("pairs", ("instruction", "response")),
+    ("pairs", ("question", "answer")),
+    ("pairs", ("question", "response")),
+    ("pairs", ("query", "response")),
+    ("pairs", ("input", "output")),
+    ("chats", ("conversations",)),  # after pairs: not every column of this name holds messages
+    ("chats", ("conversation",)),
+    ("text", ("text",)),
+    ("text", ("content",)),
+)
+CONTEXTS = {"instruction": ("input", "context")}  # prompt column -> columns appended to it
+MATHS = "problem"  # prompt column that gets the default system prompt
+SHOWN = 80  # characters of a system prompt in the report
+
+
+class Columns(NamedTuple):
+    to_sample: Callable[[Row], Row]
+    chat: bool  # False: plain text, which may be split anywhere
+    system: str  # system prompt of chats that have none of their own; "" for none
+    shown: str  # for the report
+    tools: bool  # True if there is a column of tools
+
+
+def choose_columns(cfg: DataConfig, names: list[str]) -> Columns:
+    """Choose the columns named in the settings, or the first KNOWN ones. UserError if there are none."""
+    named = named_columns(cfg, names)
+    found = named or [(kind, fields) for kind, fields in KNOWN if set(fields) <= set(names)]
+    if not found:
+        raise bad_setting(
+            "no chat, prompt/answer or text columns found; name them with --dataset_messages_field, "
+            "--dataset_text_field, or --dataset_prompt_field and --dataset_completion_field "
+            f"(columns: {', '.join(names) or 'none'})",
+            dataset_name=cfg.dataset_name,
+        )
+    kind, fields = found[0]
+    if kind == "text":
+        shown = f"{fields[0]} (plain text)" + unused_hint(fields, found[1:])
+        return Columns(partial(rows.text, *fields), chat=False, system="", shown=shown, tools=False)
+    # The default system prompt is for maths; other data get one only on request.
+    is_maths = kind == "pairs" and fields[0] == MATHS
+    system = cfg.system_prompt if is_maths or cfg.system_prompt != SYSTEM_PROMPT else ""
+    contexts = CONTEXTS.get(fields[0], ()) if kind == "pairs" and not named else ()
+    if kind == "chats":
+        to_sample = partial(rows.messages, *fields, system)
+    else:
+        to_sample = partial(rows.pair, *fields, contexts, system)
+    prompt = " and ".join([fields[0], *(name for name in (*contexts, TOOLS) if name in names)])
+    shown = " -> ".join([prompt, *fields[1:]]) + " (whole chats)" * (kind == "chats")
+    line = " ".join(system.split())
+    shown += (
+        f', system prompt "{line[:SHOWN]}{"..." * (len(line) > SHOWN)}"' if system else ", no system prompt"
+    )
+    shown += unused_hint((*fields, *contexts), found[1:])
+    return Columns(to_sample, chat=True, system=system, shown=shown, tools=TOOLS in names)
+
+
+def named_columns(cfg: DataConfig, names: list[str]) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the columns that the settings name, if any. UserError if one is missing."""
+    for kind, flags in FLAGS.items():
+        fields = {flag: getattr(cfg, flag) for flag in flags if getattr(cfg, flag) is not None}
+        for flag, field in fields.items():
+            if field not in names:
+                reason = f"no such column in --dataset_name {cfg.dataset_name}"
+                raise bad_setting(f"{reason}; it has {', '.join(names) or 'none'}", **{flag: field})
+        if fields:
+            return [(kind, tuple(fields.values()))]
+    return []
+
+
+def unused_hint(used: tuple[str, ...], others: list[tuple[str, tuple[str, ...]]]) -> str:
+    """Return the flags that choose other known columns of the data set, or an empty string."""
+    flags = [
+        " ".join(f"--{flag} {field}" for flag, field in zip(FLAGS[kind], fields, strict=True))
+        for kind, fields in others
+        if not set(fields) <= set(used)
+    ]
+    return f"; to use others: {' or '.join(flags)}" if flags else ""

@@ -1,0 +1,61 @@
+"""File formats. A new one is a line of FORMATS, a new compression an entry of COMPRESSIONS."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pandas as pd
+from datasets import Dataset, Features, IterableDataset, Value
+
+REPLACE = {"encoding_errors": "replace"}  # undecodable bytes become U+FFFD, which marks the row as bad
+TEXT = {"encoding": "utf-8-sig", **REPLACE}  # skips a byte-order mark
+
+
+@dataclass(frozen=True)
+class Format:
+    builder: str  # module of `datasets` that reads the files
+    options: dict[str, Any] = field(default_factory=dict)
+    json_lines: bool = False  # rows are unparsed lines of JSON: a broken one costs one row, not the file
+
+
+FORMATS = {
+    ".jsonl": Format("text", TEXT, json_lines=True),
+    ".json": Format("json"),
+    ".parquet": Format("parquet"),
+    ".csv": Format("csv", REPLACE),
+    ".tsv": Format("csv", {"sep": "\t", **REPLACE}),
+    ".txt": Format("text", TEXT),
+}
+COMPRESSIONS = (".gz", ".bz2", ".xz")
+
+
+def common_format(files: Sequence[str]) -> Format | None:
+    """Return the format that all files share, or None: .jsonl for rows.jsonl and rows.jsonl.gz."""
+    paths = [Path(file) for file in files]
+    suffixes = {(path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix for path in paths}
+    return FORMATS.get(suffixes.pop()) if len(suffixes) == 1 else None
+
+
+def read_files(format: Format, files: Sequence[str], **options: Any) -> Dataset | IterableDataset:
+    """Read files of one format. `options` are those of `datasets.load_dataset`."""
+    if all(Path(file).is_file() and not Path(file).stat().st_size for file in files):
+        raise EOFError(f"{Path(files[0]).name} is empty")
+    if format.builder == "csv":
+        options |= cells_as_text(files[0], format.options)
+    return datasets.load_dataset(format.builder, **format.options, **options)
+
+
+def cells_as_text(file: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of the csv builder that read every cell of a local file as text: 007 and NA survive.
+
+    `options` are those that pandas reads the file with.
+    """
+    try:
+        header = pd.read_csv(file, **options | REPLACE | {"nrows": 0, "chunksize": None})
+    except ValueError:  # an archive of several tables
+        return {}
+    return {"keep_default_na": False, "features": Features({str(n): Value("string") for n in header.columns})}

@@ -1,0 +1,224 @@
+"""The global order of bins, and each rank's share of it.
+
+A bin fills one row of a batch. Global micro-batch m holds the B * W bins from the position on (B the batch
+size, W the ranks), rank r the r-th B of them. The order does not depend on W, so a loader's state is an epoch
+and the next bin.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import chain, count, groupby, islice
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
+
+from core.errors import UserError, bad_setting
+from data.collate import Batch, Sample, build_batch, round_up
+from data.packing import Bins, fill, shuffled
+from data.rows import Status
+from data.samples import Samples, Selection, Split
+from data.sources import reading
+
+WINDOW = 1000  # rows of a stream that are shuffled and packed together
+Position = int | list[int]  # next bin; in a stream [first row of the window, next bin in it]
+Item = tuple[Position, Batch]  # position after a micro-batch, and the micro-batch
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class Bin(NamedTuple):
+    after: Position
+    samples: Samples
+    members: list[int]  # indices of samples
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Layout of this rank's batches."""
+
+    max_seq_length: int  # tokens of samples in a bin at most
+    pad_multiple: int
+    packing: bool
+    batch_size: int
+    pad_id: int
+    rank: int
+    world_size: int
+
+    @property
+    def width(self) -> int:
+        """Tokens per packed row."""
+        return round_up(self.max_seq_length, self.pad_multiple)
+
+    @property
+    def stride(self) -> int:
+        """Bins per global micro-batch."""
+        return self.batch_size * self.world_size
+
+    def plan(self, lengths: np.ndarray, key: tuple[int, ...] | None) -> Iterator[list[int]]:
+        """Yield bins of samples of these lengths, shuffled by `key`, or in order without one."""
+        order = np.arange(len(lengths)) if key is None else shuffled(len(lengths), *key)
+        return fill(lengths, order, self.max_seq_length) if self.packing else ([int(i)] for i in order)
+
+    def collate(self, step: list[Bin]) -> Batch:
+        """Build this rank's batch of a global micro-batch; a rank without bins gets the smallest one."""
+        rows = list(fetch(step[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]))
+        if not self.packing:
+            longest = max((len(sample.ids) for row in rows for sample in row), default=1)
+            return build_batch(rows, round_up(longest, self.pad_multiple), self.pad_id)
+        width = self.width if rows else self.pad_multiple
+        return build_batch(rows, width, self.pad_id, max_seqlen=self.width)
+
+    def padded_tokens(self, lengths: np.ndarray, bins: Bins) -> int:
+        """Count tokens and padding of all bins."""
+        if self.packing:
+            return len(bins) * self.width
+        groups = np.arange(0, len(bins), self.batch_size)
+        widest = np.maximum.reduceat(lengths[bins.order], groups)
+        sizes = np.diff([*groups, len(bins)])
+        return int((round_up(widest, self.pad_multiple) * sizes).sum())
+
+
+def fetch(bins: list[Bin]) -> Iterator[list[Sample]]:
+    """Yield the samples of each bin, from one read for all bins of one `Samples`."""
+    for samples, group in groupby(bins, key=lambda found: found.samples):
+        members = [found.members for found in group]
+        read = iter(samples.fetch([index for indices in members for index in indices]))
+        yield from (list(islice(read, len(indices))) for indices in members)
+
+
+class Stored:
+    """Bins over samples on disk. `first` are those of epoch 0, which determine a run's length."""
+
+    start = 0
+    max_workers = None
+
+    def __init__(self, samples: Samples, layout: Layout, *, seed: int | None):
+        self.samples, self.layout, self.seed = samples, layout, seed
+        self.first = Bins.collect(self._plan(0))
+
+    def _plan(self, epoch: int) -> Iterator[list[int]]:
+        return self.layout.plan(self.samples.length, None if self.seed is None else (self.seed, epoch))
+
+    def micro_batches(self, position: int) -> int:
+        """Count global micro-batches from a position to the end of epoch 0."""
+        return max(0, -(-(len(self.first) - position) // self.layout.stride))
+
+    def bins(self, epoch: int, position: int) -> Iterator[Bin]:
+        """Yield an epoch's bins from a position on."""
+        if epoch == 0:
+            planned = map(self.first.members, range(position, len(self.first)))
+        else:
+            planned = islice(self._plan(epoch), position, None)
+        return (Bin(after, self.samples, members) for after, members in enumerate(planned, position + 1))
+
+
+class Stream:
+    """Bins over a stream, shuffled and packed window by window of WINDOW rows.
+
+    Every rank reads the whole stream and keeps its share, in one worker process at most. A resumed run reads
+    the window of its position again.
+    """
+
+    max_workers = 1
+
+    def __init__(self, split: Split, layout: Layout, *, seed: int, held_out: int):
+        self.split, self.layout, self.seed = split, layout, seed
+        self.start = [held_out, 0]
+        limit = split.cfg.num_of_samples
+        self.end = None if limit is None else held_out + limit
+        window = next(self._read(held_out), None)
+        if window is None:
+            reason = f"its stream has no rows after the {held_out} held out for evaluation"
+            way_out = "lower --eval_samples, or choose another --split_name"
+            raise bad_setting(f"{reason}; {way_out}", dataset_name=split.cfg.dataset_name)
+        self.selection = replace(window[1], is_window=True)
+        self.first = Bins.collect(self._plan(0, *window))
+        num_rows = int(self.selection.counts.sum())
+        self.is_one_window = num_rows < WINDOW or num_rows == limit
+
+    def micro_batches(self, position: list[int]) -> None:
+        """Return None: the length of a stream is unknown."""
+
+    def bins(self, epoch: int, position: list[int]) -> Iterator[Bin]:
+        """Yield an epoch's bins from a position on."""
+        for row, selection in self._windows(position[0]):
+            unusable = int(selection.counts[Status.OVERLONG :].sum())
+            # The data report covers the first window; rank 0 logs the others.
+            if unusable and row != self.start[0] and self.layout.rank == 0:
+                logger.warning("%d of the stream's rows from row %d on are dropped", unusable, row + 1)
+            skip = position[1] if row == position[0] else 0
+            planned = islice(self._plan(epoch, row, selection), skip, None)
+            for after, members in enumerate(planned, skip + 1):
+                yield Bin([row, after], selection.samples, members)
+
+    def _plan(self, epoch: int, row: int, selection: Selection) -> Iterator[list[int]]:
+        return self.layout.plan(selection.samples.length, (self.seed, epoch, row))
+
+    def _windows(self, row: int) -> Iterator[tuple[int, Selection]]:
+        """Yield (first row, usable samples) of each window from `row` on, reading one ahead."""
+        known = []
+        if row == self.start[0]:
+            known = [(row, self.selection)]
+            row += int(self.selection.counts.sum())
+        return prefetched(chain(known, self._read(row)))
+
+    def _read(self, row: int) -> Iterator[tuple[int, Selection]]:
+        rows = iter(self.split.source.rows.skip(row))
+        while True:
+            with reading(self.split.cfg):
+                window = list(islice(rows, WINDOW if self.end is None else min(WINDOW, self.end - row)))
+            if not window:
+                return
+            yield row, self.split.encode(window, row)
+            row += len(window)
+
+
+def prefetched(items: Iterator[T]) -> Iterator[T]:
+    """Yield items, each made in a thread while the one before is used."""
+    pool = ThreadPoolExecutor(1)
+    try:
+        made = pool.submit(next, items, None)
+        while (item := made.result()) is not None:
+            made = pool.submit(next, items, None)
+            yield item
+    finally:
+        pool.shutdown(wait=False)
+
+
+class Items(IterableDataset):
+    """Micro-batches from a position on, epoch after epoch, with None after each epoch.
+
+    Worker w of n makes every n-th, from the w-th. A read error is the last item: raised in a worker, it would
+    lose its type.
+    """
+
+    def __init__(self, source: Stored | Stream, epoch: int, position: Position):
+        self.source, self.epoch, self.position = source, epoch, position
+
+    def __iter__(self) -> Iterator[Item | UserError | None]:
+        steps, worker = self.steps(), get_worker_info()
+        if worker is not None:
+            steps = islice(steps, worker.id, None, worker.num_workers)
+        while True:
+            try:
+                step = next(steps)
+            except UserError as error:
+                yield UserError(f"{error}; the same command with this run's --output_dir resumes it")
+                return
+            yield (step[-1].after, self.source.layout.collate(step)) if step else None
+
+    def steps(self) -> Iterator[list[Bin]]:
+        """Yield the bins of each global micro-batch, and [] after each epoch."""
+        position: Any = self.position
+        for epoch in count(self.epoch):
+            bins = self.source.bins(epoch, position)
+            while step := list(islice(bins, self.source.layout.stride)):
+                yield step
+            yield []
+            position = self.source.start

@@ -1,0 +1,87 @@
+"""Report on the rows of a split."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from data.order import Layout
+from data.packing import Bins
+from data.rows import Status
+from data.samples import Selection, Split
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataReport:
+    """Rows of one split, and the content of a pass over it; of a stream, its first window.
+
+    rows == used + empty + overlong_dropped + without_label + bad_rows.
+    """
+
+    rows: int
+    used: int
+    empty: int
+    overlong_dropped: int
+    overlong_truncated: int  # included in `used`
+    without_label: int  # nothing to predict: no assistant turn, or one token
+    bad_rows: int  # not text, not UTF-8, not JSON, or refused by the chat template
+    tokens: int
+    label_tokens: int
+    sequences: int  # packed sequences in the first epoch; samples if not packing
+    packing_efficiency: float  # tokens / (tokens and padding), 0 to 1
+    columns: str  # columns and system prompt in use
+    fingerprint: str  # of the samples in their order, the same on every machine
+    first_bad_row: str | None  # its number, from 1, and what is wrong with it
+    streaming: bool
+    rows_per_second: float | None  # of tokenisation; None if it was cached or is streamed
+    processes: int | None  # that tokenised
+
+    def lines(self, after: DataReport | None = None) -> list[str]:
+        """Return lines to print: rows used, columns (unless `after` has the same), rows dropped or cut."""
+        scope = " in the stream's first window" if self.streaming else ""
+        share = self.label_tokens / max(self.tokens, 1)
+        used = (
+            f"{self.used:,} of {self.rows:,} rows{scope}: {self.tokens:,} tokens ({share:.1%} with loss) in "
+            f"{self.sequences:,} sequences, {self.packing_efficiency:.1%} full"
+        )
+        if self.rows_per_second:
+            used += f"; tokenised at {self.rows_per_second:,.0f} rows/s, processes: {self.processes}"
+        counts = {
+            "empty": self.empty,
+            "over --max_seq_length, dropped": self.overlong_dropped,
+            "over --max_seq_length, cut": self.overlong_truncated,
+            "without a token to predict": self.without_label,
+            f"malformed ({self.first_bad_row})": self.bad_rows,
+        }
+        dropped = "; ".join(f"{count:,} {reason}" for reason, count in counts.items() if count)
+        columns = f"columns: {self.columns}" if after is None or after.columns != self.columns else ""
+        return [used, *filter(None, [columns, dropped and f"rows dropped or cut: {dropped}"])]
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def describe(split: Split, selection: Selection, layout: Layout, bins: Bins) -> DataReport:
+    """Report on the selected rows of a split, whose samples fill `bins`."""
+    counts, lengths = selection.counts, selection.samples.length
+    tokens, speed = int(lengths.sum()), selection.speed
+    return DataReport(
+        rows=int(counts.sum()),
+        used=int(counts[: Status.TRUNCATED + 1].sum()),
+        empty=int(counts[Status.EMPTY]),
+        overlong_dropped=int(counts[Status.OVERLONG]),
+        overlong_truncated=int(counts[Status.TRUNCATED]),
+        without_label=int(counts[Status.WITHOUT_LABEL]),
+        bad_rows=int(counts[Status.BAD]),
+        tokens=tokens,
+        label_tokens=selection.label_tokens,
+        sequences=len(bins),
+        packing_efficiency=tokens / max(layout.padded_tokens(lengths, bins), 1),
+        columns=split.source.columns.shown,
+        fingerprint=selection.fingerprint,
+        first_bad_row=split.first_bad(selection),
+        streaming=selection.is_window,
+        rows_per_second=speed and speed.rows_per_second,
+        processes=speed and speed.processes,
+    )

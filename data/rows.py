@@ -1,0 +1,187 @@
+"""Rows become samples: `{"messages": [...]}`, with `"tools"` where there are some, or `{"text": ...}`.
+
+Values of a wrong type are kept: `judge` reports them. A line that is not JSON becomes `{"fault": reason}`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+Row = dict[str, Any]
+
+TOOLS = "tools"  # column of the functions that the assistant may call
+CALLS = "tool_calls"  # calls in a message
+SHARE_GPT = {"human": "user", "gpt": "assistant"}  # ShareGPT's sender -> role
+
+
+def text(field: str, row: Row) -> Row:
+    """Convert a column of plain text."""
+    return {"text": row.get(field)}
+
+
+def messages(field: str, system: str, row: Row) -> Row:
+    """Convert a column of OpenAI's or ShareGPT's messages; `system` begins chats without a system message."""
+    tools, turns = from_json(row.get(TOOLS)), row.get(field)
+    if is_objects(turns):
+        turns = [message(turn) for turn in turns]
+        if system and turns and turns[0].get("role") != "system":
+            turns = [{"role": "system", "content": system}, *turns]
+    return {"messages": turns} | ({"tools": as_objects(tools)} if tools else {})
+
+
+def pair(prompt: str, answer: str, contexts: tuple[str, ...], system: str, row: Row) -> Row:
+    """Convert a prompt and an answer, texts or messages, to a chat; `contexts` are appended to the prompt."""
+    question, reply = as_text(row.get(prompt)), as_text(row.get(answer))
+    if is_objects(question) and is_objects(reply):
+        turns = question + reply
+    else:
+        if isinstance(question, str):
+            parts = [part for name in contexts for part in passages(row.get(name))]
+            question = "\n\n".join([question, *parts])
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+    return messages(prompt, system, {prompt: turns, TOOLS: row.get(TOOLS)})
+
+
+def message(turn: Row) -> Row:
+    """Convert one message to what chat templates expect.
+
+    Keys without a value are dropped: Parquet gives every message all keys, and templates test for them.
+    """
+    made = {key: value for key, value in turn.items() if value is not None or key == "content"}
+    if "role" not in made and "from" in made:
+        sender = made.pop("from")
+        role = SHARE_GPT.get(sender, sender) if isinstance(sender, str) else sender
+        made |= {"role": role, "content": made.pop("value", None)}
+    parts = made.get("content")
+    if isinstance(parts, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
+        made["content"] = "".join(part["text"] for part in parts)
+    if calls := from_json(made.pop(CALLS, None)):
+        made["content"] = made.get("content") or ""  # optional next to calls
+        listed = as_objects(calls)
+        made[CALLS] = calls if listed is None else [with_parsed_arguments(call) for call in listed]
+    return made
+
+
+def with_parsed_arguments(call: Row) -> Row:
+    """Parse a call's arguments: OpenAI stores them as a JSON string, templates expect an object."""
+    function = call.get("function")
+    arguments = from_json(function.get("arguments")) if isinstance(function, dict) else None
+    return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def from_json(value: Any) -> Any:
+    """Parse a JSON string, or the JSON strings in a list; lists lose nulls, other values are returned."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    elif isinstance(value, list):
+        value = [item if isinstance(item, list) else from_json(item) for item in value]
+    return [item for item in value if item is not None] if isinstance(value, list) else value
+
+
+def is_objects(value: Any) -> bool:
+    """True for a list of objects, such as messages, tools and calls."""
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def as_objects(value: Any) -> list[Row] | None:
+    """Return a list of objects, a list of the one object given, or None for anything else."""
+    listed = [value] if isinstance(value, dict) else value
+    return listed if is_objects(listed) else None
+
+
+def passages(value: Any) -> list[str]:
+    """Return the texts of a context column: none, one or a list."""
+    texts = [as_text(item) for item in (value if isinstance(value, list) else [value]) if item is not None]
+    return [item for item in texts if item] if all(isinstance(item, str) for item in texts) else []
+
+
+def as_text(value: Any) -> Any:
+    """Convert a finite number to text: answers may be numbers."""
+    is_number = type(value) is int or (isinstance(value, float) and math.isfinite(value))
+    return str(value) if is_number else value
+
+
+def json_line(to_sample: Callable[[Row], Row], row: Row) -> Row:
+    """Convert one line of JSON. A blank line is an empty text."""
+    if not row["text"].strip():
+        return {"text": ""}
+    line = parse_line(row)
+    return {"fault": line} if isinstance(line, str) else to_sample(line)
+
+
+def parse_line(row: Row) -> Row | str:
+    """Return the object in a line of JSON, or what is wrong with the line."""
+    try:
+        line = json.loads(row["text"])
+    except (ValueError, RecursionError):  # the latter for JSON nested too deeply
+        return "not valid JSON"
+    return line if isinstance(line, dict) else "JSON, but no object"
+
+
+def arrow_row(to_sample: Callable[[Row], Row], row: Row) -> Row:
+    """Convert a row of Arrow, which gives objects in lists each other's keys, with null as value."""
+    return to_sample(drop_nulls(row))
+
+
+def drop_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    return [drop_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+class Status(IntEnum):
+    """Fate of a row, from best to worst; a row of several samples has its worst sample's."""
+
+    USED = 0
+    TRUNCATED = 1
+    OVERLONG = 2
+    WITHOUT_LABEL = 3
+    EMPTY = 4
+    BAD = 5
+
+
+def judge(sample: Row) -> tuple[Status, str]:
+    """Return USED, or why a sample cannot be tokenised; the reason is given if it is BAD."""
+    if reason := sample.get("fault") or fault(sample):
+        return Status.BAD, reason
+    if "text" in sample:
+        return Status.USED if sample["text"].strip() else Status.EMPTY, ""
+    turns = [m for m in sample["messages"] if m["role"] in ("user", "assistant")]
+    if not turns or not all(m["content"].strip() or m.get(CALLS) for m in turns):
+        return Status.EMPTY, ""
+    answered = any(m["role"] == "assistant" for m in turns)
+    return Status.USED if answered else Status.WITHOUT_LABEL, ""
+
+
+def fault(sample: Row) -> str | None:
+    """Return what in a sample has a wrong type or is not UTF-8, or None."""
+    if "text" in sample:
+        return text_fault("its text", sample["text"])
+    if not is_objects(sample["messages"]):
+        return "its messages are not a list of messages"
+    for turn in sample["messages"]:
+        if reason := text_fault("the role of a message", turn.get("role")):
+            return reason
+        if not is_objects(turn.get(CALLS, [])):
+            return f"the tool calls of the {turn['role']} are not a list of calls"
+        if reason := text_fault(f"the content of the {turn['role']}", turn.get("content")):
+            return reason
+    return None
+
+
+def text_fault(name: str, value: Any) -> str | None:
+    if not isinstance(value, str):
+        return f"{name} is {'missing' if value is None else f'of type {type(value).__name__}'}, not text"
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # lone surrogates of a JSON escape
+        return f"{name} is not UTF-8"
+    # Readers put U+FFFD in place of bytes that they cannot decode.
+    return f"{name} is not UTF-8" if "\ufffd" in value else None

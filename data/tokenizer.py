@@ -1,0 +1,98 @@
+"""Tokenizers by name, and chat templates for those that have none.
+
+The template of another model family is a line of TEMPLATES.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from core.errors import bad_setting, first_line
+from core.hub import refuse_missing_folder, refuse_silent_hub
+from data.demo import TOKENIZER_DIR
+
+
+class Template(NamedTuple):
+    text: str  # Jinja
+    markers: tuple[str, ...]  # tokens that the vocabulary must have
+    pad: str  # padding token where the tokenizer has none
+
+
+LLAMA3 = Template(
+    "{{ bos_token }}{% for message in messages %}"
+    "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n{{ message['content'] | trim }}<|eot_id|>"
+    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+    ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "<|finetune_right_pad_id|>",
+)
+CHATML = Template(
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    ("<|im_start|>", "<|im_end|>"),
+    "<|endoftext|>",
+)
+# Version 3 of Mistral's format, the first whose markers are tokens. It has no system role: that text opens
+# the first user turn, because in the last one, as Mistral has it, it would move with every turn.
+MISTRAL = Template(
+    "{{ bos_token }}{% set ns = namespace(system='') %}{% for message in messages %}"
+    "{% set role, text = message['role'], message['content'] | trim %}"
+    "{% if role == 'system' %}{% set ns.system = text + '\n\n' if text else '' %}"
+    "{% elif role == 'user' %}[INST] {{ ns.system + text }}[/INST]{% set ns.system = '' %}"
+    "{% elif role == 'assistant' and not ns.system %} {{ text }}{{ eos_token }}"
+    "{% else %}{{ raise_exception('no place for role ' + role + ' here') }}{% endif %}{% endfor %}",
+    ("[INST]", "[/INST]"),
+    "<pad>",
+)
+# Hugging Face `model_type` -> template for tokenizers without one, as those of base models are.
+TEMPLATES: dict[str, Template] = {
+    "llama": LLAMA3,
+    "qwen2": CHATML,
+    "qwen2_moe": CHATML,
+    "qwen3": CHATML,
+    "qwen3_moe": CHATML,
+    "mistral": MISTRAL,
+}
+
+
+def load_tokenizer(
+    name: str, *, family: str, trust_remote_code: bool = False, cache_dir: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a hub id, a local folder or `demo`, with a chat template and a padding token.
+
+    `family` is the model's `model_type`. Without a template of its own, the tokenizer gets the family's if
+    its vocabulary has the markers, else none: chat data is refused then. UserError if it cannot be read.
+    """
+    path = str(TOKENIZER_DIR) if name == "demo" else name
+    refuse_missing_folder("tokenizer_name", name)
+    try:
+        refuse_silent_hub(path, ("tokenizer_config.json", "tokenizer.json"), cache_dir)
+        options = {"trust_remote_code": trust_remote_code, "cache_dir": cache_dir}
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+    except Exception as error:  # a hub client, a parser or remote code may raise anything
+        way_out = "give a local folder, or --tokenizer_name demo (the default is the one of --model_name)"
+        raise bad_setting(f"{first_line(error).rstrip('.')}; {way_out}", tokenizer_name=name) from error
+    if not tokenizer.is_fast:
+        reason = "has no fast version (tokenizer.json); convert it and give the folder"
+        raise bad_setting(reason, tokenizer_name=name)
+    template, token_to_id = TEMPLATES.get(family), tokenizer.backend_tokenizer.token_to_id
+    if template and tokenizer.chat_template is None and None not in map(token_to_id, template.markers):
+        tokenizer.chat_template = template.text
+    written = tokenizer.chat_template
+    if isinstance(written, str) and adds_bos(tokenizer) and not writes_bos(written, tokenizer.bos_token):
+        tokenizer.chat_template = "{{ bos_token }}" + written  # at inference only the template writes it
+    if tokenizer.pad_token is None:
+        has_pad = template is not None and token_to_id(template.pad) is not None
+        tokenizer.pad_token = template.pad if has_pad else tokenizer.eos_token
+    return tokenizer
+
+
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True if the tokenizer puts a BOS before every text."""
+    bos = tokenizer.bos_token_id
+    return bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+
+
+def writes_bos(template: str, bos: str) -> bool:
+    return "bos_token" in template or bos in template
