@@ -154,7 +154,7 @@ class Encoder:
         return samples
 
     def _answer(self, before: list[Row], message: Row, tools: list[Row] | None) -> tuple[str, str, str]:
-        """Render an answer: its prompt, the part of it that later turns keep, and all up to the answer's end."""
+        """Render an answer: its prompt, the part of it that later turns keep, and all up to its end."""
         prompt = self.render(before, tools, generate=True)
         through = self.render([*before, message], tools)
         if "tool_calls" in message:
@@ -189,7 +189,7 @@ class Encoder:
         return self.render(messages[:last], sample.get("tools"), generate=True), answer
 
     def draft(self, row: Row) -> tuple[Status, str, list[list[Segment]]]:
-        """Return a row's status, the reason if it is BAD, and its samples (an empty one if it is unusable)."""
+        """Return a row's status, the reason if it is BAD, and its samples, one without text if unusable."""
         sample = self.to_sample(row)
         status, reason = judge(sample)
         if status == Status.USED:

@@ -62,6 +62,7 @@ class Loader:
             if item is None:
                 break
             if isinstance(item, UserError):
+                del items  # ends its workers now; the garbage collector would break their queues first
                 raise item
             self.position, batch = item
             yield batch

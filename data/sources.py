@@ -181,14 +181,11 @@ def unreadable(cfg: DataConfig, error: Exception) -> UserError:
     while isinstance(cause, datasets.exceptions.DatasetGenerationError) and cause.__cause__:
         cause = cause.__cause__
     reason = " ".join(str(cause).split())[:MAX_REASON].rstrip(".") or type(cause).__name__
+    choose = "NAME:CONFIGURATION chooses one of several configurations"
     if Path(name_and_configuration(cfg)[0]).expanduser().exists():
-        way_out = (
-            "check that files are readable, whole and, in one split, of one format with the same columns"
-        )
+        way_out = f"check that files are readable, whole and, in one split, have the same columns; {choose}"
     else:
         places = f"a local folder, a file ({', '.join(FORMATS)}), or --dataset_name demo"
-        check = (
-            "the name (NAME:CONFIGURATION for one of several), the network and the room in --data_cache_dir"
-        )
-        way_out = f"check {check}, or give {places}"
+        check = f"check the name ({choose}), the network and the room in --data_cache_dir"
+        way_out = f"{check}, or give {places}"
     return bad_setting(f"cannot be read: {reason}; {way_out}", dataset_name=cfg.dataset_name)

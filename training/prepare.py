@@ -16,7 +16,7 @@ import torch
 from core.errors import bad_setting
 from core.packages import software
 from data.build import BatchShape, Loaders, build_loaders
-from data.chat import load_tokenizer
+from data.tokenizer import load_tokenizer
 from te_models.build import ModelPlan
 from te_models.kernels.selection import Kernels
 from te_models.presets import LOCAL_PRESETS

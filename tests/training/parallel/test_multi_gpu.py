@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -27,8 +28,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import distributed_c10d as c10d
 
 from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, UserError
-from data import loader
-from data.loader import StoredItems
+from data import order
+from data.order import Layout
 from data.samples import Split
 from te_models.hugging_face import HFCausalLM
 from tests.children import children, preload
@@ -469,14 +470,14 @@ def before_step(number: int, action: Callable[[], None], rank: int, *, whose: in
 
 
 def while_loading(number: int, action: Callable[[], None], rank: int) -> None:
-    load = StoredItems.__getitem__
+    collate, calls = Layout.collate, count(1)
 
-    def changed(items, index):
-        if rank == 1 and index + 1 == number:
+    def changed(layout, step):
+        if rank == 1 and next(calls) == number:
             action()
-        return load(items, index)
+        return collate(layout, step)
 
-    StoredItems.__getitem__ = changed
+    Layout.collate = changed
 
 
 def fail() -> None:
@@ -824,7 +825,7 @@ def test_ranks_with_other_deepspeed_files_of_one_name_are_refused(tmp_path):
 
 
 def with_small_windows(folder: Path, rank: int) -> None:
-    loader.WINDOW = 20
+    order.WINDOW = 20
     in_a_folder_of_its_own(folder, rank)
 
 

@@ -1,0 +1,74 @@
+"""Loaders over small data sets."""
+
+import json
+from dataclasses import fields
+
+import pytest
+
+from data.build import BatchShape, build_loaders
+from data.collate import IGNORE
+from data.settings import DataConfig
+from data.tokenizer import load_tokenizer
+
+VOCABULARY = 2048
+SHAPE = {field.name for field in fields(BatchShape)}
+
+
+def json_lines(*rows) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+@pytest.fixture
+def tokenizer():
+    return load_tokenizer("demo", family="llama")
+
+
+@pytest.fixture
+def build(tmp_path, tokenizer):
+    """Function that builds loaders from fields of DataConfig and BatchShape."""
+
+    def build(*, seed=3, vocab_size=VOCABULARY, **settings):
+        shape = {"batch_size": 1, "pad_multiple": 8}
+        shape |= {name: settings.pop(name) for name in SHAPE & set(settings)}
+        shape.setdefault("eval_batch_size", shape["batch_size"])
+        cfg = {"num_workers": 0, "num_proc": 1, "eval_samples": 0, "data_cache_dir": str(tmp_path / "cache")}
+        limits = {"vocab_size": vocab_size, "max_positions": 2048}
+        return build_loaders(
+            DataConfig(**cfg | settings), tokenizer, BatchShape(**shape), seed=seed, **limits
+        )
+
+    return build
+
+
+@pytest.fixture
+def load(build, tmp_path):
+    """Function that builds unpacked loaders over one file, by itself or in a folder."""
+
+    def load(contents: bytes, name="train.jsonl", *, folder=False, **settings):
+        path = tmp_path / "set" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(contents)
+        settings = {"split_name": "train", "packing": False} | settings
+        return build(dataset_name=str(path.parent if folder else path), **settings)
+
+    return load
+
+
+@pytest.fixture
+def texts(tokenizer):
+    """Function that decodes an unpacked epoch: all tokens and those with loss, in the order of the rows."""
+
+    def texts(loaders) -> list[tuple[str, str]]:
+        found = {}
+        for batch in loaders.train:
+            ids, labels = batch.inputs["input_ids"][0, : batch.real_tokens], batch.inputs["labels"][0]
+            answer = tokenizer.decode(labels[labels != IGNORE]).removesuffix(tokenizer.eos_token)
+            found[batch.sample_ids[0]] = tokenizer.decode(ids), answer
+        return [found[row] for row in sorted(found)]
+
+    return texts
+
+
+@pytest.fixture
+def answers(texts):
+    return lambda loaders: [answer for _, answer in texts(loaders)]

@@ -1,0 +1,145 @@
+"""Folders that cannot be written or hold truncated files, and processes that end early."""
+
+import errno
+import os
+import signal
+
+import datasets
+import huggingface_hub
+import pyarrow as pa
+import pytest
+from datasets import Dataset
+from datasets.arrow_writer import ArrowWriter, SchemaInferenceError
+from datasets.packaged_modules.text.text import Text
+
+from core.errors import EXIT_BAD_SETTING, UserError
+from data.cache import CLOSED, storage_error
+from data.settings import DataConfig
+from data.sources import detect, unreadable
+from tests.data.conftest import json_lines
+
+ROWS = json_lines(*[{"text": f"row {i}"} for i in range(3)])
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def stored(tmp_path, cache):
+    """A file whose rows are in the cache, but not their tokens."""
+    (tmp_path / "rows.jsonl").write_bytes(ROWS)
+    settings = {"dataset_name": str(tmp_path / "rows.jsonl"), "split_name": "train"}
+    detect(DataConfig(**settings, data_cache_dir=str(cache)), "train")
+    return settings
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "default"])
+def test_cache_that_cannot_be_made_is_refused(load, tmp_path, monkeypatch, given):
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "datasets"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+    with pytest.raises(UserError, match=f"^--data_cache_dir {folder}: Not a directory; choose") as info:
+        load(ROWS, data_cache_dir=str(folder) if given else None)
+    assert info.value.exit_code == EXIT_BAD_SETTING
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+@pytest.mark.parametrize("processes", [0, 1, 2])  # that tokenise; 0: rows are not stored yet
+def test_cache_that_cannot_be_written_is_named(build, load, stored, cache, monkeypatch, number, processes):
+    def write_table(*_):
+        raise OSError(number, os.strerror(number), *([f"{cache}/file"] if number in CLOSED else []))
+
+    monkeypatch.setattr(ArrowWriter, "write_table", write_table)
+    way_out = (
+        "choose a --data_cache_dir you can write to" if number in CLOSED else "make room there, or choose"
+    )
+    with pytest.raises(UserError, match=f"^{cache}.*: {os.strerror(number)}; {way_out}"):
+        build(**stored, num_proc=processes) if processes else load(ROWS)
+    assert not list(cache.rglob("tmp*"))
+
+
+def test_full_disk_elsewhere_is_named(tmp_path):
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/dev/shm/sem.mp-1")
+    message = str(storage_error(DataConfig(data_cache_dir=str(tmp_path)), error))
+    assert message.startswith("/dev/shm/sem.mp-1: No space left on device; make room there, or choose")
+    assert "HF_HUB_CACHE" in message
+
+
+def test_permissions_elsewhere_are_no_fault_of_the_cache():
+    cfg = DataConfig(dataset_name="owner/set")
+    refused = OSError(errno.EACCES, os.strerror(errno.EACCES))  # a socket's has no file name
+    assert storage_error(cfg, refused) is None
+    assert "the network" in str(unreadable(cfg, refused))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("keep", [0.0, 0.5, "a batch"])
+def test_truncated_tokens_are_made_again(load, build, tmp_path, cache, caplog, keep, processes):
+    contents = json_lines(*[{"text": f"row {i}"} for i in range(2500)])
+    whole = load(contents, num_proc=processes).train.identity
+    settings = {
+        "dataset_name": str(tmp_path / "set" / "train.jsonl"),
+        "split_name": "train",
+        "packing": False,
+    }
+    file = sorted(cache.glob("tokenise_*/cache-*.arrow"))[-1]
+    written = file.read_bytes()
+    if keep == "a batch":
+        with pa.memory_map(str(file)) as mapped:
+            pa.ipc.open_stream(mapped).read_next_batch()
+            file_end = mapped.tell()
+        file.write_bytes(written[:file_end])
+        assert len(Dataset.from_file(str(file))) == 1000, "read without an error"
+    else:
+        file.write_bytes(written[: int(keep * len(written))])
+    assert build(**settings, num_proc=processes).train.identity == whole
+    assert caplog.text.count(f"{file}: truncated; deleted, its rows are tokenised again") == 1
+    assert file.read_bytes() == written
+
+
+def test_killed_tokenising_process_leaves_no_file(build, stored, cache, monkeypatch):
+    monkeypatch.setattr(ArrowWriter, "write_table", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    (folder,) = {path.parent for path in cache.rglob("*.arrow")}
+    (folder / "tmp_of_another").touch()
+    with pytest.raises(UserError, match=r"^--num_proc 2: .*abruptly died.*lower --num_proc$"):
+        build(**stored, num_proc=2)
+    assert [path.name for path in cache.rglob("tmp*")] == ["tmp_of_another"]
+
+
+def test_error_of_the_encoder_keeps_its_type(build, stored, monkeypatch):
+    from data.chat import Encoder
+
+    def encode(*_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Encoder, "encode", encode)
+    for processes in (1, 2):
+        with pytest.raises(RuntimeError, match="a bug") as info:
+            build(**stored, num_proc=processes)
+        assert not isinstance(info.value, UserError)
+
+
+def test_interrupt_hidden_by_datasets_stays_one(load, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+        yield
+
+    def hidden(*_):
+        raise SchemaInferenceError("no rows")
+
+    monkeypatch.setattr(Text, "_generate_tables", interrupted)
+    monkeypatch.setattr(ArrowWriter, "finalize", hidden)
+    with pytest.raises(KeyboardInterrupt):
+        load(ROWS)
+
+
+def test_full_download_folder_is_named(build, monkeypatch):
+    def download(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets, "load_dataset_builder", download)
+    with pytest.raises(UserError, match=r"No space left .*; make room there, .*HF_HUB_CACHE for downloads"):
+        build(dataset_name="owner/set", split_name="train")

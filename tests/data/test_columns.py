@@ -1,0 +1,213 @@
+"""Columns found by name, and rows that become samples."""
+
+import json
+import math
+
+import pytest
+from datasets import Dataset
+
+from core.errors import UserError
+from data.columns import KNOWN, choose_columns
+from data.rows import TOOLS, Status, arrow_row, json_line, judge
+from data.settings import SYSTEM_PROMPT, DataConfig
+
+PAIR = {"problem": "What is 1 + 1?", "generated_solution": "It is 2."}
+CHAT = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "One."}]
+SHARE_GPT = [{"from": "human", "value": "1?"}, {"from": "gpt", "value": "One."}]
+PARTS = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in CHAT]
+ANSWER, ROLE = "the content of the assistant", "the role of a message"
+NAMED = {"dataset_prompt_field": "a", "dataset_completion_field": "b"}
+
+
+def convert(row, **settings):
+    return choose_columns(DataConfig(**settings), list(row)).to_sample(row)
+
+
+@pytest.mark.parametrize(("kind", "fields"), KNOWN)
+def test_known_columns_are_found(kind, fields):
+    row = dict.fromkeys(["id", *fields], "x")
+    columns = choose_columns(DataConfig(), list(row))
+    assert columns.chat == (kind != "text") and columns.shown.startswith(" -> ".join(fields))
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "prompt", "answer"),
+    [
+        (PAIR, {}, PAIR["problem"], PAIR["generated_solution"]),
+        ({"instruction": "Add.", "input": "1, 2", "output": "3"}, {}, "Add.\n\n1, 2", "3"),
+        ({"instruction": "Add.", "input": "", "output": "3"}, {}, "Add.", "3"),
+        ({"instruction": "Add.", "context": ["1", None, 2], "response": "3"}, {}, "Add.\n\n1\n\n2", "3"),
+        ({"instruction": "Add.", "context": {"id": 7}, "response": "3"}, {}, "Add.", "3"),
+        ({"instruction": "Double it.", "input": 21, "output": 42.5}, {}, "Double it.\n\n21", "42.5"),
+        ({**PAIR, "a": "one", "b": "two"}, NAMED, "one", "two"),
+    ],
+)
+def test_prompt_and_answer_become_a_chat(row, settings, prompt, answer):
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    assert convert(row, system_prompt="", **settings) == {"messages": turns}
+    with_system = [{"role": "system", "content": "Think."}, *turns]
+    assert convert(row, system_prompt="Think.", **settings) == {"messages": with_system}
+
+
+@pytest.mark.parametrize(
+    ("row", "settings"),
+    [
+        ({"messages": CHAT}, {}),
+        ({"messages": PARTS}, {}),
+        ({"messages": [turn | {"tool_calls": None} for turn in CHAT]}, {}),  # Parquet's empty keys
+        ({"conversations": SHARE_GPT}, {}),
+        ({"turns": CHAT, "messages": []}, {"dataset_messages_field": "turns"}),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, {}),
+    ],
+)
+def test_chats_are_read_in_every_form(row, settings):
+    assert convert(row, **settings) == {"messages": CHAT}
+    begun = [{"role": "system", "content": "Own."}, *CHAT]
+    assert convert({"messages": begun}, system_prompt="Be short.") == {"messages": begun}
+    given = convert(row, system_prompt="Be short.", **settings)["messages"]
+    assert given == [{"role": "system", "content": "Be short."}, *CHAT]
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "is_maths"),
+    [
+        (PAIR, {}, True),
+        ({"problem": "1?", "b": "2"}, NAMED | {"dataset_prompt_field": "problem"}, True),
+        ({"instruction": "Translate.", "output": "chat"}, {}, False),
+        ({"a": "1?", "b": "2"}, NAMED, False),
+        ({"messages": CHAT}, {}, False),
+    ],
+)
+def test_default_system_prompt_is_only_for_problems(row, settings, is_maths):
+    systems = [m["content"] for m in convert(row, **settings)["messages"] if m["role"] == "system"]
+    assert systems == ([SYSTEM_PROMPT] if is_maths else [])
+    assert choose_columns(DataConfig(**settings), list(row)).system == (SYSTEM_PROMPT if is_maths else "")
+
+
+@pytest.mark.parametrize(
+    ("columns", "settings", "shown"),
+    [
+        (["problem", "solution"], {}, f'problem -> solution, system prompt "{SYSTEM_PROMPT}"'),
+        (
+            ["instruction", "input", "output", "text"],
+            {},
+            "instruction and input -> output, no system prompt; to use others: --dataset_text_field text",
+        ),
+        (
+            ["messages", "tools", "prompt", "response", "text"],
+            {"system_prompt": "Be\n short."},
+            'messages and tools (whole chats), system prompt "Be short."; to use others: '
+            "--dataset_prompt_field prompt --dataset_completion_field response or --dataset_text_field text",
+        ),
+        (["a", "messages", "text"], {"dataset_text_field": "a"}, "a (plain text)"),
+        (
+            ["a", "b"],
+            NAMED | {"system_prompt": "so " * 90},
+            f'a -> b, system prompt "{("so " * 90)[:80]}..."',
+        ),
+    ],
+)
+def test_columns_in_use_are_reported_with_the_flags_for_others(columns, settings, shown):
+    assert choose_columns(DataConfig(**settings), columns).shown == shown
+
+
+@pytest.mark.parametrize(
+    ("columns", "settings", "message"),
+    [
+        (["text"], {"dataset_text_field": "body"}, "--dataset_text_field body: no such column.*it has text"),
+        (["a"], NAMED, "--dataset_completion_field b: no such column"),
+        (["x", "y"], {}, r"--dataset_name demo: no chat.*--dataset_text_field.*\(columns: x, y\)"),
+    ],
+)
+def test_missing_columns_are_refused_with_those_there_are(columns, settings, message):
+    with pytest.raises(UserError, match=message):
+        choose_columns(DataConfig(**settings), columns)
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "required": ["1"]}}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Oslo"}}}
+
+
+def sample_with_tools(tools, calls, **content):
+    return convert({"messages": [{"role": "assistant", "tool_calls": calls, **content}], "tools": tools})
+
+
+@pytest.mark.parametrize("written", [json.dumps, lambda value: value], ids=["JSON", "objects"])
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}], ids=["no", "null", "empty"])
+def test_tools_and_calls_are_read_as_json_or_objects(written, content):
+    function = {**CALL["function"], "arguments": written(CALL["function"]["arguments"])}
+    sample = sample_with_tools(written([TOOL]), [CALL | {"function": function}], **content)
+    assert sample["tools"] == [TOOL]
+    assert sample["messages"] == [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    assert judge(sample)[0] == Status.USED
+
+
+@pytest.mark.parametrize("form", [CALL, json.dumps(CALL), [json.dumps(CALL)], [None, CALL]])
+def test_single_or_sparse_calls_become_a_list(form):
+    assert sample_with_tools(None, form, content="I look.")["messages"][0]["tool_calls"] == [CALL]
+
+
+@pytest.mark.parametrize("none", [None, "", "null", "[]", "{}", "[null]", [], {}])
+def test_empty_tools_are_left_out(none):
+    sample = sample_with_tools(none, none, content="I look.")
+    assert sample == {"messages": [{"role": "assistant", "content": "I look."}]}
+
+
+@pytest.mark.parametrize("other", ["search", ["search"], 5, '{"a":' * 100_000 + "1" + "}" * 100_000])
+def test_unreadable_tools_are_left_out_but_unreadable_calls_make_a_bad_row(other):
+    sample = sample_with_tools(other, other, content="I look.")
+    assert sample["tools"] is None
+    assert judge(sample) == (Status.BAD, "the tool calls of the assistant are not a list of calls")
+
+
+@pytest.mark.parametrize("chats", [True, False])
+def test_prompt_and_answer_may_have_tools(chats):
+    row = {"prompt": "1?", "completion": "One.", "tools": json.dumps([TOOL])}
+    if chats:
+        row |= {"prompt": CHAT[:1], "completion": CHAT[1:]}
+    assert convert(row) == {"messages": CHAT, "tools": [TOOL]} and "tools" not in convert(
+        row | {"tools": None}
+    )
+
+
+def test_keys_filled_in_by_arrow_are_dropped_but_written_nulls_stay():
+    other = {"type": "function", "function": {"name": "search", "arguments": {"query": "x"}}}
+    rows = [{"messages": [CHAT[1] | {"tool_calls": [call]}], TOOLS: [call]} for call in (CALL, other)]
+    stored = Dataset.from_list(rows)
+    to_sample = choose_columns(DataConfig(), stored.column_names).to_sample
+    assert stored[0][TOOLS][0]["function"]["arguments"] == {"place": "Oslo", "query": None}
+    assert [arrow_row(to_sample, row) for row in stored] == rows
+    null = {"type": "function", "function": {"name": "weather", "arguments": {"place": None}}}
+    row = {"messages": [CHAT[1] | {"tool_calls": [null]}], TOOLS: [null]}
+    assert json_line(to_sample, {"text": json.dumps(row)}) == row
+
+
+@pytest.mark.parametrize(
+    ("sample", "status", "reason"),
+    [
+        ({"text": "ok"}, Status.USED, ""),
+        ({"text": " \n"}, Status.EMPTY, ""),
+        ({"text": None}, Status.BAD, "its text is missing, not text"),
+        ({"text": ["a"]}, Status.BAD, "its text is of type list, not text"),
+        ({"text": "bad \ufffd byte"}, Status.BAD, "its text is not UTF-8"),
+        ({"text": "lone \ud800 surrogate"}, Status.BAD, "its text is not UTF-8"),
+        ({"messages": CHAT}, Status.USED, ""),
+        ({"messages": [{"role": "system", "content": ""}, *CHAT]}, Status.USED, ""),
+        ({"messages": []}, Status.EMPTY, ""),
+        ({"messages": CHAT[:1]}, Status.WITHOUT_LABEL, ""),
+        ({"messages": [CHAT[0], CHAT[1] | {"content": ""}]}, Status.EMPTY, ""),
+        ({"messages": [CHAT[0], {"role": "assistant"}]}, Status.BAD, f"{ANSWER} is missing, not text"),
+        ({"messages": [{"role": None, "content": "a"}]}, Status.BAD, f"{ROLE} is missing, not text"),
+        ({"messages": ["hello"]}, Status.BAD, "its messages are not a list of messages"),
+        ({"messages": None}, Status.BAD, "its messages are not a list of messages"),
+        (convert({"conversations": [{"from": ["human"]}]}), Status.BAD, f"{ROLE} is of type list, not text"),
+        (convert({"query": "?", "response": math.nan}), Status.BAD, f"{ANSWER} is of type float, not text"),
+        (convert({"question": "?", "answer": 10**400}), Status.USED, ""),
+        (json_line(convert, {"text": "{cut"}), Status.BAD, "not valid JSON"),
+        (json_line(convert, {"text": "[" * 100_000}), Status.BAD, "not valid JSON"),
+        (json_line(convert, {"text": "[1]"}), Status.BAD, "JSON, but no object"),
+        (json_line(convert, {"text": " "}), Status.EMPTY, ""),
+    ],
+)  # fmt: skip
+def test_unusable_samples_are_told_apart(sample, status, reason):
+    assert judge(sample) == (status, reason)

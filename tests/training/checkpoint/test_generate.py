@@ -1,0 +1,18 @@
+"""Tokenizers of exports."""
+
+import pytest
+from transformers import AutoConfig
+
+from data.tokenizer import load_tokenizer
+from training.checkpoint.generate import reads_back
+
+
+@pytest.mark.parametrize(("family", "same"), [("llama", True), ("qwen3", True), ("qwen2", False)])
+def test_export_whose_tokenizer_is_read_as_another_is_detected(family, same, tmp_path):
+    """With a qwen2 configuration transformers reads any tokenizer as Qwen's own class."""
+    tokenizer = load_tokenizer("demo", family=family)
+    tokenizer.save_pretrained(tmp_path)
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    assert reads_back(tmp_path, tokenizer) == same
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert not reads_back(tmp_path, tokenizer)
