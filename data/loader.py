@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from typing import Any
 from weakref import WeakSet
 
@@ -82,6 +83,7 @@ class Loader:
         )
         if self.options["num_workers"]:
             readers.add(reader)
+            WORKERS[:] = [*(worker for worker in WORKERS if worker.is_alive()), *reader._workers]
         return reader
 
     def micro_batches_left(self) -> int | None:
@@ -111,6 +113,7 @@ class Loader:
 
 
 readers: WeakSet[Iterator] = WeakSet()  # DataLoader iterators with workers
+WORKERS: list[BaseProcess] = []  # of all readers; an exit code reveals a killed one
 
 
 def init_worker(_: int) -> None:
@@ -125,5 +128,5 @@ def end_workers() -> None:
     """End workers before multiprocessing does: it sends SIGTERM, which they ignore, and waits for them."""
     for reader in list(readers):
         reader._shutdown_workers()
-    for worker in multiprocessing.active_children():  # of readers that are gone
+    for worker in (*WORKERS, *multiprocessing.active_children()):  # of readers that are gone
         worker.kill()
