@@ -14,6 +14,7 @@ from torch import nn
 from benchmarks.report.fp8_heatmap import draw_casts, last_casts
 from core.errors import UserError
 from te_models import emulation as te
+from te_models.emulation import recipes
 from training.config import config_from_dict
 from training.parallel.strategies import STRATEGIES
 from training.precision import fp8_counts, fp8_inspect, torchao_fp8
@@ -215,7 +216,7 @@ def statistics(stats: Fp8Stats, step) -> dict[str, dict[str, float]]:
 
 
 def test_an_emulated_layer_s_casts_are_counted():
-    linear, recipe = te.Linear(64, 32), te.Float8CurrentScaling()
+    linear, recipe = te.Linear(64, 32), recipes.Float8CurrentScaling()
     weight, x, grad = wide(32, 64, seed=0), wide(16, 64, seed=1), wide(16, 32, seed=2)
     linear.weight.data.copy_(weight)
     model = Tree(linear)
@@ -244,7 +245,7 @@ def test_delayed_scaling_overflows_where_a_tensor_grew():
 
     def step():
         x = torch.linspace(0, next(sizes), 16 * 64).reshape(16, 64).requires_grad_()
-        with te.autocast(enabled=True, recipe=te.DelayedScaling()):
+        with te.autocast(enabled=True, recipe=recipes.DelayedScaling()):
             model(x).sum().backward()
 
     found = statistics(watched("emulated", model), step)
@@ -260,7 +261,7 @@ def test_blocks_along_rows_are_counted():
     model = Tree(te.Linear(256, 128))
 
     def step():
-        with te.autocast(enabled=True, recipe=te.Float8BlockScaling()):
+        with te.autocast(enabled=True, recipe=recipes.Float8BlockScaling()):
             model(x.clone().requires_grad_()).sum().backward()
 
     found = statistics(watched("emulated", model), step)["activation"]
