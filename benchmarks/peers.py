@@ -43,7 +43,7 @@ PROG = "python -m benchmarks.peers"
 PRECISIONS = ("bf16", *TORCHAO_RECIPES)
 PACKAGES = ("torch", "transformers", "torchao", "liger_kernel", "triton")
 WARMUP_STEPS = 5  # kernels are compiled and memory is reserved in them
-CHUNK_TOKENS = 2048  # of logits, without Liger
+CHUNK_TOKENS = 2048  # logits in memory at a time, without Liger
 
 # B sequences of S tokens, T = B * S, D hidden size, V vocabulary.
 

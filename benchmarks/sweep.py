@@ -34,10 +34,10 @@ from benchmarks.records.launch import (
     refuse_in_use,
     run_command,
 )
-from benchmarks.records.runs import NO_EFFECT
+from benchmarks.records.runs import NO_EFFECT, bad_input
 from benchmarks.records.variants import DECIDED, Variant, given_settings, parse_variants, resolve
 from core.cli import YamlLoader, yaml_fault
-from core.errors import EXIT_BAD_SETTING, EXIT_INTERRUPTED, UserError, bad_setting
+from core.errors import EXIT_INTERRUPTED, UserError, bad_setting
 from core.files import replace_file
 from core.settings import convert, nearest
 from training.config import Config, all_settings
@@ -90,26 +90,22 @@ class Result:
         return f"{self.status}, {self.reason}" if self.reason else self.status
 
 
-def error(message: str) -> UserError:
-    return UserError(message, exit_code=EXIT_BAD_SETTING)
-
-
 def read_sweep(path: Path) -> dict[str, Any]:
     """Return `grid`, `base` and `needs` of a sweep's file. UserError names the file and the fault."""
     try:
         loaded = yaml.load(path.read_text(encoding="utf-8"), YamlLoader)
     except OSError as fault:
-        raise error(f"{path}: {fault.strerror or fault}") from None
+        raise bad_input(f"{path}: {fault.strerror or fault}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as fault:
-        raise error(f"{path}: not valid YAML: {yaml_fault(fault)}") from None
+        raise bad_input(f"{path}: not valid YAML: {yaml_fault(fault)}") from None
     kinds = {"grid": dict, "base": dict, "needs": list}
     if not isinstance(loaded, dict) or not loaded.get("grid"):
-        raise error(f"{path}: needs a `grid:` with an axis, such as precision: [bf16, delayed]")
+        raise bad_input(f"{path}: needs a `grid:` with an axis, such as precision: [bf16, delayed]")
     for key, value in loaded.items():
         if key not in kinds:
-            raise error(f"{path}: unknown key {key!r}{nearest(key, kinds)}")
+            raise bad_input(f"{path}: unknown key {key!r}{nearest(key, kinds)}")
         if not isinstance(value, kinds[key]):
-            raise error(f"{path}: `{key}:` must be a {'list' if kinds[key] is list else 'mapping'}")
+            raise bad_input(f"{path}: `{key}:` must be a {'list' if kinds[key] is list else 'mapping'}")
         _check_names(path, key, value)
     return {"base": {}, "needs": []} | loaded
 
@@ -120,13 +116,13 @@ def _check_names(path: Path, key: str, entries: dict | list) -> None:
     known = [*AXES, *OTHER_AXES, *known] if key == "grid" else known
     for name in entries:
         if name in DECIDED:
-            raise error(f"{path}: {name!r} is not for a sweep's file; the sweep sets it itself")
+            raise bad_input(f"{path}: {name!r} is not for a sweep's file; the sweep sets it itself")
         if name not in known:
-            raise error(f"{path}: `{key}:` has the unknown setting {name!r}{nearest(name, known)}")
+            raise bad_input(f"{path}: `{key}:` has the unknown setting {name!r}{nearest(name, known)}")
         if key == "grid" and AXES.get(name) in entries:
-            raise error(f"{path}: axes {name} and {AXES[name]} are the same; keep one")
+            raise bad_input(f"{path}: axes {name} and {AXES[name]} are the same; keep one")
         if key == "grid" and (not isinstance(entries[name], list) or not entries[name]):
-            raise error(f"{path}: axis {name}: must be a list of values, not {entries[name]!r}")
+            raise bad_input(f"{path}: axis {name}: must be a list of values, not {entries[name]!r}")
 
 
 def read_axes(grid: dict[str, Any], replaced: list[str]) -> dict[str, list[Any]]:
@@ -157,14 +153,14 @@ def _as_in_file(axis: str, text: str, values: list[Any]) -> Any:
 
 
 def build_points(
-    axes: dict[str, list[Any]], given: dict[str, Any], folder: Path, beside: list[Any] | None = None
+    axes: dict[str, list[Any]], given: dict[str, Any], folder: Path, precisions: list[Any] | None = None
 ) -> list[Point]:
     """Return all points of the grid, the first axis slowest. UserError for settings that conflict.
 
-    `beside`: precisions of the whole file, of which `axes` may have a part.
+    `precisions`: those of the whole file; `axes` may have a part of them.
     """
     named = list(axes)
-    variants = _variants(axes.get("precision", ["bf16"]), beside or [])
+    variants = _variants(axes.get("precision", ["bf16"]), precisions or [])
     axes = axes | {"precision": variants, "gpus": [_gpus(value) for value in axes.get("gpus", [1])]}
     for name in axes:
         if (setting := AXES.get(name, name)) in given:
@@ -181,10 +177,10 @@ def build_points(
         try:
             cfg = resolve(given | own | variant.settings, folder / "runs" / name)
         except UserError as fault:
-            raise error(f"{name}: {fault}") from None
+            raise bad_input(f"{name}: {fault}") from None
         points.append(Point(name, gpus, cfg))
     if twice := next((n for n, count in Counter(p.name for p in points).items() if count > 1), None):
-        raise error(f"two runs of the grid would share the folder {twice}; write their values differently")
+        raise bad_input(f"two runs of the grid would share the folder {twice}; rename their values")
     return points
 
 
@@ -194,26 +190,26 @@ def _check_labels(axis: str, values: list[Any]) -> None:
     for value in values:
         label = _label(axis, value)
         if not label.strip("."):
-            raise error(f"axis {axis}: {value!r} gives a run folder no name; write it differently")
+            raise bad_input(f"axis {axis}: {value!r} gives a run folder no name; write it differently")
         if label in seen:
-            raise error(
+            raise bad_input(
                 f"axis {axis}: {seen[label]} and {value} would share the run folder {label}; keep one"
             )
         seen[label] = value
 
 
-def _variants(values: list[Any], beside: list[Any]) -> list[Variant]:
+def _variants(values: list[Any], precisions: list[Any]) -> list[Variant]:
     """Return the variants of an axis. `bf16` has its layers in the whole file, also in a part of it."""
     flag = "axis precision"
     own = [variant.name for variant in parse_variants([str(value) for value in values], flag=flag)]
-    others = [str(value) for value in beside if str(value) not in own]
+    others = [str(value) for value in precisions if str(value) not in own]
     known = {variant.name: variant for variant in parse_variants([*own, *others], flag=flag)}
     return [known[name] for name in own]
 
 
 def _gpus(value: Any) -> int:
     if not str(value).isdecimal() or int(value) < 1:
-        raise error(f"axis gpus: {value!r} is no number of GPUs")
+        raise bad_input(f"axis gpus: {value!r} is no number of GPUs")
     return int(value)
 
 
@@ -321,7 +317,7 @@ def _read_record(path: Path) -> dict[str, Result]:
     try:
         found = [Result(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError) as fault:
-        raise error(f"{path}: cannot be read ({fault}); remove it to continue") from None
+        raise bad_input(f"{path}: cannot be read ({fault}); remove it to continue") from None
     return {result.name: result for result in found}
 
 
@@ -354,12 +350,12 @@ def sweep(argv: list[str]) -> int:
     given = file["base"] | given_settings(training, PROG)
     axes = read_axes(file["grid"], args.axis)
     if missing := next((name for name in file["needs"] if name not in given), None):
-        raise error(f"{args.sweep}: needs --{missing}; give it on the command line")
+        raise bad_input(f"{args.sweep}: needs --{missing}; give it on the command line")
     gpu = GPUS.get(gpu_name(args.gpu)) if args.gpu is not None else None
     if args.gpu is not None and gpu is None:
         raise bad_setting(f"not one of {', '.join(GPUS)}{nearest(args.gpu, GPUS)}", gpu=args.gpu)
     folder = args.output_dir or Path("runs") / args.sweep.stem
-    points = build_points(axes, given, folder, beside=file["grid"].get("precision"))
+    points = build_points(axes, given, folder, precisions=file["grid"].get("precision"))
     if args.dry_run:
         results: dict[str, Result] = {}
         for point, result in foresee(points, folder, results, retry=args.retry, gpu=gpu):

@@ -8,9 +8,8 @@ from typing import Any
 
 from benchmarks.compare.jobs import Job
 from benchmarks.records.launch import Outcome
-from benchmarks.records.runs import RunRecord
+from benchmarks.records.runs import RunRecord, bad_input
 from benchmarks.report import gaps, markdown, verdict
-from core.errors import EXIT_BAD_SETTING, UserError
 from core.files import replace_file, to_json
 
 
@@ -56,21 +55,17 @@ def check_runs(jobs: list[Job], runs: dict[str, RunRecord]) -> None:
             continue
         run, baseline = runs[job.name], runs[against]
         if reason := verdict.what_differs(baseline, run, other_seed=job.seed_of == reference):
-            raise _error(
+            raise bad_input(
                 f"{reason}; remove the folder of the wrong one ({baseline.folder} or {run.folder}) to run it "
                 "again, or use another --output_dir"
             )
     if missing := next(filter(None, map(verdict.incomplete, runs.values())), None):
-        raise _error(f"{missing}; remove its folder to run it again")
+        raise bad_input(f"{missing}; remove its folder to run it again")
     loss = f"{runs[reference].folder}: the reference's training loss"
     if not gaps.ends_finite(runs[reference]):
-        raise _error(f"{loss} does not end finite, so there is no gap; try a lower --learning_rate")
+        raise bad_input(f"{loss} does not end finite, so there is no gap; try a lower --learning_rate")
     if not verdict.tail_loss(runs[reference]):
-        raise _error(f"{loss} ends at 0, so no gap is a share of it; give fewer --max_steps, or more data")
-
-
-def _error(message: str) -> UserError:
-    return UserError(message, exit_code=EXIT_BAD_SETTING)
+        raise bad_input(f"{loss} ends at 0, so no gap is a share of it; give fewer --max_steps, or more data")
 
 
 def _row(

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records.launch import is_begun
-from benchmarks.records.runs import read_run
+from benchmarks.records.runs import bad_input, read_run
 from benchmarks.records.variants import Variant, resolve
-from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
+from core.errors import UserError, bad_setting
 from training.config import Config
 
 # Settings of a comparison's runs, unless the command gives others.
@@ -55,7 +55,7 @@ def build_jobs(
         try:
             cfg = resolve(DEFAULTS | given | own, folder / "runs" / f"{variant.folder_name}{suffix}")
         except UserError as error:
-            raise UserError(f"variant {name}: {error}", exit_code=EXIT_BAD_SETTING) from None
+            raise bad_input(f"variant {name}: {error}") from None
         baseline = against[name] and against[name] + suffix
         return Job(name + suffix, cfg, baseline, None if seed is None else name)
 
@@ -85,10 +85,9 @@ def check_before_start(jobs: list[Job], gpus: int) -> None:
     first = jobs[0].name
     for name, batch in batches.items():
         if batch != batches[first]:
-            raise UserError(
+            raise bad_input(
                 f"{name} and {first} cannot be compared: --batch_size x --gradient_accumulation_steps is "
-                f"{batch} and {batches[first]}; split the same batch in both",
-                exit_code=EXIT_BAD_SETTING,
+                f"{batch} and {batches[first]}; split the same batch in both"
             )
     for job in jobs:
         if is_begun(job.cfg):

@@ -26,7 +26,7 @@ from benchmarks.records.launch import (
 from benchmarks.records.runs import RunRecord, read_run
 from benchmarks.records.variants import VARIANTS, given_settings, parse_variants
 from benchmarks.report import verdict
-from core.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError, bad_setting
+from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED, UserError, bad_setting
 from core.redact import redact
 
 PROG = "python -m benchmarks.compare"
@@ -55,7 +55,8 @@ def run_jobs(jobs: list[Job], *, gpus: int, folder: Path) -> tuple[int, dict[str
             failed[job.name] = outcome
             if number == 1:
                 print(f"error: the reference {job.name} did not run: {outcome.reason}", file=sys.stderr)
-                return max(outcome.code, EXIT_FAILED), failed  # that of a killed run is negative
+                wrong = outcome.code == EXIT_BAD_SETTING
+                return EXIT_BAD_SETTING if wrong else EXIT_FAILED, failed
     return 0, failed
 
 

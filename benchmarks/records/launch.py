@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records.runs import NO_EFFECT
+from benchmarks.records.runs import NO_EFFECT, bad_input
 from core.cli import OneLineParser
 from core.errors import (
     EXIT_BAD_SETTING,
@@ -46,7 +46,7 @@ class Outcome:
     folder: Path
     error: str | None  # its error line
     stopped: bool = False  # by a signal; the same command resumes
-    last_line: str = ""  # of its output
+    last_line: str = ""
 
     @property
     def refused(self) -> bool:
@@ -152,7 +152,7 @@ def launch(cfg: Config, *, gpus: int = 1, log: Path) -> Outcome:
         file.write(f"$ {redact(shlex.join(line))}\n")
         file.flush()
         begin = file.tell()
-        # In a session of its own a terminal's Ctrl-C reaches only this process, which forwards it once.
+        # The run has its own session: a terminal's Ctrl-C reaches only this process, which forwards it.
         process = subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         for number in received:
             _send(process, number)
@@ -218,16 +218,14 @@ def is_begun(cfg: Config) -> bool:
     try:
         changed = changed_settings(json.loads(saved.read_text(encoding="utf-8")), cfg, but=NO_EFFECT)
     except (OSError, ValueError, TypeError) as error:
-        reason = f"{saved}: cannot be read ({error}); remove the folder to run it again"
-        raise UserError(reason, exit_code=EXIT_BAD_SETTING) from None
+        raise bad_input(f"{saved}: cannot be read ({error}); remove the folder to run it again") from None
     if changed:
         differences = ", ".join(
             f"--{name} {there} there, {here} here" for name, (there, here) in changed.items()
         )
-        raise UserError(
+        raise bad_input(
             f"{folder}: holds a run of other settings ({differences}); give the settings it was started "
-            "with, or another --output_dir, or remove the folder to run it again",
-            exit_code=EXIT_BAD_SETTING,
+            "with, or another --output_dir, or remove the folder to run it again"
         )
     return True
 
@@ -240,8 +238,7 @@ def is_finished(cfg: Config) -> bool:
 def refuse_in_use(name: str, outcome: Outcome) -> None:
     """Raise UserError if another process is writing to the run's folder."""
     if outcome.in_use:
-        reason = f"{name}: {outcome.error}; then the same command resumes"
-        raise UserError(reason, exit_code=EXIT_BAD_SETTING)
+        raise bad_input(f"{name}: {outcome.error}; then the same command resumes")
 
 
 def count_gpus() -> int:

@@ -29,8 +29,13 @@ AS_RAN = {"model_name", "use_te", "te_backend", "mixed_precision", "fp8_scenario
 MODE = {"sharding_mode", "deepspeed_config", "cpu_offload", "hsdp_shard_size"}
 WORK = tuple(n for n, effect in EFFECTS.items() if effect == "step" and n not in AS_RAN | MODE)
 
-NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as metrics.jsonl has them
-BATCH = ("batch_size", "gradient_accumulation_steps", "max_seq_length")  # in every run's config.json
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # texts in metrics.jsonl
+BATCH = ("batch_size", "gradient_accumulation_steps", "max_seq_length")  # every run's config.json has these
+
+
+def bad_input(message: str) -> UserError:
+    """Return an error about files or flags of a benchmark."""
+    return UserError(message, exit_code=EXIT_BAD_SETTING)
 
 
 def tail_mean(values: list[float]) -> float:
@@ -186,13 +191,10 @@ def read_run(folder: Path) -> RunRecord:
     """Read a run folder. UserError if it is none, or a file in it is damaged."""
     if not (folder / "config.json").is_file():
         reason = "not a run folder (it has no config.json)" if folder.exists() else "no such folder"
-        raise UserError(f"{folder}: {reason}", exit_code=EXIT_BAD_SETTING)
+        raise bad_input(f"{folder}: {reason}")
     config = _read_json(folder / "config.json")
     if not all(isinstance(config.get(name), int) for name in BATCH):
-        raise UserError(
-            f"{folder}: not a run folder (its config.json has no {', '.join(BATCH)})",
-            exit_code=EXIT_BAD_SETTING,
-        )
+        raise bad_input(f"{folder}: not a run folder (its config.json has no {', '.join(BATCH)})")
     summary, environment = folder / "summary.json", folder / "env.json"
     return RunRecord(
         folder=folder,
@@ -215,7 +217,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         assert isinstance(values, dict)
     except (OSError, ValueError, AssertionError) as error:
         reason = error if str(error) else "it holds no JSON object"
-        raise UserError(f"{path}: cannot be read ({reason})", exit_code=EXIT_BAD_SETTING) from None
+        raise bad_input(f"{path}: cannot be read ({reason})") from None
     return with_numbers(values)
 
 

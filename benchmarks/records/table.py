@@ -14,7 +14,7 @@ from core.files import replace_file, to_json
 from training.tracking.metrics import METRICS
 
 TABLE = Path(__file__).resolve().parents[1] / "results" / "runs.jsonl.gz"
-MOST_POINTS = 200  # of a recorded curve
+MOST_POINTS = 200  # per recorded curve
 CURVES = ("train/loss", "train/grad_norm", "train/epoch", "perf/tokens_per_second")
 DIGITS = 7
 ENVIRONMENT = (

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
+from benchmarks.records.runs import bad_input
+from core.errors import bad_setting
 from core.recipes import TE_RECIPES, TORCHAO_RECIPES
 from core.settings import nearest
 from training.config import Config, all_settings, build_parser, config_from_dict, load_config_file
@@ -56,11 +57,11 @@ def parse_variants(words: list[str], *, flag: str = "--variants") -> list[Varian
     te_layers = "bf16_hf" in recipes or any(recipe in TE_RECIPES for recipe in recipes)
     variants = [_parse(name, te_layers, flag) for name in names]
     if not variants:
-        raise _error(f"{flag}: names no variant; choose from {', '.join(VARIANTS)}")
+        raise bad_input(f"{flag}: names no variant; choose from {', '.join(VARIANTS)}")
     folders = [variant.folder_name for variant in variants]
     for i, folder in enumerate(folders):
         if folder in folders[:i]:
-            raise _error(f"{flag} {names[i]}: is named twice (or shares its run folder {folder})")
+            raise bad_input(f"{flag} {names[i]}: is named twice (or shares its run folder {folder})")
     return variants
 
 
@@ -68,23 +69,19 @@ def _parse(name: str, te_layers: bool, flag: str) -> Variant:
     recipe, *extras = re.split(r"\+(?=[a-z]\w*(?:=|\+|$))", name)
     if recipe not in VARIANTS:
         hint = nearest(recipe.rpartition(",")[2], VARIANTS)
-        raise _error(f"{flag} {recipe}: unknown variant{hint}; choose from {', '.join(VARIANTS)}")
+        raise bad_input(f"{flag} {recipe}: unknown variant{hint}; choose from {', '.join(VARIANTS)}")
     table = all_settings()
     allowed = [n for n in table if n not in DECIDED and (table[n].section in OWN_SECTIONS or n in OWN)]
     own = {}
     for extra in extras:
         setting, _, value = extra.partition("=")
         if setting not in table:
-            raise _error(f"{flag} {name}: unknown setting {setting!r}{nearest(setting, table)}")
+            raise bad_input(f"{flag} {name}: unknown setting {setting!r}{nearest(setting, table)}")
         if setting not in allowed:
-            raise _error(f"{flag} {name}: a variant may not change {setting}, only {', '.join(allowed)}")
+            raise bad_input(f"{flag} {name}: a variant may not change {setting}, only {', '.join(allowed)}")
         own[setting] = value or "true"
     layers = VARIANTS["bf16_hf"] if recipe == "bf16" and not te_layers else VARIANTS[recipe]
     return Variant(name, layers | own)
-
-
-def _error(message: str) -> UserError:
-    return UserError(message, flags=("variants",), exit_code=EXIT_BAD_SETTING)
 
 
 def given_settings(argv: list[str], prog: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +15,12 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentForma
 from benchmarks.records.runs import DEFAULT, WORK, RunRecord, Series
 from benchmarks.report.fp8_heatmap import draw_casts, last_casts
 from benchmarks.report.gaps import Comparison, comparison, loss_gap, noise_band, smooth
-from benchmarks.report.tables import short_labels
+from benchmarks.report.tables import labels
 from training.tracking.metrics import METRICS, summary_name
 
-# Colours by Okabe and Ito that most colour-blind people tell apart, without the yellow, too light on paper.
+# Colours by Okabe and Ito, distinct to most colour-blind people, without the yellow, too light on paper.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5195")
-DASHES = ("-", "--", "-.", ":")  # of the first seven curves, the next seven, ..
+DASHES = ("-", "--", "-.", ":")  # the first seven curves are solid, the next seven dashed, ..
 STYLE = {
     "axes.grid": True,
     "grid.alpha": 0.3,
@@ -28,8 +28,8 @@ STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "report",
 }
-POINTS = 800  # of a raw curve at most, since more fit no screen
-LABEL_WIDTH = 44  # characters of a line in a legend or beside a bar
+POINTS = 800  # per raw curve: more fit no screen
+LABEL_WIDTH = 44  # characters per line of a label
 WIDE_LABEL = 65  # above it a legend has one column
 FEW = 10  # points that a line without markers would not show
 SPIKE = 10  # times the size that three quarters of the widest curve keep within: larger gaps are cut off
@@ -67,7 +67,7 @@ def draw_all(
         found["coverage"] = Drawn(
             "coverage", "Share of a step's GEMM FLOPs by precision.", draw_coverage(runs)
         )
-    for number, (run, label) in enumerate(zip(runs, short_labels(runs), strict=True), 1):
+    for number, (run, label) in enumerate(zip(runs, labels(runs), strict=True), 1):
         if casts := last_casts(run.records):
             name = "fp8_stats" if len(runs) == 1 else f"fp8_stats_{number}_{run.name}"
             found[name] = Drawn(
@@ -278,16 +278,7 @@ def _label_steps(axes: Axes) -> None:
 
 
 def _names(runs: list[RunRecord]) -> list[str]:
-    """Return labels, long ones in several lines that are broken at their `+` and `-` if possible."""
-    names = []
-    for label in short_labels(runs):
-        lines = [""]
-        for part in re.findall(rf"[+-]?[^+-]{{0,{LABEL_WIDTH - 1}}}", label):
-            if lines[-1] and len(lines[-1]) + len(part) > LABEL_WIDTH:
-                lines.append("")
-            lines[-1] += part
-        names.append("\n".join(lines))
-    return names
+    return [textwrap.fill(label, LABEL_WIDTH) for label in labels(runs)]
 
 
 def _lines(names: list[str]) -> int:

@@ -10,14 +10,13 @@ from pathlib import Path
 import matplotlib
 
 from benchmarks.records.launch import folder_flag, make_folder, run_command
-from benchmarks.records.runs import RunRecord, find_runs, read_run
+from benchmarks.records.runs import RunRecord, bad_input, find_runs, read_run
 from benchmarks.records.table import read_table
 from benchmarks.report import figures, markdown, page, tables
 from benchmarks.report.gaps import pick_reference
 from benchmarks.report.verdict import Verdict
 from benchmarks.report.wandb_report import upload
 from core.cli import OneLineParser
-from core.errors import EXIT_BAD_SETTING, UserError
 from training.tracking.settings import LogConfig
 
 
@@ -76,7 +75,7 @@ def report(argv: list[str]) -> int:
     parser.add_argument("--wandb_mode", choices=modes, help="default: WANDB_MODE, else online")
     args = parser.parse_args(argv)
     if bool(args.runs) == bool(args.study):
-        raise UserError("give run folders, or --study", exit_code=EXIT_BAD_SETTING)
+        raise bad_input("give run folders, or --study")
     if args.study:
         runs = read_table(args.study)
         reference = pick_reference(runs)
@@ -85,8 +84,7 @@ def report(argv: list[str]) -> int:
     target = args.output_dir or (args.runs[0] if len(runs) == 1 and args.runs else None)
     if target is None:
         if args.use_wandb:
-            reason = "--use_wandb: several runs need --output_dir for the uploaded files; add it"
-            raise UserError(reason, exit_code=EXIT_BAD_SETTING)
+            raise bad_input("--use_wandb: several runs need --output_dir for the uploaded files; add it")
         print(f"{table(runs)}\n\nno report.html and loss.png: several runs need --output_dir")
         return 0
     make_folder(target)

@@ -24,7 +24,7 @@ def render(
     result: verdict.Verdict | None = None,
 ) -> str:
     """Return the page; a comparison's verdict comes first."""
-    names = tables.short_labels(runs)
+    names = tables.labels(runs)
     losses = {
         title: by_run(tables.statistics(metric), runs) if any(run.logged(metric) for run in runs) else None
         for title, metric in tables.LOSSES.items()
@@ -59,7 +59,7 @@ def by_run(columns: tables.Columns, runs: list[RunRecord]) -> Table:
 
 
 def _tagged(runs: list[RunRecord]) -> list[str]:
-    names = tables.short_labels(runs)
+    names = tables.labels(runs)
     return [name + " (unfinished)" * (run.summary is None) for name, run in zip(names, runs, strict=True)]
 
 
@@ -74,7 +74,7 @@ def gap_section(
     runs: list[RunRecord], reference: RunRecord, baselines: dict[Path, RunRecord | None]
 ) -> dict[str, Any]:
     """Return reference, noise, rows and the reasons for runs left out."""
-    names = dict(zip(map(id, runs), tables.short_labels(runs), strict=True))
+    names = dict(zip(map(id, runs), tables.labels(runs), strict=True))
     against = gaps.comparison(runs, reference, baselines)
     headings = ["run", "against", "gap of the mean of the last 10 % of common steps"]
     headings.append("other settings than precision that differ")

@@ -13,7 +13,6 @@ from training.tracking.metrics import METRICS, summary_name
 # Heading -> (value of a run among all runs of the report, format). A column that no run has is left out.
 Columns = dict[str, tuple[Callable[[RunRecord, list[RunRecord]], Any], str]]
 
-LABEL_LENGTH = 100  # of a run's name in a figure or a heading
 LOSSES = {"training": "train/loss", "validation": "eval/loss"}
 PACKAGES = ("torch", "transformer_engine", "torchao", "transformers")
 MACHINE = (
@@ -126,13 +125,6 @@ def labels(runs: list[RunRecord]) -> list[str]:
     """Return a name per run: its folder's, or the path as given where two share it."""
     names = [run.name for run in runs]
     return [n if names.count(n) == 1 else str(run.folder) for n, run in zip(names, runs, strict=True)]
-
-
-def short_labels(runs: list[RunRecord]) -> list[str]:
-    """Return labels cut in the middle to LABEL_LENGTH, or whole ones if that makes two alike."""
-    names, half = labels(runs), LABEL_LENGTH // 2 - 2
-    short = [name if len(name) <= LABEL_LENGTH else f"{name[:half]}...{name[-half:]}" for name in names]
-    return short if len(set(short)) == len(set(names)) else names
 
 
 def provenance(run: RunRecord, *, date: bool = True) -> str:

@@ -14,9 +14,9 @@ from benchmarks.report import gaps
 from benchmarks.report.tables import provenance
 from training.tracking.metrics import METRICS, summary_name
 
-SPLIT = ("batch_size", "gradient_accumulation_steps")  # of a global batch; may differ between runs
+SPLIT = ("batch_size", "gradient_accumulation_steps")  # runs may split their global batch differently
 WEIGHTS = ("model_name", "init", "tokenizer_name", "seed")
-# What another seed changes, by data order and held-out part.
+# Another seed changes these too, by data order and held-out part.
 BY_SEED = {"--seed", "steps", "label_tokens", "eval_label_tokens"}
 FEW_LOSSES = 100
 MAX_LOSS_GAP = 0.5  # percent, default of --max_loss_gap

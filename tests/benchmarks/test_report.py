@@ -16,7 +16,7 @@ from benchmarks.report import gaps
 from benchmarks.report.figures import POINTS, draw_gap, draw_losses, draw_scaling, scaling, thin
 from benchmarks.report.main import main, read_all, write
 from benchmarks.report.page import gap_section
-from benchmarks.report.tables import LABEL_LENGTH, RUNS, cells, short_labels
+from benchmarks.report.tables import RUNS, cells, labels
 from benchmarks.report.verdict import Row
 from benchmarks.report.wandb_report import upload
 from tests.benchmarks.folders import COVERAGE, ENVIRONMENT, SUMMARY, append, rated, trained, write_run
@@ -107,13 +107,9 @@ def test_scaling_is_relative_to_the_one_gpu_run_of_the_same_work(tmp_path):
     assert scaling_of(four, one, rated(tmp_path / "again", 1, 10_100.0)) is None, "two candidates"
 
 
-def test_long_labels_are_cut_in_the_middle_unless_that_makes_two_alike(tmp_path):
-    runs = [trained(tmp_path / f"{'long-' * 40}{i}", [2.0]) for i in range(2)]
-    assert all(len(name) < LABEL_LENGTH and name[-1] in "01" for name in short_labels(runs))
-    alike = [trained(tmp_path / f"{'x' * 90}{i}{'x' * 90}", [2.0]) for i in range(2)]
-    assert short_labels(alike) == [run.name for run in alike]
-    same = [trained(tmp_path / part / "run", [2.0]) for part in "ab"]
-    assert short_labels(same) == [str(run.folder) for run in same]
+def test_runs_of_one_name_have_their_paths_as_labels(tmp_path):
+    runs = [trained(tmp_path / part / "run", [2.0]) for part in "ab"]
+    assert labels(runs) == [str(run.folder) for run in runs] and labels(runs[:1]) == ["run"]
 
 
 # Gaps
@@ -197,8 +193,8 @@ def test_the_curve_shows_all_runs_without_non_finite_losses(tmp_path):
     first, second = [(10, 4.0), (30, 2.0)], [(10, 8.0), (20, 6.0)]
     drawn = [list(zip(*line.get_data(), strict=True)) for line in axes.lines]
     assert drawn == [first, first, second, second, [(20, 3.0)]]
-    labels = [text.get_text().replace("\n", "") for text in figure.legends[0].get_texts()]
-    assert labels[0] == f"{folders[0]}: training, smoothed" and labels[2] == f"{folders[1]}: evaluation"
+    texts = [text.get_text().replace("\n", "") for text in figure.legends[0].get_texts()]
+    assert texts[0] == f"{folders[0]}: training, smoothed" and texts[2] == f"{folders[1]}: evaluation"
 
 
 @pytest.mark.parametrize(

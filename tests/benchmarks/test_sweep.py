@@ -72,7 +72,7 @@ def test_a_part_of_a_grid_has_the_runs_of_the_whole(tmp_path):
     """`bf16` by itself would have Hugging Face layers; a part of a file that has TE recipes keeps TE's."""
     grid = {"precision": ["bf16", "delayed"], "batch_size": [1, 2]}
     whole, axes = build_points(grid, {}, tmp_path), read_axes(grid, ["precision=bf16"])
-    assert build_points(axes, {}, tmp_path, beside=grid["precision"]) == whole[:2]
+    assert build_points(axes, {}, tmp_path, precisions=grid["precision"]) == whole[:2]
     assert whole[0].cfg.model.use_te and not build_points(axes, {}, tmp_path)[0].cfg.model.use_te
 
 
