@@ -141,12 +141,15 @@ def launch(cfg: Config, *, gpus: int = 1, log: Path) -> Outcome:
     line, last, error = command(cfg, gpus), "", None
     log.parent.mkdir(parents=True, exist_ok=True)
     received: list[int] = []
+    early: list[int] = []
     started: list[subprocess.Popen] = []
 
     def forward(number: int, frame: Any) -> None:
         received.append(number)
-        for process in started:
-            _send(process, number)
+        if started:
+            _send(started[0], number)
+        else:
+            early.append(number)
 
     with log.open("a", encoding="utf-8") as file, caught(forward):
         file.write(f"$ {redact(shlex.join(line))}\n")
@@ -154,9 +157,9 @@ def launch(cfg: Config, *, gpus: int = 1, log: Path) -> Outcome:
         begin = file.tell()
         # The run has its own session: a terminal's Ctrl-C reaches only this process, which forwards it.
         process = subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        for number in received:
-            _send(process, number)
         started.append(process)
+        for number in early:
+            _send(process, number)
         for text in _lines(log, begin, process):
             with contextlib.suppress(OSError):  # the terminal is gone
                 print(text, end="", flush=True)
