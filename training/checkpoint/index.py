@@ -100,7 +100,7 @@ def index_on_disk(folder: Path) -> Index:
 
 
 def latest(folder: Path) -> Path | None:
-    """Return the step folder saved last, or None; DamagedCheckpoint if it is gone or the index unreadable."""
+    """Return the step folder saved last, or None; DamagedCheckpoint if the index is unreadable."""
     recover_replaced(folder)
     with suggesting_intact(folder):
         steps = read_index(folder).steps
@@ -108,13 +108,7 @@ def latest(folder: Path) -> Path | None:
     # A folder missing from the index: the save was killed after publishing it, before updating the index.
     if unknown := folders.keys() - set(steps):
         return folders[max(unknown)]
-    if not steps:
-        return None
-    path = folder / step_name(steps[-1])
-    with suggesting_intact(folder, other_than=path):
-        if not path.is_dir():
-            raise DamagedCheckpoint(f"{path}: the folder is gone, but {INDEX} names it as the latest")
-    return path
+    return folder / step_name(steps[-1]) if steps else None
 
 
 def prune(folder: Path, keep_last: int) -> None:

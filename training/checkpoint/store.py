@@ -81,7 +81,7 @@ class Checkpoints:
         ranks.run_on_rank0(record)
 
     def latest(self) -> Path | None:
-        """Return the step folder saved last, or None; DamagedCheckpoint if it is gone."""
+        """Return the step folder saved last, or None. It is not verified."""
         return index.latest(self.folder)
 
     def verify(self, path: Path) -> None:
@@ -203,7 +203,6 @@ class Checkpoints:
 
         None if no launch did, and, with a warning, if it is damaged and `path` the newest intact one.
         """
-        index.recover_replaced(self.folder)
         try:
             with suggesting_intact(self.folder):
                 went_back = index.read_index(self.folder).went_back

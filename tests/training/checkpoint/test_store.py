@@ -251,11 +251,11 @@ def test_an_unreadable_index_is_named_and_rebuilt_by_the_next_save(tmp_path, con
 def test_an_index_that_names_a_missing_folder_is_an_error(tmp_path):
     checkpoints = save_steps(tmp_path, 1, 2)
     (tmp_path / "step_000002").rename(tmp_path / "moved")
-    with pytest.raises(DamagedCheckpoint, match=r"step_000002.*gone.*--resume .*step_000001"):
-        checkpoints.latest()
+    with pytest.raises(DamagedCheckpoint, match=r"step_000002.*missing.*--resume .*step_000001"):
+        checkpoints.read_meta(checkpoints.latest())
     (tmp_path / "step_000001").rename(tmp_path / "moved too")
     with pytest.raises(DamagedCheckpoint, match=r"no intact one is left"):
-        checkpoints.latest()
+        checkpoints.read_meta(checkpoints.latest())
 
 
 def test_a_planted_pickle_is_never_opened(tmp_path):
