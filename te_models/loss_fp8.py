@@ -126,18 +126,13 @@ def _kernels(tensor: Tensor) -> Any:
 
 
 def multiply(
-    a: Tensor,
-    b: Tensor,
-    a_inverse: Tensor,
-    b_inverse: Tensor,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    fast: bool = False,
+    a: Tensor, b: Tensor, *inverses: Tensor, dtype: torch.dtype = torch.bfloat16, fast: bool = False
 ) -> Tensor:
-    """Multiply FP8 `a` [M, K] by `b` [N, K] transposed and undo their scales: [M, N] in `dtype`.
+    """Multiply FP8 `a` [M, K] by `b` [N, K] transposed: [M, N] in `dtype`, with both scales undone.
 
-    `fast` lets the tensor cores keep fewer bits of a sum.
+    `inverses`: of the scales of `a` and `b`. `fast` lets the tensor cores keep fewer bits of a sum.
     """
+    a_inverse, b_inverse = inverses
     if has_fp8_units(a):
         scales = {"scale_a": a_inverse, "scale_b": b_inverse}
         return torch._scaled_mm(a, b.t(), **scales, out_dtype=dtype, use_fast_accum=fast)

@@ -31,10 +31,9 @@ from te_models.kernels.selection import patched
 
 NAME = "packed_causal"
 PROBE = "packed_causal_probe"
-# Arguments that models pass to their attention: without effect on it, and those that `attend` computes.
-HARMLESS = {"position_ids", "cache_position", "use_cache"}
-HARMLESS |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-COMPUTED = {"dropout", "is_causal", "scaling"}
+# Arguments of attention functions that `attend` respects, or that have no effect on causal attention.
+KNOWN = {"dropout", "is_causal", "scaling", "position_ids", "cache_position", "use_cache"}
+KNOWN |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 _flash_attention_4 = False  # replaced inside `enabled`
 
@@ -227,7 +226,7 @@ def _unsupported(module: nn.Module, mask: Tensor | None, arguments: dict[str, An
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         return "no causal order"
     for name, value in arguments.items():
-        if name not in HARMLESS | COMPUTED and value is not None and value is not False:
+        if name not in KNOWN and value is not None and value is not False:
             return name
     return None
 

@@ -1,6 +1,6 @@
 """SwiGLU fused with its FP8 casts in TE's MLP, under delayed scaling on Hopper (`swiglu_triton`).
 
-TE takes two passes forward and two backward, through BF16; the kernels take one each. TE's MLP looks up the
+TE needs two passes forward and two backward, through BF16; each kernel is one pass. TE's MLP looks up the
 functions of its activation in `layernorm_mlp._act_func`: forward, backward, and backward fused with the cast,
 which TE has for other activations only. `enabled` replaces that lookup.
 """
