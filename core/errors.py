@@ -12,7 +12,7 @@ EXIT_IN_USE = 4  # another process is writing to the run folder
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: rerun the same command to resume
 
 
-class UserError(ValueError):
+class UserError(Exception):
     """An error that the user can act on: printed as one line, without a traceback.
 
     `flags` are the settings it is about. `exit_code` is EXIT_BAD_SETTING if other settings cure it, else

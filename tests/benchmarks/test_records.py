@@ -10,6 +10,7 @@ from benchmarks.records.runs import EFFECTS, NO_EFFECT, WORK, read_run
 from benchmarks.records.table import MOST_POINTS, TABLE, read_table, thin
 from benchmarks.report.main import table as markdown_table
 from benchmarks.report.tables import RUNS, cells
+from core.errors import UserError
 from tests.benchmarks.folders import COVERAGE, ENVIRONMENT, SUMMARY, write_run
 
 
@@ -171,5 +172,5 @@ def test_the_recorded_table_is_small_and_whole():
     assert len({run.folder for run in runs}) == len(runs)
     assert all(run.environment["date"] and run.environment["versions"] for run in runs)
     assert sum(run.summary is None for run in runs) < 10
-    with pytest.raises(ValueError, match=r"--study nope: not recorded in .* it has batch_one, "):
+    with pytest.raises(UserError, match=r"--study nope: not recorded in .* it has batch_one, "):
         read_table("nope")
