@@ -12,14 +12,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError, first_line
-from core.packages import ROOT
 from core.redact import redact
 from core.signals import stop_signals
 from data import loader
@@ -116,8 +114,6 @@ def end(error: BaseException, watchdog: Any | None, close: Callable[[], None] = 
         message, code = f"{first_line(error)} {OUT_OF_MEMORY}", EXIT_OUT_OF_MEMORY
     elif isinstance(error, RuntimeError) and any(w.exitcode == -signal.SIGKILL for w in loader.WORKERS):
         message = f"{first_line(error)} {LOST_WORKER}"
-    elif isinstance(error, (ValueError, RuntimeError)) and _raised_here(error):
-        message, code = str(error), EXIT_BAD_SETTING if isinstance(error, ValueError) else EXIT_FAILED
     # Gloo raises a plain RuntimeError if a collective loses a rank; errors with `ranks` have another cause.
     elif isinstance(error, RuntimeError) and not hasattr(error, "ranks") and (gone := _gone(watchdog)):
         message, failed = gone, {}
@@ -161,9 +157,3 @@ def _report_before_the_ranks_meet(message: str, code: int) -> None:
 
 def _gone(watchdog: Any | None) -> str | None:
     return watchdog.gone() if watchdog is not None else None
-
-
-def _raised_here(error: BaseException) -> bool:
-    raised = getattr(error, "origin", None) or traceback.extract_tb(error.__traceback__)[-1].filename
-    path = Path(raised).resolve()
-    return path.is_relative_to(ROOT) and "site-packages" not in path.parts

@@ -259,14 +259,13 @@ def run_on_all_ranks(work: Callable[[], T]) -> list[T]:
         result = work()
     except Exception as error:
         own = error
-        origin = traceback.extract_tb(error.__traceback__)[-1].filename
-        raised = _portable(error), origin, "".join(traceback.format_exception(error))
+        raised = _portable(error), "".join(traceback.format_exception(error))
     outcomes = gather((result, raised, platform.node()))
     failed = {number: host for number, (_, raised, host) in enumerate(outcomes) if raised is not None}
     if failed:
-        error, origin, details = outcomes[min(failed)][1]
+        error, details = outcomes[min(failed)][1]
         error = own or error  # its own has the traceback
-        error.ranks, error.origin, error.details = failed, origin, details
+        error.ranks, error.details = failed, details
         try:
             raise error
         finally:
