@@ -30,7 +30,6 @@ STYLE = {
 }
 POINTS = 800  # per raw curve: more fit no screen
 LABEL_WIDTH = 44  # characters per line of a label
-WIDE_LABEL = 65  # above it a legend has one column
 FEW = 10  # points that a line without markers would not show
 SPIKE = 10  # times the size that three quarters of the widest curve keep within: larger gaps are cut off
 
@@ -99,7 +98,7 @@ def thin(series: Series) -> Series:
 def draw_losses(runs: list[RunRecord], *, log: bool = False) -> Figure:
     """Draw training losses, raw and smoothed, and evaluation losses of all runs on shared axes."""
     names = _names(runs)
-    figure, axes = _axes(2 * _lines(names))
+    figure, axes = _axes(_lines(names))
     drawn = []
     for i, (run, label) in enumerate(zip(runs, names, strict=True)):
         series = {name: run.series(name) for name in ("train/loss", "eval/loss")}
@@ -108,10 +107,10 @@ def draw_losses(runs: list[RunRecord], *, log: bool = False) -> Figure:
             steps, losses = zip(*train, strict=True)
             axes.plot(*zip(*thin(train), strict=True), color=style(i)["color"], alpha=0.25, linewidth=1)
             even = thin(list(zip(steps, smooth(list(losses)), strict=True)))
-            axes.plot(*zip(*even, strict=True), **style(i), label=_named(f"{label}: training, smoothed"))
+            axes.plot(*zip(*even, strict=True), **style(i), label=_named(label))
         if evaluation:
-            dots = {"color": style(i)["color"], "markersize": 5, "label": _named(f"{label}: evaluation")}
-            axes.plot(*zip(*evaluation, strict=True), "o", **dots)
+            dots = {"color": style(i)["color"], "markersize": 5}
+            axes.plot(*zip(*evaluation, strict=True), "o", **dots, label=None if train else _named(label))
         drawn += [loss for _, loss in train + evaluation]
     if log:
         axes.set_yscale("log")
@@ -293,5 +292,5 @@ def _named(label: str) -> str:
 def _add_legend(figure: Figure, axes: Axes) -> None:
     handles, texts = axes.get_legend_handles_labels()
     if handles:
-        columns = 1 if max(map(len, texts)) > WIDE_LABEL else 2
+        columns = 1 if max(len(line) for text in texts for line in text.split("\n")) > LABEL_WIDTH + 1 else 2
         figure.legend(handles, texts, loc="outside lower left", ncols=columns, fontsize=8)
