@@ -111,13 +111,13 @@ def build_loaders(
     identity |= {name: getattr(cfg, name) for name in ("max_seq_length", "packing", "streaming")}
     workers = {"num_workers": cfg.num_workers, "pin_memory": shape.pin_memory}
     loader = Loader(source, identity=identity, per_step=shape.micro_batches_per_step, **workers)
-    report = describe(split, train, layout, source.first)
+    report = describe(split, train, source)
     if held_out is None:
         return Loaders(loader, None, report, None, [])
     layout = replace(layout, batch_size=shape.eval_batch_size)
     eval_source = Stored(held_out.samples, layout, seed=None)
     eval_loader = Loader(eval_source, identity={"samples": held_out.fingerprint}, restart=True, **workers)
-    eval_report = describe(eval_split, held_out, layout, eval_source.first)
+    eval_report = describe(eval_split, held_out, eval_source)
     return Loaders(loader, eval_loader, report, eval_report, prompts(eval_split, held_out))
 
 
@@ -187,10 +187,10 @@ def require_usable(split: Split, selection: Selection, **flag: str | None) -> No
 def require_full_step(cfg: DataConfig, source: Stored | Stream) -> None:
     """Raise UserError if some ranks would never get a sequence."""
     layout, is_whole = source.layout, not isinstance(source, Stream) or source.is_one_window
-    if layout.world_size > 1 and is_whole and len(source.first) < layout.stride:
+    if layout.world_size > 1 and is_whole and source.num_bins < layout.stride:
         raise bad_setting(
             f"on {layout.world_size} ranks a micro-batch needs {layout.stride} sequences, but --split_name "
-            f"{cfg.split_name} has {len(source.first)}; use a smaller --batch_size, fewer ranks or more data",
+            f"{cfg.split_name} has {source.num_bins}; use a smaller --batch_size, fewer ranks or more data",
             batch_size=layout.batch_size,
         )
 

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from core.errors import UserError, bad_setting
 from data.collate import Batch, Sample, build_batch, round_up
-from data.packing import Bins, fill, shuffled
+from data.packing import fill, shuffled
 from data.rows import Status
 from data.samples import Samples, Selection, Split
 from data.sources import reading
@@ -74,14 +74,15 @@ class Layout:
         width = self.width if rows else self.pad_multiple
         return build_batch(rows, width, self.pad_id, max_seqlen=self.width)
 
-    def padded_tokens(self, lengths: np.ndarray, bins: Bins) -> int:
-        """Count tokens and padding of all bins."""
+    def measure(self, lengths: np.ndarray, bins: Iterator[list[int]]) -> tuple[int, int]:
+        """Return the number of bins, and of their tokens with padding."""
         if self.packing:
-            return len(bins) * self.width
-        groups = np.arange(0, len(bins), self.batch_size)
-        widest = np.maximum.reduceat(lengths[bins.order], groups)
-        sizes = np.diff([*groups, len(bins)])
-        return int((round_up(widest, self.pad_multiple) * sizes).sum())
+            num_bins = sum(1 for _ in bins)
+            return num_bins, num_bins * self.width
+        lengths = lengths[[index for (index,) in bins]]
+        groups = np.arange(0, len(lengths), self.batch_size)
+        widest = round_up(np.maximum.reduceat(lengths, groups), self.pad_multiple)
+        return len(lengths), int((widest * np.diff([*groups, len(lengths)])).sum())
 
 
 def fetch(bins: list[Bin]) -> Iterator[list[Sample]]:
@@ -93,28 +94,25 @@ def fetch(bins: list[Bin]) -> Iterator[list[Sample]]:
 
 
 class Stored:
-    """Bins over samples on disk. `first` are those of epoch 0, which determine a run's length."""
+    """Bins over samples on disk. The number of bins is that of epoch 0, which determines a run's length."""
 
     start = 0
     max_workers = None
 
     def __init__(self, samples: Samples, layout: Layout, *, seed: int | None):
         self.samples, self.layout, self.seed = samples, layout, seed
-        self.first = Bins.collect(self._plan(0))
+        self.num_bins, self.padded_tokens = layout.measure(samples.length, self._plan(0))
 
     def _plan(self, epoch: int) -> Iterator[list[int]]:
         return self.layout.plan(self.samples.length, None if self.seed is None else (self.seed, epoch))
 
     def micro_batches(self, position: int) -> int:
         """Count global micro-batches from a position to the end of epoch 0."""
-        return max(0, -(-(len(self.first) - position) // self.layout.stride))
+        return max(0, -(-(self.num_bins - position) // self.layout.stride))
 
     def bins(self, epoch: int, position: int) -> Iterator[Bin]:
         """Yield an epoch's bins from a position on."""
-        if epoch == 0:
-            planned = map(self.first.members, range(position, len(self.first)))
-        else:
-            planned = islice(self._plan(epoch), position, None)
+        planned = islice(self._plan(epoch), position, None)
         return (Bin(after, self.samples, members) for after, members in enumerate(planned, position + 1))
 
 
@@ -138,7 +136,7 @@ class Stream:
             way_out = "lower --eval_samples, or choose another --split_name"
             raise bad_setting(f"{reason}; {way_out}", dataset_name=split.cfg.dataset_name)
         self.selection = replace(window[1], is_window=True)
-        self.first = Bins.collect(self._plan(0, *window))
+        self.num_bins, self.padded_tokens = layout.measure(window[1].samples.length, self._plan(0, *window))
         num_rows = int(self.selection.counts.sum())
         self.is_one_window = num_rows < WINDOW or num_rows == limit
 

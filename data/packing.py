@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain, islice
-from typing import NamedTuple
 
 import numpy as np
 
 LOOK_AHEAD = 64  # samples to choose from
 CHUNK = 65_536  # samples converted to Python numbers at a time, which use five times an array's memory
-
-
-class Bins(NamedTuple):
-    """Bin i holds samples `order[offsets[i]:offsets[i + 1]]`."""
-
-    order: np.ndarray  # int64 [samples]
-    offsets: np.ndarray  # int64 [bins + 1]
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    @classmethod
-    def collect(cls, bins: Iterable[list[int]]) -> Bins:
-        order, sizes = array("q"), array("q", [0])
-        for members in bins:
-            order.extend(members)
-            sizes.append(len(members))
-        return cls(np.array(order), np.cumsum(sizes))
-
-    def members(self, index: int) -> list[int]:
-        return self.order[self.offsets[index] : self.offsets[index + 1]].tolist()
 
 
 def shuffled(num_samples: int, *key: int) -> np.ndarray:

@@ -6,8 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from data.order import Layout
-from data.packing import Bins
+from data.order import Stored, Stream
 from data.rows import Status
 from data.samples import Selection, Split
 
@@ -62,10 +61,10 @@ class DataReport:
         return dataclasses.asdict(self)
 
 
-def describe(split: Split, selection: Selection, layout: Layout, bins: Bins) -> DataReport:
-    """Report on the selected rows of a split, whose samples fill `bins`."""
-    counts, lengths = selection.counts, selection.samples.length
-    tokens, speed = int(lengths.sum()), selection.speed
+def describe(split: Split, selection: Selection, source: Stored | Stream) -> DataReport:
+    """Report on the selected rows of a split, which are the samples of `source`."""
+    counts, speed = selection.counts, selection.speed
+    tokens = int(selection.samples.length.sum())
     return DataReport(
         rows=int(counts.sum()),
         used=int(counts[: Status.TRUNCATED + 1].sum()),
@@ -76,8 +75,8 @@ def describe(split: Split, selection: Selection, layout: Layout, bins: Bins) -> 
         bad_rows=int(counts[Status.BAD]),
         tokens=tokens,
         label_tokens=selection.label_tokens,
-        sequences=len(bins),
-        packing_efficiency=tokens / max(layout.padded_tokens(lengths, bins), 1),
+        sequences=source.num_bins,
+        packing_efficiency=tokens / max(source.padded_tokens, 1),
         columns=split.source.columns.shown,
         fingerprint=selection.fingerprint,
         first_bad_row=split.first_bad(selection),

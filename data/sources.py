@@ -91,16 +91,13 @@ def source_of_files(cfg: DataConfig, format: Format, split: str, files: list[str
         rows = read_files(format, files, **load_options(cfg, split, files))
         if not format.json_lines:
             return source_of_rows(cfg, rows)
-        unit = "line" if len(files) == 1 else "row"
-        lines = ((number, parse_line(row)) for number, row in enumerate(rows, 1) if row["text"].strip())
-        first = list(islice(lines, PEEK)) or [(1, "blank, as are all others")]
-    objects = [line for _, line in first if isinstance(line, dict)]
+        lines = (parse_line(row) for row in rows if row["text"].strip())
+        objects = [line for line in islice(lines, PEEK) if isinstance(line, dict)]
     if not objects:
-        number, fault = first[0]
-        way_out = "give one JSON object a line, in UTF-8, or call a file with one list of rows .json"
-        raise bad_setting(f"{unit} {number} is {fault}; {way_out}", dataset_name=cfg.dataset_name)
+        reason = "no line is a JSON object in UTF-8; a file with one list of rows must be called .json"
+        raise bad_setting(reason, dataset_name=cfg.dataset_name)
     columns = choose_columns(cfg, keys_of(objects))
-    return Source(rows, columns, partial(json_line, columns.to_sample), unit)
+    return Source(rows, columns, partial(json_line, columns.to_sample), "line" if len(files) == 1 else "row")
 
 
 def source_of_rows(cfg: DataConfig, rows: Dataset | IterableDataset) -> Source:
@@ -125,13 +122,11 @@ def load_options(cfg: DataConfig, split: str, files: list[str]) -> dict[str, Any
 def check_file(cfg: DataConfig, path: Path, configuration: str | None) -> None:
     """Raise UserError if a path is not a data file."""
     known = f"{', '.join(FORMATS)}, also with {', '.join(COMPRESSIONS)}"
-    for is_wrong, reason in (
-        (not path.is_file(), "there is no such file; check the path"),
-        (configuration, f"a file has no configurations; give {path}"),
-        (not common_format([str(path)]), f"not a data file; known are {known}"),
-    ):
-        if is_wrong:
-            raise bad_setting(reason, dataset_name=cfg.dataset_name)
+    if not path.is_file():
+        raise bad_setting("there is no such file; check the path", dataset_name=cfg.dataset_name)
+    if configuration or not common_format([str(path)]):
+        reason = f"not a data file ({known}); a file has no configurations"
+        raise bad_setting(reason, dataset_name=cfg.dataset_name)
 
 
 def is_prepared(cfg: DataConfig, name: str) -> bool:
