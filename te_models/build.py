@@ -42,7 +42,7 @@ from te_models.weights import (
     weight_files,
 )
 
-CHUNKS, CHUNK_BYTES = 16, 2**16  # of a weight file, sampled by `identity`
+CHUNKS, CHUNK_BYTES = 16, 2**16  # samples of a weight file that `identity` reads
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _find_weights(name: str, cache_dir: str | None) -> Path:
     files["ignore_patterns"] = ["consolidated*", "original/*"]  # the same weights in other layouts
     try:
         return Path(snapshot_download(name, cache_dir=cache_dir, **files))
-    except OSError as error:  # as are all errors of the hub's client
+    except OSError as error:  # the hub client's errors derive from it
         raise bad_setting(
             f"the weights cannot be fetched ({first_line(error)}); give a local folder, log in with "
             "`hf auth login` if the model is gated, or use --init random",

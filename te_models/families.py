@@ -15,7 +15,7 @@ ROPE_TYPES = ("default", "linear", "llama3")  # fixed angles, and no rescaling o
 
 @dataclass(frozen=True)
 class Family:
-    """How a family differs from Llama, and which config values TE layers cannot represent."""
+    """Differences of a family from Llama, and config values that TE layers cannot represent."""
 
     qkv_bias: bool = False  # the q, k and v projections have biases
     qk_norm: bool = False  # RMSNorm over each head's q and k, before RoPE

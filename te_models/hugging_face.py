@@ -193,7 +193,7 @@ def _second_sample_depends_on_first(model: HFCausalLM) -> bool:
 
     try:
         embedding = model.model.get_input_embeddings()
-    except NotImplementedError:  # custom code, in which a leak cannot be told from rounding
+    except NotImplementedError:  # custom code, where a leak looks like rounding
         return True
     with embedding.register_forward_hook(detach):
         (gradient,) = torch.autograd.grad(_loss_of_second_sample(model, FIRST_SAMPLE), embedded)  # [1, 16, D]

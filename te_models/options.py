@@ -28,18 +28,18 @@ class BuildOptions:
     """Form, device, precision and memory options of a model."""
 
     te_backend: Backend | None  # None builds the Hugging Face form
-    device: torch.device  # of forward and backward passes
-    dtype: torch.dtype  # of parameters
+    device: torch.device  # forward and backward passes run here
+    dtype: torch.dtype  # parameters' dtype
     packed: bool  # rows hold several sequences, separated by `cu_seqlens`
     max_positions: int  # length of the RoPE tables
-    seed: int = 0  # of random weights
-    compute_dtype: torch.dtype | None = None  # of forward passes, if other than `dtype`
+    seed: int = 0  # for random weights
+    compute_dtype: torch.dtype | None = None  # forward passes' dtype, default `dtype`
     fp8_lm_head: bool = False
     gradient_checkpointing: bool = False
     reentrant: bool = False  # recompute with a new autograd graph, as DeepSpeed's ZeRO-3 hooks require
     shard: Callable[[nn.Module], None] | None = None  # shards a model that has no storage yet, where possible
-    parameter_device: torch.device | None = None  # of the shards, if other than `device` (CPU offload)
+    parameter_device: torch.device | None = None  # CPU offload keeps shards here, default `device`
     native: NativeOptions = field(default_factory=NativeOptions)
-    # Hugging Face form only:
+    # The Hugging Face form reads these two:
     convert: Callable[[nn.Module], None] | None = None  # replaces linear layers before sharding
     compile_layers: bool = False

@@ -206,7 +206,7 @@ class SafetensorsSource(WeightSource):
         files = tensor_files(folder)
         handles = {path: _open(path) for path in {*files.values()}}
         for key, path in files.items():
-            if key.endswith("rotary_emb.inv_freq"):  # of old checkpoints; it follows from the configuration
+            if key.endswith("rotary_emb.inv_freq"):  # old checkpoints save it; the configuration implies it
                 continue
             try:
                 self._slices[key] = handles[path].get_slice(key)

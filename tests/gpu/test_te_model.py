@@ -292,8 +292,8 @@ def test_the_trial_of_the_norms_kernel_finds_nothing(width):
     assert fused_residual.why_not(width) is None
 
 
-# How far gradients of the small model may move by it: with FP8 of emulated layers, whose gradients between
-# layers are moved by up to a BF16 rounding, 0.15 (delayed, by scales that move too) and 0.07 (block).
+# Largest allowed change of the small model's gradients. For comparison: moving the gradients between emulated
+# FP8 layers by up to a BF16 rounding changes them by 0.15 (delayed, where scales move too) and 0.07 (block).
 ROUNDED_ONCE_LESS = {"bf16": 0.02, "delayed": 0.25, "block": 0.1}
 
 

@@ -227,7 +227,7 @@ def test_outermost_training_autocast_updates_the_scales():
 
 
 def test_module_that_runs_twice_updates_its_scales_once():
-    """With the larger amax of both runs, forward and backward."""
+    """The larger amax of both runs counts, forward and backward."""
     first, twice = (te.Linear(32, 32, params_dtype=torch.bfloat16) for _ in range(2))
     x = inputs(0).detach()[..., :32].requires_grad_()
     with te.autocast(enabled=True, recipe=recipes.DelayedScaling(amax_history_len=4)):

@@ -237,7 +237,7 @@ def test_lost_sequence_boundaries_are_found(monkeypatch):
     ("model_type", "experts"), [("mixtral", {"num_local_experts": 8}), ("qwen3_moe", {"num_experts": 16})]
 )
 def test_rounding_of_experts_is_no_leak(model_type, experts):
-    """With some seeds the loss changes in its last bits with the other sample's tokens."""
+    """For some seeds the loss changes in its last bits with the other sample's tokens."""
     for seed in range(6):
         sizes = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.1}
         build(model_type, packed=True, seed=seed, **sizes, **experts)
