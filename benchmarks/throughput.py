@@ -180,12 +180,9 @@ def refuse_emulation(cfg: Config) -> None:
 
 def refuse_unwritable(path: Path) -> None:
     """Raise UserError if nothing can be appended to --results."""
-    existed = path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
-        if not existed:
-            path.unlink()
     except OSError as error:
         raise bad_setting(
             f"cannot be written to ({error.strerror}); name another file", results=path

@@ -560,7 +560,7 @@ def commands() -> list[str]:
     blocks = [b for page in pages for b in re.findall(r"^```.*?\n(.*?)^```", page.read_text(), re.M | re.S)]
     lines = [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
     found = [line for line in lines if re.search(r"\b(python3?|torchrun) .*train_\w+\.py", line)]
-    found = [line for line in found if "$" not in line]  # test_study_page.py runs those in a shell
+    found = [line for line in found if "$" not in line]  # shell variables
     common = (
         "python train_fp8.py --dataset_name nvidia/OpenMathInstruct-2 --use_wandb --wandb_project llm-fp8 "
     )
