@@ -14,7 +14,7 @@ from collections.abc import Callable
 from benchmarks.plan.flags import PROG, build_parser, find_gpu, split_flags
 from benchmarks.plan.job import refuse_unplanned
 from benchmarks.plan.predict import SMALLER, Plan, fewest_changes, make_plan, replan
-from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
+from core.errors import UserError, bad_setting
 from core.recipes import costs_of
 from training.config import parse_config
 from training.tracking.metrics import mfu
@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
         print(run(sys.argv[1:] if argv is None else argv), flush=True)
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (UserError, ValueError) as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_SETTING
+        return error.exit_code
     return 0

@@ -6,12 +6,10 @@ Sizes are bytes on one GPU; GB are 10^9 bytes, as in summary.json. It must not i
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from core.errors import UserError, bad_setting
-from core.machine import host_memory
+from core.errors import bad_setting
 from core.recipes import costs_of
 from training.config import Config
 from training.parallel.settings import MODES, Mode
@@ -334,7 +332,6 @@ def peak(job: Job) -> dict[str, float]:
 
 # From here on sharding the optimizer's work saves more than gathering weights costs (docs/multi_gpu.md).
 LARGE = 2 * 10**9
-LEAST_STATE = 8  # bytes a parameter: weight, gradient and both moments in BF16
 ROOM = 0.6  # share of a GPU's memory for the state; the rest is for activations, FP8 copies and NCCL
 LAST_ROOM = 0.75  # before all goes to the CPU, the slowest mode; --gradient_checkpointing fits in the rest
 ROOM_ON_ONE_GPU = 0.9  # where sharding cannot help: an 8B needs 80 % of an H200 and trains
@@ -373,41 +370,3 @@ def choose_mode(job: Job, gpu: int | None) -> tuple[str, str]:
         limit = "" if held["fsdp_full"] <= room else f" into {last / 1e9:.1f} GB"
         return "fsdp_full", f"{why}; sharded over {job.gpus} ranks they fit{limit}"
     return "fsdp_offload", f"{why}; sharded over {job.gpus} ranks they do not fit into {last / 1e9:.1f} GB"
-
-
-def refuse_small_gpu(job: Job, gpu: int) -> None:
-    """Refuse a GPU of `gpu` bytes that cannot hold its share of weights, gradients and optimizer state."""
-    parameters, shard = job.model.parameters, job.shard
-    whole = parameters * job.optimizer.state_bytes
-    if whole / shard <= gpu:
-        return
-    ways = []
-    least = parameters * LEAST_STATE / shard
-    if job.optimizer.kind == "fused_adamw" and least <= gpu:
-        ways.append(
-            f"--master_weights none --moment_dtype bf16 needs {least / 1e9:.1f} GB (and loses small updates)"
-        )
-    room = LAST_ROOM * gpu - accumulated_gradients(replace(job, mode="fsdp_full"))
-    if room > 0:
-        ways.append(f"--sharding_mode fsdp_full needs {math.ceil(whole / room)} such GPUs")
-    start = "torchrun --nproc_per_node=1 train_multi_gpu.py " if job.mode == "single" else ""
-    ways.append(f"{start}--sharding_mode fsdp_offload uses the hosts' memory")
-    where = "on one GPU" if job.mode == "single" else f"--sharding_mode {job.mode}"
-    raise UserError(
-        f"--model_name {job.cfg.model.model_name}, {where}: weights, gradients and optimizer of "
-        f"{parameters / 1e9:.1f} B parameters need {whole / shard / 1e9:.1f} GB a GPU, which has "
-        f"{gpu / 1e9:.1f} GB: {', or '.join(ways)}"
-    )
-
-
-def refuse_small_host(job: Job) -> None:
-    """Refuse to offload more than this node's memory can hold."""
-    kept, saving = host_bytes(job)
-    each = kept + saving * job.cfg.checkpoint.save_checkpoints
-    needed, total = each * job.model.parameters / job.nodes, host_memory()
-    if needed > total:
-        on_gpu = "ds_zero3" if job.sharding.engine == "deepspeed" else "fsdp_full"
-        raise UserError(
-            f"--sharding_mode {job.mode}: weights, gradients, moments and saving need {needed / 1e9:.0f} GB "
-            f"of host memory on this node, which has {total / 1e9:.0f} GB; use more nodes, or {on_gpu}"
-        )

@@ -12,7 +12,7 @@ from te_models.loss import CHUNK_BYTES
 from te_models.loss_fp8 import TOKENS_PER_GEMM
 from training.config import config_from_dict
 from training.optim.optimizer import OptimizerPlan
-from training.parallel import memory
+from training.parallel import choose, memory
 from training.parallel.memory import Job, ModelSize, choose_mode, host_bytes, hsdp_shard_size
 
 # 14 bytes a parameter: BF16 weights and gradients, FP32 masters' 2 more bytes, two FP32 moments.
@@ -97,20 +97,20 @@ ADAM = OptimizerPlan("zero_adamw", torch.bfloat16, True, torch.float32)
 )
 def test_a_gpu_that_cannot_hold_its_shard_is_refused_with_ways_that_fit(job, gpu, ways):
     if ways is None:
-        return memory.refuse_small_gpu(job, int(gpu))
+        return choose.refuse_small_gpu(job, int(gpu))
     with pytest.raises(UserError, match=f"^--model_name m, .*{ways}"):
-        memory.refuse_small_gpu(job, int(gpu))
+        choose.refuse_small_gpu(job, int(gpu))
 
 
 @pytest.mark.parametrize(("mode", "each"), [("fsdp_offload", 16 + 4), ("ds_zero3_offload", 20 + 12)])
 def test_a_host_too_small_to_offload_to_is_refused(mode, each, monkeypatch):
     optimizer = OptimizerPlan("torch_adamw", torch.float32, True, torch.float32)
-    monkeypatch.setattr(memory, "host_memory", lambda: int(each * 4e9 + 1))
-    memory.refuse_small_host(job_of(8.0, mode, gpus=16, optimizer=optimizer))
+    monkeypatch.setattr(choose, "host_memory", lambda: int(each * 4e9 + 1))
+    choose.refuse_small_host(job_of(8.0, mode, gpus=16, optimizer=optimizer))
     needs = f"^--sharding_mode {mode}: .* need {each * 8:.0f} GB .* has {each * 4} GB; use more nodes, or "
     with pytest.raises(UserError, match=needs + mode.removesuffix("_offload").replace("fsdp", "fsdp_full")):
-        memory.refuse_small_host(job_of(8.0, mode, gpus=8, optimizer=optimizer))
-    memory.refuse_small_host(job_of(1.0, mode, gpus=2, gpus_per_node=2, optimizer=optimizer))
+        choose.refuse_small_host(job_of(8.0, mode, gpus=8, optimizer=optimizer))
+    choose.refuse_small_host(job_of(1.0, mode, gpus=2, gpus_per_node=2, optimizer=optimizer))
 
 
 def test_deepspeed_keeps_gradients_in_fp32_on_the_host_if_several_add_up():
