@@ -75,16 +75,7 @@ def build_loaders(
     check_cache(cfg)
     cfg.check_length(max_positions)
     check_splits(cfg)
-    pads = [tokenizer.pad_token_id, tokenizer.eos_token_id]  # an added token may have no embedding
-    layout = Layout(
-        max_seq_length=cfg.max_seq_length,
-        pad_multiple=shape.pad_multiple,
-        packing=cfg.packing,
-        batch_size=shape.batch_size,
-        pad_id=next((pad for pad in pads if pad is not None and pad < vocab_size), 0),
-        rank=shape.rank,
-        world_size=shape.world_size,
-    )
+    layout = build_layout(cfg, tokenizer, shape, vocab_size)
     split = open_split(cfg, cfg.split_name, tokenizer, vocab_size)
     warn_about_template(split)
     num_held_out = cfg.eval_samples if cfg.eval_split is None else 0
@@ -114,11 +105,25 @@ def build_loaders(
     report = describe(split, train, source)
     if held_out is None:
         return Loaders(loader, None, report, None, [])
-    layout = replace(layout, batch_size=shape.eval_batch_size)
-    eval_source = Stored(held_out.samples, layout, seed=None)
+    eval_source = Stored(held_out.samples, replace(layout, batch_size=shape.eval_batch_size), seed=None)
     eval_loader = Loader(eval_source, identity={"samples": held_out.fingerprint}, restart=True, **workers)
     eval_report = describe(eval_split, held_out, eval_source)
     return Loaders(loader, eval_loader, report, eval_report, prompts(eval_split, held_out))
+
+
+def build_layout(
+    cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, shape: BatchShape, vocab_size: int
+) -> Layout:
+    pads = [tokenizer.pad_token_id, tokenizer.eos_token_id]  # an added token may have no embedding
+    return Layout(
+        max_seq_length=cfg.max_seq_length,
+        pad_multiple=shape.pad_multiple,
+        packing=cfg.packing,
+        batch_size=shape.batch_size,
+        pad_id=next((pad for pad in pads if pad is not None and pad < vocab_size), 0),
+        rank=shape.rank,
+        world_size=shape.world_size,
+    )
 
 
 def check_splits(cfg: DataConfig) -> None:
@@ -128,9 +133,8 @@ def check_splits(cfg: DataConfig) -> None:
     aliases = ALIASES if cfg.dataset_name == "demo" else {}
     if aliases.get(name, name) == aliases.get(cfg.split_name, cfg.split_name):
         raise bad_setting("is the training split; leave it out to hold out a part of that", eval_split=name)
-    if name.startswith("train") and cfg.split_name.startswith("train"):
-        shared = "may share rows with --split_name %s, as OpenMathInstruct-2's train and train_1M do"
-        logger.warning(f"--eval_split %s: {shared}", name, cfg.split_name)
+    if name.startswith("train") and cfg.split_name.startswith("train"):  # OpenMathInstruct-2's do
+        logger.warning("--eval_split %s: may share rows with --split_name %s", name, cfg.split_name)
 
 
 def open_split(cfg: DataConfig, name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Split:

@@ -36,7 +36,7 @@ COLUMNS = {  # one entry per sample
     "spans": List(Value("int32")),  # tokens with loss: start, stop, start, stop, ...
     "row": Value("int64"),
     "status": Value("int8"),
-    "crc": Value("int64"),  # of ids and spans
+    "crc": Value("int64"),  # checksum of ids and spans
     "top": Value("int32"),  # largest id
 }
 
@@ -163,9 +163,8 @@ class Encoder:
                 raise TemplateError("it leaves the tool calls of an answer out")
         if through.startswith(prompt):
             return prompt, prompt, through
-        # The generation prompt may hold more than a finished answer keeps, like an opened <think>. An answer
-        # of other text shows where answers begin: this one may begin with the same characters as that
-        # surplus.
+        # The generation prompt may hold more than a finished answer keeps, like an opened <think>. Rendering
+        # another text shows where answers begin: this one may begin with the same characters.
         try:
             other = self.render([*before, {**message, "content": "\ufdd0"}], tools)
         except TemplateError:

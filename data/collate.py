@@ -33,7 +33,7 @@ class Batch:
     label_tokens: int  # labels that are not IGNORE
     real_tokens: int  # tokens that are not padding
     padded_tokens: int  # B * S
-    sum_squared_lengths: int  # of the samples; attention's FLOPs are proportional to it
+    sum_squared_lengths: int  # sum over samples; attention's FLOPs are proportional to it
     sample_ids: list[int]  # row numbers in the data set
 
     def to(self, device: torch.device | str) -> Batch:

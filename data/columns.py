@@ -11,7 +11,7 @@ from data import rows
 from data.rows import TOOLS, Row
 from data.settings import SYSTEM_PROMPT, DataConfig
 
-FLAGS = {  # what columns hold -> the flags that name them
+FLAGS = {  # content of columns -> flags that name them
     "chats": ("dataset_messages_field",),
     "text": ("dataset_text_field",),
     "pairs": ("dataset_prompt_field", "dataset_completion_field"),

@@ -113,7 +113,7 @@ class Loader:
 
 
 readers: WeakSet[Iterator] = WeakSet()  # DataLoader iterators with workers
-WORKERS: list[BaseProcess] = []  # of all readers; an exit code reveals a killed one
+WORKERS: list[BaseProcess] = []  # workers of all readers; an exit code reveals a killed one
 
 
 def init_worker(_: int) -> None:
@@ -128,5 +128,5 @@ def end_workers() -> None:
     """End workers before multiprocessing does: it sends SIGTERM, which they ignore, and waits for them."""
     for reader in list(readers):
         reader._shutdown_workers()
-    for worker in (*WORKERS, *multiprocessing.active_children()):  # of readers that are gone
+    for worker in (*WORKERS, *multiprocessing.active_children()):  # orphans of collected readers, too
         worker.kill()

@@ -30,11 +30,11 @@ class DataReport:
     sequences: int  # packed sequences in the first epoch; samples if not packing
     packing_efficiency: float  # tokens / (tokens and padding), 0 to 1
     columns: str  # columns and system prompt in use
-    fingerprint: str  # of the samples in their order, the same on every machine
+    fingerprint: str  # hash of the samples in their order, the same on every machine
     first_bad_row: str | None  # its number, from 1, and what is wrong with it
     streaming: bool
-    rows_per_second: float | None  # of tokenisation; None if it was cached or is streamed
-    processes: int | None  # that tokenised
+    rows_per_second: float | None  # tokenisation speed; None if tokens were cached or are streamed
+    processes: int | None  # used for tokenisation
 
     def lines(self, after: DataReport | None = None) -> list[str]:
         """Return lines to print: rows used, columns (unless `after` has the same), rows dropped or cut."""

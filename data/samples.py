@@ -81,9 +81,9 @@ class Selection:
     samples: Samples
     counts: np.ndarray  # int64 [len(Status)], rows by status
     label_tokens: int
-    fingerprint: str  # of the content
+    fingerprint: str  # hash of the content
     first_bad: int | None  # number, from 0, of the first row that is BAD
-    speed: Speed | None = None  # of tokenisation, if it was not cached
+    speed: Speed | None = None  # tokenisation speed, if tokens were not cached
     is_window: bool = False  # first window of a stream
 
 
