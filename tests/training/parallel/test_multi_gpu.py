@@ -789,7 +789,7 @@ def test_ranks_with_different_weights_of_one_model_are_refused(sharded, tmp_path
 
 def test_more_ranks_than_sequences_are_refused(tmp_path):
     error = refused(start(tmp_path / "run", "--num_of_samples 10 --batch_size 4", ranks=3))
-    assert "--batch_size 4 on 3 ranks: a micro-batch needs 12 sequences, but --split_name train_1M" in error
+    assert "--batch_size 4: on 3 ranks a micro-batch needs 12 sequences, but --split_name train_1M" in error
 
 
 def library_error(rank: int) -> None:
