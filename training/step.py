@@ -75,7 +75,9 @@ def train_step(
     usable = mean.isfinite() & (tokens > 0)
     outcome = strategy.step(stack.model, optimizer, usable=usable, max_norm=max_grad_norm)
     # Offloading strategies know both values on the CPU.
-    applied, norm = (value.to(strategy.device, torch.float32) for value in (outcome.taken, outcome.grad_norm))
+    applied, norm = (
+        value.to(strategy.device, torch.float32) for value in (outcome.applied, outcome.grad_norm)
+    )
     verdict = copy_to_host_async(torch.stack([applied, stop, norm]))
     return StepResult(mean, outcome.grad_norm, learning_rate, verdict)
 

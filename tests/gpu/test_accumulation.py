@@ -103,7 +103,7 @@ def test_a_step_from_tes_sums_moves_weights_by_the_same_bits():
             chosen.backward(wrapped, wrapped(**one).loss / 1000)
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         theirs.main_grad = gradient_of(mine).clone()
-    assert chosen.step(wrapped, optimizer, usable=torch.tensor(True, device=DEVICE), max_norm=0.0).taken
+    assert chosen.step(wrapped, optimizer, usable=torch.tensor(True, device=DEVICE), max_norm=0.0).applied
     optimizer_of(twin).step()
     moved = [torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)]
     assert all(moved)
@@ -120,7 +120,7 @@ def test_a_step_is_not_affected_by_a_skipped_one():
             with chosen.accumulating(wrapped, first=i == 0, last=i == STEPS - 1):
                 chosen.backward(wrapped, wrapped(**one).loss * factor)
         usable = torch.tensor(True, device=DEVICE)
-        taken = chosen.step(wrapped, optimizer, usable=usable, max_norm=1.0).taken.item()
+        taken = chosen.step(wrapped, optimizer, usable=usable, max_norm=1.0).applied.item()
         assert taken == (factor == 1.0)
         moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
         assert all(p.isfinite().all() for p in model.parameters())

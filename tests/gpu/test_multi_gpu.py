@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.children import running
 from tests.hugging_face_models import save_mixture
 from training.checkpoint.manifest import read_manifest
 from training.checkpoint.store import Checkpoints
@@ -284,30 +285,30 @@ def command(folder: Path, steps: int) -> list[str]:
 
 def signal_a_worker(folder: Path, steps: int, number: int) -> tuple[subprocess.Popen, float]:
     """Start a run, signal its second rank once steps are logged; the process, and seconds until it ended."""
-    process = subprocess.Popen(
-        command(folder, steps), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        if (folder / "metrics.jsonl").exists() and len(logged(folder, "train/loss")) >= 7:
-            break
-        time.sleep(0.05)
-    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    sent = time.monotonic()
-    os.kill(int(workers[1]), number)
-    output, _ = process.communicate(timeout=120)
-    print(output[-4000:])
-    return process, time.monotonic() - sent
+    with running(
+        command(folder, steps), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline and process.poll() is None:
+            if (folder / "metrics.jsonl").exists() and len(logged(folder, "train/loss")) >= 7:
+                break
+            time.sleep(0.05)
+        found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout
+        sent = time.monotonic()
+        os.kill(int(found.split()[1]), number)
+        output, _ = process.communicate(timeout=300)
+        print(output[-4000:])
+        return process, time.monotonic() - sent
 
 
-def test_sigterm_to_one_rank_saves_and_the_same_command_goes_on(folder):
+def test_sigterm_to_one_rank_saves_and_the_same_command_resumes(folder):
     run = folder / "stopped"
     process, _ = signal_a_worker(run, 400, signal.SIGTERM)
     assert process.returncode != 0
     path = Checkpoints(run / "checkpoints", keep_last=5).latest()
     stopped_at = int(path.name.removeprefix("step_"))
     assert 7 <= stopped_at < 400 and max(logged(run, "train/loss")) == stopped_at
-    done = subprocess.run([*command(run, 400), "--max_steps", str(stopped_at + 3)], cwd=ROOT, timeout=120)
+    done = subprocess.run([*command(run, 400), "--max_steps", str(stopped_at + 3)], cwd=ROOT)
     assert done.returncode == 0
     assert sorted(logged(run, "train/loss")) == list(range(1, stopped_at + 4))
 

@@ -60,7 +60,7 @@ class StepOutcome:
 
     grad_norm: Tensor  # of all gradients, before clipping; float32 scalar
     # True if the step was applied (bool scalar). Otherwise weights and optimizer state are unchanged.
-    taken: Tensor
+    applied: Tensor
 
 
 class Strategy:
@@ -139,11 +139,11 @@ class Strategy:
         found = map(gradient_of, model.parameters())
         gradients = [local(gradient) for gradient in found if gradient is not None]
         norm = self.total_norm(global_norm(gradients))
-        taken = norm.isfinite() & usable.to(norm.device)
+        applied = norm.isfinite() & usable.to(norm.device)
         scale = (max_norm / norm).clamp(max=1.0) if max_norm else torch.ones_like(norm)
-        step_if(optimizer, apply=taken, scale=scale, gradients=gradients)
+        step_if(optimizer, apply=applied, scale=scale, gradients=gradients)
         self.discard(model, optimizer)
-        return StepOutcome(norm, taken)
+        return StepOutcome(norm, applied)
 
     def total_norm(self, norm: Tensor) -> Tensor:
         """Combine the norms of all ranks' shards."""

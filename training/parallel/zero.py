@@ -100,8 +100,8 @@ class Zero(Strategy):
             return StepOutcome(torch.full((), float("nan"), device=self.device), usable.new_zeros(()))
         self.engine.step()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
-        taken = torch.tensor(self.engine.was_step_applied(), device=self.device)
-        return StepOutcome(norm, taken)
+        applied = torch.tensor(self.engine.was_step_applied(), device=self.device)
+        return StepOutcome(norm, applied)
 
     def discard(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         zero = self.engine.optimizer

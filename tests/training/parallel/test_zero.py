@@ -267,7 +267,7 @@ def train(folder: Path, mode: str, dtype: str) -> None:
     log = []
     for step in range(3):
         loss, outcome = run.step(step)
-        assert outcome.taken and outcome.grad_norm.dtype == torch.float32 and outcome.grad_norm.ndim == 0
+        assert outcome.applied and outcome.grad_norm.dtype == torch.float32 and outcome.grad_norm.ndim == 0
         log.append((loss, outcome.grad_norm.item()))
         if step == 1:
             saved = run.save(checkpoints, 2)
@@ -294,13 +294,13 @@ def train(folder: Path, mode: str, dtype: str) -> None:
     assert optim.optimizer_steps(run.optimizer) == 0
     for step in range(3):
         loss, outcome = run.step(step)
-        assert outcome.taken and [loss, outcome.grad_norm.item()] == list(log[step])
+        assert outcome.applied and [loss, outcome.grad_norm.item()] == list(log[step])
         before, weights_before = run.state(), run.weights()
         for spoil in (float("nan"), float("inf")):  # of one rank
             _, outcome = run.step(7, spoil=spoil if run.zero.rank == 1 else 1.0)
-            assert not outcome.taken and not outcome.grad_norm.isfinite()
+            assert not outcome.applied and not outcome.grad_norm.isfinite()
         _, outcome = run.step(8, usable=run.zero.rank != 1)
-        assert not outcome.taken
+        assert not outcome.applied
         run.evaluate()
         run.backward(5)
         run.zero.discard(run.engine, run.optimizer)
