@@ -8,7 +8,6 @@ import threading
 from collections import Counter
 from itertools import islice
 from pathlib import Path
-from textwrap import dedent
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +24,7 @@ from data.order import Items, prefetched
 from data.samples import count_labels
 from data.settings import DataConfig
 from data.tokenizer import load_tokenizer
+from tests.children import running
 from tests.data.conftest import json_lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -242,16 +242,17 @@ for child, name in children.items():
 
 
 def test_process_ends_though_its_workers_ignore_sigterm(folder, tmp_path):
-    arguments = [sys.executable, "-c", dedent(ENDINGS), str(folder), str(tmp_path)]
-    ended = subprocess.run(arguments, cwd=ROOT, timeout=600, capture_output=True, text=True)
-    codes = dict(line.split() for line in ended.stdout.splitlines() if len(line.split()) == 2)
+    arguments = [sys.executable, "-c", ENDINGS, str(folder), str(tmp_path)]
+    with running(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        output, errors = process.communicate(timeout=600)
+    codes = dict(line.split() for line in output.splitlines() if len(line.split()) == 2)
     assert codes == {
         "after_a_pass": "0",
         "in_a_pass": "0",
         "after_garbage_collection": "0",
         "with_an_error_in_a_worker": "1",
-    }, ended.stderr
-    assert "'NoneType' object is not callable" in ended.stderr
+    }, errors
+    assert "'NoneType' object is not callable" in errors
 
 
 def test_prefetched_makes_the_next_item_early_and_passes_errors_on():
@@ -269,8 +270,6 @@ def test_prefetched_makes_the_next_item_early_and_passes_errors_on():
     with pytest.raises(KeyError, match="the third"):
         next(found)
     assert list(prefetched(iter([]))) == []
-    found = prefetched(iter(lambda: stuck.wait() if second.is_set() else None, None))
-    found.close()
     found = prefetched(item if item == 1 else stuck.wait() for item in (1, 2))
     assert next(found) == 1
     found.close()  # does not wait for the second item
