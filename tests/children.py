@@ -1,7 +1,7 @@
 """Child processes of tests. Every helper kills what it started, also when the test fails.
 
-`running` starts any command. `forked` and `run_ranks` start functions at once: their processes are forked from
-a server that has imported torch and never used a GPU. A fork of the test process could inherit a CUDA context
+`running` starts any command. `forked` and `run_ranks` start functions at once: their processes are forks of a
+server that has imported torch and never used a GPU. A fork of the test process could inherit a CUDA context
 that it cannot use.
 """
 
@@ -87,13 +87,6 @@ def _work_in_child(work: Callable, *arguments: Any) -> None:
     default_signals()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is tested here needs no GPU, and they take seconds to wake
     work(*arguments)
-
-
-def start(work: Callable, *arguments: Any) -> BaseProcess:
-    """Start `work(*arguments)` as `forked` does; the caller must kill it. Prefer `forked`."""
-    child = children.Process(target=_work_in_child, args=(work, *arguments))
-    child.start()
-    return child
 
 
 def run_ranks(work: Callable, folder: Path, *arguments: Any, world_size: int = 2) -> None:
