@@ -17,17 +17,17 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from core.errors import bad_setting
-from data.cache import check_cache
 from data.chat import Encoder
 from data.demo import ALIASES
 from data.loader import Loader
 from data.order import Layout, Stored, Stream
 from data.packing import shuffled
+from data.reading.cache import check_cache
+from data.reading.rows import Status
+from data.reading.sources import open_source
 from data.report import DataReport, describe
-from data.rows import Status
 from data.samples import Selection, Split
 from data.settings import DataConfig
-from data.sources import open_source
 
 NUM_PROMPTS = 256  # held-out prompts kept for sample answers
 HELD_OUT_KEY = 2**32 - 1  # shuffling key of the held-out part, different from every epoch number

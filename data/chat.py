@@ -23,7 +23,7 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from core.errors import UserError, bad_setting, first_line
-from data.rows import Row, Status, judge
+from data.reading.rows import Row, Status, judge
 from data.tokenizer import adds_bos
 
 Segment = tuple[str, bool]  # text, True if its tokens carry loss

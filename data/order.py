@@ -20,9 +20,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from core.errors import UserError, bad_setting
 from data.collate import Batch, Sample, build_batch, round_up
 from data.packing import fill, shuffled
-from data.rows import Status
+from data.reading.rows import Status
+from data.reading.sources import reading
 from data.samples import Samples, Selection, Split
-from data.sources import reading
 
 WINDOW = 1000  # rows of a stream that are shuffled and packed together
 Position = int | list[int]  # next bin; in a stream [first row of the window, next bin in it]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data.order import Stored, Stream
-from data.rows import Status
+from data.reading.rows import Status
 from data.samples import Selection, Split
 
 

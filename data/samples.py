@@ -30,13 +30,14 @@ from multiprocess.util import register_after_fork
 
 from core.errors import UserError, bad_setting, first_line, raise_interrupt
 from core.machine import cores
-from data import chat, columns, packing, rows
-from data.cache import cache_folder, delete_truncated, storage_error
+from data import chat, packing
 from data.chat import COLUMNS, Encoder
 from data.collate import Sample
-from data.rows import Row, Status
+from data.reading import columns, rows
+from data.reading.cache import cache_folder, delete_truncated, storage_error
+from data.reading.rows import Row, Status
+from data.reading.sources import Source, reading
 from data.settings import DataConfig
-from data.sources import Source, reading
 
 CODE = (chat, columns, rows)  # modules that decide which tokens a row has
 ROWS_PER_PROCESS = 1000  # with fewer, a process costs more to start than it saves

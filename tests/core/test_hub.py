@@ -7,8 +7,8 @@ from huggingface_hub.utils import _http
 
 from core.errors import UserError
 from core.hub import RETRIES, refuse_missing_folder, refuse_silent_hub
+from data.reading.sources import detect, is_prepared
 from data.settings import DataConfig
-from data.sources import detect, is_prepared
 from te_models.build import plan_model
 
 

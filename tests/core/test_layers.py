@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # A folder may import from those before it. `settings` stands for every settings.py and training/config.py.
 LINE = [
     *("core", "settings"),
-    *("data/demo", "data"),
+    *("data/demo", "data/reading", "data"),
     *("te_models/emulation", "te_models/kernels", "te_models"),
     *("training/tracking", "training/optim", "training/parallel", "training/precision"),
     *("training/checkpoint", "training", "training/doctor"),

@@ -13,9 +13,9 @@ from datasets.arrow_writer import ArrowWriter, SchemaInferenceError
 from datasets.packaged_modules.text.text import Text
 
 from core.errors import EXIT_BAD_SETTING, UserError
-from data.cache import CLOSED, storage_error
+from data.reading.cache import CLOSED, storage_error
+from data.reading.sources import detect, unreadable
 from data.settings import DataConfig
-from data.sources import detect, unreadable
 from tests.data.conftest import json_lines
 
 ROWS = json_lines(*[{"text": f"row {i}"} for i in range(3)])

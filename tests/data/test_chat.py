@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from core.errors import UserError
 from data.chat import Encoder, turn_end
 from data.demo import TOKENIZER_DIR, read_demo
-from data.rows import Status, judge
+from data.reading.rows import Status, judge
 from data.tokenizer import CHATML, LLAMA3, MISTRAL, load_tokenizer
 
 CHAT = [

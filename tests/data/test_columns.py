@@ -7,8 +7,8 @@ import pytest
 from datasets import Dataset
 
 from core.errors import UserError
-from data.columns import KNOWN, choose_columns
-from data.rows import TOOLS, Status, arrow_row, json_line, judge
+from data.reading.columns import KNOWN, choose_columns
+from data.reading.rows import TOOLS, Status, arrow_row, json_line, judge
 from data.settings import SYSTEM_PROMPT, DataConfig
 
 PAIR = {"problem": "What is 1 + 1?", "generated_solution": "It is 2."}

@@ -18,9 +18,9 @@ from core.errors import UserError
 from data.chat import Encoder
 from data.collate import IGNORE
 from data.demo import FILES, read_demo
-from data.rows import judge
+from data.reading.rows import judge
+from data.reading.sources import DATASETS, detect, open_source
 from data.settings import DataConfig
-from data.sources import DATASETS, detect, open_source
 from tests.data.conftest import VOCABULARY, json_lines
 
 PAIR = {"problem": "What is 1 + 1?", "generated_solution": "It is 2."}

@@ -102,7 +102,7 @@ def test_presets_are_the_published_models(name):
 
 # One per family and kind of RoPE.
 @pytest.mark.parametrize(
-    "name", [*LOCAL_PRESETS, "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-0.6B"]
+    "name", [*sorted(LOCAL_PRESETS), "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-0.6B"]
 )
 def test_rope_angles_follow_transformers(name):
     config = plan_model(name, init="random", use_te=True).config

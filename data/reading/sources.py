@@ -21,10 +21,10 @@ from datasets.naming import camelcase_to_snakecase
 from core.errors import UserError, bad_setting, raise_interrupt
 from core.hub import refuse_silent_hub
 from data import demo as demo_set
-from data.cache import cache_folder, storage_error
-from data.columns import Columns, choose_columns
-from data.formats import COMPRESSIONS, FORMATS, Format, cells_as_text, common_format, read_files
-from data.rows import Row, arrow_row, json_line, parse_line
+from data.reading.cache import cache_folder, storage_error
+from data.reading.columns import Columns, choose_columns
+from data.reading.formats import COMPRESSIONS, FORMATS, Format, cells_as_text, common_format, read_files
+from data.reading.rows import Row, arrow_row, json_line, parse_line
 from data.settings import DataConfig
 
 PEEK = 100  # rows searched for column names where no header lists them

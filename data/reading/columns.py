@@ -7,8 +7,8 @@ from functools import partial
 from typing import NamedTuple
 
 from core.errors import bad_setting
-from data import rows
-from data.rows import TOOLS, Row
+from data.reading import rows
+from data.reading.rows import TOOLS, Row
 from data.settings import SYSTEM_PROMPT, DataConfig
 
 FLAGS = {  # content of columns -> flags that name them
