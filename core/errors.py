@@ -7,7 +7,7 @@ from typing import Any
 
 EXIT_FAILED = 1
 EXIT_BAD_SETTING = 2
-EXIT_OUT_OF_MEMORY = 3  # of a GPU
+EXIT_OUT_OF_MEMORY = 3  # GPU memory
 EXIT_IN_USE = 4  # another process is writing to the run folder
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: rerun the same command to resume
 
@@ -16,8 +16,11 @@ class UserError(Exception):
     """An error that the user can act on: printed as one line, without a traceback.
 
     `flags` are the settings it is about. `exit_code` is EXIT_BAD_SETTING if other settings cure it, else
-    EXIT_FAILED (the machine, files or another process are at fault).
+    EXIT_FAILED (the machine, files or another process are at fault). `ranks` maps the ranks that raised it to
+    their hosts, once ranks have compared errors.
     """
+
+    ranks: dict[int, str | None]
 
     def __init__(self, message: str, *, flags: Iterable[str] = (), exit_code: int = EXIT_FAILED):
         super().__init__(message)  # ranks pickle errors: the message only, the rest is in __dict__

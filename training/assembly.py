@@ -33,7 +33,7 @@ class Assembly:
     wrapped: nn.Module  # called by the loop
     optimizer: torch.optim.Optimizer
     optimizer_plan: OptimizerPlan
-    parameters: int  # of the whole model
+    parameters: int  # count over the whole model
     autocast: Callable[[], AbstractContextManager]
 
 

@@ -40,7 +40,7 @@ class StepGuard:
         self.cfg, self.progress, self.total_steps, self.world_size = cfg, progress, total_steps, world_size
         self.warn, self.on_skip = warn, on_skip
         self._unread: list[tuple[int, StepResult]] = []
-        self._norms: deque[float] = deque(maxlen=100)  # of the last applied steps
+        self._norms: deque[float] = deque(maxlen=100)  # gradient norms of the last applied steps
 
     def add(self, step: int, result: StepResult) -> None:
         self._unread.append((step, result))

@@ -24,7 +24,7 @@ def launch(description: str, *, start: Callable[[Config], torch.device], started
         from training.run import main
     except KeyboardInterrupt:
         print("error: interrupted before the start", file=sys.stderr)
-        sys.exit(130)  # as shells do: no run has begun
+        sys.exit(130)  # no run has begun, so exit as shells do
     exit_process(main(sys.argv[1:], description=description, start=start, started=started))
 
 

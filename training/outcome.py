@@ -77,7 +77,7 @@ class _LastingStream:
         try:
             use()
         except OSError:
-            with suppress(OSError, ValueError):  # what its buffer still holds is discarded, too
+            with suppress(OSError, ValueError):  # also discards what its buffer holds
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 

@@ -94,7 +94,7 @@ class Trainer:
     ):
         self.cfg, self.stack, self.loaders, self.logs, self.saver = cfg, stack, loaders, logs, saver
         self.total_steps, self.progress, self.hooks = stack.total_steps, progress, hooks or Hooks()
-        self.first_step = progress.step + 1  # of this launch
+        self.first_step = progress.step + 1  # the first one of this launch
         self.stop = StopFlag()
         self.guard = StepGuard(
             cfg.optim,

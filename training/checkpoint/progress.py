@@ -18,7 +18,7 @@ class Progress:
     skipped_steps: int = 0
     skipped_in_a_row: int = 0  # up to the last step
     train_seconds: float = 0.0  # in steps, data wait included
-    wall_seconds: float = 0.0  # of everything, start-up and evaluation included
+    wall_seconds: float = 0.0  # start-up and evaluation included
     gpu_seconds: float = 0.0  # wall seconds times GPUs: billed time
     node_seconds: float = 0.0
     best_eval_loss: float | None = None

@@ -31,7 +31,7 @@ class Meter:
     counts: dict[str, int] = field(default_factory=dict)
     profiled: bool = False  # the interval's rates are not those of the run
     rates: list[dict[str, float]] = field(default_factory=list)
-    short_rates: list[dict[str, float]] = field(default_factory=list)  # of intervals with a smaller step
+    short_rates: list[dict[str, float]] = field(default_factory=list)  # intervals with a smaller step
     clock: float = 0.0
 
     def restart_clock(self) -> None:
