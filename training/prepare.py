@@ -174,7 +174,7 @@ def _find_checkpoint(
     cfg: Config, resolved: Precision, folder: Path, checkpoints: Checkpoints
 ) -> ResumePoint | None:
     """Return the checkpoint to continue from. On rank 0; from here on the folder is this run's."""
-    point, notice = find_resume_point(cfg.checkpoint.resume, folder, checkpoints)
+    point, notice = find_resume_point(cfg.checkpoint.resume, checkpoints)
     if notice:
         print_rank0(notice)
     finished = (folder / "summary.json").exists()

@@ -24,6 +24,7 @@ from training.assembly import Assembly, assemble
 from training.checkpoint.export import export_hf
 from training.checkpoint.generate import answer, generation_config, reads_back
 from training.checkpoint.progress import Progress
+from training.checkpoint.resume import eval_losses, forget_evaluations, roll_back
 from training.checkpoint.run_folder import WallTime, train_losses
 from training.checkpoint.state import CheckpointSaver, RunState, restore_run
 from training.config import Config, all_settings, changed_settings, parse_config
@@ -175,7 +176,7 @@ def restore(job: Job, built: Assembly) -> tuple[RunState, Scaling, dict[int, flo
         if not _same_training_config(job):
             state.progress.rates = {}
         if job.resume.rollback and state.progress.step < job.total_steps:
-            ranks.run_on_rank0(lambda: job.checkpoints.go_back(job.resume.path))
+            ranks.run_on_rank0(lambda: roll_back(job.checkpoints, job.resume.path))
         print_rank0(f"resumed from {job.resume.path} at step {state.progress.step}")
     scaling = Scaling()
     if job.resolved.precision.needs_calibration:
@@ -197,9 +198,9 @@ def _restore_evaluations(job: Job, progress: Progress) -> dict[int, float]:
     if job.resume.meta.get("evaluation", job.evaluation) != job.evaluation:
         print_rank0("WARNING: the evaluation data has changed; earlier evaluations are discarded")
         progress.best_eval_loss = None
-        ranks.run_on_rank0(job.checkpoints.forget_evaluations)
+        ranks.run_on_rank0(lambda: forget_evaluations(job.checkpoints))
     else:
-        losses = ranks.run_on_rank0(lambda: job.checkpoints.eval_losses(job.resume.path))
+        losses = ranks.run_on_rank0(lambda: eval_losses(job.resume.path))
     candidates = [loss for loss in (progress.best_eval_loss, *losses.values()) if loss is not None]
     progress.best_eval_loss = min(filter(math.isfinite, candidates), default=None)
     return losses

@@ -14,12 +14,11 @@ import math
 import os
 import re
 import shutil
-import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from core.files import hidden, recover, write_json
+from core.files import explaining_write_errors, hidden, recover, write_json
 from training.checkpoint.manifest import MANIFEST, DamagedCheckpoint, verify_files
 
 INDEX = "index.json"
@@ -45,8 +44,8 @@ def step_folders(folder: Path) -> dict[int, Path]:
 class Index:
     """Content of index.json."""
 
-    steps: list[int] = field(default_factory=list)  # in the order they were saved
-    eval_losses: dict[int, float] = field(default_factory=dict)
+    steps: list[int]  # in the order they were saved
+    eval_losses: dict[int, float]
     went_back: int | None = None  # step that a launch last rolled back to
 
     @property
@@ -56,101 +55,78 @@ class Index:
 
 
 def read_index(folder: Path) -> Index:
-    """Read index.json, empty if there is none; DamagedCheckpoint if it is unreadable."""
+    """Return the index of the checkpoints on disk. DamagedCheckpoint if index.json is unreadable."""
+    for replaced in folder.glob(".step_*.replaced"):  # a save was killed before publishing the new version
+        recover(folder / replaced.name[1 : -len(".replaced")])
     path = folder / INDEX
-    if not path.exists():
-        return Index()
+    content = {"steps": [], "eval_losses": {}}
     try:
-        index = json.loads(path.read_bytes())
-        losses = {int(step): float(loss) for step, loss in index["eval_losses"].items()}
-        return Index([int(step) for step in index["steps"]], losses, index.get("went_back"))
+        if path.exists():
+            content = json.loads(path.read_bytes())
+        steps, went_back = [int(step) for step in content["steps"]], content.get("went_back")
+        losses = {int(step): float(loss) for step, loss in content["eval_losses"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{path}: unreadable ({type(error).__name__}: {error})") from None
+        raise DamagedCheckpoint(
+            f"{path}: unreadable ({type(error).__name__}: {error}); delete it to continue from the "
+            "last step, without its earlier eval losses"
+        ) from None
+    folders = step_folders(folder)  # read after the index: a save running meanwhile adds newer ones only
+    # A folder missing from the index is the newest: its save was killed before updating the index.
+    steps = [step for step in steps if step in folders] + sorted(folders.keys() - set(steps))
+    return Index(steps, {step: loss for step, loss in losses.items() if step in folders}, went_back)
 
 
 def write_index(folder: Path, index: Index) -> None:
+    """Write index.json. UserError if the disk is full."""
     best = index.best
     content = {
         "latest": step_name(index.steps[-1]),
         "best": None if best is None else step_name(best),
         "best_eval_loss": index.eval_losses.get(best),
         "steps": index.steps,
-        "eval_losses": {str(step): loss for step, loss in index.eval_losses.items() if step in index.steps},
+        "eval_losses": {str(step): loss for step, loss in index.eval_losses.items()},
         "went_back": index.went_back,
     }
-    write_json(folder / INDEX, content)
-
-
-def index_on_disk(folder: Path) -> Index:
-    """Return the index restricted to what is on disk; an unreadable one is rebuilt, with a warning.
-
-    Folders without a manifest sort first, so that they are pruned first.
-    """
-    try:
-        index = read_index(folder)
-    except DamagedCheckpoint as error:
-        warnings.warn(f"{error}; rebuilt from the folders, earlier eval losses are lost", stacklevel=2)
-        index = Index()
-    folders = step_folders(folder)
-    steps = [step for step in index.steps if step in folders]
-    steps += sorted(folders.keys() - set(steps))
-    steps.sort(key=lambda step: (folders[step] / MANIFEST).is_file())
-    losses = {step: loss for step, loss in index.eval_losses.items() if step in folders}
-    return replace(index, steps=steps, eval_losses=losses)
+    with explaining_write_errors(folder / INDEX):
+        write_json(folder / INDEX, content)
 
 
 def latest(folder: Path) -> Path | None:
-    """Return the step folder saved last, or None; DamagedCheckpoint if the index is unreadable."""
-    recover_replaced(folder)
-    with suggesting_intact(folder):
-        steps = read_index(folder).steps
-    folders = step_folders(folder)  # read after the index: a save running meanwhile adds newer ones only
-    # A folder missing from the index: the save was killed after publishing it, before updating the index.
-    if unknown := folders.keys() - set(steps):
-        return folders[max(unknown)]
+    """Return the step folder saved last, or None. It is not verified."""
+    steps = read_index(folder).steps
     return folder / step_name(steps[-1]) if steps else None
 
 
-def prune(folder: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` and the best; renamed first, so none is seen half deleted."""
-    index = index_on_disk(folder)
-    kept = {*index.steps[-keep_last:], index.best}
-    pruned = [folder / step_name(step) for step in index.steps if step not in kept]
-    try:
-        for path in pruned:
+def prune(folder: Path, index: Index, keep_last: int) -> Index:
+    """Delete all but the newest `keep_last` and the best, incomplete ones first; return the new index.
+
+    Folders are renamed before they are deleted, so that none is seen half deleted.
+    """
+    steps = sorted(index.steps, key=lambda step: (folder / step_name(step) / MANIFEST).is_file())
+    kept = {*steps[-keep_last:], index.best}
+    for step in steps:
+        if step not in kept:
+            path = folder / step_name(step)
             os.rename(path, hidden(path, "pruned"))
-        if pruned:
-            write_index(folder, replace(index, steps=[step for step in index.steps if step in kept]))
-        for path in pruned:
-            shutil.rmtree(hidden(path, "pruned"))
-    except OSError as error:
-        warnings.warn(f"{folder}: cannot delete an old checkpoint: {error}", stacklevel=2)
+            shutil.rmtree(hidden(path, "pruned"), ignore_errors=True)  # retried by the next save
+    losses = {step: loss for step, loss in index.eval_losses.items() if step in kept}
+    return replace(index, steps=[step for step in steps if step in kept], eval_losses=losses)
 
 
-def recover_replaced(folder: Path) -> None:
-    """Restore the earlier version of a step if a save was killed before publishing the new one."""
-    for replaced in folder.glob(".step_*.replaced"):
-        recover(folder / replaced.name[1 : -len(".replaced")])
-
-
-@contextlib.contextmanager
-def suggesting_intact(folder: Path, *, other_than: Path | None = None) -> Iterator[None]:
-    """Complete a DamagedCheckpoint with the newest intact checkpoint of `folder`, older ones first."""
+def verify(path: Path, names: Iterable[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> dict:
+    """`verify_files` of a checkpoint; its error suggests the newest intact one, earlier ones first."""
     try:
-        yield
+        return verify_files(path, names, share=share)
     except DamagedCheckpoint as error:
-        intact = _newest_intact(folder, other_than)
-        way_out = f"intact: `--resume {intact}`" if intact else f"no intact one is left in {folder}"
-        raise DamagedCheckpoint(f"{error}; {way_out}", intact) from None
+        folders, limit = step_folders(path.parent), step_of(path) or math.inf
+        for step in sorted(folders, key=lambda step: (step < limit, step), reverse=True):
+            if folders[step] != path and is_intact(folders[step]):
+                raise DamagedCheckpoint(f"{error}; intact: `--resume {folders[step]}`") from None
+        raise DamagedCheckpoint(f"{error}; no intact one is left in {path.parent}") from None
 
 
-def _newest_intact(folder: Path, other_than: Path | None) -> Path | None:
-    """Newest checkpoint before `other_than` that verifies, else the newest after it."""
-    limit = step_of(other_than) if other_than else None
-    folders = step_folders(folder)
-    for step in sorted(folders, key=lambda step: (limit is None or step < limit, step), reverse=True):
-        with contextlib.suppress(DamagedCheckpoint):
-            if folders[step] != other_than:
-                verify_files(folders[step])
-                return folders[step]
-    return None
+def is_intact(path: Path) -> bool:
+    """True if every file of the checkpoint matches its manifest."""
+    with contextlib.suppress(DamagedCheckpoint):
+        return bool(verify_files(path))
+    return False

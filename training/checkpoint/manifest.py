@@ -17,19 +17,16 @@ THREADS = 4  # per rank; reading, writing and hashing all release the GIL
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint that must not be loaded: names the file, the reason and an intact checkpoint to resume."""
+    """A checkpoint that must not be loaded."""
 
-    intact: Path | None = None
-
-    def __init__(self, message: str, intact: Path | None = None):
+    def __init__(self, message: str):
         super().__init__(message, flags=("resume",), exit_code=EXIT_BAD_SETTING)
-        self.intact = intact
 
 
 def digests(
     folder: Path, names: Iterable[str], *, flush: bool = False, on_progress: Callable[[], None] = lambda: None
 ) -> dict[str, dict]:
-    """Size and checksum of each named file, flushed to disk first if `flush`."""
+    """Return size and checksum of each named file, flushed to disk first if `flush`."""
 
     def digest(name: str) -> tuple[str, dict]:
         path, checksum = folder / name, xxhash.xxh3_128()
@@ -58,14 +55,13 @@ def read_manifest(folder: Path) -> dict:
     path = folder / MANIFEST
     try:
         outer = json.loads(path.read_bytes())
-        manifest, checksum = outer["manifest"], outer["xxh3_128"]
+        if outer["xxh3_128"] == _checksum(outer["manifest"]):
+            return outer["manifest"]
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path}: missing, so the checkpoint is incomplete") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DamagedCheckpoint(f"{path}: unreadable ({type(error).__name__}: {error})") from None
-    if checksum != _checksum(manifest):
-        raise DamagedCheckpoint(f"{path}: does not match its checksum")
-    return manifest
+    raise DamagedCheckpoint(f"{path}: does not match its checksum")
 
 
 def verify_files(

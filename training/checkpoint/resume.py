@@ -17,8 +17,8 @@ from typing import Any
 from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
 from core.files import read_record
 from training.checkpoint import index
-from training.checkpoint.index import step_of
-from training.checkpoint.manifest import MANIFEST
+from training.checkpoint.index import Index, step_of
+from training.checkpoint.manifest import MANIFEST, read_manifest
 from training.checkpoint.store import Checkpoints
 from training.config import Config, all_settings, changed_settings
 from training.optim.settings import OptimConfig
@@ -43,24 +43,21 @@ class ResumePoint:
         return self.meta["progress"]["step"]
 
 
-def find_resume_point(resume: str, folder: Path, checkpoints: Checkpoints) -> tuple[ResumePoint | None, str]:
+def find_resume_point(resume: str, checkpoints: Checkpoints) -> tuple[ResumePoint | None, str]:
     """Return the checkpoint that `--resume` means, and a notice for the user ('' for none). On one process.
 
-    UserError: there is no checkpoint, or `folder` holds a run that started elsewhere. DamagedCheckpoint: the
-    checkpoint is incomplete or corrupt.
+    UserError: there is no checkpoint, or the folder holds a run that started elsewhere. DamagedCheckpoint:
+    the checkpoint is incomplete or corrupt.
     """
     path = resolve_resume(resume, checkpoints)
-    requested = None if resume in ("auto", "none") else Path(resume).expanduser()
-    if requested and not checkpoints.covers(requested):
-        _check_origin(requested, folder, path, checkpoints)
     if path is None:
         return None, ""
-    same = requested is not None and requested.resolve() == path.resolve()
-    point = ResumePoint(path, checkpoints.read_meta(path), own=checkpoints.holds(path), rollback=same)
-    sibling = requested is not None and requested.resolve().parent == path.resolve().parent
-    if sibling and step_of(requested) is not None and not same:
+    own = path.resolve().parent == checkpoints.folder.resolve()
+    requested = Path(resume).expanduser().resolve()
+    point = ResumePoint(path, checkpoints.read_meta(path), own=own, rollback=requested == path.resolve())
+    if not point.rollback and step_of(requested) is not None and requested.parent == path.resolve().parent:
         return point, (
-            f"--resume {requested}: this run was already restarted from there; resuming from its newer "
+            f"--resume {resume}: this run was already restarted from there; resuming from its newer "
             f"{path.name} (use another --output_dir to start from it again)"
         )
     return point, ""
@@ -70,13 +67,15 @@ def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
     """Return the step folder that `--resume` means: `auto`, `none`, or a step, checkpoints or run folder."""
     if resume == "none":
         return None
+    latest = checkpoints.latest()
     if resume == "auto":
-        return checkpoints.latest()
-    path = Path(resume).expanduser().resolve()
-    # --resume only picks the starting point. If this run has saved newer checkpoints since, use those.
-    if not checkpoints.covers(path) and (latest := checkpoints.latest()):
         return latest
-    if checkpoints.holds(path) and (newer := checkpoints.since(path)):
+    path, own = Path(resume).expanduser().resolve(), checkpoints.folder.resolve()
+    if own not in (path, *path.parents, path / "checkpoints"):
+        if latest:  # --resume only picks the starting point, and this run has saved newer checkpoints since
+            _check_origin(path, latest, own.parent)
+            return latest
+    elif path.parent == own and (newer := _saved_since_rollback(checkpoints.folder, path)):
         return newer
     if path.is_dir() and (step_of(path) is not None or (path / MANIFEST).is_file()):
         return path
@@ -89,15 +88,58 @@ def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
     )
 
 
-def _check_origin(requested: Path, folder: Path, path: Path | None, checkpoints: Checkpoints) -> None:
+def _check_origin(requested: Path, latest: Path, folder: Path) -> None:
     """Refuse another run's checkpoint if `folder` holds a run that did not start from it."""
     recorded = str(read_record(folder / "config.json").get("resume"))
-    if path and checkpoints.holds(path) and Path(recorded).expanduser().resolve() != requested.resolve():
+    if Path(recorded).expanduser().resolve() != requested:
         raise bad_setting(
-            f"--output_dir {folder} holds a run that started elsewhere and has {path.name}; choose another "
+            f"--output_dir {folder} holds a run that started elsewhere and has {latest.name}; choose another "
             "--output_dir, or leave --resume out to resume that run",
             resume=requested,
         )
+
+
+# Rollbacks, recorded in index.json
+
+
+def _saved_since_rollback(folder: Path, path: Path) -> Path | None:
+    """Return the newest intact checkpoint saved since a launch rolled back to `path`, which may be pruned."""
+    found = index.read_index(folder)
+    if found.went_back is not None and found.went_back == step_of(path):
+        for step in reversed(found.steps):
+            if step == found.went_back:
+                break
+            if index.is_intact(newer := folder / index.step_name(step)):
+                return newer
+    return None
+
+
+def roll_back(checkpoints: Checkpoints, path: Path) -> None:
+    """Record that this launch rolls back to `path`, which becomes the latest. Call on rank 0.
+
+    Later steps can no longer be the best: their log lines are no longer the run's.
+    """
+    step, found = read_manifest(path)["step"], index.read_index(checkpoints.folder)
+    if path.resolve().parent == checkpoints.folder.resolve() and step in found.steps:
+        steps = [*(other for other in found.steps if other != step), step]
+        index.write_index(checkpoints.folder, Index(steps, _losses_until(step, found), step))
+
+
+def eval_losses(path: Path) -> dict[int, float]:
+    """Return the eval losses by step of the checkpoints next to `path`, up to its own step."""
+    step = step_of(path)
+    return {} if step is None else _losses_until(step, index.read_index(path.parent))
+
+
+def _losses_until(step: int, found: Index) -> dict[int, float]:
+    return {other: loss for other, loss in found.eval_losses.items() if other <= step}
+
+
+def forget_evaluations(checkpoints: Checkpoints) -> None:
+    """Drop all recorded eval losses (the evaluation data changed). Call on rank 0."""
+    found = index.read_index(checkpoints.folder)
+    if found.eval_losses:
+        index.write_index(checkpoints.folder, replace(found, eval_losses={}))
 
 
 # Settings

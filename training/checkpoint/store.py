@@ -24,10 +24,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from core.errors import EXIT_BAD_SETTING, UserError
-from core.files import explaining_write_errors, hidden, publish, save_tensors, write_json
-from training.checkpoint import index, manifest
-from training.checkpoint.index import INDEX, Index, index_on_disk, step_name, step_of, suggesting_intact
-from training.checkpoint.manifest import THREADS, DamagedCheckpoint
+from core.files import hidden, publish, save_tensors, write_json
+from training.checkpoint import index
+from training.checkpoint.index import step_name
+from training.checkpoint.manifest import THREADS, digests, read_manifest, write_manifest
 from training.parallel import ranks
 
 META = "meta.json"
@@ -58,25 +58,31 @@ class Checkpoints:
         try:
             ranks.run_on_rank0(lambda: self._begin(partial, meta))
             specs = _specs_of_all_ranks(tensors)
-            writer = _Writer(partial, f"rank{ranks.rank():05d}", self.file_bytes, self.on_progress)
+            writer = _Writer(partial, self.file_bytes, self.on_progress)
             planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             _run_dcp(dcp.save, tensors, storage_writer=writer, planner=planner)
             self._seal(partial, step, specs)
-            ranks.run_on_rank0(lambda: self._publish(partial, step, eval_loss))
-        except (Exception, dcp.CheckpointException) as error:
+            ranks.run_on_rank0(lambda: self._publish(partial, final, step, eval_loss))
+        except OSError as error:
+            failure = UserError(
+                f"{final}: cannot write this checkpoint: {error.strerror or error}; earlier ones are intact. "
+                f"Free space or lower --keep_last (now {self.keep_last}), then rerun with `--output_dir "
+                f"{self.folder.parent}` to resume"
+            )
+            failure.ranks = error.ranks
+            raise failure from None
+        finally:
             if ranks.rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
-            raise self._save_error(final, error) from None
-        ranks.run_on_rank0(lambda: index.prune(self.folder, self.keep_last))
         return final
 
     def record_eval_loss(self, step: int, eval_loss: float) -> None:
         """Attach an eval loss to a checkpoint that was saved before its evaluation, and prune. Collective."""
 
         def record() -> None:
-            current = index_on_disk(self.folder)
-            self._write_index(replace(current, eval_losses=current.eval_losses | {step: eval_loss}))
-            index.prune(self.folder, self.keep_last)
+            saved = index.read_index(self.folder)
+            saved = replace(saved, eval_losses=saved.eval_losses | {step: eval_loss})
+            index.write_index(self.folder, index.prune(self.folder, saved, self.keep_last))
 
         ranks.run_on_rank0(record)
 
@@ -86,8 +92,7 @@ class Checkpoints:
 
     def verify(self, path: Path) -> None:
         """Read every byte; DamagedCheckpoint if a file is missing, truncated, changed or foreign."""
-        with suggesting_intact(path.parent, other_than=path):
-            manifest.verify_files(path)
+        index.verify(path)
 
     def load(self, path: Path, tensors: dict[str, Tensor]) -> dict:
         """Verify, fill `tensors` in place whatever their device and sharding, return meta. Collective.
@@ -98,30 +103,24 @@ class Checkpoints:
         ranks.run_on_all_ranks(lambda: _check_before_load(path, tensors))
         reader = dcp.HuggingFaceStorageReader(str(path), thread_count=THREADS)
         planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        try:
-            _run_dcp(dcp.load, tensors, storage_reader=reader, planner=planner)
-        except dcp.CheckpointException as error:
-            raise _first_cause(error) from None
+        _run_dcp(dcp.load, tensors, storage_reader=reader, planner=planner)
         return ranks.run_on_rank0(lambda: self.read_meta(path))
 
     def read_meta(self, path: Path) -> dict:
         """Return the verified `meta` of a checkpoint."""
-        with suggesting_intact(path.parent, other_than=path):
-            manifest.verify_files(path, [META])
+        index.verify(path, [META])
         return json.loads((path / META).read_bytes())
 
     def shapes(self, path: Path) -> dict[str, torch.Size]:
         """Return the shapes of a checkpoint's tensors by name, from its verified manifest."""
-        with suggesting_intact(path.parent, other_than=path):
-            tensors = manifest.read_manifest(path)["tensors"]
-        return {name: torch.Size(spec["shape"]) for name, spec in tensors.items()}
+        return {name: torch.Size(spec["shape"]) for name, spec in read_manifest(path)["tensors"].items()}
 
     # Steps of a save, in order
 
     def _begin(self, partial: Path, meta: dict) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        index.recover_replaced(self.folder)
-        index.prune(self.folder, self.keep_last)  # a lower --keep_last frees space on a full disk
+        # A lower --keep_last frees space on a full disk.
+        index.prune(self.folder, index.read_index(self.folder), self.keep_last)
         for pattern in (".step_*.partial", ".step_*.pruned"):
             for leftover in self.folder.glob(pattern):
                 shutil.rmtree(leftover)
@@ -133,106 +132,37 @@ class Checkpoints:
         names = ranks.run_on_rank0(lambda: sorted(path.name for path in partial.iterdir()))
         own = names[ranks.rank() :: ranks.world_size()]
         shares = ranks.run_on_all_ranks(
-            lambda: manifest.digests(partial, own, flush=True, on_progress=self.on_progress)
+            lambda: digests(partial, own, flush=True, on_progress=self.on_progress)
         )
         files = {name: digest for share in shares for name, digest in share.items()}
-        ranks.run_on_rank0(
-            lambda: manifest.write_manifest(partial, {"step": step, "files": files, "tensors": specs})
-        )
+        ranks.run_on_rank0(lambda: write_manifest(partial, {"step": step, "files": files, "tensors": specs}))
 
-    def _publish(self, partial: Path, step: int, eval_loss: float | None) -> None:
-        saved = index_on_disk(self.folder)
-        publish(partial, self.folder / step_name(step))
+    def _publish(self, partial: Path, final: Path, step: int, eval_loss: float | None) -> None:
+        saved = index.read_index(self.folder)
+        publish(partial, final)
         losses = {other: loss for other, loss in saved.eval_losses.items() if other != step}
         if eval_loss is not None:
             losses[step] = eval_loss
         steps = [*(other for other in saved.steps if other != step), step]
-        index.write_index(self.folder, replace(saved, steps=steps, eval_losses=losses))
-
-    def _save_error(self, final: Path, error: BaseException) -> BaseException:
-        """Return the first failing rank's own error; a write error as a UserError with a way out."""
-        cause = _first_cause(error)
-        if not isinstance(cause, OSError):
-            return cause
-        way_out = "there is no earlier one. Free space, or use an --output_dir on another disk"
-        if steps := index_on_disk(self.folder).steps:
-            lower = f" or lower --keep_last (now {self.keep_last})" if self.keep_last > 1 else ""
-            way_out = (
-                f"earlier ones are intact. Free space{lower}, then rerun with `--output_dir "
-                f"{self.folder.parent}` to resume; or use one on another disk, with `--resume "
-                f"{self.folder / step_name(steps[-1])}`"
-            )
-        failure = UserError(f"{final}: cannot write this checkpoint: {cause.strerror or cause}; {way_out}")
-        failure.ranks = dict.fromkeys(error.failures, "") if error is not cause else cause.ranks
-        return failure
-
-    def _write_index(self, content: Index) -> None:
-        with explaining_write_errors(self.folder / INDEX):
-            index.write_index(self.folder, content)
-
-    # Policy of --resume
-
-    def forget_evaluations(self) -> None:
-        """Drop all recorded eval losses (the evaluation data changed). Call on rank 0."""
-        if (current := index_on_disk(self.folder)).eval_losses:
-            self._write_index(replace(current, eval_losses={}))
-
-    def holds(self, path: Path) -> bool:
-        """True if a step folder is in this run's checkpoints folder."""
-        return path.resolve().parent == self.folder.resolve()
-
-    def covers(self, path: Path) -> bool:
-        """True if a --resume path is this folder, its run's, or inside it."""
-        path, own = path.resolve(), self.folder.resolve()
-        return own in (path, *path.parents, path / "checkpoints")
-
-    def go_back(self, path: Path) -> None:
-        """Record that this launch rolls back to `path`, which becomes the latest. Call on rank 0.
-
-        Later steps can no longer be the best: their log lines are no longer the run's.
-        """
-        step, current = manifest.read_manifest(path)["step"], index_on_disk(self.folder)
-        if not self.holds(path) or step not in current.steps:
-            return
-        steps = [*(other for other in current.steps if other != step), step]
-        losses = {other: loss for other, loss in current.eval_losses.items() if other <= step}
-        self._write_index(Index(steps, losses, step))
-
-    def since(self, path: Path) -> Path | None:
-        """Return the newest checkpoint saved since a launch rolled back to `path`, which may be pruned.
-
-        None if no launch did, and, with a warning, if it is damaged and `path` the newest intact one.
-        """
-        try:
-            with suggesting_intact(self.folder):
-                went_back = index.read_index(self.folder).went_back
-            if went_back is None or step_of(path) != went_back:
-                return None
-            latest = self.latest()
-            if latest and latest.name != path.name:
-                self.verify(latest)
-                return latest
-        except DamagedCheckpoint as error:
-            if error.intact is None or error.intact.resolve() != path.resolve():
-                raise
-            warnings.warn(f"{error}, as this command does", stacklevel=2)
-        return None
-
-    def eval_losses(self, path: Path) -> dict[int, float]:
-        """Return the eval losses by step of the checkpoints next to `path`, up to its own step."""
-        step = step_of(path)
-        losses = {} if step is None else index_on_disk(path.parent).eval_losses
-        return {other: loss for other, loss in losses.items() if other <= step}
+        saved = replace(saved, steps=steps, eval_losses=losses)
+        index.write_index(self.folder, index.prune(self.folder, saved, self.keep_last))
 
 
 # Tensors in torch.distributed.checkpoint
 
 
 def _run_dcp(function: Callable, tensors: dict[str, Tensor], **options: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on a single process
-        detached = {key: tensor.detach() for key, tensor in tensors.items()}
-        function(detached, no_dist=ranks.world_size() == 1, **options)
+    """Call dcp.save or dcp.load; raise the first failing rank's own error, disk errors first."""
+    detached = {key: tensor.detach() for key, tensor in tensors.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on a single process
+            function(detached, no_dist=ranks.world_size() == 1, **options)
+    except dcp.CheckpointException as failure:
+        errors = [error for _, (error, _) in sorted(failure.failures.items())]
+        cause = min(errors, key=lambda error: not isinstance(error, OSError))
+        cause.ranks = dict.fromkeys(failure.failures, "")
+        raise cause from None
 
 
 def _as_stored(tensor: Tensor) -> Tensor:
@@ -241,15 +171,14 @@ def _as_stored(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if float8 else tensor
 
 
-def _spec(key: str, tensor: Tensor) -> dict:
-    assert not tensor.is_meta, f"tensor {key!r} is on the meta device"
+def _spec(tensor: Tensor) -> dict:
     return {"dtype": str(tensor.dtype), "shape": list(tensor.shape)}
 
 
 def _specs_of_all_ranks(tensors: dict[str, Tensor]) -> dict[str, dict]:
-    """Shape and dtype of every rank's tensors by key."""
+    """Return shape and dtype of every rank's tensors by key."""
     specs: dict[str, dict] = {}
-    for own in ranks.run_on_all_ranks(lambda: {key: _spec(key, tensor) for key, tensor in tensors.items()}):
+    for own in ranks.gather({key: _spec(tensor) for key, tensor in tensors.items()}):
         for key, spec in own.items():
             same = specs.setdefault(key, spec) == spec
             assert same, f"tensor {key!r} is {specs[key]} on one rank and {spec} on another"
@@ -257,10 +186,9 @@ def _specs_of_all_ranks(tensors: dict[str, Tensor]) -> dict[str, dict]:
 
 
 def _check_before_load(path: Path, tensors: dict[str, Tensor]) -> None:
-    with suggesting_intact(path.parent, other_than=path):
-        saved = manifest.verify_files(path, share=(ranks.rank(), ranks.world_size()))["tensors"]
+    saved = index.verify(path, share=(ranks.rank(), ranks.world_size()))["tensors"]
     for key, tensor in tensors.items():
-        there, here = saved.get(key), _spec(key, tensor)
+        there, here = saved.get(key), _spec(tensor)
         if there != here:
             reason = f"is {there} in the checkpoint, but {here} here" if there else "is not in the checkpoint"
             raise UserError(f"{path}: tensor {key!r} {reason}", flags=("resume",), exit_code=EXIT_BAD_SETTING)
@@ -276,32 +204,19 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         return _as_stored(super().transform_tensor(read_item, tensor))
 
 
-class _Writer(dcp.StorageWriter):
+class _Writer(dcp.FileSystemWriter):
     """Writes this rank's part of the plan to safetensors files that HuggingFaceStorageReader can read.
 
     torch's own HuggingFaceStorageWriter serialises each file in memory first, at twice its size, and loses
     the errors of its threads, so that a full disk looks like success.
     """
 
-    def __init__(self, folder: Path, prefix: str, file_bytes: int, on_progress: Callable[[], None]):
-        self.folder, self.prefix = folder, prefix
-        self.file_bytes, self.on_progress = file_bytes, on_progress
+    def __init__(self, folder: Path, file_bytes: int, on_progress: Callable[[], None]):
+        super().__init__(folder)
+        self.folder, self.file_bytes, self.on_progress = folder, file_bytes, on_progress
 
-    def reset(self, checkpoint_id: Any = None) -> None: ...
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
-        return plans
-
-    def finish(self, metadata: Any, results: Any) -> None: ...
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
+    def finish(self, metadata: Any, results: Any) -> None:
+        """Write no .metadata, which is a pickle: every file describes its own shards."""
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list]:
         files: list[list[dcp.WriteItem]] = [[]]
@@ -321,17 +236,9 @@ class _Writer(dcp.StorageWriter):
         return done
 
     def _write(self, number: int, items: list[dcp.WriteItem], planner: dcp.SavePlanner) -> None:
-        path = self.folder / f"{self.prefix}-{number:05d}.safetensors"
+        path = self.folder / f"rank{ranks.rank():05d}-{number:05d}.safetensors"
         tensors = {item.index.fqn: planner.resolve_data(item).cpu() for item in items}
         # The reader needs each shard's offset in the full tensor.
         shards = {item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for item in items}
         save_tensors(tensors, path, {"DCP_SHARDING_INFO": json.dumps(shards)})
         self.on_progress()
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """Return the first rank's own error inside a CheckpointException, disk errors first."""
-    if not isinstance(error, dcp.CheckpointException):
-        return error
-    errors = [failure for _, (failure, _) in sorted(error.failures.items())]
-    return next((e for e in errors if isinstance(e, OSError)), errors[0])

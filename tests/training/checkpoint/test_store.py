@@ -22,6 +22,7 @@ from core.errors import UserError
 from core.files import publish, replace_file
 from tests.children import forked, preload, run_ranks
 from training.checkpoint.manifest import DamagedCheckpoint
+from training.checkpoint.resume import eval_losses
 from training.checkpoint.store import Checkpoints
 
 torch.set_num_threads(1)
@@ -165,7 +166,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     }
     checkpoints.record_eval_loss(4, 0.25)
     assert on_disk(checkpoints) == [4, 5] and index_of(checkpoints)["best"] == "step_000004"
-    assert checkpoints.eval_losses(tmp_path / "step_000004") == {4: 0.25}
+    assert eval_losses(tmp_path / "step_000004") == {4: 0.25}
 
 
 def test_latest_and_pruning_follow_the_order_of_saving(tmp_path):
@@ -222,9 +223,12 @@ def test_damage_is_named_with_an_intact_checkpoint_to_resume(tmp_path, kind):
     for use in uses + [checkpoints.read_meta] * ("shard" not in kind):
         with pytest.raises(DamagedCheckpoint, match=reason) as caught:
             use(path)
-        assert str(path) in str(caught.value) and f"--resume {intact}`" in str(caught.value)
-        assert caught.value.intact == intact
+        assert str(path) in str(caught.value) and str(caught.value).endswith(f"intact: `--resume {intact}`")
     checkpoints.verify(tmp_path / "step_000004")
+    damage(tmp_path / "step_000004")
+    damage(intact)
+    with pytest.raises(DamagedCheckpoint, match="no intact one is left"):
+        checkpoints.verify(path)
 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint_and_is_pruned_first(tmp_path):
@@ -236,26 +240,15 @@ def test_a_folder_without_a_manifest_is_no_checkpoint_and_is_pruned_first(tmp_pa
     assert on_disk(checkpoints) == [1, 2] and checkpoints.latest().name == "step_000002"
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"eval_losses": {}, "steps": ["x"]}', b"\xff"])
-def test_an_unreadable_index_is_named_and_rebuilt_by_the_next_save(tmp_path, content):
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"eval_losses": {}, "steps": ["x"]}'])
+def test_an_unreadable_index_is_rebuilt_from_the_folders_once_it_is_deleted(tmp_path, content):
     checkpoints = save_steps(tmp_path, 1, 2, keep_last=2)
-    flip(shard_of(tmp_path / "step_000002"), -1)
     (tmp_path / "index.json").write_bytes(content)
-    with pytest.raises(DamagedCheckpoint, match=r"index.json: unreadable.*--resume .*step_000001"):
+    with pytest.raises(DamagedCheckpoint, match=r"index.json: unreadable .*; delete it"):
         checkpoints.latest()
-    with pytest.warns(UserWarning, match="index.json: unreadable"):
-        checkpoints.save(3, filled(3), {})
+    (tmp_path / "index.json").unlink()
+    checkpoints.save(3, filled(3), {})
     assert checkpoints.latest().name == "step_000003" and on_disk(checkpoints) == [2, 3]
-
-
-def test_an_index_that_names_a_missing_folder_is_an_error(tmp_path):
-    checkpoints = save_steps(tmp_path, 1, 2)
-    (tmp_path / "step_000002").rename(tmp_path / "moved")
-    with pytest.raises(DamagedCheckpoint, match=r"step_000002.*missing.*--resume .*step_000001"):
-        checkpoints.read_meta(checkpoints.latest())
-    (tmp_path / "step_000001").rename(tmp_path / "moved too")
-    with pytest.raises(DamagedCheckpoint, match=r"no intact one is left"):
-        checkpoints.read_meta(checkpoints.latest())
 
 
 def test_a_planted_pickle_is_never_opened(tmp_path):
@@ -287,12 +280,9 @@ def disk_that_takes(num_bytes: int):
 
 @pytest.mark.parametrize("num_bytes", [0, 30, 450], ids=["meta", "tensors", "manifest"])
 def test_a_write_error_names_the_way_out_and_loses_nothing(tmp_path, num_bytes):
-    checkpoints = Checkpoints(tmp_path, keep_last=2)
-    with pytest.raises(UserError, match="there is no earlier one"), disk_that_takes(0):
-        checkpoints.save(1, filled(1), {})
-    checkpoints.save(1, filled(1), {})
+    checkpoints = save_steps(tmp_path / "checkpoints", 1)
     for step in (1, 2):  # saved again, and new
-        message = rf"step_{step:06d}: .*{os.strerror(errno.EFBIG)}.*--keep_last.*--resume .*step_000001"
+        message = rf"step_{step:06d}: .*{os.strerror(errno.EFBIG)}.*--keep_last.*--output_dir {tmp_path}` to"
         with pytest.raises(UserError, match=message), disk_that_takes(num_bytes):
             checkpoints.save(step, filled(7), {})
         assert on_disk(checkpoints) == [1] and holds(checkpoints, checkpoints.latest(), 1)
@@ -303,9 +293,9 @@ def test_a_write_error_names_the_way_out_and_loses_nothing(tmp_path, num_bytes):
 def test_a_lower_keep_last_frees_space_before_the_next_save(tmp_path):
     save_steps(tmp_path, 1, 2, 3)
     checkpoints = Checkpoints(tmp_path, keep_last=1)
-    with pytest.raises(UserError, match="cannot write this checkpoint") as caught, disk_that_takes(450):
+    with pytest.raises(UserError, match="cannot write this checkpoint"), disk_that_takes(450):
         checkpoints.save(4, filled(4), {})
-    assert on_disk(checkpoints) == [3] and "--keep_last" not in str(caught.value)
+    assert on_disk(checkpoints) == [3]
 
 
 def test_an_interrupted_replacement_is_undone(tmp_path):
