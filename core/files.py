@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,8 +98,7 @@ def save_tensors(tensors: dict[str, Any], path: Path, metadata: dict[str, str]) 
 
     try:
         save_file(tensors, path, metadata={"format": "pt"} | metadata)
-    except SafetensorError as error:  # it has the system's error code in its text only
-        code = re.search(r"os error (\d+)", str(error))
-        raise (OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(str(error))) from None
+    except SafetensorError as error:  # its text has the system's error
+        raise OSError(str(error)) from None
     with contextlib.suppress(OSError):  # some file systems have no modes
         path.chmod(path.parent.stat().st_mode & 0o666)

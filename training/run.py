@@ -232,9 +232,7 @@ def open_loop(
     wall_time = WallTime(job.folder, progress, job.started, gpus=gpus, nodes=strategy.num_nodes)
     if not replaces_finished_run(job.folder, resume_step):
         wall_time.restore()
-    steps = ranks.run_on_all_ranks(
-        lambda: profiling.profiled_steps(cfg.log.profile_steps, done=progress.step, total=job.total_steps)
-    )[0]
+    steps = profiling.profiled_steps(cfg.log.profile_steps, done=progress.step, total=job.total_steps)
     environment = open_environment(job, built, takes_steps=progress.step < job.total_steps)
     logs = open_logs(job, resume_step, environment)
     observers = Observers(

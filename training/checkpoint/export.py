@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
@@ -18,7 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from core.errors import UserError, bad_setting
-from core.files import hidden, publish, recover, save_tensors, sync_to_disk, write_json
+from core.files import hidden, publish, read_record, recover, save_tensors, sync_to_disk, write_json
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 MAX_SHARD_BYTES = 4 * 2**30
@@ -39,7 +37,7 @@ def export_hf(
 
     Names and shapes are Hugging Face's, without a tied `lm_head.weight`. About MAX_SHARD_BYTES are in memory
     at a time. Python code that `config` names is copied from `code_folder`. An earlier export is
-    replaced once this one is complete; files that no export wrote are kept, see `_written`.
+    replaced once this one is complete; files that no export wrote are kept.
     UserError if a tensor does not fit the model of `config`, if `check_export` refuses, or if writing fails.
     """
     partial = hidden(folder, "partial")
@@ -48,21 +46,24 @@ def export_hf(
         check_export(folder)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        config, model = _model_on_meta(config, dtype, trust_remote_code)
-        _write_shards(partial, _as_published(model, _cast(model, _checked(model, tensors), dtype)))
+        config = copy.deepcopy(config)
+        config.dtype = dtype
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        config.architectures = [type(model).__name__]
+        _write_shards(partial, _as_published(model, _checked(model, tensors, dtype)))
         config.save_pretrained(partial)
         (generation_config or GenerationConfig.from_model_config(config)).save_pretrained(partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         if code_folder and getattr(config, "auto_map", None):
             for path in code_folder.glob("*.py"):
-                shutil.copy(path, partial / path.name)
+                shutil.copy(path, partial)
         _replace(folder, partial)
     except OSError as error:
-        kept = "the earlier export is untouched" if folder.exists() else "nothing was exported"
         raise UserError(
-            f"cannot write the export to {folder}: {error.strerror or error}; {kept}. Free space, or point "
-            "--output_dir at another disk"
+            f"cannot write the export to {folder}: {error.strerror or error}; an earlier one is untouched. "
+            "Free space, or point --output_dir at another disk"
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -77,7 +78,7 @@ def check_export(folder: Path, source: Path | None = None) -> None:
             "or add --no_export",
             output_dir=folder.parent,
         )
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not _written(folder)):
+    if folder.exists() and (folder.is_file() or any(folder.iterdir())) and not _written(folder):
         raise bad_setting(
             f"its {folder.name}/ was not exported by a run in this folder; move it away, choose another "
             "folder, or add --no_export",
@@ -91,72 +92,44 @@ def _list_file(folder: Path) -> Path:
 
 def _written(folder: Path) -> set[str]:
     """Names in `folder` that exports wrote, as <folder>.json lists them."""
-    try:
-        return set(json.loads(_list_file(folder).read_bytes())["files"])
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
-        return set()
+    return set(read_record(_list_file(folder)).get("files", ()))
 
 
 def _replace(folder: Path, partial: Path) -> None:
     """Add the user's own files in `folder` to the new export, then publish it durably."""
-    written = _written(folder) | {path.name for path in partial.iterdir()}
-    own = [path for path in folder.iterdir() if path.name not in written] if folder.exists() else []
-    for path in own:
-        if path.is_dir() and not path.is_symlink():
-            shutil.copytree(path, partial / path.name, symlinks=True, copy_function=_link_or_copy)
-        else:
-            _link_or_copy(path, partial / path.name)
-    for path in (*filter(Path.is_file, partial.iterdir()), partial):
+    for path in (*partial.iterdir(), partial):
         sync_to_disk(path)
+    written = _written(folder) | {path.name for path in partial.iterdir()}
+    if folder.exists():
+
+        def exported(at: str, names: list[str]) -> set[str]:
+            return written if Path(at) == folder else set()
+
+        shutil.copytree(folder, partial, symlinks=True, ignore=exported, dirs_exist_ok=True)
     write_json(_list_file(folder), {"files": sorted(written)})
     publish(partial, folder)
 
 
-def _link_or_copy(path: str | Path, to: str | Path) -> None:
-    try:
-        os.link(path, to, follow_symlinks=False)  # no second copy of large files on disk
-    except OSError:
-        shutil.copy2(path, to, follow_symlinks=False)
+def _checked(model: nn.Module, tensors: NamedTensors, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the pairs with floats cast to `dtype`; UserError unless they are exactly the model's weights.
 
-
-def _model_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, nn.Module]:
-    """Return a copy of `config` with architecture and dtype set, and its model without storage."""
-    config = copy.deepcopy(config)
-    config.dtype = dtype
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    config.architectures = [type(model).__name__]
-    return config, model
-
-
-def _checked(model: nn.Module, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """Pass the pairs on; UserError at the first that does not fit the model, and if one is missing."""
+    Buffers and what transformers keeps in FP32 are not cast: biases that choose experts, for example, differ
+    by less than BF16 resolves.
+    """
     # Ties are read off the model: a composite config may set them in one of its parts.
     kept = {name for name, _ in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - kept
-    expected = {name: tensor.shape for name, tensor in model.state_dict().items() if name not in tied}
-    missing = dict(expected)
-    for name, tensor in tensors:
-        if name not in missing:
-            why = "comes twice" if name in expected else "is no weight of this model (tied ones are left out)"
-            raise UserError(f"export: {name} {why}")
-        if tensor.shape != (shape := missing.pop(name)):
-            raise UserError(f"export: {name} is {list(tensor.shape)}, but the model has {list(shape)}")
-        yield name, tensor
-    if missing:
-        raise UserError(f"export: {len(missing)} weights of the model are missing, {min(missing)} first")
-
-
-def _cast(model: nn.Module, tensors: NamedTensors, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Cast floats to `dtype`, except buffers and what transformers keeps in FP32.
-
-    Biases that choose experts, for example, differ by less than BF16 resolves.
-    """
+    missing = {name: list(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
     buffers = {name for name, _ in model.named_buffers()}
     parts = [f".{part}." for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     for name, tensor in tensors:
+        if list(tensor.shape) != (shape := missing.pop(name, None)):
+            there = f"has {shape}" if shape else "has no such weight, or had it already"
+            raise UserError(f"export: {name} is {list(tensor.shape)}, but the model {there}")
         exact = name in buffers or any(part in f".{name}." for part in parts)
         yield name, tensor.to(dtype) if tensor.is_floating_point() and not exact else tensor
+    if missing:
+        raise UserError(f"export: {len(missing)} weights of the model are missing, {min(missing)} first")
 
 
 def _as_published(model: nn.Module, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:

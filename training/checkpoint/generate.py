@@ -13,34 +13,25 @@ from core.errors import first_line
 
 
 def generation_config(plan: Any, tokenizer: Any, *, turn_end: int | None, own_tokenizer: bool) -> Any:
-    """Return the source model's generation settings, or default ones.
+    """Return the source model's generation settings, or default ones if transformers rejects them.
 
     Generation ends at the tokenizer's EOS, at `turn_end`, which closes an answer of its chat template, and,
     with `own_tokenizer`, at the source's EOS tokens: another tokenizer has other tokens under these ids.
     """
-    generation = _source_settings(plan) or GenerationConfig.from_model_config(plan.config)
+    generation = GenerationConfig.from_model_config(plan.config)
+    path = plan.weights / "generation_config.json" if plan.weights else None
+    if path and path.exists():
+        try:
+            generation = GenerationConfig.from_pretrained(plan.weights)
+            generation.validate(strict=True)
+        except (ValueError, OSError) as error:
+            generation = GenerationConfig.from_model_config(plan.config)
+            reason = first_line(error)
+            print(f"WARNING: {path} is not exported, transformers rejects it: {reason}", flush=True)
     source = generation.eos_token_id if own_tokenizer else None
     ends = {*(source if isinstance(source, list) else [source]), tokenizer.eos_token_id, turn_end} - {None}
     generation.eos_token_id = sorted(ends) or None
     generation.pad_token_id = tokenizer.pad_token_id
-    return generation
-
-
-def _source_settings(plan: Any) -> Any | None:
-    """Load the source's generation_config.json; None, with a warning, if transformers rejects it."""
-    path = plan.weights / "generation_config.json" if plan.weights else None
-    if path is None or not path.exists():
-        return None
-    try:
-        generation = GenerationConfig.from_pretrained(plan.weights)
-        try:
-            generation.validate(strict=True)
-        except ValueError:
-            generation.do_sample = True  # older folders have sampling settings without it
-            generation.validate(strict=True)
-    except (ValueError, OSError) as error:
-        print(f"WARNING: {path} is not exported, transformers rejects it: {first_line(error)}", flush=True)
-        return None
     return generation
 
 

@@ -19,21 +19,19 @@ class Display:
         """`initial` is the step that a resumed run starts from."""
         self._total, self._initial, self._enabled = total_steps, initial, enabled
         self._started = time.monotonic()
-        bar = enabled and sys.stderr.isatty()
-        self._bar = tqdm(total=total_steps, initial=initial, unit="step", dynamic_ncols=True) if bar else None
+        off = not (enabled and sys.stderr.isatty())
+        self._bar = tqdm(total=total_steps, initial=initial, unit="step", dynamic_ncols=True, disable=off)
 
     def update(self, step: int, metrics: dict[str, Any]) -> None:
         """Show that `step` steps are done; `metrics` may be empty."""
         shown = progress_texts(metrics)
-        if self._bar is not None:
+        if not self._bar.disable:
+            self._bar.set_postfix_str(", ".join(shown) or self._bar.postfix, refresh=False)
             self._bar.update(step - self._bar.n)
-            if shown:
-                self._bar.set_postfix_str(", ".join(shown))
         elif shown and self._enabled:
-            if step > self._initial:
-                seconds = (time.monotonic() - self._started) / (step - self._initial) * (self._total - step)
-                shown.append(f"left {timedelta(seconds=round(seconds))}")
-            print(" | ".join([f"step {step}/{self._total}", *shown]), flush=True)
+            seconds = (time.monotonic() - self._started) / max(1, step - self._initial) * (self._total - step)
+            left = f"left {timedelta(seconds=round(seconds))}"
+            print(" | ".join([f"step {step}/{self._total}", *shown, left]), flush=True)
 
     def message(self, text: str) -> None:
         """Print a line of its own, above the bar if there is one."""
@@ -42,8 +40,7 @@ class Display:
             sys.stdout.flush()
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
 
 def progress_texts(metrics: dict[str, Any]) -> list[str]:

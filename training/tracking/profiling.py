@@ -49,24 +49,20 @@ def breakdown(kernels: Iterable[Kernel], steps: int) -> dict[str, Any]:
     Overlapping kernels count fully in their kinds, so kinds may add up to more than the span.
     """
     ordered = sorted(kernels, key=lambda kernel: kernel.start)
-    assert ordered, "the profiler recorded no kernel"
-    kinds, launches, names = Counter[str](), Counter[str](), Counter[str]()
-    busy, end = 0.0, ordered[0].start
+    names, launches = Counter[str](), Counter(kind_of(kernel.name) for kernel in ordered)
+    kinds, idle, end = Counter[str](), 0.0, ordered[0].start
     for kernel in ordered:
-        duration, kind = kernel.end - kernel.start, kind_of(kernel.name)
-        kinds[kind] += duration
-        launches[kind] += 1
-        names[kernel.name] += duration
-        busy += max(0.0, kernel.end - max(kernel.start, end))
+        names[kernel.name] += kernel.end - kernel.start
+        kinds[kind_of(kernel.name)] += kernel.end - kernel.start
+        idle += max(0.0, kernel.start - end)
         end = max(end, kernel.end)
-    span, scale = end - ordered[0].start, 1 / steps / 1e3
+    scale = 1 / steps / 1e3
     table = {kind: {"ms": t * scale, "launches": launches[kind] / steps} for kind, t in kinds.most_common()}
-    longest = [{"name": n, "kind": kind_of(n), "ms": t * scale} for n, t in names.most_common(40)]
     return {
         "steps": steps,
-        "step_ms": span * scale,
-        "kinds": table | {IDLE: {"ms": (span - busy) * scale, "launches": 0}},
-        "kernels": longest,
+        "step_ms": (end - ordered[0].start) * scale,
+        "kinds": table | {IDLE: {"ms": idle * scale, "launches": 0}},
+        "kernels": [{"name": n, "kind": kind_of(n), "ms": t * scale} for n, t in names.most_common(40)],
     }
 
 
@@ -83,19 +79,13 @@ def check(count: int, device: torch.device) -> None:
 
 
 def profiled_steps(count: int, *, done: int, total: int) -> range:
-    """Return the `count` steps to profile of a run that resumes after step `done` and ends at `total`.
+    """Return the steps to profile of a run that resumes after step `done` and ends at `total`.
 
     They begin FIRST steps later, or are the last ones of a shorter run. A launch's first step, in which
-    kernels are selected and compiled, is never profiled. A run too short for that is refused; a resumed one
-    profiles none.
+    kernels are selected and compiled, is never profiled.
     """
-    if count and total - done <= count:
-        if done:
-            return range(0)
-        reason = f"the run has {total} steps, and its first is not profiled; lower it, or raise --max_steps"
-        raise bad_setting(reason, profile_steps=count)
-    first = min(done + FIRST, total - count + 1)
-    return range(first, first + count)
+    first = max(done + 2, min(done + FIRST, total - count + 1))
+    return range(first, min(first + count, total + 1))
 
 
 class StepProfiler:

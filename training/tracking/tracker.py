@@ -51,7 +51,7 @@ class Tracker:
     def give_up(self, exit_code: int) -> None:
         """`finish` within seconds, for a failed run: it still holds its GPUs, and maybe other ranks."""
         with suppress(Exception):
-            call_with_timeout(FAILED_RUN_SECONDS, self.finish, exit_code)
+            call_with_timeout(FAILED_RUN_SECONDS, lambda: self.finish(exit_code))
 
     def _write(self, method: str, *args: Any) -> None:
         if self._record is not None:
@@ -66,7 +66,7 @@ class Tracker:
             self._services.pop(name, None)
             text = f"WARNING: {name} failed and is disabled; training continues, metrics.jsonl has everything"
             reason = redact(" ".join(f"{type(error).__name__}: {error}".split()))
-            tqdm.write("\n".join(["!" * 100, text, reason, "!" * 100]), file=sys.stderr)
+            tqdm.write(f"{text} ({reason})", file=sys.stderr)
 
 
 def replaces_finished_run(run_folder: Path, resume_step: int | None) -> bool:
@@ -97,12 +97,9 @@ def build_tracker(
     if cfg.log_dir:
         _require(f"--log_dir {cfg.log_dir}", "tensorboard", "torch.utils.tensorboard", "SummaryWriter")
     new = replaces_finished_run(run_folder, resume_step)
-    purge_step = resume_step + 1 if resume_step is not None else None
-    if resume_step is None and (run_folder / "metrics.jsonl").exists():
-        purge_step = 0  # hides an earlier launch; without one, other runs may log to the same folder
     tracker = Tracker(JsonlWriter(run_folder, resume_step, evaluates_again=evaluates_again))
     if cfg.log_dir:  # closed before W&B, since a failed run may give up its uploads
-        tracker.add_service("TensorBoard", lambda: TensorBoardWriter(cfg.log_dir, purge_step))
+        tracker.add_service("TensorBoard", lambda: TensorBoardWriter(cfg.log_dir, resume_step))
     if cfg.use_wandb:
         tracker.add_service("W&B", lambda: WandbWriter(cfg, run_folder, config, tags, new=new))
     return tracker

@@ -6,8 +6,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from functools import partial
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +55,8 @@ class WandbWriter:
 def wandb_id(folder: Path, *, new: bool = False, name: str = "wandb_id.txt") -> tuple[str, bool]:
     """Return the id of the W&B run that belongs to `folder`, and True if it had one; `new` replaces it."""
     file = folder / name
-    if file.exists() and not new and (known := file.read_text().strip()):
-        return known, True
+    if file.exists() and not new:
+        return file.read_text().strip(), True
     run_id = secrets.token_hex(4)
     replace_file(file, f"{run_id}\n".encode())
     return run_id, False
@@ -66,52 +65,38 @@ def wandb_id(folder: Path, *, new: bool = False, name: str = "wandb_id.txt") -> 
 def start_wandb(cfg: LogConfig, folder: Path, **options: Any) -> Any:
     """Start a W&B run that writes into `folder`; `options` are those of `wandb.init`. Raises any error.
 
-    The terminal's output and the command line, which may contain tokens, are not uploaded.
-    """
-    import wandb
-
-    limits = {"finish_timeout": UPLOAD_SECONDS, "finish_timeout_raises": True}
-    settings = wandb.Settings(console="off", x_disable_meta=True, **limits)
-    mode = _reachable_mode(cfg, folder)
-    start = partial(wandb.init, project=cfg.wandb_project, group=cfg.wandb_group, mode=mode, dir=str(folder))
-    return call_with_timeout(INIT_SECONDS, start, settings=settings, **options)
-
-
-def _reachable_mode(cfg: LogConfig, folder: Path) -> str | None:
-    """Return --wandb_mode (None: WANDB_MODE, else online); offline, with a warning, if no server answers.
-
-    Requests what `wandb.init` does, since a front page may be up while the API is not.
+    It is offline, with a warning, if no server answers. The terminal's output and the command line, which may
+    contain tokens, are not uploaded.
     """
     import requests  # wandb's own HTTP library, so proxies and certificates are the same
     import wandb
 
-    settings = wandb.setup().settings
-    if (cfg.wandb_mode or settings.mode) != "online":
-        return cfg.wandb_mode
-    url, query = settings.base_url, {"query": "{__typename}"}
-    try:
-        status = requests.post(f"{url}/graphql", json=query, timeout=SERVER_SECONDS).status_code
-        if status < 500:
-            return cfg.wandb_mode
-        problem = f"is out of order (HTTP {status})"
-    except requests.RequestException as error:
-        problem = f"does not answer ({type(error).__name__})"
-    text = f"WARNING: W&B: {url} {problem}; logging offline to {folder / 'wandb'}, `wandb sync` uploads it"
-    tqdm.write(text, file=sys.stderr)
-    return "offline"
+    settings, mode = wandb.setup().settings, cfg.wandb_mode
+    if (mode or settings.mode) == "online":
+        try:  # the API, since a front page may be up while the API is not
+            query = {"query": "{__typename}"}
+            reply = requests.post(f"{settings.base_url}/graphql", json=query, timeout=SERVER_SECONDS)
+            problem = f"is out of order (HTTP {reply.status_code})" if reply.status_code >= 500 else None
+        except requests.RequestException as error:
+            problem = f"does not answer ({type(error).__name__})"
+        if problem:
+            mode, where = "offline", f"logging offline to {folder / 'wandb'}, `wandb sync` uploads it"
+            tqdm.write(f"WARNING: W&B: {settings.base_url} {problem}; {where}", file=sys.stderr)
+    limits = {"finish_timeout": UPLOAD_SECONDS, "finish_timeout_raises": True}
+    options |= {"project": cfg.wandb_project, "group": cfg.wandb_group, "mode": mode, "dir": str(folder)}
+    options["settings"] = wandb.Settings(console="off", x_disable_meta=True, **limits)
+    return call_with_timeout(INIT_SECONDS, lambda: wandb.init(**options))
 
 
-def call_with_timeout(seconds: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_with_timeout(seconds: float, function: Callable[[], Any]) -> Any:
     """Call a function in a daemon thread; TimeoutError after `seconds`, leaving the thread behind."""
     outcome: Future[Any] = Future()
 
     def call() -> None:
         try:
-            outcome.set_result(function(*args, **kwargs))
+            outcome.set_result(function())
         except BaseException as error:
             outcome.set_exception(error)
 
     threading.Thread(target=call, daemon=True).start()
-    if not wait([outcome], seconds).done:
-        raise TimeoutError(f"not done within {seconds:g} s")
-    return outcome.result()
+    return outcome.result(seconds)

@@ -6,7 +6,6 @@ metrics.jsonl is the record that reports read.
 from __future__ import annotations
 
 import json
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -22,28 +21,21 @@ class JsonlWriter:
         self._path, self._summary_path = run_folder / "metrics.jsonl", run_folder / "summary.json"
         with explaining_write_errors(self._path):
             run_folder.mkdir(parents=True, exist_ok=True)
+            self._path.touch()
             _discard_after(self._path, -1 if resume_step is None else resume_step, evaluation=evaluates_again)
             if self._summary_path.exists():  # it would pass for this launch's if this one crashed
                 self._summary_path.replace(run_folder / "summary.previous.json")
-            self._file = self._path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         line = to_json({"step": step, "time": round(time.time(), 3), **metrics}) + b"\n"
-        end = self._file.seek(0, os.SEEK_END)
-        with explaining_write_errors(self._path):
-            try:
-                while line:
-                    line = line[self._file.write(line) :]
-            except OSError:
-                self._file.truncate(end)  # half a line would corrupt the next one
-                raise
+        with explaining_write_errors(self._path), self._path.open("ab") as file:
+            file.write(line)
 
     def summary(self, values: dict[str, Any]) -> None:
         with explaining_write_errors(self._summary_path):
             replace_file(self._summary_path, to_json(values, indent=2) + b"\n")
 
-    def finish(self, exit_code: int) -> None:
-        self._file.close()
+    def finish(self, exit_code: int) -> None: ...
 
 
 def _discard_after(path: Path, step: int, *, evaluation: bool) -> None:
@@ -51,37 +43,33 @@ def _discard_after(path: Path, step: int, *, evaluation: bool) -> None:
 
     They are written there first, so that a kill in between loses none.
     """
-    if not path.exists():
-        return
     kept, discarded = [], []
     for line, record in _complete_lines(path):
         repeated = evaluation and record["step"] == step and "eval/loss" in record
         (discarded if repeated or record["step"] > step else kept).append(line)
     if discarded:
-        file = path.with_name("metrics.discarded.jsonl")
-        earlier = [line for line, _ in _complete_lines(file)] if file.exists() else []
-        replace_file(file, b"".join(earlier + discarded))
+        with path.with_name("metrics.discarded.jsonl").open("ab") as file:
+            file.writelines(discarded)
     if (content := b"".join(kept)) != path.read_bytes():
         replace_file(path, content)
 
 
 def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Return each complete line and its object; a process killed while writing leaves half a line."""
+    """Return each complete line and its object; a killed process or a full disk leaves half a line."""
     complete = []
     for line in path.read_bytes().splitlines():
         with suppress(ValueError):
-            if isinstance(record := json.loads(line), dict):
-                complete.append((line + b"\n", record))
+            complete.append((line + b"\n", json.loads(line)))
     return complete
 
 
 class TensorBoardWriter:
-    """TensorBoard event files; earlier launches' events from `purge_step` on are hidden."""
+    """TensorBoard event files; events that a launch resumed at `resume_step` repeats are hidden."""
 
-    def __init__(self, log_dir: str, purge_step: int | None) -> None:
+    def __init__(self, log_dir: str, resume_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(log_dir, purge_step=purge_step)
+        self._writer = SummaryWriter(log_dir, purge_step=None if resume_step is None else resume_step + 1)
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         for name, value in metrics.items():

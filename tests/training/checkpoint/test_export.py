@@ -208,29 +208,17 @@ def test_generation_ends_at_every_end_token_of_source_tokenizer_and_template(
     assert tokenizer.eos_token_id == 2 and found.eos_token_id == expected
 
 
-SAMPLING = '{"temperature": 0.9, "top_p": 0.6, "_from_model_config": false}'  # as older folders have it
-
-
-@pytest.mark.parametrize(
-    ("settings", "valid"),
-    [(SAMPLING, True), ('{"length_penalty": 0.8}', False), ('{"max_new_tokens": 0}', False), ("{", False)],
-)
-def test_generation_settings_are_repaired_or_left_out_with_a_warning(
-    settings, valid, tmp_path, tokenizer, capsys
-):
+@pytest.mark.parametrize("settings", ['{"length_penalty": 0.8}', '{"max_new_tokens": 0}', "{"])
+def test_invalid_generation_settings_are_left_out_with_a_warning(settings, tmp_path, tokenizer, capsys):
     path = tmp_path / "generation_config.json"
     path.write_text(settings)
     model = build()
     plan = ModelPlan("m", model.config, tmp_path)
     generation = generation_config(plan, tokenizer, turn_end=None, own_tokenizer=True)
-    out = export_hf(tmp_path / "export", weights(model), config=model.config, generation_config=generation)
+    export_hf(tmp_path / "export", weights(model), config=model.config, generation_config=generation)
     warning = capsys.readouterr().out
-    if valid:
-        saved = GenerationConfig.from_pretrained(out)
-        assert (saved.temperature, saved.top_p, saved.do_sample, warning) == (0.9, 0.6, True, "")
-    else:
-        assert warning.startswith(f"WARNING: {path} is not exported, transformers rejects it: ")
-        assert warning.count("\n") == 1
+    assert warning.startswith(f"WARNING: {path} is not exported, transformers rejects it: ")
+    assert warning.count("\n") == 1
 
 
 # Refusals and replacement
@@ -238,17 +226,17 @@ def test_generation_settings_are_repaired_or_left_out_with_a_warning(
 UNFIT = {
     "renamed": (
         lambda pairs: [(name.replace("q_proj", "query"), t) for name, t in pairs],
-        "query.weight is no weight of this model",
+        "query.weight is .*the model has no such weight",
     ),
     "tied head": (
         lambda pairs: [*pairs, ("lm_head.weight", pairs[0][1])],
-        r"lm_head.weight is no weight of this model \(tied ones are left out\)",
+        "lm_head.weight is .*no such weight",
     ),
     "missing": (lambda pairs: pairs[:-1], "1 weights of the model are missing, lm_head.weight"),
-    "twice": (lambda pairs: [*pairs, pairs[0]], "embed_tokens.weight comes twice"),
+    "twice": (lambda pairs: [*pairs, pairs[0]], "embed_tokens.weight is .* had it already"),
     "transposed": (
         lambda pairs: [(name, t.t() if "down" in name else t) for name, t in pairs],
-        "down_proj.*48, 32",
+        "down_proj.*48, 32.*32, 48",
     ),
 }
 
@@ -280,7 +268,7 @@ def test_an_export_is_replaced_completely_or_not_at_all(tmp_path, monkeypatch):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (7000, hard))  # the model does not fit into one file
     try:
-        with pytest.raises(UserError, match=r"File too large; the earlier export is untouched"):
+        with pytest.raises(UserError, match=r"File too large.*an earlier one is untouched"):
             export_hf(folder, weights(second), config=second.config)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

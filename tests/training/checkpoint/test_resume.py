@@ -139,9 +139,7 @@ def test_a_killed_loader_worker_is_reported_in_one_line(capsys, monkeypatch):
     assert shown.startswith("error: DataLoader worker (pid 7) is killed") and "--num_workers" in shown
 
 
-def test_an_empty_wandb_id_is_no_id(tmp_path):
-    (tmp_path / "wandb_id.txt").write_text("")
+def test_a_run_folder_keeps_its_wandb_id_until_a_new_run_replaces_it(tmp_path):
     run_id, known = wandb_id(tmp_path)
-    assert run_id and not known
-    assert wandb_id(tmp_path) == (run_id, True)
+    assert not known and wandb_id(tmp_path) == (run_id, True)
     assert wandb_id(tmp_path, new=True)[0] != run_id

@@ -67,9 +67,9 @@ def test_times_add_up_by_kind_and_gaps_are_idle():
         (3, 0, 40, [9, 10, 11]),
         (3, 0, 10, [8, 9, 10]),
         (3, 0, 4, [2, 3, 4]),
-        (2, 100, 140, [109, 110]),
         (2, 100, 103, [102, 103]),
-        (3, 10, 13, []),  # too few steps left
+        (3, 10, 13, [12, 13]),  # never the first step of a launch
+        (3, 0, 1, []),
         (0, 0, 40, []),
     ],
 )
@@ -77,13 +77,10 @@ def test_warm_steps_are_profiled(count, done, total, steps):
     assert list(profiled_steps(count, done=done, total=total)) == steps
 
 
-def test_profiling_without_a_gpu_or_enough_steps_is_refused():
+def test_profiling_without_a_gpu_is_refused():
     profiling.check(0, torch.device("cpu"))
     with pytest.raises(UserError, match=r"^--profile_steps 2: times GPU kernels, and this run is on cpu"):
         profiling.check(2, torch.device("cpu"))
-    for total in (3, 0):
-        with pytest.raises(UserError, match=f"--profile_steps 3: the run has {total} steps"):
-            profiled_steps(3, done=0, total=total)
 
 
 def test_profiled_steps_do_not_count_in_rates(monkeypatch):

@@ -113,24 +113,18 @@ def test_a_resume_that_evaluates_again_discards_the_evaluation_of_its_step(logge
 
 
 def test_a_resume_that_fails_half_way_loses_no_line(logged, monkeypatch):
-    replace_file, replaced = writers.replace_file, []
+    def full(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def full_at_the_second_file(path, content):
-        if replaced:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        replaced.append(path)
-        replace_file(path, content)
-
-    monkeypatch.setattr(writers, "replace_file", full_at_the_second_file)
-    build(logged, resume_step=4).finish()
-    assert not replaced, "an unchanged file is not rewritten"
+    monkeypatch.setattr(writers, "replace_file", full)
+    build(logged, resume_step=4).finish()  # an unchanged file is not rewritten
     with pytest.raises(UserError, match=r"metrics\.jsonl: No space left on device; free space"):
         build(logged, resume_step=1)
     everywhere = lines(logged / "metrics.jsonl") + lines(logged / "metrics.discarded.jsonl")
     assert {line["step"] for line in everywhere} == {1, 2, 3, 4}
 
 
-def test_a_full_disk_raises_and_leaves_complete_lines(tmp_path):
+def test_a_full_disk_is_one_error_and_a_resume_has_complete_lines(tmp_path):
     log = build(tmp_path)
     log.log(1, {"train/loss": 1.0})
     path = tmp_path / "metrics.jsonl"
@@ -143,8 +137,9 @@ def test_a_full_disk_raises_and_leaves_complete_lines(tmp_path):
             log.summary({"note": "x" * 200})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    log.log(3, {"train/loss": 3.0})
-    assert [line["step"] for line in lines(path)] == [1, 3]
+    log = build(tmp_path, resume_step=1)
+    log.log(2, {"train/loss": 2.0})
+    assert [line["step"] for line in lines(path)] == [1, 2]
 
 
 # Services
@@ -168,10 +163,10 @@ def test_a_failed_run_does_not_wait_for_uploads(tmp_path, monkeypatch):
 
 def test_tensorboard_has_the_metrics_and_hides_what_a_resume_repeats(tmp_path):
     log_dir = tmp_path / "tensorboard"
-    for resume_step, steps in ((None, (0, 1, 2, 3, 4)), (None, (1, 2, 3)), (1, (2,))):
+    for resume_step, steps in ((None, (1, 2, 3)), (1, (2,))):
         log = build(tmp_path / "run", resume_step, log_dir=str(log_dir))
         for step in steps:
-            log.log(step, {"train/loss": 1.0 / max(step, 1), "note": "text"})
+            log.log(step, {"train/loss": 1.0 / step, "note": "text"})
         log.summary({"steps": steps[-1]})
         log.finish()
     events = EventAccumulator(str(log_dir)).Reload()
@@ -191,7 +186,7 @@ def test_the_environment_is_json_without_secrets(monkeypatch):
     assert "PATH" not in facts["variables"] and TOKEN not in json.dumps(facts)
     assert shlex.split(facts["command"]) == ["train_fp8.py", "--model_name", "https://***@h/m o"]
     assert facts["versions"]["torch"] == torch.__version__
-    assert facts["gpu_count"] == len(facts["gpus"]) == torch.cuda.device_count()
+    assert facts["gpu_count"] == torch.cuda.device_count()
 
 
 def git(folder, *arguments):

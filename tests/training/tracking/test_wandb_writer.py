@@ -129,7 +129,7 @@ def test_a_server_that_stops_answering_does_not_hold_a_run_up(tmp_path, monkeypa
     monkeypatch.setattr(wandb_writer, "INIT_SECONDS", 0.5)
     log_one_step(tmp_path, wandb_mode="online")
     warning = capsys.readouterr().err
-    assert "WARNING: W&B failed and is disabled" in warning and "not done within 0.5 s" in warning
+    assert "WARNING: W&B failed and is disabled" in warning and "TimeoutError" in warning
 
 
 def test_wandb_that_refuses_to_start_or_breaks_later_is_one_warning(tmp_path, offline, capsys):
