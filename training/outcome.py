@@ -134,7 +134,7 @@ def end(error: BaseException, watchdog: Any | None, close: Callable[[], None] = 
     if 0 < len(failed) < ranks.world_size():
         rank, host = min(failed.items())
         message = f"rank {rank}{f' ({host})' if host else ''}: {message}"
-    if watchdog.fail(message):  # the first rank that fails
+    if watchdog.fail():  # the first rank that fails
         print(f"{redact(details)}error: {message}", file=sys.stderr, flush=True)
     close()
     if ranks.world_size() > 1:

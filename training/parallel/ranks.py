@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError, bad_setting
+from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError, bad_setting, first_line
 from core.machine import cores
 from core.redact import redact
 
@@ -103,25 +103,19 @@ def join(timeout_minutes: float) -> torch.device:
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     patience = timedelta(minutes=timeout_minutes, seconds=30)
-    missing = "the other ranks"
     try:
         store, number, size = next(dist.rendezvous("env://", timeout=patience))
-        missing = None
-        store = dist.PrefixStore(
-            agree_on_start(store, number, size, patience, device_type=device.type), store
-        )
-    except (TimeoutError, dist.DistError) as error:
-        if isinstance(error, TimeoutError) or missing:
-            raise UserError(
-                f"--timeout_minutes {timeout_minutes:g}: timed out after {patience} waiting for "
-                f"{missing or error} to join; check their output"
-            ) from None
-        host = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
-        raise UserError(f"the job's store ({host}) is gone, maybe with its node; check its output") from None
-    _stores[:] = [store]
+        name = agree_on_start(store, number, size, patience, device_type=device.type)
+    except dist.DistError as error:
+        address = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise UserError(
+            f"--timeout_minutes {timeout_minutes:g}: the job's store ({address}) is gone, or not all ranks "
+            f"joined ({first_line(error)}); check their output"
+        ) from None
+    _stores[:] = [dist.PrefixStore(name, store)]
     dist.init_process_group(
         backend,
-        store=store,
+        store=_stores[0],
         rank=number,
         world_size=size,
         timeout=PATIENCE,
@@ -131,43 +125,42 @@ def join(timeout_minutes: float) -> torch.device:
 
 
 def agree_on_start(
-    store: dist.Store, number: int, size: int, timeout: timedelta, *, device_type: str = "cpu"
+    store: dist.Store, number: int, size: int, patience: timedelta, *, device_type: str = "cpu"
 ) -> str:
-    """Return a name that all ranks share and no earlier start of them used. TimeoutError names missing ranks.
+    """Return a name that all ranks share and no earlier start of them used. UserError names missing ranks.
 
     torchrun --max_restarts keeps its store, in which new ranks would find the addresses of dead ones, and
     every node counts restarts on its own (https://github.com/pytorch/pytorch/issues/135712). Therefore rank 0
-    draws a name, and the others only accept it from a rank 0 that lists them. A rank that failed before it
+    draws a name, and the others only accept it once rank 0 has answered them. A rank that failed before it
     could join ends the others, as do ranks without a GPU among ranks with one, which would hang.
     """
     me = f"{uuid.uuid4().hex} {device_type} {platform.node()}"
-    deadline = time.monotonic() + timeout.total_seconds()
-
-    def wait() -> bool:
+    others = {other: f"{me}/{other}" for other in range(1, size)}  # keys under which they answer rank 0
+    if number == 0:
+        store.set("start", me)
+    deadline = time.monotonic() + patience.total_seconds()
+    while time.monotonic() < deadline:
         if store.check([_failure_key()]):
             exit_code, message = json.loads(store.get(_failure_key()))
             raise UserError(message, exit_code=exit_code)
+        if number > 0 and store.check(["start"]):
+            store.set(f"{store.get('start').decode()}/{number}", me)
+            if store.check([me]):
+                return store.get(me).decode()
+        if number == 0 and (not others or store.check(list(others.values()))):
+            members = [me, *(store.get(key).decode() for key in others.values())]
+            _refuse_mixed_devices(members)
+            for member in members:
+                store.set(member, me)
+            return me
         time.sleep(0.05)
-        return time.monotonic() < deadline
-
-    if number == 0:
-        store.set("start", me)
-        keys = {other: f"{me}/{other}" for other in range(1, size)}
-        while keys and not store.check(list(keys.values())):
-            if not wait():
-                missing = [str(other) for other, key in keys.items() if not store.check([key])]
-                raise TimeoutError(f"ranks {', '.join(missing)} of {size}")
-        members = [me, *(store.get(key).decode() for key in keys.values())]
-        _refuse_mixed_devices(members)
-        store.set(f"{me}/members", json.dumps(members))
-        return me
-    while wait():
-        if store.check(["start"]):
-            name = store.get("start").decode()
-            store.set(f"{name}/{number}", me)
-            if store.check([f"{name}/members"]) and me in json.loads(store.get(f"{name}/members")):
-                return name
-    raise UserError(f"rank 0 does not answer rank {number} ({platform.node()}); start the job again")
+    if number > 0:
+        raise UserError(f"rank 0 does not answer rank {number} ({platform.node()}); start the job again")
+    missing = ", ".join(str(other) for other, key in others.items() if not store.check([key]))
+    raise UserError(
+        f"timed out after {patience} (--timeout_minutes and 30 s) waiting for ranks {missing} of {size} to "
+        "join; check their output"
+    )
 
 
 def _refuse_mixed_devices(members: list[str]) -> None:
@@ -190,12 +183,11 @@ def report_failed_start(message: str, exit_code: int = EXIT_FAILED) -> None:
         return
     with suppress(Exception):
         store, number, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=5)))
-        if not store.check([_failure_key()]):  # the first of several failures
-            store.set(
-                _failure_key(), json.dumps([exit_code, f"rank {number} ({platform.node()}): {message}"])
-            )
-            if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
-                time.sleep(1.0)  # the store may live on this node, and end with its ranks
+        message = f"rank {number} ({platform.node()}): {message}"
+        # The first of several failures is kept.
+        store.compare_set(_failure_key(), "", json.dumps([exit_code, message]))
+        if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
+            time.sleep(1.0)  # the store may live on this node, and end with its ranks
 
 
 def leave(close: Callable[[], None]) -> None:
@@ -253,34 +245,30 @@ def run_on_all_ranks(work: Callable[[], T]) -> list[T]:
     The error carries `ranks`, {rank: host} of those that failed, and `details`, the traceback of the first.
     `work` must not contain collectives.
     """
-    own: Exception | None = None
-    result = raised = None
+    own = result = failure = None
     try:
         result = work()
     except Exception as error:
-        own = error
-        raised = _portable(error), "".join(traceback.format_exception(error))
-    outcomes = gather((result, raised, platform.node()))
-    failed = {number: host for number, (_, raised, host) in enumerate(outcomes) if raised is not None}
-    if failed:
-        error, details = outcomes[min(failed)][1]
-        error = own or error  # its own has the traceback
-        error.ranks, error.details = failed, details
-        try:
-            raise error
-        finally:
-            # Otherwise the traceback would keep alive what `work` held, such as a lock.
-            del error, own, outcomes, raised
-    return [result for result, *_ in outcomes]
+        own, failure = error, (_portable(error), "".join(traceback.format_exception(error)))
+    outcomes = gather((result, failure, platform.node()))
+    failed = {number: host for number, (_, failure, host) in enumerate(outcomes) if failure}
+    if not failed:
+        return [result for result, *_ in outcomes]
+    error, details = outcomes[min(failed)][1]
+    error = own or error  # its own has the traceback
+    error.ranks, error.details = failed, details
+    try:
+        raise error
+    finally:
+        del error, own, outcomes, failure  # else its traceback keeps alive what `work` held, such as a lock
 
 
 def _portable(error: Exception) -> Exception:
     """Return the error, or a RuntimeError with its text if it cannot be pickled."""
     try:
-        pickle.loads(pickle.dumps(error))
+        return pickle.loads(pickle.dumps(error))
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
 
 
 def run_on_rank0(work: Callable[[], T]) -> T:

@@ -1,6 +1,6 @@
 """Ends a job of many ranks within a bounded time when one of them fails, dies or stalls, and names it.
 
-Every rank sends heartbeats to the job's store. A rank that fails leaves its error there, and the others stop
+Every rank sends heartbeats to the job's store. A rank that fails leaves a mark there, and the others stop
 instead of waiting for it in a collective. Each rank also monitors the next one and ends the job when its
 heartbeats stop. A rank without progress for --timeout_minutes compares the heartbeats of all ranks and ends
 the job with the name of the straggler.
@@ -9,15 +9,15 @@ the job with the name of the straggler.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -34,10 +34,10 @@ INTERVALS_COMPARED = 4  # heartbeat intervals over which a rank without progress
 SILENCE_SECONDS = 60.0  # heartbeats come every two seconds; a rank silent for this long is considered dead
 PAUSED = "waiting for the others"
 AFTERWARDS = "What was saved before is intact; rerun the command with this run's --output_dir to resume"
+FAILURES = "watchdog/failures"  # key of the store that counts ranks that failed
 
 
-@dataclass(frozen=True)
-class Heartbeat:
+class Heartbeat(NamedTuple):
     """Latest state of a rank."""
 
     progress: int  # count of the rank's calls of `Watchdog.beat`
@@ -47,12 +47,8 @@ class Heartbeat:
     number: int  # count of heartbeats, since the clocks of hosts differ
 
     def describe(self, rank: int, *, silent: bool = False) -> str:
-        name = f"rank {rank} ({self.host})"
-        return (
-            f"{name} is silent, last {self.doing}"
-            if silent
-            else f"{name} {self.doing} for {self.seconds:.0f} s"
-        )
+        state = f"is silent, last {self.doing}" if silent else f"{self.doing} for {self.seconds:.0f} s"
+        return f"rank {rank} ({self.host}) {state}"
 
 
 class Watchdog:
@@ -61,19 +57,16 @@ class Watchdog:
     def __init__(self, timeout_minutes: float):
         self.timeout = 60 * timeout_minutes
         self.interval = min(2.0, self.timeout / 10)
-        self._limit = self.timeout  # of the current phase
-        self._progress, self._doing, self._since = 0, "starting", None  # None: no progress is expected
+        # A clock that stops while this process is suspended, and the time of its last update.
+        self._clock, self._updated = 0.0, time.monotonic()
+        self._progress, self._doing, self._since, self._limit = 0, "starting", 0.0, math.inf
         self._sent = 0
-        self._next, self._next_since = (
-            None,
-            time.monotonic(),
-        )  # the next rank's last heartbeat, and its arrival
+        self._next: tuple[Heartbeat | None, float] = (None, 0.0)  # the next rank's last one, its arrival
         self._closed = threading.Event()
         self._store = None
         if ranks.world_size() > 1:
             self._store = ranks.connection()
             self._store.set_timeout(timedelta(seconds=10))
-            self._lock = threading.Lock()
             self._send()
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
@@ -83,12 +76,16 @@ class Watchdog:
 
         Phases that some ranks have more often must not count: the rank with the least progress is named.
         """
-        self._progress, self._doing, self._since = self._progress + counts, doing, time.monotonic()
+        self._progress, self._doing, self._since = self._progress + counts, doing, self._clock
         self._limit = max(self.timeout, limit)
 
     def starting(self, doing: str) -> None:
         """Record a phase before the first step."""
         self.beat(doing, limit=START_SECONDS)
+
+    def pause(self) -> None:
+        """Expect no progress until the next beat."""
+        self.beat(PAUSED, counts=False, limit=math.inf)
 
     def run_on_all_ranks(self, doing: str, work: Callable[[], T], limit: float | None = None) -> list[T]:
         """Call `ranks.run_on_all_ranks` before the first step; ranks that finished `work` are ahead."""
@@ -106,104 +103,80 @@ class Watchdog:
         """Call `ranks.run_on_rank0` before the first step, watched in the same way."""
         return self.run_on_all_ranks(doing, lambda: work() if ranks.rank() == 0 else None)[0]
 
-    def pause(self) -> None:
-        """Expect no progress until the next beat."""
-        self._doing, self._since = PAUSED, None
-
     def close(self) -> None:
         self._closed.set()
         if self._store is not None:
             self._thread.join()
             self._store = None
 
-    def fail(self, message: str) -> bool:
-        """Send an error to the other ranks; True if this rank is the first to fail and should print it."""
-        if self._store is None:
-            return True
-        with self._lock:
-            try:
-                first = self._store.add("watchdog/failures", 1) == 1
-                if first:
-                    self._store.set("watchdog/failure", message)
-            except (dist.DistError, RuntimeError):
-                return True  # the store is gone
-        return first
+    def fail(self) -> bool:
+        """Have the other ranks end too; True if this rank is the first to fail and should print its error."""
+        try:
+            return self._store is None or self._store.add(FAILURES, 1) == 1
+        except (dist.DistError, RuntimeError):
+            return True  # the store is gone
 
     def gone(self) -> str | None:
         """Name the ranks that stopped sending heartbeats, after a failed collective.
 
         None if all send them, or if a rank has already reported its error.
         """
-        if self._store is None:
-            return None
         try:
-            with self._lock:
-                if self._store.check(["watchdog/failure"]):
-                    return None
+            if self._store is None or self._store.check([FAILURES]):
+                return None
             beats, silent = self._compare()
         except (dist.DistError, RuntimeError):
-            return None
-        if not silent:
             return None
         names = [f"rank {rank} ({beats[rank].host})" for rank in sorted(silent)]
         how = "is gone: it was killed, or its node is lost"
         if len(names) > 1:
             how = "are gone: they were killed, or their node is lost"
-        return f"{_join_names(names, ', ')} {how}. {AFTERWARDS}"
+        return f"{_join_names(names, ', ')} {how}. {AFTERWARDS}" if names else None
 
     # The thread
 
     def _watch(self) -> None:
-        answered = time.monotonic()
+        answered = self._clock  # by the store
         while not self._wait():
-            began = time.monotonic()
+            message = None
             try:
-                with self._lock:
-                    self._send()
-                    failed = self._store.check(["watchdog/failure"])
-                if failed:
+                self._send()
+                if self._store.check([FAILURES]):
                     self._closed.wait(GRACE_SECONDS)
                     self._exit()
                 message = self._dead() or self._stalled()
-                looked = time.monotonic() - began - INTERVALS_COMPARED * self.interval
-                if message and not self._forgive(looked):
-                    if self.fail(message):
-                        print(f"error: {message}", file=sys.stderr, flush=True)
-                    self._exit()
-                answered = time.monotonic()
+                answered = self._clock
             except (dist.DistError, RuntimeError):  # a slow store is not a lost one
-                if self._overdue() and time.monotonic() - answered > SILENCE_SECONDS:
-                    print(f"error: {self._lost_store()}", file=sys.stderr, flush=True)
-                    self._exit()
+                if self._overdue() and self._clock - answered > SILENCE_SECONDS:
+                    lost = "the job's store does not answer: its host may be gone"
+                    me = f"rank {ranks.rank()} ({platform.node()})"
+                    message = f"{self._no_progress()} on {me}, and {lost}. {AFTERWARDS}"
+            if message:
+                if self.fail():
+                    print(f"error: {message}", file=sys.stderr, flush=True)
+                self._exit()
 
     def _wait(self) -> bool:
         """Wait for an interval; True once the watchdog is closed."""
-        began = time.monotonic()
         closed = self._closed.wait(self.interval)
-        self._forgive(time.monotonic() - began - self.interval)
+        now = time.monotonic()
+        # A scheduler may suspend the process, or the whole job, for which no rank is to blame.
+        self._clock += min(now - self._updated, 5 * self.interval)
+        self._updated = now
         return closed
-
-    def _forgive(self, away: float) -> bool:
-        """True if this process was suspended (by a scheduler, for example), for which no rank is to blame."""
-        if away <= 5 * self.interval:
-            return False
-        self._next_since += away
-        if self._since is not None:
-            self._since += away
-        return True
 
     def _dead(self) -> str | None:
         """Return an error if the next rank is silent."""
         rank = (ranks.rank() + 1) % ranks.world_size()
-        beat, now = self._read([rank]).get(rank), time.monotonic()
-        if beat != self._next:
-            self._next, self._next_since = beat, now
-        elif beat and now - self._next_since > SILENCE_SECONDS:
+        beat, (last, since) = self._read([rank]).get(rank), self._next
+        if beat != last:
+            self._next = beat, self._clock
+        elif beat and self._clock - since > SILENCE_SECONDS:
             return f"{beat.describe(rank, silent=True)}: it was killed, or its node is gone. {AFTERWARDS}"
         return None
 
     def _overdue(self) -> bool:
-        return self._since is not None and time.monotonic() - self._since > self._limit
+        return self._clock - self._since > self._limit
 
     def _stalled(self) -> str | None:
         """Return an error if this rank makes no progress, also while it compares the others."""
@@ -215,11 +188,6 @@ class Watchdog:
         stragglers = name_stragglers(beats, silent, ranks.world_size())
         return f"{self._no_progress()}; {stragglers}. {AFTERWARDS}"
 
-    def _lost_store(self) -> str:
-        me = f"rank {ranks.rank()} ({platform.node()})"
-        lost = "the job's store does not answer: its host may be gone"
-        return f"{self._no_progress()} on {me}, and {lost}. {AFTERWARDS}"
-
     def _no_progress(self) -> str:
         return f"--timeout_minutes {self.timeout / 60:g}: no progress for {self._limit:.0f} s"
 
@@ -228,9 +196,8 @@ class Watchdog:
         everyone = list(range(ranks.world_size()))
         before = self._read(everyone)
         for _ in range(INTERVALS_COMPARED):  # other ranks monitor this one meanwhile
-            self._closed.wait(self.interval)
-            with self._lock:
-                self._send()
+            self._wait()
+            self._send()
         after = self._read(everyone)
         return after, {rank for rank, beat in after.items() if beat == before.get(rank)} - {ranks.rank()}
 
@@ -240,26 +207,23 @@ class Watchdog:
             os._exit(EXIT_FAILED)
 
     def _send(self) -> None:
-        since = self._since
-        seconds = 0.0 if since is None else time.monotonic() - since
         self._sent += 1
+        seconds = self._clock - self._since
         beat = Heartbeat(self._progress, self._doing, platform.node(), seconds, self._sent)
-        self._store.set(f"watchdog/{ranks.rank()}", json.dumps(vars(beat)))
+        self._store.set(f"watchdog/{ranks.rank()}", json.dumps(beat))
 
     def _read(self, numbers: list[int]) -> dict[int, Heartbeat]:
-        with self._lock:
-            keys = {number: f"watchdog/{number}" for number in numbers}
-            known = {number: key for number, key in keys.items() if self._store.check([key])}
-            return {number: Heartbeat(**json.loads(self._store.get(key))) for number, key in known.items()}
+        keys = {number: f"watchdog/{number}" for number in numbers}
+        known = {number: key for number, key in keys.items() if self._store.check([key])}
+        return {number: Heartbeat(*json.loads(self._store.get(key))) for number, key in known.items()}
 
 
 def name_stragglers(beats: dict[int, Heartbeat], silent: set[int], world_size: int) -> str:
     """Name the ranks that block the job: without any heartbeat, else silent, else with the least progress."""
     if missing := [f"rank {rank} has not begun" for rank in range(world_size) if rank not in beats]:
         return _join_names(missing, "; ")
-    active = {rank: beat for rank, beat in beats.items() if beat.doing != PAUSED}
-    least = min((beat.progress for beat in active.values()), default=None)
-    behind = [rank for rank, beat in active.items() if beat.progress == least]
+    active = {rank: beat.progress for rank, beat in beats.items() if beat.doing != PAUSED}
+    behind = [rank for rank, progress in active.items() if progress == min(active.values())]
     named = sorted(silent) or (behind if 0 < len(behind) < len(beats) else [])
     shown = [beats[rank].describe(rank, silent=rank in silent) for rank in named or beats]
     return ("" if named else "all ranks are in the same place: ") + _join_names(shown, "; ")

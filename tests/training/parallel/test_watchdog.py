@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from datetime import timedelta
 
@@ -18,13 +17,10 @@ from training.parallel import watchdog as watchdog_module
 from training.parallel.watchdog import AFTERWARDS, PAUSED, Heartbeat, Watchdog, name_stragglers
 
 
-def stragglers(silent: tuple[int, ...] = (), **changes: dict) -> str:
-    """Name them among four ranks on two nodes, computing step 7 for 60 s, except for `rank1=...`."""
-    beats = {}
-    for rank in range(4):
-        values = {"progress": 20, "doing": "computing step 7", "seconds": 60.0, "number": 30}
-        beats[rank] = Heartbeat(host=f"node{rank // 2}", **values | changes.get(f"rank{rank}", {}))
-    return name_stragglers(beats, set(silent), 4)
+def beats(**changes: dict) -> dict[int, Heartbeat]:
+    """Four ranks on two nodes that have computed step 7 for 60 s, except for `rank1=...`."""
+    common = {"progress": 20, "doing": "computing step 7", "seconds": 60.0, "number": 30}
+    return {n: Heartbeat(host=f"node{n // 2}", **common | changes.get(f"rank{n}", {})) for n in range(4)}
 
 
 LOADING = {"progress": 19, "doing": "loading the data of step 7", "seconds": 61.0}
@@ -32,126 +28,102 @@ FINISHED = {f"rank{rank}": {"doing": PAUSED, "seconds": 0.0} for rank in (0, 1, 
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "silent", "named"),
     [
-        ({"rank2": LOADING}, "rank 2 (node1) loading the data of step 7 for 61 s"),
-        ({"silent": (3,), "rank0": LOADING}, "rank 3 (node1) is silent, last computing step 7"),
-        (FINISHED | {"rank2": {"doing": "exporting"}}, "rank 2 (node1) exporting for 60 s"),
+        ({"rank2": LOADING}, set(), "rank 2 (node1) loading the data of step 7 for 61 s"),
+        ({"rank0": LOADING}, {3}, "rank 3 (node1) is silent, last computing step 7"),
+        (FINISHED | {"rank2": {"doing": "exporting"}}, set(), "rank 2 (node1) exporting for 60 s"),
     ],
     ids=["behind", "silent before one that is behind", "late, though others have finished"],
 )
-def test_the_straggler_is_named(changes, named):
-    assert stragglers(**changes) == named
+def test_the_straggler_is_named(changes, silent, named):
+    assert name_stragglers(beats(**changes), silent, 4) == named
 
 
-def test_ranks_in_the_same_place_are_all_named():
-    start = "all ranks are in the same place: rank 0 (node0) computing step 7 for 60 s; rank 1"
-    assert stragglers().startswith(start) and "rank 3 (node1)" in stragglers()
+def test_all_ranks_are_named_if_none_is_behind_but_at_most_eight():
+    text = name_stragglers(beats(), set(), 4)
+    assert text.startswith(
+        "all ranks are in the same place: rank 0 (node0) computing step 7 for 60 s; rank 1"
+    )
+    assert "rank 3 (node1)" in text
+    text = name_stragglers({n: beats()[0] for n in range(12)}, set(), 12)
+    assert "rank 7 (node" in text and "rank 8 (" not in text and "and 4 more" in text
 
 
 def test_ranks_without_a_heartbeat_are_named_before_all_others():
-    beats = {1: Heartbeat(20, "computing step 7", "node0", 60.0, 30)}
-    assert name_stragglers(beats, {1}, 3) == "rank 0 has not begun; rank 2 has not begun"
-
-
-def test_at_most_eight_ranks_are_named():
-    text = name_stragglers(
-        {rank: Heartbeat(1, "exporting", "node", 90.0, 30) for rank in range(12)}, set(), 12
-    )
-    assert "rank 7 (node)" in text and "rank 8 (node)" not in text and "and 4 more" in text
+    assert name_stragglers({1: beats()[1]}, {1}, 3) == "rank 0 has not begun; rank 2 has not begun"
 
 
 def test_without_other_ranks_the_watchdog_is_inactive():
     watchdog = Watchdog(0.001)
     watchdog.beat("computing step 1")
-    assert watchdog.fail("an error of the only rank"), "it has to print it"
-    watchdog.pause()
+    assert watchdog.fail() and watchdog.gone() is None, "the only rank prints its own error"
     watchdog.close()
 
 
 @pytest.fixture
 def one(monkeypatch):
-    """A watchdog of one rank with a store, no thread, and a clock that `later` puts forward."""
-    watchdog, now = Watchdog(0.1), [time.monotonic()]
-    watchdog._store, watchdog._lock = dist.HashStore(), threading.Lock()
-    watchdog._send()
-    monkeypatch.setattr(watchdog_module.time, "monotonic", lambda: now[0])
+    """A watchdog of one rank with a store and no thread."""
+    watchdog = Watchdog(0.1)
+    watchdog._store = dist.HashStore()
     monkeypatch.setattr(watchdog._closed, "wait", lambda interval: watchdog._closed.is_set())
     watchdog.beat("computing step 1")
-
-    def later(seconds):
-        now[0] += seconds
-
-    return watchdog, later
+    watchdog._send()
+    return watchdog
 
 
 def test_a_rank_that_progresses_while_it_compares_the_others_is_not_stalled(one, monkeypatch):
-    watchdog, later = one
-    later(7.0)
-    assert watchdog._stalled() == (
+    one._clock += 7.0
+    assert one._stalled() == (
         "--timeout_minutes 0.1: no progress for 6 s; all ranks are in the same place: rank 0 "
         f"({ranks.platform.node()}) computing step 1 for 7 s. {AFTERWARDS}"
     )
-    monkeypatch.setattr(watchdog._closed, "wait", lambda interval: watchdog.beat("computing step 2"))
-    assert watchdog._stalled() is None
+    monkeypatch.setattr(one._closed, "wait", lambda interval: one.beat("computing step 2"))
+    assert one._stalled() is None
 
 
 def test_ranks_that_fell_silent_are_named_when_a_collective_fails(one, monkeypatch):
-    """Nobody is named if all ranks send heartbeats, or if one has reported its error."""
-    watchdog, _ = one
+    """None is named if all ranks send heartbeats, or if one has reported its error."""
     monkeypatch.setattr(watchdog_module.ranks, "world_size", lambda: 4)
     count = iter(range(1000))
 
     def send(*numbers: int) -> None:
         for rank in numbers:
             beat = Heartbeat(3, "computing step 1", f"node{rank // 2}", 1.0, next(count))
-            watchdog._store.set(f"watchdog/{rank}", json.dumps(vars(beat)))
+            one._store.set(f"watchdog/{rank}", json.dumps(beat))
 
     send(1, 2, 3)
-    monkeypatch.setattr(watchdog._closed, "wait", lambda interval: send(1))
-    how = "are gone: they were killed, or their node is lost"
-    assert watchdog.gone() == f"rank 2 (node1), rank 3 (node1) {how}. {AFTERWARDS}"
-    monkeypatch.setattr(watchdog._closed, "wait", lambda interval: send(1, 2, 3))
-    assert watchdog.gone() is None
-    monkeypatch.setattr(watchdog._closed, "wait", lambda interval: None)
-    assert how in watchdog.gone()
-    assert watchdog.fail("an error of another rank") and watchdog.gone() is None
+    for alive, named in (((1,), "rank 2 (node1), rank 3 (node1) are"), ((1, 3), "rank 2 (node1) is")):
+        monkeypatch.setattr(one._closed, "wait", lambda interval, alive=alive: send(*alive))
+        assert one.gone().startswith(f"{named} gone: ") and one.gone().endswith(AFTERWARDS)
+    monkeypatch.setattr(one._closed, "wait", lambda interval: send(1, 2, 3))
+    assert one.gone() is None
+    monkeypatch.setattr(one._closed, "wait", lambda interval: None)
+    assert one.gone() and one.fail() and one.gone() is None and not one.fail()
 
 
 def test_a_phase_of_the_start_has_its_own_limit_and_the_next_step_the_timeout(one):
-    watchdog, later = one
-    watchdog.starting("building the model")
-    later(watchdog_module.START_SECONDS - 1)
-    assert watchdog._stalled() is None
-    later(2)
-    assert "--timeout_minutes 0.1: no progress for 7200 s; all ranks" in watchdog._stalled()
-    watchdog.beat("computing step 1")
-    later(7)
-    assert "no progress for 6 s" in watchdog._stalled()
-    watchdog.pause()
-    later(1000)
-    assert watchdog._stalled() is None
+    one.starting("building the model")
+    one._clock += watchdog_module.START_SECONDS - 1
+    assert one._stalled() is None
+    one._clock += 2
+    assert "--timeout_minutes 0.1: no progress for 7200 s; all ranks" in one._stalled()
+    one.beat("computing step 1")
+    one._clock += 7
+    assert "no progress for 6 s" in one._stalled()
+    one.pause()
+    one._clock += 1000
+    assert one._stalled() is None
 
 
-@pytest.mark.parametrize(("seconds", "ends"), [(0.0, True), (3.0, True), (100.0, False)])
-def test_time_in_which_the_process_was_suspended_ends_no_job(one, monkeypatch, seconds, ends):
+def test_time_in_which_the_process_was_suspended_does_not_count(one, monkeypatch):
     """It could not receive heartbeats, and the other ranks may have been suspended too."""
-    watchdog, later = one
-    failed, seen = [], iter(["rank 1 is silent", None])
-
-    def look():
-        later(seconds)
-        if (message := next(seen)) is None:
-            watchdog._closed.set()
-        return message
-
-    monkeypatch.setattr(watchdog, "_dead", look)
-    monkeypatch.setattr(watchdog, "_stalled", lambda: None)
-    monkeypatch.setattr(watchdog, "fail", failed.append)
-    monkeypatch.setattr(watchdog, "_exit", watchdog._closed.set)
-    began = watchdog._since
-    watchdog._watch()
-    assert bool(failed) == ends and (watchdog._since > began + 90) == (not ends)
+    now = one._updated
+    for later, counted in ((0.6, 0.6), (2.0, 2.0), (100.0, 5 * one.interval)):
+        before, now = one._clock, now + later
+        monkeypatch.setattr(watchdog_module.time, "monotonic", lambda now=now: now)
+        one._wait()
+        assert one._clock - before == pytest.approx(counted)
 
 
 SERVER = """
@@ -165,11 +137,10 @@ time.sleep(600)
 def test_a_job_that_stalls_ends_even_if_the_store_is_gone(monkeypatch, capsys):
     """Its host is killed: no rank can compare heartbeats, and a failing one must not hang either."""
     monkeypatch.setattr(watchdog_module, "SILENCE_SECONDS", 1.0)
-    with running([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
-        store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
-        store.set_timeout(timedelta(seconds=2))
-        watchdog = Watchdog(0.1)  # of a world of one, so without a thread
-        watchdog._store, watchdog._lock = store, threading.Lock()
+    with running([sys.executable, "-c", SERVER], stdout=subprocess.PIPE) as server:
+        watchdog = Watchdog(0.05)  # of a world of one, so without a thread
+        watchdog._store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
+        watchdog._store.set_timeout(timedelta(seconds=2))
         monkeypatch.setattr(watchdog, "_exit", watchdog._closed.set)
         watchdog.beat("computing step 1")
         server.kill()
@@ -178,8 +149,8 @@ def test_a_job_that_stalls_ends_even_if_the_store_is_gone(monkeypatch, capsys):
         thread.start()
         thread.join(300)
         assert not thread.is_alive()
-        assert "--timeout_minutes 0.1: no progress for 6 s on rank 0" in capsys.readouterr().err
-        assert watchdog.fail("an error"), "no other rank can print it"
+        assert "--timeout_minutes 0.05: no progress for 3 s on rank 0" in capsys.readouterr().err
+        assert watchdog.fail(), "no other rank can print its error"
 
 
 def start_together(store: dist.Store, order: list[int]) -> set[str]:
@@ -209,7 +180,7 @@ def test_each_start_of_the_ranks_has_its_own_name():
 
 
 def test_ranks_that_do_not_come_are_named():
-    with pytest.raises(TimeoutError, match=r"^ranks 1, 2 of 3$"):
+    with pytest.raises(UserError, match=r"waiting for ranks 1, 2 of 3 to join"):
         ranks.agree_on_start(dist.HashStore(), 0, 3, timedelta(seconds=0.1))
 
 
