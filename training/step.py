@@ -46,11 +46,17 @@ class StepResult:
 
 
 def train_step(
-    stack: Stack, micro_batches: list[Any], *, done: int, max_grad_norm: float, stop_requested: bool
+    stack: Stack,
+    micro_batches: list[Any],
+    *,
+    done: int,
+    max_grad_norm: float,
+    stop_requested: Callable[[], bool],
 ) -> StepResult:
     """Run one optimizer step. The result is the same for any split into micro-batches and ranks.
 
-    `done`: steps before this one. Nothing here waits for the device.
+    `done`: steps before this one. `stop_requested` is read after backward, so that a signal during the step
+    counts. Nothing here waits for the device.
     """
     strategy, optimizer = stack.strategy, stack.optimizer
     stack.heartbeat(f"computing step {done + 1}")
@@ -68,7 +74,7 @@ def train_step(
             # Backward stays outside autocast. Ranks average gradients; world_size undoes that.
             strategy.backward(stack.model, loss * (strategy.world_size / divisor))
         loss_sum += loss.detach()
-    stop = torch.full((), float(stop_requested), device=strategy.device)
+    stop = torch.full((), float(stop_requested()), device=strategy.device)
     total, stop = strategy.sum(torch.stack([loss_sum, stop])).unbind()
     mean = total / divisor
     stack.heartbeat(f"waiting for step {done + 1}")

@@ -176,7 +176,7 @@ class Trainer:
             window,
             done=progress.step,
             max_grad_norm=cfg.optim.max_grad_norm,
-            stop_requested=self.stop.requested,
+            stop_requested=lambda: self.stop.requested,
         )
         progress.step += 1
         last = progress.step == self.total_steps

@@ -605,6 +605,13 @@ def test_a_signal_during_the_last_save_skips_what_would_follow():
     assert made.fit() is False and made.progress.step == 1
 
 
+def test_a_signal_during_a_step_of_many_ranks_stops_after_that_step():
+    model = Bigram()
+    model.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    made, _ = trainer([to_batch(rows(4))], total_steps=9, model=model, strategy=TwoRanks(CPU))
+    assert made.fit() is False and made.progress.step == 1
+
+
 def test_a_signal_on_another_rank_stops_this_one():
     made, _ = trainer([to_batch(rows(4))], total_steps=9, strategy=TwoRanks(CPU, other_stops=True))
     assert made.fit() is False and made.progress.step == 1
