@@ -73,7 +73,7 @@ def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
     path, own = Path(resume).expanduser().resolve(), checkpoints.folder.resolve()
     if own not in (path, *path.parents, path / "checkpoints"):
         if latest:  # --resume only picks the starting point, and this run has saved newer checkpoints since
-            _check_origin(path, latest, own.parent)
+            _check_origin(path, latest, checkpoints.folder.parent)
             return latest
     elif path.parent == own and (newer := _saved_since_rollback(checkpoints.folder, path)):
         return newer

@@ -1,5 +1,6 @@
 """Checkpoint that --resume starts from: rollbacks, damage and folders of other runs."""
 
+import json
 import shutil
 
 import pytest
@@ -75,3 +76,14 @@ def test_only_a_rollback_in_the_run_s_own_folder_is_recorded(tmp_path):
     assert resolve_resume(str(copied), checkpoints) == copied
     roll_back(checkpoints, copied)  # recorded as step 2
     assert checkpoints.latest().name == "step_000002"
+
+
+def test_a_run_with_checkpoints_on_another_disk_resumes_with_the_path_it_started_from(tmp_path):
+    run, other = tmp_path / "run", tmp_path / "other"
+    save_steps(other / "checkpoints", 2)
+    own = save_steps(tmp_path / "disk", 4)
+    run.mkdir()
+    (run / "checkpoints").symlink_to(own.folder)
+    (run / "config.json").write_text(json.dumps({"resume": str(other)}))
+    checkpoints = Checkpoints(run / "checkpoints", keep_last=3)
+    assert resolve_resume(str(other), checkpoints) == run / "checkpoints" / "step_000004"
