@@ -64,12 +64,11 @@ class RecipeSpec:
     # Gradients of weights (wgrad) are computed in BF16, one of three GEMMs.
     bf16_wgrad: bool = False
     costs: StepCosts
-    # TE recipes only: the class in TE's recipe module, how to make it from (PrecisionConfig, module), the
-    # te.is_*_available function, and how TE stores a quantized tensor (`training.precision.fp8_stats`).
+    # TE recipes only: the class in TE's recipe module, how to make it from (PrecisionConfig, module), and the
+    # te.is_*_available function.
     te_class: str = ""
     make: Callable[[Any, Any], Any] | None = None
     probe: str = ""
-    storage: Literal["tensor", "blocks", "mx_blocks", "fp4_blocks"] | None = None
 
 
 def _delayed(cfg: Any, te: Any) -> Any:
@@ -122,7 +121,6 @@ RECIPES: dict[str, RecipeSpec] = {
         te_class="DelayedScaling",
         make=_delayed,
         probe="is_fp8_available",
-        storage="tensor",
         costs=StepCosts(gemm_share=0.69, cast_bytes=4, saved_per_ffn=1, weight_copies=2),
     ),
     "current": RecipeSpec(
@@ -132,7 +130,6 @@ RECIPES: dict[str, RecipeSpec] = {
         te_class="Float8CurrentScaling",
         make=_current,
         probe="is_fp8_available",
-        storage="tensor",
         costs=StepCosts(gemm_share=0.69, cast_bytes=6, saved_per_ffn=1, weight_copies=2),
     ),
     "block": RecipeSpec(
@@ -144,7 +141,6 @@ RECIPES: dict[str, RecipeSpec] = {
         te_class="Float8BlockScaling",
         make=_block,
         probe="is_fp8_block_scaling_available",
-        storage="blocks",
         costs=StepCosts(gemm_share=0.50, cast_bytes=6, weight_copies=2 * (1 + 4 / 128**2)),
     ),
     "mxfp8": RecipeSpec(
@@ -156,7 +152,6 @@ RECIPES: dict[str, RecipeSpec] = {
         te_class="MXFP8BlockScaling",
         make=lambda cfg, te: te.MXFP8BlockScaling(),
         probe="is_mxfp8_available",
-        storage="mx_blocks",
         costs=StepCosts(  # GEMM share as for delayed
             gemm_share=0.69,
             cast_bytes=4,
@@ -174,7 +169,6 @@ RECIPES: dict[str, RecipeSpec] = {
         te_class="NVFP4BlockScaling",
         make=lambda cfg, te: te.NVFP4BlockScaling(),
         probe="is_nvfp4_available",
-        storage="fp4_blocks",
         costs=StepCosts(  # GEMM share as for delayed, at the FP8 peak
             gemm_share=0.69,
             cast_bytes=6,

@@ -114,7 +114,7 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
     if cfg.precision.mixed_precision == "fp8":
         checks.check_flags_apply(cfg, {cfg.recipe})
         if cfg.model.use_te:
-            checks.check_recipe_sizes(cfg.recipe, name, shape.gemm_sizes)
+            checks.check_gemm_sizes(cfg.recipe, shape.gemm_sizes, fp8_scenario=cfg.recipe, model_name=name)
         if cfg.precision.fp8_lm_head:
             head = {"hidden size": shape.hidden_size, "vocabulary": shape.vocab_size}
             checks.check_lm_head_sizes(name, head)

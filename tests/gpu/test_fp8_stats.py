@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.recipes import RECIPES
 from tests.gpu.test_run import SMALL, losses, train
 from tests.training.precision.test_fp8_stats import restored
 from training.precision.fp8_counts import cast_counts
-from training.precision.fp8_inspect import READERS
+from training.precision.fp8_inspect import read_cast
 from training.precision.recipes import why_not
 
 pytestmark = pytest.mark.gpu
@@ -94,9 +93,7 @@ def test_te_s_tensors_are_read_as_te_reads_them(name):
     x *= torch.linspace(1e-3, 10, 416, device="cuda").bfloat16()
     quantized = make()(x)
     expected = quantized.dequantize(dtype=torch.float32).reshape(-1, 416)
-    torch.testing.assert_close(
-        restored(READERS[RECIPES[recipe].storage](quantized)), expected, rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(restored(read_cast(quantized)), expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(expected, x.reshape(-1, 416).float(), rtol=0.13, atol=0.01)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from core.errors import UserError, first_line
 from core.packages import version
-from core.recipes import FALLBACK_RECIPE, RECIPES
+from core.recipes import FALLBACK_RECIPE, RECIPES, TE_RECIPES, TORCHAO_RECIPES
 from te_models.build import build_model, plan_model
 from te_models.engine import Backend
 from te_models.kernels import flash_attention
@@ -27,16 +26,8 @@ from training.precision.settings import PrecisionConfig
 from training.tracking.metrics import ModelShape, model_flops, peak_tflops
 
 LARGE, SMALL = "meta-llama/Llama-3.1-8B", "tiny-llama"  # one layer is timed; one is trained in each recipe
-TE_CORES = ("transformer_engine_cu12", "transformer_engine_cu13")
-# Message of TE 2.20 or of the loader -> what it means, and if rebuilding the extension fixes it. All others:
-# reinstall all parts.
-TE_ERRORS = {
-    r"undefined symbol|lib(c10|torch)\w*\.so|GLIBC": ("its extension is built for another torch", True),
-    r"transformer_engine_torch|Engine torch|meta.package": ("its PyTorch part is not installed", False),
-    r"version mismatch|Could not find .*transformer.engine": ("its parts are of different versions", False),
-    r"cannot open shared object|object not found": ("a library of its CUDA is missing", False),
-    r"requires cuDNN": ("cuDNN is too old for it", False),
-}
+TE_PARTS = ("transformer_engine", "transformer_engine_torch")
+TE_PARTS += ("transformer_engine_cu12", "transformer_engine_cu13")  # of another CUDA than torch's: an error
 GEMM_SIZE = LAYER_TOKENS = 8192  # no cache holds these
 # Healthy data-centre GPUs reach 60 to 85 % of their dense peak in such GEMMs, power-limited ones 50 to 60 %.
 # An H200 trained the whole 8B at 0.51 (BF16) and 0.34 (FP8) of its peak; two thirds of that are suspicious.
@@ -67,31 +58,20 @@ def check_te() -> Iterator[Finding]:
         text = f"Transformer Engine is not installed, for native TE layers (--use_te): {install_te()}"
         yield Finding("note", text, install_te())
     else:
-        meaning, cure = diagnose(str(te_runtime.load_error()))
-        text = f"Transformer Engine {found} does not load: {meaning} ({first_line(te_runtime.load_error())})"
-        yield Finding("fault", text, cure)
-
-
-def diagnose(message: str) -> tuple[str, str]:
-    """Return what an import error of Transformer Engine means, and the command that fixes it."""
-    cuda, cores = torch.version.cuda or "", [part for part in TE_CORES if version(part)]
-    if len(cores) > 1 or (cores and not cores[0].endswith(cuda.split(".")[0])):
-        return f"{' and '.join(cores)} installed, torch has CUDA {cuda}", install_te()
-    known = (found for pattern, found in TE_ERRORS.items() if re.search(pattern, message))
-    meaning, rebuild = next(known, ("its import fails", True))
-    return meaning, this_pip(te_runtime.rebuild_te()) if rebuild else install_te()
+        text = f"Transformer Engine {found} does not load: {first_line(te_runtime.load_error())}"
+        yield Finding("fault", text, install_te())
 
 
 def install_te() -> str:
     """Return the command that installs all parts anew; the extension is compiled on the spot."""
-    parts = [p for p in ("transformer_engine", "transformer_engine_torch", *TE_CORES) if version(p)]
-    remove = f"pip uninstall -y {' '.join(parts)} && " if parts else ""
-    command = this_pip(f"{remove}pip install setuptools wheel ninja && {te_runtime.INSTALL_TE}")
+    command = f"pip install setuptools wheel ninja && {te_runtime.INSTALL_TE}"
+    if parts := [part for part in TE_PARTS if version(part)]:  # pip's cache may hold one for another torch
+        command = f"pip uninstall -y {' '.join(parts)} && {command} --no-cache-dir"
     cuda = torch.version.cuda or ""
     if nvcc_cuda().split(".")[0] == cuda.split(".")[0]:
-        return command
+        return this_pip(command)
     toolkit = f"sudo apt-get install -y cuda-toolkit-{cuda.replace('.', '-')}"  # nvcc of torch's CUDA
-    return f"{toolkit} && export CUDA_HOME=/usr/local/cuda-{cuda} && {command}"
+    return f"{toolkit} && export CUDA_HOME=/usr/local/cuda-{cuda} && {this_pip(command)}"
 
 
 def check_flash_attention() -> Iterator[Finding]:
@@ -115,11 +95,13 @@ def build_step(
     plan = plan_model(model_name, init="random", use_te=backend is not None)
     plan.config.num_hidden_layers, plan.config.vocab_size = 1, 2048
     build = partial(BuildOptions, te_backend=backend, device=device, dtype=torch.bfloat16, packed=packed)
-    fp8, emulated, te_recipe = recipe in RECIPES, device.type == "cpu", None
-    convert = partial(torchao_fp8.convert, recipe_of=lambda name: recipe, emulated=emulated)
-    model = build_model(plan, build(max_positions=tokens, convert=convert if fp8 and not backend else None))
-    if fp8 and backend:
+    convert = te_recipe = None
+    if recipe in TE_RECIPES:
         te_recipe = recipes.make_recipe(recipe, PrecisionConfig(), backend)
+    elif recipe in TORCHAO_RECIPES:
+        emulated = device.type == "cpu"
+        convert = partial(torchao_fp8.convert, recipe_of=lambda name: recipe, emulated=emulated)
+    model = build_model(plan, build(max_positions=tokens, convert=convert))
     precision = Precision(recipe, recipe, recipe=te_recipe, te_backend=backend)
     autocast = recipes.build_autocast(precision, device=device, parameter_dtype=torch.bfloat16)
     ids, length = torch.randint(0, 2048, (1, tokens), device=device), tokens // 2 if packed else tokens
@@ -141,10 +123,10 @@ def build_step(
 def check_recipes() -> Iterator[Finding]:
     """Train a small layer in every recipe, in native and emulated TE layers or in Hugging Face's."""
     reasons: dict[str, bool] = {}  # reason -> True if the recipe should run
+    backends = {"te": ("native", "emulated"), "torchao": (None,)}
     for name in ("bf16", *RECIPES):
-        te = name == "bf16" or RECIPES[name].layers == "te"
         text, data = f"{name:<18}", {"recipe": name}
-        for backend in (*(("native", "emulated") if te else ()), *(() if te and name != "bf16" else (None,))):
+        for backend in backends[RECIPES[name].layers] if name in RECIPES else ("native", "emulated", None):
             reason, broken = try_recipe(name, backend)
             if reason:
                 reasons.setdefault(reason, broken)
@@ -159,13 +141,14 @@ def check_recipes() -> Iterator[Finding]:
 def try_recipe(name: str, backend: Backend | None) -> tuple[str | None, bool]:
     """Train a layer in a recipe, or in BF16; return why it does not run, and True if it should."""
     try:
-        if backend == "native" and (reason := te_runtime.why_not_te()):
-            return reason, False
-        if backend and name in RECIPES and (reason := recipes.why_not(name, backend)):
-            return reason, False
-        if backend is None and name in RECIPES:
+        reason = te_runtime.why_not_te() if backend == "native" else None
+        if name in TE_RECIPES:
+            reason = recipes.why_not(name, backend)
+        elif name in TORCHAO_RECIPES:
             torchao_fp8.require_torchao()
             recipes.fp8_gemms_are_emulated()
+        if reason:
+            return reason, False
         loss = build_step(SMALL, name, backend, packed=False, tokens=128)[1]()
         return (None, False) if loss.isfinite() else (f"{name}, {backend} layers: the loss is {loss}", True)
     except UserError as error:

@@ -19,8 +19,7 @@ from core.errors import first_line
 from core.machine import cores, host_memory
 from core.packages import version
 
-REQUIRED = {"torch": "torch", "transformers": "transformers", "datasets": "datasets", "numpy": "numpy"}
-REQUIRED |= {"safetensors": "safetensors", "pyyaml": "yaml", "tqdm": "tqdm"}  # name -> module
+REQUIRED = ("torch", "transformers", "datasets", "numpy", "safetensors", "pyyaml", "tqdm")
 MINIMUM = {"torch": (2, 11), "transformers": (5, 0)}
 OPTIONAL = ("torchao", "deepspeed", "nvdlfw-inspect", "wandb", "tensorboard", "matplotlib")
 UPDATE_DRIVER = "sudo apt-get install -y nvidia-driver-580-server-open && sudo reboot"  # Ubuntu, Debian
@@ -75,7 +74,7 @@ def check_packages() -> Iterator[Finding]:
     versions = {name: version(name) for name in (*REQUIRED, *OPTIONAL)}
     command = "pip install -r requirements.txt"
     problems = []
-    for name, module in REQUIRED.items():
+    for name in REQUIRED:
         found = versions[name]
         if found is None:
             problems.append(f"{name} is missing")
@@ -83,7 +82,7 @@ def check_packages() -> Iterator[Finding]:
             problems.append(f"{name} {found} is older than {'.'.join(map(str, MINIMUM[name]))}")
         else:
             try:
-                importlib.import_module(module)
+                importlib.import_module("yaml" if name == "pyyaml" else name)
             except Exception as error:
                 problems.append(f"{name} {found} does not load ({first_line(error)})")
                 command = "pip install --force-reinstall -r requirements.txt"
@@ -128,10 +127,12 @@ def check_gpus() -> Iterator[Finding]:
         if (gpu.major, gpu.minor) < (8, 9):
             capability += ", without FP8 tensor cores (8.9 has them)"
         text = f"{i}: {gpu.name}, {capability}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
-        shared = total - free > 4e9
-        text += "; other processes hold the rest, and slow what is timed here" if shared else ""
         data = {"name": gpu.name, "capability": [gpu.major, gpu.minor], "memory": total, "free": free}
-        yield Finding("warn" if shared else "ok", text, "nvidia-smi" if shared else None, data)
+        if total - free > 4e9:
+            text += "; other processes hold the rest, and slow what is timed here"
+            yield Finding("warn", text, "nvidia-smi", data)
+        else:
+            yield Finding("ok", text, data=data)
 
 
 def _no_gpu(torch: Any, smi: str | None) -> Finding:
@@ -143,9 +144,8 @@ def _no_gpu(torch: Any, smi: str | None) -> Finding:
     if "Driver Version" not in smi:
         return Finding("fault", f"nvidia-smi fails: {smi}", driver_cure(smi))
     if torch.version.cuda is None:
-        return Finding(
-            "fault", "there is a GPU, but torch is a build without CUDA", this_pip(REINSTALL_TORCH)
-        )
+        text = "there is a GPU, but torch is a build without CUDA"
+        return Finding("fault", text, this_pip(REINSTALL_TORCH))
     if hidden is not None and not re.search(r"\d", hidden.replace("-1", "")):
         return Finding("note", f"CUDA_VISIBLE_DEVICES={hidden!r} hides the GPUs; unset it to use them")
     try:

@@ -47,20 +47,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     args = parser.parse_args(argv)
     names = CHECKS if find_spec("torch") else WITHOUT_TORCH
-    rows: list[tuple[str, Finding]] = []
+    rows: list[dict] = []
     for name, findings in supervise([name for name in names if not (args.no_speed and name in TIMED)]):
-        rows += [(name, finding) for finding in findings]
+        rows += [{"check": name, **asdict(finding)} for finding in findings]
         for number, finding in enumerate(() if args.json else findings):
-            print(render(name if number == 0 else "", finding), flush=True)
-    faults = [finding for _, finding in rows if finding.status == "fault"]
+            print(render("" if number else name, finding), flush=True)
+    faults = [row for row in rows if row["status"] == "fault"]
     if args.json:
-        found = [{"check": name, **asdict(finding)} for name, finding in rows]
-        print(json.dumps({"exit_code": int(bool(faults)), "findings": found}, indent=2))
-    else:
-        commands = dict.fromkeys(finding.cure for finding in faults if finding.cure)
-        print(f"{len(faults)} broken; to fix:" if faults else "healthy: nothing is broken")
-        for number, command in enumerate(commands, 1):
-            print(f"{number}. {command}")
+        print(json.dumps({"exit_code": int(bool(faults)), "findings": rows}, indent=2))
+        return int(bool(faults))
+    print(f"{len(faults)} broken; to fix:" if faults else "healthy: nothing is broken")
+    for number, command in enumerate(dict.fromkeys(row["cure"] for row in faults if row["cure"]), 1):
+        print(f"{number}. {command}")
     return int(bool(faults))
 
 
@@ -75,49 +73,44 @@ def render(name: str, finding: Finding) -> str:
     return head + f"\n{' ' * len(head)}".join(lines)
 
 
-def supervise(left: list[str]) -> Iterator[tuple[str, list[Finding]]]:
+def supervise(names: list[str]) -> Iterator[tuple[str, list[Finding]]]:
     """Yield checks with their findings, also checks that crash or hang their process."""
     context = get_context("spawn")
-    while left:
+    while names:
         receiver, sender = context.Pipe(duplex=False)
-        checks = {name: CHECKS[name] for name in left}
+        checks = {name: CHECKS[name] for name in names}
         process = context.Process(target=_work, args=(checks, sender), daemon=True)
         process.start()
         sender.close()
-        raised = False
-        while left and not raised:  # a CUDA error spoils every later call in its process
-            name, left = left[0], left[1:]
-            if not receiver.poll(SECONDS):
-                findings, raised = [Finding("fault", f"this check hangs: no answer in {SECONDS} s")], True
-            else:
+        usable = True
+        while names and usable:  # a CUDA error spoils every later call in its process
+            name, *names = names
+            problem = f"hangs: no answer in {SECONDS} s"
+            findings, usable = [], False
+            if receiver.poll(SECONDS):
                 try:
-                    findings, raised = receiver.recv()
+                    findings, problem = receiver.recv()
+                    usable = not problem
                 except EOFError:
                     process.join()
-                    text = f"this check ended its process with exit code {process.exitcode}"
-                    findings, raised = [Finding("fault", text)], True
-            yield name, findings
+                    problem = f"ended its process with exit code {process.exitcode}"
+            yield name, findings + ([] if usable else [Finding("fault", f"this check {problem}")])
         process.kill()
         process.join()
 
 
 def _work(checks: dict[str, str], sender: Connection) -> None:
+    """Run the checks in this process; send the findings of each, and the error that ended it, or None."""
     if os.environ.get("NVTE_DEBUG") != "1":  # messages of libraries would hide the report
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     for name, check in checks.items():
-        applies = name not in ON_GPU or import_module("torch").cuda.is_available()
-        sender.send(examine(check) if applies else ([], False))
-
-
-def examine(check: str) -> tuple[list[Finding], bool]:
-    """Run a check in this process; return its findings, and True if it raised."""
-    module, function = check.split(":")
-    findings: list[Finding] = []
-    try:
-        for finding in getattr(import_module(module), function)():
-            findings.append(finding)  # one by one, to keep those before an exception
-    except Exception as error:
-        text = f"this check failed: {type(error).__name__}: {first_line(error)}"
-        return [*findings, Finding("fault", text)], True
-    return findings, False
+        module, function = check.split(":")
+        findings, problem = [], None
+        try:
+            if name not in ON_GPU or import_module("torch").cuda.is_available():
+                for finding in getattr(import_module(module), function)():
+                    findings.append(finding)  # one by one, to keep those before an exception
+        except Exception as error:
+            problem = f"failed: {type(error).__name__}: {first_line(error)}"
+        sender.send((findings, problem))

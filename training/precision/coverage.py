@@ -50,8 +50,8 @@ def coverage(model: nn.Module, precision: Precision) -> Coverage:
     A GEMM's FLOPs are proportional to its weight's elements, since every weight sees the same tokens (except
     experts, which see only a fraction of the tokens, so their share is overstated).
     """
-    groups: dict[tuple[str, str, str], tuple[int, int]] = {}
-    fp8_elements = all_elements = 0.0
+    groups: dict[tuple[str, str, str], list[int]] = {}  # elements of the modules of a row
+    fp8_elements = 0.0
     for name, module in model.named_modules():
         # ZeRO-3 leaves an empty tensor in a weight's place, with the shape as its attribute.
         shapes = [getattr(p, "ds_shape", p.shape) for p in module.parameters(recurse=False)]
@@ -60,18 +60,17 @@ def coverage(model: nn.Module, precision: Precision) -> Coverage:
         if isinstance(module, nn.Embedding) or not (elements or is_attention):
             continue
         recipe, note = _recipe_run(module, is_attention), getattr(module, "fp8_left_out", "")
+        ran = f"fp8 {recipe}" if recipe else "fp32" if precision.effective == "fp32" else "bf16"
         if recipe and RECIPES[recipe].bf16_wgrad:
             note = "gradients of weights in BF16"
-        if recipe:
-            fp8_elements += elements * (2 / 3 if RECIPES[recipe].bf16_wgrad else 1)
-        all_elements += elements
-        ran = f"fp8 {recipe}" if recipe else "fp32" if precision.effective == "fp32" else "bf16"
-        key = (fold_layers(name), ran, note)
-        count, total = groups.get(key, (0, 0))
-        groups[key] = (count + 1, total + elements)
-    rows = [CoverageRow(name, n, ran, e / all_elements, note) for (name, ran, note), (n, e) in groups.items()]
+            fp8_elements += elements * (2 / 3)
+        elif recipe:
+            fp8_elements += elements
+        groups.setdefault((fold_layers(name), ran, note), []).append(elements)
+    total = sum(map(sum, groups.values()))
+    rows = [CoverageRow(name, len(n), ran, sum(n) / total, note) for (name, ran, note), n in groups.items()]
     fp8_modules = sum(row.count for row in rows if row.precision.startswith("fp8"))
-    return Coverage(rows, fp8_modules, fp8_elements / all_elements)
+    return Coverage(rows, fp8_modules, fp8_elements / total)
 
 
 def _recipe_run(module: nn.Module, is_attention: bool) -> str | None:

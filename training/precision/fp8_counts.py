@@ -6,8 +6,9 @@ cover only a part of a tensor (some 100 MB), whatever its size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,61 +19,56 @@ ROUNDING = 1 + 1e-6  # amax / scale may come out a float32 step above the larges
 PART = 2**24  # elements processed at once: float32 counts that many exactly
 
 
+class Cast(NamedTuple):
+    """Result of a cast for the GEMM that contracts rows, as every backend reports it."""
+
+    data: Tensor  # [M, N] FP8
+    scale_inv: Tensor | None  # float32, [M/m, N/n] (rounded up) or one number; None: not known
+    block: tuple[int, int] | None = None  # (m, n); None: one scale
+
+
 def cast_counts(
     original: Tensor | None,
     data: Tensor,
     scale_inv: Tensor | None,
     block: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Count what a cast of `original` [M, N] to the FP8 `data` did, as [6] float64 that `merge` adds up.
+    """Count what a cast of `original` [M, N] did, as [6] float64 that `merge` adds up; see `Cast`.
 
-    Elements, underflows, overflows; amax, largest scale, smallest scale negated. `scale_inv`, the inverse of
-    what `original` was multiplied by, is [M/m, N/n] (rounded up) for blocks of m x n, or one number for all.
-    Without `original` the amax is that of `data`; without `scale_inv` nothing overflows.
+    Elements, underflows, overflows; amax, largest scale, smallest scale negated. NaN: not known. Without
+    `original` the amax is that of `data`.
     """
     data = data.detach().reshape(-1, data.shape[-1])  # [M, N]
     original = None if original is None else original.detach().reshape(data.shape)
-    if scale_inv is None:
-        scale_inv = torch.full((), torch.inf, device=data.device)
+    scales_known = scale_inv is not None
+    inverse = scale_inv.float() if scales_known else torch.full((), torch.inf, device=data.device)
     if block is None:  # one block per row
-        block, scale_inv = (1, data.shape[1]), scale_inv.reshape(1, 1).expand(len(data), 1)
+        block, inverse = (1, data.shape[1]), inverse.reshape(1, 1).expand(len(data), 1)
     at_once = max(PART // data.shape[1] // block[0], 1)  # rows of blocks
     counts, amaxes = [], []
-    for start in range(0, len(scale_inv), at_once):
+    for start in range(0, len(inverse), at_once):
         rows = slice(start * block[0], (start + at_once) * block[0])
-        part = None if original is None else original[rows]
-        found = _count_part(part, data[rows], scale_inv[start : start + at_once].float(), block)
-        counts.append(found[0])
-        amaxes.append(found[1])
+        each = inverse[start : start + at_once, None, :, None]  # [M/m, 1, N/n, 1]
+        x = _tiles(data[rows].float(), block) * each if original is None else _tiles(original[rows], block)
+        magnitude = x.abs()
+        # `each` has dimensions, so that BF16 is compared with it in float32, without a copy.
+        overflows = magnitude > torch.finfo(data.dtype).max * each * ROUNDING
+        counts.append(torch.stack([_count_nonzero(tensor) for tensor in (x, data[rows], overflows)]))
+        amaxes.append(magnitude.amax((1, 3)))
     values, kept, overflows = torch.stack(counts).sum(0, dtype=torch.float64)
-    amax, scale = torch.cat(amaxes), scale_inv.float().reciprocal()  # [M/m, N/n]
+    amax, scale = torch.cat(amaxes), inverse.reciprocal()  # [M/m, N/n]
     # The scale of a block of zeros means nothing, unless all blocks are zeros.
     zeros = (amax == 0) & (amax != 0).any()
+    unknown = torch.full_like(values, math.nan)
     numbers = [
         torch.full_like(values, data.numel()),
-        values - kept,
-        overflows,
+        values - kept if original is not None else unknown,
+        overflows if original is not None and scales_known else unknown,
         amax.amax(),
-        scale.masked_fill(zeros, -torch.inf).amax(),
-        -scale.masked_fill(zeros, torch.inf).amin(),
+        scale.masked_fill(zeros, -torch.inf).amax() if scales_known else unknown,
+        -scale.masked_fill(zeros, torch.inf).amin() if scales_known else unknown,
     ]
     return torch.stack([number.double() for number in numbers])
-
-
-def _count_part(
-    original: Tensor | None, data: Tensor, scale_inv: Tensor, block: tuple[int, int]
-) -> tuple[Tensor, Tensor]:
-    """Count nonzero values, nonzero data and overflows [3] of some rows of blocks; and each block's amax.
-
-    `scale_inv` (float32) and the amaxes are [M/m, N/n].
-    """
-    each = scale_inv[:, None, :, None]  # [M/m, 1, N/n, 1]
-    tiles = _tiles(data.float(), block) * each if original is None else _tiles(original, block)
-    magnitude = tiles.abs()
-    # `each` has dimensions, so that BF16 is compared with it in float32, without a copy.
-    overflows = magnitude > torch.finfo(data.dtype).max * each * ROUNDING
-    counts = [_count_nonzero(tensor) for tensor in (tiles, data, overflows)]
-    return torch.stack(counts), magnitude.amax((1, 3))
 
 
 def _count_nonzero(x: Tensor) -> Tensor:
@@ -95,56 +91,39 @@ def merge(one: Tensor, other: Tensor) -> Tensor:
 
 
 def shares(counts: Sequence[float]) -> Stats:
-    """Turn the six numbers of `cast_counts` into statistics."""
+    """Turn the six numbers of `cast_counts` into statistics, without those that are not known."""
     elements, underflows, overflows, amax, scale_max, scale_min = counts
-    return {
+    found = {
         "underflow": underflows / elements,
         "overflow": overflows / elements,
         "amax": amax,
         "scale_min": -scale_min,
         "scale_max": scale_max,
     }
+    return {name: value for name, value in found.items() if name == "amax" or not math.isnan(value)}
 
 
 class Tally:
     """Counts of the casts of one step, by module and tensor."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], Tensor] = {}
-        self._unknown: dict[tuple[str, str], set[str]] = {}
+        self._counts: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def add(
-        self,
-        module: str,
-        tensor: str,
-        original: Tensor | None,
-        data: Tensor,
-        scale_inv: Tensor | None,
-        block: tuple[int, int] | None = None,
-    ) -> None:
-        """Count one more cast, see `cast_counts`. Statistics that need a missing value are omitted."""
-        name, counts = (module, tensor), cast_counts(original, data, scale_inv, block)
-        if name in self._counts:
-            counts = merge(self._counts[name], counts)
-        self._counts[name] = counts
-        unknown = self._unknown.setdefault(name, set())
-        if original is None:
-            unknown |= {"underflow", "overflow"}
-        if scale_inv is None:
-            unknown |= {"overflow", "scale_min", "scale_max"}
+    def add(self, module: str, tensor: str, original: Tensor | None, cast: Cast) -> None:
+        """Count one more cast of `original`, or of an unknown tensor."""
+        name, counts = f"{module}/{tensor}", cast_counts(original, cast.data, cast.scale_inv, cast.block)
+        self._counts[name] = merge(self._counts[name], counts) if name in self._counts else counts
 
     def collect(self, strategy: Any) -> Stats:
         """Return statistics over all ranks, which run the same modules, and empty the tally. Collective."""
-        if not self._counts:
+        found, self._counts = sorted(self._counts.items()), {}
+        if not found:
             return {}
-        names, found, unknown = sorted(self._counts), self._counts, self._unknown
-        self._counts, self._unknown = {}, {}
-        counts = torch.stack([found[name] for name in names])  # [casts, 6]
+        counts = torch.stack([counts for _, counts in found])  # [casts, 6]
         counts = torch.cat([strategy.sum(counts[:, :3]), strategy.max(counts[:, 3:])], -1)
         return {
-            f"fp8/{'/'.join(name)}/{statistic}": value
-            for name, row in zip(names, counts.tolist(), strict=True)
+            f"fp8/{name}/{statistic}": value
+            for (name, _), row in zip(found, counts.tolist(), strict=True)
             for statistic, value in shares(row).items()
-            if statistic not in unknown[name]
         }

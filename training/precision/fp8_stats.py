@@ -15,12 +15,13 @@ ask for a number.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +29,12 @@ from torch import Tensor, nn
 from core.errors import bad_setting
 from te_models.engine import Backend
 from training.config import Config
-from training.precision.fp8_counts import Stats, Tally
-from training.precision.fp8_inspect import check_inspection, close_inspection, open_inspection, watch_native
+from training.precision.fp8_counts import Cast, Stats, Tally
+from training.precision.fp8_inspect import check_inspection, inspect, watch_native
 from training.precision.precision_map import TE_GEMMS
 from training.precision.recipes import Precision
+
+EMULATED_TENSORS = {"input": "activation", "weight": "weight", "grad": "gradient"}
 
 
 @contextmanager
@@ -43,37 +46,27 @@ def watch_emulated(modules: dict[str, nn.Module], tally: Tally) -> Iterator[None
         for number, gemm in enumerate(made, 1):
             if gemm is not None:
                 own_name = name if len(made) == 1 else f"{name}.fc{number}"  # TE's names for an MLP's two
-                gemm.recipe = CountingRecipe(gemm.recipe, functools.partial(tally.add, own_name))
+                counting = functools.partial(quantize, own_name, gemm.recipe.quantize)
+                gemm.recipe = copy.copy(gemm.recipe)
+                vars(gemm.recipe)["quantize"] = counting  # recipes are frozen
         return made
+
+    def quantize(name: str, original: Callable, x: Tensor, kind: str, *rest: Any) -> Callable[[int], Any]:
+        operand = original(x, kind, *rest)
+
+        def cast(dim: int) -> Any:
+            made = operand(dim)
+            if dim == 1:  # contracted by the forward pass, or by the gradient of the input
+                tally.add(name, EMULATED_TENSORS[kind], x, made)
+            return made
+
+        return cast
 
     for name, module in modules.items():
         module.gemms = functools.partial(counting_gemms, name, module.gemms)
     yield
     for module in modules.values():
         del module.gemms
-
-
-class CountingRecipe:
-    """An emulated recipe that calls `count` with each tensor's rowwise cast, once per tensor."""
-
-    TENSORS: ClassVar = {"input": "activation", "weight": "weight", "grad": "gradient"}
-
-    def __init__(self, recipe: Any, count: Callable[..., None]) -> None:
-        self._recipe, self._count = recipe, count
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._recipe, name)
-
-    def quantize(self, x: Tensor, kind: str, *rest: Any) -> Callable[[int], Any]:
-        operand = self._recipe.quantize(x, kind, *rest)
-
-        def cast(side: int) -> Any:
-            made = operand(side)
-            if side == 1:  # contracted by the forward pass, or by the gradient of the input
-                self._count(self.TENSORS[kind], x, made.data, made.scale_inv, made.block)
-            return made
-
-        return cast
 
 
 @contextmanager
@@ -91,15 +84,15 @@ def watch_torchao(modules: dict[str, nn.Module], tally: Tally) -> Iterator[None]
             # Emulated layers round weights too, see `torchao_fp8`.
             hidden, weight = hidden.to(dtype), weight.to(dtype) if settings.emulate else weight
 
-        def count(tensor: str, original: Tensor, how: Any, dim: int) -> None:
-            tally.add(name, tensor, *_repeat_cast(layer, tensor, original, how, dim))
+        def count(tensor: str, original: Tensor, how: Any) -> None:
+            tally.add(name, tensor, original, _repeat_cast(layer, tensor, original, how))
 
-        count("activation", hidden.flatten(0, -2), settings.cast_config_input, -1)  # [T, D]
+        count("activation", hidden.flatten(0, -2), settings.cast_config_input)  # [T, D]
         if not is_fp8(weight):
-            count("weight", weight.t(), settings.cast_config_weight, 0)
+            count("weight", weight, settings.cast_config_weight)
         if output.requires_grad:
             how = settings.cast_config_grad_output
-            output.register_hook(lambda grad: count("gradient", grad.flatten(0, -2), how, -1))
+            output.register_hook(lambda grad: count("gradient", grad.flatten(0, -2), how))
 
     hooks = [m.register_forward_hook(functools.partial(on_forward, name)) for name, m in modules.items()]
     yield
@@ -108,24 +101,25 @@ def watch_torchao(modules: dict[str, nn.Module], tally: Tally) -> Iterator[None]
 
 
 @torch.no_grad()
-def _repeat_cast(layer: Any, tensor: str, original: Tensor, how: Any, dim: int) -> tuple[Any, ...]:
-    """Repeat a layer's cast of `original` [M, N] for the GEMM over `dim`; return what `cast_counts` reads."""
+def _repeat_cast(layer: Any, tensor: str, original: Tensor, how: Any) -> Cast:
+    """Repeat a layer's cast of `original` [M, N] for the GEMM over N; the layer casts weights transposed."""
     scaling = importlib.import_module("torchao.float8.float8_scaling_utils")
     role = importlib.import_module("torchao.float8.float8_training_tensor").GemmInputRole
     roles = {"activation": role.INPUT, "weight": role.WEIGHT, "gradient": role.GRAD_OUTPUT}
+    transposed = tensor == "weight"
     cast = scaling.hp_tensor_to_float8_dynamic(
-        original,
+        original.t() if transposed else original,
         how.target_dtype,
         layer.linear_mm_config,
         gemm_input_role=roles[tensor],
         scaling_granularity=how.scaling_granularity,
-        axiswise_dim=scaling.get_maybe_axiswise_dim(dim, how.scaling_granularity),
+        axiswise_dim=scaling.get_maybe_axiswise_dim(0 if transposed else -1, how.scaling_granularity),
         round_scales_to_power_of_2=layer.config.round_scales_to_power_of_2,
     )
     data, scale_inv = cast._data, cast._scale.reciprocal()
-    if dim == 0:
-        original, data, scale_inv = original.t(), data.t(), scale_inv.t()
-    return original, data, scale_inv, None if scale_inv.numel() == 1 else (1, data.shape[1])
+    if transposed:
+        data, scale_inv = data.t(), scale_inv.t()
+    return Cast(data, scale_inv, None if scale_inv.numel() == 1 else (1, data.shape[1]))
 
 
 def check(cfg: Config, precision: Precision, *, compiles: bool) -> None:
@@ -143,15 +137,10 @@ def check(cfg: Config, precision: Precision, *, compiles: bool) -> None:
         check_inspection(interval, fp8_attention=cfg.precision.fp8_attention)
 
 
-def _is_te_gemm(name: str, module: nn.Module) -> bool:
-    return name.partition(".")[2].partition(".")[2] in TE_GEMMS  # after layers.N
-
-
-# By backend: which modules to watch, and the context in which their casts are counted.
-WATCHERS: dict[Backend | None, tuple[Callable[..., bool], Callable[..., AbstractContextManager]]] = {
-    "native": (_is_te_gemm, watch_native),
-    "emulated": (_is_te_gemm, watch_emulated),
-    None: (lambda name, module: hasattr(module, "fp8_recipe"), watch_torchao),
+WATCHERS: dict[Backend | None, Callable[..., AbstractContextManager]] = {
+    "native": watch_native,
+    "emulated": watch_emulated,
+    None: watch_torchao,
 }
 
 
@@ -160,23 +149,25 @@ class Fp8Stats:
 
     def __init__(self, cfg: Config, precision: Precision, folder: Path) -> None:
         """Prepare, before any TE module is built; `check` must have passed. TE's own log goes to `folder`."""
-        self._interval = cfg.log.fp8_stats_interval
-        self._tally, self._modules, self._watched = Tally(), {}, ExitStack()
-        self._belongs, self._watch = WATCHERS[precision.te_backend]
-        self._inspects_te = bool(self._interval) and precision.te_backend == "native"
-        if self._inspects_te:
-            open_inspection(precision, folder, self._tally)
+        self._interval, self._backend = cfg.log.fp8_stats_interval, precision.te_backend
+        self._tally, self._modules = Tally(), {}
+        self._inspection, self._watched = ExitStack(), ExitStack()
+        if self._interval and self._backend == "native":
+            self._inspection.enter_context(inspect(precision, folder, self._tally))
 
     def attach(self, model: nn.Module) -> None:
         """Find the modules of the model that will run. Call once."""
-        self._modules = {name: m for name, m in model.named_modules() if self._belongs(name, m)}
-        for name, module in self._modules.items() if self._inspects_te else ():
-            module.name = name  # TE shows casts with it
+        for name, module in model.named_modules():
+            is_te_gemm = name.partition(".")[2].partition(".")[2] in TE_GEMMS  # after layers.N
+            if is_te_gemm if self._backend else hasattr(module, "fp8_recipe"):
+                self._modules[name] = module
+                if self._interval and self._backend == "native":
+                    module.name = name  # TE shows casts with it
 
     def before_step(self, step: int) -> None:
         """Start watching if the step is due."""
         if self._interval and step % self._interval == 0:
-            self._watched.enter_context(self._watch(self._modules, self._tally))
+            self._watched.enter_context(WATCHERS[self._backend](self._modules, self._tally))
 
     def after_step(self, step: int, strategy: Any) -> Stats:
         """Return what to log of this step, if it was due. Collective."""
@@ -186,5 +177,4 @@ class Fp8Stats:
     def close(self) -> None:
         """Remove all hooks, and end TE's inspection."""
         self._watched.close()
-        if self._inspects_te:
-            close_inspection()
+        self._inspection.close()

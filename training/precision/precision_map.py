@@ -6,12 +6,11 @@ of consecutive dotted parts matches it part by part: `layers.0`, `layers.*.self_
 
 from __future__ import annotations
 
-import functools
 import importlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -33,28 +32,19 @@ TE_GEMMS = {
 FLAGS = ("precision_map", "bf16_first_layers", "bf16_last_layers")
 
 
-@dataclass(frozen=True)
-class PrecisionRule:
-    """One rule of the map: modules whose name `matches` run in `recipe`."""
-
-    source: str  # as the user wrote it
-    recipe: str
-    matches: Callable[[str], bool]
-
-
 def _given(cfg: Config) -> dict[str, Any]:
     """Return the settings of the map that the user gave."""
     values = {name: getattr(cfg.precision, name) for name in FLAGS}
     return {name: value for name, value in values.items() if value not in (None, 0)}
 
 
-def parse(text: str, *, use_te: bool) -> list[tuple[str, str]]:
+def parse(text: str | None, *, use_te: bool) -> list[tuple[str, str]]:
     """Return --precision_map's patterns and recipes. UserError for anything that is not PATTERN=RECIPE."""
     own, layers = (TE_RECIPES, "with --use_te") if use_te else (TORCHAO_RECIPES, "without --use_te")
     entries = []
-    for entry in text.split(","):
-        pattern, equals, recipe = (part.strip() for part in entry.partition("="))
-        if not (equals and recipe and all(pattern.split("."))) or "=" in recipe:
+    for entry in () if text is None else text.split(","):
+        pattern, _, recipe = (part.strip() for part in entry.partition("="))
+        if not (recipe and all(pattern.split("."))) or "=" in recipe:
             reason = f"{entry.strip()!r} is not PATTERN=RECIPE (layers.0=bf16)"
             raise bad_setting(reason, precision_map=text)
         if recipe not in (*own, "bf16"):
@@ -69,27 +59,6 @@ def matches(pattern: str, name: str) -> bool:
     wanted, parts = pattern.split("."), name.split(".")
     starts = range(len(parts) - len(wanted) + 1)
     return any(all(map(fnmatchcase, parts[start:], wanted)) for start in starts)
-
-
-def _rules(cfg: Config, num_layers: int) -> list[PrecisionRule]:
-    """Return the rules of --precision_map, then those of --bf16_first_layers and --bf16_last_layers."""
-    text, first, last = (getattr(cfg.precision, name) for name in FLAGS)
-    if first + last >= num_layers:
-        raise bad_setting(
-            f"these are all of the model's {num_layers} layers; use --mixed_precision bf16",
-            bf16_first_layers=first,
-            bf16_last_layers=last,
-        )
-    entries = [] if text is None else parse(text, use_te=cfg.model.use_te)
-    return [
-        *(PrecisionRule(f"{p}={recipe}", recipe, functools.partial(matches, p)) for p, recipe in entries),
-        PrecisionRule(f"--bf16_first_layers {first}", "bf16", lambda name: _layer(name) in range(first)),
-        PrecisionRule(
-            f"--bf16_last_layers {last}",
-            "bf16",
-            lambda name: _layer(name) in range(num_layers - last, num_layers),
-        ),
-    ]
 
 
 def _layer(name: str) -> int | None:
@@ -107,24 +76,29 @@ def assign(cfg: Config, names: Sequence[str], num_layers: int) -> dict[str, str]
 
     UserError for a pattern that matches none, for rules that disagree, and if no module is left in FP8.
     """
-    rules = _rules(cfg, num_layers) if _given(cfg) else []
-    assigned, matched_rules = {}, set()
-    for name in names:
-        matching = [rule for rule in rules if rule.matches(name)]
-        matched_rules.update(rule.source for rule in matching)
-        if len({rule.recipe for rule in matching}) > 1:
-            sources = " and ".join(rule.source for rule in matching)
-            reason = f"{sources} disagree on {name}; leave one of them out there"
-            raise bad_setting(reason, **_given(cfg))
-        assigned[name] = matching[0].recipe if matching else cfg.recipe
-    for rule in rules:
-        if not rule.source.startswith("--") and rule.source not in matched_rules:
+    _, first, last = (getattr(cfg.precision, name) for name in FLAGS)
+    if first + last >= num_layers:
+        reason = f"these are all of the model's {num_layers} layers; use --mixed_precision bf16"
+        raise bad_setting(reason, bf16_first_layers=first, bf16_last_layers=last)
+    rules = []  # (the rule as the user wrote it, recipe, its modules)
+    for pattern, recipe in parse(cfg.precision.precision_map, use_te=cfg.model.use_te):
+        rule = f"{pattern}={recipe}"
+        rules.append((rule, recipe, [name for name in names if matches(pattern, name)]))
+        if not rules[-1][2]:
             known = ", ".join(dict.fromkeys(map(fold_layers, names)))
-            raise bad_setting(
-                f"no GEMM module has such a name; they are {known}, with layers 0 to {num_layers - 1}",
-                precision_map=rule.source,
-            )
-    if rules and set(assigned.values()) == {"bf16"}:
+            reason = f"no GEMM module has such a name; they are {known}, with layers 0 to {num_layers - 1}"
+            raise bad_setting(reason, precision_map=rule)
+    ends = {"bf16_first_layers": range(first), "bf16_last_layers": range(num_layers - last, num_layers)}
+    for flag, layers in ends.items():
+        rules.append((f"--{flag} {len(layers)}", "bf16", [n for n in names if _layer(n) in layers]))
+    assigned, rule_of = dict.fromkeys(names, cfg.recipe), {}
+    for rule, recipe, modules in rules:
+        for name in modules:
+            if rule_of.setdefault(name, rule) != rule and assigned[name] != recipe:
+                reason = f"{rule_of[name]} and {rule} disagree on {name}; leave one of them out there"
+                raise bad_setting(reason, **_given(cfg))
+            assigned[name] = recipe
+    if set(assigned.values()) == {"bf16"}:
         raise bad_setting("no module is left in FP8; use --mixed_precision bf16", **_given(cfg))
     return assigned
 
@@ -142,41 +116,33 @@ def resolve(cfg: Config, precision: Precision, config: Any) -> Precision:
     """
     if not (given := _given(cfg)):
         return precision
-    if cfg.precision.mixed_precision != "fp8":
-        mixed = cfg.precision.mixed_precision
+    if (mixed := cfg.precision.mixed_precision) != "fp8":
         raise bad_setting(f"needs --mixed_precision fp8 (here {mixed}); choose fp8, or drop it", **given)
-    if precision.te_backend is None:
-        if cfg.precision.precision_map is not None:
-            parse(cfg.precision.precision_map, use_te=False)
+    if (backend := precision.te_backend) is None:
+        parse(cfg.precision.precision_map, use_te=False)
         return precision
     num_layers = config.num_hidden_layers
     requested = assign(cfg, te_names(num_layers), num_layers)
     effective, fallbacks = {"bf16": "bf16", precision.requested: precision.effective}, {}
+    recipes = {precision.effective: precision.recipe}
     for name in dict.fromkeys(requested.values()):
         if name not in effective:
             flag = f"--precision_map ...={name}"
-            effective[name], reason = recipe_or_fallback(name, flag, cfg, precision.te_backend)
+            effective[name], reason = recipe_or_fallback(name, flag, cfg, backend)
+            recipes[effective[name]] = make_recipe(effective[name], cfg.precision, backend)
             if reason:
                 fallbacks[name] = reason
     by_module = {module: effective[name] for module, name in requested.items()}
-    recipes = {precision.effective: precision.recipe}
-    for name in set(by_module.values()) - {"bf16", precision.effective}:
-        recipes[name] = make_recipe(name, cfg.precision, precision.te_backend)
-    resolved = replace(precision, by_module=by_module, recipes=recipes, map_fallbacks=fallbacks)
-    _refuse_mixes(cfg, resolved, num_layers)
-    return resolved
+    _refuse_mixes(cfg, by_module, num_layers)
+    return replace(precision, by_module=by_module, recipes=recipes, map_fallbacks=fallbacks)
 
 
-def _refuse_mixes(cfg: Config, precision: Precision, num_layers: int) -> None:
+def _refuse_mixes(cfg: Config, by_module: dict[str, str], num_layers: int) -> None:
     """UserError for recipes that TE cannot mix."""
-    by_module = precision.by_module
     others = sorted(set(by_module.values()) - {cfg.recipe})
     if cfg.sharding.fp8_all_gather and others:
-        raise bad_setting(
-            f"it gathers weights that are all in {cfg.recipe}; drop it, or {', '.join(others)}",
-            fp8_all_gather=True,
-            **_given(cfg),
-        )
+        reason = f"it gathers weights that are all in {cfg.recipe}; drop it, or {', '.join(others)}"
+        raise bad_setting(reason, fp8_all_gather=True, **_given(cfg))
     for layer in range(num_layers if cfg.precision.fp8_attention else 0):
         attention = f"layers.{layer}.self_attention"
         qkv, proj = (by_module[f"{attention}.{gemm}"] for gemm in ("layernorm_qkv", "proj"))
@@ -216,16 +182,7 @@ def apply(model: nn.Module, precision: Precision, *, fp8_attention: bool) -> Non
                 continue
             name = parent
         module = model.get_submodule(name)
-        module.forward = _run_in(precision.recipes.get(recipe), module.forward, precision)
-
-
-def _run_in(recipe: Any, forward: Callable, precision: Precision) -> Callable:
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _own_autocast(precision, recipe):
-            return forward(*args, **kwargs)
-
-    return run
+        module.forward = _own_autocast(precision, precision.recipes.get(recipe))(module.forward)
 
 
 @contextmanager

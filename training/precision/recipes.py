@@ -46,7 +46,7 @@ class Precision:
     @property
     def in_use(self) -> set[str]:
         """Recipes that modules run in."""
-        return set(self.by_module.values()) - {"bf16"} if self.by_module else {self.effective}
+        return {*self.by_module.values()} & RECIPES.keys() if self.by_module else {self.effective}
 
     @property
     def needs_calibration(self) -> bool:
@@ -57,7 +57,7 @@ class Precision:
     def attention_recipes(self) -> set[str]:
         """Recipes that attention runs in, with --fp8_attention."""
         modules = self.by_module or {"self_attention": self.effective}
-        names = {recipe for name, recipe in modules.items() if "self_attention" in name} - {"bf16"}
+        names = {recipe for name, recipe in modules.items() if "self_attention" in name} & RECIPES.keys()
         return {name for name in names if "fp8_attention" in RECIPES[name].settings}
 
     @property
@@ -130,11 +130,10 @@ def fp8_gemms_are_emulated() -> bool:
     """True if torchao must compute FP8 GEMMs in FP32: there is no GPU. UserError on a GPU without FP8."""
     if not torch.cuda.is_available():
         return True
-    capability = torch.cuda.get_device_capability()
-    if capability < (8, 9):
+    if torch.cuda.get_device_capability() < (8, 9):
         raise UserError(
-            f"--mixed_precision fp8 cannot run here: FP8 GEMMs need compute capability 8.9 "
-            f"({torch.cuda.get_device_name()}: {'.'.join(map(str, capability))}); use --mixed_precision bf16",
+            "--mixed_precision fp8 cannot run here: FP8 GEMMs need compute capability 8.9 (this GPU: "
+            f"{_describe_gpu()}); use --mixed_precision bf16",
             flags=("mixed_precision",),
         )
     return False
@@ -145,17 +144,15 @@ def recipe_or_fallback(requested: str, flag: str, cfg: Config, backend: Backend)
 
     UserError where it cannot run and may not fall back (--fp8_fallback).
     """
-    reason = why_not(requested, backend)
-    if reason is None:
+    if (reason := why_not(requested, backend)) is None:
         return requested, None
-    able = ", ".join(name for name in TE_RECIPES if why_not(name, backend) is None)
-    message = (
-        f"{flag} cannot run here: {reason}. This machine runs: {able or 'none; use --mixed_precision bf16'}"
-    )
+    able = [name for name in TE_RECIPES if why_not(name, backend) is None]
+    runs = ", ".join(able) or "none; use --mixed_precision bf16"
+    message = f"{flag} cannot run here: {reason}. This machine runs: {runs}"
     may_fall_back = RECIPES[requested].may_fall_back
     if may_fall_back and backend == "native":
         message += f"; with --te_backend emulated, to study losses: {requested}"
-    if not may_fall_back or cfg.precision.fp8_fallback == "error" or why_not(FALLBACK_RECIPE, backend):
+    if not may_fall_back or cfg.precision.fp8_fallback == "error" or FALLBACK_RECIPE not in able:
         raise UserError(message, flags=("fp8_scenario", "fp8_fallback"))
     return FALLBACK_RECIPE, message
 
@@ -168,18 +165,19 @@ def why_not(name: str, backend: Backend = "native") -> str | None:
     available, reason = getattr(probes, RECIPES[name].probe)(return_reason=True)
     if available:
         return None
-    reason = reason.strip().rstrip(".")
-    if backend == "emulated":
-        return reason
-    major, minor = torch.cuda.get_device_capability()
-    return f"{reason} (this GPU: {torch.cuda.get_device_name()}, {major}.{minor})"
+    gpu = f" (this GPU: {_describe_gpu()})" if backend == "native" else ""
+    return reason.strip().rstrip(".") + gpu
+
+
+def _describe_gpu() -> str:
+    return f"{torch.cuda.get_device_name()}, {'.'.join(map(str, torch.cuda.get_device_capability()))}"
 
 
 def make_recipe(name: str, cfg: PrecisionConfig, backend: Backend = "native") -> Any:
     """Make TE's recipe object with the settings that the recipe reads."""
-    te = recipes(backend)
-    recipe = RECIPES[name].make(cfg, te)
-    fast = cfg.fp8_fast_accumulation and "fp8_fast_accumulation" in RECIPES[name].settings
+    te, spec = recipes(backend), RECIPES[name]
+    recipe = spec.make(cfg, te)
+    fast = cfg.fp8_fast_accumulation and "fp8_fast_accumulation" in spec.settings
     if fast and backend == "native":
         for gemm in ("fp8_gemm_dgrad", "fp8_gemm_wgrad"):
             setattr(recipe, gemm, te.MMParams(use_split_accumulator=False))

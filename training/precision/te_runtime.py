@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from core.errors import first_line
-from core.packages import version
 from te_models.kernels.flash_attention import INSTALL as INSTALL_FLASH
 
 INSTALL_TE = "pip install --no-build-isolation -r requirements-gpu.txt"
@@ -26,10 +25,8 @@ def why_not_te() -> str | None:
     if find_spec("transformer_engine") is None:
         return f"Transformer Engine is not installed; install it with `{INSTALL_TE}`"
     if error := load_error():
-        return (
-            f"Transformer Engine does not load ({first_line(error)}); build it for this torch with "
-            f"`{rebuild_te()}`"
-        )
+        cure = "`python -m training.doctor` prints the command that repairs it"
+        return f"Transformer Engine does not load ({first_line(error)}); {cure}"
     return None
 
 
@@ -42,14 +39,6 @@ def load_error() -> Exception | None:
     except (ImportError, OSError, RuntimeError, AssertionError) as error:  # TE asserts that versions match
         return error
     return None
-
-
-def rebuild_te() -> str:
-    """Return the command; without its options pip would keep an extension built for another torch."""
-    found = version("transformer_engine")
-    pin = f"=={found}" if found else ""
-    options = "--no-build-isolation --no-cache-dir --force-reinstall --no-deps"
-    return f"pip install {options} transformer_engine_torch{pin}"
 
 
 def loaded_cudnns() -> list[Path]:
@@ -69,8 +58,9 @@ def torch_cudnn() -> Path | None:
     if folders := loaded_cudnns():
         return folders[0]
     spec = find_spec("nvidia.cudnn") if find_spec("nvidia") else None
-    folders = [Path(place) / "lib" for place in spec.submodule_search_locations or []] if spec else []
-    return next((folder.resolve() for folder in folders if folder.is_dir()), None)
+    places = (spec and spec.submodule_search_locations) or ()
+    folders = (Path(place, "lib").resolve() for place in places)
+    return next((folder for folder in folders if folder.is_dir()), None)
 
 
 def point_te_at_torchs_cudnn() -> None:
@@ -103,17 +93,14 @@ def flash_attention_version() -> str | None:
 
 def unfused_warning(*, deterministic: bool, flash_attention: bool) -> str:
     """Return the warning about unfused attention, with its likeliest cause and the way out."""
+    cause = "`python -m training.doctor` looks for the cause."
     if len(cudnns := loaded_cudnns()) > 1:
         cause = f"Two cuDNNs are mixed, {' and '.join(map(str, cudnns))}: set CUDNN_HOME to torch's."
     elif flash_attention:
         cause = "Transformer Engine refused FlashAttention 4: add --no_flash_attention."
     elif deterministic:
-        cause = (
-            "--deterministic has no fused kernel for large packed batches: install FlashAttention 4 "
-            f"({INSTALL_FLASH}), add --no_packing or drop it."
-        )
-    else:
-        cause = "`python -m training.doctor` looks for the cause."
+        way_out = f"install FlashAttention 4 ({INSTALL_FLASH}), add --no_packing or drop it."
+        cause = f"--deterministic has no fused kernel for large packed batches: {way_out}"
     return (
         f"WARNING: attention runs UNFUSED, about 4x slower and with 5x the memory. {cause} "
         "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints TE's reasons"

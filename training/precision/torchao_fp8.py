@@ -98,11 +98,13 @@ def convert(
         raise _nothing_to_convert(model, left_out)
     for recipe in dict.fromkeys(wanted.values()):
         chosen = {name for name in wanted if wanted[name] == recipe and name not in left_out}
-        gathered = all_gather and RECIPES[recipe].fp8_all_gather
-        config = float8.Float8LinearConfig.from_recipe_name(recipe)
-        config = replace(config, emulate=emulated, enable_fsdp_float8_all_gather=gathered)
-        if fp32_scales:
-            config = replace(config, round_scales_to_power_of_2=False)
+        changes = {"round_scales_to_power_of_2": False} if fp32_scales else {}
+        config = replace(
+            float8.Float8LinearConfig.from_recipe_name(recipe),
+            emulate=emulated,
+            enable_fsdp_float8_all_gather=all_gather and RECIPES[recipe].fp8_all_gather,
+            **changes,
+        )
         float8.convert_to_float8_training(
             model, config=config, module_filter_fn=lambda module, name, chosen=chosen: name in chosen
         )

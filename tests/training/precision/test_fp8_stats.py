@@ -1,6 +1,5 @@
 """FP8 tensor statistics: counted by hand, collected from real casts, logged at their steps."""
 
-import importlib.util
 import json
 import re
 import shlex
@@ -18,8 +17,8 @@ from te_models.emulation import recipes
 from training.config import config_from_dict
 from training.parallel.strategies import STRATEGIES
 from training.precision import fp8_counts, fp8_inspect, torchao_fp8
-from training.precision.fp8_counts import Tally, cast_counts, merge, shares
-from training.precision.fp8_inspect import FEATURE, READERS, inspection
+from training.precision.fp8_counts import Cast, Tally, cast_counts, shares
+from training.precision.fp8_inspect import FEATURE, inspection, read_cast
 from training.precision.fp8_stats import Fp8Stats, check
 from training.precision.precision_map import te_names
 from training.precision.recipes import Precision
@@ -36,13 +35,16 @@ def alone():
 
 
 def counted(values: list[float], data: list[float], scale_inv=ONE, dtype=E4M3) -> dict[str, float]:
-    return shares(cast_counts(torch.tensor(values), torch.tensor(data).to(dtype), scale_inv).tolist())
+    return shares(cast_counts(torch.as_tensor(values), torch.tensor(data).to(dtype), scale_inv).tolist())
 
 
 def test_shares_by_hand():
     values = [0.0, -0.0, 2.0, 448.0, 449.0, -500.0, HALF_STEP, -HALF_STEP]
     found = counted(values, [0.0, -0.0, 2.0, 448.0, 448.0, -448.0, 0.0, -0.0])
     assert found == {"underflow": 2 / 8, "overflow": 2 / 8, "amax": 500.0, "scale_min": 1.0, "scale_max": 1.0}
+    assert counted([1.0, torch.inf], [1.0, 448.0])["amax"] == torch.inf
+    assert torch.tensor(counted([1.0, torch.nan], [1.0, torch.nan])["amax"]).isnan()
+    assert counted([0.0, 0.0], [0.0, 0.0], torch.tensor(0.125))["scale_min"] == 8.0
 
 
 @pytest.mark.parametrize(
@@ -54,31 +56,12 @@ def test_shares_by_hand():
         ([225.0, 1.0], [112.5, 0.5], 2.0, E4M3, 0),
         ([1.0, torch.inf], [1.0, 448.0], 1.0, E4M3, 1 / 2),
         ([0.7], [448.0], 0.7 / 448, E4M3, 0),  # an amax that is rounded up does not overflow
+        # A limit between two BF16 values, of which the larger one overflows.
+        (torch.tensor([1.0, 1.0078125]).bfloat16(), [448.0, 448.0], (1 + 2.0**-8) / 448, E4M3, 1 / 2),
     ],
 )
 def test_the_format_and_the_scale_decide_what_overflows(values, data, scale_inv, dtype, overflow):
     assert counted(values, data, torch.tensor(scale_inv), dtype)["overflow"] == overflow
-
-
-def test_scales_are_those_of_blocks_that_are_not_zero():
-    values = torch.tensor([[1.0, 2.0], [4.0, 0.0], [0.0, 0.0]])
-    scale_inv = torch.tensor([[0.5], [0.25], [2.0**-127]])
-    found = shares(cast_counts(values, (values / scale_inv).to(E4M3), scale_inv, (1, 2)).tolist())
-    assert (found["scale_min"], found["scale_max"]) == (2.0, 4.0)
-    assert counted([0.0, 0.0], [0.0, 0.0], torch.tensor(0.125))["scale_min"] == 8.0
-
-
-def test_values_that_are_not_finite_show_in_the_amax():
-    assert counted([1.0, torch.inf], [1.0, 448.0])["amax"] == torch.inf
-    assert torch.tensor(counted([1.0, torch.nan], [1.0, torch.nan])["amax"]).isnan()
-
-
-def test_casts_add_up():
-    one = cast_counts(torch.tensor([1.0, 500.0, HALF_STEP]), torch.tensor([1.0, 448.0, 0.0]).to(E4M3), ONE)
-    other = cast_counts(torch.tensor([0.5]), torch.tensor([2.0]).to(E4M3), torch.tensor(0.25))
-    assert shares(merge(one, other).tolist()) == {
-        "underflow": 1 / 4, "overflow": 1 / 4, "amax": 500.0, "scale_min": 1.0, "scale_max": 4.0
-    }  # fmt: skip
 
 
 def test_a_tally_sums_micro_batches_and_ranks_and_starts_anew():
@@ -90,9 +73,8 @@ def test_a_tally_sums_micro_batches_and_ranks_and_starts_anew():
 
     tally = Tally()
     for value in (1.0, 600.0):
-        tally.add(
-            "layers.0.proj", "weight", torch.tensor([value]), torch.tensor([min(value, 448.0)]).to(E4M3), ONE
-        )
+        data = torch.tensor([min(value, 448.0)]).to(E4M3)
+        tally.add("layers.0.proj", "weight", torch.tensor([value]), Cast(data, ONE))
     assert tally.collect(TwoRanks()) == {
         "fp8/layers.0.proj/weight/underflow": 0.0,
         "fp8/layers.0.proj/weight/overflow": 1 / 4,
@@ -135,17 +117,11 @@ def test_counts_are_the_same_in_parts_of_any_size(monkeypatch, part, block):
     assert found["underflow"] > 0.01 and found["overflow"] > 0.001
 
 
-def test_limits_are_not_rounded_to_the_tensor_s_own_dtype():
-    limit = torch.tensor(1.0 + 2.0**-8) / 448  # between two BF16 values, of which the larger one overflows
-    x = torch.tensor([[1.0, 1.0078125]], dtype=torch.bfloat16)
-    assert shares(cast_counts(x, torch.tensor([[448.0, 448.0]]).to(E4M3), limit).tolist())["overflow"] == 0.5
-
-
 def test_statistics_that_need_a_missing_value_are_omitted():
     tally, data = Tally(), torch.tensor([[1.0, -448.0, 0.0, 2.0]]).to(E4M3)
-    tally.add("kept_in_fp8", "weight", None, data, torch.tensor([0.5]))
-    tally.add("in_blocks", "weight", None, data, torch.tensor([[0.25, 0.5]]), (1, 2))
-    tally.add("no_scales", "weight", data.float(), data, None)
+    tally.add("kept_in_fp8", "weight", None, Cast(data, torch.tensor([0.5])))
+    tally.add("in_blocks", "weight", None, Cast(data, torch.tensor([[0.25, 0.5]]), (1, 2)))
+    tally.add("no_scales", "weight", data.float(), Cast(data, None))
     assert tally.collect(alone()) == {
         "fp8/in_blocks/weight/amax": 112.0,
         "fp8/in_blocks/weight/scale_max": 4.0,
@@ -343,45 +319,29 @@ def test_a_run_without_casts_to_count_is_refused(monkeypatch, settings, found, c
     assert fp8_inspect.INSTALL.removeprefix("pip install ") in pins
 
 
-def mapped() -> Precision:
-    recipes = {"layernorm_qkv": "delayed", "proj": "current", "layernorm_mlp": "nvfp4"}
+def test_te_s_casts_are_inspected_in_the_modules_in_fp8():
+    recipes = {"layernorm_qkv": "delayed", "proj": "bf16", "layernorm_mlp": "nvfp4"}
     by_module = {name: recipes[name.rpartition(".")[2]] for name in te_names(12)}
-    by_module |= {name: "bf16" for name in te_names(1)}
-    return Precision("delayed", "delayed", te_backend="native", by_module=by_module)
-
-
-def test_te_gets_each_module_s_recipe():
-    config = inspection(mapped())
-    assert sorted(config) == ["current", "delayed", "nvfp4"]
-    seen = {
-        recipe: [
-            name
-            for name in (*te_names(12), *(f"layers.{i}.layernorm_mlp.fc{n}" for i in (0, 11) for n in (1, 2)))
-            if re.search(task["layers"]["layer_name_regex_pattern"], name)
-        ]
-        for recipe, task in config.items()
-    }
-    assert seen["current"] == [f"layers.{i}.self_attention.proj" for i in range(1, 12)]
-    assert seen["delayed"] == [f"layers.{i}.self_attention.layernorm_qkv" for i in range(1, 12)]
-    assert seen["nvfp4"][-2:] == ["layers.11.layernorm_mlp.fc1", "layers.11.layernorm_mlp.fc2"]
-    assert len(seen["nvfp4"]) == 11 + 2
-    assert all(
-        task["transformer_engine"] == {FEATURE: {"enabled": True, "recipe": recipe}}
-        for recipe, task in config.items()
-    )
-    everywhere = inspection(Precision("current", "current"))["current"]
-    assert re.search(everywhere["layers"]["layer_name_regex_pattern"], "layers.3.layernorm_mlp.fc2")
+    names = (*te_names(12), "layers.11.layernorm_mlp.fc1", "layers.11.layernorm_mlp.fc2")
+    for found, expected in (
+        (Precision("delayed", "delayed", by_module=by_module), [n for n in names if "proj" not in n]),
+        (Precision("current", "current"), list(names)),
+    ):
+        [task] = inspection(found).values()
+        pattern = task["layers"]["layer_name_regex_pattern"]
+        assert [name for name in names if re.search(pattern, name)] == expected
+        assert task["transformer_engine"] == {FEATURE: {"enabled": True}}
 
 
 def kept(data: torch.Tensor, **attributes) -> SimpleNamespace:
     """A tensor as TE keeps it: bytes with their format as an attribute."""
     formats = {E4M3: "kFloat8E4M3", E5M2: "kFloat8E5M2"}
-    name = attributes.pop("name", "_rowwise_data")
+    name = "_data" if "_scale_inv" in attributes else "_rowwise_data"
     found = {name: data.view(torch.uint8), "_fp8_dtype": SimpleNamespace(name=formats[data.dtype])}
     return SimpleNamespace(**found, **attributes)
 
 
-def restored(cast: fp8_inspect.Cast) -> torch.Tensor:
+def restored(cast: Cast) -> torch.Tensor:
     """Dequantize to [M, N]."""
     if cast.block is None:
         return cast.data.float() * cast.scale_inv
@@ -390,38 +350,30 @@ def restored(cast: fp8_inspect.Cast) -> torch.Tensor:
     return cast.data.float() * each
 
 
-def test_te_s_tensors_of_one_scale_are_read():
+def test_te_s_tensors_are_read_without_the_padding_of_their_scales():
     data = torch.tensor([[[1.0, -2.0], [0.0, 57344.0]]]).to(E5M2)
-    cast = READERS["tensor"](kept(data, name="_data", _scale_inv=torch.tensor([0.5])))
-    assert cast.data.dtype == E5M2 and cast.data.tolist() == [[1.0, -2.0], [0.0, 57344.0]]
-    assert (cast.scale_inv.tolist(), cast.block) == ([0.5], None)
-
-
-def test_te_s_tensors_of_blocks_are_read_without_their_padding():
+    cast = read_cast(kept(data, _scale_inv=torch.tensor([0.5])))
+    assert cast.data.dtype == E5M2 and restored(cast).tolist() == [[0.5, -1.0], [0.0, 28672.0]]
     data = torch.ones(130, 300).to(E4M3)
     tiles = torch.full((2, 4), -1.0)  # [2, 3] padded to 4
     tiles[:, :3] = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    whole = restored(READERS["blocks"](kept(data, _is_2D_scaled=True, _rowwise_scale_inv=tiles)))
+    whole = restored(read_cast(kept(data, _is_2D_scaled=True, _rowwise_scale_inv=tiles)))
     assert (whole[0, 0], whole[127, 255], whole[129, 299]) == (1.0, 2.0, 6.0)
     rows = torch.arange(3 * 132.0).reshape(3, 132)  # [130, 3] the other way round, padded to 132
-    whole = restored(READERS["blocks"](kept(data, _is_2D_scaled=False, _rowwise_scale_inv=rows)))
+    whole = restored(read_cast(kept(data, _is_2D_scaled=False, _rowwise_scale_inv=rows)))
     assert (whole[0, 0], whole[129, 127], whole[5, 299]) == (0.0, 129.0, 2 * 132 + 5)
     exponents = torch.zeros(256, 12, dtype=torch.uint8)  # [130, 9 1/3 + padding] padded to 128 x 4
     exponents[:130, :10] = 127
     exponents[129, 9], exponents[0, 1] = 130, 120
-    whole = restored(READERS["mx_blocks"](kept(data, _rowwise_scale_inv=exponents)))
+    whole = restored(read_cast(kept(data, _rowwise_scale_inv=exponents)))
     assert (whole[0, 0], whole[0, 32], whole[129, 299]) == (1.0, 2.0**-7, 8.0)
 
 
 def test_te_s_fp4_values_are_two_a_byte():
     packed = torch.tensor([[0x00, 0x88, 0x10], [0x01, 0x9F, 0x80]], dtype=torch.uint8)  # 8: minus zero
-    cast = READERS["fp4_blocks"](SimpleNamespace(_rowwise_data=packed))
+    cast = read_cast(SimpleNamespace(_rowwise_data=packed, _rowwise_scale_inv=packed, _fp4_dtype=None))
     assert (cast.data != 0).tolist() == [[False] * 4 + [False, True], [True, False, True, True, False, False]]
-    original = torch.ones(2, 6)
-    original[0, 0] = 0
-    tally = Tally()
-    tally.add("fc1", "weight", original, *cast)
-    assert tally.collect(alone()) == {"fp8/fc1/weight/amax": 1.0, "fp8/fc1/weight/underflow": 7 / 12}
+    assert cast.scale_inv is None
 
 
 def test_te_shows_the_casts_of_watched_steps(tmp_path, monkeypatch):
@@ -445,7 +397,7 @@ def test_te_shows_the_casts_of_watched_steps(tmp_path, monkeypatch):
     stats = watched("native", model, "current")
     assert model.layers[0]["self_attention"]["proj"].name == PROJ
     assert [made.__name__ for made in features] == [FEATURE]
-    feature, config = features[0](), {"recipe": "current"}
+    feature, config = features[0](), {}
     tensors = ("activation", "weight", "gradient", "output", "dgrad", "wgrad")
     ours = [name for name in tensors if feature.parse_config_and_api(config, tensor_name=name)[0]]
     assert ours == ["activation", "weight", "gradient"]
@@ -456,7 +408,7 @@ def test_te_shows_the_casts_of_watched_steps(tmp_path, monkeypatch):
     # TE asks a module again at a step whose number is that or larger: at all watched steps, at no other.
     assert due and steps == [again - 1, again]
     data = torch.tensor([[448.0, 0.0]]).to(E4M3)
-    shown = kept(data, name="_data", _scale_inv=torch.tensor([1 / 448]))
+    shown = kept(data, _scale_inv=torch.tensor([1 / 448]))
     for tensor, original in (("activation", torch.tensor([[[1.0, 1e-9]]])), ("weight", None)):
         feature.inspect_tensor(
             config, PROJ, tensor_name=tensor, tensor=original, rowwise_quantized_tensor=shown, iteration=0
@@ -470,20 +422,6 @@ def test_te_shows_the_casts_of_watched_steps(tmp_path, monkeypatch):
     assert stats.after_step(3, alone()) == {} and steps == [-1, 0, -1]
     stats.close()
     assert steps == []
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("nvdlfw_inspect"), reason="nvdlfw_inspect is not installed")
-def test_nvdlfw_inspect_accepts_the_configuration(tmp_path):
-    from nvdlfw_inspect.config_manager import ConfigManager
-    from nvdlfw_inspect.logging import initialize_logger
-
-    initialize_logger(str(tmp_path))
-    te_features = {"transformer_engine": SimpleNamespace(features={FEATURE})}
-    ConfigManager._load_config(inspection(mapped()), te_features)
-    configs = {name: ConfigManager.get_config_for_layer(name) for name in te_names(12)}
-    ConfigManager.reset()
-    assert not any(configs[name] for name in te_names(1))
-    assert configs["layers.7.layernorm_mlp"]["transformer_engine"][FEATURE]["recipe"] == "nvfp4"
 
 
 def test_the_heatmap_shows_the_last_statistics():

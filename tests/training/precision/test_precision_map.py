@@ -170,11 +170,14 @@ def test_tokens_and_sizes_hold_for_every_recipe_in_use():
     assert native().token_multiple == 16 and native(layernorm_mlp="block").token_multiple == 128
     assert native(layernorm_qkv="bf16", proj="bf16", layernorm_mlp="mxfp8").token_multiple == 32
     check_sizes(native(layernorm_mlp="block", proj="block"), "m", sizes)
-    with pytest.raises(UserError, match=r"layers.0.self_attention.layernorm_qkv cannot run in block: key/va"):
+    with pytest.raises(
+        UserError,
+        match=r"key/value width 32 not .* layers.0.self_attention.layernorm_qkv cannot run in block",
+    ):
         check_sizes(native(layernorm_qkv="block"), "m", sizes)
     odd = sizes | {"intermediate_size": 650}
     with pytest.raises(
-        UserError, match=r"layers.0.layernorm_mlp cannot run in delayed: intermediate_size 650"
+        UserError, match=r"intermediate_size 650 .*layers.0.layernorm_mlp cannot run in delayed"
     ):
         check_sizes(native(), "m", odd)
     check_sizes(native(layernorm_mlp="bf16"), "m", odd)
@@ -182,12 +185,12 @@ def test_tokens_and_sizes_hold_for_every_recipe_in_use():
 
 def test_recipes_that_te_cannot_mix_are_refused():
     cfg = config_from_dict(TE | {"fp8_attention": True})
-    precision_map._refuse_mixes(cfg, native(layernorm_mlp="bf16"), 2)
+    precision_map._refuse_mixes(cfg, native(layernorm_mlp="bf16").by_module, 2)
     with pytest.raises(UserError, match=r"--fp8_attention: .*proj .*\(here bf16 and delayed\)"):
-        precision_map._refuse_mixes(cfg, native(proj="bf16"), 2)
+        precision_map._refuse_mixes(cfg, native(proj="bf16").by_module, 2)
     gather = {"fp8_all_gather": True, "sharding_mode": "fsdp_full", "fp8_scenario": "current"}
     with pytest.raises(UserError, match=r"--fp8_all_gather.*: .*all in current; drop it, or bf16, delayed"):
-        precision_map._refuse_mixes(config_from_dict(TE | gather), native(proj="bf16"), 2)
+        precision_map._refuse_mixes(config_from_dict(TE | gather), native(proj="bf16").by_module, 2)
 
 
 @pytest.mark.parametrize(
