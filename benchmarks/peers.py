@@ -37,7 +37,7 @@ from core.recipes import TORCHAO_RECIPES
 from core.settings import nearest
 from te_models.presets import PRESETS
 from training.tracking.environment import git_state
-from training.tracking.metrics import ModelShape, mfu, model_flops, peak_tflops, tokens_per_second
+from training.tracking.metrics import ModelShape, model_flops, peak_tflops
 
 PROG = "python -m benchmarks.peers"
 PRECISIONS = ("bf16", *TORCHAO_RECIPES)
@@ -188,7 +188,7 @@ def results(
     tokens = arguments.batch_size * arguments.max_seq_length
     record = {
         "median_step_seconds": step,
-        "tokens_per_second": tokens_per_second(tokens, step),
+        "tokens_per_second": tokens / step,
         "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if gpu else None,
         "losses": losses,
         "step_seconds": seconds,
@@ -197,7 +197,7 @@ def results(
         squared = arguments.batch_size * arguments.max_seq_length**2
         record["model_tflops"] = model_flops(shape, tokens=tokens, sum_squared_lengths=squared) / step / 1e12
         if gpu and (peak := peak_tflops(gpu, "bf16")):
-            record["mfu_bf16"] = mfu(record["model_tflops"], peak)
+            record["mfu_bf16"] = record["model_tflops"] / peak
     return record
 
 

@@ -17,7 +17,6 @@ from benchmarks.plan.predict import SMALLER, Plan, fewest_changes, make_plan, re
 from core.errors import UserError, bad_setting
 from core.recipes import costs_of
 from training.config import parse_config
-from training.tracking.metrics import mfu
 
 COLUMNS = (
     *("GPUs", "mode", "peak GB", "largest micro-batch"),
@@ -84,7 +83,7 @@ def _row(plan: Plan, tokens: float | None, price: float | None) -> list[str]:
     start = [f"{plan.job.gpus:,}", plan.job.mode, f"{plan.peak / 1e9:.1f}", f"{plan.largest_batch:,}"]
     if not plan.fits:
         return [*start, "does not fit", *["-"] * (3 + bool(tokens) + bool(tokens and price))]
-    shares = [mfu(plan.tflops, peak) for peak in (plan.gpu.bf16_tflops, plan.gpu.fp8_tflops) if peak]
+    shares = [plan.tflops / peak for peak in (plan.gpu.bf16_tflops, plan.gpu.fp8_tflops) if peak]
     row = [*start, f"{1e3 * plan.step:,.0f}", f"{plan.tokens_per_second:,.0f}", f"{plan.tflops:.0f}"]
     row += [" / ".join(f"{share:.1%}" for share in shares)]
     if tokens:

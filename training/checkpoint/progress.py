@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from core.errors import EXIT_BAD_SETTING, UserError
-
 
 @dataclass
 class Progress:
@@ -26,13 +24,6 @@ class Progress:
 
     @classmethod
     def from_meta(cls, meta: dict[str, Any]) -> Progress:
-        """Read a checkpoint's progress. UserError for counters that this version does not have."""
-        saved = meta["progress"]
-        if unknown := sorted(saved.keys() - {f.name for f in fields(cls)}):
-            raise UserError(
-                "--resume: the checkpoint has progress counters that this version of the suite does not know "
-                f"({', '.join(unknown)}); resume with the version that saved it",
-                flags=["resume"],
-                exit_code=EXIT_BAD_SETTING,
-            )
-        return cls(**saved)
+        """Read a checkpoint's progress; counters of a newer version are dropped."""
+        known = {f.name for f in fields(cls)}
+        return cls(**{name: value for name, value in meta["progress"].items() if name in known})

@@ -151,13 +151,12 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
     Returns a notice about settings that differ and may ('' for none). UserError names the settings.
     """
     meta, where = point.meta, f"--resume {point.path}"
-    if "total_steps" not in meta:
+    if unknown := sorted(meta["config"].keys() - all_settings().keys()):
         raise UserError(
-            f"{where}: saved by a version too old to resume; train from that run's export",
-            flags=["resume"],
+            f"{where}: written by another version of this suite, with settings that this one does not have "
+            f"({', '.join(unknown)}); resume with that version, or start a new run from its export",
             exit_code=EXIT_BAD_SETTING,
         )
-    refuse_newer(meta["config"], where)
     changed = changed_settings(meta["config"], cfg)
     allowed = {} if point.own else {name: changed.pop(name) for name in RESTART_SETTINGS if name in changed}
     old, new = global_batch(meta["config"], meta["world_size"]), global_batch(cfg.to_dict(), world_size)
@@ -197,7 +196,6 @@ def check_folder(cfg: Config, folder: Path) -> None:
             flags=["output_dir"],
             exit_code=EXIT_BAD_SETTING,
         )
-    refuse_newer(old, where)
     changed = changed_settings(old, cfg)
     if (folder / "checkpoints").exists():  # `check_resume` knows on how many ranks they were saved
         changed = {name: values for name, values in changed.items() if name not in BATCH_SPLIT_SETTINGS}
@@ -210,16 +208,6 @@ def check_folder(cfg: Config, folder: Path) -> None:
         )
     if cfg.checkpoint.resume == "none":
         raise bad_setting("the folder holds a run already; choose another", resume="none", output_dir=folder)
-
-
-def refuse_newer(settings: dict[str, Any], where: str) -> None:
-    """Refuse recorded settings that this version of the suite does not have."""
-    if unknown := sorted(settings.keys() - all_settings().keys()):
-        raise UserError(
-            f"{where}: written by another version of this suite, with settings that this one does not have "
-            f"({', '.join(unknown)}); resume with that version, or start a new run from its export",
-            exit_code=EXIT_BAD_SETTING,
-        )
 
 
 def describe_changes(changed: dict[str, tuple[Any, Any]]) -> str:

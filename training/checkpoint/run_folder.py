@@ -125,8 +125,7 @@ class WallTime:
         """Raise the checkpoint's sums to those of wall_time.json, which is newer after a kill."""
         recorded = read_record(self.path)
         for name in self.SUMS:
-            if isinstance(before := recorded.get(name), int | float):
-                setattr(self.progress, name, max(before, getattr(self.progress, name)))
+            setattr(self.progress, name, max(recorded.get(name, 0.0), getattr(self.progress, name)))
 
     def count(self, *, write: bool = True) -> None:
         """Add the time since the last call; `write` the file now, or else only every 30 s."""

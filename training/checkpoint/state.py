@@ -177,12 +177,7 @@ def _like(parameter: Tensor, work: Callable[[Tensor], tuple[Tensor, ...]]) -> li
 
 
 def rng(rank: int) -> dict[str, Tensor]:
-    """Return a rank's RNG state by checkpoint key."""
-    return {f"rng/{rank}/{name}": tensor for name, tensor in rng_state().items()}
-
-
-def rng_state() -> dict[str, Tensor]:
-    """Return the RNG states of torch (CPU and current GPU), Python and NumPy as tensors of fixed shapes."""
+    """Return a rank's RNG states of torch (CPU and current GPU), Python and NumPy by checkpoint key."""
     _, words, gauss = random.getstate()
     _, key, position, has_gauss, cached = np.random.get_state()
     state = {
@@ -194,7 +189,7 @@ def rng_state() -> dict[str, Tensor]:
     }
     if torch.cuda.is_available():
         state["torch_cuda"] = torch.cuda.get_rng_state()
-    return state
+    return {f"rng/{rank}/{name}": tensor for name, tensor in state.items()}
 
 
 def set_rng_state(state: dict[str, Tensor]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from training.tracking.metrics import RATES, ModelShape, mfu, model_flops, tokens_per_second
+from training.tracking.metrics import RATES, ModelShape, model_flops
 
 WARMUP_STEPS = 5  # excluded from the reported rates: kernels are chosen and memory is reserved in them
 
@@ -65,9 +65,9 @@ class Meter:
         counts = total(self.counts)
         seconds, waited = slowest([self.seconds, self.waited])
         out = {
-            "perf/tokens_per_second": tokens_per_second(counts["real_tokens"], seconds),
-            "perf/label_tokens_per_second": tokens_per_second(counts["label_tokens"], seconds),
-            "perf/padded_tokens_per_second": tokens_per_second(counts["padded_tokens"], seconds),
+            "perf/tokens_per_second": counts["real_tokens"] / seconds,
+            "perf/label_tokens_per_second": counts["label_tokens"] / seconds,
+            "perf/padded_tokens_per_second": counts["padded_tokens"] / seconds,
             "perf/step_seconds": seconds / self.steps,
             "perf/data_wait_share": waited / seconds,
         }
@@ -76,7 +76,7 @@ class Meter:
             flops = model_flops(self.shape, tokens=tokens, sum_squared_lengths=pairs)
             tflops = flops / seconds / self.world_size / 1e12
             out["perf/model_tflops_per_gpu"] = tflops
-            out |= {f"perf/mfu_{p}": mfu(tflops, peak) for p, peak in self.peaks.items() if peak}
+            out |= {f"perf/mfu_{p}": tflops / peak for p, peak in self.peaks.items() if peak}
         if warm and not self.profiled and not self.emulated:
             full = counts["rows"] >= self.full_rows * self.steps
             (self.rates if full else self.short_rates).append({n: out[n] for n in RATES if n in out})

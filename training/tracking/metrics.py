@@ -184,16 +184,6 @@ def peak_tflops(gpu_name: str, precision: Literal["bf16", "fp8"]) -> float | Non
     return None
 
 
-def mfu(tflops: float, peak: float) -> float:
-    """Model FLOPs utilisation: achieved model TFLOP/s of one GPU as a share (0 to 1) of its peak."""
-    return tflops / peak
-
-
-def tokens_per_second(tokens: int, seconds: float) -> float:
-    """Tokens per second of wall-clock time; real, padded or label tokens, as the caller chooses."""
-    return tokens / seconds
-
-
 def perplexity(loss: float) -> float:
     """exp of a mean loss per token in nats; infinity on overflow, NaN for NaN."""
     try:

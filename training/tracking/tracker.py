@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,7 +11,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from core.errors import UserError
 from core.redact import redact
 from training.tracking.settings import LogConfig
 from training.tracking.wandb_writer import WandbWriter, call_with_timeout
@@ -88,14 +86,10 @@ def build_tracker(
 
     `config` and `tags` go to W&B. `resume_step` is the step of the checkpoint that the run resumes from, or
     None: later lines of metrics.jsonl move to metrics.discarded.jsonl, and with `evaluates_again` also that
-    step's evaluation. UserError if a requested service is not installed; one that fails is disabled.
+    step's evaluation. A service that fails, or is not installed, is disabled with a warning.
     """
     if not enabled:
         return Tracker()
-    if cfg.use_wandb:
-        _require("--use_wandb", "wandb", "wandb", "init")
-    if cfg.log_dir:
-        _require(f"--log_dir {cfg.log_dir}", "tensorboard", "torch.utils.tensorboard", "SummaryWriter")
     new = replaces_finished_run(run_folder, resume_step)
     tracker = Tracker(JsonlWriter(run_folder, resume_step, evaluates_again=evaluates_again))
     if cfg.log_dir:  # closed before W&B, since a failed run may give up its uploads
@@ -103,11 +97,3 @@ def build_tracker(
     if cfg.use_wandb:
         tracker.add_service("W&B", lambda: WandbWriter(cfg, run_folder, config, tags, new=new))
     return tracker
-
-
-def _require(flag: str, package: str, module: str, attribute: str) -> None:
-    try:
-        # A stray folder of the package's name imports too (W&B creates one), hence the attribute.
-        getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"{flag}: {package} is not usable ({error}); run: pip install {package}") from None
