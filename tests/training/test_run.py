@@ -212,9 +212,9 @@ def test_a_stopped_run_that_may_not_save_fails(tmp_path, capsys):
 
 
 def test_a_longer_run_reports_its_longer_schedule_and_needs_no_intact_records(copied, capsys):
-    (copied / "wall_time.json").write_text('{"wall_seconds": null}')
+    (copied / "wall_time.json").write_text('{"wall_sec')
     with (copied / "metrics.jsonl").open("a") as file:
-        file.write("12\n")
+        file.write('{"step": 9, "tra')
     train(copied, "--max_steps 10 --save_interval 4")
     assert "schedule now spans 10 steps (was 8)" in capsys.readouterr().out
     assert sorted(curve(copied)) == list(range(1, 11))

@@ -82,13 +82,6 @@ def test_changed_evaluation_data_discards_earlier_losses_with_a_warning(folder, 
     assert index(folder)["eval_losses"].keys() == {"4", "6"} and best is not None
 
 
-def test_damaged_optional_files_do_not_prevent_a_resume(folder):
-    (folder / "wall_time.json").write_text("")
-    (folder / "env.json").write_text("{")
-    train(folder, "--max_steps 5")
-    assert json.loads((folder / "summary.json").read_text())["steps"] == 5
-
-
 def test_fewer_steps_than_already_done_is_refused(folder, capsys):
     (folder / "summary.json").unlink()
     train(folder, "--max_steps 3", code=EXIT_BAD_SETTING)

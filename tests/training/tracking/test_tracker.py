@@ -5,7 +5,6 @@ import io
 import json
 import math
 import os
-import resource
 import shlex
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from core.errors import UserError
+from tests.full_disk import disk_that_takes
 from training.tracking import display, tracker, writers
 from training.tracking.display import Display
 from training.tracking.environment import describe_environment, git_state
@@ -128,15 +128,11 @@ def test_a_full_disk_is_one_error_and_a_resume_has_complete_lines(tmp_path):
     log = build(tmp_path)
     log.log(1, {"train/loss": 1.0})
     path = tmp_path / "metrics.jsonl"
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
-    try:
+    with disk_that_takes(path.stat().st_size + 10):
         with pytest.raises(UserError, match=r"metrics\.jsonl: File too large; free space"):
             log.log(2, {"train/loss": 2.0})
         with pytest.raises(UserError, match=r"summary\.json: File too large; free space"):
             log.summary({"note": "x" * 200})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     log = build(tmp_path, resume_step=1)
     log.log(2, {"train/loss": 2.0})
     assert [line["step"] for line in lines(path)] == [1, 2]
