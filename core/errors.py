@@ -15,7 +15,7 @@ EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: rerun the same command to resume
 class UserError(Exception):
     """An error that the user can act on: printed as one line, without a traceback.
 
-    `flags` are the settings it is about. `exit_code` is EXIT_BAD_SETTING if other settings cure it, else
+    `flags` are the settings it is about. `exit_code` is EXIT_BAD_SETTING if other settings fix it, else
     EXIT_FAILED (the machine, files or another process are at fault). `ranks` maps the ranks that raised it to
     their hosts, once ranks have compared errors.
     """

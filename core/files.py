@@ -1,4 +1,4 @@
-"""Files and folders that appear complete or not at all, whenever the process is killed."""
+"""Atomic, crash-safe writes of files and folders."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def to_json(value: Any, indent: int | None = None) -> bytes:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Read a JSON object that a run can do without; empty if the file is missing or damaged."""
+    """Read an optional JSON object; {} if it is missing or damaged."""
     try:
         record = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Models, tokenizers and data sets by name: a local folder must exist, the hub must answer."""
+"""Fail fast on missing local folders and an unreachable Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def is_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
-def refuse_missing_folder(flag: str, name: str) -> None:
+def require_folder(flag: str, name: str) -> None:
     """UserError if the name can only be a folder's and there is none."""
     if is_path(name) and not os.path.exists(name):
         raise bad_setting("there is no such folder; give one that exists, or a hub id", **{flag: name})
 
 
-def refuse_silent_hub(
+def require_reachable_hub(
     name: str, files: tuple[str, ...], cache_dir: str | None, repo_type: str = "model"
 ) -> None:
     """OSError if none of a hub id's `files` is in the cache and the hub is out of reach.

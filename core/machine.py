@@ -6,8 +6,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-OWN_GROUPS = Path("/proc/self/cgroup")  # control groups of this process
-GROUPS = Path("/sys/fs/cgroup")  # limits of control groups
+PROCESS_CGROUPS = Path("/proc/self/cgroup")  # control groups of this process
+CGROUP_ROOT = Path("/sys/fs/cgroup")  # limits of control groups
 
 
 def cores() -> list[int]:
@@ -25,11 +25,11 @@ def host_memory() -> int:
 def _memory_limits() -> list[int]:
     """Return the limits in bytes of the process's control groups and of all groups around them."""
     limits = []
-    for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.exists() else ():
+    for line in PROCESS_CGROUPS.read_text().splitlines() if PROCESS_CGROUPS.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        root = GROUPS / "memory" if controllers else GROUPS  # version 1, and version 2
+        root = CGROUP_ROOT / "memory" if controllers else CGROUP_ROOT  # version 1, and version 2
         group = root / path.strip("/")
         around = [folder for folder in group.parents if folder == root or root in folder.parents]
         for folder in (group, *around):

@@ -31,13 +31,13 @@ class StepCosts:
     """Figures from which `benchmarks.plan` computes the time and memory of a step.
 
     Measured on one H200 with Llama 3.1 8B (1B packed for block), unless `measured` is False. Memory is in
-    bytes, in place of the BF16 inputs of the GEMMs, from forward to backward.
+    bytes saved from forward to backward, relative to BF16 inputs of the GEMMs.
     """
 
     gemm_share: float  # GEMM rate as a share of the precision's dense peak
     cast_bytes: float  # memory traffic of casting one value
-    saved_per_ffn: float = 0  # per token and unit of the feed-forward size, less than BF16 keeps
-    saved_per_hidden: float = 0  # per token and unit of the hidden size, less than BF16 keeps
+    saved_per_ffn: float = 0  # bytes per token and unit of the feed-forward size, relative to BF16
+    saved_per_hidden: float = 0  # bytes per token and unit of the hidden size, relative to BF16
     weight_copies: float = 0  # per GEMM weight, in addition to the BF16 weight
     measured: bool = True
 
@@ -106,9 +106,9 @@ _FP32_SCALES = frozenset({"fp8_fp32_scales"})
 # rowwise_with_gw_hp casts one layout.
 #
 # Memory, TE on Hopper: FP8 GEMMs need both operands in one layout, so a weight is kept as it is and
-# transposed (1 + 1 byte), and the MLP's product takes 1 byte less. The hidden size gains nothing: two norms
+# transposed (1 + 1 byte), and the MLP's product takes 1 byte less. Hidden units save nothing: two norms
 # take 1 byte less each, but the output projection's FP8 input is kept in addition to the BF16 one that
-# attention keeps, and recorded runs have one byte more that this count does not explain. Block scaling keeps
+# attention keeps, and one byte of recorded runs is unexplained. Block scaling keeps
 # both layouts, weights with an FP32 scale per 128x128. MXFP8 has one scale byte per 32 values, NVFP4 half a
 # byte per value and a scale byte per 16. torchao casts weights anew; torch.compile recomputes norms (2 x 2
 # bytes) and the MLP's product (2) from what else is kept, unless GEMMs of gradients read them.

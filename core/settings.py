@@ -25,8 +25,8 @@ BOUNDS = {
 }
 
 
-# Effect of a setting on a run: the work of a step (speed, memory, and loss, if only by rounding), what the
-# model learns at the same work per step, what is logged and evaluated, or nothing that a result depends on.
+# Effect of a setting on results. step: speed and memory of a step, and its loss, if only by rounding.
+# learning: what is learned at the same cost per step. logging: what is recorded. nothing: no result.
 Effect = Literal["step", "learning", "logging", "nothing"]
 
 

@@ -16,7 +16,7 @@ def stop_signals() -> list[signal.Signals]:
 
 @contextmanager
 def caught(handle: Callable[[int, Any], None] = lambda number, frame: None) -> Iterator[None]:
-    """Have the stop signals call `handle` only; programs started inside are not affected."""
+    """Route stop signals to `handle`; programs started inside keep the default handlers."""
     before = {number: signal.signal(number, handle) for number in stop_signals()}
     try:
         yield

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from datasets import Dataset
@@ -57,6 +58,11 @@ class Loaders:
     report: DataReport
     eval_report: DataReport | None
     eval_prompts: list[tuple[str, str]]  # prompts rendered with their special tokens, and reference answers
+
+    @property
+    def evaluation(self) -> Any:
+        """Fingerprint of the evaluation samples, or None without evaluation."""
+        return None if self.eval is None else self.eval.identity["samples"]
 
 
 def build_loaders(

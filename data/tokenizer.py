@@ -10,7 +10,7 @@ from typing import NamedTuple
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from core.errors import bad_setting, first_line
-from core.hub import refuse_missing_folder, refuse_silent_hub
+from core.hub import require_folder, require_reachable_hub
 from data.demo import TOKENIZER_DIR
 
 
@@ -65,9 +65,9 @@ def load_tokenizer(
     its vocabulary has the markers, else none: chat data is refused then. UserError if it cannot be read.
     """
     path = str(TOKENIZER_DIR) if name == "demo" else name
-    refuse_missing_folder("tokenizer_name", name)
+    require_folder("tokenizer_name", name)
     try:
-        refuse_silent_hub(path, ("tokenizer_config.json", "tokenizer.json"), cache_dir)
+        require_reachable_hub(path, ("tokenizer_config.json", "tokenizer.json"), cache_dir)
         options = {"trust_remote_code": trust_remote_code, "cache_dir": cache_dir}
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
     except Exception as error:  # a hub client, a parser or remote code may raise anything

@@ -14,7 +14,7 @@ import xxhash
 from torch import Tensor, nn
 
 from core.errors import bad_setting, first_line
-from core.hub import refuse_missing_folder, refuse_silent_hub
+from core.hub import require_folder, require_reachable_hub
 from te_models.decoder import TECausalLM
 from te_models.families import FAMILIES
 from te_models.hugging_face import (
@@ -109,14 +109,14 @@ def _read_config(name: str, *, random: bool, cache_dir: str | None, trust_remote
     if random and name in PRESETS:
         fields = dict(PRESETS[name])
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
-    refuse_missing_folder("model_name", name)
+    require_folder("model_name", name)
     if (preset := closest_preset(name)) and not Path(name).exists():
         raise bad_setting(f"there is no such preset or folder; did you mean {preset!r}?", model_name=name)
     export = Path(name, "export")
     if Path(name, "metrics.jsonl").exists() and export.exists():
         raise bad_setting(f"is a run folder; give the model that it exported, {export}", model_name=name)
     try:
-        refuse_silent_hub(name, ("config.json",), cache_dir)
+        require_reachable_hub(name, ("config.json",), cache_dir)
         fields, _ = PretrainedConfig.get_config_dict(name, cache_dir=cache_dir)
         auto_map, model_type = fields.get("auto_map") or {}, fields.get("model_type")
         if trust_remote_code or "AutoConfig" not in auto_map or model_type in CONFIG_MAPPING:

@@ -12,16 +12,15 @@ from torch import nn
 
 from core.recipes import TORCHAO_RECIPES
 from data.collate import round_up
-from te_models import build as te_models
+from te_models.build import build_model
 from te_models.options import BuildOptions, NativeOptions
 from training.config import Config
 from training.optim import optimizer as optim
 from training.optim.optimizer import OptimizerPlan
 from training.parallel.strategies import Strategy
 from training.precision import precision_map, torchao_fp8
-from training.precision import recipes as precision
 from training.precision.fp8_stats import Fp8Stats
-from training.precision.recipes import Precision
+from training.precision.recipes import Precision, build_autocast
 from training.prepare import Job, compiles_layers
 
 
@@ -39,8 +38,8 @@ class Assembly:
 
 def assemble(job: Job, stats: Fp8Stats) -> Assembly:
     """Build the model, shard it, read or draw its weights, and build its optimizer. Collective."""
-    cfg, resolved, strategy = job.cfg, job.resolved.precision, job.memory.strategy
-    torchao = resolved.effective in TORCHAO_RECIPES
+    cfg, precision, strategy = job.cfg, job.resolved.precision, job.memory.strategy
+    torchao = precision.effective in TORCHAO_RECIPES
     # Weights are all-gathered in FP8. TE keeps them in FP8; torchao casts them just before the all-gather.
     fp8_gather = cfg.sharding.fp8_all_gather and strategy.shards_weights
     fp8_weights = fp8_gather and not torchao
@@ -51,8 +50,9 @@ def assemble(job: Job, stats: Fp8Stats) -> Assembly:
     dtypes = {"parameter_dtype": optimizer_plan.parameter_dtype, "compute_dtype": compute}
 
     model = _build_model(job, optimizer_plan, dtypes, fp8_gather=fp8_gather)
-    job.watchdog.starting("building the optimizer")  # a rank that still reads weights is a straggler
-    precision_map.apply(model, resolved, fp8_attention=cfg.precision.fp8_attention)
+    # A new phase: ranks that still load weights show up as stragglers.
+    job.watchdog.starting("building the optimizer")
+    precision_map.apply(model, precision, fp8_attention=cfg.precision.fp8_attention)
     stats.attach(model)
     strategy.reshard(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -64,8 +64,8 @@ def assemble(job: Job, stats: Fp8Stats) -> Assembly:
     elif fp8_gather:
         torchao_fp8.refresh_scales_after_steps(model, optimizer)
     wrapped, optimizer = strategy.wrap(model, optimizer)
-    autocast = precision.build_autocast(
-        resolved, device=strategy.device, parameter_dtype=strategy.compute_dtype(**dtypes)
+    autocast = build_autocast(
+        precision, device=strategy.device, parameter_dtype=strategy.compute_dtype(**dtypes)
     )
     return Assembly(model, wrapped, optimizer, optimizer_plan, parameters, autocast)
 
@@ -73,52 +73,52 @@ def assemble(job: Job, stats: Fp8Stats) -> Assembly:
 def _build_model(
     job: Job, optimizer_plan: OptimizerPlan, dtypes: dict[str, torch.dtype], *, fp8_gather: bool
 ) -> nn.Module:
-    cfg, resolved, strategy = job.cfg, job.resolved.precision, job.memory.strategy
-    torchao = resolved.effective in TORCHAO_RECIPES
+    cfg, precision, strategy = job.cfg, job.resolved.precision, job.memory.strategy
+    torchao = precision.effective in TORCHAO_RECIPES
     options = BuildOptions(
-        te_backend=resolved.te_backend,
+        te_backend=precision.te_backend,
         dtype=dtypes["parameter_dtype"],
         device=strategy.device,
         seed=cfg.optim.seed,
         compute_dtype=dtypes["compute_dtype"],
         fp8_lm_head=cfg.precision.fp8_lm_head,
         packed=cfg.data.packing,
-        max_positions=round_up(cfg.data.max_seq_length, resolved.token_multiple),
+        max_positions=round_up(cfg.data.max_seq_length, precision.token_multiple),
         gradient_checkpointing=cfg.model.gradient_checkpointing,
         reentrant=strategy.reentrant,
         shard=(lambda model: strategy.shard(model, **dtypes)) if strategy.shards_weights else None,
         parameter_device=torch.device("cpu") if strategy.master_home == "cpu" else strategy.device,
         native=NativeOptions(
-            cache_fp8_weights=_caches_fp8_weights(cfg, resolved, strategy),
+            cache_fp8_weights=_caches_fp8_weights(cfg, precision, strategy),
             fuse_gradient_sums=strategy.fuses_wgrad_accumulation(optimizer_plan.kind),
             kernels=job.kernels,
-            weight_recipe=resolved.recipe if fp8_gather and not torchao else None,
+            weight_recipe=precision.recipe if fp8_gather and not torchao else None,
         ),
-        convert=(lambda model: _convert(model, cfg, resolved, fp8_gather)) if torchao else None,
+        convert=(lambda model: _convert(model, cfg, precision, fp8_gather)) if torchao else None,
         compile_layers=compiles_layers(cfg, strategy),
     )
-    return te_models.build_model(job.resolved.plan, options)
+    return build_model(job.resolved.plan, options)
 
 
-def _caches_fp8_weights(cfg: Config, resolved: Precision, strategy: Strategy) -> bool:
-    """True if a step's first micro-batch casts the weights for all of them; recomputation would anyway."""
+def _caches_fp8_weights(cfg: Config, precision: Precision, strategy: Strategy) -> bool:
+    """True if FP8 weights cast in the first micro-batch serve the others. Recomputation casts them again."""
     return (
         cfg.precision.fp8_weight_cache
         and not cfg.model.gradient_checkpointing
         and not cfg.sharding.fp8_all_gather  # the weights are in FP8 already
-        and resolved.fp8
+        and precision.fp8
         and strategy.accumulates
         and strategy.keeps_weights_gathered
     )
 
 
-def _convert(model: Any, cfg: Config, resolved: Precision, fp8_gather: bool) -> None:
+def _convert(model: Any, cfg: Config, precision: Precision, fp8_gather: bool) -> None:
     """Convert a Hugging Face model's linear layers to torchao's FP8 layers."""
     names = torchao_fp8.linear_names(model)
     torchao_fp8.convert(
         model,
         precision_map.assign(cfg, names, len(model.blocks)).get,
-        emulated=resolved.emulated,
+        emulated=precision.emulated,
         all_gather=fp8_gather,
         fp32_scales=cfg.precision.fp8_fp32_scales,
     )

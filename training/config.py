@@ -41,6 +41,11 @@ class Config:
                 raise bad_setting(reason, **given)
 
     @property
+    def exports(self) -> bool:
+        """True if the run ends with an export. Evaluation only (--max_steps 0) does not."""
+        return self.checkpoint.export and self.optim.max_steps != 0
+
+    @property
     def needs_evaluation(self) -> bool:
         """True if the run cannot do without evaluation samples."""
         return bool(self.checkpoint.generate_samples) or self.optim.max_steps == 0
@@ -87,7 +92,7 @@ def precision_rules(s: Any) -> Iterator[tuple[str, str]]:
         yield "fp8_attention fp8_scenario", "TE's FP8 attention needs delayed or current scaling; drop one"
     recipes, layers = (TE_RECIPES, "with") if s.use_te else (TORCHAO_RECIPES, "without")
     if s.mixed_precision == "fp8" and s.fp8_scenario not in ("default", *recipes):
-        reason = f"the recipes {layers} --use_te are {', '.join(recipes)}; choose one, or the other layers"
+        reason = f"the recipes {layers} --use_te are {', '.join(recipes)}; pick one, or add/drop --use_te"
         yield "fp8_scenario", reason
 
 
@@ -99,7 +104,7 @@ def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
     if s.sharding_mode != "deepspeed" and s.deepspeed_config is not None:
         yield "deepspeed_config sharding_mode", "only valid with --sharding_mode deepspeed"
     if s.cpu_offload and s.sharding_mode not in ("auto", "fsdp_full", "fsdp_offload"):
-        reason = "offload is fsdp_offload; leave out --sharding_mode, or use --sharding_mode ds_zero3_offload"
+        reason = "--cpu_offload is shorthand for --sharding_mode fsdp_offload; drop one of the two"
         yield "cpu_offload sharding_mode", reason
     if not s.fp8_all_gather:
         return
@@ -107,8 +112,8 @@ def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
         reason = f"only valid with {', '.join(FP8_GATHER_MODES)}, and without offload"
         yield "fp8_all_gather sharding_mode", reason
     if s.mixed_precision != "fp8" or not RECIPES[s.recipe].fp8_all_gather:
-        reason = "shards share one scale per weight, so it needs --mixed_precision fp8 and --fp8_scenario "
-        reason += "current with --use_te, tensorwise without"
+        reason = "needs one scale per weight: --mixed_precision fp8 and --fp8_scenario current (--use_te) "
+        reason += "or tensorwise (without)"
         yield "fp8_all_gather mixed_precision fp8_scenario", reason
     if s.master_weights != "fp32":
         yield "fp8_all_gather master_weights", "FP8 weights need FP32 master weights; drop one of the two"
@@ -139,18 +144,20 @@ def config_from_dict(values: dict[str, Any]) -> Config:
 
 
 def changed_settings(
-    old: dict[str, Any], new: Config, *, but: Container[str] | None = None
+    old: dict[str, Any], new: Config, *, ignore: Container[str] | None = None
 ) -> dict[str, tuple[Any, Any]]:
-    """Return {flag: (old, new)} of the settings that differ, except `but`: by default the resumable ones.
+    """Return {flag: (old, new)} of settings that differ, except `ignore` (default: resumable ones).
 
     A setting that `old` lacks had its default: the run is older than the setting.
     """
     table = all_settings()
-    if but is None:
-        but = [name for name, setting in table.items() if setting.field.metadata["resumable"]]
+    if ignore is None:
+        ignore = [name for name, setting in table.items() if setting.field.metadata["resumable"]]
     old, current = Config().to_dict() | old, new.to_dict()
     return {
-        name: (old[name], current[name]) for name in table if name not in but and old[name] != current[name]
+        name: (old[name], current[name])
+        for name in table
+        if name not in ignore and old[name] != current[name]
     }
 
 

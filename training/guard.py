@@ -36,16 +36,17 @@ class StepGuard:
         world_size: int,
         warn: Callable[[str], Any],
         on_skip: Callable[[], None],
+        heartbeat: Callable[[str], None],
     ):
         self.cfg, self.progress, self.total_steps, self.world_size = cfg, progress, total_steps, world_size
-        self.warn, self.on_skip = warn, on_skip
+        self.warn, self.on_skip, self.heartbeat = warn, on_skip, heartbeat
         self._unread: list[tuple[int, StepResult]] = []
         self._norms: deque[float] = deque(maxlen=100)  # gradient norms of the last applied steps
 
     def add(self, step: int, result: StepResult) -> None:
         self._unread.append((step, result))
 
-    def read(self, *, all_steps: bool, heartbeat: Callable[[str], None]) -> bool:
+    def read(self, *, all_steps: bool) -> bool:
         """Read the outcomes of all steps, or of all but the newest. True if a rank was asked to stop.
 
         NonFinite: --max_skipped_steps in a row were skipped.
@@ -53,8 +54,8 @@ class StepGuard:
         stop = False
         while len(self._unread) > (0 if all_steps else 1):
             step, result = self._unread.pop(0)
-            heartbeat(f"waiting for step {step}")
-            applied, asked, norm = result.verdict()
+            self.heartbeat(f"waiting for step {step}")
+            applied, asked, norm = result.read_flags()
             stop = stop or asked > 0
             if applied:
                 self.progress.skipped_in_a_row = 0
@@ -64,7 +65,7 @@ class StepGuard:
         return stop
 
     def _warn_of_spike(self, step: int, norm: float) -> None:
-        """Warn when a gradient norm spikes. The step is applied, clipped; the warning leads to its data."""
+        """Warn about a gradient-norm spike. The clipped step is applied; its number leads to its data."""
         usual = median(self._norms) if len(self._norms) >= MIN_STEPS_FOR_MEDIAN else math.inf
         if 0 < GRAD_NORM_SPIKE_FACTOR * usual < norm:
             self.warn(
@@ -91,9 +92,8 @@ class StepGuard:
 
     def _diverged(self, step: int) -> NonFinite:
         advice = (
-            "try a lower --learning_rate, from the start or, with another --output_dir, from an earlier "
-            "checkpoint (--resume RUN/checkpoints/step_N); more warm-up, --fp8_scenario current or "
-            "--mixed_precision bf16"
+            "lower --learning_rate or lengthen the warm-up, from the start or from an earlier checkpoint "
+            "(--resume RUN/checkpoints/step_N with another --output_dir), or try a more precise recipe"
         )
         if self.progress.skipped_steps == step:
             advice = (
@@ -107,5 +107,5 @@ class StepGuard:
             flags=["max_skipped_steps"],
             exit_code=EXIT_FAILED,
         )
-        error.ranks = dict.fromkeys(range(self.world_size))  # every rank fails alike; blame none
+        error.ranks = dict.fromkeys(range(self.world_size))  # raised on all ranks, so attributed to none
         return error

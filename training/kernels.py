@@ -40,7 +40,7 @@ class Kernel:
 
     name: str  # its field of `Kernels`
     applies: Callable[[Workload], bool]
-    why_not: Callable[[Workload], str | None]  # self-test against the library: the problem, or None
+    self_test: Callable[[Workload], str | None]  # against the library; the problem, or None
     fallback: str | None  # warning about what runs instead; None: nothing can, so the run is refused
     on: Callable[[Workload], AbstractContextManager] = lambda run: nullcontext()
     off: Callable[[Workload], AbstractContextManager] = lambda run: nullcontext()
@@ -67,13 +67,13 @@ KERNELS = (
     Kernel(
         "fp8_lm_head",
         applies=lambda run: run.cfg.precision.fp8_lm_head and run.device.type == "cuda",
-        why_not=lambda run: loss_fp8.why_not(),
+        self_test=lambda run: loss_fp8.why_not(),
         fallback=None,
     ),
     Kernel(
         "flash_attention",
         applies=_flash_attention_applies,
-        why_not=_test_flash_attention,
+        self_test=_test_flash_attention,
         fallback="FlashAttention 4 is not used",
         on=lambda run: flash_attention.enabled_in_te() if run.native else packed_attention.enabled(),
         off=lambda run: flash_attention.disabled_in_te() if run.native else nullcontext(),
@@ -81,13 +81,13 @@ KERNELS = (
     Kernel(
         "qkv_rope",
         applies=lambda run: run.native and not run.cfg.precision.fp8_attention,
-        why_not=lambda run: rope.why_not(run.shape.num_heads, run.shape.num_kv_heads, run.shape.head_dim),
+        self_test=lambda run: rope.why_not(run.shape.num_heads, run.shape.num_kv_heads, run.shape.head_dim),
         fallback="TE splits queries, keys and values and applies RoPE in separate passes",
     ),
     Kernel(
         "residual_gradients",
         applies=lambda run: run.native and run.cfg.model.fused_residuals,
-        why_not=lambda run: fused_residual.why_not(run.shape.hidden_size),
+        self_test=lambda run: fused_residual.why_not(run.shape.hidden_size),
         fallback="gradients of residual connections are added in a separate pass",
         on=lambda run: fused_residual.enabled(),
     ),
@@ -95,7 +95,7 @@ KERNELS = (
         "swiglu",
         # On other GPUs and with other recipes TE's own kernels are as fast.
         applies=lambda run: run.native and "delayed" in run.precision.in_use and on_hopper(),
-        why_not=lambda run: fused_swiglu.why_not(),
+        self_test=lambda run: fused_swiglu.why_not(),
         fallback="SwiGLU is not fused with its FP8 casts",
         on=lambda run: fused_swiglu.enabled(),
     ),
@@ -118,7 +118,8 @@ def choose_kernels(
         results = ranks.run_on_all_ranks(lambda kernel=kernel: _test(kernel, run))
         problem = next(filter(None, (problem for _, problem in results)), None)
         if problem and kernel.fallback is None:
-            raise bad_setting(f"on this machine {problem}; drop it", **{kernel.name: True})
+            reason = f"its self-test failed on this machine: {problem}; drop it"
+            raise bad_setting(reason, **{kernel.name: True})
         if problem:
             print_rank0(f"WARNING: {kernel.fallback}: {problem}")
         used[kernel.name] = all(applies for applies, _ in results) and problem is None
@@ -128,4 +129,4 @@ def choose_kernels(
 
 def _test(kernel: Kernel, run: Workload) -> tuple[bool, str | None]:
     applies = kernel.applies(run)
-    return applies, kernel.why_not(run) if applies else None
+    return applies, kernel.self_test(run) if applies else None

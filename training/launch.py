@@ -1,4 +1,4 @@
-"""Start of a command: --help and wrong settings are answered before torch is imported (seconds)."""
+"""Start of a command. Flags are parsed before torch is imported, so that --help answers at once."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def launch(description: str, *, start: Callable[[Config], torch.device], started
 def answer_early(description: str) -> None:
     """Exit if the command line asks for help or has an error.
 
-    Errors are left to the run under a launcher, whose ranks report them together, and with a --config file,
-    which may be a pipe and can be read only once.
+    Skipped under torchrun, whose ranks report an error once, and with --config: the file may be a pipe, which
+    can be read only once.
     """
     argv = sys.argv[1:]
     if {"-h", "--help"} & set(argv):

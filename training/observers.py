@@ -31,8 +31,8 @@ from training.trainer import Hooks, Logs
 KNOWN_AFTER_FIRST_STEP = ("coverage", "attention_backend", "flash_attention", "seconds_to_first_step")
 
 
-class Observers:
-    """The loop's hooks."""
+class Observers(Hooks):
+    """Hooks that record FP8 statistics, profiles, coverage and wall time."""
 
     def __init__(
         self,
@@ -48,9 +48,6 @@ class Observers:
         self.job, self.built, self.logs, self.environment = job, built, logs, environment
         self.wall_time, self.fp8_stats, self.profiler = wall_time, fp8_stats, profiler
         self.first_step_done = False
-
-    def hooks(self) -> Hooks:
-        return Hooks(self.before_step, self.after_step, self.after_log)
 
     def before_step(self, step: int) -> None:
         self.fp8_stats.before_step(step)
@@ -83,7 +80,7 @@ class Observers:
     def close(self) -> None:
         self.fp8_stats.close()
         self.profiler.close()
-        gc.unfreeze()  # a process that makes another run must be able to free this one
+        gc.unfreeze()  # undo gc.freeze(): one process may run several trainings
 
     def _record_first_step(self) -> None:
         """Record which modules ran in FP8, the attention backend and the time to the first step."""

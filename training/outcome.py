@@ -40,8 +40,8 @@ LOST_WORKER = (
 
 
 @contextmanager
-def lasting_output() -> Iterator[None]:
-    """Let the run outlive the reader of its output: a pipe, or a terminal that is closed."""
+def ignore_broken_pipes() -> Iterator[None]:
+    """Keep the run alive when stdout or stderr is a closed pipe or terminal."""
     before = [stream or _null_stream() for stream in (sys.stdout, sys.stderr)]  # None: closed at the start
     for stream in before:
         if hasattr(stream, "reconfigure"):
@@ -84,9 +84,8 @@ class _LastingStream:
 def exit_process(code: int) -> NoReturn:
     """Run exit handlers, flush output and exit, without tearing Python down.
 
-    A process group that something still refers to keeps Gloo's threads, and one that releases its last tensor
-    while Python is torn down aborts the process, with another exit code
-    (https://github.com/pytorch/pytorch/pull/179291).
+    Gloo threads of a process group that is still referenced can abort the interpreter's shutdown and change
+    the exit code (https://github.com/pytorch/pytorch/pull/179291).
     """
     for number in stop_signals():  # the exit code is decided
         signal.signal(number, signal.SIG_IGN)
@@ -98,11 +97,13 @@ def exit_process(code: int) -> NoReturn:
         os._exit(code)
 
 
-def end(error: BaseException, watchdog: Any | None, close: Callable[[], None] = lambda: None) -> int:
-    """Report why the run ends, once for all ranks; return the exit code, or exit if there are other ranks.
+def report_failure(
+    error: BaseException, watchdog: Any | None, close: Callable[[], None] = lambda: None
+) -> int:
+    """Report why the run failed, once for all ranks; return the exit code, or exit if there are other ranks.
 
-    `watchdog` is None before the ranks met. `close` is called after the report. An error that no user can act
-    on comes with its traceback: on one device it is raised again.
+    `watchdog` is None until the ranks have met. `close` is called after the report. Unexpected errors keep
+    their traceback; on one device they are raised again.
     """
     failed = getattr(error, "ranks", {ranks.rank(): platform.node()})
     code, details = EXIT_FAILED, ""

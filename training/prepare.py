@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Job:
-    """A run with everything but its model."""
+    """Everything decided and loaded before the model is built."""
 
     cfg: Config
     device: torch.device
@@ -64,15 +64,6 @@ class Job:
     loaders: Loaders
     total_steps: int
     finished: bool  # an earlier launch wrote the summary and the export
-
-    @property
-    def exports(self) -> bool:
-        return _exports(self.cfg)
-
-    @property
-    def evaluation(self) -> Any:
-        """Fingerprint of the evaluation samples, or None without evaluation."""
-        return _evaluation(self.loaders)
 
 
 def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: float, cleanup: ExitStack) -> Job:
@@ -98,7 +89,7 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
 
     tokenizer, loaders = _on_each_rank(watchdog, "loading the data", load, DATA_SECONDS)
     batches = None if loaders.eval is None else loaders.eval.micro_batches_per_epoch
-    ranks.agree("the data", loaders.train.identity | {"evaluation": [_evaluation(loaders), batches]})
+    ranks.agree("the data", loaders.train.identity | {"evaluation": [loaders.evaluation, batches]})
     total_steps, finished = _count(cfg, folder, resume, loaders)
     if not finished:
         ranks.run_on_rank0(lambda: write_config(cfg, folder))
@@ -127,7 +118,7 @@ def _decide(cfg: Config, device: torch.device, watchdog: Watchdog) -> tuple[Reso
     if ranks.world_size() > 1:  # reads every file of the suite
         ranks.agree("the software", software())
     resolved = _on_each_rank(watchdog, "resolving precision and model", lambda: resolve(cfg))
-    ranks.agree("what can run", resolved.precision.in_short())
+    ranks.agree("the effective precision", resolved.precision.comparable())
     ranks.agree("the model's files", resolved.weights_digests)
     watchdog.starting("choosing kernels")
     kernels = choose_kernels(cfg, resolved.precision, resolved.shape, device)
@@ -142,7 +133,7 @@ def _decide(cfg: Config, device: torch.device, watchdog: Watchdog) -> tuple[Reso
 def compiles_layers(cfg: Config, strategy: Strategy) -> bool:
     """True if Hugging Face layers run under torch.compile: on a GPU, unless the user says otherwise.
 
-    DeepSpeed hooks every module, which would cut each layer's graph in pieces, so there only if asked for.
+    Off by default under DeepSpeed: its hooks on every module cause graph breaks.
     """
     if cfg.model.use_te or cfg.model.compile is not None:
         return bool(cfg.model.compile)
@@ -150,20 +141,16 @@ def compiles_layers(cfg: Config, strategy: Strategy) -> bool:
 
 
 def _on_each_rank(watchdog: Watchdog, doing: str, work: Callable[[], T], limit: float | None = None) -> T:
-    """Return this rank's result of `work`, which need not be picklable; all raise one rank's error."""
+    """Run `work` on every rank and return the local result. If any rank fails, all raise its error."""
     result: list[T] = []
     watchdog.run_on_all_ranks(doing, lambda: result.append(work()), limit)
     return result[0]
 
 
-def _exports(cfg: Config) -> bool:
-    return cfg.checkpoint.export and cfg.optim.max_steps != 0
-
-
 def _open_folder(cfg: Config, resolved: Resolved, cleanup: ExitStack) -> Path:
     folder, lock = open_run_folder(cfg, resolved.plan.short_name, resolved.precision.effective)
     cleanup.callback(lock.release)
-    if _exports(cfg):
+    if cfg.exports:
         check_export(folder / "export", resolved.plan.weights)
     if not cfg.checkpoint.output_dir:
         print_rank0(f"run folder: {folder}; to resume, repeat the command with --output_dir {folder}")
@@ -173,12 +160,12 @@ def _open_folder(cfg: Config, resolved: Resolved, cleanup: ExitStack) -> Path:
 def _find_checkpoint(
     cfg: Config, resolved: Precision, folder: Path, checkpoints: Checkpoints
 ) -> ResumePoint | None:
-    """Return the checkpoint to continue from. On rank 0; from here on the folder is this run's."""
+    """Return the checkpoint to continue from, and claim the folder by writing config.json. On rank 0."""
     point, notice = find_resume_point(cfg.checkpoint.resume, checkpoints)
     if notice:
         print_rank0(notice)
     finished = (folder / "summary.json").exists()
-    if not point and finished and _exports(cfg) and (folder / "export").exists():
+    if not point and finished and cfg.exports and (folder / "export").exists():
         raise bad_setting(
             "its run is finished and its checkpoints are gone, so this would train again and replace the "
             "export; choose another folder, or move the export away",
@@ -243,10 +230,6 @@ def _load_data(
     return loaders
 
 
-def _evaluation(loaders: Loaders) -> Any:
-    return None if loaders.eval is None else loaders.eval.identity["samples"]
-
-
 def _count(cfg: Config, folder: Path, resume: ResumePoint | None, loaders: Loaders) -> tuple[int, bool]:
     """Return the run's total steps, and whether an earlier launch finished it. Collective."""
     if resume is None:
@@ -259,7 +242,7 @@ def _count(cfg: Config, folder: Path, resume: ResumePoint | None, loaders: Loade
         return total, False
     loaders.train.load_state_dict(resume.meta["loader"])
     total = count_resumed_steps(cfg, resume.meta, loaders.train, ranks.world_size())
-    finished = ranks.run_on_rank0(lambda: is_finished(resume, cfg, folder, total, exports=_exports(cfg)))
+    finished = ranks.run_on_rank0(lambda: is_finished(resume, cfg, folder, total, exports=cfg.exports))
     if total > resume.step and total != (saved := resume.meta["total_steps"]):
         print_rank0(f"the learning rate schedule now spans {total:,} steps (was {saved:,})")
     return total, finished

@@ -1,11 +1,11 @@
-"""Precision and model of a run, resolved before any weight is read, and whether they go together."""
+"""Resolve precision and model of a run, and check that they fit, before any weight is read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from core.recipes import FALLBACK_RECIPE, TORCHAO_RECIPES
-from te_models import build as te_models
+from te_models import build
 from te_models.build import ModelPlan
 from training.config import Config
 from training.optim import optimizer as optim
@@ -37,7 +37,7 @@ def resolve(cfg: Config) -> Resolved:
     torchao_fp8.silence_import()  # transformers imports torchao wherever it is installed
     if resolved.effective in TORCHAO_RECIPES:
         torchao_fp8.require_torchao()
-    plan = te_models.plan_model(
+    plan = build.plan_model(
         cfg.model.model_name,
         init=cfg.model.init,
         use_te=cfg.model.use_te,
@@ -54,7 +54,7 @@ def resolve(cfg: Config) -> Resolved:
         print_rank0(f"WARNING: {warning}")
     if cfg.precision.master_weights == "none":
         print_rank0(optim.MASTER_NONE_WARNING)
-    digests = te_models.identity(plan) if ranks.world_size() > 1 else {}
+    digests = build.identity(plan) if ranks.world_size() > 1 else {}
     return Resolved(resolved, plan, shape, _flops_shape(cfg, plan, shape), digests)
 
 

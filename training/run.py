@@ -31,7 +31,7 @@ from training.config import Config, all_settings, changed_settings, parse_config
 from training.observers import Observers, open_environment, open_logs
 from training.optim import optimizer as optim
 from training.optim.schedule import learning_rate
-from training.outcome import end, lasting_output
+from training.outcome import ignore_broken_pipes, report_failure
 from training.parallel import ranks
 from training.parallel.ranks import print_rank0
 from training.parallel.watchdog import Watchdog
@@ -44,7 +44,7 @@ from training.tracking.tracker import replaces_finished_run
 from training.trainer import Trainer
 
 
-@lasting_output()
+@ignore_broken_pipes()
 def main(
     argv: list[str], *, description: str, start: Callable[[Config], torch.device], started: float = 0.0
 ) -> int:
@@ -54,10 +54,8 @@ def main(
     time.perf_counter() at process start, the base of `seconds_to_first_step`.
     """
     watchdog = None
-    cleanup, signals = (
-        ExitStack(),
-        ExitStack(),
-    )  # on every exit; stop signals are deferred until `signals` closes
+    cleanup = ExitStack()  # closed on every exit
+    signals = ExitStack()  # stop signals are ignored until it closes
     try:
         cfg = parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
         device = start(cfg)
@@ -79,7 +77,7 @@ def main(
                 print(f"run folder: {job.folder}", flush=True)
         return code
     except (Exception, KeyboardInterrupt) as error:
-        return end(error, watchdog, cleanup.close)
+        return report_failure(error, watchdog, cleanup.close)
     finally:
         signals.close()
 
@@ -96,6 +94,8 @@ def run(job: Job, cleanup: ExitStack, signals: ExitStack) -> int:
     job.watchdog.starting("building the model")
     fp8_stats = Fp8Stats(job.cfg, job.resolved.precision, job.folder)
     built = assemble(job, fp8_stats)
+    if ranks.world_size() > 1:
+        torch.manual_seed(job.cfg.optim.seed + ranks.rank())  # dropout, if any, differs between ranks
     ranks.raise_process_group_timeouts()
     _report_model(job, built)
     state, scaling, losses = restore(job, built)
@@ -105,7 +105,7 @@ def run(job: Job, cleanup: ExitStack, signals: ExitStack) -> int:
     try:
         finished = trainer.fit()
         trainer.logs.display.close()
-        if finished and job.exports:
+        if finished and job.cfg.exports:
             export(job, built)
         if finished:
             trainer.logs.tracker.summary(summarize(job, trainer, observers))
@@ -129,7 +129,7 @@ def run(job: Job, cleanup: ExitStack, signals: ExitStack) -> int:
 
 
 def _seed(seed: int, *, deterministic: bool) -> None:
-    """Seed every generator. Before the first CUDA call, since TE and cuBLAS read their switches once."""
+    """Seed all RNGs. Call before the first CUDA call: TE and cuBLAS read these variables only once."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -137,7 +137,7 @@ def _seed(seed: int, *, deterministic: bool) -> None:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, hides nothing here
+        torch.utils.deterministic.fill_uninitialized_memory = False  # slow and not needed
 
 
 def _report_model(job: Job, built: Assembly) -> None:
@@ -147,7 +147,6 @@ def _report_model(job: Job, built: Assembly) -> None:
     if strategy.world_size > 1:
         nodes = f" on {strategy.num_nodes} nodes" if strategy.num_nodes > 1 else ""
         where = f"{strategy.world_size} x {job.device.type}{nodes}, {strategy.mode}"
-        torch.manual_seed(job.cfg.optim.seed + strategy.rank)  # dropout, if any, differs between ranks
     kind = layers.get(resolved.precision.te_backend, "Hugging Face")
     print_rank0(
         f"{resolved.plan.name}: {built.parameters / 1e6:,.1f} M parameters, {kind} layers, on {where}"
@@ -156,7 +155,7 @@ def _report_model(job: Job, built: Assembly) -> None:
 
 
 def restore(job: Job, built: Assembly) -> tuple[RunState, Scaling, dict[int, float]]:
-    """Return the run's state, its FP8 scaling, and eval losses by step, all as the checkpoint has them."""
+    """Restore job.resume, if any; return the run's state, its FP8 scaling, and eval losses by step."""
     state = RunState(
         cfg=job.cfg,
         precision=job.resolved.precision,
@@ -166,7 +165,7 @@ def restore(job: Job, built: Assembly) -> tuple[RunState, Scaling, dict[int, flo
         loader=job.loaders.train,
         progress=Progress(),
         total_steps=job.total_steps,
-        evaluation=job.evaluation,
+        evaluation=job.loaders.evaluation,
     )
     saved, losses = {}, {}
     if job.resume:
@@ -195,7 +194,7 @@ def restore(job: Job, built: Assembly) -> tuple[RunState, Scaling, dict[int, flo
 def _restore_evaluations(job: Job, progress: Progress) -> dict[int, float]:
     """Return earlier eval losses by step, or none if the evaluation data changed, and restore the best."""
     losses: dict[int, float] = {}
-    if job.resume.meta.get("evaluation", job.evaluation) != job.evaluation:
+    if job.resume.meta.get("evaluation", job.loaders.evaluation) != job.loaders.evaluation:
         print_rank0("WARNING: the evaluation data has changed; earlier evaluations are discarded")
         progress.best_eval_loss = None
         ranks.run_on_rank0(lambda: forget_evaluations(job.checkpoints))
@@ -207,10 +206,10 @@ def _restore_evaluations(job: Job, progress: Progress) -> dict[int, float]:
 
 
 def _same_training_config(job: Job) -> bool:
-    """True if the checkpoint's steps were computed as this launch would."""
+    """True if settings and world size are the checkpoint's, so that its throughput is still valid."""
     meta = job.resume.meta
     ignored = [name for name, (section, *_) in all_settings().items() if section in ("checkpoint", "log")]
-    same = not changed_settings(meta["config"], job.cfg, but=ignored)
+    same = not changed_settings(meta["config"], job.cfg, ignore=ignored)
     return same and meta["world_size"] == job.memory.strategy.world_size
 
 
@@ -263,7 +262,7 @@ def open_loop(
         needs_evaluation=progress.step not in losses,
     )
     wall_time.count()
-    return Trainer(cfg, stack, job.loaders, logs, saver, progress, observers.hooks()), observers
+    return Trainer(cfg, stack, job.loaders, logs, saver, progress, observers), observers
 
 
 # Export and summary
@@ -298,8 +297,8 @@ def export(job: Job, built: Assembly) -> None:
         )
         if not reads_back(folder, tokenizer, trust_remote_code=plan.trust_remote_code):
             print_rank0(
-                f"WARNING: transformers loads another tokenizer from {folder} than the model was trained "
-                f"with; load {tokenizer.name_or_path} instead"
+                f"WARNING: AutoTokenizer loads a different tokenizer from {folder} than the one used in "
+                f"training; load {tokenizer.name_or_path} instead"
             )
         return folder
 

@@ -42,7 +42,7 @@ class StepResult:
     grad_norm: Tensor  # before clipping, float32 scalar
     learning_rate: float
     # Waits for this step only. Returns [applied, stop requested on any rank, gradient norm].
-    verdict: Callable[[], list[float]]
+    read_flags: Callable[[], list[float]]
 
 
 def train_step(
@@ -56,7 +56,7 @@ def train_step(
     """Run one optimizer step. The result is the same for any split into micro-batches and ranks.
 
     `done`: steps before this one. `stop_requested` is read after backward, so that a signal during the step
-    counts. Nothing here waits for the device.
+    counts. Does not wait for the GPU, except under DeepSpeed and TE's FusedAdam.
     """
     strategy, optimizer = stack.strategy, stack.optimizer
     stack.heartbeat(f"computing step {done + 1}")
@@ -84,8 +84,8 @@ def train_step(
     applied, norm = (
         value.to(strategy.device, torch.float32) for value in (outcome.applied, outcome.grad_norm)
     )
-    verdict = copy_to_host_async(torch.stack([applied, stop, norm]))
-    return StepResult(mean, outcome.grad_norm, learning_rate, verdict)
+    read_flags = copy_to_host_async(torch.stack([applied, stop, norm]))
+    return StepResult(mean, outcome.grad_norm, learning_rate, read_flags)
 
 
 def copy_to_host_async(values: Tensor) -> Callable[[], list[float]]:
@@ -117,7 +117,7 @@ def evaluate(
     model.eval()
     on_device = (batch.to(strategy.device) for batch in batches)
     first = next(on_device)
-    stack.scaling.prepare(first)  # before `frozen`, which saves the state that this creates
+    stack.scaling.prepare(first)  # allocate the FP8 state first: `frozen` snapshots it
     with stack.scaling.frozen():
         for i, batch in enumerate(chain([first], on_device)):
             stack.heartbeat("evaluating")

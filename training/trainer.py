@@ -24,21 +24,18 @@ class Saver(Protocol):
     """Writes checkpoints."""
 
     saved_step: int  # the newest checkpoint of this run; -1 for none
-    needs_evaluation: (
-        bool  # the checkpoint resumed from was saved before its evaluation, which never finished
-    )
+    needs_evaluation: bool  # the checkpoint resumed from has no finished evaluation
 
     def save(self, step: int, eval_loss: float | None) -> None: ...
     def record_eval_loss(self, step: int, eval_loss: float) -> None: ...
 
 
-@dataclass
 class Hooks:
-    """Calls of the loop to its owner. Each does nothing by default."""
+    """Callbacks of the training loop; no-ops by default."""
 
-    before_step: Callable[[int], None] = lambda step: None
-    after_step: Callable[[int], None] = lambda step: None  # before anything is logged, saved or evaluated
-    after_log: Callable[[], None] = lambda: None
+    def before_step(self, step: int) -> None: ...
+    def after_step(self, step: int) -> None: ...  # before anything is logged, saved or evaluated
+    def after_log(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class Logs:
 
 
 class Stopped(BaseException):
-    """A stop signal arrived while waiting for data. Not an Exception: libraries catch those."""
+    """A stop signal arrived while waiting for data. A BaseException, since libraries swallow Exceptions."""
 
 
 class StopFlag:
@@ -103,9 +100,10 @@ class Trainer:
             world_size=stack.strategy.world_size,
             warn=logs.display.message,
             on_skip=stack.scaling.scrub,
+            heartbeat=stack.heartbeat,
         )
         self.last_eval: tuple[int, dict[str, float]] = (-1, {})  # step and metrics
-        self._uncounted = {"real_tokens": 0, "label_tokens": 0}  # on this rank, since the last save
+        self._unsaved_counts = {"real_tokens": 0, "label_tokens": 0}  # on this rank, since the last save
         self._resume_from: dict[str, Any] = {}  # loader state before the wait for data
 
     def fit(self) -> bool:
@@ -186,12 +184,12 @@ class Trainer:
         on_gpu = strategy.device.type == "cuda"
         self.guard.add(progress.step, result)
         wait = log or evaluates or saves or not on_gpu
-        stop = self.guard.read(all_steps=wait, heartbeat=self.stack.heartbeat)
+        stop = self.guard.read(all_steps=wait)
         if on_gpu and (log or evaluates or saves):
             torch.cuda.synchronize(strategy.device)  # the optimizer's time belongs to this interval
         progress.train_seconds += self.logs.meter.end_step(window, waited)
-        for name in self._uncounted:
-            self._uncounted[name] += sum(getattr(batch, name) for batch in window)
+        for name in self._unsaved_counts:
+            self._unsaved_counts[name] += sum(getattr(batch, name) for batch in window)
         self.hooks.after_step(progress.step)
         if log:
             self._log(result)
@@ -205,10 +203,10 @@ class Trainer:
             self.logs.meter.restart_clock()
         if evaluates or saves or strategy.world_size == 1:
             return self._any_stop()
-        return stop  # from the sums of the step itself, which saves many ranks an exchange
+        return stop  # all-reduced together with the loss: no extra collective
 
     def _before_first_step(self, batch: Any) -> None:
-        """Prepare FP8 scaling, and make up for a missed evaluation, before the first step's time begins."""
+        """Prepare FP8 scaling and run a missed evaluation, outside the timed region."""
         self.stack.scaling.prepare(batch)
         step, log = self.progress.step, self.cfg.log
         missed = self.saver.needs_evaluation and step > 0 and _due(step, log.eval_interval)
@@ -217,7 +215,7 @@ class Trainer:
         self.logs.meter.restart_clock()
 
     def _stop(self) -> bool:
-        self.guard.read(all_steps=True, heartbeat=self.stack.heartbeat)
+        self.guard.read(all_steps=True)
         if self.progress.step > 0:
             self._save()
         self.logs.display.message(f"stopped by a signal after step {self.progress.step}")
@@ -287,9 +285,9 @@ class Trainer:
         if self.saver.saved_step == step:
             return
         self.stack.heartbeat(f"saving at step {step}")
-        for name, count in self._sum_counts(self._uncounted).items():
+        for name, count in self._sum_counts(self._unsaved_counts).items():
             setattr(progress, name, getattr(progress, name) + count)
-            self._uncounted[name] = 0
+            self._unsaved_counts[name] = 0
         progress.rates = self._rates()
         evaluated, metrics = self.last_eval
         self.saver.save(step, metrics["eval/loss"] if evaluated == step else None)

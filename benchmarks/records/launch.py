@@ -219,7 +219,7 @@ def is_begun(cfg: Config) -> bool:
     if not saved.exists() or not any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         return False
     try:
-        changed = changed_settings(json.loads(saved.read_text(encoding="utf-8")), cfg, but=NO_EFFECT)
+        changed = changed_settings(json.loads(saved.read_text(encoding="utf-8")), cfg, ignore=NO_EFFECT)
     except (OSError, ValueError, TypeError) as error:
         raise bad_input(f"{saved}: cannot be read ({error}); remove the folder to run it again") from None
     if changed:

@@ -19,7 +19,7 @@ from datasets import Dataset, IterableDataset
 from datasets.naming import camelcase_to_snakecase
 
 from core.errors import UserError, bad_setting, raise_interrupt
-from core.hub import refuse_silent_hub
+from core.hub import require_reachable_hub
 from data import demo as demo_set
 from data.reading.cache import cache_folder, storage_error
 from data.reading.columns import Columns, choose_columns
@@ -59,7 +59,7 @@ def detect(cfg: DataConfig, split: str) -> Source:
         return source_of_files(cfg, common_format([name]), choose_split(cfg, split, ["train"]), [name])
     with reading(cfg):
         if not is_prepared(cfg, name):
-            refuse_silent_hub(name, ("README.md",), None, repo_type="dataset")
+            require_reachable_hub(name, ("README.md",), None, repo_type="dataset")
         builder = datasets.load_dataset_builder(name, configuration, cache_dir=cfg.data_cache_dir)
     splits = {str(key): list(value) for key, value in (builder.config.data_files or {}).items()}
     split = choose_split(cfg, split, splits) if splits else split

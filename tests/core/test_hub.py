@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub.utils import _http
 
 from core.errors import UserError
-from core.hub import RETRIES, refuse_missing_folder, refuse_silent_hub
+from core.hub import RETRIES, require_folder, require_reachable_hub
 from data.reading.sources import detect, is_prepared
 from data.settings import DataConfig
 from te_models.build import plan_model
@@ -50,17 +50,17 @@ def test_a_hub_out_of_reach_is_one_line_after_few_tries(requests, tmp_path, capf
 
 
 def test_what_is_here_is_not_requested_and_a_hub_that_answers_is_left_to_its_client(requests, tmp_path):
-    refuse_silent_hub(str(tmp_path), ("config.json",), None)
+    require_reachable_hub(str(tmp_path), ("config.json",), None)
     snapshot, refs = (tmp_path / "models--some--model" / name for name in ("snapshots/abc", "refs"))
     snapshot.mkdir(parents=True)
     refs.mkdir()
     (snapshot / "config.json").write_text("{}")
     (refs / "main").write_text("abc")
-    refuse_silent_hub("some/model", ("other.json", "config.json"), str(tmp_path))
+    require_reachable_hub("some/model", ("other.json", "config.json"), str(tmp_path))
     assert not requests
     answers = httpx.MockTransport(lambda request: httpx.Response(503))
     huggingface_hub.set_client_factory(lambda: httpx.Client(transport=answers))
-    refuse_silent_hub("some/model", ("config.json",), None)
+    require_reachable_hub("some/model", ("config.json",), None)
 
 
 @pytest.mark.parametrize(
@@ -88,10 +88,10 @@ def test_a_missing_folder_is_not_requested_from_the_hub(name, requests, tmp_path
     with pytest.raises(UserError, match=rf"--model_name {name}: there is no such folder"):
         plan(name)
     with pytest.raises(UserError, match=rf"--tokenizer_name {name}: there is no such folder"):
-        refuse_missing_folder("tokenizer_name", name)
+        require_folder("tokenizer_name", name)
     assert not requests
     for other in ("demo", "gpt2", "owner/name", str(tmp_path)):
-        refuse_missing_folder("tokenizer_name", other)
+        require_folder("tokenizer_name", other)
 
 
 def test_a_run_folder_is_answered_with_its_export(tmp_path):

@@ -25,8 +25,8 @@ def test_memory_is_the_machines_or_the_limit_of_a_control_group(case, tmp_path, 
     own, limits, expected = GROUPS[case]
     pages = {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": 100 * 10**6}  # 100 GB
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)
-    monkeypatch.setattr(machine, "OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr(machine, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(machine, "PROCESS_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(machine, "CGROUP_ROOT", tmp_path / "groups")
     if own is not None:
         (tmp_path / "own").write_text(own)
     for path, limit in limits.items():

@@ -93,7 +93,9 @@ def test_a_kernel_that_fails_its_self_test_is_replaced_with_a_warning(kernel, pr
 
 def test_a_wrong_fp8_lm_head_is_refused_since_nothing_replaces_it(problems):
     problems["fp8_lm_head"] = "it computes another GEMM"
-    with pytest.raises(UserError, match=r"^--fp8_lm_head: on this machine it computes .*; drop it") as error:
+    with pytest.raises(
+        UserError, match=r"^--fp8_lm_head: its self-test failed on this machine: it computes .*; drop it"
+    ) as error:
         choose(fp8_lm_head=True, device="cuda")
     assert error.value.exit_code == EXIT_BAD_SETTING
 

@@ -523,7 +523,7 @@ def test_a_finished_run_without_rows_to_evaluate_on_accepts_any_flags(tmp_path, 
 
 def test_out_of_memory_is_one_line_and_an_error_of_a_library_keeps_its_traceback(capsys):
     for text, said in (("out of memory\nand more", "out of memory"), ("", "OutOfMemoryError")):
-        assert outcome.end(torch.OutOfMemoryError(text), None) == EXIT_OUT_OF_MEMORY
+        assert outcome.report_failure(torch.OutOfMemoryError(text), None) == EXIT_OUT_OF_MEMORY
         error = capsys.readouterr().err.strip()
         assert error.startswith(f"error: {said} ") and "--batch_size" in error and "\n" not in error
         assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in error

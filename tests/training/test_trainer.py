@@ -163,6 +163,12 @@ def trainer(
     return Trainer(cfg, stack, loaders, logs, saver or Saver(), progress or Progress(), hooks), record
 
 
+def after_step(work) -> Hooks:
+    hooks = Hooks()
+    hooks.after_step = work
+    return hooks
+
+
 def weight(made) -> torch.Tensor:
     return made.stack.model.table.weight.detach().clone()
 
@@ -585,7 +591,7 @@ def test_a_signal_finishes_the_step_saves_once_and_stops(number, save_interval):
         saved.append(step)
         os.kill(os.getpid(), number)  # a second signal during the save changes nothing
 
-    hooks = Hooks(after_step=lambda step: os.kill(os.getpid(), number))
+    hooks = after_step(lambda step: os.kill(os.getpid(), number))
     made, _ = trainer(
         [to_batch(rows(4))],
         total_steps=9,
@@ -640,7 +646,7 @@ def test_a_stop_reads_the_outcome_of_its_last_step_before_saving(monkeypatch):
     made, _ = trainer(
         [to_batch(rows(4))],
         total_steps=9,
-        hooks=Hooks(after_step=lambda step: os.kill(os.getpid(), signal.SIGTERM)),
+        hooks=after_step(lambda step: os.kill(os.getpid(), signal.SIGTERM)),
         saver=Saver(on_save=lambda step, _: saved.append((step, made.progress.skipped_steps))),
         scaling=scaling,
         log_interval=5,

@@ -70,7 +70,7 @@ class Precision:
         by_module = ", ".join(sorted(set(self.by_module.values())))
         return f"by module ({by_module})" if self.by_module else self.effective
 
-    def in_short(self) -> dict[str, Any]:
+    def comparable(self) -> dict[str, Any]:
         """Return what all ranks must share. Reasons are left out: they name a rank's own GPU."""
         names = {"recipe": self.effective, "recipes in use": sorted(self.in_use)}
         return names | {"te_backend": self.te_backend, "emulated": self.emulated}

@@ -12,15 +12,15 @@ import torch
 
 from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError
 from data import loader
+from data.build import Loaders
 from tests.training.test_run import curve as losses
 from tests.training.test_run import train
-from training import prepare
 from training import run as run_module
 from training import trainer as trainer_module
 from training.checkpoint.progress import Progress
 from training.checkpoint.resume import ResumePoint, check_resume
 from training.config import config_from_dict
-from training.outcome import end
+from training.outcome import report_failure
 from training.tracking.wandb_writer import wandb_id
 
 
@@ -76,7 +76,7 @@ def test_changed_evaluation_data_discards_earlier_losses_with_a_warning(folder, 
     train(folder, "--max_steps 6 --eval_samples 5 --save_interval 2", code=EXIT_BAD_SETTING)  # a setting
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "_evaluation", lambda loaders: "others")
+        patch.setattr(Loaders, "evaluation", "others")
         train(folder, "--max_steps 6 --save_interval 2 --eval_interval 2")
     assert "WARNING: the evaluation data has changed" in capsys.readouterr().out
     assert index(folder)["eval_losses"].keys() == {"4", "6"} and best is not None
@@ -121,7 +121,7 @@ def test_failing_sample_answers_do_not_fail_a_finished_run(tmp_path, monkeypatch
 def test_a_killed_loader_worker_is_reported_in_one_line(capsys, monkeypatch):
     monkeypatch.setattr(loader, "WORKERS", [SimpleNamespace(exitcode=code) for code in (None, -9)])
     error = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
-    assert end(error, watchdog=None) == EXIT_FAILED
+    assert report_failure(error, watchdog=None) == EXIT_FAILED
     shown = capsys.readouterr().err
     assert shown.startswith("error: DataLoader worker (pid 7) is killed") and "--num_workers" in shown
 

@@ -772,8 +772,8 @@ def test_files_of_one_name_that_differ_between_nodes_are_refused(kind, tmp_path)
 
 def other_model(folder: Path, rank: int) -> None:
     if rank == 1:
-        plan = resolve.te_models.plan_model
-        resolve.te_models.plan_model = lambda *args, **kw: replace(plan(*args, **kw), weights=folder)
+        plan = resolve.build.plan_model
+        resolve.build.plan_model = lambda *args, **kw: replace(plan(*args, **kw), weights=folder)
 
 
 def test_ranks_with_different_weights_of_one_model_are_refused(sharded, tmp_path):
@@ -817,7 +817,7 @@ def test_a_bad_setting_is_printed_before_torchrun_ends_the_rank_that_prints(
     monkeypatch.setattr(outcome.time, "sleep", waited.append)
     monkeypatch.setenv("LOCAL_RANK", local)
     monkeypatch.setenv("RANK", local)
-    assert outcome.end(bad_setting("must be at least 1", batch_size=0), None) == EXIT_BAD_SETTING
+    assert outcome.report_failure(bad_setting("must be at least 1", batch_size=0), None) == EXIT_BAD_SETTING
     assert ("--batch_size 0" in capsys.readouterr().err) == prints
     assert bool(waited) == (not prints)
 
