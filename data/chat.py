@@ -154,7 +154,7 @@ class Encoder:
         return samples
 
     def _answer(self, before: list[Row], message: Row, tools: list[Row] | None) -> tuple[str, str, str]:
-        """Render an answer: its prompt, the part of it that later turns keep, and all up to its end."""
+        """Render an answer: its prompt, the part of it that later turns keep, and the text to its end."""
         prompt = self.render(before, tools, generate=True)
         through = self.render([*before, message], tools)
         if "tool_calls" in message:
@@ -250,7 +250,7 @@ def list_column(arrays: list[np.ndarray]) -> pa.ListArray:
 
 
 def continuing(backend: Tokenizer) -> Tokenizer | None:
-    """Return a copy that reads a text as the middle of a longer one; None if the tokenizer always does.
+    """Return a copy of the tokenizer that adds no leading space; None if the tokenizer always does.
 
     SentencePiece tokenizers and a few others put a word border before every text, which would split a
     conversation where its segments meet.

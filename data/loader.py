@@ -27,7 +27,7 @@ DATA_FLAGS = (
 class Loader:
     """Micro-batches of this rank from the current position to the end of the epoch.
 
-    The state counts what was yielded, however far workers have read ahead. At the end of a pass workers
+    The state counts batches yielded, not those that workers have read ahead. At the end of a pass workers
     continue with the next one; a pass that is not finished ends them. With `restart`, as for evaluation, each
     pass starts at the first bin of epoch 0. `identity` (JSON-able) is what a position refers to.
     """

@@ -1,8 +1,8 @@
 """The global order of bins, and each rank's share of it.
 
-A bin fills one row of a batch. Global micro-batch m holds the B * W bins from the position on (B the batch
-size, W the ranks), rank r the r-th B of them. The order does not depend on W, so a loader's state is an epoch
-and the next bin.
+A bin fills one row of a batch. A global micro-batch holds the next B * W bins (B the batch size, W the
+ranks), rank r the r-th B of them. The order does not depend on W, so a loader's state is an epoch and the
+next bin.
 """
 
 from __future__ import annotations

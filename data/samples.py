@@ -269,8 +269,8 @@ def encode_inherited(batch: dict[str, list], numbers: list[int]) -> pa.Table:
 def end_with_parent(_: Encoder) -> None:
     """Start a thread in a forked process that ends it soon after its parent, however the parent ends.
 
-    Linux's PR_SET_PDEATHSIG would kill it with the thread that forked it: a pool stops the thread that
-    replaces killed workers first, and then waits for a lock that a worker holds.
+    PR_SET_PDEATHSIG would fire when the forking thread ends, and a pool that closes ends the thread that
+    replaced killed workers first, then waits for a lock that a worker holds.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is reported by the parent
     parent = parent_process().pid

@@ -38,7 +38,7 @@ class DataConfig(Section):
     max_seq_length: int = setting(1024, "tokens per sequence", minimum=2, affects="step")
     packing: bool = setting(True, "pack samples into sequences, without attention across", affects="step")
     overlong: Literal["drop", "truncate"] = setting(
-        "drop", "samples over --max_seq_length (plain text is split)"
+        "drop", "drop or truncate samples over --max_seq_length (plain text is split)"
     )
     streaming: bool = setting(False, "read the data set as a stream, not stored; needs --max_steps")
     num_proc: int | None = resumable(

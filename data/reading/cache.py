@@ -54,7 +54,7 @@ def storage_error(cfg: DataConfig, error: BaseException) -> UserError | None:
 
 
 def delete_truncated(folder: Path) -> None:
-    """Delete Arrow files without their end. Cut between two batches, one would be read without an error."""
+    """Delete truncated Arrow files: one cut at a batch boundary would load silently with rows missing."""
     for path in folder.glob("*.arrow"):
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - len(END_OF_STREAM)))

@@ -137,7 +137,7 @@ def drop_nulls(value: Any) -> Any:
 
 
 class Status(IntEnum):
-    """Fate of a row, from best to worst; a row of several samples has its worst sample's."""
+    """Status of a row, from best to worst; a row of several samples has that of its worst sample."""
 
     USED = 0
     TRUNCATED = 1

@@ -400,7 +400,7 @@ def test_a_step_without_label_tokens_is_skipped():
     assert made.progress.skipped_steps == 1 and "no label tokens" in record.messages[0]
 
 
-@pytest.mark.parametrize(("calls", "value", "spikes"), [({5, 25}, 100.0, [25]), (range(1, 29), 0.0, [])])
+@pytest.mark.parametrize(("calls", "value", "spikes"), [({5, 25}, 15.0, [25]), (range(1, 29), 0.0, [])])
 def test_gradient_spikes_are_applied_and_logged_once_there_is_a_median(calls, value, spikes):
     made, record = trainer([to_batch(rows(4))], total_steps=30, model=Poisoned(calls, value))
     made.fit()
