@@ -168,14 +168,13 @@ def test_a_gpu_is_described_and_tried(gpu, monkeypatch):
 @pytest.mark.parametrize(
     ("smi", "cuda", "hidden", "error", "status", "cure"),
     [
-        (None, "13.0", None, "", "ok", None),
-        (SMI, None, None, "", "fault", f"{PIP} uninstall -y torch && {PIP} install -r requirements.txt"),
-        (SMI, "13.0", "-1", "", "note", None),
-        (SMI, "13.0", None, "The NVIDIA driver on your system is too old", "fault", machine.UPDATE_DRIVER),
+        (None, "13.0", "", "", "ok", ""),
+        (SMI, None, "0", "", "fault", f"{PIP} uninstall -y torch && {PIP} install -r requirements.txt"),
+        (SMI, "13.0", "-1", "", "note", ""),
+        (SMI, "13.0", "0", "The NVIDIA driver on your system is too old", "fault", machine.UPDATE_DRIVER),
         (SMI, "13.0", "0", "Error 803: system has unsupported display driver", "fault", "sudo reboot"),
-        (SMI, "13.0", None, "Error 802: system not yet initialized", "fault", "nvidia-fabricmanager"),
-        (SMI, "13.0", None, "something new", "fault", "nvidia-smi -q"),
-        ("Failed: Driver/library version mismatch", "13.0", None, "", "fault", "sudo reboot"),
+        (SMI, "13.0", "0", "something new", "fault", "nvidia-smi -q"),
+        ("Failed: Driver/library version mismatch", "13.0", "0", "", "fault", "sudo reboot"),
     ],
 )
 def test_the_reason_for_an_unusable_gpu_is_named(tools, monkeypatch, smi, cuda, hidden, error, status, cure):
@@ -185,12 +184,10 @@ def test_the_reason_for_an_unusable_gpu_is_named(tools, monkeypatch, smi, cuda, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if hidden is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
     tools.update({"nvidia-smi": smi} if smi else {})
     [found] = machine.check_gpus()
-    assert found.status == status and error in found.text and (cure or "") in (found.cure or "")
+    assert found.status == status and error in found.text and (found.cure or "").endswith(cure)
 
 
 def test_a_transformer_engine_that_does_not_load_is_a_fault_with_its_cure(gpu, install_te, tools):
@@ -238,24 +235,25 @@ def test_flash_attention_4_is_tested(gpu, monkeypatch):
         assert found.status == status and (missing or wrong or "BF16 attention uses it") in found.text
 
 
-@pytest.mark.parametrize(
-    ("backend", "off", "cure"),
-    [
-        ("fused", (), None),
-        ("unfused", (), "NVTE_DEBUG=1"),
-        ("unfused", ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN"), "unset NVTE_FUSED_ATTN NVTE_FLASH_ATTN"),
-    ],
-)
-def test_unfused_attention_is_a_fault(monkeypatch, backend, off, cure):
+def test_unfused_attention_is_a_fault(monkeypatch):
     monkeypatch.setattr(te_runtime, "why_not_te", lambda: None)
-    monkeypatch.setattr(te_runtime, "attention_backend", lambda: backend)
     monkeypatch.setattr(layers, "build_step", lambda *_, **__: (None, lambda: None))
-    for name in ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN"):
-        monkeypatch.setenv(name, "0" if name in off else "1")
-    found = list(layers.check_attention())
-    assert [f.data["packed"] for f in found] == [True, False]
-    assert {f.status for f in found} == {"fault" if cure else "ok"}
-    assert all((f.cure or "").startswith(cure or "") for f in found)
+    switches = ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN")
+    for backend, off, cure in (
+        ("fused", (), None),
+        (
+            "unfused",
+            (),
+            "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 python -m training.doctor --no_speed  # TE's reasons",
+        ),
+        ("unfused", switches, "unset NVTE_FUSED_ATTN NVTE_FLASH_ATTN"),
+    ):
+        monkeypatch.setattr(te_runtime, "attention_backend", lambda backend=backend: backend)
+        for name in switches:
+            monkeypatch.setenv(name, "0" if name in off else "1")
+        found = list(layers.check_attention())
+        assert [f.data["packed"] for f in found] == [True, False] and {f.cure for f in found} == {cure}
+        assert {f.status for f in found} == {"fault" if cure else "ok"}
 
 
 def test_a_recipe_that_should_run_and_raises_is_a_fault(monkeypatch):

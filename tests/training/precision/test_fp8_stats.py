@@ -101,7 +101,7 @@ def naive(original, data, scale_inv, block) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("part", [1, 1000, 2**24])
+@pytest.mark.parametrize("part", [1000, 2**24])
 @pytest.mark.parametrize("block", [None, (1, 128), (128, 128), (1, 32)])
 def test_counts_are_the_same_in_parts_of_any_size(monkeypatch, part, block):
     monkeypatch.setattr(fp8_counts, "PART", part)

@@ -91,23 +91,10 @@ def test_settings_reach_exactly_their_modules():
     assert set(te().values()) == {"delayed"}
     text = "layers.0=bf16, layers.1.*.proj = current"
     found = te(layers=3, precision_map=text, fp8_scenario="block", bf16_last_layers=1)
-    assert found == {
-        "layers.0.self_attention.layernorm_qkv": "bf16",
-        "layers.0.self_attention.proj": "bf16",
-        "layers.0.layernorm_mlp": "bf16",
-        "layers.1.self_attention.layernorm_qkv": "block",
-        "layers.1.self_attention.proj": "current",
-        "layers.1.layernorm_mlp": "block",
-        "layers.2.self_attention.layernorm_qkv": "bf16",
-        "layers.2.self_attention.proj": "bf16",
-        "layers.2.layernorm_mlp": "bf16",
-    }
-
-
-def test_layers_in_bf16_are_counted_from_both_ends():
+    expected = ["bf16"] * 3 + ["block", "current", "block"] + ["bf16"] * 3
+    assert found == dict(zip(te_names(3), expected, strict=True))
     found = te(bf16_first_layers=2, bf16_last_layers=1, precision_map="layers.0.layernorm_mlp=bf16")
-    assert {name.split(".")[1] for name, recipe in found.items() if recipe == "bf16"} == {"0", "1", "3"}
-    assert {recipe for name, recipe in found.items() if name.split(".")[1] == "2"} == {"delayed"}
+    assert list(found.values()) == ["bf16"] * 6 + ["delayed"] * 3 + ["bf16"] * 3
 
 
 def test_a_hugging_face_model_has_torchaos_recipes():
@@ -151,21 +138,20 @@ def test_a_map_that_cannot_be_followed_is_a_bad_setting(values, words):
 
 
 @pytest.mark.parametrize("given", [{"precision_map": "proj=bf16"}, {"bf16_first_layers": 1}])
-@pytest.mark.parametrize("use_te", [True, False])
-def test_a_map_needs_fp8(given, use_te):
-    cfg = config_from_dict({"use_te": use_te, "te_backend": "emulated" if use_te else "auto", **given})
+def test_a_map_needs_fp8_and_recipes_of_its_layers(given):
+    cfg = config_from_dict(given)
     name, value = next(iter(given.items()))
     with pytest.raises(UserError, match=rf"--{name} {value}: needs --mixed_precision fp8 .*\(here bf16\)"):
         precision_map.resolve(cfg, Precision("bf16", "bf16"), CONFIG)
-
-
-def test_a_hugging_face_model_s_map_is_parsed_before_its_weights_are_read():
-    cfg = config_from_dict(HF | {"precision_map": "proj=block"})
+    hugging_face = config_from_dict(HF | {"precision_map": "proj=block"})  # before its weights are read
     with pytest.raises(UserError, match=r"block: without --use_te .*rowwise"):
-        precision_map.resolve(cfg, Precision("tensorwise", "tensorwise"), CONFIG)
+        precision_map.resolve(hugging_face, Precision("tensorwise", "tensorwise"), CONFIG)
 
 
-def test_tokens_and_sizes_hold_for_every_recipe_in_use():
+def test_tokens_sizes_and_calibration_follow_every_recipe_in_use():
+    everywhere = {"layernorm_qkv": "current", "proj": "current", "layernorm_mlp": "current"}
+    assert native().needs_calibration and not native(**everywhere).needs_calibration
+    assert native(**everywhere | {"proj": "delayed"}).needs_calibration and not BF16.needs_calibration
     sizes = {"hidden_size": 256, "intermediate_size": 640, "query width": 256, "key/value width": 32}
     assert native().token_multiple == 16 and native(layernorm_mlp="block").token_multiple == 128
     assert native(layernorm_qkv="bf16", proj="bf16", layernorm_mlp="mxfp8").token_multiple == 32
@@ -239,12 +225,6 @@ def test_a_recipe_of_the_map_falls_back_as_the_run_s_does(monkeypatch):
         resolve(**cfg, fp8_fallback="error")
 
 
-def test_calibration_follows_the_recipes_in_use():
-    everywhere = {"layernorm_qkv": "current", "proj": "current", "layernorm_mlp": "current"}
-    assert native().needs_calibration and not native(**everywhere).needs_calibration
-    assert native(**everywhere | {"proj": "delayed"}).needs_calibration and not BF16.needs_calibration
-
-
 def build(found: Precision, **options) -> torch.nn.Module:
     plan, sizes = ModelPlan("test", CONFIG, None), {"packed": False, "max_positions": 64}
     made = {"te_backend": "emulated", "dtype": torch.bfloat16, "device": CPU}
@@ -272,16 +252,6 @@ def train(found: Precision, steps: int = 3, **options) -> tuple[torch.nn.Module,
 
 def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def test_the_names_are_those_of_a_te_model():
-    model, _ = train(resolve(), steps=1)
-    gemms = [
-        n
-        for n, m in model.named_modules()
-        if type(m).__name__ in ("Linear", "LayerNormLinear", "LayerNormMLP")
-    ]
-    assert [name for name in gemms if name != "lm_head"] == te_names(2)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

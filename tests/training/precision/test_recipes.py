@@ -18,7 +18,6 @@ from te_models.emulation import recipes as emulated
 from training.config import Config, all_settings, config_from_dict
 from training.precision import checks, te_runtime
 from training.precision import recipes as precision
-from training.precision.coverage import coverage
 from training.precision.recipes import Precision, build_autocast, make_recipe, resolve_precision, why_not
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -242,9 +241,6 @@ def test_tokens_and_sizes_are_multiples_of_what_the_recipe_s_kernels_take(name):
     message = rf"--fp8_scenario {name} --model_name m: hidden_size {odd} not a multiple of {features}, .*bf16"
     with pytest.raises(UserError, match=message):
         checks.check_sizes(found, "m", {"hidden_size": odd, "fine": features})
-
-
-def test_bf16_pads_tokens_to_8_and_takes_any_size():
     bf16 = Precision("bf16", "bf16")
     checks.check_sizes(bf16, "m", {"hidden_size": 7})
     assert bf16.token_multiple == 8 and Precision("rowwise", "rowwise").token_multiple == 16
@@ -261,21 +257,3 @@ def test_bf16_over_fp32_weights_is_torch_autocast():
         with build_autocast(Precision(effective, effective), device=cpu, parameter_dtype=dtype)():
             assert layer(torch.ones(1, 4, dtype=dtype)).dtype == expected
             assert torch.is_autocast_enabled("cpu") == (dtype != expected)
-
-
-def test_coverage_counts_gemms_by_their_weights():
-    model = torch.nn.ModuleDict(
-        {
-            "embed": torch.nn.Embedding(100, 8),
-            "layers": torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3)),
-            "lm_head": torch.nn.Linear(8, 100, bias=False),
-        }
-    )
-    found = coverage(model, Precision("bf16", "bf16"))
-    shares = {row.modules: (row.count, row.precision, row.gemm_share) for row in found.rows}
-    head = 800 / (800 + 3 * 64)
-    assert shares == {
-        "layers.*": (3, "bf16", pytest.approx(1 - head)),
-        "lm_head": (1, "bf16", pytest.approx(head)),
-    }
-    assert found.fp8_modules == 0 and found.fp8_gemm_share == 0
