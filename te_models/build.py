@@ -36,9 +36,7 @@ from te_models.weights import (
     WeightSource,
     fill_named,
     load_te,
-    refuse_damaged_files,
     te_to_hf,
-    tensor_files,
     weight_files,
 )
 
@@ -95,12 +93,10 @@ def plan_model(
                 use_te=True,
                 model_name=name,
             )
-    weights = None if random else _find_weights(name, cache_dir)
-    if use_te and weights:
-        tensor_files(weights)  # refuse missing files before anything is loaded
-    if weights and getattr(config, "tie_word_embeddings", False) and _has_own_head(weights):
-        config.tie_word_embeddings = False
-    return ModelPlan(name, config, weights, trust_remote_code)
+    plan = ModelPlan(name, config, None if random else _find_weights(name, cache_dir), trust_remote_code)
+    if plan.weights and (use_te or weight_files(plan.weights)):
+        _check_weights(plan, use_te=use_te)
+    return plan
 
 
 def _read_config(name: str, *, random: bool, cache_dir: str | None, trust_remote_code: bool) -> Any:
@@ -172,12 +168,16 @@ def _find_weights(name: str, cache_dir: str | None) -> Path:
         ) from None
 
 
-def _has_own_head(folder: Path) -> bool:
-    """True if the files hold an LM head that differs from the embedding; transformers unties it, too."""
-    source = SafetensorsSource(folder) if weight_files(folder) else None
-    if source is None or not {EMBEDDING, LM_HEAD} <= source.shapes().keys():
-        return False
-    return not torch.equal(source.get(EMBEDDING), source.get(LM_HEAD))
+def _check_weights(plan: ModelPlan, *, use_te: bool) -> None:
+    """Refuse unreadable safetensors, and weights without a place in TE layers, before anything is loaded."""
+    source, config = SafetensorsSource(plan.weights), plan.config
+    has_both = {EMBEDDING, LM_HEAD} <= source.shapes().keys()
+    if has_both and getattr(config, "tie_word_embeddings", False):
+        # transformers, too, unties a stored head that differs from the embedding.
+        config.tie_word_embeddings = torch.equal(source.get(EMBEDDING), source.get(LM_HEAD))
+    if use_te:
+        model = _on_meta(plan)
+        source.require(_shapes(model), optional=tied_names(model))
 
 
 def identity(plan: ModelPlan) -> dict[str, str]:
@@ -285,7 +285,7 @@ def _from_seed(plan: ModelPlan, options: BuildOptions) -> nn.Module:
 
 
 def _from_files(plan: ModelPlan, dtype: torch.dtype) -> nn.Module:
-    """Load a model with transformers. UserError for files that are damaged or lack weights."""
+    """Load a model with transformers. UserError if they cannot be read or lack weights."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -296,9 +296,12 @@ def _from_files(plan: ModelPlan, dtype: torch.dtype) -> nn.Module:
             output_loading_info=True,  # report what does not fit below instead of raising with a table
             ignore_mismatched_sizes=True,
         )
-    except Exception:
-        refuse_damaged_files(plan.weights)
+    except torch.OutOfMemoryError:
         raise
+    except Exception as error:  # damaged bytes raise any type
+        reason = f"transformers cannot load the weights ({type(error).__name__}: {first_line(error)})"
+        way = "download them again, or give another model"
+        raise bad_setting(f"{reason}; {way}", model_name=plan.weights) from error
     if missing := set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}:
         raise bad_setting(
             f"the weights lack {', '.join(sorted(missing))}; give a complete model (transformers would fill "
@@ -312,8 +315,7 @@ def weight_source(plan: ModelPlan, *, seed: int, device: torch.device) -> Weight
     """Return the plan's safetensors, or seeded random weights."""
     if plan.weights is not None:
         return SafetensorsSource(plan.weights)
-    shapes = {name: p.shape for name, p in _on_meta(plan).named_parameters()}
-    return RandomSource(shapes, seed=seed, std=plan.config.initializer_range, device=device)
+    return RandomSource(_shapes(_on_meta(plan)), seed=seed, std=plan.config.initializer_range, device=device)
 
 
 def _streamed_source(plan: ModelPlan, options: BuildOptions) -> WeightSource | None:
@@ -325,11 +327,13 @@ def _streamed_source(plan: ModelPlan, options: BuildOptions) -> WeightSource | N
     if not (weight_files(plan.weights) if plan.weights else plan.of_known_family):
         return None
     source, model = weight_source(plan, seed=options.seed, device=options.device), _on_meta(plan)
-    tied = tied_names(model)
-    parameters = {name: p.shape for name, p in model.named_parameters()}
-    stored = {n: s for n, s in source.shapes().items() if n not in tied and not n.endswith(".inv_freq")}
-    state = set(model.state_dict()) - tied
-    return source if stored == parameters and state == parameters.keys() else None
+    tied, parameters = tied_names(model), _shapes(model)
+    stored = {name: shape for name, shape in source.shapes().items() if name not in tied}
+    return source if stored == parameters and set(model.state_dict()) - tied == parameters.keys() else None
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: p.shape for name, p in model.named_parameters()}
 
 
 def _on_meta(plan: ModelPlan) -> nn.Module:

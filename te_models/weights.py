@@ -3,17 +3,16 @@
 D hidden size, F feed-forward size, H query heads, G key/value groups, R = H / G queries per group,
 K head size, V vocabulary. Linear weights are [out, in].
 
-Conversions `pop` every key they use and fail if one is left over: a bias or a norm without a place in the
-target stops the load instead of being dropped.
+A load first compares names and shapes with the configuration (`require`): a bias or a norm without a place in
+the target stops it instead of being dropped.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from core.errors import UserError, bad_setting, first_line
-from te_models.families import FAMILIES, Family, head_dim
+from te_models.families import FAMILIES, Family
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -71,7 +70,7 @@ def _fused(family: Family) -> tuple[str, ...]:
 def layer_to_te(hf: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Convert a decoder layer's Hugging Face tensors (named after `model.layers.N.`) to TE's.
 
-    Removes them from `hf`, where tensors without a place in TE's layer remain; KeyError if one is missing.
+    Empties `hf`.
     """
     family, heads, groups = _family_and_heads(config)
     te = {name: hf.pop(hf_name) for name, hf_name in _renamed(family).items()}
@@ -81,6 +80,7 @@ def layer_to_te(hf: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     # TE's SwiGLU gates with the first half: silu(x[:F]) * x[F:].
     gate, up = hf.pop("mlp.gate_proj.weight"), hf.pop("mlp.up_proj.weight")
     te["layernorm_mlp.fc1_weight"] = torch.cat([gate, up])  # [2F, D]
+    assert not hf, f"no place in a TE layer: {', '.join(hf)}"
     return te
 
 
@@ -116,8 +116,19 @@ class WeightSource(ABC):
     def get(self, key: str) -> Tensor:
         return self.rows(key, 0, self.shapes()[key][0])
 
-    def error(self, reason: str) -> UserError:
-        return bad_setting(reason, model_name=self.name)
+    def require(self, shapes: Mapping[str, torch.Size], *, optional: Collection[str] = ()) -> None:
+        """Raise UserError unless these are the weights, save for `optional` ones."""
+        own = self.shapes()
+        way = "give a complete model with its own config.json"
+        if missing := shapes.keys() - own.keys():
+            raise bad_setting(f"the weights lack {', '.join(sorted(missing))}; {way}", model_name=self.name)
+        if unused := own.keys() - shapes.keys() - {*optional}:
+            reason = f"weights without a place in its TE form, {', '.join(sorted(unused))}; drop --use_te"
+            raise bad_setting(reason, model_name=self.name)
+        for key, shape in shapes.items():
+            if own[key] != shape:
+                reason = f"{key}: {list(own[key])} in the weights, {list(shape)} by its config.json; {way}"
+                raise bad_setting(reason, model_name=self.name)
 
 
 class RandomSource(WeightSource):
@@ -156,7 +167,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the safetensors file of each tensor. UserError if a file is missing or damaged."""
+    """Return the safetensors file of each tensor. UserError if they cannot be read."""
     index = folder / INDEX
     if (folder / SINGLE).exists():
         return dict.fromkeys(_open(folder / SINGLE).keys(), folder / SINGLE)
@@ -166,35 +177,21 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             model_name=folder,
         )
     try:
-        files = {key: folder / name for key, name in json.loads(index.read_bytes())["weight_map"].items()}
+        return {key: folder / name for key, name in json.loads(index.read_bytes())["weight_map"].items()}
     except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(index, error) from None
-    if missing := sorted(path.name for path in {*files.values()} if not path.exists()):
-        raise bad_setting(f"weight file {missing[0]} is missing; download it again", model_name=folder)
-    return files
-
-
-def refuse_damaged_files(folder: Path) -> None:
-    """Raise UserError if a weight file, safetensors or pickle, is missing or cannot be read."""
-    pickles = [] if weight_files(folder) else sorted(folder.glob("*.bin"))
-    if not pickles:
-        SafetensorsSource(folder)
-    for path in pickles:
-        try:
-            torch.load(path, map_location="meta", weights_only=True)
-        except Exception as error:  # damaged bytes raise any type
-            raise _damaged(path, error) from None
+        raise unreadable(index, error) from None
 
 
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise _damaged(path, error) from None
+    except (OSError, SafetensorError) as error:
+        raise unreadable(path, error) from None
 
 
-def _damaged(path: Path, error: Exception) -> UserError:
-    reason = f"{path.name} is damaged ({type(error).__name__}: {first_line(error)}); download it again"
+def unreadable(path: Path, error: Exception) -> UserError:
+    """Return the error for a weight file that is missing or damaged."""
+    reason = f"{path.name} cannot be read ({type(error).__name__}: {first_line(error)}); download it again"
     return bad_setting(reason, model_name=path.parent)
 
 
@@ -211,7 +208,7 @@ class SafetensorsSource(WeightSource):
             try:
                 self._slices[key] = handles[path].get_slice(key)
             except SafetensorError as error:  # the index names a tensor that the file lacks
-                raise _damaged(path, error) from None
+                raise unreadable(path, error) from None
         self._shapes = {key: torch.Size(part.get_shape()) for key, part in self._slices.items()}
 
     def shapes(self) -> dict[str, torch.Size]:
@@ -233,20 +230,15 @@ ROW_BITS = 32
 
 def _number_rows(shapes: Mapping[str, torch.Size]) -> tuple[dict[str, Tensor], dict[int, str]]:
     """Return the row numbers of each tensor, [rows] int64, and the tensor that their upper bits stand for."""
-    numbered, owners = {}, {}
-    for i, (name, shape) in enumerate(shapes.items()):
-        rows = max([1, *shape[:1]])  # a 0-d or empty tensor gets one row, so that errors can name it
-        numbered[name] = torch.arange(rows) + (i << ROW_BITS)
-        owners[i] = name
-    return numbered, owners
+    numbered = {
+        name: torch.arange(shape[0]) + (i << ROW_BITS) for i, (name, shape) in enumerate(shapes.items())
+    }
+    return numbered, dict(enumerate(shapes))
 
 
 def _fill(parameter: Tensor, numbers: Tensor, owners: dict[int, str], source: WeightSource) -> None:
     """Copy the rows with these numbers, [rows], into `parameter`, or this rank's part into its shard."""
-    width = source.shapes()[owners[int(numbers[0]) >> ROW_BITS]][1:]
-    if parameter.shape != (len(numbers), *width):
-        names = sorted({owners[int(n)] for n in (numbers >> ROW_BITS).unique()})
-        raise _wrong_shape(source, names, [len(numbers), *width], parameter.shape)
+    assert len(numbers) == len(parameter), "`require` compares shapes"
     target = parameter
     if isinstance(parameter, DTensor):
         target = parameter.to_local()
@@ -285,69 +277,24 @@ def fill_named(parameters: Mapping[str, Tensor], source: WeightSource) -> None:
 
 @torch.no_grad()
 def load_te(model: nn.Module, source: WeightSource) -> None:
-    """Fill a TECausalLM from Hugging Face tensors, casting to the parameters' dtype.
+    """Fill a TECausalLM from Hugging Face tensors that fit it, casting to the parameters' dtype.
 
-    Each rank of a sharded model reads only the rows of its own shards. UserError if source and model differ.
+    Each rank of a sharded model reads only the rows of its own shards.
     """
-    left = set(source.shapes())
-    depths = (int(m[1]) for key in left if (m := re.match(r"model\.layers\.(\d+)\.", key)))
-    layers = max(depths, default=-1) + 1
-    if layers != len(model.layers):
-        raise source.error(
-            f"the weights have {layers} decoder layers, the configuration {len(model.layers)}; give a "
-            "complete model with its own config.json"
-        )
+    shapes = source.shapes()
     for i, layer in enumerate(model.layers):
-        left -= _fill_layer(layer, f"model.layers.{i}.", source, model.config)
-    rest = {EMBEDDING: "embed_tokens.weight", FINAL_NORM: "norm.weight"}
-    if model.tied:
-        left.discard(LM_HEAD)  # some tied checkpoints store the shared matrix twice
-    else:
-        rest[LM_HEAD] = "lm_head.weight"
-    if missing := rest.keys() - left:
-        raise _lacking(source, missing)
-    if unused := left - rest.keys():
-        raise _unused(source, unused)
-    fill_named({key: model.get_parameter(name) for key, name in rest.items()}, source)
-
-
-def _fill_layer(layer: nn.Module, prefix: str, source: WeightSource, config: Any) -> set[str]:
-    """Fill a te.TransformerLayer from the weights whose names begin with `prefix`; return their names."""
-    names = {key.removeprefix(prefix): key for key in source.shapes() if key.startswith(prefix)}
-    shapes = {name: source.shapes()[key] for name, key in names.items()}
-    _, heads, groups = _family_and_heads(config)
-    for part, count in (("q", heads), ("k", groups), ("v", groups)):
-        name, rows = f"self_attn.{part}_proj.weight", count * head_dim(config)
-        if name in names and shapes[name][0] != rows:  # cannot be fused
-            raise _wrong_shape(source, [names[name]], shapes[name], [rows, config.hidden_size])
-    numbered, owners = _number_rows(shapes)
-    try:
-        layout = layer_to_te(numbered, config)
-    except KeyError as missing:
-        raise _lacking(source, [prefix + missing.args[0]]) from None
-    if numbered:
-        raise _unused(source, [names[name] for name in numbered])
-    for name, parameter in layer.named_parameters():
-        _fill(parameter, layout.pop(name), {i: names[owner] for i, owner in owners.items()}, source)
-    assert not layout, layout.keys()
-    return set(names.values())
-
-
-def _lacking(source: WeightSource, names: Iterable[str]) -> UserError:
-    return source.error(f"the weights lack {', '.join(sorted(names))}; give a complete model")
-
-
-def _unused(source: WeightSource, names: Iterable[str]) -> UserError:
-    return source.error(f"weights without a place in its TE form, {', '.join(sorted(names))}; drop --use_te")
-
-
-def _wrong_shape(
-    source: WeightSource, names: list[str], found: Iterable[int], wanted: Iterable[int]
-) -> UserError:
-    return source.error(
-        f"{', '.join(names)}: {list(found)} in the weights, {list(wanted)} by its config.json; give a model "
-        "with its own config.json"
-    )
+        prefix = f"model.layers.{i}."
+        numbered, owners = _number_rows(
+            {key: shape for key, shape in shapes.items() if key.startswith(prefix)}
+        )
+        layout = layer_to_te({key.removeprefix(prefix): rows for key, rows in numbered.items()}, model.config)
+        for name, parameter in layer.named_parameters():
+            _fill(parameter, layout.pop(name), owners, source)
+        assert not layout, layout.keys()
+    rest = {EMBEDDING: model.embed_tokens.weight, FINAL_NORM: model.norm.weight}
+    if not model.tied:
+        rest[LM_HEAD] = model.lm_head.weight
+    fill_named(rest, source)
 
 
 Gather = Callable[[list[Tensor]], list[Tensor]]  # whole tensors from shards; a strategy's `gather`

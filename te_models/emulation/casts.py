@@ -23,10 +23,13 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Quantized:
-    """FP8 `data` [M, N] with float32 `scale_inv`: [] for a tensor, [M/m, N/n] for blocks of m x n."""
+    """FP8 `data` [M, N] with float32 `scale_inv`: [] for a tensor, [M/m, N/n] for blocks of m x n.
+
+    Without FP8, `data` is BF16 or float32 and `scale_inv` None.
+    """
 
     data: Tensor
-    scale_inv: Tensor
+    scale_inv: Tensor | None = None
     block: tuple[int, int] | None = None
     fits_bfloat16: bool = True  # blocks dequantize to BF16 exactly if their scales are powers of two
 
@@ -41,8 +44,8 @@ class Quantized:
 
 
 def widen(data: Tensor) -> Tensor:
-    """Convert FP8 to float32 exactly; by a table on CPUs, where torch's conversion is five times slower."""
-    if data.device.type != "cpu":
+    """Convert to float32 exactly; FP8 by a table on CPUs, where torch's conversion is five times slower."""
+    if data.dtype not in (E4M3, E5M2) or data.device.type != "cpu":
         return data.float()
     return _table(data.dtype).index_select(0, data.view(torch.uint8).int().flatten()).view(data.shape)
 

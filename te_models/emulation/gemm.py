@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from te_models.emulation.casts import Quantized, largest, widen
-from te_models.emulation.recipes import Slot
 from te_models.emulation.scaling import Gemm
 
 
@@ -36,26 +35,18 @@ def bfloat16_units() -> Iterator[None]:
         settings.fp32_precision = before
 
 
-def multiply(a: Tensor, b: Tensor, *, fits_bfloat16: bool) -> Tensor:
-    """Return [M, K] x [K, N] in float32, whatever torch.autocast asks for."""
-    units = bfloat16_units() if fits_bfloat16 and a.device.type == "cpu" else nullcontext()
-    with torch.autocast(a.device.type, enabled=False), units:
-        if fits_bfloat16 and a.is_cuda:  # tensor cores accumulate in float32
-            return torch.mm(a.bfloat16(), b.bfloat16(), out_dtype=torch.float32)
-        return a.float() @ b.float()
-
-
-def multiply_fp8(
-    a: Quantized, b: Quantized, *, transpose_a: bool = False, transpose_b: bool = False
-) -> Tensor:
-    """Return [M, K] x [K, N] in float32; either operand may be given transposed."""
-    if a.block is None:
-        left, right = widen(a.data), widen(b.data)
-    else:
-        left, right = a.dequantize(), b.dequantize()
+def multiply(a: Quantized, b: Quantized, *, transpose_a: bool = False, transpose_b: bool = False) -> Tensor:
+    """Return [M, K] x [K, N] in float32, whatever torch.autocast asks for; either may be transposed."""
+    left, right = (widen(x.data) if x.block is None else x.dequantize() for x in (a, b))
     left, right = left.T if transpose_a else left, right.T if transpose_b else right
-    product = multiply(left, right, fits_bfloat16=a.fits_bfloat16 and b.fits_bfloat16)
-    return product * (a.scale_inv * b.scale_inv) if a.block is None else product
+    fits_bfloat16, device = a.fits_bfloat16 and b.fits_bfloat16, left.device.type
+    units = bfloat16_units() if fits_bfloat16 and device == "cpu" else nullcontext()
+    with torch.autocast(device, enabled=False), units:
+        if fits_bfloat16 and device == "cuda":  # tensor cores accumulate in float32
+            product = torch.mm(left.bfloat16(), right.bfloat16(), out_dtype=torch.float32)
+        else:
+            product = left @ right
+    return product * (a.scale_inv * b.scale_inv) if a.block is None and a.scale_inv is not None else product
 
 
 class RMSNormFunction(torch.autograd.Function):
@@ -106,7 +97,7 @@ class SwiGLUFunction(torch.autograd.Function):
 
 
 class LinearFunction(torch.autograd.Function):
-    """x [T, D] @ weight [E, D]^T + bias [E] in `dtype`; in FP8 if there is a `gemm`.
+    """x [T, D] @ weight [E, D]^T + bias [E] in `dtype`, with operands as `gemm` quantizes them.
 
     A float32 weight is rounded to `dtype` before its FP8 cast, because a run on a GPU casts BF16 weights.
     `amax` [] is that of x, if it is known beforehand.
@@ -119,49 +110,33 @@ class LinearFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         dtype: torch.dtype,
-        gemm: Gemm | None,
+        gemm: Gemm,
         amax: Tensor | None,
     ) -> Tensor:
-        ctx.gemm, ctx.dtype, ctx.has_bias, ctx.kept_as = gemm, dtype, bias is not None, ()
-        needs_wgrad = ctx.needs_input_grad[1]
-        if gemm is None:
-            x = x.to(dtype)
-            y = multiply(x, weight.to(dtype).T, fits_bfloat16=dtype == torch.bfloat16)
-            ctx.save_for_backward(weight, x if needs_wgrad else None, None, None)
-        else:
-            inputs = gemm.recipe.quantize(x, "input", gemm.input, amax)
-            weights = gemm.recipe.quantize(weight.to(dtype), "weight", gemm.weight)
-            y = multiply_fp8(inputs(1), weights(1), transpose_b=True)
-            scale = gemm.weight.scale.clone() if gemm.weight else None
-            kept = inputs(0) if needs_wgrad else None
-            ctx.kept_as = (kept.block, kept.fits_bfloat16) if kept else ()
-            ctx.save_for_backward(weight, kept and kept.data, kept and kept.scale_inv, scale)
+        ctx.gemm, ctx.dtype = gemm, dtype
+        inputs = gemm.recipe.quantize(x, "input", gemm.input, amax)
+        weights = gemm.recipe.quantize(weight.to(dtype), "weight", gemm.weight)
+        y = multiply(inputs(1), weights(1), transpose_b=True)
+        kept = inputs(0) if ctx.needs_input_grad[1] else None
+        ctx.kept_as = kept and (kept.block, kept.fits_bfloat16)
+        ctx.save_for_backward(weight, kept and kept.data, kept and kept.scale_inv)
         return (y if bias is None else y + bias.to(dtype).float()).to(dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, x, scale_inv, weight_scale = ctx.saved_tensors
+        weight, *kept = ctx.saved_tensors
         gemm, dtype = ctx.gemm, ctx.dtype
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = grad_weight = None
-        if gemm is None:
-            exact = dtype == torch.bfloat16
-            if needs_x:
-                grad_x = multiply(grad, weight.to(dtype), fits_bfloat16=exact)
-            if needs_weight:
-                grad_weight = multiply(grad.T, x, fits_bfloat16=exact)
-        else:
-            grads = gemm.recipe.quantize(grad, "grad", gemm.grad)
-            if needs_x:
-                slot = gemm.requantize or (Slot(weight_scale) if weight_scale is not None else None)
-                weights = gemm.recipe.quantize(weight.to(dtype), "weight", slot)
-                grad_x = multiply_fp8(grads(1), weights(0))
-            if needs_weight:
-                kept = Quantized(x, scale_inv, *ctx.kept_as)
-                grad_weight = multiply_fp8(grads(0), kept, transpose_a=True)
-            if gemm.finish:
-                gemm.finish()
-        grad_bias = grad.float().sum(0) if ctx.has_bias and needs_bias else None
-        rounded = [g if g is None else g.to(dtype) for g in (grad_x, grad_weight, grad_bias)]
-        return *rounded, None, None, None
+        grad_x = grad_weight = grad_bias = None
+        grads = gemm.recipe.quantize(grad, "grad", gemm.grad)
+        if needs_x:
+            weights = gemm.recipe.quantize(weight.to(dtype), "weight", gemm.weight_in_backward)
+            grad_x = multiply(grads(1), weights(0)).to(dtype)
+        if needs_weight:
+            grad_weight = multiply(grads(0), Quantized(*kept, *ctx.kept_as), transpose_a=True).to(dtype)
+        if needs_bias:
+            grad_bias = grad.float().sum(0).to(dtype)
+        if gemm.finish:
+            gemm.finish()
+        return grad_x, grad_weight, grad_bias, None, None, None

@@ -43,16 +43,14 @@ class RMSNorm(nn.Module):
         return RMSNormFunction.apply(x, self.weight, self.eps, dtype, dtype)
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float, gemm: Gemm | None) -> Tensor:
-    """Apply the norm before a linear; its result is float32 where the linear's cast is fused with it."""
-    dtype = activation_dtype(x)
-    out = torch.float32 if gemm and gemm.recipe.casts_float32 else dtype
-    return RMSNormFunction.apply(x, weight, eps, dtype, out)
+def _cast_from(gemm: Gemm, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a fused cast's input: float32, or the activation dtype."""
+    return torch.float32 if gemm.recipe.casts_float32 else dtype
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *rest: Any) -> Tensor:
-    """[..., D] -> [..., E]; `rest`: a Gemm or None, and the amax of x or None."""
-    y = LinearFunction.apply(x.flatten(0, -2), weight, bias, dtype, *rest)  # [T, E]
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    """[..., D] -> [..., E]; `rest`: the activation dtype, a Gemm, and the amax of x or None."""
+    y = LinearFunction.apply(x.flatten(0, -2), weight, bias, *rest)  # [T, E]
     return y.unflatten(0, x.shape[:-1])
 
 
@@ -64,8 +62,8 @@ class Linear(Fp8Module):
         self.weight = parameter(out_features, in_features, **made)
 
     def forward(self, x: Tensor) -> Tensor:
-        (gemm,) = self.gemms(x)
-        return _linear(x, self.weight, None, activation_dtype(x), gemm, None)
+        dtype, (gemm,) = activation_dtype(x), self.gemms(x)
+        return _linear(x.to(dtype), self.weight, None, dtype, gemm, None)
 
 
 class LayerNormLinear(Fp8Module):
@@ -88,9 +86,9 @@ class LayerNormLinear(Fp8Module):
         self.register_parameter("bias", parameter(out_features, **made, fill=0.0) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        (gemm,) = self.gemms(x)
-        normed = _norm(x, self.layer_norm_weight, self.eps, gemm)
-        return _linear(normed, self.weight, self.bias, activation_dtype(x), gemm, None)
+        dtype, (gemm,) = activation_dtype(x), self.gemms(x)
+        normed = RMSNormFunction.apply(x, self.layer_norm_weight, self.eps, dtype, _cast_from(gemm, dtype))
+        return _linear(normed, self.weight, self.bias, dtype, gemm, None)
 
 
 class LayerNormMLP(Fp8Module):
@@ -106,11 +104,9 @@ class LayerNormMLP(Fp8Module):
         self.fc2_weight = parameter(hidden_size, ffn_hidden_size, **made)
 
     def forward(self, x: Tensor) -> Tensor:
-        fc1, fc2 = self.gemms(x)
-        dtype, recipe = activation_dtype(x), fc2 and fc2.recipe
-        normed = _norm(x, self.layer_norm_weight, self.eps, fc1)
+        dtype, (fc1, fc2) = activation_dtype(x), self.gemms(x)
+        cast_from = _cast_from(fc1, dtype)
+        normed = RMSNormFunction.apply(x, self.layer_norm_weight, self.eps, dtype, cast_from)
         hidden = _linear(normed, self.fc1_weight, None, dtype, fc1, None)  # [..., 2F]
-        act_dtype = torch.float32 if recipe and recipe.casts_float32 else dtype
-        with_amax = bool(recipe and recipe.scales_float32)
-        act, amax = SwiGLUFunction.apply(hidden, act_dtype, with_amax)  # [..., F]
+        act, amax = SwiGLUFunction.apply(hidden, cast_from, fc2.recipe.scales_float32)  # [..., F]
         return _linear(act, self.fc2_weight, None, dtype, fc2, amax)

@@ -11,7 +11,6 @@ recipes cast results rounded to BF16, except that current scaling computes SwiGL
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -43,7 +42,7 @@ class Format(Enum):
         return self.value[kind == "grad"]
 
 
-# Returns an operand [M, N] in FP8 for a GEMM that contracts its dimension 0 or 1.
+# Returns an operand [M, N] of a GEMM that contracts its dimension 0 or 1.
 Operand = Callable[[int], Quantized]
 
 
@@ -52,17 +51,12 @@ class Slot:
     """Delayed scaling of one tensor: its scale [], and the history's row 0 [] that collects its amax."""
 
     scale: Tensor
-    amax: Tensor | None = None  # None in a recomputation, whose amaxes count already
-
-    @torch.no_grad()
-    def record(self, amax: Tensor) -> None:
-        if self.amax is not None:
-            self.amax.copy_(torch.maximum(self.amax, amax))
+    amax: Tensor | None = None  # None if the tensor's amax counts already
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(ABC):
-    """Settings common to all recipes."""
+class Recipe:
+    """Settings common to all recipes; used directly, operands stay in high precision."""
 
     fp8_format: Format = Format.HYBRID
     fp8_dpa: bool = False  # TE's argument; the settings refuse FP8 attention with the emulation
@@ -70,9 +64,9 @@ class Recipe(ABC):
     casts_float32 = False  # norm and SwiGLU are cast from float32
     scales_float32 = False  # SwiGLU's scale comes from its float32 result
 
-    @abstractmethod
     def quantize(self, x: Tensor, kind: Kind, slot: Slot | None, amax: Tensor | None = None) -> Operand:
-        """Cast x [M, N] to FP8; `slot` is delayed scaling's, `amax` [] the known amax of x, if any."""
+        """Return x [M, N] as an operand; `slot` is delayed scaling's, `amax` [] its known amax."""
+        return lambda dim: Quantized(x, fits_bfloat16=x.dtype == torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +80,8 @@ class DelayedScaling(Recipe):
     casts_float32 = True
 
     def quantize(self, x: Tensor, kind: Kind, slot: Slot | None, amax: Tensor | None = None) -> Operand:
-        slot.record(largest(x))
+        if slot.amax is not None:
+            slot.amax.copy_(torch.maximum(slot.amax, largest(x)))
         quantized = cast_with_scale(x, slot.scale, self.fp8_format.dtype(kind))
         return lambda dim: quantized
 
@@ -110,10 +105,10 @@ class Float8BlockScaling(Recipe):
     use_f32_scales: bool = False  # any scale instead of powers of two
 
     def quantize(self, x: Tensor, kind: Kind, slot: Slot | None, amax: Tensor | None = None) -> Operand:
-        dtype, power_of_two = self.fp8_format.dtype(kind), not self.use_f32_scales
         square = (BLOCK, BLOCK)
         blocks = (square, square) if kind == "weight" else ((BLOCK, 1), (1, BLOCK))
-        return lambda dim: cast_blocks(x, dtype, blocks[dim], power_of_two=power_of_two)
+        options = {"power_of_two": not self.use_f32_scales}
+        return lambda dim: cast_blocks(x, self.fp8_format.dtype(kind), blocks[dim], **options)
 
 
 @dataclass(frozen=True, kw_only=True)

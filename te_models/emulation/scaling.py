@@ -8,7 +8,7 @@ and yield new scales. Those of the gradients do so when the backward pass has re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -48,8 +48,8 @@ class Gemm:
     recipe: Recipe
     input: Slot | None = None
     weight: Slot | None = None
+    weight_in_backward: Slot | None = None
     grad: Slot | None = None
-    requantize: Slot | None = None  # the weight's in backward, if not cast with the forward pass's scale
     finish: Callable[[], None] | None = None  # runs after the backward pass
 
 
@@ -61,29 +61,13 @@ class Region:
     has_first: bool = False  # a module was chosen to update the gradients' scales
 
 
-@dataclass
-class Pass:
-    """Pass over a checkpointed function: the first one records scales, a recomputation replays them."""
-
-    recorded: dict[Fp8Module, list[Tensor]]
-    replays: bool
-    calls: dict[Fp8Module, int] = field(default_factory=dict)
-
-    def scales(self, module: Fp8Module, current: Tensor) -> Tensor | None:
-        """Return the first pass's scales [n] in a recomputation, or None in the first pass."""
-        if not self.replays:
-            self.recorded.setdefault(module, []).append(current.clone())
-            return None
-        call = self.calls[module] = self.calls.get(module, -1) + 1
-        return self.recorded[module][call]
-
-
 class Current:
     """Recipe of the innermost autocast, region of the outermost one, and checkpointed pass in progress."""
 
     recipe: Recipe | None = None
     region: Region | None = None
-    checkpointed: Pass | None = None
+    recorded: dict[Fp8Module, list[Tensor]] | None = None  # scales [n] of each call in the first pass
+    replaying: bool = False  # in a recomputation, which uses those scales
 
 
 @contextmanager
@@ -114,12 +98,12 @@ class Fp8Module(nn.Module):
         self.fp8_meta: dict[str, Any] = {}
         self.fsdp2 = False  # set by the layer
 
-    def initialize(self, device: torch.device) -> Recipe | None:
-        """Allocate the state of this pass's recipe and return the recipe; None outside FP8."""
+    def initialize(self, device: torch.device) -> Recipe:
+        """Allocate the state of this pass's recipe and return the recipe."""
         recipe = Current.recipe
         self.fp8 = self.fp8_initialized = recipe is not None
         if recipe is None:
-            return None
+            return Recipe()
         self.fp8_meta["recipe"] = recipe
         for direction, tensors in TENSORS.items():
             if not isinstance(recipe, DelayedScaling):
@@ -131,28 +115,25 @@ class Fp8Module(nn.Module):
                 self.fp8_meta[direction] = state
         return recipe
 
-    def gemms(self, x: Tensor) -> list[Gemm | None]:
-        """Return how to quantize each linear of a forward pass over `x`; None for high precision."""
-        recipe, count = self.initialize(x.device), range(self.num_gemms)
+    def gemms(self, x: Tensor) -> list[Gemm]:
+        """Return how to quantize each linear of a forward pass over `x`."""
+        recipe, replaying = self.initialize(x.device), Current.replaying
         if not isinstance(recipe, DelayedScaling):
-            return [recipe and Gemm(recipe) for _ in count]
-        forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
-        live = [Slot(*pair) for pair in zip(forward.scale, forward.amax_history[0], strict=True)]
-        grads = [Slot(*pair) for pair in zip(backward.scale, backward.amax_history[0], strict=True)]
-        replayed = Current.checkpointed.scales(self, forward.scale) if Current.checkpointed else None
-        slots = live if replayed is None else [Slot(scale) for scale in replayed]
+            return [Gemm(recipe) for _ in range(self.num_gemms)]
+        forward, backward = (self.fp8_meta[direction] for direction in TENSORS)
+        scale = Current.recorded[self].pop(0) if replaying else forward.scale.clone()
+        if Current.recorded is not None and not replaying:
+            Current.recorded.setdefault(self, []).append(scale)
+        fixed = [Slot(one) for one in scale]  # kept for the backward pass
+        slots = fixed if replaying else _slots(scale, forward)
         # With FSDP2, TE keeps no quantized weight: backward casts the gathered one with the new scales.
+        weights = _slots(forward.scale, forward) if self.fsdp2 else fixed
+        grads = _slots(backward.scale, backward)
         gemms = [
-            Gemm(
-                recipe,
-                input=slots[3 * i],
-                weight=slots[3 * i + 1],
-                grad=grads[2 * i],
-                requantize=live[3 * i + 1] if self.fsdp2 else None,
-            )
-            for i in count
+            Gemm(recipe, slots[3 * i], slots[3 * i + 1], weights[3 * i + 1], grads[2 * i])
+            for i in range(self.num_gemms)
         ]
-        gemms[0].finish = self._update_after_backward(x, replaying=replayed is not None)
+        gemms[0].finish = self._update_after_backward(x, replaying=replaying)
         return gemms
 
     def _update_after_backward(self, x: Tensor, *, replaying: bool) -> Callable[[], None] | None:
@@ -169,28 +150,29 @@ class Fp8Module(nn.Module):
         return partial(update_scales, region.modules, "scaling_bwd")
 
 
+def _slots(scale: Tensor, state: DelayedState) -> list[Slot]:
+    """Pair scales [n] with the history's row that collects amaxes."""
+    return [Slot(*pair) for pair in zip(scale, state.amax_history[0], strict=True)]
+
+
 @torch.no_grad()
 def update_scales(modules: Iterable[Fp8Module], direction: Direction) -> None:
     """Advance these modules' histories and compute their scales; collective in a distributed run."""
-    by_recipe: dict[DelayedScaling, list[DelayedState]] = {}
-    for module in modules:
-        by_recipe.setdefault(module.fp8_meta["recipe"], []).append(module.fp8_meta[direction])
-    for recipe, states in by_recipe.items():
-        widths = [len(state.scale) for state in states]
-        history = torch.cat([state.amax_history for state in states], dim=1)  # [steps, n of all modules]
-        amax = history[0].clone()
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(amax, dist.ReduceOp.MAX)
-        scale = torch.cat([state.scale for state in states])
-        limit = torch.finfo(recipe.fp8_format.dtype("grad" if direction == "scaling_bwd" else "input")).max
-        history, scale = next_scales(
-            history, amax, scale, limit=limit * 2.0**-recipe.margin, algorithm=recipe.amax_compute_algo
-        )
-        for state, rows, scales in zip(
-            states, history.split(widths, dim=1), scale.split(widths), strict=True
-        ):
-            state.amax_history.copy_(rows)
-            state.scale.copy_(scales)
+    if not (metas := [module.fp8_meta for module in modules]):
+        return
+    recipe, states = metas[0]["recipe"], [meta[direction] for meta in metas]  # a run has one delayed recipe
+    widths = [len(state.scale) for state in states]
+    history = torch.cat([state.amax_history for state in states], dim=1)  # [steps, n of all modules]
+    scale = torch.cat([state.scale for state in states])
+    amax = history[0].clone()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(amax, dist.ReduceOp.MAX)
+    limit = torch.finfo(recipe.fp8_format.dtype("grad" if direction == "scaling_bwd" else "input")).max
+    limit *= 2.0**-recipe.margin
+    history, scale = next_scales(history, amax, scale, limit=limit, algorithm=recipe.amax_compute_algo)
+    for state, rows, scales in zip(states, history.split(widths, 1), scale.split(widths), strict=True):
+        state.amax_history.copy_(rows)
+        state.scale.copy_(scales)
 
 
 def next_scales(
@@ -212,15 +194,6 @@ def next_scales(
     return torch.where(used, rolled, history), torch.where(computable, new, scale)
 
 
-@contextmanager
-def _checkpointed(running: Pass) -> Iterator[None]:
-    outer, Current.checkpointed = Current.checkpointed, running
-    try:
-        yield
-    finally:
-        Current.checkpointed = outer
-
-
 def checkpoint(function: Callable, *args: Any, use_reentrant: bool = True, **kwargs: Any) -> Any:
     """Checkpoint activations as torch does, recomputing in FP8 with the scales of the first pass."""
     if not torch.is_grad_enabled():
@@ -229,19 +202,21 @@ def checkpoint(function: Callable, *args: Any, use_reentrant: bool = True, **kwa
     recipe = Current.recipe
 
     @contextmanager
-    def recomputation() -> Iterator[None]:
-        with autocast(enabled=recipe is not None, recipe=recipe), _checkpointed(Pass(recorded, replays=True)):
-            yield
-
-    def first_pass() -> AbstractContextManager:
-        return _checkpointed(Pass(recorded, replays=False))
+    def one_pass(*, replaying: bool) -> Iterator[None]:
+        outer = Current.recorded, Current.replaying
+        with autocast(enabled=recipe is not None, recipe=recipe) if replaying else nullcontext():
+            Current.recorded, Current.replaying = recorded, replaying
+            try:
+                yield
+            finally:
+                Current.recorded, Current.replaying = outer
 
     if not use_reentrant:
-        contexts = first_pass(), recomputation()
+        contexts = one_pass(replaying=False), one_pass(replaying=True)
         return torch_checkpoint(function, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
 
     def run(*inputs: Any) -> Any:
-        with recomputation() if torch.is_grad_enabled() else first_pass():
+        with one_pass(replaying=torch.is_grad_enabled()):
             return function(*inputs, **kwargs)
 
     return torch_checkpoint(run, *args, use_reentrant=True)

@@ -61,9 +61,8 @@ class MultiheadAttention(nn.Module):
         if qk_norm_eps is not None:
             norm = {"eps": qk_norm_eps, "dtype": made["params_dtype"], "device": made["device"]}
             self.q_norm, self.k_norm = RMSNorm(size, **norm), RMSNorm(size, **norm)
-        self.layernorm_qkv = LayerNormLinear(
-            hidden_size, (heads + 2 * groups) * size, eps=eps, bias=False, **made
-        )
+        joint = (heads + 2 * groups) * size
+        self.layernorm_qkv = LayerNormLinear(hidden_size, joint, eps=eps, bias=False, **made)
         self.core_attention = DotProductAttention()
         self.proj = Linear(heads * size, hidden_size, **made)
 
@@ -111,15 +110,9 @@ class TransformerLayer(nn.Module):
     ):
         super().__init__()
         made = {"params_dtype": rest.get("params_dtype"), "device": rest.get("device")}
-        self.self_attention = MultiheadAttention(
-            hidden_size,
-            num_attention_heads,
-            num_gqa_groups,
-            kv_channels,
-            eps=layernorm_epsilon,
-            qk_norm_eps=qk_norm_eps,
-            **made,
-        )
+        sizes = hidden_size, num_attention_heads, num_gqa_groups, kv_channels
+        eps = {"eps": layernorm_epsilon, "qk_norm_eps": qk_norm_eps}
+        self.self_attention = MultiheadAttention(*sizes, **eps, **made)
         self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, eps=layernorm_epsilon, **made)
 
     def forward(

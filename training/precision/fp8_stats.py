@@ -41,10 +41,12 @@ EMULATED_TENSORS = {"input": "activation", "weight": "weight", "grad": "gradient
 def watch_emulated(modules: dict[str, nn.Module], tally: Tally) -> Iterator[None]:
     """Count the casts of emulated TE layers: their recipes become ones that also count."""
 
-    def counting_gemms(name: str, gemms: Callable[[Tensor], list[Any]], x: Tensor) -> list[Any]:
+    def counting_gemms(
+        name: str, module: nn.Module, gemms: Callable[[Tensor], list[Any]], x: Tensor
+    ) -> list[Any]:
         made = gemms(x)
         for number, gemm in enumerate(made, 1):
-            if gemm is not None:
+            if module.fp8:
                 own_name = name if len(made) == 1 else f"{name}.fc{number}"  # TE's names for an MLP's two
                 counting = functools.partial(quantize, own_name, gemm.recipe.quantize)
                 gemm.recipe = copy.copy(gemm.recipe)
@@ -63,7 +65,7 @@ def watch_emulated(modules: dict[str, nn.Module], tally: Tally) -> Iterator[None
         return cast
 
     for name, module in modules.items():
-        module.gemms = functools.partial(counting_gemms, name, module.gemms)
+        module.gemms = functools.partial(counting_gemms, name, module, module.gemms)
     yield
     for module in modules.values():
         del module.gemms
