@@ -1,6 +1,7 @@
 """Checkpoint that --resume starts from: rollbacks, damage and folders of other runs."""
 
 import json
+import json
 import shutil
 
 import pytest
@@ -53,7 +54,7 @@ def test_a_rolled_back_run_resumes_from_what_it_saved_since(tmp_path):
 
 
 @pytest.mark.parametrize("pruned", [False, True])
-@pytest.mark.parametrize(("damaged", "found"), [([], 12), ([12], 8), ([8, 12], 4)])
+@pytest.mark.parametrize(("damaged", "found"), [([], 12), ([12], 8), ([8, 12], 4), ([4, 8, 12], 4)])
 def test_a_repeated_rollback_resumes_from_what_was_saved_since(tmp_path, damaged, found, pruned):
     """What the run saved since would be pruned if it rolled back again."""
     checkpoints, path = save_steps(tmp_path, 4, 6), tmp_path / "step_000004"
@@ -64,6 +65,16 @@ def test_a_repeated_rollback_resumes_from_what_was_saved_since(tmp_path, damaged
     if pruned and found > 4:
         shutil.rmtree(path)
     assert resolve_resume(str(path), checkpoints) == tmp_path / f"step_{found:06}"
+
+
+def test_another_run_s_checkpoint_is_refused_in_a_folder_that_started_elsewhere(tmp_path):
+    first, own = (save_steps(tmp_path / name / "checkpoints", 2) for name in ("first", "own"))
+    config = tmp_path / "own" / "config.json"
+    config.write_text(json.dumps({"resume": str(tmp_path / "first")}))
+    assert resolve_resume(str(tmp_path / "first"), own) == own.latest()
+    config.write_text(json.dumps({"resume": "auto"}))
+    with pytest.raises(UserError, match="holds a run that started elsewhere and has step_000002"):
+        resolve_resume(str(first.latest()), own)
 
 
 def test_only_a_rollback_in_the_run_s_own_folder_is_recorded(tmp_path):
