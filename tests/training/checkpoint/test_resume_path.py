@@ -1,7 +1,6 @@
 """Checkpoint that --resume starts from: rollbacks, damage and folders of other runs."""
 
 import json
-import json
 import shutil
 
 import pytest
