@@ -327,10 +327,7 @@ def test_router_loss_has_the_coefficient_that_the_model_uses():
 
 
 def test_unavailable_router_loss_is_refused():
-    model, jetmoe = (
-        build("mixtral", output_router_logits=True),
-        {"output_router_logits": True, "kv_channels": 8},
-    )
+    model = build("mixtral", output_router_logits=True)
     del model.model.router_aux_loss_coef
     model.model.config = SimpleNamespace(output_router_logits=True, return_dict=True)
     with pytest.raises(UserError, match=r"MixtralForCausalLM's .*has no router_aux_loss_coef.; set out"):
