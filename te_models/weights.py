@@ -161,32 +161,15 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 def weight_files(folder: Path) -> list[Path]:
     """List the safetensors files of a model, which exclude the same weights in other layouts; [] if none."""
+    index = folder / INDEX
     if (folder / SINGLE).exists():  # transformers, too, prefers the single file to the index
         return [folder / SINGLE]
-    return sorted({*tensor_files(folder).values()}) if (folder / INDEX).exists() else []
-
-
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the safetensors file of each tensor. UserError if they cannot be read."""
-    index = folder / INDEX
-    if (folder / SINGLE).exists():
-        return dict.fromkeys(_open(folder / SINGLE).keys(), folder / SINGLE)
     if not index.exists():
-        raise bad_setting(
-            f"no {SINGLE} or {INDEX} there; give a folder with safetensors weights, or --init random",
-            model_name=folder,
-        )
+        return []
     try:
-        return {key: folder / name for key, name in json.loads(index.read_bytes())["weight_map"].items()}
-    except (ValueError, KeyError, TypeError) as error:
+        return sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise unreadable(index, error) from None
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise unreadable(path, error) from None
 
 
 def unreadable(path: Path, error: Exception) -> UserError:
@@ -200,15 +183,19 @@ class SafetensorsSource(WeightSource):
 
     def __init__(self, folder: Path):
         self.name, self._slices = str(folder), {}
-        files = tensor_files(folder)
-        handles = {path: _open(path) for path in {*files.values()}}
-        for key, path in files.items():
-            if key.endswith("rotary_emb.inv_freq"):  # old checkpoints save it; the configuration implies it
-                continue
+        if not (files := weight_files(folder)):
+            raise bad_setting(
+                f"no {SINGLE} or {INDEX} there; give a folder with safetensors weights, or --init random",
+                model_name=folder,
+            )
+        for path in files:
             try:
-                self._slices[key] = handles[path].get_slice(key)
-            except SafetensorError as error:  # the index names a tensor that the file lacks
+                file = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
                 raise unreadable(path, error) from None
+            self._slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+        # Old checkpoints save the RoPE table, which the configuration implies.
+        self._slices = {k: v for k, v in self._slices.items() if not k.endswith("rotary_emb.inv_freq")}
         self._shapes = {key: torch.Size(part.get_shape()) for key, part in self._slices.items()}
 
     def shapes(self) -> dict[str, torch.Size]:
