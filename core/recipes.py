@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,6 @@ class StepCosts:
 class RecipeSpec:
     """Everything the suite has to know of one recipe."""
 
-    layers: Literal["te", "torchao"]
     # fp8_* settings that the recipe reads; any other one, if set, is refused.
     settings: frozenset[str] = frozenset()
     # GEMM kernels need tokens of a micro-batch, and rows and columns of every weight, in these multiples.
@@ -64,8 +63,8 @@ class RecipeSpec:
     # Gradients of weights (wgrad) are computed in BF16, one of three GEMMs.
     bf16_wgrad: bool = False
     costs: StepCosts
-    # TE recipes only: the class in TE's recipe module, how to make it from (PrecisionConfig, module), and the
-    # te.is_*_available function.
+    # TE recipes: the class in TE's recipe module, how to make it from (PrecisionConfig, module), and the
+    # te.is_*_available function. Recipes without a class are torchao's.
     te_class: str = ""
     make: Callable[[Any, Any], Any] | None = None
     probe: str = ""
@@ -99,22 +98,18 @@ _PER_TENSOR = frozenset({"fp8_format", "fp8_attention", "fp8_fast_accumulation"}
 _DELAYED = frozenset({"fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"})
 _FP32_SCALES = frozenset({"fp8_fp32_scales"})
 
-# Costs. GEMM shares: TE's FP8 GEMMs took 252 ms for 343 TFLOP; block from 1B packed, 161 ms against delayed's
-# 143; torchao's from the 8B's steps of 626 ms (tensorwise), 718 (rowwise) and 657 (rowwise_with_gw_hp) less
-# all else. Casts: 2 bytes read and 1 written for each of two layouts (TE reads once for both), 2 more for the
-# largest value where the scale is not known beforehand; rowwise scales each layout by itself, and
-# rowwise_with_gw_hp casts one layout.
+# Costs. GEMM shares: from TE's FP8 GEMMs (252 ms for 343 TFLOP; block in 161 ms where delayed took 143), and
+# from torchao's 8B steps (626 ms tensorwise, 718 rowwise, 657 rowwise_with_gw_hp) less all else. Casts: 2
+# bytes read and 1 written for each of two layouts (TE reads once for both), 2 more if a cast needs the amax
+# first; rowwise scales each layout by itself, and rowwise_with_gw_hp casts one layout.
 #
-# Memory, TE on Hopper: FP8 GEMMs need both operands in one layout, so a weight is kept as it is and
-# transposed (1 + 1 byte), and the MLP's product takes 1 byte less. Hidden units save nothing: two norms
-# take 1 byte less each, but the output projection's FP8 input is kept in addition to the BF16 one that
-# attention keeps, and one byte of recorded runs is unexplained. Block scaling keeps
-# both layouts, weights with an FP32 scale per 128x128. MXFP8 has one scale byte per 32 values, NVFP4 half a
-# byte per value and a scale byte per 16. torchao casts weights anew; torch.compile recomputes norms (2 x 2
-# bytes) and the MLP's product (2) from what else is kept, unless GEMMs of gradients read them.
+# Memory, TE on Hopper: per-tensor recipes keep a weight as it is and transposed (1 + 1 byte), block scaling
+# also an FP32 scale per 128x128, MXFP8 a scale byte per 32 values, NVFP4 half a byte per value and a scale
+# byte per 16. The MLP's product takes 1 byte less. The hidden size gains nothing: what two norms save, the
+# FP8 input of proj and a byte not yet explained cost. torchao casts weights anew; torch.compile recomputes
+# norms (2 x 2 bytes) and the MLP's product (2), unless GEMMs of gradients read them.
 RECIPES: dict[str, RecipeSpec] = {
     "delayed": RecipeSpec(
-        layers="te",
         settings=_PER_TENSOR | _DELAYED,
         stateful=True,
         fp8_attention_before_blackwell=True,
@@ -124,7 +119,6 @@ RECIPES: dict[str, RecipeSpec] = {
         costs=StepCosts(gemm_share=0.69, cast_bytes=4, saved_per_ffn=1, weight_copies=2),
     ),
     "current": RecipeSpec(
-        layers="te",
         settings=_PER_TENSOR,
         fp8_all_gather=True,
         te_class="Float8CurrentScaling",
@@ -133,7 +127,6 @@ RECIPES: dict[str, RecipeSpec] = {
         costs=StepCosts(gemm_share=0.69, cast_bytes=6, saved_per_ffn=1, weight_copies=2),
     ),
     "block": RecipeSpec(
-        layers="te",
         settings=_FP32_SCALES,
         token_multiple=128,
         feature_multiple=128,
@@ -144,7 +137,6 @@ RECIPES: dict[str, RecipeSpec] = {
         costs=StepCosts(gemm_share=0.50, cast_bytes=6, weight_copies=2 * (1 + 4 / 128**2)),
     ),
     "mxfp8": RecipeSpec(
-        layers="te",
         token_multiple=32,
         feature_multiple=32,
         architectures=("Blackwell",),
@@ -161,7 +153,6 @@ RECIPES: dict[str, RecipeSpec] = {
         ),
     ),
     "nvfp4": RecipeSpec(
-        layers="te",
         token_multiple=128,
         feature_multiple=32,
         architectures=("Blackwell", "RTX Blackwell"),
@@ -178,25 +169,22 @@ RECIPES: dict[str, RecipeSpec] = {
         ),
     ),
     "tensorwise": RecipeSpec(
-        layers="torchao",
         fp8_all_gather=True,
         costs=StepCosts(gemm_share=0.58, cast_bytes=8, saved_per_ffn=2, saved_per_hidden=4),
     ),
     "rowwise": RecipeSpec(
-        layers="torchao",
         settings=_FP32_SCALES,
         costs=StepCosts(gemm_share=0.47, cast_bytes=10, saved_per_ffn=2, saved_per_hidden=4),
     ),
     "rowwise_with_gw_hp": RecipeSpec(
-        layers="torchao",
         settings=_FP32_SCALES,
         bf16_wgrad=True,
         costs=StepCosts(gemm_share=0.58, cast_bytes=5),
     ),
 }
 # Recipes with --use_te, and without it; the first of each is --fp8_scenario's default.
-TE_RECIPES = tuple(name for name, spec in RECIPES.items() if spec.layers == "te")
-TORCHAO_RECIPES = tuple(name for name, spec in RECIPES.items() if spec.layers == "torchao")
+TE_RECIPES = tuple(name for name, spec in RECIPES.items() if spec.te_class)
+TORCHAO_RECIPES = tuple(name for name, spec in RECIPES.items() if not spec.te_class)
 FALLBACK_RECIPE = TE_RECIPES[0]
 LM_HEAD_RECIPE = "current"  # --fp8_lm_head, under any recipe of the layers
 BF16_COSTS = StepCosts(gemm_share=0.71, cast_bytes=0)  # the 8B step of 783 ms less all else

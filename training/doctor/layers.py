@@ -123,10 +123,10 @@ def build_step(
 def check_recipes() -> Iterator[Finding]:
     """Train a small layer in every recipe, in native and emulated TE layers or in Hugging Face's."""
     reasons: dict[str, bool] = {}  # reason -> True if the recipe should run
-    backends = {"te": ("native", "emulated"), "torchao": (None,)}
     for name in ("bf16", *RECIPES):
         text, data = f"{name:<18}", {"recipe": name}
-        for backend in backends[RECIPES[name].layers] if name in RECIPES else ("native", "emulated", None):
+        backends = [] if name in TORCHAO_RECIPES else ["native", "emulated"]
+        for backend in backends if name in TE_RECIPES else [*backends, None]:
             reason, broken = try_recipe(name, backend)
             if reason:
                 reasons.setdefault(reason, broken)

@@ -31,14 +31,12 @@ from core.recipes import RECIPES
 INSTALL = "pip install torchao==0.18.0"
 # Class -> its layer whose output transformers changes in place, which autograd forbids for torchao's.
 ADDED_TO = {"Llama4TextMoe": "shared_expert.down_proj"}
-# Harmless messages that torchao prints when it loads, about binaries that training does not use.
-NOISE = {"torchao": "Failed to load", "torch.utils._pytree": "<enum "}
 
 
 @cache
 def silence_import() -> None:
-    """Filter torchao's messages at import, also when transformers imports it."""
-    for name, start in NOISE.items():
+    """Filter torchao's messages at import, also when transformers imports it: training needs none of it."""
+    for name, start in {"torchao": "Failed to load", "torch.utils._pytree": "<enum "}.items():
         logging.getLogger(name).addFilter(lambda record, s=start: not record.getMessage().startswith(s))
 
 

@@ -47,7 +47,6 @@ def test_the_table_is_complete_and_loads_without_torch():
     flags = {name for name in all_settings() if name.startswith("fp8_")}
     for name, spec in RECIPES.items():
         assert spec.settings <= flags, name
-        assert spec.layers == ("te" if spec.te_class else "torchao"), name
         assert bool(spec.make and spec.probe) == bool(spec.te_class), name
         assert spec.costs.gemm_share > 0 and spec.costs.cast_bytes > 0, name
     assert not RECIPES[FALLBACK_RECIPE].may_fall_back
@@ -184,7 +183,7 @@ def test_a_flag_that_no_recipe_in_use_reads_is_refused(monkeypatch, name):
     cfg = settings(**{name: VALUES[name]})
     flag = f"--{name}" if VALUES[name] is True else f"--{name} {VALUES[name]}"
     for recipe, spec in RECIPES.items():
-        backend = "native" if spec.layers == "te" else None
+        backend = "native" if spec.te_class else None
         for found in (
             Precision(recipe, recipe, te_backend=backend),
             Precision("delayed", "delayed", te_backend=backend, by_module={"layers.0.x": recipe}),
