@@ -22,39 +22,15 @@ DEEPSPEED = "deepspeed==0.19.8"
 CONFIGS = {name: f"ds_configs/{name.removeprefix('ds_')}.json" for name, mode in MODES.items() if mode.stage}
 # Sections that change nothing but speed, memory or DeepSpeed's own output.
 FREE = ("zero_optimization", "comms_logger", "flops_profiler", "wall_clock_breakdown", "memory_breakdown")
-# Every other section of a file, and the flags that decide what it sets.
-DECIDED_BY = {
-    "train_micro_batch_size_per_gpu": "--batch_size",
-    "gradient_accumulation_steps": "--gradient_accumulation_steps",
-    "train_batch_size": "--batch_size x --gradient_accumulation_steps x ranks",
-    "gradient_clipping": "--max_grad_norm",
-    "communication_data_type": "--grad_reduce_dtype",
-    "data_types": "--gradient_accumulation_steps",
-    "bf16": "--mixed_precision",
-    "fp16": "--mixed_precision",
-    "amp": "--mixed_precision",
-    "torch_autocast": "--mixed_precision",
-    "optimizer": "--learning_rate, --weight_decay, --adam_beta1, --adam_beta2 and --adam_epsilon",
-    "scheduler": "--lr_scheduler and --num_warmup_steps",
-    "activation_checkpointing": "--gradient_checkpointing",
-    "compile": "--compile",
-    "wandb": "--use_wandb",
-    "tensorboard": "--log_dir",
-    "comet": "--use_wandb or --log_dir",
-    "csv_monitor": "metrics.jsonl, which every run writes,",
-    "checkpoint": "--save_interval and --keep_last",
-    "steps_per_print": "--log_interval",
-}
-# Parts of zero_optimization that would change what a run computes, or that `zero.Zero` has no support for:
-# the only accepted value, and the reason.
-UNSUPPORTED = {
-    "legacy_stage1": (False, "was removed from DeepSpeed"),
-    "zenflow": (None, "updates parts of the weights late"),
-    "zero_quantized_weights": (False, "quantizes weights, as --mixed_precision fp8 does"),
-    "zero_quantized_nontrainable_weights": (False, "quantizes weights, as --mixed_precision fp8 does"),
-    "zero_quantized_gradients": (False, "quantizes gradients, whose dtype is --grad_reduce_dtype"),
-    "compute_grad_norm": (True, "must be true: the norm is logged"),
-    "zero_hpz_partition_size": (1, "is not supported: use --sharding_mode hsdp"),
+# Parts of zero_optimization that would change what a run computes, or that `zero.Zero` has no support for: the
+# only accepted value.
+FIXED = {
+    "zenflow": None,
+    "zero_quantized_weights": False,
+    "zero_quantized_nontrainable_weights": False,
+    "zero_quantized_gradients": False,
+    "compute_grad_norm": True,
+    "zero_hpz_partition_size": 1,
 }
 
 
@@ -67,21 +43,14 @@ def merge_settings(
     decided = _decided(cfg, world_size, parameter_dtype)
     for key in given.keys() - set(FREE):
         value = given[key]
-        if key in decided:
-            agrees = _agrees(value, decided[key])
-        elif key in DECIDED_BY:
-            agrees = isinstance(value, dict) and value.get("enabled") in (False, "auto")
-        else:
+        off = isinstance(value, dict) and value.get("enabled") in (False, "auto")
+        if not (_agrees(value, decided[key]) if key in decided else off):
+            by = f"flags set it to {json.dumps(decided[key])}" if key in decided else "only flags set it"
+            hint = "" if key in decided else nearest(key, [*FREE, *decided])
             raise bad_setting(
-                f"{key} does not belong here{nearest(key, [*FREE, *decided])}; the file sets how to shard "
-                "(zero_optimization), flags set the rest",
+                f"{key} is {json.dumps(value)}, but {by}{hint}; drop it: this file sets how to shard "
+                "(zero_optimization)",
                 deepspeed_config=path,
-            )
-        if not agrees:
-            by = DECIDED_BY.get(key, "this program always")
-            needed = f" ({json.dumps(decided[key])})" if key in decided else ""
-            raise bad_setting(
-                f"{key} is {json.dumps(value)}, but {by} decides it{needed}; drop it", deepspeed_config=path
             )
     zero = _check_zero(given.get("zero_optimization"), path)
     return {key: given[key] for key in FREE if key in given} | {"zero_optimization": zero} | decided
@@ -127,12 +96,11 @@ def _check_zero(zero: Any, path: str) -> dict[str, Any]:
 
     stage = zero.get("stage") if isinstance(zero, dict) else None
     if isinstance(stage, bool) or stage not in (1, 2, 3):
-        reason = f"is {json.dumps(stage)}; use 1, 2 or 3, or --sharding_mode ddp to shard nothing"
-        raise refuse("stage", reason)
+        raise refuse("stage", f"is {json.dumps(stage)}; use 1, 2 or 3, or --sharding_mode ddp")
     zero = {key: value for key, value in zero.items() if value != "auto"}
-    for key, (accepted, reason) in UNSUPPORTED.items():
+    for key, accepted in FIXED.items():
         if zero.get(key, accepted) != accepted:
-            raise refuse(key, f"{reason}; drop it")
+            raise refuse(key, f"must be {json.dumps(accepted)}, for the run would be another one; drop it")
     import_deepspeed()
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
