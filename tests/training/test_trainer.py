@@ -206,7 +206,7 @@ class TwoRanks(Strategy):
         self.other_stops, self.exchanges = other_stops, []
 
     def accumulating(self, model, *, first, last):
-        self.exchanges.append(last)
+        self.exchanges.append((first, last))
         return super().accumulating(model, first=first, last=last)
 
     def sum(self, tensor):
@@ -244,7 +244,7 @@ def test_two_ranks_with_the_same_batches_train_like_one():
         assert got.series(name) == pytest.approx(expected.series(name), rel=1e-6)
     torch.testing.assert_close(weight(two), weight(one))
     assert got.series("eval/label_tokens") == [2 * n for n in expected.series("eval/label_tokens")]
-    assert two.stack.strategy.exchanges == [False, True] * 3
+    assert two.stack.strategy.exchanges == [(True, False), (False, True)] * 3
 
     def per_step(record, name):
         return [m[name] * m["perf/step_seconds"] for _, m in record.lines if name in m]
