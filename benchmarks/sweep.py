@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,21 +23,11 @@ from filelock import FileLock
 from benchmarks.plan.flags import gpu_name
 from benchmarks.plan.predict import make_plan
 from benchmarks.plan.time import GPUS, Gpu
-from benchmarks.records.launch import (
-    Outcome,
-    command_parser,
-    count_gpus,
-    folder_flag,
-    is_finished,
-    launch,
-    make_folder,
-    refuse_in_use,
-    run_command,
-)
+from benchmarks.records.launch import command_parser, folder_flag, is_finished, launch, run_command
 from benchmarks.records.runs import NO_EFFECT, bad_input
 from benchmarks.records.variants import DECIDED, Variant, given_settings, parse_variants, resolve
 from core.cli import YamlLoader, yaml_fault
-from core.errors import EXIT_INTERRUPTED, UserError, bad_setting
+from core.errors import EXIT_OUT_OF_MEMORY, UserError, bad_setting
 from core.files import replace_file
 from core.settings import convert, nearest
 from training.config import Config, all_settings
@@ -93,87 +83,68 @@ class Result:
 def read_sweep(path: Path) -> dict[str, Any]:
     """Return `grid`, `base` and `needs` of a sweep's file. UserError names the file and the fault."""
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), YamlLoader)
-    except OSError as fault:
-        raise bad_input(f"{path}: {fault.strerror or fault}") from None
+        file = yaml.load(path.read_text(encoding="utf-8"), YamlLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as fault:
         raise bad_input(f"{path}: not valid YAML: {yaml_fault(fault)}") from None
     kinds = {"grid": dict, "base": dict, "needs": list}
-    if not isinstance(loaded, dict) or not loaded.get("grid"):
-        raise bad_input(f"{path}: needs a `grid:` with an axis, such as precision: [bf16, delayed]")
-    for key, value in loaded.items():
-        if key not in kinds:
-            raise bad_input(f"{path}: unknown key {key!r}{nearest(key, kinds)}")
-        if not isinstance(value, kinds[key]):
-            raise bad_input(f"{path}: `{key}:` must be a {'list' if kinds[key] is list else 'mapping'}")
-        _check_names(path, key, value)
-    return {"base": {}, "needs": []} | loaded
-
-
-def _check_names(path: Path, key: str, entries: dict | list) -> None:
-    """Raise UserError for an entry of the file that is no axis or setting, or an axis without values."""
-    known = [name for name in all_settings() if name not in DECIDED]
-    known = [*AXES, *OTHER_AXES, *known] if key == "grid" else known
-    for name in entries:
-        if name in DECIDED:
-            raise bad_input(f"{path}: {name!r} is not for a sweep's file; the sweep sets it itself")
+    if not isinstance(file, dict) or not all(isinstance(file[key], kinds.get(key, ())) for key in file):
+        raise bad_input(
+            f"{path}: must hold a `grid:` of axes, a `base:` of settings, and a list `needs:` only"
+        )
+    file = {"grid": {}, "base": {}, "needs": []} | file
+    if not file["grid"] or not all(isinstance(values, list) and values for values in file["grid"].values()):
+        raise bad_input(f"{path}: needs a `grid:` of axes with lists, such as precision: [bf16, delayed]")
+    known = [*AXES, *OTHER_AXES, *(name for name in all_settings() if name not in DECIDED)]
+    for name in (*file["grid"], *file["base"], *file["needs"]):
         if name not in known:
-            raise bad_input(f"{path}: `{key}:` has the unknown setting {name!r}{nearest(name, known)}")
-        if key == "grid" and AXES.get(name) in entries:
-            raise bad_input(f"{path}: axes {name} and {AXES[name]} are the same; keep one")
-        if key == "grid" and (not isinstance(entries[name], list) or not entries[name]):
-            raise bad_input(f"{path}: axis {name}: must be a list of values, not {entries[name]!r}")
+            raise bad_input(f"{path}: unknown setting {name!r} of a sweep{nearest(name, known)}")
+    return file
 
 
-def read_axes(grid: dict[str, Any], replaced: list[str]) -> dict[str, list[Any]]:
-    """Return the grid's axes with the values of `--axis NAME=VALUE,...`."""
+def read_axes(grid: dict[str, list[Any]], replaced: list[str]) -> dict[str, list[Any]]:
+    """Return the grid's axes with the values of `--axis NAME=VALUE,...`.
+
+    A typed value that equals one of the file becomes that, so that both name one run folder.
+    """
     axes = dict(grid)
     for text in replaced:
         name, _, values = text.partition("=")
         if name not in grid:
             raise bad_setting(f"the grid has {', '.join(grid)}{nearest(name, grid)}", axis=text)
         parts = [values] if name == "precision" else values.split(",")  # a variant's settings may hold commas
-        axes[name] = [_as_in_file(name, value, grid[name]) for value in parts if value]
+        in_file = {_typed(name, value): value for value in grid[name]}
+        axes[name] = [in_file.get(_typed(name, value), value) for value in parts if value]
         if not axes[name]:
             raise bad_setting("needs at least one value", axis=text)
     return axes
 
 
-def _as_in_file(axis: str, text: str, values: list[Any]) -> Any:
-    """Return the value of the file's axis that equals a typed text, so that both name one run folder."""
-    if axis in OTHER_AXES:
-        return text
+def _typed(axis: str, value: Any) -> Any:
     setting = AXES.get(axis, axis)
-    kind = all_settings()[setting].type
-    try:
-        meant = convert(setting, text, kind)
-        return next((value for value in values if convert(setting, value, kind) == meant), text)
-    except UserError:  # reported with the run's name, as for any other setting
-        return text
+    return str(value) if axis in OTHER_AXES else convert(setting, value, all_settings()[setting].type)
 
 
 def build_points(
-    axes: dict[str, list[Any]], given: dict[str, Any], folder: Path, precisions: list[Any] | None = None
+    axes: dict[str, list[Any]], given: dict[str, Any], folder: Path, precisions: Sequence[Any] = ()
 ) -> list[Point]:
     """Return all points of the grid, the first axis slowest. UserError for settings that conflict.
 
     `precisions`: those of the whole file; `axes` may have a part of them.
     """
-    named = list(axes)
-    variants = _variants(axes.get("precision", ["bf16"]), precisions or [])
-    axes = axes | {"precision": variants, "gpus": [_gpus(value) for value in axes.get("gpus", [1])]}
+    named, points = list(axes), []
+    variants = _variants(axes.get("precision", ["bf16"]), precisions)
+    axes = axes | {"precision": variants, "gpus": axes.get("gpus", [1])}
     for name in axes:
         if (setting := AXES.get(name, name)) in given:
-            raise bad_setting(
-                f"is an axis of the grid; give --axis {name}=... instead", **{setting: given[setting]}
-            )
-        _check_labels(name, axes[name])
-    points = []
+            reason = f"is an axis of the grid; give --axis {name}=... instead"
+            raise bad_setting(reason, **{setting: given[setting]})
     for values in itertools.product(*axes.values()):
         at = dict(zip(axes, values, strict=True))
         name = "-".join(_label(axis, at[axis]) for axis in named)
-        variant, gpus = at.pop("precision"), at.pop("gpus")
+        variant, gpus = at.pop("precision"), convert("gpus", at.pop("gpus"), int)
         own = {AXES.get(axis, axis): value for axis, value in at.items()}
+        if gpus < 1:
+            raise bad_setting("must be at least 1", gpus=gpus)
         try:
             cfg = resolve(given | own | variant.settings, folder / "runs" / name)
         except UserError as fault:
@@ -184,21 +155,7 @@ def build_points(
     return points
 
 
-def _check_labels(axis: str, values: list[Any]) -> None:
-    """Raise UserError where values of an axis give no folder name, or the same."""
-    seen: dict[str, Any] = {}
-    for value in values:
-        label = _label(axis, value)
-        if not label.strip("."):
-            raise bad_input(f"axis {axis}: {value!r} gives a run folder no name; write it differently")
-        if label in seen:
-            raise bad_input(
-                f"axis {axis}: {seen[label]} and {value} would share the run folder {label}; keep one"
-            )
-        seen[label] = value
-
-
-def _variants(values: list[Any], precisions: list[Any]) -> list[Variant]:
+def _variants(values: Sequence[Any], precisions: Sequence[Any]) -> list[Variant]:
     """Return the variants of an axis. `bf16` has its layers in the whole file, also in a part of it."""
     flag = "axis precision"
     own = [variant.name for variant in parse_variants([str(value) for value in values], flag=flag)]
@@ -207,17 +164,18 @@ def _variants(values: list[Any], precisions: list[Any]) -> list[Variant]:
     return [known[name] for name in own]
 
 
-def _gpus(value: Any) -> int:
-    if not str(value).isdecimal() or int(value) < 1:
-        raise bad_input(f"axis gpus: {value!r} is no number of GPUs")
-    return int(value)
-
-
 def _label(axis: str, value: Any) -> str:
     """Return a part of a run folder's name, such as Llama-3.2-1B, delayed, seq2048 or gpus2."""
     if axis == "precision":
         return value.folder_name
     return SHORT.get(axis, axis) + re.sub(r"[^\w.+=-]", "_", str(value).rstrip("/").rsplit("/", 1)[-1])
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs of this machine that a process may use."""
+    import torch  # takes seconds, and is needed only for sweeps over several GPUs
+
+    return torch.cuda.device_count()
 
 
 def why_skip(
@@ -250,55 +208,43 @@ def _is_smaller(a: Point, b: Point) -> bool:
     return bool(different) and all(name in GROWING and first[name] < second[name] for name in different)
 
 
-def foresee(
-    points: list[Point], folder: Path, results: dict[str, Result], *, retry: bool, gpu: Gpu | None
-) -> Iterator[tuple[Point, Result | None]]:
-    """Yield each point with its outcome as far as the folder and the `results` so far imply it, else None."""
+def run_points(
+    points: list[Point], folder: Path, *, retry: bool = False, gpu: Gpu | None = None, dry_run: bool = False
+) -> dict[str, Result]:
+    """Run all points that are not finished or known to fail, or none (`dry_run`). Returns all results."""
+    results: dict[str, Result] = {}
     before = {} if retry else _read_record(folder / "sweep.json")
     machine_gpus = count_gpus() if any(point.gpus > 1 for point in points) else 1
-    for point in points:
-        tried = before.get(point.name)
+    for number, point in enumerate(points, 1):
+        title, result, tried = f"[{number}/{len(points)}] {point.name}", None, before.get(point.name)
         if is_finished(point.cfg):
-            yield point, Result(point.name, "done")
+            result = Result(point.name, "done")
         elif tried and tried.status == "out_of_memory" and tried.settings in ("", point.digest()):
-            yield point, tried
-        else:
-            reason = why_skip(point, results, points, machine_gpus, gpu)
-            yield point, Result(point.name, "skipped", reason) if reason else None
-
-
-def run_points(
-    points: list[Point], folder: Path, *, retry: bool, gpu: Gpu | None = None
-) -> tuple[dict[str, Result], bool]:
-    """Run all points that are not finished or known to fail. Returns results, and True if interrupted."""
-    results: dict[str, Result] = {}
-    walk = foresee(points, folder, results, retry=retry, gpu=gpu)
-    for number, (point, result) in enumerate(walk, 1):
-        title = f"[{number}/{len(points)}] {point.name}"
-        if result is None:
+            result = tried
+        elif reason := why_skip(point, results, points, machine_gpus, gpu):
+            result = Result(point.name, "skipped", reason)
+        elif not dry_run:
             print(f"{title}: {point.folder}", flush=True)
-            outcome = launch(point.cfg, gpus=point.gpus, log=folder / "logs" / f"{point.name}.log")
-            refuse_in_use(point.name, outcome)
-            if outcome.stopped:
-                print(f"stopped in {point.name}; the same command resumes", flush=True)
-                return results, True
-            result = _result(point, outcome)
-        results[point.name] = result
-        print(f"{title}: {result}", flush=True)
-        _save(result, folder)
-    return results, False
+            result = _run(point, folder)
+        print(f"{title}: {result or 'to run'}", flush=True)
+        if result:
+            results[point.name] = result
+            if not dry_run:
+                _save(result, folder)
+    return results
 
 
-def _result(point: Point, outcome: Outcome) -> Result:
+def _run(point: Point, folder: Path) -> Result:
+    outcome = launch(point.cfg, gpus=point.gpus, log=folder / "logs" / f"{point.name}.log")
     if not outcome.code:
         return Result(point.name, "done")
-    status = "out_of_memory" if outcome.out_of_memory else "skipped" if outcome.refused else "failed"
+    failed = "skipped" if outcome.refused else "failed"
+    status = "out_of_memory" if outcome.code == EXIT_OUT_OF_MEMORY else failed
     return Result(point.name, status, outcome.reason, point.digest())
 
 
 def _lock(folder: Path) -> FileLock:
     """Return the lock for files that several sweeps into one folder share."""
-    folder.mkdir(parents=True, exist_ok=True)
     return FileLock(folder / ".sweep.lock")
 
 
@@ -312,13 +258,8 @@ def _save(result: Result, folder: Path) -> None:
 
 def _read_record(path: Path) -> dict[str, Result]:
     """Return the results in sweep.json, by name."""
-    if not path.exists():
-        return {}
-    try:
-        found = [Result(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
-    except (OSError, ValueError, TypeError) as fault:
-        raise bad_input(f"{path}: cannot be read ({fault}); remove it to continue") from None
-    return {result.name: result for result in found}
+    entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    return {entry["name"]: Result(**entry) for entry in entries}
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -326,19 +267,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     epilog = "All other flags are train_fp8.py's (see its --help) and win over the file's `base:`."
     parser = command_parser(PROG, __doc__, epilog=epilog)
     parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="the grid (benchmarks/sweeps)")
-    parser.add_argument(
-        "--output_dir", type=folder_flag, help="runs and figures; default: runs/<name of the file>"
-    )
-    parser.add_argument(
-        "--axis",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE,...",
-        help="other values for an axis of the grid, such as gpus=1 or precision=bf16_hf,tensorwise",
-    )
-    parser.add_argument(
-        "--gpu", metavar="NAME", help=f"skip runs that do not fit on it by benchmarks.plan: {', '.join(GPUS)}"
-    )
+    output = "runs and figures; default: runs/<name of the file>"
+    parser.add_argument("--output_dir", type=folder_flag, help=output)
+    axis = "other values for an axis of the grid, such as gpus=1 or precision=bf16_hf,tensorwise"
+    parser.add_argument("--axis", action="append", default=[], metavar="NAME=VALUE,...", help=axis)
+    gpu = f"skip runs that do not fit on it by benchmarks.plan: {', '.join(GPUS)}"
+    parser.add_argument("--gpu", metavar="NAME", help=gpu)
     parser.add_argument("--retry", action="store_true", help="repeat runs that ran out of memory")
     parser.add_argument("--dry_run", action="store_true", help="list the runs and their state, start none")
     return parser.parse_known_args(argv)
@@ -348,25 +282,21 @@ def sweep(argv: list[str]) -> int:
     args, training = parse(argv)
     file = read_sweep(args.sweep)
     given = file["base"] | given_settings(training, PROG)
-    axes = read_axes(file["grid"], args.axis)
     if missing := next((name for name in file["needs"] if name not in given), None):
         raise bad_input(f"{args.sweep}: needs --{missing}; give it on the command line")
     gpu = GPUS.get(gpu_name(args.gpu)) if args.gpu is not None else None
     if args.gpu is not None and gpu is None:
         raise bad_setting(f"not one of {', '.join(GPUS)}{nearest(args.gpu, GPUS)}", gpu=args.gpu)
     folder = args.output_dir or Path("runs") / args.sweep.stem
-    points = build_points(axes, given, folder, precisions=file["grid"].get("precision"))
+    axes, precisions = read_axes(file["grid"], args.axis), file["grid"].get("precision", ())
+    points = build_points(axes, given, folder, precisions)
     if args.dry_run:
-        results: dict[str, Result] = {}
-        for point, result in foresee(points, folder, results, retry=args.retry, gpu=gpu):
-            print(f"{point.name}: {result or 'to run'}")
-            results |= {point.name: result} if result else {}
+        run_points(points, folder, retry=args.retry, gpu=gpu, dry_run=True)
         return 0
     for point in points:  # refuse folders of other settings before hours are spent
         is_finished(point.cfg)
-    make_folder(folder)
-    results, interrupted = run_points(points, folder, retry=args.retry, gpu=gpu)
-    return EXIT_INTERRUPTED if interrupted else conclude(points, results, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return conclude(points, run_points(points, folder, retry=args.retry, gpu=gpu), folder)
 
 
 def conclude(points: list[Point], results: dict[str, Result], folder: Path) -> int:

@@ -16,7 +16,7 @@ is full of synthetic text; weights are random and the tokenizer is the demo's, u
 - `data_wait_share`: share of a step in which the loop waited for its batch.
 
 Rates are medians over log intervals of at most 8 micro-batches (or one step) by the wall clock, between
-points where the GPU is idle. Intervals with the first five steps or profiled steps do not count.
+points where the GPU is idle. Intervals up to the fifth step, or up to the last profiled one, do not count.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ import re
 import shlex
 import sys
 import tempfile
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records.launch import ROOT, launch, run_command
+from benchmarks.records.launch import ROOT, command_parser, launch, run_command
+from benchmarks.records.variants import given_settings
 from core.errors import UserError, bad_setting
 from core.redact import redact
 from data.demo import TOKENIZER_DIR, read_demo
-from training.config import Config, build_parser, config_from_dict, load_config_file
+from training.config import Config, config_from_dict
 
 PROG = "python -m benchmarks.throughput"
 RESULTS = ROOT / "runs" / "throughput.jsonl"
@@ -52,10 +52,8 @@ FIXED = {
     "export": False,
     "resume": "none",
 }
-OWNED = {"max_steps": "use --steps", "profile_steps": "use --profile"}
-OWNED |= dict.fromkeys(["log_interval", *FIXED], "leave it out")
+OWNED = ("max_steps", "profile_steps", "log_interval", *FIXED)  # by --steps, --profile and this program
 DEFAULTS = {"init": "random", "tokenizer_name": "demo"}
-EMULATED = "is emulated, and the speed of emulation is meaningless"
 SUMMARY = (
     *("model_name", "num_layers", "mixed_precision", "use_te", "requested_recipe", "recipe", "sharding_mode"),
     *("model_tflops_per_gpu", "mfu_bf16", "mfu_fp8", "peak_memory_gb", "seconds_to_first_step"),
@@ -67,93 +65,65 @@ CONFIG = (
 )
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Steps of a log interval, and steps to profile."""
-
-    interval: int
-    profiled: int
-
-    @classmethod
-    def of(cls, accumulation: int, profile: bool) -> Schedule:
-        return cls(max(1, INTERVAL // accumulation), max(1, 3 // accumulation) if profile else 0)
-
-    @property
-    def warmup(self) -> int:
-        return -(-WARMUP // self.interval) * self.interval
-
-    def steps(self, counted: int) -> int:
-        """Return the steps of a run with `counted` intervals whose rates count, and all profiled steps."""
-        profiled = set(range(PROFILED_FROM, PROFILED_FROM + self.profiled))
-        steps = self.warmup
-        while counted or (profiled and steps < max(profiled)):
-            counted -= bool(counted) and profiled.isdisjoint(range(steps + 1, steps + self.interval + 1))
-            steps += self.interval
-        return steps
+def schedule(accumulation: int, profile: bool) -> tuple[int, int, int]:
+    """Return the steps of a log interval, steps to profile, and steps of the intervals that do not count."""
+    interval = max(1, INTERVAL // accumulation)
+    profiled = max(1, 3 // accumulation) if profile else 0
+    last = PROFILED_FROM - 1 + profiled if profile else WARMUP
+    return interval, profiled, -(-last // interval) * interval
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     """Return the benchmark's own flags, and the training settings that were given."""
-    parser = build_parser(PROG, __doc__.split("\n")[0])
-    own = parser.add_argument_group("benchmark")
-    own.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of this machine (default: 1)")
-    own.add_argument(
-        "--steps", type=int, metavar="N", help="steps of a run; default: 40, fewer with accumulation"
+    epilog = "All other flags are train_fp8.py's (see its --help)."
+    parser = command_parser(PROG, __doc__, epilog=epilog)
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of this machine (default: 1)")
+    steps = "steps of a run; default: 40, fewer with accumulation"
+    parser.add_argument("--steps", type=int, metavar="N", help=steps)
+    parser.add_argument(
+        "--repeats", type=int, default=1, metavar="N", help="runs, a record each (default: 1)"
     )
-    own.add_argument("--repeats", type=int, default=1, metavar="N", help="runs, a record each (default: 1)")
-    own.add_argument("--profile", action="store_true", help="add GPU time by kind of kernel to the record")
-    own.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="default: %(default)s")
-    own.add_argument("--commit", metavar="TEXT", help="the code's commit, for a tree without .git")
-    arguments = parser.parse_args(argv)
-    names = {action.dest for action in own._group_actions}
-    given = {name: value for name, value in vars(arguments).items() if name not in {*names, "config"}}
-    if arguments.config:
-        given = load_config_file(arguments.config) | given
+    parser.add_argument("--profile", action="store_true", help="add GPU time by kind of kernel to the record")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="default: %(default)s")
+    parser.add_argument("--commit", metavar="TEXT", help="the code's commit, for a tree without .git")
+    arguments, training = parser.parse_known_args(argv)
+    given = given_settings(training, PROG, OWNED)
     resolved = config_from_dict(given).to_dict()
-    given = {name: resolved[name] for name in given}
-    for name in sorted(OWNED.keys() & given.keys()):
-        raise bad_setting(f"the benchmark sets it itself; {OWNED[name]}", **{name: given[name]})
-    for name in ("gpus", "repeats"):
-        if getattr(arguments, name) < 1:
-            raise bad_setting("must be at least 1", **{name: getattr(arguments, name)})
-    schedule = Schedule.of(resolved["gradient_accumulation_steps"], arguments.profile)
-    if arguments.steps is None:
-        arguments.steps = schedule.steps(COUNTED)
-    if arguments.steps < (least := schedule.steps(1)):
-        profiled = ", nor are those with profiled steps" if arguments.profile else ""
-        reason = f"the first {schedule.warmup} are not counted{profiled}; give at least {least}"
-        raise bad_setting(reason, steps=arguments.steps)
-    return arguments, given
+    return arguments, {name: resolved[name] for name in given}
 
 
 def measure(argv: list[str]) -> int:
     """Run all repeats. Returns 0, or the exit code of the run that failed."""
     arguments, given = parse(argv)
-    schedule = Schedule.of(given.get("gradient_accumulation_steps", 1), arguments.profile)
-    settings = DEFAULTS | given | FIXED | {"max_steps": arguments.steps, "log_interval": schedule.interval}
-    settings |= {"profile_steps": schedule.profiled} if arguments.profile else {}
+    accumulation = given.get("gradient_accumulation_steps", 1)
+    interval, profiled, uncounted = schedule(accumulation, arguments.profile)
+    steps = uncounted + COUNTED * interval if arguments.steps is None else arguments.steps
+    if steps < uncounted + interval:
+        reason = f"the first {uncounted} are not counted; give at least {uncounted + interval}"
+        raise bad_setting(reason, steps=steps)
+    settings = DEFAULTS | given | FIXED | {"max_steps": steps, "log_interval": interval}
+    settings |= {"profile_steps": profiled} if profiled else {}
     synthetic = "dataset_name" not in given
     if synthetic and settings["tokenizer_name"] != "demo":
         reason = "synthetic text is made for the demo tokenizer; leave it out, or give --dataset_name"
         raise bad_setting(reason, tokenizer_name=settings["tokenizer_name"])
     cfg = config_from_dict(settings)
     refuse_emulation(cfg)
-    refuse_unwritable(arguments.results)
-    command = shlex.join([*PROG.split(), *argv]).split(" ")
+    arguments.results.parent.mkdir(parents=True, exist_ok=True)
+    arguments.results.open("a").close()  # fails before hours are spent
+    words = [*PROG.split(), *argv]  # a commit looks like a key
     about = {
         "repeats": arguments.repeats,
         "gpus": arguments.gpus,
-        "command": " ".join(
-            w if w == arguments.commit else redact(w) for w in command
-        ),  # a commit looks like a key
+        "command": shlex.join(word if word == arguments.commit else redact(word) for word in words),
         "dataset": "synthetic" if synthetic else cfg.data.dataset_name,
         "settings": given,
     }
     with tempfile.TemporaryDirectory(prefix="throughput-") as name:
         if synthetic:
             text = Path(name) / "synthetic.txt"
-            rows = arguments.steps * cfg.optim.gradient_accumulation_steps * cfg.optim.batch_size
-            write_text(text, rows=rows * arguments.gpus, tokens=cfg.data.max_seq_length)
+            rows = steps * accumulation * cfg.optim.batch_size * arguments.gpus
+            write_text(text, rows=rows, tokens=cfg.data.max_seq_length)
             settings = {"split_name": "train", "data_cache_dir": name} | settings
             settings["dataset_name"] = str(text)
         for number in range(1, arguments.repeats + 1):
@@ -170,23 +140,12 @@ def refuse_emulation(cfg: Config) -> None:
     """Raise UserError for settings that need FP8 hardware which is not there."""
     import torch
 
-    if cfg.model.te_backend == "emulated":
-        raise UserError(f"--te_backend emulated: this {EMULATED}; drop it")
-    if (cfg.model.use_te or cfg.precision.mixed_precision == "fp8") and not torch.cuda.is_available():
+    needs_gpu = cfg.model.use_te or cfg.precision.mixed_precision == "fp8"
+    if cfg.model.te_backend == "emulated" or (needs_gpu and not torch.cuda.is_available()):
         raise UserError(
-            f"--use_te or --mixed_precision fp8 without a CUDA GPU {EMULATED}; use a machine with one"
+            "--te_backend emulated, and --use_te or --mixed_precision fp8 without a CUDA GPU, run emulated: "
+            "their speed is meaningless; measure on a machine with a GPU"
         )
-
-
-def refuse_unwritable(path: Path) -> None:
-    """Raise UserError if nothing can be appended to --results."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-    except OSError as error:
-        raise bad_setting(
-            f"cannot be written to ({error.strerror}); name another file", results=path
-        ) from None
 
 
 def write_text(path: Path, *, rows: int, tokens: int) -> None:
@@ -210,7 +169,7 @@ def record(run: Path, commit: str | None) -> dict[str, Any]:
     """Return the record of a finished run. UserError if it ran emulated after all."""
     config, environment, summary = (_read(run / f"{name}.json") for name in ("config", "env", "summary"))
     if summary["emulated"]:
-        raise UserError(f"{run}: what ran {EMULATED}; it is not recorded")
+        raise UserError(f"{run}: ran emulated, so its speed is meaningless; it is not recorded")
     found = {name: summary.get(name) for name in SUMMARY} | {name: config[name] for name in CONFIG}
     found |= {
         "tokens_per_second_per_gpu": summary["tokens_per_second"] / summary["world_size"],

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.jobs import Job
+from benchmarks.compare.verdict import COLUMNS, Row, caveats, judge, measure
 from benchmarks.records.launch import Outcome
 from benchmarks.records.runs import RunRecord, bad_input
-from benchmarks.report import gaps, markdown, verdict
+from benchmarks.report import gaps, markdown
+from benchmarks.report.tables import make_table
 from core.files import replace_file, to_json
 
 
@@ -20,17 +22,18 @@ def conclude(
     *,
     max_loss_gap: float,
     price: float | None,
-) -> tuple[dict[str, Any], list[verdict.Row]]:
+) -> tuple[dict[str, Any], list[Row]]:
     """Return the verdict, as in verdict.json, and its rows. UserError if finished runs cannot be compared."""
     reference = runs[jobs[0].name]
     check_runs(jobs, runs)
     repeats = {job.name: runs[job.name] for job in jobs if job.seed_of == jobs[0].name and job.name in runs}
     diverged = [name for name, run in repeats.items() if not gaps.ends_finite(run)]
     seeds = [run for name, run in repeats.items() if name not in diverged]
-    band = verdict.noise_band(reference, seeds)
+    noise = gaps.tail_noise([reference, *seeds])
+    band = (100 * noise[0], 100 * noise[1]) if noise else None
     variants = [job for job in jobs if not job.seed_of]
     rows = [_row(job, jobs, runs, failed, max_loss_gap, price) for job in variants]
-    notes = verdict.notes({job.name: runs[job.name] for job in variants if job.name in runs}, seeds, band)
+    notes = caveats({job.name: runs[job.name] for job in variants if job.name in runs}, seeds, band)
     notes += _notes(jobs, failed, rows, band)
     notes += [f"{name}: not in the noise band, its training loss does not end finite" for name in diverged]
     result = {
@@ -47,25 +50,24 @@ def conclude(
 
 
 def check_runs(jobs: list[Job], runs: dict[str, RunRecord]) -> None:
-    """Raise UserError unless the runs are of one experiment, complete, and the reference has a loss."""
+    """Raise UserError unless the runs are of one experiment, complete, and the reference ends finite."""
     reference = jobs[0].name
     for job in jobs[1:]:
         against = job.against if job.seed_of and job.against else reference
-        if not {job.name, against} <= runs.keys():
-            continue
-        run, baseline = runs[job.name], runs[against]
-        if reason := verdict.what_differs(baseline, run, other_seed=job.seed_of == reference):
-            raise bad_input(
-                f"{reason}; remove the folder of the wrong one ({baseline.folder} or {run.folder}) to run it "
-                "again, or use another --output_dir"
-            )
-    if missing := next(filter(None, map(verdict.incomplete, runs.values())), None):
-        raise bad_input(f"{missing}; remove its folder to run it again")
-    loss = f"{runs[reference].folder}: the reference's training loss"
+        if {job.name, against} <= runs.keys():
+            run, baseline, other_seed = runs[job.name], runs[against], job.seed_of == reference
+            if found := gaps.differences(run, baseline, experiment=True, other_seed=other_seed):
+                raise bad_input(
+                    f"{run.name} and {baseline.name} cannot be compared, they differ: {'; '.join(found)}; "
+                    f"remove the folder of the wrong one ({baseline.folder} or {run.folder}) to run it again"
+                )
+    for run in runs.values():  # the last step is always logged
+        if (last := max((step for step, _ in run.logged("train/loss")), default=0)) != run.value("steps"):
+            log, steps = run.folder / "metrics.jsonl", run.value("steps")
+            raise bad_input(f"{log}: ends at step {last} of {steps}; remove its folder to run it again")
     if not gaps.ends_finite(runs[reference]):
-        raise bad_input(f"{loss} does not end finite, so there is no gap; try a lower --learning_rate")
-    if not verdict.tail_loss(runs[reference]):
-        raise bad_input(f"{loss} ends at 0, so no gap is a share of it; give fewer --max_steps, or more data")
+        folder, way_out = runs[reference].folder, "so there is no gap; try a lower --learning_rate"
+        raise bad_input(f"{folder}: the reference's training loss does not end finite, {way_out}")
 
 
 def _row(
@@ -75,26 +77,23 @@ def _row(
     failed: dict[str, Outcome],
     max_loss_gap: float,
     price: float | None,
-) -> verdict.Row:
+) -> Row:
     if job.name in failed:
         status = "SKIPPED" if failed[job.name].refused else "FAIL"
-        return verdict.Row(job.name, status, job.against, failed[job.name].reason)
+        return Row(job.name, status, job.against, failed[job.name].reason)
     if job.against is None:
-        return verdict.Row(job.name, "REFERENCE", values=verdict.measured(runs[job.name], price))
+        return Row(job.name, "REFERENCE", values=measure(runs[job.name], price))
     if job.against not in runs:
-        return verdict.Row(job.name, "FAIL", job.against, f"its reference {job.against} did not run")
+        return Row(job.name, "FAIL", job.against, f"its reference {job.against} did not run")
     repeats = [j for j in jobs if j.seed_of == job.name and {j.name, j.against} <= runs.keys()]
     pairs = [(runs[j.name], runs[j.against]) for j in (job, *repeats)]
-    return verdict.judge(job.name, pairs, against=job.against, max_loss_gap=max_loss_gap, price=price)
+    return judge(job.name, pairs, against=job.against, max_loss_gap=max_loss_gap, price=price)
 
 
 def _notes(
-    jobs: list[Job],
-    failed: dict[str, Outcome],
-    rows: list[verdict.Row],
-    band: tuple[float, float] | None,
+    jobs: list[Job], failed: dict[str, Outcome], rows: list[Row], band: tuple[float, float] | None
 ) -> list[str]:
-    """Return the caveats about how the runs were paired."""
+    """Return the notes about failures and about how the runs were paired."""
     by_name = {job.name: job for job in jobs}
     notes = [f"{row.variant}: {row.status}, {row.reason}" for row in rows if row.reason]
     for job in jobs:
@@ -113,33 +112,28 @@ def _notes(
         numbers = ", ".join(map(str, [jobs[0].cfg.optim.seed, *paired]))
         notes.append(f"Gaps are means over the seeds {numbers}: each run against its baseline of that seed.")
     for row in rows if band else ():
-        gap = row.values.get("gap")
+        gap = row.value("gap")
         if gap is not None and row.status == "FAIL" and band[0] <= gap <= band[1]:
             notes.append(f"{row.variant}: its gap lies inside BF16's noise band all the same")
     return notes
 
 
-def exit_code(rows: list[verdict.Row], failed: dict[str, Outcome], *, strict: bool) -> int:
+def exit_code(rows: list[Row], failed: dict[str, Outcome], *, strict: bool) -> int:
     """Return 1 if a variant failed, or a run with another seed, or with `strict` one was skipped."""
     bad = {"FAIL", "SKIPPED"} if strict else {"FAIL"}
     seeds_failed = failed.keys() - {row.variant for row in rows}
     return int(bool(seeds_failed) or any(row.status in bad for row in rows))
 
 
-def forget_verdict(folder: Path) -> None:
-    """Remove an earlier verdict, which does not hold for later runs."""
-    for name in ("verdict.json", "verdict.md"):
-        (folder / name).unlink(missing_ok=True)
-
-
-def write_verdict(result: dict[str, Any], rows: list[verdict.Row], folder: Path, command: str) -> str:
+def write_verdict(result: dict[str, Any], rows: list[Row], folder: Path, command: str) -> str:
     """Print the verdict, and write verdict.json and verdict.md. Returns the meaning of PASS."""
     replace_file(folder / "verdict.json", to_json(result | {"command": command}, indent=1))
     title = "# FP8 against BF16" + (" (emulated)" if result["emulated"] else "")
     percent = result["max_loss_gap_percent"]
     limit = f"PASS: the training loss, mean of the last 10 %, is at most {percent:g} % above the baseline's."
     notes = "\n".join(f"- {note}" for note in result["notes"])
-    body = f"{markdown.table(*verdict.cells(rows))}\n\n{limit}"
+    table = make_table(COLUMNS, rows)
+    body = f"{markdown.table(table.headings, table.texts)}\n\n{limit}"
     text = f"{title}\n\n{body}\n\n{notes}\n\n```\n{command}\n```\n"
     replace_file(folder / "verdict.md", text.encode())
     print(f"\n{body}\n{notes}\n\nverdict: {folder / 'verdict.md'}", flush=True)

@@ -81,19 +81,17 @@ def _baseline(variant: Variant, by_name: dict[str, Variant]) -> str | None:
 
 def check_before_start(jobs: list[Job], gpus: int) -> None:
     """Raise UserError for differences that would make the runs incomparable."""
-    batches = {j.name: j.cfg.optim.batch_size * j.cfg.optim.gradient_accumulation_steps for j in jobs}
-    first = jobs[0].name
-    for name, batch in batches.items():
-        if batch != batches[first]:
-            raise bad_input(
-                f"{name} and {first} cannot be compared: --batch_size x --gradient_accumulation_steps is "
-                f"{batch} and {batches[first]}; split the same batch in both"
-            )
+    first = jobs[0]
+    batch = first.cfg.optim.batch_size * first.cfg.optim.gradient_accumulation_steps
     for job in jobs:
-        if is_begun(job.cfg):
-            run = read_run(job.folder)
-            if run.environment and run.ranks != gpus:
-                reason = (
-                    f"{run.folder} holds a run on {run.ranks} GPUs; give that number, or another --output_dir"
-                )
-                raise bad_setting(reason, gpus=gpus)
+        optim = job.cfg.optim
+        if (own := optim.batch_size * optim.gradient_accumulation_steps) != batch:
+            raise bad_input(
+                f"{job.name} and {first.name} cannot be compared: --batch_size x "
+                f"--gradient_accumulation_steps is {own} and {batch}; split the same batch in both"
+            )
+        if is_begun(job.cfg) and (run := read_run(job.folder)).environment and run.ranks != gpus:
+            reason = (
+                f"{run.folder} holds a run on {run.ranks} GPUs; give that number, or another --output_dir"
+            )
+            raise bad_setting(reason, gpus=gpus)

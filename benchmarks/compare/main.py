@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from pathlib import Path
 
-from benchmarks.compare.conclude import conclude, exit_code, forget_verdict, write_verdict
+from benchmarks.compare.conclude import conclude, exit_code, write_verdict
 from benchmarks.compare.jobs import Job, build_jobs, check_before_start
+from benchmarks.compare.verdict import COLUMNS
 from benchmarks.records.launch import (
     Outcome,
     command_parser,
@@ -19,45 +19,34 @@ from benchmarks.records.launch import (
     is_begun,
     is_finished,
     launch,
-    make_folder,
-    refuse_in_use,
     run_command,
 )
 from benchmarks.records.runs import RunRecord, read_run
 from benchmarks.records.variants import VARIANTS, given_settings, parse_variants
-from benchmarks.report import verdict
-from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_INTERRUPTED, UserError, bad_setting
+from benchmarks.report.tables import make_table
+from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError, bad_setting
 from core.redact import redact
 
 PROG = "python -m benchmarks.compare"
 
 
-def run_jobs(jobs: list[Job], *, gpus: int, folder: Path) -> tuple[int, dict[str, Outcome]]:
-    """Run the unfinished jobs. Returns a nonzero code to end with at once, and the jobs that failed.
+def run_jobs(jobs: list[Job], *, gpus: int, folder: Path) -> dict[str, Outcome]:
+    """Run the unfinished jobs, and return those that failed.
 
-    A variant that failed is not repeated with other seeds.
+    A variant that failed is not repeated with other seeds. Without the reference, nothing else runs.
     """
     failed: dict[str, Outcome] = {}
     for number, job in enumerate(jobs, 1):
-        title = f"[{number}/{len(jobs)}] {job.name}"
-        if job.seed_of in failed:
+        if job.seed_of in failed or jobs[0].name in failed:
             continue
-        if is_finished(job.cfg):
-            print(f"{title}: finished already", flush=True)
-            continue
-        print(f"{title}: {job.folder}", flush=True)
-        outcome = launch(job.cfg, gpus=gpus, log=folder / "logs" / f"{job.folder.name}.log")
-        if outcome.stopped:
-            print(f"stopped in {job.name}; the same command resumes", flush=True)
-            return EXIT_INTERRUPTED, failed
-        refuse_in_use(job.name, outcome)
-        if outcome.code:
-            failed[job.name] = outcome
-            if number == 1:
-                print(f"error: the reference {job.name} did not run: {outcome.reason}", file=sys.stderr)
-                wrong = outcome.code == EXIT_BAD_SETTING
-                return EXIT_BAD_SETTING if wrong else EXIT_FAILED, failed
-    return 0, failed
+        finished = is_finished(job.cfg)
+        print(
+            f"[{number}/{len(jobs)}] {job.name}: {'finished already' if finished else job.folder}", flush=True
+        )
+        if not finished:
+            outcome = launch(job.cfg, gpus=gpus, log=folder / "logs" / f"{job.folder.name}.log")
+            failed |= {job.name: outcome} if outcome.code else {}
+    return failed
 
 
 def read_runs(jobs: list[Job], failed: dict[str, Outcome]) -> dict[str, RunRecord]:
@@ -69,40 +58,29 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the comparison's own flags, and the training flags."""
     epilog = "All other flags are train_fp8.py's (see its --help) and apply to every run."
     parser = command_parser(PROG, __doc__, epilog=epilog)
-    parser.add_argument(
-        "--variants",
-        nargs="+",
-        required=True,
-        metavar="NAME[+SETTING=VALUE],...",
-        help=f"what to compare: {', '.join(VARIANTS)}; bf16 has TE layers next to a TE recipe or bf16_hf",
-    )
-    parser.add_argument(
-        "--output_dir", type=folder_flag, required=True, help="runs, verdict, figures; resumes"
-    )
-    parser.add_argument(
-        "--gpus", type=int, default=1, help="GPUs per run; over 1 through torchrun (default: 1)"
-    )
-    parser.add_argument(
-        "--noise_seeds", type=int, default=2, help="BF16 runs with further seeds (default: 2)"
-    )
-    parser.add_argument(
-        "--paired_seeds",
-        type=int,
-        default=0,
-        help="further seeds of every variant, each against BF16 of that seed: gaps are means (default: 0)",
-    )
-    parser.add_argument(
-        "--max_loss_gap",
-        type=float,
-        default=verdict.MAX_LOSS_GAP,
-        help="percent that a variant's training loss may exceed the reference's (default: %(default)s)",
-    )
-    parser.add_argument("--price_per_gpu_hour", type=float, help="adds a column of costs, in its currency")
+    names = f"what to compare: {', '.join(VARIANTS)}; bf16 has TE layers next to a TE recipe or bf16_hf"
+    variant = "NAME[+SETTING=VALUE],..."
+    parser.add_argument("--variants", nargs="+", required=True, metavar=variant, help=names)
+    output = "runs, verdict, figures; resumes"
+    parser.add_argument("--output_dir", type=folder_flag, required=True, help=output)
+    numbers = {
+        "gpus": (int, 1, "GPUs per run; over 1 through torchrun (default: 1)"),
+        "noise_seeds": (int, 2, "BF16 runs with further seeds (default: 2)"),
+        "paired_seeds": (int, 0, "further seeds of every variant; gaps are means over them (default: 0)"),
+        "max_loss_gap": (
+            float,
+            0.5,
+            "percent that a variant's loss may exceed the reference's (default: 0.5)",
+        ),
+        "price_per_gpu_hour": (float, None, "adds a column of costs, in its currency"),
+    }
+    for name, (kind, default, text) in numbers.items():
+        parser.add_argument(f"--{name}", type=kind, default=default, help=text)
     parser.add_argument("--strict", action="store_true", help="exit code 1 if a variant was skipped, too")
     args, training = parser.parse_known_args(argv)
-    for name in ("gpus", "noise_seeds", "paired_seeds", "max_loss_gap", "price_per_gpu_hour"):
+    for name in numbers:
         value, least = getattr(args, name), int(name == "gpus")
-        if value is not None and not least <= value < float("inf"):
+        if value is not None and value < least:
             raise bad_setting(f"must be at least {least}", **{name: value})
     return args, training
 
@@ -115,31 +93,35 @@ def compare(argv: list[str]) -> int:
     if jobs[0].cfg.optim.max_steps == 0:
         raise bad_setting("trains nothing that could be compared; give 1 or more", max_steps=0)
     check_before_start(jobs, args.gpus)
-    make_folder(folder)
-    code, failed = run_jobs(jobs, gpus=args.gpus, folder=folder)
+    failed = run_jobs(jobs, gpus=args.gpus, folder=folder)
     from benchmarks.report import main as report  # matplotlib loads slowly, and errors need no figures
+    from benchmarks.report.page import Verdict
 
-    if code:
-        if jobs[0].name in failed and is_begun(jobs[0].cfg):
-            forget_verdict(folder)
-            report.main([str(jobs[0].folder), "--output_dir", str(folder)])
-        return code
+    for name in ("verdict.json", "verdict.md"):  # an earlier verdict does not hold for later runs
+        (folder / name).unlink(missing_ok=True)
+    reference = jobs[0]
+    if outcome := failed.get(reference.name):
+        if is_begun(reference.cfg):
+            run = read_run(reference.folder)
+            report.write([run], run, folder)
+        code = EXIT_BAD_SETTING if outcome.code == EXIT_BAD_SETTING else EXIT_FAILED
+        raise UserError(f"the reference {reference.name} did not run: {outcome.reason}", exit_code=code)
     jobs = [job for job in jobs if job.seed_of not in failed]
     runs = read_runs(jobs, failed)
-    reported = list(runs.values()), runs[jobs[0].name], folder
+    reported = list(runs.values()), runs[reference.name], folder
     try:
         limits = {"max_loss_gap": args.max_loss_gap, "price": args.price_per_gpu_hour}
         result, rows = conclude(jobs, runs, failed, **limits)
     except UserError:
-        forget_verdict(folder)
         report.write(*reported)  # the curves show more than an error line
         raise
     limit = write_verdict(result, rows, folder, redact(shlex.join([*PROG.split(), *argv])))
     baselines = {runs[j.name].folder: runs.get(j.against) for j in jobs if j.against and j.name in runs}
-    drawn = report.write(*reported, verdict.Verdict(rows, limit, result["notes"], baselines))
-    if jobs[0].cfg.log.use_wandb:
+    table = make_table(COLUMNS, rows)
+    tables, drawn = report.write(*reported, Verdict(table, limit, result["notes"], baselines))
+    if (log := reference.cfg.log).use_wandb:
         summary = {name: value for name, value in result.items() if name != "variants"}
-        report.upload(folder, jobs[0].cfg.log, reported[0], drawn, rows, summary)
+        report.upload(folder, log, tables | {"verdict": table}, drawn, summary)
     return exit_code(rows, failed, strict=args.strict)
 
 

@@ -213,12 +213,9 @@ def with_numbers(values: dict[str, Any]) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        assert isinstance(values, dict)
-    except (OSError, ValueError, AssertionError) as error:
-        reason = error if str(error) else "it holds no JSON object"
-        raise bad_input(f"{path}: cannot be read ({reason})") from None
-    return with_numbers(values)
+        return with_numbers(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, AttributeError) as error:  # no JSON, or no object
+        raise bad_input(f"{path}: cannot be read ({error})") from None
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:

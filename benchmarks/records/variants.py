@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,8 @@ def parse_variants(words: list[str], *, flag: str = "--variants") -> list[Varian
     """Read `bf16,delayed,current+moment_dtype=bf16`; several words are one list.
 
     Only a comma before a variant's name separates, since a value may hold commas. `bf16` has TE layers if the
-    list has a TE recipe or bf16_hf, else Hugging Face layers. UserError for an unknown name or setting, a
-    setting that the variants share, or a repetition.
+    list has a TE recipe or bf16_hf, else Hugging Face layers. UserError for an unknown name, a setting that
+    the variants share, or a repetition.
     """
     separator = rf",(?=(?:{'|'.join(VARIANTS)})(?:[+,]|$))"
     names = [name for word in words for name in re.split(separator, word) if name]
@@ -58,10 +59,8 @@ def parse_variants(words: list[str], *, flag: str = "--variants") -> list[Varian
     variants = [_parse(name, te_layers, flag) for name in names]
     if not variants:
         raise bad_input(f"{flag}: names no variant; choose from {', '.join(VARIANTS)}")
-    folders = [variant.folder_name for variant in variants]
-    for i, folder in enumerate(folders):
-        if folder in folders[:i]:
-            raise bad_input(f"{flag} {names[i]}: is named twice (or shares its run folder {folder})")
+    if len({variant.folder_name for variant in variants}) < len(variants):
+        raise bad_input(f"{flag} {','.join(names)}: names a variant twice, or two that share a run folder")
     return variants
 
 
@@ -75,27 +74,26 @@ def _parse(name: str, te_layers: bool, flag: str) -> Variant:
     own = {}
     for extra in extras:
         setting, _, value = extra.partition("=")
-        if setting not in table:
-            raise bad_input(f"{flag} {name}: unknown setting {setting!r}{nearest(setting, table)}")
         if setting not in allowed:
-            raise bad_input(f"{flag} {name}: a variant may not change {setting}, only {', '.join(allowed)}")
+            hint = nearest(setting, allowed) or f", only {', '.join(allowed)}"
+            raise bad_input(f"{flag} {name}: a variant may not change {setting}{hint}")
         own[setting] = value or "true"
     layers = VARIANTS["bf16_hf"] if recipe == "bf16" and not te_layers else VARIANTS[recipe]
     return Variant(name, layers | own)
 
 
-def given_settings(argv: list[str], prog: str) -> dict[str, Any]:
+def given_settings(argv: list[str], prog: str, decided: Iterable[str] = DECIDED) -> dict[str, Any]:
     """Return the training settings on a command line and in its --config file, without defaults.
 
-    UserError for an unknown flag, and for one that the variants decide. Those in the file are ignored.
+    UserError for an unknown flag, and for one that the benchmark decides. Those in the file are ignored.
     """
     given = vars(build_parser(prog, "").parse_args(argv))
     path = given.pop("config")
-    for name in DECIDED:
+    for name in decided:
         if name in given:
             raise bad_setting(f"{prog} decides it for each run; leave it out", **{name: given[name]})
     in_file = load_config_file(path) if path else {}
-    return {k: v for k, v in in_file.items() if k not in DECIDED} | given
+    return {k: v for k, v in in_file.items() if k not in decided} | given
 
 
 def resolve(settings: dict[str, Any], folder: Path) -> Config:

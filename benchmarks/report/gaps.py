@@ -1,4 +1,4 @@
-"""Loss gaps between runs and a reference, and the noise that a change of seed makes."""
+"""Loss gaps between runs: which runs are comparable, how far apart they are, and the noise of seeds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from benchmarks.records.runs import EFFECTS, RunRecord, Series, tail_mean
 from benchmarks.report.tables import labels
@@ -13,6 +14,7 @@ from training.config import all_settings
 
 # Settings of the precision, which is what a gap compares.
 PRECISION = ("mixed_precision", "fp8_", "bf16_", "te_backend", "precision_map")
+SPLIT = {"batch_size", "gradient_accumulation_steps"}  # runs may split their global batch differently
 
 
 def settings_of(section: str) -> list[str]:
@@ -21,8 +23,60 @@ def settings_of(section: str) -> list[str]:
     return [n for n, s in table if s.section == section and not s.field.metadata["resumable"]]
 
 
-# Settings without which training losses are of different tasks. The global batch has to match too.
+# Settings without which training losses are of different tasks, and those of one experiment.
 SAME_TASK = ("model_name", "init", *(name for name in settings_of("data") if not name.startswith("eval_")))
+EXPERIMENT = [
+    name
+    for name in dict.fromkeys(
+        (*SAME_TASK, "tokenizer_name", "seed", *settings_of("data"), *settings_of("optim"))
+    )
+    if name not in SPLIT | {"deterministic"}
+]
+# Another seed changes these too, by data order and held-out part.
+BY_SEED = {"--seed", "steps", "label_tokens", "eval_label_tokens"}
+# Largest relative difference of two evaluations of equal weights before the first step: same layers and
+# precision, and others (FP8 stays within 0.03 % on a 1B; tiny models round more).
+SAME_PRECISION, OTHER_PRECISION = 1e-3, 1e-2
+
+
+def differences(
+    run: RunRecord, reference: RunRecord, *, experiment: bool = False, other_seed: bool = False
+) -> list[str]:
+    """Return the differences other than precision that forbid to compare the losses of two runs.
+
+    Runs of one `experiment` also share evaluation data, optimizer, steps, tokens and weights. With
+    `other_seed` the seed and what follows from it may differ.
+    """
+    here, there = (_identity(record, experiment) for record in (run, reference))
+    ignored = BY_SEED if other_seed else set()
+    pairs = {name: (there[name], here[name]) for name in here if name not in ignored}
+    if all(run.setting(name) == reference.setting(name) for name in ("tokenizer_name", "seed")):
+        for part in ("train", "eval") if experiment else ("train",):
+            prints = fingerprint(reference, part), fingerprint(run, part)
+            pairs |= {f"{part} samples": prints} if all(prints) else {}
+        losses = initial_loss(reference), initial_loss(run)
+        if experiment and None not in losses:
+            names = ("use_te", "mixed_precision", "recipe")
+            same = all(run.value(name) == reference.value(name) for name in names)
+            if abs(losses[1] - losses[0]) > (SAME_PRECISION if same else OTHER_PRECISION) * abs(losses[0]):
+                pairs["evaluation loss before the first step"] = losses
+    return [f"{name} {there} there, {here} here" for name, (there, here) in pairs.items() if there != here]
+
+
+def _identity(run: RunRecord, experiment: bool) -> dict[str, Any]:
+    found = {f"--{name}": run.setting(name) for name in (EXPERIMENT if experiment else SAME_TASK)}
+    counts = ("steps", "label_tokens", "eval_label_tokens") if experiment else ()
+    return found | {"sequences a step": run.global_batch} | {name: run.value(name) for name in counts}
+
+
+def fingerprint(run: RunRecord, part: str) -> str | None:
+    """Return the fingerprint of the `train` or `eval` samples; None if it was not recorded."""
+    return ((run.environment.get("data") or {}).get(part) or {}).get("fingerprint")
+
+
+def initial_loss(run: RunRecord) -> float | None:
+    """Return the evaluation loss before the first step, or None."""
+    return dict(run.series("eval/loss")).get(0)
 
 
 def pick_reference(runs: list[RunRecord]) -> RunRecord:
@@ -35,31 +89,9 @@ def pick_reference(runs: list[RunRecord]) -> RunRecord:
 
 def why_not_comparable(run: RunRecord, reference: RunRecord) -> str | None:
     """Return why a run's loss cannot be compared with the reference's, or None."""
-    for name in SAME_TASK:
-        ours, theirs = run.setting(name), reference.setting(name)
-        if ours != theirs:
-            return f"{name} is {ours}, the reference's {theirs}"
-    if run.global_batch != reference.global_batch:
-        return f"its global batch is {run.global_batch} sequences, the reference's {reference.global_batch}"
-    same_order = all(run.setting(name) == reference.setting(name) for name in ("tokenizer_name", "seed"))
-    if same_order and other_samples(run, reference, "train"):
-        return "its data held other samples than the reference's under the same settings"
-    if run.series("train/loss"):
-        return None
-    return (
-        "none of its training losses is finite" if run.logged("train/loss") else "it logged no training loss"
-    )
-
-
-def fingerprint(run: RunRecord, part: str) -> str | None:
-    """Return the fingerprint of the `train` or `eval` samples; None if it was not recorded."""
-    return ((run.environment.get("data") or {}).get(part) or {}).get("fingerprint")
-
-
-def other_samples(run: RunRecord, reference: RunRecord, part: str) -> bool:
-    """True if the two runs are known to have had different samples."""
-    here, there = fingerprint(run, part), fingerprint(reference, part)
-    return bool(here and there and here != there)
+    if found := differences(run, reference):
+        return "; ".join(found)
+    return None if run.series("train/loss") else "it logged no finite training loss"
 
 
 def ends_finite(run: RunRecord) -> bool:
@@ -104,8 +136,8 @@ def smooth(values: list[float], share: int = 20) -> list[float]:
 
 def smoothed(run: RunRecord) -> dict[int, float]:
     """Return {step: smoothed training loss}."""
-    steps, losses = zip(*run.series("train/loss"), strict=True) if run.series("train/loss") else ((), ())
-    return dict(zip(steps, smooth(list(losses)), strict=True))
+    series = run.series("train/loss")
+    return dict(zip([step for step, _ in series], smooth([loss for _, loss in series]), strict=True))
 
 
 def loss_gap(run: RunRecord, reference: RunRecord) -> Series:
@@ -136,10 +168,10 @@ def tail_gap(run: RunRecord, reference: RunRecord) -> float | None:
     return tail_mean([ours[step] for step in steps]) / base - 1 if base else None
 
 
-def tail_noise(family: list[RunRecord]) -> float | None:
-    """Return the spread of the tail gaps of a reference and its repetitions; None for one run."""
-    gaps = [gap for run in family if (gap := tail_gap(run, family[0])) is not None]
-    return max(gaps) - min(gaps) if len(gaps) > 1 else None
+def tail_noise(family: list[RunRecord]) -> tuple[float, float] | None:
+    """Return the lowest and highest tail gap of a reference and its repetitions; None for one run."""
+    found = [gap for run in family if (gap := tail_gap(run, family[0])) is not None]
+    return (min(found), max(found)) if len(found) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -152,7 +184,7 @@ class Comparison:
     family: list[RunRecord]  # the reference and its repetitions with other seeds
 
 
-def comparison(
+def compare_losses(
     runs: list[RunRecord], reference: RunRecord, baselines: dict[Path, RunRecord | None] | None = None
 ) -> Comparison:
     """Pair every run with its baseline: by folder in `baselines` (None: it did not run), or the reference."""

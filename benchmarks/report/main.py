@@ -9,43 +9,41 @@ from pathlib import Path
 
 import matplotlib
 
-from benchmarks.records.launch import folder_flag, make_folder, run_command
+from benchmarks.records.launch import command_parser, folder_flag, run_command
 from benchmarks.records.runs import RunRecord, bad_input, find_runs, read_run
 from benchmarks.records.table import read_table
-from benchmarks.report import figures, markdown, page, tables
-from benchmarks.report.gaps import pick_reference
-from benchmarks.report.verdict import Verdict
+from benchmarks.report import figures, markdown, page
+from benchmarks.report.gaps import compare_losses, pick_reference
+from benchmarks.report.tables import Table, provenance, report_tables
 from benchmarks.report.wandb_report import upload
-from core.cli import OneLineParser
 from training.tracking.settings import LogConfig
 
 
-def table(runs: list[RunRecord]) -> str:
-    """Return a Markdown table with a row per run, and below it where each run was made."""
-    headings, lines = tables.cells(tables.RUNS, runs)
-    names = [run.name + " (unfinished)" * (run.summary is None) for run in runs]
-    rows = [[name, *line] for name, line in zip(names, lines, strict=True)]
-    origins = [f"- {run.name}: {tables.provenance(run)}" for run in runs]
-    return "\n".join([markdown.table(["run", *headings], rows), "", *origins])
-
-
 def write(
-    runs: list[RunRecord], reference: RunRecord, target: Path, verdict: Verdict | None = None
-) -> list[Path]:
-    """Print the table; write figures and report.html into `target`. Returns the paths of the figures."""
-    print(table(runs))
+    runs: list[RunRecord], reference: RunRecord, target: Path | None, verdict: page.Verdict | None = None
+) -> tuple[dict[str, Table], list[Path]]:
+    """Print the runs; write figures and report.html into `target`. Returns tables and paths of figures."""
+    tables = report_tables(runs)
+    print(markdown.table(tables["runs"].headings, tables["runs"].texts), end="\n\n")
+    for run in runs:
+        print(f"- {run.name}: {provenance(run)}")
+    if target is None:
+        print("\nno report.html and loss.png: several runs need --output_dir")
+        return tables, []
+    target.mkdir(parents=True, exist_ok=True)
+    losses = compare_losses(runs, reference, verdict.baselines if verdict else {})
     with matplotlib.rc_context(figures.STYLE):
-        drawn = figures.draw_all(runs, reference, verdict.baselines if verdict else {})
+        drawn = figures.draw_all(runs, losses)
         paths = [target / f"{name}.png" for name in drawn]
         for path, (_, caption, figure) in zip(paths, drawn.values(), strict=True):
             figure.savefig(path, dpi=150)
             print(f"\n{path}: {caption}")
-        html = page.render(runs, reference, drawn, verdict)
+        html = page.render(runs, tables, drawn, losses, verdict)
     if "loss" not in drawn:
         print("\nno loss.png: no loss was logged")
     (target / "report.html").write_text(html, encoding="utf-8")
     print(f"\nreport: {target / 'report.html'}")
-    return paths
+    return tables, paths
 
 
 def read_all(folders: list[Path], reference: Path | None) -> tuple[list[RunRecord], RunRecord]:
@@ -57,18 +55,13 @@ def read_all(folders: list[Path], reference: Path | None) -> tuple[list[RunRecor
 
 
 def report(argv: list[str]) -> int:
-    parser = OneLineParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
+    parser = command_parser("python -m benchmarks.report", __doc__)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folder, or a folder of runs")
     parser.add_argument("--study", metavar="NAME", help="recorded runs of a study, from benchmarks/results")
-    parser.add_argument(
-        "--reference",
-        type=Path,
-        metavar="RUN",
-        help="baseline of the losses; default: first BF16 run, else first",
-    )
-    parser.add_argument(
-        "--output_dir", type=folder_flag, help="folder of page and figures; default: that of a single run"
-    )
+    reference = "baseline of the losses; default: first BF16 run, else first"
+    parser.add_argument("--reference", type=Path, metavar="RUN", help=reference)
+    output = "folder of page and figures; default: that of a single run"
+    parser.add_argument("--output_dir", type=folder_flag, help=output)
     parser.add_argument("--use_wandb", action="store_true", help="log tables, figures and page to W&B too")
     parser.add_argument("--wandb_project", help="default: the reference's; the group is always its own")
     modes = ("online", "offline", "disabled")
@@ -82,13 +75,9 @@ def report(argv: list[str]) -> int:
     else:
         runs, reference = read_all(args.runs, args.reference)
     target = args.output_dir or (args.runs[0] if len(runs) == 1 and args.runs else None)
-    if target is None:
-        if args.use_wandb:
-            raise bad_input("--use_wandb: several runs need --output_dir for the uploaded files; add it")
-        print(f"{table(runs)}\n\nno report.html and loss.png: several runs need --output_dir")
-        return 0
-    make_folder(target)
-    drawn = write(runs, reference, target)
+    if target is None and args.use_wandb:
+        raise bad_input("--use_wandb: several runs need --output_dir for the uploaded files; add it")
+    tables, drawn = write(runs, reference, target)
     if args.use_wandb:
         cfg = LogConfig(
             use_wandb=True,
@@ -96,7 +85,7 @@ def report(argv: list[str]) -> int:
             wandb_group=reference.setting("wandb_group"),
             wandb_mode=args.wandb_mode,
         )
-        upload(target, cfg, runs, drawn)
+        upload(target, cfg, tables, drawn)
     return 0
 
 

@@ -5,30 +5,35 @@ from __future__ import annotations
 import base64
 import io
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from benchmarks.records.runs import RunRecord
-from benchmarks.report import gaps, tables, verdict
+from benchmarks.report import gaps
 from benchmarks.report.figures import Drawn
+from benchmarks.report.tables import Table, labels, provenance, settings, tagged
 
-Table = tuple[list[str], list[list[str]]]  # headings, rows
+
+class Verdict(NamedTuple):
+    """Verdict of a comparison, as a report shows it."""
+
+    table: Table
+    limit: str  # meaning of PASS
+    notes: list[str]
+    baselines: dict[Path, RunRecord | None]  # by run folder, see `gaps.compare_losses`
 
 
 def render(
     runs: list[RunRecord],
-    reference: RunRecord,
+    tables: dict[str, Table],
     figures: dict[str, Drawn],
-    result: verdict.Verdict | None = None,
+    losses: gaps.Comparison,
+    verdict: Verdict | None = None,
 ) -> str:
     """Return the page; a comparison's verdict comes first."""
-    names = tables.labels(runs)
-    losses = {
-        title: by_run(tables.statistics(metric), runs) if any(run.logged(metric) for run in runs) else None
-        for title, metric in tables.LOSSES.items()
-    }
+    names = labels(runs)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -39,28 +44,13 @@ def render(
     return environment.get_template("page.html.j2").render(
         title=f"Training report: {names[0] if len(runs) == 1 else f'{len(runs)} runs'}",
         emulated=[name for name, run in zip(names, runs, strict=True) if run.emulated],
-        verdict=result,
-        verdict_table=verdict.cells(result.rows) if result else None,
-        runs=by_run(tables.RUNS, runs),
-        origins=dict(zip(tables.labels(runs), map(tables.provenance, runs), strict=True)),
+        verdict=verdict,
+        tables=tables,
+        origins=dict(zip(names, map(provenance, runs), strict=True)),
         figures=[(drawn.section, drawn.caption, data_uri(drawn.figure)) for drawn in figures.values()],
-        gap=gap_section(runs, reference, result.baselines if result else {}),
-        losses=losses,
-        coverage=by_run(tables.coverage(runs), runs) if any(run.coverage for run in runs) else None,
-        hours=by_run(tables.HOURS, runs),
-        settings=settings_section(runs, reference),
+        gap=gap_section(runs, losses),
+        settings=settings_section(runs, losses.reference),
     )
-
-
-def by_run(columns: tables.Columns, runs: list[RunRecord]) -> Table:
-    """Return a table with a row per run."""
-    headings, lines = tables.cells(columns, runs)
-    return ["run", *headings], [[name, *line] for name, line in zip(_tagged(runs), lines, strict=True)]
-
-
-def _tagged(runs: list[RunRecord]) -> list[str]:
-    names = tables.labels(runs)
-    return [name + " (unfinished)" * (run.summary is None) for name, run in zip(names, runs, strict=True)]
 
 
 def data_uri(figure: Figure) -> str:
@@ -70,54 +60,45 @@ def data_uri(figure: Figure) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def gap_section(
-    runs: list[RunRecord], reference: RunRecord, baselines: dict[Path, RunRecord | None]
-) -> dict[str, Any]:
+def gap_section(runs: list[RunRecord], losses: gaps.Comparison) -> dict[str, Any]:
     """Return reference, noise, rows and the reasons for runs left out."""
-    names = dict(zip(map(id, runs), tables.labels(runs), strict=True))
-    against = gaps.comparison(runs, reference, baselines)
-    headings = ["run", "against", "gap of the mean of the last 10 % of common steps"]
-    headings.append("other settings than precision that differ")
-    rows = [
-        [
-            names[id(run)],
-            names[id(baseline)],
-            _gap_text(run, baseline),
-            ", ".join(gaps.other_settings(run, baseline)) or "none",
-        ]
-        for run, baseline in against.pairs
-    ]
+    names = dict(zip(map(id, runs), labels(runs), strict=True))
+    rows = []
+    for run, baseline in losses.pairs:
+        others = ", ".join(gaps.other_settings(run, baseline)) or "none"
+        rows.append([names[id(run)], names[id(baseline)], _gap_text(run, baseline), others])
     return {
-        "reference": names[id(reference)],
-        "seeds": [names[id(run)] for run in against.family],
-        "noise": gaps.tail_noise(against.family),
-        "table": (headings, rows) if rows else None,
-        "left_out": against.left_out,
+        "reference": names[id(losses.reference)],
+        "seeds": [names[id(run)] for run in losses.family],
+        "noise": gaps.tail_noise(losses.family),
+        "headings": [
+            *("run", "against", "gap of the mean of the last 10 % of common steps"),
+            "other settings than precision that differ",
+        ],
+        "rows": rows,
+        "left_out": losses.left_out,
     }
 
 
 def _gap_text(run: RunRecord, baseline: RunRecord) -> str:
-    if not gaps.ends_finite(run):
-        return "none: it does not end finite"
-    if not gaps.ends_finite(baseline):
-        return "none: its baseline does not end finite"
+    for name, record in (("it", run), ("its baseline", baseline)):
+        if not gaps.ends_finite(record):
+            return f"none: {name} does not end finite"
     gap = gaps.tail_gap(run, baseline)
     return "none: no common step, or a baseline of 0" if gap is None else f"{gap:+.3%}"
 
 
 def settings_section(runs: list[RunRecord], reference: RunRecord) -> dict[str, Any]:
     """Return settings that differ, with True on those other than the reference's, and equal ones."""
-    found, base = [tables.settings(run) for run in runs], tables.settings(reference)
-    names = list(dict.fromkeys(name for values in found for name in values))
-    differing = [name for name in names if any(values.get(name) != found[0].get(name) for values in found)]
-    return {
-        "runs": _tagged(runs),
-        "differing": {
-            name: [(_text(values.get(name)), values.get(name) != base.get(name)) for values in found]
-            for name in differing
-        },
-        "equal": {name: _text(found[0].get(name)) for name in names if name not in differing},
-    }
+    found, base = [settings(run) for run in runs], settings(reference)
+    differing, equal = {}, {}
+    for name in dict.fromkeys(name for values in found for name in values):
+        values = [each.get(name) for each in found]
+        if all(value == values[0] for value in values):
+            equal[name] = _text(values[0])
+        else:
+            differing[name] = [(_text(value), value != base.get(name)) for value in values]
+    return {"runs": tagged(runs), "differing": differing, "equal": equal}
 
 
 def _text(value: Any) -> str:

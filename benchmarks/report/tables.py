@@ -1,19 +1,57 @@
-"""Tables of a report, for the terminal, the page and W&B: one value per run and column."""
+"""Tables of a report, for the terminal, the page and W&B: a row per run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.records.runs import RunRecord, tail_mean
 from core.redact import redacted
 from training.tracking.metrics import METRICS, summary_name
 
-# Heading -> (value of a run among all runs of the report, format). A column that no run has is left out.
-Columns = dict[str, tuple[Callable[[RunRecord, list[RunRecord]], Any], str]]
+Source = str | Callable[[Any], Any]  # name of a value of the row's item, or a function of the item
+Columns = dict[str, tuple[Source, str]]  # heading -> (source, format)
 
-LOSSES = {"training": "train/loss", "validation": "eval/loss"}
+
+class Table(NamedTuple):
+    """Values of a table, and their texts."""
+
+    headings: list[str]
+    rows: list[list[Any]]
+    texts: list[list[str]]
+
+
+def read_value(item: Any, source: Source) -> Any:
+    return item.value(source) if isinstance(source, str) else source(item)
+
+
+def make_table(columns: Columns, items: Sequence[Any]) -> Table:
+    """Return a row per item, by its method `value`, without columns that no item has a value for."""
+    found = {}
+    for heading, (source, form) in columns.items():
+        values = [read_value(item, source) for item in items]
+        if any(value is not None for value in values):
+            found[heading] = [(value, "-" if value is None else form.format(value)) for value in values]
+    lines = list(zip(*found.values(), strict=True))
+    rows, texts = ([[cell[part] for cell in line] for line in lines] for part in (0, 1))
+    return Table(list(found), rows, texts)
+
+
+def metric_columns(*names: str) -> Columns:
+    """Return the columns of metrics' summary values."""
+    return {METRICS[name].label: (summary_name(name), METRICS[name].format) for name in names}
+
+
+LOSSES = {"training_loss": "train/loss", "validation_loss": "eval/loss"}
+STATISTICS: dict[str, Callable[[list[float]], float]] = {
+    "maximum": max,
+    "minimum": min,
+    "mean": fmean,
+    "final": lambda values: values[-1],
+    "standard deviation": pstdev,
+    "mean of last 10 %": tail_mean,
+}
 PACKAGES = ("torch", "transformer_engine", "torchao", "transformers")
 MACHINE = (
     *("gpu_name", "driver", "cuda", "cudnn", "python", "platform", "recipe", "fallback_reason", "optimizer"),
@@ -21,11 +59,46 @@ MACHINE = (
 )
 
 
-def _value(name: str, form: str) -> tuple[Callable[[RunRecord, list[RunRecord]], Any], str]:
-    return lambda run, _: run.value(name), form
+def report_tables(runs: list[RunRecord]) -> dict[str, Table]:
+    """Return the tables of a report by name, without those of losses or a coverage that no run has."""
+    names = dict(zip(map(id, runs), tagged(runs), strict=True))
+    kinds = dict.fromkeys(kind for run in runs for kind in run.coverage)
+    coverage: Columns = {kind: (lambda run, kind=kind: run.coverage.get(kind), "{:.1%}") for kind in kinds}
+    columns = {"runs": _run_columns(runs), "hours": HOURS} | ({"coverage": coverage} if kinds else {})
+    for title, metric in LOSSES.items():
+        if any(run.logged(metric) for run in runs):
+            columns[title] = _statistics(metric)
+    run: Columns = {"run": (lambda run: names[id(run)], "{}")}
+    return {title: make_table(run | shown, runs) for title, shown in columns.items()}
 
 
-def _precision(run: RunRecord, _: list[RunRecord]) -> str:
+def _run_columns(runs: list[RunRecord]) -> Columns:
+    return {
+        "precision": (_precision, "{}"),
+        **metric_columns("train/loss"),
+        "train loss, mean of last 10 %": ("train_loss_tail_mean", "{:.4f}"),
+        **metric_columns("eval/loss", "eval/perplexity", "eval/token_accuracy", "perf/tokens_per_second"),
+        "tokens/s per GPU": (lambda run: run.tokens_per_gpu, "{:,.0f}"),
+        "scaling": (lambda run: _scaling(run, runs), "{:.1%}"),
+        **metric_columns("perf/mfu_bf16", "perf/mfu_fp8", "perf/model_tflops_per_gpu", "perf/peak_memory_gb"),
+        "GPU-hours": ("gpu_hours", "{:.2f}"),
+        "steps": ("steps", "{:,}"),
+        "GPUs": (lambda run: run.gpus or None, "{}"),
+        "mode": (lambda run: run.mode, "{}"),
+        "model": ("model_name", "{}"),
+    }
+
+
+HOURS: Columns = {
+    "runtime, hours": (lambda run: (seconds := run.value("runtime_seconds")) and seconds / 3600, "{:,.3f}"),
+    "nodes": (lambda run: run.nodes, "{}"),
+    "GPUs": (lambda run: run.gpus, "{}"),
+    "node-hours": ("node_hours", "{:,.3f}"),
+    "GPU-hours": ("gpu_hours", "{:,.3f}"),
+}
+
+
+def _precision(run: RunRecord) -> str:
     mixed = run.value("mixed_precision")
     text = mixed if run.precision == mixed else f"{mixed} {run.precision}"
     if run.value("fallback_reason"):
@@ -41,90 +114,29 @@ def _scaling(run: RunRecord, runs: list[RunRecord]) -> float | None:
     return run.tokens_per_gpu / single[0].tokens_per_gpu
 
 
-def metric_columns(*names: str) -> Columns:
-    """Return the columns of metrics' summary values."""
-    return {METRICS[name].label: _value(summary_name(name), METRICS[name].format) for name in names}
-
-
-RUNS: Columns = {
-    "precision": (_precision, "{}"),
-    **metric_columns("train/loss"),
-    "train loss, mean of last 10 %": _value("train_loss_tail_mean", "{:.4f}"),
-    **metric_columns("eval/loss", "eval/perplexity", "eval/token_accuracy", "perf/tokens_per_second"),
-    "tokens/s per GPU": (lambda run, _: run.tokens_per_gpu, "{:,.0f}"),
-    "scaling": (_scaling, "{:.1%}"),
-    **metric_columns("perf/mfu_bf16", "perf/mfu_fp8", "perf/model_tflops_per_gpu", "perf/peak_memory_gb"),
-    "GPU-hours": _value("gpu_hours", "{:.2f}"),
-    "steps": _value("steps", "{:,}"),
-    "GPUs": (lambda run, _: run.gpus or None, "{}"),
-    "mode": (lambda run, _: run.mode, "{}"),
-    "model": _value("model_name", "{}"),
-}
-
-
-def _hours(run: RunRecord, _: list[RunRecord]) -> float | None:
-    seconds = run.value("runtime_seconds")
-    return None if seconds is None else seconds / 3600
-
-
-HOURS: Columns = {
-    "runtime, hours": (_hours, "{:,.3f}"),
-    "nodes": (lambda run, _: run.nodes, "{}"),
-    "GPUs": (lambda run, _: run.gpus, "{}"),
-    "node-hours": _value("node_hours", "{:,.3f}"),
-    "GPU-hours": _value("gpu_hours", "{:,.3f}"),
-}
-STATISTICS: dict[str, Callable[[list[float]], float]] = {
-    "maximum": max,
-    "minimum": min,
-    "mean": fmean,
-    "final": lambda values: values[-1],
-    "standard deviation": pstdev,
-    "mean of last 10 %": tail_mean,
-}
-
-
-def statistics(metric: str) -> Columns:
+def _statistics(metric: str) -> Columns:
     """Return the columns of a metric's statistics over its finite values, and how many there are."""
 
-    def column(
-        reduce: Callable[[list[float]], float],
-    ) -> Callable[[RunRecord, list[RunRecord]], float | None]:
-        return lambda run, _: reduce(values) if (values := [v for _, v in run.series(metric)]) else None
+    def column(reduce: Callable[[list[float]], float]) -> Callable[[RunRecord], float | None]:
+        return lambda run: reduce(values) if (values := [v for _, v in run.series(metric)]) else None
 
     columns: Columns = {name: (column(reduce), "{:.4f}") for name, reduce in STATISTICS.items()}
     return columns | {
-        "values": (lambda run, _: len(run.series(metric)), "{:,}"),
-        "not finite": (lambda run, _: len(run.logged(metric)) - len(run.series(metric)), "{}"),
+        "values": (lambda run: len(run.series(metric)), "{:,}"),
+        "not finite": (lambda run: len(run.logged(metric)) - len(run.series(metric)), "{}"),
     }
-
-
-def coverage(runs: list[RunRecord]) -> Columns:
-    """Return one column per precision: its share of a step's GEMM FLOPs."""
-    kinds = dict.fromkeys(kind for run in runs for kind in run.coverage)
-    return {kind: (lambda run, _, kind=kind: run.coverage.get(kind), "{:.1%}") for kind in kinds}
-
-
-def values(columns: Columns, runs: list[RunRecord]) -> dict[str, list[Any]]:
-    """Return {heading: a value per run}, without columns that no run has."""
-    found = {name: [value(run, runs) for run in runs] for name, (value, _) in columns.items()}
-    return {name: line for name, line in found.items() if any(value is not None for value in line)}
-
-
-def cells(columns: Columns, runs: list[RunRecord]) -> tuple[list[str], list[list[str]]]:
-    """Return the headings and a line of text per run, with a dash for missing values."""
-    found = values(columns, runs)
-    text = [
-        ["-" if value is None else columns[name][1].format(value) for value in line]
-        for name, line in found.items()
-    ]
-    return list(found), [list(line) for line in zip(*text, strict=True)] or [[] for _ in runs]
 
 
 def labels(runs: list[RunRecord]) -> list[str]:
     """Return a name per run: its folder's, or the path as given where two share it."""
     names = [run.name for run in runs]
     return [n if names.count(n) == 1 else str(run.folder) for n, run in zip(names, runs, strict=True)]
+
+
+def tagged(runs: list[RunRecord]) -> list[str]:
+    """Return the labels, with a remark on unfinished runs."""
+    names = labels(runs)
+    return [name + " (unfinished)" * (run.summary is None) for name, run in zip(names, runs, strict=True)]
 
 
 def provenance(run: RunRecord, *, date: bool = True) -> str:

@@ -1,21 +1,29 @@
 """Variants, and training scripts as processes: settings in, exit code out, signals forwarded."""
 
-import json
 import re
+import signal
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks.records.launch import Outcome, _workers, command, is_begun, is_finished, to_flags
+from benchmarks.records import launch as launch_module
+from benchmarks.records.launch import Outcome, _workers, command, is_begun, is_finished, launch, to_flags
 from benchmarks.records.variants import VARIANTS, given_settings, parse_variants, resolve
-from core.errors import EXIT_IN_USE, EXIT_OUT_OF_MEMORY, UserError
+from core.errors import EXIT_IN_USE, EXIT_INTERRUPTED, UserError
 from tests.benchmarks.folders import write_run
 from tests.children import running
 from training.config import config_from_dict, parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_no_variant_runs_in_another_recipe_than_its_own():
@@ -94,13 +102,9 @@ def test_the_end_of_a_run_follows_from_its_exit_code(tmp_path):
         (-9, tmp_path, None),
     ):
         assert not Outcome(code, folder, error).refused
-    assert not Outcome(1, tmp_path, "no such cores", stopped=True).refused
-    assert Outcome(EXIT_OUT_OF_MEMORY, begun, "").out_of_memory and Outcome(EXIT_IN_USE, begun, "").in_use
     for killed in (-9, 137):
-        assert (
-            Outcome(killed, begun, None, last_line="step 3").reason
-            == "killed by SIGKILL; its log ends with: step 3"
-        )
+        reason = Outcome(killed, begun, last_line="step 3").reason
+        assert reason == "killed by SIGKILL; its log ends with: step 3"
     assert Outcome(1, begun, None, last_line="KeyError").reason == "KeyError (exit code 1)"
 
 
@@ -121,12 +125,66 @@ def test_signals_go_to_torchrun_s_workers():
     program += f"subprocess.Popen([{sys.executable!r}, '-c', {sleep!r}]); time.sleep(600)"
     with running([sys.executable, "-c", program], stdout=-1) as launcher, running(worker):
         pid = int(launcher.stdout.readline())
-        deadline = time.monotonic() + 300
-        while not _workers(launcher.pid) and time.monotonic() < deadline:
-            time.sleep(0.02)  # between fork and exec it has its parent's command line
+        wait_for(lambda: _workers(launcher.pid))  # between fork and exec it has its parent's command line
         assert _workers(launcher.pid) == [pid]
 
 
-def test_damaged_settings_are_no_begun_run(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({}))
-    assert not is_begun(config_from_dict({"output_dir": str(tmp_path)})), "nothing was logged or saved"
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Return a function that launches a program in place of a training script, with its flags."""
+
+    def start(program: str) -> Outcome:
+        monkeypatch.setattr(launch_module, "command", lambda cfg, gpus: [sys.executable, "-uc", program])
+        return launch(config_from_dict({"output_dir": str(tmp_path)}), log=tmp_path / "logs/run.log")
+
+    return start
+
+
+def test_output_of_a_run_is_shown_and_kept(script, tmp_path, capsys):
+    program = "import sys; print('step 1'); print('error: it broke'); print('bye', end=''); sys.exit(1)"
+    outcome = script(program)
+    assert (outcome.code, outcome.error, outcome.last_line) == (1, "it broke", "bye")
+    assert capsys.readouterr().out == "step 1\nerror: it broke\nbye"
+    assert (tmp_path / "logs/run.log").read_text().endswith("step 1\nerror: it broke\nbye")
+    with pytest.raises(UserError, match="another run writes; then the same command resumes"):
+        script(f"import sys; print('error: another run writes'); sys.exit({EXIT_IN_USE})")
+    with pytest.raises(KeyboardInterrupt):
+        script(f"import sys; sys.exit({EXIT_INTERRUPTED})")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_are_forwarded_once_and_the_run_may_save(script, tmp_path, number):
+    """The stand-in sends the signal to this process once it can receive it, and waits for a second one."""
+    received = signal.SIGTERM if number == signal.SIGHUP else number
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="stopped in"):
+            script(
+                "import os, signal, time\n"
+                "found = []\n"
+                f"signal.signal({received:d}, lambda *_: found.append(1))\n"
+                f"os.kill(os.getppid(), {number:d})\n"
+                "for _ in range(30_000):\n"
+                "    if found: break\n"
+                "    time.sleep(0.01)\n"
+                "time.sleep(0.5)\n"
+                "print('saved', len(found))"
+            )
+    finally:
+        signal.signal(number, before)
+    assert (tmp_path / "logs/run.log").read_text().endswith("saved 1\n")
+
+
+def test_a_run_outlives_the_benchmark_that_started_it(tmp_path):
+    log = tmp_path / "run.log"
+    program = "import time; print('begun'); time.sleep(1); print('ended')"
+    parent = (
+        "from pathlib import Path; from benchmarks.records import launch; from training import config; "
+        f"launch.command = lambda *_: [{sys.executable!r}, '-uc', {program!r}]; "
+        f"launch.launch(config.config_from_dict({{'output_dir': 'x'}}), log=Path({str(log)!r}))"
+    )
+    with running([sys.executable, "-c", parent], cwd=ROOT) as process:
+        wait_for(lambda: process.poll() is not None or (log.exists() and "begun\n" in log.read_text()))
+        assert process.poll() is None
+        process.kill()
+        wait_for(lambda: "ended\n" in log.read_text())

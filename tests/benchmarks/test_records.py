@@ -8,19 +8,19 @@ import pytest
 from benchmarks.records import add
 from benchmarks.records.runs import EFFECTS, NO_EFFECT, WORK, read_run
 from benchmarks.records.table import MOST_POINTS, TABLE, read_table, thin
-from benchmarks.report.main import table as markdown_table
-from benchmarks.report.tables import RUNS, cells
+from benchmarks.report import main as report
+from benchmarks.report.tables import report_tables
 from core.errors import UserError
 from tests.benchmarks.folders import COVERAGE, ENVIRONMENT, SUMMARY, write_run
 
 
 def row(run, *others):
     """Return {heading: cell} of a run in the table of runs."""
-    headings, lines = cells(RUNS, [run, *others])
-    return dict(zip(headings, lines[0], strict=True))
+    headings, _, texts = report_tables([run, *others])["runs"]
+    return dict(zip(headings[1:], texts[0][1:], strict=True))
 
 
-def test_a_finished_run_has_its_summary_in_the_table(tmp_path):
+def test_a_finished_run_has_its_summary_in_the_table(tmp_path, capsys):
     run = read_run(write_run(tmp_path / "my-run", losses=[3.0], summary=SUMMARY, environment=ENVIRONMENT))
     assert row(run) == {
         "precision": "fp8 delayed (instead of mxfp8), TE layers",
@@ -41,9 +41,10 @@ def test_a_finished_run_has_its_summary_in_the_table(tmp_path):
         "mode": "fsdp_full",
         "model": "org/some | model",
     }
-    lines = markdown_table([run]).splitlines()
+    report.write([run], run, None)
+    lines = capsys.readouterr().out.splitlines()
     assert "org/some \\| model" in lines[2]
-    assert lines[-1] == (
+    assert lines[4] == (
         "- my-run: 2 x NVIDIA H200, 2026-01-02, torch 2.11.0, transformer_engine 2.20.2, "
         "commit 0123456789ab with changes"
     )

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import wandb
 
+from benchmarks.compare.verdict import COLUMNS, Row
 from benchmarks.records.runs import read_run
 from benchmarks.report import gaps
 from benchmarks.report.figures import POINTS, draw_gap, draw_losses, draw_scaling, scaling, thin
 from benchmarks.report.main import main, read_all, write
 from benchmarks.report.page import gap_section
-from benchmarks.report.tables import RUNS, cells, labels
-from benchmarks.report.verdict import Row
+from benchmarks.report.tables import labels, make_table, report_tables
 from benchmarks.report.wandb_report import upload
 from tests.benchmarks.folders import COVERAGE, ENVIRONMENT, SUMMARY, append, rated, trained, write_run
 from training.tracking.settings import LogConfig
@@ -80,7 +80,7 @@ def test_bad_input_is_one_line(tmp_path, capsys):
         ([good, "--reference", tmp_path / "nowhere"], "nowhere: no such folder"),
         ([broken], "summary.json: cannot be read"),
         ([good, "--output_dir", ""], "--output_dir: '': no folder; name one"),
-        ([good, "--output_dir", broken / "summary.json"], "summary.json: File exists"),
+        ([good, "--output_dir", broken / "summary.json"], "File exists: "),
         ([], "give run folders, or --study"),
         (["--study", "nope"], "--study nope: not recorded"),
     ):
@@ -91,8 +91,8 @@ def test_bad_input_is_one_line(tmp_path, capsys):
 
 def test_scaling_is_relative_to_the_one_gpu_run_of_the_same_work(tmp_path):
     def scaling_of(run, *others):
-        headings, lines = cells(RUNS, [run, *others])
-        return dict(zip(headings, lines[0], strict=True)).get("scaling")
+        headings, _, texts = report_tables([run, *others])["runs"]
+        return dict(zip(headings, texts[0], strict=True)).get("scaling")
 
     one, four = rated(tmp_path / "one", 1, 10_000.0), rated(tmp_path / "four", 4, 30_000.0)
     strangers = [
@@ -130,7 +130,7 @@ def test_gap_and_noise_band_against_the_reference(tmp_path):
     warmer = trained(tmp_path / "e", [9.0, 9.0, 9.0], seed=3, learning_rate=1.0)  # another setting
     diverged = trained(tmp_path / "f", [4.0, 2.0, math.nan], seed=4)
     runs = [reference, twin, fp8, again, warmer, diverged]
-    against = gaps.comparison(runs, reference)
+    against = gaps.compare_losses(runs, reference)
     assert against.pairs == [(run, reference) for run in runs[1:]] and against.left_out == {}
     assert against.family == [reference, twin]
     assert gaps.loss_gap(fp8, reference) == [(10, 0.0), (20, pytest.approx(0.05)), (30, pytest.approx(0.02))]
@@ -138,7 +138,7 @@ def test_gap_and_noise_band_against_the_reference(tmp_path):
     assert band == pytest.approx({10: 0.1, 20: 0.1, 30: 0.05})
     assert gaps.noise_band([reference]) == [] and gaps.tail_noise([reference]) is None
     assert gaps.tail_gap(fp8, reference) == pytest.approx(0.02), "of step 30, which both have"
-    assert gaps.tail_noise(against.family) == pytest.approx(0.05)
+    assert gaps.tail_noise(against.family) == pytest.approx((-0.05, 0.0))
     assert gaps.other_settings(fp8, reference) == [] and gaps.other_settings(warmer, reference) == [
         "learning_rate",
         "seed",
@@ -148,18 +148,21 @@ def test_gap_and_noise_band_against_the_reference(tmp_path):
 def test_the_noise_of_three_seeds_is_their_whole_spread(tmp_path):
     family = [trained(tmp_path / str(loss), [loss], seed=i) for i, loss in enumerate((2.0, 2.2, 1.9))]
     assert gaps.noise_band(family) == [(10, pytest.approx(0.15))]
-    assert gaps.tail_noise(family) == pytest.approx(0.15)
+    assert gaps.tail_noise(family) == pytest.approx((-0.05, 0.1))
 
 
 @pytest.mark.parametrize(
     ("losses", "changes", "reason"),
     [
-        ([2.0], {"max_seq_length": 2048}, "max_seq_length is 2048, the reference's 1024"),
-        ([2.0], {"system_prompt": ""}, "system_prompt is , the reference's Solve"),
-        ([2.0], {"batch_size": 32}, "its global batch is 32 sequences, the reference's 8"),
-        ([2.0], {"environment": {"data": {"train": {"fingerprint": "2e"}}}}, "its data held other samples"),
-        ([], {}, "it logged no training loss"),
-        ([math.nan], {}, "none of its training losses is finite"),
+        ([2.0], {"max_seq_length": 2048}, "--max_seq_length 1024 there, 2048 here"),
+        ([2.0], {"batch_size": 32}, "sequences a step 8 there, 32 here"),
+        (
+            [2.0],
+            {"environment": {"data": {"train": {"fingerprint": "2e"}}}},
+            "train samples 1f there, 2e here",
+        ),
+        ([], {}, "it logged no finite training loss"),
+        ([math.nan], {}, "it logged no finite training loss"),
         ([2.0], {"seed": 43, "environment": {"data": {"train": {"fingerprint": "2e"}}}}, None),
         ([2.0], {"eval_samples": 3}, None),
     ],
@@ -168,7 +171,7 @@ def test_losses_of_another_task_are_not_compared(tmp_path, losses, changes, reas
     environment = {"data": {"train": {"fingerprint": "1f"}}}
     reference = trained(tmp_path / "a", [2.0], environment=environment)
     run = trained(tmp_path / "b", losses, **changes)
-    found = gaps.comparison([reference, run], reference).left_out
+    found = gaps.compare_losses([reference, run], reference).left_out
     assert list(found) == (["b"] if reason else []) and found.get("b", "").startswith(reason or "")
 
 
@@ -198,28 +201,28 @@ def test_the_curve_shows_all_runs_without_non_finite_losses(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("losses", "low", "high", "cut"),
+    ("losses", "low", "high"),
     [
-        ([4.0] * 3 + [2.02] * 195 + [6.0] * 2, 0.01, 0.02, False),  # neither start nor end
-        ([2.02] * 100 + [4e5] + [2.01] * 99, 0.01, 0.2, True),  # a spike
-        ([2.1] * 200, 0.05, 0.06, False),  # far off all the time is no spike
+        ([4.0] * 3 + [2.02] * 195 + [6.0] * 2, 0.01, 0.02),  # neither start nor end
+        ([2.02] * 100 + [4e5] + [2.01] * 99, 0.01, 0.2),  # a spike
+        ([2.1] * 200, 0.05, 0.06),  # far off all the time is no spike
     ],
 )
-def test_the_gap_s_axis_fits_what_is_settled(tmp_path, losses, low, high, cut):
+def test_the_gap_s_axis_fits_what_is_settled(tmp_path, losses, low, high):
     reference, close = trained(tmp_path / "a", [2.0] * 200), trained(tmp_path / "b", [2.002] * 200, "delayed")
     runs = [reference, close, trained(tmp_path / "c", losses, "delayed")]
-    (axes,) = draw_gap(runs, gaps.comparison(runs, reference)).axes
-    assert low < axes.get_ylim()[1] < high and ("spikes cut off" in axes.get_ylabel()) == cut
+    (axes,) = draw_gap(runs, gaps.compare_losses(runs, reference)).axes
+    assert low < axes.get_ylim()[1] < high
 
 
 def test_each_gap_is_drawn_against_its_own_baseline(tmp_path):
     te, hf = trained(tmp_path / "bf16", [2.0]), trained(tmp_path / "bf16_hf", [4.0])
     runs = [te, hf, trained(tmp_path / "tensorwise", [4.4], "tensorwise")]
-    (axes,) = draw_gap(runs, gaps.comparison(runs, te, {runs[2].folder: hf})).axes
+    (axes,) = draw_gap(runs, gaps.compare_losses(runs, te, {runs[2].folder: hf})).axes
     drawn = {line.get_label(): line.get_ydata()[0] for line in axes.lines}
     assert drawn["bf16_hf"] == pytest.approx(1.0) and drawn["tensorwise"] == pytest.approx(0.1)
     assert axes.get_ylabel() == "loss against its baseline"
-    lost = gaps.comparison(runs, te, {runs[2].folder: None})
+    lost = gaps.compare_losses(runs, te, {runs[2].folder: None})
     assert lost.left_out == {"tensorwise": "its baseline did not run"}
 
 
@@ -232,7 +235,7 @@ def test_speed_is_drawn_over_lengths_and_gpus_of_the_same_work(tmp_path):
         rated(tmp_path / "four", 4, 700.0, max_seq_length=2048, sharding_mode="ddp"),
     ]
     ((line, points),) = scaling(runs, "sequence length").items()
-    assert line.endswith("delayed (TE), 1 GPU") and [x for x, _ in points] == [2048, 4096]
+    assert line.endswith("delayed (TE), GPUs 1") and [x for x, _ in points] == [2048, 4096]
     by_gpus = scaling(runs, "GPUs")
     (line,) = by_gpus
     per_gpu = draw_scaling(by_gpus, "GPUs").axes[1]
@@ -393,7 +396,8 @@ def test_a_gap_that_cannot_be_has_a_reason(tmp_path, line, reason):
     else:
         lines = [json.loads(line) for line in (bad / "metrics.jsonl").read_text().splitlines()]
         (bad / "metrics.jsonl").write_text("\n".join(json.dumps(r | {"step": r["step"] + 1}) for r in lines))
-    _, ((_, _, shown, _),) = gap_section(*read_all([good, bad], None), {})["table"]
+    runs, reference = read_all([good, bad], None)
+    ((_, _, shown, _),) = gap_section(runs, gaps.compare_losses(runs, reference))["rows"]
     assert shown == reason
 
 
@@ -439,8 +443,10 @@ def test_a_report_on_wandb_is_a_run_of_the_group_with_tables_figures_and_page(tm
 
 
 def test_a_verdict_on_wandb_has_a_row_per_variant(tmp_path, offline):
+    (tmp_path / "report.html").touch()
     rows = [Row("bf16", "REFERENCE"), Row("delayed", "PASS", "bf16", None, {"gap": 0.2})]
-    assert upload(tmp_path, LogConfig(use_wandb=True), [], [], rows, {"max_loss_gap_percent": 0.5})
+    tables, config = {"verdict": make_table(COLUMNS, rows)}, {"max_loss_gap_percent": 0.5}
+    assert upload(tmp_path, LogConfig(use_wandb=True), tables, [], config)
     wandb.teardown()
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     for text in (f"{tmp_path.name}-verdict", "report/verdict", "REFERENCE", "max_loss_gap_percent"):
@@ -452,5 +458,5 @@ def test_a_report_outlives_a_failure_of_wandb(tmp_path, capsys, monkeypatch):
         raise OSError("no server")
 
     monkeypatch.setattr("benchmarks.report.wandb_report.start_wandb", fail)
-    assert not upload(tmp_path, LogConfig(use_wandb=True), [], [])
+    assert not upload(tmp_path, LogConfig(use_wandb=True), {}, [])
     assert capsys.readouterr().err == f"WARNING: W&B has no report of {tmp_path} (no server)\n"

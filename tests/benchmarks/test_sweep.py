@@ -11,7 +11,7 @@ from benchmarks import sweep as module
 from benchmarks.plan.time import GPUS
 from benchmarks.records.launch import Outcome
 from benchmarks.sweep import Point, Result, build_points, main, read_axes, read_sweep, run_points, why_skip
-from core.errors import EXIT_IN_USE, EXIT_OUT_OF_MEMORY, UserError
+from core.errors import EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY
 from training.config import config_from_dict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,12 +28,7 @@ def test_a_sweep_runs_and_reports_what_it_can(tmp_path, capsys, monkeypatch):
     """One run that trains, one that needs missing GPUs, one whose settings the model refuses."""
     base = {"num_of_samples": 60, "max_steps": 2, "learning_rate": 1e-3, "eval_samples": 6, "num_workers": 0}
     base |= {"num_proc": 1, "batch_size": 2, "eval_interval": 0, "log_interval": 1, "export": False}
-    grid = {
-        "model": ["tiny-llama"],
-        "precision": ["delayed"],
-        "sequence_length": [128, 4096],
-        "gpus": [1, 64],
-    }
+    grid = {"precision": ["delayed"], "max_seq_length": [128, 4096], "gpus": [1, 64]}
     file = write(tmp_path / "grid.yaml", {"grid": grid, "base": base, "needs": ["dataset_name"]})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -43,14 +38,14 @@ def test_a_sweep_runs_and_reports_what_it_can(tmp_path, capsys, monkeypatch):
     assert "1 done, 2 skipped, 1 failed" in capsys.readouterr().out
     results = {r["name"]: r for r in json.loads((out / "sweep.json").read_text())}
     assert [r["status"] for r in results.values()] == ["done", "skipped", "failed", "skipped"]
-    name = "tiny-llama-delayed-seq128-gpus1"
+    name = "delayed-max_seq_length128-gpus1"
     assert results[name.replace("gpus1", "gpus64")]["reason"].startswith("needs 64 GPUs, this machine has ")
     assert "--max_seq_length 4096" in results[name.replace("128", "4096")]["reason"]
     assert (out / "loss.png").exists() and (out / "report.html").exists()
     assert json.loads((out / "runs" / name / "summary.json").read_text())["steps"] == 2
-    assert main([*flags, "--axis", "sequence_length=128", "--axis", "gpus=1"]) == 0
-    printed = capsys.readouterr().out
-    assert f"[1/1] {name}: done" in printed and "step 1/2" not in printed
+    monkeypatch.setattr(module, "launch", None)
+    assert main([*flags, "--axis", "max_seq_length=128", "--axis", "gpus=1"]) == 0
+    assert f"[1/1] {name}: done" in capsys.readouterr().out
 
 
 # The grid
@@ -143,20 +138,20 @@ def started(monkeypatch):
         folder = Path(cfg.checkpoint.output_dir)
         names.append(folder.name)
         code = next((code for part, code in codes.items() if part in folder.name), 0)
+        if code == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(cfg.to_dict()))
         for name in () if code else ("summary.json", "metrics.jsonl"):
             (folder / name).write_text("{}")
-        return Outcome(code, folder, "its error" if code else None, stopped=code == 75)
+        return Outcome(code, folder, "its error" if code else None)
 
     monkeypatch.setattr(module, "launch", launch)
-    names_and_codes = type("Started", (), {"names": names, "codes": codes})
-    return names_and_codes
+    return type("Started", (), {"names": names, "codes": codes})
 
 
 def run(grid, folder, *, retry=False):
-    results, interrupted = run_points(grid, folder, retry=retry)
-    return [result.status for result in results.values()], interrupted
+    return [result.status for result in run_points(grid, folder, retry=retry).values()]
 
 
 def test_runs_out_of_memory_are_recorded_and_the_grid_continues(tmp_path, started):
@@ -164,10 +159,10 @@ def test_runs_out_of_memory_are_recorded_and_the_grid_continues(tmp_path, starte
     grid = build_points(axes, {}, tmp_path)
     started.codes["bf16"] = EXIT_OUT_OF_MEMORY
     expected = ["out_of_memory", "done", "skipped", "done"]
-    assert run(grid, tmp_path) == (expected, False)
+    assert run(grid, tmp_path) == expected
     assert started.names == ["seq512-bf16", "seq512-delayed", "seq1024-delayed"]
     started.names.clear()
-    assert run(grid, tmp_path) == (expected, False) and not started.names
+    assert run(grid, tmp_path) == expected and not started.names
     run(grid, tmp_path, retry=True)
     assert started.names == ["seq512-bf16"]
     started.names.clear()
@@ -179,12 +174,11 @@ def test_runs_out_of_memory_are_recorded_and_the_grid_continues(tmp_path, starte
 def test_failed_runs_are_repeated_and_a_stopped_one_ends_the_sweep(tmp_path, started):
     grid = build_points({"batch_size": [1, 2]}, {}, tmp_path)
     started.codes["batch1"] = 1
-    assert run(grid, tmp_path) == (["failed", "done"], False)
-    started.codes["batch1"] = 75
-    assert run(grid, tmp_path) == ([], True) and started.names == ["batch1", "batch2", "batch1"]
-    started.codes["batch1"] = EXIT_IN_USE
-    with pytest.raises(UserError, match="batch1: its error; then the same command resumes"):
-        run_points(grid, tmp_path, retry=False)
+    assert run(grid, tmp_path) == ["failed", "done"]
+    started.codes["batch1"] = EXIT_INTERRUPTED
+    with pytest.raises(KeyboardInterrupt):
+        run(grid, tmp_path)
+    assert started.names == ["batch1", "batch2", "batch1"]
 
 
 def test_sweeps_into_one_folder_keep_each_other_s_results(tmp_path, started):
@@ -192,14 +186,9 @@ def test_sweeps_into_one_folder_keep_each_other_s_results(tmp_path, started):
     first, second = ([point] for point in build_points({"batch_size": [2, 1]}, {}, tmp_path))
     run(first, tmp_path)
     run(second, tmp_path)
-    assert [entry["name"] for entry in json.loads((tmp_path / "sweep.json").read_text())] == [
-        "batch2",
-        "batch1",
-    ]
-    assert run([*first, *second], tmp_path) == (["out_of_memory"] * 2, False) and len(started.names) == 2
-    (tmp_path / "sweep.json").write_text("[{}]")
-    with pytest.raises(UserError, match=r"sweep\.json: cannot be read"):
-        run(first, tmp_path)
+    recorded = json.loads((tmp_path / "sweep.json").read_text())
+    assert [entry["name"] for entry in recorded] == ["batch2", "batch1"]
+    assert run([*first, *second], tmp_path) == ["out_of_memory"] * 2 and len(started.names) == 2
 
 
 def test_a_dry_run_lists_runs_and_starts_none(tmp_path, capsys, monkeypatch):
@@ -208,28 +197,24 @@ def test_a_dry_run_lists_runs_and_starts_none(tmp_path, capsys, monkeypatch):
     command = [str(file), "--gpu", "H100", "--dry_run", "--output_dir", str(tmp_path / "out")]
     assert main(command) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"Llama-3.1-8B-gpus1: skipped, needs .* by benchmarks.plan, of 85", first)
-    assert second == "Llama-3.1-8B-gpus4: skipped, needs 4 GPUs, this machine has 1"
+    assert re.search(r"Llama-3.1-8B-gpus1: skipped, needs .* by benchmarks.plan, of 85", first)
+    assert second.endswith("Llama-3.1-8B-gpus4: skipped, needs 4 GPUs, this machine has 1")
     assert main([*command, "--gpu", "B200"]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == "Llama-3.1-8B-gpus1: to run"
+    assert capsys.readouterr().out.splitlines()[0].endswith("Llama-3.1-8B-gpus1: to run")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("text", "flags", "message"),
     [
-        ("grid: {model: [tiny-llama]}\nbse: {}", "", "unknown key 'bse'; did you mean 'base'?"),
+        ("grid: {batch_size: [1]}\nbse: {}", "", "must hold a `grid:`"),
         ("base: {}", "", "needs a `grid:`"),
-        ("grid: [1]", "", "`grid:` must be a mapping"),
-        ("grid: {modle: [tiny-llama]}", "", "unknown setting 'modle'; did you mean 'model'?"),
-        ("grid: {model: tiny-llama}", "", "axis model: must be a list"),
+        ("grid: {modle: [tiny-llama]}", "", "unknown setting 'modle' of a sweep; did you mean 'model'?"),
+        ("grid: {model: tiny-llama}", "", "with lists, such as precision"),
         ("grid: {precision: [fp7]}", "", "axis precision fp7: unknown variant"),
-        ("grid: {gpus: [0]}", "", "axis gpus: 0 is no number of GPUs"),
+        ("grid: {gpus: [0]}", "", "--gpus 0: must be at least 1"),
         ("grid: {batch_size: [0]}", "", "batch0: --batch_size 0: must be at least 1"),
-        ("grid: {model: [a/export, b/export]}", "", "would share the run folder export"),
-        ("grid: {batch_size: [1, 1]}", "", "would share the run folder batch1"),
-        ("grid: {model: [..]}", "", "axis model: '..' gives a run folder no name"),
-        ("grid: {batch_size: [1]}\nbase: {sed: 1}", "", "unknown setting 'sed'; did you mean 'seed'?"),
+        ("grid: {model: [a/export, b/export]}", "", "would share the folder export"),
         ("grid: {batch_size: [1]}\nneeds: [dataset_name]", "", "needs --dataset_name"),
         ("grid: {batch_size: [1]}", "--batch_size 2", "--batch_size 2: is an axis of the grid"),
         ("grid: {batch_size: [1]}", "--axis gpus=2", "--axis gpus=2: the grid has batch_size"),
@@ -237,9 +222,7 @@ def test_a_dry_run_lists_runs_and_starts_none(tmp_path, capsys, monkeypatch):
         ("grid: {batch_size: [1]}", "--use_te", "decides it for each run"),
         ("grid: {batch_size: [1]}", "--gpu H20O", "--gpu H20O: not one of"),
         ("grid: {batch_size: [1]", "", "not valid YAML: expected ',' or '}'"),
-        ("grid: {batch_size: [1], batch_size: [2]}", "", "not valid YAML: duplicate key 'batch_size'"),
-        ("grid: {model: [a], model_name: [b]}", "", "axes model and model_name are the same"),
-        ("grid: {batch_size: [1]}\nbase: {output_dir: x}", "", "the sweep sets it itself"),
+        ("grid: {batch_size: [1]}\nbase: {output_dir: x}", "", "unknown setting 'output_dir' of a sweep"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, text, flags, message):
