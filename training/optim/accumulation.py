@@ -1,9 +1,9 @@
 """Gradients summed over the micro-batches of a step, apart from BF16 parameters.
 
-Autograd sums in the parameter's own BF16, where the eighth micro-batch loses the bits by which the first
-seven have grown. Here the sum is `main_grad`, Megatron's and TE's name, in FP32 by default. TE's GEMMs add
-to it as they multiply (`fuse_wgrad_accumulation`), which saves a pass over memory. Other gradients are added
-as soon as autograd has them: by a hook on one device, by FSDP2 where it shards the model.
+Autograd sums in the parameter's own BF16, which drops more low-order bits the larger the sum grows. Here the
+sum is `main_grad`, Megatron's and TE's name, in FP32 by default. TE's GEMMs add to it as they multiply
+(`fuse_wgrad_accumulation`), which saves a pass over memory. Other gradients are added as soon as autograd has
+them: by a hook on one device, by FSDP2 where it shards the model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """AdamW with FP32 master weights: the choice of optimizer, and access to its state.
 
-At a weight of about 0.02 a BF16 step is 6e-5, so an update of 1e-5 rounds to nothing: weights must be kept in
+BF16 spacing at a weight of 0.02 is 6e-5, so an update of 1e-5 rounds to nothing: weights must be kept in
 FP32 somewhere. On a GPU a 16-bit remainder is stored for each BF16 weight; the two together are the FP32
 weight, bit by bit, in 4 bytes (`adamw`). Elsewhere the parameters are FP32.
 """

@@ -54,7 +54,7 @@ def check_settings(cfg: Config, precision: Precision) -> None:
             flags=("fp8_fp32_scales",),
         )
     if cfg.precision.fp8_fast_accumulation and precision.te_backend == "emulated":
-        raise not_emulated(cfg, "fp8_fast_accumulation", "have no such choice")
+        raise not_emulated(cfg, "fp8_fast_accumulation", "not available")
 
 
 def _on_blackwell() -> bool:

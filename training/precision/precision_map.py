@@ -156,7 +156,7 @@ def _refuse_mixes(cfg: Config, by_module: dict[str, str], num_layers: int) -> No
 
 
 def check_resume(meta: dict[str, Any], precision: Precision) -> None:
-    """UserError if the checkpoint's run fell back for other recipes of the map than this machine does."""
+    """UserError if the checkpoint's run fell back differently from this machine."""
     there, here = (sorted(names) for names in (meta.get("map_fallbacks", {}), precision.map_fallbacks))
     if there != here:
         raise UserError(
@@ -191,8 +191,8 @@ def _own_autocast(precision: Precision, recipe: Any) -> Iterator[None]:
 
     TE reduces delayed scaling's forward amaxes where the outermost autocast ends, each by its own recipe. It
     reduces the backward ones all at once, after the backward of the module that ran first in FP8. At the end
-    of an inner autocast TE forgets that there was a first module, so every inner module would be it and
-    reduce all amaxes. Therefore that flag is carried over.
+    of an inner autocast TE resets its first-module flag, so every inner module would reduce all amaxes.
+    Therefore that flag is carried over.
     """
     # With recipe=None TE would build its default recipe at every call.
     inner = engine(precision.te_backend).autocast(

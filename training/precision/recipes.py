@@ -32,7 +32,7 @@ class Precision:
     fallback_reason: str | None = None
     recipe: Any = None  # TE's recipe object; None outside FP8 and for torchao
     te_backend: Backend | None = None  # None without --use_te
-    emulated: bool = False  # TE's layers or FP8 GEMMs are: losses are right, speed means nothing
+    emulated: bool = False  # FP8 is emulated: losses are valid, throughput is not
     # With precision by module (`precision_map`), else empty:
     by_module: dict[str, str] = field(default_factory=dict)  # recipe, or "bf16", of every GEMM module
     recipes: dict[str, Any] = field(default_factory=dict)  # TE's recipe object by name
@@ -95,7 +95,7 @@ def resolve_precision(cfg: Config) -> Precision:
     if backend is None:
         return Precision(cfg.recipe, cfg.recipe, emulated=fp8_gemms_are_emulated())
     if cfg.precision.fp8_attention and backend == "emulated":
-        raise not_emulated(cfg, "fp8_attention", "compute attention in BF16 only")
+        raise not_emulated(cfg, "fp8_attention", "not available")
     flag = f"--fp8_scenario {cfg.precision.fp8_scenario}"
     name, fallback_reason = recipe_or_fallback(cfg.recipe, flag, cfg, backend)
     recipe = make_recipe(name, cfg.precision, backend)
@@ -122,7 +122,7 @@ def resolve_backend(cfg: Config) -> Backend | None:
 def not_emulated(cfg: Config, flag: str, reason: str) -> UserError:
     """Return the error for a setting that emulated TE layers lack: a bad setting if the user chose them."""
     code = EXIT_BAD_SETTING if cfg.model.te_backend == "emulated" else EXIT_FAILED
-    message = f"--{flag}: emulated TE layers {reason}; drop it, or use TE's on a GPU"
+    message = f"--{flag}: {reason} under --te_backend emulated; drop it, or run TE's layers on a GPU"
     return UserError(message, flags=(flag,), exit_code=code)
 
 
@@ -151,7 +151,7 @@ def recipe_or_fallback(requested: str, flag: str, cfg: Config, backend: Backend)
     message = f"{flag} cannot run here: {reason}. This machine runs: {runs}"
     may_fall_back = RECIPES[requested].may_fall_back
     if may_fall_back and backend == "native":
-        message += f"; with --te_backend emulated, to study losses: {requested}"
+        message += f"; --te_backend emulated can run it here, slowly: {requested}"
     if not may_fall_back or cfg.precision.fp8_fallback == "error" or FALLBACK_RECIPE not in able:
         raise UserError(message, flags=("fp8_scenario", "fp8_fallback"))
     return FALLBACK_RECIPE, message

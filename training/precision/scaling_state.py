@@ -89,7 +89,7 @@ def frozen_scaling(model: nn.Module) -> Iterator[None]:
 
 
 def scrub_scaling(model: nn.Module) -> None:
-    """Drop the non-finite amaxes of a skipped step; one would fix its scale for a whole history."""
+    """Drop the non-finite amaxes of a skipped step; one would spoil its scale for a whole history."""
     for name, tensor in scaling_state(model).items():
         if name.endswith("amax_history"):
             tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

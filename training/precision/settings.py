@@ -15,7 +15,7 @@ class PrecisionConfig(Section):
 
     mixed_precision: Literal["bf16", "fp8", "fp32"] = setting("bf16", "compute precision")
     fp8_scenario: Literal[("default", *RECIPES)] = setting(
-        "default", "FP8 recipe; delayed to nvfp4 need --use_te; default: delayed with it, else tensorwise"
+        "default", "FP8 recipe; default: delayed with --use_te, else tensorwise (torchao)"
     )
     bf16_first_layers: int = setting(0, "decoder layers at the start to keep in BF16", minimum=0)
     bf16_last_layers: int = setting(0, "decoder layers at the end to keep in BF16", minimum=0)
@@ -35,6 +35,6 @@ class PrecisionConfig(Section):
     )
     fp8_lm_head: bool = setting(False, "run the LM head's GEMMs in FP8 too")
     fp8_attention: bool = setting(False, "run attention in FP8 too (TE fp8_dpa; delayed and current scaling)")
-    master_weights: Literal["fp32", "none"] = setting("fp32", "none: small updates of BF16 weights are lost")
+    master_weights: Literal["fp32", "none"] = setting("fp32", "none: BF16 weights only; loses small updates")
     moment_dtype: Literal["fp32", "bf16"] = setting("fp32", "Adam's moments; bf16 saves 4 bytes a parameter")
     fp8_weight_cache: bool = resumable(True, "cast FP8 weights once per step (one GPU, ddp, fsdp_grad)")

@@ -137,7 +137,8 @@ def _emulated_linear() -> type[nn.Module]:
     """Return Float8Linear that also follows the CPU's autocast, as torchao's follows only the GPU's.
 
     FP32 weights are rounded to the autocast dtype first, so that the same values are quantized as where
-    weights are kept, or gathered, in BF16. A class, since layers with forwards of their own share no graph.
+    weights are kept, or gathered, in BF16. A subclass, not a patched forward, so that compiled layers share
+    one graph.
     """
     library = importlib.import_module("torchao.float8.float8_linear")
 
