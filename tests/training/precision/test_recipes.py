@@ -155,7 +155,7 @@ def test_what_emulated_layers_lack_is_a_bad_setting_only_if_they_were_chosen(mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     base = TE_FP8 | {"te_backend": te_backend}
     with pytest.raises(
-        UserError, match=r"^--fp8_attention: not available under .*; drop it, or use TE"
+        UserError, match=r"^--fp8_attention: not available under .*; drop it, or run TE"
     ) as error:
         resolve_precision(settings(**base, fp8_attention=True))
     assert error.value.exit_code == code
