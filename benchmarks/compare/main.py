@@ -67,11 +67,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "gpus": (int, 1, "GPUs per run; over 1 through torchrun (default: 1)"),
         "noise_seeds": (int, 2, "BF16 runs with further seeds (default: 2)"),
         "paired_seeds": (int, 0, "further seeds of every variant; gaps are means over them (default: 0)"),
-        "max_loss_gap": (
-            float,
-            0.5,
-            "percent that a variant's loss may exceed the reference's (default: 0.5)",
-        ),
+        "max_loss_gap": (float, 0.5, "percent that a loss may exceed the reference's (default: 0.5)"),
         "price_per_gpu_hour": (float, None, "adds a column of costs, in its currency"),
     }
     for name, (kind, default, text) in numbers.items():
@@ -121,7 +117,8 @@ def compare(argv: list[str]) -> int:
     tables, drawn = report.write(*reported, Verdict(table, limit, result["notes"], baselines))
     if (log := reference.cfg.log).use_wandb:
         summary = {name: value for name, value in result.items() if name != "variants"}
-        report.upload(folder, log, tables | {"verdict": table}, drawn, summary)
+        reasons = make_table(COLUMNS | {"reason": (lambda row: row.reason, "{}")}, rows)
+        report.upload(folder, log, tables | {"verdict": reasons}, drawn, summary)
     return exit_code(rows, failed, strict=args.strict)
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks.records.launch import run_command
+from benchmarks.records.launch import command_parser, run_command
 from benchmarks.records.runs import find_runs, read_run
 from benchmarks.records.table import TABLE, add_runs
-from core.cli import OneLineParser
 
 
 def add(argv: list[str]) -> int:
-    parser = OneLineParser(prog="python -m benchmarks.records.add", description=__doc__.splitlines()[0])
+    parser = command_parser("python -m benchmarks.records.add", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder, or a folder of runs")
     parser.add_argument("--study", required=True, metavar="NAME", help="name of the rows' study")
     parser.add_argument("--table", type=Path, default=TABLE, metavar="FILE", help="default: %(default)s")

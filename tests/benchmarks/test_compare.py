@@ -330,19 +330,6 @@ def test_a_variant_that_does_not_run_is_skipped_or_fails(tmp_path, outcome, stat
     assert exit_code(rows, failed, strict=True) == 1
 
 
-def test_gaps_are_over_the_steps_that_both_runs_logged(tmp_path):
-    def falling(lines, every=1):
-        return [
-            r | {"train/loss": 9 - 0.3 * r["step"]} for r in lines if r["step"] and r["step"] % every == 0
-        ]
-
-    jobs = jobs_of(tmp_path, "bf16,delayed")
-    write(jobs[0], 2.0, change=lambda lines: falling(lines, every=2))
-    write(jobs[1], 2.0, change=falling)
-    _, rows = judged(jobs)
-    assert rows[1].values["gap"] == 0 and rows[1].values["tail_loss"] != rows[0].values["tail_loss"]
-
-
 def test_losses_that_are_not_finite_fail_and_make_no_noise_band(tmp_path):
     jobs = write_all(jobs_of(tmp_path, "bf16,delayed,current", seeds=2), 2.0, 2.0, 2.0, 2.02, 2.5)
     write(jobs[1], 2.0, change=diverging)
@@ -424,10 +411,7 @@ def test_a_variant_that_failed_is_not_repeated_with_other_seeds(tmp_path, monkey
         ("--variants bf16,block --fp8_attention", "variant block: --fp8_attention"),
         ("--variants bf16 --output_dir=", "--output_dir: '': no folder; name one"),
         ("--variants bf16 --output_dir=/dev/null/out", "Not a directory"),
-        ("--variants bf16 --noise_seeds -1", "--noise_seeds -1: must be at least 0"),
         ("--variants bf16 --gpus 0", "--gpus 0: must be at least 1"),
-        ("--variants bf16 --max_loss_gap x", "--max_loss_gap x: must be a number"),
-        ("--variants bf16 --config /nowhere.yaml", "--config /nowhere.yaml"),
         ("--variants bf16 --max_steps 0", "--max_steps 0: trains nothing"),
     ],
 )

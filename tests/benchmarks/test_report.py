@@ -16,8 +16,7 @@ from benchmarks.records.runs import read_run
 from benchmarks.report import gaps
 from benchmarks.report.figures import POINTS, draw_gap, draw_losses, draw_scaling, scaling, thin
 from benchmarks.report.main import main, read_all, write
-from benchmarks.report.page import gap_section
-from benchmarks.report.tables import labels, make_table, report_tables
+from benchmarks.report.tables import make_table, report_tables
 from benchmarks.report.wandb_report import upload
 from tests.benchmarks.folders import COVERAGE, ENVIRONMENT, SUMMARY, append, rated, trained, write_run
 from training.tracking.settings import LogConfig
@@ -107,11 +106,6 @@ def test_scaling_is_relative_to_the_one_gpu_run_of_the_same_work(tmp_path):
     assert scaling_of(four, one, rated(tmp_path / "again", 1, 10_100.0)) is None, "two candidates"
 
 
-def test_runs_of_one_name_have_their_paths_as_labels(tmp_path):
-    runs = [trained(tmp_path / part / "run", [2.0]) for part in "ab"]
-    assert labels(runs) == [str(run.folder) for run in runs] and labels(runs[:1]) == ["run"]
-
-
 # Gaps
 
 
@@ -143,12 +137,6 @@ def test_gap_and_noise_band_against_the_reference(tmp_path):
         "learning_rate",
         "seed",
     ]
-
-
-def test_the_noise_of_three_seeds_is_their_whole_spread(tmp_path):
-    family = [trained(tmp_path / str(loss), [loss], seed=i) for i, loss in enumerate((2.0, 2.2, 1.9))]
-    assert gaps.noise_band(family) == [(10, pytest.approx(0.15))]
-    assert gaps.tail_noise(family) == pytest.approx((-0.05, 0.1))
 
 
 @pytest.mark.parametrize(
@@ -349,13 +337,6 @@ def test_the_page_of_two_runs_has_every_figure_and_number(tmp_path, capsys):
     assert rows["settings", "seed"] == ["<mark>1</mark>", "2"]
 
 
-def test_a_run_that_logged_nothing_has_every_section(tmp_path):
-    write_run(tmp_path / "empty")
-    page, _ = reported(tmp_path, tmp_path / "empty")
-    assert "No run logged a loss." in page.texts and "Not recorded." in page.texts
-    assert any("unfinished" in text for text in page.texts)
-
-
 def test_text_of_run_folders_stays_text(tmp_path):
     folders = [tmp_path / "a <b>$x_{ & \"c' $", tmp_path / "_plain"]
     for folder in folders:
@@ -380,25 +361,6 @@ def test_emulated_runs_are_named_and_show_no_speed(tmp_path):
     text = " ".join(page.texts)
     assert "Emulated: 512, 1024." in text and "14,376" not in text and "74.8%" not in text
     assert "No two runs of the same work on GPUs" in text
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ({"step": 40, "train/loss": math.nan}, "none: it does not end finite"),
-        (None, "none: no common step, or a baseline of 0"),
-    ],
-)
-def test_a_gap_that_cannot_be_has_a_reason(tmp_path, line, reason):
-    good, bad = (write_run(tmp_path / name, losses=[3.0, 2.5, 2.0]) for name in ("good", "bad"))
-    if line:
-        append(bad, **line)
-    else:
-        lines = [json.loads(line) for line in (bad / "metrics.jsonl").read_text().splitlines()]
-        (bad / "metrics.jsonl").write_text("\n".join(json.dumps(r | {"step": r["step"] + 1}) for r in lines))
-    runs, reference = read_all([good, bad], None)
-    ((_, _, shown, _),) = gap_section(runs, gaps.compare_losses(runs, reference))["rows"]
-    assert shown == reason
 
 
 def test_the_same_runs_make_the_same_page(tmp_path):
