@@ -1,6 +1,6 @@
 """Model families with a TE form: how each differs from Llama, and which configurations TE layers reject.
 
-Adding a family takes an entry here, its presets in `presets.py` and its chat template in `data/chat.py`.
+Adding a family takes an entry here, its presets in `presets.py` and its chat template in `data/tokenizer.py`.
 `decoder` and `weights` read the entry; nothing else depends on a family's name.
 """
 

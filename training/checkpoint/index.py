@@ -14,6 +14,7 @@ import math
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,8 +55,11 @@ class Index:
         return min(finite, key=finite.__getitem__, default=None)
 
 
-def read_index(folder: Path) -> Index:
-    """Return the index of the checkpoints on disk. DamagedCheckpoint if index.json is unreadable."""
+def read_index(folder: Path, *, rebuild: bool = False) -> Index:
+    """Return the index of the checkpoints on disk.
+
+    DamagedCheckpoint if index.json is unreadable, or a warning with `rebuild`: a save must not fail by it.
+    """
     for replaced in folder.glob(".step_*.replaced"):  # a save was killed before publishing the new version
         recover(folder / replaced.name[1 : -len(".replaced")])
     path = folder / INDEX
@@ -66,10 +70,12 @@ def read_index(folder: Path) -> Index:
         steps, went_back = [int(step) for step in content["steps"]], content.get("went_back")
         losses = {int(step): float(loss) for step, loss in content["eval_losses"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DamagedCheckpoint(
-            f"{path}: unreadable ({type(error).__name__}: {error}); delete it to continue from the "
-            "last step, without its earlier eval losses"
-        ) from None
+        problem = f"{path}: unreadable ({type(error).__name__}: {error})"
+        if not rebuild:
+            reason = "delete it to continue from the last step, without its earlier eval losses"
+            raise DamagedCheckpoint(f"{problem}; {reason}") from None
+        warnings.warn(f"{problem}; rebuilt from the folders, without eval losses", stacklevel=2)
+        steps, losses, went_back = [], {}, None
     folders = step_folders(folder)  # read after the index: a save running meanwhile adds newer ones only
     # A folder missing from the index is the newest: its save was killed before updating the index.
     steps = [step for step in steps if step in folders] + sorted(folders.keys() - set(steps))
@@ -107,7 +113,11 @@ def prune(folder: Path, index: Index, keep_last: int) -> Index:
     for step in steps:
         if step not in kept:
             path = folder / step_name(step)
-            os.rename(path, hidden(path, "pruned"))
+            try:
+                os.rename(path, hidden(path, "pruned"))
+            except OSError as error:
+                warnings.warn(f"cannot delete an old checkpoint: {error}", stacklevel=2)
+                kept.add(step)
             shutil.rmtree(hidden(path, "pruned"), ignore_errors=True)  # retried by the next save
     losses = {step: loss for step, loss in index.eval_losses.items() if step in kept}
     return replace(index, steps=[step for step in steps if step in kept], eval_losses=losses)

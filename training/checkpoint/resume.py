@@ -148,7 +148,7 @@ def forget_evaluations(checkpoints: Checkpoints) -> None:
 def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) -> str:
     """Refuse a checkpoint saved under other settings or another effective recipe.
 
-    Returns a notice about settings that differ and may ('' for none). UserError names the settings.
+    Returns a notice of permitted changes ('' for none). UserError names the settings.
     """
     meta, where = point.meta, f"--resume {point.path}"
     if unknown := sorted(meta["config"].keys() - all_settings().keys()):

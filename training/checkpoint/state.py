@@ -92,7 +92,7 @@ def restore_run(checkpoints: Checkpoints, point: ResumePoint, run: RunState) -> 
     """Load a checkpoint into `run`; returns the FP8 scaling state. Collective.
 
     TE allocates its scales in the first forward pass, so they are returned instead of being filled here.
-    Ranks that the saved run did not have keep their RNG state.
+    Ranks beyond the saved world size keep their RNG state.
     """
     shapes, meta = checkpoints.shapes(point.path), point.meta
     scaling = {key: torch.empty(shape) for key, shape in shapes.items() if key.startswith("fp8/")}

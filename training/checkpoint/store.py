@@ -80,7 +80,7 @@ class Checkpoints:
         """Attach an eval loss to a checkpoint that was saved before its evaluation, and prune. Collective."""
 
         def record() -> None:
-            saved = index.read_index(self.folder)
+            saved = index.read_index(self.folder, rebuild=True)
             saved = replace(saved, eval_losses=saved.eval_losses | {step: eval_loss})
             index.write_index(self.folder, index.prune(self.folder, saved, self.keep_last))
 
@@ -120,7 +120,7 @@ class Checkpoints:
     def _begin(self, partial: Path, meta: dict) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         # A lower --keep_last frees space on a full disk.
-        index.prune(self.folder, index.read_index(self.folder), self.keep_last)
+        index.prune(self.folder, index.read_index(self.folder, rebuild=True), self.keep_last)
         for pattern in (".step_*.partial", ".step_*.pruned"):
             for leftover in self.folder.glob(pattern):
                 shutil.rmtree(leftover)
@@ -138,7 +138,7 @@ class Checkpoints:
         ranks.run_on_rank0(lambda: write_manifest(partial, {"step": step, "files": files, "tensors": specs}))
 
     def _publish(self, partial: Path, final: Path, step: int, eval_loss: float | None) -> None:
-        saved = index.read_index(self.folder)
+        saved = index.read_index(self.folder, rebuild=True)
         publish(partial, final)
         losses = {other: loss for other, loss in saved.eval_losses.items() if other != step}
         if eval_loss is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from training.tracking.metrics import RATES, ModelShape, model_flops
 
-WARMUP_STEPS = 5  # excluded from the reported rates: kernels are chosen and memory is reserved in them
+WARMUP_STEPS = 5  # excluded from the reported rates: kernels are tuned and memory is allocated in them
 
 
 @dataclass

@@ -24,7 +24,7 @@ class LogConfig(Section):
     fp8_stats_interval: int = resumable(
         0, "steps between FP8 statistics (underflow, overflow, scale, amax); 0: never", minimum=0
     )
-    profile_steps: int = resumable(0, "steps to profile, from the ninth on: kernel times, trace", minimum=0)
+    profile_steps: int = resumable(0, "profile N steps from step 9 on: kernel times, Chrome trace", minimum=0)
     log_dir: str | None = service(None, "folder for TensorBoard logs; default: none")
     use_wandb: bool = service(False, "log to Weights & Biases")
     wandb_project: str = service("llm-fp8", "W&B project")

@@ -11,6 +11,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from core.errors import bad_setting
+from core.packages import version
 from core.redact import redact
 from training.tracking.settings import LogConfig
 from training.tracking.wandb_writer import WandbWriter, call_with_timeout
@@ -86,10 +88,13 @@ def build_tracker(
 
     `config` and `tags` go to W&B. `resume_step` is the step of the checkpoint that the run resumes from, or
     None: later lines of metrics.jsonl move to metrics.discarded.jsonl, and with `evaluates_again` also that
-    step's evaluation. A service that fails, or is not installed, is disabled with a warning.
+    step's evaluation. A service that fails is disabled with a warning. UserError if one is not installed.
     """
     if not enabled:
         return Tracker()
+    for name, package in (("use_wandb", "wandb"), ("log_dir", "tensorboard")):
+        if (value := getattr(cfg, name)) and version(package) is None:
+            raise bad_setting(f"{package} is not installed; pip install {package}", **{name: value})
     new = replaces_finished_run(run_folder, resume_step)
     tracker = Tracker(JsonlWriter(run_folder, resume_step, evaluates_again=evaluates_again))
     if cfg.log_dir:  # closed before W&B, since a failed run may give up its uploads

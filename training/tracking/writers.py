@@ -23,7 +23,7 @@ class JsonlWriter:
             run_folder.mkdir(parents=True, exist_ok=True)
             self._path.touch()
             _discard_after(self._path, -1 if resume_step is None else resume_step, evaluation=evaluates_again)
-            if self._summary_path.exists():  # it would pass for this launch's if this one crashed
+            if self._summary_path.exists():  # a stale summary must not outlive a launch that crashes
                 self._summary_path.replace(run_folder / "summary.previous.json")
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:

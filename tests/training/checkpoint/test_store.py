@@ -238,14 +238,29 @@ def test_a_folder_without_a_manifest_is_no_checkpoint_and_is_pruned_first(tmp_pa
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"eval_losses": {}, "steps": ["x"]}'])
-def test_an_unreadable_index_is_rebuilt_from_the_folders_once_it_is_deleted(tmp_path, content):
+def test_an_unreadable_index_stops_a_resume_but_no_save(tmp_path, content):
     checkpoints = save_steps(tmp_path, 1, 2, keep_last=2)
     (tmp_path / "index.json").write_bytes(content)
     with pytest.raises(DamagedCheckpoint, match=r"index.json: unreadable .*; delete it"):
         checkpoints.latest()
-    (tmp_path / "index.json").unlink()
-    checkpoints.save(3, filled(3), {})
+    with pytest.warns(UserWarning, match="rebuilt from the folders"):
+        checkpoints.save(3, filled(3), {})
     assert checkpoints.latest().name == "step_000003" and on_disk(checkpoints) == [2, 3]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(tmp_path, monkeypatch):
+    checkpoints = save_steps(tmp_path, 1, keep_last=1)
+    rename = os.rename
+
+    def refuse(source, target):
+        if str(target).endswith(".pruned"):
+            raise PermissionError("not yours")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.warns(UserWarning, match="cannot delete an old checkpoint: not yours"):
+        checkpoints.save(2, filled(2), {})
+    assert checkpoints.latest().name == "step_000002" and on_disk(checkpoints) == [1, 2]
 
 
 def test_a_planted_pickle_is_never_opened(tmp_path):

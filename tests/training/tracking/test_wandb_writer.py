@@ -5,13 +5,13 @@ import math
 import os
 import sys
 import threading
-import types
 
 import pytest
 import wandb
 
+from core.errors import UserError
 from tests.training.tracking.test_tracker import TOKEN, build, lines
-from training.tracking import wandb_writer
+from training.tracking import tracker, wandb_writer
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 MODEL = f"https://me:{TOKEN}@host/m"
@@ -131,11 +131,12 @@ def test_a_server_that_stops_answering_does_not_hold_a_run_up(tmp_path, monkeypa
     assert "WARNING: W&B failed and is disabled" in warning and "TimeoutError" in warning
 
 
-@pytest.mark.parametrize("module", [None, types.ModuleType("wandb")], ids=["missing", "a folder named wandb"])
-def test_a_missing_package_is_one_warning(module, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    log_one_step(tmp_path)
-    assert capsys.readouterr().err.count("WARNING: W&B failed") == 1
+@pytest.mark.parametrize(("package", "flag"), [("wandb", "use_wandb"), ("tensorboard", "log_dir")])
+def test_a_service_that_is_not_installed_is_refused(package, flag, tmp_path, monkeypatch):
+    installed = tracker.version
+    monkeypatch.setattr(tracker, "version", lambda name: None if name == package else installed(name))
+    with pytest.raises(UserError, match=f"--{flag}.*: {package} is not installed; pip install {package}"):
+        build(tmp_path, use_wandb=True, log_dir=str(tmp_path / "logs"))
 
 
 def test_wandb_that_refuses_to_start_or_breaks_later_is_one_warning(tmp_path, offline, capsys):
