@@ -22,8 +22,8 @@ DEEPSPEED = "deepspeed==0.19.8"
 CONFIGS = {name: f"ds_configs/{name.removeprefix('ds_')}.json" for name, mode in MODES.items() if mode.stage}
 # Sections that change nothing but speed, memory or DeepSpeed's own output.
 FREE = ("zero_optimization", "comms_logger", "flops_profiler", "wall_clock_breakdown", "memory_breakdown")
-# Parts of zero_optimization that would change what a run computes, or that `zero.Zero` has no support for: the
-# only accepted value.
+# Parts of zero_optimization that would change what a run computes, or that `zero.Zero` has no support for:
+# the only accepted value.
 FIXED = {
     "zenflow": None,
     "zero_quantized_weights": False,
