@@ -17,7 +17,7 @@ class CheckpointConfig(Section):
     output_dir: str | None = resumable(
         None, "run folder; a run in it is resumed; default: runs/<model>-<precision>-<time>"
     )
-    save_checkpoints: bool = resumable(True, "write checkpoints; without them an interrupted run cannot be resumed")
+    save_checkpoints: bool = resumable(True, "write checkpoints; if off, an interrupted run is lost")
     save_interval: int = resumable(500, "steps between checkpoints; 0: at the end and on a signal", minimum=0)
     keep_last: int = resumable(5, "recent checkpoints to keep, with the best by evaluation loss", minimum=1)
     resume: str = resumable(
