@@ -287,7 +287,7 @@ EVALUATED = "--dataset_name demo --eval_split test --eval_samples 16 --no_packin
     [
         (other_seed, "", r"the settings differ on rank 1 \(.*\): seed 7 \(rank 0: 42\)"),
         (other_software, "", r"the software differ on rank 1 \(.*\): torch 1.0 \(rank 0: "),
-        (other_recipe, "", r"what can run differ on rank 1 \(.*\): recipe bf16 \(rank 0: "),
+        (other_recipe, "", r"the effective precision differ on rank 1 \(.*\): recipe bf16 \(rank 0: "),
         (fewer_samples_to_evaluate, EVALUATED, r"the data differ on rank 1 \(.*\): evaluation "),
     ],
 )
