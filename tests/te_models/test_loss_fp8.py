@@ -12,7 +12,8 @@ from core.errors import EXIT_BAD_SETTING, EXIT_FAILED
 from te_models import loss_fp8
 from te_models.loss import linear_cross_entropy
 from te_models.loss_fp8 import E4M3, E5M2, GRADIENT_SCALE, cast, cast_gradient, softmax_cross_entropy
-from training.precision import recipes as precision
+from training import assembly
+from training.precision.recipes import Precision
 from training.run import main
 
 SMALL = (
@@ -182,7 +183,7 @@ def test_a_head_of_more_than_one_gemm_is_refused(tmp_path, capsys):
 
 
 def test_layers_that_do_not_run_in_fp8_stop_the_run_despite_the_fp8_head(tmp_path, capsys, monkeypatch):
-    real, bf16 = precision.build_autocast, precision.Precision("bf16", "bf16")
-    monkeypatch.setattr(precision, "build_autocast", lambda _, **settings: real(bf16, **settings))
+    real, bf16 = assembly.build_autocast, Precision("bf16", "bf16")
+    monkeypatch.setattr(assembly, "build_autocast", lambda _, **settings: real(bf16, **settings))
     assert train(tmp_path / "run", "--use_te --mixed_precision fp8 --fp8_lm_head") == EXIT_FAILED
     assert "no module ran in FP8 in the first step" in capsys.readouterr().err
