@@ -1,9 +1,17 @@
-"""Data, from the name of a data set to resumable micro-batches of each rank.
+"""Data pipeline, from the name of a data set to resumable micro-batches on each rank.
 
-Top down: `sources` opens rows (a new data set is a line of its DATASETS; a new file format one of FORMATS in
-`formats`), `columns` finds what to train on (KNOWN), `rows` makes samples of rows, `tokenizer` brings chat
-templates (TEMPLATES), `chat` makes token ids, `samples` caches and selects them, `packing` fills bins,
-`order` gives each rank its share, `collate` builds tensors, `loader` runs and resumes all of it.
+The modules, in order of data flow:
+
+- `sources` opens the rows. Register a new data set in DATASETS, a new file format in `formats.FORMATS`.
+- `columns` chooses the columns to train on. Register new column names in KNOWN.
+- `rows` converts rows to samples.
+- `tokenizer` loads the tokenizer and supplies missing chat templates. Register new ones in TEMPLATES.
+- `chat` renders and tokenises samples.
+- `samples` caches tokens and selects samples.
+- `packing` fills bins.
+- `order` assigns bins to ranks.
+- `collate` builds tensors.
+- `loader` iterates over micro-batches and resumes.
 """
 
 from __future__ import annotations
@@ -38,11 +46,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
-    """Shape of this rank's batches, and which share of the data the rank reads."""
+    """Shape of this rank's batches, and the rank's place in the data-parallel group."""
 
     batch_size: int  # sequences per micro-batch and rank
     eval_batch_size: int
-    pad_multiple: int = 1  # every row's token count is a multiple of it, as FP8 recipes require
+    pad_multiple: int = 1  # rows are padded to a multiple of this many tokens; FP8 recipes need it
     micro_batches_per_step: int = 1  # prefetched by the workers
     rank: int = 0
     world_size: int = 1
@@ -51,13 +59,13 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class Loaders:
-    """Data of a run; `eval` is None without evaluation data, `eval_prompts` is [] for plain text."""
+    """Loaders of a run, and reports on their data."""
 
     train: Loader
-    eval: Loader | None
+    eval: Loader | None  # None without evaluation data
     report: DataReport
     eval_report: DataReport | None
-    eval_prompts: list[tuple[str, str]]  # prompts rendered with their special tokens, and reference answers
+    eval_prompts: list[tuple[str, str]]  # (rendered prompt, reference answer); [] for plain text
 
     @property
     def evaluation(self) -> Any:
@@ -74,9 +82,10 @@ def build_loaders(
     vocab_size: int,
     max_positions: int | None,
 ) -> Loaders:
-    """Open, tokenise (or read from the cache), hold out and pack, the same on all ranks.
+    """Open, tokenise, split and pack the data; every rank computes the same order.
 
-    `vocab_size` and `max_positions` are the model's. UserError for settings or data that cannot be used.
+    Tokens come from the cache if they are in it. `vocab_size` and `max_positions` are the model's. Raises
+    UserError for settings or data that cannot be used.
     """
     check_cache(cfg)
     cfg.check_length(max_positions)
@@ -86,7 +95,7 @@ def build_loaders(
     warn_about_template(split)
     num_held_out = cfg.eval_samples if cfg.eval_split is None else 0
     eval_split = split
-    if cfg.eval_split is not None and cfg.eval_samples:  # a wrong name is reported before tokenisation
+    if cfg.eval_split is not None and cfg.eval_samples:  # before tokenisation: a wrong name fails early
         eval_split = open_split(cfg, cfg.eval_split, tokenizer, vocab_size)
     source: Stored | Stream
     if cfg.streaming:
@@ -102,7 +111,7 @@ def build_loaders(
         held_out = eval_split.sample(cfg.eval_samples)
         require_usable(eval_split, held_out, eval_split=cfg.eval_split)
     elif held_out is not None and not len(held_out.samples):
-        logger.warning("no held-out row can be used: this run has no evaluation")
+        logger.warning("all held-out rows are unusable: this run has no evaluation")
         held_out = None
     identity = {"samples": train.fingerprint, "seed": seed}
     identity |= {name: getattr(cfg, name) for name in ("max_seq_length", "packing", "streaming")}
@@ -138,8 +147,10 @@ def check_splits(cfg: DataConfig) -> None:
         return
     aliases = ALIASES if cfg.dataset_name == "demo" else {}
     if aliases.get(name, name) == aliases.get(cfg.split_name, cfg.split_name):
-        raise bad_setting("is the training split; leave it out to hold out a part of that", eval_split=name)
-    if name.startswith("train") and cfg.split_name.startswith("train"):  # OpenMathInstruct-2's do
+        way_out = "omit the flag to hold out part of the training split"
+        raise bad_setting(f"is the training split; {way_out}", eval_split=name)
+    # In OpenMathInstruct-2, train_1M is a subset of train.
+    if name.startswith("train") and cfg.split_name.startswith("train"):
         logger.warning("--eval_split %s: may share rows with --split_name %s", name, cfg.split_name)
 
 
@@ -151,23 +162,23 @@ def open_split(cfg: DataConfig, name: str, tokenizer: PreTrainedTokenizerBase, v
 
 
 def warn_about_template(split: Split) -> None:
-    """Warn if the chat template leaves out what the data needs."""
+    """Warn if the chat template has no end-of-turn token, or drops the tools in the data."""
     columns, encoder = split.source.columns, split.encoder
     name = encoder.tokenizer.name_or_path
     if columns.chat and encoder.turn_end is None:
-        reason = "ends an answer with no special token, so training does not show the model where to stop"
+        reason = "ends answers without a special token, so the model does not learn where to stop"
         logger.warning("--tokenizer_name %s: its chat template %s", name, reason)
     if columns.tools and not encoder.writes_tools:
-        reason = "has no place for tools: the data's are left out"
+        reason = "does not render tools: the tools in the data are ignored"
         logger.warning("--tokenizer_name %s: its chat template %s", name, reason)
 
 
 def divide(split: Split, num_held_out: int, seed: int) -> tuple[Selection, Selection | None]:
-    """Return the training rows, and `num_held_out` rows (10 % at most) chosen by seed for evaluation."""
+    """Split rows at random into training rows and `num_held_out` evaluation rows, at most 10 % of all."""
     cfg, rows = split.cfg, split.source.rows
     count = min(num_held_out, len(rows) // 10)
     if num_held_out and not count:
-        logger.warning("%d rows are too few to hold some out: this run has no evaluation", len(rows))
+        logger.warning("%d rows are too few for a held-out set: this run has no evaluation", len(rows))
     if cfg.num_of_samples is not None and cfg.num_of_samples + count < len(rows):
         rows = rows.select(range(cfg.num_of_samples + count))
     tokens, speed = split.tokenise(rows)
@@ -179,7 +190,7 @@ def divide(split: Split, num_held_out: int, seed: int) -> tuple[Selection, Selec
 
 
 def require_usable(split: Split, selection: Selection, **flag: str | None) -> None:
-    """Raise UserError if no selected row can be used."""
+    """Raise UserError if no selected row is usable."""
     if len(selection.samples):
         return
     cfg = split.cfg
@@ -195,7 +206,7 @@ def require_usable(split: Split, selection: Selection, **flag: str | None) -> No
 
 
 def require_full_step(cfg: DataConfig, source: Stored | Stream) -> None:
-    """Raise UserError if some ranks would never get a sequence."""
+    """Raise UserError if the data has fewer sequences than one global micro-batch."""
     layout, is_whole = source.layout, not isinstance(source, Stream) or source.is_one_window
     if layout.world_size > 1 and is_whole and source.num_bins < layout.stride:
         raise bad_setting(
@@ -206,7 +217,7 @@ def require_full_step(cfg: DataConfig, source: Stored | Stream) -> None:
 
 
 def prompts(split: Split, selection: Selection) -> list[tuple[str, str]]:
-    """Return the first NUM_PROMPTS prompts and answers of a selection; [] for plain text."""
+    """Return the prompts and answers of a selection's first NUM_PROMPTS rows; [] for plain text."""
     if not split.source.columns.chat:
         return []
     rows, wanted = split.source.rows, np.unique(selection.samples.row)[:NUM_PROMPTS].tolist()

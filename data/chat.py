@@ -1,8 +1,8 @@
-"""Samples become token ids and loss spans.
+"""Convert samples to token ids and loss spans.
 
-A prompt is tokenised by itself, with the generation prompt at its end, exactly as at inference; the answer
-follows as a segment of its own. Loss is on the assistant's answers with their end-of-turn token, or on all of
-a plain text.
+Prompt and answer are tokenised separately. The prompt ends with the generation prompt, so its tokens are the
+same as at inference. In chats, loss is computed on the assistant's answers with their end-of-turn token; in
+plain text, on every token.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from core.errors import UserError, bad_setting, first_line
 from data.reading.rows import Row, Status, judge
 from data.tokenizer import adds_bos
 
-Segment = tuple[str, bool]  # text, True if its tokens carry loss
+Segment = tuple[str, bool]  # (text, True if loss is computed on its tokens)
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
-# Some templates write today's date into the prompt; a run resumed tomorrow must see the same text.
+# Some templates write today's date into the prompt. A fixed date keeps the text the same after a resume.
 TEMPLATE_DATE = date(2024, 7, 26)
 COLUMNS = {  # one entry per sample
     "input_ids": List(Value("int32")),
@@ -37,12 +37,12 @@ COLUMNS = {  # one entry per sample
     "row": Value("int64"),
     "status": Value("int8"),
     "crc": Value("int64"),  # checksum of ids and spans
-    "top": Value("int32"),  # largest id
+    "top": Value("int32"),  # largest token id
 }
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the special token that ends an answer, or None without one or without a usable template."""
+    """Return the id of the template's end-of-turn token; None without one or without a usable template."""
     try:
         return Encoder(tokenizer, dict, chat=True, system="").turn_end
     except UserError:
@@ -50,9 +50,9 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 class Encoder:
-    """Converts batches of rows to token ids and loss spans; goes to worker processes by pickle.
+    """Converter of row batches to token ids and loss spans; picklable, for worker processes.
 
-    UserError if the data is `chat` and the tokenizer has no template, or one that refuses a simple
+    Raises UserError for chat data if the tokenizer has no template, or if the template refuses a simple
     conversation.
     """
 
@@ -64,14 +64,14 @@ class Encoder:
         self.adds_bos = adds_bos(tokenizer)
         backend = tokenizer.backend_tokenizer
         self.continuing = continuing(backend)
-        # Id of a special token -> True if the text after it is tokenised like the start of a text.
+        # Special token id -> True if text after it is tokenised as at the start of a document.
         self.special = {
             number: self.continuing is not None and self._restarts_after(token.content)
             for number, token in backend.get_added_tokens_decoder().items()
             if token.special
         }
-        self.turn_end: int | None = None  # special token that ends an answer
-        self.writes_tools = False  # True if the template does
+        self.turn_end: int | None = None  # id of the end-of-turn token
+        self.writes_tools = False  # True if the template renders tools
         if chat:
             self._probe(system)
         elif tokenizer.eos_token_id is None:
@@ -88,8 +88,8 @@ class Encoder:
         name = self.tokenizer.name_or_path
         if self.tokenizer.chat_template is None:
             raise bad_setting(
-                "has no chat template and none is known that fits it; use the tokenizer of the model's chat "
-                "version, or train on plain text (--dataset_text_field)",
+                "has no chat template, and no built-in template matches it; use the tokenizer of the model's "
+                "chat version, or train on plain text (--dataset_text_field)",
                 tokenizer_name=name,
             )
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -108,9 +108,9 @@ class Encoder:
         self.turn_end = ids[-1] if ids and ids[-1] in self.special else None
 
     def render(self, messages: list[Row], tools: list[Row] | None = None, *, generate: bool = False) -> str:
-        """Render a conversation with its special tokens: tokenise it with add_special_tokens=False.
+        """Render a conversation including special tokens; tokenise the text with add_special_tokens=False.
 
-        `generate` adds the generation prompt. TemplateError for anything that a template raises.
+        `generate` adds the generation prompt. Every error of a template is raised as TemplateError.
         """
         try:
             text = self.tokenizer.apply_chat_template(
@@ -123,20 +123,20 @@ class Encoder:
             )
         except TemplateError:
             raise
-        except Exception as error:  # a template is a program that meets unexpected keys
+        except Exception as error:  # templates are programs and raise any error on unexpected keys
             raise TemplateError(f"{type(error).__name__}: {first_line(error)}") from error
         bos = self.tokenizer.bos_token
         return bos + text if self.adds_bos and not text.startswith(bos) else text
 
     def segments(self, messages: list[Row], tools: list[Row] | None = None) -> list[list[Segment]]:
-        """Return the samples of a conversation as segments of text. TemplateError if it is refused.
+        """Return the samples of a conversation as text segments. TemplateError if the template refuses it.
 
-        One sample, unless the template rewrites earlier turns once a later one follows (Qwen3 drops their
-        reasoning): then each answer is a sample with its prompt at inference. Turns after the last answer are
-        left out.
+        A conversation is one sample, unless the template rewrites earlier turns: Qwen3 drops their reasoning
+        once a later turn follows. Each answer is then a sample with the prompt that inference would render.
+        Turns after the last answer are dropped.
         """
         samples: list[list[Segment]] = [[]]
-        done = tail = ""  # text rendered so far, and what follows its last answer
+        done = tail = ""  # text rendered so far, and text after its last answer
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -145,7 +145,7 @@ class Encoder:
                 samples[-1].append((tail, False))
                 samples.append([])
                 done = ""
-            # The newline that ChatML writes after the end-of-turn token is never predicted.
+            # ChatML writes a newline after the end-of-turn token. Inference stops before it: no loss on it.
             answer = through[len(shared) :].rstrip()
             tail = through[len(shared) + len(answer) :]
             samples[-1] += [(prompt[len(done) :], False), (answer, True)]
@@ -154,41 +154,41 @@ class Encoder:
         return samples
 
     def _answer(self, before: list[Row], message: Row, tools: list[Row] | None) -> tuple[str, str, str]:
-        """Render an answer: its prompt, the part of it that later turns keep, and the text to its end."""
+        """Return an answer's prompt, the part of the prompt that later turns keep, and prompt plus answer."""
         prompt = self.render(before, tools, generate=True)
         through = self.render([*before, message], tools)
         if "tool_calls" in message:
             without = {key: value for key, value in message.items() if key != "tool_calls"}
             if through == self.render([*before, without], tools):
-                raise TemplateError("it leaves the tool calls of an answer out")
+                raise TemplateError("it drops the tool calls of an answer")
         if through.startswith(prompt):
             return prompt, prompt, through
-        # The generation prompt may hold more than a finished answer keeps, like an opened <think>. Rendering
-        # another text shows where answers begin: this one may begin with the same characters.
+        # The generation prompt may contain text that a finished answer lacks, such as an opening <think>.
+        # Render a second, different answer: the common prefix of both ends where answers begin.
         try:
             other = self.render([*before, {**message, "content": "\ufdd0"}], tools)
         except TemplateError:
             other = through
         shared = os.path.commonprefix([prompt, through, other])  # noqa: RUF071 - characters are meant
         if len(shared) < len(self.render(before, tools)):
-            raise TemplateError("an answer is not written after its own prompt")
+            raise TemplateError("an answer does not follow its own prompt")
         return prompt, shared, through
 
     def document(self, text: str) -> list[list[Segment]]:
-        """Return a plain text as one sample, all of it with loss, with EOS and the BOS the tokenizer adds."""
+        """Return plain text as one sample with loss on all of it; add EOS, and BOS if the tokenizer does."""
         bos = self.tokenizer.bos_token if self.adds_bos else ""
         start = "" if text.startswith(bos) else bos
         return [[(start + text + self.tokenizer.eos_token, True)]]
 
     def prompt_and_answer(self, sample: Row) -> tuple[str, str]:
-        """Return the rendered prompt of a conversation's last answer, and that answer."""
+        """Return a conversation's last answer and its rendered prompt, prompt first."""
         messages = sample["messages"]
         last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
         answer = messages[last]["content"] or json.dumps(messages[last].get("tool_calls"))
         return self.render(messages[:last], sample.get("tools"), generate=True), answer
 
     def draft(self, row: Row) -> tuple[Status, str, list[list[Segment]]]:
-        """Return a row's status, the reason if it is BAD, and its samples, one without text if unusable."""
+        """Return a row's status, the reason if BAD, and its samples; an unusable row has one empty sample."""
         sample = self.to_sample(row)
         status, reason = judge(sample)
         if status == Status.USED:
@@ -204,7 +204,7 @@ class Encoder:
         return self.encode(rows, numbers)
 
     def encode(self, rows: Sequence[Row], numbers: Sequence[int]) -> pa.Table:
-        """Return COLUMNS of the rows' samples, at least one per row, without tokens if it is unusable."""
+        """Return a table of COLUMNS with at least one sample per row; unusable rows have no tokens."""
         drafts: list[tuple[int, Status, list[Segment]]] = []
         for number, row in zip(numbers, rows, strict=True):
             status, _, samples = self.draft(row)
@@ -233,27 +233,27 @@ class Encoder:
     def tokenise(self, texts: list[str], backend: Tokenizer | None = None) -> list[Encoding]:
         """Encode texts as `tokenizer(texts, add_special_tokens=False)` does, or with another `backend`.
 
-        One call of the backend for a whole batch: the tokenizer's own call takes three times as long, for
-        offsets and masks that nobody reads.
+        Calls the backend once per batch. Calling the tokenizer is three times slower, because it also
+        computes offsets and masks.
         """
         backend = backend or self.tokenizer.backend_tokenizer
-        backend.no_truncation()  # a tokenizer.json may set both; lengths are checked later
+        backend.no_truncation()  # tokenizer.json may enable truncation and padding
         backend.no_padding()
         backend.encode_special_tokens = self.tokenizer.split_special_tokens
         return backend.encode_batch_fast(texts, add_special_tokens=False)
 
 
 def list_column(arrays: list[np.ndarray]) -> pa.ListArray:
-    """Return a column with one of these int32 arrays per row."""
+    """Return a list column with one int32 array per row."""
     offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
     return pa.ListArray.from_arrays(offsets, np.concatenate(arrays))
 
 
 def continuing(backend: Tokenizer) -> Tokenizer | None:
-    """Return a copy of the tokenizer that adds no leading space; None if the tokenizer always does.
+    """Return a copy of the tokenizer without the leading word boundary; None if it adds none.
 
-    SentencePiece tokenizers and a few others put a word border before every text, which would split a
-    conversation where its segments meet.
+    SentencePiece tokenizers and a few others add a word boundary before every text. Between the segments of a
+    conversation it would be a spurious token.
     """
     parts = {"normalizer": backend.normalizer, "pre_tokenizer": backend.pre_tokenizer}
     written = {name: json.loads(part.__getstate__()) for name, part in parts.items() if part is not None}
@@ -264,7 +264,7 @@ def continuing(backend: Tokenizer) -> Tokenizer | None:
 
 
 def without_border(part: Any) -> Any:
-    """Remove what a normalizer's or pre-tokenizer's JSON puts before a text."""
+    """Disable leading word boundaries in the JSON of a normalizer or pre-tokenizer."""
     if isinstance(part, list):
         return [kept for item in part if (kept := without_border(item)) is not None]
     if not isinstance(part, dict):

@@ -1,6 +1,6 @@
-"""Samples become the tensors of one micro-batch.
+"""Collate samples into the tensors of one micro-batch.
 
-B rows, S tokens per row, N sequences in a packed batch (padding counts as sequences of its own).
+Shapes: B rows, S tokens per row, N sequences in a packed batch. Each row's padding counts as a sequence.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class Sample(NamedTuple):
 
 @dataclass
 class Batch:
-    """One micro-batch of this rank: the model's inputs, and counts that need no look at the tensors."""
+    """One micro-batch of this rank: model inputs, and token counts computed on the host."""
 
     # input_ids, labels, position_ids: int64 [B, S]. labels[:, t] is the token to predict at t, or IGNORE.
-    # Packed batches also have cu_seqlens: int32 [N + 1], starts of sequences in the B * S flattened tokens,
-    # and max_seqlen: an int that no sequence exceeds, the same for the whole run.
+    # Packed batches also have cu_seqlens, int32 [N + 1]: sequence starts in the B * S flattened tokens; and
+    # max_seqlen, an int: an upper bound on sequence length, constant during a run.
     inputs: dict[str, Tensor | int]
     label_tokens: int  # labels that are not IGNORE
     real_tokens: int  # tokens that are not padding
     padded_tokens: int  # B * S
-    sum_squared_lengths: int  # sum over samples; attention's FLOPs are proportional to it
+    sum_squared_lengths: int  # sum over samples; attention FLOPs are proportional to it
     sample_ids: list[int]  # row numbers in the data set
 
     def to(self, device: torch.device | str) -> Batch:
@@ -55,11 +55,11 @@ def round_up(value: int, multiple: int) -> int:
 def build_batch(
     rows: Sequence[Sequence[Sample]], width: int, pad_id: int, max_seqlen: int | None = None
 ) -> Batch:
-    """Build a batch [len(rows), width] with each row's samples back to back, padded at the right.
+    """Build a batch [len(rows), width]: samples of a row are concatenated and padded on the right.
 
-    `max_seqlen` makes it a packed one, where the padding of a row is a sequence of its own: stretching the
-    last sample would let it attend to padding and shift its statistics. An unpacked row has one sample;
-    causal attention needs no mask for its padding. No rows give one row of padding.
+    With `max_seqlen` the batch is packed, and each row's padding is a separate sequence: as part of the last
+    sample it would distort that sample's attention and statistics. An unpacked row has one sample; causal
+    attention needs no mask for its padding. Empty `rows` give one row of padding.
     """
     B = max(len(rows), 1)
     ids, labels = np.full((B, width), pad_id), np.full((B, width), IGNORE)  # [B, S]
@@ -71,7 +71,7 @@ def build_batch(
             start, t = t, t + len(sample.ids)
             starts.append(b * width + start)
             ids[b, start:t] = sample.ids
-            # Shifted by one here, once. The last token predicts nothing.
+            # Labels are shifted here, so the model must not shift them. The last token has no label.
             labels[b, start : t - 1] = np.where(sample.loss[1:], sample.ids[1:], IGNORE)
             positions[b, start:t] = np.arange(t - start)
         if t < width and max_seqlen is not None:

@@ -1,4 +1,4 @@
-"""The resumable loader of one split: this rank's micro-batches, made by worker processes."""
+"""Resumable loader of this rank's micro-batches, built in worker processes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ DATA_FLAGS = (
 
 
 class Loader:
-    """Micro-batches of this rank from the current position to the end of the epoch.
+    """Iterable over this rank's micro-batches from the current position to the end of the epoch.
 
-    The state counts batches yielded, not those that workers have read ahead. At the end of a pass workers
-    continue with the next one; a pass that is not finished ends them. With `restart`, as for evaluation, each
-    pass starts at the first bin of epoch 0. `identity` (JSON-able) is what a position refers to.
+    The state counts yielded batches; batches that workers prefetched do not count. Workers continue into the
+    next epoch; abandoning an epoch early ends them. With `restart` (evaluation), every iteration starts at
+    the first bin of epoch 0. `identity` (JSON-serializable) identifies the data: a saved position is valid
+    only for the same identity.
     """
 
     def __init__(
@@ -45,13 +46,13 @@ class Loader:
         self.source, self.identity, self.restart = source, identity, restart
         workers = num_workers if source.max_workers is None else min(num_workers, source.max_workers)
         self.options: dict[str, Any] = {"num_workers": workers, "pin_memory": pin_memory}
-        if workers:  # a whole step is ready
+        if workers:  # prefetch all micro-batches of a step
             self.options["prefetch_factor"] = max(2, -(-per_step // workers))
         self.epoch = 0
         self.position: Position = source.start
         self.next_pass: Iterator[Item | UserError | None] | None = None
-        # Later epochs may pack into a micro-batch more or less. A schedule made from epoch 0's number is the
-        # same after a resume.
+        # Other epochs may pack into slightly more or fewer micro-batches. Schedules use the count of epoch 0,
+        # which is the same after a resume.
         self.micro_batches_per_epoch = source.micro_batches(source.start)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -63,7 +64,7 @@ class Loader:
             if item is None:
                 break
             if isinstance(item, UserError):
-                del items  # ends its workers now; the garbage collector would break their queues first
+                del items  # ends the workers now; the garbage collector would break their queues first
                 raise item
             self.position, batch = item
             yield batch
@@ -87,14 +88,14 @@ class Loader:
         return reader
 
     def micro_batches_left(self) -> int | None:
-        """Global micro-batches to the end of this epoch, if packed like epoch 0; None for a stream."""
+        """Estimate global micro-batches to the end of the epoch from epoch 0's; None for a stream."""
         return self.source.micro_batches(self.position)
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "position": self.position, "identity": self.identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state of any number of ranks. UserError if it belongs to other data."""
+        """Restore a state saved with any number of ranks. UserError if it belongs to other data."""
         old, new = state["identity"], self.identity
         changed = {
             key: f"--{key} ({old.get(key)}, now {new[key]})" for key in new if old.get(key) != new[key]
@@ -103,9 +104,9 @@ class Loader:
             changed["samples"] = DATA_FLAGS
         if changed:
             raise UserError(
-                "the checkpoint's position in the data does not fit this run: changed "
-                f"{', '.join(changed.values())}; set it back, or start afresh with --resume none and another "
-                "--output_dir",
+                "the checkpoint's data position is not valid for this run, these settings changed: "
+                f"{', '.join(changed.values())}; restore them, or start a new run with --resume none and "
+                "another --output_dir",
                 flags=["resume", *changed],
                 exit_code=EXIT_BAD_SETTING,
             )
@@ -113,20 +114,19 @@ class Loader:
 
 
 readers: WeakSet[Iterator] = WeakSet()  # DataLoader iterators with workers
-WORKERS: list[BaseProcess] = []  # workers of all readers; an exit code reveals a killed one
+WORKERS: list[BaseProcess] = []  # workers of all readers; their exit codes show which were killed
 
 
 def init_worker(_: int) -> None:
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # schedulers send it to all, but a run that saves needs data
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
+    # Schedulers send SIGTERM to every process of a job. The run still needs data until it has saved.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of the tokenizer do not survive a fork
 
 
 @atexit.register
 def end_workers() -> None:
-    """End workers before multiprocessing does: it sends SIGTERM, which they ignore, and waits for them."""
+    """Kill workers at exit: multiprocessing would send SIGTERM, which they ignore, then wait for them."""
     for reader in list(readers):
         reader._shutdown_workers()
-    for worker in (*WORKERS, *multiprocessing.active_children()):  # orphans of collected readers, too
+    for worker in (*WORKERS, *multiprocessing.active_children()):  # includes workers of collected readers
         worker.kill()

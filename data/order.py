@@ -1,8 +1,8 @@
-"""The global order of bins, and each rank's share of it.
+"""Global order of bins, and each rank's share of it.
 
-A bin fills one row of a batch. A global micro-batch holds the next B * W bins (B the batch size, W the
-ranks), rank r the r-th B of them. The order does not depend on W, so a loader's state is an epoch and the
-next bin.
+A bin is the samples of one batch row. With batch size B and W ranks, a global micro-batch is the next B * W
+bins, and rank r gets bins r * B to (r + 1) * B - 1 of them. The order does not depend on W, so a loader's
+state is only its epoch and the next bin.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from data.reading.sources import reading
 from data.samples import Samples, Selection, Split
 
 WINDOW = 1000  # rows of a stream that are shuffled and packed together
-Position = int | list[int]  # next bin; in a stream [first row of the window, next bin in it]
-Item = tuple[Position, Batch]  # position after a micro-batch, and the micro-batch
+Position = int | list[int]  # next bin; for a stream [first row of the window, next bin in the window]
+Item = tuple[Position, Batch]  # (position after the micro-batch, micro-batch)
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Bin(NamedTuple):
 class Layout:
     """Layout of this rank's batches."""
 
-    max_seq_length: int  # tokens of samples in a bin at most
+    max_seq_length: int  # maximum tokens in a bin, without padding
     pad_multiple: int
     packing: bool
     batch_size: int
@@ -61,12 +61,12 @@ class Layout:
         return self.batch_size * self.world_size
 
     def plan(self, lengths: np.ndarray, key: tuple[int, ...] | None) -> Iterator[list[int]]:
-        """Yield bins of samples of these lengths, shuffled by `key`, or in order without one."""
+        """Yield bins as lists of sample indices, shuffled by `key`, in order if it is None."""
         order = np.arange(len(lengths)) if key is None else shuffled(len(lengths), *key)
         return fill(lengths, order, self.max_seq_length) if self.packing else ([int(i)] for i in order)
 
     def collate(self, step: list[Bin]) -> Batch:
-        """Build this rank's batch of a global micro-batch; a rank without bins gets the smallest one."""
+        """Build this rank's batch of a global micro-batch; a rank without bins gets one row of padding."""
         rows = list(fetch(step[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]))
         if not self.packing:
             longest = max((len(sample.ids) for row in rows for sample in row), default=1)
@@ -75,7 +75,7 @@ class Layout:
         return build_batch(rows, width, self.pad_id, max_seqlen=self.width)
 
     def measure(self, lengths: np.ndarray, bins: Iterator[list[int]]) -> tuple[int, int]:
-        """Return the number of bins, and of their tokens with padding."""
+        """Return the number of bins, and their token count including padding."""
         if self.packing:
             num_bins = sum(1 for _ in bins)
             return num_bins, num_bins * self.width
@@ -86,7 +86,7 @@ class Layout:
 
 
 def fetch(bins: list[Bin]) -> Iterator[list[Sample]]:
-    """Yield the samples of each bin, from one read for all bins of one `Samples`."""
+    """Yield the samples of each bin; consecutive bins of the same `Samples` share one read."""
     for samples, group in groupby(bins, key=lambda found: found.samples):
         members = [found.members for found in group]
         read = iter(samples.fetch([index for indices in members for index in indices]))
@@ -94,7 +94,7 @@ def fetch(bins: list[Bin]) -> Iterator[list[Sample]]:
 
 
 class Stored:
-    """Bins over samples on disk. The number of bins is that of epoch 0, which determines a run's length."""
+    """Bins over stored samples. `num_bins` is epoch 0's and determines a run's length."""
 
     start = 0
     max_workers = None
@@ -107,20 +107,20 @@ class Stored:
         return self.layout.plan(self.samples.length, None if self.seed is None else (self.seed, epoch))
 
     def micro_batches(self, position: int) -> int:
-        """Count global micro-batches from a position to the end of epoch 0."""
+        """Return the number of global micro-batches from a position to the end of epoch 0."""
         return max(0, -(-(self.num_bins - position) // self.layout.stride))
 
     def bins(self, epoch: int, position: int) -> Iterator[Bin]:
-        """Yield an epoch's bins from a position on."""
+        """Yield the bins of an epoch, starting at a position."""
         planned = islice(self._plan(epoch), position, None)
         return (Bin(after, self.samples, members) for after, members in enumerate(planned, position + 1))
 
 
 class Stream:
-    """Bins over a stream, shuffled and packed window by window of WINDOW rows.
+    """Bins over a stream, shuffled and packed in windows of WINDOW rows.
 
-    Every rank reads the whole stream and keeps its share, in one worker process at most. A resumed run reads
-    the window of its position again.
+    Every rank reads the whole stream, in at most one worker process, and keeps its share. A resumed run
+    reads the current window again.
     """
 
     max_workers = 1
@@ -132,7 +132,7 @@ class Stream:
         self.end = None if limit is None else held_out + limit
         window = next(self._read(held_out), None)
         if window is None:
-            reason = f"its stream has no rows after the {held_out} held out for evaluation"
+            reason = f"the stream has no rows after the {held_out} held-out rows"
             way_out = "lower --eval_samples, or choose another --split_name"
             raise bad_setting(f"{reason}; {way_out}", dataset_name=split.cfg.dataset_name)
         self.selection = replace(window[1], is_window=True)
@@ -144,12 +144,12 @@ class Stream:
         """Return None: the length of a stream is unknown."""
 
     def bins(self, epoch: int, position: list[int]) -> Iterator[Bin]:
-        """Yield an epoch's bins from a position on."""
+        """Yield the bins of an epoch, starting at a position."""
         for row, selection in self._windows(position[0]):
             unusable = int(selection.counts[Status.OVERLONG :].sum())
             # The data report covers the first window; rank 0 logs the others.
             if unusable and row != self.start[0] and self.layout.rank == 0:
-                logger.warning("%d of the stream's rows from row %d on are dropped", unusable, row + 1)
+                logger.warning("stream window starting at row %d: %d rows dropped", row + 1, unusable)
             skip = position[1] if row == position[0] else 0
             planned = islice(self._plan(epoch, row, selection), skip, None)
             for after, members in enumerate(planned, skip + 1):
@@ -159,7 +159,7 @@ class Stream:
         return self.layout.plan(selection.samples.length, (self.seed, epoch, row))
 
     def _windows(self, row: int) -> Iterator[tuple[int, Selection]]:
-        """Yield (first row, usable samples) of each window from `row` on, reading one ahead."""
+        """Yield (first row, selection) of each window, starting at `row`; prefetches one window."""
         known = []
         if row == self.start[0]:
             known = [(row, self.selection)]
@@ -178,7 +178,7 @@ class Stream:
 
 
 def prefetched(items: Iterator[T]) -> Iterator[T]:
-    """Yield items, each made in a thread while the one before is used."""
+    """Yield items; a thread computes the next item while the current one is in use."""
     pool = ThreadPoolExecutor(1)
     try:
         made = pool.submit(next, items, None)
@@ -190,10 +190,10 @@ def prefetched(items: Iterator[T]) -> Iterator[T]:
 
 
 class Items(IterableDataset):
-    """Micro-batches from a position on, epoch after epoch, with None after each epoch.
+    """Endless micro-batches starting at a position, with None after each epoch.
 
-    Worker w of n makes every n-th, from the w-th. A read error is the last item: raised in a worker, it would
-    lose its type.
+    Worker w of n builds items w, w + n, w + 2n, ... A read error is yielded as the last item: DataLoader
+    does not preserve the type of an exception raised in a worker.
     """
 
     def __init__(self, source: Stored | Stream, epoch: int, position: Position):

@@ -1,4 +1,4 @@
-"""Plan of which samples share a sequence, from their lengths."""
+"""Sequence packing: assign samples to bins by their lengths."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from itertools import chain, islice
 
 import numpy as np
 
-LOOK_AHEAD = 64  # samples to choose from
-CHUNK = 65_536  # samples converted to Python numbers at a time, which use five times an array's memory
+LOOK_AHEAD = 64  # candidate samples for a bin
+CHUNK = 65_536  # samples converted to Python ints at a time; they need five times the memory of an array
 
 
 def shuffled(num_samples: int, *key: int) -> np.ndarray:
-    """Permutation that depends only on `key` (seed, epoch, ...), int64 [num_samples]."""
+    """Return a permutation that depends only on `key` (seed, epoch, ...), int64 [num_samples]."""
     return np.random.default_rng(key).permutation(num_samples)
 
 
 def fill(lengths: np.ndarray, order: np.ndarray, capacity: int) -> Iterator[list[int]]:
-    """Fill bins of `capacity` tokens one by one from the next LOOK_AHEAD samples of `order`.
+    """Yield bins of at most `capacity` tokens, each filled from the next LOOK_AHEAD samples of `order`.
 
-    A bin gets the sample that has waited longest, then those that leave the least room. Samples are packed no
-    further than bins are read; a million take one to four seconds. `lengths` int64 [samples], 1 to
-    `capacity`.
+    A bin gets the first sample of the window, then the subset of the window that leaves the least free space.
+    Packing is lazy; a million samples need one to four seconds. `lengths`: int64 [samples], 1 to `capacity`.
     """
     assert len(order) == 0 or (lengths.min() > 0 and lengths.max() <= capacity)
     chunks = [order[i : i + CHUNK] for i in range(0, len(order), CHUNK)]
@@ -31,7 +30,7 @@ def fill(lengths: np.ndarray, order: np.ndarray, capacity: int) -> Iterator[list
     while ahead:
         members: list[int] = []
         free = capacity
-        # Short samples in a long bin: there is nothing to choose while everything in sight fits.
+        # While the whole window fits into the bin, no choice is needed: add its first sample.
         while ahead and (not members or sum(ahead_sizes) < free):
             members.append(ahead.pop(0))
             free -= ahead_sizes.pop(0)
@@ -46,9 +45,10 @@ def fill(lengths: np.ndarray, order: np.ndarray, capacity: int) -> Iterator[list
 
 
 def best_fit_subset(lengths: list[int], capacity: int) -> list[int]:
-    """Return indices, ascending, of lengths with the largest sum up to `capacity`; among ties, early ones.
+    """Return ascending indices of the lengths whose sum is closest to `capacity`, without exceeding it.
 
-    Subset sum by dynamic programming: bit t of `sums[i]` is set if some of the first i lengths sum to t.
+    Ties prefer early samples. Subset sum by dynamic programming: bit t of `sums[i]` is set if a subset of the
+    first i lengths sums to t.
     """
     full, within = 1 << capacity, (2 << capacity) - 1
     reachable, sums = 1, [1]
@@ -68,10 +68,10 @@ def best_fit_subset(lengths: list[int], capacity: int) -> list[int]:
 
 
 def split_lengths(lengths: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut documents into consecutive pieces of at most `limit` (2 or more) tokens: (document, start, length).
+    """Split documents into consecutive pieces of at most `limit` (at least 2) tokens.
 
-    All pieces of a document but the last are full. A last piece of one token, which would have no predictor,
-    gets another one from the piece before.
+    Returns the document, start and length of each piece. All pieces of a document but the last are full. A
+    last piece of one token would have no label, so it gets one more token from the piece before.
     """
     pieces = -(-lengths // limit)
     document = np.repeat(np.arange(len(lengths)), pieces)

@@ -1,4 +1,4 @@
-"""Report on the rows of a split."""
+"""Report on the data of a split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from data.samples import Selection, Split
 
 @dataclass(frozen=True, kw_only=True)
 class DataReport:
-    """Rows of one split, and the content of a pass over it; of a stream, its first window.
+    """Counts of one split's rows and tokens; for a stream, counts of its first window.
 
     rows == used + empty + overlong_dropped + without_label + bad_rows.
     """
@@ -23,21 +23,21 @@ class DataReport:
     empty: int
     overlong_dropped: int
     overlong_truncated: int  # included in `used`
-    without_label: int  # nothing to predict: no assistant turn, or one token
+    without_label: int  # no token to predict: no assistant turn, or a single token
     bad_rows: int  # not text, not UTF-8, not JSON, or refused by the chat template
     tokens: int
     label_tokens: int
     sequences: int  # packed sequences in the first epoch; samples if not packing
-    packing_efficiency: float  # tokens / (tokens and padding), 0 to 1
+    packing_efficiency: float  # tokens / (tokens + padding), 0 to 1
     columns: str  # columns and system prompt in use
-    fingerprint: str  # hash of the samples in their order, the same on every machine
-    first_bad_row: str | None  # its number, from 1, and what is wrong with it
+    fingerprint: str  # hash of the samples in order, the same on every machine
+    first_bad_row: str | None  # number, starting at 1, and the reason
     streaming: bool
     rows_per_second: float | None  # tokenisation speed; None if tokens were cached or are streamed
     processes: int | None  # used for tokenisation
 
     def lines(self, after: DataReport | None = None) -> list[str]:
-        """Return lines to print: rows used, columns (unless `after` has the same), rows dropped or cut."""
+        """Return lines to print: rows used, columns (if they differ from `after`'s), rows dropped or cut."""
         scope = " in the stream's first window" if self.streaming else ""
         share = self.label_tokens / max(self.tokens, 1)
         used = (
@@ -62,7 +62,7 @@ class DataReport:
 
 
 def describe(split: Split, selection: Selection, source: Stored | Stream) -> DataReport:
-    """Report on the selected rows of a split, which are the samples of `source`."""
+    """Return the report on the selected rows of a split; `source` holds their samples."""
     counts, speed = selection.counts, selection.speed
     tokens = int(selection.samples.length.sum())
     return DataReport(

@@ -1,7 +1,7 @@
-"""Tokenised rows in the cache, and the samples of a run as slices of them.
+"""Cache of tokenised rows, and a run's samples as slices of it.
 
-Tokens depend only on the rows, the tokenizer and the prompt format. Lengths, the held-out part and loss on
-prompts are applied later, so one cache serves every seed, length and batch size.
+Cached tokens depend only on the rows, the tokenizer and the prompt format. Maximum length, held-out rows and
+loss on prompts are applied later, so one cache serves every seed, length and batch size.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from data.reading.rows import Row, Status
 from data.reading.sources import Source, reading
 from data.settings import DataConfig
 
-CODE = (chat, columns, rows)  # modules that decide which tokens a row has
-ROWS_PER_PROCESS = 1000  # with fewer, a process costs more to start than it saves
+CODE = (chat, columns, rows)  # modules that determine the tokens of a row
+ROWS_PER_PROCESS = 1000  # with fewer rows, starting a process takes longer than it saves
 PARENT_POLL_SECONDS = 0.5
 
 
@@ -53,12 +53,12 @@ class Speed(NamedTuple):
 class Samples:
     """Samples of one split: slices `start[i]`, `length[i]` of tokenised documents, int64 arrays."""
 
-    tokens: Dataset  # ids and spans, in Arrow's format
+    tokens: Dataset  # ids and spans, in Arrow format
     document: np.ndarray
     start: np.ndarray
     length: np.ndarray
     row: np.ndarray
-    spans_all: bool  # every token carries loss
+    spans_all: bool  # True if loss is computed on every token
 
     def __len__(self) -> int:
         return len(self.document)
@@ -77,20 +77,20 @@ class Samples:
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """Samples of some rows of a split."""
+    """Usable samples among selected rows of a split, and counts of those rows."""
 
     samples: Samples
     counts: np.ndarray  # int64 [len(Status)], rows by status
     label_tokens: int
     fingerprint: str  # hash of the content
-    first_bad: int | None  # number, from 0, of the first row that is BAD
+    first_bad: int | None  # number, starting at 0, of the first BAD row
     speed: Speed | None = None  # tokenisation speed, if tokens were not cached
     is_window: bool = False  # first window of a stream
 
 
 @dataclass(frozen=True)
 class Split:
-    """One split's rows with everything that makes samples of them."""
+    """Rows of one split, with the settings and the encoder that convert them to samples."""
 
     cfg: DataConfig
     source: Source
@@ -98,9 +98,9 @@ class Split:
     vocab_size: int
 
     def tokenise(self, rows: Dataset) -> tuple[Dataset, Speed | None]:
-        """Return COLUMNS of all samples in `rows` from the cache, and the speed if they were not in it.
+        """Return a table of COLUMNS for `rows`, cached, and the speed if it was not in the cache.
 
-        Of several processes that ask at once (the ranks of a node) one works and the others wait.
+        If several processes (the ranks of a node) call this at once, one tokenises and the others wait.
         """
         processes = self.cfg.num_proc or min(len(cores()), 16, 1 + len(rows) // ROWS_PER_PROCESS)
         key = self.cache_key(rows)
@@ -117,7 +117,7 @@ class Split:
         return tokens, Speed(len(rows) / seconds, processes) if fresh else None
 
     def _map(self, rows: Dataset, processes: int, file: Path, key: str) -> Dataset:
-        """Encode all rows into `file`, or into one file per process; partial files are deleted."""
+        """Encode all rows into `file`, or into one file per process; delete partial files on failure."""
         try:
             with shared_with_forks(self.encoder) as encode:
                 return rows.map(
@@ -135,9 +135,9 @@ class Split:
             raise_interrupt(error)
             if (reason := storage_error(self.cfg, error)) is not None:
                 raise reason from error
-            # A worker's own error has the worker's traceback as its cause; without one, a worker was killed.
+            # An error from a worker has the worker's traceback as its cause. No cause: a worker was killed.
             if isinstance(error, RuntimeError) and error.__cause__ is None and processes > 1:
-                way_out = "the system may have run out of memory; lower --num_proc"
+                way_out = "The host may have run out of memory; lower --num_proc"
                 raise UserError(f"--num_proc {processes}: {first_line(error)} {way_out}") from error
             raise
         finally:
@@ -145,7 +145,7 @@ class Split:
                 partial.unlink(missing_ok=True)
 
     def cache_key(self, rows: Dataset) -> str:
-        """Fingerprint of everything that tokens depend on, including the code that makes them."""
+        """Return a hash of everything that tokens depend on, including the code that computes them."""
         tokenizer = self.encoder.tokenizer
         parts = (
             rows._fingerprint,
@@ -157,13 +157,13 @@ class Split:
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
     def encode(self, rows: list[Row], first: int) -> Selection:
-        """Return the samples of a stream's rows, the first of which is row number `first`."""
+        """Return the samples of consecutive rows of a stream, starting at row number `first`."""
         tokens = Dataset(InMemoryTable(self.encoder.encode(rows, range(len(rows)))))
         self._check_vocabulary(tokens)
         return self.select(tokens, np.ones(len(rows), dtype=bool), first + np.arange(len(rows)))
 
     def sample(self, count: int) -> Selection:
-        """Select at most `count` rows for evaluation: a stream's first, else spread over the split."""
+        """Select at most `count` rows for evaluation: the first of a stream, else evenly spaced ones."""
         rows = self.source.rows
         if not isinstance(rows, Dataset):
             with reading(self.cfg):
@@ -178,7 +178,7 @@ class Split:
         top = tokens.data.column("top").to_numpy().max(initial=0)
         if top >= self.vocab_size:
             raise bad_setting(
-                f"token id {top} is past the vocabulary of --model_name ({self.vocab_size} tokens); use the "
+                f"token id {top} exceeds the vocabulary of --model_name ({self.vocab_size} tokens); use the "
                 "model's own tokenizer",
                 tokenizer_name=self.encoder.tokenizer.name_or_path,
             )
@@ -186,8 +186,8 @@ class Split:
     def select(self, tokens: Dataset, keep: np.ndarray, numbers: np.ndarray) -> Selection:
         """Return the usable samples of the rows in `keep`.
 
-        `tokens` as from `tokenise`; `keep` bool [rows]; `numbers` int64 [rows], as samples report them. A
-        chat over --max_seq_length is dropped or cut, a whole row at a time; plain text is split.
+        `tokens`: result of `tokenise`. `keep`: bool [rows]. `numbers`: int64 [rows], row numbers in the data
+        set. Chats over --max_seq_length are dropped (all samples of the row) or truncated; text is split.
         """
         cfg, is_chat = self.cfg, self.source.columns.chat
         column = {name: tokens.data.column(name) for name in COLUMNS}
@@ -219,7 +219,7 @@ class Split:
         return Selection(samples, counts, label_tokens, content.hexdigest(), first_bad)
 
     def first_bad(self, selection: Selection) -> str | None:
-        """Describe the selection's first bad row: its number from 1, as editors count, and the reason."""
+        """Return number (starting at 1, as in editors) and reason of the selection's first bad row."""
         if (number := selection.first_bad) is None:
             return None
         rows = self.source.rows
@@ -234,22 +234,22 @@ def arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
 
 
 def count_labels(column: pa.ChunkedArray, limits: np.ndarray) -> np.ndarray:
-    """Count tokens with loss in each document's first `limits` [documents]; the first has no predictor."""
+    """Count label tokens among each document's first `limits` tokens, without its very first token."""
     spans = pc.list_flatten(column).to_numpy().reshape(-1, 2)  # [spans, start and stop]
     owner = np.repeat(np.arange(len(column)), pc.list_value_length(column).to_numpy() // 2)
     counts = np.minimum(spans[:, 1], limits[owner]) - np.maximum(spans[:, 0], 1)
     return np.bincount(owner, weights=np.maximum(counts, 0), minlength=len(column)).astype(np.int64)
 
 
-inherited: list[Encoder] = []  # forked processes tokenise with the last one
+inherited: list[Encoder] = []  # forked processes use the last one
 
 
 @contextmanager
 def shared_with_forks(encoder: Encoder) -> Iterator[Callable[..., pa.Table]]:
-    """Yield a function that encodes here and in forked processes, which end when this process does.
+    """Yield an encoding function that forked processes inherit; they end when this process ends.
 
-    `datasets` pickles it for each process: a tokenizer of 128,256 tokens would take 0.1 s to write and 0.3 s
-    to read, for each of 16 processes.
+    `datasets` pickles the function for every process. Pickling a tokenizer of 128,256 tokens takes 0.1 s and
+    unpickling 0.3 s, for each of up to 16 processes; a module-level function costs nothing.
     """
     if get_start_method() != "fork":
         yield encoder
@@ -267,12 +267,12 @@ def encode_inherited(batch: dict[str, list], numbers: list[int]) -> pa.Table:
 
 
 def end_with_parent(_: Encoder) -> None:
-    """Start a thread in a forked process that ends it soon after its parent, however the parent ends.
+    """Start a thread in a forked process that exits soon after the parent has ended for any reason.
 
-    PR_SET_PDEATHSIG would fire when the forking thread ends, and a pool that closes ends the thread that
-    replaced killed workers first, then waits for a lock that a worker holds.
+    PR_SET_PDEATHSIG is no alternative: it fires when the forking thread ends. A closing pool ends the thread
+    that forked replacement workers, which would kill them while they hold a lock that the pool waits for.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is reported by the parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     parent = parent_process().pid
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""Settings of the data."""
+"""Data settings."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ class DataConfig(Section):
     split_name: str = setting("train_1M", "split to train on")
     eval_split: str | None = setting(None, "split to evaluate on; default: held out from --split_name")
     eval_samples: int = setting(
-        1000, "evaluation samples at most; held out: 10 % of the data at most", minimum=0
+        1000, "maximum evaluation samples; a held-out set is at most 10 % of the data", minimum=0
     )
     num_of_samples: int | None = setting(None, "training rows to use; default: all", minimum=1)
-    dataset_messages_field: str | None = setting(None, "column with whole chats; default: found by name")
-    dataset_text_field: str | None = setting(None, "column with plain text; default: a chat's, found by name")
-    dataset_prompt_field: str | None = setting(None, "column with the prompt; default: found by name")
-    dataset_completion_field: str | None = setting(None, "column with the answer; default: found by name")
+    dataset_messages_field: str | None = setting(None, "column of chat messages; default: detected by name")
+    dataset_text_field: str | None = setting(None, "column of plain text; default: detected by name")
+    dataset_prompt_field: str | None = setting(None, "column of the prompt; default: detected by name")
+    dataset_completion_field: str | None = setting(None, "column of the answer; default: detected by name")
     system_prompt: str = setting(
         SYSTEM_PROMPT,
-        "system message of chats without one, '' for none; default: a math prompt for a `problem` column",
+        "system message for chats without one, '' for none; default: a math prompt for a `problem` column",
     )
     train_on_prompt: bool = setting(False, "compute the loss on prompt tokens too, not only on the answer")
     max_seq_length: int = setting(1024, "tokens per sequence", minimum=2, affects="step")
-    packing: bool = setting(True, "pack samples into sequences, without attention across", affects="step")
+    packing: bool = setting(
+        True, "pack samples into sequences, without attention between samples", affects="step"
+    )
     overlong: Literal["drop", "truncate"] = setting(
         "drop", "drop or truncate samples over --max_seq_length (plain text is split)"
     )
-    streaming: bool = setting(False, "read the data set as a stream, not stored; needs --max_steps")
+    streaming: bool = setting(False, "stream the data set instead of storing it; needs --max_steps")
     num_proc: int | None = resumable(
         None, "tokenization processes; default: one per core, at most 16", minimum=1, affects="nothing"
     )

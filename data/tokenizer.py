@@ -1,6 +1,6 @@
-"""Tokenizers by name, and chat templates for those that have none.
+"""Load tokenizers, and add a chat template to those without one.
 
-The template of another model family is a line of TEMPLATES.
+Register templates of further model families in TEMPLATES.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from data.demo import TOKENIZER_DIR
 
 class Template(NamedTuple):
     text: str  # Jinja
-    markers: tuple[str, ...]  # tokens that the vocabulary must have
-    pad: str  # padding token where the tokenizer has none
+    markers: tuple[str, ...]  # special tokens that the vocabulary must contain
+    pad: str  # padding token if the tokenizer has none
 
 
 LLAMA3 = Template(
@@ -33,8 +33,8 @@ CHATML = Template(
     ("<|im_start|>", "<|im_end|>"),
     "<|endoftext|>",
 )
-# Version 3 of Mistral's format, the first whose markers are tokens. It has no system role: that text opens
-# the first user turn, because in the last one, as Mistral has it, it would move with every turn.
+# Version 3 of Mistral's format, the first with special tokens as markers. It has no system role. Mistral puts
+# the system text into the last user turn, where it would move with every turn; here it is in the first.
 MISTRAL = Template(
     "{{ bos_token }}{% set ns = namespace(system='') %}{% for message in messages %}"
     "{% set role, text = message['role'], message['content'] | trim %}"
@@ -45,7 +45,7 @@ MISTRAL = Template(
     ("[INST]", "[/INST]"),
     "<pad>",
 )
-# Hugging Face `model_type` -> template for tokenizers without one, as those of base models are.
+# Hugging Face `model_type` -> template for tokenizers without one, such as those of base models.
 TEMPLATES: dict[str, Template] = {
     "llama": LLAMA3,
     "qwen2": CHATML,
@@ -59,10 +59,10 @@ TEMPLATES: dict[str, Template] = {
 def load_tokenizer(
     name: str, *, family: str, trust_remote_code: bool = False, cache_dir: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a hub id, a local folder or `demo`, with a chat template and a padding token.
+    """Load the tokenizer of a hub id, a local folder or `demo`, and set chat template and padding token.
 
-    `family` is the model's `model_type`. Without a template of its own, the tokenizer gets the family's if
-    its vocabulary has the markers, else none: chat data is refused then. UserError if it cannot be read.
+    `family` is the model's `model_type`. A tokenizer without a template gets the family's if its vocabulary
+    contains the markers. Otherwise it has none, and chat data is refused. UserError if loading fails.
     """
     path = str(TOKENIZER_DIR) if name == "demo" else name
     require_folder("tokenizer_name", name)
@@ -71,17 +71,17 @@ def load_tokenizer(
         options = {"trust_remote_code": trust_remote_code, "cache_dir": cache_dir}
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
     except Exception as error:  # a hub client, a parser or remote code may raise anything
-        way_out = "give a local folder, or --tokenizer_name demo (the default is the one of --model_name)"
+        way_out = "use a local folder, or --tokenizer_name demo (default: the tokenizer of --model_name)"
         raise bad_setting(f"{first_line(error).rstrip('.')}; {way_out}", tokenizer_name=name) from error
     if not tokenizer.is_fast:
-        reason = "has no fast version (tokenizer.json); convert it and give the folder"
+        reason = "has no fast version (tokenizer.json); convert it and use the converted folder"
         raise bad_setting(reason, tokenizer_name=name)
     template, token_to_id = TEMPLATES.get(family), tokenizer.backend_tokenizer.token_to_id
     if template and tokenizer.chat_template is None and None not in map(token_to_id, template.markers):
         tokenizer.chat_template = template.text
     written = tokenizer.chat_template
     if isinstance(written, str) and adds_bos(tokenizer) and not writes_bos(written, tokenizer.bos_token):
-        tokenizer.chat_template = "{{ bos_token }}" + written  # at inference only the template writes it
+        tokenizer.chat_template = "{{ bos_token }}" + written  # at inference only the template adds BOS
     if tokenizer.pad_token is None:
         has_pad = template is not None and token_to_id(template.pad) is not None
         tokenizer.pad_token = template.pad if has_pad else tokenizer.eos_token
@@ -89,7 +89,7 @@ def load_tokenizer(
 
 
 def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """True if the tokenizer puts a BOS before every text."""
+    """True if the tokenizer adds BOS to every text."""
     bos = tokenizer.bos_token_id
     return bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
 

@@ -1,7 +1,9 @@
-"""Train the demo tokenizer: `python -m data.train_demo_tokenizer [FOLDER]`, the same files every time.
+"""Train the demo tokenizer; the result is deterministic.
 
-Byte-level BPE over the demo's problems, with Llama 3's special tokens and chat format. All 256 bytes are in
-the vocabulary, so it can encode any text.
+    python -m data.train_demo_tokenizer [FOLDER]
+
+Byte-level BPE trained on the demo problems, with the special tokens and chat format of Llama 3. The
+vocabulary has all 256 bytes, so it can encode any text.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def train() -> PreTrainedTokenizerFast:
     )
     texts = [row[key] for row in read_demo("train_1M") for key in ("problem", "generated_solution")]
     tokenizer.train_from_iterator([SYSTEM_PROMPT, "system user assistant", *texts], trainer)
-    # Like Llama 3's own tokenizer, it adds the BOS that the chat template writes too.
+    # Like Llama 3's tokenizer, it adds BOS, although the chat template has one too.
     bos = SPECIAL_TOKENS[0]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]

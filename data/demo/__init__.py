@@ -1,6 +1,6 @@
-"""The demo set: 6,500 word problems in OpenMathInstruct-2's columns, and a tokenizer trained on them.
+"""Demo data: 6,500 word problems in the format of OpenMathInstruct-2, and a tokenizer trained on them.
 
-The problems are made from 14 patterns with random names and numbers.
+The problems are generated from 14 templates with random names and numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 TOKENIZER_DIR = FOLDER / "tokenizer"
-FILES = {split: FOLDER / f"{split}.jsonl.xz" for split in ("train_1M", "test")}  # OpenMathInstruct-2's names
+FILES = {split: FOLDER / f"{split}.jsonl.xz" for split in ("train_1M", "test")}
 ALIASES = {"train": "train_1M"}
 
 

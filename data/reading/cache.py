@@ -1,4 +1,4 @@
-"""The folder that keeps rows and their tokens between runs, and errors of writing to it."""
+"""Cache folder for rows and tokens: checks, errors and repair."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from data.settings import DataConfig
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
 CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
-END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of an Arrow stream that was closed
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of a complete Arrow stream
 
 logger = logging.getLogger(__name__)
 
@@ -25,19 +25,19 @@ def cache_folder(cfg: DataConfig) -> Path:
 
 
 def check_cache(cfg: DataConfig) -> None:
-    """Raise UserError if no file can be written to the cache."""
+    """Raise UserError if the cache folder is not writable."""
     folder = cache_folder(cfg)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        reason = f"{error.strerror}; choose a folder you can write to"
+        reason = f"{error.strerror}; use a writable folder"
         raise bad_setting(reason, data_cache_dir=folder) from None
 
 
 def storage_error(cfg: DataConfig, error: BaseException) -> UserError | None:
-    """Return the error to raise for a full disk or a read-only cache; None for other errors."""
+    """Return a UserError if the cause is a full disk or a read-only cache; None for other errors."""
     folder = cache_folder(cfg)
     for origin in origins(error):
         if not isinstance(origin, OSError):
@@ -45,20 +45,20 @@ def storage_error(cfg: DataConfig, error: BaseException) -> UserError | None:
         reason = f"{origin.filename or folder}: {origin.strerror}"
         if origin.errno in FULL:
             return UserError(
-                f"{reason}; make room there, or choose other folders: --data_cache_dir ({folder}), and "
-                f"HF_HUB_CACHE for downloads ({HF_HUB_CACHE})"
+                f"{reason}; free disk space, or use another --data_cache_dir (now {folder}) and, for "
+                f"downloads, another HF_HUB_CACHE (now {HF_HUB_CACHE})"
             )
         if origin.errno in CLOSED and str(folder) in str(origin.filename):
-            return UserError(f"{reason}; choose a --data_cache_dir you can write to")
+            return UserError(f"{reason}; use a writable --data_cache_dir")
     return None
 
 
 def delete_truncated(folder: Path) -> None:
-    """Delete truncated Arrow files: one cut at a batch boundary would load silently with rows missing."""
+    """Delete truncated Arrow files: a file cut at a batch boundary would load without an error."""
     for path in folder.glob("*.arrow"):
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - len(END_OF_STREAM)))
             is_whole = file.read() == END_OF_STREAM
         if not is_whole:
-            logger.warning("%s: truncated; deleted, its rows are tokenised again", path)
+            logger.warning("%s: truncated, deleting it; its rows are tokenised again", path)
             path.unlink(missing_ok=True)

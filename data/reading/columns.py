@@ -1,4 +1,4 @@
-"""Columns that training reads, and the conventions by which they are found: a new one is a line of KNOWN."""
+"""Columns to train on, from the settings or by name. Register new column names in KNOWN."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from data.reading import rows
 from data.reading.rows import TOOLS, Row
 from data.settings import SYSTEM_PROMPT, DataConfig
 
-FLAGS = {  # content of columns -> flags that name them
+FLAGS = {  # kind of columns -> flags that name them
     "chats": ("dataset_messages_field",),
     "text": ("dataset_text_field",),
     "pairs": ("dataset_prompt_field", "dataset_completion_field"),
 }
-# What columns of these names hold. The first line whose columns are all there is used.
+# (kind, column names). The first entry whose columns all exist is used.
 KNOWN = (
     ("chats", ("messages",)),
     ("pairs", ("problem", "generated_solution")),
@@ -29,26 +29,26 @@ KNOWN = (
     ("pairs", ("question", "response")),
     ("pairs", ("query", "response")),
     ("pairs", ("input", "output")),
-    ("chats", ("conversations",)),  # after pairs: not every column of this name holds messages
+    ("chats", ("conversations",)),  # after pairs: some data sets store other things under this name
     ("chats", ("conversation",)),
     ("text", ("text",)),
     ("text", ("content",)),
 )
 CONTEXTS = {"instruction": ("input", "context")}  # prompt column -> columns appended to it
-MATHS = "problem"  # prompt column that gets the default system prompt
-SHOWN = 80  # characters of a system prompt in the report
+MATHS = "problem"  # prompt column with the default system prompt
+SHOWN = 80  # maximum characters of the system prompt in the report
 
 
 class Columns(NamedTuple):
     to_sample: Callable[[Row], Row]
-    chat: bool  # False: plain text, which may be split anywhere
-    system: str  # system prompt of chats that have none of their own; "" for none
-    shown: str  # for the report
-    tools: bool  # True if there is a column of tools
+    chat: bool  # False for plain text, which may be split anywhere
+    system: str  # system prompt for chats without one; "" for none
+    shown: str  # description for the report
+    tools: bool  # True if the data has a column of tools
 
 
 def choose_columns(cfg: DataConfig, names: list[str]) -> Columns:
-    """Choose the columns named in the settings, or the first KNOWN ones. UserError if there are none."""
+    """Return the columns named in the settings, else the first match in KNOWN. UserError if none match."""
     named = named_columns(cfg, names)
     found = named or [(kind, fields) for kind, fields in KNOWN if set(fields) <= set(names)]
     if not found:
@@ -62,7 +62,7 @@ def choose_columns(cfg: DataConfig, names: list[str]) -> Columns:
     if kind == "text":
         shown = f"{fields[0]} (plain text)" + unused_hint(fields, found[1:])
         return Columns(partial(rows.text, *fields), chat=False, system="", shown=shown, tools=False)
-    # The default system prompt is for maths; other data get one only on request.
+    # The default system prompt is about math problems, so other data gets only an explicit one.
     is_maths = kind == "pairs" and fields[0] == MATHS
     system = cfg.system_prompt if is_maths or cfg.system_prompt != SYSTEM_PROMPT else ""
     contexts = CONTEXTS.get(fields[0], ()) if kind == "pairs" and not named else ()
@@ -81,7 +81,7 @@ def choose_columns(cfg: DataConfig, names: list[str]) -> Columns:
 
 
 def named_columns(cfg: DataConfig, names: list[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the columns that the settings name, if any. UserError if one is missing."""
+    """Return the columns named in the settings, or []. UserError if the data set lacks one of them."""
     for kind, flags in FLAGS.items():
         fields = {flag: getattr(cfg, flag) for flag in flags if getattr(cfg, flag) is not None}
         for flag, field in fields.items():
@@ -94,7 +94,7 @@ def named_columns(cfg: DataConfig, names: list[str]) -> list[tuple[str, tuple[st
 
 
 def unused_hint(used: tuple[str, ...], others: list[tuple[str, tuple[str, ...]]]) -> str:
-    """Return the flags that choose other known columns of the data set, or an empty string."""
+    """Return a hint with the flags for the data set's other known columns, or an empty string."""
     flags = [
         " ".join(f"--{flag} {field}" for flag, field in zip(FLAGS[kind], fields, strict=True))
         for kind, fields in others

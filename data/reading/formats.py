@@ -1,4 +1,4 @@
-"""File formats. A new one is a line of FORMATS, a new compression an entry of COMPRESSIONS."""
+"""File formats. Register new formats in FORMATS, new compressions in COMPRESSIONS."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ TEXT = {"encoding": "utf-8-sig", **REPLACE}  # skips a byte-order mark
 
 @dataclass(frozen=True)
 class Format:
-    builder: str  # module of `datasets` that reads the files
+    builder: str  # dataset builder of `datasets`
     options: dict[str, Any] = field(default_factory=dict)
-    json_lines: bool = False  # rows are unparsed lines of JSON: a broken one costs one row, not the file
+    json_lines: bool = False  # read as text and parsed per row, so that a malformed line costs one row only
 
 
 FORMATS = {
@@ -34,14 +34,14 @@ COMPRESSIONS = (".gz", ".bz2", ".xz")
 
 
 def common_format(files: Sequence[str]) -> Format | None:
-    """Return the format that all files share, or None: .jsonl for rows.jsonl and rows.jsonl.gz."""
+    """Return the files' common format, ignoring compression; None if they have none."""
     paths = [Path(file) for file in files]
     suffixes = {(path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix for path in paths}
     return FORMATS.get(suffixes.pop()) if len(suffixes) == 1 else None
 
 
 def read_files(format: Format, files: Sequence[str], **options: Any) -> Dataset | IterableDataset:
-    """Read files of one format. `options` are those of `datasets.load_dataset`."""
+    """Read files of one format; `options` are passed to `datasets.load_dataset`."""
     if all(Path(file).is_file() and not Path(file).stat().st_size for file in files):
         raise EOFError(f"{Path(files[0]).name} is empty")
     if format.builder == "csv":
@@ -50,9 +50,9 @@ def read_files(format: Format, files: Sequence[str], **options: Any) -> Dataset 
 
 
 def cells_as_text(file: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return options of the csv builder that read every cell of a local file as text: 007 and NA survive.
+    """Return options for the csv builder to read every cell as text, which keeps 007 and NA unchanged.
 
-    `options` are those that pandas reads the file with.
+    `options` are the pandas options used to read the header of `file`.
     """
     try:
         header = pd.read_csv(file, **options | REPLACE | {"nrows": 0, "chunksize": None})

@@ -1,6 +1,6 @@
-"""Rows become samples: `{"messages": [...]}`, with `"tools"` where there are some, or `{"text": ...}`.
+"""Convert rows to samples: `{"messages": [...]}`, optionally with `"tools"`, or `{"text": ...}`.
 
-Values of a wrong type are kept: `judge` reports them. A line that is not JSON becomes `{"fault": reason}`.
+Conversions keep values of a wrong type; `judge` reports them. Invalid JSON becomes `{"fault": reason}`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 
 Row = dict[str, Any]
 
-TOOLS = "tools"  # column of the functions that the assistant may call
-CALLS = "tool_calls"  # calls in a message
-SHARE_GPT = {"human": "user", "gpt": "assistant"}  # ShareGPT's sender -> role
+TOOLS = "tools"  # column of tool definitions
+CALLS = "tool_calls"  # message key of tool calls
+SHARE_GPT = {"human": "user", "gpt": "assistant"}  # ShareGPT sender -> role
 
 
 def text(field: str, row: Row) -> Row:
-    """Convert a column of plain text."""
+    """Return a sample of plain text."""
     return {"text": row.get(field)}
 
 
 def messages(field: str, system: str, row: Row) -> Row:
-    """Convert a column of OpenAI's or ShareGPT's messages; `system` begins chats without a system message."""
+    """Return a sample of OpenAI or ShareGPT messages; `system` is added if there is no system message."""
     tools, turns = from_json(row.get(TOOLS)), row.get(field)
     if is_objects(turns):
         turns = [message(turn) for turn in turns]
@@ -34,7 +34,7 @@ def messages(field: str, system: str, row: Row) -> Row:
 
 
 def pair(prompt: str, answer: str, contexts: tuple[str, ...], system: str, row: Row) -> Row:
-    """Convert a prompt and an answer, texts or messages, to a chat; `contexts` are appended to the prompt."""
+    """Return a chat from prompt and answer, texts or messages; `contexts` are appended to the prompt."""
     question, reply = as_text(row.get(prompt)), as_text(row.get(answer))
     if is_objects(question) and is_objects(reply):
         turns = question + reply
@@ -47,9 +47,9 @@ def pair(prompt: str, answer: str, contexts: tuple[str, ...], system: str, row: 
 
 
 def message(turn: Row) -> Row:
-    """Convert one message to what chat templates expect.
+    """Convert one message to the format that chat templates expect.
 
-    Keys without a value are dropped: Parquet gives every message all keys, and templates test for them.
+    Keys without a value are dropped: in Parquet every message has all keys, and templates test for keys.
     """
     made = {key: value for key, value in turn.items() if value is not None or key == "content"}
     if "role" not in made and "from" in made:
@@ -60,21 +60,21 @@ def message(turn: Row) -> Row:
     if isinstance(parts, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
         made["content"] = "".join(part["text"] for part in parts)
     if calls := from_json(made.pop(CALLS, None)):
-        made["content"] = made.get("content") or ""  # optional next to calls
+        made["content"] = made.get("content") or ""  # messages with calls may have no content
         listed = as_objects(calls)
         made[CALLS] = calls if listed is None else [with_parsed_arguments(call) for call in listed]
     return made
 
 
 def with_parsed_arguments(call: Row) -> Row:
-    """Parse a call's arguments: OpenAI stores them as a JSON string, templates expect an object."""
+    """Parse a call's arguments: the OpenAI format has a JSON string, templates expect an object."""
     function = call.get("function")
     arguments = from_json(function.get("arguments")) if isinstance(function, dict) else None
     return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def from_json(value: Any) -> Any:
-    """Parse a JSON string, or the JSON strings in a list; lists lose nulls, other values are returned."""
+    """Parse a JSON string, or each JSON string in a list; drop nulls in lists; return other values as is."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -86,30 +86,30 @@ def from_json(value: Any) -> Any:
 
 
 def is_objects(value: Any) -> bool:
-    """True for a list of objects, such as messages, tools and calls."""
+    """True for a list of JSON objects, such as messages, tools or calls."""
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
 def as_objects(value: Any) -> list[Row] | None:
-    """Return a list of objects, a list of the one object given, or None for anything else."""
+    """Return a list of objects as is, a single object as a list, and None for anything else."""
     listed = [value] if isinstance(value, dict) else value
     return listed if is_objects(listed) else None
 
 
 def passages(value: Any) -> list[str]:
-    """Return the texts of a context column: none, one or a list."""
+    """Return the texts in a context column's value, which may be null, a text or a list."""
     texts = [as_text(item) for item in (value if isinstance(value, list) else [value]) if item is not None]
     return [item for item in texts if item] if all(isinstance(item, str) for item in texts) else []
 
 
 def as_text(value: Any) -> Any:
-    """Convert a finite number to text: answers may be numbers."""
+    """Convert a finite number to text, since answers may be numbers; return other values as is."""
     is_number = type(value) is int or (isinstance(value, float) and math.isfinite(value))
     return str(value) if is_number else value
 
 
 def json_line(to_sample: Callable[[Row], Row], row: Row) -> Row:
-    """Convert one line of JSON. A blank line is an empty text."""
+    """Convert one line of JSON; a blank line becomes an empty text."""
     if not row["text"].strip():
         return {"text": ""}
     line = parse_line(row)
@@ -117,16 +117,16 @@ def json_line(to_sample: Callable[[Row], Row], row: Row) -> Row:
 
 
 def parse_line(row: Row) -> Row | str:
-    """Return the object in a line of JSON, or what is wrong with the line."""
+    """Return the object in a line of JSON, or the reason why the line is invalid."""
     try:
         line = json.loads(row["text"])
-    except (ValueError, RecursionError):  # the latter for JSON nested too deeply
+    except (ValueError, RecursionError):  # RecursionError: nested too deeply
         return "not valid JSON"
-    return line if isinstance(line, dict) else "JSON, but no object"
+    return line if isinstance(line, dict) else "not a JSON object"
 
 
 def arrow_row(to_sample: Callable[[Row], Row], row: Row) -> Row:
-    """Convert a row of Arrow, which gives objects in lists each other's keys, with null as value."""
+    """Convert an Arrow row without nulls: in Arrow, objects in a list all have the union of their keys."""
     return to_sample(drop_nulls(row))
 
 
@@ -137,7 +137,7 @@ def drop_nulls(value: Any) -> Any:
 
 
 class Status(IntEnum):
-    """Status of a row, from best to worst; a row of several samples has that of its worst sample."""
+    """Status of a row, ordered from best to worst; a row of several samples has its worst sample's."""
 
     USED = 0
     TRUNCATED = 1
@@ -148,7 +148,7 @@ class Status(IntEnum):
 
 
 def judge(sample: Row) -> tuple[Status, str]:
-    """Return USED, or why a sample cannot be tokenised; the reason is given if it is BAD."""
+    """Return the status of a sample before tokenisation, and the reason if it is BAD."""
     if reason := sample.get("fault") or fault(sample):
         return Status.BAD, reason
     if "text" in sample:
@@ -161,7 +161,7 @@ def judge(sample: Row) -> tuple[Status, str]:
 
 
 def fault(sample: Row) -> str | None:
-    """Return what in a sample has a wrong type or is not UTF-8, or None."""
+    """Return a description of the first value that has a wrong type or is not UTF-8, or None."""
     if "text" in sample:
         return text_fault("its text", sample["text"])
     if not is_objects(sample["messages"]):
@@ -183,5 +183,5 @@ def text_fault(name: str, value: Any) -> str | None:
         value.encode()
     except UnicodeEncodeError:  # lone surrogates of a JSON escape
         return f"{name} is not UTF-8"
-    # Readers put U+FFFD in place of bytes that they cannot decode.
+    # The readers replace undecodable bytes with U+FFFD.
     return f"{name} is not UTF-8" if "\ufffd" in value else None

@@ -1,6 +1,6 @@
-"""Rows of a split, by the name of its data set.
+"""Open the rows of a split.
 
-A data set with a reader of its own is a line of DATASETS; `detect` reads all others.
+Register data sets with a custom reader in DATASETS; `detect` reads all others.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from data.reading.formats import COMPRESSIONS, FORMATS, Format, cells_as_text, c
 from data.reading.rows import Row, arrow_row, json_line, parse_line
 from data.settings import DataConfig
 
-PEEK = 100  # rows searched for column names where no header lists them
-MAX_REASON = 300  # characters of a library's error in a message
+PEEK = 100  # rows searched for column names if no schema lists them
+MAX_REASON = 300  # maximum characters of a library's error in our message
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Source:
-    """One split: its rows, and how a row becomes a sample."""
+    """Rows of one split, and the function that converts a row to a sample."""
 
     rows: Dataset | IterableDataset
     columns: Columns
     to_sample: Callable[[Row], Row]
-    unit: str  # "line" if a row's number is its line in the only file, else "row"
+    unit: str  # "line" for a single JSON Lines file, where row numbers are line numbers, else "row"
 
 
 def demo(cfg: DataConfig, split: str) -> Source:
@@ -106,14 +106,14 @@ def source_of_rows(cfg: DataConfig, rows: Dataset | IterableDataset) -> Source:
 
 
 def keys_of(rows: Iterable[Row]) -> list[str]:
-    """Return all keys of the first rows; optional ones may be missing in some."""
+    """Return the union of the keys in the first rows."""
     return list(dict.fromkeys(chain.from_iterable(islice(rows, PEEK))))
 
 
 def load_options(cfg: DataConfig, split: str, files: list[str]) -> dict[str, Any]:
-    """Return options of `load_dataset` that read only the split's files, if they are known.
+    """Return options for `load_dataset` that read only the split's files, if they are known.
 
-    OpenMathInstruct-2's `train` is 14 times its train_1M.
+    Otherwise `load_dataset` downloads all splits: OpenMathInstruct-2's `train` is 14 times its `train_1M`.
     """
     options = {"split": split, "cache_dir": cfg.data_cache_dir, "streaming": cfg.streaming}
     return options | ({"data_files": {split: files}, "verification_mode": "no_checks"} if files else {})
@@ -123,20 +123,20 @@ def check_file(cfg: DataConfig, path: Path, configuration: str | None) -> None:
     """Raise UserError if a path is not a data file."""
     known = f"{', '.join(FORMATS)}, also with {', '.join(COMPRESSIONS)}"
     if not path.is_file():
-        raise bad_setting("there is no such file; check the path", dataset_name=cfg.dataset_name)
+        raise bad_setting("no such file; check the path", dataset_name=cfg.dataset_name)
     if configuration or not common_format([str(path)]):
-        reason = f"not a data file ({known}); a file has no configurations"
+        reason = f"not a data file ({known}); for a file, omit :CONFIGURATION"
         raise bad_setting(reason, dataset_name=cfg.dataset_name)
 
 
 def is_prepared(cfg: DataConfig, name: str) -> bool:
-    """True if the cache has rows of this hub id, which `datasets` uses if the hub does not answer."""
+    """True if the cache has rows of this hub id; `datasets` uses them if the hub is unreachable."""
     *owner, last = name.split("/")
     return (cache_folder(cfg) / "___".join([*owner, camelcase_to_snakecase(last)])).is_dir()
 
 
 def name_and_configuration(cfg: DataConfig) -> tuple[str, str | None]:
-    """Split NAME:CONFIGURATION; a path that exists is all name."""
+    """Split NAME:CONFIGURATION; an existing path is never split."""
     name, _, configuration = cfg.dataset_name.rpartition(":")
     if not name or not configuration or "/" in configuration or Path(cfg.dataset_name).expanduser().exists():
         return cfg.dataset_name, None
@@ -144,7 +144,7 @@ def name_and_configuration(cfg: DataConfig) -> tuple[str, str | None]:
 
 
 def choose_split(cfg: DataConfig, split: str, splits: Iterable[str]) -> str:
-    """Return `split`, or the only split where the default one is missing. UserError lists the splits."""
+    """Return `split`, or the only split if the default one is missing. UserError for an unknown split."""
     known = list(splits)
     if split in known:
         return split
@@ -160,7 +160,7 @@ def choose_split(cfg: DataConfig, split: str, splits: Iterable[str]) -> str:
 
 @contextmanager
 def reading(cfg: DataConfig) -> Iterator[None]:
-    """Turn whatever `datasets`, a hub client or a parser raises while rows are read into a UserError."""
+    """Convert any error raised while reading rows (`datasets`, hub client, parser) to a UserError."""
     try:
         yield
     except UserError:
@@ -171,16 +171,16 @@ def reading(cfg: DataConfig) -> Iterator[None]:
 
 
 def unreadable(cfg: DataConfig, error: Exception) -> UserError:
-    """Return the error for rows that cannot be read."""
+    """Return the UserError for rows that cannot be read."""
     cause: BaseException = error
     while isinstance(cause, datasets.exceptions.DatasetGenerationError) and cause.__cause__:
         cause = cause.__cause__
     reason = " ".join(str(cause).split())[:MAX_REASON].rstrip(".") or type(cause).__name__
     choose = "NAME:CONFIGURATION chooses one of several configurations"
     if Path(name_and_configuration(cfg)[0]).expanduser().exists():
-        way_out = f"check that files are readable, whole and, in one split, have the same columns; {choose}"
+        way_out = f"check that all files are complete and the files of a split have equal columns; {choose}"
     else:
         places = f"a local folder, a file ({', '.join(FORMATS)}), or --dataset_name demo"
-        check = f"check the name ({choose}), the network and the room in --data_cache_dir"
+        check = f"check the name ({choose}), the network and the disk space in --data_cache_dir"
         way_out = f"{check}, or give {places}"
     return bad_setting(f"cannot be read: {reason}; {way_out}", dataset_name=cfg.dataset_name)

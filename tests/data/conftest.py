@@ -1,4 +1,4 @@
-"""Loaders over small data sets."""
+"""Fixtures: loaders over small data sets."""
 
 import json
 from dataclasses import fields
@@ -42,7 +42,7 @@ def build(tmp_path, tokenizer):
 
 @pytest.fixture
 def load(build, tmp_path):
-    """Function that builds unpacked loaders over one file, by itself or in a folder."""
+    """Function that builds unpacked loaders from one file, optionally in a folder."""
 
     def load(contents: bytes, name="train.jsonl", *, folder=False, **settings):
         path = tmp_path / "set" / name
@@ -56,7 +56,7 @@ def load(build, tmp_path):
 
 @pytest.fixture
 def texts(tokenizer):
-    """Function that decodes an unpacked epoch: all tokens and those with loss, in the order of the rows."""
+    """Function that decodes an unpacked epoch in row order: all tokens, and tokens with loss."""
 
     def texts(loaders) -> list[tuple[str, str]]:
         found = {}

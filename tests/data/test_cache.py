@@ -1,4 +1,4 @@
-"""Folders that cannot be written or hold truncated files, and processes that end early."""
+"""Unwritable caches, truncated cache files, and tokenisation processes that are killed."""
 
 import errno
 import os
@@ -28,7 +28,7 @@ def cache(tmp_path):
 
 @pytest.fixture
 def stored(tmp_path, cache):
-    """A file whose rows are in the cache, but not their tokens."""
+    """Data file with cached rows but no cached tokens."""
     (tmp_path / "rows.jsonl").write_bytes(ROWS)
     settings = {"dataset_name": str(tmp_path / "rows.jsonl"), "split_name": "train"}
     detect(DataConfig(**settings, data_cache_dir=str(cache)), "train")
@@ -36,47 +36,47 @@ def stored(tmp_path, cache):
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["given", "default"])
-def test_cache_that_cannot_be_made_is_refused(load, tmp_path, monkeypatch, given):
+def test_cache_folder_that_cannot_be_created_is_refused(load, tmp_path, monkeypatch, given):
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "datasets"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
-    with pytest.raises(UserError, match=f"^--data_cache_dir {folder}: Not a directory; choose") as info:
+    with pytest.raises(UserError, match=f"^--data_cache_dir {folder}: Not a directory; use") as info:
         load(ROWS, data_cache_dir=str(folder) if given else None)
     assert info.value.exit_code == EXIT_BAD_SETTING
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
-@pytest.mark.parametrize("processes", [0, 1, 2])  # that tokenise; 0: rows are not stored yet
-def test_cache_that_cannot_be_written_is_named(build, load, stored, cache, monkeypatch, number, processes):
+@pytest.mark.parametrize(
+    "processes", [0, 1, 2]
+)  # tokenisation processes; 0: the error occurs when rows are stored
+def test_unwritable_cache_is_reported(build, load, stored, cache, monkeypatch, number, processes):
     def write_table(*_):
         raise OSError(number, os.strerror(number), *([f"{cache}/file"] if number in CLOSED else []))
 
     monkeypatch.setattr(ArrowWriter, "write_table", write_table)
-    way_out = (
-        "choose a --data_cache_dir you can write to" if number in CLOSED else "make room there, or choose"
-    )
+    way_out = "use a writable --data_cache_dir" if number in CLOSED else "free disk space, or use"
     with pytest.raises(UserError, match=f"^{cache}.*: {os.strerror(number)}; {way_out}"):
         build(**stored, num_proc=processes) if processes else load(ROWS)
     assert not list(cache.rglob("tmp*"))
 
 
-def test_full_disk_elsewhere_is_named(tmp_path):
+def test_full_disk_outside_the_cache_is_reported(tmp_path):
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/dev/shm/sem.mp-1")
     message = str(storage_error(DataConfig(data_cache_dir=str(tmp_path)), error))
-    assert message.startswith("/dev/shm/sem.mp-1: No space left on device; make room there, or choose")
+    assert message.startswith("/dev/shm/sem.mp-1: No space left on device; free disk space, or use")
     assert "HF_HUB_CACHE" in message
 
 
-def test_permissions_elsewhere_are_no_fault_of_the_cache():
+def test_permission_error_outside_the_cache_is_not_a_cache_error():
     cfg = DataConfig(dataset_name="owner/set")
-    refused = OSError(errno.EACCES, os.strerror(errno.EACCES))  # a socket's has no file name
+    refused = OSError(errno.EACCES, os.strerror(errno.EACCES))  # errors of a socket have no file name
     assert storage_error(cfg, refused) is None
     assert "the network" in str(unreadable(cfg, refused))
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("keep", [0.0, 0.5, "a batch"])
-def test_truncated_tokens_are_made_again(load, build, tmp_path, cache, caplog, keep, processes):
+def test_truncated_token_files_are_recreated(load, build, tmp_path, cache, caplog, keep, processes):
     contents = json_lines(*[{"text": f"row {i}"} for i in range(2500)])
     whole = load(contents, num_proc=processes).train.identity
     settings = {
@@ -95,7 +95,7 @@ def test_truncated_tokens_are_made_again(load, build, tmp_path, cache, caplog, k
     else:
         file.write_bytes(written[: int(keep * len(written))])
     assert build(**settings, num_proc=processes).train.identity == whole
-    assert caplog.text.count(f"{file}: truncated; deleted, its rows are tokenised again") == 1
+    assert caplog.text.count(f"{file}: truncated, deleting it; its rows are tokenised again") == 1
     assert file.read_bytes() == written
 
 
@@ -121,7 +121,7 @@ def test_error_of_the_encoder_keeps_its_type(build, stored, monkeypatch):
         assert not isinstance(info.value, UserError)
 
 
-def test_interrupt_hidden_by_datasets_stays_one(load, monkeypatch):
+def test_interrupt_wrapped_by_datasets_is_raised_as_interrupt(load, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
         yield
@@ -135,11 +135,13 @@ def test_interrupt_hidden_by_datasets_stays_one(load, monkeypatch):
         load(ROWS)
 
 
-def test_full_download_folder_is_named(build, monkeypatch):
+def test_full_download_folder_is_reported(build, monkeypatch):
     def download(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets, "load_dataset_builder", download)
-    with pytest.raises(UserError, match=r"No space left .*; make room there, .*HF_HUB_CACHE for downloads"):
+    with pytest.raises(
+        UserError, match=r"No space left .*; free disk space, .*for downloads, another HF_HUB_CACHE"
+    ):
         build(dataset_name="owner/set", split_name="train")

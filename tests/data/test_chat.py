@@ -1,4 +1,4 @@
-"""Templates, prompts as at inference, and which tokens carry loss."""
+"""Chat templates, prompts identical to inference, and tokens with loss."""
 
 import json
 import zlib
@@ -40,7 +40,7 @@ MISTRAL_CHAT = (
     "<|begin_of_text|>[INST] Be brief.\n\nWhat is 2 + 3?[/INST] It is 5.<|eot_id|>"
     "[INST] And 3 + 4?[/INST] It is 7.<|eot_id|>"
 )
-# Like Qwen3's: only the last answer keeps its reasoning.
+# Like Qwen3's template: only the last answer keeps its reasoning.
 REWRITING = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['role'] == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
@@ -59,7 +59,7 @@ def encode(tokenizer, sample):
 
 
 def with_loss(tokenizer, sample):
-    """Decoded text of each span."""
+    """Return the decoded text of each span."""
     return [tokenizer.decode(ids[a:b]) for ids, spans in encode(tokenizer, sample) for a, b in spans]
 
 
@@ -75,7 +75,7 @@ def reloaded(tokenizer, folder, family):
 
 @pytest.fixture
 def chatml(tokenizer, tmp_path):
-    """A tokenizer without BOS, pad token or template, with ChatML's markers, as Qwen's base models have."""
+    """Tokenizer with ChatML markers, without BOS, pad token or template, like Qwen's base models."""
     tokenizer = load_tokenizer("demo", family="llama")
     tokenizer.backend_tokenizer.post_processor = None
     tokenizer.bos_token = tokenizer.pad_token = tokenizer.chat_template = None
@@ -86,7 +86,7 @@ def chatml(tokenizer, tmp_path):
 
 @pytest.fixture
 def mistral(tmp_path):
-    """A tokenizer with Mistral's markers and no template, as the base model's has."""
+    """Tokenizer with Mistral's markers and no template, like the base model's."""
     tokenizer = load_tokenizer("demo", family="llama")
     tokenizer.chat_template = None
     tokenizer.add_special_tokens({"additional_special_tokens": ["[INST]", "[/INST]"]})
@@ -97,12 +97,14 @@ def mistral(tmp_path):
     ("name", "template", "text", "answers"),
     [
         ("demo", LLAMA3, LLAMA3_CHAT, ["It is 5.<|eot_id|>", "It is 7.<|eot_id|>"]),
-        # The newline after ChatML's end-of-turn token is not predicted.
+        # There is no loss on the newline after ChatML's end-of-turn token.
         ("chatml", CHATML, CHATML_CHAT, ["It is 5.<|im_end|>", "It is 7.<|im_end|>"]),
         ("mistral", MISTRAL, MISTRAL_CHAT, [" It is 5.<|eot_id|>", " It is 7.<|eot_id|>"]),
     ],
 )
-def test_family_template_is_exact_and_every_answer_carries_loss(name, template, text, answers, request):
+def test_family_template_matches_reference_text_and_all_answers_have_loss(
+    name, template, text, answers, request
+):
     tokenizer = request.getfixturevalue(name)
     assert tokenizer.chat_template == template.text and tokenizer.pad_token is not None
     made = encoder(tokenizer)
@@ -118,7 +120,7 @@ def test_family_template_is_exact_and_every_answer_carries_loss(name, template, 
     [([{"role": "tool", "content": "5"}, *CHAT], "tool"), ([CHAT[0], CHAT[2]], "assistant")],
     ids=["tool", "system prompt without user"],
 )
-def test_mistral_template_refuses_roles_without_a_place(mistral, messages, role):
+def test_mistral_template_refuses_unsupported_roles(mistral, messages, role):
     with pytest.raises(TemplateError, match=f"no place for role {role}"):
         encoder(mistral).segments(messages)
 
@@ -133,14 +135,14 @@ def test_family_template_needs_its_markers(demo, tmp_path):
     for family in ("qwen2", "gpt2"):
         tokenizer = reloaded(demo, tmp_path, family)
         assert tokenizer.chat_template is None
-        encoder(tokenizer, chat=False)  # plain text needs none
+        encoder(tokenizer, chat=False)  # plain text needs no template
         with pytest.raises(UserError, match=r"--tokenizer_name .*no chat template.*--dataset_text_field"):
             encoder(tokenizer)
 
 
 @pytest.mark.parametrize("template", [LLAMA3.text, CHATML.text], ids=["writes BOS", "leaves BOS"])
-def test_one_bos_in_training_and_at_inference(demo, template, tmp_path):
-    assert demo("a")["input_ids"][0] == demo.bos_token_id  # this tokenizer adds one by itself
+def test_exactly_one_bos_in_training_and_at_inference(demo, template, tmp_path):
+    assert demo("a")["input_ids"][0] == demo.bos_token_id  # this tokenizer adds BOS
     demo.chat_template = template
     [(ids, _)] = encode(demo, {"messages": CHAT})
     assert ids[0] == demo.bos_token_id and ids.count(demo.bos_token_id) == 1
@@ -154,7 +156,7 @@ def test_one_bos_in_training_and_at_inference(demo, template, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["demo", "chatml", "mistral", "leaves BOS"])
-def test_prompt_is_tokenised_as_at_inference(name, request, demo, tmp_path):
+def test_prompt_tokens_match_inference(name, request, demo, tmp_path):
     if name == "leaves BOS":
         demo.chat_template = CHATML.text
         tokenizer = reloaded(demo, tmp_path, "llama")
@@ -170,7 +172,7 @@ def test_prompt_is_tokenised_as_at_inference(name, request, demo, tmp_path):
 
 
 def piece_by_piece(made, samples):
-    """The result of `Encoder.encode`, with each segment tokenised by the tokenizer's own call."""
+    """Reference for `Encoder.encode` that calls the tokenizer once per segment."""
     rows = []
     for number, sample in enumerate(samples):
         status = judge(sample)[0]
@@ -188,7 +190,7 @@ def piece_by_piece(made, samples):
 
 
 @pytest.mark.parametrize("split_special_tokens", [False, True])
-def test_batch_is_tokenised_like_each_segment_by_itself(demo, chatml, split_special_tokens):
+def test_batch_tokenisation_matches_per_segment_tokenisation(demo, chatml, split_special_tokens):
     problems = [(row["problem"], row["generated_solution"]) for row in islice(read_demo("test"), 20)]
     pairs = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in problems]
     special = "Say <|eot_id|> or <|im_end|>, \u4e16\u754c!  \n\n\tTwo  spaces"
@@ -199,7 +201,7 @@ def test_batch_is_tokenised_like_each_segment_by_itself(demo, chatml, split_spec
         for template in (tokenizer.chat_template, REWRITING):
             tokenizer.chat_template = template
             made = encoder(tokenizer)
-            # A tokenizer.json may bring such settings; the tokenizer's own call ignores them.
+            # A tokenizer.json may have these settings; calling the tokenizer ignores them.
             tokenizer.backend_tokenizer.enable_truncation(8)
             tokenizer.backend_tokenizer.enable_padding(length=500)
             tokenizer.backend_tokenizer.encode_special_tokens = not split_special_tokens
@@ -216,8 +218,8 @@ def test_template_that_rewrites_history_gives_one_sample_per_answer(chatml):
         assert chatml.decode(ids[start:stop]) == f"<think>\n\n</think>\n\n{answer}<|im_end|>"
 
 
-@pytest.mark.parametrize("answer", ["It is 5.", "<answer>5</answer>"])  # the latter begins like <think>
-def test_reasoning_opened_by_the_generation_prompt_carries_no_loss(chatml, answer):
+@pytest.mark.parametrize("answer", ["It is 5.", "<answer>5</answer>"])  # the second starts like <think>
+def test_reasoning_tag_in_the_generation_prompt_has_no_loss(chatml, answer):
     chatml.chat_template = CHATML.text.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     chat = [*CHAT[:2], {"role": "assistant", "content": answer}]
     [(ids, [[start, stop]])] = encode(chatml, {"messages": chat})
@@ -226,13 +228,13 @@ def test_reasoning_opened_by_the_generation_prompt_carries_no_loss(chatml, answe
 
 
 @pytest.mark.parametrize("today", ["{{ date_string }}", "{{ strftime_now('%d %b %Y') }}"])
-def test_date_in_a_template_is_fixed(today, demo):
+def test_templates_get_a_fixed_date(today, demo):
     demo.chat_template = today + LLAMA3.text
     assert "26 Jul 2024" in encoder(demo).render(CHAT)
 
 
-def test_plain_text_has_one_bos_if_the_tokenizer_adds_it_and_eos_all_with_loss(demo, chatml):
-    chatml.bos_token = "<|im_start|>"  # never added
+def test_plain_text_gets_bos_if_the_tokenizer_adds_it_and_eos_with_loss(demo, chatml):
+    chatml.bos_token = "<|im_start|>"  # the tokenizer does not add it
     for tokenizer, text in ((demo, "<|begin_of_text|>Two.<|eot_id|>"), (chatml, "Two.<|endoftext|>")):
         [(ids, spans)] = encode(tokenizer, {"text": "Two."})
         assert tokenizer.decode(ids) == text and spans == [[0, len(ids)]]
@@ -259,7 +261,7 @@ def test_refused_conversation_is_a_bad_row_with_the_reason(demo):
         ("{{ raise_exception('no system role') }}", "no system role; try --system_prompt ''"),
         (
             "{% if add_generation_prompt %}a: {% else %}b: {% endif %}{{ messages[-1]['content'] }}",
-            "not written after its own prompt",
+            "does not follow its own prompt",
         ),
     ],
     ids=["raises", "moves the prompt"],
@@ -274,7 +276,7 @@ NO_END = "{% for m in messages %}### {{ m['role'] }}: {{ m['content'] }}\n{% end
 NO_END += "{% if add_generation_prompt %}### assistant: {% endif %}"
 
 
-def test_turn_end_is_the_token_that_ends_an_answer(demo, chatml):
+def test_turn_end_is_the_end_of_turn_token(demo, chatml):
     name = chatml.convert_ids_to_tokens(turn_end(chatml))
     assert (name, chatml.eos_token) == ("<|im_end|>", "<|endoftext|>")  # as in Qwen's base models
     assert turn_end(demo) == demo.eos_token_id
@@ -298,7 +300,7 @@ WITH_TOOLS = (
 )
 
 
-def test_tool_call_carries_loss_and_follows_the_tools(chatml):
+def test_tool_call_has_loss_and_tools_are_in_the_prompt(chatml):
     chatml.chat_template = WITH_TOOLS
     made = encoder(chatml)
     [segments] = made.segments(CALLING, [{"type": "function", "function": {"name": "weather"}}])
@@ -309,11 +311,11 @@ def test_tool_call_carries_loss_and_follows_the_tools(chatml):
     assert prompt.endswith("assistant\n") and json.loads(answer) == [CALL]
 
 
-def test_template_that_leaves_tool_calls_out_makes_a_bad_row(chatml):
+def test_template_that_drops_tool_calls_makes_a_bad_row(chatml):
     made = encoder(chatml)
     assert not made.writes_tools
     status, reason, _ = made.draft({"messages": CALLING})
-    assert status == Status.BAD and reason.endswith("it leaves the tool calls of an answer out")
+    assert status == Status.BAD and reason.endswith("it drops the tool calls of an answer")
 
 
 LLAMA2 = (
@@ -327,7 +329,7 @@ ZEPHYR = (
 
 
 def with_word_borders(kind: str) -> PreTrainedTokenizerFast:
-    """A tokenizer that puts a word border before a text, as SentencePiece's do."""
+    """Return a tokenizer that adds a word boundary before a text, like SentencePiece."""
     made = Tokenizer(models.BPE(unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never" if kind == "prepend" else kind)
     if kind == "prepend":
@@ -341,7 +343,7 @@ def with_word_borders(kind: str) -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("template", [LLAMA2, ZEPHYR], ids=["llama2", "zephyr"])
 @pytest.mark.parametrize("kind", ["first", "always", "never", "prepend"])
-def test_segments_are_tokenised_as_in_one_text(kind, template):
+def test_segment_tokens_match_tokens_of_the_joined_text(kind, template):
     tokenizer = with_word_borders(kind)
     tokenizer.chat_template = template
     made = encoder(tokenizer)
@@ -352,14 +354,14 @@ def test_segments_are_tokenised_as_in_one_text(kind, template):
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "no-such-owner/no-such-tokenizer"])
-def test_unreadable_tokenizer_is_one_line(name, monkeypatch):
+def test_error_for_unreadable_tokenizer_is_one_line(name, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=rf"--tokenizer_name {name}: .*; give ") as info:
+    with pytest.raises(UserError, match=rf"--tokenizer_name {name}: .*; (give|use) ") as info:
         load_tokenizer(name, family="llama")
     assert "\n" not in str(info.value)
 
 
-def test_demo_tokenizer_is_what_its_script_makes(tmp_path):
+def test_script_reproduces_the_demo_tokenizer(tmp_path):
     from data.train_demo_tokenizer import train
 
     tokenizer = train()

@@ -1,4 +1,4 @@
-"""Columns found by name, and rows that become samples."""
+"""Column detection, and conversion of rows to samples."""
 
 import json
 import math
@@ -24,7 +24,7 @@ def convert(row, **settings):
 
 
 @pytest.mark.parametrize(("kind", "fields"), KNOWN)
-def test_known_columns_are_found(kind, fields):
+def test_known_columns_are_detected(kind, fields):
     row = dict.fromkeys(["id", *fields], "x")
     columns = choose_columns(DataConfig(), list(row))
     assert columns.chat == (kind != "text") and columns.shown.startswith(" -> ".join(fields))
@@ -54,13 +54,13 @@ def test_prompt_and_answer_become_a_chat(row, settings, prompt, answer):
     [
         ({"messages": CHAT}, {}),
         ({"messages": PARTS}, {}),
-        ({"messages": [turn | {"tool_calls": None} for turn in CHAT]}, {}),  # Parquet's empty keys
+        ({"messages": [turn | {"tool_calls": None} for turn in CHAT]}, {}),  # null keys, as read from Parquet
         ({"conversations": SHARE_GPT}, {}),
         ({"turns": CHAT, "messages": []}, {"dataset_messages_field": "turns"}),
         ({"prompt": CHAT[:1], "completion": CHAT[1:]}, {}),
     ],
 )
-def test_chats_are_read_in_every_form(row, settings):
+def test_all_chat_formats_are_read(row, settings):
     assert convert(row, **settings) == {"messages": CHAT}
     begun = [{"role": "system", "content": "Own."}, *CHAT]
     assert convert({"messages": begun}, system_prompt="Be short.") == {"messages": begun}
@@ -78,7 +78,7 @@ def test_chats_are_read_in_every_form(row, settings):
         ({"messages": CHAT}, {}, False),
     ],
 )
-def test_default_system_prompt_is_only_for_problems(row, settings, is_maths):
+def test_default_system_prompt_is_only_for_math_problems(row, settings, is_maths):
     systems = [m["content"] for m in convert(row, **settings)["messages"] if m["role"] == "system"]
     assert systems == ([SYSTEM_PROMPT] if is_maths else [])
     assert choose_columns(DataConfig(**settings), list(row)).system == (SYSTEM_PROMPT if is_maths else "")
@@ -107,7 +107,7 @@ def test_default_system_prompt_is_only_for_problems(row, settings, is_maths):
         ),
     ],
 )
-def test_columns_in_use_are_reported_with_the_flags_for_others(columns, settings, shown):
+def test_report_shows_columns_in_use_and_flags_for_others(columns, settings, shown):
     assert choose_columns(DataConfig(**settings), columns).shown == shown
 
 
@@ -119,7 +119,7 @@ def test_columns_in_use_are_reported_with_the_flags_for_others(columns, settings
         (["x", "y"], {}, r"--dataset_name demo: no chat.*--dataset_text_field.*\(columns: x, y\)"),
     ],
 )
-def test_missing_columns_are_refused_with_those_there_are(columns, settings, message):
+def test_error_for_missing_columns_lists_existing_ones(columns, settings, message):
     with pytest.raises(UserError, match=message):
         choose_columns(DataConfig(**settings), columns)
 
@@ -148,13 +148,13 @@ def test_single_or_sparse_calls_become_a_list(form):
 
 
 @pytest.mark.parametrize("none", [None, "", "null", "[]", "{}", "[null]", [], {}])
-def test_empty_tools_are_left_out(none):
+def test_empty_tools_are_dropped(none):
     sample = sample_with_tools(none, none, content="I look.")
     assert sample == {"messages": [{"role": "assistant", "content": "I look."}]}
 
 
 @pytest.mark.parametrize("other", ["search", ["search"], 5, '{"a":' * 100_000 + "1" + "}" * 100_000])
-def test_unreadable_tools_are_left_out_but_unreadable_calls_make_a_bad_row(other):
+def test_malformed_tools_are_dropped_but_malformed_calls_make_a_bad_row(other):
     sample = sample_with_tools(other, other, content="I look.")
     assert sample["tools"] is None
     assert judge(sample) == (Status.BAD, "the tool calls of the assistant are not a list of calls")
@@ -170,7 +170,7 @@ def test_prompt_and_answer_may_have_tools(chats):
     )
 
 
-def test_keys_filled_in_by_arrow_are_dropped_but_written_nulls_stay():
+def test_nulls_added_by_arrow_are_dropped_but_explicit_nulls_stay():
     other = {"type": "function", "function": {"name": "search", "arguments": {"query": "x"}}}
     rows = [{"messages": [CHAT[1] | {"tool_calls": [call]}], TOOLS: [call]} for call in (CALL, other)]
     stored = Dataset.from_list(rows)
@@ -205,9 +205,9 @@ def test_keys_filled_in_by_arrow_are_dropped_but_written_nulls_stay():
         (convert({"question": "?", "answer": 10**400}), Status.USED, ""),
         (json_line(convert, {"text": "{cut"}), Status.BAD, "not valid JSON"),
         (json_line(convert, {"text": "[" * 100_000}), Status.BAD, "not valid JSON"),
-        (json_line(convert, {"text": "[1]"}), Status.BAD, "JSON, but no object"),
+        (json_line(convert, {"text": "[1]"}), Status.BAD, "not a JSON object"),
         (json_line(convert, {"text": " "}), Status.EMPTY, ""),
     ],
 )  # fmt: skip
-def test_unusable_samples_are_told_apart(sample, status, reason):
+def test_unusable_samples_get_status_and_reason(sample, status, reason):
     assert judge(sample) == (status, reason)

@@ -1,4 +1,4 @@
-"""The order of the data: complete, repeatable, resumable anywhere and on any number of ranks."""
+"""Data order: complete, reproducible, and resumable at any position on any number of ranks."""
 
 import json
 import multiprocessing
@@ -42,7 +42,7 @@ streaming = pytest.mark.parametrize("streaming", [False, True], ids=["stored", "
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Prompt/answer rows of very different lengths, 20 of them in a second split."""
+    """Folder with prompt/answer rows of very different lengths, and 20 rows in a second split."""
     path = tmp_path_factory.mktemp("data") / "rows"
     path.mkdir()
     rng = np.random.default_rng(0)
@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def make(folder, build, monkeypatch):
-    """Function that builds loaders over the folder."""
+    """Function that builds loaders from the folder."""
     monkeypatch.setattr(data.order, "WINDOW", 25)  # several windows in ROWS
     defaults = {
         "dataset_name": str(folder),
@@ -70,7 +70,7 @@ def make(folder, build, monkeypatch):
 
 
 def content(batch):
-    """Everything in a batch, comparable."""
+    """Return the content of a batch in a comparable form."""
     inputs = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in batch.inputs.items()}
     return inputs, batch.sample_ids, batch.label_tokens, batch.real_tokens, batch.padded_tokens
 
@@ -80,7 +80,7 @@ def ids(batches):
 
 
 @mode
-def test_epoch_holds_every_sample_once_in_an_order_of_its_own(make, mode):
+def test_epoch_has_every_sample_once_and_epochs_differ_in_order(make, mode):
     loader = make(**mode).train
     epochs = [list(loader) for _ in range(2)]
     assert all(Counter(ids(epoch)) == Counter(range(ROWS)) for epoch in epochs)
@@ -93,7 +93,7 @@ def test_epoch_holds_every_sample_once_in_an_order_of_its_own(make, mode):
 
 
 @mode
-def test_resume_anywhere_continues_the_uninterrupted_run(make, mode):
+def test_resume_at_any_position_matches_uninterrupted_run(make, mode):
     whole = make(**mode).train
     batches, states = [], [whole.state_dict()]
     for _ in range(2):
@@ -108,7 +108,7 @@ def test_resume_anywhere_continues_the_uninterrupted_run(make, mode):
 
 
 @mode
-def test_other_world_and_batch_sizes_continue_the_same_order(make, mode):
+def test_order_is_independent_of_world_and_batch_size(make, mode):
     whole = ids(make(**mode, batch_size=1).train)
     done, state = [], None
     for world_size, batch_size, steps in ((4, 1, 2), (2, 2, 2), (1, 3, None)):
@@ -124,7 +124,7 @@ def test_other_world_and_batch_sizes_continue_the_same_order(make, mode):
 
 
 @pytest.mark.parametrize("mode", [{}, {"streaming": True}], ids=["stored", "streamed"])
-def test_every_rank_takes_part_in_the_last_step(make, mode):
+def test_every_rank_gets_a_batch_in_the_last_step(make, mode):
     settings = {**mode, "num_of_samples": 9, "packing": False}  # 9 bins for 4 ranks of 2
     shares = [list(make(**settings, rank=rank, world_size=4).train) for rank in range(4)]
     assert [len(share) for share in shares] == [2] * 4
@@ -134,38 +134,38 @@ def test_every_rank_takes_part_in_the_last_step(make, mode):
     assert all(tuple(batch.inputs["input_ids"].shape) == (1, 16) for batch in last[1:])
 
 
-def test_rank_without_packed_sequences_gets_one_short_row(make):
-    ranks = make(batch_size=1).train.micro_batches_per_epoch - 1  # one sequence is left for the second step
+def test_rank_without_packed_sequences_gets_one_padding_row(make):
+    ranks = make(batch_size=1).train.micro_batches_per_epoch - 1  # the second step has one sequence
     *full, last = make(batch_size=1, rank=ranks - 1, world_size=ranks).train
     assert len(full) == 1 and last.inputs["input_ids"].shape == (1, 16)
     assert last.inputs["max_seqlen"] == 128 and last.label_tokens == last.real_tokens == 0
 
 
 @streaming
-def test_fewer_sequences_than_a_step_needs_are_refused(make, streaming):
+def test_data_smaller_than_a_micro_batch_is_refused(make, streaming):
     with pytest.raises(UserError, match="--batch_size 9: on 2 ranks a micro-batch needs 18 sequences, but"):
         make(num_of_samples=9, packing=False, batch_size=9, world_size=2, streaming=streaming)
 
 
-def test_padding_multiple_changes_widths_only(make):
+def test_padding_multiple_changes_only_widths(make):
     narrow, wide = (list(make(pad_multiple=multiple).train) for multiple in (16, 96))
     assert ids(narrow) == ids(wide)
     assert [{b.inputs["input_ids"].shape[1] for b in batches} for batches in (narrow, wide)] == [{128}, {192}]
 
 
-def test_loading_leaves_the_global_random_state_alone(make):
+def test_loading_does_not_change_the_global_random_state(make):
     before = torch.get_rng_state()
     list(make(num_workers=2).train)
     assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize(("per_step", "ahead"), [(1, 4), (4, 4), (7, 8)])
-def test_workers_prefetch_a_whole_step_but_the_state_does_not(make, per_step, ahead):
+def test_workers_prefetch_a_step_but_the_state_ignores_prefetched_batches(make, per_step, ahead):
     loader = make(num_workers=2, micro_batches_per_step=per_step, batch_size=1).train
     before, batches = set(data.loader.readers), iter(loader)
     next(batches)
     (reader,) = set(data.loader.readers) - before
-    assert reader._send_idx - reader._rcvd_idx == ahead  # two each at least
+    assert reader._send_idx - reader._rcvd_idx == ahead  # at least two per worker
     assert loader.state_dict()["position"] == 1
     start = {**loader.state_dict(), "position": 0}
     first = [content(batch) for batch in make(batch_size=1).train]
@@ -179,7 +179,7 @@ def workers():
 
 @pytest.mark.parametrize("name", ["train", "eval"])
 @streaming
-def test_workers_serve_all_passes_until_one_is_abandoned(make, name, streaming):
+def test_workers_persist_across_epochs_until_one_is_abandoned(make, name, streaming):
     others = workers()
     loader = getattr(make(num_workers=2, eval_samples=8, streaming=streaming), name)
     passes = [[content(batch) for batch in loader]]
@@ -241,7 +241,7 @@ for child, name in children.items():
 """
 
 
-def test_process_ends_though_its_workers_ignore_sigterm(folder, tmp_path):
+def test_process_exits_although_workers_ignore_sigterm(folder, tmp_path):
     arguments = [sys.executable, "-c", ENDINGS, str(folder), str(tmp_path)]
     with running(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         output, errors = process.communicate(timeout=600)
@@ -255,7 +255,7 @@ def test_process_ends_though_its_workers_ignore_sigterm(folder, tmp_path):
     assert "'NoneType' object is not callable" in errors
 
 
-def test_prefetched_makes_the_next_item_early_and_passes_errors_on():
+def test_prefetched_computes_one_item_ahead_and_propagates_errors():
     second, stuck = threading.Event(), threading.Event()
 
     def items():
@@ -276,7 +276,7 @@ def test_prefetched_makes_the_next_item_early_and_passes_errors_on():
     stuck.set()
 
 
-def test_no_window_of_a_stream_is_tokenised_twice(make, monkeypatch):
+def test_stream_windows_are_tokenised_once(make, monkeypatch):
     encode, encoded = Encoder.encode, []
     monkeypatch.setattr(Encoder, "encode", lambda *args: encoded.append(len(args[1])) or encode(*args))
     assert sorted(ids(make(streaming=True).train)) == list(range(ROWS))
@@ -284,7 +284,7 @@ def test_no_window_of_a_stream_is_tokenised_twice(make, monkeypatch):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_read_error_in_a_stream_is_one_line_on_how_to_resume(make, num_workers, monkeypatch):
+def test_read_error_in_a_stream_is_one_line_with_resume_hint(make, num_workers, monkeypatch):
     class Broken:
         start, max_workers, layout = [0, 0], 1, make(streaming=True).train.source.layout
 
@@ -301,15 +301,15 @@ def test_read_error_in_a_stream_is_one_line_on_how_to_resume(make, num_workers, 
     assert len(list(Items(Broken(), 0, [0, 0]))) == 1
 
 
-def test_evaluation_restarts_in_the_order_of_the_rows(make):
+def test_evaluation_restarts_in_row_order(make):
     loader = make(eval_split="test", eval_samples=10, packing=False, seed=8).eval
-    assert ids(islice(loader, 2)) == [0, 2, 4, 6]  # every second of the 20 rows
+    assert ids(islice(loader, 2)) == [0, 2, 4, 6]  # every second row of 20
     assert ids(loader) == ids(loader) == list(range(0, 20, 2))
     assert loader.epoch == 0
 
 
 @streaming
-def test_held_out_part_is_never_trained_on(make, streaming):
+def test_held_out_rows_are_never_trained_on(make, streaming):
     loaders = make(eval_samples=7, streaming=streaming, num_of_samples=70)
     train, held = set(ids(loaders.train)), set(ids(loaders.eval))
     assert (len(held), len(train)) == (7, 70) and not train & held and train | held <= set(range(ROWS))
@@ -318,24 +318,24 @@ def test_held_out_part_is_never_trained_on(make, streaming):
     assert prompts == {f"train {i}" for i in held}
 
 
-def test_held_out_part_is_a_tenth_at_most_and_depends_on_the_seed(make):
+def test_held_out_rows_are_at_most_a_tenth_and_depend_on_the_seed(make):
     parts = [set(ids(make(eval_samples=1000, seed=seed).eval)) for seed in (3, 3, 4)]
     assert [len(part) for part in parts] == [9, 9, 9]
     assert parts[0] == parts[1] != parts[2]
 
 
 @streaming
-def test_eval_split_leaves_all_rows_to_training(make, streaming):
+def test_eval_split_keeps_all_rows_for_training(make, streaming):
     loaders = make(eval_split="test", eval_samples=1000, streaming=streaming)
     assert set(ids(loaders.train)) == set(range(ROWS)) and set(ids(loaders.eval)) == set(range(20))
     assert make(eval_samples=0, eval_split="test", streaming=streaming).eval is None
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_report_counts_what_an_epoch_holds(make, packing):
+def test_report_matches_the_content_of_an_epoch(make, packing):
     answer, everything = (make(train_on_prompt=on, packing=packing) for on in (False, True))
     assert answer.report.tokens == everything.report.tokens
-    assert everything.report.label_tokens == everything.report.tokens - ROWS  # the first has no predictor
+    assert everything.report.label_tokens == everything.report.tokens - ROWS  # the first token is no label
     assert answer.report.label_tokens < everything.report.label_tokens
     for loaders in (answer, everything):
         batches, report = list(loaders.train), loaders.report
@@ -345,13 +345,13 @@ def test_report_counts_what_an_epoch_holds(make, packing):
         assert report.packing_efficiency == pytest.approx(report.tokens / padded)
 
 
-def test_tokens_with_loss_by_hand():
+def test_label_token_count_matches_hand_computed_values():
     spans = pa.chunked_array([[[0, 3], [2, 5, 7, 9]], [[], [0, 1]]])
-    # Token 0 has no predictor; the second document is cut after 8 tokens.
+    # Token 0 is never a label; the second document is truncated to 8 tokens.
     assert count_labels(spans, np.array([3, 8, 4, 1])).tolist() == [2, 4, 0, 0]
 
 
-def test_cached_tokens_serve_every_seed_length_and_layout(make, monkeypatch):
+def test_token_cache_is_shared_by_every_seed_length_and_layout(make, monkeypatch):
     first = ids(make(num_of_samples=50).train)
     monkeypatch.setattr(Encoder, "encode", lambda *_: pytest.fail("tokenised again"))
     assert ids(make(num_of_samples=50).train) == first
@@ -384,7 +384,7 @@ def test_cache_key_depends_on_tokenizer_and_prompt_format(folder, change, settin
     assert key(lambda tokenizer: None) == before and key(change, **settings) != before
 
 
-def test_processes_tokenise_like_one_and_inherit_the_tokenizer(make, monkeypatch, tmp_path):
+def test_parallel_tokenisation_matches_serial_and_inherits_the_tokenizer(make, monkeypatch, tmp_path):
     def unpicklable(_):
         raise TypeError("the encoder was pickled")
 
@@ -397,12 +397,12 @@ def test_processes_tokenise_like_one_and_inherit_the_tokenizer(make, monkeypatch
     assert make(num_proc=3, data_cache_dir=str(tmp_path)).report.rows_per_second is None  # cached
     monkeypatch.setattr(data.samples, "get_start_method", lambda: "spawn")
     with data.samples.shared_with_forks(encoder := object()) as function:
-        assert function is encoder  # other processes get a copy
+        assert function is encoder  # spawned processes get a copy
 
 
 @streaming
-def test_token_past_the_vocabulary_is_refused(make, streaming):
-    with pytest.raises(UserError, match=r"--tokenizer_name .*past the vocabulary of --model_name \(300 "):
+def test_token_id_outside_the_vocabulary_is_refused(make, streaming):
+    with pytest.raises(UserError, match=r"--tokenizer_name .*exceeds the vocabulary of --model_name \(300 "):
         make(vocab_size=300, streaming=streaming)
 
 
@@ -419,7 +419,9 @@ def test_token_past_the_vocabulary_is_refused(make, streaming):
         ({"streaming": True}, r"--streaming \(False, now True\)"),
     ],
 )
-def test_state_of_other_data_is_refused(make, change, flag):
+def test_loader_state_of_different_data_is_refused(make, change, flag):
     state = make().train.state_dict()
-    with pytest.raises(UserError, match=f"changed .*{flag}.*--resume none and another --output_dir$"):
+    with pytest.raises(
+        UserError, match=f"settings changed: .*{flag}.*--resume none and another --output_dir$"
+    ):
         make(**change).train.load_state_dict(state)

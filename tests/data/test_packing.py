@@ -1,4 +1,4 @@
-"""Bins, and the tensors made of them, over random lengths and by hand."""
+"""Packing and collation: properties over random lengths, and hand-computed examples."""
 
 from itertools import chain, combinations, pairwise
 
@@ -16,7 +16,7 @@ def sample(*ids, loss=None, row=0):
 
 
 def random_rows(rng, width):
-    """Rows of samples that fit `width`, with random loss."""
+    """Return rows of samples that fit into `width`, with random loss masks."""
     rows, number = [], 0
     for _ in range(rng.integers(1, 5)):
         row, free = [], width
@@ -29,8 +29,8 @@ def random_rows(rng, width):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_bins_hold_every_sample_once_within_capacity_and_let_none_wait(seed, monkeypatch):
-    monkeypatch.setattr(data.packing, "CHUNK", 50)  # several among the samples
+def test_bins_have_every_sample_once_within_capacity_without_starvation(seed, monkeypatch):
+    monkeypatch.setattr(data.packing, "CHUNK", 50)  # several chunks
     rng = np.random.default_rng(seed)
     capacity = int(rng.integers(1, 200))
     lengths = rng.integers(1, capacity + 1, rng.integers(0, 400))
@@ -47,7 +47,7 @@ def test_order_depends_only_on_seed_and_epoch():
     assert len({tuple(shuffled(50, seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}) == 4
 
 
-def test_best_fit_subset_is_the_fullest_and_the_earliest_by_its_last_index():
+def test_best_fit_subset_is_the_fullest_and_prefers_early_samples():
     rng = np.random.default_rng(0)
     for _ in range(50):
         lengths = rng.integers(1, 12, rng.integers(0, 8)).tolist()
@@ -63,19 +63,19 @@ def test_best_fit_subset_is_the_fullest_and_the_earliest_by_its_last_index():
         assert tuple(best_fit_subset(lengths, capacity)) == min(fullest, key=lambda c: c[::-1])
 
 
-def test_fill_by_hand():
+def test_fill_matches_hand_computed_bins():
     lengths = np.array([5, 3, 2, 5, 4, 1])
     bins = list(fill(lengths, np.arange(6), 8))
     assert bins == [[0, 1], [2, 5, 3], [4]]  # 5 + 3; 2, then 1 and 5 rather than 4; 4
-    # Everything in sight fits but leaves no room: chosen as the fullest subset, from the back.
+    # The whole window fills the bin exactly: it is chosen as best subset, in reverse order.
     assert list(fill(np.array([2, 3, 3]), np.arange(3), 8)) == [[0, 2, 1]]
     assert list(fill(np.array([2, 3, 3]), np.arange(3), 9)) == [[0, 1, 2]]
     assert list(fill(lengths[:0], np.arange(0), 8)) == []
 
 
-def test_real_lengths_fill_sequences():
+def test_realistic_lengths_fill_sequences():
     rng = np.random.default_rng(0)
-    lengths = rng.lognormal(5.4, 0.4, 7000).astype(np.int64).clip(80, 1024)  # as of GSM8K
+    lengths = rng.lognormal(5.4, 0.4, 7000).astype(np.int64).clip(80, 1024)  # similar to GSM8K
     assert lengths.sum() / (len(list(fill(lengths, shuffled(7000, 42, 0), 1024))) * 1024) > 0.99
     short, capacity = rng.integers(20, 60, 4000), 50 * LOOK_AHEAD  # more than the look-ahead can fill
     full = [short[members].sum() / capacity for members in fill(short, np.arange(4000), capacity)]
@@ -91,10 +91,10 @@ def test_pieces_of_a_document_are_consecutive_and_complete(limit):
         mine = np.flatnonzero(document == i)
         assert start[mine].tolist() == [0, *np.cumsum(length[mine])[:-1]]
         assert length[mine].sum() == total
-        assert limit == 2 or total == 1 or length[mine].min() > 1  # a single token has no predictor
+        assert limit == 2 or total == 1 or length[mine].min() > 1  # a single token has no label
 
 
-def test_packed_batch_by_hand():
+def test_packed_batch_matches_hand_computed_tensors():
     rows = [
         [sample(11, 12, 13, loss=[False, True, True], row=7), sample(21, 22, row=9)],
         [sample(31, 32, 33, row=4)],
@@ -113,11 +113,11 @@ def test_packed_batch_by_hand():
     assert (moved.inputs["max_seqlen"], moved.label_tokens, moved.sample_ids) == (8, 5, [7, 9, 4])
 
 
-def test_padded_batch_by_hand():
+def test_padded_batch_matches_hand_computed_tensors():
     rows, x = [[sample(11, 12, 13, loss=[False, False, True], row=1)], [sample(0, 0, row=2)]], IGNORE
     batch = build_batch(rows, 4, pad_id=0)
     assert batch.inputs["input_ids"].tolist() == [[11, 12, 13, 0], [0, 0, 0, 0]]
-    # Token 0 is the padding's id and a real token of the second sample, where it keeps its loss.
+    # Id 0 is the padding id and also a real token of the second sample, where it keeps its loss.
     assert batch.inputs["labels"].tolist() == [[x, 13, x, x], [0, x, x, x]]
     assert batch.inputs["position_ids"].tolist() == [[0, 1, 2, 3]] * 2
     assert set(batch.inputs) == {"input_ids", "labels", "position_ids"}
@@ -125,7 +125,7 @@ def test_padded_batch_by_hand():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_packed_rows_hold_each_sample_and_the_padding_as_a_sequence(seed):
+def test_packed_rows_have_one_sequence_per_sample_and_one_for_padding(seed):
     rng = np.random.default_rng(seed)
     width = int(rng.integers(4, 40))
     rows = random_rows(rng, width)

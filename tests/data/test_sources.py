@@ -1,4 +1,4 @@
-"""Rows from every source and format, faulty rows, and errors a user can act on."""
+"""Reading rows from every source and format, malformed rows, and user errors."""
 
 import bz2
 import codecs
@@ -31,7 +31,7 @@ folder = pytest.mark.parametrize("folder", [False, True], ids=["file", "folder"]
 
 @streaming
 @pytest.mark.parametrize("name", DATASETS)
-def test_data_sets_of_the_table_are_repeatable_and_usable(name, streaming, tmp_path):
+def test_registered_data_sets_are_usable_and_reproducible(name, streaming, tmp_path):
     cfg = DataConfig(dataset_name=name, data_cache_dir=str(tmp_path / "cache"), streaming=streaming)
     first, second = (open_source(cfg, cfg.split_name) for _ in range(2))
     samples = [first.to_sample(row) for row in first.rows]
@@ -39,7 +39,7 @@ def test_data_sets_of_the_table_are_repeatable_and_usable(name, streaming, tmp_p
     assert samples and all(judge(sample)[0] == 0 for sample in samples)
 
 
-def test_demo_is_fixed_and_its_splits_share_no_problem():
+def test_demo_is_unchanged_and_its_splits_are_disjoint():
     train, test = (list(read_demo(split)) for split in FILES)
     assert (len(train), len(test)) == (6000, 500)
     assert len({row["problem"] for row in train + test}) == 6500
@@ -48,13 +48,13 @@ def test_demo_is_fixed_and_its_splits_share_no_problem():
 
 
 @pytest.mark.parametrize("split", FILES)
-def test_demo_answers_are_arithmetically_right(split):
+def test_demo_answers_are_correct(split):
     for row in read_demo(split):
         *steps, last = row["generated_solution"].split("\n")
         assert last == f"The answer is $\\boxed{{{row['expected_answer']}}}$."
         equations = re.findall(r"(\d+(?: [-+*/] \d+)+) = (\d+)", "\n".join(steps))
         assert len(equations) >= len(steps) and row["expected_answer"] in [right for _, right in equations]
-        # Every number that a step starts from is in the problem or an earlier step's result.
+        # Every operand is in the problem or is the result of an earlier step.
         known = set(re.findall(r"\d+", row["problem"])) | {"2", "3", "4", "100"}
         for left, right in equations:
             assert eval(left) == int(right) and set(re.findall(r"\d+", left)) <= known, row
@@ -112,7 +112,7 @@ def test_lines_of_a_text_file_are_rows(load, answers):
         ("encoding: latin-1", "question,answer,caf\u00e9\nWhat?,07,x\n"),
     ],
 )
-def test_options_in_a_folders_readme_are_used(load, answers, tmp_path, options, contents):
+def test_loading_options_in_the_readme_are_used(load, answers, tmp_path, options, contents):
     (tmp_path / "set").mkdir()
     config = f"- config_name: default\n  data_files: train.csv\n  {options}\n"
     (tmp_path / "set" / "README.md").write_text(f"---\nconfigs:\n{config}---\n")
@@ -138,7 +138,7 @@ def test_only_the_files_of_the_split_are_read(tmp_path):
 
 @streaming
 @pytest.mark.parametrize("first", [{"instruction": "Hi.", "output": "Hello."}, {"id": 1}])
-def test_columns_are_those_of_all_first_lines(load, texts, first, streaming):
+def test_columns_are_the_union_over_the_first_lines(load, texts, first, streaming):
     row = {"instruction": "Add.", "input": "1, 2", "output": "3"}
     loaders = load(json_lines(first, *[row] * 3), streaming=streaming)
     found = [text for text, _ in texts(loaders)]
@@ -153,7 +153,7 @@ def test_optional_columns_are_found_in_any_row(load, texts):
 
 
 @streaming
-def test_faulty_rows_are_counted_and_the_first_is_shown(load, answers, streaming):
+def test_bad_rows_are_counted_and_the_first_is_reported(load, answers, streaming):
     contents = (
         json_lines(PAIR)
         + b'{"problem": "bad \xff\xfe bytes", "generated_solution": "x"}\n'
@@ -178,7 +178,7 @@ def test_faulty_rows_are_counted_and_the_first_is_shown(load, answers, streaming
 
 
 @streaming
-def test_bad_row_is_numbered_as_an_editor_counts(load, build, tmp_path, streaming):
+def test_bad_row_number_is_its_line_number(load, build, tmp_path, streaming):
     whole = json_lines(PAIR) * 9 + b"\n"  # a blank line counts
     report = load(whole + b"{cut\n" + json_lines(PAIR), streaming=streaming).report
     assert report.first_bad_row == "line 11: not valid JSON"
@@ -189,23 +189,25 @@ def test_bad_row_is_numbered_as_an_editor_counts(load, build, tmp_path, streamin
     for name, contents in (("train-0.jsonl", json_lines(PAIR)), ("train-1.jsonl", b"{cut\n")):
         (tmp_path / "several" / name).write_bytes(contents)
     several = build(dataset_name=str(tmp_path / "several"), split_name="train", streaming=streaming)
-    assert several.report.first_bad_row == "row 2: not valid JSON"  # a number in two files is no line's
+    assert (
+        several.report.first_bad_row == "row 2: not valid JSON"
+    )  # with two files, row numbers are not line numbers
 
 
-def test_stream_reports_later_bad_rows_on_rank_0(load, caplog, monkeypatch):
+def test_stream_logs_later_bad_rows_on_rank_0(load, caplog, monkeypatch):
     monkeypatch.setattr("data.order.WINDOW", 25)
     contents = json_lines(*[{"text": f"row {i}" if i != 30 else 5} for i in range(40)])
     for rank, logged in ((1, False), (0, True)):
         loaders = load(contents, streaming=True, rank=rank, world_size=2)
         assert loaders.report.bad_rows == 0
         list(loaders.train)
-        assert ("1 of the stream's rows from row 26 on are dropped" in caplog.text) == logged
+        assert ("stream window starting at row 26: 1 rows dropped" in caplog.text) == logged
 
 
-def test_overlong_rows_are_cut_on_request(load, texts, tokenizer):
+def test_overlong_rows_are_truncated_if_requested(load, texts, tokenizer):
     rows = [
         {"prompt": "p", "completion": "so " * 200},
-        {"prompt": "so " * 200, "completion": "answer"},  # the answer is beyond the cut
+        {"prompt": "so " * 200, "completion": "answer"},  # truncation removes the answer
         {"prompt": "p", "completion": "q"},
     ]
     loaders = load(json_lines(*rows), overlong="truncate", max_seq_length=64)
@@ -218,7 +220,7 @@ def test_overlong_rows_are_cut_on_request(load, texts, tokenizer):
 @streaming
 @pytest.mark.parametrize("packing", [False, True])
 def test_long_texts_are_split_without_losing_a_token(load, tokenizer, packing, streaming):
-    # Counting makes every piece of two tokens recognisable.
+    # Consecutive numbers make every piece unique.
     documents = [" ".join(map(str, range(100 * i, 100 * i + n))) for i, n in enumerate((3, 40, 1, 90))]
     contents = json_lines(*({"text": document} for document in documents))
     loaders = load(contents, max_seq_length=24, packing=packing, streaming=streaming)
@@ -240,19 +242,19 @@ def test_long_texts_are_split_without_losing_a_token(load, tokenizer, packing, s
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_padding_with_the_end_token_keeps_the_real_ones_loss(load, tokenizer, packing):
+def test_padding_with_eos_keeps_the_loss_on_real_eos(load, tokenizer, packing):
     tokenizer.pad_token = tokenizer.eos_token
     [batch] = load(json_lines({"text": "two words"}), packing=packing, max_seq_length=64).train
     labels = batch.inputs["labels"][0]
     assert labels[labels != IGNORE][-1] == tokenizer.eos_token_id
     assert batch.label_tokens == batch.real_tokens - 1
     assert set(batch.inputs["input_ids"][0, batch.real_tokens :].tolist()) == {tokenizer.eos_token_id}
-    tokenizer.add_special_tokens({"pad_token": "<pad>"})  # past the model's embedding
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})  # outside the model's embedding
     [batch] = load(json_lines({"text": "two words"}), packing=packing, max_seq_length=64).train
     assert tokenizer.pad_token_id == VOCABULARY > int(batch.inputs["input_ids"].max())
 
 
-def test_evaluation_reports_its_columns_if_they_differ(build, tmp_path):
+def test_evaluation_report_shows_columns_if_they_differ(build, tmp_path):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_bytes(json_lines(*[{"prompt": "a", "completion": "b"}] * 20))
     (tmp_path / "set" / "test.jsonl").write_bytes(json_lines(*[{"text": "two words"}] * 3))
@@ -292,8 +294,8 @@ ERRORS = {
     "broken parquet": (b"PAR1 not parquet", {"name": "a.parquet"}, "a.parquet: cannot be read"),
     "not a data file": (b"x", {"name": "a.pkl"}, r"a.pkl: not a data file.*\.jsonl"),
     "too long for the model": (USABLE, {"max_seq_length": 4096}, "--max_seq_length 4096: .* 2048 positions"),
-    "no such file": (USABLE, {"dataset_name": "no/rows.jsonl"}, "no/rows.jsonl: there is no such file"),
-    "a file's configuration": (USABLE, {"dataset_name": f"{__file__}:main"}, "a file has no configurations"),
+    "no such file": (USABLE, {"dataset_name": "no/rows.jsonl"}, "no/rows.jsonl: no such file; check"),
+    "a file's configuration": (USABLE, {"dataset_name": f"{__file__}:main"}, "omit :CONFIGURATION"),
     "no such folder": (USABLE, {"dataset_name": "/no/such/folder"}, "folder: cannot be read.*demo"),
     "out of reach": (USABLE, {"dataset_name": "no-such-owner/set"}, "owner/set: cannot be read.*demo"),
     "demo split": (USABLE, {"dataset_name": "demo", "split_name": "dev"}, "dev: .*train_1M, test"),
@@ -307,7 +309,7 @@ ERRORS = {
 
 @streaming
 @pytest.mark.parametrize(("contents", "settings", "message"), ERRORS.values(), ids=ERRORS)
-def test_errors_are_one_line_with_flag_and_way_out(
+def test_errors_are_one_line_with_flag_and_remedy(
     load, build, contents, settings, message, streaming, monkeypatch
 ):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -325,7 +327,7 @@ def test_wrong_evaluation_split_is_refused_before_tokenisation(load, monkeypatch
         load(USABLE, eval_split="dev", eval_samples=1, streaming=streaming)
 
 
-def test_read_errors_past_the_first_rows_of_a_stream(build, tmp_path):
+def test_read_error_later_in_a_stream_is_reported(build, tmp_path):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train-0.jsonl").write_bytes(USABLE * 400)
     for name in ("train-1", "test"):
@@ -339,7 +341,7 @@ def test_read_errors_past_the_first_rows_of_a_stream(build, tmp_path):
 
 @pytest.fixture(params=["jsonl", "parquet"])
 def configured(request, tmp_path):
-    """A folder of two configurations."""
+    """Folder with two configurations."""
     path = tmp_path / "set"
     path.mkdir()
     card = "configs:\n"
@@ -361,41 +363,46 @@ def test_configurations_are_chosen_by_name(build, answers, configured, streaming
     for suffix in ("", ":nope"):
         with pytest.raises(UserError, match=r"'main', 'socratic'.*NAME:CONFIGURATION"):
             build(dataset_name=f"{configured}{suffix}", **settings)
-    aside = configured.rename(configured.with_name("set:main"))  # a path that exists has no configuration
+    aside = configured.rename(
+        configured.with_name("set:main")
+    )  # an existing path is never split at the colon
     with pytest.raises(UserError, match=f"{aside}: .*'main', 'socratic'"):
         build(dataset_name=str(aside), **settings)
 
 
-def test_warnings_name_what_is_used_or_left_out(load, answers, caplog, tokenizer):
+def test_warnings_on_split_held_out_rows_tools_and_turn_end(load, answers, caplog, tokenizer):
     assert answers(load(json_lines(PAIR), split_name="train_1M")) == ["It is 2."]
     assert (
         "--split_name train_1M: no such split in" in caplog.text
         and "using its only split, train" in caplog.text
     )
-    with pytest.raises(UserError, match="--split_name train_1M: no such split"):  # it is for evaluation
+    with pytest.raises(
+        UserError, match="--split_name train_1M: no such split"
+    ):  # the only split is the evaluation split
         load(json_lines(PAIR), split_name="train_1M", eval_split="train")
     assert (
-        load(USABLE * 3, "few.jsonl", eval_samples=5).eval is None and "too few to hold some" in caplog.text
+        load(USABLE * 3, "few.jsonl", eval_samples=5).eval is None
+        and "too few for a held-out set" in caplog.text
     )
     load(json_lines(*[{**PAIR, "tools": "[]"}] * 3), "tools.jsonl")
-    assert "has no place for tools" in caplog.text and "where to stop" not in caplog.text
+    assert "does not render tools" in caplog.text and "where to stop" not in caplog.text
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     tokenizer.chat_template += "{% if add_generation_prompt %}assistant: {% endif %}"
     load(USABLE, "texts.jsonl")
     assert "where to stop" not in caplog.text, "plain text ends with the tokenizer's own token"
     load(json_lines(*[PAIR] * 20), "pairs.jsonl", eval_samples=2)
-    assert caplog.text.count("does not show the model where to stop") == 1
+    assert caplog.text.count("does not learn where to stop") == 1
 
 
-def test_unusable_held_out_part_means_no_evaluation(load, caplog):
+def test_unusable_held_out_rows_disable_evaluation(load, caplog):
     rows = [{"text": f"{i} is a number. " * 4} for i in range(10)]
     without = 0
-    for i in range(10):  # one of them is held out
+    for i in range(10):  # one of the rows is held out
         loaders = load(json_lines(*rows[:i], {"text": 5}, *rows[i + 1 :]), f"{i}.jsonl", eval_samples=1)
         without += loaders.eval is None
-    assert without == 1 and caplog.text.count("no held-out row can be used") == 1
+    assert without == 1 and caplog.text.count("all held-out rows are unusable") == 1
 
 
-def test_stream_shorter_than_its_held_out_part_is_refused(load):
-    with pytest.raises(UserError, match=r"no rows after the 5 held out.*--eval_samples"):
+def test_stream_without_rows_after_the_held_out_ones_is_refused(load):
+    with pytest.raises(UserError, match=r"no rows after the 5 held-out rows.*--eval_samples"):
         load(USABLE, streaming=True, eval_samples=5)
