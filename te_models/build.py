@@ -1,4 +1,4 @@
-"""Models: `plan_model` resolves a name, `build_model` builds its TE or its Hugging Face form."""
+"""Building models: `plan_model` resolves a name, `build_model` builds the TE or the Hugging Face form."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from te_models.weights import (
     weight_files,
 )
 
-CHUNKS, CHUNK_BYTES = 16, 2**16  # samples of a weight file that `identity` reads
+CHUNKS, CHUNK_BYTES = 16, 2**16  # number and size of the samples that `identity` reads of a weight file
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A model to build: its configuration, and the folder of its weights (None: random weights)."""
+    """Model to build: its configuration and the folder of its weights (None: random weights)."""
 
     name: str
     config: Any
@@ -63,13 +63,13 @@ class ModelPlan:
 
     @property
     def own_code(self) -> bool:
-        """True if its class comes from the model's repository, whatever its model_type is."""
+        """True if the model class is Python code from the model's repository."""
         auto_map = getattr(self.config, "auto_map", None) or {}
         return self.trust_remote_code and "AutoModelForCausalLM" in auto_map
 
     @property
     def of_known_family(self) -> bool:
-        """True if weights have the names of a family with a TE form, and logits are `lm_head(hidden)`."""
+        """True for a TE family with transformers' own class: known weight names, logits = lm_head(hidden)."""
         return self.family in FAMILIES and not self.own_code
 
 
@@ -78,7 +78,7 @@ def plan_model(
 ) -> ModelPlan:
     """Resolve `--model_name` and `--init`, downloading configuration and weights where needed.
 
-    UserError if there is no such model, the hub cannot be reached, or the model cannot be trained.
+    Raise UserError if the model does not exist, cannot be downloaded, or cannot be trained.
     """
     random = init == "random" or (init == "auto" and name in LOCAL_PRESETS)
     if not random and name in LOCAL_PRESETS:
@@ -110,7 +110,7 @@ def _read_config(name: str, *, random: bool, cache_dir: str | None, trust_remote
         raise bad_setting(f"there is no such preset or folder; did you mean {preset!r}?", model_name=name)
     export = Path(name, "export")
     if Path(name, "metrics.jsonl").exists() and export.exists():
-        raise bad_setting(f"is a run folder; give the model that it exported, {export}", model_name=name)
+        raise bad_setting(f"this is a run folder; give its exported model, {export}", model_name=name)
     try:
         require_reachable_hub(name, ("config.json",), cache_dir)
         fields, _ = PretrainedConfig.get_config_dict(name, cache_dir=cache_dir)
@@ -121,22 +121,22 @@ def _read_config(name: str, *, random: bool, cache_dir: str | None, trust_remote
         way = " or use --init random" if name in PRESETS else " (presets: te_models/presets.py)"
         reason = f"{first_line(error)} Give a local folder or a hub id{way}"
         raise bad_setting(reason, model_name=name) from None
-    reason = "it brings its own Python code; read that, then add --trust_remote_code"
+    reason = "it needs Python code from its repository; read that code, then add --trust_remote_code"
     raise bad_setting(reason, model_name=name)
 
 
 def _refuse_untrainable(name: str, config: Any) -> None:
     if getattr(config.get_text_config(), "is_causal", True) is False:
         raise bad_setting(
-            "is_causal is false in its config.json, so tokens attend to later ones and next-token training "
-            "makes no sense; use a causal model, or remove that line",
+            "is_causal is false in its config.json, so tokens would see the next tokens that they predict; "
+            "use a causal model, or remove that line",
             model_name=name,
         )
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else "unknown"
         raise bad_setting(
-            f"its weights are quantized (quant_method {method}), which cannot be trained; give the model "
-            "that they were made from",
+            f"quantized weights cannot be trained (quant_method {method}); give the original, unquantized "
+            "model",
             model_name=name,
         )
 
@@ -151,7 +151,7 @@ def refuse_te(name: str, config: Any) -> None:
 
 
 def _find_weights(name: str, cache_dir: str | None) -> Path:
-    """Return the local folder of a model's weights, downloading them from the hub."""
+    """Return the local folder of a model's weights; download them from the hub if necessary."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
@@ -169,11 +169,11 @@ def _find_weights(name: str, cache_dir: str | None) -> Path:
 
 
 def _check_weights(plan: ModelPlan, *, use_te: bool) -> None:
-    """Refuse unreadable safetensors, and weights without a place in TE layers, before anything is loaded."""
+    """Refuse unreadable safetensors and weights that do not fit TE layers, before anything is loaded."""
     source, config = SafetensorsSource(plan.weights), plan.config
     has_both = {EMBEDDING, LM_HEAD} <= source.shapes().keys()
     if has_both and getattr(config, "tie_word_embeddings", False):
-        # transformers, too, unties a stored head that differs from the embedding.
+        # As in transformers: a stored head that differs from the embedding is not tied.
         config.tie_word_embeddings = torch.equal(source.get(EMBEDDING), source.get(LM_HEAD))
     if use_te:
         model = _on_meta(plan)
@@ -183,8 +183,8 @@ def _check_weights(plan: ModelPlan, *, use_te: bool) -> None:
 def identity(plan: ModelPlan) -> dict[str, str]:
     """Return digests of a model's configuration and weight files, to compare copies on several hosts.
 
-    A weight file counts by its size and CHUNKS samples of its bytes, the first of which hold all names and
-    shapes: quick for any size, and two revisions of a model differ nearly everywhere.
+    Only the size and CHUNKS samples of a weight file are hashed, so it is fast for any size. The first sample
+    contains the names and shapes of the tensors, and two revisions of a model differ nearly everywhere.
     """
     settings = {k: v for k, v in plan.config.to_diff_dict().items() if not k.startswith("_")}
     text = json.dumps(settings, sort_keys=True, default=str)
@@ -203,7 +203,7 @@ def identity(plan: ModelPlan) -> dict[str, str]:
 
 
 def build_model(plan: ModelPlan, options: BuildOptions) -> nn.Module:
-    """Build the form that `options` name, in training mode; both forms hold the same weights. Collective."""
+    """Build the TE or the Hugging Face form, in training mode, with the same weights. Collective."""
     build = build_hf_form if options.te_backend is None else build_te_form
     return build(plan, options).train()
 
@@ -222,7 +222,7 @@ def build_te_form(plan: ModelPlan, options: BuildOptions) -> TECausalLM:
 
 
 def build_hf_form(plan: ModelPlan, options: BuildOptions) -> HFCausalLM:
-    """Build transformers' implementation; sharded before it has storage where its files can be streamed."""
+    """Build transformers' implementation; shard it on the meta device if its weights can be streamed."""
     source = _streamed_source(plan, options) if options.shard else None
     if source:
         with parameters_on_meta():
@@ -231,7 +231,7 @@ def build_hf_form(plan: ModelPlan, options: BuildOptions) -> HFCausalLM:
         materialize(inner, options.parameter_device or options.device)
         fill_named(dict(inner.named_parameters()), source)
     elif plan.weights:
-        # A whole model waits on the CPU to be sharded.
+        # A model that is loaded whole stays on the CPU until it is sharded.
         inner = _from_files(plan, options.dtype).to("cpu" if options.shard else options.device)
         model = _wrap(inner, plan, options)
     else:
@@ -240,7 +240,7 @@ def build_hf_form(plan: ModelPlan, options: BuildOptions) -> HFCausalLM:
     if options.packed:
         sharded = options.shard is not None and dist.is_initialized()
         refuse_leaking_packing(model.eval(), plan.name, sharded=sharded)
-    if options.fp8_lm_head:  # only now: packing is checked in high precision
+    if options.fp8_lm_head:  # after the packing check, which runs in high precision
         model.use_fp8_lm_head()
     if options.compile_layers:
         model.compile_blocks()
@@ -249,7 +249,7 @@ def build_hf_form(plan: ModelPlan, options: BuildOptions) -> HFCausalLM:
 
 def _wrap(inner: nn.Module, plan: ModelPlan, options: BuildOptions) -> HFCausalLM:
     """Wrap a transformers model, convert its linear layers and shard it."""
-    # The padding token may also end turns, and then it must be trained; labels mask the padding.
+    # The padding token may be the end-of-turn token, whose embedding must train. Labels mask padding.
     for module in inner.modules():
         if isinstance(module, nn.Embedding):
             module.padding_idx = None
@@ -278,14 +278,14 @@ def _from_seed(plan: ModelPlan, options: BuildOptions) -> nn.Module:
     torch.manual_seed(options.seed)
     with torch.device(options.device):
         model = _from_config(plan, options.dtype)
-    if plan.of_known_family:  # the same random weights as in the TE form
+    if plan.of_known_family:  # start from the same random weights as the TE form
         source = weight_source(plan, seed=options.seed, device=options.device)
         fill_named(dict(model.named_parameters()), source)
     return model
 
 
 def _from_files(plan: ModelPlan, dtype: torch.dtype) -> nn.Module:
-    """Load a model with transformers. UserError if they cannot be read or lack weights."""
+    """Load a model with transformers; raise UserError if files are unreadable or weights are missing."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -293,19 +293,19 @@ def _from_files(plan: ModelPlan, dtype: torch.dtype) -> nn.Module:
             plan.weights,
             dtype=dtype,
             trust_remote_code=plan.trust_remote_code,
-            output_loading_info=True,  # report what does not fit below instead of raising with a table
+            output_loading_info=True,  # mismatches are reported below in one line
             ignore_mismatched_sizes=True,
         )
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # damaged bytes raise any type
+    except Exception as error:  # damaged files raise exceptions of any type
         reason = f"transformers cannot load the weights ({type(error).__name__}: {first_line(error)})"
         way = "download them again, or give another model"
         raise bad_setting(f"{reason}; {way}", model_name=plan.weights) from error
     if missing := set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}:
         raise bad_setting(
-            f"the weights lack {', '.join(sorted(missing))}; give a complete model (transformers would fill "
-            "them at random)",
+            f"the weights lack {', '.join(sorted(missing))}; give a complete model (transformers would "
+            "initialize them at random)",
             model_name=plan.name,
         )
     return model
@@ -319,10 +319,10 @@ def weight_source(plan: ModelPlan, *, seed: int, device: torch.device) -> Weight
 
 
 def _streamed_source(plan: ModelPlan, options: BuildOptions) -> WeightSource | None:
-    """Return a source that holds the model's parameters under their own names and nothing else.
+    """Return a source whose tensors map 1:1 to parameters, so that each rank can stream its shards.
 
-    None if only transformers can load the model: files that it renames, merges or scales, or buffers that
-    are saved.
+    Return None if only transformers can load the model: it renames, merges or scales tensors on loading, or
+    the files contain buffers.
     """
     if not (weight_files(plan.weights) if plan.weights else plan.of_known_family):
         return None
@@ -346,11 +346,11 @@ def count_parameters(plan: ModelPlan) -> int:
     return sum(p.numel() for p in _on_meta(plan).parameters())
 
 
-def whole(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the tensors of an unsharded model: its `gather`."""
+def no_gather(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the tensors as they are: the `gather` of an unsharded model."""
     return [tensor.detach() for tensor in tensors]
 
 
-def export_tensors(model: nn.Module, gather: Gather = whole) -> Iterator[tuple[str, Tensor]]:
+def export_tensors(model: nn.Module, gather: Gather = no_gather) -> Iterator[tuple[str, Tensor]]:
     """Yield a model's weights under Hugging Face names, one by one; collective if `gather` is."""
     return hf_state(model, gather) if isinstance(model, HFCausalLM) else te_to_hf(model, gather)

@@ -1,9 +1,8 @@
 """Causal language model built from te.TransformerLayer, one class for every family.
 
-B rows, S tokens a row, T = B*S tokens, N sequences, D hidden size, H query heads, G key/value groups,
-K head size, V vocabulary, P positions.
+B rows, S tokens per row, T = B*S tokens, N sequences, D hidden size, K head size, P positions.
 
-Precision is decided by the caller: the same module runs in BF16, or in FP8 under te.autocast. Embedding and
+The caller chooses the precision: the same module runs in BF16, or in FP8 under te.autocast. Embedding and
 final norm always run in BF16, and so does the LM head unless `fp8_lm_head` is set.
 """
 
@@ -42,10 +41,10 @@ def layer_settings(*, packed: bool) -> dict[str, Any]:
 
 
 class TECausalLM(nn.Module):
-    """Token ids in, summed token loss out; built on the meta device and filled by `weights.load_te`.
+    """Causal LM that returns the summed token loss; built on the meta device, filled by `weights.load_te`.
 
-    Packed batches are read in TE's "thd" format, which separates sequences by `cu_seqlens`. Others are
-    right-padded "bshd" batches, where the causal mask hides padding from the tokens before it.
+    Packed batches use TE's "thd" format, which separates sequences by `cu_seqlens`. Unpacked batches are
+    right-padded and use "bshd"; the causal mask keeps tokens from attending to the padding after them.
     """
 
     def __init__(self, config: Any, options: BuildOptions):
@@ -54,16 +53,16 @@ class TECausalLM(nn.Module):
         self.config, self.options, self.family = config, options, FAMILIES[config.model_type]
         is_native = options.te_backend == "native"
         self.native = options.native if is_native else NativeOptions(kernels=Kernels())
-        # True in a step's first micro-batch, False in the others, None outside of steps.
+        # True in the first micro-batch of a step, False in the others, None outside of a step.
         self.first_micro_batch: bool | None = None
-        made = {"device": "meta", "dtype": options.dtype}
+        factory_kwargs = {"device": "meta", "dtype": options.dtype}
         vocabulary, hidden_size = config.vocab_size, config.hidden_size
-        self.embed_tokens = nn.Embedding(vocabulary, hidden_size, **made)
+        self.embed_tokens = nn.Embedding(vocabulary, hidden_size, **factory_kwargs)
         recipe = self.native.weight_recipe
         with te.quantized_model_init(enabled=True, recipe=recipe) if recipe else nullcontext():
             self.layers = nn.ModuleList(self._build_layer(i) for i in range(config.num_hidden_layers))
-        self.norm = te.RMSNorm(hidden_size, eps=config.rms_norm_eps, **made)
-        self.lm_head = nn.Linear(hidden_size, vocabulary, bias=False, **made)
+        self.norm = te.RMSNorm(hidden_size, eps=config.rms_norm_eps, **factory_kwargs)
+        self.lm_head = nn.Linear(hidden_size, vocabulary, bias=False, **factory_kwargs)
         if options.fp8_lm_head:
             self.lm_head.fp8_recipe = LM_HEAD_RECIPE  # read by the coverage table
         self.register_buffer("rope", torch.empty(0), persistent=False)  # [P, 1, 1, K]
@@ -74,9 +73,9 @@ class TECausalLM(nn.Module):
         config, te = self.config, engine(self.options.te_backend)
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         size, eps = head_dim(config), config.rms_norm_eps
-        made: dict[str, Any] = {"params_dtype": self.options.dtype, "device": "meta"}
+        factory_kwargs: dict[str, Any] = {"params_dtype": self.options.dtype, "device": "meta"}
         if self.native.fuse_gradient_sums:
-            made["fuse_wgrad_accumulation"] = True
+            factory_kwargs["fuse_wgrad_accumulation"] = True
         qk_norm = {"qk_norm_type": "RMSNorm", "qk_norm_eps": eps, "qk_norm_before_rope": True}
         layer = te.TransformerLayer(
             config.hidden_size,
@@ -88,17 +87,17 @@ class TECausalLM(nn.Module):
             layer_number=index + 1,
             **layer_settings(packed=self.options.packed),
             **(qk_norm if self.family.qk_norm else {}),
-            **made,
+            **factory_kwargs,
         )
         if self.family.qkv_bias:
-            # TE's `bias` adds one to every linear of the layer; only q, k and v have one.
+            # TE's `bias` argument adds a bias to every linear layer; only q, k and v have one.
             layer.self_attention.layernorm_qkv = te.LayerNormLinear(
                 config.hidden_size,
                 (heads + 2 * groups) * size,
                 eps=eps,
                 normalization="RMSNorm",
                 bias=True,
-                **made,
+                **factory_kwargs,
             )
         if self._fuses_qkv_rope:
             fuse_qkv_rope(layer)
@@ -117,7 +116,7 @@ class TECausalLM(nn.Module):
 
     @property
     def tied(self) -> bool:
-        """True if the LM head is the embedding."""
+        """True if the LM head shares the embedding's weight."""
         return self.config.tie_word_embeddings
 
     def tie(self) -> None:
@@ -125,7 +124,7 @@ class TECausalLM(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def materialize(self) -> TECausalLM:
-        """Allocate parameters, whole or sharded and uninitialised, and compute the RoPE tables."""
+        """Allocate uninitialized parameters (or shards) and compute the RoPE tables."""
         self.to_empty(device=self.options.parameter_device or self.options.device)
         self.tie()  # to_empty() unties
         self.rope = rope_angles(self.config, self.options.max_positions).to(self.options.device)
@@ -133,9 +132,9 @@ class TECausalLM(nn.Module):
         return self
 
     def cache_fp8_weights_under_fsdp(self) -> None:
-        """Let TE reuse cached FP8 weights of a sharded model whose weights stay gathered for a whole step.
+        """Let TE cache the FP8 weights of an FSDP2 model whose weights stay gathered for a whole step.
 
-        TE casts FSDP2-sharded weights in every pass, in case they were resharded in between.
+        By default TE casts FSDP2-sharded weights in every pass, because they may have been resharded.
         """
         if self.native.cache_fp8_weights:
             for module in self.modules():
@@ -144,22 +143,22 @@ class TECausalLM(nn.Module):
 
     @torch.no_grad()
     def quantize_weights(self) -> dict[str, Tensor]:
-        """Quantize sharded GEMM weights, already filled, to the FP8 that `weight_recipe` asks for.
+        """Quantize the loaded, sharded GEMM weights to FP8 by `weight_recipe`.
 
-        Returns this rank's high-precision shards by name, from which master weights start. Every quantized
-        parameter becomes a new object. Collective, since shards share a scale.
+        Return this rank's high-precision shards by name, to initialize the master weights. Every quantized
+        parameter becomes a new object. Collective, because the shards of a weight share a scale.
         """
-        before = {}
+        original = {}
         for prefix, module in self.named_modules():
             if not getattr(module, "primary_weights_in_fp8", False):
                 continue
             for name, init in module.param_init_meta.items():
                 if init.fp8_meta_index is not None:
-                    before[f"{prefix}.{name}"] = module.get_parameter(name).to_local().clone()
-                # TE quantizes in reset_parameters(), which must keep the values.
-                module.param_init_meta[name] = replace(init, init_fn=_keep, get_rng_state_tracker=None)
+                    original[f"{prefix}.{name}"] = module.get_parameter(name).to_local().clone()
+                # TE quantizes in reset_parameters(); a no-op for initialization keeps the values.
+                module.param_init_meta[name] = replace(init, init_fn=_no_op, get_rng_state_tracker=None)
             module.reset_parameters()
-        return before
+        return original
 
     def forward(
         self,
@@ -171,9 +170,9 @@ class TECausalLM(nn.Module):
     ) -> TokenLoss:
         """Return loss and correct predictions, summed over label tokens.
 
-        `input_ids`, `labels` [B, S] int64; labels are already shifted, -100 means no loss. `cu_seqlens` int32
-        [N+1] over the T tokens of a packed batch. Positions follow from `cu_seqlens` (restarting) or from S;
-        `position_ids` [B, S] int64, if given, must be the same ones.
+        `input_ids`, `labels` [B, S] int64: labels are already shifted, -100 means no loss. `cu_seqlens` [N+1]
+        int32: sequence boundaries in the T tokens of a packed batch. Positions are derived from `cu_seqlens`,
+        or are 0 to S-1 without it; `position_ids` [B, S] int64, if given, must equal them.
         """
         hidden = self.embed_tokens(input_ids)  # [B, S, D]
         rope: Any = self.rope
@@ -182,7 +181,7 @@ class TECausalLM(nn.Module):
         arguments: dict[str, Any] = {"rotary_pos_emb": rope}
         if self.native.cache_fp8_weights:
             arguments["is_first_microbatch"] = self.first_micro_batch
-        if self.options.packed and self._has_one_sequence_per_row(input_ids, cu_seqlens):
+        if self.options.packed and self._set_qkv_format(input_ids, cu_seqlens):
             arguments["self_attn_mask_type"] = "causal"
         elif self.options.packed:
             hidden = hidden.flatten(0, 1)  # [T, D]
@@ -191,7 +190,7 @@ class TECausalLM(nn.Module):
                 "cu_seqlens_kv": cu_seqlens,
                 "max_seqlen_q": max_seqlen,
                 "max_seqlen_kv": max_seqlen,
-                "pad_between_seqs": False,  # by default TE compares cu_seqlens on the host
+                "pad_between_seqs": False,  # otherwise TE compares cu_seqlens on the host, which syncs
             }
         for layer in self.layers:
             hidden = self._run(layer, hidden, arguments)
@@ -200,29 +199,29 @@ class TECausalLM(nn.Module):
             hidden, self.lm_head.weight, labels.flatten(), fp8=self.options.fp8_lm_head
         )
 
-    def _has_one_sequence_per_row(self, input_ids: Tensor, cu_seqlens: Tensor | None) -> bool:
-        """True if plain causal attention, which is faster, serves this packed batch; sets TE's format."""
+    def _set_qkv_format(self, input_ids: Tensor, cu_seqlens: Tensor | None) -> bool:
+        """Switch attention to the faster "bshd" if each row is one sequence; return True if so."""
         if self.options.te_backend != "native" or cu_seqlens is None:
             return False
-        plain = len(cu_seqlens) == len(input_ids) + 1
+        one_per_row = len(cu_seqlens) == len(input_ids) + 1
         for layer in self.layers:
-            layer.self_attention.qkv_format = "bshd" if plain else "thd"
-        return plain
+            layer.self_attention.qkv_format = "bshd" if one_per_row else "thd"
+        return one_per_row
 
     def _run(self, layer: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
         if not (self.options.gradient_checkpointing and torch.is_grad_enabled()):
             return layer(hidden, **arguments)
-        # TE's checkpoint replays the first pass's FP8 scales; torch's would quantize with newer ones.
+        # TE's checkpoint recomputes with the FP8 scales of the first pass; torch's would use newer scales.
         checkpoint = engine(self.options.te_backend).checkpoint
         return checkpoint(layer, hidden, use_reentrant=self.options.reentrant, **arguments)
 
 
-def _keep(tensor: Tensor) -> None:
+def _no_op(tensor: Tensor) -> None:
     pass
 
 
 def rope_angles(config: Any, positions: int) -> Tensor:
-    """Return RoPE angles as TE reads them, [P, 1, 1, K] float32, from transformers' inverse frequencies."""
+    """Compute RoPE angles in TE's layout, [P, 1, 1, K] float32, from transformers' inverse frequencies."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     with torch.device("cpu"):

@@ -15,7 +15,7 @@ def engine(backend: Backend) -> Any:
 
 
 def recipes(backend: Backend) -> Any:
-    """Import the module with the recipe classes and `Format`; the emulated one has the recipe probes too."""
+    """Import the module with the recipe classes and `Format`; the emulated one also has `is_*_available`."""
     native = backend == "native"
     name = "transformer_engine.common.recipe" if native else "te_models.emulation.recipes"
     return importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Model families with a TE form: how each differs from Llama, and which configurations TE layers reject.
+"""Model families with a TE form: differences from Llama, and configurations that TE layers cannot run.
 
 Adding a family takes an entry here, its presets in `presets.py` and its chat template in `data/tokenizer.py`.
 `decoder` and `weights` read the entry; nothing else depends on a family's name.
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-ROPE_TYPES = ("default", "linear", "llama3")  # fixed angles, and no rescaling of attention
+ROPE_TYPES = ("default", "linear", "llama3")  # types with fixed angles that do not rescale attention
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,14 @@ class Family:
 
     qkv_bias: bool = False  # the q, k and v projections have biases
     qk_norm: bool = False  # RMSNorm over each head's q and k, before RoPE
-    bias_flags: tuple[str, ...] = ()  # config fields that add biases without a place in TE layers
+    bias_flags: tuple[str, ...] = ()  # config fields that add biases which TE layers lack
     slides: Callable[[Any], bool] = lambda config: False  # True if some layer uses `sliding_window`
 
     def unsupported(self, config: Any) -> str | None:
         """Return why TE layers cannot represent this configuration, or None."""
         for name in self.bias_flags:
             if getattr(config, name, False):
-                return f"{name}=True: its biases have no place in the TE layers"
+                return f"{name}=True: the TE layers have no place for its biases"
         if config.hidden_act != "silu":
             return f"hidden_act={config.hidden_act!r}: TE layers are built with SwiGLU"
         if dropout := getattr(config, "attention_dropout", 0.0):
@@ -48,12 +48,12 @@ def _some_layer_slides(config: Any) -> bool:
     return "sliding_attention" in config.layer_types
 
 
-# By Hugging Face's model_type.
+# Keys are Hugging Face's model_type.
 FAMILIES: dict[str, Family] = {
     "llama": Family(bias_flags=("attention_bias", "mlp_bias")),  # 2, 3, 3.1, 3.2, 3.3
     "qwen2": Family(qkv_bias=True, slides=_some_layer_slides),  # 2, 2.5
     "qwen3": Family(qk_norm=True, bias_flags=("attention_bias",), slides=_some_layer_slides),
-    "mistral": Family(slides=lambda config: True),  # 7B: v0.1 has a window, v0.2 and v0.3 have none
+    "mistral": Family(slides=lambda config: True),  # 7B v0.1 has a window, v0.2 and v0.3 have none
 }
 
 

@@ -1,6 +1,6 @@
-"""The model as transformers implements it, behind the same call as the TE model.
+"""Wrapper of a transformers model with the same interface as the TE model.
 
-B rows, S tokens a row, T = B*S tokens, D hidden size.
+B rows, S tokens per row, T = B*S tokens, D hidden size.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from te_models.loss import IGNORE, TokenLoss, linear_cross_entropy, logits_cross
 from te_models.packed_attention import NAME, sequence_borders, use_packed_attention
 from te_models.weights import Gather
 
-# Variants of one layer's graph: training and evaluation, whole and last batches, packed or not.
+# Recompilation limit per layer: training and evaluation, full and last batches, packed or not.
 COMPILED_VARIANTS = 64
 
 
 class HFCausalLM(nn.Module):
-    """Wrapper of an AutoModelForCausalLM: token ids in, summed token loss out, as `TECausalLM.forward`.
+    """Wrapper of an AutoModelForCausalLM that returns the summed token loss, as `TECausalLM.forward`.
 
-    `packed_attention` separates packed samples where `choose_attention` finds that it can; elsewhere
-    transformers does, from `position_ids` that restart. `known` marks a family whose logits are
-    `lm_head(hidden)` and whose parameters all get a gradient from any text. Other models may scale or cap
-    their logits, so they keep their own head, and may hold parameters for images that text never reaches.
+    Packed samples are separated by `packed_attention` if `choose_attention` can install it, otherwise by
+    transformers, from `position_ids` that restart. `known` marks families whose logits are `lm_head(hidden)`
+    and whose parameters all get a gradient from any text. Other models keep their own head, because they may
+    scale or cap logits; they may also have parameters that text does not reach, such as an image encoder.
     """
 
     def __init__(
@@ -46,17 +46,19 @@ class HFCausalLM(nn.Module):
         self.model = model
         self.uses_all_parameters = self.plain_head = known
         self.fp8_lm_head = False
-        self.own_attention: str | None = None  # reason why transformers' own attention runs
+        self.own_attention: str | None = None  # why transformers' own attention runs; None: packed_attention
         if gradient_checkpointing:
             self._enable_recomputation(reentrant)
 
     def _enable_recomputation(self, reentrant: bool) -> None:
         name = type(self.model).__name__
         if not self.model.supports_gradient_checkpointing:
-            raise bad_setting(f"{name} does not support it; drop it", gradient_checkpointing=True)
+            raise bad_setting(
+                f"{name} does not support activation checkpointing; drop it", gradient_checkpointing=True
+            )
         if reentrant and self.has_router_loss:
             raise bad_setting(
-                f"under DeepSpeed's stage 3, as in ds_zero3, the router of {name} would get no gradient from "
+                f"under DeepSpeed ZeRO-3 (such as ds_zero3), the router of {name} would get no gradient from "
                 "its load-balancing loss (output_router_logits in its config.json); drop it, or use "
                 "--sharding_mode fsdp_full",
                 gradient_checkpointing=True,
@@ -65,23 +67,23 @@ class HFCausalLM(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """Decoder layers: the longest ModuleList that is not part of another one (experts are)."""
+        """Decoder layers: the longest ModuleList that is not nested in another, as lists of experts are."""
         lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList)]
-        inner = {id(m) for outer in lists for layer in outer for m in layer.modules()}
-        return list(max((m for m in lists if id(m) not in inner), key=len, default=[]))
+        nested = {id(m) for outer in lists for layer in outer for m in layer.modules()}
+        return list(max((m for m in lists if id(m) not in nested), key=len, default=[]))
 
     @property
     def attention(self) -> str:
-        """Attention in use, for the run's records."""
+        """Name of the attention in use, for the run's records."""
         return NAME if self.own_attention is None else f"transformers' own ({self.own_attention})"
 
     @property
     def has_router_loss(self) -> bool:
-        """True if the configuration asks for the load-balancing loss of a mixture of experts."""
+        """True if the configuration enables the load-balancing loss of a mixture of experts."""
         return getattr(self.model.config, "output_router_logits", False)
 
     def choose_attention(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Decide, with weights loaded, which attention runs; `dtype` is the one it computes in."""
+        """Install `packed_attention` if the model supports it; call after loading. `dtype`: attention's."""
         with high_precision_linears(self):
             self.own_attention = use_packed_attention(self.model, self, device, dtype)
 
@@ -92,8 +94,8 @@ class HFCausalLM(nn.Module):
     def compile_blocks(self, **options: Any) -> None:
         """Compile each decoder layer's forward with these options of torch.compile.
 
-        `forward` rather than the module: hooks (FSDP gathers weights in them) and recomputation stay outside
-        the graph, so layers of one kind share it, and recomputation in backward reuses it.
+        Compiling `forward` instead of the module keeps hooks (FSDP's all-gather) and recomputation outside
+        the graph. Layers of one kind then share a graph, and recomputation in backward reuses it.
         """
         limit = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(limit, COMPILED_VARIANTS)
@@ -110,7 +112,7 @@ class HFCausalLM(nn.Module):
     ) -> TokenLoss:
         """Return loss and correct predictions, summed over label tokens; inputs as in `data.Batch`."""
         inputs: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
-        # With one sequence per row, plain causal attention is faster.
+        # Plain causal attention is faster, and correct if each row is one sequence.
         if self.own_attention is None and cu_seqlens is not None and len(cu_seqlens) > len(input_ids) + 1:
             torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)  # one graph for any number of samples
             inputs |= sequence_borders(cu_seqlens, max_seqlen)
@@ -123,13 +125,13 @@ class HFCausalLM(nn.Module):
         return linear_cross_entropy(hidden, head.weight, labels.flatten(), fp8=self.fp8_lm_head)
 
     def _add_router_loss(self, result: TokenLoss, output: Any, labels: Tensor) -> TokenLoss:
-        """Add a mixture of experts' load-balancing loss, which transformers adds to the mean over labels."""
+        """Add the load-balancing loss of a mixture of experts, times the labels: the loss here is a sum."""
         balance = getattr(output, "aux_loss", None)
         weight = router_loss_weight(self.model)
         if weight == 0 or (balance is None and not self.has_router_loss):
             return result
         if weight is None or not isinstance(balance, Tensor):
-            reason = "its config.json has no router_aux_loss_coef" if weight is None else "it computes none"
+            reason = "its config.json has no router_aux_loss_coef" if weight is None else "it returns none"
             raise UserError(
                 f"--model_name: the load-balancing loss of {type(self.model).__name__}'s router is "
                 f"unavailable ({reason}); set output_router_logits to false in its config.json",
@@ -140,29 +142,32 @@ class HFCausalLM(nn.Module):
 
 
 def router_loss_weight(model: nn.Module) -> float | None:
-    """Return the coefficient of a router's loss; if the model holds one itself, transformers uses that."""
+    """Return the coefficient of the router's loss; a model attribute overrides the configuration's."""
     names = ("router_aux_loss_coef", "aux_loss_coef")
     found = (getattr(owner, name, None) for owner in (model, model.config) for name in names)
     return next((weight for weight in found if weight is not None), None)
 
 
-FIRST_SAMPLE, EXCHANGED = (1, 2, 3, 4, 5, 6, 7, 8), (3, 1, 4, 2, 8, 5, 6, 7)
+SAMPLE, PERMUTED_SAMPLE = (1, 2, 3, 4, 5, 6, 7, 8), (3, 1, 4, 2, 8, 5, 6, 7)
 
 
 def refuse_leaking_packing(model: HFCausalLM, name: str, *, sharded: bool = False) -> None:
-    """Raise UserError if a packed sample sees the one before it. Collective if `sharded`.
+    """Raise UserError if a packed sample sees the sample before it. Collective if `sharded`.
 
-    Some implementations ignore sequence boundaries and silently attend across samples. To detect it, permute
-    the first sample, its last token included since a convolution may reach no further, and check that the
-    loss of the second one is unchanged. A mixture of experts may round differently then, so a changed loss is
-    confirmed by its gradient with respect to the first sample. All in high precision, because a scale per
-    tensor links samples, too.
+    Some implementations ignore sequence boundaries and silently attend across samples. To detect this,
+    permute the first of two samples and check that the loss of the second is unchanged. The permutation
+    includes the last token, because a short convolution may reach no further back. A mixture of experts may
+    only round differently, so a changed loss is confirmed by its gradient with respect to the first sample.
+    The check runs in high precision, because per-tensor FP8 scales depend on both samples.
     """
     with high_precision_linears(model):
         with torch.no_grad():
-            loss, permuted = (_loss_of_second_sample(model, first) for first in (FIRST_SAMPLE, EXCHANGED))
+            loss, permuted = (_loss_of_second_sample(model, first) for first in (SAMPLE, PERMUTED_SAMPLE))
         if not torch.isfinite(loss):
-            raise bad_setting(f"the weights give a loss of {loss.item()}; they are damaged", model_name=name)
+            raise bad_setting(
+                f"the loss of its weights is {loss.item()}, so they are damaged; download them again",
+                model_name=name,
+            )
         changed = (loss != permuted).int()
         if sharded:  # the backward pass below is collective
             dist.all_reduce(changed, dist.ReduceOp.MAX)
@@ -174,9 +179,9 @@ def refuse_leaking_packing(model: HFCausalLM, name: str, *, sharded: bool = Fals
 
 
 def _loss_of_second_sample(model: HFCausalLM, first: tuple[int, ...]) -> Tensor:
-    """Return the second sample's loss in a packed row [1, 16] of two."""
+    """Return the second sample's loss in a packed row [1, 16] of two samples."""
     device = next(model.parameters()).device
-    ids = torch.tensor([[*first, *FIRST_SAMPLE]], device=device)
+    ids = torch.tensor([[*first, *SAMPLE]], device=device)
     labels = torch.full((1, 16), IGNORE, device=device)
     labels[0, 8:15] = torch.arange(1, 8, device=device)
     positions = torch.arange(8, device=device).repeat(2)[None]  # [1, 16]
@@ -184,7 +189,7 @@ def _loss_of_second_sample(model: HFCausalLM, first: tuple[int, ...]) -> Tensor:
 
 
 def _second_sample_depends_on_first(model: HFCausalLM) -> bool:
-    """True if the second sample's loss has a gradient with respect to the first one's embeddings."""
+    """True if the second sample's loss has a gradient with respect to the first sample's embeddings."""
     embedded: list[Tensor] = []
 
     def detach(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
@@ -193,16 +198,16 @@ def _second_sample_depends_on_first(model: HFCausalLM) -> bool:
 
     try:
         embedding = model.model.get_input_embeddings()
-    except NotImplementedError:  # custom code, where a leak looks like rounding
+    except NotImplementedError:  # custom code without this method: treat a changed loss as a leak
         return True
     with embedding.register_forward_hook(detach):
-        (gradient,) = torch.autograd.grad(_loss_of_second_sample(model, FIRST_SAMPLE), embedded)  # [1, 16, D]
+        (gradient,) = torch.autograd.grad(_loss_of_second_sample(model, SAMPLE), embedded)  # [1, 16, D]
     return bool(gradient[:, :8].any())
 
 
 @contextmanager
 def high_precision_linears(model: nn.Module) -> Iterator[None]:
-    """Run linear layers that compute in FP8 as plain ones."""
+    """Run FP8 linear layers in high precision inside this context."""
     fp8_linears = [m for m in model.modules() if hasattr(m, "fp8_recipe")]
     for module in fp8_linears:
         module.forward = partial(_plain_linear, module)
@@ -215,14 +220,14 @@ def high_precision_linears(model: nn.Module) -> Iterator[None]:
 
 def _plain_linear(module: nn.Linear, hidden: Tensor) -> Tensor:
     weight = module.weight
-    if hasattr(weight, "to_original_precision"):  # gathered in FP8
+    if hasattr(weight, "to_original_precision"):  # FP8 all-gather
         weight = weight.to_original_precision()
     return F.linear(hidden, weight, module.bias)
 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Create modules whose parameters have no storage; buffers are real, since weight files lack them."""
+    """Create parameters on the meta device, but buffers with storage: weight files do not contain them."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -238,7 +243,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate parameters on the meta device, uninitialised, and tie again what that unties."""
+    """Allocate uninitialized storage for parameters on the meta device, and tie weights again."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
@@ -248,13 +253,13 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 def tied_names(model: nn.Module) -> set[str]:
-    """Return the names of parameters that share storage with one of an earlier name."""
+    """Return the names of parameters that share storage with an earlier parameter."""
     first = {name for name, _ in model.named_parameters()}
     return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
 
 
 def hf_state(model: HFCausalLM, gather: Gather) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights under their Hugging Face names, tied ones once."""
+    """Yield the weights under their Hugging Face names, tied weights once."""
     parameters, tied = dict(model.model.named_parameters()), tied_names(model.model)
     for name, tensor in model.model.state_dict().items():
         if name not in tied:

@@ -1,8 +1,8 @@
-"""LM head and cross entropy in one differentiable function that never stores the full logits.
+"""Fused LM head and cross entropy that never stores the full logits.
 
-T tokens, D hidden size, V vocabulary. Logits of all tokens would take T * V * (2 + 4) bytes: 6.3 GB for
-8,192 tokens of Llama 3. Here a chunk of rows is projected, turned into its own gradient in place, and folded
-into the gradients of hidden states and LM head; backward only scales them.
+T tokens, D hidden size, V vocabulary. The full logits would take T * V * (2 + 4) bytes: 6.3 GB for 8,192
+tokens of Llama 3. Forward instead computes the logits of one chunk of rows, overwrites them with their
+gradient, and accumulates the gradients of hidden states and LM head; backward only scales these.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -100
-# Enough rows to fill the GPU in the three GEMMs; 1 GiB is 4,186 rows of Llama 3's 128,256 logits in BF16.
+# Large enough to fill the GPU in the three GEMMs: 4,186 rows of Llama 3's 128,256 BF16 logits.
 CHUNK_BYTES = 2**30
 
 
@@ -28,8 +28,8 @@ class TokenLoss(NamedTuple):
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, fp8: bool = False) -> TokenLoss:
     """Sum the cross entropy of `hidden @ weight.T` against `labels` over labels other than -100.
 
-    `hidden` [T, D] and `weight` [V, D] floating, `labels` [T] int64. Softmax is always computed in float32.
-    Under torch.autocast the projection runs in the autocast dtype; `fp8`: see `loss_fp8`.
+    `hidden` [T, D] and `weight` [V, D] are floating point, `labels` [T] int64. Softmax is always computed in
+    float32. Under torch.autocast the projection runs in the autocast dtype; for `fp8` see `loss_fp8`.
     """
     if fp8:
         from te_models.loss_fp8 import linear_cross_entropy_fp8
@@ -46,7 +46,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, fp8:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Forward computes the gradients, backward scales them."""
+    """Fused projection and cross entropy: forward computes the gradients, backward scales them."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, needs_grad: bool) -> tuple:
@@ -65,8 +65,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             if needs_grad:
                 torch.mm(logits, weight, out=grad_hidden[start : start + rows])
                 grad_weight = _accumulate(grad_weight, logits, part, only=len(chunks) == 1)
-            del logits  # free them before the next chunk's are allocated
-        # Attributes instead of saved tensors: backward can free them one by one.
+            del logits  # freed before the next chunk allocates its own
+        # Not saved tensors, because backward frees these attributes one by one.
         ctx.grads, ctx.dtype = [grad_hidden, grad_weight], weight.dtype
         ctx.mark_non_differentiable(correct)
         return loss, correct
@@ -79,7 +79,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _accumulate(total: Tensor | None, grad_logits: Tensor, hidden: Tensor, *, only: bool) -> Tensor:
-    """Add grad_logits.T @ hidden [V, D] to `total`, in float32 if there are several chunks."""
+    """Add grad_logits.T @ hidden [V, D] to `total`, in float32 unless this is the only chunk."""
     if only:
         return grad_logits.T @ hidden
     if grad_logits.dtype == torch.float32 or not grad_logits.is_cuda:
@@ -100,7 +100,7 @@ def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def softmax_cross_entropy_(logits: Tensor, labels: Tensor, *, write_grad: bool) -> tuple[Tensor, Tensor]:
-    """Return summed loss and correct predictions of [rows, V] logits; `write_grad` overwrites these."""
+    """Return summed loss and correct predictions; `write_grad` overwrites logits [rows, V] by gradients."""
     if logits.is_cuda:
         from te_models.kernels.loss_triton import cross_entropy
 
@@ -120,19 +120,19 @@ def softmax_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
     scores, valid = logits.float(), labels != IGNORE
     picked = scores.gather(1, labels.clamp(min=0)[:, None])[:, 0]
     log_sum = scores.logsumexp(dim=-1)
-    correct = (valid & (scores.argmax(dim=-1) == labels)).sum()  # ties: the first, as in the kernel
+    correct = (valid & (scores.argmax(dim=-1) == labels)).sum()  # ties: first index, as in the kernel
     return torch.where(valid, log_sum - picked, 0.0).sum(), correct, log_sum
 
 
 def softmax_gradient(logits: Tensor, labels: Tensor, log_sum: Tensor) -> Tensor:
-    """Return softmax of [rows, V] logits minus 1 at the label, zeros in rows without label; float32."""
+    """Return softmax(logits) [rows, V] minus 1 at the label in float32; rows without label are zero."""
     grad, target = torch.exp(logits.float() - log_sum[:, None]), labels.clamp(min=0)[:, None]
     grad.scatter_add_(1, target, torch.full_like(target, -1.0, dtype=grad.dtype))
     return torch.where((labels != IGNORE)[:, None], grad, 0.0)
 
 
 def logits_cross_entropy(logits: Tensor, labels: Tensor) -> TokenLoss:
-    """Compute the same sums from full logits [T, V], for models whose head is more than one matrix."""
+    """Compute the same sums from full logits [T, V], for models whose head is more than one GEMM."""
     loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
     correct = ((logits.argmax(-1) == labels) & (labels != IGNORE)).sum()
     return TokenLoss(loss, correct)

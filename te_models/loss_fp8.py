@@ -1,17 +1,16 @@
-"""LM head and cross entropy of `loss` with the head's three GEMMs in FP8.
+"""Fused LM head and cross entropy with the head's three GEMMs in FP8; see `loss` for the BF16 version.
 
-Hidden states and weight are cast to E4M3, each with one scale from its largest value (TE's current scaling).
-Gradients of logits are cast to E5M2 with a constant scale: they are probabilities. Softmax is computed in
-float32 from BF16 logits, as without FP8.
+Hidden states and weight are cast to E4M3, each with one scale from its amax (TE's current scaling). Gradients
+of logits are cast to E5M2 with a constant scale, because they are probabilities. Softmax is computed in
+float32 from BF16 logits, as in the BF16 version.
 
-The gradient at the label, its probability minus 1, is not cast. It is the largest of its row and often near
--1, where E5M2's steps are 1/8 and 1/4: rounded, it came out a percent or two too large, rows did not sum to
-zero, and every step moved all logits the same way, which no loss ever corrects. The GEMMs see a zero there
-instead, and the label's gradient is minus the sum of its row's other gradients as cast. It is multiplied by
-weight and hidden states in BF16, so only the casts of these two keep rows from summing to zero.
+The gradient at the label, its probability minus 1, is not cast to FP8: E5M2 has a spacing of 12-25 %. The
+rounding error would bias the sum of every row, which must be zero, and all logits would drift together. The
+FP8 GEMMs therefore read a zero at the label. The label's gradient is computed as minus the sum of the row's
+other gradients after their cast, and is multiplied by weight and hidden states in BF16.
 
-FP8 GEMMs on Hopper read both operands along their inner dimension, so a matrix in two GEMMs is kept in both
-layouts. On a GPU without FP8 units, and on a CPU, the same products are summed in float32.
+FP8 GEMMs on Hopper read both operands along their inner dimension, so a matrix that two GEMMs read is stored
+in both layouts. On a CPU, or a GPU without FP8 tensor cores, the same products are accumulated in float32.
 
 T tokens, D hidden size, V vocabulary.
 """
@@ -36,18 +35,18 @@ from te_models.loss import (
 )
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-GRADIENT_SCALE = 2.0**15  # maps 1 below E5M2's maximum, 57,344, and its smallest number to 2**-31
-MULTIPLE = 16  # of every dimension of an FP8 GEMM
-# Tokens per GEMM of the weight's gradient, whose gradients of logits are kept: 1 GB for Llama 3's vocabulary.
+GRADIENT_SCALE = 2.0**15  # maps 1 below E5M2's maximum, 57,344; the smallest gradient is then 2**-31
+MULTIPLE = 16  # FP8 GEMMs require multiples of 16 in every dimension
+# Tokens per wgrad GEMM. The FP8 gradients of their logits are kept: 1 GB for Llama 3's vocabulary.
 TOKENS_PER_GEMM = 8192
-VOCABULARY_PER_SUM = 16384  # rows of the weight's gradient that are added at once
+VOCABULARY_PER_SUM = 16384  # rows of the weight gradient that are accumulated at once
 
 
 class Fp8(NamedTuple):
     """Matrix in FP8; its values are `rows * inverse`."""
 
     rows: Tensor  # [M, N]
-    columns: Tensor | None  # [N, M], transposed, if gradients need it
+    columns: Tensor | None  # transposed, [N, M], if backward needs it
     inverse: Tensor  # [] float32
 
 
@@ -89,7 +88,7 @@ class _Fp8LinearCrossEntropy(LinearCrossEntropy):
                     grads, at_label[start:end] = cast_gradient(
                         logits, target, log_sum, columns, start - first
                     )
-                del logits  # free them before the next chunk's are allocated
+                del logits  # freed before the next chunk allocates its own
                 if needs_grad:
                     grad_hidden[start:end] = multiply(grads, w.columns, inverse, w.inverse)
                     del grads
@@ -106,7 +105,7 @@ class _Fp8LinearCrossEntropy(LinearCrossEntropy):
 
 
 def _accumulate(total: Tensor | None, grads: Tensor, hidden: Tensor, *scales: Tensor, only: bool) -> Tensor:
-    """Add `grads` [V, K] times `hidden` [D, K] transposed to `total`; in float32 if there are more parts."""
+    """Add grads [V, K] @ hidden [D, K].T to `total`, in float32 unless this is the only part."""
     if total is None:
         return multiply(grads, hidden, *scales, dtype=torch.bfloat16 if only else torch.float32)
     for start in range(0, len(total), VOCABULARY_PER_SUM):
@@ -116,21 +115,21 @@ def _accumulate(total: Tensor | None, grads: Tensor, hidden: Tensor, *scales: Te
 
 
 def has_fp8_units(tensor: Tensor) -> bool:
-    """True if `tensor` is on a GPU whose tensor cores multiply FP8."""
+    """True if `tensor` is on a GPU with FP8 tensor cores."""
     return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (8, 9)
 
 
 def _kernels(tensor: Tensor) -> Any:
-    """Return the module of CUDA kernels for `tensor`, or None where the plain form runs."""
+    """Return the module of CUDA kernels for `tensor`, or None where plain PyTorch runs."""
     return importlib.import_module("te_models.kernels.loss_triton") if has_fp8_units(tensor) else None
 
 
 def multiply(
     a: Tensor, b: Tensor, *inverses: Tensor, dtype: torch.dtype = torch.bfloat16, fast: bool = False
 ) -> Tensor:
-    """Multiply FP8 `a` [M, K] by `b` [N, K] transposed: [M, N] in `dtype`, with both scales undone.
+    """Return the FP8 product a [M, K] @ b [N, K].T in `dtype`, with both scales undone.
 
-    `inverses`: of the scales of `a` and `b`. `fast` lets the tensor cores keep fewer bits of a sum.
+    `inverses` are the inverse scales of `a` and `b`; `fast` enables fast accumulation in the tensor cores.
     """
     a_inverse, b_inverse = inverses
     if has_fp8_units(a):
@@ -141,10 +140,10 @@ def multiply(
 
 
 def cast(matrix: Tensor, *, columns: bool = True) -> Fp8:
-    """Cast a BF16 matrix [M, N] to E4M3, also transposed if `columns`; the scale of zeros is 1."""
-    largest = torch.linalg.vector_norm(matrix, float("inf")).float()
-    scale = (torch.finfo(E4M3).max / largest).clamp(max=torch.finfo(torch.float32).max)
-    scale = torch.where(largest > 0, scale, 1.0)
+    """Cast a BF16 matrix [M, N] to E4M3, also transposed if `columns`; an amax of 0 has scale 1."""
+    amax = torch.linalg.vector_norm(matrix, float("inf")).float()
+    scale = (torch.finfo(E4M3).max / amax).clamp(max=torch.finfo(torch.float32).max)
+    scale = torch.where(amax > 0, scale, 1.0)
     if kernels := _kernels(matrix):
         return Fp8(*kernels.cast_both(matrix, scale, columns=columns), 1 / scale)
     rows = (matrix.float() * scale).to(E4M3)
@@ -158,9 +157,10 @@ def _transposed(matrix: Tensor) -> Tensor:
 def cast_gradient(
     logits: Tensor, labels: Tensor, log_sum: Tensor, columns: Tensor, at: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of [rows, V] logits in scaled E5M2, zero at labels, and the one at labels, [rows].
+    """Cast the gradient of logits [rows, V] to scaled E5M2 with zeros at labels.
 
-    Also writes the gradient transposed into `columns` [V, .] from `at`.
+    Return it and the gradient at the labels, [rows] float32. Also write the cast gradient, transposed, to
+    `columns` [V, .], beginning at column `at`.
     """
     if kernels := _kernels(logits):
         settings = {"ignore": IGNORE, "scale": GRADIENT_SCALE}
@@ -172,7 +172,7 @@ def cast_gradient(
 
 
 def add_label_rows_(grad_hidden: Tensor, weight: Tensor, labels: Tensor, at_label: Tensor) -> None:
-    """Add `at_label` [T] times the labels' rows of `weight` [V, D] to `grad_hidden` [T, D]."""
+    """Add at_label[t] * weight[labels[t]] to each row t of `grad_hidden` [T, D]; weight [V, D]."""
     if kernels := _kernels(weight):
         return kernels.add_label_rows_(grad_hidden, weight, labels, at_label)
     rows = weight.index_select(0, labels.clamp(min=0)).float()
@@ -180,9 +180,9 @@ def add_label_rows_(grad_hidden: Tensor, weight: Tensor, labels: Tensor, at_labe
 
 
 def add_to_label_rows_(grad_weight: Tensor, hidden: Tensor, labels: Tensor, at_label: Tensor) -> None:
-    """Add `at_label` [T] times `hidden` [T, D] to the labels' rows of `grad_weight` [V, D].
+    """Add at_label[t] * hidden[t] to row labels[t] of `grad_weight` [V, D], for every token t.
 
-    The tokens of a label are summed in float32 first, always in the same order.
+    The tokens of a label are first summed in float32, in a fixed order, so results are deterministic.
     """
     if kernels := _kernels(hidden):
         return kernels.add_to_label_rows_(grad_weight, hidden, labels, at_label)
@@ -194,37 +194,37 @@ def add_to_label_rows_(grad_weight: Tensor, hidden: Tensor, labels: Tensor, at_l
 
 
 def why_not(device: str = "cuda") -> str | None:
-    """Compare kernels and GEMMs on `device` with the CPU: the first difference, or None."""
+    """Compare kernels and GEMMs on `device` with the CPU; return the first difference, or None."""
     expected = _self_test_results("cpu")
     try:
         found = _self_test_results(device, expected["sum of exponentials"])
         found = {name: value.cpu().float() for name, value in found.items()}
-    except Exception as error:  # Triton's compiler, or cuBLAS
+    except Exception as error:  # from Triton's compiler or cuBLAS
         return f"it fails ({first_line(error)})"
     for name, got in found.items():
         wanted = expected[name].float()
-        if name.startswith("GEMM"):  # sums in another order
+        if name.startswith("GEMM"):  # summed in another order
             same = (got - wanted).norm() < 1e-2 * wanted.norm()
-        elif name.startswith("part of labels"):  # sums in another order, compared by row
+        elif name.startswith("part of labels"):  # summed in another order; compared row by row
             same = ((got - wanted).norm(dim=1) <= 1e-3 * wanted.norm(dim=1)).all()
-        else:  # a last bit before a cast may rarely become a step of FP8
+        else:  # a difference in the last bit before the cast may change an FP8 value
             same = ((got - wanted).abs() <= 1e-5 * wanted.abs()).float().mean() > 0.999
         if not same:
-            return f"it computes another {name}"
+            return f"the {name} differs from the reference"
     return None
 
 
 def _self_test_results(device: str, log_sum: Tensor | None = None) -> dict[str, Tensor]:
-    """Run every kernel and GEMM on one small case whose sizes leave blocks partly empty.
+    """Run every kernel and GEMM on one small case whose sizes do not fill the last blocks.
 
-    `log_sum`: the CPU's, so that both cast the same numbers: exp differing in the last bit may round to
-    another FP8 value.
+    Pass the CPU's `log_sum` so that both devices cast the same numbers: a different last bit of exp may round
+    to another FP8 value.
     """
     generator = torch.Generator().manual_seed(0)
     tokens, vocab, at = 208, 2064, MULTIPLE
     matrix = torch.randn(tokens, vocab, generator=generator).bfloat16()
     labels = torch.randint(vocab, (tokens,), generator=generator)
-    labels[2::4] = torch.arange(tokens // 4) % 3  # more tokens of a label than the kernel sums at once
+    labels[2::4] = torch.arange(tokens // 4) % 3  # more tokens per label than the kernel's block
     labels[::3], labels[1] = IGNORE, vocab - 1
     at_label = torch.rand(tokens, generator=generator).where(labels != IGNORE, 0.0).to(device)
     with_label = labels.unique()[1:].to(device)
@@ -244,9 +244,8 @@ def _self_test_results(device: str, log_sum: Tensor | None = None) -> dict[str, 
         "sum of exponentials": own,
         "gradient of logits": grads.float(),
         "transposed gradient of logits": columns.float(),
-        "gradient at labels": 1
-        + grad_at_label
-        + grads.float().sum(1) / GRADIENT_SCALE,  # 1 + rounding errors
+        # 1 + rounding errors
+        "gradient at labels": 1 + grad_at_label + grads.float().sum(1) / GRADIENT_SCALE,
         "part of labels in the hidden states' gradient": grad_hidden,
         "part of labels in the weight's gradient": grad_weight[with_label],
         "GEMM": multiply(x.rows, x.rows, x.inverse, x.inverse, dtype=torch.float32),

@@ -1,4 +1,4 @@
-"""Options of the model builders: one frozen value for both forms."""
+"""Options of the model builders, for the TE and the Hugging Face form."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from te_models.kernels.selection import DEFAULT_KERNELS, Kernels
 class NativeOptions:
     """Optimizations on top of the stock te.TransformerLayer (native backend only)."""
 
-    cache_fp8_weights: bool = False  # cast weights in a step's first micro-batch, reuse them in the others
-    fuse_gradient_sums: bool = False  # wgrad GEMMs add to `main_grad`: `training.optim.accumulation`
+    cache_fp8_weights: bool = False  # cast weights in a step's first micro-batch and reuse them in the others
+    fuse_gradient_sums: bool = False  # wgrad GEMMs accumulate in `main_grad`: `training.optim.accumulation`
     kernels: Kernels = DEFAULT_KERNELS  # selected by `training.kernels`
     weight_recipe: Any = None  # recipe of FP8 primary weights, quantized by `TECausalLM.quantize_weights`
 
@@ -33,13 +33,13 @@ class BuildOptions:
     packed: bool  # rows hold several sequences, separated by `cu_seqlens`
     max_positions: int  # length of the RoPE tables
     seed: int = 0  # for random weights
-    compute_dtype: torch.dtype | None = None  # forward passes' dtype, default `dtype`
+    compute_dtype: torch.dtype | None = None  # dtype of the forward pass, default `dtype`
     fp8_lm_head: bool = False
     gradient_checkpointing: bool = False
-    reentrant: bool = False  # recompute with a new autograd graph, as DeepSpeed's ZeRO-3 hooks require
-    shard: Callable[[nn.Module], None] | None = None  # shards a model that has no storage yet, where possible
-    parameter_device: torch.device | None = None  # CPU offload keeps shards here, default `device`
+    reentrant: bool = False  # reentrant activation checkpointing, required by DeepSpeed's ZeRO-3 hooks
+    shard: Callable[[nn.Module], None] | None = None  # shards the model, if possible on the meta device
+    parameter_device: torch.device | None = None  # device of the shards (CPU offload), default `device`
     native: NativeOptions = field(default_factory=NativeOptions)
-    # The Hugging Face form reads these two:
+    # Options of the Hugging Face form only:
     convert: Callable[[nn.Module], None] | None = None  # replaces linear layers before sharding
     compile_layers: bool = False

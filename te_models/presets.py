@@ -1,6 +1,6 @@
-"""Configurations of the supported models, so that they can be built from random weights without a download.
+"""Configurations of the supported models, to build them with random weights without a download.
 
-All values are those of the published config.json files; see also the tables in https://arxiv.org/abs/2407.21783
+Values are from the published config.json files; see also the tables in https://arxiv.org/abs/2407.21783
 (Llama 3), 2412.15115 (Qwen2.5), 2505.09388 (Qwen3) and 2310.06825 (Mistral).
 """
 
@@ -13,7 +13,7 @@ SIZES = "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_valu
 
 
 def _model(family: dict[str, Any], *sizes: int, **rest: Any) -> dict[str, Any]:
-    """Return a family's fields with these `SIZES` and other differences."""
+    """Return a family's configuration with these `SIZES` and further changes."""
     return family | dict(zip(SIZES, sizes, strict=True)) | rest
 
 
@@ -46,7 +46,7 @@ _MISTRAL = {
     **{"max_position_embeddings": 32768, "sliding_window": None, "rms_norm_eps": 1e-5, **_rope(1000000.0)},
     **{"bos_token_id": 1, "eos_token_id": 2},
 }
-# Every size is a multiple of 128, so the tiny models run in every recipe, block scaling included.
+# Sizes are multiples of 128, so the tiny models run in every recipe, including block scaling.
 _TINY = {"head_dim": 64, "vocab_size": 2048, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
 _TINY = _model(_TINY | _TIED | _rope(10000.0), 256, 3, 4, 2, 512)
 
@@ -103,11 +103,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mistralai/Mistral-7B-Instruct-v0.3": _MISTRAL_7B,
 }
 
-LOCAL_PRESETS = frozenset(_TINY_MODELS)  # not on the hub: random weights, the demo's tokenizer
+LOCAL_PRESETS = frozenset(_TINY_MODELS)  # not on the hub: random weights and the demo tokenizer
 
 
 def closest_preset(name: str) -> str | None:
-    """Return the preset whose name, without its owner, is nearly `name`, or None."""
+    """Return the preset whose name without the organization is close to `name`, or None."""
     shorter = {preset.rpartition("/")[2].lower(): preset for preset in PRESETS}
     close = difflib.get_close_matches(name.lower(), shorter, n=1, cutoff=0.75)
     return shorter[close[0]] if close and "/" not in name else None

@@ -1,4 +1,4 @@
-"""Settings of the model: which one, and which layers run it."""
+"""Settings of the model and its layers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ class ModelConfig(Section):
         "tiny-llama", "hub id, local folder (such as RUN/export), or preset of te_models/presets.py"
     )
     init: Literal["auto", "pretrained", "random"] = setting(
-        "auto", "weights: read or random; auto: random only for tiny-* presets", affects="learning"
+        "auto",
+        "load pretrained weights or start from random ones; auto: random only for tiny-* presets",
+        affects="learning",
     )
     tokenizer_name: str | None = setting(
         None, "hub id, folder, or demo; default: the model's own (tiny-* presets: demo)", affects="learning"
     )
     use_te: bool = setting(False, "build the decoder from Transformer Engine layers (te.TransformerLayer)")
     te_backend: Literal["auto", "native", "emulated"] = setting(
-        "auto", "TE's kernels (CUDA), or the same numerics in plain PyTorch; auto: native if there is a GPU"
+        "auto", "TE's CUDA kernels, or the same numerics in plain PyTorch; auto: native on a GPU"
     )
     gradient_checkpointing: bool = resumable(False, "activation checkpointing: recompute layers in backward")
     compile: bool | None = resumable(
-        None, "torch.compile each Hugging Face layer; default: on a GPU, not under DeepSpeed"
+        None, "torch.compile each Hugging Face layer; default: on a GPU without DeepSpeed"
     )
-    flash_attention: bool = resumable(True, "use FlashAttention 4 if installed (Hopper); else cuDNN, torch")
+    flash_attention: bool = resumable(
+        True, "use FlashAttention 4 if installed (Hopper), else cuDNN (TE) or torch's kernel"
+    )
     fused_residuals: bool = resumable(True, "fuse the residual-gradient add into TE's norm backward kernel")
     weights_cache_dir: str | None = resumable(
         None, "folder for downloaded weights; default: the Hugging Face cache", affects="nothing"

@@ -1,10 +1,10 @@
-"""Weight layouts: Hugging Face <-> Transformer Engine, in both directions, and the sources weights come from.
+"""Conversion of weights between Hugging Face and Transformer Engine layouts, and weight sources.
 
 D hidden size, F feed-forward size, H query heads, G key/value groups, R = H / G queries per group,
-K head size, V vocabulary. Linear weights are [out, in].
+K head size. Linear weights are [out, in].
 
-A load first compares names and shapes with the configuration (`require`): a bias or a norm without a place in
-the target stops it instead of being dropped.
+Before loading, `require` compares names and shapes with the configuration: a bias or norm that the TE form
+lacks is an error and never dropped silently.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight
 
 
 def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, *, heads: int, groups: int) -> Tensor:
-    """Interleave [H*K, D], [G*K, D], [G*K, D] to [G*(R+2)*K, D]: group by group R queries, a key, a value.
+    """Interleave [H*K, D], [G*K, D], [G*K, D] to [G*(R+2)*K, D]: per group R queries, one key, one value.
 
-    This is the layout of te.TransformerLayer(fuse_qkv_params=True, qkv_weight_interleaved=True). Biases [H*K]
-    and so on are fused alike.
+    This is the layout of te.TransformerLayer(fuse_qkv_params=True, qkv_weight_interleaved=True). Biases, such
+    as [H*K], are fused in the same way.
     """
     size, rest = q.shape[0] // heads, q.shape[1:]
     q = q.reshape(groups, heads // groups, size, *rest)  # [G, R, K, D]
@@ -49,7 +49,7 @@ def split_qkv(qkv: Tensor, *, heads: int, groups: int) -> tuple[Tensor, Tensor, 
     return q.flatten(0, 2), k.flatten(0, 2), v.flatten(0, 2)
 
 
-# TE's name -> Hugging Face's, of tensors that have the same layout in both.
+# TE name -> Hugging Face name of the tensors that have the same layout in both.
 RENAMED = {
     "self_attention.layernorm_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.proj.weight": "self_attn.o_proj.weight",
@@ -68,19 +68,19 @@ def _fused(family: Family) -> tuple[str, ...]:
 
 
 def layer_to_te(hf: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """Convert a decoder layer's Hugging Face tensors (named after `model.layers.N.`) to TE's.
+    """Convert a decoder layer's Hugging Face tensors to TE's, and empty `hf`.
 
-    Empties `hf`.
+    Names are without the prefix `model.layers.N.`.
     """
     family, heads, groups = _family_and_heads(config)
     te = {name: hf.pop(hf_name) for name, hf_name in _renamed(family).items()}
     for kind in _fused(family):
         q, k, v = (hf.pop(f"self_attn.{p}_proj.{kind}") for p in "qkv")
         te[f"self_attention.layernorm_qkv.{kind}"] = fuse_qkv(q, k, v, heads=heads, groups=groups)
-    # TE's SwiGLU gates with the first half: silu(x[:F]) * x[F:].
+    # TE's SwiGLU applies silu to the first half: silu(x[:F]) * x[F:].
     gate, up = hf.pop("mlp.gate_proj.weight"), hf.pop("mlp.up_proj.weight")
     te["layernorm_mlp.fc1_weight"] = torch.cat([gate, up])  # [2F, D]
-    assert not hf, f"no place in a TE layer: {', '.join(hf)}"
+    assert not hf, f"a TE layer has no place for {', '.join(hf)}"
     return te
 
 
@@ -93,7 +93,7 @@ def layer_to_hf(te: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
         hf |= {f"self_attn.{p}_proj.{kind}": part for p, part in zip("qkv", qkv, strict=True)}
     gate, up = te.pop("layernorm_mlp.fc1_weight").chunk(2)  # [F, D] each
     hf |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
-    assert not te, f"no place in a Hugging Face model: {', '.join(te)}"
+    assert not te, f"a Hugging Face model has no place for {', '.join(te)}"
     return hf
 
 
@@ -117,26 +117,28 @@ class WeightSource(ABC):
         return self.rows(key, 0, self.shapes()[key][0])
 
     def require(self, shapes: Mapping[str, torch.Size], *, optional: Collection[str] = ()) -> None:
-        """Raise UserError unless these are the weights, save for `optional` ones."""
-        own = self.shapes()
+        """Raise UserError unless names and shapes match; weights in `optional` may be present too."""
+        available = self.shapes()
         way = "give a complete model with its own config.json"
-        if missing := shapes.keys() - own.keys():
+        if missing := shapes.keys() - available.keys():
             raise bad_setting(f"the weights lack {', '.join(sorted(missing))}; {way}", model_name=self.name)
-        if unused := own.keys() - shapes.keys() - {*optional}:
-            reason = f"weights without a place in its TE form, {', '.join(sorted(unused))}; drop --use_te"
+        if unused := available.keys() - shapes.keys() - {*optional}:
+            reason = f"its TE form has no place for {', '.join(sorted(unused))}; drop --use_te"
             raise bad_setting(reason, model_name=self.name)
         for key, shape in shapes.items():
-            if own[key] != shape:
-                reason = f"{key}: {list(own[key])} in the weights, {list(shape)} by its config.json; {way}"
+            if available[key] != shape:
+                reason = (
+                    f"{key}: {list(available[key])} in the weights, {list(shape)} by its config.json; {way}"
+                )
                 raise bad_setting(reason, model_name=self.name)
 
 
 class RandomSource(WeightSource):
-    """Seeded random weights; each tensor depends only on the seed and its own name.
+    """Seeded random weights; each tensor depends only on the seed, its name and the device type.
 
-    On one kind of device, TE and Hugging Face models under any sharding and with any dtype therefore start
-    from the same weights, which are rounded to BF16 for that purpose. Matrices are N(0, std), norms ones and
-    biases zeros, as transformers initialises Llama and Qwen.
+    TE and Hugging Face models therefore start from the same weights under any sharding and dtype; values are
+    rounded to BF16 so that they are the same in every dtype. Matrices are N(0, std), norms ones and biases
+    zeros, as in transformers' Llama and Qwen.
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size], *, seed: int, std: float, device: torch.device):
@@ -150,7 +152,7 @@ class RandomSource(WeightSource):
         if len(shape) < 2:
             fill = torch.zeros if key.endswith("bias") else torch.ones
             return fill(stop - start, device=self._device)
-        # 32 bits: torch's CPU generator ignores the upper half of a seed.
+        # The seed has 32 bits, because torch's CPU generator ignores the upper half of 64.
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed}/{key}".encode()))
         whole = torch.empty(shape, device=self._device).normal_(0.0, self._std, generator=generator)
         return whole[start:stop].bfloat16()
@@ -160,9 +162,9 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files of a model, which exclude the same weights in other layouts; [] if none."""
+    """List a model's safetensors shards, without duplicates such as consolidated*; [] if there are none."""
     index = folder / INDEX
-    if (folder / SINGLE).exists():  # transformers, too, prefers the single file to the index
+    if (folder / SINGLE).exists():  # transformers prefers the single file too
         return [folder / SINGLE]
     if not index.exists():
         return []
@@ -179,7 +181,7 @@ def unreadable(path: Path, error: Exception) -> UserError:
 
 
 class SafetensorsSource(WeightSource):
-    """Tensors of a folder's `*.safetensors`, from which only the requested rows are read."""
+    """Tensors of a folder's `*.safetensors`; reads only the requested rows."""
 
     def __init__(self, folder: Path):
         self.name, self._slices = str(folder), {}
@@ -194,7 +196,7 @@ class SafetensorsSource(WeightSource):
             except (OSError, SafetensorError) as error:
                 raise unreadable(path, error) from None
             self._slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-        # Old checkpoints save the RoPE table, which the configuration implies.
+        # Old checkpoints contain the RoPE table, which is computed from the configuration.
         self._slices = {k: v for k, v in self._slices.items() if not k.endswith("rotary_emb.inv_freq")}
         self._shapes = {key: torch.Size(part.get_shape()) for key, part in self._slices.items()}
 
@@ -207,16 +209,16 @@ class SafetensorsSource(WeightSource):
 
 # Loading by row numbers.
 #
-# A linear weight is [out, in], so every layout conversion above only moves rows. It is therefore run once on
-# row numbers instead of rows: each tensor is replaced by arange(rows), with the tensor's own number in the
-# upper 32 bits. In the result, position i holds the source row that belongs there. A rank that holds rows
-# a to b of a TE parameter reads exactly the rows listed at a to b, without ever holding a whole tensor, and
-# no conversion needs a second, sharded implementation.
+# Linear weights are [out, in], so the conversions above only permute rows. Sharded loading runs them on row
+# numbers instead of rows: each tensor is replaced by arange(rows), with the index of the tensor in the upper
+# 32 bits. Entry i of the result is then the source row of row i of the TE parameter. A rank that holds rows
+# a to b reads exactly the source rows listed there, never a whole tensor, and the conversions need no second
+# implementation for shards.
 ROW_BITS = 32
 
 
 def _number_rows(shapes: Mapping[str, torch.Size]) -> tuple[dict[str, Tensor], dict[int, str]]:
-    """Return the row numbers of each tensor, [rows] int64, and the tensor that their upper bits stand for."""
+    """Return the row numbers of each tensor, [rows] int64, and the tensor names by their upper bits."""
     numbered = {
         name: torch.arange(shape[0]) + (i << ROW_BITS) for i, (name, shape) in enumerate(shapes.items())
     }
@@ -224,8 +226,8 @@ def _number_rows(shapes: Mapping[str, torch.Size]) -> tuple[dict[str, Tensor], d
 
 
 def _fill(parameter: Tensor, numbers: Tensor, owners: dict[int, str], source: WeightSource) -> None:
-    """Copy the rows with these numbers, [rows], into `parameter`, or this rank's part into its shard."""
-    assert len(numbers) == len(parameter), "`require` compares shapes"
+    """Copy the rows with these numbers [rows] to `parameter`; for a DTensor, only this rank's shard."""
+    assert len(numbers) == len(parameter), "shapes differ; call `require` first"
     target = parameter
     if isinstance(parameter, DTensor):
         target = parameter.to_local()
@@ -236,7 +238,7 @@ def _fill(parameter: Tensor, numbers: Tensor, owners: dict[int, str], source: We
     done = 0
     for run in numbers.tensor_split(breaks):
         if not len(run):
-            continue  # a rank without rows
+            continue  # this rank holds no rows
         first, rows = int(run[0]), len(run)
         begin = first & ((1 << ROW_BITS) - 1)
         target[done : done + rows].copy_(source.rows(owners[first >> ROW_BITS], begin, begin + rows))
@@ -244,7 +246,7 @@ def _fill(parameter: Tensor, numbers: Tensor, owners: dict[int, str], source: We
 
 
 def _first_row(parameter: DTensor) -> int:
-    """Return where this rank's rows begin in a tensor that is cut along dim 0 as torch.chunk does."""
+    """Return this rank's first row in a tensor sharded along dim 0, with torch.chunk's sizes."""
     start = 0
     for dim, placement in enumerate(parameter.placements):
         if placement.is_shard():
@@ -256,7 +258,7 @@ def _first_row(parameter: DTensor) -> int:
 
 @torch.no_grad()
 def fill_named(parameters: Mapping[str, Tensor], source: WeightSource) -> None:
-    """Fill parameters, whole or sharded, from the weights of the same names."""
+    """Fill parameters or their shards from the weights of the same names."""
     for key, parameter in parameters.items():
         numbered, owners = _number_rows({key: source.shapes()[key]})
         _fill(parameter, numbered[key], owners, source)
@@ -264,7 +266,7 @@ def fill_named(parameters: Mapping[str, Tensor], source: WeightSource) -> None:
 
 @torch.no_grad()
 def load_te(model: nn.Module, source: WeightSource) -> None:
-    """Fill a TECausalLM from Hugging Face tensors that fit it, casting to the parameters' dtype.
+    """Fill a TECausalLM from Hugging Face tensors, cast to the parameters' dtype; see `require`.
 
     Each rank of a sharded model reads only the rows of its own shards.
     """
@@ -284,7 +286,7 @@ def load_te(model: nn.Module, source: WeightSource) -> None:
     fill_named(rest, source)
 
 
-Gather = Callable[[list[Tensor]], list[Tensor]]  # whole tensors from shards; a strategy's `gather`
+Gather = Callable[[list[Tensor]], list[Tensor]]  # gathers full tensors from shards, as `Strategy.gather`
 
 
 def te_to_hf(model: nn.Module, gather: Gather) -> Iterator[tuple[str, Tensor]]:

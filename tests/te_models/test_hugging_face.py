@@ -247,7 +247,9 @@ def test_damaged_weights_are_not_reported_as_leaking():
     model = build("llama")
     with torch.no_grad():
         next(model.parameters())[3, 0] = float("nan")
-    with pytest.raises(UserError, match="--model_name a/b: the weights give a loss of nan; they are damaged"):
+    with pytest.raises(
+        UserError, match="--model_name a/b: the loss of its weights is nan, so they are damaged"
+    ):
         hugging_face.refuse_leaking_packing(model.eval(), "a/b")
 
 
@@ -335,7 +337,7 @@ def test_unavailable_router_loss_is_refused():
     assert model.eval()(**inputs([16])).loss > 0
     jetmoe = {"output_router_logits": True, "kv_channels": 8}
     # transformers never asks this model for its loss, whatever the configuration contains.
-    with pytest.raises(UserError, match=r"JetMoeForCausalLM's router .*it computes none.; set out"):
+    with pytest.raises(UserError, match=r"JetMoeForCausalLM's router .*it returns none.; set out"):
         build("jetmoe", **jetmoe)(**inputs([16]))
     build("jetmoe", **jetmoe, aux_loss_coef=0.0)(**inputs([16]))
 

@@ -113,7 +113,7 @@ def test_own_code_under_a_known_model_type_decides_the_loss(tmp_path):
 
 def test_quantized_weights_are_refused(folder):
     change_config(Path(folder), quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    with pytest.raises(UserError, match=r"are quantized \(quant_method fp8\).*made from"):
+    with pytest.raises(UserError, match=r"quantized weights .* \(quant_method fp8\).*original"):
         plan_model(folder, init="auto", use_te=False, trust_remote_code=True)
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from core.errors import UserError
-from te_models.build import ModelPlan, build_model, export_tensors, plan_model, weight_source, whole
+from te_models.build import ModelPlan, build_model, export_tensors, no_gather, plan_model, weight_source
 from te_models.decoder import TECausalLM
 from te_models.families import FAMILIES
 from te_models.options import BuildOptions
@@ -144,7 +144,9 @@ def test_export_of_a_te_model_is_the_hugging_face_model_it_was_loaded_from(famil
     save(tmp_path, tensors)
     model = te_form(plan)
     load_te(model, SafetensorsSource(tmp_path))
-    folder = export_hf(tmp_path / "export", te_to_hf(model, whole), config=plan.config, dtype=torch.float32)
+    folder = export_hf(
+        tmp_path / "export", te_to_hf(model, no_gather), config=plan.config, dtype=torch.float32
+    )
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(found for key, found in info.items() if key.endswith("keys"))
     loaded = dict(model.named_parameters())
@@ -157,7 +159,7 @@ def test_both_forms_start_from_the_same_random_weights(family):
     plan = tiny(family)
     model = te_form(plan)
     load_te(model, weight_source(plan, seed=3, device=CPU))
-    te, hf = dict(te_to_hf(model, whole)), dict(export_tensors(build_model(plan, HF_FORM)))
+    te, hf = dict(te_to_hf(model, no_gather)), dict(export_tensors(build_model(plan, HF_FORM)))
     assert te.keys() == hf.keys() and all(torch.equal(te[name], hf[name]) for name in te)
 
 
@@ -179,7 +181,7 @@ def test_random_weights_depend_only_on_seed_and_name_and_fit_bf16():
 # Refusals
 
 
-NEW = "weights without a place in its TE form, {}; drop --use_te"
+NEW = "its TE form has no place for {}; drop --use_te"
 LACK = "the weights lack {}; give a complete model"
 OTHER = r"{}: \[8, 256\] in the weights, \[512, 256\] by its config.json"
 
@@ -346,7 +348,7 @@ def load_shards(rank: int, folder: Path) -> None:
         source = Counted(distinct(plan))
         load_te(model, source)
         load_te(unsharded, source.source)
-        expected = dict(te_to_hf(unsharded, whole))
+        expected = dict(te_to_hf(unsharded, no_gather))
         found = dict(te_to_hf(model, lambda tensors: [t.full_tensor() for t in tensors]))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
