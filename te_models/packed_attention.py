@@ -1,16 +1,17 @@
-"""Attention of packed batches for transformers models: samples kept apart without a mask.
+"""Variable-length attention for packed batches in transformers models.
 
-transformers keeps packed samples apart by a block-diagonal mask [B, 1, S, S], which no flash kernel supports.
-Here attention reads where sequences start (`cu_seqlens`) instead. `packed_attention` runs in
+transformers separates packed samples by a block-diagonal mask [B, 1, S, S], which flash kernels do not
+support. `packed_attention` reads the sequence boundaries (`cu_seqlens`) instead. It runs in
 
-- FlashAttention 4, where `enabled` (self-tested by `training.kernels`, see `kernels.flash_attention`);
-- else torch's FlashAttention 2 on a GPU, for 16-bit inputs and head sizes that it supports;
-- else the definition in float32, which the tests compare both with.
+- FlashAttention 4 inside `enabled` (self-tested by `training.kernels`, see `kernels.flash_attention`);
+- otherwise torch's FlashAttention 2 on a GPU, for 16-bit inputs and head sizes that it supports;
+- otherwise plain PyTorch in float32, which is also the reference in tests.
 
-A model gets it (`use_packed_attention`) only if a trial pass shows that its attention is plainly causal;
-models with windows, caps, sinks or biases keep transformers' attention.
+`use_packed_attention` installs it only if a trial forward pass shows plain causal attention. Models with
+sliding windows, logit caps, sinks or biases keep transformers' attention.
 
-B rows, S tokens a row, T = B*S, N sequences, H query heads, G key/value groups, R = H / G, K head size.
+B rows, S tokens per row, T = B*S, N sequences, n tokens of one sequence, H query heads, G key/value groups,
+R = H / G, K head size.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ from te_models.kernels.selection import patched
 
 NAME = "packed_causal"
 PROBE = "packed_causal_probe"
-# Arguments of attention functions that `attend` respects, or that have no effect on causal attention.
+# Arguments of attention functions that `attend` supports, or that do not affect causal attention.
 KNOWN = {"dropout", "is_causal", "scaling", "position_ids", "cache_position", "use_cache"}
 KNOWN |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
-_flash_attention_4 = False  # replaced inside `enabled`
+_flash_attention_4 = False  # True inside `enabled`
 
 
 def enabled() -> AbstractContextManager[None]:
-    """Run `packed_attention` in FlashAttention 4, which must be installed, instead of torch's kernel."""
+    """Run `packed_attention` in FlashAttention 4 instead of torch's kernel; it must be installed."""
     return patched(globals(), _flash_attention_4=True)
 
 
 def self_test(heads: int, groups: int, head_size: int) -> str | None:
-    """Compare packed attention in FlashAttention 4 with the definition: the problem, or None."""
+    """Compare packed attention in FlashAttention 4 with the reference; return the problem, or None."""
     with enabled():
         return flash_attention.self_test(attend_packed, heads, groups, head_size)
 
 
 def why_no_kernel(q: Tensor) -> str | None:
-    """Return why flash kernels do not support queries [..., K] like these, or None."""
+    """Return why flash kernels do not support queries such as `q` [..., K], or None."""
     if q.device.type != "cuda":
         return f"no kernel for {q.device.type}"
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -64,10 +65,10 @@ def why_no_kernel(q: Tensor) -> str | None:
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention within each sequence: q [T, H, K], k and v [T, G, K] -> [T, H, K], and log-sum-exps.
+    """Causal attention within each sequence: q [T, H, K], k and v [T, G, K] -> out [T, H, K], log-sum-exp.
 
-    `cu_seqlens` int32 [N+1] as in `data.Batch`; no sequence is longer than `max_seqlen`. It is a custom
-    operator to stay whole in compiled layers.
+    `cu_seqlens` [N+1] int32 as in `data.Batch`; no sequence is longer than `max_seqlen`. It is a custom
+    operator so that torch.compile does not trace into it.
     """
     if why_no_kernel(q) is None:
         if _flash_attention_4:
@@ -104,7 +105,7 @@ def _packed_attention_backward(
     max_seqlen: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; with weights P, dS = P * (dO V^T - rowsum(dO * O)), arXiv:2205.14135."""
+    """Gradients of q, k and v: dS = P * (dO V^T - rowsum(dO * O)) for weights P, arXiv:2205.14135."""
     if why_no_kernel(q) is None:
         if _flash_attention_4:
             arguments = _arguments(cu_seqlens, max_seqlen, scale)
@@ -112,18 +113,18 @@ def _packed_attention_backward(
             grads = flash_attention.interface()._flash_attn_bwd(q, k, v, out, grad, lse, **arguments)
         else:
             lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-            random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, unused
+            random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # for dropout, unused
             unused = torch.empty(0, device=q.device)
             backward = torch.ops.aten._flash_attention_backward
-            dropout = 0.0, True, random_state, unused  # and causal
-            grads = backward(grad, q, k, v, out, lse, *lengths, *dropout, scale=scale)
+            dropout, causal = 0.0, True
+            rest = dropout, causal, random_state, unused
+            grads = backward(grad, q, k, v, out, lse, *lengths, *rest, scale=scale)
         return grads[0], grads[1], grads[2]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for span in _spans(cu_seqlens):
         weights = _weights(q[span], k[span], scale)  # [G, R, n, n]
-        d_out, o, queries = (
-            t[span].float().unflatten(1, (k.shape[1], -1)) for t in (grad, out, q)
-        )  # [n, G, R, K]
+        # [n, G, R, K]
+        d_out, o, queries = (t[span].float().unflatten(1, (k.shape[1], -1)) for t in (grad, out, q))
         d_weights = torch.einsum("sgrk,tgk->grst", d_out, v[span].float())
         d_scores = weights * (d_weights - (d_out * o).sum(-1).permute(1, 2, 0)[..., None]) * scale
         dv[span] = torch.einsum("grst,sgrk->tgk", weights, d_out).to(v.dtype)
@@ -151,12 +152,12 @@ packed_attention.register_autograd(_backward, setup_context=_save)
 
 
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """Run `packed_attention` with the usual scale and return [T, H, K] only."""
+    """Run `packed_attention` with the scale 1/sqrt(K) and return its output [T, H, K]."""
     return packed_attention(q, k, v, cu_seqlens, max_seqlen, q.shape[-1] ** -0.5)[0]
 
 
 def _arguments(cu_seqlens: Tensor, max_seqlen: int, scale: float) -> dict[str, Any]:
-    """Arguments of FlashAttention 4, by name, since their order changes with its version."""
+    """Keyword arguments of FlashAttention 4; their order differs between versions."""
     lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
     lengths |= {"max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
     return lengths | {"softmax_scale": scale, "causal": True}
@@ -188,11 +189,11 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: query [B, H, S, K], key and value [B, G, S, K] -> [B, S, H, K].
 
-    Without `cu_seq_lens_q` every row is one sequence. UserError for anything that it does not compute.
+    Without `cu_seq_lens_q` every row is one sequence. Raise UserError for unsupported arguments.
     """
     unsupported = _unsupported(module, attention_mask, others)
     if query.shape[2] != key.shape[2]:
-        unsupported = "keys of earlier calls"
+        unsupported = "cached keys"
     if unsupported:
         raise UserError(
             f"--model_name: {type(module).__name__} calls {NAME} attention with {unsupported}; report it"
@@ -217,14 +218,14 @@ def attend(
 
 
 def _unsupported(module: nn.Module, mask: Tensor | None, arguments: dict[str, Any]) -> str | None:
-    """Name the part of an attention call that goes beyond causal attention, or None."""
+    """Name the argument that plain causal attention does not support, or None."""
     if mask is not None:
         return "a mask"
     if arguments.get("dropout"):
         return "dropout"
     causal = arguments.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        return "no causal order"
+        return "no causal mask"
     for name, value in arguments.items():
         if name not in KNOWN and value is not None and value is not False:
             return name
@@ -235,23 +236,23 @@ def _unsupported(module: nn.Module, mask: Tensor | None, arguments: dict[str, An
 def use_packed_attention(
     model: nn.Module, forward: Callable[..., Any], device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """Let a causal LM of transformers attend by `attend`, or return why it keeps its own attention.
+    """Install `attend` in a transformers model; return why it must keep its own attention, or None.
 
-    `forward` runs `model` on a packed batch of a few tokens, during which every attention call and mask is
-    inspected; `dtype` is the one that attention computes in. Collective if the model is sharded.
+    `forward` runs `model` on a small packed batch, during which every attention call and mask is inspected.
+    `dtype` is the compute dtype of attention. Collective if the model is sharded.
     """
     parameters = inspect.signature(model.get_decoder().forward).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return "its decoder does not pass sequence boundaries on"
+        return "its decoder does not forward sequence boundaries"
     if not getattr(model, "_can_set_attn_implementation", lambda: True)():
-        return "its attention is not a replaceable function"
+        return "its attention function cannot be replaced"
     calls, reasons = _register(dtype)
     own, training = model.config._attn_implementation, model.training
     model.set_attn_implementation(PROBE)
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            model.train()  # makes dropout visible
-            # The positions are those of one sequence: transformers must not build a packing mask itself.
+            model.train()  # dropout is an argument in training mode only
+            # Positions do not restart, so that transformers does not build a packing mask.
             ids = torch.arange(16, device=device)[None]  # [1, 16]
             forward(ids, ids, ids, torch.tensor([0, 8, 16], dtype=torch.int32, device=device), 8)
     finally:
@@ -265,9 +266,9 @@ def use_packed_attention(
 
 
 def _register(dtype: torch.dtype) -> tuple[list[str], list[str]]:
-    """Register `attend`, and functions that inspect a model's attention, with transformers.
+    """Register `attend` and a probe attention with transformers.
 
-    The lists returned collect the attention calls and the reasons why `attend` cannot replace them.
+    Return two lists that the probe fills: attention calls, and reasons why `attend` cannot replace them.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -285,23 +286,23 @@ def _register(dtype: torch.dtype) -> tuple[list[str], list[str]]:
         if kwargs.get("cu_seq_lens_q") is None:
             reasons.append("sequence boundaries do not reach its attention")
         if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
-            reasons.append("heads of several sizes")
+            reasons.append("queries, keys and values of different head sizes")
         if query.is_cuda and (reason := why_no_kernel(query.new_empty(0, query.shape[-1], dtype=dtype))):
             reasons.append(reason)
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
 
     def mask(*, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> Any:
         if local_size is not None or use_vmap:
-            reasons.append("attention with a window, or a mask of its own")
+            reasons.append("attention with a sliding window or custom mask")
         return sdpa_mask(local_size=local_size, use_vmap=use_vmap, **kwargs)
 
     ALL_ATTENTION_FUNCTIONS.register(PROBE, attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, mask)
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)  # has no mask function, so no mask is built
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)  # without a mask function, no mask is built
     return calls, reasons
 
 
 def sequence_borders(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
-    """Return sequence boundaries under the names by which transformers passes them to attention."""
+    """Return sequence boundaries as transformers' keyword arguments of attention."""
     lengths = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
     return lengths | {"max_length_q": max_seqlen, "max_length_k": max_seqlen}

@@ -1,12 +1,12 @@
-"""Gradients of te.TransformerLayer's residual connections, added by the norms' backward kernels.
+"""Residual gradients of te.TransformerLayer, added in the backward kernels of its norms.
 
 A layer computes h = x + attention(norm(x)) and y = h + mlp(norm(h)). The gradient of x is the gradient of h
-plus what comes back through attention and norm; autograd adds the two in a separate pass over memory. TE has
-a kernel, rmsnorm_bwd_add, that ends the norm's backward with this sum, but its layers do not call it. Here
-the residual addition hands its gradient to that kernel instead of to autograd.
+plus the gradient through attention and norm. Autograd adds these in a separate pass over memory. TE's kernel
+rmsnorm_bwd_add fuses the addition into the norm's backward pass, but TE's layers do not call it. This module
+passes the residual's gradient to that kernel instead of to autograd.
 
-The branches follow one another, so at most one gradient is pending, and its norm recognises it by the address
-of the input that both share. A gradient that no norm adds is an error, never a wrong result.
+Backward visits the branches in sequence, so one gradient is pending at a time. It is matched to its norm by
+the data_ptr() of the norm's input. A pending gradient that no norm adds raises an error.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from te_models.kernels.selection import patched
 
 class Pending(NamedTuple):
     gradient: Tensor
-    address: int  # of the residual, which is the norm's input
+    address: int  # data_ptr() of the residual, which is the norm's input
 
 
 _pending: list[Pending] = []
 
 
 def fuse_residual_gradients(layer: nn.Module) -> None:
-    """Let the norms of a te.TransformerLayer without dropout add its residual gradients; needs `enabled`."""
+    """Make the norms of a te.TransformerLayer add its residual gradients; needs `enabled`, no dropout."""
     layer._bias_dropout_add = functools.partial(_add_branch, layer._bias_dropout_add)
 
 
@@ -49,7 +49,7 @@ def _add_branch(
 class _Add(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, residual: Tensor, branch: Tensor) -> Tensor:
-        ctx.save_for_backward(residual)  # the norm saves it too, and recomputation replaces it for both
+        ctx.save_for_backward(residual)  # the norm saves the same tensor, also when it is recomputed
         return residual + branch
 
     @staticmethod
@@ -78,8 +78,8 @@ def _pop_pending(x: Tensor) -> Tensor | None:
 
 @contextmanager
 def enabled() -> Iterator[None]:
-    """Let the norms of TE's layers add pending gradients."""
-    _pending.clear()  # a failed backward pass may have left one
+    """Make the norms of TE's layers add pending gradients."""
+    _pending.clear()  # may be left over from a failed backward pass
     plain, with_sum = _tex().rmsnorm_bwd, _tex().rmsnorm_bwd_add
 
     def rmsnorm_bwd(gradient: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def enabled() -> Iterator[None]:
 
 
 def why_not(width: int) -> str | None:
-    """Compare TE's fused kernel with its plain one and a sum: the difference, or None."""
+    """Compare TE's fused kernel with its unfused kernel and a sum; return the difference, or None."""
     tex = _tex()
     generator = torch.Generator("cuda").manual_seed(0)
     gradient, x, added = (
@@ -104,13 +104,14 @@ def why_not(width: int) -> str | None:
     try:
         plain_dx, plain_dw = tex.rmsnorm_bwd(gradient, x, scale, weight, 0, False)
         dx, dw = tex.rmsnorm_bwd_add(gradient, x, added, scale, weight, 0, False)
-    except Exception as error:  # another version of TE
+    except Exception as error:  # the API differs between TE versions
         return f"it fails ({first_line(error)})"
     expected = plain_dx.float().view_as(x) + added.float()
-    if (dx.view_as(x).float() - expected).norm() > 5e-3 * expected.norm():  # one BF16 rounding instead of two
-        return "it computes another gradient"
+    # The fused kernel rounds to BF16 once instead of twice.
+    if (dx.view_as(x).float() - expected).norm() > 5e-3 * expected.norm():
+        return "the gradient of the input differs from the reference"
     if not torch.allclose(dw, plain_dw, rtol=2**-6, atol=1e-2):
-        return "it computes another gradient of the weight"
+        return "the gradient of the weight differs from the reference"
     return None
 
 

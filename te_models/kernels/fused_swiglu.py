@@ -1,8 +1,11 @@
-"""SwiGLU fused with its FP8 casts in TE's MLP, under delayed scaling on Hopper (`swiglu_triton`).
+"""SwiGLU fused with the FP8 casts in TE's MLP, for delayed scaling on Hopper (kernels: `swiglu_triton`).
 
-TE needs two passes forward and two backward, through BF16; each kernel is one pass. TE's MLP looks up the
-functions of its activation in `layernorm_mlp._act_func`: forward, backward, and backward fused with the cast,
-which TE has for other activations only. `enabled` replaces that lookup.
+TE writes BF16 and casts it in a second pass over memory, forward and backward; the kernels here need one
+pass each. TE's MLP looks up its activation in `layernorm_mlp._act_func`, which returns three functions:
+forward, backward, and backward fused with the cast. TE has no fused one for SwiGLU. `enabled` patches the
+lookup.
+
+T tokens, F feed-forward size.
 """
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ from core.errors import first_line
 from te_models.kernels.selection import patched
 
 TOKEN_MULTIPLE = 4  # the kernels pack four tokens' bytes into one 32-bit number
-# Share of FP8 values that may differ from TE's by one step: the last bit of exp and of sums may differ.
-ROUNDED_DIFFERENTLY = 1e-3
+# Largest share of FP8 values that may differ from TE's by one code, because the last bit of exp may differ.
+MAX_ROUNDING_DIFFERENCES = 1e-3
 
 
 def enabled() -> AbstractContextManager[None]:
-    """Let TE's MLP look up the fused functions under delayed scaling."""
+    """Make TE's MLP use the fused functions under delayed scaling."""
     return patched(_mlp_module(), _act_func=functools.partial(_act_func, _mlp_module()._act_func))
 
 
@@ -38,14 +41,14 @@ def _act_func(unfused: Any, activation: str, recipe: Any = None) -> tuple:
 
 
 def swiglu(unfused: Any, x: Tensor, quantizer: Any, **settings: Any) -> Any:
-    """Compute `tex.swiglu`: [T, 2F] -> [T, F], cast by `quantizer`; fused if the kernel can."""
+    """Replace `tex.swiglu`: [T, 2F] -> [T, F], cast by `quantizer`; fused if the kernel supports it."""
     if settings or not _can_cast(quantizer, x):
         return unfused(x, quantizer, **settings)
     return _run("swiglu_kernel", [x], (x.shape[0], x.shape[1] // 2), quantizer)
 
 
 def swiglu_backward(unfused: Any, grad: Tensor, x: Tensor, quantizer: Any, **settings: Any) -> tuple:
-    """Compute `tex.dswiglu` and the cast: [T, F], [T, 2F] -> no bias gradient (layers have none), [T, 2F]."""
+    """Replace `tex.dswiglu` and its cast: [T, F], [T, 2F] -> None (there is no bias), [T, 2F]."""
     if settings or not _can_cast(quantizer, x, grad):
         return None, quantizer(unfused(grad, x, None, **settings))
     return None, _run("swiglu_backward_kernel", [grad, x], x.shape, quantizer)
@@ -60,7 +63,7 @@ def _can_cast(quantizer: Any, *inputs: Tensor) -> bool:
 
 
 def _run(kernel: str, inputs: list[Tensor], shape: tuple[int, ...], quantizer: Any) -> Any:
-    """Return the quantizer's tensor of this shape, written by a kernel of `swiglu_triton`."""
+    """Run a kernel of `swiglu_triton` and return its output, a quantized tensor of this shape."""
     triton = importlib.import_module("te_models.kernels.swiglu_triton")
     out = quantizer.make_empty(shape, dtype=torch.bfloat16, device=quantizer.scale.device)
     rows = out._data if quantizer.rowwise_usage else None
@@ -72,14 +75,14 @@ def _run(kernel: str, inputs: list[Tensor], shape: tuple[int, ...], quantizer: A
 
 
 def why_not() -> str | None:
-    """Compare the kernels with TE's: the first difference, or None."""
+    """Compare the kernels with TE's; return the first difference, or None."""
     try:
         _mlp_module()._act_func("swiglu", SimpleNamespace(delayed=lambda: True))
     except Exception as error:
-        return f"this Transformer Engine looks activations up differently ({first_line(error)})"
+        return f"this version of Transformer Engine has another activation lookup ({first_line(error)})"
     tex = importlib.import_module("transformer_engine_torch")
     generator = torch.Generator("cuda").manual_seed(0)
-    # Sizes leave the last blocks partly empty.
+    # These sizes do not fill the last blocks.
     x = torch.randn(208, 2 * 176, device="cuda", generator=generator).mul(2).bfloat16()
     grad = torch.randn(208, 176, device="cuda", generator=generator).bfloat16()
     try:
@@ -88,15 +91,15 @@ def why_not() -> str | None:
         ours, tes = (_trial_quantizer(tex.DType.kFloat8E5M2) for _ in range(2))
         found = swiglu_backward(tex.dswiglu, grad, x, ours)[1]
         wrong = wrong or difference(found, tes(tex.dswiglu(grad, x, None)), ours, tes)
-    except Exception as error:  # Triton's compiler, or another version of TE
+    except Exception as error:  # from Triton's compiler or another TE version
         return f"it fails ({first_line(error)})"
-    return f"it computes another {wrong}" if wrong else None
+    return f"the {wrong} differs from the reference" if wrong else None
 
 
 def _trial_quantizer(dtype: Any) -> Any:
     """Return a delayed-scaling quantizer whose scale and amax are views, as in training.
 
-    Triton compiles by alignment, which such views do not have.
+    Triton compiles separate kernels for aligned and unaligned pointers, and these views are unaligned.
     """
     scale, amax = torch.full((4,), 37.3, device="cuda"), torch.zeros(4, device="cuda")
     quantizer = _float8_tensor().Float8Quantizer(scale[3:], amax[3:], dtype)
@@ -105,7 +108,7 @@ def _trial_quantizer(dtype: Any) -> Any:
 
 
 def difference(found: Any, expected: Any, ours: Any, tes: Any) -> str | None:
-    """Name the part of a quantized tensor, or of its quantizer, that is not as expected, or None."""
+    """Name the part of the quantized tensor or its quantizer that differs, or None."""
     if not torch.allclose(ours.amax, tes.amax, rtol=1e-6):
         return "amax"
     if not torch.equal(found._scale_inv.flatten(), expected._scale_inv.flatten()):
@@ -114,9 +117,9 @@ def difference(found: Any, expected: Any, ours: Any, tes: Any) -> str | None:
         if not used:
             continue
         a, b = (getattr(t, name).view(torch.uint8) for t in (found, expected))
-        # FP8 bits of one sign grow with the magnitude, so neighbours differ by 1.
+        # FP8 codes of one sign are ordered by magnitude, so adjacent values differ by 1.
         distance = (a.to(torch.int16) - b.to(torch.int16)).abs()
-        if a.shape != b.shape or distance.max() > 1 or distance.float().mean() > ROUNDED_DIFFERENTLY:
+        if a.shape != b.shape or distance.max() > 1 or distance.float().mean() > MAX_ROUNDING_DIFFERENCES:
             return name.strip("_")
     return None
 

@@ -1,11 +1,10 @@
-"""QKV split and RoPE of te.TransformerLayer in one pass over memory (`rope_triton`).
+"""Fused QKV split and RoPE for te.TransformerLayer, in one pass over memory (kernel: `rope_triton`).
 
-TE copies the queries out of the QKV projection, applies RoPE to queries and keys in a pass each, keeps the
-projection in memory for the values, and joins the gradients in one more copy. Here everything is read and
-written once, forward and backward.
+TE copies the queries out of the QKV projection, applies RoPE to queries and keys in separate passes, keeps
+the projection in memory for the values, and concatenates the gradients in another copy. The fused kernel
+reads and writes everything once, forward and backward.
 
-T tokens (of rows [B, S], or packed [T]), H query heads, G key/value groups, R = H / G, K head size,
-P positions.
+B rows, S tokens per row, T tokens, H query heads, G key/value groups, R = H / G, K head size, P positions.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from core.errors import first_line
 
-# Arguments of te.TransformerLayer that its attention reads; TE versions differ.
+# Arguments of te.TransformerLayer that are passed to its attention if present; TE versions differ.
 ATTENTION_ARGUMENTS = (
     *("attn_mask_type", "window_size", "pad_between_seqs"),
     *("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"),
@@ -27,38 +26,38 @@ ATTENTION_ARGUMENTS = (
 
 
 class Rope(NamedTuple):
-    """Value of `rotary_pos_emb` for layers changed by `fuse_qkv_rope`."""
+    """RoPE table and positions, passed as `rotary_pos_emb` to layers patched by `fuse_qkv_rope`."""
 
     table: Tensor  # [P, K] float32: cosines of the K/2 angles, then their sines
     positions: Tensor  # [B, S] or [T] int64, contiguous
 
 
 def rope_table(angles: Tensor) -> Tensor:
-    """Convert TE's angles, [P, 1, 1, K] float32 with equal halves, to `Rope.table`."""
+    """Convert TE's angles [P, 1, 1, K] float32, whose halves are equal, to `Rope.table`."""
     half = angles.flatten(1)[:, : angles.shape[-1] // 2]  # [P, K/2]
     return torch.cat([half.cos(), half.sin()], dim=-1)  # [P, K]
 
 
 def fuse_qkv_rope(layer: nn.Module) -> None:
-    """Let a te.TransformerLayer accept a `Rope`. Parameters and results stay the same.
+    """Make a te.TransformerLayer accept a `Rope`. Parameters and results stay the same.
 
-    For attention without dropout, query/key norms and FP8.
+    Requires no dropout, no QK norm and no FP8 attention.
     """
     attention: Any = layer.self_attention
     attention.forward = functools.partial(_attend, attention, attention.forward)
 
 
 def _attend(attention: Any, unfused: Any, hidden_states: Tensor, *args: Any, **arguments: Any) -> Any:
-    """Forward of te.MultiheadAttention with the projection split by the kernel."""
+    """Forward pass of te.MultiheadAttention with the fused kernel."""
     rope = arguments.get("rotary_pos_emb")
     if not isinstance(rope, Rope):
         return unfused(hidden_states, *args, **arguments)
-    first = arguments.get("is_first_microbatch")
-    qkv = attention.layernorm_qkv(hidden_states, is_first_microbatch=first)
+    is_first = arguments.get("is_first_microbatch")
+    qkv = attention.layernorm_qkv(hidden_states, is_first_microbatch=is_first)
     parts = _kernel().apply(qkv, *rope, attention.num_gqa_groups_per_partition)
     passed_on = {name: arguments[name] for name in ATTENTION_ARGUMENTS if name in arguments}
     attended = attention.core_attention(*parts, qkv_format=attention.qkv_format, **passed_on)
-    return attention.proj(attended, is_first_microbatch=first)
+    return attention.proj(attended, is_first_microbatch=is_first)
 
 
 def _kernel() -> type[torch.autograd.Function]:
@@ -66,7 +65,7 @@ def _kernel() -> type[torch.autograd.Function]:
 
 
 def split_qkv_rope(qkv: Tensor, table: Tensor, positions: Tensor, groups: int) -> tuple:
-    """Plain reference of the kernel: [T, G*(R+2)*K] -> q [T, H, K] and k [T, G, K] with RoPE, v [T, G, K]."""
+    """Reference of the kernel: [T, G*(R+2)*K] -> q [T, H, K] and k [T, G, K] with RoPE, v [T, G, K]."""
     parts = qkv.unflatten(-1, (groups, -1, table.shape[1]))  # [T, G, R+2, K]
     cos, sin = (half[:, None, None, :] for half in table[positions].chunk(2, dim=-1))  # [T, 1, 1, K/2]
     x, y = parts[..., :-1, :].float().chunk(2, dim=-1)
@@ -75,8 +74,8 @@ def split_qkv_rope(qkv: Tensor, table: Tensor, positions: Tensor, groups: int) -
 
 
 def why_not(heads: int, groups: int, size: int) -> str | None:
-    """Compare the kernels with the plain reference: the first difference, or None."""
-    # 37 tokens leave a block partly empty; Triton compiles separately for multiples of 16, as 48.
+    """Compare the kernels with the reference; return the first difference, or None."""
+    # 37 tokens do not fill the last block; Triton compiles another kernel for multiples of 16, such as 48.
     return next(filter(None, (_difference(heads, groups, size, tokens) for tokens in (37, 48))), None)
 
 
@@ -92,12 +91,12 @@ def _difference(heads: int, groups: int, size: int, tokens: int) -> str | None:
     try:
         found = _kernel().apply(qkv, table, positions, groups)
         (grad,) = torch.autograd.grad(found, qkv, grads)
-    except Exception as error:  # Triton's compiler may raise anything
+    except Exception as error:  # Triton's compiler raises exceptions of any type
         return f"it fails ({first_line(error)})"
     pairs = zip(
         ("query", "key", "value", "gradient"), (*found, grad), (*expected, expected_grad), strict=True
     )
     for name, a, b in pairs:
-        if not torch.allclose(a, b, rtol=2**-7, atol=1e-4):  # the last bit of BF16
-            return f"it computes another {name}"
+        if not torch.allclose(a, b, rtol=2**-7, atol=1e-4):  # one unit in the last place of BF16
+            return f"the {name} differs from the reference"
     return None

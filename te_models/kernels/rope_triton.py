@@ -1,4 +1,4 @@
-"""CUDA kernel of `rope`: queries, keys and values from TE's QKV projection, and gradients back into it.
+"""CUDA kernel of `rope`: split TE's QKV projection and apply RoPE, forward and backward.
 
 T tokens, H query heads, G key/value groups, R = H / G, K head size.
 """
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024  # elements of each half of a head: 16 bytes per thread and load
+BLOCK = 1024  # elements per load: 16 bytes per thread
 
 
 @triton.jit
@@ -33,8 +33,8 @@ def qkv_rope_kernel(
 ):
     """Process all heads of one group for `TOKENS` tokens per program, half a head per load.
 
-    For halves x, y of a head and angle a: x cos a - y sin a, y cos a + x sin a. BACKWARD reads gradients of
-    q, k and v, rotates by -a and writes the gradient of `qkv`.
+    The halves x, y of a head become x cos a - y sin a and y cos a + x sin a for angle a. BACKWARD reads the
+    gradients of q, k and v, rotates by -a and writes the gradient of `qkv`.
     """
     HALF: tl.constexpr = SIZE // 2
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -68,7 +68,7 @@ def qkv_rope_kernel(
 
 
 class SplitQKVRope(torch.autograd.Function):
-    """[..., G*(R+2)*K] -> q [..., H, K] and k [..., G, K] with RoPE, v [..., G, K]."""
+    """Split [..., G*(R+2)*K] into q [..., H, K] and k [..., G, K] with RoPE, and v [..., G, K]."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, table: Tensor, positions: Tensor, groups: int) -> tuple:

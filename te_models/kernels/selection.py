@@ -1,8 +1,8 @@
-"""Kernels selected for a run, and the one way in which they replace a library's functions.
+"""Kernels selected for a run, and `patched`, the only place where library functions are replaced.
 
-A library is changed only inside `patched`. Each kernel that replaces a function offers a context `enabled`
-for it; `training.kernels` enters those whose self-test passed, and leaves them before another run of the same
-process selects its own. A kernel that changes single layers is applied by the decoder as it builds them.
+Each kernel that replaces a library function has a context manager `enabled`. `training.kernels` enters it if
+the kernel's self-test passed, and exits it before another run in the same process. Kernels that change single
+layers are applied by the decoder when it builds them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels that a run uses; each passed its self-test on every rank."""
+    """Kernels used by a run; each passed its self-test on every rank."""
 
     flash_attention: bool = False  # FlashAttention 4, see `flash_attention`
     fp8_lm_head: bool = False  # see `te_models.loss_fp8`
     qkv_rope: bool = False  # QKV split and RoPE in one pass, see `rope`
-    residual_gradients: bool = False  # added in the norms' backward, see `fused_residual`
-    swiglu: bool = False  # fused with its FP8 casts, see `fused_swiglu`
+    residual_gradients: bool = False  # residual gradients added in norm backward, see `fused_residual`
+    swiglu: bool = False  # SwiGLU fused with its FP8 casts, see `fused_swiglu`
 
 
-DEFAULT_KERNELS = Kernels(qkv_rope=True)  # of models built without a selection: no library is patched
+DEFAULT_KERNELS = Kernels(qkv_rope=True)  # used without a selection; patches no library
 
 
 @contextmanager
@@ -44,5 +44,5 @@ def patched(owner: Any, **replacements: Any) -> Iterator[None]:
 
 
 def on_hopper() -> bool:
-    """True if this process's GPU is a Hopper, the architecture that most of the kernels are written for."""
+    """True if this process's GPU is a Hopper, which most of the kernels are written for."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

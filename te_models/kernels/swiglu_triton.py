@@ -1,7 +1,7 @@
 """CUDA kernels of `fused_swiglu`: SwiGLU and the FP8 cast of its result, in both layouts, in one pass.
 
-T tokens, F feed-forward size. The numbers are TE's: computed in float32, the gradient rounded to BF16, then
-scaled and cast. `rows` and `columns` are None where a layout is not needed.
+T tokens, F feed-forward size. The arithmetic matches TE's: SwiGLU is computed in float32, gradients are
+rounded to BF16, then scaled and cast. `rows` or `columns` is None if that layout is not needed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from te_models.kernels.fp8_triton import block, store_columns, to_fp8
 
-TOKENS, FEATURES = tl.constexpr(128), tl.constexpr(64)  # of a block
+TOKENS, FEATURES = tl.constexpr(128), tl.constexpr(64)  # block size
 
 
 @triton.jit
 def swiglu_kernel(inputs, rows, columns, scale, scale_inverse, amax, tokens, features, E5M2: tl.constexpr):
-    """Cast silu(gate) * up of `inputs` [T, 2F], gate first, to FP8 [T, F] and [F, T]; update `amax`."""
+    """Cast silu(gate) * up to FP8 [T, F] and [F, T], and update `amax`; `inputs` [T, 2F] hold gate, up."""
     quads, f, inside = block(tokens, features, TOKENS, FEATURES)
     factor = tl.load(scale)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):

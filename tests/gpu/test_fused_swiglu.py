@@ -94,4 +94,4 @@ def test_the_self_test_fails_a_kernel_that_computes_something_else(monkeypatch):
         return out
 
     monkeypatch.setattr(fused_swiglu, "_run", mixed_up)
-    assert fused_swiglu.why_not() == "it computes another transpose"
+    assert fused_swiglu.why_not() == "the transpose differs from the reference"

@@ -80,7 +80,7 @@ def test_an_error_is_reported_with_its_reason(interface):
         raise RuntimeError("no such kernel\nand more")
 
     interface.spoil = spoil
-    assert "fails (no such kernel)" in self_test() and "remove its compiled kernels in" in self_test()
+    assert "fails (no such kernel)" in self_test() and "delete its compiled kernels in" in self_test()
 
 
 def test_a_package_that_does_not_import_fails_the_self_test(monkeypatch):

@@ -119,15 +119,15 @@ def test_packed_attention_passes_opcheck():
     ("model_type", "changes", "reason"),
     [
         ("llama", {}, None),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "a window"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding window"),
         ("mistral", {"sliding_window": None}, None),
-        ("mistral", {"sliding_window": 64}, "a window"),
-        ("gemma3_text", {}, "a window"),
+        ("mistral", {"sliding_window": 64}, "sliding window"),
+        ("gemma3_text", {}, "sliding window"),
         ("llama", {"attention_dropout": 0.1}, "dropout"),
         ("gpt2", {}, "dropout"),
-        ("gpt_oss", {}, "a window"),
+        ("gpt_oss", {}, "sliding window"),
         ("stablelm", {}, "do not reach"),
-        ("falcon", {}, "not a replaceable function"),
+        ("falcon", {}, "function cannot be replaced"),
     ],
 )
 def test_attention_that_is_not_plainly_causal_stays_transformers_own(model_type, changes, reason):

@@ -92,9 +92,9 @@ def test_a_kernel_that_fails_its_self_test_is_replaced_with_a_warning(kernel, pr
 
 
 def test_a_wrong_fp8_lm_head_is_refused_since_nothing_replaces_it(problems):
-    problems["fp8_lm_head"] = "it computes another GEMM"
+    problems["fp8_lm_head"] = "the GEMM differs from the reference"
     with pytest.raises(
-        UserError, match=r"^--fp8_lm_head: its self-test failed on this machine: it computes .*; drop it"
+        UserError, match=r"^--fp8_lm_head: its self-test failed on this machine: the GEMM differs .*; drop it"
     ) as error:
         choose(fp8_lm_head=True, device="cuda")
     assert error.value.exit_code == EXIT_BAD_SETTING
