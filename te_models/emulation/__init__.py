@@ -1,11 +1,11 @@
-"""Transformer Engine's decoder layer in plain PyTorch: TE's numerics anywhere (`--te_backend emulated`).
+"""Transformer Engine's decoder layer in plain PyTorch, with TE's numerics (`--te_backend emulated`).
 
-The package replaces `transformer_engine.pytorch`, and `recipes` `transformer_engine.common.recipe`, with the
-names and arguments that the suite uses. Parameters have TE's names and layouts, and delayed scaling's state
-has TE's places and shapes, so checkpoints move between the two backends.
+This package replaces `transformer_engine.pytorch`, and `recipes` replaces `transformer_engine.common.recipe`,
+with the names and arguments that this project uses. Parameters have TE's names and layouts, and the state
+of delayed scaling has TE's names and shapes, so both backends can load each other's checkpoints.
 
-The emulation follows TE 2.20 on Hopper (MXFP8: Blackwell) in which tensors are quantized, from which
-precision, with which scale, and when scales are updated. Sums in GEMMs and attention differ in their last
+The emulation quantizes the same tensors as TE 2.20 on Hopper (MXFP8: Blackwell), from the same precision and
+with the same scales, and updates scales at the same time. Sums in GEMMs and attention differ in the last
 bits.
 """
 

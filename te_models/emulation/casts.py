@@ -1,10 +1,10 @@
-"""FP8 casts as Transformer Engine's kernels compute them, in plain PyTorch.
+"""FP8 casts with the numerics of Transformer Engine's kernels, in plain PyTorch.
 
-x is multiplied by a scale, clamped to the format's range (TE's casts saturate, torch's may give NaN) and
-rounded to nearest even; `scale_inv` undoes the scale after the GEMM. Recipes differ in what shares a scale: a
-tensor, 1x128 values of a row, a 128x128 block, or 32 values (MX, with power-of-two scales only).
+x is multiplied by a scale, clamped to the format's range (TE's casts saturate, torch's may return NaN) and
+rounded to nearest even. `scale_inv` undoes the scale after the GEMM. Recipes differ in the granularity of
+scales: one per tensor, per 1x128 values, per 128x128 block, or per 32 values (MX, powers of two only).
 
-Matrices are [M, N], rows first; m x n is the shape of a block.
+Matrices are [M, N]; blocks have shape m x n.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Quantized:
-    """FP8 `data` [M, N] with float32 `scale_inv`: [] for a tensor, [M/m, N/n] for blocks of m x n.
+    """FP8 `data` [M, N] with float32 `scale_inv`: [] per tensor, or [M/m, N/n] per m x n block.
 
-    Without FP8, `data` is BF16 or float32 and `scale_inv` None.
+    An operand without FP8 has BF16 or float32 `data` and `scale_inv` None.
     """
 
     data: Tensor
     scale_inv: Tensor | None = None
     block: tuple[int, int] | None = None
-    fits_bfloat16: bool = True  # blocks dequantize to BF16 exactly if their scales are powers of two
+    fits_bfloat16: bool = True  # True if dequantization to BF16 is exact, as for power-of-two block scales
 
     def dequantize(self) -> Tensor:
         """Return [M, N] float32."""
@@ -44,7 +44,7 @@ class Quantized:
 
 
 def widen(data: Tensor) -> Tensor:
-    """Convert to float32 exactly; FP8 by a table on CPUs, where torch's conversion is five times slower."""
+    """Convert to float32; on CPUs by a lookup table, five times as fast as torch's conversion of FP8."""
     if data.dtype not in (E4M3, E5M2) or data.device.type != "cpu":
         return data.float()
     return _table(data.dtype).index_select(0, data.view(torch.uint8).int().flatten()).view(data.shape)
@@ -57,17 +57,17 @@ def _table(dtype: torch.dtype) -> Tensor:
 
 
 def largest(x: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
-    """Return the amax in float32, over `dim` or all; NaN is skipped, as by CUDA's fmaxf."""
+    """Return the amax in float32, over `dim` or all; NaN is ignored, as in CUDA's fmaxf."""
     magnitude = x.detach().float().abs().nan_to_num_(nan=0.0, posinf=float("inf"))
     return magnitude.amax() if dim is None else magnitude.amax(dim)
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> Tensor:
-    """Return the scale that maps `amax` to the largest value of `dtype`; 1 where amax is 0 or not finite.
+    """Return the scale that maps `amax` to the maximum of `dtype`; 1 if amax is 0 or not finite.
 
-    Scales are clamped to float32's largest value; `power_of_two` rounds them down.
+    Scales are clamped to float32's maximum; `power_of_two` rounds them down.
     """
-    # For number / tensor, torch multiplies by the reciprocal, which rounds twice.
+    # Not number / tensor: torch would multiply by the reciprocal, which rounds twice.
     scale = (torch.full_like(amax, torch.finfo(dtype).max) / amax).clamp(max=FLOAT32_MAX)
     if power_of_two:
         scale = (scale.view(torch.int32) & ~0x7FFFFF).view(torch.float32)  # drop the mantissa
@@ -75,18 +75,18 @@ def scale_of(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> Tensor:
 
 
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round float32 to FP8, to nearest even; values out of range, infinities included, saturate."""
+    """Round float32 to FP8, to nearest even; values out of range and infinities saturate."""
     limit = torch.finfo(dtype).max
     return x.clamp(-limit, limit).to(dtype)
 
 
 def cast_with_scale(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Quantized:
-    """Cast with a scale [] known beforehand (delayed scaling)."""
+    """Cast with a given scale [] (delayed scaling)."""
     return Quantized(saturate(x.float() * scale, dtype), scale.reciprocal())
 
 
 def cast_tensor(x: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None) -> Quantized:
-    """Cast with the scale of the tensor's own amax (current scaling), or of a given `amax` []."""
+    """Cast with a scale from the tensor's amax (current scaling), or from a given `amax` []."""
     amax = largest(x) if amax is None else amax
     return cast_with_scale(x, scale_of(amax, dtype, power_of_two=False), dtype)
 
@@ -94,7 +94,7 @@ def cast_tensor(x: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None) ->
 def cast_blocks(
     x: Tensor, dtype: torch.dtype, block: tuple[int, int], *, power_of_two: bool = True
 ) -> Quantized:
-    """Cast x [M, N] with a scale per `block`, (1, 128) or (128, 128); blocks at the edges may be cut off."""
+    """Cast x [M, N] with a scale per `block`, such as (1, 128); blocks at the edges may be partial."""
     tiles = _tiles(x.float(), block)  # [M/m, m, N/n, n]
     scale = scale_of(largest(tiles, (1, 3)), dtype, power_of_two=power_of_two)  # [M/m, N/n]
     data = saturate(_untiled(tiles * scale[:, None, :, None]), dtype)
@@ -106,22 +106,22 @@ def cast_mx(x: Tensor, dtype: torch.dtype, *, dim: int) -> Quantized:
 
     The scale is rounded up, so nothing saturates.
     """
-    assert x.shape[dim] % MX_BLOCK == 0, x.shape  # `check_sizes` refuses such a model
+    assert x.shape[dim] % MX_BLOCK == 0, x.shape  # `check_sizes` refuses other sizes
     block = (MX_BLOCK, 1) if dim == 0 else (1, MX_BLOCK)
     tiles = _tiles(x.float(), block)  # [M/m, m, N/n, n]
     exponent = mx_exponent(largest(tiles, (1, 3)), dtype)  # [M/m, N/n]
-    # Blocks of zeros have the biased exponent 0; TE does not scale their values.
+    # A block of zeros has the biased exponent 0; TE does not scale its values.
     scale = _power_of_two(torch.where(exponent > 0, 127 - exponent, 0))
     data = saturate(_untiled(tiles * scale[:, None, :, None]), dtype)
     return Quantized(data, _power_of_two(exponent - 127), block)
 
 
 def mx_exponent(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the smallest biased E8M0 exponent, int32 in [0, 254], that brings `amax` into range."""
-    wanted = (amax * (1.0 / torch.finfo(dtype).max)).clamp(max=FLOAT32_MAX)
-    mantissa, exponent = torch.frexp(wanted)  # mantissa in [0.5, 1)
+    """Return the smallest biased E8M0 exponent, int32 in [0, 254], that maps `amax` into range."""
+    inverse_scale = (amax * (1.0 / torch.finfo(dtype).max)).clamp(max=FLOAT32_MAX)
+    mantissa, exponent = torch.frexp(inverse_scale)  # mantissa in [0.5, 1)
     rounded_up = torch.where(mantissa > 0.5, exponent, exponent - 1)
-    return torch.where(wanted > 0, (rounded_up + 127).clamp(0, 254), 0).int()
+    return torch.where(inverse_scale > 0, (rounded_up + 127).clamp(0, 254), 0).int()
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""Arithmetic of the emulated layers: norm, SwiGLU and linear, each with the backward pass of TE's kernels.
+"""Norm, SwiGLU and linear of the emulated layers, forward and backward.
 
-T tokens, D features in, E features out, F feed-forward size. Kernels compute in float32 and round where TE's
-do: results and gradients have the activation dtype.
+T tokens, D input features, E output features, F feed-forward size. All compute in float32 and round where
+TE's kernels do; results and gradients have the activation dtype.
 
-GEMMs multiply FP8 values exactly and accumulate in float32. The tensor cores' fast accumulation, which TE
-uses in forward GEMMs of per-tensor recipes, keeps fewer bits of a sum and is not emulated.
+GEMMs multiply FP8 values exactly and accumulate in float32. TE uses the tensor cores' fast accumulation, with
+fewer bits, in forward GEMMs of per-tensor recipes; this is not emulated.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from te_models.emulation.scaling import Gemm
 
 @contextmanager
 def bfloat16_units() -> Iterator[None]:
-    """Multiply float32 operands in a CPU's BF16 units, several times faster.
+    """Multiply float32 matrices in a CPU's BF16 units, which is several times as fast.
 
-    Exact for BF16 and FP8 values, also when scaled by powers of two: the units accumulate in float32.
+    Products of BF16 and FP8 values, also scaled by powers of two, are exact; sums are in float32.
     """
     settings = torch.backends.mkldnn.matmul
     before, settings.fp32_precision = settings.fp32_precision, "bf16"
@@ -36,7 +36,7 @@ def bfloat16_units() -> Iterator[None]:
 
 
 def multiply(a: Quantized, b: Quantized, *, transpose_a: bool = False, transpose_b: bool = False) -> Tensor:
-    """Return [M, K] x [K, N] in float32, whatever torch.autocast asks for; either may be transposed."""
+    """Return a @ b, [M, K] x [K, N], in float32 regardless of torch.autocast; operands may be transposed."""
     left, right = (widen(x.data) if x.block is None else x.dequantize() for x in (a, b))
     left, right = left.T if transpose_a else left, right.T if transpose_b else right
     fits_bfloat16, device = a.fits_bfloat16 and b.fits_bfloat16, left.device.type
@@ -50,7 +50,7 @@ def multiply(a: Quantized, b: Quantized, *, transpose_a: bool = False, transpose
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """x [..., D] / rms(x) * weight [D], computed for activations in `dtype`, returned in `out_dtype`."""
+    """x [..., D] / rms(x) * weight [D] for x and weight rounded to `dtype`; returns `out_dtype`."""
 
     @staticmethod
     def forward(
@@ -74,7 +74,7 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 class SwiGLUFunction(torch.autograd.Function):
-    """silu(gate) * up of x [..., 2F], gate first, and its amax [] before rounding if `with_amax`."""
+    """silu(gate) * up for x [..., 2F] = gate, up; with its amax [] before rounding if `with_amax`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, out_dtype: torch.dtype, with_amax: bool) -> tuple[Tensor, Tensor | None]:
@@ -97,10 +97,10 @@ class SwiGLUFunction(torch.autograd.Function):
 
 
 class LinearFunction(torch.autograd.Function):
-    """x [T, D] @ weight [E, D]^T + bias [E] in `dtype`, with operands as `gemm` quantizes them.
+    """x [T, D] @ weight [E, D]^T + bias [E] in `dtype`, with operands quantized by `gemm`.
 
-    A float32 weight is rounded to `dtype` before its FP8 cast, because a run on a GPU casts BF16 weights.
-    `amax` [] is that of x, if it is known beforehand.
+    A float32 weight is rounded to `dtype` before its FP8 cast, because runs on a GPU cast BF16 weights.
+    `amax` [] is the amax of x if it is already known.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""The emulated layers with weights: norm and linear as TE fuses them, in FP8 inside `autocast`.
+"""Emulated TE modules with weights: RMSNorm, Linear and the fused modules, in FP8 inside `autocast`.
 
-T tokens, D features in, E features out, F feed-forward size. Linear weights are [out, in].
+T tokens, D input features, E output features, F feed-forward size. Linear weights are [out, in].
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from te_models.emulation.gemm import LinearFunction, RMSNormFunction, SwiGLUFunction
 from te_models.emulation.scaling import Fp8Module, Gemm
 
-INIT_STD = 0.023  # TE's, of weights built on a real device
+INIT_STD = 0.023  # TE's default for weights that are not on the meta device
 
 
 def activation_dtype(x: Tensor, default: torch.dtype | None = None) -> torch.dtype:
-    """Return the dtype a layer computes in: torch.autocast's, else `default` or the input's."""
+    """Return the compute dtype of a layer: torch.autocast's, otherwise `default` or the input's."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else default or x.dtype
 
@@ -25,7 +25,7 @@ def activation_dtype(x: Tensor, default: torch.dtype | None = None) -> torch.dty
 def parameter(
     *shape: int, fill: float | None = None, params_dtype: torch.dtype | None = None, device: Any = None
 ) -> nn.Parameter:
-    """Create a parameter, filled or normally distributed."""
+    """Create a parameter with the value `fill`, or normally distributed."""
     tensor = torch.empty(shape, dtype=params_dtype, device=device)
     return nn.Parameter(tensor.normal_(std=INIT_STD) if fill is None else tensor.fill_(fill))
 
@@ -44,22 +44,22 @@ class RMSNorm(nn.Module):
 
 
 def _cast_from(gemm: Gemm, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a fused cast's input: float32, or the activation dtype."""
+    """Return the dtype that a fused cast reads: float32 or the activation dtype."""
     return torch.float32 if gemm.recipe.casts_float32 else dtype
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-    """[..., D] -> [..., E]; `rest`: the activation dtype, a Gemm, and the amax of x or None."""
+    """Map [..., D] to [..., E]; `rest` is the activation dtype, a Gemm, and the amax of x or None."""
     y = LinearFunction.apply(x.flatten(0, -2), weight, bias, *rest)  # [T, E]
     return y.unflatten(0, x.shape[:-1])
 
 
 class Linear(Fp8Module):
-    """[..., D] -> [..., E] with weight [E, D]; `made` holds `params_dtype` and `device`."""
+    """Linear layer with weight [E, D]; `factory_kwargs` are `params_dtype` and `device`."""
 
-    def __init__(self, in_features: int, out_features: int, **made: Any):
+    def __init__(self, in_features: int, out_features: int, **factory_kwargs: Any):
         super().__init__()
-        self.weight = parameter(out_features, in_features, **made)
+        self.weight = parameter(out_features, in_features, **factory_kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
         dtype, (gemm,) = activation_dtype(x), self.gemms(x)
@@ -67,7 +67,7 @@ class Linear(Fp8Module):
 
 
 class LayerNormLinear(Fp8Module):
-    """Linear with weight [E, D], and bias [E] if `bias`, on RMSNorm of its input [..., D]."""
+    """RMSNorm and a linear layer with weight [E, D], and bias [E] if `bias`: [..., D] -> [..., E]."""
 
     def __init__(
         self,
@@ -76,14 +76,14 @@ class LayerNormLinear(Fp8Module):
         *,
         eps: float = 1e-5,
         bias: bool = True,
-        normalization: str = "RMSNorm",  # TE's argument; there is no other
-        **made: Any,
+        normalization: str = "RMSNorm",  # for TE's signature; no other norm is emulated
+        **factory_kwargs: Any,
     ):
         super().__init__()
         self.eps = eps
-        self.layer_norm_weight = parameter(in_features, **made, fill=1.0)
-        self.weight = parameter(out_features, in_features, **made)
-        self.register_parameter("bias", parameter(out_features, **made, fill=0.0) if bias else None)
+        self.layer_norm_weight = parameter(in_features, **factory_kwargs, fill=1.0)
+        self.weight = parameter(out_features, in_features, **factory_kwargs)
+        self.register_parameter("bias", parameter(out_features, **factory_kwargs, fill=0.0) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         dtype, (gemm,) = activation_dtype(x), self.gemms(x)
@@ -92,16 +92,16 @@ class LayerNormLinear(Fp8Module):
 
 
 class LayerNormMLP(Fp8Module):
-    """fc2(swiglu(fc1(RMSNorm(x)))) on [..., D]; fc1_weight [2F, D] with the gate first, fc2_weight [D, F]."""
+    """fc2(swiglu(fc1(RMSNorm(x)))) for x [..., D]; fc1_weight [2F, D] is gate, up; fc2_weight [D, F]."""
 
     num_gemms = 2
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, *, eps: float = 1e-5, **made: Any):
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, *, eps: float = 1e-5, **factory_kwargs: Any):
         super().__init__()
         self.eps = eps
-        self.layer_norm_weight = parameter(hidden_size, **made, fill=1.0)
-        self.fc1_weight = parameter(2 * ffn_hidden_size, hidden_size, **made)
-        self.fc2_weight = parameter(hidden_size, ffn_hidden_size, **made)
+        self.layer_norm_weight = parameter(hidden_size, **factory_kwargs, fill=1.0)
+        self.fc1_weight = parameter(2 * ffn_hidden_size, hidden_size, **factory_kwargs)
+        self.fc2_weight = parameter(hidden_size, ffn_hidden_size, **factory_kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
         dtype, (fc1, fc2) = activation_dtype(x), self.gemms(x)

@@ -1,11 +1,10 @@
-"""Recipes of the emulated layers, with the names, arguments and defaults of TE's.
+"""FP8 recipes of the emulated layers, with the names, arguments and defaults of TE's recipes.
 
-A linear layer runs three GEMMs: y = x W^T, dx = dy W (dgrad), dW = dy^T x (wgrad). dgrad and wgrad contract
-the other dimension of an operand than the first GEMM does, so recipes whose scales follow rows quantize an
-operand along both.
+A linear layer runs three GEMMs: y = x W^T, dx = dy W (dgrad), dW = dy^T x (wgrad). Two of them read each
+operand and contract different dimensions, so recipes with block scales quantize it along each dimension.
 
-TE fuses norm and SwiGLU with the cast that follows. Delayed scaling casts their float32 results; the other
-recipes cast results rounded to BF16, except that current scaling computes SwiGLU's amax before the rounding
+TE fuses norm and SwiGLU with the following cast. Delayed scaling casts their float32 results. The other
+recipes cast results rounded to BF16, but current scaling computes SwiGLU's amax before the rounding
 (TE 2.20: rmsnorm_fwd, activation_helper and their kernels).
 """
 
@@ -33,7 +32,7 @@ Kind = Literal["input", "weight", "grad"]
 
 
 class Format(Enum):
-    """FP8 formats forward and backward."""
+    """FP8 formats of the forward and the backward pass."""
 
     E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fn)
     HYBRID = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -42,36 +41,36 @@ class Format(Enum):
         return self.value[kind == "grad"]
 
 
-# Returns an operand [M, N] of a GEMM that contracts its dimension 0 or 1.
+# Function of the contracted dimension, 0 or 1, that returns an operand [M, N] of a GEMM.
 Operand = Callable[[int], Quantized]
 
 
 @dataclass
 class Slot:
-    """Delayed scaling of one tensor: its scale [], and the history's row 0 [] that collects its amax."""
+    """Delayed scaling of one tensor: its scale [], and its amax [] in row 0 of the history."""
 
     scale: Tensor
-    amax: Tensor | None = None  # None if the tensor's amax counts already
+    amax: Tensor | None = None  # None if the amax is already recorded
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Settings common to all recipes; used directly, operands stay in high precision."""
+    """Base class of the recipes; an instance of it keeps operands in high precision."""
 
     fp8_format: Format = Format.HYBRID
-    fp8_dpa: bool = False  # TE's argument; the settings refuse FP8 attention with the emulation
+    fp8_dpa: bool = False  # for TE's signature; FP8 attention is not emulated
 
     casts_float32 = False  # norm and SwiGLU are cast from float32
     scales_float32 = False  # SwiGLU's scale comes from its float32 result
 
     def quantize(self, x: Tensor, kind: Kind, slot: Slot | None, amax: Tensor | None = None) -> Operand:
-        """Return x [M, N] as an operand; `slot` is delayed scaling's, `amax` [] its known amax."""
+        """Return x [M, N] as an operand; `slot` is for delayed scaling, `amax` [] is its amax if known."""
         return lambda dim: Quantized(x, fits_bfloat16=x.dtype == torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedScaling(Recipe):
-    """One scale per tensor, from the maximum (or the most recent) of the last steps' amaxes."""
+    """One scale per tensor, from the maximum or the most recent of the amaxes of past steps."""
 
     margin: int = 0
     amax_history_len: int = 1024
@@ -88,7 +87,7 @@ class DelayedScaling(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class Float8CurrentScaling(Recipe):
-    """One scale per tensor, from its own amax."""
+    """One scale per tensor, from its current amax."""
 
     scales_float32 = True
 
@@ -99,10 +98,10 @@ class Float8CurrentScaling(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class Float8BlockScaling(Recipe):
-    """One scale per 1x128 along the contracted dimension, or per 128x128 of weights."""
+    """One scale per 1x128 values along the contracted dimension; per 128x128 block for weights."""
 
     fp8_format: Format = Format.E4M3
-    use_f32_scales: bool = False  # any scale instead of powers of two
+    use_f32_scales: bool = False  # float32 scales instead of powers of two
 
     def quantize(self, x: Tensor, kind: Kind, slot: Slot | None, amax: Tensor | None = None) -> Operand:
         square = (BLOCK, BLOCK)
@@ -129,5 +128,5 @@ is_fp8_available = is_fp8_block_scaling_available = is_mxfp8_available = _availa
 
 
 def is_nvfp4_available(return_reason: bool) -> tuple[bool, str]:
-    """Return False: NVFP4 rounds stochastically on the GPU, which no other machine can reproduce."""
-    return False, "NVFP4 rounds gradients with the GPU's own random numbers, so the emulation leaves it out"
+    """Return False: NVFP4 uses stochastic rounding on the GPU, which cannot be reproduced."""
+    return False, "NVFP4 uses stochastic rounding with the GPU's random numbers, which is not emulated"

@@ -1,8 +1,10 @@
-"""FP8 autocast, delayed scaling's state and recomputation of the emulated layers, following TE 2.20.
+"""FP8 autocast, delayed scaling and recomputation of the emulated layers, following TE 2.20.
 
-Delayed scaling casts with scales from earlier steps and collects each tensor's amax in row 0 of a history.
-When the outermost autocast of a forward pass ends, the histories of its forward tensors advance by one row
-and yield new scales. Those of the gradients do so when the backward pass has reached the first FP8 layer.
+Delayed scaling casts with scales from earlier steps and records each tensor's amax in row 0 of its history.
+At the end of the outermost autocast, the histories of the forward tensors advance by one row and give new
+scales. The histories of the gradients advance when backward has finished the first FP8 layer.
+
+n quantized tensors, D input features, E output features.
 """
 
 from __future__ import annotations
@@ -22,19 +24,19 @@ from te_models.emulation.casts import FLOAT32_MAX
 from te_models.emulation.recipes import DelayedScaling, Recipe, Slot
 
 Direction = Literal["scaling_fwd", "scaling_bwd"]
-# Per GEMM, TE counts input, weight and output forward, and the gradients of output and input backward.
+# TE keeps state per GEMM for input, weight and output forward, and for the gradients of output and input.
 TENSORS: dict[Direction, int] = {"scaling_fwd": 3, "scaling_bwd": 2}
 
 
 class DelayedState:
-    """`scale` [n] and `amax_history` [steps, n] of n tensors, float32, with TE's attribute names."""
+    """Scales [n] and amax history [steps, n] of n tensors in float32, with TE's attribute names."""
 
     def __init__(self, tensors: int, steps: int, device: torch.device):
         self.scale = torch.ones(tensors, device=device, dtype=torch.float32)
         self.amax_history = torch.zeros(steps, tensors, device=device, dtype=torch.float32)
 
     def resize(self, steps: int) -> None:
-        """Keep the history's first rows, as TE does for a recipe with another history length."""
+        """Change the length of the history; as in TE, keep the first rows and pad with zeros."""
         have, width = self.amax_history.shape
         if steps != have:
             rows = self.amax_history[:steps]
@@ -43,7 +45,7 @@ class DelayedState:
 
 @dataclass
 class Gemm:
-    """Quantization of one linear in one pass; only delayed scaling has slots."""
+    """Quantization of one linear layer in one pass; slots are for delayed scaling only."""
 
     recipe: Recipe
     input: Slot | None = None
@@ -55,25 +57,25 @@ class Gemm:
 
 @dataclass
 class Region:
-    """Modules that ran with delayed scaling inside one outermost autocast, in order."""
+    """Modules with delayed scaling inside one outermost autocast, in execution order."""
 
     modules: dict[Fp8Module, None] = field(default_factory=dict)
-    has_first: bool = False  # a module was chosen to update the gradients' scales
+    has_first: bool = False  # True if a module is assigned to update the gradients' scales
 
 
 class Current:
-    """Recipe of the innermost autocast, region of the outermost one, and checkpointed pass in progress."""
+    """Global state: recipe of the innermost autocast, region of the outermost, and recomputation."""
 
     recipe: Recipe | None = None
     region: Region | None = None
-    recorded: dict[Fp8Module, list[Tensor]] | None = None  # scales [n] of each call in the first pass
-    replaying: bool = False  # in a recomputation, which uses those scales
+    recorded: dict[Fp8Module, list[Tensor]] | None = None  # scales [n] of each module call in the first pass
+    replaying: bool = False  # True during recomputation, which uses the recorded scales
 
 
 @contextmanager
 def autocast(enabled: bool = True, recipe: Recipe | None = None) -> Iterator[None]:
-    """Run FP8 layers in `recipe`; of nested contexts the innermost counts."""
-    assert recipe or not enabled, "TE would choose a recipe by itself"
+    """Run FP8 layers in `recipe`; nested contexts override outer ones."""
+    assert recipe or not enabled, "TE would use its default recipe"
     outer, is_outermost = Current.recipe, Current.region is None
     Current.recipe = recipe if enabled else None
     region = Current.region = Current.region or Region()
@@ -88,7 +90,7 @@ def autocast(enabled: bool = True, recipe: Recipe | None = None) -> Iterator[Non
 
 
 class Fp8Module(nn.Module):
-    """Module with FP8 GEMMs and the attributes by which TE's modules report their state."""
+    """Module with FP8 GEMMs and the state attributes of TE's modules."""
 
     num_gemms = 1
 
@@ -99,7 +101,7 @@ class Fp8Module(nn.Module):
         self.fsdp2 = False  # set by the layer
 
     def initialize(self, device: torch.device) -> Recipe:
-        """Allocate the state of this pass's recipe and return the recipe."""
+        """Allocate state for the current recipe and return the recipe."""
         recipe = Current.recipe
         self.fp8 = self.fp8_initialized = recipe is not None
         if recipe is None:
@@ -116,7 +118,7 @@ class Fp8Module(nn.Module):
         return recipe
 
     def gemms(self, x: Tensor) -> list[Gemm]:
-        """Return how to quantize each linear of a forward pass over `x`."""
+        """Return the quantization of each linear layer for a forward pass over `x`."""
         recipe, replaying = self.initialize(x.device), Current.replaying
         if not isinstance(recipe, DelayedScaling):
             return [Gemm(recipe) for _ in range(self.num_gemms)]
@@ -124,9 +126,9 @@ class Fp8Module(nn.Module):
         scale = Current.recorded[self].pop(0) if replaying else forward.scale.clone()
         if Current.recorded is not None and not replaying:
             Current.recorded.setdefault(self, []).append(scale)
-        fixed = [Slot(one) for one in scale]  # kept for the backward pass
+        fixed = [Slot(one) for one in scale]  # scales of the forward pass, kept for backward
         slots = fixed if replaying else _slots(scale, forward)
-        # With FSDP2, TE keeps no quantized weight: backward casts the gathered one with the new scales.
+        # With FSDP2, TE keeps no quantized weight; backward casts the gathered weight with the new scales.
         weights = _slots(forward.scale, forward) if self.fsdp2 else fixed
         grads = _slots(backward.scale, backward)
         gemms = [
@@ -137,30 +139,30 @@ class Fp8Module(nn.Module):
         return gemms
 
     def _update_after_backward(self, x: Tensor, *, replaying: bool) -> Callable[[], None] | None:
-        """Return what updates the gradients' scales after this module's backward pass, or None."""
+        """Return a function to update the gradients' scales after this module's backward pass, or None."""
         if replaying:
-            # Reentrant recomputation has a backward pass of its own; the other kind's `finish` never runs.
+            # Reentrant recomputation runs its own backward pass; non-reentrant never calls `finish`.
             return partial(update_scales, [self], "scaling_bwd")
         region = Current.region
         region.modules[self] = None
-        learns = x.requires_grad or any(p.requires_grad for p in self.parameters())
-        if region.has_first or not (torch.is_grad_enabled() and learns):
+        needs_grad = x.requires_grad or any(p.requires_grad for p in self.parameters())
+        if region.has_first or not (torch.is_grad_enabled() and needs_grad):
             return None
         region.has_first = True
         return partial(update_scales, region.modules, "scaling_bwd")
 
 
 def _slots(scale: Tensor, state: DelayedState) -> list[Slot]:
-    """Pair scales [n] with the history's row that collects amaxes."""
+    """Pair scales [n] with row 0 of the history, which records amaxes."""
     return [Slot(*pair) for pair in zip(scale, state.amax_history[0], strict=True)]
 
 
 @torch.no_grad()
 def update_scales(modules: Iterable[Fp8Module], direction: Direction) -> None:
-    """Advance these modules' histories and compute their scales; collective in a distributed run."""
+    """Advance the modules' histories and compute new scales; collective in a distributed run."""
     if not (metas := [module.fp8_meta for module in modules]):
         return
-    recipe, states = metas[0]["recipe"], [meta[direction] for meta in metas]  # a run has one delayed recipe
+    recipe, states = metas[0]["recipe"], [meta[direction] for meta in metas]  # all have the same recipe
     widths = [len(state.scale) for state in states]
     history = torch.cat([state.amax_history for state in states], dim=1)  # [steps, n of all modules]
     scale = torch.cat([state.scale for state in states])
@@ -178,15 +180,17 @@ def update_scales(modules: Iterable[Fp8Module], direction: Direction) -> None:
 def next_scales(
     history: Tensor, amax: Tensor, scale: Tensor, *, limit: float, algorithm: str
 ) -> tuple[Tensor, Tensor]:
-    """Return histories [steps, n] and scales [n], which map an amax to `limit`, after a step with `amax` [n].
+    """Return history [steps, n] and scales [n] after a step with `amax` [n]; scales map amax to `limit`.
 
-    As in TE's kernel, row 0 collects, row 1 is the oldest and the last row the most recent. Unused tensors
-    (amax 0) keep history and scale, scales that cannot be computed stay as they were, and scales beyond
-    float32 become its largest value.
+    As in TE's kernel, row 0 is being recorded, row 1 is the oldest and the last row the most recent. Unused
+    tensors (amax 0) keep their history and scale, a scale that cannot be computed stays unchanged, and scales
+    are clamped to float32's maximum.
     """
     rolled = history.roll(-1, 0)
     rolled[-1] = amax
-    chosen = amax if algorithm == "most_recent" else rolled.amax(0)  # the row that drops out counts once more
+    chosen = (
+        amax if algorithm == "most_recent" else rolled.amax(0)
+    )  # includes the oldest row, which is dropped next
     rolled[0] = 0.0
     used = amax != 0
     computable = used & chosen.isfinite() & (chosen > 0)
@@ -195,7 +199,7 @@ def next_scales(
 
 
 def checkpoint(function: Callable, *args: Any, use_reentrant: bool = True, **kwargs: Any) -> Any:
-    """Checkpoint activations as torch does, recomputing in FP8 with the scales of the first pass."""
+    """Checkpoint activations as in torch, but recompute with the FP8 scales of the first pass."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     recorded: dict[Fp8Module, list[Tensor]] = {}

@@ -1,7 +1,7 @@
-"""The emulated decoder layer: attention, and te.TransformerLayer as the suite builds it.
+"""Emulated te.TransformerLayer and its attention, with the options that `te_models.decoder` uses.
 
-B rows, S tokens a row, T = B*S tokens, N sequences, D hidden size, F feed-forward size, H query heads,
-G key/value groups, R = H / G, K head size, P positions.
+B rows, S tokens per row, T = B*S tokens, N sequences, D hidden size, H query heads, G key/value groups,
+R = H / G, K head size, P positions.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from te_models.emulation.scaling import Fp8Module
 
 
 class DotProductAttention(Fp8Module):
-    """Causal attention within sequences in the activation dtype, never in FP8.
+    """Causal attention within each sequence in the activation dtype, never in FP8.
 
-    Like TE's, it has delayed scaling's state nevertheless, which stays unused.
+    As in TE, it has state for delayed scaling, which stays unused.
     """
 
     num_gemms = 3
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """q [B, S, H, K], k and v [B, S, G, K], or [T, ., K] with `cu_seqlens` int32 [N+1] -> [..., H*K]."""
+        """Map q [B, S, H, K], k and v [B, S, G, K] to [B, S, H*K]; or [T, ., K] with `cu_seqlens` [N+1]."""
         self.initialize(q.device)
         if cu_seqlens is None:
             return self._attend(q, k, v)
@@ -42,7 +42,7 @@ class DotProductAttention(Fp8Module):
 
 
 class MultiheadAttention(nn.Module):
-    """Self-attention of a decoder layer, with queries, keys and values from one linear, group by group."""
+    """Self-attention with one linear layer for queries, keys and values, interleaved by group."""
 
     def __init__(
         self,
@@ -53,18 +53,22 @@ class MultiheadAttention(nn.Module):
         *,
         eps: float,
         qk_norm_eps: float | None,
-        **made: Any,
+        **factory_kwargs: Any,
     ):
         super().__init__()
         self.heads, self.groups, self.size = heads, groups, size
         self.q_norm = self.k_norm = None
         if qk_norm_eps is not None:
-            norm = {"eps": qk_norm_eps, "dtype": made["params_dtype"], "device": made["device"]}
+            norm = {
+                "eps": qk_norm_eps,
+                "dtype": factory_kwargs["params_dtype"],
+                "device": factory_kwargs["device"],
+            }
             self.q_norm, self.k_norm = RMSNorm(size, **norm), RMSNorm(size, **norm)
         joint = (heads + 2 * groups) * size
-        self.layernorm_qkv = LayerNormLinear(hidden_size, joint, eps=eps, bias=False, **made)
+        self.layernorm_qkv = LayerNormLinear(hidden_size, joint, eps=eps, bias=False, **factory_kwargs)
         self.core_attention = DotProductAttention()
-        self.proj = Linear(heads * size, hidden_size, **made)
+        self.proj = Linear(heads * size, hidden_size, **factory_kwargs)
 
     def forward(self, x: Tensor, rope: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         per_group = self.heads // self.groups
@@ -78,7 +82,7 @@ class MultiheadAttention(nn.Module):
 
 
 def rope_at_positions(rope: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Select angles [P, 1, 1, K] for q [B, S, H, K], or for [T, H, K] with positions that restart."""
+    """Select from angles [P, 1, 1, K] those of q [B, S, H, K], or of packed q [T, H, K]."""
     if cu_seqlens is None:
         return rope[: q.shape[1], 0]  # [S, 1, K]
     tokens = torch.arange(q.shape[0], device=q.device)
@@ -87,14 +91,14 @@ def rope_at_positions(rope: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> Ten
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Apply RoPE to [..., H, K] in float32; the halves of K are the two coordinates."""
+    """Apply RoPE to x [..., H, K] in float32; element i of K is rotated with element i + K/2."""
     first, second = x.float().chunk(2, dim=-1)  # [..., H, K/2]
     turned = torch.cat([-second, first], dim=-1)
     return (x.float() * angles.cos() + turned * angles.sin()).to(x.dtype)
 
 
 class TransformerLayer(nn.Module):
-    """te.TransformerLayer with the arguments of `te_models.decoder`: a Llama, Qwen or Mistral layer."""
+    """Decoder layer of Llama, Qwen or Mistral, with the arguments of te.TransformerLayer."""
 
     def __init__(
         self,
@@ -106,14 +110,16 @@ class TransformerLayer(nn.Module):
         kv_channels: int,
         layernorm_epsilon: float,
         qk_norm_eps: float | None = None,
-        **rest: Any,  # `params_dtype`, `device`, and what the suite never varies: `decoder.layer_settings`
+        **rest: Any,  # `params_dtype`, `device`, and the constant `decoder.layer_settings`
     ):
         super().__init__()
-        made = {"params_dtype": rest.get("params_dtype"), "device": rest.get("device")}
+        factory_kwargs = {"params_dtype": rest.get("params_dtype"), "device": rest.get("device")}
         sizes = hidden_size, num_attention_heads, num_gqa_groups, kv_channels
         eps = {"eps": layernorm_epsilon, "qk_norm_eps": qk_norm_eps}
-        self.self_attention = MultiheadAttention(*sizes, **eps, **made)
-        self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, eps=layernorm_epsilon, **made)
+        self.self_attention = MultiheadAttention(*sizes, **eps, **factory_kwargs)
+        self.layernorm_mlp = LayerNormMLP(
+            hidden_size, ffn_hidden_size, eps=layernorm_epsilon, **factory_kwargs
+        )
 
     def forward(
         self,
@@ -121,9 +127,9 @@ class TransformerLayer(nn.Module):
         *,
         rotary_pos_emb: Tensor,
         cu_seqlens_q: Tensor | None = None,
-        **same: Any,  # TE's arguments that repeat `cu_seqlens_q` for keys
+        **ignored: Any,  # TE's arguments for keys, the same as for queries
     ) -> Tensor:
-        """[B, S, D], or [T, D] with `cu_seqlens_q` int32 [N+1]; angles [P, 1, 1, K] float32."""
+        """Map [B, S, D], or packed [T, D] with `cu_seqlens_q` [N+1]; RoPE angles [P, 1, 1, K] float32."""
         for module in self.modules():
             if isinstance(module, Fp8Module):
                 module.fsdp2 = isinstance(self, FSDPModule)

@@ -119,7 +119,11 @@ def test_packed_attention_passes_opcheck():
     ("model_type", "changes", "reason"),
     [
         ("llama", {}, None),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding window"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+            "sliding window",
+        ),
         ("mistral", {"sliding_window": None}, None),
         ("mistral", {"sliding_window": 64}, "sliding window"),
         ("gemma3_text", {}, "sliding window"),
