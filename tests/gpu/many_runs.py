@@ -1,7 +1,7 @@
-"""Started by torchrun, or alone: many small runs in the same processes, whose start takes longer than a run.
+"""Execute many small runs in the same processes, because starting processes takes longer than a run.
 
-Usage: many_runs.py FILE, which holds a JSON object of run names and their flags. Beside each run folder goes
-NAME.ranks.json: what each rank was left with.
+Usage, with or without torchrun: many_runs.py FILE. FILE contains a JSON object of run names and flags. Next
+to the run folder NAME, NAME.ranks.json records the state of each rank after the run.
 """
 
 import json
@@ -26,7 +26,7 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> float:
     return sum(t.double().sum().item() * (i + 1) for i, t in enumerate(tensors.values()))
 
 
-def go(name: str, flags: str, folder: Path, device: torch.device, watchdog: Watchdog) -> None:
+def execute(name: str, flags: str, folder: Path, device: torch.device, watchdog: Watchdog) -> None:
     argv = [*shlex.split(flags), "--output_dir", str(folder / name)]
     cfg = parse_config(argv, prog="many_runs.py", description="")
     torch.cuda.reset_peak_memory_stats()
@@ -36,12 +36,12 @@ def go(name: str, flags: str, folder: Path, device: torch.device, watchdog: Watc
         run_module.assemble = lambda *args: built.append(assemble(*args)) or built[-1]
         code = run_module.run(job, cleanup, signals)
     model = built[0].model
-    left = {"code": code, "scaling": fingerprint(scaling_state(model))}
-    left["fp8_weights"] = sum(len(getattr(m, "_fp8_workspaces", ())) for m in model.modules())
-    left["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    everyone = ranks.gather(left)
+    state = {"code": code, "scaling": fingerprint(scaling_state(model))}
+    state["fp8_weights"] = sum(len(getattr(m, "_fp8_workspaces", ())) for m in model.modules())
+    state["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    states = ranks.gather(state)
     if ranks.rank() == 0:
-        (folder / f"{name}.ranks.json").write_text(json.dumps(everyone))
+        (folder / f"{name}.ranks.json").write_text(json.dumps(states))
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
     for name, flags in json.loads(path.read_text()).items():
         if ranks.rank() == 0:
             print(f"=== {name}: {flags}", flush=True)
-        go(name, flags, path.parent, device, watchdog)
+        execute(name, flags, path.parent, device, watchdog)
     ranks.leave(watchdog.close)
 
 

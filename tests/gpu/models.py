@@ -1,4 +1,4 @@
-"""Small models for tests, with sizes that every recipe can run."""
+"""Small models and batches for the tests, with sizes that every recipe supports."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +44,7 @@ def plan(
         vocab_size=2048,
         max_position_embeddings=2048,
         rms_norm_eps=1e-5,
-        # Larger than 0.02, so that logits spread and a swapped head or a wrong angle shows.
+        # Larger than 0.02: larger logits reveal a swapped head or a wrong RoPE angle.
         initializer_range=init_std,
         tie_word_embeddings=tied,
         rope_parameters=LLAMA3_ROPE if scaled_rope else {"rope_type": "default", "rope_theta": 10000.0},
@@ -54,10 +54,7 @@ def plan(
 
 
 def perturbed(model_plan: ModelPlan, folder: Path) -> ModelPlan:
-    """Save the model's weights to `folder` with norms other than ones and biases other than zeros.
-
-    All values fit BF16.
-    """
+    """Save the model's weights with random norms and biases to `folder`; all values are exact in BF16."""
     source = weight_source(model_plan, seed=0, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     tensors = {}
@@ -83,7 +80,7 @@ def batch(
     vocab: int = 2048,
     device: torch.device = DEVICE,
 ) -> dict:
-    """Rows of samples with these lengths; two of three tokens have labels, a sample's last has none."""
+    """Create rows of samples with these lengths; two of three tokens have labels, the last has none."""
     generator = torch.Generator().manual_seed(seed)
     width = max(sum(row) for row in lengths)
     ids = torch.zeros(len(lengths), width, dtype=torch.int64)

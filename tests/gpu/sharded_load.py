@@ -1,7 +1,7 @@
 """Load layers of Llama 3.1 70B in shards, from files; started by torchrun.
 
-Usage: sharded_load.py FOLDER. No rank may ever hold the whole model: its peak memory
-is compared with the model's size.
+Usage: sharded_load.py FOLDER. Compares each rank's peak memory with the size of the model, because no rank
+may hold the full model at any time.
 """
 
 import json
@@ -36,7 +36,7 @@ def main() -> None:
     plan.config.num_hidden_layers, plan.config.vocab_size = 2, 2048
     if ranks.rank() == 0:
         write_files(folder, plan, device)
-    ranks.gather(None)  # wait for the files
+    ranks.gather(None)  # barrier: wait until the files are written
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     model = build_model(replace(plan, weights=folder), options_on(device, shard))
@@ -55,17 +55,17 @@ def main() -> None:
     rows = qkv.view(groups, -1, 128, qkv.shape[1])  # [G, R+2, K, D]
     assert torch.equal(rows[:, -2].flatten(0, 1), key)
     if ranks.rank() == 0:
-        print(f"peak {peak / 1e9:.2f} GB a rank of {size / 1e9:.2f} GB")
+        print(f"peak {peak / 1e9:.2f} GB per rank of {size / 1e9:.2f} GB")
     ranks.leave(lambda: None)
 
 
 def options_on(device: torch.device, shard) -> BuildOptions:
-    how = {"dtype": torch.bfloat16, "packed": True, "max_positions": 128, "shard": shard}
-    return BuildOptions(te_backend="native", device=device, **how)
+    options = {"dtype": torch.bfloat16, "packed": True, "max_positions": 128, "shard": shard}
+    return BuildOptions(te_backend="native", device=device, **options)
 
 
 def meta_build(plan, options: BuildOptions) -> None:
-    """Shard all 80 layers without allocating a byte."""
+    """Shard all 80 layers on the meta device without allocating memory."""
     from te_models.decoder import TECausalLM
 
     model = TECausalLM(plan.config, options)

@@ -1,4 +1,4 @@
-"""Gradients summed by TE's GEMMs, and FP8 weights cast once a step, against single micro-batches."""
+"""Gradient accumulation in TE's GEMMs, and FP8 weights cast once per step, against single micro-batches."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def optimizer_of(model):
     return build_optimizer(model, cfg, OptimizerPlan("fused_adamw", torch.bfloat16, True, torch.float32))
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "cast-again"])
 @pytest.mark.parametrize("name", [None, "delayed", "current", "block"])
 def test_sums_match_those_of_single_micro_batches(name, cached, recompute):
@@ -62,14 +62,14 @@ def compare_with_single_micro_batches(
     chosen = Strategy(DEVICE, config_from_dict(settings))
     wrapped, optimizer = chosen.wrap(together, optimizer_of(together))
     names = {id(p): name for name, p in together.named_parameters()}
-    for _ in range(2):  # delayed scaling finds its scales, as in a run
+    for _ in range(2):  # calibrate delayed scaling, as in a run
         step(apart, inputs[0], autocast)
         with chosen.accumulating(wrapped, first=True, last=True):
             with autocast():
                 loss = wrapped(**inputs[0]).loss / (inputs[0]["labels"] != -100).sum()
             chosen.backward(wrapped, loss)
         chosen.discard(wrapped, optimizer)
-    for turn in range(2):  # weights change in between
+    for turn in range(2):  # with a weight update in between
         expected = {n: torch.zeros_like(p, dtype=torch.float32) for n, p in apart.named_parameters()}
         for i, one in enumerate(inputs):
             alone, grads = step(apart, one, autocast)
@@ -89,10 +89,10 @@ def compare_with_single_micro_batches(
         with torch.no_grad():
             for model in (apart, together):
                 for parameter in model.parameters():
-                    parameter.mul_(0.5)  # within what delayed scaling knows
+                    parameter.mul_(0.5)  # within the range of the delayed scales
 
 
-def test_a_step_from_tes_sums_moves_weights_by_the_same_bits():
+def test_a_step_with_gradients_accumulated_by_te_is_bit_for_bit_the_same():
     inputs = [batch([[100, 156]] * 8, packed=True, seed=seed) for seed in range(STEPS)]
     model = build(plan(), use_te=True, packed=True, native=SUMS_IN_GEMMS)
     twin = build(plan(), use_te=True, packed=True)
@@ -124,5 +124,5 @@ def test_a_step_is_not_affected_by_a_skipped_one():
         assert taken == (factor == 1.0)
         moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
         assert all(p.isfinite().all() for p in model.parameters())
-        # Norms start at 1, and a step of the learning rate is less than half of what BF16 resolves there.
+        # Norms start at 1, where a step is less than half of BF16's spacing, so they do not change.
         assert moved == ({name for name, p in before.items() if p.ndim == 2} if taken else set())

@@ -1,4 +1,4 @@
-"""The doctor on a healthy GPU host, and on the same host with faults that environment variables make."""
+"""The doctor on a healthy GPU host, and on the same host with faults injected by environment variables."""
 
 import json
 import os
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def examine(*arguments: str, **environment: str) -> tuple[int, dict[str, list[dict]]]:
-    """(exit code, findings by check) of `python -m training.doctor` in a process of its own."""
+    """Run `python -m training.doctor` in a subprocess; return its exit code and findings by check."""
     own = {name: value for name, value in os.environ.items() if name not in ("CUDNN_HOME", "CUDNN_PATH")}
     command = [sys.executable, "-m", "training.doctor", "--json", *arguments]
     done = subprocess.run(
@@ -56,11 +56,11 @@ def test_speeds_are_plausible():
     assert gemms.keys() == {"bf16", "fp8"}
     layers = {f["data"]["precision"]: f["data"] for f in healthy()[1]["layer"] if "precision" in f["data"]}
     assert layers.keys() == {"bf16", "fp8"}
-    if gemms["bf16"]["share"] is not None:  # the peak of this GPU is known
+    if gemms["bf16"]["share"] is not None:  # None if the peak of this GPU is unknown
         assert all(0 < rate["share"] < 1.1 for rate in (*gemms.values(), *layers.values()))
 
 
-def test_recipes_are_those_that_training_takes():
+def test_reported_recipes_are_those_available_to_training():
     rows = {
         f["data"]["recipe"]: f["data"]["native"] for f in healthy()[1]["recipes"] if "native" in f["data"]
     }
@@ -76,7 +76,7 @@ def test_unfused_attention_is_a_fault():
 
 @pytest.fixture
 def second(tmp_path):
-    """A copy of torch's cuDNN: to the loader another library."""
+    """Folder with a copy of torch's cuDNN, which the loader treats as another library."""
     folder = tmp_path / "lib"
     folder.mkdir()
     for path in torch_cudnn().glob("libcudnn*.so*"):
@@ -85,14 +85,14 @@ def second(tmp_path):
     shutil.rmtree(folder)
 
 
-def test_two_cudnns_mixed_are_a_fault(second):
+def test_libraries_from_two_cudnns_are_a_fault(second):
     code, checks = examine("--no_speed", CUDNN_HOME=str(second))
     fault = next(finding for finding in checks["cudnn"] if finding["status"] == "fault")
     assert code == 1 and set(fault["data"]["loaded"]) == {str(second.resolve()), str(torch_cudnn())}
     assert fault["cure"] == f"export CUDNN_HOME={torch_cudnn()}"
 
 
-def test_a_second_cudnn_is_kept_out(second):
+def test_a_second_cudnn_is_not_loaded(second):
     code, checks = examine("--no_speed", CUDNN_PATH=str(second))
     assert code == 0 and [finding["status"] for finding in checks["cudnn"]] == ["ok"]
     assert checks["cudnn"][0]["data"]["loaded"] == [str(torch_cudnn())]

@@ -1,4 +1,4 @@
-"""The emulated layers against Transformer Engine's: casts bit for bit, layers, scaling state and losses."""
+"""Emulation against Transformer Engine: casts bit for bit, layers, scaling state and losses."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def recipe_of(name: str, backend: str):
 
 
 def within(backend: str, recipe):
-    """FP8 autocast, disabled for BF16; it names a recipe even then, or TE would build one."""
+    """FP8 autocast, disabled for BF16; without a recipe TE would build its default one."""
     return engine(backend).autocast(
         enabled=recipe is not None, recipe=recipe or recipe_of("current", backend)
     )
@@ -39,7 +39,7 @@ def error(found: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def values(*shape: int, dtype=torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    """Normal values with magnitudes that differ by row and column, an outlier, and a block of zeros."""
+    """Normal values whose magnitudes differ by row and column, with an outlier and a block of zeros."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     x = torch.randn(*shape, device=DEVICE, generator=generator)
     x *= 2.0 ** torch.randint(-8, 9, (shape[0], 1), device=DEVICE, generator=generator)
@@ -92,7 +92,7 @@ def test_block_casts_match_te_bit_for_bit(te, power_of_two, sides, source):
     across = cast_blocks(x, E4M3, (128, 1) if sides == 1 else (128, 128), power_of_two=power_of_two)
     assert torch.equal(bits(along.data), theirs._rowwise_data)
     assert torch.equal(bits(across.data.T), theirs._columnwise_data)
-    # TE pads scales for its GEMMs, and keeps those of 1x128 blocks transposed.
+    # TE pads scales for its GEMMs and stores the scales of 1x128 blocks transposed.
     row_scales, column_scales = theirs._rowwise_scale_inv, theirs._columnwise_scale_inv
     if sides == 1:
         assert torch.equal(along.scale_inv.T, row_scales[: columns // 128, :rows])
@@ -103,7 +103,7 @@ def test_block_casts_match_te_bit_for_bit(te, power_of_two, sides, source):
 
 
 def gradients(module, x, call, backend, recipe, steps: int) -> dict[str, torch.Tensor]:
-    """Output and gradients of the last step, on the same tokens scaled up and down."""
+    """Output and gradients of the last step; steps use the same tokens scaled up and down."""
     for step in range(steps):
         module.zero_grad(set_to_none=True)
         inputs = (x * 2.0 ** (step % 3 - 1)).detach().requires_grad_()
@@ -122,7 +122,7 @@ def weights_of(module) -> dict[str, torch.Tensor]:
 
 
 def pair(make) -> dict[str, torch.nn.Module]:
-    """The same module of both backends with the same weights; norms are far from ones."""
+    """Build the same module with both backends and the same weights; norms are far from ones."""
     modules = {backend: make(engine(backend), backend) for backend in BACKENDS}
     with torch.no_grad():
         for name, parameter in modules["native"].named_parameters():
@@ -180,7 +180,7 @@ def compare(make, name, x, call, *, steps: int) -> dict[str, float]:
 
 
 def state_gap(modules: dict[str, torch.nn.Module]) -> dict[str, float]:
-    """Largest relative difference of scales and of amaxes; names, shapes and the weights' state are equal."""
+    """Largest relative difference of scales and amaxes; names, shapes and weights' state must be equal."""
     native, ours = (scaling_state(modules[backend]) for backend in BACKENDS)
     assert {k: v.shape for k, v in native.items()} == {k: v.shape for k, v in ours.items()}
     gaps: dict[str, float] = {}
@@ -198,8 +198,8 @@ def report(what: str, errors: dict[str, float]) -> None:
     print(f"\n{what}: " + ", ".join(f"{key} {value:.1e}" for key, value in errors.items()))
 
 
-# GEMMs sum in another order, and TE's forward ones of per-tensor recipes in fewer bits. The last BF16 bit of
-# a sum may then differ, and with it an FP8 code in the next GEMM: 2^-4 of the value.
+# GEMMs sum in another order, and TE's forward GEMMs of per-tensor recipes with fewer bits. The last BF16 bit
+# of a sum may then differ, and with it an FP8 code in the next GEMM, by 2^-4 of the value.
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("make", [linear, layernorm_linear, mlp])
 def test_linears_match_te(make, name):
@@ -233,7 +233,7 @@ def test_layers_match_te(attention, options, name):
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 def test_delayed_scaling_state_of_a_linear_matches_te_exactly(algorithm):
-    """Both see the same operands; some steps have amaxes of 0 and infinity."""
+    """Both backends get the same operands; some steps have amaxes of 0 and infinity."""
     cfg = PrecisionConfig(fp8_amax_history_len=3, fp8_amax_compute_algo=algorithm, fp8_margin=1)
     modules = pair(linear)
     x = torch.randn(256, HIDDEN, device=DEVICE).bfloat16()
@@ -250,7 +250,7 @@ def test_delayed_scaling_state_of_a_linear_matches_te_exactly(algorithm):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_updates_scaling_state_as_te(reentrant):
+def test_recomputation_updates_scaling_state_as_in_te(reentrant):
     modules = pair(layer("bshd"))
     call = {"rotary_pos_emb": rope_angles(plan().config, 128).to(DEVICE), "use_reentrant": reentrant}
     for step in range(4):
@@ -265,8 +265,8 @@ def test_recomputation_updates_scaling_state_as_te(reentrant):
     assert max(gaps.values()) < 0.1
 
 
-def test_backends_read_each_others_checkpoints():
-    """Names, order, shapes and values of weights, and delayed scaling's state."""
+def test_backends_load_each_others_checkpoints():
+    """Compare names, order, shapes and values of weights, and the state of delayed scaling."""
     models = {b: build(plan(layers=2), use_te=True, packed=True, backend=b) for b in BACKENDS}
     native, ours = (list(weights_of(models[b]).items()) for b in BACKENDS)
     assert [name for name, _ in native] == [name for name, _ in ours]
@@ -281,7 +281,7 @@ def test_backends_read_each_others_checkpoints():
 
 
 def curve(backend: str, name: str, batches: list[dict], steps: int) -> torch.Tensor:
-    """Losses [steps] of a small model with FP32 weights, trained as the suite trains."""
+    """Losses [steps] of a small model with FP32 weights."""
     model = build(plan(layers=2), use_te=True, packed=True, backend=backend, dtype=torch.float32)
     precision = Precision(name, name, recipe=recipe_of(name, backend), te_backend=backend)
     autocast = build_autocast(precision, device=DEVICE, parameter_dtype=torch.float32)
@@ -300,8 +300,8 @@ def curve(backend: str, name: str, batches: list[dict], steps: int) -> torch.Ten
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_losses_follow_te(name):
-    """Train 100 steps on four batches: the loss falls from ln(2048) = 7.6 by several units."""
+def test_losses_match_te(name):
+    """Train 100 steps on four batches; the loss falls far below ln(2048) = 7.6."""
     recipe_of(name, "native")
     batches = [batch([[100, 156]] * 8, packed=True, seed=seed) for seed in range(4)]
     native, ours = (curve(backend, name, batches, 100) for backend in BACKENDS)
@@ -315,7 +315,7 @@ def test_losses_follow_te(name):
     assert gap[0] < 0.01 and gap.mean() < 0.03
 
 
-def test_emulation_has_the_recipes_of_hopper():
+def test_emulation_has_all_recipes_of_hopper():
     for name in ("delayed", "current", "block"):
         assert why_not(name, "emulated") is None
     assert recipes.is_nvfp4_available(return_reason=True)[0] is False

@@ -1,4 +1,4 @@
-"""FlashAttention 4, where it is installed, against cuDNN's attention and torch's own."""
+"""FlashAttention 4, if installed, against the attention of cuDNN and torch."""
 
 import importlib
 import json
@@ -22,7 +22,7 @@ def needs_flash_attention_4():
 
 @pytest.mark.parametrize("layers", ["--use_te", ""], ids=["te", "hf"])
 @pytest.mark.parametrize("packing", ["", "--no_packing"], ids=["packed", "padded"])
-def test_a_run_uses_it_and_learns_the_same(tmp_path, layers, packing):
+def test_a_run_with_flash_attention_4_has_the_same_losses(tmp_path, layers, packing):
     flags = SMALL.replace("--use_te", layers).replace("--deterministic", packing) + " --no_export"
     train(tmp_path / "flash", flags)
     train(tmp_path / "other", f"{flags} --no_flash_attention")
@@ -34,10 +34,10 @@ def test_a_run_uses_it_and_learns_the_same(tmp_path, layers, packing):
     found, expected = losses(tmp_path / "flash"), losses(tmp_path / "other")
     assert found[1] == pytest.approx(expected[1], rel=1e-4)
     assert found[12] == pytest.approx(expected[12], rel=2e-2)
-    assert found != expected  # or the same kernels ran
+    assert found != expected  # equal losses would mean that the same kernels ran
 
 
-def test_deterministic_runs_have_the_same_bits_and_no_unfused_attention(tmp_path):
+def test_deterministic_runs_are_bit_for_bit_equal_and_use_fused_attention(tmp_path):
     flags = f"{SMALL} --mixed_precision fp8 --no_export"
     outputs = [train(tmp_path / name, flags) for name in ("one", "two")]
     assert losses(tmp_path / "one") == losses(tmp_path / "two")
@@ -45,7 +45,7 @@ def test_deterministic_runs_have_the_same_bits_and_no_unfused_attention(tmp_path
 
 
 @pytest.mark.parametrize("heads", [(8, 2, 64), (8, 8, 128), (4, 1, 32)])
-def test_packed_attention_matches_the_definition(heads):
+def test_packed_attention_matches_the_reference(heads):
     number, groups, size = heads
     lengths = [1, 300, 17, 128, 578]
     cu_seqlens = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
@@ -60,7 +60,7 @@ def test_packed_attention_matches_the_definition(heads):
         out.backward(grad.to(dtype))
         return [out, *(t.grad for t in inputs)]
 
-    expected = run(torch.float32)  # runs the definition
+    expected = run(torch.float32)  # runs the float32 reference
     with packed_attention.enabled():
         found = run(torch.bfloat16)
     assert packed_attention.self_test(*heads) is None
@@ -78,7 +78,7 @@ def test_the_self_test_passes_the_installed_version_and_fails_a_broken_one(heads
     name = "flash_attn_varlen_func" if packed else "flash_attn_func"
     right = getattr(module, name)
 
-    def zeros(*args, **kwargs):  # as 4.0.0b30 and later do for TE's window
+    def zeros(*args, **kwargs):  # 4.0.0b30 and later return zeros for TE's window
         out = right(*args, **kwargs)
         return 0 * (out[0] if isinstance(out, tuple) else out)
 

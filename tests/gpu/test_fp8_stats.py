@@ -1,4 +1,4 @@
-"""FP8 tensor statistics of Transformer Engine's own layers, and of torchao's, on a GPU."""
+"""FP8 tensor statistics of Transformer Engine's and torchao's layers on a GPU."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ FLAGS = f"{SMALL} --mixed_precision fp8 --no_export --no_save_checkpoints --max_
 
 
 def logged(folder: Path) -> dict[int, dict[str, float]]:
-    """The FP8 statistics of each step that has them; other lines of the step stand by themselves."""
+    """FP8 statistics by step, for the steps that have them."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
         line["step"]: {name: value for name, value in line.items() if name.startswith("fp8/")}
@@ -36,15 +36,15 @@ def check_shares(statistics: dict[str, float]) -> None:
             assert 0 < value < float("inf"), name
 
 
-def check_scales_of_the_largest_value(statistics: dict[str, float], module: str) -> None:
-    """Current scaling: the largest value becomes the format's largest."""
+def check_current_scaling(statistics: dict[str, float], module: str) -> None:
+    """Check that each scale maps the amax to the format's maximum."""
     for tensor, largest in LARGEST.items():
         own = {k.rpartition("/")[2]: v for k, v in statistics.items() if f"{module}/{tensor}/" in k}
         assert own["scale_min"] * own["amax"] == pytest.approx(largest, rel=1e-3), tensor
         assert own["scale_max"] >= own["scale_min"]
 
 
-def test_casts_are_counted_as_on_the_cpu_without_waiting_for_the_gpu():
+def test_cast_statistics_match_the_cpus_without_a_sync():
     original = torch.randn(9000, 4000, generator=torch.Generator().manual_seed(0)).bfloat16()
     original *= torch.linspace(1e-6, 10, len(original))[:, None].bfloat16()
     scale_inv = torch.rand(9000, 32, generator=torch.Generator().manual_seed(1)) / 100
@@ -65,7 +65,7 @@ def test_casts_are_counted_as_on_the_cpu_without_waiting_for_the_gpu():
 
 
 def quantizers() -> dict[str, tuple]:
-    """TE's, by a name: the recipe that has it and how to make it."""
+    """TE's quantizers by name, each with its recipe and constructor."""
     pytest.importorskip("transformer_engine.pytorch")
     from transformer_engine.pytorch import DType
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
@@ -85,11 +85,11 @@ def quantizers() -> dict[str, tuple]:
 
 
 @pytest.mark.parametrize("name", ["current", "tiles", "rows", "mx"])
-def test_te_s_tensors_are_read_as_te_reads_them(name):
+def test_statistics_of_quantized_tensors_match_tes_own_dequantization(name):
     recipe, make = quantizers()[name]
     if reason := why_not(recipe):
         pytest.skip(reason)
-    x = torch.randn(3, 96, 416, device="cuda", dtype=torch.bfloat16)  # no multiples of 128
+    x = torch.randn(3, 96, 416, device="cuda", dtype=torch.bfloat16)  # sizes are not multiples of 128
     x *= torch.linspace(1e-3, 10, 416, device="cuda").bfloat16()
     quantized = make()(x)
     expected = quantized.dequantize(dtype=torch.float32).reshape(-1, 416)
@@ -97,7 +97,7 @@ def test_te_s_tensors_are_read_as_te_reads_them(name):
     torch.testing.assert_close(expected, x.reshape(-1, 416).float(), rtol=0.13, atol=0.01)
 
 
-def test_te_s_statistics_are_logged_and_change_nothing(tmp_path):
+def test_te_statistics_are_logged_and_do_not_change_training(tmp_path):
     pytest.importorskip("nvdlfw_inspect")
     rest = "delayed" if why_not("block") else "block"
     maps = f"--precision_map layers.0=bf16,layers.1.*.proj=current,layers.1.layernorm_mlp={rest}"
@@ -110,12 +110,12 @@ def test_te_s_statistics_are_logged_and_change_nothing(tmp_path):
     assert modules == {f"layers.{layer}.{part}" for layer in (1, 2) for part in parts}
     for statistics in found.values():
         check_shares(statistics)
-        check_scales_of_the_largest_value(statistics, "layers.1.self_attention.proj")
+        check_current_scaling(statistics, "layers.1.self_attention.proj")
         tensors = {tuple(name.split("/")[1:3]) for name in statistics}
         assert len(tensors) == len(modules) * 3 and len(statistics) == len(tensors) * len(STATISTICS)
         assert {name.rpartition("/")[2] for name in statistics} == STATISTICS
         assert all(statistics[f"fp8/layers.1.self_attention.proj/{t}/overflow"] == 0 for t in LARGEST)
-    # TE computes norm and cast apart where it watches, so that a watched step differs in its last bits.
+    # With statistics, TE does not fuse norm and cast, so such a step differs in its last bits.
     watched, plain = losses(tmp_path / "watched"), losses(tmp_path / "plain")
     assert watched[1] == plain[1]
     assert all(watched[step] == pytest.approx(plain[step], rel=0.01) for step in plain)
@@ -123,17 +123,17 @@ def test_te_s_statistics_are_logged_and_change_nothing(tmp_path):
     assert not logs, "the numbers belong to metrics.jsonl alone"
 
 
-def test_te_s_statistics_with_recomputation_and_micro_batches(tmp_path):
+def test_te_statistics_with_recomputation_and_micro_batches(tmp_path):
     pytest.importorskip("nvdlfw_inspect")
     flags = "--gradient_checkpointing --gradient_accumulation_steps 2"
     train(tmp_path / "run", f"{FLAGS} --fp8_scenario current --fp8_stats_interval 3 --max_steps 3 {flags}")
     found = logged(tmp_path / "run")
     assert sorted(found) == [3]
     check_shares(found[3])
-    check_scales_of_the_largest_value(found[3], "layers.1.self_attention.proj")
+    check_current_scaling(found[3], "layers.1.self_attention.proj")
 
 
-def test_torchao_s_statistics_need_layers_that_are_not_compiled(tmp_path):
+def test_torchao_statistics_require_uncompiled_layers(tmp_path):
     pytest.importorskip("torchao")
     flags = f"{FLAGS.replace('--use_te', '')} --fp8_stats_interval 2 --max_steps 2"
     assert "add --no_compile" in train(tmp_path / "compiled", flags, code=2)
@@ -141,4 +141,4 @@ def test_torchao_s_statistics_need_layers_that_are_not_compiled(tmp_path):
     found = logged(tmp_path / "run")
     assert sorted(found) == [2]
     check_shares(found[2])
-    check_scales_of_the_largest_value(found[2], "layers.1.self_attn.o_proj")
+    check_current_scaling(found[2], "layers.1.self_attn.o_proj")

@@ -1,4 +1,4 @@
-"""The cross-entropy kernel and the optimizer's lossless masters, against plain references."""
+"""The cross-entropy kernel and the optimizer's lossless master weights, against references."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_fused_cross_entropy_matches_float64(dtype, chunk_bytes, monkeypatch):
 
 @pytest.mark.parametrize("device", [DEVICE, "cpu"])
 def test_the_first_of_equal_logits_is_the_prediction(device):
-    """In BF16 they are frequent: a few percent of all tokens."""
+    """In BF16, a few percent of all tokens have equal largest logits."""
     logits = torch.zeros(4, 20_000, device=device, dtype=torch.bfloat16)
     logits[:, 3] = logits[:, 4] = logits[:, 19_000] = 5
     labels = torch.tensor([3, 4, 19_000, -100], device=device)
@@ -79,10 +79,10 @@ def trained(device: torch.device, moments: torch.dtype, master: bool, steps: int
     return model.weight.detach(), state
 
 
-@pytest.mark.parametrize("master", [True, False], ids=["masters", "none"])
+@pytest.mark.parametrize("master", [True, False], ids=["masters", "no-masters"])
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_optimizers_kernel_matches_its_plain_form(moments, master):
-    """Sizes are no multiple of a block; one step is skipped."""
+def test_the_optimizers_kernel_matches_its_reference(moments, master):
+    """Sizes are not multiples of a block; one step is skipped."""
     weight, state = trained(DEVICE, moments, master)
     plain_weight, plain = trained(torch.device("cpu"), moments, master)
     if master:
@@ -92,7 +92,7 @@ def test_the_optimizers_kernel_matches_its_plain_form(moments, master):
         one, other = weight.float().cpu(), plain_weight.float()
     torch.manual_seed(1)
     moved = (other - torch.nn.Linear(257, 300, bias=False).weight.bfloat16().float()).norm()
-    # Moments in BF16 may round the other way where FP32 differs in the last bit, and so may weights.
+    # BF16 moments and weights may round differently if FP32 values differ in the last bit.
     exact = moments == torch.float32 and master
     assert moved > 1 and (one - other).norm() < (1e-5 if exact else 3e-2) * moved
     for name in ("exp_avg", "exp_avg_sq"):
@@ -102,7 +102,7 @@ def test_the_optimizers_kernel_matches_its_plain_form(moments, master):
 
 
 def test_fp32_masters_follow_transformer_engines_optimizer():
-    """TE's FusedAdam, with complete FP32 masters, steps from the same gradients."""
+    """Compare with TE's FusedAdam, which has full FP32 master weights, on the same gradients."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     torch.manual_seed(1)

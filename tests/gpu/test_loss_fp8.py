@@ -1,4 +1,4 @@
-"""The LM head in FP8 on the GPU: its kernels against the CPU's arithmetic, and whole runs."""
+"""FP8 LM head on the GPU: kernels against the CPU, and whole runs."""
 
 import json
 
@@ -27,7 +27,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(16, 32), (1040, 4096), (2048, 1024)])
-def test_casts_match_the_cpus_bit_for_bit(shape):
+def test_casts_match_the_cpu_bit_for_bit(shape):
     torch.manual_seed(0)
     x = torch.randn(shape).bfloat16() * 3
     found, expected = cast(x.to(DEVICE)), cast(x)
@@ -37,7 +37,7 @@ def test_casts_match_the_cpus_bit_for_bit(shape):
 
 
 @pytest.mark.parametrize("rows", [16, 400])
-def test_gradients_of_logits_match_the_cpus(rows):
+def test_gradients_of_logits_match_the_cpu(rows):
     torch.manual_seed(0)
     logits, labels = (torch.randn(rows, 2064) * 4).bfloat16(), torch.randint(0, 2064, (rows,))
     labels[::3] = -100
@@ -59,8 +59,8 @@ def test_gradients_of_logits_match_the_cpus(rows):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("tokens", "width"), [(16, 48), (1040, 2048)])
-def test_the_part_of_labels_matches_the_cpus_and_is_deterministic(tokens, width, dtype):
-    """One label of every other token, labels of few tokens, and tokens without a label."""
+def test_label_gradients_match_the_cpu_and_are_deterministic(tokens, width, dtype):
+    """One label has half of all tokens, others have few; some tokens have no label."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(tokens, width).bfloat16(), torch.randn(512, width).bfloat16()
     labels, at_label = torch.randint(0, 512, (tokens,)), torch.rand(tokens)
@@ -87,7 +87,7 @@ def test_the_self_test_passes():
 
 @pytest.mark.parametrize("tokens", [16, 300, 1024])
 @pytest.mark.parametrize("tokens_per_gemm", [8192, 256])
-def test_loss_and_gradients_match_the_cpus(tokens, tokens_per_gemm, monkeypatch):
+def test_loss_and_gradients_match_the_cpu(tokens, tokens_per_gemm, monkeypatch):
     monkeypatch.setattr(loss_fp8, "CHUNK_BYTES", 2**20)
     monkeypatch.setattr(loss_fp8, "TOKENS_PER_GEMM", tokens_per_gemm)
     monkeypatch.setattr(loss_fp8, "VOCABULARY_PER_SUM", 512)
@@ -109,7 +109,7 @@ def test_loss_and_gradients_match_the_cpus(tokens, tokens_per_gemm, monkeypatch)
 
 
 @pytest.mark.parametrize("flags", ["", "--no_use_te"])
-def test_a_run_with_the_fp8_head_learns_as_without(tmp_path, flags):
+def test_a_run_with_the_fp8_head_has_nearly_the_same_losses(tmp_path, flags):
     flags = f"{SMALL} --no_deterministic --mixed_precision fp8 --no_export {flags}"
     train(tmp_path / "plain", flags)
     train(tmp_path / "head", f"{flags} --fp8_lm_head")

@@ -1,4 +1,4 @@
-"""Every sharding mode with Transformer Engine on two GPUs, or all there are, against one GPU's run."""
+"""Every sharding mode with Transformer Engine on two to four GPUs, against runs on one GPU."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ from training.checkpoint.store import Checkpoints
 pytestmark = pytest.mark.multi_gpu
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = min(4, torch.cuda.device_count())
-ROWS = 8  # per optimizer step, over all GPUs
+ROWS = 8  # per optimizer step, on all GPUs together
 FSDP = ["fsdp_full", "fsdp_offload", "fsdp_grad", "hsdp"]
 ZERO = ["ds_zero1", "ds_zero2", "ds_zero3", "ds_zero3_offload"]
 MODES = ["ddp", *FSDP, *ZERO]
@@ -48,7 +48,7 @@ def flags(mode: str, precision: str, *, gpus: int = GPUS, accumulation: int = 1)
 
 
 def launch(folder: Path, runs: dict[str, str], gpus: int) -> str:
-    """Run them all in one set of processes; the output if they succeed."""
+    """Execute all runs in one set of processes and return the output; fail if one fails."""
     (folder / "runs.json").write_text(json.dumps(runs))
     return start("many_runs.py", folder / "runs.json", gpus)
 
@@ -79,7 +79,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(folder) -> Path:
-    """One GPU, every precision."""
+    """Folder of the runs on one GPU in every precision."""
     path = folder / "one"
     path.mkdir()
     launch(path, {f"single-{p}": flags("", p, gpus=1) for p in PRECISIONS}, 1)
@@ -87,7 +87,7 @@ def one(folder) -> Path:
 
 
 def group(modes: list[str]) -> dict[str, str]:
-    """Their runs; checkpoints and exports of those in BF16 and with delayed scaling, which tests read."""
+    """Return the runs of these modes; only BF16 and delayed scaling keep checkpoints and exports."""
     kept = {f"{m}-{p}": flags(m, p) for m in modes for p in ("bf16", "delayed")}
     runs = {f"{m}-current": flags(m, "current") for m in modes}
     runs |= {f"{m}-bf16-2": flags(m, "bf16", accumulation=2) for m in modes}
@@ -99,7 +99,7 @@ def group(modes: list[str]) -> dict[str, str]:
 
 
 class Families:
-    """The folder of a mode's runs; modes of a family run together, when the first of them is asked for."""
+    """Run folders by mode; the modes of a family run together at the first access to one of them."""
 
     members = (["ddp"], FSDP[:2], FSDP[2:], ZERO[:2], ZERO[2:])
 
@@ -131,7 +131,7 @@ def summary(run: Path) -> dict:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_mode_trains_as_one_gpu_does(one, many, mode, precision):
+def test_a_mode_has_the_losses_of_one_gpu(one, many, mode, precision):
     reference, run = one / f"single-{precision}", many[mode] / f"{mode}-{precision}"
     expected, got = (logged(r, "train/loss") for r in (reference, run))
     assert sorted(got) == list(range(1, STEPS + 1))
@@ -144,9 +144,9 @@ def test_a_mode_trains_as_one_gpu_does(one, many, mode, precision):
     for name in ("label_tokens", "tokens", "eval_label_tokens"):
         assert summary(run)[name] == summary(reference)[name]
     assert summary(run)["eval_loss"] == pytest.approx(summary(reference)["eval_loss"], rel=2e-2)
-    left = json.loads((many[mode] / f"{mode}-{precision}.ranks.json").read_text())
-    assert len({rank["scaling"] for rank in left}) == 1, "ranks have scales of their own"
-    assert bool(left[0]["scaling"]) == (precision == "delayed")
+    states = json.loads((many[mode] / f"{mode}-{precision}.ranks.json").read_text())
+    assert len({rank["scaling"] for rank in states}) == 1, "scales differ between ranks"
+    assert bool(states[0]["scaling"]) == (precision == "delayed")
     rows = json.loads((run / "env.json").read_text())["coverage"]
     assert bool(rows["fp8_modules"]) == (precision != "bf16")
 
@@ -158,7 +158,7 @@ def test_a_mode_trains_as_one_gpu_does(one, many, mode, precision):
         *itertools.product(["ddp", *FSDP], ["current-2", "current-2-recomputed"]),
     ],
 )
-def test_accumulation_changes_nothing(many, mode, name):
+def test_accumulation_has_the_same_losses(many, mode, name):
     precision = name.split("-")[0]
     first, all_steps = (1e-4, 5e-3) if precision == "bf16" else (2e-3, 2e-2)
     once, twice = (logged(many[mode] / f"{mode}-{n}", "train/loss") for n in (precision, name))
@@ -169,8 +169,8 @@ def test_accumulation_changes_nothing(many, mode, name):
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_grad"])
-def test_weights_cast_once_a_step_train_alike(tmp_path, mode):
-    """Of current scaling, whose casts of weights are the same in every micro-batch."""
+def test_fp8_weight_cache_has_the_same_losses(tmp_path, mode):
+    """With current scaling, weights have the same casts in every micro-batch."""
     each = f"{flags(mode, 'current', accumulation=2)} --no_save_checkpoints --no_export"
     launch(tmp_path, {"once": each, "twice": f"{each} --no_fp8_weight_cache"}, GPUS)
     once, twice = (logged(tmp_path / name, "train/loss") for name in ("once", "twice"))
@@ -181,15 +181,15 @@ def test_weights_cast_once_a_step_train_alike(tmp_path, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_recomputation_changes_nothing(many, mode):
+def test_recomputation_has_the_same_losses(many, mode):
     plain, again = (logged(many[mode] / f"{mode}-{name}", "train/loss") for name in ("delayed", "recomputed"))
     assert again[1] == pytest.approx(plain[1], rel=1e-4)
     assert again == pytest.approx(plain, rel=1e-2)
 
 
 @pytest.mark.parametrize("mode", ["fsdp_full", "fsdp_grad"])
-def test_weights_gathered_in_fp8_train_alike_and_resume_exactly(tmp_path, one, mode):
-    """Each run's weights are rounded to FP8 either way; only where the scale comes from may differ."""
+def test_fp8_all_gather_has_the_same_losses_and_resumes_exactly(tmp_path, one, mode):
+    """Weights are rounded to FP8 in both runs; only the source of their scales may differ."""
     fp8 = f"{flags(mode, 'current')} --fp8_all_gather"
     launch(tmp_path, {"whole": fp8}, GPUS)
     expected, got = (logged(r, "train/loss") for r in (one / "single-current", tmp_path / "whole"))
@@ -205,12 +205,12 @@ def test_weights_gathered_in_fp8_train_alike_and_resume_exactly(tmp_path, one, m
     torch.testing.assert_close(exported["model.layers.2.self_attn.o_proj.weight"], ours, rtol=2**-7, atol=0)
 
 
-def test_a_70b_is_built_on_meta_and_filled_shard_by_shard(folder, tmp_path):
+def test_a_70b_is_built_on_the_meta_device_and_loaded_in_shards(folder, tmp_path):
     print(start("sharded_load.py", tmp_path, GPUS).splitlines()[-1])
 
 
 def test_weights_from_files_reach_every_shard(tmp_path, one):
-    """A Hugging Face folder, read slice by slice, scores as the run that exported it."""
+    """An exported model, loaded in shards, has the evaluation loss of the run that exported it."""
     score = f"--model_name {one}/single-bf16/export --init pretrained --max_steps 0 --no_save_checkpoints"
     launch(tmp_path, {m: f"{flags(m, 'bf16')} {score}" for m in ("ddp", "fsdp_full", "fsdp_offload")}, GPUS)
     for mode in ("ddp", "fsdp_full", "fsdp_offload"):
@@ -218,7 +218,7 @@ def test_weights_from_files_reach_every_shard(tmp_path, one):
         assert summary(tmp_path / mode)["eval_loss"] == pytest.approx(ran, rel=1e-3)
 
 
-def test_a_model_that_only_transformers_can_read_is_sharded_from_the_cpu(tmp_path):
+def test_a_model_that_only_transformers_can_load_is_sharded_from_the_cpu(tmp_path):
     save_mixture(tmp_path / "model")
     rows = (
         f"--num_of_samples 400 --max_seq_length 256 --batch_size {ROWS // GPUS} --num_workers 0 --num_proc 1"
@@ -232,8 +232,8 @@ def test_a_model_that_only_transformers_can_read_is_sharded_from_the_cpu(tmp_pat
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_export_holds_the_trained_weights(many, mode):
-    """The export's tensors are the checkpoint's BF16 weights, under other names; ties round differently."""
+def test_the_export_contains_the_trained_weights(many, mode):
+    """Exported tensors equal the checkpoint's BF16 weights; only ties round differently."""
     run = many[mode] / f"{mode}-bf16"
     exported = load_file(run / "export" / "model.safetensors")
     saved = whole_checkpoint(run)
@@ -245,7 +245,7 @@ def test_the_export_holds_the_trained_weights(many, mode):
 
 
 def whole_checkpoint(run: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the last checkpoint, put together from the ranks' files."""
+    """Load every tensor of the last checkpoint from the files of all ranks."""
     checkpoints = Checkpoints(run / "checkpoints", keep_last=1)
     path = checkpoints.latest()
     manifest = read_manifest(path)["tensors"]
@@ -261,7 +261,7 @@ def whole_checkpoint(run: Path) -> dict[str, torch.Tensor]:
     ids=["fsdp", "fsdp to zero", "zero"],
 )
 def test_a_run_resumes_in_every_mode_with_exact_weights_and_optimizer(tmp_path, many, source, targets):
-    """Resumed and saved again without a step in between, also on one GPU: the same bits."""
+    """A checkpoint that is resumed and saved again without a step is bit-identical, also on one GPU."""
     first, path = many[source] / f"{source}-delayed", tmp_path
     resume = f"--resume {first}/checkpoints/step_{STEPS:06d} --no_export"
     launch(path, {mode: f"{flags(mode, 'delayed')} {resume}" for mode in targets}, GPUS)
@@ -284,7 +284,7 @@ def command(folder: Path, steps: int) -> list[str]:
 
 
 def signal_a_worker(folder: Path, steps: int, number: int) -> tuple[subprocess.Popen, float]:
-    """Start a run, signal its second rank once steps are logged; the process, and seconds until it ended."""
+    """Start a run, signal its second rank once steps are logged; return process and seconds to its exit."""
     with running(
         command(folder, steps), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
@@ -313,7 +313,7 @@ def test_sigterm_to_one_rank_saves_and_the_same_command_resumes(folder):
     assert sorted(logged(run, "train/loss")) == list(range(1, stopped_at + 4))
 
 
-def test_a_killed_rank_ends_the_job_and_leaves_the_last_checkpoint(folder):
+def test_a_killed_rank_ends_the_job_and_keeps_the_last_checkpoint(folder):
     run = folder / "killed"
     process, seconds = signal_a_worker(run, 4000, signal.SIGKILL)
     print(f"the job ended after {seconds:.0f} s")

@@ -1,4 +1,4 @@
-"""Precision by layer in Transformer Engine's layers: nested autocasts, scales, recomputation, attention."""
+"""Precision map of Transformer Engine layers: nested autocasts, scales, recomputation, attention."""
 
 import json
 
@@ -27,26 +27,26 @@ def resolve(**values) -> Precision:
     return precision_map.resolve(cfg, resolve_precision(cfg), plan(layers=LAYERS).config)
 
 
-def learn(found: Precision, steps: int = 3, **options) -> tuple[torch.nn.Module, list[torch.Tensor]]:
-    """A model after some steps in these recipes, and its losses and gradients."""
+def train_steps(found: Precision, steps: int = 3, **options) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+    """Train some steps in these recipes; return the model, and its losses and gradients."""
     model = build(plan(layers=LAYERS), use_te=True, packed=True, **options)
     precision_map.apply(model, found, fp8_attention=False)
     autocast = build_autocast(found, device=DEVICE, parameter_dtype=torch.bfloat16)
-    inputs, said = batch(INPUTS, packed=True), []
+    inputs, results = batch(INPUTS, packed=True), []
     for _ in range(steps):
         with autocast():
             loss = model(**inputs).loss
         loss.backward()
-        said += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        results += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
         with torch.no_grad():
             for p in model.parameters():
                 p -= 1e-4 * p.grad
                 p.grad = None
-    return model, said
+    return model, results
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_names_are_those_of_a_te_model(family):
+def test_module_names_match_a_te_model(family):
     model = build(plan(layers=LAYERS, family=family), use_te=True, packed=False)
     kinds = ("Linear", "LayerNormLinear", "LayerNormMLP")
     gemms = [name for name, module in model.named_modules() if type(module).__name__ in kinds]
@@ -54,11 +54,11 @@ def test_the_names_are_those_of_a_te_model(family):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_every_module_runs_in_what_it_was_given(recompute):
+def test_every_module_runs_in_its_assigned_recipe(recompute):
     rest = "current" if why_not("block") else "block"
     text = "layers.1.self_attention.proj=current,layers.1.layernorm_mlp=delayed"
     found = resolve(precision_map=text, bf16_first_layers=1, fp8_scenario=rest)
-    model, said = learn(found, gradient_checkpointing=recompute)
+    model, results = train_steps(found, gradient_checkpointing=recompute)
     rows = {(row.modules.rpartition(".")[2], row.precision): row.count for row in coverage(model, found).rows}
     assert rows == {
         ("layernorm_qkv", "bf16"): 1,
@@ -72,20 +72,20 @@ def test_every_module_runs_in_what_it_was_given(recompute):
     }
     assert {name.partition(".scaling")[0] for name in scaling_state(model)} == {"layers.1.layernorm_mlp"}
     scales = [t for name, t in scaling_state(model).items() if name.endswith(".scale")]
-    # Both directions moved on: tensors that are cast (input and weight; gradient) left their first scale, 1.
+    # Scales of all cast tensors (input and weight forward, gradient backward) differ from the initial 1.
     assert all((scale != 1).sum() >= 2 for scale in scales)
-    _, in_bf16 = learn(Precision("bf16", "bf16", te_backend="native"), gradient_checkpointing=recompute)
-    assert said[0].item() == pytest.approx(in_bf16[0].item(), rel=0.01)
+    _, in_bf16 = train_steps(Precision("bf16", "bf16", te_backend="native"), gradient_checkpointing=recompute)
+    assert results[0].item() == pytest.approx(in_bf16[0].item(), rel=0.01)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("around", "inside"), [("current", "delayed"), ("delayed", "current")])
-def test_a_map_of_one_recipe_for_all_is_that_recipe(around, inside, recompute, monkeypatch):
+def test_a_map_with_one_recipe_for_all_layers_equals_that_recipe(around, inside, recompute, monkeypatch):
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    mapped = learn(
+    mapped = train_steps(
         resolve(fp8_scenario=around, precision_map=f"layers.*={inside}"), gradient_checkpointing=recompute
     )
-    alone = learn(resolve(fp8_scenario=inside), gradient_checkpointing=recompute)
+    alone = train_steps(resolve(fp8_scenario=inside), gradient_checkpointing=recompute)
     torch.testing.assert_close(mapped[1], alone[1], rtol=1e-3, atol=1e-3)
     states = [
         {name: t for name, t in scaling_state(model).items() if "core_attention" not in name}
@@ -95,8 +95,8 @@ def test_a_map_of_one_recipe_for_all_is_that_recipe(around, inside, recompute, m
     assert bool(states[0]) == (inside == "delayed")
 
 
-def test_amaxes_are_reduced_once_a_step_and_direction(monkeypatch):
-    """However many modules have an autocast of their own."""
+def test_amaxes_are_reduced_once_per_step_and_direction(monkeypatch):
+    """The number of nested autocasts does not matter."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
 
     reduced, reduce = [], Manager.reduce_and_update_fp8_tensors
@@ -113,7 +113,7 @@ def test_amaxes_are_reduced_once_a_step_and_direction(monkeypatch):
         {"fp8_scenario": "delayed"},
     ):
         reduced.clear()
-        learn(resolve(**values), steps=2)
+        train_steps(resolve(**values), steps=2)
         assert reduced == [True, False] * 2, values
 
 
@@ -126,7 +126,7 @@ def test_an_unusable_recipe_falls_back_or_stops():
         resolve(fp8_scenario="current", precision_map="proj=mxfp8", fp8_fallback="error")
 
 
-def test_a_resumed_run_with_delayed_scaling_in_the_map_alone_is_the_uninterrupted_one(tmp_path):
+def test_a_run_with_delayed_scaling_only_in_the_map_resumes_exactly(tmp_path):
     flags = f"{SMALL} --mixed_precision fp8 --fp8_scenario current --no_export --eval_interval 0"
     flags += " --precision_map layers.1=delayed,layers.2.layernorm_mlp=bf16"
     train(tmp_path / "whole", flags)
@@ -137,9 +137,11 @@ def test_a_resumed_run_with_delayed_scaling_in_the_map_alone_is_the_uninterrupte
     assert whole[12] < 0.8 * whole[1]
 
 
-def test_fp8_attention_goes_with_its_layer(tmp_path):
-    """A layer in BF16 has its attention in BF16 too."""
-    narrow = plan_model("tiny-llama", init="auto", use_te=True)  # Hopper's FP8 attention needs heads of 128
+def test_fp8_attention_follows_the_precision_of_its_layer(tmp_path):
+    """A BF16 layer has BF16 attention."""
+    narrow = plan_model(
+        "tiny-llama", init="auto", use_te=True
+    )  # FP8 attention on Hopper requires head size 128
     narrow.config.update({"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1})
     narrow.config.save_pretrained(tmp_path / "model")
     flags = f"{SMALL} --no_deterministic --no_packing --mixed_precision fp8 --fp8_attention --no_export"

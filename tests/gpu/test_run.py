@@ -24,7 +24,7 @@ SMALL = (
     "--num_proc 1 --learning_rate 1e-3 --log_interval 1 --eval_interval 5 --save_interval 6 --max_steps 12 "
     "--deterministic"
 )
-LONG = 40  # steps that are not over before a signal arrives
+LONG = 40  # steps; enough that a signal arrives before the run ends
 
 
 def start(folder: Path, flags: str, *, without_gpu: bool = False) -> subprocess.Popen:
@@ -61,7 +61,7 @@ def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
         "fp8 --moment_dtype bf16 --gradient_accumulation_steps 3",
     ],
 )
-def test_stopped_and_resumed_is_bit_for_bit_uninterrupted(tmp_path, precision):
+def test_a_stopped_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, precision):
     flags = f"{SMALL} --mixed_precision {precision} --max_steps {LONG}"
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     output = train(whole, flags)
@@ -86,7 +86,7 @@ def test_stopped_and_resumed_is_bit_for_bit_uninterrupted(tmp_path, precision):
     )
 
 
-def test_the_export_scores_on_a_cpu_as_the_run_did(tmp_path):
+def test_the_export_has_the_runs_evaluation_loss_on_a_cpu(tmp_path):
     train(tmp_path / "run", f"{SMALL} --mixed_precision fp8 --fp8_scenario current")
     flags = SMALL.replace("--use_te", "").replace("--max_steps 12", "--max_steps 0")
     train(tmp_path / "scored", f"{flags} --model_name {tmp_path}/run/export", without_gpu=True)
@@ -95,7 +95,7 @@ def test_the_export_scores_on_a_cpu_as_the_run_did(tmp_path):
     assert ran["mfu_bf16"] > 0 and ran["mfu_fp8"] > 0 and ran["peak_memory_gb"] > 0
 
 
-def test_mxfp8_on_hopper_falls_back_loudly_or_stops(tmp_path):
+def test_mxfp8_on_hopper_falls_back_with_a_warning_or_stops(tmp_path):
     if torch.cuda.get_device_capability() >= (10, 0):
         pytest.skip("this GPU runs MXFP8")
     flags = f"{SMALL} --mixed_precision fp8 --fp8_scenario mxfp8 --max_steps 1 --no_export"
@@ -117,14 +117,14 @@ def test_options_train(tmp_path, flags):
 
 @pytest.fixture
 def wide_heads(tmp_path) -> Path:
-    """A tiny Llama with the head size that FP8 attention takes."""
+    """Folder of a tiny Llama with a head size that FP8 attention supports."""
     plan = plan_model("tiny-llama", init="auto", use_te=True)
     plan.config.update({"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1})
     plan.config.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
-def test_fp8_attention_runs_and_is_covered(tmp_path, wide_heads):
+def test_fp8_attention_runs_and_is_in_the_coverage_table(tmp_path, wide_heads):
     flags = f"{SMALL} --no_deterministic --mixed_precision fp8 --no_packing --fp8_attention --no_export"
     train(tmp_path / "run", f"{flags} --model_name {wide_heads} --init random --tokenizer_name demo")
     rows = json.loads((tmp_path / "run" / "env.json").read_text())["coverage"]["rows"]
@@ -134,7 +134,7 @@ def test_fp8_attention_runs_and_is_covered(tmp_path, wide_heads):
     assert found[12] < 0.8 * found[1]
 
 
-def test_fp8_attention_that_cannot_run_says_why(tmp_path):
+def test_fp8_attention_that_cannot_run_is_refused_with_the_reason(tmp_path):
     if torch.cuda.get_device_capability() >= (10, 0):
         pytest.skip("Blackwell runs it")
     flags = f"{SMALL} --no_deterministic --mixed_precision fp8 --fp8_attention"
@@ -145,7 +145,7 @@ def test_fp8_attention_that_cannot_run_says_why(tmp_path):
 
 
 @pytest.mark.parametrize("options", ["", "--no_deterministic --compile"], ids=["eager", "compiled"])
-def test_hugging_face_model_on_a_gpu_keeps_masters_too(tmp_path, options):
+def test_hugging_face_model_on_a_gpu_has_master_weights(tmp_path, options):
     flags = SMALL.replace("--use_te", "")
     output = train(tmp_path / "run", f"{flags} --mixed_precision bf16 --no_export {options}")
     assert "fused AdamW, BF16 weights with FP32 masters" in output
@@ -154,8 +154,8 @@ def test_hugging_face_model_on_a_gpu_keeps_masters_too(tmp_path, options):
 
 
 @pytest.mark.parametrize("packing", ["packing", "no_packing"])
-def test_every_recipes_first_step_is_bf16s(tmp_path, packing):
-    """Loss within 1 %, and the gradient's norm: delayed scaling that is not calibrated loses most of it."""
+def test_the_first_step_of_every_recipe_is_close_to_bf16(tmp_path, packing):
+    """Compare loss and gradient norm; without calibration, gradients underflow in delayed scaling."""
     flags = f"{SMALL} --max_steps 2 --no_export --no_save_checkpoints --{packing}"
 
     def first(name, precision):

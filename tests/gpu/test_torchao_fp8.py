@@ -1,4 +1,4 @@
-"""FP8 through torchao on a GPU: its kernels run, near BF16; packed attention; compiled; on several GPUs."""
+"""FP8 with torchao on GPUs: kernels, packed attention, compiled layers, sharding."""
 
 import json
 import shlex
@@ -16,8 +16,8 @@ from training.precision.coverage import coverage
 from training.precision.recipes import Precision
 from training.run import main
 
-ROWS = [[100, 60, 96], [256], [31, 200]]  # 256 tokens each, the last one padded
-# (outputs of _scaled_mm in a step) / (linear layers): gradients of weights are in BF16 with the last.
+ROWS = [[100, 60, 96], [256], [31, 200]]  # 256 tokens each; the last row is padded
+# Calls of _scaled_mm per linear layer and step; the last recipe computes weight gradients in BF16.
 FP8_GEMMS = {"tensorwise": 3, "rowwise": 3, "rowwise_with_gw_hp": 2}
 
 
@@ -63,7 +63,7 @@ def test_a_recipe_runs_fp8_kernels_and_is_close_to_bf16(recipe):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])  # head sizes 64, 64, 128; all grouped
-def test_the_flash_kernel_tells_packed_samples_apart_as_a_mask_does(family):
+def test_the_flash_kernel_matches_a_block_diagonal_mask(family):
     inputs = batch(ROWS, packed=True)
     model = build(plan(family=family), use_te=False, packed=True)
     assert model.attention == "packed_causal"
@@ -76,14 +76,14 @@ def test_the_flash_kernel_tells_packed_samples_apart_as_a_mask_does(family):
     print(family, sorted(kernels))
     assert kernels
     model.model.set_attn_implementation("sdpa")
-    model.own_attention = "the mask, to compare with"
+    model.own_attention = "the mask, for comparison"
     masked_loss, masked_grads = step(model, inputs)
     assert loss == pytest.approx(masked_loss, rel=1e-3)
     assert worst(grads, masked_grads) < 0.05
 
 
 @pytest.mark.gpu
-def test_packed_samples_score_as_they_do_alone():
+def test_packed_samples_have_the_losses_of_unpacked_ones():
     model = build(plan(), use_te=False, packed=True)
     one = batch([[128], [128], [128], [128]], packed=False)
     row = {"input_ids": one["input_ids"].view(1, -1), "labels": one["labels"].view(1, -1)}
@@ -145,8 +145,8 @@ MODES = {
 
 
 @pytest.mark.multi_gpu
-def test_gpus_train_as_one_does(tmp_path: Path):
-    """Compiled, but under DeepSpeed; weights gathered in FP8 must train as those gathered in BF16."""
+def test_many_gpus_have_the_losses_of_one(tmp_path: Path):
+    """Layers are compiled except under DeepSpeed; FP8 and BF16 all-gather have the same losses."""
     if GPUS < 2:
         pytest.skip("needs two GPUs")
     flags = f"{SMALL} --mixed_precision fp8 --max_steps 12 --no_export"
