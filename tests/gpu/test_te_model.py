@@ -245,7 +245,7 @@ def test_batches_of_single_and_packed_sequences_alternate(name, recompute):
         expected, wanted = step(models[packed], batch([lengths] * 8, packed=packed, seed=seed), autocast)
         assert loss == pytest.approx(expected, rel=1e-3)
         for key, grad in wanted.items():
-            # In FP8, a difference in the last bit may become a full step, and each model calibrates its own scales.
+            # In FP8 a different last bit may become a full step, and each model has its own scales.
             assert name or (grads[key] - grad).norm() / grad.norm() < 1e-2, key
 
 
@@ -278,7 +278,8 @@ def test_the_self_test_of_the_norm_kernel_passes(width):
 
 
 # Largest allowed relative change of the small model's gradients. For comparison: BF16 rounding noise on the
-# gradients between emulated FP8 layers changes them by 0.15 (delayed, where scales change too) and 0.07 (block).
+# gradients between emulated FP8 layers changes them by 0.15 (delayed, which also changes scales) and 0.07
+# (block).
 MAX_GRADIENT_CHANGE = {"bf16": 0.02, "delayed": 0.25, "block": 0.1}
 
 

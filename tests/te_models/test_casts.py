@@ -1,4 +1,4 @@
-"""FP8 casts against values computed by hand, by search over all FP8 numbers, and by torchao."""
+"""FP8 casts against values computed by hand, a search over all FP8 numbers, and torchao."""
 
 import math
 
@@ -23,14 +23,14 @@ INF, NAN, FLOAT32_MAX = float("inf"), float("nan"), torch.finfo(torch.float32).m
 
 
 def finite_values(dtype: torch.dtype) -> torch.Tensor:
-    """Every finite value of an FP8 format, ascending, from its bits: sign, exponent, mantissa."""
+    """All finite values of an FP8 format in ascending order, computed from sign, exponent and mantissa."""
     exponent_bits, mantissa_bits, bias = (4, 3, 7) if dtype == E4M3 else (5, 2, 15)
     found = set()
     for code in range(128):
         exponent, mantissa = code >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
         top = exponent == (1 << exponent_bits) - 1
         if top and (dtype == E5M2 or mantissa == (1 << mantissa_bits) - 1):
-            continue  # infinity and NaN
+            continue  # skip infinity and NaN
         fraction = mantissa / (1 << mantissa_bits)
         value = (1 + fraction) * 2.0 ** (exponent - bias) if exponent else fraction * 2.0 ** (1 - bias)
         found |= {value, -value}
@@ -76,7 +76,7 @@ def test_per_tensor_casts_by_hand():
     current = cast_tensor(x, E4M3)
     assert widen(current.data).tolist() == [[128.0, -256.0], [448.0, 26.0]]
     assert current.scale_inv == 1 / 128 and current.dequantize()[1, 1] == 26 / 128
-    # With the smaller amax of the value before rounding, the rounded one saturates.
+    # With the amax of the unrounded value, which is smaller, the rounded value saturates.
     assert widen(cast_tensor(x, E4M3, amax=torch.tensor(3.4)).data)[1, 0] == 448.0
     delayed = cast_with_scale(x, torch.tensor(256.0), E5M2)
     assert widen(delayed.data).tolist() == [[256.0, -512.0], [896.0, 48.0]]
@@ -85,7 +85,7 @@ def test_per_tensor_casts_by_hand():
 
 @pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128)])
-@pytest.mark.parametrize("shape", [(256, 384), (160, 200)], ids=["full", "cut off"])
+@pytest.mark.parametrize("shape", [(256, 384), (160, 200)], ids=["full", "partial"])
 def test_each_block_has_its_own_scale(shape, block, power_of_two):
     generator = torch.Generator().manual_seed(shape[0])
     row, column = torch.arange(shape[0])[:, None] // 128, torch.arange(shape[1])[None] // 128
@@ -124,7 +124,7 @@ def test_mx_matches_torchao(dtype, dim, source):
     x[:, :32] = 0.0
     x[:32] = 0.0
     x[40, 40], x[64:, 64:] = 448.0 * 2**29, 448.0
-    x[64:, 32:64] = 1e-37  # too small for the smallest scale to bring into range
+    x[64:, 32:64] = 1e-37  # below the range of the smallest scale
     x = x.to(source)
     rows = x if dim == 1 else x.T.contiguous()
     scale, data = mx.to_mx(rows, dtype, 32, scaling_mode=config.ScaleCalculationMode.RCEIL)
@@ -136,6 +136,6 @@ def test_mx_matches_torchao(dtype, dim, source):
 
 
 def test_mx_exponents_by_hand():
-    """E8M0 has bias 127; 448 * 2^k needs 2^k, anything above it the next power."""
+    """E8M0 has bias 127; an amax of 448 * 2^k needs scale 2^k, a larger one the next power."""
     amax = torch.tensor([448.0, 449.0, 896.0, 1.0, 0.0, 1e-45, INF, 3e38])
     assert mx_exponent(amax, E4M3).tolist() == [127, 128, 128, 119, 0, 0, 254, 247]

@@ -1,4 +1,4 @@
-"""Delayed scaling of the emulated layers: scales by hand, when they are updated, recomputation, ranks."""
+"""Delayed scaling of the emulated layers: values and updates of scales, recomputation, ranks."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 class ByHand:
-    """Delayed scaling of one tensor in plain Python: a window of amaxes, and the scale that they give."""
+    """Reference of delayed scaling for one tensor in plain Python: a window of amaxes and their scale."""
 
     def __init__(self, steps: int, algorithm: str, limit: float):
         self.steps, self.algorithm, self.limit = steps, algorithm, limit
@@ -62,7 +62,7 @@ class ByHand:
         self.scale = 1.0
 
     def step(self, tensor: torch.Tensor) -> None:
-        # One of `steps` rows collects, so the oldest amax counts once more as it leaves the history.
+        # One of `steps` rows is being recorded; the oldest amax still counts in the step that drops it.
         amax = tensor.detach().abs().max().item()
         self.window = [*self.window, amax][-self.steps :]
         largest = max(self.window) if self.algorithm == "max" else amax
@@ -77,7 +77,7 @@ class ByHand:
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("margin", [0, 2])
 def test_scales_match_a_hand_calculation(algorithm, margin):
-    """A linear whose inputs and gradients grow and shrink, and whose weight grows each step."""
+    """Inputs and gradients of the linear layer grow and shrink, and its weight grows in each step."""
     recipe = recipes.DelayedScaling(margin=margin, amax_history_len=3, amax_compute_algo=algorithm)
     linear = te.Linear(32, 16, params_dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(2)
@@ -107,7 +107,7 @@ def test_scales_match_a_hand_calculation(algorithm, margin):
 
 
 def fp8(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """float64 values of a cast with `scale`, by torch's own cast."""
+    """float64 values of a cast with `scale`, by torch's cast."""
     limit = torch.finfo(dtype).max
     return (x.detach().float() * scale).clamp(-limit, limit).to(dtype).double() / scale
 
@@ -137,7 +137,7 @@ def test_scales_of_unused_and_extreme_amaxes():
     scale = torch.full((5,), 3.0)
     amax = torch.tensor([4.0, 0.0, INF, 1e-45, 16.0])
     rolled, scales = next_scales(history, amax, scale, limit=448.0, algorithm="max")
-    # An unused tensor and an infinite amax keep their scale; else the 8 that leaves counts once more.
+    # An unused tensor and an infinite amax keep their scale; otherwise the oldest amax, 8, still counts.
     assert scales.tolist() == [56.0, 3.0, 3.0, 56.0, 28.0]
     assert rolled.T[:2].tolist() == [[0.0, 2.0, 4.0], [0.0, 8.0, 2.0]]
     _, scales = next_scales(history, amax, scale, limit=448.0, algorithm="most_recent")
@@ -146,8 +146,8 @@ def test_scales_of_unused_and_extreme_amaxes():
     assert scales[0] == 112.0 and not rolled.any()
 
 
-def test_state_has_the_names_and_shapes_of_tes():
-    """TE 2.20: three tensors a GEMM forward and two backward; attention counts as three GEMMs."""
+def test_state_has_tes_names_and_shapes():
+    """TE 2.20 has three tensors per GEMM forward and two backward; attention counts as three GEMMs."""
     module = layer()
     assert scaling_state(module) == {}
     with te.autocast(enabled=True, recipe=recipes.DelayedScaling(amax_history_len=5)):
@@ -162,10 +162,10 @@ def test_state_has_the_names_and_shapes_of_tes():
     state = scaling_state(module)
     assert {name: tuple(tensor.shape) for name, tensor in state.items()} == expected
     assert all(tensor.dtype == torch.float32 for tensor in state.values())
-    # Column 2 of a GEMM is its output, which is not quantized; attention's columns stay unused.
+    # Column 2 of a GEMM is its output, which is not quantized; attention has unused state.
     assert state["self_attention.proj.scaling_fwd.amax_history"][:, 2].count_nonzero() == 0
     assert state["self_attention.core_attention.scaling_fwd.scale"].tolist() == [1.0] * 9
-    # Another history length keeps the state; another recipe has none.
+    # Changing the history length keeps the state; changing the recipe drops it.
     with te.autocast(enabled=True, recipe=recipes.DelayedScaling(amax_history_len=7)):
         module(inputs(0), rotary_pos_emb=rope())
     assert scaling_state(module)["layernorm_mlp.scaling_bwd.amax_history"].shape == (7, 4)
@@ -174,8 +174,8 @@ def test_state_has_the_names_and_shapes_of_tes():
     assert scaling_state(module) == {}
 
 
-def test_mlp_state_is_ordered_as_tes():
-    """fc1's input and weight in 0 and 1, fc2's in 3 and 4; gradients of fc1's output in 0, of fc2's in 2."""
+def test_mlp_state_has_tes_order():
+    """Input and weight: fc1 0 and 1, fc2 3 and 4. Gradients of outputs: fc1 0, fc2 2."""
     mlp = te.LayerNormMLP(HIDDEN, FFN, params_dtype=torch.bfloat16)
     with torch.no_grad():
         mlp.fc1_weight[3, 5], mlp.fc2_weight[5, 3] = 2.0, -3.0
@@ -193,7 +193,7 @@ def test_mlp_state_is_ordered_as_tes():
 
 
 def run(forward, module, recipe, steps: int = 3) -> list[torch.Tensor]:
-    """Outputs and input gradients of all steps, then the accumulated weight gradients."""
+    """Return outputs and input gradients of all steps, then the accumulated weight gradients."""
     found = []
     for step in range(steps):
         x = inputs(step, scale=2.0**step)
@@ -226,8 +226,8 @@ def test_outermost_training_autocast_updates_the_scales():
     assert noted["self_attention.proj.scaling_fwd.amax_history"][0, 0] > 0  # restored by the caller
 
 
-def test_module_that_runs_twice_updates_its_scales_once():
-    """The larger amax of both runs counts, forward and backward."""
+def test_a_module_called_twice_updates_its_scales_once():
+    """The larger amax of both calls is recorded, forward and backward."""
     first, twice = (te.Linear(32, 32, params_dtype=torch.bfloat16) for _ in range(2))
     x = inputs(0).detach()[..., :32].requires_grad_()
     with te.autocast(enabled=True, recipe=recipes.DelayedScaling(amax_history_len=4)):
@@ -257,7 +257,7 @@ RECIPES = {
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", RECIPES)
 def test_recomputation_changes_neither_results_nor_state(name, reentrant):
-    """Inputs grow from step to step: recomputing with new scales, or recording amaxes twice, would show."""
+    """Inputs grow each step, so recomputing with new scales or recording amaxes twice changes results."""
     recipe, plain, checkpointed = RECIPES[name], layer(), layer()
 
     def recomputed(x, **call):
@@ -272,7 +272,7 @@ def test_recomputation_changes_neither_results_nor_state(name, reentrant):
 
 
 def shared_amaxes(rank: int, folder) -> None:
-    """Two ranks with inputs of their own; rank 1's are larger."""
+    """Run on two ranks with different inputs; rank 1 has larger ones."""
     for mode in ("plain", "reentrant", "fsdp"):
         module = layer(params_dtype=torch.float32)
         if mode == "fsdp":
@@ -289,7 +289,7 @@ def shared_amaxes(rank: int, folder) -> None:
         assert same(*states)
         attention = own["self_attention.layernorm_qkv.scaling_fwd.scale"]
         assert torch.isfinite(attention).all() and attention[0] > 1
-        # fc2's output has the gradient 2 y / n of the loss; both ranks know the larger one's amax.
+        # The gradient of fc2's output is 2 y / n; both ranks record the larger amax.
         amax = own["layernorm_mlp.scaling_bwd.amax_history"][-1, 2]
         mine = torch.tensor(2 * y.float().abs().max().item() / y.numel()).bfloat16().float()
         both = mine.clone()

@@ -25,7 +25,7 @@ LENGTHS = [5, 59, 32, 32]
 
 
 def emulated(attention: str = "bshd", **options) -> te.TransformerLayer:
-    """A float32 layer whose norms are far from ones."""
+    """Build a float32 layer whose norms are far from ones."""
     module = layer(attention, params_dtype=torch.float32, **options)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -61,7 +61,7 @@ def error(found: torch.Tensor, reference: torch.Tensor) -> float:
 @pytest.mark.parametrize("options", [{}, QK_NORM], ids=["llama", "qwen3"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_are_near_fp32(name, options):
-    """BF16 rounds by up to 2^-9, E4M3 by 2^-4 and E5M2 by 2^-3; the errors of four GEMMs add up."""
+    """Rounding errors are 2^-9 in BF16, 2^-4 in E4M3 and 2^-3 in E5M2; those of four GEMMs add up."""
     y, grads = gradients(emulated(**options), batch(), None)
     found, found_grads = gradients(emulated(**options), batch(), name)
     assert found.dtype == torch.bfloat16 and found_grads["layernorm_mlp.fc1_weight"].dtype == torch.float32
@@ -81,7 +81,7 @@ def block_operands(**scales) -> dict:
 
 
 FORMATS = {"input": E4M3, "weight": E4M3, "grad": E5M2}
-# By recipe and kind: the casts for GEMMs that contract features, and for those that contract tokens.
+# Casts by recipe and kind, for GEMMs that contract features and for GEMMs that contract tokens.
 OPERANDS = {
     "current": {kind: (partial(cast_tensor, dtype=dtype),) * 2 for kind, dtype in FORMATS.items()},
     "block": block_operands(),
@@ -91,18 +91,18 @@ OPERANDS = {
 
 
 def operand(name: str, kind: str, x: torch.Tensor, *, across: bool) -> torch.Tensor:
-    """float64 operand, in BF16 before FP8; `across`: for a GEMM that contracts the first dimension."""
+    """Return a float64 operand, rounded to BF16 before FP8; `across`: its GEMM contracts dimension 0."""
     return OPERANDS[name][kind][across](x.detach().bfloat16()).dequantize().double()
 
 
 def uneven(rows: int, columns: int) -> torch.Tensor:
-    """Magnitudes that differ by powers of two along both dimensions: each block needs its own scale."""
+    """Random values with a different magnitude, a power of two, in each block."""
     powers = torch.randint(-8, 9, (rows, 1)) + torch.randint(-8, 9, (columns,))
     return torch.randn(rows, columns) * 2.0**powers
 
 
 def assert_rounded(found: torch.Tensor, exact: torch.Tensor) -> None:
-    """Check that `found` is `exact` rounded to BF16, but for float32 sums in another order."""
+    """Check that `found` is `exact` rounded to BF16, up to the order of float32 sums."""
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-6 * exact.abs().max().item())
     assert (found.double() == exact.bfloat16().double()).double().mean() > 0.99
 
@@ -141,8 +141,8 @@ def test_biases_stay_in_high_precision(name):
 
 
 @pytest.mark.parametrize("name", [*OPERANDS, "delayed"])
-def test_precision_that_fused_casts_read(name):
-    """Delayed scaling casts float32 results of norm and SwiGLU; current scaling knows SwiGLU's exact amax."""
+def test_fused_casts_read_tes_precision(name):
+    """Delayed scaling casts float32 results of norm and SwiGLU; current scaling uses SwiGLU's exact amax."""
     torch.manual_seed(6)
     mlp, fused = te.LayerNormMLP(256, 256, params_dtype=torch.bfloat16), name == "delayed"
     with torch.no_grad():
@@ -168,11 +168,11 @@ def test_precision_that_fused_casts_read(name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_packed_sequences_compute_what_separate_ones_do(name):
+def test_packed_sequences_match_separate_ones(name):
     x = batch().flatten(0, 1)
     ends = torch.tensor([0, 5, 64, 64, 96, 128], dtype=torch.int32)  # one sequence is empty
     packed, _ = gradients(emulated("thd", **QK_NORM), x, name, cu_seqlens_q=ends)
-    if name in ("bf16", "block", "mxfp8"):  # no scale is shared by more than 32 tokens
+    if name in ("bf16", "block", "mxfp8"):  # no scale is shared between sequences
         for part, whole in zip(x.split(LENGTHS), packed.split(LENGTHS), strict=True):
             if len(part) == 32 or name == "bf16":
                 alone, _ = gradients(emulated(**QK_NORM), part[None], name)
@@ -186,7 +186,7 @@ def test_packed_sequences_compute_what_separate_ones_do(name):
     assert error(packed, together) > 0.02
 
 
-def test_tokens_attend_only_to_their_own_past():
+def test_attention_is_causal():
     module, x = emulated("thd"), batch()[0]
     changed = x.clone()
     changed[20] += 1.0

@@ -1,4 +1,4 @@
-"""Families: the TE form computes what Hugging Face's does, presets are as published, the rest is refused."""
+"""Families: the TE form matches Hugging Face's, presets match published ones, others are refused."""
 
 import importlib
 from contextlib import nullcontext
@@ -27,7 +27,7 @@ def config_of(family: str, **changes) -> Any:
 
 
 def loss_and_gradients(model, inputs: dict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss per label token, and every weight's gradient under its Hugging Face name."""
+    """Return loss per label token, and the gradient of every weight by its Hugging Face name."""
     loss = model(**inputs).loss / (inputs["labels"] != -100).sum()
     loss.backward()
     return loss.detach(), dict(export_tensors(model, lambda weights: [w.grad for w in weights]))
@@ -68,7 +68,7 @@ def test_te_form_matches_hugging_face(family, tied, packed, dtype, loss, gradien
 
 
 ENDS = [128001, 128008, 128009]
-# Millions of parameters, norm epsilon, positions, theta and factor of RoPE, end of text, tied head.
+# Millions of parameters, norm epsilon, positions, theta and factor of RoPE, EOS tokens, tied head.
 PUBLISHED = {
     "meta-llama/Llama-3.2-1B": (1235.8, 1e-5, 131072, 5e5, 32.0, 128001, True),
     "meta-llama/Llama-3.2-3B-Instruct": (3212.7, 1e-5, 131072, 5e5, 32.0, ENDS, True),
@@ -101,11 +101,11 @@ def test_presets_are_the_published_models(name):
     assert [*found, config.eos_token_id, config.tie_word_embeddings] == expected
 
 
-# One per family and kind of RoPE.
+# One preset per family and RoPE type.
 @pytest.mark.parametrize(
     "name", [*sorted(LOCAL_PRESETS), "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-0.6B"]
 )
-def test_rope_angles_follow_transformers(name):
+def test_rope_angles_match_transformers(name):
     config = plan_model(name, init="random", use_te=True).config
     kind = config.model_type
     modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
@@ -133,8 +133,8 @@ def rope_of(kind: str) -> dict[str, Any]:
         ("qwen3", {"attention_bias": True}, "attention_bias=True"),
         *((family, {"hidden_act": "gelu"}, "hidden_act='gelu'") for family in FAMILIES),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
-        ("llama", rope_of("yarn"), "RoPE type 'yarn'"),  # rescales attention
-        ("llama", rope_of("dynamic"), "RoPE type 'dynamic'"),  # follows the length
+        ("llama", rope_of("yarn"), "RoPE type 'yarn'"),  # it rescales attention
+        ("llama", rope_of("dynamic"), "RoPE type 'dynamic'"),  # its angles depend on the length
         ("mistral", {"sliding_window": 1024}, "sliding_window=1024 is less than max_position_emb"),
         ("mistral", {"sliding_window": 2048}, None),
     ],

@@ -1,4 +1,4 @@
-"""Self-test of FlashAttention 4, on a stand-in for its package; the kernels themselves run in tests/gpu."""
+"""Self-test of FlashAttention 4 with a fake package; tests/gpu runs the real kernels."""
 
 import functools
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from te_models.kernels import flash_attention
 
 @pytest.fixture
 def interface(monkeypatch):
-    """Stand-in for FlashAttention 4; `spoil` changes its results, `calls` records its arguments."""
+    """Fake FlashAttention 4; `spoil` changes its results, `calls` records its arguments."""
 
     def attend(form, q, k, v, **settings):
         stand_in.calls.append((form, settings))
@@ -38,7 +38,7 @@ def self_test(**form) -> str | None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("packed", [True, False])
-def test_right_attention_passes_called_as_te_does(interface, packed, deterministic):
+def test_correct_attention_passes_with_tes_arguments(interface, packed, deterministic):
     assert self_test(packed=packed, deterministic=deterministic) is None
     ((form, settings),) = interface.calls
     lengths = {name: settings.pop(name) for name in list(settings) if "seqlen" in name}
@@ -85,12 +85,12 @@ def test_an_error_is_reported_with_its_reason(interface):
 
 def test_a_package_that_does_not_import_fails_the_self_test(monkeypatch):
     for name in ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"):
-        monkeypatch.setenv(name, "0")  # restored afterwards
+        monkeypatch.setenv(name, "0")  # monkeypatch restores it
     monkeypatch.setattr(flash_attention, "MODULE", "no_such_package")
     assert "fails (No module named 'no_such_package')" in self_test()
 
 
-def test_it_applies_to_supported_heads_on_hopper_where_it_is_installed(monkeypatch):
+def test_it_requires_hopper_the_package_and_a_supported_head_size(monkeypatch):
     assert "Hopper" in flash_attention.why_not(128)  # no GPU here
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))

@@ -1,4 +1,4 @@
-"""Residual gradients added in the norms' backward, on stand-ins for TE's layer and extension."""
+"""Residual gradients added in the norms' backward, with fakes of TE's layer and extension."""
 
 import sys
 from contextlib import nullcontext
@@ -23,7 +23,7 @@ def rmsnorm_bwd(gradient, x, scale, weight, sm_margin, zero_centered):
 
 @pytest.fixture(autouse=True)
 def tex(monkeypatch):
-    """Stand-in for transformer_engine_torch; `sums` counts the calls of its fused kernel."""
+    """Fake transformer_engine_torch; `sums` counts the calls of its fused kernel."""
 
     def rmsnorm_bwd_add(gradient, x, added, *args):
         tex.sums += 1
@@ -51,7 +51,7 @@ class Norm(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """Stand-in for te.TransformerLayer, with a norm inside the attention branch, as in Qwen3."""
+    """Fake te.TransformerLayer with a norm inside the attention branch, as in Qwen3."""
 
     def __init__(self):
         super().__init__()
@@ -81,8 +81,8 @@ def gradients(layers, x, run):
     return found
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "recomputed", "reentrant"])
-def test_gradients_are_those_of_separate_sums(reentrant, tex):
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["stored", "recomputed", "reentrant"])
+def test_gradients_match_unfused_sums(reentrant, tex):
     def run(layer, x):
         return layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant)
 
@@ -99,7 +99,7 @@ def test_gradients_are_those_of_separate_sums(reentrant, tex):
 
 
 @pytest.mark.parametrize("other", ["bias", "drop_path", "frozen"])
-def test_more_than_a_sum_with_gradients_is_left_to_te(other):
+def test_other_residual_additions_are_left_to_te(other):
     layer = Layer()
     fuse_residual_gradients(layer)
     residual, branch = (torch.randn(4, WIDTH, requires_grad=True) for _ in range(2))
@@ -111,7 +111,7 @@ def test_more_than_a_sum_with_gradients_is_left_to_te(other):
 
 
 @pytest.mark.parametrize("switch", [enabled, nullcontext], ids=["no-norm", "not-enabled"])
-def test_a_gradient_that_no_norm_adds_is_an_error(switch):
+def test_a_gradient_that_no_norm_adds_raises(switch):
     layer = Layer()
     fuse_residual_gradients(layer)
     residual, branch = (torch.randn(4, WIDTH, requires_grad=True) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Models as transformers implements them: any architecture, packed only where samples stay separate."""
+"""Transformers models: any architecture, packed only if samples stay separate."""
 
 from types import SimpleNamespace
 
@@ -30,7 +30,7 @@ TINY = {
 
 
 def build(model_type: str, *, packed: bool = False, seed: int = 0, recompute: str | None = None, **changes):
-    """A tiny model; `recompute` is None, "plain" or "reentrant"."""
+    """Build a tiny model; `recompute` is None, "plain" or "reentrant"."""
     options = BuildOptions(
         te_backend=None,
         dtype=torch.float32,
@@ -64,12 +64,12 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return found
 
 
-# The last two keep transformers' own attention, which has windows and caps.
+# The last two keep transformers' own attention, which has sliding windows and logit caps.
 @pytest.mark.parametrize(
     "model_type", ["gpt_neox", "granite", "llama", "phi3", "qwen2", "qwen3", "mistral", "gemma2"]
 )
 def test_packed_samples_have_the_losses_and_gradients_of_separate_ones(model_type):
-    """Two rows, so that boundaries are counted over all tokens."""
+    """Two rows test that boundaries count the tokens of all rows."""
     model = build(model_type, packed=True)
     assert (model.attention == "packed_causal") == (model_type not in ("mistral", "gemma2"))
     lengths, start, apart = [5, 17, 9], 0, 0.0
@@ -134,7 +134,7 @@ def test_packed_attention_passes_opcheck():
         ("falcon", {}, "function cannot be replaced"),
     ],
 )
-def test_attention_that_is_not_plainly_causal_stays_transformers_own(model_type, changes, reason):
+def test_packed_attention_replaces_only_plain_causal_attention(model_type, changes, reason):
     model = build(model_type, **changes)
     own = model.model.config._attn_implementation
     if reason is None:
@@ -152,7 +152,7 @@ def test_unsupported_attention_is_refused_at_run_time():
 
 
 def graphs() -> tuple[int, int]:
-    """Graphs made and graph breaks, since the last reset."""
+    """Return the number of compiled graphs and graph breaks since the last reset."""
     counters = torch._dynamo.utils.counters
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
@@ -171,20 +171,20 @@ def test_compiled_layers_share_one_graph_for_all_batches():
             loss.backward()
         torch.testing.assert_close(gradients(model), gradients(plain))
     assert graphs() == (1, 0)
-    whole = inputs([48]) | borders([48])  # one sample a row
+    whole = inputs([48]) | borders([48])  # one sample per row
     model(**whole).loss.backward()
     assert graphs() == (2, 0)
     model.eval()
     with torch.no_grad():
         for lengths in ([5, 27, 16], [24, 24]):
             model(**inputs(lengths), **borders(lengths))
-    assert graphs() in ((3, 0), (4, 0))  # recomputed layers differ in whether their input has a gradient
+    assert graphs() in ((3, 0), (4, 0))  # the first recomputed layer may differ: its input has no gradient
     torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_neox"])
-def test_loss_is_that_of_transformers_logits(model_type):
-    """Also where the head scales or caps its logits."""
+def test_loss_matches_transformers_logits(model_type):
+    """Some of these heads scale or cap their logits."""
     model, batch = build(model_type), inputs([12])
     logits = model.model(input_ids=batch["input_ids"]).logits
     loss = F.cross_entropy(logits[0], batch["labels"][0], reduction="sum")
@@ -194,7 +194,7 @@ def test_loss_is_that_of_transformers_logits(model_type):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_padding_token_within_text_is_trained(model_type):
+def test_padding_token_in_text_is_trained(model_type):
     model, batch = build(model_type, pad_token_id=2, eos_token_id=2), inputs([8])
     batch["input_ids"][0, 3] = 2
     model(**batch).loss.backward()
@@ -203,7 +203,7 @@ def test_padding_token_within_text_is_trained(model_type):
 
 @pytest.mark.parametrize("model_type", [*FAMILIES, "gpt2"])
 def test_known_families_use_every_parameter(model_type):
-    """DDP need not look for unused parameters; other models may have some, for images or single experts."""
+    """DDP relies on this; other models may have unused parameters, such as image encoders or experts."""
     model = build(model_type)
     assert model.uses_all_parameters == (model_type in FAMILIES)
     model(**inputs([16])).loss.backward()
@@ -223,13 +223,13 @@ def test_model_that_leaks_between_packed_samples_is_refused(monkeypatch):
     build("gemma2")
 
 
-def test_leak_of_a_short_convolution_is_found():
-    """Before all attention, it passes on only the first sample's last tokens."""
+def test_leak_of_a_short_convolution_is_detected():
+    """It leaks only the last tokens of the first sample."""
     with pytest.raises(UserError, match="Lfm2ForCausalLM lets packed samples see each other"):
         build("lfm2", packed=True, layer_types=["conv", "full_attention"], initializer_range=0.3)
 
 
-def test_lost_sequence_boundaries_are_found(monkeypatch):
+def test_lost_sequence_boundaries_are_detected(monkeypatch):
     monkeypatch.setattr(hugging_face, "sequence_borders", lambda cu_seqlens, max_seqlen: {})
     use = lambda model, *_: model.set_attn_implementation(NAME)  # noqa: E731
     monkeypatch.setattr(hugging_face, "use_packed_attention", use)
@@ -240,8 +240,8 @@ def test_lost_sequence_boundaries_are_found(monkeypatch):
 @pytest.mark.parametrize(
     ("model_type", "experts"), [("mixtral", {"num_local_experts": 8}), ("qwen3_moe", {"num_experts": 16})]
 )
-def test_rounding_of_experts_is_no_leak(model_type, experts):
-    """For some seeds the loss changes in its last bits with the other sample's tokens."""
+def test_rounding_in_experts_is_not_a_leak(model_type, experts):
+    """For some seeds, the last bits of the loss change with the other sample's tokens."""
     for seed in range(6):
         sizes = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.1}
         build(model_type, packed=True, seed=seed, **sizes, **experts)
@@ -257,7 +257,7 @@ def test_damaged_weights_are_not_reported_as_leaking():
         hugging_face.refuse_leaking_packing(model.eval(), "a/b")
 
 
-# Blocks, recomputation, models without storage
+# Blocks, recomputation, models on the meta device
 
 
 def test_blocks_are_decoder_layers_and_recompute_on_request(monkeypatch):
@@ -311,8 +311,8 @@ def test_parameters_have_storage_again_after_an_error_on_meta():
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
-def test_router_loss_is_added_in_training_as_transformers_does():
-    """Coefficient times loss, added to the mean over labels."""
+def test_router_loss_is_added_in_training_as_in_transformers():
+    """transformers adds coefficient times router loss to the mean loss."""
     model, batch = build("mixtral", **ROUTED), inputs([16])
     labels = int((batch["labels"] != -100).sum())
     with torch.no_grad():
@@ -322,8 +322,8 @@ def test_router_loss_is_added_in_training_as_transformers_does():
     torch.testing.assert_close(trained, evaluated + 0.5 * balance)
 
 
-def test_router_loss_has_the_coefficient_that_the_model_uses():
-    """Models keep it under different names, and some themselves instead of in the configuration."""
+def test_router_loss_has_the_models_coefficient():
+    """Its name differs between models, and some store it in the model instead of the configuration."""
     experts = {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "moe_loss_weight": 0.05}
     sizes = {"d_model": 32, "n_heads": 4, "n_layers": 1, "vocab_size": 64, "ffn_config": experts}
     dbrx = AutoConfig.for_model("dbrx", **sizes, attn_config={"kv_n_heads": 2, "rope_theta": 1e4})
@@ -340,14 +340,14 @@ def test_unavailable_router_loss_is_refused():
         model(**inputs([16]))
     assert model.eval()(**inputs([16])).loss > 0
     jetmoe = {"output_router_logits": True, "kv_channels": 8}
-    # transformers never asks this model for its loss, whatever the configuration contains.
+    # This model never returns a router loss in transformers, regardless of the configuration.
     with pytest.raises(UserError, match=r"JetMoeForCausalLM's router .*it returns none.; set out"):
         build("jetmoe", **jetmoe)(**inputs([16]))
     build("jetmoe", **jetmoe, aux_loss_coef=0.0)(**inputs([16]))
 
 
 def test_router_loss_is_trained_under_recomputation_or_refused():
-    """Reentrant recomputation runs layers without a graph, and so the router logits that they return."""
+    """Reentrant recomputation runs layers without a graph, so their router logits have no gradient."""
 
     def gate_gradient(**options) -> torch.Tensor:
         model = build("mixtral", **ROUTED, **options)

@@ -1,4 +1,4 @@
-"""Fused LM head and cross entropy against the plain formula."""
+"""Fused LM head and cross entropy against torch's cross entropy."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def case(tokens=300, hidden=16, vocab=50):
 
 
 @pytest.mark.parametrize("chunk_bytes", [2**30, 1], ids=["one-chunk", "many-chunks"])
-def test_loss_gradients_and_accuracy_match_the_plain_formula(chunk_bytes, monkeypatch):
+def test_loss_gradients_and_accuracy_match_torch(chunk_bytes, monkeypatch):
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", chunk_bytes)
     h, w, labels = case()
     logits = h @ w.T
@@ -51,7 +51,7 @@ def test_a_batch_without_labels_has_zero_loss_and_gradient():
     assert out.loss == 0 and out.correct == 0 and not h.grad.any() and not w.grad.any()
 
 
-def test_autocast_decides_the_dtype_of_the_projection():
+def test_the_projection_runs_in_the_autocast_dtype():
     h, w, labels = case()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         rough = linear_cross_entropy(h, w, labels).loss

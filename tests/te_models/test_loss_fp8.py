@@ -1,4 +1,4 @@
-"""LM head in FP8: its casts, the loss and gradients that they leave, its self-test, and whole runs."""
+"""FP8 LM head: casts, loss and gradients, self-test, and whole runs."""
 
 import json
 import shlex
@@ -37,7 +37,7 @@ def dequantized(matrix):
 
 
 def cast_gradients(logits, labels):
-    """Return gradients of logits in E5M2 with a zero at the label, and the exact ones at labels."""
+    """Return gradients of logits in E5M2 with zeros at labels, and the exact gradients at labels."""
     scores, at = logits.float().requires_grad_(), labels.clamp(min=0)[:, None]
     F.cross_entropy(scores, labels, ignore_index=-100, reduction="sum").backward()
     at_label = torch.where(labels != -100, scores.grad.gather(1, at)[:, 0], 0.0)
@@ -45,7 +45,7 @@ def cast_gradients(logits, labels):
     return grads.scatter(1, at, 0.0), at_label
 
 
-def test_a_cast_maps_the_largest_value_to_the_formats_largest():
+def test_a_cast_maps_the_amax_to_the_formats_maximum():
     x = torch.tensor([[0.5, -2.0, 0.25, 1.0]] * 4).bfloat16()
     found = cast(x)
     assert found.rows.dtype == E4M3 and found.rows.float().abs().max() == 448.0
@@ -58,7 +58,7 @@ def test_a_cast_maps_the_largest_value_to_the_formats_largest():
     assert cast(torch.full((4, 4), float("nan")).bfloat16()).rows.float().isnan().all()
 
 
-def test_gradients_of_logits_are_cast_in_both_layouts_without_the_labels():
+def test_gradients_of_logits_are_cast_in_both_layouts_with_zeros_at_labels():
     _, _, labels = case(16)
     logits = (torch.randn(16, 48) * 4).bfloat16()
     columns = torch.zeros(48, 32, dtype=torch.uint8).view(E5M2)
@@ -74,7 +74,7 @@ def test_gradients_of_logits_are_cast_in_both_layouts_without_the_labels():
 @pytest.mark.parametrize(
     ("tokens", "chunk_bytes", "tokens_per_gemm"), [(304, 2**30, 8192), (300, 1, 8192), (300, 1, 128)]
 )
-def test_loss_and_gradients_are_the_plain_formula_after_the_casts(
+def test_loss_and_gradients_match_torch_on_the_cast_operands(
     tokens, chunk_bytes, tokens_per_gemm, monkeypatch
 ):
     monkeypatch.setattr(loss_fp8, "CHUNK_BYTES", chunk_bytes)
@@ -99,9 +99,9 @@ def test_loss_and_gradients_are_the_plain_formula_after_the_casts(
 
 
 def test_a_tokens_gradients_nearly_sum_to_zero_despite_the_casts():
-    """Otherwise every step would move all logits the same way, which the loss does not notice.
+    """A biased sum would move all logits in the same direction in every step, without an effect on the loss.
 
-    Hidden states have a mean, which such sums would add up, and labels are unknown to the model.
+    The hidden states have a nonzero mean, so biases add up in the weight gradient; labels are random.
     """
     h, w, labels = case(2000)
     h, w = (h.detach().float() / 6 + 1).bfloat16(), (w.detach() / 8).requires_grad_()
@@ -131,7 +131,7 @@ def cpu_results():
 )
 def test_the_self_test_names_the_kernel_that_differs_from_the_cpu(name, part, cpu_results, monkeypatch):
     def wrong(*args, **how):
-        if name == "add_to_label_rows_":  # a kernel that ends after a label's first 16 tokens
+        if name == "add_to_label_rows_":  # as a kernel that ignores tokens after a label's first 16
             *args, labels, factors = args
             seen = torch.stack([(labels[:i] == label).sum() for i, label in enumerate(labels)])
             args = *args, labels, factors.where(seen < 16, 0.0)
@@ -164,7 +164,7 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("flags", ["--use_te", "--model_name tiny-qwen2"], ids=["te", "hf-tied"])
-def test_a_run_records_the_fp8_head_and_learns_alike(tmp_path, flags):
+def test_a_run_records_the_fp8_head_and_has_nearly_the_same_losses(tmp_path, flags):
     assert train(tmp_path / "plain", f"{flags} --mixed_precision fp8") == 0
     assert train(tmp_path / "head", f"{flags} --mixed_precision fp8 --fp8_lm_head") == 0
     rows = json.loads((tmp_path / "head" / "env.json").read_text())["coverage"]["rows"]
@@ -173,7 +173,7 @@ def test_a_run_records_the_fp8_head_and_learns_alike(tmp_path, flags):
     assert plain != head and plain == pytest.approx(head, rel=5e-3)
 
 
-def test_a_head_of_more_than_one_gemm_is_refused(tmp_path, capsys):
+def test_an_fp8_head_of_more_than_one_gemm_is_refused(tmp_path, capsys):
     from transformers import GPT2Config
 
     GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=2048).save_pretrained(tmp_path / "gpt2")

@@ -1,4 +1,4 @@
-"""Models that bring their own Python code, and which files are read slice by slice."""
+"""Models with Python code in their repository, and weights that can be loaded in shards."""
 
 import json
 from dataclasses import replace
@@ -50,7 +50,7 @@ TINY = {
 
 
 def save_model(path: Path, *, model_type: str) -> str:
-    """A Llama whose class in its own code caps logits, under this model type."""
+    """Save a Llama with this model type whose own Python class caps logits."""
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**TINY, tie_word_embeddings=False)).save_pretrained(path)
     auto_map = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnForCausalLM"}
@@ -74,8 +74,8 @@ def test_own_code_runs_only_with_the_flag(folder):
         plan_model(folder, init="auto", use_te=False)
 
 
-@pytest.mark.parametrize("shard", [None, lambda model: None], ids=["whole", "sharded"])
-def test_model_with_own_code_is_built_counted_exported_and_answers(folder, tmp_path, shard):
+@pytest.mark.parametrize("shard", [None, lambda model: None], ids=["full", "sharded"])
+def test_model_with_own_code_is_built_counted_exported_and_generates(folder, tmp_path, shard):
     plan = plan_model(folder, init="auto", use_te=False, trust_remote_code=True)
     weights = dict(export_tensors(build_model(plan, replace(OPTIONS, shard=shard))))
     assert count_parameters(plan) == sum(t.numel() for t in weights.values())
@@ -90,7 +90,7 @@ def test_model_with_own_code_is_built_counted_exported_and_answers(folder, tmp_p
         trust_remote_code=True,
         code_folder=plan.weights,
     )
-    Path(folder, "own_code.py").unlink()  # the export is self-contained
+    Path(folder, "own_code.py").unlink()  # the export must not need it
     loaded = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     assert type(loaded).__name__ == "OwnForCausalLM"
     for name, tensor in loaded.state_dict().items():
@@ -98,7 +98,7 @@ def test_model_with_own_code_is_built_counted_exported_and_answers(folder, tmp_p
     assert "ANSWER" in answer(out, [("one", "two")], CPU, trust_remote_code=True)
 
 
-def test_own_code_under_a_known_model_type_decides_the_loss(tmp_path):
+def test_own_code_under_a_known_model_type_computes_the_loss(tmp_path):
     folder = save_model(tmp_path, model_type="llama")
     with pytest.raises(UserError, match=r"--use_te .* drop --use_te or --trust_remote_code"):
         plan_model(folder, init="auto", use_te=True, trust_remote_code=True)
@@ -120,7 +120,7 @@ def test_quantized_weights_are_refused(folder):
 @pytest.mark.parametrize(
     ("extra", "streamed"), [("model.rotary_emb.inv_freq", True), ("model.layers.0.scale", False)]
 )
-def test_only_files_with_exactly_the_parameters_are_streamed(extra, streamed, tmp_path):
+def test_weights_are_streamed_only_if_files_contain_exactly_the_parameters(extra, streamed, tmp_path):
     config = LlamaConfig(**TINY, tie_word_embeddings=False)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     plan, file = ModelPlan("m", config, tmp_path), tmp_path / "model.safetensors"

@@ -1,4 +1,4 @@
-"""Weight layouts: exact in both directions, every key used once, each shard reads only its own rows."""
+"""Weight layouts: exact in both directions, every key used once, ranks read only the rows of their shards."""
 
 import json
 import pickle
@@ -56,7 +56,7 @@ def te_form(plan: ModelPlan) -> TECausalLM:
 
 
 class Distinct(WeightSource):
-    """A different number in every row: zeros and ones of biases and norms would hide an exchange."""
+    """Source with distinct rows: zeros and ones of biases and norms would hide a permutation."""
 
     def __init__(self, shapes: dict[str, torch.Size]):
         self._shapes = shapes
@@ -83,7 +83,7 @@ def save_index(folder: Path, weight_map: dict[str, str]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-# Layouts by hand: a round trip cannot tell which norm is which, or the halves of fc1
+# Layouts by hand: a round trip cannot detect swapped norms or swapped halves of fc1
 
 
 def test_layer_layout_by_hand():
@@ -104,7 +104,7 @@ def test_layer_layout_by_hand():
 
 
 def test_qkv_layout_by_hand():
-    """4 heads in 2 groups of head size 2; biases are fused as weights are, norms keep their names."""
+    """4 heads in 2 groups with head size 2; biases are fused as weights, QK norms are only renamed."""
     hf = {name: torch.zeros(1, 1) for name in RENAMED.values()}
     hf |= {f"mlp.{p}_proj.weight": torch.zeros(1, 1) for p in ("gate", "up")}
     rows = {"q": [1.0, 2, 3, 4, 5, 6, 7, 8], "k": [10.0, 11, 20, 21], "v": [100.0, 101, 200, 201]}
@@ -120,7 +120,7 @@ def test_qkv_layout_by_hand():
     assert not any(name.endswith("bias") for name in te)
 
 
-def test_layer_conversions_leave_nothing_over():
+def test_layer_conversions_use_every_tensor():
     config = heads_of("llama")
     te = {name: p.detach() for name, p in te_form(tiny()).layers[0].named_parameters()}
     hf = layer_to_hf(dict(te), config)
@@ -137,7 +137,7 @@ def test_layer_conversions_leave_nothing_over():
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_export_of_a_te_model_is_the_hugging_face_model_it_was_loaded_from(family, tied, tmp_path):
+def test_export_of_a_te_model_equals_the_loaded_hugging_face_model(family, tied, tmp_path):
     plan = tiny(family, tie_word_embeddings=tied)
     source = distinct(plan)
     tensors = {name: source.get(name) for name in source.shapes()}
@@ -225,7 +225,7 @@ def test_hugging_face_form_refuses_incomplete_weights(tmp_path):
 
 
 def test_stored_head_is_tied_only_if_it_is_the_embedding(tmp_path):
-    """transformers does not tie two stored tensors that differ, whatever the configuration says."""
+    """transformers does not tie two stored tensors that differ, regardless of the configuration."""
     plan = tiny("qwen2")
     source = weight_source(plan, seed=0, device=CPU)
     tensors = {name: source.get(name).float() for name in source.shapes()}
@@ -282,7 +282,7 @@ def test_missing_or_damaged_files_are_named_before_anything_is_loaded(file, cont
 
 
 def test_single_file_wins_over_the_index_of_an_earlier_save(tmp_path):
-    """Saving over a folder of shards leaves their index behind; transformers ignores it, too."""
+    """Saving one file to a folder of shards leaves their index; transformers ignores it too."""
     save(tmp_path, {"model.norm.weight": torch.ones(4)})
     save_index(tmp_path, {"model.norm.weight": "old.safetensors", "gone": "missing.safetensors"})
     assert SafetensorsSource(tmp_path).shapes() == {"model.norm.weight": torch.Size([4])}
@@ -296,7 +296,7 @@ def test_te_form_requires_safetensors_before_anything_is_loaded(tmp_path):
         plan_model(str(tmp_path), init="pretrained", use_te=True)
 
 
-def test_transformers_reads_pickled_weights_also_when_sharded(tmp_path):
+def test_pickled_weights_are_loaded_by_transformers_also_if_sharded(tmp_path):
     config = tiny().config
     model = AutoModelForCausalLM.from_config(config)
     config.save_pretrained(tmp_path)
@@ -317,13 +317,13 @@ def test_damaged_or_executable_pickle_is_refused(content, tmp_path):
 
 # Shards
 
-# Of four ranks one has no row of 5 embeddings; 10 rows of fc1 are cut unevenly.
+# With four ranks, one has no row of the 5 embeddings, and the 10 rows of fc1 are split unevenly.
 TINIER = {"vocab_size": 5, "hidden_size": 8, "intermediate_size": 5, "head_dim": 4}
 TINIER |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
 
 
 class Counted(WeightSource):
-    """Counts the reads of each row."""
+    """Source that counts the reads of each row."""
 
     def __init__(self, source: WeightSource):
         self.source = source
