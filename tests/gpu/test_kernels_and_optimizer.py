@@ -44,7 +44,7 @@ def test_fused_cross_entropy_matches_float64(dtype, chunk_bytes, monkeypatch):
 
 @pytest.mark.parametrize("device", [DEVICE, "cpu"])
 def test_the_first_of_equal_logits_is_the_prediction(device):
-    """In BF16, a few percent of all tokens have equal largest logits."""
+    """A few percent of all tokens have equal largest logits in BF16."""
     logits = torch.zeros(4, 20_000, device=device, dtype=torch.bfloat16)
     logits[:, 3] = logits[:, 4] = logits[:, 19_000] = 5
     labels = torch.tensor([3, 4, 19_000, -100], device=device)

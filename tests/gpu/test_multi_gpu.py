@@ -170,7 +170,7 @@ def test_accumulation_has_the_same_losses(many, mode, name):
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_grad"])
 def test_fp8_weight_cache_has_the_same_losses(tmp_path, mode):
-    """With current scaling, weights have the same casts in every micro-batch."""
+    """Current scaling casts weights in the same way in every micro-batch."""
     each = f"{flags(mode, 'current', accumulation=2)} --no_save_checkpoints --no_export"
     launch(tmp_path, {"once": each, "twice": f"{each} --no_fp8_weight_cache"}, GPUS)
     once, twice = (logged(tmp_path / name, "train/loss") for name in ("once", "twice"))

@@ -223,7 +223,7 @@ def test_outermost_training_autocast_updates_the_scales():
         module(inputs(0, scale=50.0), rotary_pos_emb=rope())
     noted = state_of(module)
     assert all(torch.equal(moved[name], noted[name]) for name in moved if name.endswith("scale"))
-    assert noted["self_attention.proj.scaling_fwd.amax_history"][0, 0] > 0  # restored by the caller
+    assert noted["self_attention.proj.scaling_fwd.amax_history"][0, 0] > 0  # the caller restores it
 
 
 def test_a_module_called_twice_updates_its_scales_once():

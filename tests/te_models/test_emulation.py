@@ -96,7 +96,7 @@ def operand(name: str, kind: str, x: torch.Tensor, *, across: bool) -> torch.Ten
 
 
 def uneven(rows: int, columns: int) -> torch.Tensor:
-    """Random values with a different magnitude, a power of two, in each block."""
+    """Random values whose magnitudes differ by powers of two along both dimensions, so scales differ."""
     powers = torch.randint(-8, 9, (rows, 1)) + torch.randint(-8, 9, (columns,))
     return torch.randn(rows, columns) * 2.0**powers
 
@@ -172,7 +172,7 @@ def test_packed_sequences_match_separate_ones(name):
     x = batch().flatten(0, 1)
     ends = torch.tensor([0, 5, 64, 64, 96, 128], dtype=torch.int32)  # one sequence is empty
     packed, _ = gradients(emulated("thd", **QK_NORM), x, name, cu_seqlens_q=ends)
-    if name in ("bf16", "block", "mxfp8"):  # no scale is shared between sequences
+    if name in ("bf16", "block", "mxfp8"):  # a scale covers at most 32 tokens
         for part, whole in zip(x.split(LENGTHS), packed.split(LENGTHS), strict=True):
             if len(part) == 32 or name == "bf16":
                 alone, _ = gradients(emulated(**QK_NORM), part[None], name)

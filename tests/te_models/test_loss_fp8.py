@@ -131,7 +131,7 @@ def cpu_results():
 )
 def test_the_self_test_names_the_kernel_that_differs_from_the_cpu(name, part, cpu_results, monkeypatch):
     def wrong(*args, **how):
-        if name == "add_to_label_rows_":  # as a kernel that ignores tokens after a label's first 16
+        if name == "add_to_label_rows_":  # simulate a kernel that ignores tokens after a label's first 16
             *args, labels, factors = args
             seen = torch.stack([(labels[:i] == label).sum() for i, label in enumerate(labels)])
             args = *args, labels, factors.where(seen < 16, 0.0)
