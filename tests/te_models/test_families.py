@@ -151,10 +151,8 @@ def test_config_without_a_te_form_is_refused(family, changes, message):
     [
         ({"use_sliding_window": False, "sliding_window": 64}, False),
         ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}, True),
-        (
-            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3},
-            False,
-        ),  # the model has 3 layers
+        # The model has 3 layers.
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}, False),
         ({"use_sliding_window": True, "sliding_window": 2048, "max_window_layers": 0}, False),
     ],
 )
