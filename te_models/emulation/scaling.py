@@ -188,9 +188,8 @@ def next_scales(
     """
     rolled = history.roll(-1, 0)
     rolled[-1] = amax
-    chosen = (
-        amax if algorithm == "most_recent" else rolled.amax(0)
-    )  # includes the oldest row, which is dropped next
+    # The maximum includes the oldest row, which is dropped next.
+    chosen = amax if algorithm == "most_recent" else rolled.amax(0)
     rolled[0] = 0.0
     used = amax != 0
     computable = used & chosen.isfinite() & (chosen > 0)

@@ -139,9 +139,8 @@ def test_a_run_with_delayed_scaling_only_in_the_map_resumes_exactly(tmp_path):
 
 def test_fp8_attention_follows_the_precision_of_its_layer(tmp_path):
     """A BF16 layer has BF16 attention."""
-    narrow = plan_model(
-        "tiny-llama", init="auto", use_te=True
-    )  # FP8 attention on Hopper requires head size 128
+    # FP8 attention on Hopper requires head size 128.
+    narrow = plan_model("tiny-llama", init="auto", use_te=True)
     narrow.config.update({"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1})
     narrow.config.save_pretrained(tmp_path / "model")
     flags = f"{SMALL} --no_deterministic --no_packing --mixed_precision fp8 --fp8_attention --no_export"
