@@ -36,8 +36,8 @@ from training.parallel import ranks
 from training.parallel.ranks import print_rank0
 from training.parallel.watchdog import Watchdog
 from training.precision.fp8_stats import Fp8Stats
+from training.precision.scaling import DelayedScaling, Scaling
 from training.prepare import Job, prepare
-from training.scaling import DelayedScaling, Scaling
 from training.step import Stack
 from training.tracking import profiling
 from training.tracking.tracker import replaces_finished_run

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.scaling import Scaling
+from training.precision.scaling import Scaling
 from training.tracking.metrics import perplexity
 
 SIGNAL_CHECK_INTERVAL = 16  # evaluation batches between two all-reduces of the stop flag

@@ -18,7 +18,7 @@ from training.assembly import assemble
 from training.config import parse_config
 from training.parallel import ranks
 from training.parallel.watchdog import Watchdog
-from training.precision.scaling_state import scaling_state
+from training.precision.scaling import scaling_state
 from training.prepare import prepare
 
 

@@ -9,7 +9,7 @@ from te_models.emulation.casts import E4M3, E5M2, cast_blocks, cast_tensor, cast
 from te_models.engine import engine
 from tests.gpu.models import DEVICE, batch, build, plan
 from training.precision.recipes import Precision, build_autocast, make_recipe, why_not
-from training.precision.scaling_state import restore_scaling, scaling_state
+from training.precision.scaling import restore_scaling, scaling_state
 from training.precision.settings import PrecisionConfig
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from training.precision import precision_map
 from training.precision.coverage import coverage
 from training.precision.precision_map import te_names
 from training.precision.recipes import Precision, build_autocast, resolve_precision, why_not
-from training.precision.scaling_state import scaling_state
+from training.precision.scaling import scaling_state
 
 pytestmark = pytest.mark.gpu
 LAYERS = 2

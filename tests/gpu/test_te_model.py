@@ -17,7 +17,7 @@ from te_models.options import NativeOptions
 from tests.gpu.models import DEVICE, batch, build, perturbed, plan
 from training.precision.coverage import coverage
 from training.precision.recipes import Precision, build_autocast, make_recipe, why_not
-from training.precision.scaling_state import frozen_scaling, scaling_state
+from training.precision.scaling import frozen_scaling, scaling_state
 from training.precision.settings import PrecisionConfig
 from training.precision.te_runtime import attention_backend
 

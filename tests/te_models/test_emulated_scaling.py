@@ -11,7 +11,7 @@ from te_models.emulation import recipes
 from te_models.emulation.casts import E4M3, E5M2
 from te_models.emulation.scaling import next_scales
 from tests.children import preload, run_ranks
-from training.precision.scaling_state import scaling_state
+from training.precision.scaling import scaling_state
 
 preload(__name__)
 HIDDEN, FFN, HEADS, GROUPS = 64, 128, 4, 2

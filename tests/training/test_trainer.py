@@ -21,7 +21,7 @@ from training.config import config_from_dict
 from training.guard import NonFinite
 from training.optim.schedule import learning_rate
 from training.parallel.strategies import Strategy
-from training.scaling import Scaling
+from training.precision.scaling import Scaling
 from training.step import Stack
 from training.tracking.meter import WARMUP_STEPS, Meter
 from training.tracking.metrics import ModelShape, model_flops

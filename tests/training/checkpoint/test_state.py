@@ -15,7 +15,7 @@ from training.checkpoint.store import Checkpoints
 from training.config import config_from_dict
 from training.parallel.strategies import Strategy
 from training.precision.recipes import Precision
-from training.precision.scaling_state import scaling_state
+from training.precision.scaling import scaling_state
 
 
 class Position:

@@ -21,7 +21,7 @@ from training.precision.checks import check_sizes
 from training.precision.coverage import coverage
 from training.precision.precision_map import assign, check_resume, matches, te_names
 from training.precision.recipes import Precision, build_autocast, resolve_precision
-from training.precision.scaling_state import scaling_state
+from training.precision.scaling import scaling_state
 
 ROOT = Path(__file__).resolve().parents[3]
 TE = {"use_te": True, "mixed_precision": "fp8"}

@@ -1,9 +1,13 @@
-"""Delayed scaling's state: scales and amax histories that TE keeps outside parameters and buffers."""
+"""FP8 scaling state: scales and amax histories, which TE keeps outside parameters and buffers.
+
+Only delayed scaling has such state. It is calibrated once, frozen during evaluation, cleared of non-finite
+values after a skipped step, and saved in checkpoints.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +16,60 @@ from torch import Tensor, nn
 from core.errors import EXIT_BAD_SETTING, UserError
 
 CALIBRATION_PASSES = 2  # the second starts from the first one's scales, so nothing underflows on the way
+
+
+class Scaling:
+    """Scaling state of a run without delayed scaling: there is none."""
+
+    def prepare(self, batch: Any) -> None:
+        """Create the state. Called with the first batch, before anything is computed. Collective."""
+
+    def frozen(self) -> AbstractContextManager:
+        """Return a context in which forward passes leave the state as it is."""
+        return nullcontext()
+
+    def scrub(self) -> None:
+        """Remove non-finite values after a skipped step."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors that a checkpoint holds, by name."""
+        return {}
+
+
+class DelayedScaling(Scaling):
+    """Scales and amax histories of delayed scaling; `saved` is the checkpoint's state, if any."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        wrapped: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Any,
+        autocast: Callable[[], AbstractContextManager],
+        *,
+        micro_batches: int,
+        saved: dict[str, Tensor],
+    ):
+        self.model, self.saved, self.prepared = model, saved, False
+        self._calibrate = lambda batch: calibrate(
+            model, wrapped, optimizer, strategy, autocast, batch, micro_batches
+        )
+
+    def prepare(self, batch: Any) -> None:
+        if not self.prepared:
+            self.prepared = True
+            self._calibrate(batch)  # on a resume, too: it makes TE allocate the state
+            restore_scaling(self.model, self.saved)
+
+    def frozen(self) -> AbstractContextManager:
+        return frozen_scaling(self.model)
+
+    def scrub(self) -> None:
+        scrub_scaling(self.model)
+
+    def state(self) -> dict[str, Tensor]:
+        # A launch without a step or an evaluation has created none.
+        return scaling_state(self.model) or self.saved
 
 
 def scaling_state(model: nn.Module) -> dict[str, Tensor]:

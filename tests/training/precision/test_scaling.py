@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from core.errors import UserError
-from training.precision.scaling_state import (
+from training.precision.scaling import (
     frozen_scaling,
     restore_scaling,
     scale_gradients,
