@@ -1,4 +1,4 @@
-"""One training run from its settings to its export: prepare, build, restore, train, export, summarize."""
+"""One training run: prepare, build, restore, train, export, summarize."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ from training.trainer import Trainer
 def main(
     argv: list[str], *, description: str, start: Callable[[Config], torch.device], started: float = 0.0
 ) -> int:
-    """Run a training command and return its exit code. Errors that a user can act on end as one line.
+    """Run a training command and return its exit code. A UserError is printed as one line.
 
-    `start` joins the job's other ranks, if any, and returns this rank's device. `started` is
-    time.perf_counter() at process start, the base of `seconds_to_first_step`.
+    `start` initializes the process group, if any, and returns this rank's device. `started` is
+    time.perf_counter() at process start, from which `seconds_to_first_step` is measured.
     """
     watchdog = None
     cleanup = ExitStack()  # closed on every exit
@@ -61,7 +61,7 @@ def main(
         device = start(cfg)
         watchdog = Watchdog(cfg.sharding.timeout_minutes)
         _seed(cfg.optim.seed, deterministic=cfg.optim.deterministic)
-        if ranks.rank() > 0:  # every rank reads the same rows and would log the same
+        if ranks.rank() > 0:  # all ranks read the same rows: log once
             logging.getLogger("data").setLevel(logging.ERROR)
         job = prepare(cfg, device, watchdog, started or time.perf_counter(), cleanup)
         code = run(job, cleanup, signals)
@@ -69,7 +69,7 @@ def main(
         on_rank0 = ranks.rank() == 0
         ranks.leave(watchdog.close)
         try:
-            if code == 0 and on_rank0:  # the other ranks have left their GPUs by now
+            if code == 0 and on_rank0:  # after the other ranks have released their GPUs
                 signals.close()
                 _generate_samples(job)
         finally:
@@ -95,7 +95,7 @@ def run(job: Job, cleanup: ExitStack, signals: ExitStack) -> int:
     fp8_stats = Fp8Stats(job.cfg, job.resolved.precision, job.folder)
     built = assemble(job, fp8_stats)
     if ranks.world_size() > 1:
-        torch.manual_seed(job.cfg.optim.seed + ranks.rank())  # dropout, if any, differs between ranks
+        torch.manual_seed(job.cfg.optim.seed + ranks.rank())  # dropout must differ between ranks
     ranks.raise_process_group_timeouts()
     _report_model(job, built)
     state, scaling, losses = restore(job, built)
@@ -113,7 +113,7 @@ def run(job: Job, cleanup: ExitStack, signals: ExitStack) -> int:
         trainer.logs.display.close()
         observers.close()
     code = 0 if finished else EXIT_INTERRUPTED
-    job.watchdog.pause()  # uploads have a limit of their own
+    job.watchdog.pause()  # uploads have their own timeout
     trainer.logs.tracker.finish(code)
     cleanup.close()
     if finished:
@@ -129,7 +129,7 @@ def run(job: Job, cleanup: ExitStack, signals: ExitStack) -> int:
 
 
 def _seed(seed: int, *, deterministic: bool) -> None:
-    """Seed all RNGs. Call before the first CUDA call: TE and cuBLAS read these variables only once."""
+    """Seed all RNGs. Call before the first CUDA call: TE and cuBLAS read the variables only once."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -155,7 +155,7 @@ def _report_model(job: Job, built: Assembly) -> None:
 
 
 def restore(job: Job, built: Assembly) -> tuple[RunState, Scaling, dict[int, float]]:
-    """Restore job.resume, if any; return the run's state, its FP8 scaling, and eval losses by step."""
+    """Restore job.resume, if any. Return the run's state, its FP8 scaling, and eval losses by step."""
     state = RunState(
         cfg=job.cfg,
         precision=job.resolved.precision,
@@ -192,7 +192,7 @@ def restore(job: Job, built: Assembly) -> tuple[RunState, Scaling, dict[int, flo
 
 
 def _restore_evaluations(job: Job, progress: Progress) -> dict[int, float]:
-    """Return earlier eval losses by step, or none if the evaluation data changed, and restore the best."""
+    """Return earlier eval losses by step ({} if the evaluation data changed) and restore the best loss."""
     losses: dict[int, float] = {}
     if job.resume.meta.get("evaluation", job.loaders.evaluation) != job.loaders.evaluation:
         print_rank0("WARNING: the evaluation data has changed; earlier evaluations are discarded")
@@ -206,7 +206,7 @@ def _restore_evaluations(job: Job, progress: Progress) -> dict[int, float]:
 
 
 def _same_training_config(job: Job) -> bool:
-    """True if settings and world size are the checkpoint's, so that its throughput is still valid."""
+    """True if settings and world size match the checkpoint, so its throughput is still valid."""
     meta = job.resume.meta
     ignored = [name for name, (section, *_) in all_settings().items() if section in ("checkpoint", "log")]
     same = not changed_settings(meta["config"], job.cfg, ignore=ignored)
@@ -269,7 +269,7 @@ def open_loop(
 
 
 def export(job: Job, built: Assembly) -> None:
-    """Export the model in Hugging Face format, from FP32 masters where weights are in FP8. Collective."""
+    """Export the model in Hugging Face format; FP8 weights from their FP32 masters. Collective."""
     strategy, watchdog = job.memory.strategy, job.watchdog
     watchdog.beat("exporting")
     strategy.reshard(built.model)
@@ -307,7 +307,7 @@ def export(job: Job, built: Assembly) -> None:
 
 
 def summarize(job: Job, trainer: Trainer, observers: Observers) -> dict[str, Any]:
-    """Return summary.json: totals over all launches, rates of the last one that took steps. Collective."""
+    """Return summary.json: totals over all launches, rates of the last launch with steps. Collective."""
     observers.wall_time.count()
     cfg, strategy, progress = job.cfg, job.memory.strategy, trainer.progress
     losses = ranks.run_on_rank0(lambda: train_losses(job.folder))
@@ -343,7 +343,7 @@ def summarize(job: Job, trainer: Trainer, observers: Observers) -> dict[str, Any
 
 
 def _generate_samples(job: Job) -> None:
-    """Answer --generate_samples evaluation prompts with the exported model, on one rank."""
+    """Generate answers to --generate_samples evaluation prompts with the exported model, on one rank."""
     prompts = job.loaders.eval_prompts[: job.cfg.checkpoint.generate_samples]
     if not prompts or not (job.folder / "export").exists():
         return
@@ -351,7 +351,7 @@ def _generate_samples(job: Job) -> None:
     try:
         text = answer(job.folder / "export", prompts, job.device, trust_remote_code=trusted)
         (job.folder / "samples.txt").write_text(text, encoding="utf-8")
-    except Exception as error:  # any library's; it must not fail a finished run
+    except Exception as error:  # must not fail a finished run
         print_rank0(f"WARNING: --generate_samples: no answers ({type(error).__name__}: {first_line(error)})")
         return
     print_rank0(f"\nsamples from the exported model:\n\n{text}")

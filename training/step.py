@@ -1,4 +1,4 @@
-"""One optimizer step and one evaluation, the same on one device and on many."""
+"""One optimizer step and one evaluation, for any number of devices."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ SIGNAL_CHECK_INTERVAL = 16  # evaluation batches between two all-reduces of the 
 
 @dataclass(frozen=True)
 class Stack:
-    """The objects that compute a step.
+    """Objects needed to compute a step.
 
-    `model(**batch.inputs)` returns (loss summed over label tokens, correct predictions).
+    `model(**batch.inputs)` returns (loss summed over label tokens, number of correct predictions).
     """
 
     model: nn.Module  # wrapped by the strategy
     optimizer: torch.optim.Optimizer
     strategy: Any  # training.parallel.strategies.Strategy
     autocast: Callable[[], AbstractContextManager]
-    learning_rate: Callable[[int], float]  # by steps done
+    learning_rate: Callable[[int], float]  # of a 0-based step
     total_steps: int
     scaling: Scaling
-    heartbeat: Callable[[str], None] = lambda doing: None  # tells the watchdog what this rank does next
+    heartbeat: Callable[[str], None] = lambda doing: None  # sends this rank's next phase to the watchdog
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcome of a step, on the device: reading it waits for the GPU."""
+    """Outcome of a step. Reading the tensors waits for the GPU."""
 
     loss: Tensor  # mean over the global batch's label tokens, float32 scalar
     grad_norm: Tensor  # before clipping, float32 scalar
@@ -53,10 +53,10 @@ def train_step(
     max_grad_norm: float,
     stop_requested: Callable[[], bool],
 ) -> StepResult:
-    """Run one optimizer step. The result is the same for any split into micro-batches and ranks.
+    """Run one optimizer step. The result does not depend on the split into micro-batches and ranks.
 
-    `done`: steps before this one. `stop_requested` is read after backward, so that a signal during the step
-    counts. Does not wait for the GPU, except under DeepSpeed and TE's FusedAdam.
+    `done` is the number of steps before this one. `stop_requested` is called after backward, so that a signal
+    during the step is not missed. Does not wait for the GPU, except with DeepSpeed and TE's FusedAdam.
     """
     strategy, optimizer = stack.strategy, stack.optimizer
     stack.heartbeat(f"computing step {done + 1}")
@@ -80,7 +80,7 @@ def train_step(
     stack.heartbeat(f"waiting for step {done + 1}")
     usable = mean.isfinite() & (tokens > 0)
     outcome = strategy.step(stack.model, optimizer, usable=usable, max_norm=max_grad_norm)
-    # Offloading strategies know both values on the CPU.
+    # Offloading strategies have both values on the CPU.
     applied, norm = (
         value.to(strategy.device, torch.float32) for value in (outcome.applied, outcome.grad_norm)
     )
@@ -110,19 +110,19 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Return loss, perplexity and token accuracy over all batches, weighted by label tokens.
 
-    None if a stop signal arrived meanwhile. Collective.
+    None if a stop signal arrived during the evaluation. Collective.
     """
     strategy, model = stack.strategy, stack.model
     sums = torch.zeros(3, device=strategy.device, dtype=torch.float64)  # loss, correct, label tokens
     model.eval()
     on_device = (batch.to(strategy.device) for batch in batches)
     first = next(on_device)
-    stack.scaling.prepare(first)  # allocate the FP8 state first: `frozen` snapshots it
+    stack.scaling.prepare(first)  # allocates the FP8 state, which `frozen` saves
     with stack.scaling.frozen():
         for i, batch in enumerate(chain([first], on_device)):
             stack.heartbeat("evaluating")
-            look = strategy.world_size == 1 or i % SIGNAL_CHECK_INTERVAL == 0
-            if look and strategy.any(stop_requested()):
+            check_stop = strategy.world_size == 1 or i % SIGNAL_CHECK_INTERVAL == 0
+            if check_stop and strategy.any(stop_requested()):
                 break
             with stack.autocast():
                 loss, correct = model(**batch.inputs)

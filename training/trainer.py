@@ -1,4 +1,4 @@
-"""The training loop. It knows no model, recipe or sharding mode by name."""
+"""The training loop, independent of model, recipe and sharding mode."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from training.tracking.meter import WARMUP_STEPS, Meter
 class Saver(Protocol):
     """Writes checkpoints."""
 
-    saved_step: int  # the newest checkpoint of this run; -1 for none
-    needs_evaluation: bool  # the checkpoint resumed from has no finished evaluation
+    saved_step: int  # step of this run's newest checkpoint; -1: none
+    needs_evaluation: bool  # the checkpoint resumed from has no eval loss
 
     def save(self, step: int, eval_loss: float | None) -> None: ...
     def record_eval_loss(self, step: int, eval_loss: float) -> None: ...
@@ -34,7 +34,7 @@ class Hooks:
     """Callbacks of the training loop; no-ops by default."""
 
     def before_step(self, step: int) -> None: ...
-    def after_step(self, step: int) -> None: ...  # before anything is logged, saved or evaluated
+    def after_step(self, step: int) -> None: ...  # before logging, saving and evaluation
     def after_log(self) -> None: ...
 
 
@@ -48,15 +48,15 @@ class Logs:
 
 
 class Stopped(BaseException):
-    """A stop signal arrived while waiting for data. A BaseException, since libraries swallow Exceptions."""
+    """Raised when a stop signal arrives while waiting for data. Libraries swallow plain Exceptions."""
 
 
 class StopFlag:
-    """Set by SIGTERM, SIGINT or SIGHUP. Interrupts a wait for data, when no step is half done."""
+    """Flag set by SIGTERM, SIGINT or SIGHUP. A signal interrupts waiting for data, but never a step."""
 
     def __init__(self):
         self.requested = False
-        # The process that waits. Forked loader workers inherit the handler and must not raise.
+        # PID of the waiting process. Forked loader workers inherit the handler and must not raise.
         self.waiting_pid: int | None = None
 
     def __call__(self, number: int, frame: Any) -> None:
@@ -91,7 +91,7 @@ class Trainer:
     ):
         self.cfg, self.stack, self.loaders, self.logs, self.saver = cfg, stack, loaders, logs, saver
         self.total_steps, self.progress, self.hooks = stack.total_steps, progress, hooks or Hooks()
-        self.first_step = progress.step + 1  # the first one of this launch
+        self.first_step = progress.step + 1  # first step of this launch
         self.stop = StopFlag()
         self.guard = StepGuard(
             cfg.optim,
@@ -107,7 +107,7 @@ class Trainer:
         self._resume_from: dict[str, Any] = {}  # loader state before the wait for data
 
     def fit(self) -> bool:
-        """Train to the end. False if a signal stopped it first; the state is saved either way. Collective."""
+        """Train to the end and save. False if a stop signal ended it early. Collective."""
         with caught(self.stop):
             if self.total_steps == 0:
                 self._evaluate()
@@ -129,7 +129,7 @@ class Trainer:
             return not self._any_stop() or self._stop()
 
     def _train(self) -> bool:
-        """Step to the end. True if any rank was asked to stop first."""
+        """Run all remaining steps. True if any rank received a stop signal."""
         while self.progress.step < self.total_steps:
             self.logs.meter.restart_clock()
             for window, waited in self._windows():
@@ -140,9 +140,9 @@ class Trainer:
         return False
 
     def _windows(self) -> Iterator[tuple[list[Any], float]]:
-        """Yield the micro-batches of each step up to the end of the epoch, and the seconds waited for them.
+        """Yield (micro-batches of a step, seconds waited for them) until the epoch ends.
 
-        The last window may be shorter.
+        The last window may have fewer micro-batches.
         """
         size, began = self.cfg.optim.gradient_accumulation_steps, time.perf_counter()
         batches = iter(self.loaders.train)
@@ -158,9 +158,9 @@ class Trainer:
             began = time.perf_counter()
 
     def _step(self, window: list[Any], waited: float) -> bool:
-        """Run one step and everything due after it. True if any rank was asked to stop.
+        """Run one step and whatever is due after it. True if any rank received a stop signal.
 
-        Evaluation and saving are not part of a step's time.
+        The step's time excludes evaluation and saving.
         """
         progress, cfg, strategy = self.progress, self.cfg, self.stack.strategy
         window = [batch.to(strategy.device) for batch in window]
@@ -186,7 +186,7 @@ class Trainer:
         wait = log or evaluates or saves or not on_gpu
         stop = self.guard.read(all_steps=wait)
         if on_gpu and (log or evaluates or saves):
-            torch.cuda.synchronize(strategy.device)  # the optimizer's time belongs to this interval
+            torch.cuda.synchronize(strategy.device)  # include the optimizer step in this interval
         progress.train_seconds += self.logs.meter.end_step(window, waited)
         for name in self._unsaved_counts:
             self._unsaved_counts[name] += sum(getattr(batch, name) for batch in window)
@@ -206,7 +206,7 @@ class Trainer:
         return stop  # all-reduced together with the loss: no extra collective
 
     def _before_first_step(self, batch: Any) -> None:
-        """Prepare FP8 scaling and run a missed evaluation, outside the timed region."""
+        """Prepare FP8 scaling and run an evaluation that is due, outside the timed region."""
         self.stack.scaling.prepare(batch)
         step, log = self.progress.step, self.cfg.log
         missed = self.saver.needs_evaluation and step > 0 and _due(step, log.eval_interval)
@@ -298,7 +298,7 @@ class Trainer:
         return evaluation | self._rates()
 
     def _rates(self) -> dict[str, float]:
-        """Median rates of this launch. If it took no step, those restored from the checkpoint."""
+        """Median rates of this launch, or the checkpoint's if this launch ran no step."""
         stepped = self.progress.step >= self.first_step
         return self.logs.meter.medians() if stepped else self.progress.rates
 

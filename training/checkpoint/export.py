@@ -1,4 +1,4 @@
-"""Export of a trained model as a folder that `AutoModelForCausalLM.from_pretrained` loads."""
+"""Export of a trained model to a folder for `AutoModelForCausalLM.from_pretrained`."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def export_hf(
     trust_remote_code: bool = False,
     code_folder: Path | None = None,
 ) -> Path:
-    """Stream (name, tensor) pairs into a Hugging Face model folder and return it; call it on one process.
+    """Write (name, tensor) pairs as a Hugging Face model folder and return its path. Call on one process.
 
     Names and shapes are Hugging Face's, without a tied `lm_head.weight`. About MAX_SHARD_BYTES are in memory
-    at a time. Python code that `config` names is copied from `code_folder`. An earlier export is
-    replaced once this one is complete; files that no export wrote are kept.
-    UserError if a tensor does not fit the model of `config`, if `check_export` refuses, or if writing fails.
+    at a time. Remote code named in `config` is copied from `code_folder`. A complete export replaces an
+    earlier one; other files in the folder are kept.
+    UserError if a tensor does not match the model of `config`, if `check_export` fails, or if writing fails.
     """
     partial = hidden(folder, "partial")
     try:
@@ -62,7 +62,7 @@ def export_hf(
         _replace(folder, partial)
     except OSError as error:
         raise UserError(
-            f"cannot write the export to {folder}: {error.strerror or error}; an earlier one is untouched. "
+            f"cannot write the export to {folder}: {error.strerror or error}; an earlier export is intact. "
             "Free space, or point --output_dir at another disk"
         ) from error
     finally:
@@ -71,11 +71,10 @@ def export_hf(
 
 
 def check_export(folder: Path, source: Path | None = None) -> None:
-    """Refuse to replace files that no export wrote, or the model in `source`."""
+    """UserError if `folder` holds files that are not from an export, or is `source`, the model to train."""
     if source is not None and source.resolve() == folder.resolve():
         raise bad_setting(
-            f"the run would export over --model_name {source}, which it trains from; choose another folder, "
-            "or add --no_export",
+            f"the export would overwrite --model_name {source}; choose another folder, or add --no_export",
             output_dir=folder.parent,
         )
     if folder.exists() and (folder.is_file() or any(folder.iterdir())) and not _written(folder):
@@ -91,12 +90,12 @@ def _list_file(folder: Path) -> Path:
 
 
 def _written(folder: Path) -> set[str]:
-    """Names in `folder` that exports wrote, as <folder>.json lists them."""
+    """Names of the exported files in `folder`, listed in <folder>.json."""
     return set(read_record(_list_file(folder)).get("files", ()))
 
 
 def _replace(folder: Path, partial: Path) -> None:
-    """Add the user's own files in `folder` to the new export, then publish it durably."""
+    """Copy the user's files in `folder` to the new export, then publish it durably."""
     for path in (*partial.iterdir(), partial):
         sync_to_disk(path)
     written = _written(folder) | {path.name for path in partial.iterdir()}
@@ -111,12 +110,12 @@ def _replace(folder: Path, partial: Path) -> None:
 
 
 def _checked(model: nn.Module, tensors: NamedTensors, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the pairs with floats cast to `dtype`; UserError unless they are exactly the model's weights.
+    """Yield the pairs with floats cast to `dtype`. UserError unless they are exactly the model's weights.
 
-    Buffers and what transformers keeps in FP32 are not cast: biases that choose experts, for example, differ
-    by less than BF16 resolves.
+    Buffers and weights that transformers keeps in FP32 are not cast. Biases of an expert router, for example,
+    need more precision than BF16.
     """
-    # Ties are read off the model: a composite config may set them in one of its parts.
+    # Detect tied weights on the model: a composite config may set them in a sub-config.
     kept = {name for name, _ in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - kept
     missing = {name: list(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
@@ -124,7 +123,7 @@ def _checked(model: nn.Module, tensors: NamedTensors, dtype: torch.dtype) -> Ite
     parts = [f".{part}." for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     for name, tensor in tensors:
         if list(tensor.shape) != (shape := missing.pop(name, None)):
-            there = f"has {shape}" if shape else "has no such weight, or had it already"
+            there = f"has {shape}" if shape else "has no such weight, or it came twice"
             raise UserError(f"export: {name} is {list(tensor.shape)}, but the model {there}")
         exact = name in buffers or any(part in f".{name}." for part in parts)
         yield name, tensor.to(dtype) if tensor.is_floating_point() and not exact else tensor
@@ -133,24 +132,24 @@ def _checked(model: nn.Module, tensors: NamedTensors, dtype: torch.dtype) -> Ite
 
 
 def _as_published(model: nn.Module, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """Convert to the names and shapes of the model's files on the hub, which other programs read.
+    """Convert to the names and shapes of the model's files on the hub, as other programs expect them.
 
-    transformers fuses experts and renames modules of many models at load. One layer at a time is converted
-    back, which bounds the memory.
+    For many models transformers fuses experts and renames modules at load. Convert back one layer at a time
+    to bound memory.
     """
     for _, layer in groupby(tensors, key=lambda pair: re.match(r"(.*?\.\d+\.)?", pair[0])[0]):
         yield from revert_weight_conversion(model, dict(layer)).items()
 
 
 def _write_shards(folder: Path, tensors: NamedTensors) -> None:
-    """Write shards while the tensors arrive; their final names contain the number of shards."""
+    """Write shards as the tensors arrive, then rename them: final names contain the number of shards."""
     files: list[list[str]] = []
     total = 0
     for shard in _shards(tensors):
         save_tensors(shard, folder / f"{len(files)}.part", {})
         files.append(list(shard))
         total += sum(tensor.nbytes for tensor in shard.values())
-        shard.clear()  # frees the memory before the next shard is gathered
+        shard.clear()  # free the memory before the next shard is gathered
     if len(files) == 1:
         (folder / "0.part").rename(folder / "model.safetensors")
         return
@@ -164,7 +163,7 @@ def _write_shards(folder: Path, tensors: NamedTensors) -> None:
 
 
 def _shards(tensors: NamedTensors) -> Iterator[dict[str, Tensor]]:
-    """Group consecutive tensors into shards of at most MAX_SHARD_BYTES, or of one larger tensor."""
+    """Group consecutive tensors into shards of at most MAX_SHARD_BYTES, or one larger tensor."""
     shard: dict[str, Tensor] = {}
     filled = 0
     for name, tensor in tensors:

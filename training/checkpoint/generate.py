@@ -1,4 +1,4 @@
-"""Generation with an exported model: its generation settings, and answers to prompts after training."""
+"""Generation settings of an exported model, and its answers to prompts after training."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from core.errors import first_line
 
 
 def generation_config(plan: Any, tokenizer: Any, *, turn_end: int | None, own_tokenizer: bool) -> Any:
-    """Return the source model's generation settings, or default ones if transformers rejects them.
+    """Return the source model's generation settings, or defaults if transformers rejects them.
 
-    Generation ends at the tokenizer's EOS, at `turn_end`, which closes an answer of its chat template, and,
-    with `own_tokenizer`, at the source's EOS tokens: another tokenizer has other tokens under these ids.
+    Generation ends at the tokenizer's EOS and at `turn_end`, the chat template's end-of-turn token. It also
+    ends at the source's EOS tokens if the model has its `own_tokenizer`: in another one these ids differ.
     """
     generation = GenerationConfig.from_model_config(plan.config)
     path = plan.weights / "generation_config.json" if plan.weights else None
@@ -27,7 +27,7 @@ def generation_config(plan: Any, tokenizer: Any, *, turn_end: int | None, own_to
         except (ValueError, OSError) as error:
             generation = GenerationConfig.from_model_config(plan.config)
             reason = first_line(error)
-            print(f"WARNING: {path} is not exported, transformers rejects it: {reason}", flush=True)
+            print(f"WARNING: {path} is not exported: transformers rejects it ({reason})", flush=True)
     source = generation.eos_token_id if own_tokenizer else None
     ends = {*(source if isinstance(source, list) else [source]), tokenizer.eos_token_id, turn_end} - {None}
     generation.eos_token_id = sorted(ends) or None
@@ -35,18 +35,18 @@ def generation_config(plan: Any, tokenizer: Any, *, turn_end: int | None, own_to
     return generation
 
 
-# Text that tokenizers split differently: contractions, digits, runs of spaces, scripts, code.
+# Text that exposes tokenizer differences: contractions, digits, runs of spaces, scripts, code.
 SAMPLE = "It's 3.14 x 1000 = 3140?\n\n   Gr\u00fc\u00dfe, \u4e16\u754c! def f(a_b):\treturn a_b\n"
 
 
 def reads_back(export: Path, tokenizer: Any, *, trust_remote_code: bool = False) -> bool:
-    """True if AutoTokenizer loads the export's tokenizer as the one that the model was trained with.
+    """True if AutoTokenizer loads a tokenizer equal to the one used in training.
 
-    For some model types AutoTokenizer picks a different class.
+    For some model types AutoTokenizer picks another class.
     """
     try:
         loaded = AutoTokenizer.from_pretrained(export, trust_remote_code=trust_remote_code)
-    except Exception:  # libraries and remote code raise anything; a finished run must not fail here
+    except Exception:  # remote code may raise anything; a finished run must not fail here
         return False
     return loaded(SAMPLE)["input_ids"] == tokenizer(SAMPLE)["input_ids"]
 
@@ -54,7 +54,7 @@ def reads_back(export: Path, tokenizer: Any, *, trust_remote_code: bool = False)
 def answer(
     export: Path, prompts: list[tuple[str, str]], device: torch.device, *, trust_remote_code: bool = False
 ) -> str:
-    """Answer prompts greedily with the exported model; printed together with the reference answers."""
+    """Answer prompts greedily with the exported model. Return a text with the reference answers."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     trusted = {"trust_remote_code": trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(export, **trusted)

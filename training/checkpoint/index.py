@@ -1,9 +1,9 @@
-"""Steps in a run's checkpoints folder: which exist, which is the latest and the best, which to delete.
+"""Index of a run's checkpoints: steps on disk, the latest, the best, and deletion of old ones.
 
     checkpoints/index.json    latest, best, best_eval_loss; steps in the order they were saved
 
-A hidden folder is never a checkpoint: `.step_N.partial` is being written, `.step_N.replaced` is the earlier
-version of a step that is saved again, `.step_N.pruned` is being deleted.
+Hidden folders are not checkpoints: `.step_N.partial` is being written, `.step_N.replaced` is the old version
+of a step that is being saved again, `.step_N.pruned` is being deleted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """Step of a checkpoint by its folder's name, or None."""
+    """Return the step in a checkpoint folder's name, or None."""
     match = STEP.fullmatch(path.name)
     return int(match[1]) if match else None
 
@@ -47,7 +47,7 @@ class Index:
 
     steps: list[int]  # in the order they were saved
     eval_losses: dict[int, float]
-    went_back: int | None = None  # step that a launch last rolled back to
+    went_back: int | None = None  # step of the last rollback
 
     @property
     def best(self) -> int | None:
@@ -58,9 +58,9 @@ class Index:
 def read_index(folder: Path, *, rebuild: bool = False) -> Index:
     """Return the index of the checkpoints on disk.
 
-    DamagedCheckpoint if index.json is unreadable, or a warning with `rebuild`: a save must not fail by it.
+    DamagedCheckpoint if index.json is unreadable; with `rebuild` only a warning, since a save must not fail.
     """
-    for replaced in folder.glob(".step_*.replaced"):  # a save was killed before publishing the new version
+    for replaced in folder.glob(".step_*.replaced"):  # from a save that was killed before publishing
         recover(folder / replaced.name[1 : -len(".replaced")])
     path = folder / INDEX
     content = {"steps": [], "eval_losses": {}}
@@ -76,8 +76,8 @@ def read_index(folder: Path, *, rebuild: bool = False) -> Index:
             raise DamagedCheckpoint(f"{problem}; {reason}") from None
         warnings.warn(f"{problem}; rebuilt from the folders, without eval losses", stacklevel=2)
         steps, losses, went_back = [], {}, None
-    folders = step_folders(folder)  # read after the index: a save running meanwhile adds newer ones only
-    # A folder missing from the index is the newest: its save was killed before updating the index.
+    folders = step_folders(folder)  # read after the index, so a concurrent save only adds newer ones
+    # A folder that is not in the index is the newest: its save was killed before the index update.
     steps = [step for step in steps if step in folders] + sorted(folders.keys() - set(steps))
     return Index(steps, {step: loss for step, loss in losses.items() if step in folders}, went_back)
 
@@ -98,15 +98,16 @@ def write_index(folder: Path, index: Index) -> None:
 
 
 def latest(folder: Path) -> Path | None:
-    """Return the step folder saved last, or None. It is not verified."""
+    """Return the last saved step folder, not verified, or None."""
     steps = read_index(folder).steps
     return folder / step_name(steps[-1]) if steps else None
 
 
 def prune(folder: Path, index: Index, keep_last: int) -> Index:
-    """Delete all but the newest `keep_last` and the best, incomplete ones first; return the new index.
+    """Delete all but the newest `keep_last` checkpoints and the best one. Return the new index.
 
-    Folders are renamed before they are deleted, so that none is seen half deleted.
+    Incomplete checkpoints count as the oldest. A folder is renamed before deletion, so that no reader sees a
+    half-deleted checkpoint.
     """
     steps = sorted(index.steps, key=lambda step: (folder / step_name(step) / MANIFEST).is_file())
     kept = {*steps[-keep_last:], index.best}
@@ -124,7 +125,10 @@ def prune(folder: Path, index: Index, keep_last: int) -> Index:
 
 
 def verify(path: Path, names: Iterable[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> dict:
-    """`verify_files` of a checkpoint; its error suggests the newest intact one, earlier ones first."""
+    """Call `verify_files` on a checkpoint. Its error names an intact checkpoint to resume from.
+
+    Suggests the newest intact one older than `path`, else the newest after it.
+    """
     try:
         return verify_files(path, names, share=share)
     except DamagedCheckpoint as error:
@@ -132,7 +136,7 @@ def verify(path: Path, names: Iterable[str] | None = None, *, share: tuple[int, 
         for step in sorted(folders, key=lambda step: (step < limit, step), reverse=True):
             if folders[step] != path and is_intact(folders[step]):
                 raise DamagedCheckpoint(f"{error}; intact: `--resume {folders[step]}`") from None
-        raise DamagedCheckpoint(f"{error}; no intact one is left in {path.parent}") from None
+        raise DamagedCheckpoint(f"{error}; no intact checkpoint is left in {path.parent}") from None
 
 
 def is_intact(path: Path) -> bool:

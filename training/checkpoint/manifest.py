@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: size and checksum of every file, verified before anything is loaded."""
+"""Checkpoint manifest: size and checksum of every file, verified before loading."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ THREADS = 4  # per rank; reading, writing and hashing all release the GIL
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint that must not be loaded."""
+    """A checkpoint is incomplete or corrupt."""
 
     def __init__(self, message: str):
         super().__init__(message, flags=("resume",), exit_code=EXIT_BAD_SETTING)
@@ -26,7 +26,7 @@ class DamagedCheckpoint(UserError):
 def digests(
     folder: Path, names: Iterable[str], *, flush: bool = False, on_progress: Callable[[], None] = lambda: None
 ) -> dict[str, dict]:
-    """Return size and checksum of each named file, flushed to disk first if `flush`."""
+    """Return size and checksum of each named file. With `flush`, sync it to disk first."""
 
     def digest(name: str) -> tuple[str, dict]:
         path, checksum = folder / name, xxhash.xxh3_128()
@@ -51,7 +51,7 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 
 
 def read_manifest(folder: Path) -> dict:
-    """Read a folder's manifest; DamagedCheckpoint if it is missing, unreadable or changed."""
+    """Read a folder's manifest. DamagedCheckpoint if it is missing, unreadable or modified."""
     path = folder / MANIFEST
     try:
         outer = json.loads(path.read_bytes())
@@ -67,15 +67,15 @@ def read_manifest(folder: Path) -> dict:
 def verify_files(
     folder: Path, names: Iterable[str] | None = None, *, share: tuple[int, int] = (0, 1)
 ) -> dict:
-    """Return the manifest if all files, or `names`, match it; DamagedCheckpoint otherwise.
+    """Return the manifest if all files, or only `names`, match it. DamagedCheckpoint otherwise.
 
-    `share` (i, n) hashes every n-th file only, starting at i.
+    With `share` (i, n) only every n-th file is hashed, starting at i.
     """
     manifest = read_manifest(folder)
     files = manifest["files"]
-    for path in folder.glob("*.safetensors"):  # the reader opens all of them
+    for path in folder.glob("*.safetensors"):  # torch's reader opens all of them
         if path.name not in files:
-            raise DamagedCheckpoint(f"{path}: not in {MANIFEST}, so not from this save")
+            raise DamagedCheckpoint(f"{path}: not in {MANIFEST}, so it is not part of this checkpoint")
     try:
         actual = digests(folder, sorted(names or files)[share[0] :: share[1]])
     except OSError as error:

@@ -1,11 +1,12 @@
-"""Resume policy: which checkpoint a launch continues from, and which settings may differ from it.
+"""Resume policy: the checkpoint that a launch resumes from, and the settings that may differ.
 
-- `--resume auto` continues from the newest checkpoint in --output_dir; without one it starts from scratch.
+- `--resume auto` resumes from the newest checkpoint in --output_dir, or starts from scratch.
 - `--resume PATH` starts from that checkpoint. Once this run has saved newer ones, the same command
-  continues from those, so that a requeued job never rolls back twice.
-- `--resume none` starts from scratch; a folder that holds a run refuses it.
-- Settings that define the run must be those of the checkpoint. The batch may be split differently on another
-  number of ranks, and a run that starts from another run's checkpoint may change its learning rate.
+  resumes from those, so that a requeued job never rolls back twice.
+- `--resume none` starts from scratch. It is an error if the folder already holds a run.
+- Settings that are not resumable must match the checkpoint, with two exceptions. On another number of ranks
+  the batch may be split differently. A run that starts from another run's checkpoint may change its learning
+  rate.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from training.checkpoint.store import Checkpoints
 from training.config import Config, all_settings, changed_settings
 from training.optim.settings import OptimConfig
 
-# How the global batch is split may change with the number of ranks. Its size may change only then.
+# Settings that may change on another number of ranks. The global batch size may change only then.
 BATCH_SPLIT_SETTINGS = ("batch_size", "gradient_accumulation_steps")
-# A run that starts from another run's checkpoint may change these, e.g. after that run diverged.
+# Settings that may change when starting from another run's checkpoint, e.g. after that run diverged.
 RESTART_SETTINGS = ("learning_rate", "lr_scheduler", "min_lr_ratio", "weight_decay", "max_grad_norm")
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint to continue from."""
+    """A checkpoint to resume from."""
 
     path: Path
     meta: dict[str, Any]
     own: bool  # saved by the run in --output_dir
-    rollback: bool  # --resume names this checkpoint itself, so later steps of this run are abandoned
+    rollback: bool  # --resume names this checkpoint, so later steps of this run are discarded
 
     @property
     def step(self) -> int:
@@ -44,9 +45,9 @@ class ResumePoint:
 
 
 def find_resume_point(resume: str, checkpoints: Checkpoints) -> tuple[ResumePoint | None, str]:
-    """Return the checkpoint that `--resume` means, and a notice for the user ('' for none). On one process.
+    """Return the checkpoint selected by `--resume` and a notice for the user ('' for none). On one process.
 
-    UserError: there is no checkpoint, or the folder holds a run that started elsewhere. DamagedCheckpoint:
+    UserError if there is no checkpoint or the folder holds a run with another origin. DamagedCheckpoint if
     the checkpoint is incomplete or corrupt.
     """
     path = resolve_resume(resume, checkpoints)
@@ -64,7 +65,7 @@ def find_resume_point(resume: str, checkpoints: Checkpoints) -> tuple[ResumePoin
 
 
 def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
-    """Return the step folder that `--resume` means: `auto`, `none`, or a step, checkpoints or run folder."""
+    """Return the step folder selected by `--resume`: auto, none, or a step, checkpoints or run folder."""
     if resume == "none":
         return None
     latest = checkpoints.latest()
@@ -72,7 +73,7 @@ def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
         return latest
     path, own = Path(resume).expanduser().resolve(), checkpoints.folder.resolve()
     if own not in (path, *path.parents, path / "checkpoints"):
-        if latest:  # --resume only picks the starting point, and this run has saved newer checkpoints since
+        if latest:  # --resume set the starting point; this run has saved newer checkpoints
             _check_origin(path, latest, checkpoints.folder.parent)
             return latest
     elif path.parent == own and (newer := _saved_since_rollback(checkpoints.folder, path)):
@@ -89,7 +90,7 @@ def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
 
 
 def _check_origin(requested: Path, latest: Path, folder: Path) -> None:
-    """Refuse another run's checkpoint if `folder` holds a run that did not start from it."""
+    """UserError if `folder` holds a run that did not start from the `requested` checkpoint."""
     recorded = str(read_record(folder / "config.json").get("resume"))
     if Path(recorded).expanduser().resolve() != requested:
         raise bad_setting(
@@ -103,7 +104,7 @@ def _check_origin(requested: Path, latest: Path, folder: Path) -> None:
 
 
 def _saved_since_rollback(folder: Path, path: Path) -> Path | None:
-    """Return the newest intact checkpoint saved since a launch rolled back to `path`, which may be pruned."""
+    """Return the newest intact checkpoint saved after the last rollback to `path`, or None."""
     found = index.read_index(folder)
     if found.went_back is not None and found.went_back == step_of(path):
         for step in reversed(found.steps):
@@ -115,9 +116,9 @@ def _saved_since_rollback(folder: Path, path: Path) -> Path | None:
 
 
 def roll_back(checkpoints: Checkpoints, path: Path) -> None:
-    """Record that this launch rolls back to `path`, which becomes the latest. Call on rank 0.
+    """Record a rollback to `path`, which becomes the latest checkpoint. Call on rank 0.
 
-    Later steps can no longer be the best: their log lines are no longer the run's.
+    The eval losses of later steps are dropped, because those steps no longer belong to the run.
     """
     step, found = read_manifest(path)["step"], index.read_index(checkpoints.folder)
     if path.resolve().parent == checkpoints.folder.resolve() and step in found.steps:
@@ -126,7 +127,7 @@ def roll_back(checkpoints: Checkpoints, path: Path) -> None:
 
 
 def eval_losses(path: Path) -> dict[int, float]:
-    """Return the eval losses by step of the checkpoints next to `path`, up to its own step."""
+    """Return eval losses by step of the run that saved `path`, up to that step."""
     step = step_of(path)
     return {} if step is None else _losses_until(step, index.read_index(path.parent))
 
@@ -146,9 +147,9 @@ def forget_evaluations(checkpoints: Checkpoints) -> None:
 
 
 def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) -> str:
-    """Refuse a checkpoint saved under other settings or another effective recipe.
+    """UserError if the checkpoint was saved with other settings or another effective recipe.
 
-    Returns a notice of permitted changes ('' for none). UserError names the settings.
+    Return a notice about permitted changes ('' for none).
     """
     meta, where = point.meta, f"--resume {point.path}"
     if unknown := sorted(meta["config"].keys() - all_settings().keys()):
@@ -184,7 +185,7 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
 
 
 def check_folder(cfg: Config, folder: Path) -> None:
-    """Refuse an --output_dir that holds a run of other settings. A run that logged nothing does not count."""
+    """UserError if --output_dir holds a run with other settings, unless that run logged nothing."""
     log = folder / "metrics.jsonl"
     if not (folder / "checkpoints").exists() and not (log.exists() and log.stat().st_size):
         return
@@ -197,7 +198,7 @@ def check_folder(cfg: Config, folder: Path) -> None:
             exit_code=EXIT_BAD_SETTING,
         )
     changed = changed_settings(old, cfg)
-    if (folder / "checkpoints").exists():  # `check_resume` knows on how many ranks they were saved
+    if (folder / "checkpoints").exists():  # `check_resume` compares them, by world size
         changed = {name: values for name, values in changed.items() if name not in BATCH_SPLIT_SETTINGS}
     if changed:
         raise UserError(
@@ -215,7 +216,7 @@ def describe_changes(changed: dict[str, tuple[Any, Any]]) -> str:
 
 
 def global_batch(settings: dict[str, Any], world_size: int) -> int:
-    """Sequences per optimizer step."""
+    """Return the sequences per optimizer step."""
     return settings["batch_size"] * settings["gradient_accumulation_steps"] * world_size
 
 
@@ -223,7 +224,7 @@ def global_batch(settings: dict[str, Any], world_size: int) -> int:
 
 
 def count_steps(optim: OptimConfig, micro_batches: int | None) -> int:
-    """Total optimizer steps, given micro-batches per rank and epoch (None for a stream)."""
+    """Return the total optimizer steps, given micro-batches per rank and epoch (None for a stream)."""
     if optim.max_steps is not None:
         return optim.max_steps
     assert micro_batches is not None  # Config refuses --streaming without --max_steps
@@ -231,10 +232,10 @@ def count_steps(optim: OptimConfig, micro_batches: int | None) -> int:
 
 
 def count_resumed_steps(cfg: Config, meta: dict[str, Any], loader: Any, world_size: int) -> int:
-    """Total optimizer steps of a resumed run; `loader` is at the checkpoint's position.
+    """Return the total optimizer steps of a resumed run; `loader` is at the checkpoint's position.
 
-    The settings decide, unless the global batch changes now or changed at an earlier resume: then the steps
-    done so far count as they are, and the rest of the data is divided by the new batch.
+    Normally the settings define the total. If the global batch changed, now or at an earlier resume, it is
+    the steps done plus ceil(remaining micro-batches / accumulation).
     """
     old, saved, per_epoch = meta["config"], meta["total_steps"], loader.micro_batches_per_epoch
     if global_batch(old, meta["world_size"]) == global_batch(cfg.to_dict(), world_size):
@@ -252,9 +253,9 @@ def count_resumed_steps(cfg: Config, meta: dict[str, Any], loader: Any, world_si
 
 
 def is_finished(point: ResumePoint, cfg: Config, folder: Path, total_steps: int, *, exports: bool) -> bool:
-    """True if the checkpoint is the last one of a run that has its summary and export. On one process.
+    """True if the checkpoint is the final one of a run with its summary and export. On one process.
 
-    UserError: the run already has more steps than were asked for.
+    UserError if the run already has more steps than requested.
     """
     summarized = _summarized_steps(point, cfg, folder)
     if point.own and total_steps <= point.step < (summarized or 0):
@@ -275,8 +276,8 @@ def is_finished(point: ResumePoint, cfg: Config, folder: Path, total_steps: int,
 
 
 def _summarized_steps(point: ResumePoint, cfg: Config, folder: Path) -> int | None:
-    """Steps in summary.json, or None if it is missing or of a run from another checkpoint."""
+    """Return the steps in summary.json; None if it is missing or from a run of another checkpoint."""
     summary, recorded = (read_record(folder / name) for name in ("summary.json", "config.json"))
-    # Evaluating another run's checkpoint again is a new request, even with the same --resume.
+    # Evaluating another run's checkpoint always runs again, even with the same --resume.
     same = recorded.get("resume") == cfg.checkpoint.resume and cfg.optim.max_steps != 0
     return summary.get("steps") if point.own or same else None

@@ -1,4 +1,4 @@
-"""The run folder: opened and locked, shared by all nodes, with its settings and its wall time."""
+"""The run folder: creation, lock, check that all nodes share it, config.json and wall time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from training.checkpoint.resume import check_folder
 from training.config import Config
 from training.parallel import ranks
 
-SHARED_FOLDER_SECONDS = 5.0  # a network file system may show another node's file this late
-WALL_TIME_SECONDS = 30.0  # between two writes of wall_time.json at log lines
+SHARED_FOLDER_SECONDS = 5.0  # visibility delay of network file systems
+WALL_TIME_SECONDS = 30.0  # minimum interval between writes of wall_time.json at log lines
 
 
 def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, FileLock]:
     """Create or reopen the run folder and lock it for this process.
 
-    UserError: it is not writable, holds a run of other settings, or another process writes to it.
+    UserError if it is not writable, holds a run with other settings, or is in use by another process.
     """
     stem = f"{model_name}-{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(cfg.checkpoint.output_dir or _first_free(Path("runs") / stem))
@@ -45,7 +45,7 @@ def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, Fi
         ) from None
     except OSError as error:
         raise _not_writable(error, output_dir=folder) from None
-    if cfg.log.log_dir:  # fail now: the writer opens it late
+    if cfg.log.log_dir:  # fail early: the writer opens it only after the model is built
         try:
             Path(cfg.log.log_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -65,18 +65,18 @@ def _not_writable(error: OSError, **flag: Path | str) -> UserError:
 
 
 def check_shared(folder: Path) -> None:
-    """Refuse an --output_dir that is a different directory on another node. Collective."""
+    """UserError if --output_dir is a different directory on another node. Collective."""
 
-    def leave_mark() -> str:
+    def create_marker() -> str:
         name = f".seen.{uuid.uuid4().hex}"
         (folder / name).touch()
         return name
 
-    mark = folder / ranks.run_on_rank0(leave_mark)
+    marker = folder / ranks.run_on_rank0(create_marker)
 
-    def look() -> None:
+    def wait_for_marker() -> None:
         deadline = time.monotonic() + SHARED_FOLDER_SECONDS
-        while not mark.exists():
+        while not marker.exists():
             if time.monotonic() > deadline:
                 raise bad_setting(
                     f"a different directory on node {platform.node()}; use a shared file system and an "
@@ -86,14 +86,14 @@ def check_shared(folder: Path) -> None:
             time.sleep(0.1)
 
     try:
-        ranks.run_on_all_ranks(look)
+        ranks.run_on_all_ranks(wait_for_marker)
     finally:
         if ranks.rank() == 0:
-            mark.unlink()
+            marker.unlink()
 
 
 def write_config(cfg: Config, folder: Path) -> None:
-    """Write config.json, including the folder itself, so that `--config config.json` resumes the run."""
+    """Write config.json with --output_dir set, so that `--config config.json` resumes the run."""
     try:
         write_json(folder / "config.json", cfg.to_dict() | {"output_dir": str(folder)})
     except OSError as error:
@@ -109,9 +109,9 @@ def train_losses(folder: Path) -> list[float]:
 
 
 class WallTime:
-    """Wall, GPU and node seconds of a run over all its launches, in `progress` and wall_time.json.
+    """Wall, GPU and node seconds of a run over all launches, in `progress` and wall_time.json.
 
-    A launch that is killed has counted up to its last log line. GPUs and nodes may differ between launches.
+    If a launch is killed, its time since the last write is lost. GPUs and nodes may differ between launches.
     """
 
     SUMS = ("wall_seconds", "gpu_seconds", "node_seconds")
@@ -122,13 +122,13 @@ class WallTime:
         self.written_at = -math.inf
 
     def restore(self) -> None:
-        """Raise the checkpoint's sums to those of wall_time.json, which is newer after a kill."""
+        """Restore the sums from wall_time.json, which is newer than the checkpoint after a kill."""
         recorded = read_record(self.path)
         for name in self.SUMS:
             setattr(self.progress, name, max(recorded.get(name, 0.0), getattr(self.progress, name)))
 
     def count(self, *, write: bool = True) -> None:
-        """Add the time since the last call; `write` the file now, or else only every 30 s."""
+        """Add the time since the last call. Write the file if `write`, or if 30 s have passed."""
         now = time.perf_counter()
         seconds, self.counted_until = now - self.counted_until, now
         self.progress.wall_seconds += seconds

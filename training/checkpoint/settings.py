@@ -15,10 +15,14 @@ class CheckpointConfig(Section):
     affects: ClassVar[Effect] = "nothing"
 
     output_dir: str | None = resumable(
-        None, "run folder; a run in it is resumed; default: runs/<model>-<precision>-<time>"
+        None, "run folder; an existing run in it is resumed; default: runs/<model>-<precision>-<time>"
     )
-    save_checkpoints: bool = resumable(True, "write checkpoints; if off, an interrupted run is lost")
-    save_interval: int = resumable(500, "steps between checkpoints; 0: at the end and on a signal", minimum=0)
+    save_checkpoints: bool = resumable(
+        True, "write checkpoints; if off, an interrupted run cannot be resumed"
+    )
+    save_interval: int = resumable(
+        500, "steps between checkpoints; 0: only at the end and on a stop signal", minimum=0
+    )
     keep_last: int = resumable(5, "recent checkpoints to keep, with the best by evaluation loss", minimum=1)
     resume: str = resumable(
         "auto", "auto: from --output_dir's latest checkpoint; PATH: a run or checkpoint; none: from scratch"

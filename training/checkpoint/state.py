@@ -1,4 +1,4 @@
-"""Map a run's state to checkpoint tensors (model/, optimizer/, rng/, fp8/) and meta.json, and back."""
+"""Conversion between a run's state and checkpoint tensors (model/, optimizer/, rng/, fp8/) with meta.json."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from training.precision import recipes as precision
 
 @dataclass(frozen=True)
 class RunState:
-    """Everything that a checkpoint holds, by reference: saving reads it, restoring fills it in place."""
+    """References to all state in a checkpoint. Saving reads it; restoring fills it in place."""
 
     cfg: Config
     precision: precision.Precision
-    model: nn.Module  # not wrapped
+    model: nn.Module  # without the strategy's wrapper
     optimizer: torch.optim.Optimizer
     strategy: Any
     loader: Any
@@ -41,7 +41,7 @@ class RunState:
 def save_run(
     checkpoints: Checkpoints, run: RunState, scaling: dict[str, Tensor], *, eval_loss: float | None
 ) -> None:
-    """Save the run as one checkpoint. `scaling` is the FP8 scaling state by name. Collective."""
+    """Save a checkpoint of the run. `scaling` is the FP8 scaling state by name. Collective."""
     meta = {
         "config": run.cfg.to_dict(),
         **run.precision.as_dict(),
@@ -58,9 +58,9 @@ def save_run(
 
 
 class CheckpointSaver:
-    """Saves the run whenever the training loop asks for it.
+    """Saves checkpoints for the training loop; see `trainer.Saver`.
 
-    `checkpoints` is None under --no_save_checkpoints. `scaling.state()` is the FP8 scaling state.
+    `checkpoints` is None with --no_save_checkpoints. `scaling.state()` returns the FP8 scaling state.
     """
 
     def __init__(
@@ -83,16 +83,16 @@ class CheckpointSaver:
             save_run(self.checkpoints, self.run, self.scaling.state(), eval_loss=eval_loss)
 
     def record_eval_loss(self, step: int, eval_loss: float) -> None:
-        """Attach an eval loss to a checkpoint that was saved before it was evaluated."""
+        """Add the eval loss to a checkpoint that was saved before its evaluation."""
         if self.checkpoints is not None:
             self.checkpoints.record_eval_loss(step, eval_loss)
 
 
 def restore_run(checkpoints: Checkpoints, point: ResumePoint, run: RunState) -> dict[str, Tensor]:
-    """Load a checkpoint into `run`; returns the FP8 scaling state. Collective.
+    """Load a checkpoint into `run` and return the FP8 scaling state. Collective.
 
-    TE allocates its scales in the first forward pass, so they are returned instead of being filled here.
-    Ranks beyond the saved world size keep their RNG state.
+    The scaling state is returned because TE allocates it in the first forward pass. Ranks beyond the saved
+    world size keep their RNG state.
     """
     shapes, meta = checkpoints.shapes(point.path), point.meta
     scaling = {key: torch.empty(shape) for key, shape in shapes.items() if key.startswith("fp8/")}
@@ -111,11 +111,11 @@ def restore_run(checkpoints: Checkpoints, point: ResumePoint, run: RunState) -> 
 def weights_and_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Any, cfg: Config
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
-    """Return tensors in the checkpoint layout, the same in every mode, and a function to call after a load.
+    """Return (tensors in the checkpoint layout, function to call after loading them).
 
-    FP32 weights are split into BF16 and the 16 bits below it, whichever optimizer holds them, unless the run
-    computes in FP32. Tensors that the model holds in this form are live references; the returned function
-    copies the others back.
+    The layout is the same in every sharding mode. FP32 weights are split into BF16 weights and 16-bit
+    remainders, unless the run computes in FP32. Tensors that the model stores in this form are live
+    references; the function copies the others back.
     """
     strategy.reshard(model)
     if strategy.master_home == "zero":
@@ -132,27 +132,27 @@ def weights_and_optimizer(
 def _held_by_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, cfg: Config
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
-    """Return parameters and optimizer state of strategies that keep them as plain or DTensor parameters."""
+    """Implement `weights_and_optimizer` for plain and DTensor parameters, i.e. without ZeRO."""
     tensors = {f"optimizer/{k}": v for k, v in optim.optimizer_state(optimizer, model).items()}
-    whole: dict[str, Tensor] = {}
-    halved = cfg.precision.mixed_precision != "fp32"
+    masters: dict[str, Tensor] = {}
+    split = cfg.precision.mixed_precision != "fp32"
     for name, parameter in model.named_parameters():
         tensors[f"model/{name}"] = _unwrapped(parameter.detach())
         master = optim.master_of(optimizer, parameter)
-        if master is None and halved and parameter.dtype == torch.float32:
+        if master is None and split and parameter.dtype == torch.float32:
             master = parameter.detach()
         if master is not None:
-            whole[name] = master
+            masters[name] = master
             weight, remainder = _like(master, adamw.split_master)
             tensors |= {f"model/{name}": weight, f"optimizer/{name}.master_param": remainder}
 
     @torch.no_grad()
     def put_back() -> None:
-        for name, master in whole.items():
+        for name, master in masters.items():
             halves = tensors[f"model/{name}"], tensors[f"optimizer/{name}.master_param"]
             local(master).copy_(adamw.merge_master(*map(local, halves)))
             weight = local(model.get_parameter(name).detach())
-            if hasattr(weight, "quantize_"):  # FP8, with a scale that all shards share
+            if hasattr(weight, "quantize_"):  # FP8 weight; all shards share one scale
                 weight.quantize_(local(master))
             elif weight.dtype != torch.float32:
                 weight.copy_(local(halves[0]))
@@ -161,13 +161,13 @@ def _held_by_optimizer(
 
 
 def _unwrapped(parameter: Tensor) -> Tensor:
-    """Return the parameter without torchao's wrapper for FP8 all-gather; same memory."""
+    """Return the parameter without torchao's FP8 all-gather wrapper; shares memory."""
     shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return parameter if local(parameter) is shard else _like(parameter, lambda part: (part,))[0]
 
 
 def _like(parameter: Tensor, work: Callable[[Tensor], tuple[Tensor, ...]]) -> list[Tensor]:
-    """Apply `work` to this rank's shard of `parameter` and give the results its sharding."""
+    """Apply `work` to this rank's shard of `parameter` and shard the results like it."""
     results = work(local(parameter.detach()))
     if not isinstance(parameter, DTensor):
         return list(results)
@@ -177,7 +177,7 @@ def _like(parameter: Tensor, work: Callable[[Tensor], tuple[Tensor, ...]]) -> li
 
 
 def rng(rank: int) -> dict[str, Tensor]:
-    """Return a rank's RNG states of torch (CPU and current GPU), Python and NumPy by checkpoint key."""
+    """Return the RNG states of torch (CPU and current GPU), Python and NumPy by checkpoint key."""
     _, words, gauss = random.getstate()
     _, key, position, has_gauss, cached = np.random.get_state()
     state = {
@@ -193,7 +193,7 @@ def rng(rank: int) -> dict[str, Tensor]:
 
 
 def set_rng_state(state: dict[str, Tensor]) -> None:
-    """Restore RNG states; the CUDA generator only if `state` has one."""
+    """Restore RNG states; the CUDA one only if it was saved."""
     torch.set_rng_state(state["torch_cpu"])
     has_gauss, gauss = state["python_gauss"].tolist()
     random.setstate((3, tuple(state["python"].tolist()), gauss if has_gauss else None))

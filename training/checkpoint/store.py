@@ -1,10 +1,10 @@
-"""Checkpoints that are published complete or not at all, and verified before anything in them is read.
+"""Checkpoint storage: atomic saves with torch.distributed.checkpoint, verified before loading.
 
-    checkpoints/step_000100/*.safetensors     every rank's shards (torch.distributed.checkpoint)
+    checkpoints/step_000100/*.safetensors     every rank's shards
     checkpoints/step_000100/meta.json         the caller's JSON
     checkpoints/step_000100/manifest.json     shape and dtype of every tensor, size and checksum of every file
 
-The format is the same in every sharding mode, and no file is ever unpickled.
+The format is the same in every sharding mode. No file is a pickle.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ META = "meta.json"
 class Checkpoints:
     """The checkpoints of one run, in `folder` = <run>/checkpoints."""
 
-    file_bytes = 2**30  # bound on what each writer thread copies from the GPU at a time
+    file_bytes = 2**30  # maximum bytes that a writer thread copies from the GPU at a time
 
     def __init__(self, folder: Path, *, keep_last: int, on_progress: Callable[[], None] = lambda: None):
         """`on_progress` is called after every file that a save writes or hashes."""
@@ -46,12 +46,11 @@ class Checkpoints:
     def save(
         self, step: int, tensors: dict[str, Tensor], meta: dict, *, eval_loss: float | None = None
     ) -> Path:
-        """Write `tensors` bit by bit, publish them as `step`, then prune; returns the folder. Collective.
+        """Save `tensors` bit-exactly as `step`, prune old checkpoints, return the folder. Collective.
 
-        Tensors are plain ones or DTensors, of any shape and layout, without shared memory. Ranks may have
-        different keys; a plain tensor that several ranks pass must be equal on them. `meta` (JSON) and
-        `eval_loss` are rank 0's. On any error every rank raises (UserError if writing failed) and earlier
-        checkpoints are untouched.
+        Tensors are plain or DTensors and share no memory. Ranks may have different keys; a plain tensor with
+        the same key must be equal on all ranks. `meta` (JSON) and `eval_loss` are read on rank 0. If any rank
+        fails, all raise (UserError if writing failed), and earlier checkpoints stay intact.
         """
         final = self.folder / step_name(step)
         partial = hidden(final, "partial")
@@ -77,7 +76,7 @@ class Checkpoints:
         return final
 
     def record_eval_loss(self, step: int, eval_loss: float) -> None:
-        """Attach an eval loss to a checkpoint that was saved before its evaluation, and prune. Collective."""
+        """Add the eval loss to a checkpoint that was saved before its evaluation, and prune. Collective."""
 
         def record() -> None:
             saved = index.read_index(self.folder, rebuild=True)
@@ -87,18 +86,18 @@ class Checkpoints:
         ranks.run_on_rank0(record)
 
     def latest(self) -> Path | None:
-        """Return the step folder saved last, or None. It is not verified."""
+        """Return the last saved step folder, not verified, or None."""
         return index.latest(self.folder)
 
     def verify(self, path: Path) -> None:
-        """Read every byte; DamagedCheckpoint if a file is missing, truncated, changed or foreign."""
+        """Verify every file. DamagedCheckpoint if one is missing, modified or not in the manifest."""
         index.verify(path)
 
     def load(self, path: Path, tensors: dict[str, Tensor]) -> dict:
-        """Verify, fill `tensors` in place whatever their device and sharding, return meta. Collective.
+        """Verify the checkpoint, load `tensors` in place and return `meta`. Collective.
 
-        UserError for a key that is missing, or has another shape or dtype there: nothing is cast.
-        Ranks share the verification, and each reads only its own shards.
+        `tensors` may be on any device and sharded in any way. UserError if a key is missing or has another
+        shape or dtype. Ranks share the verification, and each reads only its own shards.
         """
         ranks.run_on_all_ranks(lambda: _check_before_load(path, tensors))
         reader = dcp.HuggingFaceStorageReader(str(path), thread_count=THREADS)
@@ -119,7 +118,7 @@ class Checkpoints:
 
     def _begin(self, partial: Path, meta: dict) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        # A lower --keep_last frees space on a full disk.
+        # Prune before saving, so that a lower --keep_last frees space on a full disk.
         index.prune(self.folder, index.read_index(self.folder, rebuild=True), self.keep_last)
         for pattern in (".step_*.partial", ".step_*.pruned"):
             for leftover in self.folder.glob(pattern):
@@ -152,7 +151,7 @@ class Checkpoints:
 
 
 def _run_dcp(function: Callable, tensors: dict[str, Tensor], **options: Any) -> None:
-    """Call dcp.save or dcp.load; raise the first failing rank's own error, disk errors first."""
+    """Call dcp.save or dcp.load. Raise the error of the first failing rank, disk errors first."""
     detached = {key: tensor.detach() for key, tensor in tensors.items()}
     try:
         with warnings.catch_warnings():
@@ -166,7 +165,7 @@ def _run_dcp(function: Callable, tensors: dict[str, Tensor], **options: Any) -> 
 
 
 def _as_stored(tensor: Tensor) -> Tensor:
-    # safetensors' torch reader has no name for the E8M0 scales of MXFP8, so float8 is stored as its bytes.
+    # safetensors' torch reader does not know the E8M0 scales of MXFP8, so float8 is stored as uint8.
     float8 = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
     return tensor.view(torch.uint8) if float8 else tensor
 
@@ -176,7 +175,7 @@ def _spec(tensor: Tensor) -> dict:
 
 
 def _specs_of_all_ranks(tensors: dict[str, Tensor]) -> dict[str, dict]:
-    """Return shape and dtype of every rank's tensors by key."""
+    """Return shape and dtype of the tensors of all ranks, by key."""
     specs: dict[str, dict] = {}
     for own in ranks.gather({key: _spec(tensor) for key, tensor in tensors.items()}):
         for key, spec in own.items():
@@ -196,7 +195,7 @@ def _check_before_load(path: Path, tensors: dict[str, Tensor]) -> None:
 
 class _SavePlanner(dcp.DefaultSavePlanner):
     def transform_object(self, write_item: Any, object: Any) -> Tensor:
-        return _as_stored(object).contiguous()  # safetensors refuses strides
+        return _as_stored(object).contiguous()  # safetensors requires contiguous tensors
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
@@ -207,8 +206,8 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 class _Writer(dcp.FileSystemWriter):
     """Writes this rank's part of the plan to safetensors files that HuggingFaceStorageReader can read.
 
-    torch's own HuggingFaceStorageWriter serialises each file in memory first, at twice its size, and loses
-    the errors of its threads, so that a full disk looks like success.
+    torch's HuggingFaceStorageWriter needs host memory for twice a file's size, and it drops errors of its
+    threads, so a full disk goes unnoticed.
     """
 
     def __init__(self, folder: Path, file_bytes: int, on_progress: Callable[[], None]):
@@ -216,7 +215,7 @@ class _Writer(dcp.FileSystemWriter):
         self.folder, self.file_bytes, self.on_progress = folder, file_bytes, on_progress
 
     def finish(self, metadata: Any, results: Any) -> None:
-        """Write no .metadata, which is a pickle: every file describes its own shards."""
+        """Write no .metadata file, which is a pickle. Each file describes its shards."""
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list]:
         files: list[list[dcp.WriteItem]] = [[]]

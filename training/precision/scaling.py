@@ -15,29 +15,33 @@ from torch import Tensor, nn
 
 from core.errors import EXIT_BAD_SETTING, UserError
 
-CALIBRATION_PASSES = 2  # the second starts from the first one's scales, so nothing underflows on the way
+# The first pass runs with scales of 1, where gradients underflow; the second uses the scales of the first.
+CALIBRATION_PASSES = 2
 
 
 class Scaling:
-    """Scaling state of a run without delayed scaling: there is none."""
+    """Empty scaling state, for runs without delayed scaling."""
 
     def prepare(self, batch: Any) -> None:
-        """Create the state. Called with the first batch, before anything is computed. Collective."""
+        """Create the state. Call with the first batch, before any forward pass. Collective."""
 
     def frozen(self) -> AbstractContextManager:
-        """Return a context in which forward passes leave the state as it is."""
+        """Return a context in which forward passes leave the state unchanged."""
         return nullcontext()
 
     def scrub(self) -> None:
-        """Remove non-finite values after a skipped step."""
+        """Clear non-finite values after a skipped step."""
 
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint holds, by name."""
+        """Return the tensors to checkpoint, by name."""
         return {}
 
 
 class DelayedScaling(Scaling):
-    """Scales and amax histories of delayed scaling; `saved` is the checkpoint's state, if any."""
+    """Scales and amax histories of delayed scaling.
+
+    `saved` is the state from the checkpoint, or empty.
+    """
 
     def __init__(
         self,
@@ -58,7 +62,7 @@ class DelayedScaling(Scaling):
     def prepare(self, batch: Any) -> None:
         if not self.prepared:
             self.prepared = True
-            self._calibrate(batch)  # on a resume, too: it makes TE allocate the state
+            self._calibrate(batch)  # also needed on resume: TE allocates the state in a forward pass
             restore_scaling(self.model, self.saved)
 
     def frozen(self) -> AbstractContextManager:
@@ -68,12 +72,12 @@ class DelayedScaling(Scaling):
         scrub_scaling(self.model)
 
     def state(self) -> dict[str, Tensor]:
-        # A launch without a step or an evaluation has created none.
+        # TE has no state yet if this launch ran neither a step nor an evaluation.
         return scaling_state(self.model) or self.saved
 
 
 def scaling_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return live references to every scale [N] and amax history [steps, N], float32, by name."""
+    """Return all scales [N] and amax histories [steps, N] by name, as live float32 tensors."""
     state: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         for direction in ("scaling_fwd", "scaling_bwd"):
@@ -93,12 +97,13 @@ def calibrate(
     batch: Any,
     micro_batches: int,
 ) -> None:
-    """Give delayed scaling its first scales from one of a step's `micro_batches`. Collective.
+    """Compute the initial scales from one `batch` of a step with `micro_batches` micro-batches. Collective.
 
-    Applies no step and leaves random numbers as they were. `scale_gradients` explains the summed loss.
+    Applies no optimizer step and restores the RNG state. Backward runs on the summed loss, see
+    `scale_gradients`.
     """
     devices = [strategy.device] if strategy.device.type == "cuda" else []
-    # Attention kernels draw from the generator even without dropout.
+    # Attention kernels advance the RNG even without dropout.
     with torch.random.fork_rng(devices):
         for _ in range(CALIBRATION_PASSES):
             with torch.enable_grad(), strategy.accumulating(wrapped, first=True, last=True):
@@ -106,19 +111,18 @@ def calibrate(
                     loss, _ = wrapped(**batch.inputs)
                 strategy.backward(wrapped, loss)
             strategy.discard(wrapped, optimizer)
-    # Ranks share their scales, so they must share the factor: each rank's loss is divided by the mean.
+    # Ranks share their scales, so all use the mean number of tokens.
     tokens = strategy.sum(torch.tensor(float(batch.label_tokens), device=strategy.device)).item()
     scale_gradients(model, 1 / max(1, tokens / strategy.world_size * micro_batches))
 
 
 @torch.no_grad()
 def scale_gradients(model: nn.Module, factor: float) -> None:
-    """Turn the gradients' scales into those of a loss `factor` times as large; exact, as backward is linear.
+    """Convert the gradients' scales and amaxes to those of a loss multiplied by `factor`.
 
-    Delayed scaling starts from scales of 1. Gradients of a mean over 10,000 tokens are far below what E5M2
-    holds at that scale: they underflow, one layer lower with every step, and the first gradients are wrong
-    (1B Llama, first step: norm 2.73 instead of 11.4). So calibration uses the summed loss, whose gradients
-    fit.
+    Exact, because backward is linear. Delayed scaling starts from scales of 1, where gradients of a loss
+    averaged over 10,000 tokens underflow in E5M2, so the first gradients would be wrong (1B Llama, first
+    step: norm 2.73 instead of 11.4). Gradients of the summed loss do not underflow: calibration uses it.
     """
     for name, tensor in scaling_state(model).items():
         if ".scaling_bwd." in name:
@@ -127,10 +131,10 @@ def scale_gradients(model: nn.Module, factor: float) -> None:
 
 @torch.no_grad()
 def restore_scaling(model: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Copy a checkpoint's scales and histories over those that TE allocated. UserError if names differ."""
+    """Copy a checkpoint's scales and amax histories into TE's. UserError if the names differ."""
     state = scaling_state(model)
     if saved and saved.keys() != state.keys():
-        message = "--resume: the checkpoint's FP8 scaling state is of another model or TE version"
+        message = "--resume: the checkpoint's FP8 scaling state belongs to another model or TE version"
         raise UserError(message, flags=("resume",), exit_code=EXIT_BAD_SETTING)
     for name, tensor in saved.items():
         state[name].copy_(tensor)
@@ -138,7 +142,7 @@ def restore_scaling(model: nn.Module, saved: dict[str, Tensor]) -> None:
 
 @contextmanager
 def frozen_scaling(model: nn.Module) -> Iterator[None]:
-    """Undo what forward passes add to the amax histories: evaluation must not affect training."""
+    """Restore scales and amax histories on exit, so that evaluation does not affect training."""
     saved = {name: tensor.clone() for name, tensor in scaling_state(model).items()}
     yield
     for name, tensor in scaling_state(model).items():
@@ -147,7 +151,7 @@ def frozen_scaling(model: nn.Module) -> Iterator[None]:
 
 
 def scrub_scaling(model: nn.Module) -> None:
-    """Drop the non-finite amaxes of a skipped step; one would spoil its scale for a whole history."""
+    """Zero non-finite amaxes of a skipped step. Otherwise they would stay in the history."""
     for name, tensor in scaling_state(model).items():
         if name.endswith("amax_history"):
             tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

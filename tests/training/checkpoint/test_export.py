@@ -214,7 +214,7 @@ def test_invalid_generation_settings_are_left_out_with_a_warning(settings, tmp_p
     generation = generation_config(plan, tokenizer, turn_end=None, own_tokenizer=True)
     export_hf(tmp_path / "export", weights(model), config=model.config, generation_config=generation)
     warning = capsys.readouterr().out
-    assert warning.startswith(f"WARNING: {path} is not exported, transformers rejects it: ")
+    assert warning.startswith(f"WARNING: {path} is not exported: transformers rejects it (")
     assert warning.count("\n") == 1
 
 
@@ -226,7 +226,7 @@ UNFIT = {
         "lm_head.weight is .*no such weight",
     ),
     "missing": (lambda pairs: pairs[:-1], "1 weights of the model are missing, lm_head.weight"),
-    "twice": (lambda pairs: [*pairs, pairs[0]], "embed_tokens.weight is .* had it already"),
+    "twice": (lambda pairs: [*pairs, pairs[0]], "embed_tokens.weight is .* it came twice"),
     "transposed": (
         lambda pairs: [(name, t.t() if "down" in name else t) for name, t in pairs],
         "down_proj.*48, 32.*32, 48",
@@ -257,7 +257,7 @@ def test_an_export_is_replaced_completely_or_not_at_all(tmp_path, small_shards):
         export_hf(folder, interrupted(), config=second.config)
     assert files(folder) == before
 
-    failure = pytest.raises(UserError, match=r"File too large.*an earlier one is untouched")
+    failure = pytest.raises(UserError, match=r"File too large.*an earlier export is intact")
     with failure, disk_that_takes(7000):  # the model does not fit into one file
         export_hf(folder, weights(second), config=second.config)
     assert files(folder) == before
@@ -299,5 +299,5 @@ def test_what_no_export_wrote_and_the_source_model_are_not_replaced(tmp_path):
         export_hf(tmp_path / "export", weights(source), config=source.config)
     assert (tmp_path / "export" / "model.safetensors").read_text() == "x"
     check_export(tmp_path / "model", source=tmp_path / "other")
-    with pytest.raises(UserError, match=r"would export over --model_name .*model, which it trains from"):
+    with pytest.raises(UserError, match=r"would overwrite --model_name .*model"):
         check_export(tmp_path / "model", source=tmp_path / "model" / ".." / "model")

@@ -224,7 +224,7 @@ def test_damage_is_named_with_an_intact_checkpoint_to_resume(tmp_path, kind):
     checkpoints.verify(tmp_path / "step_000004")
     damage(tmp_path / "step_000004")
     damage(intact)
-    with pytest.raises(DamagedCheckpoint, match="no intact one is left"):
+    with pytest.raises(DamagedCheckpoint, match="no intact checkpoint is left"):
         checkpoints.verify(path)
 
 
