@@ -26,21 +26,21 @@ from training.prepare import Job, compiles_layers
 
 @dataclass(frozen=True)
 class Assembly:
-    """The model and what trains it."""
+    """The model with its optimizer and autocast context."""
 
-    model: nn.Module  # unwrapped: saved and exported
-    wrapped: nn.Module  # called by the loop
+    model: nn.Module  # without the strategy's wrapper; saved and exported
+    wrapped: nn.Module  # called by the training loop
     optimizer: torch.optim.Optimizer
     optimizer_plan: OptimizerPlan
-    parameters: int  # count over the whole model
+    parameters: int  # parameter count of the unsharded model
     autocast: Callable[[], AbstractContextManager]
 
 
 def assemble(job: Job, stats: Fp8Stats) -> Assembly:
-    """Build the model, shard it, read or draw its weights, and build its optimizer. Collective."""
+    """Build and shard the model, load or initialize its weights, and build the optimizer. Collective."""
     cfg, precision, strategy = job.cfg, job.resolved.precision, job.memory.strategy
     torchao = precision.effective in TORCHAO_RECIPES
-    # Weights are all-gathered in FP8. TE keeps them in FP8; torchao casts them just before the all-gather.
+    # For the FP8 all-gather TE keeps weights in FP8, and torchao casts them just before it.
     fp8_gather = cfg.sharding.fp8_all_gather and strategy.shards_weights
     fp8_weights = fp8_gather and not torchao
     optimizer_plan = job.memory.optimizer
@@ -50,7 +50,7 @@ def assemble(job: Job, stats: Fp8Stats) -> Assembly:
     dtypes = {"parameter_dtype": optimizer_plan.parameter_dtype, "compute_dtype": compute}
 
     model = _build_model(job, optimizer_plan, dtypes, fp8_gather=fp8_gather)
-    # A new phase: ranks that still load weights show up as stragglers.
+    # A phase of its own, so that the watchdog can name ranks that are still loading weights.
     job.watchdog.starting("building the optimizer")
     precision_map.apply(model, precision, fp8_attention=cfg.precision.fp8_attention)
     stats.attach(model)
@@ -101,11 +101,11 @@ def _build_model(
 
 
 def _caches_fp8_weights(cfg: Config, precision: Precision, strategy: Strategy) -> bool:
-    """True if FP8 weights cast in the first micro-batch serve the others. Recomputation casts them again."""
+    """True if weights are cast to FP8 once per step. Recomputation would cast them again anyway."""
     return (
         cfg.precision.fp8_weight_cache
         and not cfg.model.gradient_checkpointing
-        and not cfg.sharding.fp8_all_gather  # the weights are in FP8 already
+        and not cfg.sharding.fp8_all_gather  # weights are stored in FP8
         and precision.fp8
         and strategy.accumulates
         and strategy.keeps_weights_gathered

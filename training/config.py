@@ -1,4 +1,4 @@
-"""All settings of a run: the sections of every package, the rules across them, and how they are read."""
+"""All settings of a run: the sections of every package, the rules across them, and their parser."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ class Config:
 
     @property
     def needs_evaluation(self) -> bool:
-        """True if the run cannot do without evaluation samples."""
+        """True if the run requires evaluation samples."""
         return bool(self.checkpoint.generate_samples) or self.optim.max_steps == 0
 
     @property
     def recipe(self) -> str:
         """FP8 recipe of --fp8_scenario; `default` depends on --use_te."""
-        scenario, own = self.precision.fp8_scenario, TE_RECIPES if self.model.use_te else TORCHAO_RECIPES
-        return own[0] if scenario == "default" else scenario
+        scenario, recipes = self.precision.fp8_scenario, TE_RECIPES if self.model.use_te else TORCHAO_RECIPES
+        return recipes[0] if scenario == "default" else scenario
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all settings, flat, by flag name; `config_from_dict` is the inverse."""
+        """Return all settings as a flat {flag: value}; the inverse of `config_from_dict`."""
         return {f.name: getattr(getattr(self, s), f.name) for s, cls in SECTIONS.items() for f in fields(cls)}
 
 
@@ -119,7 +119,7 @@ def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
         yield "fp8_all_gather master_weights", "FP8 weights need FP32 master weights; drop one of the two"
 
 
-RULES = (data_rules, precision_rules, sharding_rules)  # each yields names of settings, and why they clash
+RULES = (data_rules, precision_rules, sharding_rules)  # each yields (names of conflicting settings, reason)
 
 
 def all_settings() -> dict[str, Setting]:
@@ -134,7 +134,7 @@ def all_settings() -> dict[str, Setting]:
 
 
 def config_from_dict(values: dict[str, Any]) -> Config:
-    """Build a Config from flat {flag: value}; values may be strings. UserError names the flag."""
+    """Build a Config from a flat {flag: value}; values may be strings. A UserError names the flag."""
     table = all_settings()
     sections: dict[str, dict[str, Any]] = {s: {} for s in SECTIONS}
     for name, value in values.items():
@@ -146,9 +146,9 @@ def config_from_dict(values: dict[str, Any]) -> Config:
 def changed_settings(
     old: dict[str, Any], new: Config, *, ignore: Container[str] | None = None
 ) -> dict[str, tuple[Any, Any]]:
-    """Return {flag: (old, new)} of settings that differ, except `ignore` (default: resumable ones).
+    """Return {flag: (old, new)} of the settings that differ, except `ignore` (default: resumable settings).
 
-    A setting that `old` lacks had its default: the run is older than the setting.
+    A setting missing from `old` counts as its default: the run predates the setting.
     """
     table = all_settings()
     if ignore is None:
@@ -165,7 +165,7 @@ ALSO_CALLED = {"compile": "compile_model"}  # setting -> another name of its fla
 
 
 def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser of --config and a flag for every setting; settings not given are left out."""
+    """Return a parser with --config and a flag per setting; flags not given are absent from the result."""
     parser = OneLineParser(
         prog=prog,
         description=description,
@@ -184,13 +184,13 @@ def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def parse_config(argv: list[str], *, prog: str, description: str) -> Config:
-    """Parse a command line. UserError for anything a user got wrong; SystemExit(0) after --help."""
+    """Parse a command line. UserError for an invalid setting; SystemExit(0) after --help."""
     given = vars(build_parser(prog, description).parse_args(argv))
     path = given.pop("config")
     in_file = load_config_file(path) if path else {}
     try:
         cfg = config_from_dict(in_file | given)
-        if cfg.sharding.deepspeed_config:  # on one device, too, where nothing else reads it
+        if cfg.sharding.deepspeed_config:  # validate it on one device too, where it is not used
             read_deepspeed_config(cfg.sharding.deepspeed_config)
         return cfg
     except UserError as error:

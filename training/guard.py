@@ -1,4 +1,4 @@
-"""Reads the outcome of steps one step late, warns of gradient spikes and stops runs that diverge."""
+"""Check step outcomes one step late: warn about gradient-norm spikes and stop diverged runs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class NonFinite(UserError):
 
 
 class StepGuard:
-    """Outcomes of steps that the host has not read yet.
+    """Queue of step outcomes that the host has not read yet.
 
-    A step's outcome is read after the next step is launched, so that the GPU never waits for the host.
+    A step's outcome is read after the next step is launched, so the GPU never waits for the host.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class StepGuard:
         self._unread.append((step, result))
 
     def read(self, *, all_steps: bool) -> bool:
-        """Read the outcomes of all steps, or of all but the newest. True if a rank was asked to stop.
+        """Read the outcomes of all steps, or all but the newest. True if any rank received a stop signal.
 
-        NonFinite: --max_skipped_steps in a row were skipped.
+        Raises NonFinite after --max_skipped_steps skipped steps in a row.
         """
         stop = False
         while len(self._unread) > (0 if all_steps else 1):
             step, result = self._unread.pop(0)
             self.heartbeat(f"waiting for step {step}")
-            applied, asked, norm = result.read_flags()
-            stop = stop or asked > 0
+            applied, stop_requested, norm = result.read_flags()
+            stop = stop or stop_requested > 0
             if applied:
                 self.progress.skipped_in_a_row = 0
                 self._warn_of_spike(step, norm)
@@ -65,11 +65,11 @@ class StepGuard:
         return stop
 
     def _warn_of_spike(self, step: int, norm: float) -> None:
-        """Warn about a gradient-norm spike. The clipped step is applied; its number leads to its data."""
-        usual = median(self._norms) if len(self._norms) >= MIN_STEPS_FOR_MEDIAN else math.inf
-        if 0 < GRAD_NORM_SPIKE_FACTOR * usual < norm:
+        """Warn about a gradient-norm spike. The step is still applied, with clipped gradients."""
+        typical = median(self._norms) if len(self._norms) >= MIN_STEPS_FOR_MEDIAN else math.inf
+        if 0 < GRAD_NORM_SPIKE_FACTOR * typical < norm:
             self.warn(
-                f"WARNING: step {step}: the gradient norm {norm:.3g} is {norm / usual:.0f} times the median "
+                f"WARNING: step {step}: gradient norm {norm:.3g} is {norm / typical:.0f} times the median "
                 f"of the last {len(self._norms)} steps (--max_grad_norm {self.cfg.max_grad_norm:g})"
             )
         self._norms.append(norm)
@@ -80,7 +80,7 @@ class StepGuard:
         progress.skipped_steps += 1
         self.on_skip()
         loss, norm = result.loss.item(), result.grad_norm.item()
-        # A step without label tokens is skipped too, with finite values.
+        # Steps without label tokens are skipped too; their loss and norm are finite.
         reason = "no label tokens" if math.isfinite(loss) and math.isfinite(norm) else "non-finite"
         self.warn(
             f"step {step} skipped: {reason} (loss {loss}, gradient norm {norm}; "
@@ -107,5 +107,5 @@ class StepGuard:
             flags=["max_skipped_steps"],
             exit_code=EXIT_FAILED,
         )
-        error.ranks = dict.fromkeys(range(self.world_size))  # raised on all ranks, so attributed to none
+        error.ranks = dict.fromkeys(range(self.world_size))  # raised on all ranks: the report names none
         return error

@@ -1,4 +1,4 @@
-"""Table of the kernels that replace a library's: each is self-tested, and used only if every rank passes."""
+"""Optional kernels that replace library ones. Each is used only if its self-test passes on every rank."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from training.tracking.metrics import ModelShape
 
 
 class Workload(NamedTuple):
-    """Parts of a run that decide which kernels apply."""
+    """Properties of a run that decide which kernels apply."""
 
     cfg: Config
     precision: Precision
-    shape: ModelShape | None  # None: unknown, for some Hugging Face models
+    shape: ModelShape | None  # None: a Hugging Face model of unknown dimensions
     device: torch.device
 
     @property
     def native(self) -> bool:
-        """True if Transformer Engine's own layers run."""
+        """True if the model uses native Transformer Engine layers."""
         return self.precision.te_backend == "native"
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel: when it applies, how it is tested and switched on, and what a failed test means."""
+    """An optional kernel: its condition, self-test, on and off switches, and fallback."""
 
-    name: str  # its field of `Kernels`
+    name: str  # field of `Kernels`
     applies: Callable[[Workload], bool]
-    self_test: Callable[[Workload], str | None]  # against the library; the problem, or None
-    fallback: str | None  # warning about what runs instead; None: nothing can, so the run is refused
+    self_test: Callable[[Workload], str | None]  # compares with the library; a problem, or None
+    fallback: str | None  # warning if the self-test fails; None: there is no fallback, raise an error
     on: Callable[[Workload], AbstractContextManager] = lambda run: nullcontext()
     off: Callable[[Workload], AbstractContextManager] = lambda run: nullcontext()
 
@@ -51,16 +51,16 @@ def _flash_attention_applies(run: Workload) -> bool:
         return False
     cfg = run.cfg
     supported = cfg.precision.mixed_precision != "fp32" and not cfg.precision.fp8_attention  # cuDNN only
-    wanted = cfg.model.flash_attention and supported and run.shape is not None
-    return wanted and flash_attention.why_not(run.shape.head_dim) is None
+    enabled = cfg.model.flash_attention and supported and run.shape is not None
+    return enabled and flash_attention.why_not(run.shape.head_dim) is None
 
 
 def _test_flash_attention(run: Workload) -> str | None:
     sizes = run.shape.num_heads, run.shape.num_kv_heads, run.shape.head_dim
     if not run.native:
         return packed_attention.self_test(*sizes)
-    how = {"packed": run.cfg.data.packing, "deterministic": run.cfg.optim.deterministic}
-    return flash_attention.self_test_te(*sizes, **how)
+    options = {"packed": run.cfg.data.packing, "deterministic": run.cfg.optim.deterministic}
+    return flash_attention.self_test_te(*sizes, **options)
 
 
 KERNELS = (
@@ -101,15 +101,15 @@ KERNELS = (
     ),
 )
 
-_switches = ExitStack()  # contexts of the kernels in use; a process has one run at a time
+_switches = ExitStack()  # contexts of the kernels in use; one run per process at a time
 
 
 def choose_kernels(
     cfg: Config, precision: Precision, shape: ModelShape | None, device: torch.device
 ) -> Kernels:
-    """Self-test the kernels that apply and switch on those that pass on every rank. Collective.
+    """Self-test the kernels that apply and enable those that pass on every rank. Collective.
 
-    A kernel that fails is replaced by the library's, with a warning. UserError if there is none.
+    A kernel that fails falls back to the library's, with a warning. UserError if it has no fallback.
     """
     _switches.close()
     run = Workload(cfg, precision, shape, device)

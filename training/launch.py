@@ -1,4 +1,4 @@
-"""Start of a command. Flags are parsed before torch is imported, so that --help answers at once."""
+"""Entry point of the training commands. Parses flags before importing torch, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 def launch(description: str, *, start: Callable[[Config], torch.device], started: float) -> NoReturn:
-    """Run the command and exit the process; `start` and `started` are those of `training.run.main`."""
+    """Run the command and exit the process. For `start` and `started` see `training.run.main`."""
     answer_early(description)
     try:
         from training.outcome import exit_process
         from training.run import main
     except KeyboardInterrupt:
         print("error: interrupted before the start", file=sys.stderr)
-        sys.exit(130)  # no run has begun, so exit as shells do
+        sys.exit(130)  # 128 + SIGINT, as in shells
     exit_process(main(sys.argv[1:], description=description, start=start, started=started))
 
 
 def answer_early(description: str) -> None:
-    """Exit if the command line asks for help or has an error.
+    """Exit if the command line requests help or has an error.
 
-    Skipped under torchrun, whose ranks report an error once, and with --config: the file may be a pipe, which
-    can be read only once.
+    Skipped under torchrun, where one rank reports errors for all, and with --config: the file may be a pipe,
+    which can be read only once.
     """
     argv = sys.argv[1:]
     if {"-h", "--help"} & set(argv):

@@ -1,4 +1,4 @@
-"""Observers and logs of the training loop: FP8 statistics, profiler, coverage, wall time, env.json."""
+"""Training-loop hooks and logs: FP8 statistics, profiler, precision coverage, wall time, env.json."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Observers(Hooks):
 
     def after_log(self) -> None:
         self.wall_time.count(write=False)
-        if self.job.cfg.data.streaming:  # ranks compared only the first window of the data
+        if self.job.cfg.data.streaming:  # at the start, ranks compared only the first rows of the stream
             loader = self.job.loaders.train
             ranks.agree(
                 "positions in the stream", {"epoch": loader.epoch, "row and sequence": loader.position}
@@ -83,7 +83,7 @@ class Observers(Hooks):
         gc.unfreeze()  # undo gc.freeze(): one process may run several trainings
 
     def _record_first_step(self) -> None:
-        """Record which modules ran in FP8, the attention backend and the time to the first step."""
+        """Record FP8 coverage, attention backend and time to the first step in env.json."""
         cfg, precision = self.job.cfg, self.job.resolved.precision
         found = coverage(self.built.model, precision)
         backend = te_runtime.attention_backend() if cfg.model.use_te else self.built.model.attention
@@ -129,14 +129,14 @@ def write_environment(job: Job, environment: dict[str, Any]) -> None:
 
 
 def open_environment(job: Job, built: Assembly, *, takes_steps: bool) -> dict[str, Any]:
-    """Write env.json with what is known before the first step and return it. Collective.
+    """Write env.json with the fields known before the first step, and return them. Collective.
 
-    A launch that takes no step keeps what an earlier one recorded after its first.
+    A launch without training steps keeps the other fields of an earlier launch.
     """
     environment = describe_run(job, built)
     if not takes_steps:
-        before = ranks.run_on_rank0(lambda: read_record(job.folder / "env.json"))
-        environment |= {name: before[name] for name in KNOWN_AFTER_FIRST_STEP if name in before}
+        previous = ranks.run_on_rank0(lambda: read_record(job.folder / "env.json"))
+        environment |= {name: previous[name] for name in KNOWN_AFTER_FIRST_STEP if name in previous}
     write_environment(job, environment)
     return environment
 
@@ -187,7 +187,7 @@ def describe_run(job: Job, built: Assembly) -> dict[str, Any]:
 
 
 def _tune_garbage_collection() -> None:
-    """Freeze what outlives every step: full collections stall kernel launches for tens of milliseconds."""
+    """Freeze long-lived objects: full collections stall kernel launches for tens of milliseconds."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 50, 100)

@@ -1,4 +1,4 @@
-"""The end of a run: exit codes, and errors as the one line that a user can act on."""
+"""Error reports and exit codes at the end of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from training.parallel import ranks
 # torchrun kills a node's other ranks as soon as one exits: local rank 0 needs time to print the error first.
 ERROR_REPORT_DELAY_SECONDS = 3.0
 
-INTERRUPTED = "interrupted outside the training loop; what was saved before is intact"
+INTERRUPTED = "interrupted outside the training loop; earlier checkpoints are intact"
 OUT_OF_MEMORY = (
     "Try a smaller --batch_size with more --gradient_accumulation_steps, --gradient_checkpointing, a shorter "
     "--max_seq_length, --moment_dtype bf16, --grad_reduce_dtype bf16 or --no_fp8_weight_cache with "
@@ -42,11 +42,13 @@ LOST_WORKER = (
 @contextmanager
 def ignore_broken_pipes() -> Iterator[None]:
     """Keep the run alive when stdout or stderr is a closed pipe or terminal."""
-    before = [stream or _null_stream() for stream in (sys.stdout, sys.stderr)]  # None: closed at the start
+    before = [
+        stream or _null_stream() for stream in (sys.stdout, sys.stderr)
+    ]  # None: closed before the start
     for stream in before:
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a path may have letters that the encoding lacks
-    sys.stdout, sys.stderr = map(_LastingStream, before)
+            stream.reconfigure(errors="backslashreplace")  # paths may contain unencodable characters
+    sys.stdout, sys.stderr = map(_NonFailingStream, before)
     try:
         yield
     finally:
@@ -57,7 +59,7 @@ def _null_stream() -> io.TextIOWrapper:
     return io.TextIOWrapper(io.FileIO(os.devnull, "w"))
 
 
-class _LastingStream:
+class _NonFailingStream:
     """Text stream that discards all output once writing to it has failed."""
 
     def __init__(self, stream: Any):
@@ -77,17 +79,17 @@ class _LastingStream:
         try:
             use()
         except OSError:
-            with suppress(OSError, ValueError):  # also discards what its buffer holds
+            with suppress(OSError, ValueError):  # discard the buffered text too
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 def exit_process(code: int) -> NoReturn:
-    """Run exit handlers, flush output and exit, without tearing Python down.
+    """Run exit handlers, flush output and exit without interpreter shutdown.
 
     Gloo threads of a process group that is still referenced can abort the interpreter's shutdown and change
     the exit code (https://github.com/pytorch/pytorch/pull/179291).
     """
-    for number in stop_signals():  # the exit code is decided
+    for number in stop_signals():  # a signal must not change the exit code any more
         signal.signal(number, signal.SIG_IGN)
     try:
         atexit._run_exitfuncs()
@@ -100,10 +102,10 @@ def exit_process(code: int) -> NoReturn:
 def report_failure(
     error: BaseException, watchdog: Any | None, close: Callable[[], None] = lambda: None
 ) -> int:
-    """Report why the run failed, once for all ranks; return the exit code, or exit if there are other ranks.
+    """Print why the run failed, once for all ranks. Return the exit code, or exit if there are other ranks.
 
-    `watchdog` is None until the ranks have met. `close` is called after the report. Unexpected errors keep
-    their traceback; on one device they are raised again.
+    `watchdog` is None before the process group exists. `close` is called after the report. Unexpected errors
+    keep their traceback; on one device they are re-raised.
     """
     failed = getattr(error, "ranks", {ranks.rank(): platform.node()})
     code, details = EXIT_FAILED, ""
@@ -115,13 +117,13 @@ def report_failure(
         message, code = f"{first_line(error)} {OUT_OF_MEMORY}", EXIT_OUT_OF_MEMORY
     elif isinstance(error, RuntimeError) and any(w.exitcode == -signal.SIGKILL for w in loader.WORKERS):
         message = f"{first_line(error)} {LOST_WORKER}"
-    # Gloo raises a plain RuntimeError if a collective loses a rank; errors with `ranks` have another cause.
+    # Gloo raises a plain RuntimeError if a rank dies in a collective. Errors with `ranks` have another cause.
     elif isinstance(error, RuntimeError) and not hasattr(error, "ranks") and (gone := _gone(watchdog)):
         message, failed = gone, {}
     elif isinstance(error, dist.DistError):
-        message, failed = f"another rank is gone or does not answer ({first_line(error)})", {}
+        message, failed = f"another rank has exited or does not respond ({first_line(error)})", {}
     elif ranks.world_size() == 1:
-        if watchdog is None:  # ranks that wait for this one to join
+        if watchdog is None:  # other ranks wait for this one to join
             ranks.report_failed_start(redact(f"{type(error).__name__}: {first_line(error)}"))
         close()
         raise error
@@ -130,7 +132,7 @@ def report_failure(
         details = getattr(error, "details", None) or "".join(traceback.format_exception(error))
     message = redact(message)
     if watchdog is None:
-        _report_before_the_ranks_meet(message, code)
+        _report_failed_start(message, code)
         return code
     if 0 < len(failed) < ranks.world_size():
         rank, host = min(failed.items())
@@ -140,18 +142,18 @@ def report_failure(
     close()
     if ranks.world_size() > 1:
         sys.stdout.flush()
-        os._exit(code)  # an orderly exit would wait for ranks that wait for this one
+        os._exit(code)  # a normal exit could deadlock with ranks that wait for this one
     return code
 
 
-def _report_before_the_ranks_meet(message: str, code: int) -> None:
-    """Print the error and pass it on to the ranks that wait for this one to join."""
-    bad_setting = code == EXIT_BAD_SETTING  # the same on all ranks of a node: local rank 0 prints it
+def _report_failed_start(message: str, code: int) -> None:
+    """Print the error and send it to the ranks that wait for this one to join."""
+    bad_setting = code == EXIT_BAD_SETTING  # identical on all ranks of a node: local rank 0 prints it
     if bad_setting and os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(ERROR_REPORT_DELAY_SECONDS)
     else:
-        one_of_many = "RANK" in os.environ and not bad_setting
-        name = f"rank {os.environ['RANK']} ({platform.node()}): " if one_of_many else ""
+        name_rank = "RANK" in os.environ and not bad_setting
+        name = f"rank {os.environ['RANK']} ({platform.node()}): " if name_rank else ""
         print(f"error: {name}{message}", file=sys.stderr, flush=True)
     ranks.report_failed_start(message, code)
 

@@ -1,6 +1,6 @@
-"""Everything decided before the model is built: recipe, kernels, sharding, run folder, checkpoint, data.
+"""Preparation of a run before the model is built: recipe, kernels, sharding, run folder, checkpoint, data.
 
-What cannot run is refused here, before any weight is read. Ranks compare every decision.
+Invalid runs fail here, before any weights are loaded. Ranks compare every decision.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Job:
 
 
 def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: float, cleanup: ExitStack) -> Job:
-    """Decide, check and load the data. `cleanup` will release the run folder's lock. Collective.
+    """Resolve and check the settings and load the data. Collective.
 
-    UserError: the run cannot start as it is set.
+    `cleanup` releases the run folder's lock. UserError if the run cannot start with these settings.
     """
     resolved, kernels, memory = _decide(cfg, device, watchdog)
     folder = watchdog.run_on_rank0("opening the run folder", lambda: _open_folder(cfg, resolved, cleanup))
@@ -112,10 +112,10 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
 
 
 def _decide(cfg: Config, device: torch.device, watchdog: Watchdog) -> tuple[Resolved, Kernels, MemoryPlan]:
-    """Decide what runs, and how it is sharded. Collective."""
+    """Choose precision, model, kernels and sharding. Collective."""
     watchdog.starting("comparing settings")
     ranks.agree("the settings", cfg.to_dict())
-    if ranks.world_size() > 1:  # reads every file of the suite
+    if ranks.world_size() > 1:  # hashes all source files
         ranks.agree("the software", software())
     resolved = _on_each_rank(watchdog, "resolving precision and model", lambda: resolve(cfg))
     ranks.agree("the effective precision", resolved.precision.comparable())
@@ -131,7 +131,7 @@ def _decide(cfg: Config, device: torch.device, watchdog: Watchdog) -> tuple[Reso
 
 
 def compiles_layers(cfg: Config, strategy: Strategy) -> bool:
-    """True if Hugging Face layers run under torch.compile: on a GPU, unless the user says otherwise.
+    """True if Hugging Face layers run under torch.compile. On by default on a GPU.
 
     Off by default under DeepSpeed: its hooks on every module cause graph breaks.
     """
@@ -160,7 +160,7 @@ def _open_folder(cfg: Config, resolved: Resolved, cleanup: ExitStack) -> Path:
 def _find_checkpoint(
     cfg: Config, resolved: Precision, folder: Path, checkpoints: Checkpoints
 ) -> ResumePoint | None:
-    """Return the checkpoint to continue from, and claim the folder by writing config.json. On rank 0."""
+    """Return the checkpoint to resume from, if any, and write config.json. Call on rank 0."""
     point, notice = find_resume_point(cfg.checkpoint.resume, checkpoints)
     if notice:
         print_rank0(notice)
@@ -175,7 +175,7 @@ def _find_checkpoint(
         precision_map.check_resume(point.meta, resolved)
         if notice := check_resume(point, cfg, resolved.effective, ranks.world_size()):
             print_rank0(notice)
-    if not finished:  # a finished run's config.json may stay
+    if not finished:  # a finished run keeps its config.json
         write_config(cfg, folder)
     return point
 
@@ -190,7 +190,7 @@ def _load_tokenizer(cfg: Config, plan: ModelPlan) -> Any:
     if plan.weights is None:  # a randomly initialised model uses this tokenizer's special token ids
         plan.config.bos_token_id = tokenizer.bos_token_id
         plan.config.eos_token_id = tokenizer.eos_token_id
-        # Models start the embedding of a padding token at zero, which must not hit the end-of-text token.
+        # Models zero the padding token's embedding, which must not affect the end-of-text token.
         own_pad = tokenizer.pad_token_id != tokenizer.eos_token_id
         plan.config.pad_token_id = tokenizer.pad_token_id if own_pad else None
     return tokenizer
@@ -199,7 +199,7 @@ def _load_tokenizer(cfg: Config, plan: ModelPlan) -> Any:
 def _load_data(
     cfg: Config, resolved: Resolved, tokenizer: Any, device: torch.device, *, resumes: bool
 ) -> Loaders:
-    """Return the loaders, and report which columns and rows they use."""
+    """Build the loaders and print which columns and rows they use."""
     config = resolved.plan.config.get_text_config()
     loaders = build_loaders(
         cfg.data,
@@ -219,7 +219,7 @@ def _load_data(
     )
     if cfg.needs_evaluation and loaders.eval is None and not resumes:
         raise bad_setting(
-            "leaves no rows to evaluate on, which --max_steps 0 and --generate_samples need; give "
+            "leaves no rows for evaluation, which --max_steps 0 and --generate_samples need; give "
             "--eval_split or more rows, or drop the flag",
             split_name=cfg.data.split_name,
         )
@@ -231,7 +231,7 @@ def _load_data(
 
 
 def _count(cfg: Config, folder: Path, resume: ResumePoint | None, loaders: Loaders) -> tuple[int, bool]:
-    """Return the run's total steps, and whether an earlier launch finished it. Collective."""
+    """Return (total steps of the run, True if an earlier launch finished it). Collective."""
     if resume is None:
         total = count_steps(cfg.optim, loaders.train.micro_batches_per_epoch)
         if (warmup := cfg.optim.num_warmup_steps or 0) >= total > 0:

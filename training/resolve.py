@@ -1,4 +1,4 @@
-"""Resolve precision and model of a run, and check that they fit, before any weight is read."""
+"""Resolve the precision and model of a run and check that they are compatible, before loading weights."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Resolved:
 
     precision: Precision
     plan: ModelPlan
-    shape: ModelShape | None  # None if the architecture is not one whose dimensions we know
-    flops_shape: ModelShape | None  # `shape` if the FLOPs of this run can be counted
+    shape: ModelShape | None  # None for an unknown architecture
+    flops_shape: ModelShape | None  # `shape`, or None if the run's FLOPs cannot be counted
     weights_digests: dict[str, str]  # compared across ranks; empty on a single rank
 
 
 def resolve(cfg: Config) -> Resolved:
-    """Resolve recipe and model, and warn about fallbacks and settings without effect.
+    """Resolve recipe and model; warn about fallbacks and unused settings.
 
-    UserError: the recipe cannot run here, or settings exclude each other.
+    UserError if the recipe cannot run here or settings are incompatible.
     """
     resolved = precision.resolve_precision(cfg)
     torchao_fp8.silence_import()  # transformers imports torchao wherever it is installed
@@ -59,7 +59,7 @@ def resolve(cfg: Config) -> Resolved:
 
 
 def _flops_shape(cfg: Config, plan: ModelPlan, shape: ModelShape | None) -> ModelShape | None:
-    """Return the shape that FLOPs are counted by, or None with a notice."""
+    """Return the shape for counting FLOPs. If they cannot be counted, print why and return None."""
     missing = "TFLOP/s and MFU are not reported"
     if shape is None:
         print_rank0(f"{missing}: the FLOPs of model type {plan.family} are not known")
@@ -73,7 +73,7 @@ def _flops_shape(cfg: Config, plan: ModelPlan, shape: ModelShape | None) -> Mode
 
 
 def _check(cfg: Config, resolved: Precision, plan: ModelPlan, shape: ModelShape | None) -> None:
-    """Refuse a precision that this model cannot run in."""
+    """UserError if the model cannot run in this precision."""
     if shape is not None and cfg.model.use_te:
         checks.check_sizes(resolved, plan.name, shape.gemm_sizes)
         checks.check_fp8_attention(cfg, resolved, shape.head_dim)

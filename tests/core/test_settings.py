@@ -228,7 +228,10 @@ def test_only_settings_that_are_not_resumable_count_as_changed():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--wandb_tags a,b --wandb_mode offline", "--wandb_mode offline, --wandb_tags a,b: not read without"),
+        (
+            "--wandb_tags a,b --wandb_mode offline",
+            "--wandb_mode offline, --wandb_tags a,b: no effect without",
+        ),
         ("--wandb_project x --use_wandb", None),
         ("--wandb_project llm-fp8", None),
     ],

@@ -1,4 +1,4 @@
-"""Refuse settings and model sizes that the precision of a run cannot have."""
+"""Checks of settings and model sizes against the precision of a run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ RECIPE_SETTINGS = frozenset().union(*(spec.settings for spec in RECIPES.values()
 
 
 def _changed_settings(cfg: Config) -> dict[str, Any]:
-    """Return the settings of recipes that differ from their defaults."""
+    """Return the recipe settings that differ from their defaults."""
     given, default = vars(cfg.precision), vars(PrecisionConfig())
     return {name: given[name] for name in given if name in RECIPE_SETTINGS and given[name] != default[name]}
 
 
 def unused_fp8_flags(cfg: Config, precision: Precision) -> str | None:
-    """Return the warning about FP8 flags of a run that is not in FP8, or None."""
+    """Return a warning about FP8 flags in a run without FP8, or None."""
     scenario = cfg.precision.fp8_scenario
     given = ({} if scenario == "default" else {"fp8_scenario": scenario}) | _changed_settings(cfg)
     if precision.fp8 or not given:
@@ -33,7 +33,7 @@ def unused_fp8_flags(cfg: Config, precision: Precision) -> str | None:
 
 
 def check_flags_apply(cfg: Config, recipes: set[str]) -> None:
-    """UserError for a setting that none of these recipes reads."""
+    """UserError for a setting that none of these recipes uses."""
     for name, value in _changed_settings(cfg).items():
         readers = [recipe for recipe, spec in RECIPES.items() if name in spec.settings]
         if not recipes & set(readers):
@@ -42,7 +42,7 @@ def check_flags_apply(cfg: Config, recipes: set[str]) -> None:
 
 
 def check_settings(cfg: Config, precision: Precision) -> None:
-    """UserError for a setting that the recipes in use do not read, or that this machine's layers lack."""
+    """UserError for a setting that the recipes in use ignore or that is not available here."""
     if not precision.fp8:
         return
     check_flags_apply(cfg, precision.in_use)
@@ -62,7 +62,7 @@ def _on_blackwell() -> bool:
 
 
 def check_gemm_sizes(recipe: str, sizes: dict[str, int], *, way_out: str = "", **settings: Any) -> None:
-    """UserError about these settings, naming the sizes that the recipe's GEMMs cannot run."""
+    """UserError naming the sizes that are not a multiple of what the recipe's GEMMs need."""
     multiple = RECIPES[recipe].feature_multiple
     if odd := ", ".join(f"{name} {size}" for name, size in sizes.items() if size % multiple):
         way_out = way_out or "use another recipe or --mixed_precision bf16"
@@ -70,45 +70,49 @@ def check_gemm_sizes(recipe: str, sizes: dict[str, int], *, way_out: str = "", *
 
 
 def check_sizes(precision: Precision, model_name: str, sizes: dict[str, int]) -> None:
-    """UserError naming the sizes of a TE model, or its modules, that cannot run in their recipes."""
+    """UserError if sizes of a TE model or its modules cannot run in their recipes."""
     if precision.recipe is not None and not precision.by_module:
         recipe = precision.effective
         check_gemm_sizes(recipe, sizes, fp8_scenario=recipe, model_name=model_name)
     for module, recipe in precision.by_module.items():
-        own_sizes = {name: sizes[name] for name in TE_GEMMS[module.split(".", 2)[2]]}
+        module_sizes = {name: sizes[name] for name in TE_GEMMS[module.split(".", 2)[2]]}
         if recipe != "bf16":
             way_out = f"{module} cannot run in {recipe}: give it another recipe, or bf16 (--precision_map)"
-            check_gemm_sizes(recipe, own_sizes, way_out=way_out, model_name=model_name)
+            check_gemm_sizes(recipe, module_sizes, way_out=way_out, model_name=model_name)
 
 
 def check_lm_head_sizes(model_name: str, sizes: dict[str, int]) -> None:
-    """UserError naming the sizes of an LM head that --fp8_lm_head cannot run."""
+    """UserError if --fp8_lm_head cannot run an LM head of these sizes."""
     given = {"fp8_lm_head": True, "model_name": model_name}
     check_gemm_sizes(LM_HEAD_RECIPE, sizes, way_out="drop --fp8_lm_head", **given)
 
 
 def check_lm_head(cfg: Config, precision: Precision, sizes: dict[str, int], *, plain: bool) -> None:
-    """UserError where --fp8_lm_head cannot run. `plain`: the logits are the result of one GEMM."""
+    """UserError if --fp8_lm_head cannot run. `plain`: the logits are the output of one GEMM."""
     model_name = cfg.model.model_name
     if not precision.fp8:
         reason = f"this run is in {precision.effective}; drop it, or add --mixed_precision fp8"
         raise bad_setting(reason, fp8_lm_head=True)
     if not plain:
-        raise bad_setting(f"{model_name} does more to its logits than one GEMM; drop it", fp8_lm_head=True)
+        raise bad_setting(
+            f"{model_name} computes its logits with more than one GEMM; drop it", fp8_lm_head=True
+        )
     check_lm_head_sizes(model_name, sizes)
 
 
 def check_fp8_attention(cfg: Config, precision: Precision, head_size: int) -> None:
-    """UserError with everything that FP8 attention lacks on a GPU before Blackwell (TE 2.20's conditions)."""
+    """UserError listing the unmet conditions of FP8 attention before Blackwell (of TE 2.20)."""
     if not cfg.precision.fp8_attention or precision.recipe is None or _on_blackwell():
         return
     cudnn = torch.backends.cudnn.version()
     recipes = [
         n for n in sorted(precision.attention_recipes) if not RECIPES[n].fp8_attention_before_blackwell
     ]
-    reasons = [f"{name} scaling has it on Blackwell only: use --fp8_scenario delayed" for name in recipes]
+    reasons = [
+        f"{name} scaling supports it on Blackwell only: use --fp8_scenario delayed" for name in recipes
+    ]
     if head_size != 128:
-        reasons.append(f"head size {head_size}: only 128 has it before Blackwell")
+        reasons.append(f"head size {head_size}: only 128 is supported before Blackwell")
     if cfg.data.packing and cudnn < 92300:
         reasons.append(f"--packing needs cuDNN 9.23.0, this is {cudnn}: add --no_packing")
     if cfg.optim.deterministic and cudnn < 91900:

@@ -1,4 +1,4 @@
-"""Precision that each module really ran in: read off the modules after a step, not off the settings."""
+"""Actual precision of each module, determined from the modules after a step, not from the settings."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from training.precision.recipes import Precision, recipe_name
 
 @dataclass(frozen=True)
 class CoverageRow:
-    modules: str  # names with layer numbers folded: layers.*.self_attention.proj
+    modules: str  # name with * for layer numbers: layers.*.self_attention.proj
     count: int
     precision: str
-    gemm_share: float  # share of all weight GEMMs' FLOPs; attention's own products are not counted
-    note: str = ""  # part that is not in FP8 although it was requested, and why
+    gemm_share: float  # share of the FLOPs of all weight GEMMs; QK^T and PV are not counted
+    note: str = ""  # reason that FP8 was requested but not used, or used in part
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Coverage:
     fp8_gemm_share: float
 
     def lines(self) -> list[str]:
-        """Format the table that is printed after the first step."""
+        """Format the table to print after the first step."""
         width = max(len(row.modules) for row in self.rows)
         wide = max(14, *(len(row.precision) for row in self.rows))
         body = [
@@ -40,26 +40,26 @@ class Coverage:
         return [f"precision coverage of the first step; {total}", *body]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what env.json records."""
+        """Return the coverage as JSON for env.json."""
         return vars(self) | {"rows": [vars(row) for row in self.rows]}
 
 
 def coverage(model: nn.Module, precision: Precision) -> Coverage:
-    """Read off the modules, after a step, in which precision each one's GEMMs ran.
+    """Return the precision of each module's GEMMs in the last step.
 
-    A GEMM's FLOPs are proportional to its weight's elements, since every weight sees the same tokens (except
-    experts, which see only a fraction of the tokens, so their share is overstated).
+    FLOPs are estimated by the number of weight elements, since all weights process the same tokens. Experts
+    process fewer, so their share is overstated.
     """
-    groups: dict[tuple[str, str, str], list[int]] = {}  # elements of the modules of a row
+    groups: dict[tuple[str, str, str], list[int]] = {}  # weight elements of each module in a row
     fp8_elements = 0.0
     for name, module in model.named_modules():
-        # ZeRO-3 leaves an empty tensor in a weight's place, with the shape as its attribute.
+        # ZeRO-3 replaces a weight by an empty tensor with its shape in `ds_shape`.
         shapes = [getattr(p, "ds_shape", p.shape) for p in module.parameters(recurse=False)]
         elements = sum(shape.numel() for shape in shapes if len(shape) >= 2)
         is_attention = type(module).__name__ == "DotProductAttention"
         if isinstance(module, nn.Embedding) or not (elements or is_attention):
             continue
-        recipe, note = _recipe_run(module, is_attention), getattr(module, "fp8_left_out", "")
+        recipe, note = _last_recipe(module, is_attention), getattr(module, "fp8_left_out", "")
         ran = f"fp8 {recipe}" if recipe else "fp32" if precision.effective == "fp32" else "bf16"
         if recipe and RECIPES[recipe].bf16_wgrad:
             note = "gradients of weights in BF16"
@@ -73,12 +73,12 @@ def coverage(model: nn.Module, precision: Precision) -> Coverage:
     return Coverage(rows, fp8_modules, fp8_elements / total)
 
 
-def _recipe_run(module: nn.Module, is_attention: bool) -> str | None:
-    """Return the recipe of a module's last forward, or None; a converted torchao layer has no other way."""
+def _last_recipe(module: nn.Module, is_attention: bool) -> str | None:
+    """Return the recipe of a module's last forward pass, or None. torchao layers always run in FP8."""
     if recipe := getattr(module, "fp8_recipe", None):
         return recipe
     meta = getattr(module, "fp8_meta", {})
-    # Attention's own recipe may be composed of two; the global one is what was requested.
+    # Attention may combine two recipes; the global recipe is the requested one.
     recipe = meta.get("global_recipe", meta.get("recipe"))
     quantized = getattr(module, "fp8", False) and getattr(module, "fp8_initialized", False)
     if quantized and (not is_attention or getattr(recipe, "fp8_dpa", False)):

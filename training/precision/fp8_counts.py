@@ -1,7 +1,7 @@
-"""Counts of what casts to FP8 did to tensors, added up over a step on the device and read at its end.
+"""Underflow, overflow, amax and scale counts of FP8 casts, accumulated on the device over a step.
 
-A step has hundreds of tensors. So nothing here waits for the GPU before `Tally.collect`, and temporary copies
-cover only a part of a tensor (some 100 MB), whatever its size.
+A step has hundreds of tensors, so nothing waits for the GPU before `Tally.collect`. Tensors are processed in
+parts, which limits temporary copies to some 100 MB.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 Stats = dict[str, float]
-ROUNDING = 1 + 1e-6  # amax / scale may come out a float32 step above the largest value
-PART = 2**24  # elements processed at once: float32 counts that many exactly
+ROUNDING = 1 + 1e-6  # tolerance for float32 rounding of amax / scale
+PART = 2**24  # elements processed at once; float32 counts up to this are exact
 
 
 class Cast(NamedTuple):
-    """Result of a cast for the GEMM that contracts rows, as every backend reports it."""
+    """Result of an FP8 cast for a GEMM that contracts over N, in a form common to all backends."""
 
     data: Tensor  # [M, N] FP8
-    scale_inv: Tensor | None  # float32, [M/m, N/n] (rounded up) or one number; None: not known
-    block: tuple[int, int] | None = None  # (m, n); None: one scale
+    scale_inv: Tensor | None  # float32, [ceil(M/m), ceil(N/n)] or scalar; None: unknown
+    block: tuple[int, int] | None = None  # (m, n) elements per scale; None: one scale per tensor
 
 
 def cast_counts(
@@ -33,10 +33,10 @@ def cast_counts(
     scale_inv: Tensor | None,
     block: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Count what a cast of `original` [M, N] did, as [6] float64 that `merge` adds up; see `Cast`.
+    """Count elements, underflows and overflows of a cast of `original` [M, N]; see `Cast`.
 
-    Elements, underflows, overflows; amax, largest scale, smallest scale negated. NaN: not known. Without
-    `original` the amax is that of `data`.
+    Return [6] float64 for `merge`: elements, underflows, overflows, amax, largest scale, negated smallest
+    scale. Unknown values are NaN. Without `original` the amax is that of `data`.
     """
     data = data.detach().reshape(-1, data.shape[-1])  # [M, N]
     original = None if original is None else original.detach().reshape(data.shape)
@@ -51,13 +51,13 @@ def cast_counts(
         each = inverse[start : start + at_once, None, :, None]  # [M/m, 1, N/n, 1]
         x = _tiles(data[rows].float(), block) * each if original is None else _tiles(original[rows], block)
         magnitude = x.abs()
-        # `each` has dimensions, so that BF16 is compared with it in float32, without a copy.
+        # `each` is not a scalar tensor, so BF16 is compared in float32 without a copy.
         overflows = magnitude > torch.finfo(data.dtype).max * each * ROUNDING
         counts.append(torch.stack([_count_nonzero(tensor) for tensor in (x, data[rows], overflows)]))
         amaxes.append(magnitude.amax((1, 3)))
     values, kept, overflows = torch.stack(counts).sum(0, dtype=torch.float64)
     amax, scale = torch.cat(amaxes), inverse.reciprocal()  # [M/m, N/n]
-    # The scale of a block of zeros means nothing, unless all blocks are zeros.
+    # Ignore the scales of all-zero blocks, unless all blocks are zero.
     zeros = (amax == 0) & (amax != 0).any()
     unknown = torch.full_like(values, math.nan)
     numbers = [
@@ -72,13 +72,13 @@ def cast_counts(
 
 
 def _count_nonzero(x: Tensor) -> Tensor:
-    """Count nonzero elements, [] float32; by a norm, since sums of bools make int64 copies on a GPU."""
+    """Count nonzero elements, [] float32. Uses a norm: summing bools makes int64 copies on a GPU."""
     x = x.to(torch.bfloat16) if x.itemsize == 1 else x
     return torch.linalg.vector_norm(x, 0, dtype=torch.float32)
 
 
 def _tiles(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """View x [M, N] as blocks of m x n, [M/m, m, N/n, n], padded with zeros."""
+    """View x [M, N] as zero-padded blocks [M/m, m, N/n, n]."""
     (m, n), (rows, columns) = block, x.shape
     if columns % n or rows % m:
         x = pad(x, (0, -columns % n, 0, -rows % m))
@@ -86,12 +86,12 @@ def _tiles(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def merge(one: Tensor, other: Tensor) -> Tensor:
-    """Add up the counts [..., 6] of two casts."""
+    """Combine the counts [..., 6] of two casts."""
     return torch.cat([one[..., :3] + other[..., :3], torch.maximum(one[..., 3:], other[..., 3:])], -1)
 
 
 def shares(counts: Sequence[float]) -> Stats:
-    """Turn the six numbers of `cast_counts` into statistics, without those that are not known."""
+    """Convert the six numbers of `cast_counts` to statistics; unknown ones are left out."""
     elements, underflows, overflows, amax, scale_max, scale_min = counts
     found = {
         "underflow": underflows / elements,
@@ -111,12 +111,12 @@ class Tally:
 
     @torch.no_grad()
     def add(self, module: str, tensor: str, original: Tensor | None, cast: Cast) -> None:
-        """Count one more cast of `original`, or of an unknown tensor."""
+        """Add the counts of a cast of `original` (None: unknown)."""
         name, counts = f"{module}/{tensor}", cast_counts(original, cast.data, cast.scale_inv, cast.block)
         self._counts[name] = merge(self._counts[name], counts) if name in self._counts else counts
 
     def collect(self, strategy: Any) -> Stats:
-        """Return statistics over all ranks, which run the same modules, and empty the tally. Collective."""
+        """Return statistics reduced over all ranks and clear the counts. Collective."""
         found, self._counts = sorted(self._counts.items()), {}
         if not found:
             return {}

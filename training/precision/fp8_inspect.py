@@ -1,9 +1,8 @@
-"""FP8 tensor statistics of native TE layers: TE shows each cast of a watched step, and we count it.
+"""FP8 tensor statistics of native TE layers, through TE's inspection (nvdlfw_inspect).
 
-TE calls a registered feature of its inspection (nvdlfw_inspect) with every tensor before and after the cast.
-TE's own features are not used. They wait for the GPU hundreds of times per tensor, and with two at once every
-tensor is printed into a message that nobody reads: a watched step took 30 times as long as another. In steps
-that are not watched a module only asks for the step's number.
+TE calls a registered nvdlfw_inspect feature with every tensor before and after its cast. TE's own features
+are not used: they synchronize with the GPU hundreds of times per tensor, which made an inspected step 30x
+slower. In other steps a module only reads the step number.
 
 https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/debug.html
 """
@@ -28,17 +27,17 @@ from training.precision.recipes import Precision
 INSTALL = "pip install nvdlfw-inspect==0.2.2"
 FEATURE = "CountCasts"  # name of the class in `feature`
 TENSORS = ("activation", "gradient", "weight")
-# TE decides by the step's number if a module is due. All watched steps share one number, since nvdlfw_inspect
-# keeps every answer with its number forever. At a smaller number no module asks.
+# TE decides by the step number whether to inspect. All watched steps use the same number, because
+# nvdlfw_inspect caches its results per step number forever. Lower numbers disable inspection.
 WATCHED, UNWATCHED = 0, -1
 
 
 def read_cast(quantized: Any) -> Cast:
-    """Read a tensor as TE stores it: with one scale, or in blocks whose scales are padded."""
+    """Read a quantized TE tensor, with one scale or with padded block scales."""
     if hasattr(quantized, "_scale_inv"):
         return Cast(_as_fp8(quantized, quantized._data), quantized._scale_inv)
     data, scale_inv, block = quantized._rowwise_data, quantized._rowwise_scale_inv, (1, 32)
-    if hasattr(quantized, "_fp4_dtype"):  # two values per byte, as numbers that are 0 where they are
+    if hasattr(quantized, "_fp4_dtype"):  # NVFP4: two values per byte; only zero or nonzero matters
         return Cast(torch.stack([data & 7, data >> 4 & 7], -1).flatten(-2).bfloat16(), None)
     if not hasattr(quantized, "_is_2D_scaled"):  # MXFP8: biased exponents
         scale_inv = torch.exp2(scale_inv.float() - 127)
@@ -52,13 +51,13 @@ def read_cast(quantized: Any) -> Cast:
 
 
 def _as_fp8(quantized: Any, data: Tensor) -> Tensor:
-    """View TE's bytes as [M, N] in their FP8 format."""
+    """View TE's uint8 data as FP8 [M, N]."""
     formats = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
     return data.flatten(0, -2).view(formats[quantized._fp8_dtype.name])
 
 
 def check_inspection(interval: int, *, fp8_attention: bool) -> None:
-    """UserError if TE cannot be inspected."""
+    """UserError if TE's inspection is not available."""
     if fp8_attention:
         reason = "TE's inspection does not see the FP8 tensors between attention and proj; drop one"
         raise bad_setting(reason, fp8_stats_interval=interval, fp8_attention=True)
@@ -68,7 +67,7 @@ def check_inspection(interval: int, *, fp8_attention: bool) -> None:
 
 
 def inspection(precision: Precision) -> dict[str, Any]:
-    """Return nvdlfw_inspect's configuration: it calls our feature with the casts of all modules in FP8."""
+    """Return the nvdlfw_inspect configuration that enables our feature for all FP8 modules."""
     names = [re.escape(name) for name, recipe in precision.by_module.items() if recipe != "bf16"]
     # A fused MLP's two GEMMs are fc1 and fc2.
     pattern = rf"^({'|'.join(names)})(\.fc[12])?$" if names else r"^layers\."
@@ -77,19 +76,19 @@ def inspection(precision: Precision) -> dict[str, Any]:
 
 
 def feature(tally: Tally, api_method: Callable[[Any], Any]) -> type:
-    """Return the class that nvdlfw_inspect instantiates; `api_method` marks what TE may call.
+    """Return the class that nvdlfw_inspect instantiates; `api_method` marks the methods that TE calls.
 
-    A single feature: with two, nvdlfw_inspect would print the tensors into messages.
+    Register one feature only: with two, nvdlfw_inspect formats every tensor into a message.
     """
 
     class CountCasts:
         def parse_config_and_api(self, config: dict, **call: Any) -> tuple[bool, dict]:
-            """Return if a call is for this feature, and the configuration that it gets."""
+            """Return (True if this feature handles the call, configuration to pass)."""
             return call["tensor_name"] in TENSORS, config
 
         @api_method
         def inspect_tensor_enabled(self, config: dict, layer_name: str, **_: Any) -> tuple[bool, int]:
-            """Return if to inspect now, and the next step to ask at. TE asks in watched steps only."""
+            """Return (inspect now, next step to inspect). TE calls this in watched steps only."""
             return True, WATCHED
 
         @api_method
@@ -102,7 +101,7 @@ def feature(tally: Tally, api_method: Callable[[Any], Any]) -> type:
             rowwise_quantized_tensor: Any,
             **_: Any,
         ) -> None:
-            """Count a cast of `tensor`, which is None for weights that are kept in FP8."""
+            """Count a cast of `tensor` (None for weights stored in FP8)."""
             tally.add(layer_name, tensor_name, tensor, read_cast(rowwise_quantized_tensor))
 
     return CountCasts
@@ -110,7 +109,7 @@ def feature(tally: Tally, api_method: Callable[[Any], Any]) -> type:
 
 @contextmanager
 def inspect(precision: Precision, folder: Path, tally: Tally) -> Iterator[None]:
-    """Inspect TE's modules, all built inside this context. Its own log goes to `folder`."""
+    """Enable inspection of TE modules built inside this context. TE's log goes to `folder`."""
     api, registry, logging = (
         importlib.import_module(f"nvdlfw_inspect.{name}") for name in ("api", "registry", "logging")
     )
@@ -129,7 +128,7 @@ def inspect(precision: Precision, folder: Path, tally: Tally) -> Iterator[None]:
 
 @contextmanager
 def watch_native(modules: dict[str, nn.Module], tally: Tally) -> Iterator[None]:
-    """Have TE show the casts of all modules to the feature, which adds them to its tally."""
+    """Count the casts of native TE layers inside this context."""
     api = importlib.import_module("nvdlfw_inspect.api")
     api.initialize_training_step(WATCHED)
     yield

@@ -1,16 +1,15 @@
-"""FP8 tensor statistics: what the casts of every --fp8_stats_interval'th step did to each GEMM's operands.
+"""FP8 tensor statistics of each GEMM's operands, in every --fp8_stats_interval'th step.
 
-For each GEMM module's activation (its input), weight and gradient (of its output), as cast for the forward
-pass and for the gradient of the input:
+Statistics of a GEMM module's activation (input), weight and gradient (of the output), as cast for the forward
+and dgrad GEMMs:
 
-- underflow             share of the elements that are not zero and became zero
-- overflow              share of the elements that exceeded the format's range and saturated
+- underflow             share of elements that are nonzero and become zero
+- overflow              share of elements that exceed the format's range and saturate
 - amax                  largest magnitude
-- scale_min, scale_max  factors applied before the cast; equal for recipes with one scale
+- scale_min, scale_max  smallest and largest scale; equal for recipes with one scale
 
-Names are fp8/<module>/<tensor>/<statistic>. Micro-batches and ranks are added up. Recomputation casts an
-activation twice, which changes no share. Steps that are not watched have no hooks; native TE layers then only
-ask for a number.
+Names are fp8/<module>/<tensor>/<statistic>. Counts are summed over micro-batches and ranks. Recomputation
+casts an activation twice, which does not change the shares. Other steps have no hooks.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ EMULATED_TENSORS = {"input": "activation", "weight": "weight", "grad": "gradient
 
 @contextmanager
 def watch_emulated(modules: dict[str, nn.Module], tally: Tally) -> Iterator[None]:
-    """Count the casts of emulated TE layers: their recipes become ones that also count."""
+    """Count the casts of emulated TE layers inside this context, by wrapping their recipes."""
 
     def counting_gemms(
         name: str, module: nn.Module, gemms: Callable[[Tensor], list[Any]], x: Tensor
@@ -47,8 +46,8 @@ def watch_emulated(modules: dict[str, nn.Module], tally: Tally) -> Iterator[None
         made = gemms(x)
         for number, gemm in enumerate(made, 1):
             if module.fp8:
-                own_name = name if len(made) == 1 else f"{name}.fc{number}"  # TE's names for an MLP's two
-                counting = functools.partial(quantize, own_name, gemm.recipe.quantize)
+                gemm_name = name if len(made) == 1 else f"{name}.fc{number}"  # TE's names in a fused MLP
+                counting = functools.partial(quantize, gemm_name, gemm.recipe.quantize)
                 gemm.recipe = copy.copy(gemm.recipe)
                 vars(gemm.recipe)["quantize"] = counting  # recipes are frozen
         return made
@@ -58,7 +57,7 @@ def watch_emulated(modules: dict[str, nn.Module], tally: Tally) -> Iterator[None
 
         def cast(dim: int) -> Any:
             made = operand(dim)
-            if dim == 1:  # contracted by the forward pass, or by the gradient of the input
+            if dim == 1:  # operand of the forward or dgrad GEMM
                 tally.add(name, EMULATED_TENSORS[kind], x, made)
             return made
 
@@ -73,9 +72,9 @@ def watch_emulated(modules: dict[str, nn.Module], tally: Tally) -> Iterator[None
 
 @contextmanager
 def watch_torchao(modules: dict[str, nn.Module], tally: Tally) -> Iterator[None]:
-    """Count the casts of torchao's Float8Linear layers: hooks repeat those of inputs, weights and gradients.
+    """Count the casts of torchao's Float8Linear layers inside this context, by repeating them in hooks.
 
-    Weights that FSDP gathered in FP8 are left out: the originals are gone.
+    Weights gathered in FP8 are skipped, because their original values are not available.
     """
     is_fp8 = importlib.import_module("torchao.float8.distributed_utils").tensor_already_casted_to_fp8
 
@@ -83,7 +82,7 @@ def watch_torchao(modules: dict[str, nn.Module], tally: Tally) -> Iterator[None]
         hidden, weight, settings = inputs[0], layer.weight, layer.config
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
-            # Emulated layers round weights too, see `torchao_fp8`.
+            # Emulated layers also round weights to BF16, see `torchao_fp8`.
             hidden, weight = hidden.to(dtype), weight.to(dtype) if settings.emulate else weight
 
         def count(tensor: str, original: Tensor, how: Any) -> None:
@@ -125,7 +124,7 @@ def _repeat_cast(layer: Any, tensor: str, original: Tensor, how: Any) -> Cast:
 
 
 def check(cfg: Config, precision: Precision, *, compiles: bool) -> None:
-    """UserError, with the way out, if --fp8_stats_interval can have no statistics."""
+    """UserError if --fp8_stats_interval cannot collect statistics in this run."""
     interval = cfg.log.fp8_stats_interval
     if not interval:
         return
@@ -133,7 +132,7 @@ def check(cfg: Config, precision: Precision, *, compiles: bool) -> None:
         reason = f"nothing is cast to FP8 in --mixed_precision {precision.effective}; use fp8, or drop it"
         raise bad_setting(reason, fp8_stats_interval=interval)
     if precision.te_backend is None and compiles:
-        reason = "compiled layers do not show their casts; add --no_compile (slower), or drop it"
+        reason = "casts of compiled layers cannot be observed; add --no_compile (slower), or drop it"
         raise bad_setting(reason, fp8_stats_interval=interval)
     if precision.te_backend == "native":
         check_inspection(interval, fp8_attention=cfg.precision.fp8_attention)
@@ -150,7 +149,7 @@ class Fp8Stats:
     """Statistics of every `interval`'th step; does nothing with an interval of 0."""
 
     def __init__(self, cfg: Config, precision: Precision, folder: Path) -> None:
-        """Prepare, before any TE module is built; `check` must have passed. TE's own log goes to `folder`."""
+        """Set up. Call after `check` and before building TE modules. TE's log goes to `folder`."""
         self._interval, self._backend = cfg.log.fp8_stats_interval, precision.te_backend
         self._tally, self._modules = Tally(), {}
         self._inspection, self._watched = ExitStack(), ExitStack()
@@ -158,25 +157,25 @@ class Fp8Stats:
             self._inspection.enter_context(inspect(precision, folder, self._tally))
 
     def attach(self, model: nn.Module) -> None:
-        """Find the modules of the model that will run. Call once."""
+        """Find the modules to watch. Call once."""
         for name, module in model.named_modules():
             is_te_gemm = name.partition(".")[2].partition(".")[2] in TE_GEMMS  # after layers.N
             if is_te_gemm if self._backend else hasattr(module, "fp8_recipe"):
                 self._modules[name] = module
                 if self._interval and self._backend == "native":
-                    module.name = name  # TE shows casts with it
+                    module.name = name  # TE passes it to the feature
 
     def before_step(self, step: int) -> None:
-        """Start watching if the step is due."""
+        """Start counting if the step is due."""
         if self._interval and step % self._interval == 0:
             self._watched.enter_context(WATCHERS[self._backend](self._modules, self._tally))
 
     def after_step(self, step: int, strategy: Any) -> Stats:
-        """Return what to log of this step, if it was due. Collective."""
+        """Return this step's statistics, or {} if it was not due. Collective."""
         self._watched.close()
         return self._tally.collect(strategy)
 
     def close(self) -> None:
-        """Remove all hooks, and end TE's inspection."""
+        """Remove all hooks and end TE's inspection."""
         self._watched.close()
         self._inspection.close()

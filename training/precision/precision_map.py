@@ -1,7 +1,8 @@
-"""Precision by module: which GEMM module runs in which recipe, and how TE modules get their own.
+"""Precision map: a recipe for each GEMM module.
 
-A pattern is dotted; each of its parts may hold *, ? and [..]. It matches every module in whose name a run
-of consecutive dotted parts matches it part by part: `layers.0`, `layers.*.self_attention`, `layers.[0-3]`.
+A pattern has dot-separated parts, each with optional wildcards *, ? and [..]. It matches a module if
+consecutive parts of the module's name match the pattern: `layers.0`, `layers.*.self_attention`,
+`layers.[0-3]`.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ FLAGS = ("precision_map", "bf16_first_layers", "bf16_last_layers")
 
 
 def _given(cfg: Config) -> dict[str, Any]:
-    """Return the settings of the map that the user gave."""
+    """Return the precision-map settings that the user gave."""
     values = {name: getattr(cfg.precision, name) for name in FLAGS}
     return {name: value for name, value in values.items() if value not in (None, 0)}
 
 
 def parse(text: str | None, *, use_te: bool) -> list[tuple[str, str]]:
-    """Return --precision_map's patterns and recipes. UserError for anything that is not PATTERN=RECIPE."""
+    """Return (pattern, recipe) pairs of --precision_map. UserError for an invalid entry."""
     own, layers = (TE_RECIPES, "with --use_te") if use_te else (TORCHAO_RECIPES, "without --use_te")
     entries = []
     for entry in () if text is None else text.split(","):
@@ -55,32 +56,32 @@ def parse(text: str | None, *, use_te: bool) -> list[tuple[str, str]]:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """True if a run of consecutive dotted parts of `name` matches the pattern's parts one by one."""
+    """True if consecutive dot-separated parts of `name` match the pattern."""
     wanted, parts = pattern.split("."), name.split(".")
     starts = range(len(parts) - len(wanted) + 1)
     return any(all(map(fnmatchcase, parts[start:], wanted)) for start in starts)
 
 
 def _layer(name: str) -> int | None:
-    """Return the number of a module's decoder layer: the first number among the parts of its name."""
+    """Return the decoder layer's number: the first numeric part of the name, or None."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
 def fold_layers(name: str) -> str:
-    """Replace layer numbers in a module's name by *."""
+    """Replace layer numbers in a module's name with *."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def assign(cfg: Config, names: Sequence[str], num_layers: int) -> dict[str, str]:
-    """Return the requested recipe, or "bf16", of each of a model's GEMM modules `names`.
+    """Return the requested recipe, or "bf16", of each GEMM module in `names`.
 
-    UserError for a pattern that matches none, for rules that disagree, and if no module is left in FP8.
+    UserError if a pattern matches no module, if rules conflict, or if no module is left in FP8.
     """
     _, first, last = (getattr(cfg.precision, name) for name in FLAGS)
     if first + last >= num_layers:
         reason = f"these are all of the model's {num_layers} layers; use --mixed_precision bf16"
         raise bad_setting(reason, bf16_first_layers=first, bf16_last_layers=last)
-    rules = []  # (the rule as the user wrote it, recipe, its modules)
+    rules = []  # (rule as written, recipe, matching modules)
     for pattern, recipe in parse(cfg.precision.precision_map, use_te=cfg.model.use_te):
         rule = f"{pattern}={recipe}"
         rules.append((rule, recipe, [name for name in names if matches(pattern, name)]))
@@ -95,7 +96,7 @@ def assign(cfg: Config, names: Sequence[str], num_layers: int) -> dict[str, str]
     for rule, recipe, modules in rules:
         for name in modules:
             if rule_of.setdefault(name, rule) != rule and assigned[name] != recipe:
-                reason = f"{rule_of[name]} and {rule} disagree on {name}; leave one of them out there"
+                reason = f"{rule_of[name]} and {rule} conflict on {name}; remove one"
                 raise bad_setting(reason, **_given(cfg))
             assigned[name] = recipe
     if set(assigned.values()) == {"bf16"}:
@@ -109,10 +110,10 @@ def te_names(num_layers: int) -> list[str]:
 
 
 def resolve(cfg: Config, precision: Precision, config: Any) -> Precision:
-    """Return `precision` with the recipe of each TE module, if a map is given. `config`: the model's.
+    """Return `precision` with a recipe for each TE module, if the user gave a map.
 
-    Recipes that cannot run here fall back or stop as that of --fp8_scenario does. The modules of a Hugging
-    Face model are not known yet, so its map is only parsed. UserError for a map that cannot be followed.
+    `config` is the model's. Unavailable recipes fall back or fail like --fp8_scenario. The modules of a
+    Hugging Face model are not known yet, so its map is only parsed. UserError for an invalid map.
     """
     if not (given := _given(cfg)):
         return precision
@@ -169,9 +170,9 @@ def check_resume(meta: dict[str, Any], precision: Precision) -> None:
 
 
 def apply(model: nn.Module, precision: Precision, *, fp8_attention: bool) -> None:
-    """Make TE modules run in their own recipes, whatever autocast is around them.
+    """Run each TE module in its own recipe, inside the run's autocast.
 
-    With FP8 attention, all of a layer's self_attention runs in one autocast: its parts exchange FP8 tensors.
+    With FP8 attention a layer's self_attention shares one autocast, because its parts exchange FP8 tensors.
     """
     for name, recipe in precision.by_module.items():
         if recipe == precision.effective:
@@ -189,12 +190,11 @@ def apply(model: nn.Module, precision: Precision, *, fp8_attention: bool) -> Non
 def _own_autocast(precision: Precision, recipe: Any) -> Iterator[None]:
     """Run in `recipe` (None: BF16) inside the run's autocast.
 
-    TE reduces delayed scaling's forward amaxes where the outermost autocast ends, each by its own recipe. It
-    reduces the backward ones all at once, after the backward of the module that ran first in FP8. At the end
-    of an inner autocast TE resets its first-module flag, so every inner module would reduce all amaxes.
-    Therefore that flag is carried over.
+    TE reduces forward amaxes of delayed scaling when the outermost autocast exits. It reduces all backward
+    amaxes once, after the backward pass of the first FP8 module. An inner autocast resets TE's first-module
+    flag on exit, so every inner module would reduce all amaxes again. Restore the flag to prevent that.
     """
-    # With recipe=None TE would build its default recipe at every call.
+    # With recipe=None TE would build its default recipe on every call.
     inner = engine(precision.te_backend).autocast(
         enabled=recipe is not None, recipe=recipe or precision.recipe
     )
@@ -205,5 +205,5 @@ def _own_autocast(precision: Precision, recipe: Any) -> Iterator[None]:
     manager = importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
     with inner:
         yield
-        first_is_to_come = manager.quantization_state.is_first_fp8_module
-    manager.quantization_state.is_first_fp8_module = first_is_to_come
+        is_first = manager.quantization_state.is_first_fp8_module
+    manager.quantization_state.is_first_fp8_module = is_first

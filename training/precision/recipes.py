@@ -1,7 +1,4 @@
-"""Precision of a run: what was requested, what can run here, and what runs instead, never silently.
-
-`core.recipes` describes the recipes.
-"""
+"""Requested and effective precision of a run, with fallbacks. For the recipes see `core.recipes`."""
 
 from __future__ import annotations
 
@@ -32,8 +29,8 @@ class Precision:
     fallback_reason: str | None = None
     recipe: Any = None  # TE's recipe object; None outside FP8 and for torchao
     te_backend: Backend | None = None  # None without --use_te
-    emulated: bool = False  # FP8 is emulated: losses are valid, throughput is not
-    # With precision by module (`precision_map`), else empty:
+    emulated: bool = False  # FP8 is emulated: losses are valid, throughput is meaningless
+    # Only with a precision map, else empty:
     by_module: dict[str, str] = field(default_factory=dict)  # recipe, or "bf16", of every GEMM module
     recipes: dict[str, Any] = field(default_factory=dict)  # TE's recipe object by name
     map_fallbacks: dict[str, str] = field(default_factory=dict)  # recipe that cannot run here -> reason
@@ -45,24 +42,24 @@ class Precision:
 
     @property
     def in_use(self) -> set[str]:
-        """Recipes that modules run in."""
+        """Recipes of all modules."""
         return {*self.by_module.values()} & RECIPES.keys() if self.by_module else {self.effective}
 
     @property
     def needs_calibration(self) -> bool:
-        """True if a recipe in use carries scales from step to step."""
+        """True if a recipe in use has scaling state (delayed scaling)."""
         return self.fp8 and any(RECIPES[name].stateful for name in self.in_use)
 
     @property
     def attention_recipes(self) -> set[str]:
-        """Recipes that attention runs in, with --fp8_attention."""
+        """Recipes of attention with --fp8_attention."""
         modules = self.by_module or {"self_attention": self.effective}
         names = {recipe for name, recipe in modules.items() if "self_attention" in name} & RECIPES.keys()
         return {name for name in names if "fp8_attention" in RECIPES[name].settings}
 
     @property
     def token_multiple(self) -> int:
-        """Tokens of a micro-batch must be a multiple of this; 8 keeps BF16 GEMMs aligned."""
+        """Required multiple of tokens per micro-batch; 8 keeps BF16 GEMMs aligned."""
         return max(RECIPES[name].token_multiple for name in self.in_use) if self.fp8 else 8
 
     def describe(self) -> str:
@@ -71,12 +68,12 @@ class Precision:
         return f"by module ({by_module})" if self.by_module else self.effective
 
     def comparable(self) -> dict[str, Any]:
-        """Return what all ranks must share. Reasons are left out: they name a rank's own GPU."""
+        """Return the fields that must be equal on all ranks. Fallback reasons name the GPU and may differ."""
         names = {"recipe": self.effective, "recipes in use": sorted(self.in_use)}
         return names | {"te_backend": self.te_backend, "emulated": self.emulated}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields that are recorded."""
+        """Return the fields to record."""
         return {
             "requested_recipe": self.requested,
             "recipe": self.effective,
@@ -88,7 +85,7 @@ class Precision:
 
 
 def resolve_precision(cfg: Config) -> Precision:
-    """Decide what runs, before any weight is read. UserError if it cannot, with what can run here."""
+    """Choose the effective precision. UserError if the requested one cannot run and may not fall back."""
     mixed, backend = cfg.precision.mixed_precision, resolve_backend(cfg)
     if mixed != "fp8":
         return Precision(mixed, mixed, te_backend=backend, emulated=backend == "emulated")
@@ -103,7 +100,7 @@ def resolve_precision(cfg: Config) -> Precision:
 
 
 def resolve_backend(cfg: Config) -> Backend | None:
-    """Return which TE layers --use_te builds here, or None without it. UserError if they cannot run."""
+    """Return the backend of TE layers, or None without --use_te. UserError if it cannot run here."""
     if not cfg.model.use_te:
         return None
     requested = cfg.model.te_backend
@@ -120,14 +117,14 @@ def resolve_backend(cfg: Config) -> Backend | None:
 
 
 def not_emulated(cfg: Config, flag: str, reason: str) -> UserError:
-    """Return the error for a setting that emulated TE layers lack: a bad setting if the user chose them."""
+    """Return the error for a setting that emulated TE layers do not support."""
     code = EXIT_BAD_SETTING if cfg.model.te_backend == "emulated" else EXIT_FAILED
     message = f"--{flag}: {reason} under --te_backend emulated; drop it, or run TE's layers on a GPU"
     return UserError(message, flags=(flag,), exit_code=code)
 
 
 def fp8_gemms_are_emulated() -> bool:
-    """True if torchao must compute FP8 GEMMs in FP32: there is no GPU. UserError on a GPU without FP8."""
+    """True if torchao emulates FP8 GEMMs, for lack of a GPU. UserError on a GPU without FP8."""
     if not torch.cuda.is_available():
         return True
     if torch.cuda.get_device_capability() < (8, 9):
@@ -140,9 +137,9 @@ def fp8_gemms_are_emulated() -> bool:
 
 
 def recipe_or_fallback(requested: str, flag: str, cfg: Config, backend: Backend) -> tuple[str, str | None]:
-    """Return the TE recipe that runs for `requested`, and the warning if it is the fallback.
+    """Return (effective TE recipe, warning if it is the fallback).
 
-    UserError where it cannot run and may not fall back (--fp8_fallback).
+    UserError if `requested` cannot run and may not fall back (--fp8_fallback).
     """
     if (reason := why_not(requested, backend)) is None:
         return requested, None
@@ -158,7 +155,7 @@ def recipe_or_fallback(requested: str, flag: str, cfg: Config, backend: Backend)
 
 
 def why_not(name: str, backend: Backend = "native") -> str | None:
-    """Return why a TE recipe cannot run on this machine, in the library's words, or None."""
+    """Return TE's reason why a recipe cannot run on this machine, or None."""
     if backend == "native" and (reason := why_not_te()):
         return reason
     probes = engine(backend) if backend == "native" else recipes(backend)
@@ -174,7 +171,7 @@ def _describe_gpu() -> str:
 
 
 def make_recipe(name: str, cfg: PrecisionConfig, backend: Backend = "native") -> Any:
-    """Make TE's recipe object with the settings that the recipe reads."""
+    """Build TE's recipe object from the settings."""
     te, spec = recipes(backend), RECIPES[name]
     recipe = spec.make(cfg, te)
     fast = cfg.fp8_fast_accumulation and "fp8_fast_accumulation" in spec.settings
@@ -192,7 +189,7 @@ def recipe_name(recipe: Any) -> str:
 def build_autocast(
     precision: Precision, *, device: torch.device, parameter_dtype: torch.dtype
 ) -> Callable[[], AbstractContextManager]:
-    """Return the context for every forward pass; backward stays outside."""
+    """Return a factory of the autocast context for forward passes. Run backward outside it."""
 
     def autocast() -> AbstractContextManager:
         contexts = ExitStack()

@@ -20,21 +20,21 @@ class PrecisionConfig(Section):
     bf16_first_layers: int = setting(0, "decoder layers at the start to keep in BF16", minimum=0)
     bf16_last_layers: int = setting(0, "decoder layers at the end to keep in BF16", minimum=0)
     precision_map: str | None = setting(
-        None, "by module, PATTERN=RECIPE,...: a recipe or bf16 (layers.*.self_attention=bf16); default: none"
+        None, "recipes by module: PATTERN=RECIPE,... (layers.*.self_attention=bf16); default: none"
     )
     fp8_fallback: Literal["warn", "error"] = setting(
-        "warn", "if this GPU or TE cannot run mxfp8 or nvfp4: warn and use the default recipe, or stop"
+        "warn", "if mxfp8 or nvfp4 cannot run here: warn and use delayed scaling, or stop with an error"
     )
     fp8_format: Literal["hybrid", "e4m3"] = setting("hybrid", "hybrid: E4M3 forward, E5M2 backward")
     fp8_margin: int = setting(0, "delayed scaling: divide scales by 2**N", minimum=0)
     fp8_amax_history_len: int = setting(1024, "delayed scaling: amax history, in micro-batches", minimum=1)
     fp8_amax_compute_algo: Literal["max", "most_recent"] = setting("max", "delayed scaling: amax to use")
     fp8_fast_accumulation: bool = setting(False, "fast accumulation in backward too (delayed, current)")
-    fp8_fp32_scales: bool = setting(
-        False, "any FP32 scales, not only powers of two (rowwise; block on Hopper)"
-    )
+    fp8_fp32_scales: bool = setting(False, "do not round scales to powers of two (rowwise; block on Hopper)")
     fp8_lm_head: bool = setting(False, "run the LM head's GEMMs in FP8 too")
     fp8_attention: bool = setting(False, "run attention in FP8 too (TE fp8_dpa; delayed and current scaling)")
-    master_weights: Literal["fp32", "none"] = setting("fp32", "none: BF16 weights only; loses small updates")
+    master_weights: Literal["fp32", "none"] = setting(
+        "fp32", "none: BF16 weights only, which lose small updates"
+    )
     moment_dtype: Literal["fp32", "bf16"] = setting("fp32", "Adam's moments; bf16 saves 4 bytes a parameter")
     fp8_weight_cache: bool = resumable(True, "cast FP8 weights once per step (one GPU, ddp, fsdp_grad)")

@@ -1,4 +1,4 @@
-"""Progress on the terminal."""
+"""Progress output on the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from training.tracking.metrics import METRICS
 
 
 class Display:
-    """A progress bar on a terminal, otherwise one line per update that has metrics."""
+    """Progress bar on a terminal; otherwise one line per update with metrics."""
 
     def __init__(self, total_steps: int, initial: int, enabled: bool = True) -> None:
         """`initial` is the step that a resumed run starts from."""
@@ -23,7 +23,7 @@ class Display:
         self._bar = tqdm(total=total_steps, initial=initial, unit="step", dynamic_ncols=True, disable=off)
 
     def update(self, step: int, metrics: dict[str, Any]) -> None:
-        """Show that `step` steps are done; `metrics` may be empty."""
+        """Show progress after `step` steps; `metrics` may be empty."""
         shown = progress_texts(metrics)
         if not self._bar.disable:
             self._bar.set_postfix_str(", ".join(shown) or self._bar.postfix, refresh=False)
@@ -34,7 +34,7 @@ class Display:
             print(" | ".join([f"step {step}/{self._total}", *shown, left]), flush=True)
 
     def message(self, text: str) -> None:
-        """Print a line of its own, above the bar if there is one."""
+        """Print a separate line, above the progress bar if there is one."""
         if self._enabled:
             tqdm.write(text)
             sys.stdout.flush()
@@ -44,7 +44,7 @@ class Display:
 
 
 def progress_texts(metrics: dict[str, Any]) -> list[str]:
-    """Format the metrics that a progress line shows; speed of emulated layers is marked."""
+    """Format the metrics of a progress line; rates of emulated layers are marked."""
     shown = []
     for name, metric in METRICS.items():
         for key, mark in ((name, ""), (name.replace("perf/", "emulated/"), " (emulated)")):

@@ -1,4 +1,4 @@
-"""Facts for env.json about the machine, the software and the command of a run."""
+"""Machine, software and command of a run, for env.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VARIABLES = ("CUBLAS", "CUDA_", "CUDNN_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", 
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return the facts that are known before a run; None for missing hardware."""
+    """Return machine, software and command; None for missing hardware."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -42,8 +42,12 @@ def describe_environment() -> dict[str, Any]:
 
 
 def git_state(root: Path) -> dict[str, Any] | None:
-    """Return the commit and if tracked files differ from it (dirty); None if `root` is no checkout."""
-    git = ("git", f"--git-dir={root / '.git'}", f"--work-tree={root}")  # not a repository around it
+    """Return the commit and whether tracked files differ from it (dirty). None if `root` is no checkout."""
+    git = (
+        "git",
+        f"--git-dir={root / '.git'}",
+        f"--work-tree={root}",
+    )  # ignore a repository that contains `root`
     if commit := _output(*git, "rev-parse", "HEAD"):
         dirty = _output(*git, "status", "--porcelain", "--untracked-files=no") != ""
         return {"commit": commit, "dirty": dirty}

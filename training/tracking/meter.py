@@ -1,4 +1,4 @@
-"""Throughput of training: token counts and times of whole steps, summed over ranks at log lines."""
+"""Training throughput: token counts and step times, reduced over ranks at log lines."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any
 
 from training.tracking.metrics import RATES, ModelShape, model_flops
 
-WARMUP_STEPS = 5  # excluded from the reported rates: kernels are tuned and memory is allocated in them
+WARMUP_STEPS = 5  # excluded from the reported rates: kernel tuning, memory allocation
 
 
 @dataclass
 class Meter:
-    """Counts and times since the last log line, and the rates of all log lines of this launch.
+    """Counts and times since the last log line, and rates of all log lines of this launch.
 
-    Rates of emulated FP8 are named `emulated/...`, so that no table mixes them with measured ones.
+    Rates of emulated FP8 are named `emulated/...`, to keep them apart from real ones.
     """
 
     shape: ModelShape | None  # None if the model's FLOPs are not known
     world_size: int
     peaks: dict[str, float | None]  # TFLOP/s of the GPU, by precision
     emulated: bool = False
-    full_rows: int = 1  # sequences of a full step over all ranks; an epoch's last step may have fewer
+    full_rows: int = 1  # sequences of a full global batch; an epoch's last step may have fewer
     seconds: float = 0.0
     waited: float = 0.0
     steps: int = 0
     counts: dict[str, int] = field(default_factory=dict)
-    profiled: bool = False  # the interval's rates are not those of the run
+    profiled: bool = False  # profiling slows this interval: exclude its rates
     rates: list[dict[str, float]] = field(default_factory=list)
-    short_rates: list[dict[str, float]] = field(default_factory=list)  # intervals with a smaller step
+    short_rates: list[dict[str, float]] = field(default_factory=list)  # intervals with an incomplete step
     clock: float = 0.0
 
     def restart_clock(self) -> None:
@@ -39,7 +39,7 @@ class Meter:
         self.clock = time.perf_counter()
 
     def end_step(self, window: list[Any], waited: float) -> float:
-        """Count a step's micro-batches and the time since the last one; returns its seconds."""
+        """Count a step's micro-batches and the time since the last step. Return that time in seconds."""
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
         self.seconds, self.waited, self.steps = self.seconds + seconds, self.waited + waited, self.steps + 1
@@ -59,8 +59,8 @@ class Meter:
     ) -> dict[str, float]:
         """Return the interval's metrics and start the next one.
 
-        `total` sums counts over ranks, `slowest` takes times of the slowest rank. Rates count for the run's
-        medians if it is `warm`.
+        `total` sums counts over ranks; `slowest` returns each time's maximum over ranks. Only `warm`
+        intervals enter the run's medians.
         """
         counts = total(self.counts)
         seconds, waited = slowest([self.seconds, self.waited])
@@ -85,7 +85,7 @@ class Meter:
         return {name.replace("perf/", "emulated/"): v for name, v in out.items()} if self.emulated else out
 
     def medians(self) -> dict[str, float]:
-        """Return the median rates after warm-up, by metric name without its group."""
+        """Return the median rates after warm-up, by metric name without the `perf/` prefix."""
         counted = self.rates or self.short_rates
         names = counted[0] if counted else ()
         return {name.removeprefix("perf/"): median(rates[name] for rates in counted) for name in names}

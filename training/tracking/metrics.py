@@ -1,8 +1,7 @@
-"""The table of metrics, and FLOPs, GPU peaks and rates as pure functions.
+"""Table of metrics, FLOP counts and GPU peaks.
 
-A FLOP is one multiplication or one addition: a GEMM of [m, k] x [k, n] takes 2*m*k*n. Model FLOPs are those
-that the mathematics of a step requires. Recomputed activations, padding and the masked half of attention do
-not count, so a faster run always has a higher rate.
+A FLOP is one multiplication or one addition: a GEMM of [m, k] x [k, n] has 2*m*k*n. Model FLOPs exclude
+recomputed activations, padding and the masked half of attention, so a faster run always has a higher rate.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from te_models.families import FAMILIES
 
 
 class Metric(NamedTuple):
-    """Presentation of a logged metric, and its reduction over the log to a value of summary.json."""
+    """Label and format of a logged metric, and its reduction over the log to a value of summary.json."""
 
     label: str
     format: str
     summary: Literal["last", "median", "max"] | None = None
-    terminal: str | None = None  # its text in a progress line, or None
+    terminal: str | None = None  # format in a progress line; None: not shown
 
 
-# Metrics that displays and reports show, in their order. Rates of emulated runs are logged as emulated/*.
+# Metrics in the display and in reports, in order. Rates of emulated runs are logged as emulated/*.
 METRICS: dict[str, Metric] = {
     "train/loss": Metric("train loss", "{:.4f}", "last", "loss {:.4f}"),
     "train/grad_norm": Metric("gradient norm", "{:.3g}", terminal="grad norm {:.3g}"),
@@ -44,11 +43,11 @@ RATES = tuple(name for name, metric in METRICS.items() if metric.summary == "med
 
 
 def summary_name(metric: str) -> str:
-    """Return the name that a logged metric has in summary.json."""
+    """Return a logged metric's name in summary.json."""
     return metric.removeprefix("perf/").replace("/", "_")
 
 
-# Model types that `ModelShape` describes correctly: dense, gated MLPs, one LM head.
+# Model types whose FLOPs `ModelShape` counts correctly: dense, gated MLPs, one LM head.
 COUNTED = frozenset({*FAMILIES, "gemma", "gemma2", "granite", "olmo2", "phi3"})
 
 
@@ -67,7 +66,7 @@ class ModelShape:
 
     @classmethod
     def from_hf_config(cls, config: Any) -> ModelShape | None:
-        """Read a transformers config; None for a model type of unknown FLOPs."""
+        """Read a transformers config. None if the model type is not in COUNTED."""
         if config.model_type not in COUNTED:
             return None
         kinds = getattr(config, "layer_types", None)
@@ -89,7 +88,7 @@ class ModelShape:
 
     @property
     def gemm_sizes(self) -> dict[str, int]:
-        """Rows and columns of a layer's weights, by the names that errors use."""
+        """Sizes of a layer's GEMM weights, by their names in error messages."""
         return {
             "hidden_size": self.hidden_size,
             "intermediate_size": self.ffn_hidden_size,
@@ -99,9 +98,9 @@ class ModelShape:
 
 
 def matmul_parameters(shape: ModelShape) -> int:
-    """Count the weights in GEMMs: q, k, v, o, gate, up, down and LM head, also if it is tied.
+    """Count the weights in GEMMs: q, k, v, o, gate, up, down and LM head, tied or not.
 
-    Embedding, norms and biases are not multiplied by GEMMs and do not count.
+    Embedding, norms and biases are not in GEMMs and do not count.
     """
     query_and_output = 2 * shape.hidden_size * shape.num_heads * shape.head_dim
     key_and_value = 2 * shape.hidden_size * shape.num_kv_heads * shape.head_dim
@@ -111,23 +110,23 @@ def matmul_parameters(shape: ModelShape) -> int:
 
 
 def gemm_flops(shape: ModelShape, tokens: int) -> float:
-    """FLOPs of forward and backward over `tokens` in the weights' GEMMs: 6 per weight and token."""
+    """Forward and backward FLOPs of the weights' GEMMs: 6 per weight and token."""
     return 6.0 * matmul_parameters(shape) * tokens
 
 
 def attention_flops(shape: ModelShape, sum_squared_lengths: int) -> float:
-    """FLOPs of forward and backward in QK^T and PV, for causal sequences of the given summed squared length.
+    """Forward and backward FLOPs of QK^T and PV in causal attention.
 
-    Full attention takes 12 * layers * heads * head_dim * length^2; a causal mask needs half.
+    Full attention takes 12 * layers * heads * head_dim * length^2; causal attention takes half.
     """
     return 6.0 * shape.num_layers * shape.num_heads * shape.head_dim * sum_squared_lengths
 
 
 def model_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int) -> float:
-    """FLOPs of forward and backward over `tokens` tokens in independent causal sequences.
+    """Forward and backward FLOPs over `tokens` tokens in independent causal sequences.
 
-    `sum_squared_lengths` is the sum of length^2 over the sequences; samples packed into one row count one by
-    one. Source: PaLM (arXiv:2204.02311), appendix B, 6N + 12LHQT per token, with N the weights in GEMMs and
+    `sum_squared_lengths` is the sum of length^2 over the sequences; each packed sample is a sequence of its
+    own. Source: PaLM (arXiv:2204.02311), appendix B, 6N + 12LHQT per token, with N the weights in GEMMs and
     the causal half of the second term. Llama-3.1-8B at 8192 tokens: 51.47 GFLOP per token.
     """
     return gemm_flops(shape, tokens) + attention_flops(shape, sum_squared_lengths)
@@ -140,8 +139,8 @@ class Peak(NamedTuple):
     fp8: float | None
 
 
-# A key matches if all its words are in the device name that CUDA reports. The first match counts, so variants
-# come before the plain name. Rates that a datasheet gives with sparsity only are halved.
+# A key matches if CUDA's device name contains all its words. The first match wins, so variants come before
+# the plain name. Datasheet rates with sparsity are halved.
 PEAK_TFLOPS: dict[str, Peak] = {
     "A100": Peak(312, None),  # NVIDIA A100 datasheet
     "A800": Peak(312, None),  # an A100 with slower NVLink
@@ -169,14 +168,14 @@ PEAK_TFLOPS: dict[str, Peak] = {
     "RTX 5090": Peak(209.5, 419),  # NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A
 }
 
-# Slices of a GPU, and cut-down chips under the name of a full one: their peaks are lower.
-_OTHER_CHIPS = {"MIG", "LAPTOP", "D"}
+# Words in names of MIG slices and cut-down variants, whose peaks are lower.
+_LOWER_PEAK_VARIANTS = {"MIG", "LAPTOP", "D"}
 
 
 def peak_tflops(gpu_name: str, precision: Literal["bf16", "fp8"]) -> float | None:
-    """Dense peak of one GPU in TFLOP/s; None for an unknown GPU or one without that precision."""
+    """Return the dense peak of one GPU in TFLOP/s; None for an unknown GPU or an unsupported precision."""
     words = set(re.findall(r"\w+", gpu_name.upper()))
-    if words & _OTHER_CHIPS:
+    if words & _LOWER_PEAK_VARIANTS:
         return None
     for key, peak in PEAK_TFLOPS.items():
         if words.issuperset(key.upper().split()):
@@ -185,7 +184,7 @@ def peak_tflops(gpu_name: str, precision: Literal["bf16", "fp8"]) -> float | Non
 
 
 def perplexity(loss: float) -> float:
-    """exp of a mean loss per token in nats; infinity on overflow, NaN for NaN."""
+    """Return exp(mean loss per token in nats); infinity on overflow."""
     try:
         return math.exp(loss)
     except OverflowError:

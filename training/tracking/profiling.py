@@ -1,4 +1,4 @@
-"""GPU time of a training step by kind of kernel, measured with torch's profiler."""
+"""Breakdown of a step's GPU time by kind of kernel, with torch.profiler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from core.errors import bad_setting
 from core.files import write_json
 
-# Kind -> pattern of kernel names; the first match counts.
+# Kind -> regex of kernel names; the first match wins.
 KINDS: dict[str, str] = {
     "communication": r"nccl",
     "attention": r"sdpa|fmha|flash|cudnn::fusion|fused_attn|softmax_warp",
@@ -28,11 +28,11 @@ KINDS: dict[str, str] = {
     "copies and sums": r"memcpy|memset|copy|fill|elementwise|CatArray|reduce_kernel|multi_tensor",
 }
 OTHER, IDLE = "other", "idle"
-FIRST = 9  # first profiled step of a run: after warm-up, and after a log interval of 8
+FIRST = 9  # first profiled step of a run, after warm-up
 
 
 class Kernel(NamedTuple):
-    """One launch of a kernel; microseconds."""
+    """One kernel launch; times in microseconds."""
 
     name: str
     start: float
@@ -44,9 +44,9 @@ def kind_of(name: str) -> str:
 
 
 def breakdown(kernels: Iterable[Kernel], steps: int) -> dict[str, Any]:
-    """Return milliseconds and launches per step by kind, the span of a step, and the time without a kernel.
+    """Return time and launches per step by kind of kernel, the length of a step, and its idle time.
 
-    Overlapping kernels count fully in their kinds, so kinds may add up to more than the span.
+    Overlapping kernels each count in full, so the kinds may add up to more than the step.
     """
     ordered = sorted(kernels, key=lambda kernel: kernel.start)
     names, launches = Counter[str](), Counter(kind_of(kernel.name) for kernel in ordered)
@@ -72,26 +72,26 @@ def lines(profile: dict[str, Any]) -> list[str]:
 
 
 def check(count: int, device: torch.device) -> None:
-    """Refuse --profile_steps on a device without kernels to time."""
+    """UserError for --profile_steps without a GPU."""
     if count and device.type != "cuda":
         reason = f"times GPU kernels, and this run is on {device.type}; drop it, or run on a CUDA GPU"
         raise bad_setting(reason, profile_steps=count)
 
 
 def profiled_steps(count: int, *, done: int, total: int) -> range:
-    """Return the steps to profile of a run that resumes after step `done` and ends at `total`.
+    """Return the steps to profile in a launch that runs steps `done` + 1 to `total`.
 
-    They begin FIRST steps later, or are the last ones of a shorter run. A launch's first step, in which
-    kernels are selected and compiled, is never profiled.
+    The range starts at step `done` + FIRST, or earlier if the run is shorter. The launch's first step is
+    never profiled, because it selects and compiles kernels.
     """
     first = max(done + 2, min(done + FIRST, total - count + 1))
     return range(first, min(first + count, total + 1))
 
 
 class StepProfiler:
-    """Profiler of `steps`, which writes profile.json and profile_trace.json into `folder`.
+    """Profiler of `steps`; writes profile.json and profile_trace.json to `folder`.
 
-    Profiled steps launch more slowly, which shows as idle time if a model is launch-bound.
+    Profiling slows kernel launches, so a launch-bound model shows more idle time.
     """
 
     def __init__(self, folder: Path, steps: range):
@@ -105,7 +105,7 @@ class StepProfiler:
         self._profiler.__enter__()
 
     def finish(self) -> list[str]:
-        """Write the files and return lines to print."""
+        """Write the files and return the lines to print."""
         torch.cuda.synchronize()
         profiler = self._profiler
         self.close()
@@ -120,7 +120,7 @@ class StepProfiler:
         return [*lines(profile), f"trace, for https://ui.perfetto.dev: {trace}"]
 
     def close(self) -> None:
-        """Stop profiling; also for a run that ends in between."""
+        """Stop profiling, also if the run ends early."""
         if self._profiler is not None:
             self._profiler.__exit__(None, None, None)
             self._profiler = None

@@ -24,8 +24,10 @@ class LogConfig(Section):
     fp8_stats_interval: int = resumable(
         0, "steps between FP8 statistics (underflow, overflow, scale, amax); 0: never", minimum=0
     )
-    profile_steps: int = resumable(0, "profile N steps from step 9 on: kernel times, Chrome trace", minimum=0)
-    log_dir: str | None = service(None, "folder for TensorBoard logs; default: none")
+    profile_steps: int = resumable(
+        0, "number of steps to profile, from step 9: kernel times and Chrome trace; 0: none", minimum=0
+    )
+    log_dir: str | None = service(None, "folder for TensorBoard logs; default: no TensorBoard")
     use_wandb: bool = service(False, "log to Weights & Biases")
     wandb_project: str = service("llm-fp8", "W&B project")
     wandb_run_name: str | None = service(None, "W&B run name; default: the run folder's name")
@@ -36,9 +38,9 @@ class LogConfig(Section):
     wandb_group: str | None = service(None, "W&B group")
 
     def unread(self) -> str | None:
-        """Return a warning about W&B settings in a run that does not log there, or None."""
+        """Return a warning about W&B settings given without --use_wandb, or None."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("wandb_")}
         changed = [as_flag(name, value) for name, value in given.items() if value != getattr(LogConfig, name)]
         return (
-            f"{', '.join(changed)}: not read without --use_wandb" if changed and not self.use_wandb else None
+            f"{', '.join(changed)}: no effect without --use_wandb" if changed and not self.use_wandb else None
         )

@@ -1,4 +1,4 @@
-"""Logging of a run's metrics: to metrics.jsonl always, to TensorBoard and W&B on request."""
+"""Logging of metrics to metrics.jsonl and, if enabled, to TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from training.tracking.settings import LogConfig
 from training.tracking.wandb_writer import WandbWriter, call_with_timeout
 from training.tracking.writers import JsonlWriter, TensorBoardWriter
 
-FAILED_RUN_SECONDS = 5.0  # for a failed run's uploads; below the watchdog's GRACE_SECONDS
+FAILED_RUN_SECONDS = 5.0  # upload timeout of a failed run; less than the watchdog's GRACE_SECONDS
 
 
 class Tracker:
-    """Logs to `record`, the run's own files, and to services that must not stop the run when they fail.
+    """Logs to `record` (the run's files) and to services, whose failures do not stop the run.
 
-    Each is a writer with log(step, metrics), summary(values) and finish(exit_code). Without a record nothing
-    is written, as on every rank but 0.
+    All are writers with log(step, metrics), summary(values) and finish(exit_code). Without `record`, as on
+    all ranks but 0, nothing is written.
     """
 
     def __init__(self, record: Any = None) -> None:
         self._record, self._services = record, {}
 
     def add_service(self, name: str, build: Callable[[], Any]) -> None:
-        """Also log to the writer that `build` returns, until its first error, which is reported."""
+        """Also log to the writer that `build` returns. After an error it is disabled with a warning."""
         self._guard(name, lambda: self._services.update({name: build()}))
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """Record `metrics` at an optimizer step. UserError if metrics.jsonl cannot be written."""
+        """Log `metrics` of an optimizer step. UserError if metrics.jsonl cannot be written."""
         self._write("log", step, metrics)
 
     def summary(self, values: dict[str, Any]) -> None:
@@ -49,7 +49,7 @@ class Tracker:
         self._record, self._services = None, {}
 
     def give_up(self, exit_code: int) -> None:
-        """`finish` within seconds, for a failed run: it still holds its GPUs, and maybe other ranks."""
+        """Call `finish` with a short timeout, since a failed run still occupies its GPUs."""
         with suppress(Exception):
             call_with_timeout(FAILED_RUN_SECONDS, lambda: self.finish(exit_code))
 
@@ -84,11 +84,11 @@ def build_tracker(
     evaluates_again: bool = False,
     enabled: bool = True,
 ) -> Tracker:
-    """Open the run's writers; nothing is written unless `enabled`, as on every rank but 0.
+    """Open the run's writers. If not `enabled`, as on all ranks but 0, nothing is written.
 
-    `config` and `tags` go to W&B. `resume_step` is the step of the checkpoint that the run resumes from, or
-    None: later lines of metrics.jsonl move to metrics.discarded.jsonl, and with `evaluates_again` also that
-    step's evaluation. A service that fails is disabled with a warning. UserError if one is not installed.
+    `config` and `tags` go to W&B. `resume_step` is the step of the checkpoint to resume from, or None. Later
+    lines of metrics.jsonl move to metrics.discarded.jsonl; with `evaluates_again` so does the evaluation of
+    that step. A service that fails is disabled with a warning. UserError if it is not installed.
     """
     if not enabled:
         return Tracker()
@@ -97,7 +97,7 @@ def build_tracker(
             raise bad_setting(f"{package} is not installed; pip install {package}", **{name: value})
     new = replaces_finished_run(run_folder, resume_step)
     tracker = Tracker(JsonlWriter(run_folder, resume_step, evaluates_again=evaluates_again))
-    if cfg.log_dir:  # closed before W&B, since a failed run may give up its uploads
+    if cfg.log_dir:  # first, because closing W&B may time out in a failed run
         tracker.add_service("TensorBoard", lambda: TensorBoardWriter(cfg.log_dir, resume_step))
     if cfg.use_wandb:
         tracker.add_service("W&B", lambda: WandbWriter(cfg, run_folder, config, tags, new=new))

@@ -1,4 +1,4 @@
-"""W&B runs that survive restarts and never hold a training run up."""
+"""W&B runs that continue across restarts and never block training."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from core.files import replace_file
 from core.redact import redacted
 from training.tracking.settings import LogConfig
 
-SERVER_SECONDS = 10.0  # for the server's first response
-INIT_SECONDS = 120.0  # for `wandb.init`, which retries for hours if the server fails after its first response
-UPLOAD_SECONDS = 300.0  # for uploads at the end of a run; the rest stays on disk for `wandb sync`
+# Timeouts. `wandb.init` retries for hours if the server fails after its first response. Files that are not
+# uploaded at the end of a run stay on disk for `wandb sync`.
+SERVER_SECONDS = 10.0
+INIT_SECONDS = 120.0
+UPLOAD_SECONDS = 300.0
 
 
 class WandbWriter:
-    """A W&B run. Its id is kept in the run folder (wandb_id.txt), so a resumed run continues it."""
+    """A W&B run. A resumed run continues it by its id in the run folder (wandb_id.txt)."""
 
     def __init__(
         self, cfg: LogConfig, run_folder: Path, config: dict[str, Any], tags: list[str], *, new: bool
@@ -38,7 +40,7 @@ class WandbWriter:
             tags=[*own_tags, *tags],
             config=redacted(config),
         )
-        # Steps repeat after a resume, and W&B drops values logged again at its own step.
+        # Steps repeat after a resume, but W&B drops values for an earlier step of its own counter.
         self._run.define_metric("train/step")
         self._run.define_metric("*", step_metric="train/step")
 
@@ -53,7 +55,7 @@ class WandbWriter:
 
 
 def wandb_id(folder: Path, *, new: bool = False, name: str = "wandb_id.txt") -> tuple[str, bool]:
-    """Return the id of the W&B run that belongs to `folder`, and True if it had one; `new` replaces it."""
+    """Return (id of the folder's W&B run, True if it existed before). With `new`, create a new id."""
     file = folder / name
     if file.exists() and not new:
         return file.read_text().strip(), True
@@ -63,22 +65,22 @@ def wandb_id(folder: Path, *, new: bool = False, name: str = "wandb_id.txt") -> 
 
 
 def start_wandb(cfg: LogConfig, folder: Path, **options: Any) -> Any:
-    """Start a W&B run that writes into `folder`; `options` are those of `wandb.init`. Raises any error.
+    """Start a W&B run in `folder`, with `options` of `wandb.init`. May raise any error.
 
-    It is offline, with a warning, if no server answers. The terminal's output and the command line, which may
-    contain tokens, are not uploaded.
+    If the server does not respond, the run is offline, with a warning. Terminal output and command line are
+    not uploaded, because they may contain tokens.
     """
     import requests  # wandb's own HTTP library, so proxies and certificates are the same
     import wandb
 
     settings, mode = wandb.setup().settings, cfg.wandb_mode
     if (mode or settings.mode) == "online":
-        try:  # the API, since a front page may be up while the API is not
+        try:  # query the API: the front page may be up while the API is down
             query = {"query": "{__typename}"}
             reply = requests.post(f"{settings.base_url}/graphql", json=query, timeout=SERVER_SECONDS)
-            problem = f"is out of order (HTTP {reply.status_code})" if reply.status_code >= 500 else None
+            problem = f"fails (HTTP {reply.status_code})" if reply.status_code >= 500 else None
         except requests.RequestException as error:
-            problem = f"does not answer ({type(error).__name__})"
+            problem = f"does not respond ({type(error).__name__})"
         if problem:
             mode, where = "offline", f"logging offline to {folder / 'wandb'}, `wandb sync` uploads it"
             tqdm.write(f"WARNING: W&B: {settings.base_url} {problem}; {where}", file=sys.stderr)
@@ -89,7 +91,7 @@ def start_wandb(cfg: LogConfig, folder: Path, **options: Any) -> Any:
 
 
 def call_with_timeout(seconds: float, function: Callable[[], Any]) -> Any:
-    """Call a function in a daemon thread; TimeoutError after `seconds`, leaving the thread behind."""
+    """Call a function in a daemon thread. TimeoutError after `seconds`; the thread keeps running."""
     outcome: Future[Any] = Future()
 
     def call() -> None:

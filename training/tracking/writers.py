@@ -1,6 +1,6 @@
-"""Writers of metrics to files: metrics.jsonl with summary.json, and TensorBoard.
+"""Writers of metrics to metrics.jsonl with summary.json, and to TensorBoard.
 
-metrics.jsonl is the record that reports read.
+Reports read metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from core.files import explaining_write_errors, replace_file, to_json
 
 
 class JsonlWriter:
-    """metrics.jsonl (one object a line: step, time in Unix seconds, metrics) and summary.json."""
+    """Writer of metrics.jsonl and summary.json. A line is an object: step, time (Unix seconds), metrics."""
 
     def __init__(self, run_folder: Path, resume_step: int | None, *, evaluates_again: bool = False) -> None:
         self._path, self._summary_path = run_folder / "metrics.jsonl", run_folder / "summary.json"
@@ -23,7 +23,7 @@ class JsonlWriter:
             run_folder.mkdir(parents=True, exist_ok=True)
             self._path.touch()
             _discard_after(self._path, -1 if resume_step is None else resume_step, evaluation=evaluates_again)
-            if self._summary_path.exists():  # a stale summary must not outlive a launch that crashes
+            if self._summary_path.exists():  # a stale summary must not look like this launch's
                 self._summary_path.replace(run_folder / "summary.previous.json")
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
@@ -39,9 +39,9 @@ class JsonlWriter:
 
 
 def _discard_after(path: Path, step: int, *, evaluation: bool) -> None:
-    """Move the lines after `step`, and with `evaluation` also that step's, to metrics.discarded.jsonl.
+    """Move lines after `step` to metrics.discarded.jsonl; with `evaluation` also the eval of `step`.
 
-    They are written there first, so that a kill in between loses none.
+    They are copied before they are removed, so that a kill loses none.
     """
     kept, discarded = [], []
     for line, record in _complete_lines(path):
@@ -55,7 +55,7 @@ def _discard_after(path: Path, step: int, *, evaluation: bool) -> None:
 
 
 def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Return each complete line and its object; a killed process or a full disk leaves half a line."""
+    """Return (line, object) pairs. Skip partial lines, left by a killed process or a full disk."""
     complete = []
     for line in path.read_bytes().splitlines():
         with suppress(ValueError):
@@ -64,7 +64,7 @@ def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 class TensorBoardWriter:
-    """TensorBoard event files; events that a launch resumed at `resume_step` repeats are hidden."""
+    """Writer of TensorBoard event files. A resume hides earlier events after `resume_step`."""
 
     def __init__(self, log_dir: str, resume_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter

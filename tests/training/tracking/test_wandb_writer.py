@@ -101,9 +101,9 @@ def log_one_step(folder, **settings):
 @pytest.mark.parametrize(
     ("outage", "problem"),
     [
-        ("refused", "does not answer (ConnectionError)"),
-        ("error", "is out of order (HTTP 503)"),
-        ("silence", "does not answer (ReadTimeout)"),
+        ("refused", "does not respond (ConnectionError)"),
+        ("error", "fails (HTTP 503)"),
+        ("silence", "does not respond (ReadTimeout)"),
     ],
 )
 def test_an_unreachable_server_is_one_warning_and_the_run_is_logged_offline(
