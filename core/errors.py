@@ -58,6 +58,6 @@ def origins(error: BaseException) -> Iterator[BaseException]:
 
 
 def raise_interrupt(error: BaseException) -> None:
-    """Raise KeyboardInterrupt if one caused `error`: libraries replace it by errors of their own."""
+    """Raise KeyboardInterrupt if one caused `error`: libraries replace it with their own errors."""
     if any(isinstance(origin, KeyboardInterrupt) for origin in origins(error)):
         raise KeyboardInterrupt from error

@@ -98,7 +98,7 @@ def save_tensors(tensors: dict[str, Any], path: Path, metadata: dict[str, str]) 
 
     try:
         save_file(tensors, path, metadata={"format": "pt"} | metadata)
-    except SafetensorError as error:  # its text has the system's error
+    except SafetensorError as error:  # its message contains the OS error
         raise OSError(str(error)) from None
     with contextlib.suppress(OSError):  # some file systems have no modes
         path.chmod(path.parent.stat().st_mode & 0o666)

@@ -10,12 +10,12 @@ RETRIES = 2  # after 1 and 2 seconds
 
 
 def is_path(name: str) -> bool:
-    """True if the name can be no hub id."""
+    """True if the name cannot be a hub id."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def require_folder(flag: str, name: str) -> None:
-    """UserError if the name can only be a folder's and there is none."""
+    """UserError if the name is a path that does not exist."""
     if is_path(name) and not os.path.exists(name):
         raise bad_setting("there is no such folder; give one that exists, or a hub id", **{flag: name})
 
@@ -43,7 +43,7 @@ def require_reachable_hub(
             "HEAD",
             hf_hub_url(name, files[0], repo_type=repo_type),
             max_retries=RETRIES,
-            retry_on_exceptions=httpx.ConnectError,  # a hub that times out once will again
+            retry_on_exceptions=httpx.ConnectError,  # do not retry timeouts
             retry_on_status_codes=(),
             timeout=constants.HF_HUB_ETAG_TIMEOUT,
         )

@@ -11,14 +11,14 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")  # limits of control groups
 
 
 def cores() -> list[int]:
-    """Return the CPU cores that this process may run on: a launcher may have bound it to some."""
+    """Return the CPU cores in this process's affinity mask."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def host_memory() -> int:
-    """Return the bytes of memory that the process may use: the machine's, or a container's or batch job's."""
+    """Return the host memory in bytes, or the cgroup limit if it is lower."""
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_memory_limits()])
 
 

@@ -24,7 +24,7 @@ def versions() -> dict[str, str | None]:
 
 
 def software() -> dict[str, str | None]:
-    """Return what all ranks of a job must share: package versions, and a digest of the suite's code."""
+    """Return package versions and a digest of the suite's code, which must match on all ranks."""
     return versions() | {"the suite's code": code_digest()}
 
 

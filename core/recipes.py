@@ -44,7 +44,7 @@ class StepCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeSpec:
-    """Everything the suite has to know of one recipe."""
+    """Properties of one recipe."""
 
     # fp8_* settings that the recipe reads; any other one, if set, is refused.
     settings: frozenset[str] = frozenset()
@@ -55,7 +55,7 @@ class RecipeSpec:
     architectures: tuple[str, ...] | None = None
     # On a machine that cannot run it, FALLBACK_RECIPE may run instead, with a warning (--fp8_fallback).
     may_fall_back: bool = False
-    # It carries scales and amax histories from step to step, which need calibration and checkpoints.
+    # It keeps scales and amax histories across steps, which need calibration and checkpointing.
     stateful: bool = False
     fp8_attention_before_blackwell: bool = False
     # Its scale of a weight is the same for all shards, so that FSDP2 can gather weights in FP8.
@@ -191,5 +191,5 @@ BF16_COSTS = StepCosts(gemm_share=0.71, cast_bytes=0)  # the 8B step of 783 ms l
 
 
 def costs_of(recipe: str) -> StepCosts:
-    """Costs of a recipe, or of BF16."""
+    """Return the costs of a recipe, or of BF16."""
     return RECIPES[recipe].costs if recipe in RECIPES else BF16_COSTS

@@ -25,8 +25,8 @@ BOUNDS = {
 }
 
 
-# Effect of a setting on results. step: speed and memory of a step, and its loss, if only by rounding.
-# learning: what is learned at the same cost per step. logging: what is recorded. nothing: no result.
+# Effect of a setting on results. step: speed, memory or numerics of a step. learning: the trained model, at
+# the same cost per step. logging: recorded metrics only. nothing: no results.
 Effect = Literal["step", "learning", "logging", "nothing"]
 
 
@@ -84,14 +84,14 @@ def lookup(name: str, settings: dict[str, Setting]) -> Setting:
 
 
 def split_optional(hint: Any) -> tuple[Any, bool]:
-    """Return the type without `| None`, and whether it had that."""
+    """Return (type without `| None`, True if None was allowed)."""
     if get_origin(hint) in (types.UnionType, typing.Union):
         return next(a for a in get_args(hint) if a is not type(None)), True
     return hint, False
 
 
 def convert(name: str, value: Any, hint: Any) -> Any:
-    """Convert the value of a flag or YAML key to its field's type. UserError if it cannot be."""
+    """Convert the value of a flag or YAML key to its field's type. UserError if it is invalid."""
     hint, optional = split_optional(hint)
 
     def wrong(reason: str) -> UserError:

@@ -1,4 +1,4 @@
-"""Checks of cuDNN, Transformer Engine, attention and the recipes: layers are built, trained and timed."""
+"""Checks of cuDNN, Transformer Engine, attention and recipes, and benchmarks of GEMMs and a layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from training.tracking.metrics import ModelShape, model_flops, peak_tflops
 LARGE, SMALL = "meta-llama/Llama-3.1-8B", "tiny-llama"  # one layer is timed; one is trained in each recipe
 TE_PARTS = ("transformer_engine", "transformer_engine_torch")
 TE_PARTS += ("transformer_engine_cu12", "transformer_engine_cu13")  # of another CUDA than torch's: an error
-GEMM_SIZE = LAYER_TOKENS = 8192  # no cache holds these
+GEMM_SIZE = LAYER_TOKENS = 8192  # too large for caches
 # Healthy data-centre GPUs reach 60 to 85 % of their dense peak in such GEMMs, power-limited ones 50 to 60 %.
 # An H200 trained the whole 8B at 0.51 (BF16) and 0.34 (FP8) of its peak; two thirds of that are suspicious.
 LOW_SHARE = {"GEMM": {"bf16": 0.5, "fp8": 0.5}, "layer": {"bf16": 0.34, "fp8": 0.22}}
@@ -36,7 +36,7 @@ LAYER_BYTES = 10e9  # free memory needed: a layer, its gradients and activations
 
 
 def check_cudnn() -> Iterator[Finding]:
-    """Report the cuDNN in use, and a mix of two once Transformer Engine is loaded."""
+    """Report the cuDNN in use; a fault if loading Transformer Engine adds a second one."""
     own, number = te_runtime.torch_cudnn(), torch.backends.cudnn.version()
     te_runtime.why_not_te()
     folders = [str(folder) for folder in te_runtime.loaded_cudnns()]
@@ -48,7 +48,7 @@ def check_cudnn() -> Iterator[Finding]:
 
 
 def check_te() -> Iterator[Finding]:
-    """Report if Transformer Engine runs here, else the cause and the command that installs it."""
+    """Report whether Transformer Engine loads, else the cause and the install command."""
     found, reason = version("transformer_engine"), te_runtime.why_not_te()
     if reason is None:
         yield Finding("ok", f"Transformer Engine {found} loads", data={"transformer_engine": found})
@@ -63,7 +63,7 @@ def check_te() -> Iterator[Finding]:
 
 
 def install_te() -> str:
-    """Return the command that installs all parts anew; the extension is compiled on the spot."""
+    """Return the command that reinstalls all parts of TE and compiles its extension."""
     command = f"pip install setuptools wheel ninja && {te_runtime.INSTALL_TE}"
     if parts := [part for part in TE_PARTS if version(part)]:  # pip's cache may hold one for another torch
         command = f"pip uninstall -y {' '.join(parts)} && {command} --no-cache-dir"
@@ -75,7 +75,7 @@ def install_te() -> str:
 
 
 def check_flash_attention() -> Iterator[Finding]:
-    """Report FlashAttention 4, tested as a run tests it. It is optional: TE has cuDNN's attention."""
+    """Report FlashAttention 4 after the self-test of a run. It is optional: TE also has cuDNN attention."""
     if reason := flash_attention.why_not(128):
         yield Finding("note", f"runs do not use FlashAttention 4: {reason}")
     elif wrong := flash_attention.self_test_te(32, 8, 128, packed=True):
@@ -121,7 +121,7 @@ def build_step(
 
 
 def check_recipes() -> Iterator[Finding]:
-    """Train a small layer in every recipe, in native and emulated TE layers or in Hugging Face's."""
+    """Train a small layer in every recipe, with native TE, emulated TE or Hugging Face layers."""
     reasons: dict[str, bool] = {}  # reason -> True if the recipe should run
     for name in ("bf16", *RECIPES):
         text, data = f"{name:<18}", {"recipe": name}
@@ -158,7 +158,7 @@ def try_recipe(name: str, backend: Backend | None) -> tuple[str | None, bool]:
 
 
 def check_attention() -> Iterator[Finding]:
-    """Report the backend that attention of an 8B layer really gets, packed and not."""
+    """Report the attention backend in use for an 8B layer, packed and unpacked."""
     for packed in () if te_runtime.why_not_te() else (True, False):
         build_step(LARGE, "bf16", "native", packed=packed, tokens=512)[1]()
         backend = te_runtime.attention_backend()

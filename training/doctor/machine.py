@@ -38,7 +38,7 @@ DRIVER_ERRORS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. A fault breaks training or slows it for good; `cure` is a shell command."""
+    """One line of the report. A fault breaks or severely slows training. `cure` is a shell command."""
 
     status: Literal["ok", "note", "warn", "fault"]
     text: str
@@ -70,7 +70,7 @@ def check_machine() -> Iterator[Finding]:
 
 
 def check_packages() -> Iterator[Finding]:
-    """Report packages, with one command for what is required and one for what is optional."""
+    """Report packages, with an install command for missing required and optional ones."""
     versions = {name: version(name) for name in (*REQUIRED, *OPTIONAL)}
     command = "pip install -r requirements.txt"
     problems = []
@@ -96,7 +96,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def nvcc_cuda() -> str:
-    """Return the CUDA of the compiler that builds Transformer Engine's extension, or "none"."""
+    """Return the CUDA version of nvcc, which compiles Transformer Engine's extension, or "none"."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     found = output(f"{home}/bin/nvcc", "--version") or output("nvcc", "--version") or ""
     match = re.search(r"release (\d+\.\d+)", found)
@@ -157,6 +157,6 @@ def _no_gpu(torch: Any, smi: str | None) -> Finding:
 
 
 def driver_cure(message: str) -> str:
-    """Return the command that fixes what torch or nvidia-smi reports, or that shows more about it."""
+    """Return the command that fixes an error of torch or nvidia-smi, or shows more details."""
     commands = (command for pattern, command in DRIVER_ERRORS.items() if re.search(pattern, message))
     return this_pip(next(commands, "nvidia-smi -q"))

@@ -1,9 +1,9 @@
-"""Gradients summed over the micro-batches of a step, apart from BF16 parameters.
+"""Gradient accumulation over micro-batches in FP32 for BF16 parameters.
 
-Autograd sums in the parameter's own BF16, which drops more low-order bits the larger the sum grows. Here the
-sum is `main_grad`, Megatron's and TE's name, in FP32 by default. TE's GEMMs add to it as they multiply
-(`fuse_wgrad_accumulation`), which saves a pass over memory. Other gradients are added as soon as autograd has
-them: by a hook on one device, by FSDP2 where it shards the model.
+Autograd accumulates in BF16, which loses low-order bits as the sum grows. Here the sum is in `main_grad` (the
+name in Megatron and TE), in FP32 by default. TE's wgrad GEMMs accumulate into it directly
+(`fuse_wgrad_accumulation`), which saves a pass over memory. Other gradients are added as soon as autograd
+computes them: by a hook on one device, by FSDP2 for sharded models.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GEMM_WEIGHTS = ("weight", "fc1_weight", "fc2_weight")  # names in TE's modules
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return the gradient to step from: the sum over micro-batches if there is one, else autograd's."""
+    """Return the gradient for the optimizer: `main_grad` if there is one, else `grad`."""
     main = getattr(parameter, "main_grad", None)
     return parameter.grad if main is None else main
 
@@ -33,10 +33,10 @@ def _gemm_weights(module: nn.Module) -> list[Tensor]:
 
 
 class MainGradAccumulator:
-    """Sums in `main_grad` of every trainable parameter, for models that are not sharded.
+    """Accumulate into `main_grad` of every trainable parameter, for models that are not sharded.
 
-    The sums of weights in TE's fused modules live as long as the model, and a step's first micro-batch
-    overwrites them; the others are freed after each step.
+    The buffers of weights in TE's fused modules are permanent, and a step's first micro-batch overwrites
+    them. Other buffers are freed after each step.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
@@ -58,37 +58,35 @@ class MainGradAccumulator:
         parameter.grad = None
 
     def begin_micro_batch(self, *, first: bool, last: bool) -> None:
-        """Prepare a micro-batch; call before its forward pass, in which TE reads `overwrite_main_grad`."""
+        """Prepare a micro-batch. Call before its forward pass, where TE reads `overwrite_main_grad`."""
         for weight in self.fused:
             weight.overwrite_main_grad = first
 
     def clear(self) -> None:
-        """Free the step's sums, except those that TE overwrites."""
+        """Free the gradients, except the buffers that TE overwrites."""
         for parameter in self.others:
             parameter.main_grad = None
 
 
 class FSDPMainGradAccumulator:
-    """Sums of TE's weights that FSDP2 shards: the `grad` of the gathered weight, in `dtype`.
+    """Accumulate gradients of TE weights sharded by FSDP2, in `dtype`, into `grad` of the gathered weight.
 
-    FSDP2 reduces that `grad` after the step's last micro-batch, as if autograd had made it, with the sums
-    that it keeps of the block's other gradients. It puts the gathered weight into the module for each
-    forward pass; a pre-forward hook then sets the attributes that make TE call `get_main_grad`, as for
-    Megatron's FSDP. With one micro-batch there is nothing to add, and autograd's gradients remain. They
-    remain too for te.LayerNormLinear, which fails in backward where it has to cast its weight again (TE
-    2.20).
+    FSDP2 reduces this `grad` after the step's last micro-batch, together with the block's other gradients. A
+    pre-forward hook sets the attributes on the gathered weight that make TE call `get_main_grad`, as with
+    Megatron's FSDP. Autograd's gradients are used with a single micro-batch, and for te.LayerNormLinear,
+    whose backward fails if it has to cast its weight again (TE 2.20).
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         self.dtype, self.first = dtype, True
         self.modules = []
-        self.requested: Tensor | None = None  # weight whose sum TE requested last
+        self.requested: Tensor | None = None  # weight of TE's last `get_main_grad` call
         for module in _fused_modules(model):
             if type(module).__name__ == "LayerNormLinear":
                 module.fuse_wgrad_accumulation = False
             else:
                 self.modules.append(module)
-                module.register_forward_pre_hook(self._offer_sums)
+                module.register_forward_pre_hook(self._set_hooks_on_weights)
 
     def begin_micro_batch(self, *, first: bool, last: bool) -> None:
         """Prepare a micro-batch; call before its forward pass."""
@@ -96,14 +94,14 @@ class FSDPMainGradAccumulator:
         for module in self.modules:
             module.fuse_wgrad_accumulation = not (first and last)
 
-    def _offer_sums(self, module: nn.Module, _: Any) -> None:
+    def _set_hooks_on_weights(self, module: nn.Module, _: Any) -> None:
         for weight in _gemm_weights(module):
             weight.overwrite_main_grad = self.first
-            weight.__fsdp_param__, weight.get_main_grad = True, functools.partial(self._sum_of, weight)
+            weight.__fsdp_param__, weight.get_main_grad = True, functools.partial(self._main_grad, weight)
             if not module.fuse_wgrad_accumulation:
                 weight.grad_dtype = weight.dtype
 
-    def _sum_of(self, weight: Tensor) -> Tensor:
+    def _main_grad(self, weight: Tensor) -> Tensor:
         self.clear()
         if weight.grad is None:
             weight.grad_dtype = self.dtype
@@ -113,6 +111,6 @@ class FSDPMainGradAccumulator:
         return weight.grad
 
     def clear(self) -> None:
-        """Release the sum that TE requested last, which it would keep as `main_grad` after FSDP2 is done."""
+        """Drop the last `main_grad`, so that the weight does not keep it after FSDP2 has reduced it."""
         if self.requested is not None:
             self.requested.main_grad = self.requested = None

@@ -1,8 +1,7 @@
-"""AdamW on BF16 weights that stores the low 16 bits of each FP32 master weight separately.
+"""AdamW on BF16 weights, with the low 16 bits of each FP32 master weight as a separate remainder.
 
-A step is one pass over memory: weight, remainder, gradient and moments are read once and written once (26
-bytes a parameter with FP32 moments, 18 with BF16). The kernel reads the gradient scale and whether to step at
-all from the device, so the host never waits for the gradient norm.
+A step is one pass over memory: 26 bytes per parameter with FP32 moments, 18 with BF16. The kernel reads the
+gradient scale and the flag to apply the step from the device, so the host never waits for the gradient norm.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from training.optim.accumulation import gradient_of
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW (arXiv:1711.05101) on BF16 parameters, whole or sharded (DTensor), with FP32 arithmetic.
 
-    State per parameter: `exp_avg` and `exp_avg_sq` in `moment_dtype`, and with `master_weights` the int16
-    `master_param`, low half of the FP32 weight (`split_master`). FP32 parameters are their own masters.
+    State per parameter: `exp_avg` and `exp_avg_sq` in `moment_dtype`; with `master_weights` also the int16
+    `master_param`, the low half of the FP32 weight (`split_master`). FP32 parameters are their own masters.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class FusedAdamW(torch.optim.Optimizer):
         scale: Tensor | None = None,
         apply: Tensor | None = None,
     ) -> None:
-        """Step from gradients times `scale`, unless `apply` is false; both are scalars on the device."""
+        """Step with gradients times `scale` if `apply`. Both are scalars on the device."""
         assert closure is None
         device = self.steps.device
         apply = torch.ones((), device=device) if apply is None else apply.float()
@@ -64,7 +63,7 @@ class FusedAdamW(torch.optim.Optimizer):
         self.steps += apply
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
-            steps = self.steps.clamp(min=1)  # float64; at 0 steps the corrections would be 0
+            steps = self.steps.clamp(min=1)  # at 0 steps the bias corrections would be 0
             corrections = torch.stack([1 - beta1**steps, 1 - beta2**steps]).float()
             scalars = torch.cat([torch.stack([scale, apply]), corrections])
             for parameter in group["params"]:
@@ -76,7 +75,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, without torchao's wrapper of weights gathered in FP8."""
+    """Return this rank's shard of a tensor, without torchao's FP8 all-gather wrapper."""
     part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return getattr(part, "_tensor", part)
 
@@ -84,10 +83,10 @@ def local(tensor: Tensor) -> Tensor:
 def update_(
     weight: Tensor, grad: Tensor, state: dict[str, Tensor], scalars: Tensor, group: dict[str, Any]
 ) -> None:
-    """Apply one AdamW step in place, on contiguous tensors of one shape; here the reference of the kernel.
+    """Apply one AdamW step in place to contiguous tensors of one shape; the CPU path is the reference.
 
-    `scalars` [4] float32: gradient scale, apply (0 or 1), 1 - beta1^t, 1 - beta2^t. `group` has the other
-    settings. Without a remainder (`master_param`) the weight is its own master.
+    `scalars` [4] float32: gradient scale, apply (0 or 1), 1 - beta1^t, 1 - beta2^t. `group` holds the other
+    hyperparameters. Without a remainder (`master_param`) the weight is its own master.
     """
     if weight.is_cuda:
         from training.optim.adamw_triton import adamw_
@@ -118,7 +117,7 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
     """Split FP32 weights into BF16, rounded half up, and their low 16 bits as int16."""
     bits = master.contiguous().view(torch.int32)
     remainder = bits.to(torch.int16)
-    high = (bits >> 16) + (remainder < 0).int()  # a low half of 0x8000 or more rounds up
+    high = (bits >> 16) + (remainder < 0).int()  # round up if the low half is at least 0x8000
     return high.to(torch.int16).view(torch.bfloat16), remainder
 
 

@@ -48,11 +48,11 @@ def adamw_kernel(
 def adamw_(
     weight: Tensor, grad: Tensor, state: dict[str, Tensor], scalars: Tensor, group: dict[str, Any]
 ) -> None:
-    """Implement `adamw.update_`."""
+    """Launch the kernel; implements `adamw.update_`."""
     if weight.numel() == 0:
-        return  # a rank without rows of this parameter
+        return  # this rank holds no shard of the parameter
     moments = state["exp_avg"], state["exp_avg_sq"]
-    assert all(t.is_contiguous() for t in (weight, *moments)), "the kernel reads them as flat"
+    assert all(t.is_contiguous() for t in (weight, *moments)), "the kernel needs contiguous tensors"
     tensors = weight, grad.contiguous(), *moments, state.get("master_param"), scalars
     grid = (triton.cdiv(weight.numel(), BLOCK),)
     settings = group["lr"], *group["betas"], group["eps"], group["weight_decay"]

@@ -1,8 +1,8 @@
-"""AdamW with FP32 master weights: the choice of optimizer, and access to its state.
+"""Choice of the AdamW implementation, and access to its state.
 
-BF16 spacing at a weight of 0.02 is 6e-5, so an update of 1e-5 rounds to nothing: weights must be kept in
-FP32 somewhere. On a GPU a 16-bit remainder is stored for each BF16 weight; the two together are the FP32
-weight, bit by bit, in 4 bytes (`adamw`). Elsewhere the parameters are FP32.
+BF16 spacing at a weight of 0.02 is 6e-5, so an update of 1e-5 is lost; training needs FP32 master weights. On
+a GPU each BF16 weight has a 16-bit remainder, and both together are the exact FP32 weight (`adamw`).
+Otherwise the parameters are FP32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from training.precision.settings import PrecisionConfig
 
 class Kind(NamedTuple):
     name: str
-    weights: str  # weights and masters, in words
+    weights: str  # description of weights and masters
     master_bytes: int  # per parameter, stored in addition to the parameters
 
 
@@ -58,15 +58,15 @@ class OptimizerPlan:
 
 
 MASTER_NONE_WARNING = (
-    "WARNING: --master_weights none keeps weights in BF16 only: near 0.02 a BF16 step is 6e-5, so updates "
-    "of a small learning rate round to nothing (1B from random weights, 250 steps at 1e-5: loss 6.64, with "
+    "WARNING: --master_weights none keeps weights in BF16 only: BF16 spacing near 0.02 is 6e-5, so updates "
+    "with a small learning rate are lost (1B from random weights, 250 steps at 1e-5: loss 6.64, with "
     "masters 3.38)"
 )
 BF16_MOMENTS_LONGEST_BETA2 = 0.99
 
 
 def moment_warning(plan: OptimizerPlan, beta2: float) -> str | None:
-    """Return a warning if the dtype of the second moment cannot follow `beta2`, else None."""
+    """Return a warning if BF16 moments cannot represent the decay of `beta2`, else None."""
     if plan.moment_dtype != torch.bfloat16 or beta2 <= BF16_MOMENTS_LONGEST_BETA2:
         return None
     return (
@@ -79,9 +79,9 @@ def moment_warning(plan: OptimizerPlan, beta2: float) -> str | None:
 def plan_optimizer(
     cfg: PrecisionConfig, *, on_gpu: bool, master_home: Literal["device", "cpu", "zero"] = "device"
 ) -> OptimizerPlan:
-    """Choose optimizer and parameter dtype. UserError for dtypes that the optimizer cannot hold.
+    """Choose optimizer and parameter dtype. UserError for dtypes that the optimizer does not support.
 
-    `master_home`: where FP32 weights are kept: on the device, on the host of a GPU, or in DeepSpeed's ZeRO.
+    `master_home` is the location of FP32 weights: the device, the host of a GPU, or DeepSpeed's ZeRO.
     """
     moments = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.moment_dtype]
     masters = cfg.master_weights == "fp32"
@@ -92,7 +92,7 @@ def plan_optimizer(
         raise bad_setting(
             "DeepSpeed always has FP32 masters; use another --sharding_mode", master_weights="none"
         )
-    kept = torch.float32 if masters or full else torch.bfloat16  # dtype that torch AdamW steps
+    kept = torch.float32 if masters or full else torch.bfloat16  # dtype of torch AdamW's parameters
     if moments != kept:
         name = "fp32" if kept == torch.float32 else "bf16"
         masters_flag = {} if masters else {"master_weights": "none"}
@@ -125,7 +125,7 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig, plan: OptimizerPlan) -> 
         return FusedAdamW(groups, **common, **dtypes)
     if plan.kind != "te_fused_adam":
         return torch.optim.AdamW(groups, **common, fused=True)
-    # Weights in FP8 can only be stepped by TE's optimizer.
+    # Only TE's optimizer supports FP8 weights.
     optimizers = importlib.import_module("transformer_engine.pytorch.optimizers")
     moments = {"exp_avg_dtype": plan.moment_dtype, "exp_avg_sq_dtype": plan.moment_dtype}
     return optimizers.FusedAdam(groups, **common, master_weights=plan.master_weights, **moments)
@@ -134,14 +134,14 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig, plan: OptimizerPlan) -> 
 def step_if(
     optimizer: torch.optim.Optimizer, *, apply: Tensor, scale: Tensor, gradients: list[Tensor]
 ) -> None:
-    """Step from gradients times `scale` if `apply`, both scalars on the device.
+    """Step with gradients times `scale` if `apply`. Both are scalars on the device.
 
-    Only TE's optimizer makes the host wait for them.
+    Only TE's optimizer synchronizes with the host.
     """
     if isinstance(optimizer, FusedAdamW):
         optimizer.step(scale=scale, apply=apply)
     elif getattr(optimizer, "_step_supports_amp_scaling", False):
-        # The interface by which torch's fused optimizers read the result of a gradient scaler.
+        # Interface between torch's fused optimizers and GradScaler.
         optimizer.grad_scale, optimizer.found_inf = 1 / scale, (~apply).float()
         optimizer.step()
     elif apply:
@@ -150,7 +150,7 @@ def step_if(
 
 
 def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """Return a parameter's live optimizer state, allocated as by the first step if there was none yet."""
+    """Return a parameter's live optimizer state, allocated if necessary."""
     if optimizer.state[parameter]:
         return optimizer.state[parameter]
     if isinstance(optimizer, torch.optim.AdamW):
@@ -169,8 +169,8 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, T
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """Return live references to all state tensors as `<parameter>.<state>`, allocated if necessary.
 
-    Step counts are left out, see `optimizer_steps`. The dtypes are the optimizer's own: the state_dict of
-    TE's FusedAdam would cast BF16 moments to float32, 32 GB more for an 8B model.
+    Step counts are excluded, see `optimizer_steps`. Tensors keep their dtypes: TE's FusedAdam.state_dict
+    would cast BF16 moments to float32, 32 GB more for an 8B model.
     """
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -180,14 +180,14 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
 
 
 def master_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
-    """Return the complete FP32 master of a parameter, or None if the optimizer keeps none."""
+    """Return a parameter's FP32 master, or None if the optimizer stores none."""
     master = optimizer.state.get(parameter, {}).get("master_param")
     return master if master is not None and master.dtype == torch.float32 else None
 
 
 @torch.no_grad()
 def set_masters(optimizer: torch.optim.Optimizer, model: nn.Module, shards: dict[str, Tensor]) -> None:
-    """Initialise FP32 masters from this rank's shards of the weights before their quantization, by name."""
+    """Initialise FP32 masters from `shards`, this rank's unquantized weight shards by name."""
     for name, parameter in model.named_parameters():
         state = state_of(optimizer, parameter)
         if name in shards:
@@ -195,7 +195,7 @@ def set_masters(optimizer: torch.optim.Optimizer, model: nn.Module, shards: dict
 
 
 def optimizer_steps(optimizer: torch.optim.Optimizer) -> int:
-    """Return the number of steps applied, which Adam's bias correction needs."""
+    """Return the number of applied steps, for Adam's bias correction."""
     if isinstance(optimizer, torch.optim.AdamW):  # counts per parameter
         return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
     if isinstance(optimizer, FusedAdamW):
@@ -204,7 +204,7 @@ def optimizer_steps(optimizer: torch.optim.Optimizer) -> int:
 
 
 def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Restore the number of steps applied."""
+    """Restore the number of applied steps."""
     if isinstance(optimizer, torch.optim.AdamW):
         for state in optimizer.state.values():
             state["step"].fill_(steps)

@@ -10,7 +10,7 @@ from training.optim.settings import OptimConfig
 def learning_rate(step: int, cfg: OptimConfig, total_steps: int) -> float:
     """Return the learning rate of 0-based `step`.
 
-    Warm-up over W steps uses (step + 1) / W of the peak, so that no step has a learning rate of zero.
+    Warm-up over W steps uses (step + 1) / W of the peak, so the first step is not zero.
     """
     warmup = cfg.num_warmup_steps
     if warmup is None:

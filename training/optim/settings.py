@@ -21,7 +21,9 @@ class OptimConfig(Section):
     gradient_accumulation_steps: int = setting(1, "micro-batches per step", minimum=1, affects="step")
     num_epochs: int = resumable(1, "passes over the training data", minimum=1)
     max_steps: int | None = resumable(
-        None, "optimizer steps over all launches; 0: only evaluate; default: --num_epochs", minimum=0
+        None,
+        "total optimizer steps, over all launches; 0: only evaluate; default: by --num_epochs",
+        minimum=0,
     )
     learning_rate: float = setting(1e-5, "peak learning rate", above=0)
     lr_scheduler: Literal["cosine", "linear", "constant"] = setting("cosine", "schedule after warmup")
@@ -33,7 +35,9 @@ class OptimConfig(Section):
     adam_beta2: float = setting(0.95, "AdamW beta2", minimum=0, below=1)
     adam_epsilon: float = setting(1e-8, "AdamW epsilon", above=0)
     max_grad_norm: float = setting(1.0, "clip the global gradient norm to this; 0: no clipping", minimum=0)
-    max_skipped_steps: int = resumable(5, "stop after this many non-finite steps in a row", minimum=1)
+    max_skipped_steps: int = resumable(
+        5, "stop after this many skipped (non-finite) steps in a row", minimum=1
+    )
     seed: int = setting(42, "seed of weights, shuffling and held-out split", minimum=0, maximum=2**32 - 1)
     deterministic: bool = setting(
         False,

@@ -20,7 +20,7 @@ class PrecisionConfig(Section):
     bf16_first_layers: int = setting(0, "decoder layers at the start to keep in BF16", minimum=0)
     bf16_last_layers: int = setting(0, "decoder layers at the end to keep in BF16", minimum=0)
     precision_map: str | None = setting(
-        None, "recipes by module: PATTERN=RECIPE,... (layers.*.self_attention=bf16); default: none"
+        None, "PATTERN=RECIPE,...: recipe by module, or bf16 (layers.*.self_attention=bf16); default: none"
     )
     fp8_fallback: Literal["warn", "error"] = setting(
         "warn", "if mxfp8 or nvfp4 cannot run here: warn and use delayed scaling, or stop with an error"

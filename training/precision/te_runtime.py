@@ -1,4 +1,4 @@
-"""Transformer Engine on this machine: if it loads, with which cuDNN, and what its attention runs on."""
+"""Transformer Engine on this machine: availability, cuDNN, and the attention backend in use."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MAPS = Path("/proc/self/maps")
 
 
 def why_not_te() -> str | None:
-    """Return why Transformer Engine cannot run here, with the way out, or None."""
+    """Return why Transformer Engine cannot run here and how to fix it, or None."""
     if not torch.cuda.is_available():
         return "Transformer Engine needs a CUDA GPU and PyTorch sees none"
     if find_spec("transformer_engine") is None:
         return f"Transformer Engine is not installed; install it with `{INSTALL_TE}`"
     if error := load_error():
-        cure = "`python -m training.doctor` prints the command that repairs it"
+        cure = "`python -m training.doctor` prints the command that fixes it"
         return f"Transformer Engine does not load ({first_line(error)}); {cure}"
     return None
 
@@ -42,7 +42,7 @@ def load_error() -> Exception | None:
 
 
 def loaded_cudnns() -> list[Path]:
-    """Return the folders of the cuDNN libraries in this process; more than one is a mix."""
+    """Return the folders of the cuDNN libraries loaded in this process. More than one is a conflict."""
     try:
         lines = MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # not Linux
@@ -52,7 +52,7 @@ def loaded_cudnns() -> list[Path]:
 
 
 def torch_cudnn() -> Path | None:
-    """Return the folder of torch's cuDNN: the one in memory, else pip's; None for a CPU build."""
+    """Return the folder of torch's cuDNN: the loaded one, else pip's. None for a CPU build."""
     if torch.version.cuda is None:
         return None
     if folders := loaded_cudnns():
@@ -66,7 +66,7 @@ def torch_cudnn() -> Path | None:
 def point_te_at_torchs_cudnn() -> None:
     """Set CUDNN_HOME to torch's cuDNN, unless the user set it or TE is loaded.
 
-    TE prefers a system cuDNN. Mixed with torch's own, attention runs unfused, 4x slower, without an error.
+    TE prefers a system cuDNN. With two versions loaded, attention silently runs unfused, 4x slower.
     """
     if "transformer_engine" not in sys.modules and (folder := torch_cudnn()):
         os.environ.setdefault("CUDNN_HOME", str(folder))
@@ -78,21 +78,21 @@ def _selected_attention() -> dict:
 
 
 def attention_backend() -> str | None:
-    """Return the backend that TE's attention chose last: fused, flash or unfused; None before any forward."""
+    """Return TE's last attention backend: fused, flash or unfused. None before the first forward pass."""
     selected = _selected_attention()
     kinds = ("flash", "fused", "unfused")
     return next((kind for kind in kinds if selected.get(f"use_{kind}_attention")), None)
 
 
 def flash_attention_version() -> str | None:
-    """Return the version of the FlashAttention that TE's attention chose last, or None."""
+    """Return the version of FlashAttention that TE used last, or None."""
     selected = _selected_attention()
     found = selected.get("flash_attention_backend") if selected.get("use_flash_attention") else None
     return str(found) if found else None
 
 
 def unfused_warning(*, deterministic: bool, flash_attention: bool) -> str:
-    """Return the warning about unfused attention, with its likeliest cause and the way out."""
+    """Return the warning about unfused attention, with the likely cause and fix."""
     cause = "`python -m training.doctor` looks for the cause."
     if len(cudnns := loaded_cudnns()) > 1:
         cause = f"Two cuDNNs are mixed, {' and '.join(map(str, cudnns))}: set CUDNN_HOME to torch's."

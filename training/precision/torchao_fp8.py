@@ -1,6 +1,6 @@
-"""FP8 without Transformer Engine: torchao's Float8Linear in place of the linear layers of any causal LM.
+"""FP8 without Transformer Engine: replace linear layers of any causal LM with torchao's Float8Linear.
 
-Recipes, each with scales from the tensor itself (https://github.com/pytorch/ao/tree/main/torchao/float8):
+Recipes, all with dynamic scales (https://github.com/pytorch/ao/tree/main/torchao/float8):
 
 - tensorwise          one scale per tensor; E4M3 forward, E5M2 for gradients. The fastest.
 - rowwise             one scale per token and per output channel, powers of two; E4M3 everywhere.
@@ -29,13 +29,13 @@ from core.errors import UserError, bad_setting, first_line
 from core.recipes import RECIPES
 
 INSTALL = "pip install torchao==0.18.0"
-# Class -> its layer whose output transformers changes in place, which autograd forbids for torchao's.
+# Class -> layer whose output transformers modifies in place. Autograd forbids that for torchao's layers.
 ADDED_TO = {"Llama4TextMoe": "shared_expert.down_proj"}
 
 
 @cache
 def silence_import() -> None:
-    """Filter torchao's messages at import, also when transformers imports it: training needs none of it."""
+    """Filter torchao's import messages about features that training does not use."""
     for name, start in {"torchao": "Failed to load", "torch.utils._pytree": "<enum "}.items():
         logging.getLogger(name).addFilter(lambda record, s=start: not record.getMessage().startswith(s))
 
@@ -62,7 +62,7 @@ def _float8() -> Any:
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """Return the names, as in the coverage table, of the linear layers that can have a recipe."""
+    """Return the names of the linear layers in decoder layers, as in the coverage table."""
     inside = {id(module) for block in model.blocks for module in block.modules()}
     linears = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear))
     return [name for name, linear in linears if id(linear) in inside]
@@ -76,12 +76,13 @@ def convert(
     all_gather: bool = False,
     fp32_scales: bool = False,
 ) -> None:
-    """Convert linear layers of `model.blocks` to the recipe of their name; None or "bf16" keeps one as it is.
+    """Convert linear layers of `model.blocks` to FP8; `recipe_of(name)` None or "bf16" keeps a layer.
 
-    Works on the meta device too, before sharding; parameters keep names, shapes and dtypes. A converted layer
-    gets `fp8_recipe`; one that cannot run in its recipe gets `fp8_left_out`, the reason. `emulated` computes
-    GEMMs of FP8 values in FP32. `all_gather` lets FSDP2 gather weights in FP8, where the recipe can. With
-    `fp32_scales` no recipe rounds scales to powers of two. UserError if no layer can be converted.
+    Call before sharding; also works on the meta device. Parameters keep names, shapes and dtypes. A
+    converted layer gets `fp8_recipe`; a layer that cannot run in its recipe gets `fp8_left_out`, the
+    reason. `emulated` computes GEMMs of FP8 values in FP32. `all_gather` enables FSDP2's FP8 all-gather if
+    the recipe supports it. `fp32_scales` disables rounding of scales to powers of two. UserError if no layer
+    can be converted.
     """
     float8, modules = _float8(), dict(model.named_modules())
     names = linear_names(model)
@@ -114,7 +115,7 @@ def convert(
 
 
 def why_not_fp8(linear: nn.Linear, multiple: int) -> str | None:
-    """Return why a linear layer cannot run in FP8, or None; padding would not help the output."""
+    """Return why a linear layer cannot run in FP8, or None."""
     if type(linear) is not nn.Linear:
         return f"{type(linear).__name__} has its own forward"
     sizes = {"inputs": linear.in_features, "outputs": linear.out_features}
@@ -123,7 +124,7 @@ def why_not_fp8(linear: nn.Linear, multiple: int) -> str | None:
 
 
 def _nothing_to_convert(model: nn.Module, left_out: dict[str, str]) -> UserError:
-    """Return the error for a model without a linear layer that can run in FP8."""
+    """Return the error for a model whose linear layers cannot run in FP8."""
     problem = "its decoder layers have no nn.Linear, which torchao converts"
     if left_out:
         reasons = "; ".join(f"{n} x {reason}" for reason, n in Counter(left_out.values()).items())
@@ -134,11 +135,10 @@ def _nothing_to_convert(model: nn.Module, left_out: dict[str, str]) -> UserError
 
 @cache
 def _emulated_linear() -> type[nn.Module]:
-    """Return Float8Linear that also follows the CPU's autocast, as torchao's follows only the GPU's.
+    """Return a subclass of Float8Linear that supports CPU autocast; torchao supports only CUDA's.
 
-    FP32 weights are rounded to the autocast dtype first, so that the same values are quantized as where
-    weights are kept, or gathered, in BF16. A subclass, not a patched forward, so that compiled layers share
-    one graph.
+    FP32 weights are first rounded to the autocast dtype, to quantize the same values as runs with BF16
+    weights. A subclass instead of a patched forward lets compiled layers share one graph.
     """
     library = importlib.import_module("torchao.float8.float8_linear")
 
@@ -158,6 +158,6 @@ def _emulated_linear() -> type[nn.Module]:
 
 
 def refresh_scales_after_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Compute the scales of all weights gathered in FP8 after each optimizer step, in one collective."""
+    """After each optimizer step compute the scales of all FP8-gathered weights in one collective."""
     precompute = _float8().precompute_float8_dynamic_scale_for_fsdp
     optimizer.register_step_post_hook(lambda *_: precompute(model))
