@@ -1,1 +1,1 @@
-"""Tools that read models and run folders: reports, comparisons, throughput."""
+"""Reports, comparisons, sweeps, throughput measurements and capacity planning."""

@@ -1,8 +1,8 @@
-"""Measure the stack that people train with without this suite, on the same GPU.
+"""Measure training with the usual open-source stack instead of this suite, on the same GPU.
 
-transformers' model from random weights, torch's attention, torchao's FP8, torch.compile layer by layer,
-torch's fused AdamW over BF16 weights and states, Liger's fused linear cross entropy; synthetic tokens, every
-row a full sequence. No training code of this suite runs. `--device cpu` tries the program, without
+The stack: a transformers model with random weights, torch's SDPA, torchao's FP8, torch.compile per layer,
+torch's fused AdamW with BF16 weights and states, and Liger's fused linear cross entropy. All sequences are
+full of synthetic tokens. No training code of this suite runs. `--device cpu` is a smoke test without
 compilation and Liger.
 
     python -m benchmarks.peers --model_name meta-llama/Llama-3.1-8B --max_seq_length 8192 --batch_size 1 \\
@@ -42,8 +42,8 @@ from training.tracking.metrics import ModelShape, model_flops, peak_tflops
 PROG = "python -m benchmarks.peers"
 PRECISIONS = ("bf16", *TORCHAO_RECIPES)
 PACKAGES = ("torch", "transformers", "torchao", "liger_kernel", "triton")
-WARMUP_STEPS = 5  # kernels are compiled and memory is reserved in them
-# B sequences of S tokens, T = B * S, D hidden size, V vocabulary.
+WARMUP_STEPS = 5  # steps that compile kernels and reserve memory
+# Shapes: B sequences of S tokens, T = B * S, D hidden size, V vocabulary size.
 
 
 def measure(argv: list[str]) -> int:
@@ -96,7 +96,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def build(arguments: argparse.Namespace, device: torch.device) -> nn.Module:
-    """Return the causal LM in BF16, converted to FP8 and compiled as set."""
+    """Return the causal LM in BF16, with FP8 layers if requested, compiled on a GPU."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     dimensions = dict(PRESETS[arguments.model_name])
@@ -116,7 +116,7 @@ def build(arguments: argparse.Namespace, device: torch.device) -> nn.Module:
 
 
 def head_loss(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return the mean cross entropy as a function of head [V, D], hidden states [T, D] and labels [T]."""
+    """Return a function of head [V, D], hidden states [T, D] and labels [T] for the mean cross entropy."""
     if device.type == "cpu":
         return lambda head, hidden, labels: F.cross_entropy((hidden @ head.T).float(), labels)
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
@@ -127,7 +127,7 @@ def head_loss(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor
 def train(
     model: nn.Module, arguments: argparse.Namespace, device: torch.device
 ) -> tuple[list[float], list[float]]:
-    """Return loss and wall time in seconds of every step, optimizer included."""
+    """Train, and return loss and wall time in seconds of every step, including the optimizer."""
     cross_entropy = head_loss(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), fused=True)
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
@@ -150,7 +150,7 @@ def train(
 
 
 def rates(arguments: argparse.Namespace, config: Any, step: float) -> dict[str, Any]:
-    """Return the rates of a step of `step` seconds."""
+    """Return throughput and memory for a step time of `step` seconds."""
     gpu = arguments.device == "cuda"
     tokens = arguments.batch_size * arguments.max_seq_length
     flops = model_flops(
@@ -169,7 +169,7 @@ def rates(arguments: argparse.Namespace, config: Any, step: float) -> dict[str, 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure; exit code 2 for a bad setting."""
+    """Run the measurement. Exit code 2 for a bad setting."""
     return run_command(measure, argv)
 
 

@@ -33,9 +33,9 @@ from core.settings import convert, nearest
 from training.config import Config, all_settings
 
 PROG = "python -m benchmarks.sweep"
-# Axis -> the setting it varies; any other setting may be an axis under its own name.
+# Short axis name -> setting. All other settings are axes under their own names.
 AXES = {"model": "model_name", "sequence_length": "max_seq_length"}
-OTHER_AXES = ("precision", "gpus")  # variants, as of benchmarks.compare; GPUs of a run
+OTHER_AXES = ("precision", "gpus")  # not settings: variants as in benchmarks.compare, and GPUs per run
 SHORT = {
     "model": "",
     "sharding_mode": "",
@@ -43,8 +43,8 @@ SHORT = {
     "batch_size": "batch",
     "gradient_accumulation_steps": "accumulation",
 }
-PLAN_SLACK = 1.05  # predicted peaks are within 5 % of most recorded ones
-GROWING = ("max_seq_length", "batch_size")  # memory grows with these, all else equal
+PLAN_SLACK = 1.05  # most predicted peaks are within 5 % of measured ones
+GROWING = ("max_seq_length", "batch_size")  # settings that increase memory
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Point:
         return Path(self.cfg.checkpoint.output_dir)
 
     def settings(self) -> dict[str, Any]:
-        """Return everything that decides whether it runs and fits."""
+        """Return everything that determines whether the run starts and fits into memory."""
         return {k: v for k, v in self.cfg.to_dict().items() if k not in NO_EFFECT} | {"gpus": self.gpus}
 
     def digest(self) -> str:
@@ -74,14 +74,14 @@ class Result:
     name: str
     status: str
     reason: str = ""
-    settings: str = ""  # digest of the point's; older files have none
+    settings: str = ""  # digest of the point's settings; empty in older files
 
     def __str__(self) -> str:
         return f"{self.status}, {self.reason}" if self.reason else self.status
 
 
 def read_sweep(path: Path) -> dict[str, Any]:
-    """Return `grid`, `base` and `needs` of a sweep's file. UserError names the file and the fault."""
+    """Return `grid`, `base` and `needs` of a sweep file. UserError for a malformed file."""
     try:
         file = yaml.load(path.read_text(encoding="utf-8"), YamlLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as fault:
@@ -102,16 +102,16 @@ def read_sweep(path: Path) -> dict[str, Any]:
 
 
 def read_axes(grid: dict[str, list[Any]], replaced: list[str]) -> dict[str, list[Any]]:
-    """Return the grid's axes with the values of `--axis NAME=VALUE,...`.
+    """Return the grid's axes with values replaced by `--axis NAME=VALUE,...`.
 
-    A typed value that equals one of the file becomes that, so that both name one run folder.
+    A value equal to one in the file (1e-5 and 0.00001) is replaced by the file's, for the same run folder.
     """
     axes = dict(grid)
     for text in replaced:
         name, _, values = text.partition("=")
         if name not in grid:
             raise bad_setting(f"the grid has {', '.join(grid)}{nearest(name, grid)}", axis=text)
-        parts = [values] if name == "precision" else values.split(",")  # a variant's settings may hold commas
+        parts = [values] if name == "precision" else values.split(",")  # variants may contain commas
         in_file = {_typed(name, value): value for value in grid[name]}
         axes[name] = [in_file.get(_typed(name, value), value) for value in parts if value]
         if not axes[name]:
@@ -127,9 +127,9 @@ def _typed(axis: str, value: Any) -> Any:
 def build_points(
     axes: dict[str, list[Any]], given: dict[str, Any], folder: Path, precisions: Sequence[Any] = ()
 ) -> list[Point]:
-    """Return all points of the grid, the first axis slowest. UserError for settings that conflict.
+    """Return all points of the grid; the first axis varies slowest. UserError for conflicting settings.
 
-    `precisions`: those of the whole file; `axes` may have a part of them.
+    `precisions` are all values of that axis in the file; `axes` may contain a subset.
     """
     named, points = list(axes), []
     variants = _variants(axes.get("precision", ["bf16"]), precisions)
@@ -156,7 +156,7 @@ def build_points(
 
 
 def _variants(values: Sequence[Any], precisions: Sequence[Any]) -> list[Variant]:
-    """Return the variants of an axis. `bf16` has its layers in the whole file, also in a part of it."""
+    """Return the variants of an axis; all `precisions` of the file determine the layers of `bf16`."""
     flag = "axis precision"
     own = [variant.name for variant in parse_variants([str(value) for value in values], flag=flag)]
     others = [str(value) for value in precisions if str(value) not in own]
@@ -165,15 +165,15 @@ def _variants(values: Sequence[Any], precisions: Sequence[Any]) -> list[Variant]
 
 
 def _label(axis: str, value: Any) -> str:
-    """Return a part of a run folder's name, such as Llama-3.2-1B, delayed, seq2048 or gpus2."""
+    """Return a component of the run folder's name, such as Llama-3.2-1B, delayed, seq2048 or gpus2."""
     if axis == "precision":
         return value.folder_name
     return SHORT.get(axis, axis) + re.sub(r"[^\w.+=-]", "_", str(value).rstrip("/").rsplit("/", 1)[-1])
 
 
 def count_gpus() -> int:
-    """Return the number of GPUs of this machine that a process may use."""
-    import torch  # takes seconds, and is needed only for sweeps over several GPUs
+    """Return the number of visible GPUs."""
+    import torch  # slow to import, and needed only by multi-GPU sweeps
 
     return torch.cuda.device_count()
 
@@ -194,7 +194,7 @@ def why_skip(
 
 
 def _planned_gb(point: Point, gpu: Gpu) -> float | None:
-    """Return the predicted peak memory; None for runs without a prediction, such as emulated ones."""
+    """Return the predicted peak memory in GB; None if the planner does not cover the run."""
     try:
         return sum(make_plan(point.cfg, gpu, gpus=point.gpus).memory.values()) / 1e9
     except UserError:
@@ -244,12 +244,12 @@ def _run(point: Point, folder: Path) -> Result:
 
 
 def _lock(folder: Path) -> FileLock:
-    """Return the lock for files that several sweeps into one folder share."""
+    """Return the lock for files shared by concurrent sweeps in one folder."""
     return FileLock(folder / ".sweep.lock")
 
 
 def _save(result: Result, folder: Path) -> None:
-    """Add one result to the folder's sweep.json."""
+    """Add a result to sweep.json."""
     record = folder / "sweep.json"
     with _lock(folder):
         results = _read_record(record) | {result.name: result}
@@ -293,7 +293,7 @@ def sweep(argv: list[str]) -> int:
     if args.dry_run:
         run_points(points, folder, retry=args.retry, gpu=gpu, dry_run=True)
         return 0
-    for point in points:  # refuse folders of other settings before hours are spent
+    for point in points:  # refuse run folders with other settings before the first run starts
         is_finished(point.cfg)
     folder.mkdir(parents=True, exist_ok=True)
     return conclude(points, run_points(points, folder, retry=args.retry, gpu=gpu), folder)
@@ -301,7 +301,7 @@ def sweep(argv: list[str]) -> int:
 
 def conclude(points: list[Point], results: dict[str, Result], folder: Path) -> int:
     """Report on the finished runs, list the others, and return the exit code."""
-    from benchmarks.report import main as report  # matplotlib loads slowly, and errors need no figures
+    from benchmarks.report import main as report  # imports matplotlib, which is slow
 
     done = [str(point.folder) for point in points if results[point.name].status == "done"]
     with _lock(folder):
@@ -314,7 +314,7 @@ def conclude(points: list[Point], results: dict[str, Result], folder: Path) -> i
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit codes: 0 the grid is done; 1 a run failed, or none ran; 2 bad setting; 75 interrupted."""
+    """Run the sweep. Exit codes: 0 done, 1 a run failed or none finished, 2 bad setting, 75 interrupted."""
     return run_command(sweep, argv)
 
 

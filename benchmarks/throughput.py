@@ -12,11 +12,11 @@ is full of synthetic text; weights are random and the tokenizer is the demo's, u
   `useful_tokens_per_second` without padding over all GPUs;
 - `model_tflops_per_gpu`: model FLOPs by `training.tracking.metrics.model_flops` (PaLM, arXiv:2204.02311,
   appendix B, with the causal half of attention) per second; padding and recomputation do not count;
-- `mfu_bf16` and `mfu_fp8`: the same as a share of the GPU's dense peak;
-- `data_wait_share`: share of a step in which the loop waited for its batch.
+- `mfu_bf16` and `mfu_fp8`: model FLOP/s as a fraction of the GPU's dense peak;
+- `data_wait_share`: fraction of step time spent waiting for data.
 
-Rates are medians over log intervals of at most 8 micro-batches (or one step) by the wall clock, between
-points where the GPU is idle. Intervals up to the fifth step, or up to the last profiled one, do not count.
+Rates are medians over log intervals of at most 8 micro-batches (or one step), in wall time between
+synchronisations. Intervals that contain the first five steps or profiled steps do not count.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from training.config import Config, config_from_dict
 
 PROG = "python -m benchmarks.throughput"
 RESULTS = ROOT / "runs" / "throughput.jsonl"
-INTERVAL = 8  # micro-batches
-COUNTED = 4  # intervals, unless --steps is given
-WARMUP = 5  # steps, as `training.trainer` has it
-PROFILED_FROM = 9  # step, as `training.tracking.profiling` has it
+INTERVAL = 8  # micro-batches per log interval
+COUNTED = 4  # measured intervals, unless --steps is given
+WARMUP = 5  # steps, same as in `training.trainer`
+PROFILED_FROM = 9  # first profiled step, same as in `training.tracking.profiling`
 FIXED = {
     "eval_samples": 0,
     "eval_interval": 0,
@@ -52,7 +52,7 @@ FIXED = {
     "export": False,
     "resume": "none",
 }
-OWNED = ("max_steps", "profile_steps", "log_interval", *FIXED)  # by --steps, --profile and this program
+OWNED = ("max_steps", "profile_steps", "log_interval", *FIXED)  # set by --steps, --profile and this program
 DEFAULTS = {"init": "random", "tokenizer_name": "demo"}
 SUMMARY = (
     *("model_name", "num_layers", "mixed_precision", "use_te", "requested_recipe", "recipe", "sharding_mode"),
@@ -66,7 +66,7 @@ CONFIG = (
 
 
 def schedule(accumulation: int, profile: bool) -> tuple[int, int, int]:
-    """Return the steps of a log interval, steps to profile, and steps of the intervals that do not count."""
+    """Return steps per log interval, steps to profile, and steps of the intervals that do not count."""
     interval = max(1, INTERVAL // accumulation)
     profiled = max(1, 3 // accumulation) if profile else 0
     last = PROFILED_FROM - 1 + profiled if profile else WARMUP
@@ -74,7 +74,7 @@ def schedule(accumulation: int, profile: bool) -> tuple[int, int, int]:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """Return the benchmark's own flags, and the training settings that were given."""
+    """Return the parsed flags of the benchmark, and the given training settings."""
     epilog = "All other flags are train_fp8.py's (see its --help)."
     parser = command_parser(PROG, __doc__, epilog=epilog)
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of this machine (default: 1)")
@@ -93,7 +93,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
 
 
 def measure(argv: list[str]) -> int:
-    """Run all repeats. Returns 0, or the exit code of the run that failed."""
+    """Run all repeats. Returns 0, or the exit code of the first failed run."""
     arguments, given = parse(argv)
     accumulation = given.get("gradient_accumulation_steps", 1)
     interval, profiled, uncounted = schedule(accumulation, arguments.profile)
@@ -110,11 +110,12 @@ def measure(argv: list[str]) -> int:
     cfg = config_from_dict(settings)
     refuse_emulation(cfg)
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
-    arguments.results.open("a").close()  # fails before hours are spent
-    words = [*PROG.split(), *argv]  # a commit looks like a key
+    arguments.results.open("a").close()  # an unwritable file fails before the first run
+    words = [*PROG.split(), *argv]
     about = {
         "repeats": arguments.repeats,
         "gpus": arguments.gpus,
+        # A commit hash looks like a key, so it is excluded from redaction.
         "command": shlex.join(word if word == arguments.commit else redact(word) for word in words),
         "dataset": "synthetic" if synthetic else cfg.data.dataset_name,
         "settings": given,
@@ -130,14 +131,14 @@ def measure(argv: list[str]) -> int:
             run = Path(cfg.checkpoint.output_dir or name) / f"run-{number}"
             this = config_from_dict(settings | {"output_dir": str(run)})
             outcome = launch(this, gpus=arguments.gpus, log=Path(name) / "log.txt")
-            if outcome.code:  # the run has printed why
+            if outcome.code:  # the run has printed the reason
                 return outcome.code
             append(arguments.results, record(run, arguments.commit) | about | {"repeat": number})
     return 0
 
 
 def refuse_emulation(cfg: Config) -> None:
-    """Raise UserError for settings that need FP8 hardware which is not there."""
+    """Raise UserError for runs that would be emulated."""
     import torch
 
     needs_gpu = cfg.model.use_te or cfg.precision.mixed_precision == "fp8"
@@ -149,7 +150,7 @@ def refuse_emulation(cfg: Config) -> None:
 
 
 def write_text(path: Path, *, rows: int, tokens: int) -> None:
-    """Write `rows` lines of random words of the demo set, each of `tokens` tokens with BOS and EOS."""
+    """Write `rows` lines of random demo words; each line has `tokens` tokens including BOS and EOS."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(TOKENIZER_DIR / "tokenizer.json"))
@@ -157,7 +158,7 @@ def write_text(path: Path, *, rows: int, tokens: int) -> None:
     ends = sum(special.get(name) is not None for name in ("bos_token", "eos_token"))
     text = " ".join(row["problem"] for row in islice(read_demo("train_1M"), 500))
     words = [f" {word}" for word in re.findall(r"[A-Za-z]+", text)]
-    # Words of one token each make the length of a line known before it is tokenised.
+    # Only single-token words, so that the number of words is the number of tokens.
     single = {word for word in set(words) if len(tokenizer.encode(word, add_special_tokens=False)) == 1}
     words, draw = [word for word in words if word in single], random.Random(0)
     with path.open("w", encoding="utf-8") as file:
@@ -166,7 +167,7 @@ def write_text(path: Path, *, rows: int, tokens: int) -> None:
 
 
 def record(run: Path, commit: str | None) -> dict[str, Any]:
-    """Return the record of a finished run. UserError if it ran emulated after all."""
+    """Return the record of a finished run. UserError if it was emulated."""
     config, environment, summary = (_read(run / f"{name}.json") for name in ("config", "env", "summary"))
     if summary["emulated"]:
         raise UserError(f"{run}: ran emulated, so its speed is meaningless; it is not recorded")
@@ -190,7 +191,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def append(path: Path, found: dict[str, Any]) -> None:
-    """Append a record to --results, and print its rates."""
+    """Append a record to a results file, and print its rates."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(found) + "\n")
     rate, tflops = found["tokens_per_second_per_gpu"], found["model_tflops_per_gpu"]

@@ -1,4 +1,4 @@
-"""Verdict of a comparison: rows, noise band and notes, from its runs."""
+"""Verdict of a comparison: rows, noise band and notes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def conclude(
     max_loss_gap: float,
     price: float | None,
 ) -> tuple[dict[str, Any], list[Row]]:
-    """Return the verdict, as in verdict.json, and its rows. UserError if finished runs cannot be compared."""
+    """Return the content of verdict.json, and the rows. UserError if finished runs are not comparable."""
     reference = runs[jobs[0].name]
     check_runs(jobs, runs)
     repeats = {job.name: runs[job.name] for job in jobs if job.seed_of == jobs[0].name and job.name in runs}
@@ -50,7 +50,7 @@ def conclude(
 
 
 def check_runs(jobs: list[Job], runs: dict[str, RunRecord]) -> None:
-    """Raise UserError unless the runs are of one experiment, complete, and the reference ends finite."""
+    """Raise UserError unless all runs are complete, of one experiment, and the reference did not diverge."""
     reference = jobs[0].name
     for job in jobs[1:]:
         against = job.against if job.seed_of and job.against else reference
@@ -93,7 +93,7 @@ def _row(
 def _notes(
     jobs: list[Job], failed: dict[str, Outcome], rows: list[Row], band: tuple[float, float] | None
 ) -> list[str]:
-    """Return the notes about failures and about how the runs were paired."""
+    """Return notes on failures, and on the pairing of runs and baselines."""
     by_name = {job.name: job for job in jobs}
     notes = [f"{row.variant}: {row.status}, {row.reason}" for row in rows if row.reason]
     for job in jobs:
@@ -119,14 +119,14 @@ def _notes(
 
 
 def exit_code(rows: list[Row], failed: dict[str, Outcome], *, strict: bool) -> int:
-    """Return 1 if a variant failed, or a run with another seed, or with `strict` one was skipped."""
+    """Return 1 if any run failed, or with `strict` if a variant was skipped; else 0."""
     bad = {"FAIL", "SKIPPED"} if strict else {"FAIL"}
     seeds_failed = failed.keys() - {row.variant for row in rows}
     return int(bool(seeds_failed) or any(row.status in bad for row in rows))
 
 
 def write_verdict(result: dict[str, Any], rows: list[Row], folder: Path, command: str) -> str:
-    """Print the verdict, and write verdict.json and verdict.md. Returns the meaning of PASS."""
+    """Print the verdict; write verdict.json and verdict.md. Returns the definition of PASS."""
     replace_file(folder / "verdict.json", to_json(result | {"command": command}, indent=1))
     title = "# FP8 against BF16" + (" (emulated)" if result["emulated"] else "")
     percent = result["max_loss_gap_percent"]

@@ -1,4 +1,4 @@
-"""Jobs of a comparison: every variant with the same seed, then repetitions with further seeds."""
+"""Jobs of a comparison: all variants with one seed, then repetitions with other seeds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from benchmarks.records.variants import Variant, resolve
 from core.errors import UserError, bad_setting
 from training.config import Config
 
-# Settings of a comparison's runs, unless the command gives others.
+# Defaults of a comparison's runs; the command line overrides them.
 DEFAULTS: dict[str, Any] = {
-    "eval_at_start": True,  # shows that the runs start from the same weights
+    "eval_at_start": True,  # verifies that all runs start from the same weights
     "eval_interval": 0,
-    "log_interval": 1,  # the tail mean is over logged losses
+    "log_interval": 1,  # the tail mean averages logged losses
     "export": False,
     "keep_last": 1,
 }
@@ -29,7 +29,7 @@ class Job:
     name: str
     cfg: Config
     against: str | None = None  # name of its baseline; None for the reference
-    seed_of: str | None = None  # variant that it repeats with another seed
+    seed_of: str | None = None  # variant that this job repeats with another seed
 
     @property
     def folder(self) -> Path:
@@ -39,10 +39,10 @@ class Job:
 def build_jobs(
     variants: list[Variant], given: dict[str, Any], folder: Path, noise_seeds: int, paired_seeds: int = 0
 ) -> list[Job]:
-    """Return the jobs, the reference first. UserError without a reference, or for settings that conflict.
+    """Return the jobs, the reference first. UserError without a reference, or for conflicting settings.
 
-    The reference is repeated with `noise_seeds` further seeds, every variant with `paired_seeds`. Its
-    baseline has the same seed.
+    The reference is repeated with `noise_seeds` more seeds, every variant with `paired_seeds` more. A variant
+    and its baseline always have the same seed.
     """
     by_name = {variant.name: variant for variant in variants}
     against = {name: _baseline(variant, by_name) for name, variant in by_name.items()}
@@ -67,7 +67,7 @@ def build_jobs(
 
 
 def _baseline(variant: Variant, by_name: dict[str, Variant]) -> str | None:
-    """Return the BF16 variant of the same layers, else of the other ones; None for the reference."""
+    """Return the BF16 variant with the same layers, else the other one; None for the reference."""
     if variant.name == "bf16" or (variant.name == "bf16_hf" and "bf16" not in by_name):
         return None
     order = ("bf16", "bf16_hf")

@@ -1,4 +1,4 @@
-"""Compare FP8 recipes with BF16 on a model and data: one command, one verdict.
+"""Compare FP8 recipes with BF16 on a model and data set: loss, speed, memory, and a verdict per recipe.
 
 python -m benchmarks.compare --variants bf16,delayed,current --output_dir DIR [any flags of train_fp8.py]
 """
@@ -31,9 +31,9 @@ PROG = "python -m benchmarks.compare"
 
 
 def run_jobs(jobs: list[Job], *, gpus: int, folder: Path) -> dict[str, Outcome]:
-    """Run the unfinished jobs, and return those that failed.
+    """Run the unfinished jobs, and return the failed ones.
 
-    A variant that failed is not repeated with other seeds. Without the reference, nothing else runs.
+    A failed variant is not repeated with other seeds. If the reference fails, nothing else runs.
     """
     failed: dict[str, Outcome] = {}
     for number, job in enumerate(jobs, 1):
@@ -50,12 +50,12 @@ def run_jobs(jobs: list[Job], *, gpus: int, folder: Path) -> dict[str, Outcome]:
 
 
 def read_runs(jobs: list[Job], failed: dict[str, Outcome]) -> dict[str, RunRecord]:
-    """Return the runs that did not fail, by job."""
+    """Return the records of all jobs that did not fail, by job name."""
     return {job.name: read_run(job.folder) for job in jobs if job.name not in failed}
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the comparison's own flags, and the training flags."""
+    """Return the parsed flags of the comparison, and the remaining training flags."""
     epilog = "All other flags are train_fp8.py's (see its --help) and apply to every run."
     parser = command_parser(PROG, __doc__, epilog=epilog)
     names = f"what to compare: {', '.join(VARIANTS)}; bf16 has TE layers next to a TE recipe or bf16_hf"
@@ -90,10 +90,10 @@ def compare(argv: list[str]) -> int:
         raise bad_setting("trains nothing that could be compared; give 1 or more", max_steps=0)
     check_before_start(jobs, args.gpus)
     failed = run_jobs(jobs, gpus=args.gpus, folder=folder)
-    from benchmarks.report import main as report  # matplotlib loads slowly, and errors need no figures
+    from benchmarks.report import main as report  # imports matplotlib, which is slow
     from benchmarks.report.page import Verdict
 
-    for name in ("verdict.json", "verdict.md"):  # an earlier verdict does not hold for later runs
+    for name in ("verdict.json", "verdict.md"):  # delete the verdict of an earlier call
         (folder / name).unlink(missing_ok=True)
     reference = jobs[0]
     if outcome := failed.get(reference.name):
@@ -109,7 +109,7 @@ def compare(argv: list[str]) -> int:
         limits = {"max_loss_gap": args.max_loss_gap, "price": args.price_per_gpu_hour}
         result, rows = conclude(jobs, runs, failed, **limits)
     except UserError:
-        report.write(*reported)  # the curves show more than an error line
+        report.write(*reported)  # the loss curves help to find the cause
         raise
     limit = write_verdict(result, rows, folder, redact(shlex.join([*PROG.split(), *argv])))
     baselines = {runs[j.name].folder: runs.get(j.against) for j in jobs if j.against and j.name in runs}
@@ -123,5 +123,5 @@ def compare(argv: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit codes: 0 all variants pass; 1 one fails; 2 bad setting; 75 interrupted, can be resumed."""
+    """Run the comparison. Exit codes: 0 all pass, 1 a variant fails, 2 bad setting, 75 interrupted."""
     return run_command(compare, argv)

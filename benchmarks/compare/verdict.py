@@ -1,4 +1,4 @@
-"""Rows of a verdict: gaps, quality, speed and cost of each variant against its baseline, PASS or FAIL."""
+"""Rows of a verdict: loss gap, quality, speed and cost of each variant relative to its baseline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Pair = tuple[RunRecord, RunRecord]  # (run, its baseline)
 
 @dataclass(frozen=True)
 class Row:
-    """Verdict on one variant; gaps are in percent, missing values None."""
+    """Verdict on one variant. Gaps are in percent; missing values are None."""
 
     variant: str
     status: str  # REFERENCE, PASS, FAIL, SKIPPED
@@ -56,10 +56,10 @@ COLUMNS: Columns = {
 def judge(
     variant: str, pairs: Sequence[Pair], *, against: str, max_loss_gap: float, price: float | None
 ) -> Row:
-    """Judge a variant: PASS if its tail loss is at most `max_loss_gap` percent above its baseline's.
+    """Return a variant's row: PASS if its tail loss is at most `max_loss_gap` percent above the baseline's.
 
-    `pairs`: the variant's run and its baseline, then those of other seeds; gaps are means over them. `price`
-    is that of a GPU-hour.
+    `pairs` has (run, baseline) for every seed, the main seed first; gaps are means over the seeds. `price` is
+    per GPU-hour.
     """
     run, baseline = pairs[0]
     values = measure(run, price)
@@ -110,7 +110,7 @@ def _why_fail(pairs: Sequence[Pair], against: str, gap: float | None, max_loss_g
 def caveats(
     runs: dict[str, RunRecord], seeds: list[RunRecord], band: tuple[float, float] | None
 ) -> list[str]:
-    """Return the notes about `runs` (by variant, the reference first) and their noise `band` in percent."""
+    """Return notes on `runs` (by variant, the reference first) and on their noise `band` in percent."""
     notes, reference = [], next(iter(runs.values()))
     if emulated := [name for name, run in runs.items() if run.emulated]:
         notes.append(

@@ -1,4 +1,4 @@
-"""Predictions of the planner next to the recorded runs that today's code would reproduce."""
+"""Validate the planner: predictions next to measurements of the recorded runs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from training.parallel.memory import Job, peak
 
 @dataclass(frozen=True)
 class Check:
-    """Measured and predicted peak in GB and step time in seconds (None: not comparable) of a recorded run."""
+    """Measured and predicted memory and step time of a recorded run."""
 
     name: str
-    memory: tuple[float, float]
-    seconds: tuple[float, float] | None
+    memory: tuple[float, float]  # peak in GB: (measured, predicted)
+    seconds: tuple[float, float] | None  # per step: (measured, predicted); None if not comparable
 
     @staticmethod
     def error(pair: tuple[float, float]) -> float:
+        """Return the relative error of the prediction."""
         measured, predicted = pair
         return predicted / measured - 1
 
 
 def recorded_job(run: RunRecord) -> Job:
-    """Return the job of a recorded run."""
+    """Return the job to plan for a recorded run."""
     known = all_settings()
     settings = {name: value for name, value in run.config.items() if name in known}
     mode = {"sharding_mode": "auto"} if run.mode == "single" else {"sharding_mode": run.mode}
@@ -48,7 +49,7 @@ def why_not(run: RunRecord) -> str | None:
 
 
 def check_runs() -> tuple[list[Check], dict[str, list[str]]]:
-    """Compare every recorded run that can be; also return the names of the others, by reason."""
+    """Return the checks of all comparable runs, and the names of the other runs by reason."""
     checks, left_out = [], {}
     for run in read_table():
         name = run.folder.as_posix()
@@ -65,7 +66,7 @@ def check_runs() -> tuple[list[Check], dict[str, list[str]]]:
 
 
 def check_table(checks: list[Check], left_out: dict[str, list[str]]) -> str:
-    """Return Markdown: predictions and measurements, the runs left out, and errors by study."""
+    """Return Markdown with measurements and predictions, runs left out, and errors by study."""
     headings = ["run", "peak GB, measured", "predicted", "error", "step ms, measured", "predicted", "error"]
     rows = []
     for check in checks:

@@ -1,4 +1,4 @@
-"""The flags of `python -m benchmarks.plan` in addition to training's, and the GPU that they describe."""
+"""Flags of `python -m benchmarks.plan` in addition to the training flags, and the GPU they describe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from training import config
 from training.config import Config
 
 PROG = "python -m benchmarks.plan"
-# Flag of a GPU's figure -> field of `Gpu`, the flag's unit in the field's, help.
+# Flag -> (field of `Gpu`, conversion factor from the flag's unit to the field's, help).
 FIGURES = {
     "gpu_memory_gb": ("memory_gb", 1, "GPU memory, 10^9 bytes"),
     "bf16_tflops": ("bf16_tflops", 1, "dense BF16 peak"),
@@ -26,13 +26,13 @@ FIGURES = {
 
 
 def gpu_name(text: str) -> str | None:
-    """Return the key of `GPUS` for a name in any case, with or without the vendor."""
+    """Return the key in `GPUS` of a name, ignoring case and the vendor; None if unknown."""
     wanted = text.upper().removeprefix("NVIDIA").strip()
     return next((key for key in GPUS if key.upper() == wanted), None)
 
 
 def find_gpu(args: argparse.Namespace, cfg: Config) -> Gpu:
-    """Return the GPU of --gpu with the figures of other flags. Refuse one that cannot run the recipe."""
+    """Return the GPU of --gpu, updated by the other flags. UserError if it cannot run the recipe."""
     values = {flag: getattr(args, flag) for flag in FIGURES}
     given = {FIGURES[flag][0]: value * FIGURES[flag][1] for flag, value in values.items() if value}
     if name := gpu_name(args.gpu):
@@ -78,7 +78,7 @@ def _counts(text: str) -> list[int]:
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:
-    """Build the parser of the plan's own flags; it leaves training's for `split_flags`."""
+    """Build a parser for the plan's own flags, without the training flags."""
     parser = OneLineParser(
         prog=PROG,
         description=description,
@@ -104,7 +104,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
 
 
 def split_flags(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the plan's own flags, parsed, and training's. Refuse a flag of neither."""
+    """Return the plan's parsed flags, and the remaining training flags. UserError for an unknown flag."""
     args, training = parser.parse_known_args(argv)
     both = (parser, config.build_parser(PROG, ""))
     own, theirs = ({o for action in p._actions for o in action.option_strings} for p in both)

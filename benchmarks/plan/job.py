@@ -1,4 +1,4 @@
-"""The job to plan: a model's dimensions from a preset or config.json, and the sharding mode of training."""
+"""Job to plan: model dimensions from a preset or config.json, and the sharding mode training would use."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from training.tracking.metrics import ModelShape
 
 @dataclass(frozen=True)
 class Model:
-    """A model that can be planned."""
+    """Size and family of a model."""
 
     size: ModelSize
     family: Family
-    positions: int | None
+    positions: int | None  # maximum sequence length; None: no limit
 
 
 def read_model(name: str) -> Model:
-    """Read the dimensions of a preset, or of a folder's config.json."""
+    """Read the model's dimensions from a preset, or from config.json in a folder."""
     try:
         fields = PRESETS.get(name) or json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -42,7 +42,7 @@ def read_model(name: str) -> Model:
         known = ", ".join(sorted(FAMILIES))
         raise bad_setting(f"plans cover model types {known}, this is {kind!r}", model_name=name)
     family, tied = FAMILIES[kind], bool(fields.get("tie_word_embeddings", False))
-    if fields.get("use_sliding_window") is False:  # Qwen's files name a window that is not in use
+    if fields.get("use_sliding_window") is False:  # Qwen's config.json has a window that is not in use
         fields = fields | {"sliding_window": None}
     try:
         shape = ModelShape.from_hf_config(SimpleNamespace(**fields))
@@ -68,7 +68,7 @@ def _parameters(shape: ModelShape, family: Family, *, tied: bool) -> int:
 
 
 def refuse_unplanned(cfg: Config) -> None:
-    """Refuse settings that plans do not cover."""
+    """Raise UserError for settings that plans do not cover."""
     own = cfg.precision
     if cfg.model.te_backend == "emulated":
         raise bad_setting("emulated layers have no GPU's speed or memory; drop it", te_backend="emulated")
@@ -97,16 +97,16 @@ def refuse_unplanned(cfg: Config) -> None:
 
 
 def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
-    """Raise the error that training would raise about this model's layers, precision or sequences."""
-    from training.precision import checks, precision_map  # they import torch
+    """Raise the error that training would raise about this model's layers, precision or sequence length."""
+    from training.precision import checks, precision_map  # imported here because they import torch
 
     name, shape = cfg.model.model_name, model.size.shape
-    if cfg.model.use_te and Path(name, "config.json").exists():  # presets have a TE form
+    if cfg.model.use_te and Path(name, "config.json").exists():  # TE supports all presets
         from transformers import AutoConfig
 
         try:
             config = AutoConfig.from_pretrained(name)
-        except Exception as error:  # its checks raise errors of their own
+        except Exception as error:  # transformers raises many types of error here
             raise bad_setting(f"its config.json: {first_line(error)}", model_name=name) from None
         if reason := model.family.unsupported(config):
             raise bad_setting(f"{reason}; plan it without --use_te", use_te=True, model_name=name)
@@ -127,8 +127,8 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
 
 
 def build_job(cfg: Config, *, gpu: int, gpus: int, gpus_per_node: int) -> tuple[Job, str | None]:
-    """Return the job on GPUs of `gpu` bytes, and why training would refuse the mode of auto, or None."""
-    from training.optim.optimizer import plan_optimizer  # it imports torch
+    """Return the job on GPUs with `gpu` bytes, and the reason if training refuses the automatic mode."""
+    from training.optim.optimizer import plan_optimizer  # imported here because it imports torch
 
     refuse_unplanned(cfg)
     model, mode = read_model(cfg.model.model_name), cfg.sharding.mode

@@ -1,4 +1,4 @@
-"""Memory, speed, days and cost of a training job, before any GPU is rented.
+"""Predict memory, speed, training days and cost of a job; needs no GPU.
 
 python -m benchmarks.plan --model_name meta-llama/Llama-3.1-8B --use_te --mixed_precision fp8 --batch_size 1 \
     --max_seq_length 8192 --gpus 1,8,64 --gpu H200 --tokens 15e12 --price_per_gpu_hour 3
@@ -25,7 +25,7 @@ COLUMNS = (
 
 
 def run(argv: list[str]) -> str:
-    """Return the text that a command line asks for."""
+    """Return the text to print for a command line."""
     parser = build_parser(__doc__.splitlines()[0])
     args, training = split_flags(parser, argv)
     if args.check:
@@ -56,7 +56,7 @@ def _gpus(plan: Plan) -> str:
 
 
 def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> list[str]:
-    """One row for each number of GPUs, then memory and time by part."""
+    """Return a table with a row per number of GPUs, then tables of memory and time by part."""
     job, gpu = plans[0].job, plans[0].gpu
     parameters, optim = job.model.parameters, job.cfg.optim
     size = f"{parameters / 1e9:.2f} billion" if parameters > 1e8 else f"{parameters / 1e6:.2f} million"
@@ -96,7 +96,7 @@ def _row(plan: Plan, tokens: float | None, price: float | None) -> list[str]:
 
 
 def _parts(title: str, plans: list[Plan], read: Callable[[Plan], dict[str, float]], scale: float) -> str:
-    """One row for each part that is not zero everywhere, one column for each number of GPUs."""
+    """Return a table with a row per non-zero part and a column per number of GPUs."""
     rows = [[title, *map(_gpus, plans)]]
     for name in read(plans[0]):
         values = [read(plan)[name] / scale for plan in plans]
@@ -107,7 +107,7 @@ def _parts(title: str, plans: list[Plan], read: Callable[[Plan], dict[str, float
 
 
 def _table(rows: list[list[str]]) -> str:
-    """Markdown with aligned columns; the first row is the head."""
+    """Return a Markdown table with aligned columns; the first row is the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
     lines = (" | ".join(map(str.ljust, row, widths)) for row in rows)
@@ -123,7 +123,10 @@ def _hosts(plan: Plan) -> str:
 
 
 def _notes_on_offload(plans: list[Plan]) -> list[str]:
-    """Host memory, refused modes, and where auto offloads though fsdp_full fits: it knows no activations."""
+    """Return notes on host memory, refused modes, and automatic offloading although fsdp_full fits.
+
+    The last may occur because `auto` reserves memory for activations, whose size it does not know.
+    """
     notes = []
     for plan in (plan for plan in plans if plan.job.sharding.offload):
         refused = f"training refuses {plan.refusal}" if plan.refusal else f"{_hosts(plan)}."
@@ -139,7 +142,7 @@ def _notes_on_offload(plans: list[Plan]) -> list[str]:
 
 
 def _advice(plans: list[Plan]) -> list[str]:
-    """For each of these plans, none of which fits, the flags that would, the fastest first."""
+    """Return, for each of these plans that do not fit, the flags with which it fits, fastest first."""
     notes, hopeless = [], []
     for plan in plans:
         found = fewest_changes(plan)
@@ -164,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     """Print the plan and return the exit code."""
     try:
         print(run(sys.argv[1:] if argv is None else argv), flush=True)
-    except BrokenPipeError:  # `| head` has read enough
+    except BrokenPipeError:  # the reader, such as `head`, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

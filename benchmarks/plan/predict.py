@@ -1,4 +1,4 @@
-"""A plan: memory and time of a job on one kind of GPU, and the flags with which it would fit."""
+"""Predict memory and step time of a job on one type of GPU, and find flags that make it fit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from training.config import Config, config_from_dict
 from training.parallel.memory import Job, host_bytes, peak
 from training.tracking.metrics import model_flops
 
-# CUDA's context, NCCL and fragmentation: the recorded 8B run with 147.6 GB of tensors ran in 150.1 GB.
+# CUDA context, NCCL and fragmentation. A recorded 8B run with 147.6 GB of tensors fitted into 150.1 GB.
 RESERVED = 2e9
-# Flags that make a job smaller, and the settings they change. --batch_size becomes the largest that fits.
+# Flags that reduce memory, and the settings they change. --batch_size becomes the largest that fits.
 SMALLER_BATCH = "--batch_size"
 SMALLER: dict[str, dict[str, Any]] = {
     SMALLER_BATCH: {"batch_size": 1},
@@ -36,7 +36,7 @@ class Plan:
     network_gbs: float
     memory: dict[str, float]
     seconds: dict[str, float]
-    refusal: str | None  # why training would refuse the mode that auto chooses
+    refusal: str | None  # reason if training refuses the mode that `auto` chooses
 
     @property
     def peak(self) -> float:
@@ -70,19 +70,19 @@ class Plan:
         return tokens / (self.tokens_per_second * 86_400)
 
     def host_gb(self) -> tuple[float, float]:
-        """GB of each node's memory that offloading keeps, and that a save needs in addition."""
+        """Host memory per node in GB: for offloaded state, and additionally during a checkpoint save."""
         kept, saving = host_bytes(self.job)
         each = self.job.model.parameters / self.job.nodes / 1e9
         return kept * each, saving * each
 
 
 def room(gpu: Gpu) -> float:
-    """Bytes of a GPU that tensors can use."""
+    """Return the bytes of GPU memory available to tensors."""
     return gpu.memory_gb * 1e9 - RESERVED
 
 
 def make_plan(cfg: Config, gpu: Gpu, *, gpus: int, gpus_per_node: int = 8, network_gbs: float = 50.0) -> Plan:
-    """Predict a training command on `gpus` GPUs. `network_gbs` is a GPU's share of its node's network."""
+    """Predict a run on `gpus` GPUs; `network_gbs` is the network bandwidth per GPU."""
     job, refusal = build_job(cfg, gpu=int(gpu.memory_gb * 1e9), gpus=gpus, gpus_per_node=gpus_per_node)
     return Plan(job, gpu, network_gbs, peak(job), step_seconds(job, gpu, network=network_gbs * 1e9), refusal)
 
@@ -100,7 +100,7 @@ def replan(plan: Plan, settings: dict[str, Any]) -> Plan:
 
 
 def largest_batch(job: Job, room: float) -> int:
-    """Largest micro-batch whose peak is at most `room` bytes; 0 if one sequence does not fit."""
+    """Return the largest micro-batch with a peak of at most `room` bytes; 0 if one sequence is too large."""
 
     def fits(batch: int) -> bool:
         cfg = replace(job.cfg, optim=replace(job.cfg.optim, batch_size=batch))
@@ -116,10 +116,7 @@ def largest_batch(job: Job, room: float) -> int:
 
 
 def fewest_changes(plan: Plan) -> dict[str, Plan]:
-    """Return plans that fit where this one does not, by the flags to add: as few as possible, {} if none do.
-
-    A flag that is set already changes nothing, so it is never among the fewest.
-    """
+    """Return plans that fit, by the flags to add to `plan`: as few flags as possible, {} if nothing fits."""
     settings = plan.job.cfg.to_dict()
     for count in range(1, len(SMALLER) + 1):
         found = {}
@@ -140,7 +137,7 @@ def fewest_changes(plan: Plan) -> dict[str, Plan]:
 
 
 def _fitting(plan: Plan, settings: dict[str, Any]) -> Plan | None:
-    """Plan these settings; None if training refuses them or they do not fit."""
+    """Return the plan with these settings; None if training refuses them or they do not fit."""
     try:
         other = replan(plan, settings)
     except UserError:

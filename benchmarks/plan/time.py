@@ -1,8 +1,8 @@
-"""Time of a training step: counted FLOPs and bytes over rates measured on one H200, and communication.
+"""Predict the time of a training step from FLOPs, bytes, and rates measured on an H200.
 
-Rates are shares of a GPU's peaks: other GPUs are planned as if their kernels were as good as the H200's. They
-come from the kernel profile of Llama 3.1 8B under delayed scaling (8,192 tokens, 575 ms a step) unless a
-comment names another source.
+Rates are fractions of a GPU's peaks: kernels on other GPUs are assumed to be as efficient as on the H200.
+Unless a comment names another source, rates come from the kernel profile of Llama 3.1 8B with delayed scaling
+(8,192 tokens, 575 ms per step).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from training.tracking.metrics import PEAK_TFLOPS, attention_flops
 
 
 class Gpu(NamedTuple):
-    """Figures of a GPU: memory in GB, dense peaks in TFLOP/s, bandwidths in bytes/s."""
+    """GPU specifications: memory in GB, dense peaks in TFLOP/s, bandwidths in bytes/s."""
 
     memory_gb: float
     bf16_tflops: float
     fp8_tflops: float | None
     memory_bandwidth: float
     link_bandwidth: float  # to the other GPUs of a node, one direction
-    architecture: str | None = None  # as `core.recipes` names it
+    architecture: str | None = None  # name used by `core.recipes`
 
 
 def _gpu(name: str, memory_gb: float, memory_tbs: float, link_gbs: float, architecture: str) -> Gpu:
@@ -31,8 +31,8 @@ def _gpu(name: str, memory_gb: float, memory_tbs: float, link_gbs: float, archit
     return Gpu(memory_gb, peaks.bf16, peaks.fp8, memory_tbs * 1e12, link_gbs * 1e9, architecture)
 
 
-# Memory as CUDA reports it (H200), or from the datasheet's GiB or GB. Bandwidths from NVIDIA's datasheets,
-# NVLink and PCIe halved to one direction.
+# Memory: as reported by CUDA (H200), otherwise from the datasheet. Bandwidths: from NVIDIA's datasheets;
+# NVLink and PCIe halved, for one direction.
 GPUS: dict[str, Gpu] = {
     "A100": _gpu("A100", 85.1, 2.04, 300, "Ampere"),  # SXM, 80 GB
     "H100": _gpu("H100", 85.1, 3.35, 450, "Hopper"),
@@ -48,33 +48,33 @@ GPUS: dict[str, Gpu] = {
 }
 
 HEAD_SHARE = 0.725  # LM head, BF16: 25.8 TFLOP in 36 ms
-FP8_HEAD_SHARE = 0.63  # with its casts: the 8B's 25.8 TFLOP in 21 ms
-# Attention with head size d reaches E * d / (d + d0): exponentials cost the same for every d. cuDNN, d = 128:
-# 52.8 TFLOP in 142 ms; d = 64: the remainder of the 1B's 157 ms step. FlashAttention 4: 123 ms; 11 ms less.
+FP8_HEAD_SHARE = 0.63  # LM head, FP8, including casts: 25.8 TFLOP in 21 ms
+# (E, d0): attention with head size d reaches a fraction E * d / (d + d0) of the BF16 peak, because softmax
+# costs the same for every d. Fitted to 52.8 TFLOP at d = 128 in 142 ms (cuDNN) and 123 ms (FlashAttention 4),
+# and to the 1B at d = 64: 157 ms per step with cuDNN, 11 ms less with FlashAttention 4.
 ATTENTION = {"cudnn": (0.60, 78.0), "flash": (0.574, 42.0)}
-ATTENTION_FORWARD = 0.25  # forward's share of attention: 35 of 142 ms
-# Elementwise kernels reach 2 to 4.3 TB/s of the H200's 4.8 (SwiGLU 3.5, norms 3.1, casts 3.9, adds 4.3).
+ATTENTION_FORWARD = 0.25  # fraction of attention time in forward: 35 of 142 ms
+# Elementwise kernels reach 2 to 4.3 TB/s of 4.8 TB/s (SwiGLU 3.5, norms 3.1, casts 3.9, adds 4.3).
 BANDWIDTH_SHARE = 0.70
-ADAM_SHARE = 0.86  # the suite's AdamW: 26 bytes a parameter in 50.5 ms for the 8B's 8.03e9
-TE_ADAM_SHARE = 0.415  # TE's FusedAdam, which steps FP8 weights: 105 ms; torch's in ZeRO is as slow
-IDLE = 0.03  # share of a step without any kernel in the profile
-# NCCL reaches 0.75 of an NVLink's peak. Of a transfer within a node 0.7 is exposed in spite of overlap: it
-# shares multiprocessors and memory with the kernels (1B ddp, 8B fsdp_grad and fsdp_full on 4 GPUs).
+ADAM_SHARE = 0.86  # the suite's AdamW: 26 bytes per parameter, 8.03e9 parameters, 50.5 ms
+TE_ADAM_SHARE = 0.415  # TE's FusedAdam, for FP8 weights: 105 ms; torch's AdamW in ZeRO is as slow
+IDLE = 0.03  # fraction of a step without any kernel in the profile
+# NCCL reaches 0.75 of NVLink's peak. 0.7 of the transfer time within a node stays exposed despite overlap,
+# because transfers share SMs and memory with the kernels (1B ddp, 8B fsdp_grad and fsdp_full on 4 GPUs).
 LINK_SHARE, EXPOSED = 0.75, 0.70
-# The CPU launches forward and backward of a layer in this time; gsm-4gpu-fsdp_full-bf16 waits for it (85 ms,
-# 16 layers, 3,072 tokens), no other recorded run does.
+# CPU time to launch forward and backward of a layer. Of the recorded runs only gsm-4gpu-fsdp_full-bf16 is
+# bound by it (85 ms, 16 layers, 3,072 tokens).
 LAUNCH_SECONDS = 5e-3
-# DeepSpeed: ZeRO 1 and 2 copy gradients into and out of buckets, gather weights after the step, and overlap
-# little of it; bytes a parameter, from 1B and 3B on two and four GPUs. ZeRO 3's hooks on every module keep
-# the CPU busy for 12 to 17 ms a layer.
+# DeepSpeed ZeRO 1 and 2 copy gradients into and out of buckets and all-gather weights after the step, with
+# little overlap. Copied bytes per parameter by stage, from 1B and 3B on two and four GPUs.
 ZERO_COPIED = {1: 110, 2: 87}
-ZERO3_LAUNCH_SECONDS = 15e-3
-HOP_SECONDS = 10e-6  # per node of a ring across nodes; assumed, not measured
-OPTIMIZER_HOST_BANDWIDTH = 40e9  # CPU offload: one GPU's share of a host's PCIe and memory, 16 cores each
+ZERO3_LAUNCH_SECONDS = 15e-3  # CPU time per layer in ZeRO 3's module hooks; measured 12 to 17 ms
+HOP_SECONDS = 10e-6  # latency per node of a ring across nodes; assumed, not measured
+OPTIMIZER_HOST_BANDWIDTH = 40e9  # CPU offload: PCIe and host memory bandwidth per GPU, with 16 cores per GPU
 
 
 def _gemm_seconds(job: Job, gpu: Gpu) -> float:
-    """Linear layers: forward, once more if recomputed, dgrad and wgrad."""
+    """Time of the linear layers: forward (twice with recomputation), dgrad and wgrad."""
     flops = 2.0 * job.model.gemm_weights * job.tokens
     passes = 4 if job.recompute else 3
     bf16 = flops / (gpu.bf16_tflops * 1e12 * BF16_COSTS.gemm_share)
@@ -143,20 +143,20 @@ def _optimizer_seconds(job: Job, gpu: Gpu) -> float:
 
 
 class Exchange(NamedTuple):
-    """Traffic of a GPU in one step, before the ring's (n - 1) / n, and copies around it."""
+    """Communication of a GPU in one step, without the ring factor (n - 1) / n, and the copies it needs."""
 
-    within: float  # bytes between the GPUs of one copy of the model, or of the job
-    across: float  # bytes between copies of the model (hsdp)
+    within: float  # bytes within a shard group, or within the job if nothing is sharded
+    across: float  # bytes between the replicas of hsdp
     copied: float  # bytes of memory traffic
-    collectives: float
+    collectives: float  # number of collectives
 
 
 def exchange(job: Job) -> Exchange:
-    """Bytes of one step: weights gathered, in fsdp_grad once, and gradients of the last micro-batch."""
+    """Return the communication of one step: all-gathers of weights, and reductions of gradients."""
     model, layers, stage = job.model, job.model.shape.num_layers, job.sharding.stage
     if job.gpus == 1:
         return Exchange(0, 0, 0, 0)
-    # Within a node BF16 pieces are summed on arrival; NCCL sums across nodes in FP32.
+    # Within a node ranks exchange BF16 gradients and sum them locally; across nodes NCCL reduces in FP32.
     pieces = job.nodes == 1 and (job.accumulation == 1 or not job.fsdp) and not job.sharding.in_groups
     in_fp32 = job.cfg.sharding.grad_reduce_dtype == "fp32"
     gradient = (2 if pieces or not in_fp32 or stage else 4) * model.parameters
@@ -175,15 +175,15 @@ def exchange(job: Job) -> Exchange:
 
 
 def communication_seconds(job: Job, gpu: Gpu, network: float) -> float:
-    """Transfer time without overlap; `network` is one GPU's share of its node's, bytes/s in one direction.
+    """Return the transfer time without overlap; `network` is bytes/s per GPU in one direction.
 
-    A ring over n GPUs sends (n - 1) / n of the bytes through every link. Across nodes a node's GPUs share the
-    traffic over their network cards, and every node adds a hop. The busier of links and network counts.
+    A ring over n GPUs sends (n - 1) / n of the bytes through every link. Across nodes, a node's GPUs share
+    the traffic over their network cards, and every node adds a hop. The slower of links and network counts.
     """
     sent, per_node = exchange(job), job.gpus_per_node
     copies, close = job.gpus // job.shard, max(1, per_node // job.shard)
     across = 2 * job.model.shape.num_layers if sent.across else 0
-    # Bytes, GPUs of a ring, those of them in one node, collectives: within and among copies of the model.
+    # (bytes, ring size, ring members per node, collectives) of the rings within and across replicas.
     rings = [
         (sent.within, job.gpus if job.shard == 1 else job.shard, per_node, sent.collectives),
         (sent.across, copies, close, across),
@@ -198,7 +198,7 @@ def communication_seconds(job: Job, gpu: Gpu, network: float) -> float:
 
 
 def step_seconds(job: Job, gpu: Gpu, *, network: float = 50e9) -> dict[str, float]:
-    """Seconds of one optimizer step by part, for full sequences and data that never keeps the GPU waiting."""
+    """Return seconds of one optimizer step by part, for full sequences and without waiting for data."""
     model, bandwidth = job.model, gpu.memory_bandwidth * BANDWIDTH_SHARE
     each = {
         "linear layers": _gemm_seconds(job, gpu),

@@ -26,7 +26,7 @@ def add(argv: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 2 for a folder that is no run."""
+    """Add the runs. Exit code 2 if a folder is not a run folder."""
     return run_command(add, argv)
 
 

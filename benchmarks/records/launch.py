@@ -1,6 +1,6 @@
-"""Launch training scripts as processes: settings in, exit code out, signals forwarded, output kept.
+"""Launch training runs as subprocesses, forward signals to them, and keep their output.
 
-Every run has a process of its own: it finds the GPU empty, and a crash ends only that run.
+A separate process per run starts with empty GPU memory, and a crash ends only that run.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of a run."""
+    """Exit code and error of a run."""
 
     code: int
     folder: Path
-    error: str | None = None  # its error line
+    error: str | None = None  # error line that the run printed
     last_line: str = ""
 
     @property
     def refused(self) -> bool:
-        """True if this machine cannot run it: it ended with an error before it opened its folder."""
+        """True if this machine cannot run it: the run reported an error before it created its folder."""
         reported = self.code == EXIT_FAILED and self.error is not None
         return reported and not (self.folder / "config.json").exists()
 
@@ -55,7 +55,7 @@ class Outcome:
 
 
 def run_command(work: Callable[[list[str]], int], argv: list[str] | None) -> int:
-    """Run `work` on the command line. Errors become one line and an exit code."""
+    """Run `work` with the command line; print an error as one line and return its exit code."""
     try:
         return work(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt as stop:
@@ -67,7 +67,7 @@ def run_command(work: Callable[[list[str]], int], argv: list[str] | None) -> int
 
 
 def command_parser(prog: str, description: str, **options: Any) -> OneLineParser:
-    """Return the parser of a benchmark's own flags; training flags stay unknown to it."""
+    """Return a parser for a benchmark's own flags; it does not know training flags."""
     return OneLineParser(prog=prog, allow_abbrev=False, description=description.splitlines()[0], **options)
 
 
@@ -89,7 +89,7 @@ def command(cfg: Config, gpus: int) -> list[str]:
 
 
 def to_flags(cfg: Config) -> list[str]:
-    """Return the flags that differ from the defaults; with "=", since a value may start with a dash."""
+    """Return flags for all non-default settings, joined by "=" because a value may start with a dash."""
     default, flags = Config().to_dict(), []
     for name, value in cfg.to_dict().items():
         if value != default[name]:
@@ -99,11 +99,11 @@ def to_flags(cfg: Config) -> list[str]:
 
 
 def launch(cfg: Config, *, gpus: int = 1, log: Path) -> Outcome:
-    """Run one training script to its end in its --output_dir; its output goes to `log` and the terminal.
+    """Run one training script and wait for it; its output goes to `log` and to the terminal.
 
-    The run writes its log itself, and survives this process. SIGINT, SIGTERM and SIGHUP are forwarded, so
-    the run saves a checkpoint; KeyboardInterrupt follows once it has ended. UserError if another process
-    writes to its folder.
+    The run writes to `log` directly, so it survives the end of this process. SIGINT, SIGTERM and SIGHUP are
+    forwarded: the run saves a checkpoint and exits, then this function raises KeyboardInterrupt. UserError if
+    another process uses the run folder.
     """
     line, folder, signals = command(cfg, gpus), Path(cfg.checkpoint.output_dir), []
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def launch(cfg: Config, *, gpus: int = 1, log: Path) -> Outcome:
         file.write(f"$ {redact(shlex.join(line))}\n")
         file.flush()
         begin = file.tell()
-        # The run has its own session: a terminal's Ctrl-C reaches only this process, which forwards it.
+        # In a separate session the run does not receive Ctrl-C itself; this process forwards it once.
         process = subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         output = _follow(process, log, begin, signals).splitlines()
     error = next((x.removeprefix("error: ") for x in reversed(output) if x.startswith("error: ")), None)
@@ -124,7 +124,7 @@ def launch(cfg: Config, *, gpus: int = 1, log: Path) -> Outcome:
 
 
 def _follow(process: subprocess.Popen, log: Path, begin: int, signals: list[int]) -> str:
-    """Print and return what a process writes to its log after the byte `begin`; forward new `signals`."""
+    """Print and return the output in `log` from byte `begin` on; forward new `signals` to the process."""
     text, sent = "", 0
     with log.open(encoding="utf-8", errors="replace", newline="") as file:
         file.seek(begin)
@@ -132,7 +132,7 @@ def _follow(process: subprocess.Popen, log: Path, begin: int, signals: list[int]
             ended = process.poll() is not None
             new = file.read()
             text += new
-            with contextlib.suppress(OSError):  # the terminal is gone
+            with contextlib.suppress(OSError):  # the terminal was closed
                 print(new, end="", flush=True)
             if ended:
                 return text
@@ -149,13 +149,13 @@ def _send(process: subprocess.Popen, number: int) -> None:
 
 
 def _workers(pid: int) -> list[int]:
-    """Return the ranks under torchrun, which would kill them 30 seconds after a signal, saved or not."""
+    """Return the ranks of a torchrun process. Signalled itself, it kills ranks that save for over 30 s."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(path.read_text().rpartition(")")[2].split()[1])
             words = (path.parent / "cmdline").read_bytes().split(b"\0")
-        except (OSError, IndexError):  # it has just ended
+        except (OSError, IndexError):  # the process has just ended
             continue
         if parent == pid and os.fsencode(ROOT / "train_multi_gpu.py") in words:
             found.append(int(path.parent.name))
@@ -163,9 +163,9 @@ def _workers(pid: int) -> list[int]:
 
 
 def is_begun(cfg: Config) -> bool:
-    """True if the run folder of `cfg` holds this run, begun or finished. UserError for other settings.
+    """True if the folder of `cfg` holds this run, begun or finished. UserError if its settings differ.
 
-    A training script would resume with other sharding, kernels or length; such runs are not comparable.
+    Training itself resumes with different sharding, kernels or length, but such runs are not comparable.
     """
     folder = Path(cfg.checkpoint.output_dir)
     saved = folder / "config.json"
@@ -185,5 +185,5 @@ def is_begun(cfg: Config) -> bool:
 
 
 def is_finished(cfg: Config) -> bool:
-    """True if the run folder of `cfg` holds this run's summary. UserError for a run of other settings."""
+    """True if the folder of `cfg` holds this run, finished. UserError if its settings differ."""
     return is_begun(cfg) and (Path(cfg.checkpoint.output_dir) / "summary.json").exists()

@@ -1,4 +1,4 @@
-"""Run records: settings, environment, metrics and summary of one run, as its folder holds them."""
+"""Run records: settings, environment, metrics and summary of one run, read from its folder."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ EFFECTS = {
     for name, setting in all_settings().items()
 }
 NO_EFFECT = frozenset(name for name, effect in EFFECTS.items() if effect == "nothing")
-# Model, layers and recipe of a run are those that ran, not those that its settings ask for. The sharding mode
-# may differ between runs of the same work: one GPU has none.
+# Compared as they ran, since settings such as `auto` may have resolved to different values.
 AS_RAN = {"model_name", "use_te", "te_backend", "mixed_precision", "fp8_scenario", "fp8_fallback"}
+# May differ between runs of the same work: scaling compares one GPU, without sharding, with several.
 MODE = {"sharding_mode", "deepspeed_config", "cpu_offload", "hsdp_shard_size"}
 WORK = tuple(n for n, effect in EFFECTS.items() if effect == "step" and n not in AS_RAN | MODE)
 
-NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # texts in metrics.jsonl
-BATCH = ("batch_size", "gradient_accumulation_steps", "max_seq_length")  # every run's config.json has these
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as written to metrics.jsonl
+BATCH = ("batch_size", "gradient_accumulation_steps", "max_seq_length")  # present in every run's config.json
 
 
 def bad_input(message: str) -> UserError:
-    """Return an error about files or flags of a benchmark."""
+    """Return a UserError for bad files or flags of a benchmark."""
     return UserError(message, exit_code=EXIT_BAD_SETTING)
 
 
@@ -48,13 +48,13 @@ REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
     "median": lambda values: median(values[1:] or values),  # the first interval includes compilation
     "max": max,
 }
-# Summary value -> (metric, reduction), for runs that left no summary.
+# Summary value -> (metric, reduction), for runs without a summary.
 FROM_METRICS = {
     summary_name(name): (name, REDUCTIONS[metric.summary])
     for name, metric in METRICS.items()
     if metric.summary
 } | {"train_loss_tail_mean": ("train/loss", tail_mean)}
-# Summary value -> (its name in wall_time.json, seconds per unit), for the same runs.
+# Summary value -> (key in wall_time.json, seconds per unit), for runs without a summary.
 FROM_WALL_TIME = {
     "runtime_seconds": ("wall_seconds", 1),
     "gpu_hours": ("gpu_seconds", 3600),
@@ -72,15 +72,15 @@ class RunRecord:
     environment: dict[str, Any]
     records: list[dict[str, Any]]
     summary: dict[str, Any] | None
-    wall_time: dict[str, Any] = field(default_factory=dict)  # over all starts
-    remarks: dict[str, Any] = field(default_factory=dict)  # limits of a recorded run's use
+    wall_time: dict[str, Any] = field(default_factory=dict)  # summed over restarts
+    remarks: dict[str, Any] = field(default_factory=dict)  # why a recorded run is not comparable, by use
 
     @property
     def name(self) -> str:
         return self.folder.resolve().name
 
     def setting(self, name: str) -> Any:
-        """Return a setting; runs recorded before it existed had its default."""
+        """Return a setting, or its default for runs recorded before the setting existed."""
         return self.config.get(name, DEFAULT[name])
 
     def logged(self, metric: str) -> Series:
@@ -92,9 +92,9 @@ class RunRecord:
         return [(s, v) for s, v in self.logged(metric) if isinstance(v, int | float) and math.isfinite(v)]
 
     def value(self, name: str) -> Any:
-        """Return a summary value, or what the files of an unfinished run imply; None if unknown.
+        """Return a summary value, computed from the logs of an unfinished run; None if unknown.
 
-        The speed of an emulated run is None: it is no GPU's.
+        The speed of an emulated run is meaningless and None.
         """
         if name in SPEED and self.emulated:
             return None
@@ -145,7 +145,7 @@ class RunRecord:
 
     @property
     def coverage(self) -> dict[str, float]:
-        """{precision: share of a step's GEMM FLOPs}; empty for a run without a first step."""
+        """Map from precision to its share of a step's GEMM FLOPs; empty if no step was recorded."""
         shares: dict[str, float] = {}
         for row in (self.environment.get("coverage") or {}).get("rows", []):
             if row["gemm_share"]:
@@ -154,7 +154,7 @@ class RunRecord:
 
     @property
     def precision(self) -> str | None:
-        """Recipe, or mixed precision; under --precision_map the FP8 recipes of its GEMMs."""
+        """Recipe, or mixed precision; with --precision_map, the FP8 recipes of its GEMMs."""
         recipe = self.value("recipe") or self.value("mixed_precision")
         if not self.config.get("precision_map"):
             return recipe
@@ -168,7 +168,7 @@ class RunRecord:
 
     @property
     def work(self) -> dict[str, Any]:
-        """Everything that two runs must share for their speed to be compared."""
+        """Settings that must be equal for two runs' speeds to be comparable."""
         named = {"model_name": self.value("model_name"), "layers": self.layers, "precision": self.precision}
         return named | {name: self.setting(name) for name in WORK}
 
@@ -180,7 +180,7 @@ class RunRecord:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return `folder` if it is a run's, else the run folders below it."""
+    """Return `folder` if it is a run folder, else all run folders below it."""
     if (folder / "config.json").exists():
         return [folder]
     found = [path.parent for path in folder.rglob("config.json")]
@@ -188,7 +188,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run folder. UserError if it is none, or a file in it is damaged."""
+    """Read a run folder. UserError if it is not a run folder, or a file in it is damaged."""
     if not (folder / "config.json").is_file():
         reason = "not a run folder (it has no config.json)" if folder.exists() else "no such folder"
         raise bad_input(f"{folder}: {reason}")
@@ -207,7 +207,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def with_numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace the texts that stand for non-finite numbers in JSON."""
+    """Replace the strings for non-finite numbers in JSON by floats."""
     return {k: NON_FINITE.get(v, v) if isinstance(v, str) else v for k, v in values.items()}
 
 
@@ -219,7 +219,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the logged lines. A run that is being written, or was killed, may end in half a line."""
+    """Read metrics.jsonl, skipping malformed lines: a running or killed run may end in a partial line."""
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:

@@ -1,4 +1,4 @@
-"""Table of recorded runs: one JSON line a run, with its curves thinned."""
+"""Table of recorded runs: one JSON line per run, with downsampled curves."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def read_table(study: str | None = None, path: Path = TABLE) -> list[RunRecord]:
 
 
 def add_runs(runs: list[RunRecord], study: str, path: Path = TABLE) -> None:
-    """Add runs to the table. A run replaces the one of the same study and name."""
+    """Add runs to the table; a run replaces an existing row with the same study and name."""
     rows = {(row["study"], row["name"]): row for row in _read_rows(path)}
     rows |= {(study, run.name): to_row(run, study) for run in runs}
     replace_file(path, gzip.compress(b"".join(to_json(row) + b"\n" for row in rows.values()), mtime=0))
 
 
 def to_row(run: RunRecord, study: str) -> dict[str, Any]:
-    """Return a run as a row: settings that have an effect, environment, summary, thinned metrics."""
+    """Convert a run to a row: settings that affect results, environment, summary, downsampled metrics."""
     evaluations = sorted({name for record in run.records for name in record if name.startswith("eval/")})
-    names = CURVES if run.summary else dict.fromkeys((*CURVES, *METRICS))  # a summary has the other values
+    names = CURVES if run.summary else dict.fromkeys((*CURVES, *METRICS))  # summaries have the rest
     curves = {name: thin(run.logged(name), average=name == "train/loss") for name in names}
     curves |= {name: run.logged(name) for name in evaluations}
     return {
@@ -62,7 +62,7 @@ def to_row(run: RunRecord, study: str) -> dict[str, Any]:
 
 
 def from_row(row: dict[str, Any]) -> RunRecord:
-    """Return a row as a run. Its folder is `study/name`, which need not exist."""
+    """Convert a row to a run; its folder is `study/name`, which may not exist."""
     records: dict[int, dict[str, Any]] = {}
     for name, (steps, values) in row["metrics"].items():
         for step, value in zip(steps, values, strict=True):

@@ -1,4 +1,4 @@
-"""torchrun that exits with the code of the rank that failed first, instead of 1."""
+"""Run torchrun, but exit with the exit code of the first failed rank instead of 1."""
 
 import sys
 

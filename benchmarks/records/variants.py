@@ -1,4 +1,4 @@
-"""Variants: names such as `delayed` or `tensorwise+compile=false` for settings of a training run."""
+"""Variants: names such as `delayed` or `tensorwise+compile=false` that stand for training settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from core.recipes import TE_RECIPES, TORCHAO_RECIPES
 from core.settings import nearest
 from training.config import Config, all_settings, build_parser, config_from_dict, load_config_file
 
-# A recipe that cannot run here is an error: another one in its place would be compared under a wrong name.
+# An unsupported recipe is an error: a fallback would be compared under the wrong name.
 _TE = {"use_te": True, "fp8_fallback": "error"}
 _HF = {"use_te": False, "te_backend": "auto", "fp8_fallback": "error"}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -24,14 +24,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{name: _HF | {"mixed_precision": "fp8", "fp8_scenario": name} for name in TORCHAO_RECIPES},
 }
 DECIDED = ("use_te", "mixed_precision", "fp8_scenario", "fp8_fallback", "output_dir", "resume")
-# Settings that a variant may change. All others belong to the experiment, which the variants share.
+# Settings that a variant may change. All others are shared by the variants of an experiment.
 OWN = ("te_backend", "gradient_checkpointing", "compile", "batch_size", "gradient_accumulation_steps")
 OWN_SECTIONS = ("precision", "sharding")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A recipe of `VARIANTS` with further settings, under the name that the user gave."""
+    """A recipe of `VARIANTS` with additional settings; `name` is the user's text."""
 
     name: str
     settings: dict[str, Any]
@@ -46,11 +46,11 @@ class Variant:
 
 
 def parse_variants(words: list[str], *, flag: str = "--variants") -> list[Variant]:
-    """Read `bf16,delayed,current+moment_dtype=bf16`; several words are one list.
+    """Parse `bf16,delayed,current+moment_dtype=bf16`; several words form one list.
 
-    Only a comma before a variant's name separates, since a value may hold commas. `bf16` has TE layers if the
-    list has a TE recipe or bf16_hf, else Hugging Face layers. UserError for an unknown name, a setting that
-    the variants share, or a repetition.
+    A comma separates only before a variant's name, because values may contain commas. `bf16` uses TE layers
+    if the list has a TE recipe or bf16_hf, else Hugging Face layers. UserError for an unknown or duplicate
+    variant, or a setting that variants must share.
     """
     separator = rf",(?=(?:{'|'.join(VARIANTS)})(?:[+,]|$))"
     names = [name for word in words for name in re.split(separator, word) if name]
@@ -85,7 +85,8 @@ def _parse(name: str, te_layers: bool, flag: str) -> Variant:
 def given_settings(argv: list[str], prog: str, decided: Iterable[str] = DECIDED) -> dict[str, Any]:
     """Return the training settings on a command line and in its --config file, without defaults.
 
-    UserError for an unknown flag, and for one that the benchmark decides. Those in the file are ignored.
+    UserError for an unknown flag, or a flag in `decided`, which the benchmark sets itself. Settings in
+    `decided` are ignored in the file.
     """
     given = vars(build_parser(prog, "").parse_args(argv))
     path = given.pop("config")
@@ -97,9 +98,9 @@ def given_settings(argv: list[str], prog: str, decided: Iterable[str] = DECIDED)
 
 
 def resolve(settings: dict[str, Any], folder: Path) -> Config:
-    """Return the configuration of a run in `folder`, one of the runs/ of a comparison or sweep.
+    """Return the configuration of a run in `folder`, which is DIR/runs/NAME of a comparison or sweep.
 
-    On W&B its name is the folder's and its group that of the comparison or sweep, unless given.
+    By default, its W&B run name is NAME and its group is the name of DIR.
     """
     names = {"wandb_group": folder.resolve().parents[1].name, "wandb_run_name": folder.name}
     tracking = names if settings.get("use_wandb") else {}

@@ -16,20 +16,20 @@ from benchmarks.report.fp8_heatmap import draw_casts, last_casts
 from benchmarks.report.gaps import Comparison, loss_gap, noise_band, smooth
 from benchmarks.report.tables import Columns, labels, metric_columns, read_value
 
-# Colours by Okabe and Ito, distinct to most colour-blind people, without the yellow, too light on paper.
+# Colour-blind-safe palette of Okabe and Ito, without yellow, which is too light on white.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5195")
-DASHES = ("-", "--", "-.", ":")  # the first seven curves are solid, the next seven dashed, ..
+DASHES = ("-", "--", "-.", ":")  # the first seven curves are solid, the next seven dashed, ...
 STYLE = {
     "axes.grid": True,
     "grid.alpha": 0.3,
-    "text.parse_math": False,  # a $ in a folder's name is a $
+    "text.parse_math": False,  # folder names may contain $
     "svg.fonttype": "none",
     "svg.hashsalt": "report",
 }
-POINTS = 800  # per raw curve: more fit no screen
+POINTS = 800  # maximum points per raw curve, limited by screen resolution
 LABEL_WIDTH = 44  # characters per line of a label
-FEW = 10  # points that a line without markers would not show
-SPIKE = 10  # times the size that three quarters of the widest curve keep within: larger gaps are cut off
+FEW = 10  # curves with fewer points get markers
+SPIKE = 10  # gaps above this multiple of the widest curve's 75th percentile are outside the axis
 
 
 class Drawn(NamedTuple):
@@ -39,7 +39,7 @@ class Drawn(NamedTuple):
 
 
 def draw_all(runs: list[RunRecord], losses: Comparison) -> dict[str, Drawn]:
-    """Return the figures of everything that the runs have logged, by file name without suffix."""
+    """Return the figures for everything that the runs logged, by file name without suffix."""
     found = {}
     if any(run.series("train/loss") or run.series("eval/loss") for run in runs):
         strong = "moving mean over about 5 % of the values (strong), evaluations (dots)"
@@ -73,7 +73,7 @@ def style(number: int) -> dict[str, Any]:
 
 
 def thin(series: Series) -> Series:
-    """Return at most about POINTS points: the smallest and the largest value of each stretch."""
+    """Downsample to about POINTS points: the minimum and the maximum of each block."""
     size = -(-len(series) // (POINTS // 2))
     if size <= 2:
         return series
@@ -139,10 +139,10 @@ def draw_losses(runs: list[RunRecord], *, log: bool = False) -> Figure:
 
 
 def draw_gap(runs: list[RunRecord], losses: Comparison) -> Figure:
-    """Draw smoothed training losses relative to their baselines', over the noise band of the seeds.
+    """Draw smoothed training losses relative to their baselines, over the noise band of the seeds.
 
-    A run has its colour among all `runs`. The axis ignores the first tenth of the steps, where losses fall
-    fast, the last twentieth, where few steps are left to smooth over, and spikes (SPIKE).
+    Colours are the same as in the other figures of `runs`. The axis range ignores spikes (see SPIKE), the
+    first tenth of the steps, where losses fall fast, and the last twentieth, where smoothing has few points.
     """
     baselines = {id(run): baseline for run, baseline in losses.pairs}
     own = any(baseline is not losses.reference for baseline in baselines.values())
@@ -167,7 +167,7 @@ def draw_gap(runs: list[RunRecord], losses: Comparison) -> Figure:
 
 
 def _fit_gaps(axes: Axes, curves: list[Series]) -> None:
-    """Set the y axis to 0 and the settled parts of the curves, without spikes."""
+    """Fit the y axis to 0 and the curves, without their first and last steps and without spikes."""
     settled = [[gap for _, gap in c[len(c) // 10 : len(c) - len(c) // 20]] for c in curves]
     sizes = [sorted(map(abs, curve)) for curve in settled]
     most = SPIKE * max((size[3 * len(size) // 4] for size in sizes), default=0.0) or math.inf
@@ -186,15 +186,15 @@ AXES: dict[str, Callable[[RunRecord], int]] = {
     "sequence length": lambda run: run.config["max_seq_length"],
     "GPUs": lambda run: run.gpus,
 }
-# Settings that may vary along a line: often a step has as many tokens of each length.
+# Settings that may vary along a line. The batch size often varies with length, for equal tokens per step.
 ALONG = {"sequence length": ("max_seq_length", "batch_size"), "GPUs": ("max_seq_length",)}
 
 
 def scaling(runs: list[RunRecord], axis: str) -> dict[str, list[tuple[int, RunRecord]]]:
-    """Return {line: [(x, run), ..]}: runs on GPUs that differ in x and share their work.
+    """Group GPU runs into lines {name: [(x, run), ...]} that differ in x but do the same work otherwise.
 
-    Sharding modes may differ along a line, since one GPU has none. The line's name has the settings of work
-    that vary in the report and differ from the default.
+    Sharding modes may differ along a line, since one GPU has none. A line's name includes the non-default
+    settings that vary among the runs.
     """
     (rest,) = AXES.keys() - {axis}
     shown = [run for run in runs if run.gpus and not run.emulated]
@@ -210,7 +210,7 @@ def scaling(runs: list[RunRecord], axis: str) -> dict[str, list[tuple[int, RunRe
 
 
 def draw_scaling(lines: dict[str, list[tuple[int, RunRecord]]], axis: str) -> Figure:
-    """Draw one panel per rate against `axis`. A line joins the largest value of each x."""
+    """Draw one panel per rate over `axis`; the line connects the largest value at each x."""
     names = _names(list(lines))
     figure = Figure(figsize=(9, 7 + 0.12 * _lines(names)), layout="constrained")
     for axes, (title, (source, form)) in zip(figure.subplots(2, 2).flat, RATES.items(), strict=True):
@@ -229,7 +229,7 @@ def draw_scaling(lines: dict[str, list[tuple[int, RunRecord]]], axis: str) -> Fi
 
 
 def draw_coverage(runs: list[RunRecord]) -> Figure:
-    """Draw one bar per run: shares of its GEMM FLOPs by precision."""
+    """Draw one bar per run with the shares of GEMM FLOPs by precision."""
     names = _names(labels(runs))
     figure = Figure(figsize=(9, 1.5 + 0.35 * _lines(names)), layout="constrained")
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""Heatmaps of a run's FP8 tensor statistics: layers by tensors, one per statistic."""
+"""Heatmaps of FP8 tensor statistics, layers by tensors, one per statistic."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
 METRIC = re.compile(r"fp8/(?:.*\.)?layers\.(\d+)\.(.+)/(activation|weight|gradient)/(\w+)")
-SHARES = ("underflow", "overflow")  # on a linear scale from 0; others on a logarithmic one
+SHARES = ("underflow", "overflow")  # linear colour scale; other statistics have a logarithmic one
 
-Values = dict[tuple[str, int], float]  # {(module and tensor, layer): value}
+Values = dict[tuple[str, int], float]  # ("module tensor", layer) -> value
 
 
 def last_casts(records: list[dict[str, Any]]) -> tuple[int, dict[str, Values]] | None:
-    """Return the last step with FP8 statistics, and its values by statistic; None without any."""
+    """Return the last step with FP8 statistics, and their values by statistic; None if never logged."""
     for record in reversed(records):
         found: dict[str, Values] = {}
         for name, value in record.items():

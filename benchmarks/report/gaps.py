@@ -1,4 +1,4 @@
-"""Loss gaps between runs: which runs are comparable, how far apart they are, and the noise of seeds."""
+"""Loss gaps between runs: comparability, gaps, and the noise band of seeds."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from benchmarks.records.runs import EFFECTS, RunRecord, Series, tail_mean
 from benchmarks.report.tables import labels
 from training.config import all_settings
 
-# Settings of the precision, which is what a gap compares.
+# Precision settings (prefixes). They may differ, since gaps measure their effect.
 PRECISION = ("mixed_precision", "fp8_", "bf16_", "te_backend", "precision_map")
-SPLIT = {"batch_size", "gradient_accumulation_steps"}  # runs may split their global batch differently
+SPLIT = {"batch_size", "gradient_accumulation_steps"}  # may differ; the global batch is compared instead
 
 
 def settings_of(section: str) -> list[str]:
-    """Return the settings of a section that decide a run's result and cannot change on resume."""
+    """Return the settings of a section that cannot change on resume."""
     table = all_settings().items()
     return [n for n, s in table if s.section == section and not s.field.metadata["resumable"]]
 
 
-# Settings without which training losses are of different tasks, and those of one experiment.
+# Settings that must be equal for comparable training losses; EXPERIMENT is stricter, for one experiment.
 SAME_TASK = ("model_name", "init", *(name for name in settings_of("data") if not name.startswith("eval_")))
 EXPERIMENT = [
     name
@@ -32,7 +32,7 @@ EXPERIMENT = [
     )
     if name not in SPLIT | {"deterministic"}
 ]
-# Another seed changes these too, by data order and held-out part.
+# Properties that depend on the seed, through data order and held-out rows.
 BY_SEED = {"--seed", "steps", "label_tokens", "eval_label_tokens"}
 # Largest relative difference of two evaluations of equal weights before the first step: same layers and
 # precision, and others (FP8 stays within 0.03 % on a 1B; tiny models round more).
@@ -42,10 +42,10 @@ SAME_PRECISION, OTHER_PRECISION = 1e-3, 1e-2
 def differences(
     run: RunRecord, reference: RunRecord, *, experiment: bool = False, other_seed: bool = False
 ) -> list[str]:
-    """Return the differences other than precision that forbid to compare the losses of two runs.
+    """Return differences, except in precision, that make the losses of two runs incomparable.
 
-    Runs of one `experiment` also share evaluation data, optimizer, steps, tokens and weights. With
-    `other_seed` the seed and what follows from it may differ.
+    With `experiment`, evaluation data, optimizer, steps, tokens and initial weights must be equal too. With
+    `other_seed`, the seed and properties that depend on it may differ.
     """
     here, there = (_identity(record, experiment) for record in (run, reference))
     ignored = BY_SEED if other_seed else set()
@@ -80,7 +80,7 @@ def initial_loss(run: RunRecord) -> float | None:
 
 
 def pick_reference(runs: list[RunRecord]) -> RunRecord:
-    """Return the first BF16 run with a loss, if possible of a seed that FP8 has; else the first."""
+    """Return the first BF16 run with losses, preferably with the seed of an FP8 run; else the first run."""
     found = [run for run in runs if run.value("recipe") == "bf16" and run.series("train/loss")]
     seeds = {run.config.get("seed") for run in runs if run.value("recipe") != "bf16"}
     shared = [run for run in found if run.config.get("seed") in seeds]
@@ -101,9 +101,9 @@ def ends_finite(run: RunRecord) -> bool:
 
 
 def other_settings(run: RunRecord, reference: RunRecord, *, precision: bool = False) -> list[str]:
-    """Return the settings that a loss may depend on and that both recorded with different values.
+    """Return the settings that may affect the loss and that both runs recorded with different values.
 
-    Those of the precision count only with `precision`.
+    Precision settings are included only with `precision`.
     """
     return [
         name
@@ -116,7 +116,7 @@ def other_settings(run: RunRecord, reference: RunRecord, *, precision: bool = Fa
 
 
 def seed_runs(runs: list[RunRecord], reference: RunRecord) -> list[RunRecord]:
-    """Return the reference and the runs that repeat it with other seeds and end finite, one per seed."""
+    """Return the reference and its repetitions with other seeds, one per seed, without diverged ones."""
     found = {reference.config.get("seed"): reference}
     for run in runs:
         same = run.value("recipe") == reference.value("recipe") and run.emulated == reference.emulated
@@ -127,7 +127,7 @@ def seed_runs(runs: list[RunRecord], reference: RunRecord) -> list[RunRecord]:
 
 
 def smooth(values: list[float], share: int = 20) -> list[float]:
-    """Return the centred moving mean over about 1 / share of the values; the window narrows at both ends."""
+    """Return the centred moving mean over 1 / `share` of the values; the window narrows at both ends."""
     widest = len(values) // (2 * share)
     halves = [min(widest, i, len(values) - 1 - i) for i in range(len(values))]
     sums = [0.0, *accumulate(values)]
@@ -141,15 +141,16 @@ def smoothed(run: RunRecord) -> dict[int, float]:
 
 
 def loss_gap(run: RunRecord, reference: RunRecord) -> Series:
-    """Return (step, gap as a share of the reference's smoothed loss) where both logged one."""
+    """Return (step, relative gap of the smoothed losses) for the steps that both runs logged."""
     ours, theirs = smoothed(run), smoothed(reference)
     return [(step, ours[step] / theirs[step] - 1) for step in sorted(ours) if theirs.get(step)]
 
 
 def noise_band(family: list[RunRecord]) -> Series:
-    """Return (step, half width) of the spread of the smoothed losses of a reference and its repetitions.
+    """Return (step, half width) of the relative spread of the smoothed losses over the seeds.
 
-    It is smoothed over a fifth of the steps: curves of two seeds cross, which makes neither less noisy.
+    The spread is smoothed over a fifth of the steps, because it vanishes wherever the curves of two seeds
+    cross, although the noise does not.
     """
     curves = [smoothed(run) for run in family]
     if len(curves) < 2:
@@ -161,7 +162,7 @@ def noise_band(family: list[RunRecord]) -> Series:
 
 
 def tail_gap(run: RunRecord, reference: RunRecord) -> float | None:
-    """Return the gap of the tail means over common steps, as a share of the reference's; None if it is 0."""
+    """Return the relative gap of the tail means over common steps; None without steps or a zero baseline."""
     ours, theirs = dict(run.series("train/loss")), dict(reference.series("train/loss"))
     steps = sorted(ours.keys() & theirs.keys())
     base = tail_mean([theirs[step] for step in steps]) if steps else 0.0
@@ -169,14 +170,14 @@ def tail_gap(run: RunRecord, reference: RunRecord) -> float | None:
 
 
 def tail_noise(family: list[RunRecord]) -> tuple[float, float] | None:
-    """Return the lowest and highest tail gap of a reference and its repetitions; None for one run."""
+    """Return the lowest and highest tail gap among the reference and its repetitions; None for one run."""
     found = [gap for run in family if (gap := tail_gap(run, family[0])) is not None]
     return (min(found), max(found)) if len(found) > 1 else None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs whose losses are compared, and the reasons why others are not."""
+    """Comparable runs with their baselines, and the reasons for excluding the others."""
 
     reference: RunRecord
     pairs: list[tuple[RunRecord, RunRecord]]  # (run, its baseline)
@@ -187,7 +188,7 @@ class Comparison:
 def compare_losses(
     runs: list[RunRecord], reference: RunRecord, baselines: dict[Path, RunRecord | None] | None = None
 ) -> Comparison:
-    """Pair every run with its baseline: by folder in `baselines` (None: it did not run), or the reference."""
+    """Pair every run with its baseline: `baselines[run.folder]` (None: it did not run), or the reference."""
     pairs, left_out = [], {}
     for label, run in zip(labels(runs), runs, strict=True):
         if run is reference:

@@ -1,4 +1,4 @@
-"""Table, figures and an HTML page of finished, stopped or crashed runs, read from their folders.
+"""Report on finished, stopped or crashed runs: a table, figures and an HTML page.
 
 python -m benchmarks.report RUN [RUN ...] [--reference RUN] [--output_dir DIR]
 """
@@ -22,7 +22,7 @@ from training.tracking.settings import LogConfig
 def write(
     runs: list[RunRecord], reference: RunRecord, target: Path | None, verdict: page.Verdict | None = None
 ) -> tuple[dict[str, Table], list[Path]]:
-    """Print the runs; write figures and report.html into `target`. Returns tables and paths of figures."""
+    """Print the runs, and write figures and report.html to `target`. Returns tables and figure paths."""
     tables = report_tables(runs)
     print(markdown.table(tables["runs"].headings, tables["runs"].texts), end="\n\n")
     for run in runs:
@@ -47,7 +47,7 @@ def write(
 
 
 def read_all(folders: list[Path], reference: Path | None) -> tuple[list[RunRecord], RunRecord]:
-    """Return the runs in or below the folders, and the reference, which joins them."""
+    """Return the runs in or below the folders, including the reference, and the reference."""
     paths = [path for folder in folders for path in find_runs(folder) or [folder]]
     runs = {path.resolve(): read_run(path) for path in [*paths, *([reference] if reference else [])]}
     found = list(runs.values())
@@ -90,5 +90,5 @@ def report(argv: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the table, write page and figures; exit code 2 for a folder that is no run."""
+    """Write the report. Exit code 2 if a folder is not a run folder."""
     return run_command(report, argv)

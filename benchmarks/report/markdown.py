@@ -6,6 +6,6 @@ from collections.abc import Iterable
 
 
 def table(headings: list[str], rows: Iterable[list[str]]) -> str:
-    """Return a table with a line per row; a | in a cell is escaped."""
+    """Return a Markdown table; "|" in cells is escaped."""
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,4 +1,4 @@
-"""The report as one HTML file that loads nothing: tables and figures filled into page.html.j2."""
+"""Render the report as a self-contained HTML file from page.html.j2."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from benchmarks.report.tables import Table, labels, provenance, settings, tagged
 
 
 class Verdict(NamedTuple):
-    """Verdict of a comparison, as a report shows it."""
+    """Verdict of a comparison, for display in a report."""
 
     table: Table
-    limit: str  # meaning of PASS
+    limit: str  # definition of PASS
     notes: list[str]
-    baselines: dict[Path, RunRecord | None]  # by run folder, see `gaps.compare_losses`
+    baselines: dict[Path, RunRecord | None]  # by run folder, as for `gaps.compare_losses`
 
 
 def render(
@@ -54,14 +54,14 @@ def render(
 
 
 def data_uri(figure: Figure) -> str:
-    """Return a figure as an SVG that an <img> shows without loading anything."""
+    """Return a figure as a data URI with an SVG image."""
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def gap_section(runs: list[RunRecord], losses: gaps.Comparison) -> dict[str, Any]:
-    """Return reference, noise, rows and the reasons for runs left out."""
+    """Return the values for the section on loss gaps."""
     names = dict(zip(map(id, runs), labels(runs), strict=True))
     rows = []
     for run, baseline in losses.pairs:
@@ -89,7 +89,7 @@ def _gap_text(run: RunRecord, baseline: RunRecord) -> str:
 
 
 def settings_section(runs: list[RunRecord], reference: RunRecord) -> dict[str, Any]:
-    """Return settings that differ, with True on those other than the reference's, and equal ones."""
+    """Return equal settings, and differing ones as (text, True if different from the reference's)."""
     found, base = [settings(run) for run in runs], settings(reference)
     differing, equal = {}, {}
     for name in dict.fromkeys(name for values in found for name in values):

@@ -1,4 +1,4 @@
-"""Tables of a report, for the terminal, the page and W&B: a row per run."""
+"""Tables of a report for the terminal, the HTML page and W&B, with a row per run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from benchmarks.records.runs import RunRecord, tail_mean
 from core.redact import redacted
 from training.tracking.metrics import METRICS, summary_name
 
-Source = str | Callable[[Any], Any]  # name of a value of the row's item, or a function of the item
+Source = str | Callable[[Any], Any]  # name for `item.value(name)`, or a function of the item
 Columns = dict[str, tuple[Source, str]]  # heading -> (source, format)
 
 
 class Table(NamedTuple):
-    """Values of a table, and their texts."""
+    """Values of a table, and the same values formatted as text."""
 
     headings: list[str]
     rows: list[list[Any]]
@@ -27,7 +27,7 @@ def read_value(item: Any, source: Source) -> Any:
 
 
 def make_table(columns: Columns, items: Sequence[Any]) -> Table:
-    """Return a row per item, by its method `value`, without columns that no item has a value for."""
+    """Return a table with a row per item, without columns in which all values are None."""
     found = {}
     for heading, (source, form) in columns.items():
         values = [read_value(item, source) for item in items]
@@ -39,7 +39,7 @@ def make_table(columns: Columns, items: Sequence[Any]) -> Table:
 
 
 def metric_columns(*names: str) -> Columns:
-    """Return the columns of metrics' summary values."""
+    """Return columns for the summary values of metrics."""
     return {METRICS[name].label: (summary_name(name), METRICS[name].format) for name in names}
 
 
@@ -60,7 +60,7 @@ MACHINE = (
 
 
 def report_tables(runs: list[RunRecord]) -> dict[str, Table]:
-    """Return the tables of a report by name, without those of losses or a coverage that no run has."""
+    """Return the tables of a report by name; loss and coverage tables only if a run has such data."""
     names = dict(zip(map(id, runs), tagged(runs), strict=True))
     kinds = dict.fromkeys(kind for run in runs for kind in run.coverage)
     coverage: Columns = {kind: (lambda run, kind=kind: run.coverage.get(kind), "{:.1%}") for kind in kinds}
@@ -115,7 +115,7 @@ def _scaling(run: RunRecord, runs: list[RunRecord]) -> float | None:
 
 
 def _statistics(metric: str) -> Columns:
-    """Return the columns of a metric's statistics over its finite values, and how many there are."""
+    """Return columns for the statistics of a metric's finite values, and counts of values."""
 
     def column(reduce: Callable[[list[float]], float]) -> Callable[[RunRecord], float | None]:
         return lambda run: reduce(values) if (values := [v for _, v in run.series(metric)]) else None
@@ -128,19 +128,19 @@ def _statistics(metric: str) -> Columns:
 
 
 def labels(runs: list[RunRecord]) -> list[str]:
-    """Return a name per run: its folder's, or the path as given where two share it."""
+    """Return a label per run: the folder name, or the whole path if several runs share that name."""
     names = [run.name for run in runs]
     return [n if names.count(n) == 1 else str(run.folder) for n, run in zip(names, runs, strict=True)]
 
 
 def tagged(runs: list[RunRecord]) -> list[str]:
-    """Return the labels, with a remark on unfinished runs."""
+    """Return the labels, with "(unfinished)" added to those of unfinished runs."""
     names = labels(runs)
     return [name + " (unfinished)" * (run.summary is None) for name, run in zip(names, runs, strict=True)]
 
 
 def provenance(run: RunRecord, *, date: bool = True) -> str:
-    """Return GPUs, date, versions and commit of a run in one line."""
+    """Return GPUs, date, package versions and commit of a run in one line."""
     environment = run.environment
     if not environment:
         return "stopped before its environment was recorded"
@@ -155,7 +155,7 @@ def provenance(run: RunRecord, *, date: bool = True) -> str:
 
 
 def settings(run: RunRecord) -> dict[str, Any]:
-    """Return the settings of a run, and the machine and software that it ran on."""
+    """Return the settings of a run, and its machine and software."""
     environment = run.environment
     git = environment.get("git") or {}
     return (

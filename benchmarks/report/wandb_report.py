@@ -1,4 +1,4 @@
-"""A report on W&B: its tables, figures and page as a run of the job type `report`."""
+"""Upload a report to W&B as a run with the job type `report`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ def upload(
     figures: list[Path],
     config: dict[str, Any] | None = None,
 ) -> bool:
-    """Log tables, figures, and report.html of `folder` to the group of `cfg`; numbers stay numbers.
+    """Log tables, figures and report.html of `folder` to the W&B group of `cfg`.
 
-    A folder has one such W&B run. If W&B fails, the report on disk remains: returns False after a warning.
+    Uploading again updates the same W&B run. If W&B fails, print a warning and return False; the report on
+    disk is complete.
     """
     try:
         import wandb
@@ -37,7 +38,7 @@ def upload(
         logged: dict[str, Any] = {
             f"report/{name}": wandb.Table(columns=table.headings, data=table.rows)
             for name, table in tables.items()
-            if name != "coverage"  # the figure has that key
+            if name != "coverage"  # the coverage figure uses this key
         }
         logged |= {f"report/{path.stem}": wandb.Image(str(path)) for path in figures}
         logged["report/page"] = wandb.Html((folder / "report.html").read_text(encoding="utf-8"))
