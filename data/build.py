@@ -82,10 +82,9 @@ def build_loaders(
     vocab_size: int,
     max_positions: int | None,
 ) -> Loaders:
-    """Open, tokenise, split and pack the data; every rank computes the same order.
+    """Open, tokenise (or read from the cache), split and pack the data; every rank computes the same order.
 
-    Tokens come from the cache if they are in it. `vocab_size` and `max_positions` are the model's. Raises
-    UserError for settings or data that cannot be used.
+    `vocab_size` and `max_positions` are the model's. UserError for settings or data that cannot be used.
     """
     check_cache(cfg)
     cfg.check_length(max_positions)
