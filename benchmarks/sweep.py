@@ -84,6 +84,8 @@ def read_sweep(path: Path) -> dict[str, Any]:
     """Return `grid`, `base` and `needs` of a sweep file. UserError for a malformed file."""
     try:
         file = yaml.load(path.read_text(encoding="utf-8"), YamlLoader)
+    except OSError as fault:
+        raise bad_input(f"{path}: {fault.strerror or fault}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as fault:
         raise bad_input(f"{path}: not valid YAML: {yaml_fault(fault)}") from None
     kinds = {"grid": dict, "base": dict, "needs": list}

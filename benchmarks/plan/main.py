@@ -63,7 +63,7 @@ def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> lis
     head = [*COLUMNS, *["days"] * bool(tokens), *["cost"] * bool(tokens and price)]
     lines = [
         f"{size} parameters, {job.recipe}, {optim.batch_size} x {job.cfg.data.max_seq_length} tokens per "
-        f"micro-batch and GPU, {job.accumulation} micro-batches a step"
+        f"micro-batch and GPU, {job.accumulation} micro-batch{'es' * (job.accumulation > 1)} per step"
         f"{', activation checkpointing' if job.recompute else ''}; {gpu.memory_gb:g} GB a GPU",
         "",
         _table([head, *(_row(plan, tokens, price) for plan in plans)]),

@@ -11,7 +11,7 @@ from benchmarks import sweep as module
 from benchmarks.plan.time import GPUS
 from benchmarks.records.launch import Outcome
 from benchmarks.sweep import Point, Result, build_points, main, read_axes, read_sweep, run_points, why_skip
-from core.errors import EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY
+from core.errors import EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, UserError
 from training.config import config_from_dict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -246,3 +246,8 @@ def test_documented_commands_work(tmp_path, capsys, monkeypatch):
     assert len(documented()) >= 6
     for line in documented():
         assert main([*line.split(), "--dry_run", "--output_dir", str(tmp_path)]) == 0, capsys.readouterr().err
+
+
+def test_a_missing_sweep_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"none\.yaml: No such file or directory$"):
+        read_sweep(tmp_path / "none.yaml")

@@ -496,11 +496,11 @@ def two_rows(folder: Path) -> Path:
         ("--moment_dtype bf16", EXIT_BAD_SETTING, "--moment_dtype bf16"),
         ("--output_dir /proc/run", EXIT_BAD_SETTING, "--output_dir /proc/run"),
         ("--log_dir /proc/run", EXIT_BAD_SETTING, "--log_dir /proc/run"),
-        ("--dataset_name {two} --max_steps 0", EXIT_BAD_SETTING, "no rows to evaluate on"),
+        ("--dataset_name {two} --max_steps 0", EXIT_BAD_SETTING, "no rows for evaluation"),
         (
             "--dataset_name {two} --max_steps 1 --generate_samples 1",
             EXIT_BAD_SETTING,
-            "no rows to evaluate on",
+            "no rows for evaluation",
         ),
     ],
 )

@@ -22,6 +22,7 @@ from core.packages import version
 REQUIRED = ("torch", "transformers", "datasets", "numpy", "safetensors", "pyyaml", "tqdm")
 MINIMUM = {"torch": (2, 11), "transformers": (5, 0)}
 OPTIONAL = ("torchao", "deepspeed", "nvdlfw-inspect", "wandb", "tensorboard", "matplotlib")
+PINS = {"nvdlfw-inspect": "nvdlfw-inspect==0.2.2"}  # requirements-gpu.txt
 UPDATE_DRIVER = "sudo apt-get install -y nvidia-driver-580-server-open && sudo reboot"  # Ubuntu, Debian
 REINSTALL_TORCH = "pip uninstall -y torch && pip install -r requirements.txt"  # pip keeps a CPU build
 # Message of torch or nvidia-smi -> the command that fixes it. CUDA 12 needs a driver of branch 525, CUDA 13
@@ -91,7 +92,7 @@ def check_packages() -> Iterator[Finding]:
     text = ", ".join(f"{name} {found}" for name, found in versions.items() if found)
     yield Finding("ok", text, data={"versions": versions})
     if missing := [name for name in OPTIONAL if not versions[name]]:
-        command = this_pip(f"pip install {' '.join(missing)}")
+        command = this_pip(f"pip install {' '.join(PINS.get(name, name) for name in missing)}")
         yield Finding("note", f"missing, optional: {', '.join(missing)}: {command}", command)
 
 

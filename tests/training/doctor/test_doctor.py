@@ -302,3 +302,8 @@ def test_the_layer_s_rate_counts_its_flops_and_low_shares_warn(gpu, monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X1000")
     unknown = layers.rate("GEMM", "fp8", 1e12, 2.0)
     assert unknown.status == "ok" and unknown.data["share"] is None and "500 TFLOP/s" in unknown.text
+
+
+def test_the_install_command_pins_what_the_requirements_pin():
+    pins = (Path(__file__).resolve().parents[3] / "requirements-gpu.txt").read_text()
+    assert all(pin in pins for pin in machine.PINS.values())
