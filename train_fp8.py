@@ -14,7 +14,11 @@ def one_device(cfg):
     return ranks.one_device()
 
 
-if __name__ == "__main__":
+def main():
     from training.launch import launch
 
     launch(__doc__, start=one_device, started=STARTED)
+
+
+if __name__ == "__main__":
+    main()

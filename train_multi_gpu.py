@@ -21,7 +21,11 @@ def join_torchrun(cfg):
     return ranks.one_device()
 
 
-if __name__ == "__main__":
+def main():
     from training.launch import launch
 
     launch(__doc__, start=join_torchrun, started=STARTED)
+
+
+if __name__ == "__main__":
+    main()
