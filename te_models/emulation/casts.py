@@ -110,8 +110,7 @@ def cast_mx(x: Tensor, dtype: torch.dtype, *, dim: int) -> Quantized:
     block = (MX_BLOCK, 1) if dim == 0 else (1, MX_BLOCK)
     tiles = _tiles(x.float(), block)  # [M/m, m, N/n, n]
     exponent = mx_exponent(largest(tiles, (1, 3)), dtype)  # [M/m, N/n]
-    # A block of zeros has the biased exponent 0; TE does not scale its values.
-    scale = _power_of_two(torch.where(exponent > 0, 127 - exponent, 0))
+    scale = _power_of_two(127 - exponent)
     data = saturate(_untiled(tiles * scale[:, None, :, None]), dtype)
     return Quantized(data, _power_of_two(exponent - 127), block)
 

@@ -124,7 +124,6 @@ def test_mx_matches_torchao(dtype, dim, source):
     x[:, :32] = 0.0
     x[:32] = 0.0
     x[40, 40], x[64:, 64:] = 448.0 * 2**29, 448.0
-    x[64:, 32:64] = 1e-37  # below the range of the smallest scale
     x = x.to(source)
     rows = x if dim == 1 else x.T.contiguous()
     scale, data = mx.to_mx(rows, dtype, 32, scaling_mode=config.ScaleCalculationMode.RCEIL)
@@ -133,6 +132,16 @@ def test_mx_matches_torchao(dtype, dim, source):
     assert torch.equal(ours_data.contiguous().view(torch.uint8), data.view(torch.uint8).reshape(rows.shape))
     exponents = scale.view(torch.uint8).reshape(ours_scale.shape).double() - 127
     assert torch.equal(ours_scale, exponents.exp2().float())
+
+
+def test_mx_blocks_at_the_smallest_scale_are_scaled():
+    """TE multiplies by 2^127 for E8M0 exponent 0 (since 2.14; torchao 0.18 by 1, which underflows)."""
+    x = torch.full((32, 64), 3 * 2.0**-125)
+    x[:, 32:] = 0.0
+    quantized = cast_mx(x, E4M3, dim=1)
+    assert torch.equal(quantized.scale_inv, torch.full((32, 2), 2.0**-127))
+    assert widen(quantized.data)[0, [0, 63]].tolist() == [12.0, 0.0]
+    assert torch.equal(quantized.dequantize(), x)
 
 
 def test_mx_exponents_by_hand():
