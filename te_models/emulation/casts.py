@@ -39,7 +39,7 @@ class Quantized:
         if self.block is None:
             return values * self.scale_inv
         rows, columns = values.shape
-        tiles = _tiles(values, self.block)  # [M/m, m, N/n, n]
+        tiles = tiled(values, self.block)  # [M/m, m, N/n, n]
         return _untiled(tiles * self.scale_inv[:, None, :, None])[:rows, :columns]
 
 
@@ -95,7 +95,7 @@ def cast_blocks(
     x: Tensor, dtype: torch.dtype, block: tuple[int, int], *, power_of_two: bool = True
 ) -> Quantized:
     """Cast x [M, N] with a scale per `block`, such as (1, 128); blocks at the edges may be partial."""
-    tiles = _tiles(x.float(), block)  # [M/m, m, N/n, n]
+    tiles = tiled(x.float(), block)  # [M/m, m, N/n, n]
     scale = scale_of(largest(tiles, (1, 3)), dtype, power_of_two=power_of_two)  # [M/m, N/n]
     data = saturate(_untiled(tiles * scale[:, None, :, None]), dtype)
     return Quantized(data[: x.shape[0], : x.shape[1]], scale.reciprocal(), block, power_of_two)
@@ -108,7 +108,7 @@ def cast_mx(x: Tensor, dtype: torch.dtype, *, dim: int) -> Quantized:
     """
     assert x.shape[dim] % MX_BLOCK == 0, x.shape  # `check_sizes` refuses other sizes
     block = (MX_BLOCK, 1) if dim == 0 else (1, MX_BLOCK)
-    tiles = _tiles(x.float(), block)  # [M/m, m, N/n, n]
+    tiles = tiled(x.float(), block)  # [M/m, m, N/n, n]
     exponent = mx_exponent(largest(tiles, (1, 3)), dtype)  # [M/m, N/n]
     scale = _power_of_two(127 - exponent)
     data = saturate(_untiled(tiles * scale[:, None, :, None]), dtype)
@@ -127,7 +127,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
 
 
-def _tiles(x: Tensor, block: tuple[int, int]) -> Tensor:
+def tiled(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Reshape [M, N], padded with zeros, to [M/m, m, N/n, n]."""
     (m, n), (rows, columns) = block, x.shape
     if rows % m or columns % n:

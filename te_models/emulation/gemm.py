@@ -114,8 +114,8 @@ class LinearFunction(torch.autograd.Function):
         amax: Tensor | None,
     ) -> Tensor:
         ctx.gemm, ctx.dtype = gemm, dtype
-        inputs = gemm.recipe.quantize(x, "input", gemm.input, amax)
-        weights = gemm.recipe.quantize(weight.to(dtype), "weight", gemm.weight)
+        inputs = gemm.quantize(x, "input", gemm.input, amax)
+        weights = gemm.quantize(weight.to(dtype), "weight", gemm.weight)
         y = multiply(inputs(1), weights(1), transpose_b=True)
         kept = inputs(0) if ctx.needs_input_grad[1] else None
         ctx.kept_as = kept and (kept.block, kept.fits_bfloat16)
@@ -129,9 +129,9 @@ class LinearFunction(torch.autograd.Function):
         gemm, dtype = ctx.gemm, ctx.dtype
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
-        grads = gemm.recipe.quantize(grad, "grad", gemm.grad)
+        grads = gemm.quantize(grad, "grad", gemm.grad)
         if needs_x:
-            weights = gemm.recipe.quantize(weight.to(dtype), "weight", gemm.weight_in_backward)
+            weights = gemm.quantize(weight.to(dtype), "weight", gemm.weight_in_backward)
             grad_x = multiply(grads(1), weights(0)).to(dtype)
         if needs_weight:
             grad_weight = multiply(grads(0), Quantized(*kept, *ctx.kept_as), transpose_a=True).to(dtype)

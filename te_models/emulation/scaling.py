@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from te_models.emulation.casts import FLOAT32_MAX
-from te_models.emulation.recipes import DelayedScaling, Recipe, Slot
+from te_models.emulation.casts import FLOAT32_MAX, Quantized
+from te_models.emulation.recipes import DelayedScaling, Kind, Operand, Recipe, Slot
 
 Direction = Literal["scaling_fwd", "scaling_bwd"]
 # TE keeps state per GEMM for input, weight and output forward, and for the gradients of output and input.
@@ -53,6 +53,20 @@ class Gemm:
     weight_in_backward: Slot | None = None
     grad: Slot | None = None
     finish: Callable[[], None] | None = None  # runs after the backward pass
+    # Called with each cast that the forward and dgrad GEMMs read, for FP8 statistics.
+    observe: Callable[[Tensor, Kind, Quantized], None] | None = None
+
+    def quantize(self, x: Tensor, kind: Kind, slot: Slot | None, amax: Tensor | None = None) -> Operand:
+        """Call `Recipe.quantize` and `observe`."""
+        operand = self.recipe.quantize(x, kind, slot, amax)
+
+        def observed(dim: int) -> Quantized:
+            cast = operand(dim)
+            if dim == 1:
+                self.observe(x, kind, cast)
+            return cast
+
+        return observed if self.observe else operand
 
 
 @dataclass

@@ -1,47 +1,39 @@
 """Underflow, overflow, amax and scale counts of FP8 casts, accumulated on the device over a step.
 
-A step has hundreds of tensors, so nothing waits for the GPU before `Tally.collect`. Tensors are processed in
-parts, which limits temporary copies to some 100 MB.
+Every backend reports a cast as the original tensor [M, N] and its `Quantized` form. A step has hundreds of
+tensors, so nothing waits for the GPU before `Tally.collect`. Tensors are processed in parts, which limits
+temporary copies to some 100 MB.
+
+Matrices are [M, N]; blocks that share a scale have shape m x n.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+
+from te_models.emulation.casts import Quantized, tiled
 
 Stats = dict[str, float]
 ROUNDING = 1 + 1e-6  # tolerance for float32 rounding of amax / scale
 PART = 2**24  # elements processed at once; float32 counts up to this are exact
 
 
-class Cast(NamedTuple):
-    """Result of an FP8 cast for a GEMM that contracts over N, in a form common to all backends."""
-
-    data: Tensor  # [M, N] FP8
-    scale_inv: Tensor | None  # float32, [ceil(M/m), ceil(N/n)] or scalar; None: unknown
-    block: tuple[int, int] | None = None  # (m, n) elements per scale; None: one scale per tensor
-
-
-def cast_counts(
-    original: Tensor | None,
-    data: Tensor,
-    scale_inv: Tensor | None,
-    block: tuple[int, int] | None = None,
-) -> Tensor:
-    """Count elements, underflows and overflows of a cast of `original` [M, N]; see `Cast`.
+def cast_counts(original: Tensor | None, cast: Quantized) -> Tensor:
+    """Count elements, underflows and overflows of a cast of `original` [..., N]; `cast.data` is [M, N].
 
     Return [6] float64 for `merge`: elements, underflows, overflows, amax, largest scale, negated smallest
-    scale. Unknown values are NaN. Without `original` the amax is that of `data`.
+    scale. Unknown values are NaN: without `original` (the amax is then that of the cast values), or if
+    `cast.scale_inv` is None.
     """
-    data = data.detach().reshape(-1, data.shape[-1])  # [M, N]
+    data, block = cast.data.detach(), cast.block
     original = None if original is None else original.detach().reshape(data.shape)
-    scales_known = scale_inv is not None
-    inverse = scale_inv.float() if scales_known else torch.full((), torch.inf, device=data.device)
+    scales_known = cast.scale_inv is not None
+    inverse = cast.scale_inv.float() if scales_known else torch.full((), torch.inf, device=data.device)
     if block is None:  # one block per row
         block, inverse = (1, data.shape[1]), inverse.reshape(1, 1).expand(len(data), 1)
     at_once = max(PART // data.shape[1] // block[0], 1)  # rows of blocks
@@ -49,7 +41,7 @@ def cast_counts(
     for start in range(0, len(inverse), at_once):
         rows = slice(start * block[0], (start + at_once) * block[0])
         each = inverse[start : start + at_once, None, :, None]  # [M/m, 1, N/n, 1]
-        x = _tiles(data[rows].float(), block) * each if original is None else _tiles(original[rows], block)
+        x = tiled(data[rows].float(), block) * each if original is None else tiled(original[rows], block)
         magnitude = x.abs()
         # `each` is not a scalar tensor, so BF16 is compared in float32 without a copy.
         overflows = magnitude > torch.finfo(data.dtype).max * each * ROUNDING
@@ -77,14 +69,6 @@ def _count_nonzero(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, 0, dtype=torch.float32)
 
 
-def _tiles(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """View x [M, N] as zero-padded blocks [M/m, m, N/n, n]."""
-    (m, n), (rows, columns) = block, x.shape
-    if columns % n or rows % m:
-        x = pad(x, (0, -columns % n, 0, -rows % m))
-    return x.reshape(-1, m, x.shape[1] // n, n)
-
-
 def merge(one: Tensor, other: Tensor) -> Tensor:
     """Combine the counts [..., 6] of two casts."""
     return torch.cat([one[..., :3] + other[..., :3], torch.maximum(one[..., 3:], other[..., 3:])], -1)
@@ -110,9 +94,9 @@ class Tally:
         self._counts: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def add(self, module: str, tensor: str, original: Tensor | None, cast: Cast) -> None:
+    def add(self, module: str, tensor: str, original: Tensor | None, cast: Quantized) -> None:
         """Add the counts of a cast of `original` (None: unknown)."""
-        name, counts = f"{module}/{tensor}", cast_counts(original, cast.data, cast.scale_inv, cast.block)
+        name, counts = f"{module}/{tensor}", cast_counts(original, cast)
         self._counts[name] = merge(self._counts[name], counts) if name in self._counts else counts
 
     def collect(self, strategy: Any) -> Stats:

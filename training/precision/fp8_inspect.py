@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import UserError, bad_setting
-from training.precision.fp8_counts import Cast, Tally
+from te_models.emulation.casts import Quantized
+from training.precision.fp8_counts import Tally
 from training.precision.recipes import Precision
 
 INSTALL = "pip install nvdlfw-inspect==0.2.2"
@@ -32,13 +33,17 @@ TENSORS = ("activation", "gradient", "weight")
 WATCHED, UNWATCHED = 0, -1
 
 
-def read_cast(quantized: Any) -> Cast:
-    """Read a quantized TE tensor, with one scale or with padded block scales."""
+def read_cast(quantized: Any) -> Quantized:
+    """Read the [M, N] form that the forward or dgrad GEMM reads of a quantized TE tensor [..., N].
+
+    Block scales lose TE's padding. The scales of NVFP4 are not read (`scale_inv` None).
+    """
     if hasattr(quantized, "_scale_inv"):
-        return Cast(_as_fp8(quantized, quantized._data), quantized._scale_inv)
+        return Quantized(_as_fp8(quantized, quantized._data), quantized._scale_inv)
     data, scale_inv, block = quantized._rowwise_data, quantized._rowwise_scale_inv, (1, 32)
-    if hasattr(quantized, "_fp4_dtype"):  # NVFP4: two values per byte; only zero or nonzero matters
-        return Cast(torch.stack([data & 7, data >> 4 & 7], -1).flatten(-2).bfloat16(), None)
+    if hasattr(quantized, "_fp4_dtype"):  # two values per byte; only zero or nonzero matters
+        data = data.flatten(0, -2)
+        return Quantized(torch.stack([data & 7, data >> 4 & 7], -1).flatten(1).bfloat16())
     if not hasattr(quantized, "_is_2D_scaled"):  # MXFP8: biased exponents
         scale_inv = torch.exp2(scale_inv.float() - 127)
     elif quantized._is_2D_scaled:
@@ -47,7 +52,7 @@ def read_cast(quantized: Any) -> Cast:
         scale_inv, block = scale_inv.t(), (1, 128)
     data = _as_fp8(quantized, data)
     rows, columns = (-(-size // each) for size, each in zip(data.shape, block, strict=True))
-    return Cast(data, scale_inv[:rows, :columns], block)
+    return Quantized(data, scale_inv[:rows, :columns], block)
 
 
 def _as_fp8(quantized: Any, data: Tensor) -> Tensor:

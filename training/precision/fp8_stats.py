@@ -14,7 +14,6 @@ casts an activation twice, which does not change the shares. Other steps have no
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 from collections.abc import Callable, Iterator
@@ -26,9 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import bad_setting
+from te_models.emulation.casts import Quantized
 from te_models.engine import Backend
 from training.config import Config
-from training.precision.fp8_counts import Cast, Stats, Tally
+from training.precision.fp8_counts import Stats, Tally
 from training.precision.fp8_inspect import check_inspection, inspect, watch_native
 from training.precision.precision_map import TE_GEMMS
 from training.precision.recipes import Precision
@@ -38,33 +38,20 @@ EMULATED_TENSORS = {"input": "activation", "weight": "weight", "grad": "gradient
 
 @contextmanager
 def watch_emulated(modules: dict[str, nn.Module], tally: Tally) -> Iterator[None]:
-    """Count the casts of emulated TE layers inside this context, by wrapping their recipes."""
+    """Count the casts of emulated TE layers inside this context, by observing their GEMMs."""
 
-    def counting_gemms(
-        name: str, module: nn.Module, gemms: Callable[[Tensor], list[Any]], x: Tensor
-    ) -> list[Any]:
+    def observe(name: str, x: Tensor, kind: str, cast: Quantized) -> None:
+        tally.add(name, EMULATED_TENSORS[kind], x, cast)
+
+    def observed_gemms(name: str, module: nn.Module, gemms: Callable[[Tensor], list[Any]], x: Tensor) -> list:
         made = gemms(x)
-        for number, gemm in enumerate(made, 1):
-            if module.fp8:
-                gemm_name = name if len(made) == 1 else f"{name}.fc{number}"  # TE's names in a fused MLP
-                counting = functools.partial(quantize, gemm_name, gemm.recipe.quantize)
-                gemm.recipe = copy.copy(gemm.recipe)
-                vars(gemm.recipe)["quantize"] = counting  # recipes are frozen
+        for number, gemm in enumerate(made if module.fp8 else (), 1):
+            gemm_name = name if len(made) == 1 else f"{name}.fc{number}"  # TE's names in a fused MLP
+            gemm.observe = functools.partial(observe, gemm_name)
         return made
 
-    def quantize(name: str, original: Callable, x: Tensor, kind: str, *rest: Any) -> Callable[[int], Any]:
-        operand = original(x, kind, *rest)
-
-        def cast(dim: int) -> Any:
-            made = operand(dim)
-            if dim == 1:  # operand of the forward or dgrad GEMM
-                tally.add(name, EMULATED_TENSORS[kind], x, made)
-            return made
-
-        return cast
-
     for name, module in modules.items():
-        module.gemms = functools.partial(counting_gemms, name, module, module.gemms)
+        module.gemms = functools.partial(observed_gemms, name, module, module.gemms)
     yield
     for module in modules.values():
         del module.gemms
@@ -86,7 +73,7 @@ def watch_torchao(modules: dict[str, nn.Module], tally: Tally) -> Iterator[None]
             hidden, weight = hidden.to(dtype), weight.to(dtype) if settings.emulate else weight
 
         def count(tensor: str, original: Tensor, how: Any) -> None:
-            tally.add(name, tensor, original, _repeat_cast(layer, tensor, original, how))
+            tally.add(name, tensor, original, _repeat_cast(layer, original, how))
 
         count("activation", hidden.flatten(0, -2), settings.cast_config_input)  # [T, D]
         if not is_fp8(weight):
@@ -102,25 +89,19 @@ def watch_torchao(modules: dict[str, nn.Module], tally: Tally) -> Iterator[None]
 
 
 @torch.no_grad()
-def _repeat_cast(layer: Any, tensor: str, original: Tensor, how: Any) -> Cast:
-    """Repeat a layer's cast of `original` [M, N] for the GEMM over N; the layer casts weights transposed."""
+def _repeat_cast(layer: Any, original: Tensor, how: Any) -> Quantized:
+    """Repeat a Float8Linear's cast of `original` [M, N] for the GEMM that contracts over N."""
     scaling = importlib.import_module("torchao.float8.float8_scaling_utils")
-    role = importlib.import_module("torchao.float8.float8_training_tensor").GemmInputRole
-    roles = {"activation": role.INPUT, "weight": role.WEIGHT, "gradient": role.GRAD_OUTPUT}
-    transposed = tensor == "weight"
     cast = scaling.hp_tensor_to_float8_dynamic(
-        original.t() if transposed else original,
+        original,
         how.target_dtype,
         layer.linear_mm_config,
-        gemm_input_role=roles[tensor],
         scaling_granularity=how.scaling_granularity,
-        axiswise_dim=scaling.get_maybe_axiswise_dim(0 if transposed else -1, how.scaling_granularity),
+        axiswise_dim=scaling.get_maybe_axiswise_dim(-1, how.scaling_granularity),
         round_scales_to_power_of_2=layer.config.round_scales_to_power_of_2,
     )
-    data, scale_inv = cast._data, cast._scale.reciprocal()
-    if transposed:
-        data, scale_inv = data.t(), scale_inv.t()
-    return Cast(data, scale_inv, None if scale_inv.numel() == 1 else (1, data.shape[1]))
+    scale_inv = cast._scale.reciprocal()
+    return Quantized(cast._data, scale_inv, None if scale_inv.numel() == 1 else (1, original.shape[1]))
 
 
 def check(cfg: Config, precision: Precision, *, compiles: bool) -> None:

@@ -14,10 +14,11 @@ from benchmarks.report.fp8_heatmap import draw_casts, last_casts
 from core.errors import UserError
 from te_models import emulation as te
 from te_models.emulation import recipes
+from te_models.emulation.casts import Quantized
 from training.config import config_from_dict
 from training.parallel.strategies import STRATEGIES
 from training.precision import fp8_counts, fp8_inspect, torchao_fp8
-from training.precision.fp8_counts import Cast, Tally, cast_counts, shares
+from training.precision.fp8_counts import Tally, cast_counts, shares
 from training.precision.fp8_inspect import FEATURE, inspection, read_cast
 from training.precision.fp8_stats import Fp8Stats, check
 from training.precision.precision_map import te_names
@@ -35,7 +36,8 @@ def alone():
 
 
 def counted(values: list[float], data: list[float], scale_inv=ONE, dtype=E4M3) -> dict[str, float]:
-    return shares(cast_counts(torch.as_tensor(values), torch.tensor(data).to(dtype), scale_inv).tolist())
+    cast = Quantized(torch.tensor(data)[None].to(dtype), scale_inv)
+    return shares(cast_counts(torch.as_tensor(values), cast).tolist())
 
 
 def test_shares_by_hand():
@@ -73,8 +75,8 @@ def test_a_tally_sums_micro_batches_and_ranks_and_starts_anew():
 
     tally = Tally()
     for value in (1.0, 600.0):
-        data = torch.tensor([min(value, 448.0)]).to(E4M3)
-        tally.add("layers.0.proj", "weight", torch.tensor([value]), Cast(data, ONE))
+        data = torch.tensor([[min(value, 448.0)]]).to(E4M3)
+        tally.add("layers.0.proj", "weight", torch.tensor([value]), Quantized(data, ONE))
     assert tally.collect(TwoRanks()) == {
         "fp8/layers.0.proj/weight/underflow": 0.0,
         "fp8/layers.0.proj/weight/overflow": 1 / 4,
@@ -112,16 +114,16 @@ def test_counts_are_the_same_in_parts_of_any_size(monkeypatch, part, block):
     scales = scale_inv if block is None else scale_inv.repeat_interleave(block[0], 0)[:300]
     scales = scales if block is None else scales.repeat_interleave(block[1], 1)[:, :200]
     data = (original.float() / scales).clamp(-448, 448).to(E4M3)
-    found = shares(cast_counts(original, data, scale_inv, block).tolist())
+    found = shares(cast_counts(original, Quantized(data, scale_inv, block)).tolist())
     assert found == pytest.approx(naive(original, data, scale_inv, block), rel=1e-6)
     assert found["underflow"] > 0.01 and found["overflow"] > 0.001
 
 
 def test_statistics_that_need_a_missing_value_are_omitted():
     tally, data = Tally(), torch.tensor([[1.0, -448.0, 0.0, 2.0]]).to(E4M3)
-    tally.add("kept_in_fp8", "weight", None, Cast(data, torch.tensor([0.5])))
-    tally.add("in_blocks", "weight", None, Cast(data, torch.tensor([[0.25, 0.5]]), (1, 2)))
-    tally.add("no_scales", "weight", data.float(), Cast(data, None))
+    tally.add("kept_in_fp8", "weight", None, Quantized(data, torch.tensor([0.5])))
+    tally.add("in_blocks", "weight", None, Quantized(data, torch.tensor([[0.25, 0.5]]), (1, 2)))
+    tally.add("no_scales", "weight", data.float(), Quantized(data))
     assert tally.collect(alone()) == {
         "fp8/in_blocks/weight/amax": 112.0,
         "fp8/in_blocks/weight/scale_max": 4.0,
@@ -341,31 +343,22 @@ def kept(data: torch.Tensor, **attributes) -> SimpleNamespace:
     return SimpleNamespace(**found, **attributes)
 
 
-def restored(cast: Cast) -> torch.Tensor:
-    """Dequantize to [M, N]."""
-    if cast.block is None:
-        return cast.data.float() * cast.scale_inv
-    (m, n), (rows, columns) = cast.block, cast.data.shape
-    each = cast.scale_inv.repeat_interleave(m, 0).repeat_interleave(n, 1)[:rows, :columns]
-    return cast.data.float() * each
-
-
 def test_te_s_tensors_are_read_without_the_padding_of_their_scales():
     data = torch.tensor([[[1.0, -2.0], [0.0, 57344.0]]]).to(E5M2)
     cast = read_cast(kept(data, _scale_inv=torch.tensor([0.5])))
-    assert cast.data.dtype == E5M2 and restored(cast).tolist() == [[0.5, -1.0], [0.0, 28672.0]]
+    assert cast.data.dtype == E5M2 and cast.dequantize().tolist() == [[0.5, -1.0], [0.0, 28672.0]]
     data = torch.ones(130, 300).to(E4M3)
     tiles = torch.full((2, 4), -1.0)  # [2, 3] padded to 4
     tiles[:, :3] = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    whole = restored(read_cast(kept(data, _is_2D_scaled=True, _rowwise_scale_inv=tiles)))
+    whole = read_cast(kept(data, _is_2D_scaled=True, _rowwise_scale_inv=tiles)).dequantize()
     assert (whole[0, 0], whole[127, 255], whole[129, 299]) == (1.0, 2.0, 6.0)
     rows = torch.arange(3 * 132.0).reshape(3, 132)  # [130, 3] the other way round, padded to 132
-    whole = restored(read_cast(kept(data, _is_2D_scaled=False, _rowwise_scale_inv=rows)))
+    whole = read_cast(kept(data, _is_2D_scaled=False, _rowwise_scale_inv=rows)).dequantize()
     assert (whole[0, 0], whole[129, 127], whole[5, 299]) == (0.0, 129.0, 2 * 132 + 5)
     exponents = torch.zeros(256, 12, dtype=torch.uint8)  # [130, 9 1/3 + padding] padded to 128 x 4
     exponents[:130, :10] = 127
     exponents[129, 9], exponents[0, 1] = 130, 120
-    whole = restored(read_cast(kept(data, _rowwise_scale_inv=exponents)))
+    whole = read_cast(kept(data, _rowwise_scale_inv=exponents)).dequantize()
     assert (whole[0, 0], whole[0, 32], whole[129, 299]) == (1.0, 2.0**-7, 8.0)
 
 
