@@ -63,9 +63,9 @@ def assemble(job: Job, stats: Fp8Stats) -> Assembly:
         optim.set_masters(optimizer, model, shards)
     elif fp8_gather:
         torchao_fp8.refresh_scales_after_steps(model, optimizer)
-    wrapped, optimizer = strategy.wrap(model, optimizer)
+    wrapped = strategy.wrap(model, optimizer)
     autocast = build_autocast(
-        precision, device=strategy.device, parameter_dtype=strategy.compute_dtype(**dtypes)
+        precision, device=strategy.device, parameter_dtype=strategy.forward_dtype(**dtypes)
     )
     return Assembly(model, wrapped, optimizer, optimizer_plan, parameters, autocast)
 

@@ -11,7 +11,7 @@ from benchmarks.records.runs import RunRecord
 from benchmarks.records.table import read_table
 from benchmarks.report.markdown import table
 from training.config import all_settings, config_from_dict
-from training.parallel.memory import Job, peak
+from training.parallel.memory import StepPlan, peak
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Check:
         return predicted / measured - 1
 
 
-def recorded_job(run: RunRecord) -> Job:
+def recorded_job(run: RunRecord) -> StepPlan:
     """Return the job to plan for a recorded run."""
     known = all_settings()
     settings = {name: value for name, value in run.config.items() if name in known}

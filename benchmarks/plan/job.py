@@ -11,7 +11,7 @@ from core.errors import EXIT_BAD_SETTING, UserError, bad_setting, first_line
 from te_models.families import FAMILIES, Family
 from te_models.presets import PRESETS, closest_preset
 from training.config import Config
-from training.parallel.memory import Job, ModelSize, choose_mode
+from training.parallel.memory import ModelSize, StepPlan, choose_mode
 from training.parallel.settings import MODES
 from training.tracking.metrics import ModelShape
 
@@ -126,14 +126,14 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
         )
 
 
-def build_job(cfg: Config, *, gpu: int, gpus: int, gpus_per_node: int) -> tuple[Job, str | None]:
+def build_job(cfg: Config, *, gpu: int, gpus: int, gpus_per_node: int) -> tuple[StepPlan, str | None]:
     """Return the job on GPUs with `gpu` bytes, and the reason if training refuses the automatic mode."""
     from training.optim.optimizer import plan_optimizer  # imported here because it imports torch
 
     refuse_unplanned(cfg)
     model, mode = read_model(cfg.model.model_name), cfg.sharding.mode
     refuse_what_training_refuses(cfg, model)
-    job = Job(
+    job = StepPlan(
         cfg, model.size, plan_optimizer(cfg.precision, on_gpu=True), "single", gpus, min(gpus, gpus_per_node)
     )
     if mode == "deepspeed":

@@ -10,7 +10,7 @@ from benchmarks.plan.job import build_job
 from benchmarks.plan.time import Gpu, step_seconds
 from core.errors import UserError
 from training.config import Config, config_from_dict
-from training.parallel.memory import Job, host_bytes, peak
+from training.parallel.memory import StepPlan, host_bytes, peak
 from training.tracking.metrics import model_flops
 
 # CUDA context, NCCL and fragmentation. A recorded 8B run with 147.6 GB of tensors fitted into 150.1 GB.
@@ -31,7 +31,7 @@ SMALLER: dict[str, dict[str, Any]] = {
 class Plan:
     """Prediction for one job: bytes and seconds by part."""
 
-    job: Job
+    job: StepPlan
     gpu: Gpu
     network_gbs: float
     memory: dict[str, float]
@@ -99,7 +99,7 @@ def replan(plan: Plan, settings: dict[str, Any]) -> Plan:
     )
 
 
-def largest_batch(job: Job, room: float) -> int:
+def largest_batch(job: StepPlan, room: float) -> int:
     """Return the largest micro-batch with a peak of at most `room` bytes; 0 if one sequence is too large."""
 
     def fits(batch: int) -> bool:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from core.errors import bad_setting
 from core.recipes import BF16_COSTS, RECIPES, costs_of
-from training.parallel.memory import Job
+from training.parallel.memory import StepPlan
 from training.tracking.metrics import PEAK_TFLOPS, attention_flops
 
 
@@ -73,7 +73,7 @@ HOP_SECONDS = 10e-6  # latency per node of a ring across nodes; assumed, not mea
 OPTIMIZER_HOST_BANDWIDTH = 40e9  # CPU offload: PCIe and host memory bandwidth per GPU, with 16 cores per GPU
 
 
-def _gemm_seconds(job: Job, gpu: Gpu) -> float:
+def _gemm_seconds(job: StepPlan, gpu: Gpu) -> float:
     """Time of the linear layers: forward (twice with recomputation), dgrad and wgrad."""
     flops = 2.0 * job.model.gemm_weights * job.tokens
     passes = 4 if job.recompute else 3
@@ -87,7 +87,7 @@ def _gemm_seconds(job: Job, gpu: Gpu) -> float:
     return low * job.fp8_layers + passes * bf16 * (1 - job.fp8_layers)
 
 
-def _attention_seconds(job: Job, gpu: Gpu) -> float:
+def _attention_seconds(job: StepPlan, gpu: Gpu) -> float:
     s, length = job.model.shape, job.cfg.data.max_seq_length
     flops = attention_flops(s, job.tokens * length)
     at_best, half = ATTENTION["flash" if job.cfg.model.flash_attention else "cudnn"]
@@ -96,13 +96,13 @@ def _attention_seconds(job: Job, gpu: Gpu) -> float:
     return again * flops / (gpu.bf16_tflops * 1e12 * share)
 
 
-def _head_seconds(job: Job, gpu: Gpu) -> float:
+def _head_seconds(job: StepPlan, gpu: Gpu) -> float:
     fp8 = job.cfg.precision.fp8_lm_head
     tflops = gpu.fp8_tflops * FP8_HEAD_SHARE if fp8 else gpu.bf16_tflops * HEAD_SHARE
     return 6.0 * job.model.head * job.tokens / (1e12 * tflops)
 
 
-def _elementwise_bytes(job: Job) -> float:
+def _elementwise_bytes(job: StepPlan) -> float:
     """Memory traffic of norms, RoPE, residuals and SwiGLU, in BF16, forward and backward."""
     s = job.model.shape
     hidden, ffn = s.hidden_size, s.ffn_hidden_size
@@ -112,7 +112,7 @@ def _elementwise_bytes(job: Job) -> float:
     return s.num_layers * job.tokens * (forward * (2 if job.recompute else 1) + backward)
 
 
-def _cast_bytes(job: Job) -> float:
+def _cast_bytes(job: StepPlan) -> float:
     """Memory traffic of casting inputs, output gradients and weights to FP8."""
     s = job.model.shape
     queries, keys = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
@@ -125,13 +125,13 @@ def _cast_bytes(job: Job) -> float:
     return costs_of(job.recipe).cast_bytes * (values + weights) * job.fp8_layers
 
 
-def adam_bytes(job: Job) -> float:
+def adam_bytes(job: StepPlan) -> float:
     """Optimizer traffic per parameter: weight, gradient, remainder and moments, read and written."""
     plan = job.optimizer
     return 2 * 2 + 2 + (2 * 2 if plan.master_weights else 0) + 4 * plan.moment_dtype.itemsize
 
 
-def _optimizer_seconds(job: Job, gpu: Gpu) -> float:
+def _optimizer_seconds(job: StepPlan, gpu: Gpu) -> float:
     parameters = job.model.parameters / job.shard
     if job.sharding.offload:
         return 28 * parameters / OPTIMIZER_HOST_BANDWIDTH
@@ -151,7 +151,7 @@ class Exchange(NamedTuple):
     collectives: float  # number of collectives
 
 
-def exchange(job: Job) -> Exchange:
+def exchange(job: StepPlan) -> Exchange:
     """Return the communication of one step: all-gathers of weights, and reductions of gradients."""
     model, layers, stage = job.model, job.model.shape.num_layers, job.sharding.stage
     if job.gpus == 1:
@@ -174,7 +174,7 @@ def exchange(job: Job) -> Exchange:
     return Exchange(gathers * weights + rounds * gradient, across, copied, layers * (gathers + rounds))
 
 
-def communication_seconds(job: Job, gpu: Gpu, network: float) -> float:
+def communication_seconds(job: StepPlan, gpu: Gpu, network: float) -> float:
     """Return the transfer time without overlap; `network` is bytes/s per GPU in one direction.
 
     A ring over n GPUs sends (n - 1) / n of the bytes through every link. Across nodes, a node's GPUs share
@@ -197,7 +197,7 @@ def communication_seconds(job: Job, gpu: Gpu, network: float) -> float:
     return max(links, wires) + hops * HOP_SECONDS
 
 
-def step_seconds(job: Job, gpu: Gpu, *, network: float = 50e9) -> dict[str, float]:
+def step_seconds(job: StepPlan, gpu: Gpu, *, network: float = 50e9) -> dict[str, float]:
     """Return seconds of one optimizer step by part, for full sequences and without waiting for data."""
     model, bandwidth = job.model, gpu.memory_bandwidth * BANDWIDTH_SHARE
     each = {

@@ -16,7 +16,7 @@ from te_models.build import build_model, plan_model, weight_source
 from te_models.options import BuildOptions
 from training.config import config_from_dict
 from training.parallel import ranks
-from training.parallel.strategies import STRATEGIES
+from training.parallel.strategies import build_strategy
 
 NAME = "meta-llama/Llama-3.1-70B"
 
@@ -24,7 +24,7 @@ NAME = "meta-llama/Llama-3.1-70B"
 def main() -> None:
     folder, device = Path(sys.argv[1]), ranks.join(5.0)
     cfg = config_from_dict({"sharding_mode": "fsdp_full", "model_name": NAME, "use_te": True})
-    strategy = STRATEGIES["fsdp_full"](device, cfg)
+    strategy = build_strategy("fsdp_full", device, cfg)
     dtypes = {"parameter_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16}
 
     def shard(model: torch.nn.Module) -> None:

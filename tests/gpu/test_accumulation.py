@@ -60,7 +60,8 @@ def compare_with_single_micro_batches(
     settings = {"gradient_accumulation_steps": STEPS}
     settings["grad_reduce_dtype"] = {torch.float32: "fp32", torch.bfloat16: "bf16"}[sums]
     chosen = Strategy(DEVICE, config_from_dict(settings))
-    wrapped, optimizer = chosen.wrap(together, optimizer_of(together))
+    optimizer = optimizer_of(together)
+    wrapped = chosen.wrap(together, optimizer)
     names = {id(p): name for name, p in together.named_parameters()}
     for _ in range(2):  # calibrate delayed scaling, as in a run
         step(apart, inputs[0], autocast)
@@ -97,7 +98,8 @@ def test_a_step_with_gradients_accumulated_by_te_is_bit_for_bit_the_same():
     model = build(plan(), use_te=True, packed=True, native=SUMS_IN_GEMMS)
     twin = build(plan(), use_te=True, packed=True)
     chosen = Strategy(DEVICE, config_from_dict({"gradient_accumulation_steps": STEPS}))
-    wrapped, optimizer = chosen.wrap(model, optimizer_of(model))
+    optimizer = optimizer_of(model)
+    wrapped = chosen.wrap(model, optimizer)
     for i, one in enumerate(inputs):
         with chosen.accumulating(wrapped, first=i == 0, last=i == STEPS - 1):
             chosen.backward(wrapped, wrapped(**one).loss / 1000)
@@ -113,7 +115,8 @@ def test_a_step_is_not_affected_by_a_skipped_one():
     inputs = [batch([[100, 156]] * 8, packed=True, seed=seed) for seed in range(STEPS)]
     model = build(plan(), use_te=True, packed=True, native=SUMS_IN_GEMMS)
     chosen = Strategy(DEVICE, config_from_dict({"gradient_accumulation_steps": STEPS}))
-    wrapped, optimizer = chosen.wrap(model, optimizer_of(model))
+    optimizer = optimizer_of(model)
+    wrapped = chosen.wrap(model, optimizer)
     before = {name: p.clone() for name, p in model.named_parameters()}
     for factor in (float("nan"), 1.0):
         for i, one in enumerate(inputs):

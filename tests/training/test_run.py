@@ -535,7 +535,7 @@ def test_out_of_memory_is_one_line_and_an_error_of_a_library_keeps_its_traceback
 def test_a_model_too_large_for_the_gpu_is_refused_unless_the_run_only_evaluates(max_steps):
     cfg = config_from_dict({"max_steps": max_steps})
     model = plan_model("tiny-llama", init="auto", use_te=False)
-    arguments = cfg, model, Strategy(CPU), plan_optimizer(cfg.precision, on_gpu=True), 10**6
+    arguments = cfg, model, Strategy(CPU, cfg), plan_optimizer(cfg.precision, on_gpu=True), 10**6
     if max_steps == 0:
         return check_memory(*arguments)
     with pytest.raises(UserError, match=r"--model_name tiny-llama"):

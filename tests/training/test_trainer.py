@@ -146,7 +146,7 @@ def trainer(
 ):
     settings = {"log_interval": 1, "learning_rate": 0.05, "eval_interval": 0, "save_interval": 0} | settings
     cfg = config_from_dict(settings)
-    model, record, strategy = model or Bigram(), Record(), strategy or Strategy(CPU)
+    model, record, strategy = model or Bigram(), Record(), strategy or Strategy(CPU, config_from_dict({}))
     stack = Stack(
         model,
         torch.optim.AdamW(model.parameters(), weight_decay=0.0),
@@ -201,7 +201,7 @@ class TwoRanks(Strategy):
     """One of two ranks with the same batches: sums double, averaged gradients stay."""
 
     def __init__(self, device, other_stops=False):
-        super().__init__(device)
+        super().__init__(device, config_from_dict({}))
         self.world_size = 2
         self.other_stops, self.exchanges = other_stops, []
 
@@ -214,6 +214,9 @@ class TwoRanks(Strategy):
         if tensor.shape == (2,):  # the loss and the stop flag
             doubled[1] += self.other_stops
         return doubled
+
+    def max(self, tensor):
+        return tensor
 
     def any(self, flag):
         return flag or self.other_stops

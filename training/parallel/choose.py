@@ -1,4 +1,4 @@
-"""Choice of sharding strategy and optimizer; what cannot fit is refused before any weight is read."""
+"""Choice of sharding mode and optimizer, and refusal of models that do not fit, before weights are read."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ from training.config import Config
 from training.optim import optimizer as optim
 from training.optim.optimizer import OptimizerPlan
 from training.parallel import memory, ranks
-from training.parallel.memory import Job, ModelSize
+from training.parallel.memory import ModelSize, StepPlan
 from training.parallel.ranks import print_rank0
-from training.parallel.strategies import STRATEGIES, Strategy
+from training.parallel.strategies import Strategy, build_strategy
 
-LEAST_STATE = 8  # bytes a parameter: weight, gradient and both moments in BF16
+BF16_STATE_BYTES = 8  # per parameter: weight, gradient and two moments in BF16, without master weights
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How weights and optimizer state are kept and sharded."""
+    """Sharding strategy and optimizer of a run."""
 
     strategy: Strategy
     optimizer: OptimizerPlan
 
 
 def plan_memory(cfg: Config, model: ModelPlan, device: torch.device) -> MemoryPlan:
-    """Choose strategy and optimizer, the same on every rank, and refuse what cannot fit. Collective."""
-    gpu = None  # memory of the smallest GPU
+    """Choose strategy and optimizer, the same on every rank. UserError if they cannot fit. Collective."""
+    gpu = None
     if device.type == "cuda":
         gpu = min(ranks.gather(torch.cuda.get_device_properties(device).total_memory))
     mode = ranks.run_on_rank0(lambda: _choose_mode(cfg, model, device, gpu))
-    strategy = STRATEGIES[mode](device, cfg)
+    strategy = build_strategy(mode, device, cfg)
     if strategy.steps_on_cpu:
-        print_rank0(f"the optimizer steps on the CPU: {ranks.use_cores()} threads a rank")
+        threads = ranks.use_cores()
+        print_rank0(f"the optimizer steps on the CPU, with {threads} threads per rank")
     optimizer = _plan_optimizer(cfg, device, strategy.master_home)
     ranks.run_on_all_ranks(lambda: check_memory(cfg, model, strategy, optimizer, gpu))
     if warning := optim.moment_warning(optimizer, cfg.optim.adam_beta2):
@@ -50,13 +51,14 @@ def plan_memory(cfg: Config, model: ModelPlan, device: torch.device) -> MemoryPl
 def check_memory(
     cfg: Config, model: ModelPlan, strategy: Strategy, optimizer: OptimizerPlan, gpu: int | None
 ) -> None:
-    """Refuse a state that cannot fit on the hosts, or on a GPU of `gpu` bytes (None without one)."""
-    trains = cfg.optim.max_steps != 0  # evaluation needs only weights
+    """Raise UserError if the training state cannot fit in host memory, or on a GPU of `gpu` bytes."""
     if strategy.steps_on_cpu:
-        refuse_small_host(_job(cfg, model, optimizer, strategy.mode))
-    # A repository's own code may not build a model without storage, which counting needs.
-    elif gpu is not None and trains and not model.trust_remote_code:
-        refuse_small_gpu(_job(cfg, model, optimizer, strategy.mode), gpu)
+        refuse_small_host(_plan_step(cfg, model, optimizer, strategy.mode))
+        return
+    only_evaluates = cfg.optim.max_steps == 0
+    # Counting parameters builds the model on the meta device, where remote code may fail: no check then.
+    if gpu is not None and not only_evaluates and not model.trust_remote_code:
+        refuse_small_gpu(_plan_step(cfg, model, optimizer, strategy.mode), gpu)
 
 
 def _choose_mode(cfg: Config, model: ModelPlan, device: torch.device, gpu: int | None) -> str:
@@ -70,8 +72,8 @@ def _choose_mode(cfg: Config, model: ModelPlan, device: torch.device, gpu: int |
         return "single"
     if mode != "auto":
         return mode
-    job = _job(cfg, model, _plan_optimizer(cfg, device, "device"), "ddp")
-    mode, why = memory.choose_mode(job, gpu)
+    optimizer = _plan_optimizer(cfg, device, "device")
+    mode, why = memory.choose_mode(_plan_step(cfg, model, optimizer, "ddp"), gpu)
     print_rank0(f"--sharding_mode auto: {mode} ({why})")
     return mode
 
@@ -80,44 +82,46 @@ def _plan_optimizer(cfg: Config, device: torch.device, master_home: str) -> Opti
     return optim.plan_optimizer(cfg.precision, on_gpu=device.type == "cuda", master_home=master_home)
 
 
-def _job(cfg: Config, model: ModelPlan, optimizer: OptimizerPlan, mode: str) -> Job:
+def _plan_step(cfg: Config, model: ModelPlan, optimizer: OptimizerPlan, mode: str) -> StepPlan:
     size = ModelSize(te_models.count_parameters(model))
-    return Job(cfg, size, optimizer, mode, ranks.world_size(), ranks.local_rank_and_size()[1])
+    return StepPlan(cfg, size, optimizer, mode, ranks.world_size(), ranks.local_rank_and_size()[1])
 
 
-def refuse_small_gpu(job: Job, gpu: int) -> None:
-    """Refuse a GPU of `gpu` bytes that cannot hold its share of weights, gradients and optimizer state."""
-    parameters, shard = job.model.parameters, job.shard
-    whole = parameters * job.optimizer.state_bytes
-    if whole / shard <= gpu:
+def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:
+    """Raise UserError if a shard of weights, gradients and optimizer state exceeds `gpu` bytes."""
+    parameters, shard = plan.model.parameters, plan.shard
+    total = parameters * plan.optimizer.state_bytes
+    if total / shard <= gpu:
         return
-    ways = []
-    least = parameters * LEAST_STATE / shard
-    if job.optimizer.kind == "fused_adamw" and least <= gpu:
-        ways.append(
-            f"--master_weights none --moment_dtype bf16 needs {least / 1e9:.1f} GB (and loses small updates)"
+    ways_out = []
+    in_bf16 = parameters * BF16_STATE_BYTES / shard
+    if plan.optimizer.kind == "fused_adamw" and in_bf16 <= gpu:
+        ways_out.append(
+            f"--master_weights none --moment_dtype bf16 needs {in_bf16 / 1e9:.1f} GB "
+            "(and loses small updates)"
         )
-    room = memory.LAST_ROOM * gpu - memory.accumulated_gradients(replace(job, mode="fsdp_full"))
+    room = memory.LAST_ROOM * gpu - memory.accumulated_gradients(replace(plan, mode="fsdp_full"))
     if room > 0:
-        ways.append(f"--sharding_mode fsdp_full needs {math.ceil(whole / room)} such GPUs")
-    start = "torchrun --nproc_per_node=1 train_multi_gpu.py " if job.mode == "single" else ""
-    ways.append(f"{start}--sharding_mode fsdp_offload uses the hosts' memory")
-    where = "on one GPU" if job.mode == "single" else f"--sharding_mode {job.mode}"
+        ways_out.append(f"--sharding_mode fsdp_full needs {math.ceil(total / room)} such GPUs")
+    torchrun = "torchrun --nproc_per_node=1 train_multi_gpu.py " if plan.mode == "single" else ""
+    ways_out.append(f"{torchrun}--sharding_mode fsdp_offload uses host memory")
+    where = "on one GPU" if plan.mode == "single" else f"--sharding_mode {plan.mode}"
     raise UserError(
-        f"--model_name {job.cfg.model.model_name}, {where}: weights, gradients and optimizer of "
-        f"{parameters / 1e9:.1f} B parameters need {whole / shard / 1e9:.1f} GB a GPU, which has "
-        f"{gpu / 1e9:.1f} GB: {', or '.join(ways)}"
+        f"--model_name {plan.cfg.model.model_name}, {where}: weights, gradients and optimizer state of "
+        f"{parameters / 1e9:.1f} B parameters need {total / shard / 1e9:.1f} GB per GPU, which has "
+        f"{gpu / 1e9:.1f} GB: {', or '.join(ways_out)}"
     )
 
 
-def refuse_small_host(job: Job) -> None:
-    """Refuse to offload more than this node's memory can hold."""
-    kept, saving = memory.host_bytes(job)
-    each = kept + saving * job.cfg.checkpoint.save_checkpoints
-    needed, total = each * job.model.parameters / job.nodes, host_memory()
-    if needed > total:
-        on_gpu = "ds_zero3" if job.sharding.engine == "deepspeed" else "fsdp_full"
+def refuse_small_host(plan: StepPlan) -> None:
+    """Raise UserError if offloaded state does not fit in this node's memory."""
+    kept, saving = memory.host_bytes(plan)
+    per_parameter = kept + saving * plan.cfg.checkpoint.save_checkpoints
+    needed, available = per_parameter * plan.model.parameters / plan.nodes, host_memory()
+    if needed > available:
+        on_gpu = "ds_zero3" if plan.sharding.engine == "deepspeed" else "fsdp_full"
         raise UserError(
-            f"--sharding_mode {job.mode}: weights, gradients, moments and saving need {needed / 1e9:.0f} GB "
-            f"of host memory on this node, which has {total / 1e9:.0f} GB; use more nodes, or {on_gpu}"
+            f"--sharding_mode {plan.mode}: weights, gradients, moments and checkpoint saves need "
+            f"{needed / 1e9:.0f} GB of host memory per node, which has {available / 1e9:.0f} GB; use more "
+            f"nodes, or --sharding_mode {on_gpu}"
         )

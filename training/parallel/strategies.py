@@ -1,31 +1,30 @@
-"""Sharding strategies: all that differs between one device, DDP, FSDP2 and DeepSpeed.
+"""Sharding strategies: the differences between one device, DDP, FSDP2 and DeepSpeed.
 
-A strategy shards the model, exchanges gradients, and owns backward and the optimizer's step. Gradients are
-averaged over ranks; the training loop multiplies the loss by the world size to undo it.
+A strategy shards the model, exchanges gradients, and runs backward and the optimizer step. Gradients are
+averaged over ranks; the training loop multiplies the loss by the world size, which makes them sums.
 
-The rest of the suite reads a mode only through these capabilities:
+The rest of the suite depends on a mode only through these capabilities:
 
-| capability                | single, default  | ddp | fsdp_*, hsdp                 | deepspeed, ds_zero*   |
-| ------------------------- | ---------------- | --- | ---------------------------- | --------------------- |
-| shards_weights            | no               | no  | yes: filled shard by shard   | no                    |
-| keeps_weights_gathered    | yes              | yes | fsdp_grad                    | no                    |
-| master_home               | device           | =   | cpu with offload             | zero                  |
-| steps_on_cpu              | no               | no  | with offload                 | offload_optimizer     |
-| reentrant (recomputation) | no               | no  | no                           | stage 3               |
-| sums_micro_batches        | if accumulating  | no  | no                           | no                    |
-| fuses_wgrad_accumulation  | with FusedAdamW  | no  | unless --fp8_all_gather      | no                    |
-| shard_group_size          | 1                | 1   | world size, hsdp_shard_size  | world size            |
+| capability               | single          | ddp    | fsdp_*, hsdp                | deepspeed, ds_zero*    |
+| ------------------------ | --------------- | ------ | --------------------------- | ---------------------- |
+| shards_weights           | no              | no     | yes, before they are read   | no                     |
+| keeps_weights_gathered   | yes             | yes    | fsdp_grad only              | no                     |
+| master_home              | device          | device | device; cpu with offload    | zero                   |
+| steps_on_cpu             | no              | no     | with offload                | with offload_optimizer |
+| reentrant                | no              | no     | no                          | stage 3                |
+| fuses_wgrad_accumulation | with FusedAdamW | no     | without --fp8_all_gather    | no                     |
+| shard_group_size         | 1               | 1      | world size or hsdp group    | world size             |
 
-To add a mode: its row in `settings.MODES`, its class here, its class in `ENGINES`, its terms in `memory.py`.
+A new mode needs its row in `settings.MODES` and its terms in `memory.py`; a new engine also needs its class
+here and its entry in `build_strategy`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -49,29 +48,28 @@ from training.optim.accumulation import FSDPMainGradAccumulator, MainGradAccumul
 from training.optim.adamw import FusedAdamW, local
 from training.optim.optimizer import step_if
 from training.parallel import gradient_exchange, ranks
-from training.parallel.gradient_exchange import within_a_node
 from training.parallel.memory import hsdp_shard_size
 from training.parallel.settings import MODES
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Result of an optimizer step. Both tensors stay on the device, so that the host need not wait."""
+    """Result of an optimizer step. Both tensors stay on the device, so the host does not wait for them."""
 
-    grad_norm: Tensor  # of all gradients, before clipping; float32 scalar
+    grad_norm: Tensor  # norm of all gradients before clipping, float32 scalar
     # True if the step was applied (bool scalar). Otherwise weights and optimizer state are unchanged.
     applied: Tensor
 
 
 class Strategy:
-    """One device, and the defaults of every other mode."""
+    """Training on one device, and the defaults of all other modes."""
 
     shards_weights = False
-    keeps_weights_gathered = True  # from a step's first micro-batch to its last
+    keeps_weights_gathered = True  # from the first micro-batch of a step to the last
     steps_on_cpu = False
-    reentrant = False  # recomputation has to build the graph of its second forward pass
+    reentrant = False  # True if activation checkpointing has to be the reentrant variant
 
-    def __init__(self, device: torch.device, cfg: Config | None = None, mode: str = "single"):
+    def __init__(self, device: torch.device, cfg: Config, mode: str = "single"):
         self.device, self.cfg, self.mode = device, cfg, mode
         self.master_home = MODES[mode].master_home
         self.rank, self.world_size, self.num_nodes = ranks.rank(), ranks.world_size(), ranks.num_nodes()
@@ -79,48 +77,43 @@ class Strategy:
 
     @property
     def accumulates(self) -> bool:
-        return self.cfg is not None and self.cfg.optim.gradient_accumulation_steps > 1
-
-    @property
-    def sums_micro_batches(self) -> bool:
-        """True if gradients of BF16 weights add up in `MainGradAccumulator`."""
-        return self.accumulates
-
-    @property
-    def shard_group_size(self) -> int:
-        """Number of ranks that hold one copy of weights, gradients and moments together."""
-        return 1
-
-    def fuses_wgrad_accumulation(self, optimizer: str) -> bool:
-        """True if TE's GEMMs may add to the gradient sums. `optimizer`: its `OptimizerPlan.kind`."""
-        return self.sums_micro_batches and optimizer == "fused_adamw"
-
-    def shard(self, model: nn.Module, *, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
-        """Shard `model` before its weights are read, possibly on the meta device."""
-
-    def compute_dtype(self, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of parameters in a forward pass."""
-        return parameter_dtype
-
-    def wrap(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return what the loop calls and steps, once model and optimizer hold their values."""
-        if self.sums_micro_batches and isinstance(optimizer, FusedAdamW):
-            self.gradient_sums = MainGradAccumulator(model, self.sum_dtype)
-        return model, optimizer
+        """True if a step has several micro-batches."""
+        return self.cfg.optim.gradient_accumulation_steps > 1
 
     @property
     def sum_dtype(self) -> torch.dtype:
+        """Dtype of gradient sums over ranks and micro-batches."""
         return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.cfg.sharding.grad_reduce_dtype]
 
+    @property
+    def shard_group_size(self) -> int:
+        """Number of ranks that share one copy of weights, gradients and moments."""
+        return 1
+
+    def fuses_wgrad_accumulation(self, optimizer_kind: str) -> bool:
+        """True if TE's wgrad GEMMs may accumulate into `main_grad`. Takes `OptimizerPlan.kind`."""
+        return self.accumulates and optimizer_kind == "fused_adamw"
+
+    def shard(self, model: nn.Module, *, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
+        """Shard `model` in place before its weights are read. It may be on the meta device."""
+
+    def forward_dtype(self, *, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of parameters in a forward pass: FSDP2 casts them before it gathers them."""
+        return compute_dtype if self.shards_weights else parameter_dtype
+
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        """Return the module to call in the training loop. Model and optimizer must hold their values."""
+        if self.accumulates and isinstance(optimizer, FusedAdamW):
+            self.gradient_sums = MainGradAccumulator(model, self.sum_dtype)
+        return model
+
     def reshard(self, model: nn.Module) -> None:
-        """Free gathered weights after forward passes without backward."""
+        """Free weights that are still gathered after forward passes without backward, such as the root's."""
 
     @contextmanager
     def accumulating(self, model: nn.Module, *, first: bool, last: bool) -> Iterator[None]:
-        """Wrap one micro-batch; only the last one needs to exchange gradients."""
-        model.first_micro_batch = first  # TE layers keep FP8 weights for the other micro-batches of the step
+        """Enclose forward and backward of one micro-batch; gradients are exchanged in the last one."""
+        model.first_micro_batch = first  # TE casts weights to FP8 in the first one and reuses them
         if self.gradient_sums:
             self.gradient_sums.begin_micro_batch(first=first, last=last)
         yield
@@ -132,12 +125,12 @@ class Strategy:
     def step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, *, usable: Tensor, max_norm: float
     ) -> StepOutcome:
-        """Clip to `max_norm` (0: off), step if `usable` and the gradient is finite, and zero gradients.
+        """Clip gradients to `max_norm` (0: no clipping), step, and zero gradients.
 
-        The decision stays on the device, except under TE's optimizer (--fp8_all_gather): see `step_if`.
+        The step is skipped if `usable` (bool scalar) is False or a gradient is not finite. The decision stays
+        on the device, except with TE's optimizer (--fp8_all_gather): see `step_if`.
         """
-        found = map(gradient_of, model.parameters())
-        gradients = [local(gradient) for gradient in found if gradient is not None]
+        gradients = [local(g) for p in model.parameters() if (g := gradient_of(p)) is not None]
         norm = self.total_norm(global_norm(gradients))
         applied = norm.isfinite() & usable.to(norm.device)
         scale = (max_norm / norm).clamp(max=1.0) if max_norm else torch.ones_like(norm)
@@ -146,45 +139,49 @@ class Strategy:
         return StepOutcome(norm, applied)
 
     def total_norm(self, norm: Tensor) -> Tensor:
-        """Combine the norms of all ranks' shards."""
+        """Combine the gradient norms of all shards."""
         return norm
 
     def discard(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Drop the gradients of a finished backward pass."""
+        """Discard all gradients."""
         optimizer.zero_grad(set_to_none=True)
         if self.gradient_sums:
             self.gradient_sums.clear()
 
     def gather(self, tensors: list[Tensor]) -> list[Tensor]:
-        """All-gather these parameters on every rank. Collective; one layer at a time fits everywhere."""
+        """All-gather parameters to every rank. Collective. Call it layer by layer to limit memory."""
         detached = (tensor.detach() for tensor in tensors)
         return [local(t.full_tensor() if isinstance(t, DTensor) else t) for t in detached]
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks."""
-        return ranks.all_sum(tensor)
+        """Return the sum over ranks; `tensor` is unchanged."""
+        return self._all_reduce(tensor, dist.ReduceOp.SUM)
 
     def max(self, tensor: Tensor) -> Tensor:
-        """Maximum over ranks."""
-        return ranks.all_max(tensor)
+        """Return the maximum over ranks; `tensor` is unchanged."""
+        return self._all_reduce(tensor, dist.ReduceOp.MAX)
 
     def any(self, flag: bool) -> bool:
-        """True on every rank if the flag is set on any rank."""
+        """Return True on every rank if the flag is set on any rank."""
+        return bool(self.max(torch.tensor(float(flag), device=self.device))) if self.world_size > 1 else flag
+
+    def _all_reduce(self, tensor: Tensor, operation: Any) -> Tensor:
         if self.world_size == 1:
-            return flag
-        return bool(ranks.all_max(torch.tensor(float(flag), device=self.device)))
+            return tensor
+        reduced = tensor.clone()
+        dist.all_reduce(reduced, op=operation)
+        return reduced
 
 
 class DDP(Strategy):
-    """A whole model on every rank; gradients are averaged in buckets during backward."""
+    """A whole model on every rank. Gradients are averaged in buckets during backward."""
 
-    sums_micro_batches = False
+    def fuses_wgrad_accumulation(self, optimizer_kind: str) -> bool:
+        return False  # DDP exchanges `grad`
 
-    def wrap(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         with warnings.catch_warnings():
-            # torch 2.13 renames `broadcast_buffers`; torch 2.11 has only the old name.
+            # torch 2.13 deprecates `broadcast_buffers`; its successor does not exist in torch 2.11.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
             wrapped = nn.parallel.DistributedDataParallel(
                 model,
@@ -194,18 +191,16 @@ class DDP(Strategy):
                 bucket_cap_mb=100,
                 find_unused_parameters=not getattr(model, "uses_all_parameters", True),
             )
-        low = any(p.dtype != torch.float32 for p in model.parameters())
-        if low and self.sum_dtype == torch.float32:
-            pieces = within_a_node(self.world_size) and self.device.type == "cuda"
-            wrapped.register_comm_hook(
-                None,
-                gradient_exchange.all_to_all_fp32_reduce_hook(self.device)
-                if pieces
-                else gradient_exchange.fp32_all_reduce_hook,
-            )
-        elif self.sum_dtype == torch.bfloat16 and not low:
+        has_low_precision = any(p.dtype != torch.float32 for p in model.parameters())
+        if has_low_precision and self.sum_dtype == torch.float32:
+            if self.device.type == "cuda" and gradient_exchange.within_a_node(self.world_size):
+                hook = gradient_exchange.all_to_all_fp32_reduce_hook(self.device)
+            else:
+                hook = gradient_exchange.fp32_all_reduce_hook
+            wrapped.register_comm_hook(None, hook)
+        elif self.sum_dtype == torch.bfloat16 and not has_low_precision:
             wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
-        return wrapped, optimizer
+        return wrapped
 
     @contextmanager
     def accumulating(self, model: nn.Module, *, first: bool, last: bool) -> Iterator[None]:
@@ -215,12 +210,11 @@ class DDP(Strategy):
 
 
 class FSDP(Strategy):
-    """FSDP2: weights, gradients and optimizer state of every block are sharded along dim 0."""
+    """FSDP2, which shards weights, gradients and optimizer state of every block along dim 0."""
 
     shards_weights = True
-    sums_micro_batches = False
 
-    def __init__(self, device: torch.device, cfg: Config, mode: str = "fsdp_full"):
+    def __init__(self, device: torch.device, cfg: Config, mode: str):
         super().__init__(device, cfg, mode)
         self.steps_on_cpu, self.keeps_weights_gathered = MODES[mode].offload, MODES[mode].gathers_once
         size, local_size = self.world_size, ranks.local_rank_and_size()[1]
@@ -235,10 +229,15 @@ class FSDP(Strategy):
     def shard(self, model: nn.Module, *, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
         self._check_dtypes(model, parameter_dtype)
         reduce_dtype = self.sum_dtype
-        # Micro-batches add up before the exchange, in FP32, which then needs FP32 itself.
-        pieces = parameter_dtype == compute_dtype == torch.bfloat16 and reduce_dtype == torch.float32
-        pieces = pieces and not self.accumulates and self.mesh.ndim == 1 and within_a_node(self.world_size)
-        if pieces:
+        # `FP32ReduceScatter` exchanges BF16 gradients. With accumulation they are already FP32 sums.
+        custom_reduce_scatter = (
+            parameter_dtype == compute_dtype == torch.bfloat16
+            and reduce_dtype == torch.float32
+            and not self.accumulates
+            and self.mesh.ndim == 1
+            and gradient_exchange.within_a_node(self.world_size)
+        )
+        if custom_reduce_scatter:
             reduce_dtype = compute_dtype
         pinned = self.device.type == "cuda"
         options: dict[str, Any] = {
@@ -246,7 +245,7 @@ class FSDP(Strategy):
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=None if compute_dtype == parameter_dtype else compute_dtype,
                 reduce_dtype=None if compute_dtype == reduce_dtype else reduce_dtype,
-                cast_forward_inputs=False,  # it would cast RoPE angles to BF16
+                cast_forward_inputs=False,  # keeps RoPE angles in FP32
             ),
             "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if self.steps_on_cpu else OffloadPolicy(),
         }
@@ -255,34 +254,35 @@ class FSDP(Strategy):
             self._check_rows(blocks)
         for block in blocks:
             fully_shard(block, reshard_after_forward=not self.keeps_weights_gathered, **options)
-        # Embedding, final norm and LM head share one group, which a tied weight requires.
+        # Embedding, final norm and LM head form one group, because embedding and head may share a weight.
         fully_shard(model, reshard_after_forward=False, **options)
-        if pieces:
+        if custom_reduce_scatter:
             for module in (*blocks, model):
                 module.set_custom_reduce_scatter(gradient_exchange.FP32ReduceScatter())
-        # By default a block is gathered when the CPU reaches it, which is late if kernel launches are slow.
+        # Without prefetch a block is gathered when the CPU reaches it: too late if kernel launches are slow.
         for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])
 
     def _check_dtypes(self, model: nn.Module, parameter_dtype: torch.dtype) -> None:
-        """Refuse a model with parameters of several dtypes, which FSDP2 cannot gather."""
+        """Raise UserError if parameters differ in dtype: FSDP2 gathers those of a group as one tensor."""
         others = [name for name, p in model.named_parameters() if p.dtype != parameter_dtype]
         if others:
             raise bad_setting(
-                f"transformers keeps {len(others)} parameters of this model ({others[0]} first) in another "
-                "dtype than the rest, which FSDP2 cannot shard together; use ddp, or --mixed_precision fp32",
+                f"transformers keeps {len(others)} parameters of this model, such as {others[0]}, in another "
+                "dtype than the rest, and FSDP2 cannot shard them together; use --sharding_mode ddp, or "
+                "--mixed_precision fp32",
                 sharding_mode=self.mode,
             )
 
     def _check_rows(self, blocks: Iterable[nn.Module]) -> None:
-        """Refuse uneven shards under --fp8_all_gather: FSDP2 does not pad those that are cast to FP8."""
+        """Raise UserError for uneven shards under --fp8_all_gather: FSDP2 does not pad FP8 shards."""
         shards = self.shard_group_size
         weights = (item for block in blocks for item in block.named_parameters() if item[1].ndim == 2)
         for name, weight in weights:
             if weight.shape[0] % shards:
                 raise bad_setting(
-                    f"{shards} ranks cannot share the {weight.shape[0]} rows of {name} evenly; use a number "
-                    "of ranks that divides them, or drop --fp8_all_gather",
+                    f"{name} has {weight.shape[0]} rows, which {shards} ranks do not divide evenly; use a "
+                    "number of ranks that does, or drop --fp8_all_gather",
                     fp8_all_gather=True,
                 )
 
@@ -290,23 +290,18 @@ class FSDP(Strategy):
     def shard_group_size(self) -> int:
         return self.mesh["shard"].size()
 
-    def fuses_wgrad_accumulation(self, optimizer: str) -> bool:
+    def fuses_wgrad_accumulation(self, optimizer_kind: str) -> bool:
         return self.accumulates and not self.cfg.sharding.fp8_all_gather
 
-    def compute_dtype(self, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
-        return compute_dtype  # FP32 weights are cast before they are gathered
-
-    def wrap(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         if self.accumulates:
             self.gradient_sums = FSDPMainGradAccumulator(model, self.sum_dtype)
-        return model, optimizer
+        return model
 
     def reshard(self, model: nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # for example the root, which FSDP2 keeps gathered after forward
+                module.reshard()
 
     @contextmanager
     def accumulating(self, model: nn.Module, *, first: bool, last: bool) -> Iterator[None]:
@@ -319,31 +314,25 @@ class FSDP(Strategy):
     def total_norm(self, norm: Tensor) -> Tensor:
         square = norm.square()
         dist.all_reduce(square, group=self.mesh.get_group("shard"))
-        if self.mesh.ndim == 2:  # replicas sum in different orders and would drift apart by clipping
+        if self.mesh.ndim == 2:
+            # Replicas add in different orders, and clipping by different norms would make them diverge.
             dist.all_reduce(square, op=dist.ReduceOp.MAX, group=self.mesh.get_group("replicate"))
         return square.sqrt()
 
 
-def _deepspeed(device: torch.device, cfg: Config, mode: str) -> Strategy:
-    from training.parallel.zero import Zero  # it imports this module
+def build_strategy(mode: str, device: torch.device, cfg: Config) -> Strategy:
+    """Build the strategy of a sharding mode. Collective."""
+    engine = MODES[mode].engine
+    if engine == "deepspeed":
+        from training.parallel.zero import Zero  # imported here because it imports this module
 
-    return Zero(device, cfg, mode)
-
-
-ENGINES: dict[str, Callable[..., Strategy]] = {
-    "none": Strategy,
-    "ddp": DDP,
-    "fsdp": FSDP,
-    "deepspeed": _deepspeed,
-}
-# Each mode's strategy, built from a device and the configuration.
-STRATEGIES: dict[str, Callable[[torch.device, Config], Strategy]] = {
-    name: partial(ENGINES[mode.engine], mode=name) for name, mode in MODES.items()
-}
+        return Zero(device, cfg, mode)
+    engines: dict[str, type[Strategy]] = {"none": Strategy, "ddp": DDP, "fsdp": FSDP}
+    return engines[engine](device, cfg, mode)
 
 
 def global_norm(gradients: list[Tensor]) -> Tensor:
-    """Euclidean norm over all tensors, accumulated in float32 for every dtype."""
+    """Compute the Euclidean norm over all tensors in float32."""
     if not gradients:
-        raise UserError("no parameter has a gradient: nothing of the model is trainable")
+        raise UserError("no parameter has a gradient; check that the model has trainable parameters")
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, torch.float32)))

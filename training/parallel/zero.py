@@ -46,7 +46,6 @@ class Zero(Strategy):
     """
 
     keeps_weights_gathered = False
-    sums_micro_batches = False
 
     def __init__(self, device: torch.device, cfg: Config, mode: str):
         super().__init__(device, cfg, mode)
@@ -67,10 +66,8 @@ class Zero(Strategy):
     def shard_group_size(self) -> int:
         return self.world_size
 
-    def wrap(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return the engine, and `optimizer`: its groups are live, its state is that of flat partitions."""
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        """Return the engine. DeepSpeed replaces the parameters of `optimizer` by flat FP32 partitions."""
         deepspeed = import_deepspeed()
         with redirect_stdout(io.StringIO()):  # memory reports that no log level silences
             self.engine, *_ = deepspeed.initialize(
@@ -79,7 +76,7 @@ class Zero(Strategy):
                 config=copy.deepcopy(self.settings),
                 dist_init_required=False,
             )
-        return self.engine, optimizer
+        return self.engine
 
     def accumulating(self, model: nn.Module, *, first: bool, last: bool) -> AbstractContextManager:
         # Set, not counted by DeepSpeed: the last window of an epoch may be shorter than the others.

@@ -35,7 +35,9 @@ def adamw(model):
 def wrapped(model, dtype="fp32", steps=MICRO_BATCHES):
     cfg = config_from_dict({"gradient_accumulation_steps": steps, "grad_reduce_dtype": dtype})
     strategy = Strategy(torch.device("cpu"), cfg)
-    return strategy, strategy.wrap(model, adamw(model))[1]
+    optimizer = adamw(model)
+    strategy.wrap(model, optimizer)
+    return strategy, optimizer
 
 
 def run_micro_batches(model, strategy, *, scale=1.0):

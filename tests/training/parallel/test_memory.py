@@ -13,16 +13,16 @@ from te_models.loss_fp8 import TOKENS_PER_GEMM
 from training.config import config_from_dict
 from training.optim.optimizer import OptimizerPlan
 from training.parallel import choose, memory
-from training.parallel.memory import Job, ModelSize, choose_mode, host_bytes, hsdp_shard_size
+from training.parallel.memory import ModelSize, StepPlan, choose_mode, host_bytes, hsdp_shard_size
 
 # 14 bytes a parameter: BF16 weights and gradients, FP32 masters' 2 more bytes, two FP32 moments.
 FUSED = OptimizerPlan("fused_adamw", torch.bfloat16, True, torch.float32)
 GPU = int(100e9)
 
 
-def job_of(billions, mode="ddp", *, gpus=8, gpus_per_node=8, optimizer=FUSED, **settings):
+def plan_of(billions, mode="ddp", *, gpus=8, gpus_per_node=8, optimizer=FUSED, **settings):
     cfg = config_from_dict({"model_name": "m"} | settings)
-    return Job(cfg, ModelSize(int(billions * 1e9)), optimizer, mode, gpus, gpus_per_node)
+    return StepPlan(cfg, ModelSize(int(billions * 1e9)), optimizer, mode, gpus, gpus_per_node)
 
 
 # 60 of the 100 GB are for the state.
@@ -45,9 +45,9 @@ def job_of(billions, mode="ddp", *, gpus=8, gpus_per_node=8, optimizer=FUSED, **
     ],
 )
 def test_auto_chooses_the_fastest_mode_that_fits(billions, gpus, gpus_per_node, mode):
-    found, why = choose_mode(job_of(billions, gpus=gpus, gpus_per_node=gpus_per_node), GPU)
+    found, why = choose_mode(plan_of(billions, gpus=gpus, gpus_per_node=gpus_per_node), GPU)
     assert found == mode
-    assert mode == "single" or f"need {billions * 14:.1f} GB, a GPU has 60.0" in why
+    assert mode == "single" or f"need {billions * 14:.1f} GB, a GPU has room for 60.0" in why
 
 
 @pytest.mark.parametrize(
@@ -56,65 +56,66 @@ def test_auto_chooses_the_fastest_mode_that_fits(billions, gpus, gpus_per_node, 
     [(4.0, 2, 95e9, "ddp"), (20.0, 8, 100e9, "fsdp_offload")],
 )
 def test_auto_counts_whole_gradients_that_fsdp_accumulates(billions, gpus, gpu, mode):
-    found, why = choose_mode(job_of(billions, gpus=gpus, gradient_accumulation_steps=2), int(gpu))
+    found, why = choose_mode(plan_of(billions, gpus=gpus, gradient_accumulation_steps=2), int(gpu))
     assert found == mode and f"accumulated gradients {4 * billions:.1f} GB" in why
 
 
 def test_auto_without_a_gpu_is_ddp():
-    assert choose_mode(job_of(70.0), None)[0] == "ddp"
+    assert choose_mode(plan_of(70.0), None)[0] == "ddp"
 
 
 ADAM = OptimizerPlan("zero_adamw", torch.bfloat16, True, torch.float32)
 
 
 @pytest.mark.parametrize(
-    ("job", "gpu", "ways"),
+    ("plan", "gpu", "ways"),
     [
-        (job_of(8.0, "fsdp_full", gpus=2), 100e9, None),
+        (plan_of(8.0, "fsdp_full", gpus=2), 100e9, None),
         (
-            job_of(8.0, "single", gpus=1),
+            plan_of(8.0, "single", gpus=1),
             100e9,
-            "on one GPU: .* need 112.0 GB a GPU, which has 100.0 GB: --master_weights none "
+            "on one GPU: .* need 112.0 GB per GPU, which has 100.0 GB: --master_weights none "
             "--moment_dtype bf16 needs 64.0 GB .*, or --sharding_mode fsdp_full needs 2 such GPUs, "
-            "or torchrun .*fsdp_offload uses",
+            "or torchrun .*fsdp_offload uses host memory",
         ),
         (
-            job_of(70.0, "fsdp_full"),
+            plan_of(70.0, "fsdp_full"),
             100e9,
             "--sharding_mode fsdp_full: .* need 122.5 GB .*needs 70.0 GB .* fsdp_full needs 14 such GPUs, "
             "or --sharding_mode fsdp_offload",
         ),
         # Another optimizer cannot hold its state in BF16.
         (
-            job_of(8.0, "ds_zero1", gpus=1, optimizer=ADAM),
+            plan_of(8.0, "ds_zero1", gpus=1, optimizer=ADAM),
             80e9,
             "has 80.0 GB: --sharding_mode fsdp_full needs 3",
         ),
         # Accumulated gradients reduce the room of a shard, here to 60 - 32 GB, or leave none.
-        (job_of(8.0, "single", gradient_accumulation_steps=2), 80e9, "fsdp_full needs 4 such GPUs"),
-        (job_of(8.0, "single", gradient_accumulation_steps=2), 40e9, "has 40.0 GB: torchrun"),
+        (plan_of(8.0, "single", gradient_accumulation_steps=2), 80e9, "fsdp_full needs 4 such GPUs"),
+        (plan_of(8.0, "single", gradient_accumulation_steps=2), 40e9, "has 40.0 GB: torchrun"),
     ],
 )
-def test_a_gpu_that_cannot_hold_its_shard_is_refused_with_ways_that_fit(job, gpu, ways):
+def test_a_gpu_that_cannot_hold_its_shard_is_refused_with_ways_that_fit(plan, gpu, ways):
     if ways is None:
-        return choose.refuse_small_gpu(job, int(gpu))
+        return choose.refuse_small_gpu(plan, int(gpu))
     with pytest.raises(UserError, match=f"^--model_name m, .*{ways}"):
-        choose.refuse_small_gpu(job, int(gpu))
+        choose.refuse_small_gpu(plan, int(gpu))
 
 
 @pytest.mark.parametrize(("mode", "each"), [("fsdp_offload", 16 + 4), ("ds_zero3_offload", 20 + 12)])
 def test_a_host_too_small_to_offload_to_is_refused(mode, each, monkeypatch):
     optimizer = OptimizerPlan("torch_adamw", torch.float32, True, torch.float32)
     monkeypatch.setattr(choose, "host_memory", lambda: int(each * 4e9 + 1))
-    choose.refuse_small_host(job_of(8.0, mode, gpus=16, optimizer=optimizer))
+    choose.refuse_small_host(plan_of(8.0, mode, gpus=16, optimizer=optimizer))
     needs = f"^--sharding_mode {mode}: .* need {each * 8:.0f} GB .* has {each * 4} GB; use more nodes, or "
-    with pytest.raises(UserError, match=needs + mode.removesuffix("_offload").replace("fsdp", "fsdp_full")):
-        choose.refuse_small_host(job_of(8.0, mode, gpus=8, optimizer=optimizer))
-    choose.refuse_small_host(job_of(1.0, mode, gpus=2, gpus_per_node=2, optimizer=optimizer))
+    on_gpu = {"fsdp_offload": "fsdp_full", "ds_zero3_offload": "ds_zero3"}[mode]
+    with pytest.raises(UserError, match=f"{needs}--sharding_mode {on_gpu}$"):
+        choose.refuse_small_host(plan_of(8.0, mode, gpus=8, optimizer=optimizer))
+    choose.refuse_small_host(plan_of(1.0, mode, gpus=2, gpus_per_node=2, optimizer=optimizer))
 
 
 def test_deepspeed_keeps_gradients_in_fp32_on_the_host_if_several_add_up():
-    assert host_bytes(job_of(8.0, "ds_zero3_offload", gradient_accumulation_steps=4)) == (22, 12)
+    assert host_bytes(plan_of(8.0, "ds_zero3_offload", gradient_accumulation_steps=4)) == (22, 12)
 
 
 @pytest.mark.parametrize(("given", "size"), [(None, 4), (2, 2), (8, 8), (1, 1), (3, None), (16, None)])
@@ -144,7 +145,7 @@ def test_hsdp_shards_over_a_node_or_a_divisor_of_the_ranks(given, size):
 )
 def test_state_by_mode(mode, optimizer, held):
     assert (
-        sum(memory.state(job_of(1.0, mode, gpus=4, gpus_per_node=2, optimizer=optimizer)).values())
+        sum(memory.state(plan_of(1.0, mode, gpus=4, gpus_per_node=2, optimizer=optimizer)).values())
         == held * 1e9
     )
 

@@ -152,7 +152,8 @@ class Run:
         if self.zero.stage == 3:
             own |= {"stage3_param_persistence_threshold": 7, "sub_group_size": 20}
         self.model = Tiny(DTYPES[dtype], seed)
-        self.engine, self.optimizer = self.zero.wrap(self.model, build_adamw(self.model))
+        self.optimizer = build_adamw(self.model)
+        self.engine = self.zero.wrap(self.model, self.optimizer)
         world = self.zero.world_size
         self.ranks = [self.zero.rank] if world == RANKS else list(range(RANKS))
 

@@ -16,7 +16,7 @@ from te_models import emulation as te
 from te_models.emulation import recipes
 from te_models.emulation.casts import Quantized
 from training.config import config_from_dict
-from training.parallel.strategies import STRATEGIES
+from training.parallel.strategies import Strategy
 from training.precision import fp8_counts, fp8_inspect, torchao_fp8
 from training.precision.fp8_counts import Tally, cast_counts, shares
 from training.precision.fp8_inspect import FEATURE, inspection, read_cast
@@ -32,7 +32,7 @@ PROJ = "layers.0.self_attention.proj"
 
 
 def alone():
-    return STRATEGIES["single"](torch.device("cpu"), config_from_dict({}))
+    return Strategy(torch.device("cpu"), config_from_dict({}))
 
 
 def counted(values: list[float], data: list[float], scale_inv=ONE, dtype=E4M3) -> dict[str, float]:
