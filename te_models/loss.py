@@ -59,7 +59,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         for start in chunks:
             part, target = hidden[start : start + rows], labels[start : start + rows]
             logits = part @ weight.T  # [rows, V]
-            chunk_loss, chunk_correct = softmax_cross_entropy_(logits, target, write_grad=needs_grad)
+            chunk_loss, chunk_correct, _ = softmax_cross_entropy(logits, target, write_grad=needs_grad)
             loss += chunk_loss
             correct += chunk_correct
             if needs_grad:
@@ -99,40 +99,35 @@ def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.mul(factor).to(dtype)
 
 
-def softmax_cross_entropy_(logits: Tensor, labels: Tensor, *, write_grad: bool) -> tuple[Tensor, Tensor]:
-    """Return summed loss and correct predictions; `write_grad` overwrites logits [rows, V] by gradients."""
+def softmax_cross_entropy(
+    logits: Tensor, labels: Tensor, *, write_grad: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the summed loss (float32), correct predictions (int64) and log-sum-exp [rows] (float32).
+
+    `logits` [rows, V] and `labels` [rows]; `write_grad` overwrites the logits with their gradient.
+    """
     if logits.is_cuda:
         from te_models.kernels.loss_triton import cross_entropy
 
-        return cross_entropy(logits, labels, ignore=IGNORE, write_grad=write_grad)[:2]
-    loss, correct, log_sum = softmax_cross_entropy(logits, labels)
-    if write_grad:
-        logits.copy_(softmax_gradient(logits, labels, log_sum))
-    return loss, correct
-
-
-def softmax_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return summed loss, correct predictions and each row's log-sum-exp of [rows, V] logits."""
-    if logits.is_cuda:
-        from te_models.kernels.loss_triton import cross_entropy
-
-        return cross_entropy(logits, labels, ignore=IGNORE)
+        return cross_entropy(logits, labels, ignore=IGNORE, write_grad=write_grad)
     scores, valid = logits.float(), labels != IGNORE
     picked = scores.gather(1, labels.clamp(min=0)[:, None])[:, 0]
     log_sum = scores.logsumexp(dim=-1)
     correct = (valid & (scores.argmax(dim=-1) == labels)).sum()  # ties: first index, as in the kernel
+    if write_grad:
+        logits.copy_(softmax_gradient(logits, labels, log_sum))
     return torch.where(valid, log_sum - picked, 0.0).sum(), correct, log_sum
 
 
 def softmax_gradient(logits: Tensor, labels: Tensor, log_sum: Tensor) -> Tensor:
-    """Return softmax(logits) [rows, V] minus 1 at the label in float32; rows without label are zero."""
+    """Return softmax(logits) [rows, V] minus 1 at the label, in float32; rows without a label are zero."""
     grad, target = torch.exp(logits.float() - log_sum[:, None]), labels.clamp(min=0)[:, None]
     grad.scatter_add_(1, target, torch.full_like(target, -1.0, dtype=grad.dtype))
     return torch.where((labels != IGNORE)[:, None], grad, 0.0)
 
 
 def logits_cross_entropy(logits: Tensor, labels: Tensor) -> TokenLoss:
-    """Compute the same sums from full logits [T, V], for models whose head is more than one GEMM."""
+    """Sum the cross entropy of full logits [T, V], for models whose head is more than one GEMM."""
     loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
     correct = ((logits.argmax(-1) == labels) & (labels != IGNORE)).sum()
     return TokenLoss(loss, correct)

@@ -193,7 +193,7 @@ def add_to_label_rows_(grad_weight: Tensor, hidden: Tensor, labels: Tensor, at_l
     grad_weight[rows] = (grad_weight[rows].float() + sums).to(grad_weight.dtype)
 
 
-def why_not(device: str = "cuda") -> str | None:
+def self_test(device: str = "cuda") -> str | None:
     """Compare kernels and GEMMs on `device` with the CPU; return the first difference, or None."""
     expected = _self_test_results("cpu")
     try:

@@ -67,7 +67,7 @@ KERNELS = (
     Kernel(
         "fp8_lm_head",
         applies=lambda run: run.cfg.precision.fp8_lm_head and run.device.type == "cuda",
-        self_test=lambda run: loss_fp8.why_not(),
+        self_test=lambda run: loss_fp8.self_test(),
         fallback=None,
     ),
     Kernel(
@@ -81,13 +81,13 @@ KERNELS = (
     Kernel(
         "qkv_rope",
         applies=lambda run: run.native and not run.cfg.precision.fp8_attention,
-        self_test=lambda run: rope.why_not(run.shape.num_heads, run.shape.num_kv_heads, run.shape.head_dim),
+        self_test=lambda run: rope.self_test(run.shape.num_heads, run.shape.num_kv_heads, run.shape.head_dim),
         fallback="TE splits queries, keys and values and applies RoPE in separate passes",
     ),
     Kernel(
         "residual_gradients",
         applies=lambda run: run.native and run.cfg.model.fused_residuals,
-        self_test=lambda run: fused_residual.why_not(run.shape.hidden_size),
+        self_test=lambda run: fused_residual.self_test(run.shape.hidden_size),
         fallback="gradients of residual connections are added in a separate pass",
         on=lambda run: fused_residual.enabled(),
     ),
@@ -95,7 +95,7 @@ KERNELS = (
         "swiglu",
         # On other GPUs and with other recipes TE's own kernels are as fast.
         applies=lambda run: run.native and "delayed" in run.precision.in_use and on_hopper(),
-        self_test=lambda run: fused_swiglu.why_not(),
+        self_test=lambda run: fused_swiglu.self_test(),
         fallback="SwiGLU is not fused with its FP8 casts",
         on=lambda run: fused_swiglu.enabled(),
     ),

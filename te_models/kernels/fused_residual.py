@@ -92,7 +92,7 @@ def enabled() -> Iterator[None]:
         yield
 
 
-def why_not(width: int) -> str | None:
+def self_test(width: int) -> str | None:
     """Compare TE's fused kernel with its unfused kernel and a sum; return the difference, or None."""
     tex = _tex()
     generator = torch.Generator("cuda").manual_seed(0)

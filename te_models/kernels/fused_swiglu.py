@@ -74,7 +74,7 @@ def _run(kernel: str, inputs: list[Tensor], shape: tuple[int, ...], quantizer: A
     return out
 
 
-def why_not() -> str | None:
+def self_test() -> str | None:
     """Compare the kernels with TE's; return the first difference, or None."""
     try:
         _mlp_module()._act_func("swiglu", SimpleNamespace(delayed=lambda: True))

@@ -52,12 +52,9 @@ def cross_entropy_kernel(
 
 
 def cross_entropy(
-    logits: Tensor, labels: Tensor, *, ignore: int, write_grad: bool = False
+    logits: Tensor, labels: Tensor, *, ignore: int, write_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed loss (float32), correct predictions (int64) and each row's log-sum-exp (float32).
-
-    `logits` [rows, V] have contiguous rows; `write_grad` overwrites them with their gradient.
-    """
+    """Implement `loss.softmax_cross_entropy` on logits [rows, V] with contiguous rows."""
     rows, vocab = logits.shape
     loss, log_sum = (torch.empty(rows, device=logits.device, dtype=torch.float32) for _ in range(2))
     correct = torch.empty(rows, device=logits.device, dtype=torch.int32)

@@ -73,7 +73,7 @@ def split_qkv_rope(qkv: Tensor, table: Tensor, positions: Tensor, groups: int) -
     return rotated[..., :-1, :].flatten(1, 2), rotated[..., -1, :], parts[..., -1, :]
 
 
-def why_not(heads: int, groups: int, size: int) -> str | None:
+def self_test(heads: int, groups: int, size: int) -> str | None:
     """Compare the kernels with the reference; return the first difference, or None."""
     # 37 tokens do not fill the last block; Triton compiles another kernel for multiples of 16, such as 48.
     return next(filter(None, (_difference(heads, groups, size, tokens) for tokens in (37, 48))), None)

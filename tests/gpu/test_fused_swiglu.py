@@ -85,7 +85,7 @@ def test_a_model_uses_the_kernels_with_gradients_as_accurate_as_tes(monkeypatch)
 
 
 def test_the_self_test_fails_for_a_wrong_kernel(monkeypatch):
-    assert fused_swiglu.why_not() is None
+    assert fused_swiglu.self_test() is None
     run = fused_swiglu._run
 
     def mixed_up(*args):
@@ -94,4 +94,4 @@ def test_the_self_test_fails_for_a_wrong_kernel(monkeypatch):
         return out
 
     monkeypatch.setattr(fused_swiglu, "_run", mixed_up)
-    assert fused_swiglu.why_not() == "the transpose differs from the reference"
+    assert fused_swiglu.self_test() == "the transpose differs from the reference"

@@ -252,11 +252,11 @@ def test_batches_of_single_and_packed_sequences_alternate(name, recompute):
 def test_the_self_test_of_rope_fails_for_a_wrong_kernel(monkeypatch):
     from te_models.kernels import rope_triton
 
-    assert rope.why_not(32, 8, 128) is None and rope.why_not(14, 2, 64) is None
+    assert rope.self_test(32, 8, 128) is None and rope.self_test(14, 2, 64) is None
     split = rope_triton.SplitQKVRope.forward
     doubled = staticmethod(lambda *args: tuple(part * 2 for part in split(*args)))
     monkeypatch.setattr(rope_triton.SplitQKVRope, "forward", doubled)
-    assert rope.why_not(6, 2, 48) == "the query differs from the reference"
+    assert rope.self_test(6, 2, 48) == "the query differs from the reference"
 
 
 @pytest.mark.parametrize("lengths", [[256], [100, 156]], ids=["rows", "packed"])
@@ -274,7 +274,7 @@ def test_fused_qkv_rope_matches_te(family, lengths):
 
 @pytest.mark.parametrize("width", [512, 2048, 4096, 896])
 def test_the_self_test_of_the_norm_kernel_passes(width):
-    assert fused_residual.why_not(width) is None
+    assert fused_residual.self_test(width) is None
 
 
 # Largest allowed relative change of the small model's gradients. For comparison: BF16 rounding noise on the

@@ -41,7 +41,7 @@ def test_loss_gradients_and_accuracy_match_torch(chunk_bytes, monkeypatch):
 def test_the_first_of_equal_logits_is_the_prediction(write_grad):
     logits = torch.tensor([[1.0, 5.0, 5.0, 0.0]]).repeat(3, 1)
     labels = torch.tensor([1, 2, -100])
-    assert loss_module.softmax_cross_entropy_(logits, labels, write_grad=write_grad)[1] == 1
+    assert loss_module.softmax_cross_entropy(logits, labels, write_grad=write_grad)[1] == 1
 
 
 def test_a_batch_without_labels_has_zero_loss_and_gradient():

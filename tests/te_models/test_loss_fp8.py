@@ -150,7 +150,7 @@ def test_the_self_test_names_the_kernel_that_differs_from_the_cpu(name, part, cp
     if name:
         right = getattr(loss_fp8, name)
         monkeypatch.setattr(loss_fp8, name, wrong)
-    assert loss_fp8.why_not("gpu") == (part and f"the {part} differs from the reference")
+    assert loss_fp8.self_test("gpu") == (part and f"the {part} differs from the reference")
 
 
 def train(folder: Path, flags: str) -> int:

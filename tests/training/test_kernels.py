@@ -41,11 +41,11 @@ def te(monkeypatch):
 def problems(monkeypatch):
     """Problem that each kernel's self-test finds, by its field of `Kernels`; none unless set."""
     found = dict.fromkeys(Kernels.__dataclass_fields__)
-    monkeypatch.setattr(loss_fp8, "why_not", lambda: found["fp8_lm_head"])
+    monkeypatch.setattr(loss_fp8, "self_test", lambda: found["fp8_lm_head"])
     monkeypatch.setattr(flash_attention, "self_test", lambda *_: found["flash_attention"])
-    monkeypatch.setattr(rope, "why_not", lambda *heads: found["qkv_rope"])
-    monkeypatch.setattr(fused_residual, "why_not", lambda width: found["residual_gradients"])
-    monkeypatch.setattr(fused_swiglu, "why_not", lambda: found["swiglu"])
+    monkeypatch.setattr(rope, "self_test", lambda *heads: found["qkv_rope"])
+    monkeypatch.setattr(fused_residual, "self_test", lambda width: found["residual_gradients"])
+    monkeypatch.setattr(fused_swiglu, "self_test", lambda: found["swiglu"])
     return found
 
 
