@@ -180,11 +180,11 @@ def restore(job: Job, built: Assembly) -> tuple[RunState, Scaling, dict[int, flo
     scaling = Scaling()
     if job.resolved.precision.needs_calibration:
         scaling = DelayedScaling(
-            built.model,
-            built.wrapped,
-            built.optimizer,
-            job.memory.strategy,
-            built.autocast,
+            model=built.model,
+            wrapped=built.wrapped,
+            optimizer=built.optimizer,
+            strategy=job.memory.strategy,
+            autocast=built.autocast,
             micro_batches=job.cfg.optim.gradient_accumulation_steps,
             saved=saved,
         )

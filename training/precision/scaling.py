@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,27 +38,18 @@ class Scaling:
         return {}
 
 
+@dataclass(kw_only=True)
 class DelayedScaling(Scaling):
-    """Scales and amax histories of delayed scaling.
+    """Scales and amax histories of delayed scaling."""
 
-    `saved` is the state from the checkpoint, or empty.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        wrapped: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        strategy: Any,
-        autocast: Callable[[], AbstractContextManager],
-        *,
-        micro_batches: int,
-        saved: dict[str, Tensor],
-    ):
-        self.model, self.saved, self.prepared = model, saved, False
-        self._calibrate = lambda batch: calibrate(
-            model, wrapped, optimizer, strategy, autocast, batch, micro_batches
-        )
+    model: nn.Module
+    wrapped: nn.Module  # the model in the strategy's wrapper
+    optimizer: torch.optim.Optimizer
+    strategy: Any
+    autocast: Callable[[], AbstractContextManager]
+    micro_batches: int  # per step
+    saved: dict[str, Tensor]  # state from the checkpoint, or empty
+    prepared: bool = False
 
     def prepare(self, batch: Any) -> None:
         if not self.prepared:
@@ -65,11 +57,34 @@ class DelayedScaling(Scaling):
             self._calibrate(batch)  # also needed on resume: TE allocates the state in a forward pass
             restore_scaling(self.model, self.saved)
 
+    def _calibrate(self, batch: Any) -> None:
+        """Compute the initial scales from one batch. Collective.
+
+        No optimizer step is applied and the RNG state is restored. Backward runs on the summed loss, see
+        `scale_gradients`.
+        """
+        strategy, wrapped = self.strategy, self.wrapped
+        devices = [strategy.device] if strategy.device.type == "cuda" else []
+        # Attention kernels advance the RNG even without dropout.
+        with torch.random.fork_rng(devices):
+            for _ in range(CALIBRATION_PASSES):
+                with torch.enable_grad(), strategy.accumulating(wrapped, first=True, last=True):
+                    with self.autocast():
+                        loss, _ = wrapped(**batch.inputs)
+                    strategy.backward(wrapped, loss)
+                strategy.discard(wrapped, self.optimizer)
+        # Ranks share their scales, so all use the mean number of tokens.
+        tokens = strategy.sum(torch.tensor(float(batch.label_tokens), device=strategy.device)).item()
+        scale_gradients(self.model, 1 / max(1, tokens / strategy.world_size * self.micro_batches))
+
     def frozen(self) -> AbstractContextManager:
         return frozen_scaling(self.model)
 
     def scrub(self) -> None:
-        scrub_scaling(self.model)
+        # A non-finite amax would stay in the history.
+        for name, tensor in scaling_state(self.model).items():
+            if name.endswith("amax_history"):
+                tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def state(self) -> dict[str, Tensor]:
         # TE has no state yet if this launch ran neither a step nor an evaluation.
@@ -77,7 +92,7 @@ class DelayedScaling(Scaling):
 
 
 def scaling_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return all scales [N] and amax histories [steps, N] by name, as live float32 tensors."""
+    """Return TE's live scales [n] and amax histories [steps, n] by name, float32, n tensors per module."""
     state: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         for direction in ("scaling_fwd", "scaling_bwd"):
@@ -86,34 +101,6 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
                 if isinstance(value := getattr(tensors, part, None), Tensor):
                     state[f"{name}.{direction}.{part}"] = value
     return state
-
-
-def calibrate(
-    model: nn.Module,
-    wrapped: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: Any,
-    autocast: Callable[[], AbstractContextManager],
-    batch: Any,
-    micro_batches: int,
-) -> None:
-    """Compute the initial scales from one `batch` of a step with `micro_batches` micro-batches. Collective.
-
-    Applies no optimizer step and restores the RNG state. Backward runs on the summed loss, see
-    `scale_gradients`.
-    """
-    devices = [strategy.device] if strategy.device.type == "cuda" else []
-    # Attention kernels advance the RNG even without dropout.
-    with torch.random.fork_rng(devices):
-        for _ in range(CALIBRATION_PASSES):
-            with torch.enable_grad(), strategy.accumulating(wrapped, first=True, last=True):
-                with autocast():
-                    loss, _ = wrapped(**batch.inputs)
-                strategy.backward(wrapped, loss)
-            strategy.discard(wrapped, optimizer)
-    # Ranks share their scales, so all use the mean number of tokens.
-    tokens = strategy.sum(torch.tensor(float(batch.label_tokens), device=strategy.device)).item()
-    scale_gradients(model, 1 / max(1, tokens / strategy.world_size * micro_batches))
 
 
 @torch.no_grad()
@@ -148,10 +135,3 @@ def frozen_scaling(model: nn.Module) -> Iterator[None]:
     for name, tensor in scaling_state(model).items():
         if name in saved:
             tensor.copy_(saved[name])
-
-
-def scrub_scaling(model: nn.Module) -> None:
-    """Zero non-finite amaxes of a skipped step. Otherwise they would stay in the history."""
-    for name, tensor in scaling_state(model).items():
-        if name.endswith("amax_history"):
-            tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -7,11 +7,11 @@ import torch
 
 from core.errors import UserError
 from training.precision.scaling import (
+    DelayedScaling,
     frozen_scaling,
     restore_scaling,
     scale_gradients,
     scaling_state,
-    scrub_scaling,
 )
 
 
@@ -57,7 +57,8 @@ def test_scaling_forgets_what_is_not_finite_and_scales_gradients_alone():
     model = Scaled()
     history = model.fp8_meta["scaling_fwd"].amax_history
     history[0] = torch.tensor([torch.nan, torch.inf, 5.0])
-    scrub_scaling(model)
+    parts = dict.fromkeys(("wrapped", "optimizer", "strategy", "autocast"))
+    DelayedScaling(model=model, **parts, micro_batches=1, saved={}).scrub()
     assert history.tolist() == [[0.0, 0.0, 5.0], *[[2.0] * 3] * 3]
 
     model = Scaled()
