@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from core.cpu import fast_bf16
 from core.errors import EXIT_FAILED, EXIT_INTERRUPTED, first_line
 from core.signals import caught
 from data.chat import turn_end
@@ -45,6 +46,7 @@ from training.trainer import Trainer
 
 
 @ignore_broken_pipes()
+@fast_bf16()
 def main(
     argv: list[str], *, description: str, start: Callable[[Config], torch.device], started: float = 0.0
 ) -> int:
