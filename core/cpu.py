@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 # ATen operators to replace, and the index of the result that is FP32 for BF16 operands too, if any.
 OPERATORS: dict[str, int | None] = {
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm")),
+    **dict.fromkeys(("mm", "mm.out", "addmm", "bmm", "baddbmm")),
     "_scaled_dot_product_flash_attention_for_cpu": 1,  # log-sum-exp
     "_scaled_dot_product_flash_attention_for_cpu_backward": None,
 }
@@ -54,8 +54,10 @@ def _in_fp32(kernel: Callable, stays_fp32: int | None) -> Callable:
     def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if args[0].dtype != torch.bfloat16:
             return kernel(keys, *args, **kwargs)
-        args, kwargs = tree_map_only(Tensor, _widen, (args, kwargs))
-        results = kernel(keys, *args, **kwargs)
+        widened, options = tree_map_only(Tensor, _widen, (args, kwargs))
+        results = kernel(keys, *widened, **options)
+        if "out" in kwargs:
+            return kwargs["out"].copy_(results)
         if isinstance(results, Tensor):
             return results.bfloat16()
         return tuple(x if i == stays_fp32 else x.bfloat16() for i, x in enumerate(results))

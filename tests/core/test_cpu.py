@@ -41,7 +41,9 @@ def results_and_gradients(product, operands):
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_equals_the_fp32_product_of_bf16_operands(name, no_bf16_instructions):
     product, shapes = PRODUCTS[name]
-    operands = [torch.randn(shape, generator=torch.manual_seed(i)).bfloat16() for i, shape in enumerate(shapes)]
+    operands = [
+        torch.randn(shape, generator=torch.manual_seed(i)).bfloat16() for i, shape in enumerate(shapes)
+    ]
     exact = results_and_gradients(product, [x.float() for x in operands])
     with cpu.fast_bf16():
         rounded = results_and_gradients(product, operands)
@@ -49,6 +51,13 @@ def test_equals_the_fp32_product_of_bf16_operands(name, no_bf16_instructions):
     tolerance = {"rtol": 2**-7, "atol": 2**-7} if "attention" in name else {"rtol": 2**-8, "atol": 1e-30}
     for got, expected in zip(rounded, exact, strict=True):
         torch.testing.assert_close(got.float(), expected, **tolerance)
+
+
+def test_writes_into_out(no_bf16_instructions):
+    a, b, out = torch.ones(2, 3).bfloat16(), torch.ones(3, 4).bfloat16(), torch.zeros(4, 4).bfloat16()
+    with cpu.fast_bf16():
+        torch.mm(a, b, out=out[1:3])
+    assert out.sum(1).tolist() == [0, 12, 12, 0]
 
 
 def test_ends_with_its_context_and_leaves_other_dtypes(no_bf16_instructions, monkeypatch):
