@@ -40,7 +40,7 @@ from te_models.weights import (
     weight_files,
 )
 
-CHUNKS, CHUNK_BYTES = 16, 2**16  # number and size of the samples that `identity` reads of a weight file
+CHUNKS, CHUNK_BYTES = 16, 2**16  # number and size of the samples that `digests` reads of a weight file
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ class ModelPlan:
         return self.config.model_type
 
     @property
-    def own_code(self) -> bool:
+    def uses_remote_code(self) -> bool:
         """True if the model class is Python code from the model's repository."""
         auto_map = getattr(self.config, "auto_map", None) or {}
         return self.trust_remote_code and "AutoModelForCausalLM" in auto_map
 
     @property
-    def of_known_family(self) -> bool:
+    def is_known_family(self) -> bool:
         """True for a TE family with transformers' own class: known weight names, logits = lm_head(hidden)."""
-        return self.family in FAMILIES and not self.own_code
+        return self.family in FAMILIES and not self.uses_remote_code
 
 
 def plan_model(
@@ -87,7 +87,7 @@ def plan_model(
     _refuse_untrainable(name, config)
     if use_te:
         refuse_te(name, config)
-        if ModelPlan(name, config, None, trust_remote_code).own_code:
+        if ModelPlan(name, config, None, trust_remote_code).uses_remote_code:
             raise bad_setting(
                 "TE layers would replace the model's own Python code; drop --use_te or --trust_remote_code",
                 use_te=True,
@@ -180,7 +180,7 @@ def _check_weights(plan: ModelPlan, *, use_te: bool) -> None:
         source.require(_shapes(model), optional=tied_names(model))
 
 
-def identity(plan: ModelPlan) -> dict[str, str]:
+def digests(plan: ModelPlan) -> dict[str, str]:
     """Return digests of a model's configuration and weight files, to compare copies on several hosts.
 
     Only the size and CHUNKS samples of a weight file are hashed, so it is fast for any size. The first sample
@@ -188,7 +188,7 @@ def identity(plan: ModelPlan) -> dict[str, str]:
     """
     settings = {k: v for k, v in plan.config.to_diff_dict().items() if not k.startswith("_")}
     text = json.dumps(settings, sort_keys=True, default=str)
-    digests = {"configuration": xxhash.xxh3_64_hexdigest(text.encode())}
+    result = {"configuration": xxhash.xxh3_64_hexdigest(text.encode())}
     if plan.weights is not None:
         digest = xxhash.xxh3_64()
         for path in weight_files(plan.weights):
@@ -198,8 +198,8 @@ def identity(plan: ModelPlan) -> dict[str, str]:
                 for i in range(CHUNKS):
                     file.seek(size * i // CHUNKS)
                     digest.update(file.read(CHUNK_BYTES))
-        digests["weights"] = digest.hexdigest()
-    return digests
+        result["weights"] = digest.hexdigest()
+    return result
 
 
 def build_model(plan: ModelPlan, options: BuildOptions) -> nn.Module:
@@ -255,7 +255,7 @@ def _wrap(inner: nn.Module, plan: ModelPlan, options: BuildOptions) -> HFCausalL
             module.padding_idx = None
     model = HFCausalLM(
         inner,
-        known=plan.of_known_family,
+        known=plan.is_known_family,
         gradient_checkpointing=options.gradient_checkpointing,
         reentrant=options.reentrant,
     )
@@ -278,7 +278,7 @@ def _from_seed(plan: ModelPlan, options: BuildOptions) -> nn.Module:
     torch.manual_seed(options.seed)
     with torch.device(options.device):
         model = _from_config(plan, options.dtype)
-    if plan.of_known_family:  # start from the same random weights as the TE form
+    if plan.is_known_family:  # start from the same random weights as the TE form
         source = weight_source(plan, seed=options.seed, device=options.device)
         fill_named(dict(model.named_parameters()), source)
     return model
@@ -324,7 +324,7 @@ def _streamed_source(plan: ModelPlan, options: BuildOptions) -> WeightSource | N
     Return None if only transformers can load the model: it renames, merges or scales tensors on loading, or
     the files contain buffers.
     """
-    if not (weight_files(plan.weights) if plan.weights else plan.of_known_family):
+    if not (weight_files(plan.weights) if plan.weights else plan.is_known_family):
         return None
     source, model = weight_source(plan, seed=options.seed, device=options.device), _on_meta(plan)
     tied, parameters = tied_names(model), _shapes(model)

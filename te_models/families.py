@@ -20,7 +20,7 @@ class Family:
     qkv_bias: bool = False  # the q, k and v projections have biases
     qk_norm: bool = False  # RMSNorm over each head's q and k, before RoPE
     bias_flags: tuple[str, ...] = ()  # config fields that add biases which TE layers lack
-    slides: Callable[[Any], bool] = lambda config: False  # True if some layer uses `sliding_window`
+    uses_window: Callable[[Any], bool] = lambda config: False  # True if some layer uses `sliding_window`
 
     def unsupported(self, config: Any) -> str | None:
         """Return why TE layers cannot represent this configuration, or None."""
@@ -34,7 +34,7 @@ class Family:
         rope = config.rope_parameters["rope_type"]
         if rope not in ROPE_TYPES:
             return f"RoPE type {rope!r}: TE layers are built for {', '.join(ROPE_TYPES)}"
-        window = getattr(config, "sliding_window", None) if self.slides(config) else None
+        window = getattr(config, "sliding_window", None) if self.uses_window(config) else None
         positions = config.max_position_embeddings
         if window is not None and window < positions:
             return (
@@ -44,16 +44,16 @@ class Family:
         return None
 
 
-def _some_layer_slides(config: Any) -> bool:
+def _has_sliding_layer(config: Any) -> bool:
     return "sliding_attention" in config.layer_types
 
 
 # Keys are Hugging Face's model_type.
 FAMILIES: dict[str, Family] = {
     "llama": Family(bias_flags=("attention_bias", "mlp_bias")),  # 2, 3, 3.1, 3.2, 3.3
-    "qwen2": Family(qkv_bias=True, slides=_some_layer_slides),  # 2, 2.5
-    "qwen3": Family(qk_norm=True, bias_flags=("attention_bias",), slides=_some_layer_slides),
-    "mistral": Family(slides=lambda config: True),  # 7B v0.1 has a window, v0.2 and v0.3 have none
+    "qwen2": Family(qkv_bias=True, uses_window=_has_sliding_layer),  # 2, 2.5
+    "qwen3": Family(qk_norm=True, bias_flags=("attention_bias",), uses_window=_has_sliding_layer),
+    "mistral": Family(uses_window=lambda config: True),  # 7B v0.1 has a window, v0.2 and v0.3 have none
 }
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
 from core.recipes import LM_HEAD_RECIPE
 from te_models.loss import IGNORE, TokenLoss, linear_cross_entropy, logits_cross_entropy
-from te_models.packed_attention import NAME, sequence_borders, use_packed_attention
+from te_models.packed_attention import ATTENTION_NAME, install_packed_attention, sequence_boundaries
 from te_models.weights import Gather
 
 # Recompilation limit per layer: training and evaluation, full and last batches, packed or not.
@@ -46,7 +46,8 @@ class HFCausalLM(nn.Module):
         self.model = model
         self.uses_all_parameters = self.plain_head = known
         self.fp8_lm_head = False
-        self.own_attention: str | None = None  # why transformers' own attention runs; None: packed_attention
+        # Reason that transformers' own attention runs; None if `packed_attention` runs.
+        self.attention_fallback: str | None = None
         if gradient_checkpointing:
             self._enable_recomputation(reentrant)
 
@@ -75,7 +76,8 @@ class HFCausalLM(nn.Module):
     @property
     def attention(self) -> str:
         """Name of the attention in use, for the run's records."""
-        return NAME if self.own_attention is None else f"transformers' own ({self.own_attention})"
+        reason = self.attention_fallback
+        return ATTENTION_NAME if reason is None else f"transformers' own ({reason})"
 
     @property
     def has_router_loss(self) -> bool:
@@ -85,7 +87,7 @@ class HFCausalLM(nn.Module):
     def choose_attention(self, device: torch.device, dtype: torch.dtype) -> None:
         """Install `packed_attention` if the model supports it; call after loading. `dtype`: attention's."""
         with high_precision_linears(self):
-            self.own_attention = use_packed_attention(self.model, self, device, dtype)
+            self.attention_fallback = install_packed_attention(self.model, self, device, dtype)
 
     def use_fp8_lm_head(self) -> None:
         self.fp8_lm_head = True
@@ -113,9 +115,10 @@ class HFCausalLM(nn.Module):
         """Return loss and correct predictions, summed over label tokens; inputs as in `data.Batch`."""
         inputs: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
         # Plain causal attention is faster, and correct if each row is one sequence.
-        if self.own_attention is None and cu_seqlens is not None and len(cu_seqlens) > len(input_ids) + 1:
+        several = cu_seqlens is not None and len(cu_seqlens) > len(input_ids) + 1  # sequences in some row
+        if self.attention_fallback is None and several:
             torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)  # one graph for any number of samples
-            inputs |= sequence_borders(cu_seqlens, max_seqlen)
+            inputs |= sequence_boundaries(cu_seqlens, max_seqlen)
         if not self.plain_head:
             output = self.model(**inputs)
             result = logits_cross_entropy(output.logits.flatten(0, 1), labels.flatten())

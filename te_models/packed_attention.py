@@ -7,7 +7,7 @@ support. `packed_attention` reads the sequence boundaries (`cu_seqlens`) instead
 - otherwise torch's FlashAttention 2 on a GPU, for 16-bit inputs and head sizes that it supports;
 - otherwise plain PyTorch in float32, which is also the reference in tests.
 
-`use_packed_attention` installs it only if a trial forward pass shows plain causal attention. Models with
+`install_packed_attention` installs it only if a trial forward pass shows plain causal attention. Models with
 sliding windows, logit caps, sinks or biases keep transformers' attention.
 
 B rows, S tokens per row, T = B*S, N sequences, n tokens of one sequence, H query heads, G key/value groups,
@@ -30,11 +30,11 @@ from core.errors import UserError
 from te_models.kernels import flash_attention
 from te_models.kernels.selection import patched
 
-NAME = "packed_causal"
-PROBE = "packed_causal_probe"
-# Arguments of attention functions that `attend` supports, or that do not affect causal attention.
-KNOWN = {"dropout", "is_causal", "scaling", "position_ids", "cache_position", "use_cache"}
-KNOWN |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+ATTENTION_NAME = "packed_causal"
+PROBE_NAME = "packed_causal_probe"
+# Arguments of attention functions that `hf_attention` supports, or that do not affect causal attention.
+SUPPORTED_ARGUMENTS = {"dropout", "is_causal", "scaling", "position_ids", "cache_position", "use_cache"}
+SUPPORTED_ARGUMENTS |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 _flash_attention_4 = False  # True inside `enabled`
 
@@ -175,7 +175,7 @@ def _weights(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return scores.masked_fill(future, float("-inf")).softmax(-1)
 
 
-def attend(
+def hf_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -196,7 +196,8 @@ def attend(
         unsupported = "cached keys"
     if unsupported:
         raise UserError(
-            f"--model_name: {type(module).__name__} calls {NAME} attention with {unsupported}; report it"
+            f"--model_name: {type(module).__name__} calls {ATTENTION_NAME} attention with {unsupported}; "
+            "report it"
         )
     if torch.is_autocast_enabled(query.device.type):  # RoPE leaves queries and keys in float32
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -227,16 +228,16 @@ def _unsupported(module: nn.Module, mask: Tensor | None, arguments: dict[str, An
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         return "no causal mask"
     for name, value in arguments.items():
-        if name not in KNOWN and value is not None and value is not False:
+        if name not in SUPPORTED_ARGUMENTS and value is not None and value is not False:
             return name
     return None
 
 
 @torch.no_grad()
-def use_packed_attention(
+def install_packed_attention(
     model: nn.Module, forward: Callable[..., Any], device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """Install `attend` in a transformers model; return why it must keep its own attention, or None.
+    """Install `hf_attention` in a transformers model; return why it must keep its own attention, or None.
 
     `forward` runs `model` on a small packed batch, during which every attention call and mask is inspected.
     `dtype` is the compute dtype of attention. Collective if the model is sharded.
@@ -244,11 +245,11 @@ def use_packed_attention(
     parameters = inspect.signature(model.get_decoder().forward).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         return "its decoder does not forward sequence boundaries"
-    if not getattr(model, "_can_set_attn_implementation", lambda: True)():
+    if not model._can_set_attn_implementation():
         return "its attention function cannot be replaced"
     calls, reasons = _register(dtype)
     own, training = model.config._attn_implementation, model.training
-    model.set_attn_implementation(PROBE)
+    model.set_attn_implementation(PROBE_NAME)
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             model.train()  # dropout is an argument in training mode only
@@ -261,14 +262,15 @@ def use_packed_attention(
     if not calls:
         return "its attention does not use transformers' attention interface"
     if not reasons:
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(ATTENTION_NAME)
     return next(iter(reasons), None)
 
 
 def _register(dtype: torch.dtype) -> tuple[list[str], list[str]]:
-    """Register `attend` and a probe attention with transformers.
+    """Register `hf_attention` and a probe attention with transformers.
 
-    Return two lists that the probe fills: attention calls, and reasons why `attend` cannot replace them.
+    Return two lists that the probe fills: attention calls, and reasons why `hf_attention` cannot replace
+    them.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -296,13 +298,15 @@ def _register(dtype: torch.dtype) -> tuple[list[str], list[str]]:
             reasons.append("attention with a sliding window or custom mask")
         return sdpa_mask(local_size=local_size, use_vmap=use_vmap, **kwargs)
 
-    ALL_ATTENTION_FUNCTIONS.register(PROBE, attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, mask)
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)  # without a mask function, no mask is built
+    ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, mask)
+    ALL_ATTENTION_FUNCTIONS.register(
+        ATTENTION_NAME, hf_attention
+    )  # without a mask function, no mask is built
     return calls, reasons
 
 
-def sequence_borders(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
+def sequence_boundaries(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
     """Return sequence boundaries as transformers' keyword arguments of attention."""
     lengths = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
     return lengths | {"max_length_q": max_seqlen, "max_length_k": max_seqlen}

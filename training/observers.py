@@ -111,7 +111,7 @@ class Observers(Hooks):
         """Version of the FlashAttention used, or None."""
         if self.job.resolved.precision.te_backend == "native":
             return te_runtime.flash_attention_version()
-        used = self.job.kernels.flash_attention and self.built.model.own_attention is None
+        used = self.job.kernels.flash_attention and self.built.model.attention_fallback is None
         return flash_attention.installed() if used else None
 
 

@@ -54,7 +54,7 @@ def resolve(cfg: Config) -> Resolved:
         print_rank0(f"WARNING: {warning}")
     if cfg.precision.master_weights == "none":
         print_rank0(optim.MASTER_NONE_WARNING)
-    digests = build.identity(plan) if ranks.world_size() > 1 else {}
+    digests = build.digests(plan) if ranks.world_size() > 1 else {}
     return Resolved(resolved, plan, shape, _flops_shape(cfg, plan, shape), digests)
 
 
@@ -81,5 +81,5 @@ def _check(cfg: Config, resolved: Precision, plan: ModelPlan, shape: ModelShape 
     if cfg.precision.fp8_lm_head:
         text = plan.config.get_text_config()
         sizes = {"hidden size": text.hidden_size, "vocabulary": text.vocab_size}
-        plain = cfg.model.use_te or plan.of_known_family
+        plain = cfg.model.use_te or plan.is_known_family
         checks.check_lm_head(cfg, resolved, sizes, plain=plain)

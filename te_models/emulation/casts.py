@@ -56,7 +56,7 @@ def _table(dtype: torch.dtype) -> Tensor:
         return torch.arange(256, dtype=torch.uint8).view(dtype).float()
 
 
-def largest(x: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
+def amax_of(x: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
     """Return the amax in float32, over `dim` or all; NaN is ignored, as in CUDA's fmaxf."""
     magnitude = x.detach().float().abs().nan_to_num_(nan=0.0, posinf=float("inf"))
     return magnitude.amax() if dim is None else magnitude.amax(dim)
@@ -87,7 +87,7 @@ def cast_with_scale(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Quantized:
 
 def cast_tensor(x: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None) -> Quantized:
     """Cast with a scale from the tensor's amax (current scaling), or from a given `amax` []."""
-    amax = largest(x) if amax is None else amax
+    amax = amax_of(x) if amax is None else amax
     return cast_with_scale(x, scale_of(amax, dtype, power_of_two=False), dtype)
 
 
@@ -96,7 +96,7 @@ def cast_blocks(
 ) -> Quantized:
     """Cast x [M, N] with a scale per `block`, such as (1, 128); blocks at the edges may be partial."""
     tiles = tiled(x.float(), block)  # [M/m, m, N/n, n]
-    scale = scale_of(largest(tiles, (1, 3)), dtype, power_of_two=power_of_two)  # [M/m, N/n]
+    scale = scale_of(amax_of(tiles, (1, 3)), dtype, power_of_two=power_of_two)  # [M/m, N/n]
     data = saturate(_untiled(tiles * scale[:, None, :, None]), dtype)
     return Quantized(data[: x.shape[0], : x.shape[1]], scale.reciprocal(), block, power_of_two)
 
@@ -109,7 +109,7 @@ def cast_mx(x: Tensor, dtype: torch.dtype, *, dim: int) -> Quantized:
     assert x.shape[dim] % MX_BLOCK == 0, x.shape  # `check_sizes` refuses other sizes
     block = (MX_BLOCK, 1) if dim == 0 else (1, MX_BLOCK)
     tiles = tiled(x.float(), block)  # [M/m, m, N/n, n]
-    exponent = mx_exponent(largest(tiles, (1, 3)), dtype)  # [M/m, N/n]
+    exponent = mx_exponent(amax_of(tiles, (1, 3)), dtype)  # [M/m, N/n]
     scale = _power_of_two(127 - exponent)
     data = saturate(_untiled(tiles * scale[:, None, :, None]), dtype)
     return Quantized(data, _power_of_two(exponent - 127), block)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from te_models.emulation.casts import Quantized, largest, widen
+from te_models.emulation.casts import Quantized, amax_of, widen
 from te_models.emulation.scaling import Gemm
 
 
@@ -83,7 +83,7 @@ class SwiGLUFunction(torch.autograd.Function):
         product = gate * torch.sigmoid(gate) * up  # [..., F]
         if not with_amax:
             return product.to(out_dtype), None
-        ctx.mark_non_differentiable(amax := largest(product))
+        ctx.mark_non_differentiable(amax := amax_of(product))
         return product.to(out_dtype), amax
 
     @staticmethod

@@ -21,11 +21,11 @@ from torch import Tensor
 from te_models.emulation.casts import (
     BLOCK,
     Quantized,
+    amax_of,
     cast_blocks,
     cast_mx,
     cast_tensor,
     cast_with_scale,
-    largest,
 )
 
 Kind = Literal["input", "weight", "grad"]
@@ -80,7 +80,7 @@ class DelayedScaling(Recipe):
 
     def quantize(self, x: Tensor, kind: Kind, slot: Slot | None, amax: Tensor | None = None) -> Operand:
         if slot.amax is not None:
-            slot.amax.copy_(torch.maximum(slot.amax, largest(x)))
+            slot.amax.copy_(torch.maximum(slot.amax, amax_of(x)))
         quantized = cast_with_scale(x, slot.scale, self.fp8_format.dtype(kind))
         return lambda dim: quantized
 

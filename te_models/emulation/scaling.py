@@ -77,7 +77,7 @@ class Region:
     has_first: bool = False  # True if a module is assigned to update the gradients' scales
 
 
-class Current:
+class GlobalState:
     """Global state: recipe of the innermost autocast, region of the outermost, and recomputation."""
 
     recipe: Recipe | None = None
@@ -90,15 +90,15 @@ class Current:
 def autocast(enabled: bool = True, recipe: Recipe | None = None) -> Iterator[None]:
     """Run FP8 layers in `recipe`; nested contexts override outer ones."""
     assert recipe or not enabled, "TE would use its default recipe"
-    outer, is_outermost = Current.recipe, Current.region is None
-    Current.recipe = recipe if enabled else None
-    region = Current.region = Current.region or Region()
+    outer, is_outermost = GlobalState.recipe, GlobalState.region is None
+    GlobalState.recipe = recipe if enabled else None
+    region = GlobalState.region = GlobalState.region or Region()
     try:
         yield
     finally:
-        Current.recipe = outer
+        GlobalState.recipe = outer
         if is_outermost:
-            Current.region = None
+            GlobalState.region = None
     if is_outermost and enabled and torch.is_grad_enabled():
         update_scales(region.modules, "scaling_fwd")
 
@@ -116,7 +116,7 @@ class Fp8Module(nn.Module):
 
     def initialize(self, device: torch.device) -> Recipe:
         """Allocate state for the current recipe and return the recipe."""
-        recipe = Current.recipe
+        recipe = GlobalState.recipe
         self.fp8 = self.fp8_initialized = recipe is not None
         if recipe is None:
             return Recipe()
@@ -133,13 +133,13 @@ class Fp8Module(nn.Module):
 
     def gemms(self, x: Tensor) -> list[Gemm]:
         """Return the quantization of each linear layer for a forward pass over `x`."""
-        recipe, replaying = self.initialize(x.device), Current.replaying
+        recipe, replaying = self.initialize(x.device), GlobalState.replaying
         if not isinstance(recipe, DelayedScaling):
             return [Gemm(recipe) for _ in range(self.num_gemms)]
         forward, backward = (self.fp8_meta[direction] for direction in TENSORS)
-        scale = Current.recorded[self].pop(0) if replaying else forward.scale.clone()
-        if Current.recorded is not None and not replaying:
-            Current.recorded.setdefault(self, []).append(scale)
+        scale = GlobalState.recorded[self].pop(0) if replaying else forward.scale.clone()
+        if GlobalState.recorded is not None and not replaying:
+            GlobalState.recorded.setdefault(self, []).append(scale)
         fixed = [Slot(one) for one in scale]  # scales of the forward pass, kept for backward
         slots = fixed if replaying else _slots(scale, forward)
         # With FSDP2, TE keeps no quantized weight; backward casts the gathered weight with the new scales.
@@ -157,7 +157,7 @@ class Fp8Module(nn.Module):
         if replaying:
             # Reentrant recomputation runs its own backward pass; non-reentrant never calls `finish`.
             return partial(update_scales, [self], "scaling_bwd")
-        region = Current.region
+        region = GlobalState.region
         region.modules[self] = None
         needs_grad = x.requires_grad or any(p.requires_grad for p in self.parameters())
         if region.has_first or not (torch.is_grad_enabled() and needs_grad):
@@ -216,17 +216,17 @@ def checkpoint(function: Callable, *args: Any, use_reentrant: bool = True, **kwa
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     recorded: dict[Fp8Module, list[Tensor]] = {}
-    recipe = Current.recipe
+    recipe = GlobalState.recipe
 
     @contextmanager
     def one_pass(*, replaying: bool) -> Iterator[None]:
-        outer = Current.recorded, Current.replaying
+        outer = GlobalState.recorded, GlobalState.replaying
         with autocast(enabled=recipe is not None, recipe=recipe) if replaying else nullcontext():
-            Current.recorded, Current.replaying = recorded, replaying
+            GlobalState.recorded, GlobalState.replaying = recorded, replaying
             try:
                 yield
             finally:
-                Current.recorded, Current.replaying = outer
+                GlobalState.recorded, GlobalState.replaying = outer
 
     if not use_reentrant:
         contexts = one_pass(replaying=False), one_pass(replaying=True)

@@ -76,7 +76,7 @@ def test_the_flash_kernel_matches_a_block_diagonal_mask(family):
     print(family, sorted(kernels))
     assert kernels
     model.model.set_attn_implementation("sdpa")
-    model.own_attention = "the mask, for comparison"
+    model.attention_fallback = "the mask, for comparison"
     masked_loss, masked_grads = step(model, inputs)
     assert loss == pytest.approx(masked_loss, rel=1e-3)
     assert worst(grads, masked_grads) < 0.05

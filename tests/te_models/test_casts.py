@@ -8,11 +8,11 @@ import torch
 from te_models.emulation.casts import (
     E4M3,
     E5M2,
+    amax_of,
     cast_blocks,
     cast_mx,
     cast_tensor,
     cast_with_scale,
-    largest,
     mx_exponent,
     saturate,
     scale_of,
@@ -66,9 +66,9 @@ def test_scales_and_amaxes_by_hand():
     assert scale_of(amax, E4M3, power_of_two=True).tolist() == [128.0, 128.0, 1.0, 1.0, 2.0**127, 1.0]
     assert scale_of(torch.tensor(7.0), E5M2, power_of_two=False) == 8192.0
     x = torch.tensor([[NAN, -3.0], [2.0, 1.0]], dtype=torch.bfloat16)
-    assert largest(x) == 3.0 and largest(x).dtype == torch.float32
-    assert largest(torch.tensor([-INF, 1.0])) == INF
-    assert largest(x, (1,)).tolist() == [3.0, 2.0]
+    assert amax_of(x) == 3.0 and amax_of(x).dtype == torch.float32
+    assert amax_of(torch.tensor([-INF, 1.0])) == INF
+    assert amax_of(x, (1,)).tolist() == [3.0, 2.0]
 
 
 def test_per_tensor_casts_by_hand():

@@ -13,7 +13,7 @@ from te_models.build import ModelPlan, build_model
 from te_models.families import FAMILIES
 from te_models.hugging_face import materialize, parameters_on_meta
 from te_models.options import BuildOptions
-from te_models.packed_attention import NAME, packed_attention
+from te_models.packed_attention import ATTENTION_NAME, packed_attention
 
 TINY = {
     "vocab_size": 64,
@@ -230,9 +230,9 @@ def test_leak_of_a_short_convolution_is_detected():
 
 
 def test_lost_sequence_boundaries_are_detected(monkeypatch):
-    monkeypatch.setattr(hugging_face, "sequence_borders", lambda cu_seqlens, max_seqlen: {})
-    use = lambda model, *_: model.set_attn_implementation(NAME)  # noqa: E731
-    monkeypatch.setattr(hugging_face, "use_packed_attention", use)
+    monkeypatch.setattr(hugging_face, "sequence_boundaries", lambda cu_seqlens, max_seqlen: {})
+    use = lambda model, *_: model.set_attn_implementation(ATTENTION_NAME)  # noqa: E731
+    monkeypatch.setattr(hugging_face, "install_packed_attention", use)
     with pytest.raises(UserError, match="LlamaForCausalLM lets packed samples see each other"):
         build("llama", packed=True)
 

@@ -59,7 +59,7 @@ def coverage(model: nn.Module, precision: Precision) -> Coverage:
         is_attention = type(module).__name__ == "DotProductAttention"
         if isinstance(module, nn.Embedding) or not (elements or is_attention):
             continue
-        recipe, note = _last_recipe(module, is_attention), getattr(module, "fp8_left_out", "")
+        recipe, note = _last_recipe(module, is_attention), getattr(module, "bf16_reason", "")
         ran = f"fp8 {recipe}" if recipe else "fp32" if precision.effective == "fp32" else "bf16"
         if recipe and RECIPES[recipe].bf16_wgrad:
             note = "gradients of weights in BF16"

@@ -30,7 +30,7 @@ from core.recipes import RECIPES
 
 INSTALL = "pip install torchao==0.18.0"
 # Class -> layer whose output transformers modifies in place. Autograd forbids that for torchao's layers.
-ADDED_TO = {"Llama4TextMoe": "shared_expert.down_proj"}
+MODIFIED_IN_PLACE = {"Llama4TextMoe": "shared_expert.down_proj"}
 
 
 @cache
@@ -79,7 +79,7 @@ def convert(
     """Convert linear layers of `model.blocks` to FP8; `recipe_of(name)` None or "bf16" keeps a layer.
 
     Call before sharding; also works on the meta device. Parameters keep names, shapes and dtypes. A
-    converted layer gets `fp8_recipe`; a layer that cannot run in its recipe gets `fp8_left_out`, the
+    converted layer gets `fp8_recipe`; a layer that cannot run in its recipe gets `bf16_reason`, the
     reason. `emulated` computes GEMMs of FP8 values in FP32. `all_gather` enables FSDP2's FP8 all-gather if
     the recipe supports it. `fp32_scales` disables rounding of scales to powers of two. UserError if no layer
     can be converted.
@@ -87,16 +87,16 @@ def convert(
     float8, modules = _float8(), dict(model.named_modules())
     names = linear_names(model)
     wanted = {name: recipe for name in names if (recipe := recipe_of(name)) not in (None, "bf16")}
-    added_to = {f"{name}.{ADDED_TO.get(type(module).__name__)}" for name, module in modules.items()}
-    left_out = {}
+    modified = {f"{name}.{MODIFIED_IN_PLACE.get(type(m).__name__)}" for name, m in modules.items()}
+    bf16_reasons = {}
     for name in wanted:
-        in_place = "transformers adds to its output in place" if name in added_to else None
+        in_place = "transformers adds to its output in place" if name in modified else None
         if reason := in_place or why_not_fp8(modules[name], RECIPES[wanted[name]].feature_multiple):
-            left_out[name] = modules[name].fp8_left_out = reason
-    if len(left_out) == len(wanted) and (wanted or not names):
-        raise _nothing_to_convert(model, left_out)
+            bf16_reasons[name] = modules[name].bf16_reason = reason
+    if len(bf16_reasons) == len(wanted) and (wanted or not names):
+        raise _nothing_to_convert(model, bf16_reasons)
     for recipe in dict.fromkeys(wanted.values()):
-        chosen = {name for name in wanted if wanted[name] == recipe and name not in left_out}
+        chosen = {name for name in wanted if wanted[name] == recipe and name not in bf16_reasons}
         changes = {"round_scales_to_power_of_2": False} if fp32_scales else {}
         config = replace(
             float8.Float8LinearConfig.from_recipe_name(recipe),
@@ -123,12 +123,12 @@ def why_not_fp8(linear: nn.Linear, multiple: int) -> str | None:
     return f"{odd}: not a multiple of {multiple}" if odd else None
 
 
-def _nothing_to_convert(model: nn.Module, left_out: dict[str, str]) -> UserError:
+def _nothing_to_convert(model: nn.Module, bf16_reasons: dict[str, str]) -> UserError:
     """Return the error for a model whose linear layers cannot run in FP8."""
     problem = "its decoder layers have no nn.Linear, which torchao converts"
-    if left_out:
-        reasons = "; ".join(f"{n} x {reason}" for reason, n in Counter(left_out.values()).items())
-        problem = f"none of its {len(left_out)} linear layers can run in FP8 ({reasons})"
+    if bf16_reasons:
+        reasons = "; ".join(f"{n} x {reason}" for reason, n in Counter(bf16_reasons.values()).items())
+        problem = f"none of its {len(bf16_reasons)} linear layers can run in FP8 ({reasons})"
     reason = f"{type(model.model).__name__}: {problem}; use bf16, or --use_te if it has this model"
     return bad_setting(reason, mixed_precision="fp8")
 
