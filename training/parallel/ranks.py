@@ -1,6 +1,6 @@
-"""The ranks of a job, one process per device: joining it, and exchanges of Python objects.
+"""Ranks of a job, one process per device: start and end of the process group, and exchange of Python objects.
 
-Every function also works without a process group, in a world of one rank.
+Without a process group all functions behave as in a world of one rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError, bad_setting, first_line
@@ -28,19 +27,20 @@ from core.redact import redact
 
 T = TypeVar("T")
 
-# Timeout of every collective: longer than any of the watchdog's, whose message is more useful than NCCL's.
-PATIENCE = timedelta(days=8)
+# Longer than any limit of the watchdog: it must end a stalled job before NCCL, as it names the rank at fault.
+COLLECTIVE_TIMEOUT = timedelta(days=8)
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Environment variables in which launchers set the number of processes; Slurm's counts those of a step.
+# Environment variables in which torchrun, Slurm (srun), Open MPI and MPICH set the number of processes.
 PROCESS_COUNTS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
-_stores: list[dist.Store] = []  # the store with which this process joined a job
+_stores: list[dist.Store] = []  # the job's store, once this process has joined
 
 
 # This rank
 
 
 def under_torchrun() -> bool:
+    """True if the launcher has set torchrun's environment variables."""
     return all(name in os.environ for name in TORCHRUN)
 
 
@@ -53,7 +53,7 @@ def world_size() -> int:
 
 
 def local_rank_and_size() -> tuple[int, int]:
-    """Return this rank's number on its node, and the number of ranks there."""
+    """Return this rank's number on its node, and the number of ranks on the node."""
     if not under_torchrun():
         return 0, 1
     return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -64,10 +64,10 @@ def num_nodes() -> int:
 
 
 def use_cores() -> int:
-    """Let this rank's CPU kernels use its share of the cores; return the number of threads. Collective.
+    """Set this rank's CPU threads to its share of the node's cores and return their number. Collective.
 
-    torchrun sets OMP_NUM_THREADS=1 if it is unset, and an optimizer on the CPU would step on one core.
-    Another number is the user's. Ranks that a launcher has bound to different cores do not share them.
+    torchrun defaults to OMP_NUM_THREADS=1, which would leave an optimizer on the CPU with one core. Any other
+    value is kept. Ranks bound to different cores do not share them.
     """
     mine = (platform.node(), cores())
     sharing = gather(mine).count(mine)
@@ -76,23 +76,24 @@ def use_cores() -> int:
     return torch.get_num_threads()
 
 
-# Joining and leaving a job
+# Start and end of the process group
 
 
 def refuse_several(why: str, instead: str) -> None:
-    """Refuse several processes of a launcher without a job: each would train a run of its own."""
+    """Raise UserError if a launcher has started several processes: each would train the whole run."""
     for name in PROCESS_COUNTS:
         if (count := os.environ.get(name)) not in (None, "", "0", "1"):
-            reason = f"{name}={count}: {why}, and each process would run alone; use {instead}"
+            reason = f"{name}={count}: {why}, and each process would train alone; use {instead}"
             raise UserError(reason, exit_code=EXIT_BAD_SETTING)
 
 
 def one_device() -> torch.device:
+    """Return the first GPU, or the CPU without one."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def join(timeout_minutes: float) -> torch.device:
-    """Join the job that torchrun started and return this rank's device."""
+    """Initialize the process group of a torchrun job and return this rank's device."""
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
         local_rank, local_size = local_rank_and_size()
@@ -102,15 +103,15 @@ def join(timeout_minutes: float) -> torch.device:
             )
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    patience = timedelta(minutes=timeout_minutes, seconds=30)
+    timeout = timedelta(minutes=timeout_minutes, seconds=30)
     try:
-        store, number, size = next(dist.rendezvous("env://", timeout=patience))
-        name = agree_on_start(store, number, size, patience, device_type=device.type)
+        store, number, size = next(dist.rendezvous("env://", timeout=timeout))
+        name = agree_on_start(store, number, size, timeout, device_type=device.type)
     except dist.DistError as error:
         address = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise UserError(
-            f"--timeout_minutes {timeout_minutes:g}: the job's store ({address}) is gone, or not all ranks "
-            f"joined ({first_line(error)}); check their output"
+            f"--timeout_minutes {timeout_minutes:g}: the job's store ({address}) does not respond, or not "
+            f"all ranks joined ({first_line(error)}); check the output of the other ranks"
         ) from None
     _stores[:] = [dist.PrefixStore(name, store)]
     dist.init_process_group(
@@ -118,27 +119,29 @@ def join(timeout_minutes: float) -> torch.device:
         store=_stores[0],
         rank=number,
         world_size=size,
-        timeout=PATIENCE,
+        timeout=COLLECTIVE_TIMEOUT,
         device_id=device if device.type == "cuda" else None,
     )
     return device
 
 
 def agree_on_start(
-    store: dist.Store, number: int, size: int, patience: timedelta, *, device_type: str = "cpu"
+    store: dist.Store, number: int, size: int, timeout: timedelta, *, device_type: str = "cpu"
 ) -> str:
-    """Return a name that all ranks share and no earlier start of them used. UserError names missing ranks.
+    """Return a name for this start of the job, the same on all ranks and different from all earlier starts.
 
-    torchrun --max_restarts keeps its store, in which new ranks would find the addresses of dead ones, and
-    every node counts restarts on its own (https://github.com/pytorch/pytorch/issues/135712). Therefore rank 0
-    draws a name, and the others only accept it once rank 0 has answered them. A rank that failed before it
-    could join ends the others, as do ranks without a GPU among ranks with one, which would hang.
+    The name becomes a prefix of the store's keys: torchrun --max_restarts keeps its store, with addresses of
+    dead ranks, and each node counts restarts on its own (https://github.com/pytorch/pytorch/issues/135712).
+    Rank 0 draws the name. The name in the store may be an old one, so the others wait for rank 0's reply.
+
+    Raise UserError if a rank cannot start or does not join within `timeout`, or if only some ranks have a
+    GPU, because NCCL would hang.
     """
     me = f"{uuid.uuid4().hex} {device_type} {platform.node()}"
-    others = {other: f"{me}/{other}" for other in range(1, size)}  # keys under which they answer rank 0
+    others = {other: f"{me}/{other}" for other in range(1, size)}  # keys of their replies to rank 0
     if number == 0:
         store.set("start", me)
-    deadline = time.monotonic() + patience.total_seconds()
+    deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
         if store.check([_failure_key()]):
             exit_code, message = json.loads(store.get(_failure_key()))
@@ -155,11 +158,11 @@ def agree_on_start(
             return me
         time.sleep(0.05)
     if number > 0:
-        raise UserError(f"rank 0 does not answer rank {number} ({platform.node()}); start the job again")
+        raise UserError(f"rank {number} ({platform.node()}) gets no reply from rank 0; start the job again")
     missing = ", ".join(str(other) for other, key in others.items() if not store.check([key]))
     raise UserError(
-        f"timed out after {patience} (--timeout_minutes and 30 s) waiting for ranks {missing} of {size} to "
-        "join; check their output"
+        f"ranks {missing} of {size} did not join within {timeout} (--timeout_minutes and 30 s); check their "
+        "output"
     )
 
 
@@ -178,20 +181,20 @@ def _failure_key() -> str:
 
 
 def report_failed_start(message: str, exit_code: int = EXIT_FAILED) -> None:
-    """Send an error to the ranks that wait for this one to join; best effort."""
+    """Send an error to the ranks that wait for this one to join. Errors in sending are ignored."""
     if not under_torchrun() or _stores:
         return
     with suppress(Exception):
         store, number, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=5)))
         message = f"rank {number} ({platform.node()}): {message}"
-        # The first of several failures is kept.
-        store.compare_set(_failure_key(), "", json.dumps([exit_code, message]))
+        store.compare_set(_failure_key(), "", json.dumps([exit_code, message]))  # keeps an earlier failure
         if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
-            time.sleep(1.0)  # the store may live on this node, and end with its ranks
+            # The store may be on this node and end with its ranks: ranks of other nodes need time to read it.
+            time.sleep(1.0)
 
 
 def leave(close: Callable[[], None]) -> None:
-    """End in order: no rank exits while another may wait for it. `close` stops the watchdog."""
+    """Wait for all ranks, then call `close` and destroy the process group."""
     if dist.is_initialized():
         dist.barrier()
         close()
@@ -199,39 +202,21 @@ def leave(close: Callable[[], None]) -> None:
 
 
 def connection() -> dist.Store:
-    """Open a connection to the job's store for another thread: this one's may be blocked by a wait."""
+    """Open a separate connection to the job's store for another thread, as a wait blocks a connection."""
     return _stores[0].clone()
 
 
 def raise_process_group_timeouts() -> None:
-    """Give every process group `PATIENCE`: torch gives those that libraries create 30 minutes."""
+    """Set the timeout of all process groups, also of those that libraries created with torch's 30 minutes."""
     for group in c10d._world.pg_map if dist.is_initialized() else ():
-        c10d._set_pg_timeout(PATIENCE, group)
+        c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, group)
 
 
-# Exchange
-
-
-def all_sum(tensor: Tensor) -> Tensor:
-    """Return the sum over ranks; `tensor` is unchanged."""
-    return _reduce(tensor, dist.ReduceOp.SUM)
-
-
-def all_max(tensor: Tensor) -> Tensor:
-    """Return the maximum over ranks; `tensor` is unchanged."""
-    return _reduce(tensor, dist.ReduceOp.MAX)
-
-
-def _reduce(tensor: Tensor, operation: Any) -> Tensor:
-    if world_size() == 1:
-        return tensor
-    total = tensor.clone()
-    dist.all_reduce(total, op=operation)
-    return total
+# Exchange of Python objects
 
 
 def gather(value: T) -> list[T]:
-    """Return every rank's picklable `value`, in rank order, on every rank."""
+    """Return the values of all ranks, in rank order, on every rank. `value` must be picklable."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -240,31 +225,33 @@ def gather(value: T) -> list[T]:
 
 
 def run_on_all_ranks(work: Callable[[], T]) -> list[T]:
-    """Run `work` on every rank; return all results in rank order, or raise one rank's error on all ranks.
+    """Run `work` on every rank. Return all results in rank order, or raise an error on all ranks.
 
-    The error carries `ranks`, {rank: host} of those that failed, and `details`, the traceback of the first.
+    A rank that failed raises its own error, the others that of the first rank that failed. The error gets two
+    attributes: `ranks`, {rank: host} of all ranks that failed, and `details`, the first rank's traceback.
     `work` must not contain collectives.
     """
-    own = result = failure = None
+    own_error = result = failure = None
     try:
         result = work()
     except Exception as error:
-        own, failure = error, (_portable(error), "".join(traceback.format_exception(error)))
+        own_error, failure = error, (_portable(error), "".join(traceback.format_exception(error)))
     outcomes = gather((result, failure, platform.node()))
     failed = {number: host for number, (_, failure, host) in enumerate(outcomes) if failure}
     if not failed:
         return [result for result, *_ in outcomes]
-    error, details = outcomes[min(failed)][1]
-    error = own or error  # its own has the traceback
+    first_error, details = outcomes[min(failed)][1]
+    error = own_error or first_error
     error.ranks, error.details = failed, details
     try:
         raise error
     finally:
-        del error, own, outcomes, failure  # else its traceback keeps alive what `work` held, such as a lock
+        # The traceback refers to this frame, which would keep alive what `work` holds, such as a file lock.
+        del error, own_error, first_error, outcomes, failure
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error, or a RuntimeError with its text if it cannot be pickled."""
+    """Return the error, or a RuntimeError with its message if it cannot be pickled."""
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:
@@ -272,12 +259,15 @@ def _portable(error: Exception) -> Exception:
 
 
 def run_on_rank0(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 while the others wait; return its result, or raise its error, on every rank."""
+    """Run `work` on rank 0 while the others wait. Return its result, or raise its error, on every rank."""
     return run_on_all_ranks(lambda: work() if rank() == 0 else None)[0]
 
 
 def iterate_on_rank0(items: Iterator[Any], work: Callable[[Iterator[Any]], T]) -> T:
-    """Run `work(items)` on rank 0. Producing an item is collective, so every rank iterates over all items."""
+    """Run `work(items)` on rank 0 and return its result on every rank.
+
+    Producing an item is collective, so every rank iterates over all items, also if `work` fails.
+    """
 
     def consume() -> T | None:
         try:
@@ -290,22 +280,22 @@ def iterate_on_rank0(items: Iterator[Any], work: Callable[[Iterator[Any]], T]) -
 
 
 def print_rank0(text: str) -> None:
-    """Print once, on rank 0, without secrets."""
+    """Print `text` on rank 0, with secrets redacted."""
     if rank() == 0:
         print(redact(text), flush=True)
 
 
 def agree(what: str, values: dict[str, Any]) -> None:
-    """Refuse `values` that differ between ranks, which would train different models or hang."""
-    everyone = gather((platform.node(), values))
-    _, first = everyone[0]
-    for number, (host, own) in enumerate(everyone):
-        if differing := [key for key in first | own if own.get(key) != first.get(key)]:
-            shown = ", ".join(f"{key} {own.get(key)} (rank 0: {first.get(key)})" for key in differing)
+    """Raise UserError if `values` differ between ranks, which would train different models or hang."""
+    gathered = gather((platform.node(), values))
+    _, expected = gathered[0]
+    for number, (host, found) in enumerate(gathered):
+        if differing := [key for key in expected | found if found.get(key) != expected.get(key)]:
+            shown = ", ".join(f"{key} {found.get(key)} (rank 0: {expected.get(key)})" for key in differing)
             error = UserError(
                 f"{what} differ on rank {number} ({host}): {shown}; start every rank with the same command, "
                 "environment and data",
                 exit_code=EXIT_BAD_SETTING,
             )
-            error.ranks = {n: name for n, (name, _) in enumerate(everyone)}
+            error.ranks = {n: name for n, (name, _) in enumerate(gathered)}
             raise error

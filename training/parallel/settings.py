@@ -1,4 +1,4 @@
-"""Settings of sharding over many GPUs."""
+"""Sharding modes, and the settings of training on many GPUs."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ WEEK = 7 * 24 * 60  # minutes
 
 @dataclass(frozen=True)
 class Mode:
-    """A sharding mode, as rules across settings, the memory model and the strategies read it."""
+    """Properties of a sharding mode."""
 
     engine: Literal["none", "ddp", "fsdp", "deepspeed"]
-    stage: int = 0  # of DeepSpeed's ZeRO; 0 for `deepspeed`, whose --deepspeed_config has it
-    gathers_once: bool = False  # weights stay gathered over all micro-batches of a step
-    in_groups: bool = False  # shards within --hsdp_shard_size ranks, replicates across
+    stage: int = 0  # ZeRO stage; 0 if --deepspeed_config sets it
+    gathers_once: bool = False  # weights stay gathered for all micro-batches of a step
+    in_groups: bool = False  # shards within groups of --hsdp_shard_size ranks, replicates across groups
     offload: bool = False  # weights and optimizer state live in host memory
 
     @property
     def master_home(self) -> Literal["device", "cpu", "zero"]:
-        """Where FP32 weights live."""
+        """Location of the FP32 weights."""
         return "zero" if self.engine == "deepspeed" else "cpu" if self.offload else "device"
 
 
-# "single" runs without torchrun; the others are choices. `training.parallel.strategies` implements them.
+# "single" is the mode without torchrun; all others are choices of --sharding_mode.
 MODES: dict[str, Mode] = {
     "single": Mode("none"),
     "ddp": Mode("ddp"),
@@ -52,24 +52,35 @@ class ShardingConfig(Section):
     """many GPUs (train_multi_gpu.py)"""
 
     sharding_mode: Literal[("auto", *list(MODES)[1:])] = resumable(
-        "auto", "how to shard the model (docs/multi_gpu.md); auto: the fastest that fits in memory"
+        "auto", "how to shard the model (docs/multi_gpu.md); auto: the fastest mode that fits in memory"
     )
     deepspeed_config: str | None = resumable(
-        None, "DeepSpeed JSON, sharding only, of --sharding_mode deepspeed"
+        None, "JSON file with DeepSpeed's zero_optimization, required by --sharding_mode deepspeed"
     )
-    cpu_offload: bool = resumable(False, "keep weights and optimizer state on the CPU (fsdp_offload)")
+    cpu_offload: bool = resumable(
+        False, "keep weights and optimizer state in host memory; same as --sharding_mode fsdp_offload"
+    )
     hsdp_shard_size: int | None = resumable(
-        None, "hsdp: ranks per copy of the model; default: the ranks of a node", minimum=1
+        None, "ranks that share one copy of the model under hsdp; default: the ranks of a node", minimum=1
     )
     grad_reduce_dtype: Literal["fp32", "bf16"] = setting(
-        "fp32", "dtype of gradient sums over ranks and micro-batches (the latter: not ddp, DeepSpeed)"
+        "fp32", "dtype of gradient sums over ranks, and over micro-batches (the latter: one GPU, FSDP)"
     )
     fp8_all_gather: bool = setting(
-        False, "all-gather GEMM weights in FP8 (FSDP; current scaling with --use_te, tensorwise without)"
+        False,
+        "all-gather linear weights in FP8 (FSDP; recipe current with --use_te, else tensorwise)",
     )
-    empty_cache_freq: int = resumable(0, "steps between torch.cuda.empty_cache calls; 0: never", minimum=0)
+    empty_cache_freq: int = resumable(
+        0,
+        "steps between torch.cuda.empty_cache calls, for a GPU that is almost full; 0: never",
+        minimum=0,
+    )
     timeout_minutes: float = resumable(
-        30.0, "minutes without progress that end the job", above=0, maximum=WEEK, affects="nothing"
+        30.0,
+        "minutes without progress after which the job ends; must be longer than any save",
+        above=0,
+        maximum=WEEK,
+        affects="nothing",
     )
 
     @property
@@ -79,7 +90,7 @@ class ShardingConfig(Section):
 
 
 def read_deepspeed_config(path: str) -> dict[str, Any]:
-    """Read a JSON file, relative to the working directory or to this repository."""
+    """Read a DeepSpeed JSON file. Relative paths start at the working directory or this repository."""
     found = next((file for file in (Path(path).expanduser(), ROOT / path) if file.is_file()), None)
     if found is None:
         ours = sorted(file.relative_to(ROOT).as_posix() for file in ROOT.glob("ds_configs/*.json"))
@@ -89,5 +100,5 @@ def read_deepspeed_config(path: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise bad_setting(f"cannot be read as JSON: {error}", deepspeed_config=path) from None
     if not isinstance(loaded, dict):
-        raise bad_setting(f"must hold one JSON object, holds {type(loaded).__name__}", deepspeed_config=path)
+        raise bad_setting(f"must contain a JSON object, not {type(loaded).__name__}", deepspeed_config=path)
     return loaded

@@ -1,9 +1,11 @@
-"""Ends a job of many ranks within a bounded time when one of them fails, dies or stalls, and names it.
+"""Watchdog that ends a job when a rank fails, dies or stalls, and names the rank.
 
-Every rank sends heartbeats to the job's store. A rank that fails leaves a mark there, and the others stop
-instead of waiting for it in a collective. Each rank also monitors the next one and ends the job when its
-heartbeats stop. A rank without progress for --timeout_minutes compares the heartbeats of all ranks and ends
-the job with the name of the straggler.
+Every rank sends heartbeats to the job's store.
+
+- A rank that fails records this in the store; the others exit instead of waiting for it in a collective.
+- Each rank monitors the next one, and ends the job if its heartbeats stop.
+- A rank without progress for --timeout_minutes compares the heartbeats of all ranks, and ends the job with
+  the name of the rank that is behind.
 """
 
 from __future__ import annotations
@@ -26,42 +28,46 @@ from training.parallel import ranks
 
 T = TypeVar("T")
 
-# Limits of phases before the first step, if --timeout_minutes is less.
-DATA_SECONDS = 6 * 3600.0  # one rank may tokenise while the others wait
+# Time limits of the phases before the first step; --timeout_minutes applies if it is longer.
+DATA_SECONDS = 6 * 3600.0  # loading the data: one rank may tokenize while the others wait
 START_SECONDS = 2 * 3600.0  # any other phase, such as reading a large model over a slow network
-GRACE_SECONDS = 10.0  # for a rank that learns of another's failure to end on its own
-INTERVALS_COMPARED = 4  # heartbeat intervals over which a rank without progress observes the others
-SILENCE_SECONDS = 60.0  # heartbeats come every two seconds; a rank silent for this long is considered dead
+GRACE_SECONDS = 10.0  # for a rank to exit by itself after another rank has failed
+INTERVALS_COMPARED = 4  # heartbeat intervals during which a rank without progress observes the others
+SILENCE_SECONDS = 60.0  # a rank without heartbeats for this long is considered dead
 PAUSED = "waiting for the others"
-AFTERWARDS = "What was saved before is intact; rerun the command with this run's --output_dir to resume"
-FAILURES = "watchdog/failures"  # key of the store that counts ranks that failed
+CAUSE_OF_DEATH = "the process was killed or its node failed"
+RESUME_HINT = "Earlier checkpoints are intact; rerun the command with this run's --output_dir to resume"
+FAILURES = "watchdog/failures"  # store key with the number of ranks that failed
 
 
 class Heartbeat(NamedTuple):
     """Latest state of a rank."""
 
-    progress: int  # count of the rank's calls of `Watchdog.beat`
-    doing: str
+    progress: int  # number of phases the rank has entered
+    doing: str  # current phase, such as "computing step 7"
     host: str
-    seconds: float  # since the last progress
-    number: int  # count of heartbeats, since the clocks of hosts differ
+    seconds: float  # time in this phase
+    number: int  # counts heartbeats; clocks of different hosts cannot be compared
 
     def describe(self, rank: int, *, silent: bool = False) -> str:
-        state = f"is silent, last {self.doing}" if silent else f"{self.doing} for {self.seconds:.0f} s"
-        return f"rank {rank} ({self.host}) {state}"
+        """Describe the rank's state; `silent` if its heartbeats have stopped."""
+        if silent:
+            return f"rank {rank} ({self.host}) stopped sending heartbeats while {self.doing}"
+        return f"rank {rank} ({self.host}) has been {self.doing} for {self.seconds:.0f} s"
 
 
 class Watchdog:
-    """A thread that sends heartbeats and watches the other ranks; inactive if there are none."""
+    """Thread that sends heartbeats and monitors the other ranks; inactive if there are none."""
 
     def __init__(self, timeout_minutes: float):
         self.timeout = 60 * timeout_minutes
         self.interval = min(2.0, self.timeout / 10)
-        # A clock that stops while this process is suspended, and the time of its last update.
+        # Seconds of this process without those in which it was suspended, and the time of the last update.
         self._clock, self._updated = 0.0, time.monotonic()
         self._progress, self._doing, self._since, self._limit = 0, "starting", 0.0, math.inf
-        self._sent = 0
-        self._next: tuple[Heartbeat | None, float] = (None, 0.0)  # the next rank's last one, its arrival
+        self._sent = 0  # heartbeats
+        # The next rank's last heartbeat, and the time of its arrival.
+        self._next: tuple[Heartbeat | None, float] = (None, 0.0)
         self._closed = threading.Event()
         self._store = None
         if ranks.world_size() > 1:
@@ -72,23 +78,24 @@ class Watchdog:
             self._thread.start()
 
     def beat(self, doing: str, *, counts: bool = True, limit: float = 0.0) -> None:
-        """Record progress and the next phase, which may last --timeout_minutes, or `limit` seconds if longer.
+        """Enter a phase, which may last --timeout_minutes, or `limit` seconds if that is longer.
 
-        Phases that some ranks have more often must not count: the rank with the least progress is named.
+        Phases that are more frequent on some ranks must not count as progress, as the rank with the least
+        progress is named.
         """
         self._progress, self._doing, self._since = self._progress + counts, doing, self._clock
         self._limit = max(self.timeout, limit)
 
     def starting(self, doing: str) -> None:
-        """Record a phase before the first step."""
+        """Enter a phase before the first step."""
         self.beat(doing, limit=START_SECONDS)
 
     def pause(self) -> None:
-        """Expect no progress until the next beat."""
+        """Suspend the time limit until the next beat."""
         self.beat(PAUSED, counts=False, limit=math.inf)
 
     def run_on_all_ranks(self, doing: str, work: Callable[[], T], limit: float | None = None) -> list[T]:
-        """Call `ranks.run_on_all_ranks` before the first step; ranks that finished `work` are ahead."""
+        """Call `ranks.run_on_all_ranks` before the first step, with progress once `work` has finished."""
         limit = START_SECONDS if limit is None else limit
 
         def watched() -> T:
@@ -100,7 +107,7 @@ class Watchdog:
         return ranks.run_on_all_ranks(watched)
 
     def run_on_rank0(self, doing: str, work: Callable[[], T]) -> T:
-        """Call `ranks.run_on_rank0` before the first step, watched in the same way."""
+        """Call `ranks.run_on_rank0` before the first step, likewise."""
         return self.run_on_all_ranks(doing, lambda: work() if ranks.rank() == 0 else None)[0]
 
     def close(self) -> None:
@@ -110,16 +117,16 @@ class Watchdog:
             self._store = None
 
     def fail(self) -> bool:
-        """Have the other ranks end too; True if this rank is the first to fail and should print its error."""
+        """Make the other ranks exit. Return True if this rank failed first and has to print its error."""
         try:
             return self._store is None or self._store.add(FAILURES, 1) == 1
-        except (dist.DistError, RuntimeError):
-            return True  # the store is gone
+        except (dist.DistError, RuntimeError):  # no connection to the store
+            return True
 
     def gone(self) -> str | None:
-        """Name the ranks that stopped sending heartbeats, after a failed collective.
+        """Return an error that names the ranks without heartbeats, after a collective has failed.
 
-        None if all send them, or if a rank has already reported its error.
+        Return None if no heartbeats are missing, or if a rank has already reported its error.
         """
         try:
             if self._store is None or self._store.check([FAILURES]):
@@ -128,15 +135,12 @@ class Watchdog:
         except (dist.DistError, RuntimeError):
             return None
         names = [f"rank {rank} ({beats[rank].host})" for rank in sorted(silent)]
-        how = "is gone: it was killed, or its node is lost"
-        if len(names) > 1:
-            how = "are gone: they were killed, or their node is lost"
-        return f"{_join_names(names, ', ')} {how}. {AFTERWARDS}" if names else None
+        return f"lost {_join_names(names, ', ')}: {CAUSE_OF_DEATH}. {RESUME_HINT}" if names else None
 
     # The thread
 
     def _watch(self) -> None:
-        answered = self._clock  # by the store
+        last_response = self._clock  # of the store
         while not self._wait():
             message = None
             try:
@@ -145,60 +149,60 @@ class Watchdog:
                     self._closed.wait(GRACE_SECONDS)
                     self._exit()
                 message = self._dead() or self._stalled()
-                answered = self._clock
-            except (dist.DistError, RuntimeError):  # a slow store is not a lost one
-                if self._overdue() and self._clock - answered > SILENCE_SECONDS:
-                    lost = "the job's store does not answer: its host may be gone"
+                last_response = self._clock
+            except (dist.DistError, RuntimeError):  # the store may only be slow
+                if self._overdue() and self._clock - last_response > SILENCE_SECONDS:
                     me = f"rank {ranks.rank()} ({platform.node()})"
-                    message = f"{self._no_progress()} on {me}, and {lost}. {AFTERWARDS}"
+                    lost = "the job's store does not respond: its host may have failed"
+                    message = f"{self._no_progress()} on {me}, and {lost}. {RESUME_HINT}"
             if message:
                 if self.fail():
                     print(f"error: {message}", file=sys.stderr, flush=True)
                 self._exit()
 
     def _wait(self) -> bool:
-        """Wait for an interval; True once the watchdog is closed."""
+        """Wait for a heartbeat interval. Return True if the watchdog has been closed."""
         closed = self._closed.wait(self.interval)
         now = time.monotonic()
-        # A scheduler may suspend the process, or the whole job, for which no rank is to blame.
+        # A scheduler may suspend the process or the whole job. That time is not a stall.
         self._clock += min(now - self._updated, 5 * self.interval)
         self._updated = now
         return closed
 
     def _dead(self) -> str | None:
-        """Return an error if the next rank is silent."""
+        """Return an error if the next rank has stopped sending heartbeats."""
         rank = (ranks.rank() + 1) % ranks.world_size()
         beat, (last, since) = self._read([rank]).get(rank), self._next
         if beat != last:
             self._next = beat, self._clock
         elif beat and self._clock - since > SILENCE_SECONDS:
-            return f"{beat.describe(rank, silent=True)}: it was killed, or its node is gone. {AFTERWARDS}"
+            return f"{beat.describe(rank, silent=True)}: {CAUSE_OF_DEATH}. {RESUME_HINT}"
         return None
 
     def _overdue(self) -> bool:
         return self._clock - self._since > self._limit
 
     def _stalled(self) -> str | None:
-        """Return an error if this rank makes no progress, also while it compares the others."""
+        """Return an error if this rank makes no progress, not even while it observes the others."""
         if not self._overdue():
             return None
         beats, silent = self._compare()
         if not self._overdue():
             return None
         stragglers = name_stragglers(beats, silent, ranks.world_size())
-        return f"{self._no_progress()}; {stragglers}. {AFTERWARDS}"
+        return f"{self._no_progress()}; {stragglers}. {RESUME_HINT}"
 
     def _no_progress(self) -> str:
         return f"--timeout_minutes {self.timeout / 60:g}: no progress for {self._limit:.0f} s"
 
     def _compare(self) -> tuple[dict[int, Heartbeat], set[int]]:
-        """Return all ranks' heartbeats, and the ranks that sent none for some intervals."""
-        everyone = list(range(ranks.world_size()))
-        before = self._read(everyone)
-        for _ in range(INTERVALS_COMPARED):  # other ranks monitor this one meanwhile
+        """Return the heartbeats of all ranks, and the ranks that sent none for INTERVALS_COMPARED."""
+        all_ranks = list(range(ranks.world_size()))
+        before = self._read(all_ranks)
+        for _ in range(INTERVALS_COMPARED):
             self._wait()
             self._send()
-        after = self._read(everyone)
+        after = self._read(all_ranks)
         return after, {rank for rank, beat in after.items() if beat == before.get(rank)} - {ranks.rank()}
 
     def _exit(self) -> None:
@@ -220,13 +224,13 @@ class Watchdog:
 
 def name_stragglers(beats: dict[int, Heartbeat], silent: set[int], world_size: int) -> str:
     """Name the ranks that block the job: without any heartbeat, else silent, else with the least progress."""
-    if missing := [f"rank {rank} has not begun" for rank in range(world_size) if rank not in beats]:
+    if missing := [f"rank {rank} has not started" for rank in range(world_size) if rank not in beats]:
         return _join_names(missing, "; ")
     active = {rank: beat.progress for rank, beat in beats.items() if beat.doing != PAUSED}
     behind = [rank for rank, progress in active.items() if progress == min(active.values())]
     named = sorted(silent) or (behind if 0 < len(behind) < len(beats) else [])
     shown = [beats[rank].describe(rank, silent=rank in silent) for rank in named or beats]
-    return ("" if named else "all ranks are in the same place: ") + _join_names(shown, "; ")
+    return ("" if named else "no rank is behind: ") + _join_names(shown, "; ")
 
 
 def _join_names(names: list[str], separator: str) -> str:

@@ -37,7 +37,7 @@ from tests.training.parallel.jobs import (
 from train_multi_gpu import join_torchrun
 from training import outcome, prepare, resolve, run
 from training.parallel import memory, watchdog
-from training.parallel.watchdog import AFTERWARDS, Watchdog
+from training.parallel.watchdog import CAUSE_OF_DEATH, RESUME_HINT, Watchdog
 from training.tracking.tracker import Tracker
 from training.trainer import Trainer
 
@@ -171,18 +171,17 @@ def test_an_error_is_printed_before_the_logs_are_finished_and_ends_the_job_soon(
 def test_a_rank_that_is_killed_ends_the_job_and_is_named_once(faulty):
     job = faulty["killed"]
     assert job.wait() == [EXIT_FAILED, -signal.SIGKILL, EXIT_FAILED]
-    gone = f"error: rank 1 ({HERE}) is gone: it was killed, or its node is lost. {AFTERWARDS}"
-    assert job.errors() == [gone]
+    assert job.errors() == [f"error: lost rank 1 ({HERE}): {CAUSE_OF_DEATH}. {RESUME_HINT}"]
     assert last_checkpoint(job.folder) == "step_000002"
 
 
 STALLED = {
-    "stopped": (6, 1, "is silent, last"),
-    "asleep": (6, 1, "loading the data of step 3 for"),
-    "first asleep": (6, 0, "loading the data of step 4 for"),
-    "data": (8, 1, "loading the data for"),
-    "checkpoint": (7, 0, "looking for a checkpoint for"),
-    "model": (7, 1, "building the model for"),
+    "stopped": (6, 1, "stopped sending heartbeats while"),
+    "asleep": (6, 1, "has been loading the data of step 3 for"),
+    "first asleep": (6, 0, "has been loading the data of step 4 for"),
+    "data": (8, 1, "has been loading the data for"),
+    "checkpoint": (7, 0, "has been looking for a checkpoint for"),
+    "model": (7, 1, "has been building the model for"),
 }
 
 
@@ -203,8 +202,8 @@ def test_a_silent_rank_ends_the_job_long_before_the_timeout(faulty):
     job.ranks[0].join(jobs.LIMIT)
     assert job.ranks[0].exitcode == EXIT_FAILED
     (error,) = job.errors()
-    assert error.startswith(f"error: rank 1 ({HERE}) is silent, last ")
-    assert "it was killed, or its node is gone" in error
+    assert error.startswith(f"error: rank 1 ({HERE}) stopped sending heartbeats while ")
+    assert CAUSE_OF_DEATH in error
 
 
 def test_before_the_first_step_and_after_the_last_a_rank_may_take_longer_than_the_timeout(faulty):

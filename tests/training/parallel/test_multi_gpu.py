@@ -44,7 +44,7 @@ from tests.training.parallel.jobs import (
     wait_until,
 )
 from training import resolve, run
-from training.parallel.ranks import PATIENCE
+from training.parallel.ranks import COLLECTIVE_TIMEOUT
 from training.tracking.tracker import Tracker
 from training.trainer import Trainer
 
@@ -104,7 +104,7 @@ def check_group_timeouts(rank: int) -> None:
 
     def checked(trainer):
         timeouts = {g._get_backend(torch.device("cpu")).options._timeout for g in c10d._world.pg_map}
-        assert timeouts == {PATIENCE}
+        assert timeouts == {COLLECTIVE_TIMEOUT}
         return fit(trainer)
 
     Trainer.fit = checked

@@ -10,11 +10,11 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from core.errors import UserError
+from core.errors import EXIT_BAD_SETTING, UserError
 from tests.children import running
 from training.parallel import ranks
 from training.parallel import watchdog as watchdog_module
-from training.parallel.watchdog import AFTERWARDS, PAUSED, Heartbeat, Watchdog, name_stragglers
+from training.parallel.watchdog import PAUSED, RESUME_HINT, Heartbeat, Watchdog, name_stragglers
 
 
 def beats(**changes: dict) -> dict[int, Heartbeat]:
@@ -30,9 +30,9 @@ FINISHED = {f"rank{rank}": {"doing": PAUSED, "seconds": 0.0} for rank in (0, 1, 
 @pytest.mark.parametrize(
     ("changes", "silent", "named"),
     [
-        ({"rank2": LOADING}, set(), "rank 2 (node1) loading the data of step 7 for 61 s"),
-        ({"rank0": LOADING}, {3}, "rank 3 (node1) is silent, last computing step 7"),
-        (FINISHED | {"rank2": {"doing": "exporting"}}, set(), "rank 2 (node1) exporting for 60 s"),
+        ({"rank2": LOADING}, set(), "rank 2 (node1) has been loading the data of step 7 for 61 s"),
+        ({"rank0": LOADING}, {3}, "rank 3 (node1) stopped sending heartbeats while computing step 7"),
+        (FINISHED | {"rank2": {"doing": "exporting"}}, set(), "rank 2 (node1) has been exporting for 60 s"),
     ],
     ids=["behind", "silent before one that is behind", "late, though others have finished"],
 )
@@ -42,16 +42,14 @@ def test_the_straggler_is_named(changes, silent, named):
 
 def test_all_ranks_are_named_if_none_is_behind_but_at_most_eight():
     text = name_stragglers(beats(), set(), 4)
-    assert text.startswith(
-        "all ranks are in the same place: rank 0 (node0) computing step 7 for 60 s; rank 1"
-    )
+    assert text.startswith("no rank is behind: rank 0 (node0) has been computing step 7 for 60 s; rank 1")
     assert "rank 3 (node1)" in text
     text = name_stragglers({n: beats()[0] for n in range(12)}, set(), 12)
     assert "rank 7 (node" in text and "rank 8 (" not in text and "and 4 more" in text
 
 
 def test_ranks_without_a_heartbeat_are_named_before_all_others():
-    assert name_stragglers({1: beats()[1]}, {1}, 3) == "rank 0 has not begun; rank 2 has not begun"
+    assert name_stragglers({1: beats()[1]}, {1}, 3) == "rank 0 has not started; rank 2 has not started"
 
 
 def test_without_other_ranks_the_watchdog_is_inactive():
@@ -75,8 +73,8 @@ def one(monkeypatch):
 def test_a_rank_that_progresses_while_it_compares_the_others_is_not_stalled(one, monkeypatch):
     one._clock += 7.0
     assert one._stalled() == (
-        "--timeout_minutes 0.1: no progress for 6 s; all ranks are in the same place: rank 0 "
-        f"({ranks.platform.node()}) computing step 1 for 7 s. {AFTERWARDS}"
+        "--timeout_minutes 0.1: no progress for 6 s; no rank is behind: rank 0 "
+        f"({ranks.platform.node()}) has been computing step 1 for 7 s. {RESUME_HINT}"
     )
     monkeypatch.setattr(one._closed, "wait", lambda interval: one.beat("computing step 2"))
     assert one._stalled() is None
@@ -93,9 +91,9 @@ def test_ranks_that_fell_silent_are_named_when_a_collective_fails(one, monkeypat
             one._store.set(f"watchdog/{rank}", json.dumps(beat))
 
     send(1, 2, 3)
-    for alive, named in (((1,), "rank 2 (node1), rank 3 (node1) are"), ((1, 3), "rank 2 (node1) is")):
+    for alive, named in (((1,), "rank 2 (node1), rank 3 (node1)"), ((1, 3), "rank 2 (node1)")):
         monkeypatch.setattr(one._closed, "wait", lambda interval, alive=alive: send(*alive))
-        assert one.gone().startswith(f"{named} gone: ") and one.gone().endswith(AFTERWARDS)
+        assert one.gone().startswith(f"lost {named}: ") and one.gone().endswith(RESUME_HINT)
     monkeypatch.setattr(one._closed, "wait", lambda interval: send(1, 2, 3))
     assert one.gone() is None
     monkeypatch.setattr(one._closed, "wait", lambda interval: None)
@@ -107,7 +105,7 @@ def test_a_phase_of_the_start_has_its_own_limit_and_the_next_step_the_timeout(on
     one._clock += watchdog_module.START_SECONDS - 1
     assert one._stalled() is None
     one._clock += 2
-    assert "--timeout_minutes 0.1: no progress for 7200 s; all ranks" in one._stalled()
+    assert "--timeout_minutes 0.1: no progress for 7200 s; no rank is behind" in one._stalled()
     one.beat("computing step 1")
     one._clock += 7
     assert "no progress for 6 s" in one._stalled()
@@ -175,13 +173,30 @@ def test_each_start_of_the_ranks_has_its_own_name():
     store = dist.HashStore()
     starts = [start_together(store, order) for order in ([0, 1, 2], [1, 2, 0], [2, 0, 1])]
     assert [len(names) for names in starts] == [1, 1, 1] and len(set.union(*starts)) == 3
-    with pytest.raises(UserError, match="rank 0 does not answer rank 1"):
+    with pytest.raises(UserError, match=r"^rank 1 \(.*\) gets no reply from rank 0"):
         ranks.agree_on_start(store, 1, 3, timedelta(seconds=0.3))
 
 
 def test_ranks_that_do_not_come_are_named():
-    with pytest.raises(UserError, match=r"waiting for ranks 1, 2 of 3 to join"):
+    with pytest.raises(UserError, match=r"^ranks 1, 2 of 3 did not join within 0:00:00.1"):
         ranks.agree_on_start(dist.HashStore(), 0, 3, timedelta(seconds=0.1))
+
+
+def test_a_rank_that_cannot_start_gives_other_nodes_time_to_read_its_error(monkeypatch):
+    """The store may be on its node, and end with it."""
+    store, waited = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
+    values = {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": store.port}
+    for name, value in (values | {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": True}).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(ranks.time, "sleep", waited.append)
+    ranks.report_failed_start("no such file", EXIT_BAD_SETTING)
+    assert waited == [1.0]
+    with pytest.raises(UserError, match=r"^rank 1 \(.*\): no such file$") as failure:
+        ranks.agree_on_start(store, 2, 4, timedelta(seconds=300))
+    assert failure.value.exit_code == EXIT_BAD_SETTING
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ranks.report_failed_start("again")
+    assert waited == [1.0], "all ranks are on the node of the store"
 
 
 def test_ranks_with_and_without_a_gpu_do_not_start_together():
