@@ -76,7 +76,7 @@ def test_a_pattern_matches_a_run_of_parts(pattern, name, expected):
     assert matches(pattern, name) == expected
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/precision.md", "training/precision/settings.py"])
+@pytest.mark.parametrize("path", ["docs/precision.md", "training/precision/settings.py"])
 def test_documented_maps_can_be_given(path):
     text = (ROOT / path).read_text(encoding="utf-8")
     maps = re.findall(r"(?:--precision_map \"|bf16 \()([^\s\"()]+=[^\s\"()]+)", text)
