@@ -118,8 +118,11 @@ def _read_config(name: str, *, random: bool, cache_dir: str | None, trust_remote
         if trust_remote_code or "AutoConfig" not in auto_map or model_type in CONFIG_MAPPING:
             return AutoConfig.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        way = " or use --init random" if name in PRESETS else " (presets: te_models/presets.py)"
-        reason = f"{first_line(error)} Give a local folder or a hub id{way}"
+        if name in PRESETS:
+            way = "or use --init random"
+        else:
+            way = f"or a preset: {', '.join(sorted(PRESETS if random else LOCAL_PRESETS))}"
+        reason = f"{first_line(error)} Give a local folder, a hub id {way}"
         raise bad_setting(reason, model_name=name) from None
     reason = "it needs Python code from its repository; read that code, then add --trust_remote_code"
     raise bad_setting(reason, model_name=name)
