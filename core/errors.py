@@ -40,6 +40,11 @@ def as_flag(name: str, value: Any) -> str:
     return f"--{name} {value}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return "1 row" or "2 rows" for the noun "row"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of the error's message, or its type if there is no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,7 +24,7 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from core.errors import UserError, bad_setting, first_line
-from data.reading.rows import Row, Status, judge
+from data.reading.rows import ROLES, Row, Status, judge
 from data.tokenizer import adds_bos
 
 Segment = tuple[str, bool]  # (text, True if loss is computed on its tokens)
@@ -70,7 +71,9 @@ class Encoder:
             for number, token in backend.get_added_tokens_decoder().items()
             if token.special
         }
-        self.turn_end: int | None = None  # id of the end-of-turn token
+        self.roles = {*ROLES, *re.findall(r"""['"](\w+)['"]""", str(tokenizer.chat_template))}
+        self.turn_end: int | None = None  # id of the token that ends an answer
+        self.borrowed_end = ""  # that token's text if it opens the next turn, as <|user|> does in GLM-4
         self.writes_tools = False  # True if the template renders tools
         if chat:
             self._probe(system)
@@ -103,9 +106,20 @@ class Encoder:
             ) from error
         with suppress(TemplateError):
             self.writes_tools = self.render(chat, [TOOL]) != self.render(chat)
-        (answer, _), _ = samples[-1][-2:]
+        (answer, _), (tail, _) = samples[-1][-2:]
         ids = self.tokenise([answer])[0].ids
         self.turn_end = ids[-1] if ids and ids[-1] in self.special else None
+        if self.turn_end is None and not tail:
+            self._borrow_end(chat)
+
+    def _borrow_end(self, chat: list[Row]) -> None:
+        """Let the special token that opens the next user turn end answers, as at inference with GLM-4."""
+        with suppress(TemplateError):
+            through, longer = self.render(chat), self.render([*chat, {"role": "user", "content": "c"}])
+            ids = self.tokenise([longer[len(through) :]])[0].ids
+            if longer.startswith(through) and ids and ids[0] in self.special:
+                self.turn_end = ids[0]
+                self.borrowed_end = self.tokenizer.backend_tokenizer.id_to_token(ids[0])
 
     def render(self, messages: list[Row], tools: list[Row] | None = None, *, generate: bool = False) -> str:
         """Render a conversation including special tokens; tokenise the text with add_special_tokens=False.
@@ -151,7 +165,22 @@ class Encoder:
             samples[-1] += [(prompt[len(done) :], False), (answer, True)]
             done = prompt + answer
         samples[-1].append((tail, False))
-        return samples
+        return [self._with_borrowed_end(sample) for sample in samples] if self.borrowed_end else samples
+
+    def _with_borrowed_end(self, sample: list[Segment]) -> list[Segment]:
+        """Move the special token that follows an answer into it; the last answer gets `borrowed_end`."""
+        moved: list[Segment] = []
+        for (text, loss), (after, _) in zip(sample, [*sample[1:], ("", False)], strict=True):
+            if loss:
+                text += self._leading_special(after) or self.borrowed_end * (not after)
+            elif moved:
+                text = text[len(self._leading_special(text)) :]
+            moved.append((text, loss))
+        return moved
+
+    def _leading_special(self, text: str) -> str:
+        tokens = map(self.tokenizer.backend_tokenizer.id_to_token, self.special)
+        return next((token for token in tokens if text.startswith(token)), "")
 
     def _answer(self, before: list[Row], message: Row, tools: list[Row] | None) -> tuple[str, str, str]:
         """Return an answer's prompt, the part of the prompt that later turns keep, and prompt plus answer."""
@@ -190,7 +219,7 @@ class Encoder:
     def draft(self, row: Row) -> tuple[Status, str, list[list[Segment]]]:
         """Return a row's status, the reason if BAD, and its samples; an unusable row has one empty sample."""
         sample = self.to_sample(row)
-        status, reason = judge(sample)
+        status, reason = judge(sample, self.roles)
         if status == Status.USED:
             try:
                 return status, "", self.document(**sample) if "text" in sample else self.segments(**sample)

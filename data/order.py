@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from core.errors import UserError, bad_setting
+from core.errors import UserError, bad_setting, counted
 from data.collate import Batch, Sample, build_batch, round_up
 from data.packing import fill, shuffled
 from data.reading.rows import Status
@@ -132,7 +132,7 @@ class Stream:
         self.end = None if limit is None else held_out + limit
         window = next(self._read(held_out), None)
         if window is None:
-            reason = f"the stream has no rows after the {held_out} held-out rows"
+            reason = f"the stream has no rows after the {counted(held_out, 'held-out row')}"
             way_out = "lower --eval_samples, or choose another --split_name"
             raise bad_setting(f"{reason}; {way_out}", dataset_name=split.cfg.dataset_name)
         self.selection = replace(window[1], is_window=True)
@@ -146,10 +146,11 @@ class Stream:
     def bins(self, epoch: int, position: list[int]) -> Iterator[Bin]:
         """Yield the bins of an epoch, starting at a position."""
         for row, selection in self._windows(position[0]):
-            unusable = int(selection.counts[Status.OVERLONG :].sum())
+            dropped = int(selection.counts[Status.OVERLONG : Status.BLANK].sum())
             # The data report covers the first window; rank 0 logs the others.
-            if unusable and row != self.start[0] and self.layout.rank == 0:
-                logger.warning("stream window starting at row %d: %d rows dropped", row + 1, unusable)
+            if dropped and row != self.start[0] and self.layout.rank == 0:
+                rows = counted(dropped, "row")
+                logger.warning("stream window starting at row %d: %s dropped", row + 1, rows)
             skip = position[1] if row == position[0] else 0
             planned = islice(self._plan(epoch, row, selection), skip, None)
             for after, members in enumerate(planned, skip + 1):

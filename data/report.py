@@ -6,16 +6,19 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from core.errors import counted
 from data.order import Stored, Stream
 from data.reading.rows import Status
 from data.samples import Selection, Split
+
+MAX_DROPPED = 0.05  # share of dropped rows above which they are a warning
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataReport:
     """Counts of one split's rows and tokens; for a stream, counts of its first window.
 
-    rows == used + empty + overlong_dropped + without_label + bad_rows.
+    rows == used + empty + overlong_dropped + without_label + bad_rows. Blank lines are not rows.
     """
 
     rows: int
@@ -23,8 +26,8 @@ class DataReport:
     empty: int
     overlong_dropped: int
     overlong_truncated: int  # included in `used`
-    without_label: int  # no token to predict: no assistant turn, or a single token
-    bad_rows: int  # not text, not UTF-8, not JSON, or refused by the chat template
+    without_label: int  # no token to predict: no assistant turn after a prompt, or a single token
+    bad_rows: int  # not text, not UTF-8, not JSON, an unknown role, or refused by the chat template
     tokens: int
     label_tokens: int
     sequences: int  # packed sequences in the first epoch; samples if not packing
@@ -37,25 +40,35 @@ class DataReport:
     processes: int | None  # used for tokenisation
 
     def lines(self, after: DataReport | None = None) -> list[str]:
-        """Return lines to print: rows used, columns (if they differ from `after`'s), rows dropped or cut."""
+        """Return lines to print: rows used, columns (if they differ from `after`'s), rows dropped and cut.
+
+        Above MAX_DROPPED of the rows, the line on dropped rows is a warning.
+        """
         scope = " in the stream's first window" if self.streaming else ""
         share = self.label_tokens / max(self.tokens, 1)
         used = (
-            f"{self.used:,} of {self.rows:,} rows{scope}: {self.tokens:,} tokens ({share:.1%} with loss) in "
-            f"{self.sequences:,} sequences, {self.packing_efficiency:.1%} full"
+            f"{self.used:,} of {counted(self.rows, 'row')}{scope}: {self.tokens:,} tokens ({share:.1%} with "
+            f"loss) in {counted(self.sequences, 'sequence')}, {self.packing_efficiency:.1%} full"
         )
         if self.rows_per_second:
             used += f"; tokenised at {self.rows_per_second:,.0f} rows/s, processes: {self.processes}"
-        counts = {
-            "empty": self.empty,
-            "over --max_seq_length, dropped": self.overlong_dropped,
-            "over --max_seq_length, cut": self.overlong_truncated,
-            "without a token to predict": self.without_label,
-            f"malformed ({self.first_bad_row})": self.bad_rows,
-        }
-        dropped = "; ".join(f"{count:,} {reason}" for reason, count in counts.items() if count)
         columns = f"columns: {self.columns}" if after is None or after.columns != self.columns else ""
-        return [used, *filter(None, [columns, dropped and f"rows dropped or cut: {dropped}"])]
+        cut = f"cut to --max_seq_length: {counted(self.overlong_truncated, 'row')}"
+        return [used, *filter(None, [columns, self._dropped(scope), cut * bool(self.overlong_truncated)])]
+
+    def _dropped(self, scope: str) -> str:
+        dropped = self.rows - self.used
+        reasons = {
+            "over --max_seq_length": self.overlong_dropped,
+            "empty": self.empty,
+            "without a token to predict": self.without_label,
+            f"malformed (first: {self.first_bad_row})": self.bad_rows,
+        }
+        shown = "; ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count)
+        if dropped > MAX_DROPPED * self.rows:
+            share = f"{dropped:,} of {counted(self.rows, 'row')}{scope} dropped ({dropped / self.rows:.1%})"
+            return f"WARNING: {share}: {shown}"
+        return f"rows dropped: {shown}" if shown else ""
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -66,7 +79,7 @@ def describe(split: Split, selection: Selection, source: Stored | Stream) -> Dat
     counts, speed = selection.counts, selection.speed
     tokens = int(selection.samples.length.sum())
     return DataReport(
-        rows=int(counts.sum()),
+        rows=int(counts[: Status.BLANK].sum()),
         used=int(counts[: Status.TRUNCATED + 1].sum()),
         empty=int(counts[Status.EMPTY]),
         overlong_dropped=int(counts[Status.OVERLONG]),

@@ -7,15 +7,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import IntEnum
+from itertools import dropwhile
 from typing import Any
 
 Row = dict[str, Any]
 
 TOOLS = "tools"  # column of tool definitions
 CALLS = "tool_calls"  # message key of tool calls
-SHARE_GPT = {"human": "user", "gpt": "assistant"}  # ShareGPT sender -> role
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+ALIASES = {  # senders of ShareGPT data and its derivatives -> role
+    "human": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+}
 
 
 def text(field: str, row: Row) -> Row:
@@ -24,11 +34,15 @@ def text(field: str, row: Row) -> Row:
 
 
 def messages(field: str, system: str, row: Row) -> Row:
-    """Return a sample of OpenAI or ShareGPT messages; `system` is added if there is no system message."""
+    """Return a sample of OpenAI or ShareGPT messages; `system` is added if there is no system message.
+
+    Assistant turns at the start answer no prompt; they are dropped if other turns follow, as in FastChat.
+    """
     tools, turns = from_json(row.get(TOOLS)), row.get(field)
     if is_objects(turns):
         turns = [message(turn) for turn in turns]
-        if system and turns and turns[0].get("role") != "system":
+        turns = list(dropwhile(lambda turn: turn.get("role") == "assistant", turns)) or turns
+        if system and turns and turns[0].get("role") not in ("system", "developer"):
             turns = [{"role": "system", "content": system}, *turns]
     return {"messages": turns} | ({"tools": as_objects(tools)} if tools else {})
 
@@ -53,9 +67,9 @@ def message(turn: Row) -> Row:
     """
     made = {key: value for key, value in turn.items() if value is not None or key == "content"}
     if "role" not in made and "from" in made:
-        sender = made.pop("from")
-        role = SHARE_GPT.get(sender, sender) if isinstance(sender, str) else sender
-        made |= {"role": role, "content": made.pop("value", None)}
+        made |= {"role": made.pop("from"), "content": made.pop("value", None)}
+    if isinstance(made.get("role"), str):
+        made["role"] = ALIASES.get(made["role"], made["role"])
     parts = made.get("content")
     if isinstance(parts, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
         made["content"] = "".join(part["text"] for part in parts)
@@ -109,9 +123,9 @@ def as_text(value: Any) -> Any:
 
 
 def json_line(to_sample: Callable[[Row], Row], row: Row) -> Row:
-    """Convert one line of JSON; a blank line becomes an empty text."""
+    """Convert one line of JSON; a blank line becomes an empty sample."""
     if not row["text"].strip():
-        return {"text": ""}
+        return {}
     line = parse_line(row)
     return {"fault": line} if isinstance(line, str) else to_sample(line)
 
@@ -145,23 +159,30 @@ class Status(IntEnum):
     WITHOUT_LABEL = 3
     EMPTY = 4
     BAD = 5
+    BLANK = 6  # blank line of a JSON Lines file: not a row
 
 
-def judge(sample: Row) -> tuple[Status, str]:
-    """Return the status of a sample before tokenisation, and the reason if it is BAD."""
-    if reason := sample.get("fault") or fault(sample):
+def judge(sample: Row, roles: Collection[str] = ROLES) -> tuple[Status, str]:
+    """Return the status of a sample before tokenisation, and the reason if it is BAD.
+
+    `roles` are those that the chat template accepts.
+    """
+    if not sample:
+        return Status.BLANK, ""
+    if reason := sample.get("fault") or fault(sample, roles):
         return Status.BAD, reason
     if "text" in sample:
         return Status.USED if sample["text"].strip() else Status.EMPTY, ""
     turns = [m for m in sample["messages"] if m["role"] in ("user", "assistant")]
     if not turns or not all(m["content"].strip() or m.get(CALLS) for m in turns):
         return Status.EMPTY, ""
-    answered = any(m["role"] == "assistant" for m in turns)
+    # A chat of assistant turns only has no prompt.
+    answered = sample["messages"][0]["role"] != "assistant" and any(m["role"] == "assistant" for m in turns)
     return Status.USED if answered else Status.WITHOUT_LABEL, ""
 
 
-def fault(sample: Row) -> str | None:
-    """Return a description of the first value that has a wrong type or is not UTF-8, or None."""
+def fault(sample: Row, roles: Collection[str]) -> str | None:
+    """Return a description of the first value of a wrong type, not UTF-8 or with an unknown role, or None."""
     if "text" in sample:
         return text_fault("its text", sample["text"])
     if not is_objects(sample["messages"]):
@@ -169,6 +190,8 @@ def fault(sample: Row) -> str | None:
     for turn in sample["messages"]:
         if reason := text_fault("the role of a message", turn.get("role")):
             return reason
+        if turn["role"] not in roles:
+            return f"unknown role {turn['role']!r}; known are {', '.join([*ROLES, *ALIASES])}"
         if not is_objects(turn.get(CALLS, [])):
             return f"the tool calls of the {turn['role']} are not a list of calls"
         if reason := text_fault(f"the content of the {turn['role']}", turn.get("content")):

@@ -27,6 +27,7 @@ from data.reading.formats import COMPRESSIONS, FORMATS, Format, cells_as_text, c
 from data.reading.rows import Row, arrow_row, json_line, parse_line
 from data.settings import DataConfig
 
+SAVED = ("dataset_dict.json", "state.json")  # files that `save_to_disk` writes
 PEEK = 100  # rows searched for column names if no schema lists them
 MAX_REASON = 300  # maximum characters of a library's error in our message
 
@@ -57,6 +58,8 @@ def detect(cfg: DataConfig, split: str) -> Source:
     if path.is_file() or common_format([name]):
         check_file(cfg, path, configuration)
         return source_of_files(cfg, common_format([name]), choose_split(cfg, split, ["train"]), [name])
+    if any((path / file).is_file() for file in SAVED):
+        return source_of_saved(cfg, path, split)
     with reading(cfg):
         if not is_prepared(cfg, name):
             require_reachable_hub(name, ("README.md",), None, repo_type="dataset")
@@ -98,6 +101,15 @@ def source_of_files(cfg: DataConfig, format: Format, split: str, files: list[str
         raise bad_setting(reason, dataset_name=cfg.dataset_name)
     columns = choose_columns(cfg, keys_of(objects))
     return Source(rows, columns, partial(json_line, columns.to_sample), "line" if len(files) == 1 else "row")
+
+
+def source_of_saved(cfg: DataConfig, folder: Path, split: str) -> Source:
+    """Read a Dataset or DatasetDict written by `save_to_disk`."""
+    with reading(cfg):
+        saved = datasets.load_from_disk(str(folder))
+    splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
+    rows = splits[choose_split(cfg, split, splits)]
+    return source_of_rows(cfg, rows.to_iterable_dataset() if cfg.streaming else rows)
 
 
 def source_of_rows(cfg: DataConfig, rows: Dataset | IterableDataset) -> Source:

@@ -276,6 +276,34 @@ NO_END = "{% for m in messages %}### {{ m['role'] }}: {{ m['content'] }}\n{% end
 NO_END += "{% if add_generation_prompt %}### assistant: {% endif %}"
 
 
+GLM4 = (
+    "[gMASK]{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_token_of_the_next_role_ends_answers_with_loss(demo):
+    roles = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+    demo.add_special_tokens({"additional_special_tokens": roles})
+    demo.chat_template = GLM4
+    made = encoder(demo)
+    assert demo.convert_ids_to_tokens(made.turn_end) == "<|user|>"
+    chat = [*CHAT[:3], {"role": "tool", "content": "5"}, CHAT[2], *CHAT[3:]]
+    [(ids, _)] = encode(demo, {"messages": chat})
+    # The last answer ends like one that a user turn follows.
+    assert ids == demo(made.render(chat) + "<|user|>", add_special_tokens=False).input_ids
+    five, seven = "\nIt is 5.", "\nIt is 7."
+    assert with_loss(demo, {"messages": chat}) == [f"{five}<|tool|>", f"{five}<|user|>", f"{seven}<|user|>"]
+
+
+def test_roles_that_the_template_names_are_accepted(demo):
+    chat = {"messages": [CHAT[1], {"role": "critic", "content": "Hm."}, CHAT[2]]}
+    status, reason, _ = encoder(demo).draft(chat)
+    assert status == Status.BAD and reason.startswith("unknown role 'critic'; known are system, ")
+    demo.chat_template = "{% set known = ['critic'] %}" + demo.chat_template
+    assert encoder(demo).draft(chat)[0] == Status.USED
+
+
 def test_turn_end_is_the_end_of_turn_token(demo, chatml):
     name = chatml.convert_ids_to_tokens(turn_end(chatml))
     assert (name, chatml.eos_token) == ("<|im_end|>", "<|endoftext|>")  # as in Qwen's base models

@@ -8,13 +8,14 @@ from datasets import Dataset
 
 from core.errors import UserError
 from data.reading.columns import KNOWN, choose_columns
-from data.reading.rows import TOOLS, Status, arrow_row, json_line, judge
+from data.reading.rows import ALIASES, ROLES, TOOLS, Status, arrow_row, json_line, judge
 from data.settings import SYSTEM_PROMPT, DataConfig
 
 PAIR = {"problem": "What is 1 + 1?", "generated_solution": "It is 2."}
 CHAT = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "One."}]
 SHARE_GPT = [{"from": "human", "value": "1?"}, {"from": "gpt", "value": "One."}]
 PARTS = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in CHAT]
+UNKNOWN = "unknown role 'AI'; known are " + ", ".join([*ROLES, *ALIASES])
 ANSWER, ROLE = "the content of the assistant", "the role of a message"
 NAMED = {"dataset_prompt_field": "a", "dataset_completion_field": "b"}
 
@@ -66,6 +67,26 @@ def test_all_chat_formats_are_read(row, settings):
     assert convert({"messages": begun}, system_prompt="Be short.") == {"messages": begun}
     given = convert(row, system_prompt="Be short.", **settings)["messages"]
     assert given == [{"role": "system", "content": "Be short."}, *CHAT]
+
+
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_assistant_turns_before_the_first_prompt_are_dropped(system):
+    greeting = {"from": "gpt", "value": "How can I help?"}
+    begun = [{"role": "system", "content": system}] if system else []
+    for leading in ([greeting], [greeting, greeting]):
+        row = {"conversations": [*leading, *SHARE_GPT]}
+        assert convert(row, system_prompt=system) == {"messages": [*begun, *CHAT]}
+    own = [{"role": "system", "content": "You begin."}, CHAT[1], *CHAT]  # answers the system message
+    assert convert({"messages": own}, system_prompt=system) == {"messages": own}
+
+
+def test_senders_of_share_gpt_and_its_derivatives_become_roles():
+    senders = ("human", "gpt", "prompter", "bot", "observation", "model")
+    sample = convert({"conversations": [{"from": sender, "value": "x"} for sender in senders]})
+    roles = ["user", "assistant", "user", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in sample["messages"]] == roles
+    same = convert({"messages": [{"role": "human", "content": "1?"}, {"role": "gpt", "content": "One."}]})
+    assert same == {"messages": CHAT}
 
 
 @pytest.mark.parametrize(
@@ -129,7 +150,8 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"place
 
 
 def sample_with_tools(tools, calls, **content):
-    return convert({"messages": [{"role": "assistant", "tool_calls": calls, **content}], "tools": tools})
+    turns = [CHAT[0], {"role": "assistant", "tool_calls": calls, **content}]
+    return convert({"messages": turns, "tools": tools})
 
 
 @pytest.mark.parametrize("written", [json.dumps, lambda value: value], ids=["JSON", "objects"])
@@ -138,19 +160,19 @@ def test_tools_and_calls_are_read_as_json_or_objects(written, content):
     function = {**CALL["function"], "arguments": written(CALL["function"]["arguments"])}
     sample = sample_with_tools(written([TOOL]), [CALL | {"function": function}], **content)
     assert sample["tools"] == [TOOL]
-    assert sample["messages"] == [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    assert sample["messages"][1:] == [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
     assert judge(sample)[0] == Status.USED
 
 
 @pytest.mark.parametrize("form", [CALL, json.dumps(CALL), [json.dumps(CALL)], [None, CALL]])
 def test_single_or_sparse_calls_become_a_list(form):
-    assert sample_with_tools(None, form, content="I look.")["messages"][0]["tool_calls"] == [CALL]
+    assert sample_with_tools(None, form, content="I look.")["messages"][1]["tool_calls"] == [CALL]
 
 
 @pytest.mark.parametrize("none", [None, "", "null", "[]", "{}", "[null]", [], {}])
 def test_empty_tools_are_dropped(none):
     sample = sample_with_tools(none, none, content="I look.")
-    assert sample == {"messages": [{"role": "assistant", "content": "I look."}]}
+    assert sample == {"messages": [CHAT[0], {"role": "assistant", "content": "I look."}]}
 
 
 @pytest.mark.parametrize("other", ["search", ["search"], 5, '{"a":' * 100_000 + "1" + "}" * 100_000])
@@ -206,7 +228,10 @@ def test_nulls_added_by_arrow_are_dropped_but_explicit_nulls_stay():
         (json_line(convert, {"text": "{cut"}), Status.BAD, "not valid JSON"),
         (json_line(convert, {"text": "[" * 100_000}), Status.BAD, "not valid JSON"),
         (json_line(convert, {"text": "[1]"}), Status.BAD, "not a JSON object"),
-        (json_line(convert, {"text": " "}), Status.EMPTY, ""),
+        (json_line(convert, {"text": " "}), Status.BLANK, ""),
+        ({"messages": CHAT[1:]}, Status.WITHOUT_LABEL, ""),
+        ({"messages": [CHAT[0], {"role": "AI", "content": "One."}]}, Status.BAD, UNKNOWN),
+        ({"messages": [{"role": "Human", "content": "1?"}]}, Status.BAD, UNKNOWN.replace("AI", "Human")),
     ],
 )  # fmt: skip
 def test_unusable_samples_get_status_and_reason(sample, status, reason):

@@ -12,7 +12,7 @@ from itertools import chain
 
 import huggingface_hub
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from core.errors import UserError
 from data.chat import Encoder
@@ -119,6 +119,33 @@ def test_loading_options_in_the_readme_are_used(load, answers, tmp_path, options
     assert answers(load(contents.encode("latin-1"), "train.csv", folder=True)) == ["07"]
 
 
+def test_csv_with_two_columns_of_one_name_uses_the_first_with_a_warning(load, answers, caplog):
+    assert answers(load(b"question,answer,answer\nWhat?,One.,Two.\n", "a.csv")) == ["One."]
+    assert "several columns are called answer; the first is used" in caplog.text
+    caplog.clear()
+    assert answers(load(b"question,answer,answer.1\nWhat?,One.,Two.\n", "b.csv")) == ["One."]
+    assert not caplog.text
+
+
+@streaming
+def test_data_sets_saved_to_disk_are_read(build, answers, tmp_path, streaming):
+    rows, more = ([{"question": "What?", "answer": str(i)} for i in range(first, 3)] for first in (0, 1))
+    settings = {"packing": False, "streaming": streaming}
+    Dataset.from_list(rows).save_to_disk(tmp_path / "one")
+    assert answers(build(dataset_name=str(tmp_path / "one"), split_name="train", **settings)) == list("012")
+    both = DatasetDict({"sft": Dataset.from_list(rows), "held": Dataset.from_list(more)})
+    both.save_to_disk(tmp_path / "both")
+    loaders = build(
+        dataset_name=str(tmp_path / "both"), split_name="sft", eval_split="held", eval_samples=9, **settings
+    )
+    assert answers(loaders) == list("012") and loaders.eval_report.rows == 2
+    with pytest.raises(UserError, match=r"--split_name train: no such split.*it has sft, held"):
+        build(dataset_name=str(tmp_path / "both"), split_name="train", **settings)
+    (tmp_path / "one" / "data-00000-of-00001.arrow").unlink()
+    with pytest.raises(UserError, match=r"--dataset_name .*one: cannot be read"):
+        build(dataset_name=str(tmp_path / "one"), split_name="train", **settings)
+
+
 def test_archive_of_several_tables_is_read(build, answers, tmp_path):
     (tmp_path / "set").mkdir()
     with zipfile.ZipFile(tmp_path / "set" / "tables.zip", "w") as archive:
@@ -170,11 +197,27 @@ def test_bad_rows_are_counted_and_the_first_is_reported(load, answers, streaming
     assert answers(loaders) == ["It is 2.", "5", "It is 2."]
     report = loaders.report
     counts = (report.rows, report.used, report.bad_rows, report.empty, report.overlong_dropped)
-    assert counts == (14, 3, 7, 3, 1) and report.as_dict()["bad_rows"] == 7
+    assert counts == (13, 3, 7, 2, 1) and report.as_dict()["bad_rows"] == 7
     assert report.first_bad_row == "line 2: the content of the user is not UTF-8"
-    shown = " ".join(report.lines())
-    assert "3 of 14 rows" in shown and "3 empty" in shown and "1 over --max_seq_length, dropped" in shown
-    assert f"7 malformed ({report.first_bad_row})" in shown
+    used, _, dropped = report.lines()
+    assert used.startswith("3 of 13 rows")
+    scope = " in the stream's first window" * streaming
+    reasons = f"1 over --max_seq_length; 2 empty; 7 malformed (first: {report.first_bad_row})"
+    assert dropped == f"WARNING: 10 of 13 rows{scope} dropped (76.9%): {reasons}"
+
+
+@pytest.mark.parametrize(("empty", "shown"), [(1, "rows dropped: 1 empty"), (2, "WARNING: 2 of 30 rows")])
+def test_dropping_more_than_5_percent_of_the_rows_is_a_warning(load, empty, shown):
+    report = load(json_lines(*[PAIR] * (30 - empty), *[PAIR | {"problem": ""}] * empty)).report
+    assert report.lines()[2].startswith(shown)
+
+
+@streaming
+def test_blank_lines_are_not_rows(load, streaming):
+    report = load(b"\n" + json_lines(PAIR) + b"\n \n", streaming=streaming).report
+    assert (report.rows, report.used, report.empty) == (1, 1, 0)
+    assert report.lines()[0].startswith("1 of 1 row") and "in 1 sequence," in report.lines()[0]
+    assert len(report.lines()) == 2
 
 
 @streaming
@@ -201,7 +244,7 @@ def test_stream_logs_later_bad_rows_on_rank_0(load, caplog, monkeypatch):
         loaders = load(contents, streaming=True, rank=rank, world_size=2)
         assert loaders.report.bad_rows == 0
         list(loaders.train)
-        assert ("stream window starting at row 26: 1 rows dropped" in caplog.text) == logged
+        assert ("stream window starting at row 26: 1 row dropped" in caplog.text) == logged
 
 
 def test_overlong_rows_are_truncated_if_requested(load, texts, tokenizer):
