@@ -25,7 +25,7 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from core.errors import bad_setting
+from core.errors import bad_setting, counted
 from data.chat import Encoder
 from data.demo import ALIASES
 from data.loader import Loader
@@ -61,9 +61,9 @@ class BatchShape:
 class Loaders:
     """Loaders of a run, and reports on their data."""
 
-    train: Loader
+    train: Loader | None  # None in a run that only evaluates
     eval: Loader | None  # None without evaluation data
-    report: DataReport
+    report: DataReport | None
     eval_report: DataReport | None
     eval_prompts: list[tuple[str, str]]  # (rendered prompt, reference answer); [] for plain text
 
@@ -71,6 +71,12 @@ class Loaders:
     def evaluation(self) -> Any:
         """Fingerprint of the evaluation samples, or None without evaluation."""
         return None if self.eval is None else self.eval.identity["samples"]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Identity of all data, which must be the same on every rank."""
+        batches = None if self.eval is None else self.eval.micro_batches_per_epoch
+        return (self.train.identity if self.train else {}) | {"evaluation": [self.evaluation, batches]}
 
 
 def build_loaders(
@@ -109,20 +115,76 @@ def build_loaders(
     if eval_split is not split:
         held_out = eval_split.sample(cfg.eval_samples)
         require_usable(eval_split, held_out, eval_split=cfg.eval_split)
-    elif held_out is not None and not len(held_out.samples):
-        logger.warning("all held-out rows are unusable: this run has no evaluation")
-        held_out = None
     identity = {"samples": train.fingerprint, "seed": seed}
     identity |= {name: getattr(cfg, name) for name in ("max_seq_length", "packing", "streaming")}
-    workers = {"num_workers": cfg.num_workers, "pin_memory": shape.pin_memory}
-    loader = Loader(source, identity=identity, per_step=shape.micro_batches_per_step, **workers)
-    report = describe(split, train, source)
-    if held_out is None:
-        return Loaders(loader, None, report, None, [])
-    eval_source = Stored(held_out.samples, replace(layout, batch_size=shape.eval_batch_size), seed=None)
-    eval_loader = Loader(eval_source, identity={"samples": held_out.fingerprint}, restart=True, **workers)
-    eval_report = describe(eval_split, held_out, eval_source)
-    return Loaders(loader, eval_loader, report, eval_report, prompts(eval_split, held_out))
+    loader = Loader(
+        source,
+        identity=identity,
+        per_step=shape.micro_batches_per_step,
+        num_workers=cfg.num_workers,
+        pin_memory=shape.pin_memory,
+    )
+    return evaluate_on(eval_split, held_out, layout, shape, loader, describe(split, train, source))
+
+
+def build_evaluation(
+    cfg: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    shape: BatchShape,
+    *,
+    seed: int,
+    vocab_size: int,
+    max_positions: int | None,
+    resumes: bool,
+) -> Loaders:
+    """Return the loaders of a run that only evaluates; arguments and errors as for `build_loaders`.
+
+    A model is evaluated on all rows of --eval_split, or of --split_name without one; on --eval_samples of
+    them if that is set, or if they are streamed. A checkpoint (`resumes`) is evaluated on the same rows as in
+    its run. Only these rows are tokenised.
+    """
+    check_cache(cfg)
+    cfg.check_length(max_positions)
+    layout = build_layout(cfg, tokenizer, shape, vocab_size)
+    name, flag = cfg.split_name, "split_name"
+    if cfg.eval_split is not None:
+        name, flag = cfg.eval_split, "eval_split"
+    split = open_split(cfg, name, tokenizer, vocab_size)
+    warn_about_template(split)
+    limited = resumes or cfg.streaming or cfg.eval_samples != DataConfig().eval_samples
+    if resumes and cfg.eval_split is None and not cfg.streaming:
+        numbers = np.flatnonzero(held_out_rows(split, cfg.eval_samples, seed))
+        selected = split.take(numbers) if len(numbers) else None
+    else:
+        selected = split.sample(cfg.eval_samples if limited else None)
+        require_usable(split, selected, **{flag: name})
+    return evaluate_on(split, selected, layout, shape, None, None)
+
+
+def evaluate_on(
+    split: Split,
+    selected: Selection | None,
+    layout: Layout,
+    shape: BatchShape,
+    train: Loader | None,
+    report: DataReport | None,
+) -> Loaders:
+    """Add the loader of the evaluation rows to that of the training rows."""
+    if selected is not None and not len(selected.samples):
+        logger.warning("all held-out rows are unusable: this run has no evaluation")
+        selected = None
+    if selected is None:
+        return Loaders(train, None, report, None, [])
+    source = Stored(selected.samples, replace(layout, batch_size=shape.eval_batch_size), seed=None)
+    loader = Loader(
+        source,
+        identity={"samples": selected.fingerprint},
+        restart=True,
+        num_workers=split.cfg.num_workers,
+        pin_memory=shape.pin_memory,
+    )
+    eval_report = describe(split, selected, source)
+    return Loaders(train, loader, report, eval_report, prompts(split, selected))
 
 
 def build_layout(
@@ -174,18 +236,23 @@ def warn_about_template(split: Split) -> None:
 
 def divide(split: Split, num_held_out: int, seed: int) -> tuple[Selection, Selection | None]:
     """Split rows at random into training rows and `num_held_out` evaluation rows, at most 10 % of all."""
-    cfg, rows = split.cfg, split.source.rows
-    count = min(num_held_out, len(rows) // 10)
-    if num_held_out and not count:
-        logger.warning("%d rows are too few for a held-out set: this run has no evaluation", len(rows))
-    if cfg.num_of_samples is not None and cfg.num_of_samples + count < len(rows):
-        rows = rows.select(range(cfg.num_of_samples + count))
-    tokens, speed = split.tokenise(rows)
-    held_out = np.zeros(len(rows), dtype=bool)
-    held_out[shuffled(len(rows), seed, HELD_OUT_KEY)[:count]] = True
-    numbers = np.arange(len(rows))
+    held_out = held_out_rows(split, num_held_out, seed)
+    numbers = np.arange(len(held_out))
+    rows = split.source.rows
+    tokens, speed = split.tokenise(rows.select(range(len(numbers))) if len(numbers) < len(rows) else rows)
     train = replace(split.select(tokens, ~held_out, numbers), speed=speed)
-    return train, split.select(tokens, held_out, numbers) if count else None
+    return train, split.select(tokens, held_out, numbers) if held_out.any() else None
+
+
+def held_out_rows(split: Split, num_held_out: int, seed: int) -> np.ndarray:
+    """Return a mask of the rows that are held out for evaluation, bool [rows used]."""
+    num_rows, limit = len(split.source.rows), split.cfg.num_of_samples
+    count = min(num_held_out, num_rows // 10)
+    if num_held_out and not count:
+        logger.warning("%s: too few for a held-out set; this run has no evaluation", counted(num_rows, "row"))
+    held_out = np.zeros(num_rows if limit is None else min(num_rows, limit + count), dtype=bool)
+    held_out[shuffled(len(held_out), seed, HELD_OUT_KEY)[:count]] = True
+    return held_out
 
 
 def require_usable(split: Split, selection: Selection, **flag: str | None) -> None:
@@ -205,14 +272,24 @@ def require_usable(split: Split, selection: Selection, **flag: str | None) -> No
 
 
 def require_full_step(cfg: DataConfig, source: Stored | Stream) -> None:
-    """Raise UserError if the data has fewer sequences than one global micro-batch."""
+    """Raise UserError if ranks would get no sequence in every step; warn if micro-batches are never full."""
     layout, is_whole = source.layout, not isinstance(source, Stream) or source.is_one_window
-    if layout.world_size > 1 and is_whole and source.num_bins < layout.stride:
-        raise bad_setting(
-            f"on {layout.world_size} ranks a micro-batch needs {layout.stride} sequences, but --split_name "
-            f"{cfg.split_name} has {source.num_bins}; use a smaller --batch_size, fewer ranks or more data",
-            batch_size=layout.batch_size,
+    if not is_whole or source.num_bins >= layout.stride:
+        return
+    found = counted(source.num_bins, "sequence")
+    if layout.world_size == 1:
+        logger.warning(
+            "--batch_size %d: --split_name %s has only %s, so no micro-batch is full",
+            layout.batch_size,
+            cfg.split_name,
+            found,
         )
+        return
+    raise bad_setting(
+        f"on {layout.world_size} ranks a micro-batch needs {layout.stride} sequences, but --split_name "
+        f"{cfg.split_name} has {found}; use a smaller --batch_size, fewer ranks or more data",
+        batch_size=layout.batch_size,
+    )
 
 
 def prompts(split: Split, selection: Selection) -> list[tuple[str, str]]:

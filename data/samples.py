@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -162,17 +162,21 @@ class Split:
         self._check_vocabulary(tokens)
         return self.select(tokens, np.ones(len(rows), dtype=bool), first + np.arange(len(rows)))
 
-    def sample(self, count: int) -> Selection:
-        """Select at most `count` rows for evaluation: the first of a stream, else evenly spaced ones."""
+    def sample(self, count: int | None) -> Selection:
+        """Select at most `count` rows (None: all): the first of a stream, else evenly spaced ones."""
         rows = self.source.rows
         if not isinstance(rows, Dataset):
             with reading(self.cfg):
                 first = list(islice(rows, count))
             return self.encode(first, 0)
-        count = min(count, len(rows))
-        numbers = np.arange(count) * len(rows) // max(count, 1)
-        tokens, _ = self.tokenise(rows.select(numbers))
-        return self.select(tokens, np.ones(count, dtype=bool), numbers)
+        count = len(rows) if count is None else min(count, len(rows))
+        return self.take(np.arange(count) * len(rows) // max(count, 1))
+
+    def take(self, numbers: np.ndarray) -> Selection:
+        """Select rows by their ascending numbers, int64 [rows], and tokenise only these."""
+        rows = self.source.rows
+        tokens, speed = self.tokenise(rows.select(numbers) if len(numbers) < len(rows) else rows)
+        return replace(self.select(tokens, np.ones(len(numbers), dtype=bool), numbers), speed=speed)
 
     def _check_vocabulary(self, tokens: Dataset) -> None:
         top = tokens.data.column("top").to_numpy().max(initial=0)

@@ -23,7 +23,7 @@ class DataConfig(Section):
     split_name: str = setting("train_1M", "split to train on")
     eval_split: str | None = setting(None, "split to evaluate on; default: held out from --split_name")
     eval_samples: int = setting(
-        1000, "maximum evaluation samples; a held-out set is at most 10 % of the data", minimum=0
+        1000, "maximum evaluation samples; held out: 10 % of the data at most; --max_steps 0: all", minimum=0
     )
     num_of_samples: int | None = setting(None, "training rows to use; default: all", minimum=1)
     dataset_messages_field: str | None = setting(None, "column of chat messages; default: detected by name")

@@ -170,7 +170,7 @@ def open_logs(job: Job, resume_step: int | None, environment: dict[str, Any]) ->
 
 def describe_run(job: Job, built: Assembly) -> dict[str, Any]:
     """Return the fields of env.json that are known before the first step. Collective."""
-    strategy, held_out = job.memory.strategy, job.loaders.eval_report
+    strategy, loaders = job.memory.strategy, job.loaders
     return {
         **describe_environment(),
         **job.resolved.precision.as_dict(),
@@ -180,8 +180,8 @@ def describe_run(job: Job, built: Assembly) -> dict[str, Any]:
         "nodes": strategy.num_nodes,
         "hosts": sorted(set(ranks.gather(platform.node()))),
         "data": {  # includes the system prompt
-            "train": redacted(job.loaders.report.as_dict()),
-            "eval": redacted(held_out.as_dict()) if held_out else None,
+            name: redacted(report.as_dict()) if report else None
+            for name, report in (("train", loaders.report), ("eval", loaders.eval_report))
         },
     }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ import torch
 
 from core.errors import bad_setting
 from core.packages import software
-from data.build import BatchShape, Loaders, build_loaders
+from data.build import BatchShape, Loaders, build_evaluation, build_loaders
 from data.tokenizer import load_tokenizer
 from te_models.build import ModelPlan
 from te_models.kernels.selection import Kernels
@@ -29,7 +30,7 @@ from training.checkpoint.resume import (
     find_resume_point,
     is_finished,
 )
-from training.checkpoint.run_folder import check_shared, open_run_folder, write_config
+from training.checkpoint.run_folder import check_shared, discarded_if_refused, open_run_folder, write_config
 from training.checkpoint.store import Checkpoints
 from training.config import Config
 from training.kernels import choose_kernels
@@ -72,24 +73,26 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
     `cleanup` releases the run folder's lock. UserError if the run cannot start with these settings.
     """
     resolved, kernels, memory = _decide(cfg, device, watchdog)
-    folder = watchdog.run_on_rank0("opening the run folder", lambda: _open_folder(cfg, resolved, cleanup))
-    check_shared(folder)
+    folder, is_new = watchdog.run_on_rank0(
+        "opening the run folder", lambda: _open_folder(cfg, resolved, cleanup)
+    )
     checkpoints = Checkpoints(
         folder / "checkpoints",
         keep_last=cfg.checkpoint.keep_last,
         on_progress=lambda: watchdog.beat("saving", counts=False),  # ranks write different numbers of files
     )
-    resume = watchdog.run_on_rank0(
-        "looking for a checkpoint", lambda: _find_checkpoint(cfg, resolved.precision, folder, checkpoints)
-    )
+    with discarded_if_refused(folder, is_new=is_new):
+        check_shared(folder)
+        resume = watchdog.run_on_rank0(
+            "looking for a checkpoint", lambda: _find_checkpoint(cfg, resolved.precision, folder, checkpoints)
+        )
 
-    def load() -> tuple[Any, Loaders]:
-        tokenizer = _load_tokenizer(cfg, resolved.plan)
-        return tokenizer, _load_data(cfg, resolved, tokenizer, device, resumes=resume is not None)
+        def load() -> tuple[Any, Loaders]:
+            tokenizer = _load_tokenizer(cfg, resolved.plan)
+            return tokenizer, _load_data(cfg, resolved, tokenizer, device, resumes=resume is not None)
 
-    tokenizer, loaders = _on_each_rank(watchdog, "loading the data", load, DATA_SECONDS)
-    batches = None if loaders.eval is None else loaders.eval.micro_batches_per_epoch
-    ranks.agree("the data", loaders.train.identity | {"evaluation": [loaders.evaluation, batches]})
+        tokenizer, loaders = _on_each_rank(watchdog, "loading the data", load, DATA_SECONDS)
+    ranks.agree("the data", loaders.identity)
     total_steps, finished = _count(cfg, folder, resume, loaders)
     if not finished:
         ranks.run_on_rank0(lambda: write_config(cfg, folder))
@@ -147,14 +150,16 @@ def _on_each_rank(watchdog: Watchdog, doing: str, work: Callable[[], T], limit: 
     return result[0]
 
 
-def _open_folder(cfg: Config, resolved: Resolved, cleanup: ExitStack) -> Path:
+def _open_folder(cfg: Config, resolved: Resolved, cleanup: ExitStack) -> tuple[Path, bool]:
+    """Return the run folder and True if it is new. Call on rank 0."""
+    is_new = not (cfg.checkpoint.output_dir and Path(cfg.checkpoint.output_dir).exists())
     folder, lock = open_run_folder(cfg, resolved.plan.short_name, resolved.precision.effective)
     cleanup.callback(lock.release)
     if cfg.exports:
         check_export(folder / "export", resolved.plan.weights)
     if not cfg.checkpoint.output_dir:
         print_rank0(f"run folder: {folder}; to resume, repeat the command with --output_dir {folder}")
-    return folder
+    return folder, is_new
 
 
 def _find_checkpoint(
@@ -201,7 +206,8 @@ def _load_data(
 ) -> Loaders:
     """Build the loaders and print which columns and rows they use."""
     config = resolved.plan.config.get_text_config()
-    loaders = build_loaders(
+    build = partial(build_evaluation, resumes=resumes) if cfg.optim.max_steps == 0 else build_loaders
+    loaders = build(
         cfg.data,
         tokenizer,
         BatchShape(
@@ -219,11 +225,11 @@ def _load_data(
     )
     if cfg.needs_evaluation and loaders.eval is None and not resumes:
         raise bad_setting(
-            "leaves no rows for evaluation, which --max_steps 0 and --generate_samples need; give "
-            "--eval_split or more rows, or drop the flag",
+            "leaves no rows for evaluation, which --generate_samples needs; give --eval_split or more rows, "
+            "or drop the flag",
             split_name=cfg.data.split_name,
         )
-    for line in loaders.report.lines():
+    for line in loaders.report.lines() if loaders.report else ():
         print_rank0(line)
     for line in loaders.eval_report.lines(after=loaders.report) if loaders.eval_report else ():
         print_rank0(f"evaluation: {line}")
@@ -232,6 +238,9 @@ def _load_data(
 
 def _count(cfg: Config, folder: Path, resume: ResumePoint | None, loaders: Loaders) -> tuple[int, bool]:
     """Return (total steps of the run, True if an earlier launch finished it). Collective."""
+    if loaders.train is None:
+        finished = resume and ranks.run_on_rank0(lambda: is_finished(resume, cfg, folder, 0, exports=False))
+        return 0, bool(finished)
     if resume is None:
         total = count_steps(cfg.optim, loaders.train.micro_batches_per_epoch)
         if (warmup := cfg.optim.num_warmup_steps or 0) >= total > 0:

@@ -147,6 +147,14 @@ def test_data_smaller_than_a_micro_batch_is_refused(make, streaming):
         make(num_of_samples=9, packing=False, batch_size=9, world_size=2, streaming=streaming)
 
 
+@streaming
+def test_a_batch_size_above_the_number_of_sequences_is_a_warning(make, streaming, caplog):
+    make(num_of_samples=9, packing=False, batch_size=9, streaming=streaming)
+    assert "--batch_size" not in caplog.text
+    make(num_of_samples=9, packing=False, batch_size=12, streaming=streaming)
+    assert "--batch_size 12: --split_name train has only 9 sequences, so no micro-batch" in caplog.text
+
+
 def test_padding_multiple_changes_only_widths(make):
     narrow, wide = (list(make(pad_multiple=multiple).train) for multiple in (16, 96))
     assert ids(narrow) == ids(wide)
@@ -329,6 +337,36 @@ def test_eval_split_keeps_all_rows_for_training(make, streaming):
     loaders = make(eval_split="test", eval_samples=1000, streaming=streaming)
     assert set(ids(loaders.train)) == set(range(ROWS)) and set(ids(loaders.eval)) == set(range(20))
     assert make(eval_samples=0, eval_split="test", streaming=streaming).eval is None
+
+
+def evaluated(loaders):
+    assert loaders.train is None and loaders.report is None
+    assert loaders.eval_report.rows == len(ids(loaders.eval))
+    return ids(loaders.eval)
+
+
+@streaming
+def test_evaluation_alone_reads_all_rows_of_its_split_and_no_others(make, streaming, monkeypatch, tmp_path):
+    encoded, encode = [], Encoder.encode
+    monkeypatch.setattr(Encoder, "encode", lambda *args: encoded.extend(args[1]) or encode(*args))
+    alone = {"streaming": streaming, "packing": False, "evaluates": "model", "data_cache_dir": str(tmp_path)}
+    assert evaluated(make(**alone, eval_samples=1000)) == list(range(ROWS))
+    assert evaluated(make(**alone, eval_samples=1000, eval_split="test")) == list(range(20))
+    assert len(encoded) == ROWS + 20
+    few = evaluated(make(**alone, eval_samples=5))
+    assert few == (list(range(5)) if streaming else list(range(0, ROWS, ROWS // 5)))
+
+
+@streaming
+@pytest.mark.parametrize("eval_split", [None, "test"])
+def test_a_checkpoint_is_evaluated_on_the_rows_of_its_run(make, eval_split, streaming, monkeypatch, tmp_path):
+    settings = {"streaming": streaming, "eval_samples": 6, "eval_split": eval_split, "num_of_samples": 70}
+    run = make(**settings)
+    encoded, encode = [], Encoder.encode
+    monkeypatch.setattr(Encoder, "encode", lambda *args: encoded.extend(args[1]) or encode(*args))
+    alone = make(**settings, evaluates="checkpoint", data_cache_dir=str(tmp_path))
+    assert alone.train is None and alone.evaluation == run.evaluation and len(encoded) == 6
+    assert alone.eval_prompts == run.eval_prompts
 
 
 @pytest.mark.parametrize("packing", [False, True])

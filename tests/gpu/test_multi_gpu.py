@@ -40,7 +40,8 @@ def flags(mode: str, precision: str, *, gpus: int = GPUS, accumulation: int = 1)
     if mode == "hsdp":
         sharding += f" --hsdp_shard_size {gpus // 2}"
     return (
-        "--use_te --num_of_samples 400 --max_seq_length 256 --eval_samples 20 --num_workers 0 --num_proc 1 "
+        "--use_te --num_of_samples 400 --max_seq_length 256 --eval_split test --eval_samples 20 "
+        "--num_workers 0 --num_proc 1 "
         f"--learning_rate 1e-3 --log_interval 1 --eval_interval 5 --save_interval 0 --max_steps {STEPS} "
         f"--batch_size {rows} --gradient_accumulation_steps {accumulation} --eval_batch_size 2 "
         f"--mixed_precision {PRECISIONS[precision]} {sharding}"

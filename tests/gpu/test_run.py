@@ -87,8 +87,9 @@ def test_a_stopped_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path
 
 
 def test_the_export_has_the_runs_evaluation_loss_on_a_cpu(tmp_path):
-    train(tmp_path / "run", f"{SMALL} --mixed_precision fp8 --fp8_scenario current")
-    flags = SMALL.replace("--use_te", "").replace("--max_steps 12", "--max_steps 0")
+    small = f"{SMALL} --eval_split test"
+    train(tmp_path / "run", f"{small} --mixed_precision fp8 --fp8_scenario current")
+    flags = small.replace("--use_te", "").replace("--max_steps 12", "--max_steps 0")
     train(tmp_path / "scored", f"{flags} --model_name {tmp_path}/run/export", without_gpu=True)
     ran, scored = (json.loads((tmp_path / f / "summary.json").read_text()) for f in ("run", "scored"))
     assert scored["eval_loss"] == pytest.approx(ran["eval_loss"], rel=5e-3)

@@ -116,15 +116,21 @@ def test_a_run_folder_holds_settings_environment_metrics_summary_and_samples(fin
     assert all(part in samples for part in ("PROMPT", "ANSWER", "REFERENCE"))
 
 
-def test_the_export_loads_and_scores_like_the_run(finished, tmp_path):
+def test_the_export_loads(finished):
     model, info = AutoModelForCausalLM.from_pretrained(finished / "export", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     tokenizer = AutoTokenizer.from_pretrained(finished / "export")
     chat = [{"role": "user", "content": "What is 3 + 4?"}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
     assert model.generate(**prompt, max_new_tokens=3).shape[1] > prompt["input_ids"].shape[1]
-    scored = train(tmp_path / "scored", f"--model_name {finished}/export --max_steps 0")
-    ran, again = (record(folder, "summary.json") for folder in (finished, scored))
+
+
+def test_the_export_scores_like_the_run(tmp_path):
+    run = train(tmp_path / "run", "--max_steps 2 --eval_split test")
+    scored = train(tmp_path / "scored", f"--model_name {run}/export --max_steps 0 --eval_split test")
+    ran, again = (record(folder, "summary.json") for folder in (run, scored))
+    data = record(scored, "env.json")["data"]
+    assert data["train"] is None and data["eval"]["rows"] == 6
     assert again["eval_loss"] == pytest.approx(ran["eval_loss"], rel=2e-3)
     assert again["eval_label_tokens"] == ran["eval_label_tokens"]
 
@@ -496,7 +502,6 @@ def two_rows(folder: Path) -> Path:
         ("--moment_dtype bf16", EXIT_BAD_SETTING, "--moment_dtype bf16"),
         ("--output_dir /proc/run", EXIT_BAD_SETTING, "--output_dir /proc/run"),
         ("--log_dir /proc/run", EXIT_BAD_SETTING, "--log_dir /proc/run"),
-        ("--dataset_name {two} --max_steps 0", EXIT_BAD_SETTING, "no rows for evaluation"),
         (
             "--dataset_name {two} --max_steps 1 --generate_samples 1",
             EXIT_BAD_SETTING,
@@ -504,15 +509,24 @@ def two_rows(folder: Path) -> Path:
         ),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_the_folder_free(
-    tmp_path, capsys, monkeypatch, flags, code, message
-):
+def test_bad_input_is_one_line_and_leaves_no_folder(tmp_path, capsys, monkeypatch, flags, code, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     train(tmp_path / "run", flags.format(two=two_rows(tmp_path)), code=code)
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and message in error
-    if flags == "--dataset_name /nowhere":
-        train(tmp_path / "run", "--max_steps 1 --no_export")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_refused_run_keeps_a_folder_that_existed(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    train(tmp_path, "--split_name validation", code=EXIT_BAD_SETTING)
+    assert (tmp_path / "notes.txt").exists()
+    train(tmp_path, "--max_steps 1 --no_export")
+
+
+def test_two_rows_can_be_evaluated(tmp_path):
+    folder = train(tmp_path / "run", f"--dataset_name {two_rows(tmp_path)} --max_steps 0")
+    assert record(folder, "env.json")["data"]["eval"]["rows"] == 2
 
 
 def test_a_finished_run_without_rows_to_evaluate_on_accepts_any_flags(tmp_path, capsys):

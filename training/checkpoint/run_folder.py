@@ -8,13 +8,14 @@ import math
 import platform
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from core.errors import EXIT_IN_USE, UserError, bad_setting
+from core.errors import EXIT_BAD_SETTING, EXIT_IN_USE, UserError, bad_setting
 from core.files import read_record, write_json
 from training.checkpoint.progress import Progress
 from training.checkpoint.resume import check_folder
@@ -30,6 +31,11 @@ def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, Fi
 
     UserError if it is not writable, holds a run with other settings, or is in use by another process.
     """
+    if cfg.log.log_dir:  # fail early: the writer opens it only after the model is built
+        try:
+            Path(cfg.log.log_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _not_writable(error, log_dir=cfg.log.log_dir) from None
     stem = f"{model_name}-{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(cfg.checkpoint.output_dir or _first_free(Path("runs") / stem))
     lock = FileLock(folder / ".lock")
@@ -45,12 +51,21 @@ def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, Fi
         ) from None
     except OSError as error:
         raise _not_writable(error, output_dir=folder) from None
-    if cfg.log.log_dir:  # fail early: the writer opens it only after the model is built
-        try:
-            Path(cfg.log.log_dir).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _not_writable(error, log_dir=cfg.log.log_dir) from None
     return folder, lock
+
+
+@contextmanager
+def discarded_if_refused(folder: Path, *, is_new: bool) -> Iterator[None]:
+    """Delete a new run folder if the run's settings are refused inside."""
+    try:
+        yield
+    except UserError as error:
+        if is_new and error.exit_code == EXIT_BAD_SETTING and ranks.rank() == 0:
+            for name in ("config.json", ".lock"):
+                (folder / name).unlink(missing_ok=True)
+            with suppress(OSError):  # it holds other files
+                folder.rmdir()
+        raise
 
 
 def _first_free(folder: Path) -> Path:

@@ -32,7 +32,7 @@ class RunState:
     model: nn.Module  # without the strategy's wrapper
     optimizer: torch.optim.Optimizer
     strategy: Any
-    loader: Any
+    loader: Any  # None in a run that only evaluates
     progress: Progress
     total_steps: int
     evaluation: Any  # fingerprint of the evaluation samples (JSON), or None
@@ -103,7 +103,8 @@ def restore_run(checkpoints: Checkpoints, point: ResumePoint, run: RunState) -> 
     optim.set_optimizer_steps(run.optimizer, meta["optimizer_steps"])
     if random_state:
         set_rng_state({key.rpartition("/")[2]: tensor for key, tensor in random_state.items()})
-    run.loader.load_state_dict(meta["loader"])
+    if run.loader is not None:
+        run.loader.load_state_dict(meta["loader"])
     vars(run.progress).update(vars(Progress.from_meta(meta)))
     return {key.removeprefix("fp8/"): tensor for key, tensor in scaling.items()}
 
