@@ -5,6 +5,7 @@ server that has imported torch and never used a GPU. A fork of the test process 
 that it cannot use.
 """
 
+import gc
 import os
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 children = get_context("forkserver")
-_modules: list[str] = []
+_modules = ["tests.server"]
 
 
 def preload(module: str) -> None:
@@ -84,6 +85,8 @@ def forked(work: Callable, *arguments: Any) -> Iterator[BaseProcess]:
 
 def _work_in_child(work: Callable, *arguments: Any) -> None:
     os.setsid()
+    gc.freeze()  # A collection would copy the server's memory, page by page.
+    gc.enable()
     default_signals()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is tested here needs no GPU, and they take seconds to wake
     work(*arguments)
