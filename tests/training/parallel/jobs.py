@@ -50,7 +50,7 @@ class Job:
     folder: Path
     output: Path
     ranks: list[BaseProcess]
-    store: dist.TCPStore
+    store: dist.TCPStore | None  # of ranks that have no torchrun
 
     def wait(self) -> list[int]:
         """Return the exit codes."""
@@ -77,12 +77,17 @@ class Job:
         wait_until(lambda: text in self.printed(), self)
 
 
+def redirect(output: Path) -> None:
+    """Append stdout and stderr of this process to a file."""
+    for number in (1, 2):
+        os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+
+
 def one_rank(argv: list[str], environment: dict[str, str], output: Path, patch: Patch | None) -> None:
     """Run a command as torchrun, or nobody, would start it, in a process that has imported everything."""
     os.environ |= environment | {"OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
-    for number in (1, 2):
-        os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+    redirect(output)
     if patch:
         patch(int(environment.get("RANK", 0)))
     sys.argv = ["train_multi_gpu.py", *argv]

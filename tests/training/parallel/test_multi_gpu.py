@@ -7,8 +7,7 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -18,26 +17,28 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed import run as distributed_run
 
 from core.errors import EXIT_INTERRUPTED
 from core.packages import ROOT
 from te_models.hugging_face import HFCausalLM
-from tests.children import preload, running
+from tests.children import forked, preload
 from tests.hugging_face_models import save_mixture, save_model_with_images
 from tests.training.parallel import jobs
 from tests.training.parallel.jobs import (
     HERE,
     SMALL,
+    Job,
     checkpoint,
     curve,
     delay,
     exported,
     last_logged,
     losses,
+    redirect,
     refused,
     same_bits,
     saved,
-    slow,
     start,
     summary,
     train,
@@ -218,12 +219,26 @@ def test_the_global_batch_may_be_split_differently_but_not_change(sharded, tmp_p
 # Signals
 
 
+def hold_after_step_4(gate: Path, rank: int) -> None:
+    """Hold each start of a job at step 4, until the gate with the number of its restarts exists."""
+    step = Trainer._step
+
+    def held(trainer, *args):
+        own = gate.with_suffix("." + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        while trainer.progress.step >= 4 and not own.exists():
+            time.sleep(0.02)
+        return step(trainer, *args)
+
+    Trainer._step = held
+
+
 def test_sigterm_to_one_rank_stops_all_and_the_same_command_resumes(sharded, tmp_path):
     flags = "--sharding_mode fsdp_full --save_interval 3"
-    job = start(tmp_path / "run", flags, patch=slow)
-    job.wait_for_step(1)
+    job = start(tmp_path / "run", flags, patch=partial(hold_after_step_4, tmp_path / "gate"))
+    job.wait_for_step(4)
     for _ in range(2):
         os.kill(job.ranks[1].pid, signal.SIGTERM)
+    (tmp_path / "gate.0").touch()
     assert job.wait() == [EXIT_INTERRUPTED] * 2
     assert f"--output_dir {job.folder}" in job.printed()
     stopped_at = last_logged(job.folder)
@@ -350,53 +365,47 @@ def test_only_the_first_rank_logs_and_a_finished_run_stays_unchanged(sharded):
 # Under torchrun itself
 
 
-class Torchrun:
-    """A torchrun command and its ranks."""
+def torchrun(argv: list[str], output: Path, gate: Path) -> None:
+    """Run torchrun in a process that has imported everything; its ranks are forks of this one."""
+    redirect(output)
+    torch.set_num_threads(1)
+    hold_after_step_4(gate, 0)
+    distributed_run.main(["--start_method=fork", "--run_path", *argv])
 
-    def __init__(self, folder: Path, flags: str, options: str):
-        command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(options), "train_multi_gpu.py"]
-        self.folder = folder
-        self.agent = jobs.children.enter_context(
-            running(
-                [*command, *shlex.split(SMALL), "--output_dir", str(folder), *shlex.split(flags)],
-                cwd=ROOT,
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-        )
 
-    def pid(self, rank: int) -> int:
-        """Return the process of a rank, which is a process group of its own."""
-        for path in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                environment = (path / "environ").read_bytes().split(b"\0")
-                if parent == self.agent.pid and f"RANK={rank}".encode() in environment:
-                    return int(path.name)
-        raise AssertionError(f"no rank {rank}")
+def start_torchrun(folder: Path, flags: str, options: str, gate: Path) -> Job:
+    output = folder.with_name(f"{folder.name}.output")
+    output.mkdir(parents=True)
+    script = [*shlex.split(options), str(ROOT / "train_multi_gpu.py")]
+    argv = [*script, *shlex.split(SMALL), "--output_dir", str(folder), *shlex.split(flags)]
+    agent = jobs.children.enter_context(forked(torchrun, argv, output / "agent", gate))
+    return Job(folder, output, [agent], store=None)
 
-    def alive(self) -> bool:
-        return self.agent.poll() is None
 
-    def printed(self) -> str:
-        return self.agent.communicate(timeout=jobs.LIMIT)[0]
-
-    def wait_for_step(self, step: int) -> None:
-        wait_until(lambda: last_logged(self.folder) >= step, self)
+def find_ranks(agent: int) -> list[int]:
+    """Return the processes of torchrun's ranks, in the order in which it started them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent, *more = path.read_text().rpartition(")")[2].split()
+            if int(parent) == agent and state != "Z":
+                found.append((int(more[17]), int(path.parent.name)))  # time of its start, in 1/100 s
+    return [pid for _, pid in sorted(found)]
 
 
 def test_torchrun_restarts_a_killed_rank_and_the_same_command_a_stopped_job(sharded, tmp_path):
     """With --max_restarts all ranks restart and resume; SIGTERM to one of them saves and ends the job."""
-    folder, flags = tmp_path / "run", "--sharding_mode fsdp_full --save_interval 3"
-    job = Torchrun(folder, flags, "--standalone --nproc_per_node=2 --max_restarts=1")
-    job.wait_for_step(4)  # so that step 3 is saved
-    os.kill(job.pid(1), signal.SIGKILL)
-    wait_until((folder / "metrics.discarded.jsonl").exists, job)
-    job.wait_for_step(4)
-    os.kill(job.pid(1), signal.SIGTERM)
+    folder, flags, gate = tmp_path / "run", "--sharding_mode fsdp_full --save_interval 3", tmp_path / "gate"
+    job = start_torchrun(folder, flags, "--standalone --nproc_per_node=2 --max_restarts=1", gate)
+    (agent,) = job.ranks
+    for start_number, number in enumerate((signal.SIGKILL, signal.SIGTERM)):
+        job.wait_for_step(4)  # step 3 is saved
+        _, second = find_ranks(agent.pid)
+        os.kill(second, number)
+        gate.with_suffix(f".{start_number}").touch()
+        wait_until((folder / "metrics.discarded.jsonl").exists, job)
+    assert job.wait() == [1], job.printed()
     output = job.printed()
-    assert job.agent.returncode == 1, output
     for part in ("resumed from", "stopped by a signal", f"exitcode: {EXIT_INTERRUPTED}"):
         assert part in re.sub(" +:", ":", output), output
     assert not (folder / "summary.json").exists()
