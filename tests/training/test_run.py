@@ -28,8 +28,9 @@ from core.errors import (
     EXIT_OUT_OF_MEMORY,
     UserError,
 )
+from data.chat import Encoder
 from te_models.build import plan_model
-from tests.children import running
+from tests.children import forked, preload, running
 from training import outcome, trainer
 from training.checkpoint import run_folder
 from training.checkpoint.resume import ResumePoint, check_resume, count_steps
@@ -39,6 +40,8 @@ from training.optim.optimizer import plan_optimizer
 from training.parallel.choose import check_memory
 from training.parallel.strategies import Strategy
 from training.run import main
+
+preload(__name__)
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
@@ -391,15 +394,9 @@ def test_a_resume_in_another_effective_recipe_is_refused():
 
 
 @contextmanager
-def started(folder: Path, flags: str, *program: str) -> Iterator[subprocess.Popen]:
+def started(folder: Path, flags: str) -> Iterator[subprocess.Popen]:
     """Start a run as a process of its own; it is killed at exit."""
-    command = [
-        sys.executable,
-        *(program or ("train_fp8.py",)),
-        *shlex.split(SMALL),
-        "--output_dir",
-        str(folder),
-    ]
+    command = [sys.executable, "train_fp8.py", *shlex.split(SMALL), "--output_dir", str(folder)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "latin-1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "latin-1"}
     with running([*command, *shlex.split(flags)], cwd=ROOT, env=environment, **pipes) as process:
@@ -433,18 +430,16 @@ def test_a_run_needs_no_stdout(tmp_path, monkeypatch, state):
     assert (tmp_path / "run" / "summary.json").exists()
 
 
-SLOW_TOKENIZATION = """
-import sys, time, torch
-from data.chat import Encoder
-from training.run import main
+def tokenize_without_end(argv: list[str], output: Path) -> None:
+    def encode(*_):
+        print("tokenizing", flush=True)
+        time.sleep(6000)
 
-def encode(*_):
-    print("tokenizing", flush=True)
-    time.sleep(6000)
-
-Encoder.encode = encode
-sys.exit(main(sys.argv[1:], description="test", start=lambda cfg: torch.device("cpu")))
-"""
+    Encoder.encode = encode
+    sys.stdout = sys.stderr = output.open("w")
+    for number in (1, 2):
+        os.dup2(sys.stdout.fileno(), number)
+    outcome.exit_process(main(argv, description="test", start=lambda cfg: CPU))
 
 
 @pytest.mark.parametrize(
@@ -457,13 +452,19 @@ sys.exit(main(sys.argv[1:], description="test", start=lambda cfg: torch.device("
     ids=["SIGINT", "SIGTERM", "SIGKILL"],
 )
 def test_tokenization_processes_end_with_the_run(tmp_path, number, to_all, code):
-    flags = f"--data_cache_dir {tmp_path}/cache --num_proc 2"
-    with started(tmp_path / "run", flags, "-c", SLOW_TOKENIZATION) as process:
-        while "tokenizing" not in process.stdout.readline():
-            assert process.poll() is None
+    os.mkfifo(tmp_path / "output")
+    folders = f"--output_dir {tmp_path}/run --data_cache_dir {tmp_path}/cache"
+    argv = f"{SMALL} {folders} --num_proc 2".split()
+    with (
+        forked(tokenize_without_end, argv, tmp_path / "output") as process,
+        (tmp_path / "output").open() as printed,
+    ):
+        while "tokenizing" not in (line := printed.readline()):
+            assert line, "it has ended"
         (os.killpg if to_all else os.kill)(process.pid, number)
-        output, _ = process.communicate()  # ends once no process holds the other end
-    assert process.returncode == code, output
+        output = printed.read()  # ends once no process holds the other end
+        process.join()
+    assert process.exitcode == code, output
     if number == signal.SIGINT:
         assert "Traceback" not in output and output.splitlines()[-1] == f"error: {outcome.INTERRUPTED}"
         assert not list((tmp_path / "cache").rglob("tmp*"))
