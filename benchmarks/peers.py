@@ -1,9 +1,8 @@
-"""Measure training with the usual open-source stack instead of this suite, on the same GPU.
+"""Measure the training speed of the usual open-source stack, to compare this suite with.
 
-The stack: a transformers model with random weights, torch's SDPA, torchao's FP8, torch.compile per layer,
-torch's fused AdamW with BF16 weights and states, and Liger's fused linear cross entropy. All sequences are
-full of synthetic tokens. No training code of this suite runs. `--device cpu` is a smoke test without
-compilation and Liger.
+The stack: a transformers model with random BF16 weights, torch's SDPA, torchao's FP8, torch.compile per
+layer, torch's fused AdamW with BF16 states, and Liger's fused linear cross entropy, on random tokens. It uses
+no training code of this suite. `--device cpu` is a smoke test without torch.compile and Liger.
 
     python -m benchmarks.peers --model_name meta-llama/Llama-3.1-8B --max_seq_length 8192 --batch_size 1 \\
         --precision tensorwise --steps 16 --output_dir DIR
@@ -42,7 +41,7 @@ from training.tracking.metrics import ModelShape, model_flops, peak_tflops
 PROG = "python -m benchmarks.peers"
 PRECISIONS = ("bf16", *TORCHAO_RECIPES)
 PACKAGES = ("torch", "transformers", "torchao", "liger_kernel", "triton")
-WARMUP_STEPS = 5  # steps that compile kernels and reserve memory
+WARMUP_STEPS = 5  # compile kernels and reserve memory
 # Shapes: B sequences of S tokens, T = B * S, D hidden size, V vocabulary size.
 
 
@@ -51,7 +50,7 @@ def measure(argv: list[str]) -> int:
     arguments = parse(argv)
     device = torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        reason = "no GPU here; --device cpu tries the program, its rates are meaningless"
+        reason = "no GPU found; --device cpu tests the program, but its rates are meaningless"
         raise bad_setting(reason, device="cuda")
     torch.manual_seed(0)
     model = build(arguments, device)
@@ -80,23 +79,26 @@ def measure(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser(PROG, __doc__)
-    parser.add_argument("--model_name", metavar="PRESET", required=True, help="see te_models/presets.py")
-    parser.add_argument("--max_seq_length", type=int, default=8192)
-    parser.add_argument("--batch_size", type=int, default=1)
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--output_dir", required=True)
+    parser.add_argument("--model_name", metavar="PRESET", required=True, help="model in te_models/presets.py")
+    parser.add_argument(
+        "--max_seq_length", type=int, default=8192, metavar="N", help="tokens (default: 8192)"
+    )
+    parser.add_argument("--batch_size", type=int, default=1, metavar="N", help="sequences (default: 1)")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default: bf16")
+    steps = f"steps, of which the first {WARMUP_STEPS} are not measured (default: 16)"
+    parser.add_argument("--steps", type=int, default=16, metavar="N", help=steps)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
+    parser.add_argument("--output_dir", required=True, metavar="DIR", help="folder for the record")
     arguments = parser.parse_args(argv)
     if (name := arguments.model_name) not in PRESETS:
-        raise bad_setting(f"no preset of te_models/presets.py{nearest(name, PRESETS)}", model_name=name)
+        raise bad_setting(f"not in te_models/presets.py{nearest(name, PRESETS)}", model_name=name)
     if arguments.steps <= WARMUP_STEPS:
-        raise bad_setting(f"the first {WARMUP_STEPS} are not counted; give more", steps=arguments.steps)
+        raise bad_setting(f"the first {WARMUP_STEPS} steps are not measured; use more", steps=arguments.steps)
     return arguments
 
 
 def build(arguments: argparse.Namespace, device: torch.device) -> nn.Module:
-    """Return the causal LM in BF16, with FP8 layers if requested, compiled on a GPU."""
+    """Return the causal LM in BF16, with FP8 layers unless --precision bf16, compiled on a GPU."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     dimensions = dict(PRESETS[arguments.model_name])
@@ -116,7 +118,7 @@ def build(arguments: argparse.Namespace, device: torch.device) -> nn.Module:
 
 
 def head_loss(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return a function of head [V, D], hidden states [T, D] and labels [T] for the mean cross entropy."""
+    """Return the mean cross entropy as a function of head [V, D], hidden states [T, D] and labels [T]."""
     if device.type == "cpu":
         return lambda head, hidden, labels: F.cross_entropy((hidden @ head.T).float(), labels)
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
@@ -127,7 +129,7 @@ def head_loss(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor
 def train(
     model: nn.Module, arguments: argparse.Namespace, device: torch.device
 ) -> tuple[list[float], list[float]]:
-    """Train, and return loss and wall time in seconds of every step, including the optimizer."""
+    """Train; return the loss and the wall time in seconds of every step, optimizer included."""
     cross_entropy = head_loss(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), fused=True)
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
@@ -150,7 +152,7 @@ def train(
 
 
 def rates(arguments: argparse.Namespace, config: Any, step: float) -> dict[str, Any]:
-    """Return throughput and memory for a step time of `step` seconds."""
+    """Return throughput and memory for `step` seconds per step."""
     gpu = arguments.device == "cuda"
     tokens = arguments.batch_size * arguments.max_seq_length
     flops = model_flops(

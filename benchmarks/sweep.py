@@ -1,4 +1,4 @@
-"""Run a grid of training runs (model x precision x sequence length x GPUs x batch), one after another.
+"""Train every combination of models, precisions, sequence lengths and other settings, one after another.
 
 python -m benchmarks.sweep sweep.yaml [--output_dir DIR] [any flags of train_fp8.py]
 """
@@ -20,12 +20,11 @@ import xxhash
 import yaml
 from filelock import FileLock
 
-from benchmarks.plan.flags import gpu_name
 from benchmarks.plan.predict import make_plan
-from benchmarks.plan.time import GPUS, Gpu
+from benchmarks.plan.time import GPUS, Gpu, find_gpu
 from benchmarks.records.launch import command_parser, folder_flag, is_finished, launch, run_command
 from benchmarks.records.runs import NO_EFFECT, bad_input
-from benchmarks.records.variants import DECIDED, Variant, given_settings, parse_variants, resolve
+from benchmarks.records.variants import OWNED, Variant, given_settings, parse_variants, resolve
 from core.cli import YamlLoader, yaml_fault
 from core.errors import EXIT_OUT_OF_MEMORY, UserError, bad_setting
 from core.files import replace_file
@@ -33,18 +32,18 @@ from core.settings import convert, nearest
 from training.config import Config, all_settings
 
 PROG = "python -m benchmarks.sweep"
-# Short axis name -> setting. All other settings are axes under their own names.
+# Short names of axes. All other settings are axes under their own names.
 AXES = {"model": "model_name", "sequence_length": "max_seq_length"}
-OTHER_AXES = ("precision", "gpus")  # not settings: variants as in benchmarks.compare, and GPUs per run
-SHORT = {
+OTHER_AXES = ("precision", "gpus")  # variants as in benchmarks.compare, and GPUs per run
+SHORT = {  # prefixes in the names of run folders
     "model": "",
     "sharding_mode": "",
     "sequence_length": "seq",
     "batch_size": "batch",
     "gradient_accumulation_steps": "accumulation",
 }
-PLAN_SLACK = 1.05  # most predicted peaks are within 5 % of measured ones
-GROWING = ("max_seq_length", "batch_size")  # settings that increase memory
+PLAN_SLACK = 1.05  # most predicted peaks are within 5 % of the measured ones
+GROWING = ("max_seq_length", "batch_size")  # larger values need more memory
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Point:
         return Path(self.cfg.checkpoint.output_dir)
 
     def settings(self) -> dict[str, Any]:
-        """Return everything that determines whether the run starts and fits into memory."""
+        """Return all settings that can affect whether the run fits into memory."""
         return {k: v for k, v in self.cfg.to_dict().items() if k not in NO_EFFECT} | {"gpus": self.gpus}
 
     def digest(self) -> str:
@@ -74,7 +73,7 @@ class Result:
     name: str
     status: str
     reason: str = ""
-    settings: str = ""  # digest of the point's settings; empty in older files
+    settings: str = ""  # digest of the point's settings, if it ran
 
     def __str__(self) -> str:
         return f"{self.status}, {self.reason}" if self.reason else self.status
@@ -91,28 +90,32 @@ def read_sweep(path: Path) -> dict[str, Any]:
     kinds = {"grid": dict, "base": dict, "needs": list}
     if not isinstance(file, dict) or not all(isinstance(file[key], kinds.get(key, ())) for key in file):
         raise bad_input(
-            f"{path}: must hold a `grid:` of axes, a `base:` of settings, and a list `needs:` only"
+            f"{path}: must contain `grid:` (axes) and may contain `base:` (settings) and `needs:` (a list)"
         )
     file = {"grid": {}, "base": {}, "needs": []} | file
     if not file["grid"] or not all(isinstance(values, list) and values for values in file["grid"].values()):
-        raise bad_input(f"{path}: needs a `grid:` of axes with lists, such as precision: [bf16, delayed]")
-    known = [*AXES, *OTHER_AXES, *(name for name in all_settings() if name not in DECIDED)]
+        raise bad_input(
+            f"{path}: needs a `grid:` of axes with lists of values, such as precision: [bf16, delayed]"
+        )
+    known = [*AXES, *OTHER_AXES, *(name for name in all_settings() if name not in OWNED)]
     for name in (*file["grid"], *file["base"], *file["needs"]):
         if name not in known:
-            raise bad_input(f"{path}: unknown setting {name!r} of a sweep{nearest(name, known)}")
+            raise bad_input(f"{path}: unknown setting {name!r}{nearest(name, known)}")
     return file
 
 
 def read_axes(grid: dict[str, list[Any]], replaced: list[str]) -> dict[str, list[Any]]:
-    """Return the grid's axes with values replaced by `--axis NAME=VALUE,...`.
+    """Return the grid's axes, with the values of `--axis NAME=VALUE,...` instead of the file's.
 
-    A value equal to one in the file (1e-5 and 0.00001) is replaced by the file's, for the same run folder.
+    The file's spelling of a value names its run folder: 0.00001 becomes 1e-5 if the file has that.
     """
     axes = dict(grid)
     for text in replaced:
         name, _, values = text.partition("=")
         if name not in grid:
-            raise bad_setting(f"the grid has {', '.join(grid)}{nearest(name, grid)}", axis=text)
+            raise bad_setting(
+                f"not an axis of the grid, which has {', '.join(grid)}{nearest(name, grid)}", axis=text
+            )
         parts = [values] if name == "precision" else values.split(",")  # variants may contain commas
         in_file = {_typed(name, value): value for value in grid[name]}
         axes[name] = [in_file.get(_typed(name, value), value) for value in parts if value]
@@ -131,7 +134,7 @@ def build_points(
 ) -> list[Point]:
     """Return all points of the grid; the first axis varies slowest. UserError for conflicting settings.
 
-    `precisions` are all values of that axis in the file; `axes` may contain a subset.
+    `precisions` are the file's values of that axis, of which `axes` may have fewer.
     """
     named, points = list(axes), []
     variants = _variants(axes.get("precision", ["bf16"]), precisions)
@@ -153,12 +156,12 @@ def build_points(
             raise bad_input(f"{name}: {fault}") from None
         points.append(Point(name, gpus, cfg))
     if twice := next((n for n, count in Counter(p.name for p in points).items() if count > 1), None):
-        raise bad_input(f"two runs of the grid would share the folder {twice}; rename their values")
+        raise bad_input(f"two runs of the grid have the folder name {twice}; change the values that name it")
     return points
 
 
 def _variants(values: Sequence[Any], precisions: Sequence[Any]) -> list[Variant]:
-    """Return the variants of an axis; all `precisions` of the file determine the layers of `bf16`."""
+    """Return the variants of an axis. The layers of `bf16` follow from all `precisions` of the file."""
     flag = "axis precision"
     own = [variant.name for variant in parse_variants([str(value) for value in values], flag=flag)]
     others = [str(value) for value in precisions if str(value) not in own]
@@ -167,7 +170,7 @@ def _variants(values: Sequence[Any], precisions: Sequence[Any]) -> list[Variant]
 
 
 def _label(axis: str, value: Any) -> str:
-    """Return a component of the run folder's name, such as Llama-3.2-1B, delayed, seq2048 or gpus2."""
+    """Return a part of the run folder's name, such as Llama-3.2-1B, delayed, seq2048 or gpus2."""
     if axis == "precision":
         return value.folder_name
     return SHORT.get(axis, axis) + re.sub(r"[^\w.+=-]", "_", str(value).rstrip("/").rsplit("/", 1)[-1])
@@ -175,7 +178,7 @@ def _label(axis: str, value: Any) -> str:
 
 def count_gpus() -> int:
     """Return the number of visible GPUs."""
-    import torch  # slow to import, and needed only by multi-GPU sweeps
+    import torch  # slow to import
 
     return torch.cuda.device_count()
 
@@ -183,15 +186,15 @@ def count_gpus() -> int:
 def why_skip(
     point: Point, results: dict[str, Result], points: list[Point], machine_gpus: int, gpu: Gpu | None = None
 ) -> str | None:
-    """Return why a point cannot run or fit, as known without trying, or None. `gpu`: where it must fit."""
+    """Return why a point cannot run or would not fit into memory, or None. `gpu` must be large enough."""
     if point.gpus > max(1, machine_gpus):
         return f"needs {point.gpus} GPUs, this machine has {machine_gpus}"
     if gpu and (needed := _planned_gb(point, gpu)) and needed > gpu.memory_gb * PLAN_SLACK:
-        return f"needs {needed:.0f} GB per GPU by benchmarks.plan, of {gpu.memory_gb:.0f}"
+        return f"needs {needed:.0f} GB per GPU, as predicted; the GPU has {gpu.memory_gb:.0f} GB"
     for other in points:
         tried = results.get(other.name)
         if tried and tried.status == "out_of_memory" and _is_smaller(other, point):
-            return f"{other.name} ran out of memory, and this one needs more"
+            return f"needs more memory than {other.name}, which ran out of it"
     return None
 
 
@@ -213,7 +216,7 @@ def _is_smaller(a: Point, b: Point) -> bool:
 def run_points(
     points: list[Point], folder: Path, *, retry: bool = False, gpu: Gpu | None = None, dry_run: bool = False
 ) -> dict[str, Result]:
-    """Run all points that are not finished or known to fail, or none (`dry_run`). Returns all results."""
+    """Run the points that are not finished and may fit; none if `dry_run`. Returns all results."""
     results: dict[str, Result] = {}
     before = {} if retry else _read_record(folder / "sweep.json")
     machine_gpus = count_gpus() if any(point.gpus > 1 for point in points) else 1
@@ -221,7 +224,7 @@ def run_points(
         title, result, tried = f"[{number}/{len(points)}] {point.name}", None, before.get(point.name)
         if is_finished(point.cfg):
             result = Result(point.name, "done")
-        elif tried and tried.status == "out_of_memory" and tried.settings in ("", point.digest()):
+        elif tried and tried.status == "out_of_memory" and tried.settings == point.digest():
             result = tried
         elif reason := why_skip(point, results, points, machine_gpus, gpu):
             result = Result(point.name, "skipped", reason)
@@ -246,7 +249,7 @@ def _run(point: Point, folder: Path) -> Result:
 
 
 def _lock(folder: Path) -> FileLock:
-    """Return the lock for files shared by concurrent sweeps in one folder."""
+    """Return the lock for files that concurrent sweeps in one folder share."""
     return FileLock(folder / ".sweep.lock")
 
 
@@ -265,18 +268,21 @@ def _read_record(path: Path) -> dict[str, Result]:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the sweep's own flags, and the training flags."""
-    epilog = "All other flags are train_fp8.py's (see its --help) and win over the file's `base:`."
-    parser = command_parser(PROG, __doc__, epilog=epilog)
-    parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help="the grid (benchmarks/sweeps)")
-    output = "runs and figures; default: runs/<name of the file>"
-    parser.add_argument("--output_dir", type=folder_flag, help=output)
-    axis = "other values for an axis of the grid, such as gpus=1 or precision=bf16_hf,tensorwise"
+    """Return the parsed flags of the sweep, and the training flags."""
+    parser = command_parser(PROG, __doc__, trains=True)
+    parser.add_argument(
+        "sweep", type=Path, metavar="SWEEP.yaml", help="grid and base settings; see benchmarks/sweeps"
+    )
+    output = "folder for runs and report (default: runs/<name of the file>)"
+    parser.add_argument("--output_dir", type=folder_flag, metavar="DIR", help=output)
+    axis = "replace the values of an axis, such as gpus=1 or precision=bf16_hf,tensorwise"
     parser.add_argument("--axis", action="append", default=[], metavar="NAME=VALUE,...", help=axis)
-    gpu = f"skip runs that do not fit on it by benchmarks.plan: {', '.join(GPUS)}"
+    gpu = f"skip runs that are predicted not to fit into this GPU's memory: {', '.join(GPUS)}"
     parser.add_argument("--gpu", metavar="NAME", help=gpu)
-    parser.add_argument("--retry", action="store_true", help="repeat runs that ran out of memory")
-    parser.add_argument("--dry_run", action="store_true", help="list the runs and their state, start none")
+    parser.add_argument("--retry", action="store_true", help="also run what ran out of memory before")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="list the runs and their status, and run nothing"
+    )
     return parser.parse_known_args(argv)
 
 
@@ -285,24 +291,26 @@ def sweep(argv: list[str]) -> int:
     file = read_sweep(args.sweep)
     given = file["base"] | given_settings(training, PROG)
     if missing := next((name for name in file["needs"] if name not in given), None):
-        raise bad_input(f"{args.sweep}: needs --{missing}; give it on the command line")
-    gpu = GPUS.get(gpu_name(args.gpu)) if args.gpu is not None else None
+        raise bad_input(f"{args.sweep}: needs --{missing}; add it to the command line")
+    gpu = GPUS.get(find_gpu(args.gpu)) if args.gpu is not None else None
     if args.gpu is not None and gpu is None:
-        raise bad_setting(f"not one of {', '.join(GPUS)}{nearest(args.gpu, GPUS)}", gpu=args.gpu)
+        raise bad_setting(
+            f"unknown GPU{nearest(args.gpu, GPUS)}; choose from {', '.join(GPUS)}", gpu=args.gpu
+        )
     folder = args.output_dir or Path("runs") / args.sweep.stem
     axes, precisions = read_axes(file["grid"], args.axis), file["grid"].get("precision", ())
     points = build_points(axes, given, folder, precisions)
     if args.dry_run:
         run_points(points, folder, retry=args.retry, gpu=gpu, dry_run=True)
         return 0
-    for point in points:  # refuse run folders with other settings before the first run starts
+    for point in points:  # raises for run folders with other settings before anything runs
         is_finished(point.cfg)
     folder.mkdir(parents=True, exist_ok=True)
     return conclude(points, run_points(points, folder, retry=args.retry, gpu=gpu), folder)
 
 
 def conclude(points: list[Point], results: dict[str, Result], folder: Path) -> int:
-    """Report on the finished runs, list the others, and return the exit code."""
+    """Write the report of the finished runs, list the others, and return the exit code."""
     from benchmarks.report import main as report  # imports matplotlib, which is slow
 
     done = [str(point.folder) for point in points if results[point.name].status == "done"]

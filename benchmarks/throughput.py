@@ -1,22 +1,20 @@
-"""Measure tokens/s, model TFLOP/s and memory of this suite's training runs, one JSON line per run.
+"""Measure tokens/s, model TFLOP/s and memory of training; one JSON line per run.
 
     python -m benchmarks.throughput --model_name meta-llama/Llama-3.1-8B --max_seq_length 8192 \\
         --batch_size 1 --use_te --mixed_precision fp8 --repeats 3
 
-Starts train_fp8.py, or train_multi_gpu.py under torchrun for --gpus 2 and more, so the whole loop is timed:
-optimizer, clipping and loader included. Any training flag may be added. Without --dataset_name every sequence
-is full of synthetic text; weights are random and the tokenizer is the demo's, unless --init and
---tokenizer_name are given. A record of --results has
+It runs train_fp8.py, or train_multi_gpu.py for more GPUs than one, so the time includes loader, clipping and
+optimizer. Any training flag may be added. By default sequences are full of synthetic text, weights are random
+and the tokenizer is the demo's; --dataset_name, --init and --tokenizer_name change that. A record has
 
-- `tokens_per_second_per_gpu` without padding, `padded_tokens_per_second_per_gpu` with it, and
-  `useful_tokens_per_second` without padding over all GPUs;
-- `model_tflops_per_gpu`: model FLOPs by `training.tracking.metrics.model_flops` (PaLM, arXiv:2204.02311,
-  appendix B, with the causal half of attention) per second; padding and recomputation do not count;
+- `tokens_per_second_per_gpu` without padding, `padded_tokens_per_second_per_gpu` with padding, and
+  `useful_tokens_per_second`, without padding, of all GPUs;
+- `model_tflops_per_gpu`: see `training.tracking.metrics.model_flops`; padding and recomputation do not count;
 - `mfu_bf16` and `mfu_fp8`: model FLOP/s as a fraction of the GPU's dense peak;
-- `data_wait_share`: fraction of step time spent waiting for data.
+- `data_wait_share`: fraction of the step time spent waiting for data.
 
-Rates are medians over log intervals of at most 8 micro-batches (or one step), in wall time between
-synchronisations. Intervals that contain the first five steps or profiled steps do not count.
+Rates are medians over log intervals of 8 micro-batches, or of one step if that has more. Intervals with
+warm-up steps (the first five) or profiled steps do not count.
 """
 
 from __future__ import annotations
@@ -42,9 +40,9 @@ from training.config import Config, config_from_dict
 PROG = "python -m benchmarks.throughput"
 RESULTS = ROOT / "runs" / "throughput.jsonl"
 INTERVAL = 8  # micro-batches per log interval
-COUNTED = 4  # measured intervals, unless --steps is given
-WARMUP = 5  # steps, same as in `training.trainer`
-PROFILED_FROM = 9  # first profiled step, same as in `training.tracking.profiling`
+COUNTED = 4  # measured intervals by default
+WARMUP = 5  # steps, as in `training.trainer`
+PROFILED_FROM = 9  # first profiled step, as in `training.tracking.profiling`
 FIXED = {
     "eval_samples": 0,
     "eval_interval": 0,
@@ -52,7 +50,7 @@ FIXED = {
     "export": False,
     "resume": "none",
 }
-OWNED = ("max_steps", "profile_steps", "log_interval", *FIXED)  # set by --steps, --profile and this program
+OWNED = ("max_steps", "profile_steps", "log_interval", *FIXED)  # set by this program and its own flags
 DEFAULTS = {"init": "random", "tokenizer_name": "demo"}
 SUMMARY = (
     *("model_name", "num_layers", "mixed_precision", "use_te", "requested_recipe", "recipe", "sharding_mode"),
@@ -66,7 +64,7 @@ CONFIG = (
 
 
 def schedule(accumulation: int, profile: bool) -> tuple[int, int, int]:
-    """Return steps per log interval, steps to profile, and steps of the intervals that do not count."""
+    """Return the steps per log interval, the steps to profile, and the first steps that do not count."""
     interval = max(1, INTERVAL // accumulation)
     profiled = max(1, 3 // accumulation) if profile else 0
     last = PROFILED_FROM - 1 + profiled if profile else WARMUP
@@ -75,17 +73,18 @@ def schedule(accumulation: int, profile: bool) -> tuple[int, int, int]:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     """Return the parsed flags of the benchmark, and the given training settings."""
-    epilog = "All other flags are train_fp8.py's (see its --help)."
-    parser = command_parser(PROG, __doc__, epilog=epilog)
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of this machine (default: 1)")
-    steps = "steps of a run; default: 40, fewer with accumulation"
-    parser.add_argument("--steps", type=int, metavar="N", help=steps)
+    parser = command_parser(PROG, __doc__, trains=True)
     parser.add_argument(
-        "--repeats", type=int, default=1, metavar="N", help="runs, a record each (default: 1)"
+        "--gpus", type=int, default=1, metavar="N", help="GPUs of this machine to use (default: 1)"
     )
-    parser.add_argument("--profile", action="store_true", help="add GPU time by kind of kernel to the record")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="default: %(default)s")
-    parser.add_argument("--commit", metavar="TEXT", help="the code's commit, for a tree without .git")
+    steps = "steps per run (default: 40, fewer with gradient accumulation)"
+    parser.add_argument("--steps", type=int, metavar="N", help=steps)
+    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="runs to measure (default: 1)")
+    parser.add_argument("--profile", action="store_true", help="also record the GPU time by kind of kernel")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, metavar="FILE", help="appended to (default: %(default)s)"
+    )
+    parser.add_argument("--commit", metavar="TEXT", help="commit to record, where there is no .git")
     arguments, training = parser.parse_known_args(argv)
     given = given_settings(training, PROG, OWNED)
     resolved = config_from_dict(given).to_dict()
@@ -99,23 +98,23 @@ def measure(argv: list[str]) -> int:
     interval, profiled, uncounted = schedule(accumulation, arguments.profile)
     steps = uncounted + COUNTED * interval if arguments.steps is None else arguments.steps
     if steps < uncounted + interval:
-        reason = f"the first {uncounted} are not counted; give at least {uncounted + interval}"
+        reason = f"the first {uncounted} steps are not measured; use at least {uncounted + interval}"
         raise bad_setting(reason, steps=steps)
     settings = DEFAULTS | given | FIXED | {"max_steps": steps, "log_interval": interval}
     settings |= {"profile_steps": profiled} if profiled else {}
     synthetic = "dataset_name" not in given
     if synthetic and settings["tokenizer_name"] != "demo":
-        reason = "synthetic text is made for the demo tokenizer; leave it out, or give --dataset_name"
+        reason = "synthetic text needs the demo tokenizer; drop it, or add --dataset_name"
         raise bad_setting(reason, tokenizer_name=settings["tokenizer_name"])
     cfg = config_from_dict(settings)
     refuse_emulation(cfg)
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
-    arguments.results.open("a").close()  # an unwritable file fails before the first run
+    arguments.results.open("a").close()  # fails before the first run if it cannot be written
     words = [*PROG.split(), *argv]
     about = {
         "repeats": arguments.repeats,
         "gpus": arguments.gpus,
-        # A commit hash looks like a key, so it is excluded from redaction.
+        # Redaction would take the commit hash for a secret.
         "command": shlex.join(word if word == arguments.commit else redact(word) for word in words),
         "dataset": "synthetic" if synthetic else cfg.data.dataset_name,
         "settings": given,
@@ -138,19 +137,19 @@ def measure(argv: list[str]) -> int:
 
 
 def refuse_emulation(cfg: Config) -> None:
-    """Raise UserError for runs that would be emulated."""
+    """Raise UserError if the run would be emulated."""
     import torch
 
     needs_gpu = cfg.model.use_te or cfg.precision.mixed_precision == "fp8"
     if cfg.model.te_backend == "emulated" or (needs_gpu and not torch.cuda.is_available()):
         raise UserError(
-            "--te_backend emulated, and --use_te or --mixed_precision fp8 without a CUDA GPU, run emulated: "
-            "their speed is meaningless; measure on a machine with a GPU"
+            "--te_backend emulated, or --use_te or --mixed_precision fp8 without a CUDA GPU: the run would "
+            "be emulated and its speed meaningless; use a machine with a GPU"
         )
 
 
 def write_text(path: Path, *, rows: int, tokens: int) -> None:
-    """Write `rows` lines of random demo words; each line has `tokens` tokens including BOS and EOS."""
+    """Write `rows` lines of random words; each has `tokens` tokens, BOS and EOS included."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(TOKENIZER_DIR / "tokenizer.json"))
@@ -158,7 +157,7 @@ def write_text(path: Path, *, rows: int, tokens: int) -> None:
     ends = sum(special.get(name) is not None for name in ("bos_token", "eos_token"))
     text = " ".join(row["problem"] for row in islice(read_demo("train_1M"), 500))
     words = [f" {word}" for word in re.findall(r"[A-Za-z]+", text)]
-    # Only single-token words, so that the number of words is the number of tokens.
+    # With words of one token, the number of words is the number of tokens.
     single = {word for word in set(words) if len(tokenizer.encode(word, add_special_tokens=False)) == 1}
     words, draw = [word for word in words if word in single], random.Random(0)
     with path.open("w", encoding="utf-8") as file:
@@ -170,7 +169,7 @@ def record(run: Path, commit: str | None) -> dict[str, Any]:
     """Return the record of a finished run. UserError if it was emulated."""
     config, environment, summary = (_read(run / f"{name}.json") for name in ("config", "env", "summary"))
     if summary["emulated"]:
-        raise UserError(f"{run}: ran emulated, so its speed is meaningless; it is not recorded")
+        raise UserError(f"{run}: the run was emulated, so its speed is meaningless and not recorded")
     found = {name: summary.get(name) for name in SUMMARY} | {name: config[name] for name in CONFIG}
     found |= {
         "tokens_per_second_per_gpu": summary["tokens_per_second"] / summary["world_size"],
@@ -191,7 +190,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def append(path: Path, found: dict[str, Any]) -> None:
-    """Append a record to a results file, and print its rates."""
+    """Append a record to the results file, and print its rates."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(found) + "\n")
     rate, tflops = found["tokens_per_second_per_gpu"], found["model_tflops_per_gpu"]
@@ -199,7 +198,7 @@ def append(path: Path, found: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit codes: 0; 1 the machine cannot run it; 2 bad setting; else the failed run's."""
+    """Run the measurement. Exit codes: 0 done, 1 cannot run here, 2 bad setting, or the failed run's."""
     return run_command(measure, argv)
 
 

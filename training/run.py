@@ -41,6 +41,7 @@ from training.precision.scaling import DelayedScaling, Scaling
 from training.prepare import Job, prepare
 from training.step import Stack
 from training.tracking import profiling
+from training.tracking.metrics import tail_mean
 from training.tracking.tracker import replaces_finished_run
 from training.trainer import Trainer
 
@@ -313,7 +314,6 @@ def summarize(job: Job, trainer: Trainer, observers: Observers) -> dict[str, Any
     observers.wall_time.count()
     cfg, strategy, progress = job.cfg, job.memory.strategy, trainer.progress
     losses = ranks.run_on_rank0(lambda: train_losses(job.folder))
-    tail = losses[-max(1, len(losses) // 10) :]
     gpus = strategy.world_size if job.device.type == "cuda" else 0
     peak = torch.tensor(torch.cuda.max_memory_allocated(job.device) / 1e9 if gpus else 0.0)
     return {
@@ -326,7 +326,7 @@ def summarize(job: Job, trainer: Trainer, observers: Observers) -> dict[str, Any
         "tokens": progress.real_tokens,
         "label_tokens": progress.label_tokens,
         "train_loss": losses[-1] if losses else None,
-        "train_loss_tail_mean": sum(tail) / len(tail) if losses else None,
+        "train_loss_tail_mean": tail_mean(losses) if losses else None,
         **trainer.results(),
         "best_eval_loss": progress.best_eval_loss,
         "runtime_seconds": progress.wall_seconds,

@@ -1,4 +1,4 @@
-"""Jobs of a comparison: all variants with one seed, then repetitions with other seeds."""
+"""Jobs of a comparison: every variant with one seed, then repetitions with other seeds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from benchmarks.records.variants import Variant, resolve
 from core.errors import UserError, bad_setting
 from training.config import Config
 
-# Defaults of a comparison's runs; the command line overrides them.
+# Defaults of the runs; training flags on the command line override them.
 DEFAULTS: dict[str, Any] = {
-    "eval_at_start": True,  # verifies that all runs start from the same weights
+    "eval_at_start": True,  # shows whether all runs start from the same weights
     "eval_interval": 0,
-    "log_interval": 1,  # the tail mean averages logged losses
+    "log_interval": 1,  # gaps average logged losses
     "export": False,
     "keep_last": 1,
 }
@@ -29,7 +29,7 @@ class Job:
     name: str
     cfg: Config
     against: str | None = None  # name of its baseline; None for the reference
-    seed_of: str | None = None  # variant that this job repeats with another seed
+    seed_of: str | None = None  # name of the variant that this job repeats with another seed
 
     @property
     def folder(self) -> Path:
@@ -41,8 +41,8 @@ def build_jobs(
 ) -> list[Job]:
     """Return the jobs, the reference first. UserError without a reference, or for conflicting settings.
 
-    The reference is repeated with `noise_seeds` more seeds, every variant with `paired_seeds` more. A variant
-    and its baseline always have the same seed.
+    `noise_seeds` further seeds repeat the reference, `paired_seeds` every variant. A variant and its baseline
+    always have the same seed.
     """
     by_name = {variant.name: variant for variant in variants}
     against = {name: _baseline(variant, by_name) for name, variant in by_name.items()}
@@ -67,7 +67,7 @@ def build_jobs(
 
 
 def _baseline(variant: Variant, by_name: dict[str, Variant]) -> str | None:
-    """Return the BF16 variant with the same layers, else the other one; None for the reference."""
+    """Return the BF16 variant with the variant's layers, else the other one; None for the reference."""
     if variant.name == "bf16" or (variant.name == "bf16_hf" and "bf16" not in by_name):
         return None
     order = ("bf16", "bf16_hf")
@@ -75,12 +75,14 @@ def _baseline(variant: Variant, by_name: dict[str, Variant]) -> str | None:
     found = next((name for name in preferred if name in by_name), None)
     if found is None:
         names = ",".join(by_name)
-        raise bad_setting("needs bf16 or bf16_hf, as they are, as the reference; add one", variants=names)
+        raise bad_setting(
+            "needs bf16 or bf16_hf, without settings, as the reference; add one", variants=names
+        )
     return found
 
 
 def check_before_start(jobs: list[Job], gpus: int) -> None:
-    """Raise UserError for differences that would make the runs incomparable."""
+    """Raise UserError if batch sizes or earlier runs would make the results incomparable."""
     first = jobs[0]
     batch = first.cfg.optim.batch_size * first.cfg.optim.gradient_accumulation_steps
     for job in jobs:
@@ -88,10 +90,8 @@ def check_before_start(jobs: list[Job], gpus: int) -> None:
         if (own := optim.batch_size * optim.gradient_accumulation_steps) != batch:
             raise bad_input(
                 f"{job.name} and {first.name} cannot be compared: --batch_size x "
-                f"--gradient_accumulation_steps is {own} and {batch}; split the same batch in both"
+                f"--gradient_accumulation_steps is {own} and {batch}; choose equal products"
             )
         if is_begun(job.cfg) and (run := read_run(job.folder)).environment and run.ranks != gpus:
-            reason = (
-                f"{run.folder} holds a run on {run.ranks} GPUs; give that number, or another --output_dir"
-            )
+            reason = f"{run.folder} holds a run on {run.ranks} GPUs; use as many, or another --output_dir"
             raise bad_setting(reason, gpus=gpus)

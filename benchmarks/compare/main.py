@@ -1,4 +1,4 @@
-"""Compare FP8 recipes with BF16 on a model and data set: loss, speed, memory, and a verdict per recipe.
+"""Train a model in BF16 and FP8, and compare loss, speed and memory: PASS or FAIL for each recipe.
 
 python -m benchmarks.compare --variants bf16,delayed,current --output_dir DIR [any flags of train_fp8.py]
 """
@@ -9,9 +9,8 @@ import argparse
 import shlex
 from pathlib import Path
 
-from benchmarks.compare.conclude import conclude, exit_code, write_verdict
 from benchmarks.compare.jobs import Job, build_jobs, check_before_start
-from benchmarks.compare.verdict import COLUMNS
+from benchmarks.compare.verdict import COLUMNS, conclude, exit_code, write_verdict
 from benchmarks.records.launch import (
     Outcome,
     command_parser,
@@ -31,9 +30,9 @@ PROG = "python -m benchmarks.compare"
 
 
 def run_jobs(jobs: list[Job], *, gpus: int, folder: Path) -> dict[str, Outcome]:
-    """Run the unfinished jobs, and return the failed ones.
+    """Run all jobs that are not finished; return the failed ones by name.
 
-    A failed variant is not repeated with other seeds. If the reference fails, nothing else runs.
+    A variant that fails is not repeated with other seeds. If the reference fails, nothing else runs.
     """
     failed: dict[str, Outcome] = {}
     for number, job in enumerate(jobs, 1):
@@ -41,7 +40,7 @@ def run_jobs(jobs: list[Job], *, gpus: int, folder: Path) -> dict[str, Outcome]:
             continue
         finished = is_finished(job.cfg)
         print(
-            f"[{number}/{len(jobs)}] {job.name}: {'finished already' if finished else job.folder}", flush=True
+            f"[{number}/{len(jobs)}] {job.name}: {'already finished' if finished else job.folder}", flush=True
         )
         if not finished:
             outcome = launch(job.cfg, gpus=gpus, log=folder / "logs" / f"{job.folder.name}.log")
@@ -56,23 +55,25 @@ def read_runs(jobs: list[Job], failed: dict[str, Outcome]) -> dict[str, RunRecor
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the parsed flags of the comparison, and the remaining training flags."""
-    epilog = "All other flags are train_fp8.py's (see its --help) and apply to every run."
-    parser = command_parser(PROG, __doc__, epilog=epilog)
-    names = f"what to compare: {', '.join(VARIANTS)}; bf16 has TE layers next to a TE recipe or bf16_hf"
+    parser = command_parser(PROG, __doc__, trains=True)
+    names = f"recipes to compare: {', '.join(VARIANTS)}; include bf16 or bf16_hf"
     variant = "NAME[+SETTING=VALUE],..."
     parser.add_argument("--variants", nargs="+", required=True, metavar=variant, help=names)
-    output = "runs, verdict, figures; resumes"
-    parser.add_argument("--output_dir", type=folder_flag, required=True, help=output)
+    output = "folder for runs, verdict and figures; the same command and folder resume"
+    parser.add_argument("--output_dir", type=folder_flag, required=True, metavar="DIR", help=output)
     numbers = {
-        "gpus": (int, 1, "GPUs per run; over 1 through torchrun (default: 1)"),
-        "noise_seeds": (int, 2, "BF16 runs with further seeds (default: 2)"),
-        "paired_seeds": (int, 0, "further seeds of every variant; gaps are means over them (default: 0)"),
-        "max_loss_gap": (float, 0.5, "percent that a loss may exceed the reference's (default: 0.5)"),
-        "price_per_gpu_hour": (float, None, "adds a column of costs, in its currency"),
+        "gpus": (int, 1, "GPUs per run (default: 1)"),
+        "noise_seeds": (int, 2, "further BF16 runs with other seeds, which measure the noise (default: 2)"),
+        "paired_seeds": (int, 0, "further seeds for every recipe; gaps are means over seeds (default: 0)"),
+        "max_loss_gap": (float, 0.5, "PASS: the loss is at most X percent above BF16's (default: 0.5)"),
+        "price_per_gpu_hour": (float, None, "price in any currency; adds a column with costs"),
     }
     for name, (kind, default, text) in numbers.items():
-        parser.add_argument(f"--{name}", type=kind, default=default, help=text)
-    parser.add_argument("--strict", action="store_true", help="exit code 1 if a variant was skipped, too")
+        metavar = "N" if kind is int else "X"
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
+    parser.add_argument(
+        "--strict", action="store_true", help="exit with 1 also if this machine cannot run a recipe"
+    )
     args, training = parser.parse_known_args(argv)
     for name in numbers:
         value, least = getattr(args, name), int(name == "gpus")
@@ -87,7 +88,7 @@ def compare(argv: list[str]) -> int:
     variants, given = parse_variants(args.variants), given_settings(training, PROG)
     jobs = build_jobs(variants, given, folder, args.noise_seeds, args.paired_seeds)
     if jobs[0].cfg.optim.max_steps == 0:
-        raise bad_setting("trains nothing that could be compared; give 1 or more", max_steps=0)
+        raise bad_setting("nothing is trained, so nothing can be compared; use at least 1", max_steps=0)
     check_before_start(jobs, args.gpus)
     failed = run_jobs(jobs, gpus=args.gpus, folder=folder)
     from benchmarks.report import main as report  # imports matplotlib, which is slow
@@ -101,7 +102,7 @@ def compare(argv: list[str]) -> int:
             run = read_run(reference.folder)
             report.write([run], run, folder)
         code = EXIT_BAD_SETTING if outcome.code == EXIT_BAD_SETTING else EXIT_FAILED
-        raise UserError(f"the reference {reference.name} did not run: {outcome.reason}", exit_code=code)
+        raise UserError(f"the reference {reference.name} failed: {outcome.reason}", exit_code=code)
     jobs = [job for job in jobs if job.seed_of not in failed]
     runs = read_runs(jobs, failed)
     reported = list(runs.values()), runs[reference.name], folder
@@ -109,7 +110,7 @@ def compare(argv: list[str]) -> int:
         limits = {"max_loss_gap": args.max_loss_gap, "price": args.price_per_gpu_hour}
         result, rows = conclude(jobs, runs, failed, **limits)
     except UserError:
-        report.write(*reported)  # the loss curves help to find the cause
+        report.write(*reported)  # its loss curves help to find the cause
         raise
     limit = write_verdict(result, rows, folder, redact(shlex.join([*PROG.split(), *argv])))
     baselines = {runs[j.name].folder: runs.get(j.against) for j in jobs if j.against and j.name in runs}

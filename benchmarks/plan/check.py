@@ -1,4 +1,4 @@
-"""Validate the planner: predictions next to measurements of the recorded runs."""
+"""Compare the planner's predictions with the recorded runs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from benchmarks.plan.job import build_job
 from benchmarks.plan.time import GPUS, step_seconds
 from benchmarks.records.runs import RunRecord
 from benchmarks.records.table import read_table
-from benchmarks.report.markdown import table
+from benchmarks.report.tables import markdown
 from training.config import all_settings, config_from_dict
 from training.parallel.memory import StepPlan, peak
 
 
 @dataclass(frozen=True)
 class Check:
-    """Measured and predicted memory and step time of a recorded run."""
+    """Measured and predicted memory and step time of a run."""
 
     name: str
     memory: tuple[float, float]  # peak in GB: (measured, predicted)
@@ -24,13 +24,13 @@ class Check:
 
     @staticmethod
     def error(pair: tuple[float, float]) -> float:
-        """Return the relative error of the prediction."""
+        """Return the relative error of a prediction."""
         measured, predicted = pair
         return predicted / measured - 1
 
 
 def recorded_job(run: RunRecord) -> StepPlan:
-    """Return the job to plan for a recorded run."""
+    """Return the job of a recorded run."""
     known = all_settings()
     settings = {name: value for name, value in run.config.items() if name in known}
     mode = {"sharding_mode": "auto"} if run.mode == "single" else {"sharding_mode": run.mode}
@@ -40,7 +40,7 @@ def recorded_job(run: RunRecord) -> StepPlan:
 
 
 def why_not(run: RunRecord) -> str | None:
-    """Return why a recorded run cannot be compared with a plan, or None."""
+    """Return the reason to leave out a recorded run, or None."""
     if run.summary is None:
         return "did not finish"
     if run.environment.get("gpu_name") != "NVIDIA H200":
@@ -49,7 +49,7 @@ def why_not(run: RunRecord) -> str | None:
 
 
 def check_runs() -> tuple[list[Check], dict[str, list[str]]]:
-    """Return the checks of all comparable runs, and the names of the other runs by reason."""
+    """Return the checks of all comparable runs, and the names of the runs left out by reason."""
     checks, left_out = [], {}
     for run in read_table():
         name = run.folder.as_posix()
@@ -66,33 +66,31 @@ def check_runs() -> tuple[list[Check], dict[str, list[str]]]:
 
 
 def check_table(checks: list[Check], left_out: dict[str, list[str]]) -> str:
-    """Return Markdown with measurements and predictions, runs left out, and errors by study."""
+    """Return the output of --check: a table of the checks, the runs left out, and the errors by study."""
     headings = ["run", "peak GB, measured", "predicted", "error", "step ms, measured", "predicted", "error"]
-    rows = []
-    for check in checks:
-        cells = [check.name, *(f"{value:.1f}" for value in check.memory), f"{Check.error(check.memory):+.1%}"]
-        if check.seconds:
-            cells += [f"{1e3 * value:.1f}" for value in check.seconds]
-            cells += [f"{Check.error(check.seconds):+.1%}"]
-        else:
-            cells += ["-"] * 3
-        rows.append(cells)
+    rows = [[check.name, *_cells(check.memory, 1), *_cells(check.seconds, 1e3)] for check in checks]
     reasons = [f"- {reason}: {', '.join(names)}" for reason, names in left_out.items()]
-    return "\n".join([table(headings, rows), "", "Left out:", "", *reasons, "", summary_table(checks)])
+    return "\n".join([markdown(headings, rows), "", "Left out:", "", *reasons, "", summary_table(checks)])
+
+
+def _cells(pair: tuple[float, float] | None, scale: float) -> list[str]:
+    if pair is None:
+        return ["-"] * 3
+    return [*(f"{scale * value:.1f}" for value in pair), f"{Check.error(pair):+.1%}"]
 
 
 def summary_table(checks: list[Check]) -> str:
-    """Return a Markdown table of the median and the largest error of each study."""
+    """Return a table with the median and the largest errors of each study."""
     studies: dict[str, list[Check]] = {}
     for check in checks:
         studies.setdefault(check.name.rpartition("/")[0], []).append(check)
-    headings = ["study", "runs", "peak: median error", "worst", "timed", "step: median error", "worst"]
+    headings = ["study", "runs", "peak: median error", "worst", "timed runs", "step: median error", "worst"]
     rows = []
     for study, found in studies.items():
         timed = [Check.error(check.seconds) for check in found if check.seconds]
         peaks = [Check.error(check.memory) for check in found]
         rows.append([study, str(len(peaks)), *_extremes(peaks), str(len(timed)), *_extremes(timed)])
-    return table(headings, rows)
+    return markdown(headings, rows)
 
 
 def _extremes(errors: list[float]) -> tuple[str, str]:

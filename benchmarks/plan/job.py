@@ -1,4 +1,4 @@
-"""Job to plan: model dimensions from a preset or config.json, and the sharding mode training would use."""
+"""Build the job to plan: model dimensions, and the sharding mode that training would use."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from training.tracking.metrics import ModelShape
 
 @dataclass(frozen=True)
 class Model:
-    """Size and family of a model."""
+    """Size, family and sequence limit of a model."""
 
     size: ModelSize
     family: Family
-    positions: int | None  # maximum sequence length; None: no limit
+    positions: int | None  # maximum sequence length, or None
 
 
 def read_model(name: str) -> Model:
-    """Read the model's dimensions from a preset, or from config.json in a folder."""
+    """Read the model's dimensions from a preset or a folder's config.json. UserError if there is neither."""
     try:
         fields = PRESETS.get(name) or json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         near = closest_preset(name.rpartition("/")[2])
         reason = getattr(error, "strerror", None) or error
         raise bad_setting(
-            f"neither a preset nor a folder with a config.json ({reason}); presets: te_models/presets.py"
-            + (f"; did you mean {near!r}?" if near else ""),
+            f"neither a preset (te_models/presets.py) nor a folder with a config.json ({reason})"
+            + (f"; did you mean {near!r}?" if near else "; correct it"),
             model_name=name,
         ) from None
     kind = fields.get("model_type") if isinstance(fields, dict) else None
     if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        raise bad_setting(f"plans cover model types {known}, this is {kind!r}", model_name=name)
+        raise bad_setting(f"cannot plan model type {kind!r}; choose one of {known}", model_name=name)
     family, tied = FAMILIES[kind], bool(fields.get("tie_word_embeddings", False))
-    if fields.get("use_sliding_window") is False:  # Qwen's config.json has a window that is not in use
+    if fields.get("use_sliding_window") is False:  # Qwen's config.json has a window, but it is off
         fields = fields | {"sliding_window": None}
     try:
         shape = ModelShape.from_hf_config(SimpleNamespace(**fields))
@@ -68,36 +68,36 @@ def _parameters(shape: ModelShape, family: Family, *, tied: bool) -> int:
 
 
 def refuse_unplanned(cfg: Config) -> None:
-    """Raise UserError for settings that plans do not cover."""
+    """Raise UserError for settings that the planner does not cover."""
     own = cfg.precision
     if cfg.model.te_backend == "emulated":
-        raise bad_setting("emulated layers have no GPU's speed or memory; drop it", te_backend="emulated")
+        raise bad_setting("the planner covers GPUs, not emulation; drop it", te_backend="emulated")
     if own.mixed_precision == "fp32":
-        raise bad_setting("plans cover bf16 and fp8", mixed_precision="fp32")
+        raise bad_setting("the planner covers bf16 and fp8; use one of them", mixed_precision="fp32")
     if own.precision_map:
         raise bad_setting(
-            "plans cover whole layers; use --bf16_first_layers and --bf16_last_layers",
+            "the planner covers whole layers only; use --bf16_first_layers and --bf16_last_layers",
             precision_map=own.precision_map,
         )
     if own.fp8_attention:
-        raise bad_setting(
-            "plans cover attention in BF16, for which there are recorded runs", fp8_attention=True
-        )
+        raise bad_setting("the planner covers attention in BF16 only; drop it", fp8_attention=True)
     layers = {"bf16_first_layers": own.bf16_first_layers, "bf16_last_layers": own.bf16_last_layers}
     if any(layers.values()) and own.mixed_precision != "fp8":
-        raise bad_setting("only fp8 keeps other layers in BF16; drop them, or use fp8", **layers)
+        raise bad_setting("applies to --mixed_precision fp8 only; use fp8, or drop it", **layers)
     if own.fp8_lm_head and own.mixed_precision == "bf16":
-        raise bad_setting("it needs fp8; drop one of them", fp8_lm_head=True, mixed_precision="bf16")
+        raise bad_setting(
+            "an FP8 LM head needs fp8; drop one of them", fp8_lm_head=True, mixed_precision="bf16"
+        )
     if cfg.optim.deterministic and cfg.model.use_te and not cfg.model.flash_attention:
         raise bad_setting(
-            "TE may run packed attention unfused then, which plans do not cover; drop one of them",
+            "TE may then run unfused attention, which the planner does not cover; drop one of them",
             deterministic=True,
             flash_attention=False,
         )
 
 
 def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
-    """Raise the error that training would raise about this model's layers, precision or sequence length."""
+    """Raise the UserError that training would raise for this model's layers, precision or sequence length."""
     from training.precision import checks, precision_map  # imported here because they import torch
 
     name, shape = cfg.model.model_name, model.size.shape
@@ -109,7 +109,7 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
         except Exception as error:  # transformers raises many types of error here
             raise bad_setting(f"its config.json: {first_line(error)}", model_name=name) from None
         if reason := model.family.unsupported(config):
-            raise bad_setting(f"{reason}; plan it without --use_te", use_te=True, model_name=name)
+            raise bad_setting(f"{reason}; drop --use_te", use_te=True, model_name=name)
     precision_map.assign(cfg, precision_map.te_names(shape.num_layers), shape.num_layers)
     if cfg.precision.mixed_precision == "fp8":
         checks.check_flags_apply(cfg, {cfg.recipe})
@@ -121,13 +121,13 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
     cfg.data.check_length(model.positions)
     if not shape.sees_all(length := cfg.data.max_seq_length):
         raise bad_setting(
-            f"--model_name attends to {shape.window} tokens at once, which plans do not cover; lower it",
+            f"the planner does not cover the sliding window of {shape.window} tokens; use at most that",
             max_seq_length=length,
         )
 
 
 def build_job(cfg: Config, *, gpu: int, gpus: int, gpus_per_node: int) -> tuple[StepPlan, str | None]:
-    """Return the job on GPUs with `gpu` bytes, and the reason if training refuses the automatic mode."""
+    """Return the job on GPUs with `gpu` bytes, and why training would refuse the mode of `auto`, or None."""
     from training.optim.optimizer import plan_optimizer  # imported here because it imports torch
 
     refuse_unplanned(cfg)
@@ -137,13 +137,16 @@ def build_job(cfg: Config, *, gpu: int, gpus: int, gpus_per_node: int) -> tuple[
         cfg, model.size, plan_optimizer(cfg.precision, on_gpu=True), "single", gpus, min(gpus, gpus_per_node)
     )
     if mode == "deepspeed":
-        raise bad_setting("plans cover ds_zero1, ds_zero2, ds_zero3 and ds_zero3_offload", sharding_mode=mode)
+        raise bad_setting(
+            "the planner covers ds_zero1, ds_zero2, ds_zero3 and ds_zero3_offload; use one of them",
+            sharding_mode=mode,
+        )
     if mode == "auto":
         mode = "single" if gpus == 1 else choose_mode(job, gpu)[0]
     elif gpus == 1 and not MODES[mode].offload:
         mode = "single"
     job = replace(job, mode=mode)
-    assert job.shard, "refuses groups that do not divide the GPUs"
+    assert job.shard, "job.shard refuses groups that do not divide the GPUs"
     try:
         home = MODES[mode].master_home
         return replace(job, optimizer=plan_optimizer(cfg.precision, on_gpu=True, master_home=home)), None

@@ -1,4 +1,4 @@
-"""Predict memory, speed, training days and cost of a job; needs no GPU.
+"""Predict memory, speed, training time and cost of a run, without a GPU.
 
 python -m benchmarks.plan --model_name meta-llama/Llama-3.1-8B --use_te --mixed_precision fp8 --batch_size 1 \
     --max_seq_length 8192 --gpus 1,8,64 --gpu H200 --tokens 15e12 --price_per_gpu_hour 3
@@ -7,17 +7,33 @@ python -m benchmarks.plan --check
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
-from benchmarks.plan.flags import PROG, build_parser, find_gpu, split_flags
 from benchmarks.plan.job import refuse_unplanned
 from benchmarks.plan.predict import SMALLER, Plan, fewest_changes, make_plan, replan
-from core.errors import UserError, bad_setting
-from core.recipes import costs_of
-from training.config import parse_config
+from benchmarks.plan.time import GPUS, Gpu, find_gpu
+from benchmarks.records.launch import command_parser
+from benchmarks.report.tables import markdown
+from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
+from core.recipes import RECIPES, costs_of
+from core.settings import nearest
+from training import config
+from training.config import Config, parse_config
 
+PROG = "python -m benchmarks.plan"
+# Flag -> (field of `Gpu`, factor from the flag's unit to the field's, help).
+GPU_FLAGS = {
+    "gpu_memory_gb": ("memory_gb", 1, "memory of a GPU in GB (10^9 bytes)"),
+    "bf16_tflops": ("bf16_tflops", 1, "dense BF16 peak in TFLOP/s"),
+    "fp8_tflops": ("fp8_tflops", 1, "dense FP8 peak in TFLOP/s"),
+    "memory_tbs": ("memory_bandwidth", 1e12, "memory bandwidth in TB/s"),
+    "link_gbs": ("link_bandwidth", 1e9, "bandwidth to the node's other GPUs in GB/s, one direction"),
+}
 COLUMNS = (
     *("GPUs", "mode", "peak GB", "largest micro-batch"),
     *("step ms", "tokens/s", "TFLOP/s", "MFU BF16 / FP8"),
@@ -25,21 +41,23 @@ COLUMNS = (
 
 
 def run(argv: list[str]) -> str:
-    """Return the text to print for a command line."""
-    parser = build_parser(__doc__.splitlines()[0])
+    """Return the output for a command line."""
+    parser = build_parser()
     args, training = split_flags(parser, argv)
     if args.check:
         from benchmarks.plan.check import check_runs, check_table
 
         given = [f"--{n}" for n, v in vars(args).items() if n != "check" and v != parser.get_default(n)]
         if training or given:
-            raise bad_setting(f"accepts no other flags, got {[*training, *given][0]}", check=True)
+            raise bad_setting(f"cannot be combined with {[*training, *given][0]}; drop it", check=True)
         return check_table(*check_runs())
     if args.price_per_gpu_hour and not args.tokens:
-        raise bad_setting("a cost needs --tokens too", price_per_gpu_hour=f"{args.price_per_gpu_hour:g}")
+        raise bad_setting(
+            "needs --tokens for a cost; add it", price_per_gpu_hour=f"{args.price_per_gpu_hour:g}"
+        )
     cfg = parse_config(training, prog=PROG, description=__doc__)
     refuse_unplanned(cfg)
-    gpu = find_gpu(args, cfg)
+    gpu = read_gpu(args, cfg)
     cluster = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
     plans = [make_plan(cfg, gpu, gpus=gpus, **cluster) for gpus in args.gpus]
     tables = _tables(plans, args.tokens, args.price_per_gpu_hour)
@@ -56,7 +74,7 @@ def _gpus(plan: Plan) -> str:
 
 
 def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> list[str]:
-    """Return a table with a row per number of GPUs, then tables of memory and time by part."""
+    """Return a table with a row per number of GPUs, and tables of memory and time by part."""
     job, gpu = plans[0].job, plans[0].gpu
     parameters, optim = job.model.parameters, job.cfg.optim
     size = f"{parameters / 1e9:.2f} billion" if parameters > 1e8 else f"{parameters / 1e6:.2f} million"
@@ -64,18 +82,21 @@ def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> lis
     lines = [
         f"{size} parameters, {job.recipe}, {optim.batch_size} x {job.cfg.data.max_seq_length} tokens per "
         f"micro-batch and GPU, {job.accumulation} micro-batch{'es' * (job.accumulation > 1)} per step"
-        f"{', activation checkpointing' if job.recompute else ''}; {gpu.memory_gb:g} GB a GPU",
+        f"{', activation checkpointing' if job.recompute else ''}; {gpu.memory_gb:g} GB per GPU",
         "",
-        _table([head, *(_row(plan, tokens, price) for plan in plans)]),
+        markdown(head, [_row(plan, tokens, price) for plan in plans]),
         "",
-        _parts("GB a GPU", plans, lambda plan: plan.memory, 1e9),
+        _parts("GB per GPU", plans, lambda plan: plan.memory, 1e9),
     ]
     if fitting := [plan for plan in plans if plan.fits]:
-        lines += ["", _parts("ms a step", fitting, lambda plan: plan.seconds, 1e-3)]
+        lines += ["", _parts("ms per step", fitting, lambda plan: plan.seconds, 1e-3)]
     if not costs_of(job.recipe).measured:
-        lines += ["", f"{job.recipe} was never measured: its time is that of delayed scaling's kernels."]
+        lines += [
+            "",
+            f"{job.recipe} was not measured; its time is computed with the rates of delayed scaling.",
+        ]
     if any(plan.job.nodes > 1 for plan in plans):
-        lines += ["", "Several nodes were never measured; docs/plan.md has the assumptions."]
+        lines += ["", "More than one node was not measured; docs/plan.md lists the assumptions."]
     return lines
 
 
@@ -97,21 +118,13 @@ def _row(plan: Plan, tokens: float | None, price: float | None) -> list[str]:
 
 def _parts(title: str, plans: list[Plan], read: Callable[[Plan], dict[str, float]], scale: float) -> str:
     """Return a table with a row per non-zero part and a column per number of GPUs."""
-    rows = [[title, *map(_gpus, plans)]]
+    rows = []
     for name in read(plans[0]):
         values = [read(plan)[name] / scale for plan in plans]
         if any(values):
             rows.append([name, *(f"{value:,.2f}" for value in values)])
     rows.append(["sum", *(f"{sum(read(plan).values()) / scale:,.2f}" for plan in plans)])
-    return _table(rows)
-
-
-def _table(rows: list[list[str]]) -> str:
-    """Return a Markdown table with aligned columns; the first row is the header."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
-    lines = (" | ".join(map(str.ljust, row, widths)) for row in rows)
-    return "\n".join(f"| {line} |" for line in lines)
+    return markdown([title, *map(_gpus, plans)], rows)
 
 
 # Notes below the tables
@@ -119,13 +132,13 @@ def _table(rows: list[list[str]]) -> str:
 
 def _hosts(plan: Plan) -> str:
     kept, saving = plan.host_gb()
-    return f"{kept:.0f} GB in the memory of each node's CPUs, {saving:.0f} more while it saves"
+    return f"{kept:.0f} GB of host memory per node, {saving:.0f} more while saving a checkpoint"
 
 
 def _notes_on_offload(plans: list[Plan]) -> list[str]:
-    """Return notes on host memory, refused modes, and automatic offloading although fsdp_full fits.
+    """Return notes on host memory, on refused modes, and where `auto` offloads although fsdp_full fits.
 
-    The last may occur because `auto` reserves memory for activations, whose size it does not know.
+    `auto` does not know the size of activations and reserves memory for them, so it may offload without need.
     """
     notes = []
     for plan in (plan for plan in plans if plan.job.sharding.offload):
@@ -135,39 +148,135 @@ def _notes_on_offload(plans: list[Plan]) -> list[str]:
             other = replan(plan, plan.job.cfg.to_dict() | {"sharding_mode": "fsdp_full"})
             if other.fits:
                 notes.append(
-                    f"\n{_gpus(plan)}: by this plan --sharding_mode fsdp_full fits too, "
-                    f"{other.peak / 1e9:.1f} GB a GPU, and needs {1e3 * other.step:,.0f} ms a step."
+                    f"\n{_gpus(plan)}: --sharding_mode fsdp_full should fit too, with "
+                    f"{other.peak / 1e9:.1f} GB per GPU and {1e3 * other.step:,.0f} ms per step."
                 )
     return notes
 
 
 def _advice(plans: list[Plan]) -> list[str]:
-    """Return, for each of these plans that do not fit, the flags with which it fits, fastest first."""
+    """Return the flags that make each of these plans fit, fastest first."""
     notes, hopeless = [], []
     for plan in plans:
         found = fewest_changes(plan)
-        lines = [f"\n{_gpus(plan)}: would fit with"]
+        lines = [f"\n{_gpus(plan)}: fits with"]
         for flags, other in sorted(found.items(), key=lambda each: -each[1].tokens_per_second):
             hosts = f", {_hosts(other)}" if other.job.sharding.offload else ""
             speed = f"{other.tokens_per_second:,.0f} tokens/s"
-            lines.append(f"- {flags}: {other.peak / 1e9:.1f} GB a GPU, {speed}{hosts}")
+            lines.append(f"- {flags}: {other.peak / 1e9:.1f} GB per GPU, {speed}{hosts}")
         if found:
             notes.append("\n".join(lines))
         else:
             hopeless.append(_gpus(plan))
     if hopeless:
         notes.append(
-            f"\n{', '.join(hopeless)}: does not fit, not even with {', '.join(SMALLER)}; use more GPUs or a "
+            f"\n{', '.join(hopeless)}: does not fit, even with {', '.join(SMALLER)}; use more GPUs or a "
             "shorter --max_seq_length."
         )
     return notes
 
 
+# Flags
+
+
+def read_gpu(args: argparse.Namespace, cfg: Config) -> Gpu:
+    """Return the GPU that the flags describe. UserError if it cannot run the recipe."""
+    values = {flag: getattr(args, flag) for flag in GPU_FLAGS}
+    given = {GPU_FLAGS[flag][0]: value * GPU_FLAGS[flag][1] for flag, value in values.items() if value}
+    if name := find_gpu(args.gpu):
+        if cfg.precision.mixed_precision == "fp8":
+            _refuse_architecture(name, cfg)
+        return GPUS[name]._replace(**given)
+    if missing := [f"--{flag}" for flag, value in values.items() if not value and flag != "fp8_tflops"]:
+        known = "" if given else f"choose from {', '.join(GPUS)}, or "
+        fp8 = "" if args.fp8_tflops else " (and --fp8_tflops, if it has FP8)"
+        raise bad_setting(f"unknown GPU; {known}add {', '.join(missing)}{fp8}", gpu=args.gpu)
+    return Gpu(**({"fp8_tflops": None} | given))
+
+
+def _refuse_architecture(name: str, cfg: Config) -> None:
+    def able(architectures: tuple[str, ...]) -> str:
+        return "needs a GPU of " + ", ".join(
+            n for n, gpu in GPUS.items() if gpu.architecture in architectures
+        )
+
+    architectures, own = RECIPES[cfg.recipe].architectures, GPUS[name].architecture
+    if architectures and own not in architectures:
+        raise bad_setting(able(architectures), fp8_scenario=cfg.recipe, gpu=name)
+    if cfg.model.use_te and cfg.precision.fp8_fp32_scales and own != "Hopper":
+        raise bad_setting(able(("Hopper",)), fp8_fp32_scales=True, gpu=name)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text}: must be a positive number")
+    return value
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_whole(part.strip()) for part in text.split(",")]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of the plan's own flags, without the training flags."""
+    parser = command_parser(PROG, __doc__, trains=True)
+    add: Any = parser.add_argument
+    add(
+        "--gpus",
+        type=_counts,
+        default=[1, 8, 64, 512, 4096],
+        metavar="N,N,...",
+        help="numbers of GPUs to plan for (default: 1,8,64,512,4096)",
+    )
+    add("--gpus_per_node", type=_whole, default=8, metavar="N", help="GPUs per node (default: 8)")
+    add("--gpu", default="H200", metavar="NAME", help=f"{', '.join(GPUS)} (default: H200), or another with:")
+    for flag, (_, _, text) in GPU_FLAGS.items():
+        add(f"--{flag}", type=_positive, metavar="X", help=text)
+    network = "network bandwidth per GPU in GB/s, one direction (default: 50, which is 400 Gbit/s)"
+    add("--network_gbs", type=_positive, default=50.0, metavar="X", help=network)
+    add(
+        "--tokens",
+        type=_positive,
+        metavar="X",
+        help="training tokens, such as 15e12; adds a column with days",
+    )
+    add(
+        "--price_per_gpu_hour",
+        type=_positive,
+        metavar="X",
+        help="price in any currency; adds a column with the cost of --tokens",
+    )
+    add("--check", action="store_true", help="compare predictions with recorded runs instead")
+    return parser
+
+
+def split_flags(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the plan's parsed flags, and the training flags. UserError for an unknown flag."""
+    args, training = parser.parse_known_args(argv)
+    both = (parser, config.build_parser(PROG, ""))
+    own, theirs = ({o for action in p._actions for o in action.option_strings} for p in both)
+    for flag in (text.split("=")[0] for text in training if text.startswith("--")):
+        if flag not in theirs:
+            hint = nearest(flag, sorted(own | theirs)) or "; see --help and train_fp8.py --help"
+            raise UserError(f"unknown flag {flag}{hint}", exit_code=EXIT_BAD_SETTING)
+    return args, training
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Print the plan and return the exit code."""
+    """Print the plan and return the exit code: 2 for a bad setting."""
     try:
         print(run(sys.argv[1:] if argv is None else argv), flush=True)
-    except BrokenPipeError:  # the reader, such as `head`, closed the pipe
+    except BrokenPipeError:  # a reader such as `head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

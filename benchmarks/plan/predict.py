@@ -1,4 +1,4 @@
-"""Predict memory and step time of a job on one type of GPU, and find flags that make it fit."""
+"""Predict memory and step time of a job, and find flags that make it fit into GPU memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from training.config import Config, config_from_dict
 from training.parallel.memory import StepPlan, host_bytes, peak
 from training.tracking.metrics import model_flops
 
-# CUDA context, NCCL and fragmentation. A recorded 8B run with 147.6 GB of tensors fitted into 150.1 GB.
+# For CUDA, NCCL and fragmentation. A recorded 8B run with 147.6 GB of tensors fit into 150.1 GB.
 RESERVED = 2e9
-# Flags that reduce memory, and the settings they change. --batch_size becomes the largest that fits.
+# Flags that reduce memory, and their settings. --batch_size is then raised to the largest that fits.
 SMALLER_BATCH = "--batch_size"
 SMALLER: dict[str, dict[str, Any]] = {
     SMALLER_BATCH: {"batch_size": 1},
@@ -29,14 +29,14 @@ SMALLER: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Prediction for one job: bytes and seconds by part."""
+    """Prediction for a job: bytes per GPU and seconds per step, by part."""
 
     job: StepPlan
     gpu: Gpu
     network_gbs: float
     memory: dict[str, float]
     seconds: dict[str, float]
-    refusal: str | None  # reason if training refuses the mode that `auto` chooses
+    refusal: str | None  # why training would refuse the mode that `auto` chooses
 
     @property
     def peak(self) -> float:
@@ -56,12 +56,12 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Throughput of all GPUs together."""
+        """Throughput of all GPUs."""
         return self.job.tokens * self.job.accumulation * self.job.gpus / self.step
 
     @property
     def tflops(self) -> float:
-        """Model TFLOP/s of one GPU."""
+        """Model TFLOP/s per GPU."""
         tokens, length = self.job.tokens * self.job.accumulation, self.job.cfg.data.max_seq_length
         flops = model_flops(self.job.model.shape, tokens=tokens, sum_squared_lengths=tokens * length)
         return flops / self.step / 1e12
@@ -70,7 +70,7 @@ class Plan:
         return tokens / (self.tokens_per_second * 86_400)
 
     def host_gb(self) -> tuple[float, float]:
-        """Host memory per node in GB: for offloaded state, and additionally during a checkpoint save."""
+        """Host memory per node in GB: of offloaded state, and in addition while saving a checkpoint."""
         kept, saving = host_bytes(self.job)
         each = self.job.model.parameters / self.job.nodes / 1e9
         return kept * each, saving * each
@@ -82,13 +82,13 @@ def room(gpu: Gpu) -> float:
 
 
 def make_plan(cfg: Config, gpu: Gpu, *, gpus: int, gpus_per_node: int = 8, network_gbs: float = 50.0) -> Plan:
-    """Predict a run on `gpus` GPUs; `network_gbs` is the network bandwidth per GPU."""
+    """Predict a run on `gpus` GPUs. UserError for settings that the planner or training refuses."""
     job, refusal = build_job(cfg, gpu=int(gpu.memory_gb * 1e9), gpus=gpus, gpus_per_node=gpus_per_node)
     return Plan(job, gpu, network_gbs, peak(job), step_seconds(job, gpu, network=network_gbs * 1e9), refusal)
 
 
 def replan(plan: Plan, settings: dict[str, Any]) -> Plan:
-    """Plan the same GPUs with other settings."""
+    """Predict other settings on the same GPUs."""
     job = plan.job
     return make_plan(
         config_from_dict(settings),
@@ -100,7 +100,7 @@ def replan(plan: Plan, settings: dict[str, Any]) -> Plan:
 
 
 def largest_batch(job: StepPlan, room: float) -> int:
-    """Return the largest micro-batch with a peak of at most `room` bytes; 0 if one sequence is too large."""
+    """Return the largest micro-batch with a peak of at most `room` bytes; 0 if a sequence is too long."""
 
     def fits(batch: int) -> bool:
         cfg = replace(job.cfg, optim=replace(job.cfg.optim, batch_size=batch))
@@ -116,7 +116,7 @@ def largest_batch(job: StepPlan, room: float) -> int:
 
 
 def fewest_changes(plan: Plan) -> dict[str, Plan]:
-    """Return plans that fit, by the flags to add to `plan`: as few flags as possible, {} if nothing fits."""
+    """Return plans that fit, by the flags to add. All have as few flags as possible; {} if nothing fits."""
     settings = plan.job.cfg.to_dict()
     for count in range(1, len(SMALLER) + 1):
         found = {}
@@ -137,7 +137,7 @@ def fewest_changes(plan: Plan) -> dict[str, Plan]:
 
 
 def _fitting(plan: Plan, settings: dict[str, Any]) -> Plan | None:
-    """Return the plan with these settings; None if training refuses them or they do not fit."""
+    """Return the plan with these settings; None if they are refused or do not fit."""
     try:
         other = replan(plan, settings)
     except UserError:

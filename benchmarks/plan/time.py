@@ -1,8 +1,8 @@
 """Predict the time of a training step from FLOPs, bytes, and rates measured on an H200.
 
-Rates are fractions of a GPU's peaks: kernels on other GPUs are assumed to be as efficient as on the H200.
-Unless a comment names another source, rates come from the kernel profile of Llama 3.1 8B with delayed scaling
-(8,192 tokens, 575 ms per step).
+Rates are fractions of a GPU's peaks; kernels are assumed to be as efficient on other GPUs. Unless a comment
+names another source, a rate is from the kernel profile of Llama 3.1 8B with delayed scaling (8,192 tokens,
+575 ms per step).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _gpu(name: str, memory_gb: float, memory_tbs: float, link_gbs: float, archit
     return Gpu(memory_gb, peaks.bf16, peaks.fp8, memory_tbs * 1e12, link_gbs * 1e9, architecture)
 
 
-# Memory: as reported by CUDA (H200), otherwise from the datasheet. Bandwidths: from NVIDIA's datasheets;
-# NVLink and PCIe halved, for one direction.
+# The H200's memory is what CUDA reports. All other values are from NVIDIA's datasheets, with the bandwidths
+# of NVLink and PCIe halved for one direction.
 GPUS: dict[str, Gpu] = {
     "A100": _gpu("A100", 85.1, 2.04, 300, "Ampere"),  # SXM, 80 GB
     "H100": _gpu("H100", 85.1, 3.35, 450, "Hopper"),
@@ -46,6 +46,13 @@ GPUS: dict[str, Gpu] = {
     "RTX 4090": _gpu("RTX 4090", 25.3, 1.008, 32, "Ada"),
     "RTX 5090": _gpu("RTX 5090", 33.7, 1.792, 64, "RTX Blackwell"),
 }
+
+
+def find_gpu(name: str) -> str | None:
+    """Return the key in GPUS for a name, ignoring case and "NVIDIA"; None if unknown."""
+    wanted = name.upper().removeprefix("NVIDIA").strip()
+    return next((key for key in GPUS if key.upper() == wanted), None)
+
 
 HEAD_SHARE = 0.725  # LM head, BF16: 25.8 TFLOP in 36 ms
 FP8_HEAD_SHARE = 0.63  # LM head, FP8, including casts: 25.8 TFLOP in 21 ms
@@ -74,14 +81,16 @@ OPTIMIZER_HOST_BANDWIDTH = 40e9  # CPU offload: PCIe and host memory bandwidth p
 
 
 def _gemm_seconds(job: StepPlan, gpu: Gpu) -> float:
-    """Time of the linear layers: forward (twice with recomputation), dgrad and wgrad."""
+    """Time of the linear layers' GEMMs: forward (twice with recomputation), dgrad and wgrad."""
     flops = 2.0 * job.model.gemm_weights * job.tokens
     passes = 4 if job.recompute else 3
     bf16 = flops / (gpu.bf16_tflops * 1e12 * BF16_COSTS.gemm_share)
     if job.recipe == "bf16":
         return passes * bf16
     if gpu.fp8_tflops is None:
-        raise bad_setting("this GPU has no FP8 peak; add --fp8_tflops, or use bf16", mixed_precision="fp8")
+        raise bad_setting(
+            "this GPU's FP8 peak is unknown; add --fp8_tflops, or use bf16", mixed_precision="fp8"
+        )
     fp8 = flops / (gpu.fp8_tflops * 1e12 * costs_of(job.recipe).gemm_share)
     low = (passes - 1) * fp8 + bf16 if RECIPES[job.recipe].bf16_wgrad else passes * fp8
     return low * job.fp8_layers + passes * bf16 * (1 - job.fp8_layers)
@@ -126,7 +135,7 @@ def _cast_bytes(job: StepPlan) -> float:
 
 
 def adam_bytes(job: StepPlan) -> float:
-    """Optimizer traffic per parameter: weight, gradient, remainder and moments, read and written."""
+    """Optimizer traffic in bytes per parameter: weight, gradient, FP32 remainder and moments."""
     plan = job.optimizer
     return 2 * 2 + 2 + (2 * 2 if plan.master_weights else 0) + 4 * plan.moment_dtype.itemsize
 
@@ -143,16 +152,16 @@ def _optimizer_seconds(job: StepPlan, gpu: Gpu) -> float:
 
 
 class Exchange(NamedTuple):
-    """Communication of a GPU in one step, without the ring factor (n - 1) / n, and the copies it needs."""
+    """Communication of one GPU in one step, without the ring factor (n - 1) / n, and its copies."""
 
     within: float  # bytes within a shard group, or within the job if nothing is sharded
     across: float  # bytes between the replicas of hsdp
-    copied: float  # bytes of memory traffic
+    copied: float  # bytes of memory traffic for copies into and out of buffers
     collectives: float  # number of collectives
 
 
 def exchange(job: StepPlan) -> Exchange:
-    """Return the communication of one step: all-gathers of weights, and reductions of gradients."""
+    """Count the communication of one step: all-gathers of weights and reductions of gradients."""
     model, layers, stage = job.model, job.model.shape.num_layers, job.sharding.stage
     if job.gpus == 1:
         return Exchange(0, 0, 0, 0)
@@ -175,10 +184,11 @@ def exchange(job: StepPlan) -> Exchange:
 
 
 def communication_seconds(job: StepPlan, gpu: Gpu, network: float) -> float:
-    """Return the transfer time without overlap; `network` is bytes/s per GPU in one direction.
+    """Return the seconds of all transfers without overlap; `network` is bytes/s per GPU in one direction.
 
-    A ring over n GPUs sends (n - 1) / n of the bytes through every link. Across nodes, a node's GPUs share
-    the traffic over their network cards, and every node adds a hop. The slower of links and network counts.
+    A ring over n GPUs sends (n - 1) / n of the bytes through every link. Across nodes, the GPUs of a node
+    share the traffic over their network cards, and every node adds a hop. The slower of links and network
+    limits the transfer.
     """
     sent, per_node = exchange(job), job.gpus_per_node
     copies, close = job.gpus // job.shard, max(1, per_node // job.shard)
@@ -198,7 +208,7 @@ def communication_seconds(job: StepPlan, gpu: Gpu, network: float) -> float:
 
 
 def step_seconds(job: StepPlan, gpu: Gpu, *, network: float = 50e9) -> dict[str, float]:
-    """Return seconds of one optimizer step by part, for full sequences and without waiting for data."""
+    """Return the seconds of one optimizer step by part, for full sequences and without data loading."""
     model, bandwidth = job.model, gpu.memory_bandwidth * BANDWIDTH_SHARE
     each = {
         "linear layers": _gemm_seconds(job, gpu),

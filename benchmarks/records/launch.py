@@ -1,6 +1,6 @@
-"""Launch training runs as subprocesses, forward signals to them, and keep their output.
+"""Launch training runs as subprocesses, forward signals to them, and save their output.
 
-A separate process per run starts with empty GPU memory, and a crash ends only that run.
+Every run has its own process, so it starts with empty GPU memory, and a crash ends only that run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.records.runs import NO_EFFECT, bad_input
 from core.cli import OneLineParser
@@ -32,54 +31,57 @@ POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Outcome:
-    """Exit code and error of a run."""
+    """How a run ended."""
 
     code: int
     folder: Path
-    error: str | None = None  # error line that the run printed
+    error: str | None = None  # from the last line `error: ...` of its output
     last_line: str = ""
 
     @property
     def refused(self) -> bool:
-        """True if this machine cannot run it: the run reported an error before it created its folder."""
+        """True if the machine cannot run it: it failed with an error before it created its run folder."""
         reported = self.code == EXIT_FAILED and self.error is not None
         return reported and not (self.folder / "config.json").exists()
 
     @property
     def reason(self) -> str:
+        """Reason of the failure, in one line."""
         number = -self.code if self.code < 0 else self.code - 128
         if number in set(signal.Signals):
             name = signal.Signals(number).name
-            return f"killed by {name}; its log ends with: {self.last_line or 'nothing'}"
+            return f"killed by {name}; last output: {self.last_line or 'none'}"
         return f"{self.error or self.last_line or 'no output'} (exit code {self.code})"
 
 
 def run_command(work: Callable[[list[str]], int], argv: list[str] | None) -> int:
-    """Run `work` with the command line; print an error as one line and return its exit code."""
+    """Run a benchmark's command line and return its exit code; print an error as one line."""
     try:
         return work(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt as stop:
-        print(f"{str(stop) or 'stopped'}; the same command resumes", file=sys.stderr)
+        print(f"{str(stop) or 'interrupted'}; run the same command to resume", file=sys.stderr)
         return EXIT_INTERRUPTED
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", EXIT_BAD_SETTING)
 
 
-def command_parser(prog: str, description: str, **options: Any) -> OneLineParser:
-    """Return a parser for a benchmark's own flags; it does not know training flags."""
-    return OneLineParser(prog=prog, allow_abbrev=False, description=description.splitlines()[0], **options)
+def command_parser(prog: str, description: str, *, trains: bool = False) -> OneLineParser:
+    """Return a parser for a benchmark's own flags; with `trains`, --help mentions the training flags."""
+    epilog = "All training flags are accepted too: python train_fp8.py --help" if trains else None
+    first = description.splitlines()[0]
+    return OneLineParser(prog=prog, allow_abbrev=False, description=first, epilog=epilog)
 
 
 def folder_flag(text: str) -> Path:
-    """Return the folder that a flag names; an empty text, as of an unset variable, is an error."""
+    """Return a flag's folder; an empty text, as from an unset shell variable, is an error."""
     if not text:
-        raise argparse.ArgumentTypeError("'': no folder; name one")
+        raise argparse.ArgumentTypeError("'' is no folder; give a path")
     return Path(text).expanduser()
 
 
 def command(cfg: Config, gpus: int) -> list[str]:
-    """Return the command line of a run: train_fp8.py on one GPU (or none), torchrun on more."""
+    """Return a run's command line: train_fp8.py for one GPU or the CPU, torchrun for more GPUs."""
     if gpus == 1:
         start = [sys.executable, "-u", str(ROOT / "train_fp8.py")]
     else:
@@ -89,7 +91,7 @@ def command(cfg: Config, gpus: int) -> list[str]:
 
 
 def to_flags(cfg: Config) -> list[str]:
-    """Return flags for all non-default settings, joined by "=" because a value may start with a dash."""
+    """Return flags `--name=value` for all non-default settings; a value may start with a dash."""
     default, flags = Config().to_dict(), []
     for name, value in cfg.to_dict().items():
         if value != default[name]:
@@ -99,11 +101,11 @@ def to_flags(cfg: Config) -> list[str]:
 
 
 def launch(cfg: Config, *, gpus: int = 1, log: Path) -> Outcome:
-    """Run one training script and wait for it; its output goes to `log` and to the terminal.
+    """Run a training script to its end; its output goes to `log` and to the terminal.
 
-    The run writes to `log` directly, so it survives the end of this process. SIGINT, SIGTERM and SIGHUP are
+    The run writes to `log` itself, so it continues if this process is killed. SIGINT, SIGTERM and SIGHUP are
     forwarded: the run saves a checkpoint and exits, then this function raises KeyboardInterrupt. UserError if
-    another process uses the run folder.
+    another process is writing to the run folder.
     """
     line, folder, signals = command(cfg, gpus), Path(cfg.checkpoint.output_dir), []
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -111,20 +113,20 @@ def launch(cfg: Config, *, gpus: int = 1, log: Path) -> Outcome:
         file.write(f"$ {redact(shlex.join(line))}\n")
         file.flush()
         begin = file.tell()
-        # In a separate session the run does not receive Ctrl-C itself; this process forwards it once.
+        # A session of its own keeps Ctrl-C from reaching the run twice: `_follow` forwards it.
         process = subprocess.Popen(line, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         output = _follow(process, log, begin, signals).splitlines()
     error = next((x.removeprefix("error: ") for x in reversed(output) if x.startswith("error: ")), None)
     outcome = Outcome(process.returncode, folder, error, next(filter(str.strip, reversed(output)), ""))
     if signals or outcome.code == EXIT_INTERRUPTED:
-        raise KeyboardInterrupt(f"stopped in {folder.name}")
+        raise KeyboardInterrupt(f"interrupted in {folder.name}")
     if outcome.code == EXIT_IN_USE:
-        raise bad_input(f"{folder.name}: {error}; then the same command resumes")
+        raise bad_input(f"{folder.name}: {error}; then run the same command to resume")
     return outcome
 
 
 def _follow(process: subprocess.Popen, log: Path, begin: int, signals: list[int]) -> str:
-    """Print and return the output in `log` from byte `begin` on; forward new `signals` to the process."""
+    """Print and return what is written to `log` after byte `begin`; forward new `signals` to the process."""
     text, sent = "", 0
     with log.open(encoding="utf-8", errors="replace", newline="") as file:
         file.seek(begin)
@@ -132,7 +134,7 @@ def _follow(process: subprocess.Popen, log: Path, begin: int, signals: list[int]
             ended = process.poll() is not None
             new = file.read()
             text += new
-            with contextlib.suppress(OSError):  # the terminal was closed
+            with contextlib.suppress(OSError):  # the terminal may be closed
                 print(new, end="", flush=True)
             if ended:
                 return text
@@ -149,13 +151,16 @@ def _send(process: subprocess.Popen, number: int) -> None:
 
 
 def _workers(pid: int) -> list[int]:
-    """Return the ranks of a torchrun process. Signalled itself, it kills ranks that save for over 30 s."""
+    """Return the PIDs of a torchrun process's ranks, or [].
+
+    Signals go to the ranks, because torchrun itself would kill ranks that take over 30 s to save.
+    """
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(path.read_text().rpartition(")")[2].split()[1])
             words = (path.parent / "cmdline").read_bytes().split(b"\0")
-        except (OSError, IndexError):  # the process has just ended
+        except (OSError, IndexError):  # the process may have ended
             continue
         if parent == pid and os.fsencode(ROOT / "train_multi_gpu.py") in words:
             found.append(int(path.parent.name))
@@ -163,9 +168,9 @@ def _workers(pid: int) -> list[int]:
 
 
 def is_begun(cfg: Config) -> bool:
-    """True if the folder of `cfg` holds this run, begun or finished. UserError if its settings differ.
+    """True if this run was started before. UserError if its folder holds a run with other settings.
 
-    Training itself resumes with different sharding, kernels or length, but such runs are not comparable.
+    Training would resume with other sharding, kernels or length, but such a run is not comparable.
     """
     folder = Path(cfg.checkpoint.output_dir)
     saved = folder / "config.json"
@@ -174,16 +179,16 @@ def is_begun(cfg: Config) -> bool:
     try:
         changed = changed_settings(json.loads(saved.read_text(encoding="utf-8")), cfg, ignore=NO_EFFECT)
     except (ValueError, TypeError) as error:
-        raise bad_input(f"{saved}: cannot be read ({error}); remove the folder to run it again") from None
+        raise bad_input(f"{saved}: damaged ({error}); delete the run folder to start over") from None
     if changed:
-        pairs = ", ".join(f"--{name} {there} there, {here} here" for name, (there, here) in changed.items())
+        pairs = ", ".join(f"--{name} {old}, now {new}" for name, (old, new) in changed.items())
         raise bad_input(
-            f"{folder}: holds a run of other settings ({pairs}); give the settings it was started with, or "
-            "another --output_dir, or remove the folder to run it again"
+            f"{folder}: holds a run with other settings ({pairs}); use its settings or another --output_dir, "
+            "or delete the run folder to start over"
         )
     return True
 
 
 def is_finished(cfg: Config) -> bool:
-    """True if the folder of `cfg` holds this run, finished. UserError if its settings differ."""
+    """True if this run has finished. UserError if its folder holds a run with other settings."""
     return is_begun(cfg) and (Path(cfg.checkpoint.output_dir) / "summary.json").exists()

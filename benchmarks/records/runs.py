@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from core.errors import EXIT_BAD_SETTING, UserError
 from core.files import read_record
 from training.config import SECTIONS, Config, all_settings
-from training.tracking.metrics import METRICS, RATES, summary_name
+from training.tracking.metrics import METRICS, RATES, summary_name, tail_mean
 
 Series = list[tuple[int, float]]  # (optimizer step, value)
 
@@ -23,24 +23,20 @@ EFFECTS = {
     for name, setting in all_settings().items()
 }
 NO_EFFECT = frozenset(name for name, effect in EFFECTS.items() if effect == "nothing")
-# Compared as they ran, since settings such as `auto` may have resolved to different values.
-AS_RAN = {"model_name", "use_te", "te_backend", "mixed_precision", "fp8_scenario", "fp8_fallback"}
-# May differ between runs of the same work: scaling compares one GPU, without sharding, with several.
-MODE = {"sharding_mode", "deepspeed_config", "cpu_offload", "hsdp_shard_size"}
-WORK = tuple(n for n, effect in EFFECTS.items() if effect == "step" and n not in AS_RAN | MODE)
+# These may be `auto` or fall back, so `RunRecord.work` compares what actually ran.
+RESOLVED = {"model_name", "use_te", "te_backend", "mixed_precision", "fp8_scenario", "fp8_fallback"}
+# Scaling compares one GPU, without sharding, with several GPUs.
+SHARDING = {"sharding_mode", "deepspeed_config", "cpu_offload", "hsdp_shard_size"}
+# Other settings that change the work of a step; equal in runs whose speeds are comparable.
+WORK = tuple(n for n, effect in EFFECTS.items() if effect == "step" and n not in RESOLVED | SHARDING)
 
-NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as written to metrics.jsonl
-BATCH = ("batch_size", "gradient_accumulation_steps", "max_seq_length")  # present in every run's config.json
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+REQUIRED = ("batch_size", "gradient_accumulation_steps", "max_seq_length")  # identify a run's config.json
 
 
 def bad_input(message: str) -> UserError:
-    """Return a UserError for bad files or flags of a benchmark."""
+    """Return the error for a file or flag that the user must correct."""
     return UserError(message, exit_code=EXIT_BAD_SETTING)
-
-
-def tail_mean(values: list[float]) -> float:
-    """Return the mean of the last 10 % (at least one value)."""
-    return fmean(values[-max(1, len(values) // 10) :])
 
 
 REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
@@ -73,14 +69,14 @@ class RunRecord:
     records: list[dict[str, Any]]
     summary: dict[str, Any] | None
     wall_time: dict[str, Any] = field(default_factory=dict)  # summed over restarts
-    remarks: dict[str, Any] = field(default_factory=dict)  # why a recorded run is not comparable, by use
+    remarks: dict[str, Any] = field(default_factory=dict)  # limits of a recorded run; see results/README.md
 
     @property
     def name(self) -> str:
         return self.folder.resolve().name
 
     def setting(self, name: str) -> Any:
-        """Return a setting, or its default for runs recorded before the setting existed."""
+        """Return a setting; its default if the run is older than the setting."""
         return self.config.get(name, DEFAULT[name])
 
     def logged(self, metric: str) -> Series:
@@ -92,9 +88,9 @@ class RunRecord:
         return [(s, v) for s, v in self.logged(metric) if isinstance(v, int | float) and math.isfinite(v)]
 
     def value(self, name: str) -> Any:
-        """Return a summary value, computed from the logs of an unfinished run; None if unknown.
+        """Return a value of summary.json, or compute it from an unfinished run's logs; None if unknown.
 
-        The speed of an emulated run is meaningless and None.
+        The speed of an emulated run is None, because it is meaningless.
         """
         if name in SPEED and self.emulated:
             return None
@@ -118,7 +114,7 @@ class RunRecord:
 
     @property
     def gpus(self) -> int:
-        """GPUs of the whole job, 0 on a CPU."""
+        """Number of GPUs of the whole job; 0 on a CPU."""
         if self.summary is not None:
             return self.summary.get("gpus", 1)
         return self.environment.get("world_size", 1) if self.environment.get("gpu_name") else 0
@@ -129,12 +125,13 @@ class RunRecord:
 
     @property
     def mode(self) -> str | None:
-        """Sharding mode that ran; config.json may have `auto`."""
+        """Sharding mode that ran, also if config.json says `auto`; None if unknown."""
         known = self.summary or self.environment
         return known.get("sharding_mode", "single") if known else None
 
     @property
     def ranks(self) -> int:
+        """World size; 1 on a CPU."""
         known = (self.summary or {}).get("world_size") or self.environment.get("world_size")
         return max(1, known or self.gpus)
 
@@ -145,7 +142,7 @@ class RunRecord:
 
     @property
     def coverage(self) -> dict[str, float]:
-        """Map from precision to its share of a step's GEMM FLOPs; empty if no step was recorded."""
+        """Share of a step's GEMM FLOPs by precision; empty if not recorded."""
         shares: dict[str, float] = {}
         for row in (self.environment.get("coverage") or {}).get("rows", []):
             if row["gemm_share"]:
@@ -154,7 +151,7 @@ class RunRecord:
 
     @property
     def precision(self) -> str | None:
-        """Recipe, or mixed precision; with --precision_map, the FP8 recipes of its GEMMs."""
+        """FP8 recipe, or bf16; with --precision_map, all FP8 recipes in use, largest GEMM share first."""
         recipe = self.value("recipe") or self.value("mixed_precision")
         if not self.config.get("precision_map"):
             return recipe
@@ -168,19 +165,19 @@ class RunRecord:
 
     @property
     def work(self) -> dict[str, Any]:
-        """Settings that must be equal for two runs' speeds to be comparable."""
+        """Properties that are equal in runs whose speeds are comparable."""
         named = {"model_name": self.value("model_name"), "layers": self.layers, "precision": self.precision}
         return named | {name: self.setting(name) for name in WORK}
 
     @property
     def tokens_per_gpu(self) -> float | None:
-        """Tokens/s of one GPU."""
+        """Tokens/s per GPU."""
         rate = self.value("tokens_per_second")
         return rate / self.gpus if rate is not None and self.gpus else None
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return `folder` if it is a run folder, else all run folders below it."""
+    """Return [folder] if it is a run folder, else all run folders below it."""
     if (folder / "config.json").exists():
         return [folder]
     found = [path.parent for path in folder.rglob("config.json")]
@@ -188,13 +185,13 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run folder. UserError if it is not a run folder, or a file in it is damaged."""
+    """Read a run folder. UserError if it is no run folder or one of its files is damaged."""
     if not (folder / "config.json").is_file():
         reason = "not a run folder (it has no config.json)" if folder.exists() else "no such folder"
         raise bad_input(f"{folder}: {reason}")
     config = _read_json(folder / "config.json")
-    if not all(isinstance(config.get(name), int) for name in BATCH):
-        raise bad_input(f"{folder}: not a run folder (its config.json has no {', '.join(BATCH)})")
+    if not all(isinstance(config.get(name), int) for name in REQUIRED):
+        raise bad_input(f"{folder}: not a run folder (its config.json has no {', '.join(REQUIRED)})")
     summary, environment = folder / "summary.json", folder / "env.json"
     return RunRecord(
         folder=folder,
@@ -207,7 +204,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def with_numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace the strings for non-finite numbers in JSON by floats."""
+    """Replace "NaN", "Infinity" and "-Infinity", as strict JSON stores them, with floats."""
     return {k: NON_FINITE.get(v, v) if isinstance(v, str) else v for k, v in values.items()}
 
 
@@ -215,11 +212,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return with_numbers(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, AttributeError) as error:  # no JSON, or no object
-        raise bad_input(f"{path}: cannot be read ({error})") from None
+        raise bad_input(f"{path}: damaged, not a JSON object ({error})") from None
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read metrics.jsonl, skipping malformed lines: a running or killed run may end in a partial line."""
+    """Read metrics.jsonl, without the partial last line of a running or killed run."""
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:

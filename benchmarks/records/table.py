@@ -1,4 +1,4 @@
-"""Table of recorded runs: one JSON line per run, with downsampled curves."""
+"""Table of recorded runs: one JSON line per run, with thinned curves."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from core.files import replace_file, to_json
 from training.tracking.metrics import METRICS
 
 TABLE = Path(__file__).resolve().parents[1] / "results" / "runs.jsonl.gz"
-MOST_POINTS = 200  # per recorded curve
+MAX_POINTS = 200  # per curve
 CURVES = ("train/loss", "train/grad_norm", "train/epoch", "perf/tokens_per_second")
-DIGITS = 7
+DIGITS = 7  # significant digits of a value
 ENVIRONMENT = (
     *("date", "git", "versions", "gpu_name", "gpu_count", "driver", "cuda", "cudnn", "python"),
     *("requested_recipe", "recipe", "fallback_reason", "te_backend", "emulated", "optimizer"),
@@ -26,28 +26,28 @@ ENVIRONMENT = (
 
 
 def read_table(study: str | None = None, path: Path = TABLE) -> list[RunRecord]:
-    """Return the recorded runs of a study (`thousand_steps` includes `thousand_steps/te`), or all."""
+    """Return the recorded runs of a study, or of all; `thousand_steps` includes `thousand_steps/te`."""
     rows = _read_rows(path)
     if study is None:
         return [from_row(row) for row in rows]
     found = [from_row(row) for row in rows if f"{row['study']}/".startswith(f"{study}/")]
     if not found:
         studies = ", ".join(sorted({row["study"] for row in rows}))
-        raise bad_setting(f"not recorded in {path}; it has {studies}", study=study)
+        raise bad_setting(f"no such study in {path}; choose from {studies}", study=study)
     return found
 
 
 def add_runs(runs: list[RunRecord], study: str, path: Path = TABLE) -> None:
-    """Add runs to the table; a run replaces an existing row with the same study and name."""
+    """Add runs to the table; a run replaces the row with the same study and name."""
     rows = {(row["study"], row["name"]): row for row in _read_rows(path)}
     rows |= {(study, run.name): to_row(run, study) for run in runs}
     replace_file(path, gzip.compress(b"".join(to_json(row) + b"\n" for row in rows.values()), mtime=0))
 
 
 def to_row(run: RunRecord, study: str) -> dict[str, Any]:
-    """Convert a run to a row: settings that affect results, environment, summary, downsampled metrics."""
+    """Convert a run to a row: settings that affect results, environment, summary and thinned metrics."""
     evaluations = sorted({name for record in run.records for name in record if name.startswith("eval/")})
-    names = CURVES if run.summary else dict.fromkeys((*CURVES, *METRICS))  # summaries have the rest
+    names = CURVES if run.summary else dict.fromkeys((*CURVES, *METRICS))  # a summary has the rest
     curves = {name: thin(run.logged(name), average=name == "train/loss") for name in names}
     curves |= {name: run.logged(name) for name in evaluations}
     return {
@@ -62,7 +62,7 @@ def to_row(run: RunRecord, study: str) -> dict[str, Any]:
 
 
 def from_row(row: dict[str, Any]) -> RunRecord:
-    """Convert a row to a run; its folder is `study/name`, which may not exist."""
+    """Convert a row to a run. Its folder, `study/name`, need not exist."""
     records: dict[int, dict[str, Any]] = {}
     for name, (steps, values) in row["metrics"].items():
         for step, value in zip(steps, values, strict=True):
@@ -78,9 +78,9 @@ def from_row(row: dict[str, Any]) -> RunRecord:
 
 
 def thin(series: Series, *, average: bool) -> Series:
-    """Return at most MOST_POINTS points: mean or last value of every 1, 2, 5, 10, 20 .. points."""
+    """Reduce a curve to at most MAX_POINTS: the mean or last value of every 1, 2, 5, 10, 20, ... points."""
     sizes = (digit * 10**power for power in range(9) for digit in (1, 2, 5))
-    size = next(size for size in sizes if len(series) <= size * MOST_POINTS)
+    size = next(size for size in sizes if len(series) <= size * MAX_POINTS)
     blocks = [series[start : start + size] for start in range(0, len(series), size)]
     return [(b[-1][0], fmean(value for _, value in b) if average else b[-1][1]) for b in blocks]
 

@@ -1,4 +1,4 @@
-"""Run torchrun, but exit with the exit code of the first failed rank instead of 1."""
+"""Run torchrun and exit with the exit code of the first rank that failed, where torchrun exits with 1."""
 
 import sys
 

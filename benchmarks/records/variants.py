@@ -1,4 +1,4 @@
-"""Variants: names such as `delayed` or `tensorwise+compile=false` that stand for training settings."""
+"""Variants: short names for training settings, such as `delayed` or `tensorwise+compile=false`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from core.recipes import TE_RECIPES, TORCHAO_RECIPES
 from core.settings import nearest
 from training.config import Config, all_settings, build_parser, config_from_dict, load_config_file
 
-# An unsupported recipe is an error: a fallback would be compared under the wrong name.
+# A fallback recipe would be compared under the wrong name, so an unsupported recipe is an error.
 _TE = {"use_te": True, "fp8_fallback": "error"}
 _HF = {"use_te": False, "te_backend": "auto", "fp8_fallback": "error"}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -23,15 +23,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{name: _TE | {"mixed_precision": "fp8", "fp8_scenario": name} for name in TE_RECIPES},
     **{name: _HF | {"mixed_precision": "fp8", "fp8_scenario": name} for name in TORCHAO_RECIPES},
 }
-DECIDED = ("use_te", "mixed_precision", "fp8_scenario", "fp8_fallback", "output_dir", "resume")
-# Settings that a variant may change. All others are shared by the variants of an experiment.
-OWN = ("te_backend", "gradient_checkpointing", "compile", "batch_size", "gradient_accumulation_steps")
-OWN_SECTIONS = ("precision", "sharding")
+OWNED = ("use_te", "mixed_precision", "fp8_scenario", "fp8_fallback", "output_dir", "resume")
+# Settings and sections that a variant may change. All others are equal in all runs of an experiment.
+VARIED = ("te_backend", "gradient_checkpointing", "compile", "batch_size", "gradient_accumulation_steps")
+VARIED_SECTIONS = ("precision", "sharding")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A recipe of `VARIANTS` with additional settings; `name` is the user's text."""
+    """An entry of `VARIANTS` with further settings; `name` is the text on the command line."""
 
     name: str
     settings: dict[str, Any]
@@ -48,9 +48,9 @@ class Variant:
 def parse_variants(words: list[str], *, flag: str = "--variants") -> list[Variant]:
     """Parse `bf16,delayed,current+moment_dtype=bf16`; several words form one list.
 
-    A comma separates only before a variant's name, because values may contain commas. `bf16` uses TE layers
+    Values may contain commas, so a comma separates only where a variant's name follows. `bf16` uses TE layers
     if the list has a TE recipe or bf16_hf, else Hugging Face layers. UserError for an unknown or duplicate
-    variant, or a setting that variants must share.
+    variant, or for a setting that a variant must not change.
     """
     separator = rf",(?=(?:{'|'.join(VARIANTS)})(?:[+,]|$))"
     names = [name for word in words for name in re.split(separator, word) if name]
@@ -58,9 +58,9 @@ def parse_variants(words: list[str], *, flag: str = "--variants") -> list[Varian
     te_layers = "bf16_hf" in recipes or any(recipe in TE_RECIPES for recipe in recipes)
     variants = [_parse(name, te_layers, flag) for name in names]
     if not variants:
-        raise bad_input(f"{flag}: names no variant; choose from {', '.join(VARIANTS)}")
+        raise bad_input(f"{flag}: no variant given; choose from {', '.join(VARIANTS)}")
     if len({variant.folder_name for variant in variants}) < len(variants):
-        raise bad_input(f"{flag} {','.join(names)}: names a variant twice, or two that share a run folder")
+        raise bad_input(f"{flag} {','.join(names)}: two variants have the same name or run folder; drop one")
     return variants
 
 
@@ -70,37 +70,37 @@ def _parse(name: str, te_layers: bool, flag: str) -> Variant:
         hint = nearest(recipe.rpartition(",")[2], VARIANTS)
         raise bad_input(f"{flag} {recipe}: unknown variant{hint}; choose from {', '.join(VARIANTS)}")
     table = all_settings()
-    allowed = [n for n in table if n not in DECIDED and (table[n].section in OWN_SECTIONS or n in OWN)]
+    allowed = [n for n in table if n not in OWNED and (table[n].section in VARIED_SECTIONS or n in VARIED)]
     own = {}
     for extra in extras:
         setting, _, value = extra.partition("=")
         if setting not in allowed:
-            hint = nearest(setting, allowed) or f", only {', '.join(allowed)}"
-            raise bad_input(f"{flag} {name}: a variant may not change {setting}{hint}")
+            hint = nearest(setting, allowed) or f"; it may change {', '.join(allowed)}"
+            raise bad_input(f"{flag} {name}: a variant must not change {setting}{hint}")
         own[setting] = value or "true"
     layers = VARIANTS["bf16_hf"] if recipe == "bf16" and not te_layers else VARIANTS[recipe]
     return Variant(name, layers | own)
 
 
-def given_settings(argv: list[str], prog: str, decided: Iterable[str] = DECIDED) -> dict[str, Any]:
+def given_settings(argv: list[str], prog: str, owned: Iterable[str] = OWNED) -> dict[str, Any]:
     """Return the training settings on a command line and in its --config file, without defaults.
 
-    UserError for an unknown flag, or a flag in `decided`, which the benchmark sets itself. Settings in
-    `decided` are ignored in the file.
+    The benchmark sets those in `owned` itself: they are a UserError on the command line, and ignored in the
+    file. UserError for an unknown flag.
     """
     given = vars(build_parser(prog, "").parse_args(argv))
     path = given.pop("config")
-    for name in decided:
+    for name in owned:
         if name in given:
-            raise bad_setting(f"{prog} decides it for each run; leave it out", **{name: given[name]})
+            raise bad_setting(f"{prog} sets this for every run; drop it", **{name: given[name]})
     in_file = load_config_file(path) if path else {}
-    return {k: v for k, v in in_file.items() if k not in decided} | given
+    return {k: v for k, v in in_file.items() if k not in owned} | given
 
 
 def resolve(settings: dict[str, Any], folder: Path) -> Config:
-    """Return the configuration of a run in `folder`, which is DIR/runs/NAME of a comparison or sweep.
+    """Return the configuration of a run of a comparison or sweep; `folder` is DIR/runs/NAME.
 
-    By default, its W&B run name is NAME and its group is the name of DIR.
+    On W&B the run is NAME in the group DIR, unless the settings name others.
     """
     names = {"wandb_group": folder.resolve().parents[1].name, "wandb_run_name": folder.name}
     tracking = names if settings.get("use_wandb") else {}

@@ -1,22 +1,23 @@
-"""Figures of a report."""
+"""Figures of a report: losses, gaps, scaling and FP8 statistics."""
 
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 from benchmarks.records.runs import DEFAULT, WORK, RunRecord, Series
-from benchmarks.report.fp8_heatmap import draw_casts, last_casts
 from benchmarks.report.gaps import Comparison, loss_gap, noise_band, smooth
 from benchmarks.report.tables import Columns, labels, metric_columns, read_value
 
-# Colour-blind-safe palette of Okabe and Ito, without yellow, which is too light on white.
+# The colour-blind-safe palette of Okabe and Ito; violet replaces its yellow, which is too light on white.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5195")
 DASHES = ("-", "--", "-.", ":")  # the first seven curves are solid, the next seven dashed, ...
 STYLE = {
@@ -26,42 +27,48 @@ STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "report",
 }
-POINTS = 800  # maximum points per raw curve, limited by screen resolution
+MAX_POINTS = 800  # per curve
 LABEL_WIDTH = 44  # characters per line of a label
-FEW = 10  # curves with fewer points get markers
-SPIKE = 10  # gaps above this multiple of the widest curve's 75th percentile are outside the axis
+MARKED = 10  # curves with fewer points get markers
+SPIKE = 10  # the gap's axis ends at this multiple of the widest curve's 75th percentile
+
+FP8_METRIC = re.compile(r"fp8/(?:.*\.)?layers\.(\d+)\.(.+)/(activation|weight|gradient)/(\w+)")
+SHARES = ("underflow", "overflow")  # drawn on a linear colour scale, other statistics on a logarithmic one
+
+CastValues = dict[tuple[str, int], float]  # ("module tensor", layer) -> value
 
 
 class Drawn(NamedTuple):
-    section: str
+    """A figure and where the page shows it."""
+
+    section: str  # id of the section in page.html.j2
     caption: str
     figure: Figure
 
 
 def draw_all(runs: list[RunRecord], losses: Comparison) -> dict[str, Drawn]:
-    """Return the figures for everything that the runs logged, by file name without suffix."""
+    """Draw everything that the runs logged; return the figures by file name without suffix."""
     found = {}
     if any(run.series("train/loss") or run.series("eval/loss") for run in runs):
-        strong = "moving mean over about 5 % of the values (strong), evaluations (dots)"
-        found["loss"] = Drawn("losses", f"Loss: as logged (pale), {strong}.", draw_losses(runs))
-        found["loss_log"] = Drawn("losses", "The same, on a logarithmic scale.", draw_losses(runs, log=True))
+        caption = (
+            "Training loss: logged (pale), moving average over 5 % of the run (bold). Evaluation loss: dots."
+        )
+        found["loss"] = Drawn("losses", caption, draw_losses(runs))
+        caption = "The same losses on a logarithmic scale."
+        found["loss_log"] = Drawn("losses", caption, draw_losses(runs, log=True))
     if losses.pairs:
         caption = (
-            "Smoothed training loss relative to that of the baseline. The axis may cut off the first tenth"
+            "Gap of the smoothed training loss to the baseline's. The axis may clip the start and spikes."
         )
-        caption += " of the steps, and spikes far beyond all other gaps."
         found["gap"] = Drawn("gap", caption, draw_gap(runs, losses))
     for axis in AXES:
         if lines := scaling(runs, axis):
             name = f"speed_by_{axis.replace(' ', '_').lower()}"
             found[name] = Drawn("speed", f"Speed and memory by {axis}.", draw_scaling(lines, axis))
-    if any(run.coverage for run in runs):
-        caption = "Share of a step's GEMM FLOPs by precision."
-        found["coverage"] = Drawn("coverage", caption, draw_coverage(runs))
     for number, (run, label) in enumerate(zip(runs, labels(runs), strict=True), 1):
         if casts := last_casts(run.records):
             name = "fp8_stats" if len(runs) == 1 else f"fp8_stats_{number}_{run.name}"
-            caption = f"{label}: FP8 casts of step {casts[0]:,}"
+            caption = f"{label}: FP8 statistics at step {casts[0]:,}."
             found[name] = Drawn("fp8", caption, draw_casts(run.name, *casts))
     return found
 
@@ -73,8 +80,8 @@ def style(number: int) -> dict[str, Any]:
 
 
 def thin(series: Series) -> Series:
-    """Downsample to about POINTS points: the minimum and the maximum of each block."""
-    size = -(-len(series) // (POINTS // 2))
+    """Reduce a curve to about MAX_POINTS: the minimum and the maximum of every block."""
+    size = -(-len(series) // (MAX_POINTS // 2))
     if size <= 2:
         return series
     kept = []
@@ -89,7 +96,7 @@ def _plot(axes: Axes, series: Series, *form: str, **options: Any) -> None:
 
 
 def _step_axes(names: list[str], title: str) -> tuple[Figure, Axes]:
-    """Return a figure over optimizer steps, with room for a legend of `names`."""
+    """Return a figure over optimizer steps, with space for a legend of `names`."""
     figure = Figure(figsize=(9, 5.5 + 0.12 * _lines(names)), layout="constrained")
     axes = figure.subplots()
     axes.set(xlabel="optimizer step", ylabel=title)
@@ -103,7 +110,7 @@ def _lines(names: list[str]) -> int:
 
 
 def _names(labels: list[str]) -> list[str]:
-    """Wrap labels for a legend; matplotlib hides those that begin with an underscore."""
+    """Wrap labels for a legend. A leading space keeps matplotlib from hiding labels that start with "_"."""
     return [" " * text.startswith("_") + textwrap.fill(text, LABEL_WIDTH) for text in labels]
 
 
@@ -115,7 +122,7 @@ def _add_legend(figure: Figure, axes: Axes) -> Figure:
 
 
 def draw_losses(runs: list[RunRecord], *, log: bool = False) -> Figure:
-    """Draw training losses, raw and smoothed, and evaluation losses of all runs on shared axes."""
+    """Draw logged and smoothed training losses, and evaluation losses, of all runs."""
     names = _names(labels(runs))
     figure, axes = _step_axes(names, "loss (nats per label token)")
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
@@ -139,26 +146,25 @@ def draw_losses(runs: list[RunRecord], *, log: bool = False) -> Figure:
 
 
 def draw_gap(runs: list[RunRecord], losses: Comparison) -> Figure:
-    """Draw smoothed training losses relative to their baselines, over the noise band of the seeds.
+    """Draw the gaps of the smoothed training losses to the baselines', over the noise band of the seeds.
 
-    Colours are the same as in the other figures of `runs`. The axis range ignores spikes (see SPIKE), the
-    first tenth of the steps, where losses fall fast, and the last twentieth, where smoothing has few points.
+    A run has the same colour as in the other figures.
     """
     baselines = {id(run): baseline for run, baseline in losses.pairs}
     own = any(baseline is not losses.reference for baseline in baselines.values())
     names = _names(labels(runs))
-    figure, axes = _step_axes(names, f"loss against {'its baseline' if own else 'the reference'}")
+    figure, axes = _step_axes(names, f"loss relative to {'the baseline' if own else 'the reference'}")
     curves = []
-    if band := noise_band(losses.family):
+    if band := noise_band(losses.seeds):
         steps, widths = zip(*band, strict=True)
-        label = f"spread of {len(losses.family)} seeds"
+        label = f"noise band of {len(losses.seeds)} seeds"
         shade = {"color": "0.5", "alpha": 0.25, "linewidth": 0, "label": label}
         axes.fill_between(steps, [-width for width in widths], widths, **shade)
         curves += [band, [(step, -width) for step, width in band]]
     axes.axhline(0.0, color="black", linewidth=1)
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         if id(run) in baselines and (gap := loss_gap(run, baselines[id(run)])):
-            dots = {"marker": "o", "markersize": 4} if len(gap) < FEW else {}
+            dots = {"marker": "o", "markersize": 4} if len(gap) < MARKED else {}
             _plot(axes, thin(gap), **style(i), **dots, label=name)
             curves.append(gap)
     _fit_gaps(axes, curves)
@@ -167,7 +173,11 @@ def draw_gap(runs: list[RunRecord], losses: Comparison) -> Figure:
 
 
 def _fit_gaps(axes: Axes, curves: list[Series]) -> None:
-    """Fit the y axis to 0 and the curves, without their first and last steps and without spikes."""
+    """Fit the y axis to 0 and the curves.
+
+    It ignores spikes (see SPIKE), the first tenth of the steps, where losses fall fast, and the last
+    twentieth, where the moving average has few values.
+    """
     settled = [[gap for _, gap in c[len(c) // 10 : len(c) - len(c) // 20]] for c in curves]
     sizes = [sorted(map(abs, curve)) for curve in settled]
     most = SPIKE * max((size[3 * len(size) // 4] for size in sizes), default=0.0) or math.inf
@@ -186,15 +196,15 @@ AXES: dict[str, Callable[[RunRecord], int]] = {
     "sequence length": lambda run: run.config["max_seq_length"],
     "GPUs": lambda run: run.gpus,
 }
-# Settings that may vary along a line. The batch size often varies with length, for equal tokens per step.
+# Settings that may vary along a line. A longer sequence often has a smaller batch, for equal tokens per step.
 ALONG = {"sequence length": ("max_seq_length", "batch_size"), "GPUs": ("max_seq_length",)}
 
 
 def scaling(runs: list[RunRecord], axis: str) -> dict[str, list[tuple[int, RunRecord]]]:
-    """Group GPU runs into lines {name: [(x, run), ...]} that differ in x but do the same work otherwise.
+    """Group GPU runs into lines {name: [(x, run), ...]} whose runs differ only in x.
 
-    Sharding modes may differ along a line, since one GPU has none. A line's name includes the non-default
-    settings that vary among the runs.
+    Sharding modes may differ along a line, since one GPU has none. The name of a line lists its non-default
+    settings that differ between lines.
     """
     (rest,) = AXES.keys() - {axis}
     shown = [run for run in runs if run.gpus and not run.emulated]
@@ -210,7 +220,7 @@ def scaling(runs: list[RunRecord], axis: str) -> dict[str, list[tuple[int, RunRe
 
 
 def draw_scaling(lines: dict[str, list[tuple[int, RunRecord]]], axis: str) -> Figure:
-    """Draw one panel per rate over `axis`; the line connects the largest value at each x."""
+    """Draw a panel per rate over `axis`; lines connect the largest values at each x."""
     names = _names(list(lines))
     figure = Figure(figsize=(9, 7 + 0.12 * _lines(names)), layout="constrained")
     for axes, (title, (source, form)) in zip(figure.subplots(2, 2).flat, RATES.items(), strict=True):
@@ -228,19 +238,40 @@ def draw_scaling(lines: dict[str, list[tuple[int, RunRecord]]], axis: str) -> Fi
     return _add_legend(figure, axes)
 
 
-def draw_coverage(runs: list[RunRecord]) -> Figure:
-    """Draw one bar per run with the shares of GEMM FLOPs by precision."""
-    names = _names(labels(runs))
-    figure = Figure(figsize=(9, 1.5 + 0.35 * _lines(names)), layout="constrained")
-    axes = figure.subplots()
-    left = [0.0] * len(runs)
-    kinds = list(dict.fromkeys(kind for run in runs for kind in run.coverage))
-    for i, (kind, name) in enumerate(zip(kinds, _names(kinds), strict=True)):
-        widths = [run.coverage.get(kind, 0.0) for run in runs]
-        axes.barh(range(len(runs)), widths, left=left, color=style(i)["color"], label=name)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(runs)), names)
-    axes.invert_yaxis()
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_xlabel("share of GEMM FLOPs")
-    return _add_legend(figure, axes)
+def last_casts(records: list[dict[str, Any]]) -> tuple[int, dict[str, CastValues]] | None:
+    """Return the last step that logged FP8 statistics, and its values by statistic; None without any."""
+    for record in reversed(records):
+        found: dict[str, CastValues] = {}
+        for name, value in record.items():
+            if match := FP8_METRIC.fullmatch(name):
+                layer, module, tensor, statistic = match.groups()
+                found.setdefault(statistic, {})[f"{module} {tensor}", int(layer)] = value
+        if found:
+            return record["step"], found
+    return None
+
+
+def draw_casts(name: str, step: int, statistics: dict[str, CastValues]) -> Figure:
+    """Draw a heatmap per statistic, layers by tensors; missing and non-finite values are blank."""
+    layers = 1 + max(layer for values in statistics.values() for _, layer in values)
+    figure = Figure(figsize=(5 * len(statistics), min(8.0, 4 + layers / 6)), layout="constrained")
+    figure.suptitle(f"{name}: FP8 statistics at step {step:,}")
+    panels = figure.subplots(1, len(statistics), squeeze=False)[0]
+    for axes, (statistic, values) in zip(panels, statistics.items(), strict=True):
+        _draw_heatmap(figure, axes, statistic, values)
+    return figure
+
+
+def _draw_heatmap(figure: Figure, axes: Axes, statistic: str, values: CastValues) -> None:
+    tensors = sorted({tensor for tensor, _ in values})
+    layers = range(1 + max(layer for _, layer in values))
+    grid = [[values.get((tensor, layer), math.nan) for tensor in tensors] for layer in layers]
+    positive = [value for value in values.values() if math.isfinite(value) and value > 0]
+    norm = Normalize(0.0, max(positive, default=1.0))
+    if statistic not in SHARES and positive:
+        norm = LogNorm(min(positive), max(positive) * 1.001)  # LogNorm needs a range
+    figure.colorbar(axes.imshow(grid, aspect="auto", interpolation="none", norm=norm), ax=axes)
+    axes.set(title=statistic, ylabel="layer", xticks=range(len(tensors)))
+    axes.set_xticklabels(tensors, rotation=90, fontsize=7)
+    axes.grid(False)
+    axes.yaxis.get_major_locator().set_params(integer=True)

@@ -1,4 +1,4 @@
-"""Loss gaps between runs: comparability, gaps, and the noise band of seeds."""
+"""Loss gaps between runs: which runs are comparable, their gaps, and the noise band over seeds."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records.runs import EFFECTS, RunRecord, Series, tail_mean
+from benchmarks.records.runs import EFFECTS, RunRecord, Series
 from benchmarks.report.tables import labels
 from training.config import all_settings
+from training.tracking.metrics import tail_mean
 
-# Precision settings (prefixes). They may differ, since gaps measure their effect.
+# Prefixes of precision settings, whose effect the gaps measure.
 PRECISION = ("mixed_precision", "fp8_", "bf16_", "te_backend", "precision_map")
-SPLIT = {"batch_size", "gradient_accumulation_steps"}  # may differ; the global batch is compared instead
+SPLIT = {"batch_size", "gradient_accumulation_steps"}  # the global batch is compared instead
 
 
 def settings_of(section: str) -> list[str]:
-    """Return the settings of a section that cannot change on resume."""
+    """Return the settings of a section that must not change on resume."""
     table = all_settings().items()
     return [n for n, s in table if s.section == section and not s.field.metadata["resumable"]]
 
 
-# Settings that must be equal for comparable training losses; EXPERIMENT is stricter, for one experiment.
+# Settings that are equal in runs with comparable losses, and in runs of one experiment.
 SAME_TASK = ("model_name", "init", *(name for name in settings_of("data") if not name.startswith("eval_")))
 EXPERIMENT = [
     name
@@ -32,20 +33,20 @@ EXPERIMENT = [
     )
     if name not in SPLIT | {"deterministic"}
 ]
-# Properties that depend on the seed, through data order and held-out rows.
+# Properties that depend on the seed: it decides data order and held-out samples.
 BY_SEED = {"--seed", "steps", "label_tokens", "eval_label_tokens"}
-# Largest relative difference of two evaluations of equal weights before the first step: same layers and
-# precision, and others (FP8 stays within 0.03 % on a 1B; tiny models round more).
+# Largest relative difference between evaluations of the same initial weights, with the same layers and
+# precision, and with others. FP8 is within 0.03 % on a 1B; tiny models differ more.
 SAME_PRECISION, OTHER_PRECISION = 1e-3, 1e-2
 
 
 def differences(
     run: RunRecord, reference: RunRecord, *, experiment: bool = False, other_seed: bool = False
 ) -> list[str]:
-    """Return differences, except in precision, that make the losses of two runs incomparable.
+    """Return the differences, other than precision, that make the losses of two runs incomparable.
 
     With `experiment`, evaluation data, optimizer, steps, tokens and initial weights must be equal too. With
-    `other_seed`, the seed and properties that depend on it may differ.
+    `other_seed`, the seed and everything that depends on it may differ.
     """
     here, there = (_identity(record, experiment) for record in (run, reference))
     ignored = BY_SEED if other_seed else set()
@@ -60,13 +61,13 @@ def differences(
             same = all(run.value(name) == reference.value(name) for name in names)
             if abs(losses[1] - losses[0]) > (SAME_PRECISION if same else OTHER_PRECISION) * abs(losses[0]):
                 pairs["evaluation loss before the first step"] = losses
-    return [f"{name} {there} there, {here} here" for name, (there, here) in pairs.items() if there != here]
+    return [f"{name} {here} instead of {there}" for name, (there, here) in pairs.items() if there != here]
 
 
 def _identity(run: RunRecord, experiment: bool) -> dict[str, Any]:
     found = {f"--{name}": run.setting(name) for name in (EXPERIMENT if experiment else SAME_TASK)}
     counts = ("steps", "label_tokens", "eval_label_tokens") if experiment else ()
-    return found | {"sequences a step": run.global_batch} | {name: run.value(name) for name in counts}
+    return found | {"sequences per step": run.global_batch} | {name: run.value(name) for name in counts}
 
 
 def fingerprint(run: RunRecord, part: str) -> str | None:
@@ -75,12 +76,12 @@ def fingerprint(run: RunRecord, part: str) -> str | None:
 
 
 def initial_loss(run: RunRecord) -> float | None:
-    """Return the evaluation loss before the first step, or None."""
+    """Return the evaluation loss before the first step; None if not evaluated."""
     return dict(run.series("eval/loss")).get(0)
 
 
 def pick_reference(runs: list[RunRecord]) -> RunRecord:
-    """Return the first BF16 run with losses, preferably with the seed of an FP8 run; else the first run."""
+    """Return the first BF16 run with losses, if possible with an FP8 run's seed; else the first run."""
     found = [run for run in runs if run.value("recipe") == "bf16" and run.series("train/loss")]
     seeds = {run.config.get("seed") for run in runs if run.value("recipe") != "bf16"}
     shared = [run for run in found if run.config.get("seed") in seeds]
@@ -91,7 +92,7 @@ def why_not_comparable(run: RunRecord, reference: RunRecord) -> str | None:
     """Return why a run's loss cannot be compared with the reference's, or None."""
     if found := differences(run, reference):
         return "; ".join(found)
-    return None if run.series("train/loss") else "it logged no finite training loss"
+    return None if run.series("train/loss") else "no finite training loss was logged"
 
 
 def ends_finite(run: RunRecord) -> bool:
@@ -101,9 +102,9 @@ def ends_finite(run: RunRecord) -> bool:
 
 
 def other_settings(run: RunRecord, reference: RunRecord, *, precision: bool = False) -> list[str]:
-    """Return the settings that may affect the loss and that both runs recorded with different values.
+    """Return the settings that may affect the loss and differ between the runs.
 
-    Precision settings are included only with `precision`.
+    Precision settings are included only with `precision`. Settings that a run did not record are ignored.
     """
     return [
         name
@@ -116,7 +117,7 @@ def other_settings(run: RunRecord, reference: RunRecord, *, precision: bool = Fa
 
 
 def seed_runs(runs: list[RunRecord], reference: RunRecord) -> list[RunRecord]:
-    """Return the reference and its repetitions with other seeds, one per seed, without diverged ones."""
+    """Return the reference and its repetitions with other seeds: one run per seed, without diverged runs."""
     found = {reference.config.get("seed"): reference}
     for run in runs:
         same = run.value("recipe") == reference.value("recipe") and run.emulated == reference.emulated
@@ -127,7 +128,7 @@ def seed_runs(runs: list[RunRecord], reference: RunRecord) -> list[RunRecord]:
 
 
 def smooth(values: list[float], share: int = 20) -> list[float]:
-    """Return the centred moving mean over 1 / `share` of the values; the window narrows at both ends."""
+    """Return the centred moving average over 1 / `share` of the values; the window narrows at both ends."""
     widest = len(values) // (2 * share)
     halves = [min(widest, i, len(values) - 1 - i) for i in range(len(values))]
     sums = [0.0, *accumulate(values)]
@@ -141,18 +142,18 @@ def smoothed(run: RunRecord) -> dict[int, float]:
 
 
 def loss_gap(run: RunRecord, reference: RunRecord) -> Series:
-    """Return (step, relative gap of the smoothed losses) for the steps that both runs logged."""
+    """Return (step, relative gap of the smoothed losses) for all steps that both runs logged."""
     ours, theirs = smoothed(run), smoothed(reference)
     return [(step, ours[step] / theirs[step] - 1) for step in sorted(ours) if theirs.get(step)]
 
 
-def noise_band(family: list[RunRecord]) -> Series:
-    """Return (step, half width) of the relative spread of the smoothed losses over the seeds.
+def noise_band(seeds: list[RunRecord]) -> Series:
+    """Return (step, relative spread of the smoothed losses over the seeds).
 
-    The spread is smoothed over a fifth of the steps, because it vanishes wherever the curves of two seeds
-    cross, although the noise does not.
+    The spread is smoothed over a fifth of the steps, because it is zero wherever the curves of two seeds
+    cross, although the noise is not.
     """
-    curves = [smoothed(run) for run in family]
+    curves = [smoothed(run) for run in seeds]
     if len(curves) < 2:
         return []
     steps = [step for step in sorted(set(curves[0]).intersection(*curves[1:])) if curves[0][step]]
@@ -162,39 +163,39 @@ def noise_band(family: list[RunRecord]) -> Series:
 
 
 def tail_gap(run: RunRecord, reference: RunRecord) -> float | None:
-    """Return the relative gap of the tail means over common steps; None without steps or a zero baseline."""
+    """Return the relative gap of the mean losses over the last 10 % of common steps; None without any."""
     ours, theirs = dict(run.series("train/loss")), dict(reference.series("train/loss"))
     steps = sorted(ours.keys() & theirs.keys())
     base = tail_mean([theirs[step] for step in steps]) if steps else 0.0
     return tail_mean([ours[step] for step in steps]) / base - 1 if base else None
 
 
-def tail_noise(family: list[RunRecord]) -> tuple[float, float] | None:
-    """Return the lowest and highest tail gap among the reference and its repetitions; None for one run."""
-    found = [gap for run in family if (gap := tail_gap(run, family[0])) is not None]
+def tail_noise(seeds: list[RunRecord]) -> tuple[float, float] | None:
+    """Return the lowest and the highest tail gap of the seeds to the first one; None for one seed."""
+    found = [gap for run in seeds if (gap := tail_gap(run, seeds[0])) is not None]
     return (min(found), max(found)) if len(found) > 1 else None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparable runs with their baselines, and the reasons for excluding the others."""
+    """Comparable runs with their baselines, and why the other runs are not comparable."""
 
     reference: RunRecord
     pairs: list[tuple[RunRecord, RunRecord]]  # (run, its baseline)
     left_out: dict[str, str]  # label -> reason
-    family: list[RunRecord]  # the reference and its repetitions with other seeds
+    seeds: list[RunRecord]  # the reference and its repetitions with other seeds
 
 
 def compare_losses(
     runs: list[RunRecord], reference: RunRecord, baselines: dict[Path, RunRecord | None] | None = None
 ) -> Comparison:
-    """Pair every run with its baseline: `baselines[run.folder]` (None: it did not run), or the reference."""
+    """Pair every run with its baseline: `baselines[run.folder]` (None: it failed), else the reference."""
     pairs, left_out = [], {}
     for label, run in zip(labels(runs), runs, strict=True):
         if run is reference:
             continue
         baseline = (baselines or {}).get(run.folder, reference)
-        reason = "its baseline did not run" if baseline is None else why_not_comparable(run, baseline)
+        reason = "its baseline failed" if baseline is None else why_not_comparable(run, baseline)
         if reason:
             left_out[label] = reason
         else:

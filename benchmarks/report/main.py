@@ -1,34 +1,36 @@
-"""Report on finished, stopped or crashed runs: a table, figures and an HTML page.
+"""Report on finished or unfinished runs: tables, figures and an HTML page.
 
 python -m benchmarks.report RUN [RUN ...] [--reference RUN] [--output_dir DIR]
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 from benchmarks.records.launch import command_parser, folder_flag, run_command
 from benchmarks.records.runs import RunRecord, bad_input, find_runs, read_run
 from benchmarks.records.table import read_table
-from benchmarks.report import figures, markdown, page
+from benchmarks.report import figures, page
 from benchmarks.report.gaps import compare_losses, pick_reference
-from benchmarks.report.tables import Table, provenance, report_tables
-from benchmarks.report.wandb_report import upload
+from benchmarks.report.tables import Table, markdown, provenance, report_tables
 from training.tracking.settings import LogConfig
+from training.tracking.wandb_writer import start_wandb, wandb_id
 
 
 def write(
     runs: list[RunRecord], reference: RunRecord, target: Path | None, verdict: page.Verdict | None = None
 ) -> tuple[dict[str, Table], list[Path]]:
-    """Print the runs, and write figures and report.html to `target`. Returns tables and figure paths."""
+    """Print the table of runs; write figures and report.html to `target`. Returns tables and figure paths."""
     tables = report_tables(runs)
-    print(markdown.table(tables["runs"].headings, tables["runs"].texts), end="\n\n")
+    print(markdown(tables["runs"].headings, tables["runs"].texts), end="\n\n")
     for run in runs:
         print(f"- {run.name}: {provenance(run)}")
     if target is None:
-        print("\nno report.html and loss.png: several runs need --output_dir")
+        print("\nno figures and no report.html: several runs need --output_dir")
         return tables, []
     target.mkdir(parents=True, exist_ok=True)
     losses = compare_losses(runs, reference, verdict.baselines if verdict else {})
@@ -46,8 +48,45 @@ def write(
     return tables, paths
 
 
+def upload(
+    folder: Path,
+    cfg: LogConfig,
+    tables: dict[str, Table],
+    figures: list[Path],
+    config: dict[str, Any] | None = None,
+) -> bool:
+    """Log tables, figures and report.html of `folder` as a W&B run of the job type `report`.
+
+    Uploading again updates the same W&B run. Returns False, after a warning, if W&B fails.
+    """
+    try:
+        import wandb
+
+        run = start_wandb(
+            cfg,
+            folder,
+            name=f"{folder.resolve().name}-{'verdict' if 'verdict' in tables else 'report'}",
+            id=wandb_id(folder, name="wandb_report_id.txt")[0],
+            resume="allow",
+            job_type="report",
+            config=config,
+        )
+        logged: dict[str, Any] = {
+            f"report/{name}": wandb.Table(columns=table.headings, data=table.rows)
+            for name, table in tables.items()
+        }
+        logged |= {f"report/{path.stem}": wandb.Image(str(path)) for path in figures}
+        logged["report/page"] = wandb.Html((folder / "report.html").read_text(encoding="utf-8"))
+        run.log(logged)
+        run.finish()
+    except Exception as error:
+        print(f"WARNING: the report of {folder} was not uploaded to W&B ({error})", file=sys.stderr)
+        return False
+    return True
+
+
 def read_all(folders: list[Path], reference: Path | None) -> tuple[list[RunRecord], RunRecord]:
-    """Return the runs in or below the folders, including the reference, and the reference."""
+    """Read the runs in the folders. Returns all runs, the reference included, and the reference."""
     paths = [path for folder in folders for path in find_runs(folder) or [folder]]
     runs = {path.resolve(): read_run(path) for path in [*paths, *([reference] if reference else [])]}
     found = list(runs.values())
@@ -56,19 +95,27 @@ def read_all(folders: list[Path], reference: Path | None) -> tuple[list[RunRecor
 
 def report(argv: list[str]) -> int:
     parser = command_parser("python -m benchmarks.report", __doc__)
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folder, or a folder of runs")
-    parser.add_argument("--study", metavar="NAME", help="recorded runs of a study, from benchmarks/results")
-    reference = "baseline of the losses; default: first BF16 run, else first"
+    parser.add_argument(
+        "runs", nargs="*", type=Path, metavar="RUN", help="run folder, or a folder that contains runs"
+    )
+    parser.add_argument(
+        "--study", metavar="NAME", help="report on a recorded study of benchmarks/results instead"
+    )
+    reference = (
+        "run whose losses the others are compared with (default: the first BF16 run, else the first run)"
+    )
     parser.add_argument("--reference", type=Path, metavar="RUN", help=reference)
-    output = "folder of page and figures; default: that of a single run"
-    parser.add_argument("--output_dir", type=folder_flag, help=output)
-    parser.add_argument("--use_wandb", action="store_true", help="log tables, figures and page to W&B too")
-    parser.add_argument("--wandb_project", help="default: the reference's; the group is always its own")
+    output = "folder for figures and report.html (default: the run folder; required for several runs)"
+    parser.add_argument("--output_dir", type=folder_flag, metavar="DIR", help=output)
+    parser.add_argument(
+        "--use_wandb", action="store_true", help="upload the report to W&B, in the reference's group"
+    )
+    parser.add_argument("--wandb_project", metavar="NAME", help="W&B project (default: the reference's)")
     modes = ("online", "offline", "disabled")
-    parser.add_argument("--wandb_mode", choices=modes, help="default: WANDB_MODE, else online")
+    parser.add_argument("--wandb_mode", choices=modes, help="W&B mode (default: WANDB_MODE, else online)")
     args = parser.parse_args(argv)
     if bool(args.runs) == bool(args.study):
-        raise bad_input("give run folders, or --study")
+        raise bad_input("give either run folders or --study")
     if args.study:
         runs = read_table(args.study)
         reference = pick_reference(runs)
@@ -76,7 +123,7 @@ def report(argv: list[str]) -> int:
         runs, reference = read_all(args.runs, args.reference)
     target = args.output_dir or (args.runs[0] if len(runs) == 1 and args.runs else None)
     if target is None and args.use_wandb:
-        raise bad_input("--use_wandb: several runs need --output_dir for the uploaded files; add it")
+        raise bad_input("--use_wandb: several runs need --output_dir; add it")
     tables, drawn = write(runs, reference, target)
     if args.use_wandb:
         cfg = LogConfig(
@@ -90,5 +137,5 @@ def report(argv: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the report. Exit code 2 if a folder is not a run folder."""
+    """Write the report and return the exit code: 2 if a folder is not a run folder."""
     return run_command(report, argv)

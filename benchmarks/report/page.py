@@ -1,4 +1,4 @@
-"""Render the report as a self-contained HTML file from page.html.j2."""
+"""Render page.html.j2 to report.html, a file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from benchmarks.report.tables import Table, labels, provenance, settings, tagged
 
 
 class Verdict(NamedTuple):
-    """Verdict of a comparison, for display in a report."""
+    """Verdict of a comparison, as shown at the top of its report."""
 
     table: Table
     limit: str  # definition of PASS
     notes: list[str]
-    baselines: dict[Path, RunRecord | None]  # by run folder, as for `gaps.compare_losses`
+    baselines: dict[Path, RunRecord | None]  # by run folder, for `gaps.compare_losses`
 
 
 def render(
@@ -32,7 +32,7 @@ def render(
     losses: gaps.Comparison,
     verdict: Verdict | None = None,
 ) -> str:
-    """Return the page; a comparison's verdict comes first."""
+    """Return the HTML page."""
     names = labels(runs)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -54,14 +54,14 @@ def render(
 
 
 def data_uri(figure: Figure) -> str:
-    """Return a figure as a data URI with an SVG image."""
+    """Return a figure as the data URI of an SVG image."""
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def gap_section(runs: list[RunRecord], losses: gaps.Comparison) -> dict[str, Any]:
-    """Return the values for the section on loss gaps."""
+    """Return the content of the section on loss gaps."""
     names = dict(zip(map(id, runs), labels(runs), strict=True))
     rows = []
     for run, baseline in losses.pairs:
@@ -69,11 +69,11 @@ def gap_section(runs: list[RunRecord], losses: gaps.Comparison) -> dict[str, Any
         rows.append([names[id(run)], names[id(baseline)], _gap_text(run, baseline), others])
     return {
         "reference": names[id(losses.reference)],
-        "seeds": [names[id(run)] for run in losses.family],
-        "noise": gaps.tail_noise(losses.family),
+        "seeds": [names[id(run)] for run in losses.seeds],
+        "noise": gaps.tail_noise(losses.seeds),
         "headings": [
-            *("run", "against", "gap of the mean of the last 10 % of common steps"),
-            "other settings than precision that differ",
+            *("run", "baseline", "gap of the mean loss over the last 10 % of common steps"),
+            "differing settings other than precision",
         ],
         "rows": rows,
         "left_out": losses.left_out,
@@ -81,15 +81,15 @@ def gap_section(runs: list[RunRecord], losses: gaps.Comparison) -> dict[str, Any
 
 
 def _gap_text(run: RunRecord, baseline: RunRecord) -> str:
-    for name, record in (("it", run), ("its baseline", baseline)):
+    for name, record in (("run", run), ("baseline", baseline)):
         if not gaps.ends_finite(record):
-            return f"none: {name} does not end finite"
+            return f"none: the last loss of the {name} is not finite"
     gap = gaps.tail_gap(run, baseline)
-    return "none: no common step, or a baseline of 0" if gap is None else f"{gap:+.3%}"
+    return "none: no common step, or a loss of 0" if gap is None else f"{gap:+.3%}"
 
 
 def settings_section(runs: list[RunRecord], reference: RunRecord) -> dict[str, Any]:
-    """Return equal settings, and differing ones as (text, True if different from the reference's)."""
+    """Return equal settings, and differing ones as (text, True if it differs from the reference's)."""
     found, base = [settings(run) for run in runs], settings(reference)
     differing, equal = {}, {}
     for name in dict.fromkeys(name for values in found for name in values):

@@ -1,21 +1,21 @@
-"""Tables of a report for the terminal, the HTML page and W&B, with a row per run."""
+"""Tables of a report for the terminal, the HTML page and W&B: one row per run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
-from benchmarks.records.runs import RunRecord, tail_mean
+from benchmarks.records.runs import RunRecord
 from core.redact import redacted
-from training.tracking.metrics import METRICS, summary_name
+from training.tracking.metrics import METRICS, summary_name, tail_mean
 
-Source = str | Callable[[Any], Any]  # name for `item.value(name)`, or a function of the item
+Source = str | Callable[[Any], Any]  # the name in `item.value(name)`, or a function of the item
 Columns = dict[str, tuple[Source, str]]  # heading -> (source, format)
 
 
 class Table(NamedTuple):
-    """Values of a table, and the same values formatted as text."""
+    """Rows of values, and the same rows as formatted text."""
 
     headings: list[str]
     rows: list[list[Any]]
@@ -27,7 +27,7 @@ def read_value(item: Any, source: Source) -> Any:
 
 
 def make_table(columns: Columns, items: Sequence[Any]) -> Table:
-    """Return a table with a row per item, without columns in which all values are None."""
+    """Return a table with a row per item; columns in which all values are None are left out."""
     found = {}
     for heading, (source, form) in columns.items():
         values = [read_value(item, source) for item in items]
@@ -38,8 +38,16 @@ def make_table(columns: Columns, items: Sequence[Any]) -> Table:
     return Table(list(found), rows, texts)
 
 
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table with aligned columns; "|" in cells is escaped."""
+    lines = [[cell.replace("|", "\\|") for cell in line] for line in (headings, *rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines)
+
+
 def metric_columns(*names: str) -> Columns:
-    """Return columns for the summary values of metrics."""
+    """Return the columns of metrics: their values in summary.json."""
     return {METRICS[name].label: (summary_name(name), METRICS[name].format) for name in names}
 
 
@@ -60,7 +68,7 @@ MACHINE = (
 
 
 def report_tables(runs: list[RunRecord]) -> dict[str, Table]:
-    """Return the tables of a report by name; loss and coverage tables only if a run has such data."""
+    """Return the tables by name. Those of losses and coverage exist only if a run recorded them."""
     names = dict(zip(map(id, runs), tagged(runs), strict=True))
     kinds = dict.fromkeys(kind for run in runs for kind in run.coverage)
     coverage: Columns = {kind: (lambda run, kind=kind: run.coverage.get(kind), "{:.1%}") for kind in kinds}
@@ -107,7 +115,7 @@ def _precision(run: RunRecord) -> str:
 
 
 def _scaling(run: RunRecord, runs: list[RunRecord]) -> float | None:
-    """Return tokens/s per GPU relative to the only one-GPU run of the same work."""
+    """Return tokens/s per GPU relative to the one-GPU run of the same work; None unless there is one."""
     single = [other for other in runs if other.gpus == 1 and other.work == run.work]
     if run.gpus < 2 or len(single) != 1 or not run.tokens_per_gpu or not single[0].tokens_per_gpu:
         return None
@@ -115,7 +123,7 @@ def _scaling(run: RunRecord, runs: list[RunRecord]) -> float | None:
 
 
 def _statistics(metric: str) -> Columns:
-    """Return columns for the statistics of a metric's finite values, and counts of values."""
+    """Return columns with statistics of a metric's finite values, and with counts of values."""
 
     def column(reduce: Callable[[list[float]], float]) -> Callable[[RunRecord], float | None]:
         return lambda run: reduce(values) if (values := [v for _, v in run.series(metric)]) else None
@@ -128,19 +136,19 @@ def _statistics(metric: str) -> Columns:
 
 
 def labels(runs: list[RunRecord]) -> list[str]:
-    """Return a label per run: the folder name, or the whole path if several runs share that name."""
+    """Return a label per run: its folder's name, or its path if several runs have that name."""
     names = [run.name for run in runs]
     return [n if names.count(n) == 1 else str(run.folder) for n, run in zip(names, runs, strict=True)]
 
 
 def tagged(runs: list[RunRecord]) -> list[str]:
-    """Return the labels, with "(unfinished)" added to those of unfinished runs."""
+    """Return the labels, marked "(unfinished)" where a run did not finish."""
     names = labels(runs)
     return [name + " (unfinished)" * (run.summary is None) for name, run in zip(names, runs, strict=True)]
 
 
 def provenance(run: RunRecord, *, date: bool = True) -> str:
-    """Return GPUs, date, package versions and commit of a run in one line."""
+    """Return a run's GPUs, date, package versions and commit in one line."""
     environment = run.environment
     if not environment:
         return "stopped before its environment was recorded"
@@ -150,17 +158,17 @@ def provenance(run: RunRecord, *, date: bool = True) -> str:
     parts += [environment.get("date", "no date")[:10]] if date else []
     parts += [f"{name} {versions[name]}" for name in PACKAGES if versions.get(name)]
     if git:
-        parts.append(f"commit {git['commit'][:12]}{' with changes' if git['dirty'] else ''}")
+        parts.append(f"commit {git['commit'][:12]}{' with uncommitted changes' if git['dirty'] else ''}")
     return ", ".join(parts)
 
 
 def settings(run: RunRecord) -> dict[str, Any]:
-    """Return the settings of a run, and its machine and software."""
+    """Return the settings, hardware and software of a run, without secrets."""
     environment = run.environment
     git = environment.get("git") or {}
     return (
         redacted(run.config)
         | {name: environment.get(name) for name in MACHINE}
         | {f"version of {name}": version for name, version in (environment.get("versions") or {}).items()}
-        | {"commit": git.get("commit"), "commit with changes": git.get("dirty")}
+        | {"commit": git.get("commit"), "uncommitted changes": git.get("dirty")}
     )

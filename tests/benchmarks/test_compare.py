@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compare import main as module
-from benchmarks.compare.conclude import conclude, exit_code, write_verdict
 from benchmarks.compare.jobs import build_jobs, check_before_start
 from benchmarks.compare.main import main, parse, read_runs, run_jobs
+from benchmarks.compare.verdict import conclude, exit_code, write_verdict
 from benchmarks.records.launch import Outcome
 from benchmarks.records.variants import given_settings, parse_variants
 from core.errors import UserError
@@ -65,7 +65,7 @@ def compared(tmp_path_factory):
 
 def test_a_stopped_comparison_saves_and_ends_with_75(compared):
     folder, (code, output), _ = compared
-    assert code == 75 and output.endswith("stopped in bf16; the same command resumes\n"), output
+    assert code == 75 and output.endswith("interrupted in bf16; run the same command to resume\n"), output
     assert "[2/2]" not in output and "run folder" in (folder / "logs/bf16.log").read_text()
 
 
@@ -153,8 +153,8 @@ def test_a_verdict_has_gaps_noise_speed_and_cost(tmp_path):
     assert delayed["eval_gap"] == pytest.approx(2.0) and delayed["speedup"] == pytest.approx(1.25)
     assert delayed["cost"] == pytest.approx(1.5)
     assert result["noise_band_percent"] == pytest.approx((-1.0, 1.5)), "it includes the reference"
-    assert not any("other layers" in note for note in result["notes"])
-    assert any("inside BF16's noise band all the same" in note for note in result["notes"])
+    assert not any("compare equal layers" in note for note in result["notes"])
+    assert any(note == "delayed: FAIL, although its gap is inside the noise band" for note in result["notes"])
     assert exit_code(rows, {}, strict=False) == 1
     write_verdict(result, rows, tmp_path, "the command")
     row = next(line for line in (tmp_path / "verdict.md").read_text().splitlines() if "| delayed" in line)
@@ -179,17 +179,17 @@ def test_gaps_over_paired_seeds_are_means(tmp_path):
     assert rows[1].status == "PASS" and result["noise_band_percent"] == pytest.approx((0.0, 5.0))
     gaps = [rows[1].values[name] for name in ("gap", "gap_low", "gap_high", "eval_gap")]
     assert gaps == pytest.approx([0.4, 0.0, 1.0, 0.0], abs=1e-6) and rows[1].values["tail_loss"] == 2.02
-    assert any("Gaps are means over the seeds 42, 43, 44" in note for note in result["notes"])
+    assert any("Gaps are means over the seeds 42, 43, 44;" in note for note in result["notes"])
     _, (_, row) = judged(jobs, max_loss_gap=0.1)
-    reason = "its loss is, on the mean of 3 seeds, 0.40 % above bf16's, more than --max_loss_gap 0.1 %"
+    reason = "its loss is 0.40 % above bf16's (mean of 3 seeds), more than --max_loss_gap 0.1 %"
     assert (row.status, row.reason) == ("FAIL", reason)
     failed = {"delayed-seed44": Outcome(1, tmp_path, "it broke")}
     result, (_, row) = judged(jobs, failed)
     assert row.values["gap"] == pytest.approx(0.5) and exit_code([row], failed, strict=False) == 1
     assert "delayed-seed44: not in the mean, it broke (exit code 1)" in result["notes"]
-    assert any("Gaps are means over the seeds 42, 43:" in note for note in result["notes"])
+    assert any("Gaps are means over the seeds 42, 43;" in note for note in result["notes"])
     write(jobs[-1], float("nan"), start=44 / 5, summary={"label_tokens": 4998})
-    assert judged(jobs)[1][1].reason == "its training loss does not end finite"
+    assert judged(jobs)[1][1].reason == "its last training loss is not finite"
 
 
 def section(folder, name):
@@ -222,9 +222,9 @@ def test_a_reference_that_diverges_leaves_curves_and_no_verdict(tmp_path, capsys
     (tmp_path / "verdict.json").touch()
     write(jobs[0], 2.0, change=diverging)
     assert finished(tmp_path, "bf16,delayed") == 2
-    assert "the reference's training loss does not end finite" in capsys.readouterr().err
+    assert "the reference's last training loss is not finite" in capsys.readouterr().err
     assert (tmp_path / "loss.png").exists() and not (tmp_path / "verdict.json").exists()
-    assert "its baseline does not end finite" in section(tmp_path, "gap")
+    assert "the last loss of the baseline is not finite" in section(tmp_path, "gap")
 
 
 def test_a_reference_that_breaks_ends_the_comparison_with_its_curves(tmp_path, monkeypatch, capsys):
@@ -232,27 +232,27 @@ def test_a_reference_that_breaks_ends_the_comparison_with_its_curves(tmp_path, m
     (job.folder / "summary.json").unlink()
     monkeypatch.setattr(module, "launch", lambda cfg, **_: Outcome(-9, Path("x")))
     assert finished(tmp_path, "bf16,delayed") == 1
-    assert "the reference bf16 did not run: killed by SIGKILL" in capsys.readouterr().err
+    assert "the reference bf16 failed: killed by SIGKILL" in capsys.readouterr().err
     assert (tmp_path / "loss.png").exists() and (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dataset_name": "other"}, "--dataset_name demo there, other here"),
-        ({"batch_size": 4}, "sequences a step 8 there, 4 here"),
-        ({"summary": {"steps": 10}}, "steps 20 there, 10 here"),
-        ({"summary": {"label_tokens": 4999}}, "label_tokens 5000 there, 4999 here"),
-        ({"seed": 43}, "--seed 42 there, 43 here"),
-        ({"start": 8.1}, "evaluation loss before the first step 8.0 there, 8.1 here"),
-        ({"learning_rate": 1e-4}, "--learning_rate 1e-05 there, 0.0001 here"),
+        ({"dataset_name": "other"}, "it has --dataset_name other instead of demo"),
+        ({"batch_size": 4}, "sequences per step 4 instead of 8"),
+        ({"summary": {"steps": 10}}, "steps 10 instead of 20"),
+        ({"summary": {"label_tokens": 4999}}, "label_tokens 4999 instead of 5000"),
+        ({"seed": 43}, "--seed 43 instead of 42"),
+        ({"start": 8.1}, "evaluation loss before the first step 8.1 instead of 8.0"),
+        ({"learning_rate": 1e-4}, "--learning_rate 0.0001 instead of 1e-05"),
         (
             {"environment": {"data": {"train": {"fingerprint": "2e"}, "eval": None}}},
-            "train samples 1f there, 2e here",
+            "train samples 2e instead of 1f",
         ),
         (
             {"change": lambda lines: lines[:12]},
-            "delayed/metrics.jsonl: ends at step 11 of 20; remove its folder",
+            "delayed/metrics.jsonl: ends at step 11 of 20; delete the run folder",
         ),
     ],
 )
@@ -282,7 +282,10 @@ def test_what_follows_from_a_seed_or_the_split_of_a_batch_may_differ(tmp_path):
     assert [row.status for row in judged(jobs)[1]] == ["REFERENCE", "PASS"]
     pair = write_all(jobs_of(tmp_path / "b", "bf16,delayed", paired=1))
     write(pair[-1], 2.0, summary={"label_tokens": 4000})
-    with pytest.raises(UserError, match=r"delayed-seed43 and bf16-seed43 .*label_tokens 5000 there, 4000"):
+    with pytest.raises(
+        UserError,
+        match=r"delayed-seed43 cannot be compared with bf16-seed43: .*label_tokens 4000 instead of 5000",
+    ):
         judged(pair)
 
 
@@ -298,7 +301,7 @@ def test_each_variant_s_baseline_has_its_layers_if_possible(tmp_path, variants, 
     jobs = write_all(jobs_of(tmp_path, variants))
     by_name = {job.name: job for job in jobs}
     assert [by_name[name].against for name in variants.split(",")] == against and jobs[0].against is None
-    notes = [note for note in judged(jobs)[0]["notes"] if "other layers" in note]
+    notes = [note for note in judged(jobs)[0]["notes"] if "compare equal layers" in note]
     assert [note.split()[0] for note in notes] == (
         ["tensorwise"] if "delayed" in variants and "hf" not in variants else []
     )
@@ -316,7 +319,7 @@ def test_each_variant_s_baseline_has_its_layers_if_possible(tmp_path, variants, 
         (
             Outcome(-9, Path("/nowhere"), None, "step 3"),
             "FAIL",
-            "killed by SIGKILL; its log ends with: step 3",
+            "killed by SIGKILL; last output: step 3",
         ),
     ],
 )
@@ -337,11 +340,11 @@ def test_losses_that_are_not_finite_fail_and_make_no_noise_band(tmp_path):
     write(jobs[4], 2.0, change=diverging)
     result, rows = judged(jobs)
     assert [row.reason for row in rows[1:]] == [
-        "its training loss does not end finite",
+        "its last training loss is not finite",
         "its evaluation loss is not finite",
     ]
     assert result["noise_band_percent"] == pytest.approx((0.0, 1.0)) and result["seeds"] == [42, 43]
-    assert "bf16-seed44: not in the noise band, its training loss does not end finite" in result["notes"]
+    assert "bf16-seed44: not in the noise band, its last training loss is not finite" in result["notes"]
     write_verdict(result, rows, tmp_path, "the command")
     text = (tmp_path / "verdict.json").read_text()
     assert not re.search(r": (NaN|-?Infinity)", text), "strict JSON"
@@ -349,7 +352,7 @@ def test_losses_that_are_not_finite_fail_and_make_no_noise_band(tmp_path):
         jobs, failed := {name: Outcome(1, tmp_path, "it broke") for name in ("bf16-seed43", "bf16-seed44")}
     )
     assert result["noise_band_percent"] is None and exit_code(rows[:1], failed, strict=False) == 1
-    assert any(note.startswith("No noise band: BF16 ended with one seed") for note in result["notes"])
+    assert any(note.startswith("No noise band: BF16 finished with one seed") for note in result["notes"])
 
 
 @pytest.mark.parametrize("summary", [{"emulated": True}, {"gpus": 0}])
@@ -368,8 +371,8 @@ def test_repeated_data_is_noted(tmp_path, passes, noted):
     jobs = jobs_of(tmp_path, "bf16,delayed")
     for job in jobs:
         write(job, 2.0, change=lambda lines: [*lines, {"step": 20, "train/epoch": passes}])
-    notes = [note for note in judged(jobs)[0]["notes"] if "saw their data" in note]
-    assert [("3.7 times" in note) for note in notes] == [True] * noted
+    notes = [note for note in judged(jobs)[0]["notes"] if "epochs" in note]
+    assert [("3.7 epochs" in note) for note in notes] == [True] * noted
 
 
 def test_incomparable_runs_are_refused_before_anything_runs(tmp_path):
@@ -403,16 +406,19 @@ def test_a_variant_that_failed_is_not_repeated_with_other_seeds(tmp_path, monkey
     [
         ("--variants bf16,curent", "unknown variant; did you mean 'current'?"),
         ("--variants delayed", "--variants delayed: needs bf16 or bf16_hf"),
-        ("--variants bf16,bf16", "names a variant twice"),
-        ("--variants bf16,delayed+seed=3", "a variant may not change seed"),
-        ("--variants bf16,delayed+nope=3", "a variant may not change nope"),
-        ("--variants bf16,delayed --use_te", "--use_te: python -m benchmarks.compare decides it"),
+        ("--variants bf16,bf16", "two variants have the same name or run folder"),
+        ("--variants bf16,delayed+seed=3", "a variant must not change seed"),
+        ("--variants bf16,delayed+nope=3", "a variant must not change nope"),
+        (
+            "--variants bf16,delayed --use_te",
+            "--use_te: python -m benchmarks.compare sets this for every run",
+        ),
         ("--variants bf16,delayed --lerning_rate 1", "unknown flag --lerning_rate; did you mean"),
         ("--variants bf16,block --fp8_attention", "variant block: --fp8_attention"),
-        ("--variants bf16 --output_dir=", "--output_dir: '': no folder; name one"),
+        ("--variants bf16 --output_dir=", "--output_dir: '' is no folder; give a path"),
         ("--variants bf16 --output_dir=/dev/null/out", "Not a directory"),
         ("--variants bf16 --gpus 0", "--gpus 0: must be at least 1"),
-        ("--variants bf16 --max_steps 0", "--max_steps 0: trains nothing"),
+        ("--variants bf16 --max_steps 0", "--max_steps 0: nothing is trained"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, flags, message):

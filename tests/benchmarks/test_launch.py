@@ -80,15 +80,15 @@ def test_a_finished_run_has_the_same_settings_and_length(tmp_path):
         ("log_interval", 10, 5),
         ("flash_attention", True, False),
     ):
-        told = f"holds a run of other settings (--{name} {there} there, {here} here)"
-        with pytest.raises(UserError, match=re.escape(told)):
+        expected = f"holds a run with other settings (--{name} {there}, now {here})"
+        with pytest.raises(UserError, match=re.escape(expected)):
             is_finished(cfg(**{name: here}))
     assert is_finished(cfg(save_interval=7, num_workers=0, use_wandb=True, wandb_project="p"))
     (tmp_path / "summary.json").unlink()
     assert is_begun(cfg()) and not is_finished(cfg())
     for broken in ("", "[]"):
         (tmp_path / "config.json").write_text(broken)
-        with pytest.raises(UserError, match=r"config\.json: cannot be read .*; remove the folder to run it"):
+        with pytest.raises(UserError, match=r"config\.json: damaged .*; delete the run folder to start over"):
             is_finished(cfg())
 
 
@@ -104,7 +104,7 @@ def test_the_end_of_a_run_follows_from_its_exit_code(tmp_path):
         assert not Outcome(code, folder, error).refused
     for killed in (-9, 137):
         reason = Outcome(killed, begun, last_line="step 3").reason
-        assert reason == "killed by SIGKILL; its log ends with: step 3"
+        assert reason == "killed by SIGKILL; last output: step 3"
     assert Outcome(1, begun, None, last_line="KeyError").reason == "KeyError (exit code 1)"
 
 
@@ -146,7 +146,7 @@ def test_output_of_a_run_is_shown_and_kept(script, tmp_path, capsys):
     assert (outcome.code, outcome.error, outcome.last_line) == (1, "it broke", "bye")
     assert capsys.readouterr().out == "step 1\nerror: it broke\nbye"
     assert (tmp_path / "logs/run.log").read_text().endswith("step 1\nerror: it broke\nbye")
-    with pytest.raises(UserError, match="another run writes; then the same command resumes"):
+    with pytest.raises(UserError, match="another run writes; then run the same command to resume"):
         script(f"import sys; print('error: another run writes'); sys.exit({EXIT_IN_USE})")
     with pytest.raises(KeyboardInterrupt):
         script(f"import sys; sys.exit({EXIT_INTERRUPTED})")
@@ -158,7 +158,7 @@ def test_signals_are_forwarded_once_and_the_run_may_save(script, tmp_path, numbe
     received = signal.SIGTERM if number == signal.SIGHUP else number
     before = signal.signal(number, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt, match="stopped in"):
+        with pytest.raises(KeyboardInterrupt, match="interrupted in"):
             script(
                 "import os, signal, time\n"
                 "found = []\n"

@@ -24,9 +24,9 @@ def test_a_peer_trains_and_records_its_rates(precision, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--model_name tiny-llama --steps 5", "--steps 5: the first 5 are not counted; give more"),
+        ("--model_name tiny-llama --steps 5", "--steps 5: the first 5 steps are not measured; use more"),
         ("--model_name tiny-llama --steps x", "--steps x: must be a whole number"),
-        ("--model_name nope", "--model_name nope: no preset of te_models/presets.py"),
+        ("--model_name nope", "--model_name nope: not in te_models/presets.py"),
         ("--model_name tiny-lama", "presets.py; did you mean 'tiny-llama'?"),
     ],
 )

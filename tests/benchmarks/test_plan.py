@@ -263,10 +263,10 @@ def test_rates_days_and_cost_by_hand():
 def test_offload_reports_the_memory_of_hosts():
     flags = f"--model_name {LLAMA_8B} --use_te --gpus 2 --sharding_mode"
     for mode, kept, saved in (("fsdp_offload", 16, 4), ("ds_zero3_offload", 20, 12)):
-        expected = f"{kept * N8 / 1e9:.0f} GB in the memory of each node's CPUs, {saved * N8 / 1e9:.0f} more"
+        expected = f"{kept * N8 / 1e9:.0f} GB of host memory per node, {saved * N8 / 1e9:.0f} more"
         assert expected in run([*flags.split(), mode])
     bf16 = ["fsdp_offload", "--master_weights", "none", "--moment_dtype", "bf16"]
-    assert f"{8 * N8 / 1e9:.0f} GB in the memory" in run([*flags.split(), *bf16])
+    assert f"{8 * N8 / 1e9:.0f} GB of host memory" in run([*flags.split(), *bf16])
 
 
 def test_auto_that_offloads_without_need_is_reported():
@@ -274,24 +274,22 @@ def test_auto_that_offloads_without_need_is_reported():
     flags = "--use_te --mixed_precision fp8 --batch_size 1 --max_seq_length 4096 --gradient_checkpointing"
     flags = f"--model_name meta-llama/Llama-3.1-70B {flags} --gpu H200 --gpus 8".split()
     text, sharded = run(flags), run([*flags, "--sharding_mode", "fsdp_full"])
-    found = re.search(
-        r"8 GPUs: by this plan --sharding_mode fsdp_full fits too, (.*) GB .* ([\d,]+) ms", text
-    )
+    found = re.search(r"8 GPUs: --sharding_mode fsdp_full should fit too, with (.*) GB .* ([\d,]+) ms", text)
     row = next(line for line in sharded.splitlines() if "fsdp_full" in line)
     assert all(f"| {value} " in row for value in found.groups())
-    assert "fits too" not in run([*flags, "--sharding_mode", "fsdp_offload"])
+    assert "should fit too" not in run([*flags, "--sharding_mode", "fsdp_offload"])
     low = run([*flags[:-1], "4,64", "--moment_dtype", "bf16"])
     assert "4 GPUs: training refuses --sharding_mode fsdp_offload: --moment_dtype bf16: torch AdamW" in low
-    assert "64 GPUs: training refuses" not in low and "in the memory of each node" not in low
+    assert "64 GPUs: training refuses" not in low and "of host memory" not in low
 
 
 def advice(text):
     """{GPUs: {flags: (GB, tokens/s)}} of the flags that would fit."""
     found, gpus = {}, None
     for line in text.splitlines():
-        if head := re.fullmatch(r"([\d,]+) GPUs?: would fit with", line):
+        if head := re.fullmatch(r"([\d,]+) GPUs?: fits with", line):
             gpus = found[head.group(1)] = {}
-        elif way := re.match(r"- (--.*?): ([\d.]+) GB a GPU, ([\d,]+) tokens/s", line):
+        elif way := re.match(r"- (--.*?): ([\d.]+) GB per GPU, ([\d,]+) tokens/s", line):
             gpus[way.group(1)] = way.groups()[1:]
     return found
 
@@ -303,7 +301,7 @@ def test_advised_flags_fit_as_predicted_the_fastest_first():
     found = advice(text)
     assert list(found) == ["64"]  # where `auto`, which knows no activations, chooses fsdp_full
     assert list(found["64"]) == ["--moment_dtype bf16", "--sharding_mode fsdp_offload"]
-    assert re.search(r"--sharding_mode fsdp_offload: .* 812 GB in the memory of each node's CPUs", text)
+    assert re.search(r"--sharding_mode fsdp_offload: .* 812 GB of host memory per node", text)
     for way, numbers in found["64"].items():
         row = next(line for line in run([*flags, *way.split()]).splitlines() if line.startswith("| 64 "))
         assert "does not fit" not in row and all(f"| {number} " in row for number in numbers)
@@ -330,38 +328,38 @@ def test_advised_flags_fit_as_predicted_the_fastest_first():
 def test_only_the_fewest_changes_are_advised(flags, advised):
     text = run(f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 {flags}".split())
     assert [list(found) for found in advice(text).values()] == ([advised] if advised else [])
-    assert ("does not fit, not even with --batch_size, --gradient" in text) == (advised is None)
+    assert ("does not fit, even with --batch_size, --gradient" in text) == (advised is None)
 
 
 BAD_INPUT = {
-    "--gpu MI300X": "RTX 5090.; add its --gpu_memory_gb, --bf16_tflops, --memory_tbs, --link_gbs",
+    "--gpu MI300X": "RTX 5090, or add --gpu_memory_gb, --bf16_tflops, --memory_tbs, --link_gbs",
     "--gpu MI300X --gpu_memory_gb 192 --bf16_tflops 1300": "--link_gbs .and --fp8_tflops, if it has FP8",
     "--gpu A100 --mixed_precision fp8": "--fp8_tflops",
-    "--mixed_precision fp8 --use_te --fp8_scenario mxfp8": "--gpu H200: needs one of B200, GB200, B300$",
-    "--mixed_precision fp8 --use_te --fp8_scenario block --gpu L40S": "--gpu L40S: needs one of H100",
+    "--mixed_precision fp8 --use_te --fp8_scenario mxfp8": "--gpu H200: needs a GPU of B200, GB200, B300$",
+    "--mixed_precision fp8 --use_te --fp8_scenario block --gpu L40S": "--gpu L40S: needs a GPU of H100",
     "--mixed_precision fp8 --use_te --fp8_scenario block --fp8_fp32_scales --gpu B200": "--gpu B200: ",
     "--use_te --deterministic --no_flash_attention": "--deterministic --no_flash_attention: ",
-    "--mixed_precision fp32": "--mixed_precision fp32: plans cover",
+    "--mixed_precision fp32": "--mixed_precision fp32: the planner covers",
     "--precision_map layers.0=bf16": "--precision_map",
     "--mixed_precision fp8 --use_te --bf16_first_layers 32": "--bf16_first_layers 32",
-    "--mixed_precision bf16 --use_te --bf16_last_layers 1": "--bf16_last_layers 1: only fp8",
+    "--mixed_precision bf16 --use_te --bf16_last_layers 1": "--bf16_last_layers 1: applies to ",
     "--use_te --mixed_precision bf16 --fp8_lm_head": "--fp8_lm_head --mixed_precision bf16: .*drop one",
-    "--use_te --mixed_precision fp8 --fp8_attention": "--fp8_attention: plans cover",
+    "--use_te --mixed_precision fp8 --fp8_attention": "--fp8_attention: the planner covers",
     "--use_te --te_backend emulated --mixed_precision fp8": "--te_backend emulated",
     "--gpus 0": "--gpus: '0'",
     "--gpus 8,x": "--gpus: 'x'",
     "--gpuss 8": "unknown flag --gpuss; did you mean '--gpus'",
     "--batch_siz 8": "unknown flag --batch_siz; did you mean '--batch_size'",
     "--tokens inf": "--tokens: inf: must be a positive number",
-    "--price_per_gpu_hour 3": "needs --tokens",
-    "--model_name no/such": "--model_name no/such: .*presets: te_models/presets.py",
+    "--price_per_gpu_hour 3": "needs --tokens for a cost",
+    "--model_name no/such": "--model_name no/such: neither a preset .te_models/presets.py",
     "--model_name llama-3.1-8b": r"did you mean .meta-llama/Llama-3\.1-8B.\?",
     "--sharding_mode hsdp --gpus 12": "--hsdp_shard_size 8: does not divide the 12 ranks",
-    "--sharding_mode deepspeed --deepspeed_config ds_configs/zero2.json --gpus 8": "plans cover ds_zero1",
+    "--sharding_mode deepspeed --deepspeed_config ds_configs/zero2.json --gpus 8": "covers ds_zero1",
     "--sharding_mode ds_zero2 --moment_dtype bf16 --gpus 8": "--sharding_mode ds_zero2: --moment_dtype bf16",
     "--max_seq_length 131073": "--max_seq_length 131073: ",
-    "--check --batch_size 1": "--check: accepts no other flags, got --batch_size",
-    "--check --tokens 5": "--check: accepts no other flags, got --tokens",
+    "--check --batch_size 1": "--check: cannot be combined with --batch_size",
+    "--check --tokens 5": "--check: cannot be combined with --tokens",
 }
 
 
@@ -378,10 +376,14 @@ def test_bad_input_is_one_clear_line(flags, capsys):
         ({"num_hidden_layers": 0}, {}, "no valid sizes"),
         ({"num_hidden_layers": "2"}, {}, "no valid sizes"),
         ({"num_attention_heads": 0, "head_dim": None}, {}, "no valid sizes"),
-        ({"model_type": "mixtral"}, {}, "model types llama, .*'mixtral'"),
-        ({"sliding_window": 1024, "model_type": "mistral"}, {"max_seq_length": 2048}, "attends to 1024"),
+        ({"model_type": "mixtral"}, {}, "model type 'mixtral'; choose one of llama"),
+        (
+            {"sliding_window": 1024, "model_type": "mistral"},
+            {"max_seq_length": 2048},
+            "sliding window of 1024",
+        ),
         ({"rms_norm_eps": "1e-5"}, {"use_te": True}, "its config.json: .*rms_norm_eps"),
-        ({"attention_bias": True}, {"use_te": True}, "attention_bias=True.*without --use_te$"),
+        ({"attention_bias": True}, {"use_te": True}, "attention_bias=True.*drop --use_te$"),
         ({"intermediate_size": 8200}, FP8, "intermediate_size 8200 not a multiple of 16"),
         ({"vocab_size": 32001}, FP8 | {"fp8_lm_head": True}, "vocabulary 32001 not a multiple of 16"),
         ({}, FP8 | {"fp8_scenario": "current", "fp8_margin": 2}, "--fp8_margin 2"),
@@ -401,8 +403,8 @@ def test_a_gpu_is_described_by_flags():
     own = (
         "--gpu MI300X --gpu_memory_gb 205 --bf16_tflops 1307 --fp8_tflops 2614 --memory_tbs 5.3 --link_gbs 4"
     )
-    assert "205 GB a GPU" in run(f"{own} --gpus 1,8 --use_te --mixed_precision fp8".split())
-    assert "120 GB a GPU" in run(["--gpu", "NVIDIA h200", "--gpu_memory_gb", "120", "--gpus", "1"])
+    assert "205 GB per GPU" in run(f"{own} --gpus 1,8 --use_te --mixed_precision fp8".split())
+    assert "120 GB per GPU" in run(["--gpu", "NVIDIA h200", "--gpu_memory_gb", "120", "--gpus", "1"])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.records import add
 from benchmarks.records.runs import EFFECTS, NO_EFFECT, WORK, read_run
-from benchmarks.records.table import MOST_POINTS, TABLE, read_table, thin
+from benchmarks.records.table import MAX_POINTS, TABLE, read_table, thin
 from benchmarks.report import main as report
 from benchmarks.report.tables import report_tables
 from core.errors import UserError
@@ -46,7 +46,7 @@ def test_a_finished_run_has_its_summary_in_the_table(tmp_path, capsys):
     assert "org/some \\| model" in lines[2]
     assert lines[4] == (
         "- my-run: 2 x NVIDIA H200, 2026-01-02, torch 2.11.0, transformer_engine 2.20.2, "
-        "commit 0123456789ab with changes"
+        "commit 0123456789ab with uncommitted changes"
     )
 
 
@@ -135,7 +135,7 @@ def test_runs_in_the_table_are_those_of_their_folders(tmp_path, capsys):
     table = tmp_path / "table.jsonl.gz"
     for _ in range(2):  # the second time each run replaces itself
         assert add.main([str(tmp_path / "runs"), "--study", "mine/a", "--table", str(table)]) == 0
-    assert "mine/a: 2 runs recorded" in capsys.readouterr().out
+    assert "added 2 runs to study mine/a" in capsys.readouterr().out
     for recorded, name in zip(read_table("mine", table), ("done", "stopped"), strict=True):
         original = read_run(tmp_path / "runs" / name)
         assert (recorded.name, recorded.summary, recorded.coverage) == (
@@ -153,9 +153,9 @@ def test_runs_in_the_table_are_those_of_their_folders(tmp_path, capsys):
 
 
 def test_thinned_losses_keep_their_means():
-    assert thin([(i, float(i)) for i in range(MOST_POINTS)], average=True)[-1] == (
-        MOST_POINTS - 1,
-        MOST_POINTS - 1,
+    assert thin([(i, float(i)) for i in range(MAX_POINTS)], average=True)[-1] == (
+        MAX_POINTS - 1,
+        MAX_POINTS - 1,
     )
     thousand = [(step, float(step)) for step in range(1, 1001)]
     assert (
@@ -163,7 +163,7 @@ def test_thinned_losses_keep_their_means():
     )
     assert thin(thousand, average=False)[:2] == [(5, 5.0), (10, 10.0)]
     assert all(
-        len(thin([(i, 0.0) for i in range(n)], average=True)) <= MOST_POINTS for n in (201, 999, 70_001)
+        len(thin([(i, 0.0) for i in range(n)], average=True)) <= MAX_POINTS for n in (201, 999, 70_001)
     )
 
 
@@ -173,5 +173,5 @@ def test_the_recorded_table_is_small_and_whole():
     assert len({run.folder for run in runs}) == len(runs)
     assert all(run.environment["date"] and run.environment["versions"] for run in runs)
     assert sum(run.summary is None for run in runs) < 10
-    with pytest.raises(UserError, match=r"--study nope: not recorded in .* it has batch_one, "):
+    with pytest.raises(UserError, match=r"--study nope: no such study in .* choose from batch_one, "):
         read_table("nope")

@@ -104,7 +104,7 @@ def test_runs_larger_than_one_that_ran_out_of_memory_are_skipped(tmp_path):
     )
     results = {small.name: Result(small.name, "out_of_memory")}
     for point in (longer, wider):
-        assert "2048-2-1 ran out of memory" in why_skip(point, results, grid, 2)
+        assert "needs more memory than 2048-2-1" in why_skip(point, results, grid, 2)
     assert [why_skip(p, results, grid, 2) for p in (shorter, more_gpus, traded, small)] == [None] * 4
     assert why_skip(longer, {small.name: Result(small.name, "failed")}, grid, 2) is None
     assert why_skip(more_gpus, {}, grid, 1) == "needs 2 GPUs, this machine has 1"
@@ -120,7 +120,7 @@ def test_runs_that_do_not_fit_by_the_plan_are_skipped():
 
     large, small = point("meta-llama/Llama-3.1-8B"), point("meta-llama/Llama-3.2-1B")
     reason = why_skip(large, {}, [large, small], 1, GPUS["H100"])
-    needed = float(re.fullmatch(r"needs (\d+) GB per GPU by benchmarks\.plan, of 85", reason)[1])
+    needed = float(re.fullmatch(r"needs (\d+) GB per GPU, as predicted; the GPU has 85 GB", reason)[1])
     assert needed == pytest.approx(137.4, rel=0.03), "recorded: the 8B in BF16 on an H200"
     assert why_skip(small, {}, [large, small], 1, GPUS["H100"]) is None
     assert why_skip(large, {}, [large, small], 1, GPUS["H200"]) is None
@@ -197,7 +197,7 @@ def test_a_dry_run_lists_runs_and_starts_none(tmp_path, capsys, monkeypatch):
     command = [str(file), "--gpu", "H100", "--dry_run", "--output_dir", str(tmp_path / "out")]
     assert main(command) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert re.search(r"Llama-3.1-8B-gpus1: skipped, needs .* by benchmarks.plan, of 85", first)
+    assert re.search(r"Llama-3.1-8B-gpus1: skipped, needs .* as predicted; the GPU has 85 GB", first)
     assert second.endswith("Llama-3.1-8B-gpus4: skipped, needs 4 GPUs, this machine has 1")
     assert main([*command, "--gpu", "B200"]) == 0
     assert capsys.readouterr().out.splitlines()[0].endswith("Llama-3.1-8B-gpus1: to run")
@@ -207,22 +207,26 @@ def test_a_dry_run_lists_runs_and_starts_none(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "flags", "message"),
     [
-        ("grid: {batch_size: [1]}\nbse: {}", "", "must hold a `grid:`"),
+        ("grid: {batch_size: [1]}\nbse: {}", "", "must contain `grid:`"),
         ("base: {}", "", "needs a `grid:`"),
-        ("grid: {modle: [tiny-llama]}", "", "unknown setting 'modle' of a sweep; did you mean 'model'?"),
-        ("grid: {model: tiny-llama}", "", "with lists, such as precision"),
+        ("grid: {modle: [tiny-llama]}", "", "unknown setting 'modle'; did you mean 'model'?"),
+        ("grid: {model: tiny-llama}", "", "with lists of values, such as precision"),
         ("grid: {precision: [fp7]}", "", "axis precision fp7: unknown variant"),
         ("grid: {gpus: [0]}", "", "--gpus 0: must be at least 1"),
         ("grid: {batch_size: [0]}", "", "batch0: --batch_size 0: must be at least 1"),
-        ("grid: {model: [a/export, b/export]}", "", "would share the folder export"),
+        ("grid: {model: [a/export, b/export]}", "", "have the folder name export"),
         ("grid: {batch_size: [1]}\nneeds: [dataset_name]", "", "needs --dataset_name"),
         ("grid: {batch_size: [1]}", "--batch_size 2", "--batch_size 2: is an axis of the grid"),
-        ("grid: {batch_size: [1]}", "--axis gpus=2", "--axis gpus=2: the grid has batch_size"),
+        (
+            "grid: {batch_size: [1]}",
+            "--axis gpus=2",
+            "--axis gpus=2: not an axis of the grid, which has batch_size",
+        ),
         ("grid: {batch_size: [1]}", "--axis batch_size=", "--axis batch_size=: needs at least one value"),
-        ("grid: {batch_size: [1]}", "--use_te", "decides it for each run"),
-        ("grid: {batch_size: [1]}", "--gpu H20O", "--gpu H20O: not one of"),
+        ("grid: {batch_size: [1]}", "--use_te", "sets this for every run"),
+        ("grid: {batch_size: [1]}", "--gpu H20O", "--gpu H20O: unknown GPU; did you mean 'H200'?"),
         ("grid: {batch_size: [1]", "", "not valid YAML: expected ',' or '}'"),
-        ("grid: {batch_size: [1]}\nbase: {output_dir: x}", "", "unknown setting 'output_dir' of a sweep"),
+        ("grid: {batch_size: [1]}\nbase: {output_dir: x}", "", "unknown setting 'output_dir'"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, text, flags, message):

@@ -100,14 +100,14 @@ def test_a_record_is_per_gpu_and_has_the_profile_by_kind(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        ("--max_steps 3", 2, "--max_steps 3: python -m benchmarks.throughput decides it"),
-        ("--steps 15", 2, "--steps 15: the first 8 are not counted; give at least 16"),
-        ("--steps 23 --profile", 2, "give at least 24"),
+        ("--max_steps 3", 2, "--max_steps 3: python -m benchmarks.throughput sets this"),
+        ("--steps 15", 2, "--steps 15: the first 8 steps are not measured; use at least 16"),
+        ("--steps 23 --profile", 2, "use at least 24"),
         ("--batch_siz 3", 2, "unknown flag --batch_siz; did you mean '--batch_size'"),
-        ("--tokenizer_name other", 2, "--tokenizer_name other: synthetic text is made for the demo"),
+        ("--tokenizer_name other", 2, "--tokenizer_name other: synthetic text needs the demo"),
         ("--results /dev/null/x", 2, "exists: '/dev/null'"),
-        ("--use_te --te_backend emulated", 1, "--te_backend emulated, and --use_te"),
-        ("--mixed_precision fp8", 1, "without a CUDA GPU, run emulated"),
+        ("--use_te --te_backend emulated", 1, "--te_backend emulated, or --use_te"),
+        ("--mixed_precision fp8", 1, "without a CUDA GPU: the run would be emulated"),
     ],
 )
 def test_measurements_that_cannot_be_are_refused(tmp_path, capsys, monkeypatch, flags, code, message):

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from te_models.families import FAMILIES
@@ -181,6 +183,11 @@ def peak_tflops(gpu_name: str, precision: Literal["bf16", "fp8"]) -> float | Non
         if words.issuperset(key.upper().split()):
             return getattr(peak, precision)
     return None
+
+
+def tail_mean(values: Sequence[float]) -> float:
+    """Return the mean of the last 10 % of the values (at least one value)."""
+    return fmean(values[-max(1, len(values) // 10) :])
 
 
 def perplexity(loss: float) -> float:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.report.fp8_heatmap import draw_casts, last_casts
+from benchmarks.report.figures import draw_casts, last_casts
 from core.errors import UserError
 from te_models import emulation as te
 from te_models.emulation import recipes

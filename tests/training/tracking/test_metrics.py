@@ -25,6 +25,7 @@ from training.tracking.metrics import (
     model_flops,
     peak_tflops,
     perplexity,
+    tail_mean,
 )
 
 LLAMA_8B = ModelShape(
@@ -121,3 +122,8 @@ def test_perplexity_and_rates():
     assert perplexity(1000.0) == perplexity(math.inf) == math.inf
     assert math.isnan(perplexity(math.nan))
     assert RATES and all(name.startswith("perf/") and METRICS[name].summary == "median" for name in RATES)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, 1.0), (9, 9.0), (20, 19.5), (29, 28.5), (30, 29.0)])
+def test_the_tail_mean_covers_the_last_tenth(count, expected):
+    assert tail_mean([float(i) for i in range(1, count + 1)]) == expected
