@@ -1,7 +1,8 @@
-"""DeepSpeed ZeRO, through its engine, which owns backward, clipping and the step.
+"""Strategy for DeepSpeed ZeRO, whose engine runs backward, clipping and the optimizer step.
 
-DeepSpeed's own checkpoints are pickles tied to a stage and a number of ranks. The suite's hold FP32 weights
-and moments by parameter name, sharded by rows. `Zero.state` converts them to and from ZeRO's flat partitions.
+DeepSpeed's own checkpoints are pickles tied to a stage and a number of ranks. The suite's checkpoints contain
+FP32 weights and moments by parameter name, sharded by rows. `Zero.state` converts between these rows and
+ZeRO's flat partitions.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from training.optim import adamw
 from training.optim import optimizer as optim
 from training.parallel import ranks
 from training.parallel.strategies import StepOutcome, Strategy
-from training.parallel.zero_settings import import_deepspeed, merge_settings
+from training.parallel.zero_settings import CONFIGS, import_deepspeed, merge_settings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """This rank's part of a parameter: its flat elements from `start` on are `flat[offset:][:size]`."""
+    """This rank's part of a parameter in ZeRO's flat FP32 partition: `flat[offset : offset + size]`."""
 
-    flat: Tensor  # FP32 partition that the optimizer steps, with fragments of many parameters
+    flat: Tensor  # partition of master weights that the optimizer steps, with fragments of many parameters
     offset: int
-    start: int
+    start: int  # index of the first element in the flattened parameter
     size: int
 
 
@@ -42,25 +43,25 @@ class Zero(Strategy):
     """ZeRO stage 1, 2 or 3, with or without CPU offload, under torch AdamW.
 
     ZeRO holds the FP32 master weights; the model's parameters are in the compute dtype. `discard` and `state`
-    use internals of the optimizers of `zero_settings.DEEPSPEED`, which has no public API for either.
+    use internals of `zero_settings.DEEPSPEED`, which has no public function to discard gradients, and whose
+    `safe_set_full_fp32_param` fails for padded ZeRO-3 shards.
     """
 
     keeps_weights_gathered = False
 
     def __init__(self, device: torch.device, cfg: Config, mode: str):
         super().__init__(device, cfg, mode)
-        name = cfg.sharding.deepspeed_config or mode
-        dtype = torch.float32 if cfg.precision.mixed_precision == "fp32" else torch.bfloat16
-        merged = ranks.run_on_all_ranks(lambda: merge_settings(name, cfg, self.world_size, dtype))
+        path = cfg.sharding.deepspeed_config or CONFIGS[mode]
+        merged = ranks.run_on_all_ranks(lambda: merge_settings(path, cfg, self.world_size))
         self.settings = merged[self.rank]
-        ranks.agree(f"the settings of --deepspeed_config {name}", self.settings)
-        sharding = self.settings["zero_optimization"]
-        self.stage = sharding["stage"]
-        self.steps_on_cpu = (sharding.get("offload_optimizer") or {}).get("device") == "cpu"
-        # Its hooks free a layer's weights after the recomputed forward pass; only that pass's graph gathers
-        # them again for backward.
+        ranks.agree(f"the settings of --deepspeed_config {path}", self.settings)
+        zero = self.settings["zero_optimization"]
+        self.stage = zero["stage"]
+        self.steps_on_cpu = (zero.get("offload_optimizer") or {}).get("device") == "cpu"
+        # ZeRO 3 frees a layer's weights after each forward pass, also a recomputed one. Hooks in the graph of
+        # that pass gather them again for backward, and only the reentrant variant builds this graph.
         self.reentrant = self.stage == 3
-        self.mesh = init_device_mesh("cpu", (self.world_size,))  # of checkpoints
+        self.mesh = init_device_mesh("cpu", (self.world_size,))  # for DTensors of checkpoints
 
     @property
     def shard_group_size(self) -> int:
@@ -69,7 +70,7 @@ class Zero(Strategy):
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         """Return the engine. DeepSpeed replaces the parameters of `optimizer` by flat FP32 partitions."""
         deepspeed = import_deepspeed()
-        with redirect_stdout(io.StringIO()):  # memory reports that no log level silences
+        with redirect_stdout(io.StringIO()):  # DeepSpeed prints memory reports at every log level
             self.engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=optimizer,
@@ -79,18 +80,18 @@ class Zero(Strategy):
         return self.engine
 
     def accumulating(self, model: nn.Module, *, first: bool, last: bool) -> AbstractContextManager:
-        # Set, not counted by DeepSpeed: the last window of an epoch may be shorter than the others.
+        # DeepSpeed would count micro-batches, but the last step of an epoch may have fewer.
         self.engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
     def backward(self, model: nn.Module, loss: Tensor) -> None:
-        # The engine ignores the flag for a loss that is its own output, and divides it.
+        # The engine ignores `scale_wrt_gas` for a loss that is its own output, so pass a copy.
         self.engine.backward(loss.clone(), scale_wrt_gas=False)
 
     def step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, *, usable: Tensor, max_norm: float
     ) -> StepOutcome:
-        """Step as in the base class; DeepSpeed reports a non-finite norm as infinite."""
+        """Step as in the base class, except that a non-finite gradient norm is always infinite."""
         assert max_norm == self.settings["gradient_clipping"]
         if self.max((~usable).float().to(self.device)).item():
             self.discard(model, optimizer)
@@ -106,11 +107,11 @@ class Zero(Strategy):
             zero._overflow_clean_up(1.0)
             return
         zero.zero_grad(set_to_none=True)
-        if hasattr(zero, "bf16_groups"):  # stage 1 with FP32 sums of BF16 gradients, a class of its own
+        if hasattr(zero, "bf16_groups"):  # BF16_Optimizer, which DeepSpeed uses for stage 1 with accumulation
             return
         zero.micro_step_id = -1
-        for gradients in (zero.averaged_gradients, zero.all_grad_tensors):  # parameters refer to the first
-            gradients.update(dict.fromkeys(gradients))
+        for gradients in (zero.averaged_gradients, zero.all_grad_tensors):
+            gradients.update(dict.fromkeys(gradients))  # in place: parameters refer to averaged_gradients
         if zero.cpu_offload:
             zero.reset_cpu_buffers()
 
@@ -128,10 +129,10 @@ class Zero(Strategy):
     def state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[dict[str, Tensor], Callable[[], None]]:
-        """Return this rank's rows of weights and moments by parameter name, and a function to restore them.
+        """Return this rank's rows of weights and moments by name, and a function that writes them back.
 
-        The tensors are copies on the CPU, sharded along dim 0 as by FSDP2. Collective, as is the returned
-        function, which also updates the weights of forward passes. One parameter at a time is whole.
+        The tensors are copies on the CPU, sharded along dim 0 as by FSDP2. The function also updates the
+        model's parameters. Both are collective and gather one parameter at a time.
         """
         module = self.engine.module
         tensors: dict[str, Tensor] = {}
@@ -147,7 +148,7 @@ class Zero(Strategy):
                 tensors[f"optimizer/{name}.{key}"] = self._rows(parameter, key)
 
         @torch.no_grad()
-        def restore() -> None:
+        def write_back() -> None:
             for name, parameter in module.named_parameters():
                 rows = tensors[f"model/{name}"].to_local()
                 if parameter.dtype != torch.float32:
@@ -156,61 +157,63 @@ class Zero(Strategy):
                 self._set_rows(parameter, None, rows)
                 for key in MOMENTS:
                     self._set_rows(parameter, key, tensors[f"optimizer/{name}.{key}"].to_local())
-            self._renew_weights()
+            self._update_parameters()
 
-        return tensors, restore
+        return tensors, write_back
 
     def _fragment(self, parameter: nn.Parameter) -> Fragment | None:
+        """Locate this rank's part of a parameter; None if it has none."""
         zero = self.engine.optimizer
         if self.stage == 3:
             group, offset, size = zero.grad_position[zero.get_param_id(parameter)]
             start = size * self.rank
-            size = min(size, parameter.ds_numel - start)  # the last ranks are padded
-            return (
-                Fragment(zero.fp32_partitioned_groups_flat[group], offset, start, size) if size > 0 else None
-            )
+            size = min(size, parameter.ds_numel - start)  # without the padding of the last ranks
+            flat = zero.fp32_partitioned_groups_flat[group]
+            return Fragment(flat, offset, start, size) if size > 0 else None
         if (mapping := parameter._hp_mapping) is None:
             return None
         (flat,) = zero.optimizer.param_groups[mapping.param_group_index]["params"]
-        inside, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
-        return Fragment(flat, inside.start, whole.start, whole.numel)
+        in_flat, in_parameter = mapping.hp_fragment_address, mapping.lp_fragment_address
+        return Fragment(flat, in_flat.start, in_parameter.start, in_parameter.numel)
 
     def _values(self, fragment: Fragment, key: str | None) -> Tensor:
-        """Return a view of a fragment's master weights (None) or of one moment."""
+        """Return a view of a fragment's master weights (`key` None) or of a moment."""
         source = fragment.flat
         if key is not None:
             source = optim.state_of(self.engine.optimizer.optimizer, source)[key]
         return source.detach().narrow(0, fragment.offset, fragment.size)
 
     def _rows(self, parameter: nn.Parameter, key: str | None) -> DTensor:
+        """Return this rank's rows of the master weights or of a moment, on the CPU. Collective."""
         fragment, shape = self._fragment(parameter), _shape(parameter)
-        pieces = (fragment.start, self._values(fragment, key)) if fragment else None
-        whole = self._assemble(shape.numel(), pieces).view(shape)
+        piece = (fragment.start, self._values(fragment, key)) if fragment else None
+        whole = self._assemble(shape.numel(), piece).view(shape)
         start, stop = self._own_rows(shape)
         return self._distributed((whole[start:stop] if shape else whole).cpu(), shape)
 
     def _set_rows(self, parameter: nn.Parameter, key: str | None, rows: Tensor) -> None:
+        """Write the rows of all ranks to the master weights or to a moment. Collective."""
         fragment, shape = self._fragment(parameter), _shape(parameter)
-        width = shape[1:].numel()
-        pieces = (self._own_rows(shape)[0] * width, rows.flatten()) if shape or self.rank == 0 else None
-        whole = self._assemble(shape.numel(), pieces)
+        start = self._own_rows(shape)[0] * shape[1:].numel()
+        piece = (start, rows.flatten()) if shape or self.rank == 0 else None  # every rank has a whole scalar
+        whole = self._assemble(shape.numel(), piece)
         if fragment:
             self._values(fragment, key).copy_(whole.narrow(0, fragment.start, fragment.size))
 
     def _own_rows(self, shape: torch.Size) -> tuple[int, int]:
-        """Return the range of torch.chunk's share of dim 0, which may be empty."""
+        """Return this rank's range of dim 0, split as by torch.chunk. It may be empty."""
         if not shape:
             return 0, 1
         size = -(-shape[0] // self.world_size)
         return min(size * self.rank, shape[0]), min(size * (self.rank + 1), shape[0])
 
     def _assemble(self, numel: int, piece: tuple[int, Tensor] | None) -> Tensor:
-        """Join disjoint pieces of all ranks: (first element, flat FP32 tensor)."""
+        """Return a flat FP32 tensor from the disjoint pieces of all ranks: (first index, FP32 values)."""
         bits = torch.zeros(numel, dtype=torch.int32, device=self.device)
         if piece is not None:
             start, values = piece
             bits[start : start + values.numel()] = values.contiguous().view(torch.int32).to(self.device)
-        # Sums of bits are exact; FP32 sums would turn -0.0 into 0.0.
+        # Integer sums keep every bit. An FP32 sum would turn -0.0 into 0.0.
         if self.world_size > 1:
             dist.all_reduce(bits)
         return bits.view(torch.float32)
@@ -222,13 +225,13 @@ class Zero(Strategy):
             local.contiguous(), self.mesh, [placement], run_check=False, shape=shape, stride=stride
         )
 
-    def _renew_weights(self) -> None:
-        """Round the master weights to those of forward passes, on every rank."""
+    def _update_parameters(self) -> None:
+        """Round the master weights to the model's parameters, on every rank."""
         zero = self.engine.optimizer
         if self.stage != 3:
             zero.update_lp_params()
             return
-        zero._partition_all_parameters()  # small ones stay whole between steps and would keep their values
+        zero._partition_all_parameters()  # small parameters stay gathered between steps, with old values
         for group in range(len(zero.fp16_groups)):
             zero._reassign_or_swap_out_partitioned_parameters(group)
 

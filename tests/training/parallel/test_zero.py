@@ -26,6 +26,7 @@ from training.optim.settings import OptimConfig
 from training.parallel.settings import ShardingConfig
 from training.parallel.zero import Zero
 from training.parallel.zero_settings import CONFIGS, merge_settings
+from training.precision.settings import PrecisionConfig
 
 installed = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not installed, reason="deepspeed is not installed")
@@ -403,21 +404,20 @@ def test_a_checkpoint_resumes_in_another_mode_and_world(tmp_path):
 CFG = Config(optim=OptimConfig(batch_size=4, gradient_accumulation_steps=3, max_grad_norm=0.5))
 
 
-def merge(folder: Path, dtype: torch.dtype = torch.bfloat16, **settings):
+def merge(folder: Path, **settings):
     """Merge a file with these settings, stage 2 unless they have another."""
     path = folder / "zero.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}} | settings))
-    return merge_settings(str(path), CFG, 2, dtype)
+    return merge_settings(str(path), CFG, 2)
 
 
 @needs_deepspeed
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_short_name_is_its_file_and_flags_decide_the_rest(name, tmp_path, monkeypatch):
+def test_the_file_of_a_mode_sets_how_to_shard_and_flags_the_rest(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    settings = merge_settings(name, CFG, 2, torch.bfloat16)
+    settings = merge_settings(CONFIGS[name], CFG, 2)
     file = json.loads((ROOT / CONFIGS[name]).read_text())
     assert file == {"zero_optimization": settings["zero_optimization"]}
-    assert settings == merge_settings(CONFIGS[name], CFG, 2, torch.bfloat16)
     expected = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 3,
@@ -429,9 +429,10 @@ def test_a_short_name_is_its_file_and_flags_decide_the_rest(name, tmp_path, monk
         "timers": {"throughput": {"enabled": False}},
     }
     assert expected.items() <= settings.items() and settings["bf16"]["enabled"]
-    assert not merge_settings(name, CFG, 2, torch.float32)["bf16"]["enabled"]
+    fp32 = replace(CFG, precision=PrecisionConfig(mixed_precision="fp32"))
+    assert not merge_settings(CONFIGS[name], fp32, 2)["bf16"]["enabled"]
     low = replace(CFG, sharding=ShardingConfig(grad_reduce_dtype="bf16"))
-    assert merge_settings(name, low, 2, torch.bfloat16)["communication_data_type"] == "bf16"
+    assert merge_settings(CONFIGS[name], low, 2)["communication_data_type"] == "bf16"
 
 
 @needs_deepspeed
@@ -453,15 +454,15 @@ def test_values_that_agree_with_the_flags_are_accepted(tmp_path):
 
 
 CONFLICTS = {
-    "train_micro_batch_size_per_gpu": (8, "is 8, but flags set it to 4; drop it"),
-    "train_batch_size": (32, "flags set it to 24;"),
-    "communication_data_type": ("bf16", 'flags set it to "fp32"'),
-    "bf16": ({"enabled": False}, "but flags set it"),
-    "data_types": ({"grad_accum_dtype": "bf16"}, "but flags set it"),
-    "timers": ({"throughput": {"enabled": True}}, "but flags set it"),
-    "optimizer": ({"type": "AdamW"}, "only flags set it; drop it"),
-    "fp16": ({"enabled": True}, "only flags set it"),
-    "gradient_cliping": (1.0, "only flags set it; did you mean 'gradient_clipping'"),
+    "train_micro_batch_size_per_gpu": (8, "is 8, but the flags set it to 4; remove it"),
+    "train_batch_size": (32, "the flags set it to 24;"),
+    "communication_data_type": ("bf16", 'the flags set it to "fp32"'),
+    "bf16": ({"enabled": False}, "but the flags set it"),
+    "data_types": ({"grad_accum_dtype": "bf16"}, "but the flags set it"),
+    "timers": ({"throughput": {"enabled": True}}, "but the flags set it"),
+    "optimizer": ({"type": "AdamW"}, "which only flags can set; remove it"),
+    "fp16": ({"enabled": True}, "which only flags can set;"),
+    "gradient_cliping": (1.0, "which only flags can set; remove it .*; did you mean 'gradient_clipping'"),
 }
 
 
@@ -481,13 +482,16 @@ def test_a_file_that_contradicts_a_flag_is_refused(key, tmp_path):
             (given, "stage is .*--sharding_mode ddp")
             for given in (None, True, {}, {"stage": "auto"}, {"stage": 0})
         ),
-        ({"stage": 2, "overlap_com": True}, "overlap_com is refused by DeepSpeed"),
-        ({"stage": 2, "reduce_bucket_size": -1}, "reduce_bucket_size is refused by DeepSpeed"),
+        ({"stage": 2, "overlap_com": True}, "overlap_com is not valid in DeepSpeed"),
+        ({"stage": 2, "reduce_bucket_size": -1}, "reduce_bucket_size is not valid in DeepSpeed"),
         ({"stage": 2, "compute_grad_norm": False}, "compute_grad_norm must be true, "),
         ({"stage": 2, "offload_param": {"device": "cpu"}}, "offload_param needs stage 3"),
-        ({"stage": 2, "offload_optimizer": "cpu"}, "offload_optimizer is refused by DeepSpeed"),
-        ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, "offload_optimizer must be"),
-        ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "offload_optimizer must be"),
+        ({"stage": 2, "offload_optimizer": "cpu"}, "offload_optimizer is not valid in DeepSpeed"),
+        ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, "offload_optimizer supports only"),
+        (
+            {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+            "offload_optimizer supports only",
+        ),
         ({"stage": 3, "zero_quantized_weights": True}, "zero_quantized_weights must be false"),
         (
             {"stage": 3, "zero_hpz_partition_size": 2},
@@ -507,10 +511,10 @@ def test_a_file_that_is_missing_or_no_json_object_is_named(text, tmp_path):
         path.write_text(text)
     reason = "no such file; ds_configs/ has .*ds_configs/zero2.json" if text is None else ""
     with pytest.raises(UserError, match=rf"--deepspeed_config .*zero9\.json: {reason}"):
-        merge_settings(str(path), CFG, 2, torch.bfloat16)
+        merge_settings(str(path), CFG, 2)
 
 
 def test_without_deepspeed_the_error_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(UserError, match=r"--sharding_mode.*pip install deepspeed=="):
-        merge_settings("ds_zero2", CFG, 2, torch.bfloat16)
+        merge_settings(CONFIGS["ds_zero2"], CFG, 2)
