@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from te_models.weights import (
     weight_files,
 )
 
-CHUNKS, CHUNK_BYTES = 16, 2**16  # number and size of the samples that `digests` reads of a weight file
+SAMPLES, SAMPLE_BYTES = 16, 2**16  # number and size of the samples that `digests` reads of a weight file
 
 
 @dataclass(frozen=True)
@@ -85,17 +85,19 @@ def plan_model(
         raise bad_setting(f"the preset {name} has no weights; use --init random", init="pretrained")
     config = _read_config(name, random=random, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
     _refuse_untrainable(name, config)
+    plan = ModelPlan(name, config, None, trust_remote_code)
     if use_te:
         refuse_te(name, config)
-        if ModelPlan(name, config, None, trust_remote_code).uses_remote_code:
+        if plan.uses_remote_code:
             raise bad_setting(
                 "TE layers would replace the model's own Python code; drop --use_te or --trust_remote_code",
                 use_te=True,
                 model_name=name,
             )
-    plan = ModelPlan(name, config, None if random else _find_weights(name, cache_dir), trust_remote_code)
-    if plan.weights and (use_te or weight_files(plan.weights)):
-        _check_weights(plan, use_te=use_te)
+    if not random:
+        plan = replace(plan, weights=_find_weights(name, cache_dir))
+        if use_te or weight_files(plan.weights):
+            _check_weights(plan, use_te=use_te)
     return plan
 
 
@@ -159,20 +161,28 @@ def _find_weights(name: str, cache_dir: str | None) -> Path:
         return Path(name)
     from huggingface_hub import snapshot_download
 
-    files: dict[str, Any] = {"allow_patterns": ["*.safetensors*", "*.json", "*.py"]}
-    files["ignore_patterns"] = ["consolidated*", "original/*"]  # the same weights in other layouts
     try:
-        return Path(snapshot_download(name, cache_dir=cache_dir, **files))
+        folder = snapshot_download(
+            name,
+            cache_dir=cache_dir,
+            allow_patterns=["*.safetensors*", "*.json", "*.py"],
+            ignore_patterns=["consolidated*", "original/*"],  # the same weights in other layouts
+        )
     except OSError as error:  # the hub client's errors derive from it
         raise bad_setting(
             f"the weights cannot be fetched ({first_line(error)}); give a local folder, log in with "
             "`hf auth login` if the model is gated, or use --init random",
             model_name=name,
         ) from None
+    return Path(folder)
 
 
 def _check_weights(plan: ModelPlan, *, use_te: bool) -> None:
-    """Refuse unreadable safetensors and weights that do not fit TE layers, before anything is loaded."""
+    """Refuse unreadable safetensors and weights that do not fit TE layers, before anything is loaded.
+
+    If the files hold both an embedding and an LM head, set the configuration's `tie_word_embeddings` to
+    whether they are equal.
+    """
     source, config = SafetensorsSource(plan.weights), plan.config
     has_both = {EMBEDDING, LM_HEAD} <= source.shapes().keys()
     if has_both and getattr(config, "tie_word_embeddings", False):
@@ -186,7 +196,7 @@ def _check_weights(plan: ModelPlan, *, use_te: bool) -> None:
 def digests(plan: ModelPlan) -> dict[str, str]:
     """Return digests of a model's configuration and weight files, to compare copies on several hosts.
 
-    Only the size and CHUNKS samples of a weight file are hashed, so it is fast for any size. The first sample
+    Only the size and SAMPLES parts of a weight file are hashed, so it is fast for any size. The first sample
     contains the names and shapes of the tensors, and two revisions of a model differ nearly everywhere.
     """
     settings = {k: v for k, v in plan.config.to_diff_dict().items() if not k.startswith("_")}
@@ -198,9 +208,9 @@ def digests(plan: ModelPlan) -> dict[str, str]:
             size = path.stat().st_size
             digest.update(f"{path.name} {size} ".encode())
             with path.open("rb") as file:
-                for i in range(CHUNKS):
-                    file.seek(size * i // CHUNKS)
-                    digest.update(file.read(CHUNK_BYTES))
+                for i in range(SAMPLES):
+                    file.seek(size * i // SAMPLES)
+                    digest.update(file.read(SAMPLE_BYTES))
         result["weights"] = digest.hexdigest()
     return result
 
@@ -258,7 +268,7 @@ def _wrap(inner: nn.Module, plan: ModelPlan, options: BuildOptions) -> HFCausalL
             module.padding_idx = None
     model = HFCausalLM(
         inner,
-        known=plan.is_known_family,
+        known_family=plan.is_known_family,
         gradient_checkpointing=options.gradient_checkpointing,
         reentrant=options.reentrant,
     )

@@ -58,4 +58,5 @@ FAMILIES: dict[str, Family] = {
 
 
 def head_dim(config: Any) -> int:
+    """Return the head size, which some configurations leave to hidden_size / num_attention_heads."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

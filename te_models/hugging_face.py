@@ -29,22 +29,24 @@ class HFCausalLM(nn.Module):
     """Wrapper of an AutoModelForCausalLM that returns the summed token loss, as `TECausalLM.forward`.
 
     Packed samples are separated by `packed_attention` if `choose_attention` can install it, otherwise by
-    transformers, from `position_ids` that restart. `known` marks families whose logits are `lm_head(hidden)`
-    and whose parameters all get a gradient from any text. Other models keep their own head, because they may
-    scale or cap logits; they may also have parameters that text does not reach, such as an image encoder.
+    transformers, from `position_ids` that restart.
+
+    In a `known_family`, logits are `lm_head(hidden)` and all parameters get a gradient from any text. Other
+    models keep their own head, because they may scale or cap logits; they may also have parameters that text
+    does not reach, such as an image encoder.
     """
 
     def __init__(
         self,
         model: nn.Module,
         *,
-        known: bool = False,
+        known_family: bool = False,
         gradient_checkpointing: bool = False,
         reentrant: bool = False,
     ):
         super().__init__()
         self.model = model
-        self.uses_all_parameters = self.plain_head = known
+        self.uses_all_parameters = self.plain_head = known_family
         self.fp8_lm_head = False
         # Reason that transformers' own attention runs; None if `packed_attention` runs.
         self.attention_fallback: str | None = None
@@ -90,6 +92,7 @@ class HFCausalLM(nn.Module):
             self.attention_fallback = install_packed_attention(self.model, self, device, dtype)
 
     def use_fp8_lm_head(self) -> None:
+        """Run the LM head's GEMMs in FP8, see `loss_fp8`."""
         self.fp8_lm_head = True
         self.model.get_output_embeddings().fp8_recipe = LM_HEAD_RECIPE  # read by the coverage table
 
@@ -145,10 +148,10 @@ class HFCausalLM(nn.Module):
 
 
 def router_loss_weight(model: nn.Module) -> float | None:
-    """Return the coefficient of the router's loss; a model attribute overrides the configuration's."""
+    """Return the coefficient of the router's loss, from the model or else its configuration, or None."""
     names = ("router_aux_loss_coef", "aux_loss_coef")
-    found = (getattr(owner, name, None) for owner in (model, model.config) for name in names)
-    return next((weight for weight in found if weight is not None), None)
+    weights = (getattr(owner, name, None) for owner in (model, model.config) for name in names)
+    return next((weight for weight in weights if weight is not None), None)
 
 
 SAMPLE, PERMUTED_SAMPLE = (1, 2, 3, 4, 5, 6, 7, 8), (3, 1, 4, 2, 8, 5, 6, 7)

@@ -65,19 +65,22 @@ def why_no_kernel(q: Tensor) -> str | None:
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention within each sequence: q [T, H, K], k and v [T, G, K] -> out [T, H, K], log-sum-exp.
+    """Attend causally within each sequence: q [T, H, K], k and v [T, G, K] -> out [T, H, K], log-sum-exp.
 
-    `cu_seqlens` [N+1] int32 as in `data.Batch`; no sequence is longer than `max_seqlen`. It is a custom
-    operator so that torch.compile does not trace into it.
+    `cu_seqlens` [N+1] int32 as in `data.Batch`; no sequence is longer than `max_seqlen`. The log-sum-exp is
+    [H, T] float32 from flash kernels, and empty from the reference. It is a custom operator so that
+    torch.compile does not trace into it.
     """
     if why_no_kernel(q) is None:
         if _flash_attention_4:
             forward = flash_attention.interface()._flash_attn_fwd
-            out, lse, *_ = forward(q, k, v, return_lse=True, **_arguments(cu_seqlens, max_seqlen, scale))
+            arguments = _flash_4_arguments(cu_seqlens, max_seqlen, scale)
+            out, lse, *_ = forward(q, k, v, return_lse=True, **arguments)
         else:
             lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
             forward = torch.ops.aten._flash_attention_forward
-            out, lse, *_ = forward(q, k, v, *lengths, 0.0, True, False, scale=scale)
+            dropout, causal, debug_mask = 0.0, True, False
+            out, lse, *_ = forward(q, k, v, *lengths, dropout, causal, debug_mask, scale=scale)
         return out, lse
     out = torch.empty_like(q)
     for span in _spans(cu_seqlens):
@@ -105,19 +108,18 @@ def _packed_attention_backward(
     max_seqlen: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v: dS = P * (dO V^T - rowsum(dO * O)) for weights P, arXiv:2205.14135."""
+    """Return dq, dk, dv; for weights P, dS = P * (dO V^T - rowsum(dO * O)) (arXiv:2205.14135)."""
     if why_no_kernel(q) is None:
         if _flash_attention_4:
-            arguments = _arguments(cu_seqlens, max_seqlen, scale)
+            arguments = _flash_4_arguments(cu_seqlens, max_seqlen, scale)
             arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
             grads = flash_attention.interface()._flash_attn_bwd(q, k, v, out, grad, lse, **arguments)
         else:
             lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-            random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # for dropout, unused
-            unused = torch.empty(0, device=q.device)
+            # Dropout rate, causal, and the random state of dropout, which is unused.
+            random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+            rest = 0.0, True, random_state, torch.empty(0, device=q.device)
             backward = torch.ops.aten._flash_attention_backward
-            dropout, causal = 0.0, True
-            rest = dropout, causal, random_state, unused
             grads = backward(grad, q, k, v, out, lse, *lengths, *rest, scale=scale)
         return grads[0], grads[1], grads[2]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -156,8 +158,8 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqle
     return packed_attention(q, k, v, cu_seqlens, max_seqlen, q.shape[-1] ** -0.5)[0]
 
 
-def _arguments(cu_seqlens: Tensor, max_seqlen: int, scale: float) -> dict[str, Any]:
-    """Keyword arguments of FlashAttention 4; their order differs between versions."""
+def _flash_4_arguments(cu_seqlens: Tensor, max_seqlen: int, scale: float) -> dict[str, Any]:
+    """Return keyword arguments of FlashAttention 4; their order differs between versions."""
     lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
     lengths |= {"max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
     return lengths | {"softmax_scale": scale, "causal": True}
@@ -300,9 +302,8 @@ def _register(dtype: torch.dtype) -> tuple[list[str], list[str]]:
 
     ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, mask)
-    ALL_ATTENTION_FUNCTIONS.register(
-        ATTENTION_NAME, hf_attention
-    )  # without a mask function, no mask is built
+    # It has no mask function, so transformers builds no mask.
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, hf_attention)
     return calls, reasons
 
 

@@ -45,7 +45,7 @@ class DelayedState:
 
 @dataclass
 class Gemm:
-    """Quantization of one linear layer in one pass; slots are for delayed scaling only."""
+    """Quantization of a linear layer's GEMM operands in one pass; slots are for delayed scaling only."""
 
     recipe: Recipe
     input: Slot | None = None
@@ -57,7 +57,7 @@ class Gemm:
     observe: Callable[[Tensor, Kind, Quantized], None] | None = None
 
     def quantize(self, x: Tensor, kind: Kind, slot: Slot | None, amax: Tensor | None = None) -> Operand:
-        """Call `Recipe.quantize` and `observe`."""
+        """Return x [M, N] as an operand that reports its casts to `observe`; see `Recipe.quantize`."""
         operand = self.recipe.quantize(x, kind, slot, amax)
 
         def observed(dim: int) -> Quantized:
@@ -78,7 +78,7 @@ class Region:
 
 
 class GlobalState:
-    """Global state: recipe of the innermost autocast, region of the outermost, and recomputation."""
+    """State shared by all modules: the innermost autocast's recipe, the outermost's region, recomputation."""
 
     recipe: Recipe | None = None
     region: Region | None = None

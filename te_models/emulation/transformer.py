@@ -59,18 +59,16 @@ class MultiheadAttention(nn.Module):
         self.heads, self.groups, self.size = heads, groups, size
         self.q_norm = self.k_norm = None
         if qk_norm_eps is not None:
-            norm = {
-                "eps": qk_norm_eps,
-                "dtype": factory_kwargs["params_dtype"],
-                "device": factory_kwargs["device"],
-            }
-            self.q_norm, self.k_norm = RMSNorm(size, **norm), RMSNorm(size, **norm)
+            dtype, device = factory_kwargs["params_dtype"], factory_kwargs["device"]
+            norms = (RMSNorm(size, eps=qk_norm_eps, dtype=dtype, device=device) for _ in range(2))
+            self.q_norm, self.k_norm = norms
         joint = (heads + 2 * groups) * size
         self.layernorm_qkv = LayerNormLinear(hidden_size, joint, eps=eps, bias=False, **factory_kwargs)
         self.core_attention = DotProductAttention()
         self.proj = Linear(heads * size, hidden_size, **factory_kwargs)
 
     def forward(self, x: Tensor, rope: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Map [B, S, D], or packed [T, D] with `cu_seqlens` [N+1]; `rope` angles [P, 1, 1, K] float32."""
         per_group = self.heads // self.groups
         joint = self.layernorm_qkv(x).unflatten(-1, (self.groups, per_group + 2, self.size))
         q, k, v = joint.split([per_group, 1, 1], dim=-2)  # [..., G, R or 1, K]

@@ -14,6 +14,8 @@ from training.precision.recipes import Precision, recipe_name
 
 @dataclass(frozen=True)
 class CoverageRow:
+    """Modules that ran in the same precision, one line of the table."""
+
     modules: str  # name with * for layer numbers: layers.*.self_attention.proj
     count: int
     precision: str
@@ -23,24 +25,26 @@ class CoverageRow:
 
 @dataclass(frozen=True)
 class Coverage:
+    """Precision of all GEMM modules in a step."""
+
     rows: list[CoverageRow]
     fp8_modules: int
     fp8_gemm_share: float
 
     def lines(self) -> list[str]:
         """Format the table to print after the first step."""
-        width = max(len(row.modules) for row in self.rows)
-        wide = max(14, *(len(row.precision) for row in self.rows))
+        name_width = max(len(row.modules) for row in self.rows)
+        precision_width = max(14, *(len(row.precision) for row in self.rows))
         body = [
-            f"  {row.modules:<{width}}  x{row.count:<4} {row.precision:<{wide}} {row.gemm_share:6.1%} "
-            f"of GEMMs{f' ({row.note})' if row.note else ''}"
+            f"  {row.modules:<{name_width}}  x{row.count:<4} {row.precision:<{precision_width}} "
+            f"{row.gemm_share:6.1%} of GEMMs{f' ({row.note})' if row.note else ''}"
             for row in self.rows
         ]
         total = f"FP8 ran in {self.fp8_modules} modules: {self.fp8_gemm_share:.1%} of GEMM FLOPs"
         return [f"precision coverage of the first step; {total}", *body]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the coverage as JSON for env.json."""
+        """Return the fields to record in env.json."""
         return vars(self) | {"rows": [vars(row) for row in self.rows]}
 
 
@@ -60,15 +64,18 @@ def coverage(model: nn.Module, precision: Precision) -> Coverage:
         if isinstance(module, nn.Embedding) or not (elements or is_attention):
             continue
         recipe, note = _last_recipe(module, is_attention), getattr(module, "bf16_reason", "")
-        ran = f"fp8 {recipe}" if recipe else "fp32" if precision.effective == "fp32" else "bf16"
+        label = f"fp8 {recipe}" if recipe else "fp32" if precision.effective == "fp32" else "bf16"
         if recipe and RECIPES[recipe].bf16_wgrad:
             note = "gradients of weights in BF16"
             fp8_elements += elements * (2 / 3)
         elif recipe:
             fp8_elements += elements
-        groups.setdefault((fold_layers(name), ran, note), []).append(elements)
+        groups.setdefault((fold_layers(name), label, note), []).append(elements)
     total = sum(map(sum, groups.values()))
-    rows = [CoverageRow(name, len(n), ran, sum(n) / total, note) for (name, ran, note), n in groups.items()]
+    rows = [
+        CoverageRow(name, len(sizes), label, sum(sizes) / total, note)
+        for (name, label, note), sizes in groups.items()
+    ]
     fp8_modules = sum(row.count for row in rows if row.precision.startswith("fp8"))
     return Coverage(rows, fp8_modules, fp8_elements / total)
 

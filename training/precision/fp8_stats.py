@@ -72,15 +72,15 @@ def watch_torchao(modules: dict[str, nn.Module], tally: Tally) -> Iterator[None]
             # Emulated layers also round weights to BF16, see `torchao_fp8`.
             hidden, weight = hidden.to(dtype), weight.to(dtype) if settings.emulate else weight
 
-        def count(tensor: str, original: Tensor, how: Any) -> None:
-            tally.add(name, tensor, original, _repeat_cast(layer, original, how))
+        def count(tensor: str, original: Tensor, cast_config: Any) -> None:
+            tally.add(name, tensor, original, _repeat_cast(layer, original, cast_config))
 
         count("activation", hidden.flatten(0, -2), settings.cast_config_input)  # [T, D]
         if not is_fp8(weight):
             count("weight", weight, settings.cast_config_weight)
         if output.requires_grad:
-            how = settings.cast_config_grad_output
-            output.register_hook(lambda grad: count("gradient", grad.flatten(0, -2), how))
+            cast_config = settings.cast_config_grad_output
+            output.register_hook(lambda grad: count("gradient", grad.flatten(0, -2), cast_config))
 
     hooks = [m.register_forward_hook(functools.partial(on_forward, name)) for name, m in modules.items()]
     yield
@@ -89,15 +89,15 @@ def watch_torchao(modules: dict[str, nn.Module], tally: Tally) -> Iterator[None]
 
 
 @torch.no_grad()
-def _repeat_cast(layer: Any, original: Tensor, how: Any) -> Quantized:
-    """Repeat a Float8Linear's cast of `original` [M, N] for the GEMM that contracts over N."""
+def _repeat_cast(layer: Any, original: Tensor, config: Any) -> Quantized:
+    """Repeat a Float8Linear's cast of `original` [M, N], by its CastConfig, for the GEMM that contracts N."""
     scaling = importlib.import_module("torchao.float8.float8_scaling_utils")
     cast = scaling.hp_tensor_to_float8_dynamic(
         original,
-        how.target_dtype,
+        config.target_dtype,
         layer.linear_mm_config,
-        scaling_granularity=how.scaling_granularity,
-        axiswise_dim=scaling.get_maybe_axiswise_dim(-1, how.scaling_granularity),
+        scaling_granularity=config.scaling_granularity,
+        axiswise_dim=scaling.get_maybe_axiswise_dim(-1, config.scaling_granularity),
         round_scales_to_power_of_2=layer.config.round_scales_to_power_of_2,
     )
     scale_inv = cast._scale.reciprocal()

@@ -41,25 +41,25 @@ def _given(cfg: Config) -> dict[str, Any]:
 
 def parse(text: str | None, *, use_te: bool) -> list[tuple[str, str]]:
     """Return (pattern, recipe) pairs of --precision_map. UserError for an invalid entry."""
-    own, layers = (TE_RECIPES, "with --use_te") if use_te else (TORCHAO_RECIPES, "without --use_te")
+    recipes, condition = (TE_RECIPES, "with --use_te") if use_te else (TORCHAO_RECIPES, "without --use_te")
     entries = []
     for entry in () if text is None else text.split(","):
         pattern, _, recipe = (part.strip() for part in entry.partition("="))
         if not (recipe and all(pattern.split("."))) or "=" in recipe:
             reason = f"{entry.strip()!r} is not PATTERN=RECIPE (layers.0=bf16)"
             raise bad_setting(reason, precision_map=text)
-        if recipe not in (*own, "bf16"):
-            reason = f"{recipe}: {layers} a module runs in one of {', '.join(own)}, bf16"
-            raise bad_setting(reason + nearest(recipe, (*own, "bf16")), precision_map=text)
+        if recipe not in (*recipes, "bf16"):
+            reason = f"{recipe}: {condition} a module runs in one of {', '.join(recipes)}, bf16"
+            raise bad_setting(reason + nearest(recipe, (*recipes, "bf16")), precision_map=text)
         entries.append((pattern, recipe))
     return entries
 
 
 def matches(pattern: str, name: str) -> bool:
     """True if consecutive dot-separated parts of `name` match the pattern."""
-    wanted, parts = pattern.split("."), name.split(".")
-    starts = range(len(parts) - len(wanted) + 1)
-    return any(all(map(fnmatchcase, parts[start:], wanted)) for start in starts)
+    patterns, parts = pattern.split("."), name.split(".")
+    starts = range(len(parts) - len(patterns) + 1)
+    return any(all(map(fnmatchcase, parts[start:], patterns)) for start in starts)
 
 
 def _layer(name: str) -> int | None:
@@ -117,8 +117,9 @@ def resolve(cfg: Config, precision: Precision, config: Any) -> Precision:
     """
     if not (given := _given(cfg)):
         return precision
-    if (mixed := cfg.precision.mixed_precision) != "fp8":
-        raise bad_setting(f"needs --mixed_precision fp8 (here {mixed}); choose fp8, or drop it", **given)
+    if (precision_flag := cfg.precision.mixed_precision) != "fp8":
+        reason = f"needs --mixed_precision fp8 (here {precision_flag}); choose fp8, or drop it"
+        raise bad_setting(reason, **given)
     if (backend := precision.te_backend) is None:
         parse(cfg.precision.precision_map, use_te=False)
         return precision
@@ -158,11 +159,11 @@ def _refuse_mixes(cfg: Config, by_module: dict[str, str], num_layers: int) -> No
 
 def check_resume(meta: dict[str, Any], precision: Precision) -> None:
     """UserError if the checkpoint's run fell back differently from this machine."""
-    there, here = (sorted(names) for names in (meta.get("map_fallbacks", {}), precision.map_fallbacks))
-    if there != here:
+    saved, current = (sorted(names) for names in (meta.get("map_fallbacks", {}), precision.map_fallbacks))
+    if saved != current:
         raise UserError(
-            f"--resume: --precision_map fell back to {FALLBACK_RECIPE} for {', '.join(there) or 'none'} in "
-            f"the checkpoint but for {', '.join(here) or 'none'} here; resume on the same kind of GPU, or "
+            f"--resume: --precision_map fell back to {FALLBACK_RECIPE} for {', '.join(saved) or 'none'} in "
+            f"the checkpoint but for {', '.join(current) or 'none'} here; resume on the same kind of GPU, or "
             "start a new run from its exported model",
             flags=("resume", "precision_map"),
             exit_code=EXIT_BAD_SETTING,

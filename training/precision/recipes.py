@@ -86,9 +86,9 @@ class Precision:
 
 def resolve_precision(cfg: Config) -> Precision:
     """Choose the effective precision. UserError if the requested one cannot run and may not fall back."""
-    mixed, backend = cfg.precision.mixed_precision, resolve_backend(cfg)
-    if mixed != "fp8":
-        return Precision(mixed, mixed, te_backend=backend, emulated=backend == "emulated")
+    name, backend = cfg.precision.mixed_precision, resolve_backend(cfg)
+    if name != "fp8":
+        return Precision(name, name, te_backend=backend, emulated=backend == "emulated")
     if backend is None:
         return Precision(cfg.recipe, cfg.recipe, emulated=fp8_gemms_are_emulated())
     if cfg.precision.fp8_attention and backend == "emulated":
