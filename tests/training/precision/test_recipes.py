@@ -23,8 +23,8 @@ from training.precision.recipes import Precision, build_autocast, make_recipe, r
 ROOT = Path(__file__).resolve().parents[3]
 TE_FP8 = {"use_te": True, "mixed_precision": "fp8"}
 EMULATED = tuple(name for name in TE_RECIPES if hasattr(emulated, RECIPES[name].te_class))
-# Code about one recipe: kernels fused with delayed scaling's casts, and a peak of older code's runs.
-NAMING_A_RECIPE = {"core/recipes.py", "training/kernels.py", "benchmarks/plan/check.py"}
+# Code about one recipe: kernels fused with delayed scaling's casts, a peak of older code's runs, and a chart.
+NAMING_A_RECIPE = {"core/recipes.py", "training/kernels.py", "benchmarks/plan/check.py", "benchmarks/chart.py"}
 
 
 def settings(**values) -> Config:
