@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,3 +25,35 @@ def caught(handle: Callable[[int, Any], None] = lambda number, frame: None) -> I
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def noticed(react: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Call `react` for each stop signal at once, from a thread.
+
+    A Python signal handler runs only when the main thread returns from C: a CUDA synchronization or a file
+    write may take minutes. Use in the main thread.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def listen() -> None:
+        while (number := os.read(reader, 1)[0]) != 0:
+            if number in stop_signals():
+                react(signal.Signals(number))
+
+    thread = threading.Thread(target=listen, daemon=True, name="stop signals")
+    thread.start()
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.write(writer, b"\0")
+        thread.join()
+        os.close(reader)
+        os.close(writer)
+
+
+# A forked data-loader worker must not report its own signals through its parent's pipe.
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))

@@ -18,7 +18,7 @@ import torch
 
 from core.cpu import fast_bf16
 from core.errors import EXIT_FAILED, EXIT_INTERRUPTED, first_line
-from core.signals import caught
+from core.signals import caught, noticed
 from data.chat import turn_end
 from te_models.build import export_tensors
 from training.assembly import Assembly, assemble
@@ -105,8 +105,10 @@ def run(job: Job, cleanup: ExitStack, signals: ExitStack) -> int:
     trainer, observers = open_loop(job, built, state, scaling, losses, fp8_stats)
     cleanup.callback(trainer.logs.tracker.give_up, EXIT_FAILED)
     signals.enter_context(caught())
+    signals.enter_context(noticed(trainer.stop.notice))
     try:
         finished = trainer.fit()
+        trainer.stop.finishes = "the export and the logs"
         trainer.logs.display.close()
         if finished and job.cfg.exports:
             export(job, built)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -16,6 +18,7 @@ from core.signals import caught
 from training.checkpoint.progress import Progress
 from training.config import Config
 from training.guard import StepGuard
+from training.parallel import ranks
 from training.step import Stack, StepResult, evaluate, train_step
 from training.tracking.meter import WARMUP_STEPS, Meter
 
@@ -47,15 +50,24 @@ class Logs:
     meter: Meter
 
 
+# Schedulers and torchrun may each send a signal to the same process: these are one request.
+SAME_SIGNAL_SECONDS = 1.0
+
+
 class Stopped(BaseException):
     """Raised when a stop signal arrives while waiting for data. Libraries swallow plain Exceptions."""
 
 
 class StopFlag:
-    """Flag set by SIGTERM, SIGINT or SIGHUP. A signal interrupts waiting for data, but never a step."""
+    """Flag set by SIGTERM, SIGINT or SIGHUP; a second signal ends the process.
 
-    def __init__(self):
+    A signal interrupts waiting for data, but never a step.
+    """
+
+    def __init__(self, *, announces: bool = True):
         self.requested = False
+        self.finishes = "the current step and saving"  # what is still done after the first signal
+        self._announces, self._noticed = announces, 0.0  # time of the first signal
         # PID of the waiting process. Forked loader workers inherit the handler and must not raise.
         self.waiting_pid: int | None = None
 
@@ -64,6 +76,22 @@ class StopFlag:
         if self.waiting_pid == os.getpid():
             self.waiting_pid = None
             raise Stopped
+
+    def notice(self, number: signal.Signals) -> None:
+        """Tell the user what happens now, or end the process if this is the second signal."""
+        now, first = time.monotonic(), not self._noticed
+        if first:
+            self.requested, self._noticed = True, now
+            message = f"{number.name}: finishing {self.finishes} first; send it again to end at once"
+        elif now - self._noticed < SAME_SIGNAL_SECONDS:
+            return
+        else:
+            message = f"{number.name} again: ended at once; checkpoints saved before are intact"
+        if self._announces:
+            with suppress(OSError):
+                os.write(2, f"{message}\n".encode())
+        if not first:
+            os._exit(128 + number)  # as in shells
 
     def wait_for(self, work: Callable[[], Any], *, interruptible: bool) -> Any:
         """Return `work()`, or raise Stopped if a signal arrives first."""
@@ -92,7 +120,7 @@ class Trainer:
         self.cfg, self.stack, self.loaders, self.logs, self.saver = cfg, stack, loaders, logs, saver
         self.total_steps, self.progress, self.hooks = stack.total_steps, progress, hooks or Hooks()
         self.first_step = progress.step + 1  # first step of this launch
-        self.stop = StopFlag()
+        self.stop = StopFlag(announces=ranks.rank() == 0)
         self.guard = StepGuard(
             cfg.optim,
             progress,
@@ -218,7 +246,8 @@ class Trainer:
         self.guard.read(all_steps=True)
         if self.progress.step > 0:
             self._save()
-        self.logs.display.message(f"stopped by a signal after step {self.progress.step}")
+        done = f"after step {self.progress.step}" if self.progress.step else "before the first step"
+        self.logs.display.message(f"stopped by a signal {done}")
         return False
 
     def _any_stop(self) -> bool:

@@ -702,7 +702,7 @@ def test_a_signal_before_the_first_step_saves_nothing(early):
     if early:  # just before the wait begins
         state = made.loaders.train.state_dict
         made.loaders.train.state_dict = lambda: made.stop(signal.SIGTERM, None) or state()
-    assert made.fit() is False and record.messages == ["stopped by a signal after step 0"]
+    assert made.fit() is False and record.messages == ["stopped by a signal before the first step"]
 
 
 def test_a_signal_to_a_forked_worker_does_not_end_the_wait():

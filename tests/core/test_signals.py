@@ -1,0 +1,65 @@
+"""Stop signals are noticed at once, also during a long call into C."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from core.signals import caught, noticed
+
+
+def test_a_signal_is_noticed_while_the_main_thread_is_in_c():
+    seen, reacted = [], threading.Event()
+
+    def react(number):
+        seen.append(number)
+        reacted.set()
+
+    with caught(), noticed(react):
+        os.kill(os.getpid(), signal.SIGCHLD)  # not a request to stop
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert reacted.wait(60)
+    assert seen == [signal.SIGTERM]
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_forked_worker_keeps_its_signals_to_itself():
+    seen = []
+    with caught(), noticed(seen.append):
+        if (child := os.fork()) == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    assert seen == []
+
+
+def test_a_second_signal_ends_the_process(tmp_path):
+    """The main thread sits in one uninterrupted call into C, as in a long GPU step."""
+    code = """
+import hashlib
+from core.signals import caught, noticed
+from training.trainer import StopFlag
+stop = StopFlag()
+with caught(stop), noticed(stop.notice):
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # releases the GIL, as CUDA calls do
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        first = process.stderr.readline()
+        process.send_signal(signal.SIGINT)  # within a second: the same request
+        time.sleep(1.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+        assert "finishing the current step and saving first" in first
+        assert "SIGTERM again: ended at once" in process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()
