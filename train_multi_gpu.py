@@ -3,6 +3,7 @@
 The settings are those of train_fp8.py; --sharding_mode chooses how the model is sharded.
 """
 
+import os
 import time
 
 STARTED = time.perf_counter()
@@ -22,6 +23,10 @@ def join_torchrun(cfg):
 
 
 def main():
+    from core.signals import stop_with_parent
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun
+        stop_with_parent()
     from training.launch import launch
 
     launch(__doc__, start=join_torchrun, started=STARTED)

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 def stop_signals() -> list[signal.Signals]:
     """Return SIGTERM, SIGINT, and SIGHUP unless it is ignored, as under nohup."""
     hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGTERM, signal.SIGINT, *hangup]
+
+
+def stop_with_parent() -> None:
+    """Receive SIGTERM when the parent process dies, on Linux.
+
+    torchrun starts its workers in sessions of their own: they would survive its SIGKILL and keep their GPUs.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died just now
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager

@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 
+import pytest
+
 from core.signals import caught, noticed
 
 
@@ -63,3 +65,23 @@ with caught(stop), noticed(stop.notice):
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="uses prctl")
+def test_a_worker_is_told_that_its_parent_is_gone():
+    worker = """
+import signal
+from core.signals import caught, stop_with_parent
+with caught(lambda number, frame: print(signal.Signals(number).name, flush=True)):
+    stop_with_parent()
+    print("ready", flush=True)
+    signal.pause()
+"""
+    parent = (
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}], start_new_session=True)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.kill()
+    assert process.stdout.readline() == "SIGTERM\n"
+    process.communicate()
