@@ -11,7 +11,7 @@ from core.errors import EXIT_BAD_SETTING, UserError, bad_setting, first_line
 from te_models.families import FAMILIES, Family
 from te_models.presets import PRESETS, closest_preset
 from training.config import Config
-from training.parallel.memory import ModelSize, StepPlan, choose_mode
+from training.parallel.memory import ModelSize, StepPlan
 from training.parallel.settings import MODES
 from training.tracking.metrics import ModelShape
 
@@ -128,7 +128,8 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
 
 def build_job(cfg: Config, *, gpu: int, gpus: int, gpus_per_node: int) -> tuple[StepPlan, str | None]:
     """Return the job on GPUs with `gpu` bytes, and why training would refuse the mode of `auto`, or None."""
-    from training.optim.optimizer import plan_optimizer  # imported here because it imports torch
+    from training.optim.optimizer import plan_optimizer  # imported here because they import torch
+    from training.parallel.choose import choose_mode
 
     refuse_unplanned(cfg)
     model, mode = read_model(cfg.model.model_name), cfg.sharding.mode

@@ -21,6 +21,13 @@ from training.parallel.ranks import print_rank0
 from training.parallel.strategies import Strategy, build_strategy
 
 BF16_STATE_BYTES = 8  # per parameter: weight, gradient and two moments in BF16, without master weights
+# From this size on, sharding the optimizer step saves more time than gathering weights costs.
+LARGE = 2 * 10**9
+# Fractions of a GPU's memory for weights, gradients and optimizer state. The rest is for activations, FP8
+# copies and NCCL.
+ROOM = 0.6
+LAST_ROOM = 0.75  # before fsdp_offload, the slowest mode; activations fit with --gradient_checkpointing
+ROOM_ON_ONE_GPU = 0.9  # sharding cannot help there; an 8B trains with 80 % of an H200
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ def plan_memory(cfg: Config, model: ModelPlan, device: torch.device) -> MemoryPl
     gpu = None
     if device.type == "cuda":
         gpu = min(ranks.gather(torch.cuda.get_device_properties(device).total_memory))
-    mode = ranks.run_on_rank0(lambda: _choose_mode(cfg, model, device, gpu))
+    mode = ranks.run_on_rank0(lambda: _resolve_mode(cfg, model, device, gpu))
     strategy = build_strategy(mode, device, cfg)
     if strategy.steps_on_cpu:
         threads = ranks.use_cores()
@@ -61,7 +68,7 @@ def check_memory(
         refuse_small_gpu(_plan_step(cfg, model, optimizer, strategy.mode), gpu)
 
 
-def _choose_mode(cfg: Config, model: ModelPlan, device: torch.device, gpu: int | None) -> str:
+def _resolve_mode(cfg: Config, model: ModelPlan, device: torch.device, gpu: int | None) -> str:
     mode = cfg.sharding.mode
     if not dist.is_initialized():
         if mode != "auto":
@@ -73,9 +80,52 @@ def _choose_mode(cfg: Config, model: ModelPlan, device: torch.device, gpu: int |
     if mode != "auto":
         return mode
     optimizer = _plan_optimizer(cfg, device, "device")
-    mode, why = memory.choose_mode(_plan_step(cfg, model, optimizer, "ddp"), gpu)
+    mode, why = choose_mode(_plan_step(cfg, model, optimizer, "ddp"), gpu)
     print_rank0(f"--sharding_mode auto: {mode} ({why})")
     return mode
+
+
+def resident_bytes(plan: StepPlan) -> float:
+    """Return the bytes of weights, gradients and optimizer state, including accumulated and gathered ones."""
+    resident = plan.model.parameters * plan.optimizer.state_bytes / plan.shard
+    if plan.fsdp:
+        resident += memory.accumulated_gradients(plan)
+    if plan.sharding.gathers_once:  # gradients are unsharded too, until they are reduced
+        resident += 2 * plan.model.parameters * (4 if plan.cfg.precision.mixed_precision == "fp32" else 2)
+    return resident
+
+
+def choose_mode(plan: StepPlan, gpu: int | None) -> tuple[str, str]:
+    """Return the fastest mode that fits on GPUs of `gpu` bytes (None: no GPU), and the reason.
+
+    Activations are not counted: they are unknown for architectures without TE layers.
+    """
+    if gpu is None:
+        return "ddp", "no GPU, so GPU memory is no limit"
+    modes = ("ddp", "fsdp_grad", "hsdp", "fsdp_full")
+    needed = {mode: resident_bytes(replace(plan, mode=mode)) for mode in modes}
+    unsharded, room, last_room = needed["ddp"], ROOM * gpu, LAST_ROOM * gpu
+    if plan.gpus == 1 and unsharded <= ROOM_ON_ONE_GPU * gpu:
+        return "single", "one GPU, nothing to shard"
+    why = f"weights, gradients and optimizer state need {unsharded / 1e9:.1f} GB, "
+    why += f"a GPU has room for {room / 1e9:.1f} GB"
+    if accumulated := memory.accumulated_gradients(replace(plan, mode="fsdp_full")):
+        why += f"; accumulated gradients need {accumulated / 1e9:.1f} GB"
+    if unsharded <= room and plan.model.parameters < LARGE:
+        return "ddp", why
+    if needed["fsdp_grad"] <= room:
+        return "fsdp_grad", f"{why}; a shard plus gathered weights and gradients fits"
+    if unsharded <= room:
+        return "ddp", why
+    if plan.nodes > 1 and plan.gpus_per_node > 1 and needed["hsdp"] <= room:
+        return "hsdp", f"{why}; sharded over the {plan.gpus_per_node} ranks of a node they fit"
+    if needed["fsdp_full"] <= last_room:
+        limit = "" if needed["fsdp_full"] <= room else f" into {last_room / 1e9:.1f} GB"
+        return "fsdp_full", f"{why}; sharded over {plan.gpus} ranks they fit{limit}"
+    return (
+        "fsdp_offload",
+        f"{why}; sharded over {plan.gpus} ranks they do not fit into {last_room / 1e9:.1f} GB",
+    )
 
 
 def _plan_optimizer(cfg: Config, device: torch.device, master_home: str) -> OptimizerPlan:
@@ -100,7 +150,7 @@ def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:
             f"--master_weights none --moment_dtype bf16 needs {in_bf16 / 1e9:.1f} GB "
             "(and loses small updates)"
         )
-    room = memory.LAST_ROOM * gpu - memory.accumulated_gradients(replace(plan, mode="fsdp_full"))
+    room = LAST_ROOM * gpu - memory.accumulated_gradients(replace(plan, mode="fsdp_full"))
     if room > 0:
         ways_out.append(f"--sharding_mode fsdp_full needs {math.ceil(total / room)} such GPUs")
     torchrun = "torchrun --nproc_per_node=1 train_multi_gpu.py " if plan.mode == "single" else ""

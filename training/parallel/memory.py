@@ -1,12 +1,12 @@
 """GPU memory of a training step, computed from tensor sizes, for --sharding_mode auto and `benchmarks.plan`.
 
-Sizes are bytes on one GPU. 1 GB is 10^9 bytes, as in summary.json. This module must not import torch, which
-`benchmarks.plan` does without.
+Sizes are bytes on one GPU. 1 GB is 10^9 bytes, as in summary.json. This module must not import torch, so that
+`benchmarks.plan` starts fast.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.errors import bad_setting
@@ -347,50 +347,3 @@ def peak(plan: StepPlan) -> dict[str, float]:
     points = [at_loss, start_of_backward, after_backward]
     points += [at_step] if plan.sharding.stage in (1, 2) else []
     return max((point(plan) for point in points), key=lambda parts: sum(parts.values()))
-
-
-# --sharding_mode auto. It ignores activations, which cannot be counted for an unknown architecture.
-
-# From this size on, sharding the optimizer step saves more time than gathering weights costs.
-LARGE = 2 * 10**9
-# Fractions of a GPU's memory for weights, gradients and optimizer state. The rest is for activations, FP8
-# copies and NCCL.
-ROOM = 0.6
-LAST_ROOM = 0.75  # before fsdp_offload, the slowest mode; activations fit with --gradient_checkpointing
-ROOM_ON_ONE_GPU = 0.9  # sharding cannot help there; an 8B trains with 80 % of an H200
-
-
-def resident_bytes(plan: StepPlan) -> float:
-    """Return the bytes of weights, gradients and optimizer state, including accumulated and gathered ones."""
-    resident = plan.model.parameters * plan.optimizer.state_bytes / plan.shard
-    if plan.fsdp:
-        resident += accumulated_gradients(plan)
-    if plan.sharding.gathers_once:  # gradients are unsharded too, until they are reduced
-        resident += 2 * plan.model.parameters * (4 if plan.cfg.precision.mixed_precision == "fp32" else 2)
-    return resident
-
-
-def choose_mode(plan: StepPlan, gpu: int | None) -> tuple[str, str]:
-    """Return the fastest mode that fits a GPU of `gpu` bytes (None without one), and the reason."""
-    if gpu is None:
-        return "ddp", "no GPU, so GPU memory is no limit"
-    modes = ("ddp", "fsdp_grad", "hsdp", "fsdp_full")
-    held = {mode: resident_bytes(replace(plan, mode=mode)) for mode in modes}
-    whole, room, last = held["ddp"], ROOM * gpu, LAST_ROOM * gpu
-    if plan.gpus == 1 and whole <= ROOM_ON_ONE_GPU * gpu:
-        return "single", "one GPU, nothing to shard"
-    why = f"weights, gradients and optimizer need {whole / 1e9:.1f} GB, a GPU has room for {room / 1e9:.1f}"
-    if accumulated := accumulated_gradients(replace(plan, mode="fsdp_full")):
-        why += f", accumulated gradients {accumulated / 1e9:.1f} GB"
-    if whole <= room and plan.model.parameters < LARGE:
-        return "ddp", why
-    if held["fsdp_grad"] <= room:
-        return "fsdp_grad", f"{why}; a shard plus gathered weights and gradients fits"
-    if whole <= room:
-        return "ddp", why
-    if plan.nodes > 1 and plan.gpus_per_node > 1 and held["hsdp"] <= room:
-        return "hsdp", f"{why}; sharded over the {plan.gpus_per_node} ranks of a node they fit"
-    if held["fsdp_full"] <= last:
-        limit = "" if held["fsdp_full"] <= room else f" into {last / 1e9:.1f} GB"
-        return "fsdp_full", f"{why}; sharded over {plan.gpus} ranks they fit{limit}"
-    return "fsdp_offload", f"{why}; sharded over {plan.gpus} ranks they do not fit into {last / 1e9:.1f} GB"

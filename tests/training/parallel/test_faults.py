@@ -36,7 +36,7 @@ from tests.training.parallel.jobs import (
 )
 from train_multi_gpu import join_torchrun
 from training import outcome, prepare, resolve, run
-from training.parallel import memory, watchdog
+from training.parallel import choose, watchdog
 from training.parallel.watchdog import CAUSE_OF_DEATH, RESUME_HINT, Watchdog
 from training.tracking.tracker import Tracker
 from training.trainer import Trainer
@@ -244,7 +244,7 @@ def test_a_job_that_is_suspended_or_has_a_slow_store_continues(tmp_path):
 
 def choose_differently(rank: int) -> None:
     """As on GPUs of different sizes."""
-    memory.choose_mode = lambda *_: (("ddp", "fsdp_full")[rank], "so")
+    choose.choose_mode = lambda *_: (("ddp", "fsdp_full")[rank], "so")
 
 
 def test_the_first_rank_chooses_the_mode_for_all(tmp_path):
