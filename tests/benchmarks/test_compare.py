@@ -11,16 +11,18 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.compare import main as module
 from benchmarks.compare.jobs import build_jobs, check_before_start
 from benchmarks.compare.main import main, parse, read_runs, run_jobs
 from benchmarks.compare.verdict import conclude, exit_code, write_verdict
-from benchmarks.records.launch import Outcome
+from benchmarks.records.launch import Outcome, to_flags
 from benchmarks.records.variants import given_settings, parse_variants
 from core.errors import UserError
 from core.files import to_json
 from tests.children import running
+from training import run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,6 +43,38 @@ def wait_for(condition, seconds: float = 300) -> None:
         time.sleep(0.02)
 
 
+HELD = """
+import runpy, sys, time
+from training.trainer import Trainer
+
+step = Trainer._step
+
+def held(trainer, *args):
+    while trainer.progress.step and not trainer.stop.requested:
+        time.sleep(0.02)
+    return step(trainer, *args)
+
+Trainer._step = held
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+# A comparison whose runs wait after their first step for a signal.
+COMPARE = f"""
+import runpy, sys
+from benchmarks.records import launch
+
+command = launch.command
+launch.command = lambda *args: [sys.executable, "-uc", {HELD!r}, *command(*args)[2:]]
+runpy.run_module("benchmarks.compare", run_name="__main__")
+"""
+
+
+def launch_here(cfg, *, gpus, log):
+    """Run in this process, which has imported everything."""
+    code = run.main(to_flags(cfg), description="test", start=lambda cfg: torch.device("cpu"))
+    return Outcome(code, Path(cfg.checkpoint.output_dir))
+
+
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
     """A comparison that is stopped in its first run, and resumed: folder and (exit code, output) of both."""
@@ -54,7 +88,8 @@ def compared(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(output):
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setenv("OMP_NUM_THREADS", "1")
-        line = [sys.executable, "-m", "benchmarks.compare", *given]
+        patch.setattr(module, "launch", launch_here)
+        line = [sys.executable, "-c", COMPARE, *given]
         with running(line, cwd=ROOT, stdout=-1, stderr=-2) as first:
             wait_for(lambda: losses(bf16) or first.poll() is not None)
             first.send_signal(signal.SIGTERM)
