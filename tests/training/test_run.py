@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -182,28 +181,22 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(finished, tmp_pat
     assert all(meta[name] == remeta[name] for name in ("loader", "optimizer_steps"))
 
 
-@contextmanager
-def stopped_after_a_step(folder: Path) -> Iterator[None]:
-    """Send this process SIGTERM once the run in `folder` has logged a step."""
+@pytest.fixture
+def stop_after_a_step(monkeypatch) -> None:
+    """Have the next run in this process get SIGTERM when it has finished a step."""
+    step, stops = trainer.Trainer._step, iter([signal.SIGTERM])
 
-    def stop() -> None:
-        while not ((folder / "metrics.jsonl").exists() and curve(folder)):
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
+    def stop_or_step(self, *arguments):
+        if self.progress.step and (number := next(stops, None)):
+            os.kill(os.getpid(), number)
+        return step(self, *arguments)
 
-    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
-    stopping = threading.Thread(target=stop, daemon=True)
-    stopping.start()
-    try:
-        yield
-        stopping.join()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    monkeypatch.setattr(trainer.Trainer, "_step", stop_or_step)
 
 
+@pytest.mark.usefixtures("stop_after_a_step")
 def test_a_stopped_run_saves_and_the_same_command_resumes_it(finished, tmp_path, capsys):
-    with stopped_after_a_step(tmp_path / "run"):
-        folder = train(tmp_path / "run", f"{WHOLE} --learning_rate 1e-3", code=EXIT_INTERRUPTED)
+    folder = train(tmp_path / "run", f"{WHOLE} --learning_rate 1e-3", code=EXIT_INTERRUPTED)
     *_, way_on, last = capsys.readouterr().out.strip().splitlines()
     assert last == f"run folder: {folder}" and f"--output_dir {folder}" in way_on
     assert 1 <= max(curve(folder)) < 8
@@ -212,9 +205,9 @@ def test_a_stopped_run_saves_and_the_same_command_resumes_it(finished, tmp_path,
     assert curve(folder) == pytest.approx(curve(finished), rel=1e-6), "recomputation does not change losses"
 
 
+@pytest.mark.usefixtures("stop_after_a_step")
 def test_a_stopped_run_that_may_not_save_fails(tmp_path, capsys):
-    with stopped_after_a_step(tmp_path / "run"):
-        train(tmp_path / "run", "--max_steps 400 --no_save_checkpoints --no_export", code=EXIT_FAILED)
+    train(tmp_path / "run", "--max_steps 400 --no_save_checkpoints --no_export", code=EXIT_FAILED)
     printed = capsys.readouterr().out
     assert "--no_save_checkpoints" in printed and "--output_dir" not in printed
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
