@@ -1,5 +1,3 @@
-"""`python -m training.doctor`."""
-
 import sys
 
 from training.doctor.report import main

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from core.errors import first_line
@@ -21,8 +20,7 @@ from core.packages import version
 
 REQUIRED = ("torch", "transformers", "datasets", "numpy", "safetensors", "pyyaml", "tqdm")
 MINIMUM = {"torch": (2, 11), "transformers": (5, 0)}
-OPTIONAL = ("torchao", "deepspeed", "nvdlfw-inspect", "wandb", "tensorboard", "matplotlib")
-PINS = {"nvdlfw-inspect": "nvdlfw-inspect==0.2.2"}  # requirements-gpu.txt
+OPTIONAL = ("torchao", "deepspeed", "wandb", "tensorboard", "matplotlib")
 UPDATE_DRIVER = "sudo apt-get install -y nvidia-driver-580-server-open && sudo reboot"  # Ubuntu, Debian
 REINSTALL_TORCH = "pip uninstall -y torch && pip install -r requirements.txt"  # pip keeps a CPU build
 # Message of torch or nvidia-smi -> the command that fixes it. CUDA 12 needs a driver of branch 525, CUDA 13
@@ -39,11 +37,12 @@ DRIVER_ERRORS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. A fault breaks or severely slows training. `cure` is a shell command."""
+    """One line of the report. A fault breaks or severely slows training."""
 
     status: Literal["ok", "note", "warn", "fault"]
     text: str
-    cure: str | None = None
+    cure: str | None = None  # shell command that fixes it
+    install: str | None = None  # shell command that installs what is missing
     data: dict[str, Any] = field(default_factory=dict)
 
 
@@ -64,17 +63,15 @@ def output(*command: str) -> str | None:
 def check_machine() -> Iterator[Finding]:
     """Report Python, CPU cores, memory and disk."""
     free = shutil.disk_usage(".").free
-    data = {"python": platform.python_version(), "cores": len(cores()), "ram": host_memory(), "disk": free}
-    text = f"Python {data['python']}, {platform.system()} {platform.machine()}, {data['cores']} CPU cores, "
-    text += f"{data['ram'] / 1e9:.0f} GB RAM, {free / 1e9:.0f} GB free in {Path.cwd()}"
-    yield Finding("ok" if free >= 10e9 else "warn", text, data=data)
+    text = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}, "
+    text += f"{len(cores())} CPU cores, {host_memory() / 1e9:.0f} GB RAM, {free / 1e9:.0f} GB free on disk"
+    yield Finding("ok" if free >= 10e9 else "warn", text)
 
 
 def check_packages() -> Iterator[Finding]:
-    """Report packages, with an install command for missing required and optional ones."""
+    """Report the versions of packages, and those that are missing, too old or broken."""
     versions = {name: version(name) for name in (*REQUIRED, *OPTIONAL)}
-    command = "pip install -r requirements.txt"
-    problems = []
+    command, problems = "pip install -r requirements.txt", []
     for name in REQUIRED:
         found = versions[name]
         if found is None:
@@ -88,12 +85,13 @@ def check_packages() -> Iterator[Finding]:
                 problems.append(f"{name} {found} does not load ({first_line(error)})")
                 command = "pip install --force-reinstall -r requirements.txt"
     if problems:
-        yield Finding("fault", "; ".join(problems), this_pip(command))
+        yield Finding("fault", "; ".join(problems), install=this_pip(command))
     text = ", ".join(f"{name} {found}" for name, found in versions.items() if found)
     yield Finding("ok", text, data={"versions": versions})
     if missing := [name for name in OPTIONAL if not versions[name]]:
-        command = this_pip(f"pip install {' '.join(PINS.get(name, name) for name in missing)}")
-        yield Finding("note", f"missing, optional: {', '.join(missing)}: {command}", command)
+        # requirements.txt has them, too.
+        command = None if problems else this_pip(f"pip install {' '.join(missing)}")
+        yield Finding("note", f"missing, optional: {', '.join(missing)}", install=command)
 
 
 def nvcc_cuda() -> str:
@@ -114,7 +112,7 @@ def check_gpus() -> Iterator[Finding]:
         return
     driver = re.search(r"Driver Version: (\S+).*CUDA Version: (\S+)", smi or "")
     driver = f"driver {driver[1]} for CUDA {driver[2]}" if driver else "driver unknown to nvidia-smi"
-    yield Finding("ok", f"torch for CUDA {cuda}, {driver}, nvcc {nvcc_cuda()}", data={"cuda": cuda})
+    yield Finding("ok", f"torch for CUDA {cuda}, {driver}, nvcc {nvcc_cuda()}")
     for i in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(i)
         try:
@@ -124,16 +122,14 @@ def check_gpus() -> Iterator[Finding]:
             message = first_line(error)
             yield Finding("fault", f"{i}: {gpu.name} cannot be used: {message}", driver_cure(message))
             continue
-        capability = f"compute capability {gpu.major}.{gpu.minor}"
+        text = f"{i}: {gpu.name}, compute capability {gpu.major}.{gpu.minor}, "
         if (gpu.major, gpu.minor) < (8, 9):
-            capability += ", without FP8 tensor cores (8.9 has them)"
-        text = f"{i}: {gpu.name}, {capability}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
-        data = {"name": gpu.name, "capability": [gpu.major, gpu.minor], "memory": total, "free": free}
+            text += "without FP8 tensor cores (8.9 has them), "
+        text += f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free"
         if total - free > 4e9:
-            text += "; other processes hold the rest, and slow what is timed here"
-            yield Finding("warn", text, "nvidia-smi", data)
+            yield Finding("warn", f"{text}; other processes hold the rest", "nvidia-smi")
         else:
-            yield Finding("ok", text, data=data)
+            yield Finding("ok", text)
 
 
 def _no_gpu(torch: Any, smi: str | None) -> Finding:

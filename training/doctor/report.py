@@ -1,6 +1,6 @@
 """Print on one screen what this machine can train, what is broken, and the commands that fix it.
 
-python -m training.doctor [--no_speed] [--json]
+python -m training.doctor [--json]
 
 Exit code 0: healthy, also without a GPU (TE layers and FP8 are emulated there); 1: something is broken; 2: an
 unknown flag. Checks run in a child process: one that crashes or hangs is a fault, and the rest still runs.
@@ -13,11 +13,12 @@ import json
 import os
 import textwrap
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, TimeoutError
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 
 from core.errors import first_line
 from training.doctor.machine import Finding
@@ -30,35 +31,31 @@ CHECKS = {  # functions that yield findings
     "gpu": "training.doctor.machine:check_gpus",
     "cudnn": "training.doctor.layers:check_cudnn",
     "te": "training.doctor.layers:check_te",
-    "flash": "training.doctor.layers:check_flash_attention",
     "recipes": "training.doctor.layers:check_recipes",
-    "attention": "training.doctor.layers:check_attention",
-    "gemm": "training.doctor.layers:time_gemms",
-    "layer": "training.doctor.layers:time_layer",
 }
 WITHOUT_TORCH = ("machine", "packages")
-ON_GPU, TIMED = ("cudnn", "flash", "attention", "gemm", "layer"), ("gemm", "layer")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the checks, print their findings as they come, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m training.doctor", description=__doc__.split("\n")[0])
-    parser.add_argument("--no_speed", action="store_true", help="skip what is timed, about ten seconds")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     args = parser.parse_args(argv)
-    names = CHECKS if find_spec("torch") else WITHOUT_TORCH
     rows: list[dict] = []
-    for name, findings in supervise([name for name in names if not (args.no_speed and name in TIMED)]):
+    for name, findings in supervise(list(CHECKS if find_spec("torch") else WITHOUT_TORCH)):
         rows += [{"check": name, **asdict(finding)} for finding in findings]
         for number, finding in enumerate(() if args.json else findings):
             print(render("" if number else name, finding), flush=True)
     faults = [row for row in rows if row["status"] == "fault"]
+    install = " && ".join(dict.fromkeys(row["install"] for row in rows if row["install"]))
     if args.json:
-        print(json.dumps({"exit_code": int(bool(faults)), "findings": rows}, indent=2))
+        print(json.dumps({"exit_code": int(bool(faults)), "install": install, "findings": rows}, indent=2))
         return int(bool(faults))
-    print(f"{len(faults)} broken; to fix:" if faults else "healthy: nothing is broken")
-    for number, command in enumerate(dict.fromkeys(row["cure"] for row in faults if row["cure"]), 1):
-        print(f"{number}. {command}")
+    print(f"{len(faults)} broken" if faults else "healthy: nothing is broken")
+    for command in dict.fromkeys(row["cure"] for row in faults if row["cure"]):
+        print(f"to fix: {command}")
+    if install:
+        print(f"to install what is missing: {install}")
     return int(bool(faults))
 
 
@@ -75,42 +72,42 @@ def render(name: str, finding: Finding) -> str:
 
 def supervise(names: list[str]) -> Iterator[tuple[str, list[Finding]]]:
     """Yield checks with their findings, also checks that crash or hang their process."""
-    context = get_context("spawn")
-    while names:
-        receiver, sender = context.Pipe(duplex=False)
-        checks = {name: CHECKS[name] for name in names}
-        process = context.Process(target=_work, args=(checks, sender), daemon=True)
-        process.start()
-        sender.close()
-        usable = True
-        while names and usable:  # a CUDA error spoils every later call in its process
-            name, *names = names
+    context, pool = get_context("spawn"), None
+    for name in names:
+        pool = pool or ProcessPoolExecutor(1, context, initializer=_silence)
+        findings: list[Finding] = []
+        try:
+            findings, problem = pool.submit(run_check, CHECKS[name]).result(SECONDS)
+        except TimeoutError:
             problem = f"hangs: no answer in {SECONDS} s"
-            findings, usable = [], False
-            if receiver.poll(SECONDS):
-                try:
-                    findings, problem = receiver.recv()
-                    usable = not problem
-                except EOFError:
-                    process.join()
-                    problem = f"ended its process with exit code {process.exitcode}"
-            yield name, findings + ([] if usable else [Finding("fault", f"this check {problem}")])
-        process.kill()
-        process.join()
+        except BrokenProcessPool:
+            problem = "crashes its process"
+        if problem:  # a CUDA error spoils every later call in its process
+            findings.append(Finding("fault", f"this check {problem}"))
+            pool = _end(pool)
+        yield name, findings
+    _end(pool)
 
 
-def _work(checks: dict[str, str], sender: Connection) -> None:
-    """Run the checks in this process; send the findings of each, and the error that ended it, or None."""
+def run_check(check: str) -> tuple[list[Finding], str]:
+    """Return the findings of a check, and the error that ended it, or ""."""
+    module, function = check.split(":")
+    findings: list[Finding] = []
+    try:
+        for finding in getattr(import_module(module), function)():
+            findings.append(finding)  # one by one, to keep those before an exception
+    except Exception as error:
+        return findings, f"failed: {type(error).__name__}: {first_line(error)}"
+    return findings, ""
+
+
+def _silence() -> None:
     if os.environ.get("NVTE_DEBUG") != "1":  # messages of libraries would hide the report
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    for name, check in checks.items():
-        module, function = check.split(":")
-        findings, problem = [], None
-        try:
-            if name not in ON_GPU or import_module("torch").cuda.is_available():
-                for finding in getattr(import_module(module), function)():
-                    findings.append(finding)  # one by one, to keep those before an exception
-        except Exception as error:
-            problem = f"failed: {type(error).__name__}: {first_line(error)}"
-        sender.send((findings, problem))
+
+
+def _end(pool: ProcessPoolExecutor | None) -> None:
+    """Kill a pool's process, which may hang."""
+    for process in list(((pool and pool._processes) or {}).values()):
+        process.kill()

@@ -93,15 +93,17 @@ def flash_attention_version() -> str | None:
 
 def unfused_warning(*, deterministic: bool, flash_attention: bool) -> str:
     """Return the warning about unfused attention, with the likely cause and fix."""
-    cause = "`python -m training.doctor` looks for the cause."
-    if len(cudnns := loaded_cudnns()) > 1:
-        cause = f"Two cuDNNs are mixed, {' and '.join(map(str, cudnns))}: set CUDNN_HOME to torch's."
+    cause = ""
+    if off := [name for name in ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN") if os.environ.get(name) == "0"]:
+        cause = f"The environment disables the fused kernels: unset {' '.join(off)}. "
+    elif len(cudnns := loaded_cudnns()) > 1:
+        cause = f"Two cuDNNs are mixed, {' and '.join(map(str, cudnns))}: set CUDNN_HOME to torch's. "
     elif flash_attention:
-        cause = "Transformer Engine refused FlashAttention 4: add --no_flash_attention."
+        cause = "Transformer Engine refused FlashAttention 4: add --no_flash_attention. "
     elif deterministic:
         way_out = f"install FlashAttention 4 ({INSTALL_FLASH}), add --no_packing or drop it."
-        cause = f"--deterministic has no fused kernel for large packed batches: {way_out}"
+        cause = f"--deterministic has no fused kernel for large packed batches: {way_out} "
     return (
-        f"WARNING: attention runs UNFUSED, about 4x slower and with 5x the memory. {cause} "
+        f"WARNING: attention runs UNFUSED, about 4x slower and with 5x the memory. {cause}"
         "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints TE's reasons"
     )
