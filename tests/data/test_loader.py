@@ -203,7 +203,9 @@ def test_workers_persist_across_epochs_until_one_is_abandoned(make, name, stream
 
 
 ENDINGS = """
-import gc, os, sys, torch
+import gc, os, sys
+gc.disable()  # until the libraries are loaded, whose objects need no collection
+import torch
 from data.build import BatchShape, build_loaders
 from data.order import Layout
 from data.settings import DataConfig
@@ -215,6 +217,8 @@ cfg = DataConfig(dataset_name=folder, split_name="train", **settings)
 shape = BatchShape(batch_size=2, eval_batch_size=2, pad_multiple=16)
 limits = {"vocab_size": 2048, "max_positions": 2048}
 loaders = build_loaders(cfg, load_tokenizer("demo", family="llama"), shape, seed=3, **limits)
+gc.freeze()
+gc.enable()
 
 
 def after_a_pass():
