@@ -93,13 +93,13 @@ def naive(original, data, scale_inv, block) -> dict[str, float]:
     rows, columns = original.shape
     each = scale_inv.reshape(1, 1) if block is None else scale_inv
     each = each.repeat_interleave(m, 0).repeat_interleave(n, 1)[:rows, :columns]
-    x, holds = original.float(), original != 0
+    x, nonzero = original.float(), original != 0
     return {
-        "underflow": (holds & (data.float() == 0)).double().mean().item(),
+        "underflow": (nonzero & (data.float() == 0)).double().mean().item(),
         "overflow": (x.abs() > torch.finfo(data.dtype).max * each * (1 + 1e-6)).double().mean().item(),
         "amax": x.abs().max().item(),
-        "scale_min": 1 / each[holds].max().item(),
-        "scale_max": 1 / each[holds].min().item(),
+        "scale_min": 1 / each[nonzero].max().item(),
+        "scale_max": 1 / each[nonzero].min().item(),
     }
 
 
@@ -193,7 +193,7 @@ def statistics(stats: Fp8Stats, step) -> dict[str, dict[str, float]]:
     return tensors
 
 
-def test_an_emulated_layer_s_casts_are_counted():
+def test_casts_of_an_emulated_layer_are_counted():
     linear, recipe = te.Linear(64, 32), recipes.Float8CurrentScaling()
     weight, x, grad = wide(32, 64, seed=0), wide(16, 64, seed=1), wide(16, 32, seed=2)
     linear.weight.data.copy_(weight)
@@ -249,7 +249,7 @@ def test_blocks_along_rows_are_counted():
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_torchao_s_casts_are_repeated(recipe):
+def test_casts_of_torchao_are_repeated(recipe):
     pytest.importorskip("torchao")
     linear = nn.Linear(64, 32, bias=False)
     weight, x, grad = wide(32, 64, seed=0), wide(16, 64, seed=1), wide(16, 32, seed=2)
@@ -321,7 +321,7 @@ def test_a_run_without_casts_to_count_is_refused(monkeypatch, settings, found, c
     assert fp8_inspect.INSTALL.removeprefix("pip install ") in pins
 
 
-def test_te_s_casts_are_inspected_in_the_modules_in_fp8():
+def test_casts_of_te_are_inspected_in_modules_that_run_in_fp8():
     recipes = {"layernorm_qkv": "delayed", "proj": "bf16", "layernorm_mlp": "nvfp4"}
     by_module = {name: recipes[name.rpartition(".")[2]] for name in te_names(12)}
     names = (*te_names(12), "layers.11.layernorm_mlp.fc1", "layers.11.layernorm_mlp.fc2")
@@ -335,41 +335,41 @@ def test_te_s_casts_are_inspected_in_the_modules_in_fp8():
         assert task["transformer_engine"] == {FEATURE: {"enabled": True}}
 
 
-def kept(data: torch.Tensor, **attributes) -> SimpleNamespace:
-    """A tensor as TE keeps it: bytes with their format as an attribute."""
+def te_tensor(data: torch.Tensor, **attributes) -> SimpleNamespace:
+    """Fake of a quantized TE tensor: bytes with their format as an attribute."""
     formats = {E4M3: "kFloat8E4M3", E5M2: "kFloat8E5M2"}
     name = "_data" if "_scale_inv" in attributes else "_rowwise_data"
     found = {name: data.view(torch.uint8), "_fp8_dtype": SimpleNamespace(name=formats[data.dtype])}
     return SimpleNamespace(**found, **attributes)
 
 
-def test_te_s_tensors_are_read_without_the_padding_of_their_scales():
+def test_quantized_te_tensors_are_read_without_the_padding_of_their_scales():
     data = torch.tensor([[[1.0, -2.0], [0.0, 57344.0]]]).to(E5M2)
-    cast = read_cast(kept(data, _scale_inv=torch.tensor([0.5])))
+    cast = read_cast(te_tensor(data, _scale_inv=torch.tensor([0.5])))
     assert cast.data.dtype == E5M2 and cast.dequantize().tolist() == [[0.5, -1.0], [0.0, 28672.0]]
     data = torch.ones(130, 300).to(E4M3)
     tiles = torch.full((2, 4), -1.0)  # [2, 3] padded to 4
     tiles[:, :3] = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    whole = read_cast(kept(data, _is_2D_scaled=True, _rowwise_scale_inv=tiles)).dequantize()
+    whole = read_cast(te_tensor(data, _is_2D_scaled=True, _rowwise_scale_inv=tiles)).dequantize()
     assert (whole[0, 0], whole[127, 255], whole[129, 299]) == (1.0, 2.0, 6.0)
     rows = torch.arange(3 * 132.0).reshape(3, 132)  # [130, 3] the other way round, padded to 132
-    whole = read_cast(kept(data, _is_2D_scaled=False, _rowwise_scale_inv=rows)).dequantize()
+    whole = read_cast(te_tensor(data, _is_2D_scaled=False, _rowwise_scale_inv=rows)).dequantize()
     assert (whole[0, 0], whole[129, 127], whole[5, 299]) == (0.0, 129.0, 2 * 132 + 5)
     exponents = torch.zeros(256, 12, dtype=torch.uint8)  # [130, 9 1/3 + padding] padded to 128 x 4
     exponents[:130, :10] = 127
     exponents[129, 9], exponents[0, 1] = 130, 120
-    whole = read_cast(kept(data, _rowwise_scale_inv=exponents)).dequantize()
+    whole = read_cast(te_tensor(data, _rowwise_scale_inv=exponents)).dequantize()
     assert (whole[0, 0], whole[0, 32], whole[129, 299]) == (1.0, 2.0**-7, 8.0)
 
 
-def test_te_s_fp4_values_are_two_a_byte():
+def test_te_packs_two_fp4_values_in_a_byte():
     packed = torch.tensor([[0x00, 0x88, 0x10], [0x01, 0x9F, 0x80]], dtype=torch.uint8)  # 8: minus zero
     cast = read_cast(SimpleNamespace(_rowwise_data=packed, _rowwise_scale_inv=packed, _fp4_dtype=None))
     assert (cast.data != 0).tolist() == [[False] * 4 + [False, True], [True, False, True, True, False, False]]
     assert cast.scale_inv is None
 
 
-def test_te_shows_the_casts_of_watched_steps(tmp_path, monkeypatch):
+def test_te_reports_the_casts_of_watched_steps(tmp_path, monkeypatch):
     """nvdlfw_inspect is replaced by a stand-in that records its calls."""
     steps, features = [], []
 
@@ -401,10 +401,10 @@ def test_te_shows_the_casts_of_watched_steps(tmp_path, monkeypatch):
     # TE asks a module again at a step whose number is that or larger: at all watched steps, at no other.
     assert due and steps == [again - 1, again]
     data = torch.tensor([[448.0, 0.0]]).to(E4M3)
-    shown = kept(data, _scale_inv=torch.tensor([1 / 448]))
+    quantized = te_tensor(data, _scale_inv=torch.tensor([1 / 448]))
     for tensor, original in (("activation", torch.tensor([[[1.0, 1e-9]]])), ("weight", None)):
         feature.inspect_tensor(
-            config, PROJ, tensor_name=tensor, tensor=original, rowwise_quantized_tensor=shown, iteration=0
+            config, PROJ, tensor_name=tensor, tensor=original, rowwise_quantized_tensor=quantized, iteration=0
         )
     found = stats.after_step(2, alone())
     assert steps == [-1, 0, -1]

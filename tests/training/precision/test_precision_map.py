@@ -211,7 +211,7 @@ def test_a_resume_on_a_gpu_that_replaces_other_recipes_is_refused():
         check_resume({"map_fallbacks": {}}, here)
 
 
-def test_a_recipe_of_the_map_falls_back_as_the_run_s_does(monkeypatch):
+def test_a_recipe_of_the_map_falls_back_like_the_run(monkeypatch):
     too_old = {"mxfp8": "capability 10.0 required"}
     monkeypatch.setattr(precision, "why_not", lambda name, backend: too_old.get(name))
     cfg = TE | {"te_backend": "emulated", "precision_map": "proj=mxfp8", "fp8_scenario": "current"}

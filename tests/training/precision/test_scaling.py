@@ -53,7 +53,7 @@ def test_scaling_state_is_found_frozen_and_restored():
         restore_scaling(model, {"a.scaling_fwd.scale": torch.ones(3)})
 
 
-def test_scaling_forgets_what_is_not_finite_and_scales_gradients_alone():
+def test_scrub_clears_non_finite_amaxes_and_gradient_scaling_changes_backward_only():
     model = Scaled()
     history = model.fp8_meta["scaling_fwd"].amax_history
     history[0] = torch.tensor([torch.nan, torch.inf, 5.0])

@@ -120,7 +120,7 @@ def test_missing_torchao_is_refused_before_anything_is_read(monkeypatch, tmp_pat
     assert "which is not installed; install it with `pip install torchao==0.18.0`" in capsys.readouterr().err
 
 
-def test_torchao_s_messages_about_other_gpus_are_filtered(caplog):
+def test_torchao_messages_about_other_gpus_are_filtered(caplog):
     torchao_fp8.silence_import()
     logging.getLogger("torchao").warning("Failed to load a_C_mxfp8.so: no such GPU")
     logging.getLogger("torchao").warning("something else")
