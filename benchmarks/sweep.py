@@ -271,7 +271,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the parsed flags of the sweep, and the training flags."""
     parser = command_parser(PROG, __doc__, trains=True)
     parser.add_argument(
-        "sweep", type=Path, metavar="SWEEP.yaml", help="grid and base settings; see benchmarks/sweeps"
+        "sweep",
+        type=Path,
+        metavar="SWEEP.yaml",
+        help="grid and base settings; training flags override these",
     )
     output = "folder for runs and report (default: runs/<name of the file>)"
     parser.add_argument("--output_dir", type=folder_flag, metavar="DIR", help=output)

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records.launch import ROOT, command_parser, launch, run_command
+from benchmarks.records.runs import RunRecord, read_run
 from benchmarks.records.variants import given_settings
 from core.errors import UserError, bad_setting
 from core.redact import redact
@@ -132,7 +133,7 @@ def measure(argv: list[str]) -> int:
             outcome = launch(this, gpus=arguments.gpus, log=Path(name) / "log.txt")
             if outcome.code:  # the run has printed the reason
                 return outcome.code
-            append(arguments.results, record(run, arguments.commit) | about | {"repeat": number})
+            append(arguments.results, record(read_run(run), arguments.commit) | about | {"repeat": number})
     return 0
 
 
@@ -165,11 +166,11 @@ def write_text(path: Path, *, rows: int, tokens: int) -> None:
             file.write("".join(draw.choices(words, k=tokens - ends)) + "\n")
 
 
-def record(run: Path, commit: str | None) -> dict[str, Any]:
+def record(run: RunRecord, commit: str | None) -> dict[str, Any]:
     """Return the record of a finished run. UserError if it was emulated."""
-    config, environment, summary = (_read(run / f"{name}.json") for name in ("config", "env", "summary"))
-    if summary["emulated"]:
-        raise UserError(f"{run}: the run was emulated, so its speed is meaningless and not recorded")
+    config, environment, summary = run.config, run.environment, run.summary
+    if run.emulated:
+        raise UserError(f"{run.folder}: the run was emulated, so its speed is meaningless and not recorded")
     found = {name: summary.get(name) for name in SUMMARY} | {name: config[name] for name in CONFIG}
     found |= {
         "tokens_per_second_per_gpu": summary["tokens_per_second"] / summary["world_size"],
@@ -180,13 +181,9 @@ def record(run: Path, commit: str | None) -> dict[str, Any]:
         **(environment["git"] or {"commit": commit, "dirty": None}),
     }
     if config["profile_steps"]:
-        profile = _read(run / "profile.json")
+        profile = json.loads((run.folder / "profile.json").read_text(encoding="utf-8"))
         found["profile"] = {name: profile[name] for name in ("steps", "step_ms", "kinds")}
     return found
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def append(path: Path, found: dict[str, Any]) -> None:

@@ -59,7 +59,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     names = f"recipes to compare: {', '.join(VARIANTS)}; include bf16 or bf16_hf"
     variant = "NAME[+SETTING=VALUE],..."
     parser.add_argument("--variants", nargs="+", required=True, metavar=variant, help=names)
-    output = "folder for runs, verdict and figures; the same command and folder resume"
+    output = "folder for runs, verdict and figures; the same command resumes"
     parser.add_argument("--output_dir", type=folder_flag, required=True, metavar="DIR", help=output)
     numbers = {
         "gpus": (int, 1, "GPUs per run (default: 1)"),

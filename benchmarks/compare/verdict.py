@@ -202,14 +202,16 @@ def _notes_on_runs(runs: dict[str, RunRecord], seeds: list[RunRecord], band: Ban
     if band:
         numbers = ", ".join(str(run.config["seed"]) for run in seeds)
         notes.append(
-            f"Noise band: BF16 with the seeds {numbers} ends {band[0]:+.2f} % to {band[1]:+.2f} % from the "
-            "reference's loss. A gap inside this band is no larger than the effect of another seed."
+            f"Noise band: with the seeds {numbers}, BF16's loss is {band[0]:+.2f} % to {band[1]:+.2f} % "
+            "from the reference's. A gap inside this band is no larger than the effect of another seed."
         )
     else:
         notes.append("No noise band: BF16 finished with one seed only, so a gap may be chance.")
     count = len(reference.series("train/loss"))
     if count < FEW_LOSSES:
-        notes.append(f"Only {count} losses were logged; the last 10 % are {max(1, count // 10)}.")
+        notes.append(
+            f"Only {count} losses were logged, so means of the last 10 % are over {max(1, count // 10)}."
+        )
     epochs = [epoch for _, epoch in reference.series("train/epoch")]
     if epochs and epochs[-1] > 1:
         notes.append(

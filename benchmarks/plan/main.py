@@ -28,11 +28,15 @@ from training.config import Config, parse_config
 PROG = "python -m benchmarks.plan"
 # Flag -> (field of `Gpu`, factor from the flag's unit to the field's, help).
 GPU_FLAGS = {
-    "gpu_memory_gb": ("memory_gb", 1, "memory of a GPU in GB (10^9 bytes)"),
-    "bf16_tflops": ("bf16_tflops", 1, "dense BF16 peak in TFLOP/s"),
-    "fp8_tflops": ("fp8_tflops", 1, "dense FP8 peak in TFLOP/s"),
-    "memory_tbs": ("memory_bandwidth", 1e12, "memory bandwidth in TB/s"),
-    "link_gbs": ("link_bandwidth", 1e9, "bandwidth to the node's other GPUs in GB/s, one direction"),
+    "gpu_memory_gb": ("memory_gb", 1, "for another GPU: memory in GB (10^9 bytes)"),
+    "bf16_tflops": ("bf16_tflops", 1, "for another GPU: dense BF16 peak in TFLOP/s"),
+    "fp8_tflops": ("fp8_tflops", 1, "for another GPU: dense FP8 peak in TFLOP/s"),
+    "memory_tbs": ("memory_bandwidth", 1e12, "for another GPU: memory bandwidth in TB/s"),
+    "link_gbs": (
+        "link_bandwidth",
+        1e9,
+        "for another GPU: NVLink or PCIe bandwidth in GB/s, one direction",
+    ),
 }
 COLUMNS = (
     *("GPUs", "mode", "peak GB", "largest micro-batch"),
@@ -239,7 +243,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="numbers of GPUs to plan for (default: 1,8,64,512,4096)",
     )
     add("--gpus_per_node", type=_whole, default=8, metavar="N", help="GPUs per node (default: 8)")
-    add("--gpu", default="H200", metavar="NAME", help=f"{', '.join(GPUS)} (default: H200), or another with:")
+    add("--gpu", default="H200", metavar="NAME", help=f"{', '.join(GPUS)} (default: H200)")
     for flag, (_, _, text) in GPU_FLAGS.items():
         add(f"--{flag}", type=_positive, metavar="X", help=text)
     network = "network bandwidth per GPU in GB/s, one direction (default: 50, which is 400 Gbit/s)"

@@ -61,22 +61,22 @@ FP8_HEAD_SHARE = 0.63  # LM head, FP8, including casts: 25.8 TFLOP in 21 ms
 # and to the 1B at d = 64: 157 ms per step with cuDNN, 11 ms less with FlashAttention 4.
 ATTENTION = {"cudnn": (0.60, 78.0), "flash": (0.574, 42.0)}
 ATTENTION_FORWARD = 0.25  # fraction of attention time in forward: 35 of 142 ms
-# Elementwise kernels reach 2 to 4.3 TB/s of 4.8 TB/s (SwiGLU 3.5, norms 3.1, casts 3.9, adds 4.3).
+# Elementwise kernels reach 2 to 4.3 of 4.8 TB/s (norms 3.1, SwiGLU 3.5, casts 3.9, adds 4.3).
 BANDWIDTH_SHARE = 0.70
 ADAM_SHARE = 0.86  # the suite's AdamW: 26 bytes per parameter, 8.03e9 parameters, 50.5 ms
 TE_ADAM_SHARE = 0.415  # TE's FusedAdam, for FP8 weights: 105 ms; torch's AdamW in ZeRO is as slow
 IDLE = 0.03  # fraction of a step without any kernel in the profile
-# NCCL reaches 0.75 of NVLink's peak. 0.7 of the transfer time within a node stays exposed despite overlap,
-# because transfers share SMs and memory with the kernels (1B ddp, 8B fsdp_grad and fsdp_full on 4 GPUs).
+# NCCL reaches 0.75 of NVLink's peak. Overlap hides only 0.3 of the transfer time within a node, because
+# transfers share SMs and memory with the kernels (1B ddp, 8B fsdp_grad and fsdp_full on 4 GPUs).
 LINK_SHARE, EXPOSED = 0.75, 0.70
-# CPU time to launch forward and backward of a layer. Of the recorded runs only gsm-4gpu-fsdp_full-bf16 is
-# bound by it (85 ms, 16 layers, 3,072 tokens).
+# CPU time to launch forward and backward of a layer. It limits only one recorded run, gsm-4gpu-fsdp_full-bf16
+# (85 ms, 16 layers, 3,072 tokens).
 LAUNCH_SECONDS = 5e-3
 # DeepSpeed ZeRO 1 and 2 copy gradients into and out of buckets and all-gather weights after the step, with
 # little overlap. Copied bytes per parameter by stage, from 1B and 3B on two and four GPUs.
 ZERO_COPIED = {1: 110, 2: 87}
 ZERO3_LAUNCH_SECONDS = 15e-3  # CPU time per layer in ZeRO 3's module hooks; measured 12 to 17 ms
-HOP_SECONDS = 10e-6  # latency per node of a ring across nodes; assumed, not measured
+HOP_SECONDS = 10e-6  # latency that each further node adds to a collective; assumed
 OPTIMIZER_HOST_BANDWIDTH = 40e9  # CPU offload: PCIe and host memory bandwidth per GPU, with 16 cores per GPU
 
 
@@ -115,6 +115,7 @@ def _elementwise_bytes(job: StepPlan) -> float:
     """Memory traffic of norms, RoPE, residuals and SwiGLU, in BF16, forward and backward."""
     s = job.model.shape
     hidden, ffn = s.hidden_size, s.ffn_hidden_size
+    # Bytes per token of a layer, 2 for each value read or written: two norms, RoPE, two residual adds, SwiGLU.
     rope = 2 * 2 * (s.num_heads + s.num_kv_heads) * s.head_dim
     forward = 2 * (2 * 2 * hidden) + rope + 2 * 6 * hidden + 2 * 3 * ffn
     backward = 2 * (2 * 3 * hidden) + rope + 2 * 6 * hidden + 2 * 5 * ffn
@@ -144,11 +145,10 @@ def _optimizer_seconds(job: StepPlan, gpu: Gpu) -> float:
     parameters = job.model.parameters / job.shard
     if job.sharding.offload:
         return 28 * parameters / OPTIMIZER_HOST_BANDWIDTH
-    own = job.optimizer.kind == "fused_adamw" and not (job.gathers_fp8 and job.cfg.model.use_te)
-    norm = 2 * parameters / (gpu.memory_bandwidth * BANDWIDTH_SHARE)
-    return (
-        adam_bytes(job) * parameters / (gpu.memory_bandwidth * (ADAM_SHARE if own else TE_ADAM_SHARE)) + norm
-    )
+    fused = job.optimizer.kind == "fused_adamw" and not (job.gathers_fp8 and job.cfg.model.use_te)
+    bandwidth = gpu.memory_bandwidth * (ADAM_SHARE if fused else TE_ADAM_SHARE)
+    gradient_norm = 2 * parameters / (gpu.memory_bandwidth * BANDWIDTH_SHARE)
+    return adam_bytes(job) * parameters / bandwidth + gradient_norm
 
 
 class Exchange(NamedTuple):
@@ -166,9 +166,9 @@ def exchange(job: StepPlan) -> Exchange:
     if job.gpus == 1:
         return Exchange(0, 0, 0, 0)
     # Within a node ranks exchange BF16 gradients and sum them locally; across nodes NCCL reduces in FP32.
-    pieces = job.nodes == 1 and (job.accumulation == 1 or not job.fsdp) and not job.sharding.in_groups
+    local_sum = job.nodes == 1 and (job.accumulation == 1 or not job.fsdp) and not job.sharding.in_groups
     in_fp32 = job.cfg.sharding.grad_reduce_dtype == "fp32"
-    gradient = (2 if pieces or not in_fp32 or stage else 4) * model.parameters
+    gradient = (2 if local_sum or not in_fp32 or stage else 4) * model.parameters
     if job.mode == "ddp":
         return Exchange(2 * gradient, 0, 6 * model.parameters, 2 * layers)
     if stage in (1, 2):
@@ -191,18 +191,18 @@ def communication_seconds(job: StepPlan, gpu: Gpu, network: float) -> float:
     limits the transfer.
     """
     sent, per_node = exchange(job), job.gpus_per_node
-    copies, close = job.gpus // job.shard, max(1, per_node // job.shard)
+    replicas, replicas_in_node = job.gpus // job.shard, max(1, per_node // job.shard)
     across = 2 * job.model.shape.num_layers if sent.across else 0
     # (bytes, ring size, ring members per node, collectives) of the rings within and across replicas.
     rings = [
         (sent.within, job.gpus if job.shard == 1 else job.shard, per_node, sent.collectives),
-        (sent.across, copies, close, across),
+        (sent.across, replicas, replicas_in_node, across),
     ]
     links = wires = hops = 0.0
     for data, members, in_node, collectives in rings:
-        here, nodes = min(members, in_node), -(-members // in_node)
-        links += data * (here - 1) / here / (gpu.link_bandwidth * LINK_SHARE)
-        wires += data * (nodes - 1) / nodes / (here * network)
+        local, nodes = min(members, in_node), -(-members // in_node)
+        links += data * (local - 1) / local / (gpu.link_bandwidth * LINK_SHARE)
+        wires += data * (nodes - 1) / nodes / (local * network)
         hops += (nodes - 1) * collectives
     return max(links, wires) + hops * HOP_SECONDS
 

@@ -1,4 +1,4 @@
-"""Report on finished or unfinished runs: tables, figures and an HTML page.
+"""Report on training runs, finished or not: tables, figures and an HTML page.
 
 python -m benchmarks.report RUN [RUN ...] [--reference RUN] [--output_dir DIR]
 """
@@ -37,9 +37,10 @@ def write(
     with matplotlib.rc_context(figures.STYLE):
         drawn = figures.draw_all(runs, losses)
         paths = [target / f"{name}.png" for name in drawn]
+        print()
         for path, (_, caption, figure) in zip(paths, drawn.values(), strict=True):
             figure.savefig(path, dpi=150)
-            print(f"\n{path}: {caption}")
+            print(f"{path}: {caption}")
         html = page.render(runs, tables, drawn, losses, verdict)
     if "loss" not in drawn:
         print("\nno loss.png: no loss was logged")

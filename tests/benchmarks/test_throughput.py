@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import throughput
 from benchmarks.records.launch import Outcome
+from benchmarks.records.runs import read_run
 from benchmarks.throughput import main, record
 from core.errors import UserError
 from training import trainer
@@ -88,13 +89,13 @@ def written(folder: Path, **changes) -> Path:
 
 
 def test_a_record_is_per_gpu_and_has_the_profile_by_kind(tmp_path):
-    found = record(written(tmp_path), "abc")
+    found = record(read_run(written(tmp_path)), "abc")
     assert (found["tokens_per_second_per_gpu"], found["padded_tokens_per_second_per_gpu"]) == (250.0, 400.0)
     assert found["useful_tokens_per_second"] == 1000.0 and found["profile"] == PROFILE
     assert (found["commit"], found["moment_dtype"]) == ("abc", "bf16")
     assert found["versions"] == {"torch": "2.11.0", "python": "3.12", "cuda": "13.0"}
     with pytest.raises(UserError, match="emulated"):
-        record(written(tmp_path, emulated=True), None)
+        record(read_run(written(tmp_path, emulated=True)), None)
 
 
 @pytest.mark.parametrize(
