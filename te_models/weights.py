@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from core.errors import UserError, bad_setting, first_line
-from te_models.families import FAMILIES, Family
+from te_models.families import FAMILIES
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -59,12 +59,12 @@ RENAMED = {
 QK_NORMS = {f"self_attention.{p}_norm.weight": f"self_attn.{p}_norm.weight" for p in "qk"}
 
 
-def _renamed(family: Family) -> dict[str, str]:
-    return RENAMED | (QK_NORMS if family.qk_norm else {})
-
-
-def _fused(family: Family) -> tuple[str, ...]:
-    return ("weight", "bias") if family.qkv_bias else ("weight",)
+def _layout(config: Any) -> tuple[dict[str, str], tuple[str, ...], dict[str, int]]:
+    """Return names (TE: Hugging Face) of renamed tensors, kinds of fused ones, arguments of `fuse_qkv`."""
+    family = FAMILIES[config.model_type]
+    renamed = RENAMED | (QK_NORMS if family.qk_norm else {})
+    kinds = ("weight", "bias") if family.qkv_bias else ("weight",)
+    return renamed, kinds, {"heads": config.num_attention_heads, "groups": config.num_key_value_heads}
 
 
 def layer_to_te(hf: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
@@ -72,11 +72,11 @@ def layer_to_te(hf: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
 
     Names are without the prefix `model.layers.N.`.
     """
-    family, heads, groups = _family_and_heads(config)
-    te = {name: hf.pop(hf_name) for name, hf_name in _renamed(family).items()}
-    for kind in _fused(family):
+    renamed, kinds, sizes = _layout(config)
+    te = {name: hf.pop(hf_name) for name, hf_name in renamed.items()}
+    for kind in kinds:
         q, k, v = (hf.pop(f"self_attn.{p}_proj.{kind}") for p in "qkv")
-        te[f"self_attention.layernorm_qkv.{kind}"] = fuse_qkv(q, k, v, heads=heads, groups=groups)
+        te[f"self_attention.layernorm_qkv.{kind}"] = fuse_qkv(q, k, v, **sizes)
     # TE's SwiGLU applies silu to the first half: silu(x[:F]) * x[F:].
     gate, up = hf.pop("mlp.gate_proj.weight"), hf.pop("mlp.up_proj.weight")
     te["layernorm_mlp.fc1_weight"] = torch.cat([gate, up])  # [2F, D]
@@ -86,19 +86,15 @@ def layer_to_te(hf: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
 
 def layer_to_hf(te: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Invert `layer_to_te` exactly, emptying `te`."""
-    family, heads, groups = _family_and_heads(config)
-    hf = {hf_name: te.pop(name) for name, hf_name in _renamed(family).items()}
-    for kind in _fused(family):
-        qkv = split_qkv(te.pop(f"self_attention.layernorm_qkv.{kind}"), heads=heads, groups=groups)
+    renamed, kinds, sizes = _layout(config)
+    hf = {hf_name: te.pop(name) for name, hf_name in renamed.items()}
+    for kind in kinds:
+        qkv = split_qkv(te.pop(f"self_attention.layernorm_qkv.{kind}"), **sizes)
         hf |= {f"self_attn.{p}_proj.{kind}": part for p, part in zip("qkv", qkv, strict=True)}
     gate, up = te.pop("layernorm_mlp.fc1_weight").chunk(2)  # [F, D] each
     hf |= {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up}
     assert not te, f"a Hugging Face model has no place for {', '.join(te)}"
     return hf
-
-
-def _family_and_heads(config: Any) -> tuple[Family, int, int]:
-    return FAMILIES[config.model_type], config.num_attention_heads, config.num_key_value_heads
 
 
 class WeightSource(ABC):

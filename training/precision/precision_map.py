@@ -62,8 +62,8 @@ def matches(pattern: str, name: str) -> bool:
     return any(all(map(fnmatchcase, parts[start:], patterns)) for start in starts)
 
 
-def _layer(name: str) -> int | None:
-    """Return the decoder layer's number: the first numeric part of the name, or None."""
+def _layer_number(name: str) -> int | None:
+    """Return the number of the decoder layer that a module is in: the first numeric part of its name."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
@@ -77,7 +77,7 @@ def assign(cfg: Config, names: Sequence[str], num_layers: int) -> dict[str, str]
 
     UserError if a pattern matches no module, if rules conflict, or if no module is left in FP8.
     """
-    _, first, last = (getattr(cfg.precision, name) for name in FLAGS)
+    first, last = cfg.precision.bf16_first_layers, cfg.precision.bf16_last_layers
     if first + last >= num_layers:
         reason = f"these are all of the model's {num_layers} layers; use --mixed_precision bf16"
         raise bad_setting(reason, bf16_first_layers=first, bf16_last_layers=last)
@@ -91,7 +91,7 @@ def assign(cfg: Config, names: Sequence[str], num_layers: int) -> dict[str, str]
             raise bad_setting(reason, precision_map=rule)
     ends = {"bf16_first_layers": range(first), "bf16_last_layers": range(num_layers - last, num_layers)}
     for flag, layers in ends.items():
-        rules.append((f"--{flag} {len(layers)}", "bf16", [n for n in names if _layer(n) in layers]))
+        rules.append((f"--{flag} {len(layers)}", "bf16", [n for n in names if _layer_number(n) in layers]))
     assigned, rule_of = dict.fromkeys(names, cfg.recipe), {}
     for rule, recipe, modules in rules:
         for name in modules:
