@@ -13,7 +13,6 @@ The rest of the suite depends on a mode only through these capabilities:
 | steps_on_cpu             | no              | no     | with offload                | with offload_optimizer |
 | reentrant                | no              | no     | no                          | stage 3                |
 | fuses_wgrad_accumulation | with FusedAdamW | no     | without --fp8_all_gather    | no                     |
-| shard_group_size         | 1               | 1      | world size or hsdp group    | world size             |
 
 A new mode needs its row in `settings.MODES` and its terms in `memory.py`; a new engine also needs its class
 here and its entry in `build_strategy`.
@@ -67,7 +66,7 @@ class Strategy:
     shards_weights = False
     keeps_weights_gathered = True  # from the first micro-batch of a step to the last
     steps_on_cpu = False
-    reentrant = False  # True if activation checkpointing has to be the reentrant variant
+    reentrant = False  # True if activation checkpointing has to be reentrant, see `zero.Zero`
 
     def __init__(self, device: torch.device, cfg: Config, mode: str = "single"):
         self.device, self.cfg, self.mode = device, cfg, mode
@@ -84,11 +83,6 @@ class Strategy:
     def sum_dtype(self) -> torch.dtype:
         """Dtype of gradient sums over ranks and micro-batches."""
         return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.cfg.sharding.grad_reduce_dtype]
-
-    @property
-    def shard_group_size(self) -> int:
-        """Number of ranks that share one copy of weights, gradients and moments."""
-        return 1
 
     def fuses_wgrad_accumulation(self, optimizer_kind: str) -> bool:
         """True if TE's wgrad GEMMs may accumulate into `main_grad`. Takes `OptimizerPlan.kind`."""
@@ -163,7 +157,9 @@ class Strategy:
 
     def any(self, flag: bool) -> bool:
         """Return True on every rank if the flag is set on any rank."""
-        return bool(self.max(torch.tensor(float(flag), device=self.device))) if self.world_size > 1 else flag
+        if self.world_size == 1:
+            return flag
+        return bool(self.max(torch.tensor(float(flag), device=self.device)))
 
     def _all_reduce(self, tensor: Tensor, operation: Any) -> Tensor:
         if self.world_size == 1:
@@ -276,7 +272,7 @@ class FSDP(Strategy):
 
     def _check_rows(self, blocks: Iterable[nn.Module]) -> None:
         """Raise UserError for uneven shards under --fp8_all_gather: FSDP2 does not pad FP8 shards."""
-        shards = self.shard_group_size
+        shards = self.mesh["shard"].size()
         weights = (item for block in blocks for item in block.named_parameters() if item[1].ndim == 2)
         for name, weight in weights:
             if weight.shape[0] % shards:
@@ -285,10 +281,6 @@ class FSDP(Strategy):
                     "number of ranks that does, or drop --fp8_all_gather",
                     fp8_all_gather=True,
                 )
-
-    @property
-    def shard_group_size(self) -> int:
-        return self.mesh["shard"].size()
 
     def fuses_wgrad_accumulation(self, optimizer_kind: str) -> bool:
         return self.accumulates and not self.cfg.sharding.fp8_all_gather

@@ -63,10 +63,6 @@ class Zero(Strategy):
         self.reentrant = self.stage == 3
         self.mesh = init_device_mesh("cpu", (self.world_size,))  # for DTensors of checkpoints
 
-    @property
-    def shard_group_size(self) -> int:
-        return self.world_size
-
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
         """Return the engine. DeepSpeed replaces the parameters of `optimizer` by flat FP32 partitions."""
         deepspeed = import_deepspeed()
