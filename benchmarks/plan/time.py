@@ -115,7 +115,7 @@ def _elementwise_bytes(job: StepPlan) -> float:
     """Memory traffic of norms, RoPE, residuals and SwiGLU, in BF16, forward and backward."""
     s = job.model.shape
     hidden, ffn = s.hidden_size, s.ffn_hidden_size
-    # Bytes per token of a layer, 2 for each value read or written: two norms, RoPE, two residual adds, SwiGLU.
+    # Bytes per token and layer, 2 for each value read or written: two norms, RoPE, two residual adds, SwiGLU.
     rope = 2 * 2 * (s.num_heads + s.num_kv_heads) * s.head_dim
     forward = 2 * (2 * 2 * hidden) + rope + 2 * 6 * hidden + 2 * 3 * ffn
     backward = 2 * (2 * 3 * hidden) + rope + 2 * 6 * hidden + 2 * 5 * ffn

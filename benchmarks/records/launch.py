@@ -31,7 +31,7 @@ POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended."""
+    """Exit code, run folder and error of a run."""
 
     code: int
     folder: Path

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 from benchmarks.records.runs import DEFAULT, WORK, RunRecord, Series
 from benchmarks.report.gaps import Comparison, loss_gap, noise_band, smooth
@@ -54,8 +54,6 @@ def draw_all(runs: list[RunRecord], losses: Comparison) -> dict[str, Drawn]:
             "Training loss: logged (pale), moving average over 5 % of the run (bold). Evaluation loss: dots."
         )
         found["loss"] = Drawn("losses", caption, draw_losses(runs))
-        caption = "The same losses on a logarithmic scale."
-        found["loss_log"] = Drawn("losses", caption, draw_losses(runs, log=True))
     if losses.pairs:
         caption = (
             "Gap of the smoothed training loss to the baseline's. The axis may clip the start and spikes."
@@ -121,15 +119,12 @@ def _add_legend(figure: Figure, axes: Axes) -> Figure:
     return figure
 
 
-def draw_losses(runs: list[RunRecord], *, log: bool = False) -> Figure:
+def draw_losses(runs: list[RunRecord]) -> Figure:
     """Draw logged and smoothed training losses, and evaluation losses, of all runs."""
     names = _names(labels(runs))
     figure, axes = _step_axes(names, "loss (nats per label token)")
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
-        train, evaluation = (
-            [point for point in run.series(metric) if point[1] > 0 or not log]
-            for metric in ("train/loss", "eval/loss")
-        )
+        train, evaluation = run.series("train/loss"), run.series("eval/loss")
         if train:
             means = smooth([loss for _, loss in train])
             _plot(axes, thin(train), color=style(i)["color"], alpha=0.25, linewidth=1)
@@ -138,10 +133,6 @@ def draw_losses(runs: list[RunRecord], *, log: bool = False) -> Figure:
         if evaluation:
             label = None if train else name
             _plot(axes, evaluation, "o", color=style(i)["color"], markersize=5, label=label)
-    if log:
-        axes.set_yscale("log")
-        for part in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            part(LogFormatter())
     return _add_legend(figure, axes)
 
 

@@ -32,8 +32,8 @@ def test_a_peer_trains_and_records_its_rates(precision, tmp_path):
 )
 def test_bad_input_is_one_line(flags, message, tmp_path, capsys):
     assert main([*flags.split(), "--output_dir", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.endswith(f"{message}\n") and said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.endswith(f"{message}\n") and error.count("\n") == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

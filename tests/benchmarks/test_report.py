@@ -36,7 +36,7 @@ def test_the_command_writes_figures_and_page_into_the_run(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
-    assert is_png(tmp_path / "loss.png") and is_png(tmp_path / "loss_log.png")
+    assert is_png(tmp_path / "loss.png")
 
 
 def test_several_runs_need_an_output_folder_for_figures(tmp_path, capsys):
@@ -312,9 +312,9 @@ def test_the_page_of_two_runs_has_every_figure_and_number(tmp_path, capsys):
         whole_run(tmp_path / "two", seed=2, losses=(3.0, 2.5, 2.5)),
     )
     page, rows = reported(tmp_path, one, two)
-    assert page.tags.count("img") == 2 + 1 + 2  # losses, gap, FP8 statistics of each run
+    assert page.tags.count("img") == 1 + 1 + 2  # losses, gap, FP8 statistics of each run
     assert {path.name for path in (tmp_path / "report").glob("*.png")} == {
-        *("loss.png", "loss_log.png", "gap.png"),
+        *("loss.png", "gap.png"),
         *("fp8_stats_1_one.png", "fp8_stats_2_two.png"),
     }
     assert rows["hours", "one"] == ["1.500", "1", "2", "1.500", "3.000"]
