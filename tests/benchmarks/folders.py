@@ -1,13 +1,19 @@
-"""Run folders as training writes them, for tests of reports and comparisons."""
+"""Run folders as training writes them, for tests of reports and comparisons; runs in this process."""
 
+import io
 import json
 import math
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from benchmarks.records.launch import Outcome, to_flags
 from benchmarks.records.runs import RunRecord, read_run
 from core.files import to_json
+from training import run
 from training.config import Config
 
 ENVIRONMENT = {
@@ -92,3 +98,12 @@ def rated(folder: Path, gpus: int, rate: float, *, emulated: bool = False, **set
     values = {"gpus": gpus, "world_size": gpus, "tokens_per_second": rate, "recipe": recipe}
     summary = SUMMARY | values | {"emulated": emulated}
     return read_run(write_run(folder, summary=summary, environment=ENVIRONMENT, **settings))
+
+
+def launch_here(cfg: Config, *, gpus: int, log: Path) -> Outcome:
+    """Run as `launch` does, but in this process, which has imported everything."""
+    printed = io.StringIO()
+    with redirect_stderr(printed):
+        code = run.main(to_flags(cfg), description="test", start=lambda cfg: torch.device("cpu"))
+    errors = [line.removeprefix("error: ") for line in printed.getvalue().splitlines() if "error: " in line]
+    return Outcome(code, Path(cfg.checkpoint.output_dir), *errors[-1:])

@@ -11,18 +11,17 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.compare import main as module
 from benchmarks.compare.jobs import build_jobs, check_before_start
 from benchmarks.compare.main import main, parse, read_runs, run_jobs
 from benchmarks.compare.verdict import conclude, exit_code, write_verdict
-from benchmarks.records.launch import Outcome, to_flags
+from benchmarks.records.launch import Outcome
 from benchmarks.records.variants import given_settings, parse_variants
 from core.errors import UserError
 from core.files import to_json
+from tests.benchmarks.folders import launch_here
 from tests.children import running
-from training import run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,12 +66,6 @@ command = launch.command
 launch.command = lambda *args: [sys.executable, "-uc", {HELD!r}, *command(*args)[2:]]
 runpy.run_module("benchmarks.compare", run_name="__main__")
 """
-
-
-def launch_here(cfg, *, gpus, log):
-    """Run in this process, which has imported everything."""
-    code = run.main(to_flags(cfg), description="test", start=lambda cfg: torch.device("cpu"))
-    return Outcome(code, Path(cfg.checkpoint.output_dir))
 
 
 @pytest.fixture(scope="module")

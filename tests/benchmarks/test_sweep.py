@@ -12,6 +12,7 @@ from benchmarks.plan.time import GPUS
 from benchmarks.records.launch import Outcome
 from benchmarks.sweep import Point, Result, build_points, main, read_axes, read_sweep, run_points, why_skip
 from core.errors import EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, UserError
+from tests.benchmarks.folders import launch_here
 from training.config import config_from_dict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +32,7 @@ def test_a_sweep_runs_and_reports_what_it_can(tmp_path, capsys, monkeypatch):
     grid = {"precision": ["delayed"], "max_seq_length": [128, 4096], "gpus": [1, 64]}
     file = write(tmp_path / "grid.yaml", {"grid": grid, "base": base, "needs": ["dataset_name"]})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(module, "launch", launch_here)
     out = tmp_path / "out"
     flags = [str(file), *f"--dataset_name demo --output_dir {out} --no_save_checkpoints".split()]
     assert main(flags) == 1  # one failed
