@@ -118,8 +118,8 @@ def report_failure(
     elif isinstance(error, RuntimeError) and any(w.exitcode == -signal.SIGKILL for w in loader.WORKERS):
         message = f"{first_line(error)} {LOST_WORKER}"
     # Gloo raises a plain RuntimeError if a rank dies in a collective. Errors with `ranks` have another cause.
-    elif isinstance(error, RuntimeError) and not hasattr(error, "ranks") and (gone := _gone(watchdog)):
-        message, failed = gone, {}
+    elif isinstance(error, RuntimeError) and not hasattr(error, "ranks") and (lost := _lost_ranks(watchdog)):
+        message, failed = lost, {}
     elif isinstance(error, dist.DistError):
         message, failed = f"another rank has exited or does not respond ({first_line(error)})", {}
     elif ranks.world_size() == 1:
@@ -158,5 +158,5 @@ def _report_failed_start(message: str, code: int) -> None:
     ranks.report_failed_start(message, code)
 
 
-def _gone(watchdog: Any | None) -> str | None:
-    return watchdog.gone() if watchdog is not None else None
+def _lost_ranks(watchdog: Any | None) -> str | None:
+    return watchdog.lost_ranks() if watchdog is not None else None

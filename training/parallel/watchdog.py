@@ -123,7 +123,7 @@ class Watchdog:
         except (dist.DistError, RuntimeError):  # no connection to the store
             return True
 
-    def gone(self) -> str | None:
+    def lost_ranks(self) -> str | None:
         """Return an error that names the ranks without heartbeats, after a collective has failed.
 
         Return None if no heartbeats are missing, or if a rank has already reported its error.

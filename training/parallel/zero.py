@@ -59,7 +59,7 @@ class Zero(Strategy):
         self.stage = zero["stage"]
         self.steps_on_cpu = (zero.get("offload_optimizer") or {}).get("device") == "cpu"
         # ZeRO 3 frees a layer's weights after each forward pass, also a recomputed one. Hooks in the graph of
-        # that pass gather them again for backward, and only the reentrant variant builds this graph.
+        # that pass gather them again for backward, and only the reentrant variant runs backward through it.
         self.reentrant = self.stage == 3
         self.mesh = init_device_mesh("cpu", (self.world_size,))  # for DTensors of checkpoints
 
@@ -87,7 +87,7 @@ class Zero(Strategy):
     def step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, *, usable: Tensor, max_norm: float
     ) -> StepOutcome:
-        """Step as in the base class, except that a non-finite gradient norm is always infinite."""
+        """Step as in the base class. DeepSpeed reports a non-finite gradient norm as infinite."""
         assert max_norm == self.settings["gradient_clipping"]
         if self.max((~usable).float().to(self.device)).item():
             self.discard(model, optimizer)

@@ -1,4 +1,4 @@
-"""Whole runs on several ranks, over gloo on the CPU, for tests: starting them, and reading what they left."""
+"""Start whole runs on several ranks over gloo on the CPU, and read their output, for tests."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def redirect(output: Path) -> None:
 
 
 def one_rank(argv: list[str], environment: dict[str, str], output: Path, patch: Patch | None) -> None:
-    """Run a command as torchrun, or nobody, would start it, in a process that has imported everything."""
+    """Run a training command with a launcher's environment, in a process that has imported everything."""
     os.environ |= environment | {"OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     redirect(output)
@@ -99,7 +99,7 @@ def one_rank(argv: list[str], environment: dict[str, str], output: Path, patch: 
 def start(
     folder: Path, flags: str = "", *, ranks: int = 2, nodes: int = 1, patch: Patch | None = None
 ) -> Job:
-    """Start a run on that many ranks, as torchrun does; on one rank without torchrun."""
+    """Start a run on `ranks` ranks with torchrun's environment; one rank runs without it."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     argv = [*shlex.split(SMALL), "--output_dir", str(folder), *shlex.split(flags)]
     output = folder.with_name(f"{folder.name}.output.{time.monotonic_ns()}")
@@ -173,7 +173,7 @@ def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
 
 
 def refused(job: Job) -> str:
-    """Return the one line that ends a job which cannot start."""
+    """Return the error line of a job that cannot start."""
     assert job.wait() == [EXIT_BAD_SETTING] * len(job.ranks), job.printed()
     assert "Traceback" not in job.printed()
     (error,) = job.errors()
@@ -184,7 +184,7 @@ def refused(job: Job) -> str:
 
 
 def delay(owner: type, name: str, seconds: float, rank: int = 0, message: str = "") -> None:
-    """Have a method or function print `message` and take that much longer."""
+    """Make a method or function print `message` and take `seconds` longer."""
     original = getattr(owner, name)
 
     def slower(*args, **kwargs):

@@ -54,7 +54,7 @@ def no_process_left() -> Iterator[None]:
 
 
 def before_step(number: int, action: Callable[[], None], rank: int, *, whose: int = 1) -> None:
-    """Have a rank do something before this step."""
+    """Make a rank call `action` before this step."""
     step = Trainer._step
 
     def changed(trainer, *args):
@@ -136,7 +136,7 @@ PATCHES: dict[str, tuple[str, Callable[[int], None]]] = {
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory, no_process_left) -> dict[str, Job]:
-    """Jobs with a fault each, started together, for they mostly wait."""
+    """Jobs with one fault each. They mostly wait, so they are all started at once."""
     folder = tmp_path_factory.mktemp("faulty")
     return {
         name: start(folder / name.replace(" ", "_"), flags, patch=patch, ranks=3 if name == "killed" else 2)
@@ -207,14 +207,14 @@ def test_a_silent_rank_ends_the_job_long_before_the_timeout(faulty):
 
 
 def test_before_the_first_step_and_after_the_last_a_rank_may_take_longer_than_the_timeout(faulty):
-    """Samples are generated when the other ranks are gone."""
+    """Samples are generated after the other ranks have exited."""
     job = faulty["patient"]
     assert job.wait() == [0, 0], job.printed()
     assert "ANSWER" in (job.folder / "samples.txt").read_text()
 
 
 def slow_and_impatient(rank: int) -> None:
-    """Also with a store in which every other heartbeat of rank 1 fails."""
+    """Slow steps, a short limit for silence, and a store that drops every other heartbeat of rank 1."""
     watchdog.SILENCE_SECONDS = 3.0
     slow(rank)
     send, count = Watchdog._send, iter(range(10**6))
@@ -228,7 +228,7 @@ def slow_and_impatient(rank: int) -> None:
 
 
 def test_a_job_that_is_suspended_or_has_a_slow_store_continues(tmp_path):
-    """Both ranks come back to clocks by which the other one was silent, and itself without progress."""
+    """By the clock, the other rank was silent and this one made no progress while both were suspended."""
     flags = "--max_steps 12 --timeout_minutes 0.05 --no_export"
     job = start(tmp_path / "run", flags, patch=slow_and_impatient)
     job.wait_for_step(3)
@@ -272,7 +272,7 @@ def other_recipe(rank: int) -> None:
 
 
 def fewer_samples_to_evaluate(rank: int) -> None:
-    """Some ranks would wait in a collective of an evaluation that the others have left."""
+    """Some ranks would wait in a collective of the evaluation after the others have finished it."""
     if rank == 1:
         sample = Split.sample
         Split.sample = lambda split, count: sample(split, count - 12)
@@ -347,7 +347,7 @@ def library_error(rank: int) -> None:
 
 
 def test_a_library_s_error_on_one_rank_has_the_traceback_of_that_rank(tmp_path):
-    """Whichever rank prints it; it is not about a setting."""
+    """This holds for whichever rank prints it."""
     job = start(tmp_path / "run", patch=library_error)
     assert job.wait() == [EXIT_FAILED] * 2
     (error,) = job.errors()
@@ -378,13 +378,13 @@ def too_few_gpus(rank: int) -> None:
 
 
 def broken_driver(rank: int) -> None:
-    """torch has no GPU to set here."""
+    """torch.cuda.set_device fails here."""
     if rank == 1:
         torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 2)
 
 
 def test_a_rank_that_cannot_join_ends_the_others_at_once(tmp_path):
-    """Not once they have waited for --timeout_minutes."""
+    """They do not wait for --timeout_minutes."""
     job = start(tmp_path / "fewer", patch=too_few_gpus)
     assert job.wait() == [EXIT_BAD_SETTING] * 2
     here = f"--nproc_per_node 2: {HERE} has 1 GPUs; start one rank per GPU"

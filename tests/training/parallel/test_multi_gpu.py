@@ -78,7 +78,7 @@ def same_run(one: Path, other: Path, *, rel: float = 1e-5, skipped: tuple[int, .
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> Callable[[str], Path]:
-    """The epoch on one device, with the global batch of two ranks, once for each set of flags."""
+    """An epoch on one device, with the global batch of two ranks, once for each set of flags."""
     done: dict[str, Path] = {}
 
     def run_once(flags: str = "") -> Path:
@@ -92,7 +92,7 @@ def reference(tmp_path_factory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory) -> dict[str, Path]:
-    """The epoch on two ranks under FSDP with checkpoints, by precision; one is logged to W&B too."""
+    """An epoch on two ranks under FSDP with checkpoints, by precision; one is logged to W&B too."""
     folder = tmp_path_factory.mktemp("sharded")
     flags = "--sharding_mode fsdp_full --save_interval 3"
     more = {"fp32": "--use_wandb --wandb_mode offline", "bf16": "--mixed_precision bf16"}
@@ -100,7 +100,7 @@ def sharded(tmp_path_factory) -> dict[str, Path]:
 
 
 def check_group_timeouts(rank: int) -> None:
-    """Every process group, also a library's, must wait as long as the watchdog."""
+    """Check that every process group, also a library's, has the suite's timeout."""
     fit = Trainer.fit
 
     def checked(trainer):
@@ -183,7 +183,7 @@ def test_a_run_resumes_on_one_rank_and_in_another_mode(sharded, tmp_path):
 
 
 def test_checkpoints_are_the_same_bits_on_any_ranks_and_in_any_mode(sharded, tmp_path):
-    """Resumed from a run's end, so without a further step: 2 ranks -> 1 -> 3 -> 2."""
+    """Resume at the end of a run, without further steps: 2 ranks -> 1 -> 3 -> 2."""
     expected, folder = saved(sharded["bf16"], 10), sharded["bf16"]
     for ranks, mode in ((1, ""), (3, "--sharding_mode fsdp_offload"), (2, "--sharding_mode fsdp_grad")):
         flags = f"--mixed_precision bf16 --no_export {mode}"

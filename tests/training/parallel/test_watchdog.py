@@ -1,4 +1,4 @@
-"""The rank that is named when a job stalls, and how ranks find each other again after a restart."""
+"""Watchdog: which rank it names when a job stalls. Ranks: how they join, also after a restart."""
 
 import json
 import subprocess
@@ -55,7 +55,7 @@ def test_ranks_without_a_heartbeat_are_named_before_all_others():
 def test_without_other_ranks_the_watchdog_is_inactive():
     watchdog = Watchdog(0.001)
     watchdog.beat("computing step 1")
-    assert watchdog.fail() and watchdog.gone() is None, "the only rank prints its own error"
+    assert watchdog.fail() and watchdog.lost_ranks() is None, "the only rank prints its own error"
     watchdog.close()
 
 
@@ -93,11 +93,11 @@ def test_ranks_that_fell_silent_are_named_when_a_collective_fails(one, monkeypat
     send(1, 2, 3)
     for alive, named in (((1,), "rank 2 (node1), rank 3 (node1)"), ((1, 3), "rank 2 (node1)")):
         monkeypatch.setattr(one._closed, "wait", lambda interval, alive=alive: send(*alive))
-        assert one.gone().startswith(f"lost {named}: ") and one.gone().endswith(RESUME_HINT)
+        assert one.lost_ranks().startswith(f"lost {named}: ") and one.lost_ranks().endswith(RESUME_HINT)
     monkeypatch.setattr(one._closed, "wait", lambda interval: send(1, 2, 3))
-    assert one.gone() is None
+    assert one.lost_ranks() is None
     monkeypatch.setattr(one._closed, "wait", lambda interval: None)
-    assert one.gone() and one.fail() and one.gone() is None and not one.fail()
+    assert one.lost_ranks() and one.fail() and one.lost_ranks() is None and not one.fail()
 
 
 def test_a_phase_of_the_start_has_its_own_limit_and_the_next_step_the_timeout(one):
@@ -115,7 +115,7 @@ def test_a_phase_of_the_start_has_its_own_limit_and_the_next_step_the_timeout(on
 
 
 def test_time_in_which_the_process_was_suspended_does_not_count(one, monkeypatch):
-    """It could not receive heartbeats, and the other ranks may have been suspended too."""
+    """A suspended process receives no heartbeats, and the other ranks may have been suspended too."""
     now = one._updated
     for later, counted in ((0.6, 0.6), (2.0, 2.0), (100.0, 5 * one.interval)):
         before, now = one._clock, now + later
@@ -133,7 +133,7 @@ time.sleep(600)
 
 
 def test_a_job_that_stalls_ends_even_if_the_store_is_gone(monkeypatch, capsys):
-    """Its host is killed: no rank can compare heartbeats, and a failing one must not hang either."""
+    """The store's host is killed: heartbeats cannot be compared, and a rank that fails must not hang."""
     monkeypatch.setattr(watchdog_module, "SILENCE_SECONDS", 1.0)
     with running([sys.executable, "-c", SERVER], stdout=subprocess.PIPE) as server:
         watchdog = Watchdog(0.05)  # of a world of one, so without a thread
@@ -152,7 +152,7 @@ def test_a_job_that_stalls_ends_even_if_the_store_is_gone(monkeypatch, capsys):
 
 
 def start_together(store: dist.Store, order: list[int]) -> set[str]:
-    """Return the names that ranks agree on when they come in this order."""
+    """Return the names that ranks agree on when they join in this order."""
     names = {}
 
     def join(number: int) -> None:
@@ -169,7 +169,7 @@ def start_together(store: dist.Store, order: list[int]) -> set[str]:
 
 
 def test_each_start_of_the_ranks_has_its_own_name():
-    """The launcher keeps its store over restarts; ranks of a new start must not use the old name."""
+    """torchrun keeps its store over restarts; ranks of a new start must not use the old name."""
     store = dist.HashStore()
     starts = [start_together(store, order) for order in ([0, 1, 2], [1, 2, 0], [2, 0, 1])]
     assert [len(names) for names in starts] == [1, 1, 1] and len(set.union(*starts)) == 3
@@ -183,7 +183,7 @@ def test_ranks_that_do_not_come_are_named():
 
 
 def test_a_rank_that_cannot_start_gives_other_nodes_time_to_read_its_error(monkeypatch):
-    """The store may be on its node, and end with it."""
+    """The store may run on its node and end with it."""
     store, waited = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
     values = {"RANK": 1, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": store.port}
     for name, value in (values | {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": True}).items():
@@ -200,7 +200,7 @@ def test_a_rank_that_cannot_start_gives_other_nodes_time_to_read_its_error(monke
 
 
 def test_ranks_with_and_without_a_gpu_do_not_start_together():
-    """NCCL would wait forever for those without."""
+    """NCCL would wait forever for the ranks without a GPU."""
     store = dist.HashStore()
     store.set("start", "an earlier start's")
 

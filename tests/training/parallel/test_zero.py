@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO against plain torch AdamW: the same steps, checkpoints that fit both, and its settings."""
+"""DeepSpeed ZeRO against plain torch AdamW: equal steps, shared checkpoints, and DeepSpeed's settings."""
 
 import importlib
 import importlib.util
@@ -136,7 +136,7 @@ class Plain:
 
 
 class Run:
-    """The same under a ZeRO mode, on every rank."""
+    """The same training under a ZeRO mode, on every rank."""
 
     def __init__(self, mode: str, dtype: str, seed: int = 0):
         mode, _, offload = mode.partition("+")
@@ -221,7 +221,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def quietly(rank: int, folder: Path, work, arguments: tuple) -> None:
-    """`work(folder, *arguments)`, which prints nothing and leaves alone what is the launcher's."""
+    """Run `work(folder, *arguments)`; it must not print, or change the launcher's environment and signals."""
     os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}
     os.dup2(os.open(folder / f"printed.{rank}", os.O_CREAT | os.O_WRONLY), 1)
     work(folder, *arguments)
@@ -251,7 +251,7 @@ def train_all(folder: Path, mode: str) -> None:
 
 
 def gradients_held(run: Run) -> list:
-    """Gradients that DeepSpeed's references from parameters to them keep; one of its classes is meant to."""
+    """Return gradients that parameters still refer to in DeepSpeed; BF16_Optimizer keeps them on purpose."""
     if run.zero.stage < 3 and hasattr(run.engine.optimizer, "bf16_groups"):
         return []
     mappings = (getattr(p, "_hp_mapping", None) for p in run.model.parameters())
@@ -260,7 +260,7 @@ def gradients_held(run: Run) -> list:
 
 
 def train(folder: Path, mode: str, dtype: str) -> None:
-    """A plain run, one with every disturbance in between, one resumed: all end in the same bits."""
+    """Run undisturbed, with every disturbance in between, and resumed: all end in the same bits."""
     run = Run(mode, dtype)
     assert run.model.rope.dtype == run.model.table.dtype == torch.float32
     assert torch.equal(run.model.rope, Tiny(DTYPES[dtype]).rope)
@@ -365,7 +365,7 @@ def whole(folder: Path, like: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def carry(folder: Path, name: str, mode: str) -> None:
-    """Load `name`, save it at once under another name, take the next step, save as `mode`."""
+    """Load `name`, save it unchanged under another name, take a step, and save as `mode`."""
     for dtype in DTYPES:
         run, place = Run(mode, dtype, seed=3), folder / dtype
         checkpoints = Checkpoints(place / name, keep_last=9)
@@ -405,7 +405,7 @@ CFG = Config(optim=OptimConfig(batch_size=4, gradient_accumulation_steps=3, max_
 
 
 def merge(folder: Path, **settings):
-    """Merge a file with these settings, stage 2 unless they have another."""
+    """Merge a file with these settings; the default stage is 2."""
     path = folder / "zero.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}} | settings))
     return merge_settings(str(path), CFG, 2)
