@@ -155,8 +155,9 @@ class TECausalLM(nn.Module):
             for name, init in module.param_init_meta.items():
                 if init.fp8_meta_index is not None:
                     original[f"{prefix}.{name}"] = module.get_parameter(name).to_local().clone()
-                # TE quantizes in reset_parameters(); a no-op for initialization keeps the values.
-                module.param_init_meta[name] = replace(init, init_fn=_no_op, get_rng_state_tracker=None)
+                # TE quantizes in reset_parameters(), after an initialization that must keep the values.
+                keep_values = replace(init, init_fn=lambda tensor: None, get_rng_state_tracker=None)
+                module.param_init_meta[name] = keep_values
             module.reset_parameters()
         return original
 
@@ -214,10 +215,6 @@ class TECausalLM(nn.Module):
         # TE's checkpoint recomputes with the FP8 scales of the first pass; torch's would use newer scales.
         checkpoint = engine(self.options.te_backend).checkpoint
         return checkpoint(layer, hidden, use_reentrant=self.options.reentrant, **arguments)
-
-
-def _no_op(tensor: Tensor) -> None:
-    pass
 
 
 def rope_angles(config: Any, positions: int) -> Tensor:

@@ -10,8 +10,8 @@ Backend = Literal["native", "emulated"]
 
 def engine(backend: Backend) -> Any:
     """Import the module with `TransformerLayer`, `RMSNorm`, `autocast` and `checkpoint`."""
-    native = backend == "native"
-    return importlib.import_module("transformer_engine.pytorch" if native else "te_models.emulation")
+    name = "transformer_engine.pytorch" if backend == "native" else "te_models.emulation"
+    return importlib.import_module(name)
 
 
 def recipes(backend: Backend) -> Any:

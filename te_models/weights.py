@@ -101,15 +101,18 @@ class WeightSource(ABC):
     """Weights by Hugging Face name; `name` identifies the source in errors."""
 
     name = "random weights"
+    _shapes: dict[str, torch.Size]
 
-    @abstractmethod
-    def shapes(self) -> dict[str, torch.Size]: ...
+    def shapes(self) -> dict[str, torch.Size]:
+        """Return the shape of every weight by name."""
+        return self._shapes
 
     @abstractmethod
     def rows(self, key: str, start: int, stop: int) -> Tensor:
         """Return rows start to stop of a weight [rows, ...]."""
 
     def get(self, key: str) -> Tensor:
+        """Return the whole weight."""
         return self.rows(key, 0, self.shapes()[key][0])
 
     def require(self, shapes: Mapping[str, torch.Size], *, optional: Collection[str] = ()) -> None:
@@ -139,9 +142,6 @@ class RandomSource(WeightSource):
 
     def __init__(self, shapes: Mapping[str, torch.Size], *, seed: int, std: float, device: torch.device):
         self._shapes, self._seed, self._std, self._device = dict(shapes), seed, std, device
-
-    def shapes(self) -> dict[str, torch.Size]:
-        return self._shapes
 
     def rows(self, key: str, start: int, stop: int) -> Tensor:
         shape = self._shapes[key]
@@ -195,9 +195,6 @@ class SafetensorsSource(WeightSource):
         # Old checkpoints contain the RoPE table, which is computed from the configuration.
         self._slices = {k: v for k, v in self._slices.items() if not k.endswith("rotary_emb.inv_freq")}
         self._shapes = {key: torch.Size(part.get_shape()) for key, part in self._slices.items()}
-
-    def shapes(self) -> dict[str, torch.Size]:
-        return self._shapes
 
     def rows(self, key: str, start: int, stop: int) -> Tensor:
         return self._slices[key][start:stop]

@@ -62,9 +62,6 @@ class Distinct(WeightSource):
         self._shapes = shapes
         self._first = dict(zip(shapes, range(0, 10**6, 10**4), strict=False))
 
-    def shapes(self) -> dict[str, torch.Size]:
-        return self._shapes
-
     def rows(self, key: str, start: int, stop: int) -> torch.Tensor:
         numbers = torch.arange(start, stop, dtype=torch.float32) + self._first[key]
         width = self._shapes[key][1:]
