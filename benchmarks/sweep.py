@@ -90,13 +90,11 @@ def read_sweep(path: Path) -> dict[str, Any]:
     kinds = {"grid": dict, "base": dict, "needs": list}
     if not isinstance(file, dict) or not all(isinstance(file[key], kinds.get(key, ())) for key in file):
         raise bad_input(
-            f"{path}: must contain `grid:` (axes) and may contain `base:` (settings) and `needs:` (a list)"
+            f"{path}: must contain `grid:` (axes); may contain `base:` (settings), `needs:` (list)"
         )
     file = {"grid": {}, "base": {}, "needs": []} | file
     if not file["grid"] or not all(isinstance(values, list) and values for values in file["grid"].values()):
-        raise bad_input(
-            f"{path}: needs a `grid:` of axes with lists of values, such as precision: [bf16, delayed]"
-        )
+        raise bad_input(f"{path}: needs a `grid:` of axes with lists, such as precision: [bf16, delayed]")
     known = [*AXES, *OTHER_AXES, *(name for name in all_settings() if name not in OWNED)]
     for name in (*file["grid"], *file["base"], *file["needs"]):
         if name not in known:
@@ -113,9 +111,8 @@ def read_axes(grid: dict[str, list[Any]], replaced: list[str]) -> dict[str, list
     for text in replaced:
         name, _, values = text.partition("=")
         if name not in grid:
-            raise bad_setting(
-                f"not an axis of the grid, which has {', '.join(grid)}{nearest(name, grid)}", axis=text
-            )
+            reason = f"not an axis of the grid, which has {', '.join(grid)}{nearest(name, grid)}"
+            raise bad_setting(reason, axis=text)
         parts = [values] if name == "precision" else values.split(",")  # variants may contain commas
         in_file = {_typed(name, value): value for value in grid[name]}
         axes[name] = [in_file.get(_typed(name, value), value) for value in parts if value]
@@ -270,12 +267,8 @@ def _read_record(path: Path) -> dict[str, Result]:
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the parsed flags of the sweep, and the training flags."""
     parser = command_parser(PROG, __doc__, trains=True)
-    parser.add_argument(
-        "sweep",
-        type=Path,
-        metavar="SWEEP.yaml",
-        help="grid and base settings; training flags override these",
-    )
+    file = "grid and base settings; training flags override these"
+    parser.add_argument("sweep", type=Path, metavar="SWEEP.yaml", help=file)
     output = "folder for runs and report (default: runs/<name of the file>)"
     parser.add_argument("--output_dir", type=folder_flag, metavar="DIR", help=output)
     axis = "replace the values of an axis, such as gpus=1 or precision=bf16_hf,tensorwise"
@@ -283,9 +276,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     gpu = f"skip runs that are predicted not to fit into this GPU's memory: {', '.join(GPUS)}"
     parser.add_argument("--gpu", metavar="NAME", help=gpu)
     parser.add_argument("--retry", action="store_true", help="also run what ran out of memory before")
-    parser.add_argument(
-        "--dry_run", action="store_true", help="list the runs and their status, and run nothing"
-    )
+    parser.add_argument("--dry_run", action="store_true", help="list the runs and their status; run nothing")
     return parser.parse_known_args(argv)
 
 
@@ -295,11 +286,10 @@ def sweep(argv: list[str]) -> int:
     given = file["base"] | given_settings(training, PROG)
     if missing := next((name for name in file["needs"] if name not in given), None):
         raise bad_input(f"{args.sweep}: needs --{missing}; add it to the command line")
-    gpu = GPUS.get(find_gpu(args.gpu)) if args.gpu is not None else None
-    if args.gpu is not None and gpu is None:
-        raise bad_setting(
-            f"unknown GPU{nearest(args.gpu, GPUS)}; choose from {', '.join(GPUS)}", gpu=args.gpu
-        )
+    gpu = None
+    if args.gpu is not None and (gpu := GPUS.get(find_gpu(args.gpu))) is None:
+        reason = f"unknown GPU{nearest(args.gpu, GPUS)}; choose from {', '.join(GPUS)}"
+        raise bad_setting(reason, gpu=args.gpu)
     folder = args.output_dir or Path("runs") / args.sweep.stem
     axes, precisions = read_axes(file["grid"], args.axis), file["grid"].get("precision", ())
     points = build_points(axes, given, folder, precisions)

@@ -26,13 +26,8 @@ def settings_of(section: str) -> list[str]:
 
 # Settings that are equal in runs with comparable losses, and in runs of one experiment.
 SAME_TASK = ("model_name", "init", *(name for name in settings_of("data") if not name.startswith("eval_")))
-EXPERIMENT = [
-    name
-    for name in dict.fromkeys(
-        (*SAME_TASK, "tokenizer_name", "seed", *settings_of("data"), *settings_of("optim"))
-    )
-    if name not in SPLIT | {"deterministic"}
-]
+_ALL = (*SAME_TASK, "tokenizer_name", "seed", *settings_of("data"), *settings_of("optim"))
+EXPERIMENT = [name for name in dict.fromkeys(_ALL) if name not in SPLIT | {"deterministic"}]
 # Properties that depend on the seed: it decides data order and held-out samples.
 BY_SEED = {"--seed", "steps", "label_tokens", "eval_label_tokens"}
 # Largest relative difference between evaluations of the same initial weights, with the same layers and
@@ -48,23 +43,24 @@ def differences(
     With `experiment`, evaluation data, optimizer, steps, tokens and initial weights must be equal too. With
     `other_seed`, the seed and everything that depends on it may differ.
     """
-    here, there = (_identity(record, experiment) for record in (run, reference))
+    ours, theirs = (_identity(record, experiment) for record in (run, reference))
     ignored = BY_SEED if other_seed else set()
-    pairs = {name: (there[name], here[name]) for name in here if name not in ignored}
+    pairs = {name: (ours[name], theirs[name]) for name in ours if name not in ignored}
     if all(run.setting(name) == reference.setting(name) for name in ("tokenizer_name", "seed")):
         for part in ("train", "eval") if experiment else ("train",):
-            prints = fingerprint(reference, part), fingerprint(run, part)
+            prints = fingerprint(run, part), fingerprint(reference, part)
             pairs |= {f"{part} samples": prints} if all(prints) else {}
-        losses = initial_loss(reference), initial_loss(run)
+        losses = initial_loss(run), initial_loss(reference)
         if experiment and None not in losses:
             names = ("use_te", "mixed_precision", "recipe")
             same = all(run.value(name) == reference.value(name) for name in names)
-            if abs(losses[1] - losses[0]) > (SAME_PRECISION if same else OTHER_PRECISION) * abs(losses[0]):
+            if abs(losses[0] - losses[1]) > (SAME_PRECISION if same else OTHER_PRECISION) * abs(losses[1]):
                 pairs["evaluation loss before the first step"] = losses
-    return [f"{name} {here} instead of {there}" for name, (there, here) in pairs.items() if there != here]
+    return [f"{name} {our} instead of {their}" for name, (our, their) in pairs.items() if our != their]
 
 
 def _identity(run: RunRecord, experiment: bool) -> dict[str, Any]:
+    """Return the settings and counts that must be equal in comparable runs."""
     found = {f"--{name}": run.setting(name) for name in (EXPERIMENT if experiment else SAME_TASK)}
     counts = ("steps", "label_tokens", "eval_label_tokens") if experiment else ()
     return found | {"sequences per step": run.global_batch} | {name: run.value(name) for name in counts}

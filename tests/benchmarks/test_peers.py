@@ -1,4 +1,4 @@
-"""The peer stack that is measured beside this suite: it trains, and its numbers are what they say."""
+"""benchmarks.peers: the stack trains, and its rates follow from the step times."""
 
 import json
 

@@ -211,7 +211,7 @@ def test_a_dry_run_lists_runs_and_starts_none(tmp_path, capsys, monkeypatch):
         ("grid: {batch_size: [1]}\nbse: {}", "", "must contain `grid:`"),
         ("base: {}", "", "needs a `grid:`"),
         ("grid: {modle: [tiny-llama]}", "", "unknown setting 'modle'; did you mean 'model'?"),
-        ("grid: {model: tiny-llama}", "", "with lists of values, such as precision"),
+        ("grid: {model: tiny-llama}", "", "with lists, such as precision"),
         ("grid: {precision: [fp7]}", "", "axis precision fp7: unknown variant"),
         ("grid: {gpus: [0]}", "", "--gpus 0: must be at least 1"),
         ("grid: {batch_size: [0]}", "", "batch0: --batch_size 0: must be at least 1"),
