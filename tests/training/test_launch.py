@@ -1,10 +1,11 @@
 """What the training scripts answer before torch is imported, and what they leave to the run."""
 
+import gc
 import sys
 
 import pytest
 
-from training.launch import answer_early
+from training.launch import answer_early, launch
 
 
 @pytest.mark.parametrize(
@@ -30,3 +31,12 @@ def test_a_wrong_value_ends_it(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         answer_early("description")
     assert capsys.readouterr().err == "error: --batch_size 0: must be at least 1\n"
+
+
+def test_garbage_is_collected_again_once_libraries_are_loaded(monkeypatch):
+    ended = []
+    monkeypatch.setattr(sys, "argv", ["train_fp8.py"])
+    monkeypatch.setattr("training.run.main", lambda *_, **__: gc.isenabled())
+    monkeypatch.setattr("training.outcome.exit_process", ended.append)
+    launch("description", start=None, started=0.0)
+    assert ended == [True]
