@@ -89,9 +89,7 @@ def read_sweep(path: Path) -> dict[str, Any]:
         raise bad_input(f"{path}: not valid YAML: {yaml_fault(fault)}") from None
     kinds = {"grid": dict, "base": dict, "needs": list}
     if not isinstance(file, dict) or not all(isinstance(file[key], kinds.get(key, ())) for key in file):
-        raise bad_input(
-            f"{path}: must contain `grid:` (axes); may contain `base:` (settings), `needs:` (list)"
-        )
+        raise bad_input(f"{path}: may only have `grid:` (axes), `base:` (settings) and `needs:` (a list)")
     file = {"grid": {}, "base": {}, "needs": []} | file
     if not file["grid"] or not all(isinstance(values, list) and values for values in file["grid"].values()):
         raise bad_input(f"{path}: needs a `grid:` of axes with lists, such as precision: [bf16, delayed]")

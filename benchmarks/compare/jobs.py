@@ -75,9 +75,7 @@ def _baseline(variant: Variant, by_name: dict[str, Variant]) -> str | None:
     found = next((name for name in preferred if name in by_name), None)
     if found is None:
         names = ",".join(by_name)
-        raise bad_setting(
-            "needs bf16 or bf16_hf, without settings, as the reference; add one", variants=names
-        )
+        raise bad_setting("needs bf16 or bf16_hf, without settings, as the reference", variants=names)
     return found
 
 

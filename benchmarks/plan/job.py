@@ -69,31 +69,30 @@ def _parameters(shape: ModelShape, family: Family, *, tied: bool) -> int:
 
 def refuse_unplanned(cfg: Config) -> None:
     """Raise UserError for settings that the planner does not cover."""
-    own = cfg.precision
-    if cfg.model.te_backend == "emulated":
-        raise bad_setting("the planner covers GPUs, not emulation; drop it", te_backend="emulated")
-    if own.mixed_precision == "fp32":
-        raise bad_setting("the planner covers bf16 and fp8; use one of them", mixed_precision="fp32")
-    if own.precision_map:
-        raise bad_setting(
-            "the planner covers whole layers only; use --bf16_first_layers and --bf16_last_layers",
-            precision_map=own.precision_map,
-        )
-    if own.fp8_attention:
-        raise bad_setting("the planner covers attention in BF16 only; drop it", fp8_attention=True)
-    layers = {"bf16_first_layers": own.bf16_first_layers, "bf16_last_layers": own.bf16_last_layers}
-    if any(layers.values()) and own.mixed_precision != "fp8":
-        raise bad_setting("applies to --mixed_precision fp8 only; use fp8, or drop it", **layers)
-    if own.fp8_lm_head and own.mixed_precision == "bf16":
-        raise bad_setting(
-            "an FP8 LM head needs fp8; drop one of them", fp8_lm_head=True, mixed_precision="bf16"
-        )
-    if cfg.optim.deterministic and cfg.model.use_te and not cfg.model.flash_attention:
-        raise bad_setting(
-            "TE may then run unfused attention, which the planner does not cover; drop one of them",
-            deterministic=True,
-            flash_attention=False,
-        )
+    own, model, mode = cfg.precision, cfg.model, cfg.sharding.mode
+    bf16_layers = {"bf16_first_layers": own.bf16_first_layers, "bf16_last_layers": own.bf16_last_layers}
+    needs_fp8 = "needs --mixed_precision fp8; drop it"
+    layers_apart = "the planner covers whole layers only; use --bf16_first_layers and --bf16_last_layers"
+    unfused = "TE may then run unfused attention, which the planner does not cover; drop one of them"
+    modes = "the planner covers ds_zero1, ds_zero2, ds_zero3 and ds_zero3_offload; use one of them"
+    # (refused, reason, settings)
+    rules = [
+        (model.te_backend == "emulated", "the planner covers GPUs only; drop it", {"te_backend": "emulated"}),
+        (own.mixed_precision == "fp32", "the planner covers bf16 and fp8", {"mixed_precision": "fp32"}),
+        (own.precision_map, layers_apart, {"precision_map": own.precision_map}),
+        (own.fp8_attention, "the planner covers attention in BF16 only; drop it", {"fp8_attention": True}),
+        (any(bf16_layers.values()) and own.mixed_precision != "fp8", needs_fp8, bf16_layers),
+        (own.fp8_lm_head and own.mixed_precision == "bf16", needs_fp8, {"fp8_lm_head": True}),
+        (
+            cfg.optim.deterministic and model.use_te and not model.flash_attention,
+            unfused,
+            {"deterministic": True, "flash_attention": False},
+        ),
+        (mode == "deepspeed", modes, {"sharding_mode": mode}),
+    ]
+    for refused, reason, settings in rules:
+        if refused:
+            raise bad_setting(reason, **settings)
 
 
 def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
@@ -120,10 +119,8 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
             checks.check_lm_head_sizes(name, head)
     cfg.data.check_length(model.positions)
     if not shape.sees_all(length := cfg.data.max_seq_length):
-        raise bad_setting(
-            f"the planner does not cover the sliding window of {shape.window} tokens; use at most that",
-            max_seq_length=length,
-        )
+        reason = f"the planner does not cover the sliding window of {shape.window} tokens; use at most that"
+        raise bad_setting(reason, max_seq_length=length)
 
 
 def build_job(cfg: Config, *, gpu: int, gpus: int, gpus_per_node: int) -> tuple[StepPlan, str | None]:
@@ -137,11 +134,6 @@ def build_job(cfg: Config, *, gpu: int, gpus: int, gpus_per_node: int) -> tuple[
     job = StepPlan(
         cfg, model.size, plan_optimizer(cfg.precision, on_gpu=True), "single", gpus, min(gpus, gpus_per_node)
     )
-    if mode == "deepspeed":
-        raise bad_setting(
-            "the planner covers ds_zero1, ds_zero2, ds_zero3 and ds_zero3_offload; use one of them",
-            sharding_mode=mode,
-        )
     if mode == "auto":
         mode = "single" if gpus == 1 else choose_mode(job, gpu)[0]
     elif gpus == 1 and not MODES[mode].offload:

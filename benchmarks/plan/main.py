@@ -56,9 +56,8 @@ def run(argv: list[str]) -> str:
             raise bad_setting(f"cannot be combined with {[*training, *given][0]}; drop it", check=True)
         return check_table(*check_runs())
     if args.price_per_gpu_hour and not args.tokens:
-        raise bad_setting(
-            "needs --tokens for a cost; add it", price_per_gpu_hour=f"{args.price_per_gpu_hour:g}"
-        )
+        price = f"{args.price_per_gpu_hour:g}"
+        raise bad_setting("needs --tokens; add it", price_per_gpu_hour=price)
     cfg = parse_config(training, prog=PROG, description=__doc__)
     refuse_unplanned(cfg)
     gpu = read_gpu(args, cfg)

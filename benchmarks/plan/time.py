@@ -88,9 +88,7 @@ def _gemm_seconds(job: StepPlan, gpu: Gpu) -> float:
     if job.recipe == "bf16":
         return passes * bf16
     if gpu.fp8_tflops is None:
-        raise bad_setting(
-            "this GPU's FP8 peak is unknown; add --fp8_tflops, or use bf16", mixed_precision="fp8"
-        )
+        raise bad_setting("the GPU's FP8 peak is unknown; add --fp8_tflops", mixed_precision="fp8")
     fp8 = flops / (gpu.fp8_tflops * 1e12 * costs_of(job.recipe).gemm_share)
     low = (passes - 1) * fp8 + bf16 if RECIPES[job.recipe].bf16_wgrad else passes * fp8
     return low * job.fp8_layers + passes * bf16 * (1 - job.fp8_layers)

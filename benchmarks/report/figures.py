@@ -50,14 +50,10 @@ def draw_all(runs: list[RunRecord], losses: Comparison) -> dict[str, Drawn]:
     """Draw everything that the runs logged; return the figures by file name without suffix."""
     found = {}
     if any(run.series("train/loss") or run.series("eval/loss") for run in runs):
-        caption = (
-            "Training loss: logged (pale), moving average over 5 % of the run (bold). Evaluation loss: dots."
-        )
+        caption = "Training loss: logged (pale), moving average over 5 % of the run (bold). Dots: evaluation."
         found["loss"] = Drawn("losses", caption, draw_losses(runs))
     if losses.pairs:
-        caption = (
-            "Gap of the smoothed training loss to the baseline's. The axis may clip the start and spikes."
-        )
+        caption = "Gap of the smoothed training loss to the baseline's. The axis may clip start and spikes."
         found["gap"] = Drawn("gap", caption, draw_gap(runs, losses))
     for axis in AXES:
         if lines := scaling(runs, axis):

@@ -208,7 +208,7 @@ def test_a_dry_run_lists_runs_and_starts_none(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "flags", "message"),
     [
-        ("grid: {batch_size: [1]}\nbse: {}", "", "must contain `grid:`"),
+        ("grid: {batch_size: [1]}\nbse: {}", "", "may only have `grid:`"),
         ("base: {}", "", "needs a `grid:`"),
         ("grid: {modle: [tiny-llama]}", "", "unknown setting 'modle'; did you mean 'model'?"),
         ("grid: {model: tiny-llama}", "", "with lists, such as precision"),
