@@ -50,7 +50,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def origins(error: BaseException) -> Iterator[BaseException]:
+def causes(error: BaseException) -> Iterator[BaseException]:
     """Yield the error and all errors in its chain of causes and contexts."""
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -64,5 +64,5 @@ def origins(error: BaseException) -> Iterator[BaseException]:
 
 def raise_interrupt(error: BaseException) -> None:
     """Raise KeyboardInterrupt if one caused `error`: libraries replace it with their own errors."""
-    if any(isinstance(origin, KeyboardInterrupt) for origin in origins(error)):
+    if any(isinstance(origin, KeyboardInterrupt) for origin in causes(error)):
         raise KeyboardInterrupt from error

@@ -15,7 +15,7 @@ def is_path(name: str) -> bool:
 
 
 def require_folder(flag: str, name: str) -> None:
-    """UserError if the name is a path that does not exist."""
+    """Raise UserError if the name is a path that does not exist."""
     if is_path(name) and not os.path.exists(name):
         raise bad_setting("there is no such folder; give one that exists, or a hub id", **{flag: name})
 
@@ -23,7 +23,7 @@ def require_folder(flag: str, name: str) -> None:
 def require_reachable_hub(
     name: str, files: tuple[str, ...], cache_dir: str | None, repo_type: str = "model"
 ) -> None:
-    """OSError if none of a hub id's `files` is in the cache and the hub is out of reach.
+    """Raise OSError if none of a hub id's `files` is in the cache and the hub is out of reach.
 
     The hub's own client would try each file for half a minute or more and print each time.
     """

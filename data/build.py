@@ -3,10 +3,10 @@
 The modules, in order of data flow:
 
 - `sources` opens the rows. Register a new data set in DATASETS, a new file format in `formats.FORMATS`.
-- `columns` chooses the columns to train on. Register new column names in KNOWN.
+- `columns` chooses the columns to train on. Register new column names in KNOWN_COLUMNS.
 - `rows` converts rows to samples.
 - `tokenizer` loads the tokenizer and supplies missing chat templates. Register new ones in TEMPLATES.
-- `chat` renders and tokenises samples.
+- `chat` renders and tokenizes samples.
 - `samples` caches tokens and selects samples.
 - `packing` fills bins.
 - `order` assigns bins to ranks.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from datasets import Dataset
@@ -30,11 +30,11 @@ from data.chat import Encoder
 from data.demo import ALIASES
 from data.loader import Loader
 from data.order import Layout, Stored, Stream
-from data.packing import shuffled
+from data.packing import permutation
 from data.reading.cache import check_cache
 from data.reading.rows import Status
 from data.reading.sources import open_source
-from data.report import DataReport, describe
+from data.report import DataReport, report_on
 from data.samples import Selection, Split
 from data.settings import DataConfig
 
@@ -87,20 +87,27 @@ def build_loaders(
     seed: int,
     vocab_size: int,
     max_positions: int | None,
+    evaluate_only: Literal["model", "checkpoint"] | None = None,
 ) -> Loaders:
-    """Open, tokenise (or read from the cache), split and pack the data; every rank computes the same order.
+    """Open, tokenize (or read from the cache), split and pack the data; every rank computes the same order.
 
-    `vocab_size` and `max_positions` are the model's. UserError for settings or data that cannot be used.
+    `vocab_size` and `max_positions` are the model's. With `evaluate_only` (of a model, or of a run's
+    checkpoint) there is no training data. UserError for settings or data that cannot be used.
     """
     check_cache(cfg)
     cfg.check_length(max_positions)
-    check_splits(cfg)
     layout = build_layout(cfg, tokenizer, shape, vocab_size)
+    if evaluate_only:
+        split, selected = evaluated_rows(
+            cfg, tokenizer, vocab_size, seed, of_run=evaluate_only == "checkpoint"
+        )
+        return with_evaluation(split, selected, layout, shape)
+    check_splits(cfg)
     split = open_split(cfg, cfg.split_name, tokenizer, vocab_size)
     warn_about_template(split)
     num_held_out = cfg.eval_samples if cfg.eval_split is None else 0
     eval_split = split
-    if cfg.eval_split is not None and cfg.eval_samples:  # before tokenisation: a wrong name fails early
+    if cfg.eval_split is not None and cfg.eval_samples:  # before tokenization: a wrong name fails early
         eval_split = open_split(cfg, cfg.eval_split, tokenizer, vocab_size)
     source: Stored | Stream
     if cfg.streaming:
@@ -108,7 +115,7 @@ def build_loaders(
         train = source.selection
         held_out = split.sample(num_held_out) if num_held_out else None
     else:
-        train, held_out = divide(split, num_held_out, seed)
+        train, held_out = split_train_eval(split, num_held_out, seed)
         source = Stored(train.samples, layout, seed=seed)
     require_usable(split, train, split_name=cfg.split_name)
     require_full_step(cfg, source)
@@ -117,74 +124,52 @@ def build_loaders(
         require_usable(eval_split, held_out, eval_split=cfg.eval_split)
     identity = {"samples": train.fingerprint, "seed": seed}
     identity |= {name: getattr(cfg, name) for name in ("max_seq_length", "packing", "streaming")}
-    loader = Loader(
-        source,
-        identity=identity,
-        per_step=shape.micro_batches_per_step,
-        num_workers=cfg.num_workers,
-        pin_memory=shape.pin_memory,
-    )
-    return evaluate_on(eval_split, held_out, layout, shape, loader, describe(split, train, source))
+    workers = {"num_workers": cfg.num_workers, "pin_memory": shape.pin_memory}
+    loader = Loader(source, identity=identity, per_step=shape.micro_batches_per_step, **workers)
+    report = report_on(split, train, source)
+    return with_evaluation(eval_split, held_out, layout, shape, loader, report)
 
 
-def build_evaluation(
-    cfg: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    shape: BatchShape,
-    *,
-    seed: int,
-    vocab_size: int,
-    max_positions: int | None,
-    resumes: bool,
-) -> Loaders:
-    """Return the loaders of a run that only evaluates; arguments and errors as for `build_loaders`.
+def evaluated_rows(
+    cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, seed: int, *, of_run: bool
+) -> tuple[Split, Selection | None]:
+    """Return the split and rows of a run that only evaluates; no other rows are tokenized.
 
     A model is evaluated on all rows of --eval_split, or of --split_name without one; on --eval_samples of
-    them if that is set, or if they are streamed. A checkpoint (`resumes`) is evaluated on the same rows as in
-    its run. Only these rows are tokenised.
+    them if that is not the default, or if they are streamed. `of_run`: a checkpoint is evaluated on the rows
+    that its run evaluates on.
     """
-    check_cache(cfg)
-    cfg.check_length(max_positions)
-    layout = build_layout(cfg, tokenizer, shape, vocab_size)
-    name, flag = cfg.split_name, "split_name"
-    if cfg.eval_split is not None:
-        name, flag = cfg.eval_split, "eval_split"
-    split = open_split(cfg, name, tokenizer, vocab_size)
+    flag = "split_name" if cfg.eval_split is None else "eval_split"
+    split = open_split(cfg, getattr(cfg, flag), tokenizer, vocab_size)
     warn_about_template(split)
-    limited = resumes or cfg.streaming or cfg.eval_samples != DataConfig().eval_samples
-    if resumes and cfg.eval_split is None and not cfg.streaming:
+    if of_run and cfg.eval_split is None and not cfg.streaming:
         numbers = np.flatnonzero(held_out_rows(split, cfg.eval_samples, seed))
-        selected = split.take(numbers) if len(numbers) else None
-    else:
-        selected = split.sample(cfg.eval_samples if limited else None)
-        require_usable(split, selected, **{flag: name})
-    return evaluate_on(split, selected, layout, shape, None, None)
+        return split, split.take(numbers) if len(numbers) else None
+    is_limited = of_run or cfg.streaming or cfg.eval_samples != DataConfig().eval_samples
+    selected = split.sample(cfg.eval_samples if is_limited else None)
+    require_usable(split, selected, **{flag: getattr(cfg, flag)})
+    return split, selected
 
 
-def evaluate_on(
+def with_evaluation(
     split: Split,
     selected: Selection | None,
     layout: Layout,
     shape: BatchShape,
-    train: Loader | None,
-    report: DataReport | None,
+    train: Loader | None = None,
+    report: DataReport | None = None,
 ) -> Loaders:
-    """Add the loader of the evaluation rows to that of the training rows."""
+    """Add the loader of the selected evaluation rows to that of the training rows."""
     if selected is not None and not len(selected.samples):
         logger.warning("all held-out rows are unusable: this run has no evaluation")
         selected = None
     if selected is None:
         return Loaders(train, None, report, None, [])
     source = Stored(selected.samples, replace(layout, batch_size=shape.eval_batch_size), seed=None)
-    loader = Loader(
-        source,
-        identity={"samples": selected.fingerprint},
-        restart=True,
-        num_workers=split.cfg.num_workers,
-        pin_memory=shape.pin_memory,
-    )
-    eval_report = describe(split, selected, source)
-    return Loaders(train, loader, report, eval_report, prompts(split, selected))
+    workers = {"num_workers": split.cfg.num_workers, "pin_memory": shape.pin_memory}
+    loader = Loader(source, identity={"samples": selected.fingerprint}, restart=True, **workers)
+    eval_report = report_on(split, selected, source)
+    return Loaders(train, loader, report, eval_report, evaluation_prompts(split, selected))
 
 
 def build_layout(
@@ -229,17 +214,17 @@ def warn_about_template(split: Split) -> None:
     if columns.chat and encoder.turn_end is None:
         reason = "ends answers without a special token, so the model does not learn where to stop"
         logger.warning("--tokenizer_name %s: its chat template %s", name, reason)
-    if columns.tools and not encoder.writes_tools:
+    if columns.tools and not encoder.renders_tools:
         reason = "does not render tools: the tools in the data are ignored"
         logger.warning("--tokenizer_name %s: its chat template %s", name, reason)
 
 
-def divide(split: Split, num_held_out: int, seed: int) -> tuple[Selection, Selection | None]:
+def split_train_eval(split: Split, num_held_out: int, seed: int) -> tuple[Selection, Selection | None]:
     """Split rows at random into training rows and `num_held_out` evaluation rows, at most 10 % of all."""
     held_out = held_out_rows(split, num_held_out, seed)
     numbers = np.arange(len(held_out))
     rows = split.source.rows
-    tokens, speed = split.tokenise(rows.select(range(len(numbers))) if len(numbers) < len(rows) else rows)
+    tokens, speed = split.tokenize(rows.select(range(len(numbers))) if len(numbers) < len(rows) else rows)
     train = replace(split.select(tokens, ~held_out, numbers), speed=speed)
     return train, split.select(tokens, held_out, numbers) if held_out.any() else None
 
@@ -251,7 +236,7 @@ def held_out_rows(split: Split, num_held_out: int, seed: int) -> np.ndarray:
     if num_held_out and not count:
         logger.warning("%s: too few for a held-out set; this run has no evaluation", counted(num_rows, "row"))
     held_out = np.zeros(num_rows if limit is None else min(num_rows, limit + count), dtype=bool)
-    held_out[shuffled(len(held_out), seed, HELD_OUT_KEY)[:count]] = True
+    held_out[permutation(len(held_out), seed, HELD_OUT_KEY)[:count]] = True
     return held_out
 
 
@@ -292,7 +277,7 @@ def require_full_step(cfg: DataConfig, source: Stored | Stream) -> None:
     )
 
 
-def prompts(split: Split, selection: Selection) -> list[tuple[str, str]]:
+def evaluation_prompts(split: Split, selection: Selection) -> list[tuple[str, str]]:
     """Return the prompts and answers of a selection's first NUM_PROMPTS rows; [] for plain text."""
     if not split.source.columns.chat:
         return []

@@ -1,6 +1,6 @@
 """Convert samples to token ids and loss spans.
 
-Prompt and answer are tokenised separately. The prompt ends with the generation prompt, so its tokens are the
+Prompt and answer are tokenized separately. The prompt ends with the generation prompt, so its tokens are the
 same as at inference. In chats, loss is computed on the assistant's answers with their end-of-turn token; in
 plain text, on every token.
 """
@@ -38,7 +38,7 @@ COLUMNS = {  # one entry per sample
     "row": Value("int64"),
     "status": Value("int8"),
     "crc": Value("int64"),  # checksum of ids and spans
-    "top": Value("int32"),  # largest token id
+    "max_id": Value("int32"),  # largest token id
 }
 
 
@@ -64,17 +64,17 @@ class Encoder:
         self.to_sample = to_sample
         self.adds_bos = adds_bos(tokenizer)
         backend = tokenizer.backend_tokenizer
-        self.continuing = continuing(backend)
-        # Special token id -> True if text after it is tokenised as at the start of a document.
+        self.mid_text = without_leading_space(backend)
+        # Special token id -> True if text after it is tokenized as at the start of a document.
         self.special = {
-            number: self.continuing is not None and self._restarts_after(token.content)
+            number: self.mid_text is not None and self._restarts_after(token.content)
             for number, token in backend.get_added_tokens_decoder().items()
             if token.special
         }
         self.roles = {*ROLES, *re.findall(r"""['"](\w+)['"]""", str(tokenizer.chat_template))}
         self.turn_end: int | None = None  # id of the token that ends an answer
-        self.borrowed_end = ""  # that token's text if it opens the next turn, as <|user|> does in GLM-4
-        self.writes_tools = False  # True if the template renders tools
+        self.next_turn_token = ""  # its text if it is also the start of the next turn, as <|user|> in GLM-4
+        self.renders_tools = False  # True if the template renders tools
         if chat:
             self._probe(system)
         elif tokenizer.eos_token_id is None:
@@ -83,11 +83,11 @@ class Encoder:
             )
 
     def _restarts_after(self, token: str) -> bool:
-        joined, alone = (encoding.ids for encoding in self.tokenise([f"{token}b", "b"]))
+        joined, alone = (encoding.ids for encoding in self.tokenize([f"{token}b", "b"]))
         return joined[-len(alone) :] == alone
 
     def _probe(self, system: str) -> None:
-        """Set `turn_end` and `writes_tools` from a conversation that every template must accept."""
+        """Set `turn_end` and `renders_tools` from a conversation that every template must accept."""
         name = self.tokenizer.name_or_path
         if self.tokenizer.chat_template is None:
             raise bad_setting(
@@ -105,24 +105,24 @@ class Encoder:
                 f"its chat template refuses: {first_line(error).rstrip('.')}; {way_out}", tokenizer_name=name
             ) from error
         with suppress(TemplateError):
-            self.writes_tools = self.render(chat, [TOOL]) != self.render(chat)
+            self.renders_tools = self.render(chat, [TOOL]) != self.render(chat)
         (answer, _), (tail, _) = samples[-1][-2:]
-        ids = self.tokenise([answer])[0].ids
+        ids = self.tokenize([answer])[0].ids
         self.turn_end = ids[-1] if ids and ids[-1] in self.special else None
         if self.turn_end is None and not tail:
-            self._borrow_end(chat)
+            self._find_next_turn_token(chat)
 
-    def _borrow_end(self, chat: list[Row]) -> None:
-        """Let the special token that opens the next user turn end answers, as at inference with GLM-4."""
+    def _find_next_turn_token(self, chat: list[Row]) -> None:
+        """Set `turn_end` to the special token that starts a user turn, if nothing else ends an answer."""
         with suppress(TemplateError):
             through, longer = self.render(chat), self.render([*chat, {"role": "user", "content": "c"}])
-            ids = self.tokenise([longer[len(through) :]])[0].ids
+            ids = self.tokenize([longer[len(through) :]])[0].ids
             if longer.startswith(through) and ids and ids[0] in self.special:
                 self.turn_end = ids[0]
-                self.borrowed_end = self.tokenizer.backend_tokenizer.id_to_token(ids[0])
+                self.next_turn_token = self.tokenizer.backend_tokenizer.id_to_token(ids[0])
 
     def render(self, messages: list[Row], tools: list[Row] | None = None, *, generate: bool = False) -> str:
-        """Render a conversation including special tokens; tokenise the text with add_special_tokens=False.
+        """Render a conversation including special tokens; tokenize the text with add_special_tokens=False.
 
         `generate` adds the generation prompt. Every error of a template is raised as TemplateError.
         """
@@ -165,14 +165,14 @@ class Encoder:
             samples[-1] += [(prompt[len(done) :], False), (answer, True)]
             done = prompt + answer
         samples[-1].append((tail, False))
-        return [self._with_borrowed_end(sample) for sample in samples] if self.borrowed_end else samples
+        return [self._move_next_turn_token(sample) for sample in samples] if self.next_turn_token else samples
 
-    def _with_borrowed_end(self, sample: list[Segment]) -> list[Segment]:
-        """Move the special token that follows an answer into it; the last answer gets `borrowed_end`."""
+    def _move_next_turn_token(self, sample: list[Segment]) -> list[Segment]:
+        """Move the special token that follows an answer into the answer; add one to the last answer."""
         moved: list[Segment] = []
         for (text, loss), (after, _) in zip(sample, [*sample[1:], ("", False)], strict=True):
             if loss:
-                text += self._leading_special(after) or self.borrowed_end * (not after)
+                text += self._leading_special(after) or self.next_turn_token * (not after)
             elif moved:
                 text = text[len(self._leading_special(text)) :]
             moved.append((text, loss))
@@ -216,7 +216,7 @@ class Encoder:
         answer = messages[last]["content"] or json.dumps(messages[last].get("tool_calls"))
         return self.render(messages[:last], sample.get("tools"), generate=True), answer
 
-    def draft(self, row: Row) -> tuple[Status, str, list[list[Segment]]]:
+    def to_segments(self, row: Row) -> tuple[Status, str, list[list[Segment]]]:
         """Return a row's status, the reason if BAD, and its samples; an unusable row has one empty sample."""
         sample = self.to_sample(row)
         status, reason = judge(sample, self.roles)
@@ -236,11 +236,11 @@ class Encoder:
         """Return a table of COLUMNS with at least one sample per row; unusable rows have no tokens."""
         drafts: list[tuple[int, Status, list[Segment]]] = []
         for number, row in zip(numbers, rows, strict=True):
-            status, _, samples = self.draft(row)
+            status, _, samples = self.to_segments(row)
             drafts += [(number, status, segments) for segments in samples]
         texts = [text for _, _, segments in drafts for text, _ in segments]
-        starting = self.tokenise(texts)
-        following = starting if self.continuing is None else self.tokenise(texts, self.continuing)
+        starting = self.tokenize(texts)
+        following = starting if self.mid_text is None else self.tokenize(texts, self.mid_text)
         encodings = zip(starting, following, strict=True)
         columns: dict[str, list] = {name: [] for name in COLUMNS}
         for number, status, segments in drafts:
@@ -259,7 +259,7 @@ class Encoder:
         lists = {name: list_column(columns[name]) for name in ("input_ids", "spans")}
         return pa.table({**columns, **lists}, schema=Features(COLUMNS).arrow_schema)
 
-    def tokenise(self, texts: list[str], backend: Tokenizer | None = None) -> list[Encoding]:
+    def tokenize(self, texts: list[str], backend: Tokenizer | None = None) -> list[Encoding]:
         """Encode texts as `tokenizer(texts, add_special_tokens=False)` does, or with another `backend`.
 
         Calls the backend once per batch. Calling the tokenizer is three times slower, because it also
@@ -278,7 +278,7 @@ def list_column(arrays: list[np.ndarray]) -> pa.ListArray:
     return pa.ListArray.from_arrays(offsets, np.concatenate(arrays))
 
 
-def continuing(backend: Tokenizer) -> Tokenizer | None:
+def without_leading_space(backend: Tokenizer) -> Tokenizer | None:
     """Return a copy of the tokenizer without the leading word boundary; None if it adds none.
 
     SentencePiece tokenizers and a few others add a word boundary before every text. Between the segments of a
@@ -286,19 +286,19 @@ def continuing(backend: Tokenizer) -> Tokenizer | None:
     """
     parts = {"normalizer": backend.normalizer, "pre_tokenizer": backend.pre_tokenizer}
     written = {name: json.loads(part.__getstate__()) for name, part in parts.items() if part is not None}
-    bare = {name: without_border(part) for name, part in written.items()}
+    bare = {name: disable_leading_space(part) for name, part in written.items()}
     if bare == written:
         return None
     return Tokenizer.from_str(json.dumps(json.loads(backend.to_str()) | bare))
 
 
-def without_border(part: Any) -> Any:
+def disable_leading_space(part: Any) -> Any:
     """Disable leading word boundaries in the JSON of a normalizer or pre-tokenizer."""
     if isinstance(part, list):
-        return [kept for item in part if (kept := without_border(item)) is not None]
+        return [kept for item in part if (kept := disable_leading_space(item)) is not None]
     if not isinstance(part, dict):
         return part
     if part.get("type") == "Prepend":
         return None
     never = {"prepend_scheme": "never", "add_prefix_space": False}
-    return {key: never.get(key, without_border(value)) for key, value in part.items()}
+    return {key: never.get(key, disable_leading_space(value)) for key, value in part.items()}

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from core.errors import EXIT_BAD_SETTING, UserError
 from data.collate import Batch
-from data.order import Item, Items, Position, Stored, Stream
+from data.order import MicroBatches, Position, PositionedBatch, Stored, Stream
 
 DATA_FLAGS = (
     "--dataset_name, --dataset_*_field, --split_name, --num_of_samples, --eval_split, --eval_samples, "
@@ -50,7 +50,7 @@ class Loader:
             self.options["prefetch_factor"] = max(2, -(-per_step // workers))
         self.epoch = 0
         self.position: Position = source.start
-        self.next_pass: Iterator[Item | UserError | None] | None = None
+        self.next_epoch: Iterator[PositionedBatch | UserError | None] | None = None
         # Other epochs may pack into slightly more or fewer micro-batches. Schedules use the count of epoch 0,
         # which is the same after a resume.
         self.micro_batches_per_epoch = source.micro_batches(source.start)
@@ -58,8 +58,8 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         if self.restart:
             self.position = self.source.start
-        items = self._start() if self.next_pass is None else self.next_pass
-        self.next_pass = None
+        items = self._start() if self.next_epoch is None else self.next_epoch
+        self.next_epoch = None
         for item in items:
             if item is None:
                 break
@@ -68,14 +68,14 @@ class Loader:
                 raise item
             self.position, batch = item
             yield batch
-        self.next_pass = items
+        self.next_epoch = items
         self.position = self.source.start
         self.epoch += not self.restart
 
-    def _start(self) -> Iterator[Item | UserError | None]:
+    def _start(self) -> Iterator[PositionedBatch | UserError | None]:
         reader = iter(
             DataLoader(
-                Items(self.source, self.epoch, self.position),
+                MicroBatches(self.source, self.epoch, self.position),
                 batch_size=None,
                 worker_init_fn=init_worker,
                 generator=torch.Generator(),  # the global one is part of the training state
@@ -110,7 +110,7 @@ class Loader:
                 flags=["resume", *changed],
                 exit_code=EXIT_BAD_SETTING,
             )
-        self.epoch, self.position, self.next_pass = state["epoch"], state["position"], None
+        self.epoch, self.position, self.next_epoch = state["epoch"], state["position"], None
 
 
 readers: WeakSet[Iterator] = WeakSet()  # DataLoader iterators with workers

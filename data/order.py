@@ -19,23 +19,25 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from core.errors import UserError, bad_setting, counted
 from data.collate import Batch, Sample, build_batch, round_up
-from data.packing import fill, shuffled
+from data.packing import pack, permutation
 from data.reading.rows import Status
-from data.reading.sources import reading
+from data.reading.sources import explaining_read_errors
 from data.samples import Samples, Selection, Split
 
 WINDOW = 1000  # rows of a stream that are shuffled and packed together
 Position = int | list[int]  # next bin; for a stream [first row of the window, next bin in the window]
-Item = tuple[Position, Batch]  # (position after the micro-batch, micro-batch)
+PositionedBatch = tuple[Position, Batch]  # (position after the micro-batch, micro-batch)
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 
 class Bin(NamedTuple):
-    after: Position
+    """Samples of one batch row."""
+
+    after: Position  # position after this bin
     samples: Samples
-    members: list[int]  # indices of samples
+    members: list[int]  # indices into `samples`
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,14 @@ class Layout:
         """Bins per global micro-batch."""
         return self.batch_size * self.world_size
 
-    def plan(self, lengths: np.ndarray, key: tuple[int, ...] | None) -> Iterator[list[int]]:
+    def bins(self, lengths: np.ndarray, key: tuple[int, ...] | None) -> Iterator[list[int]]:
         """Yield bins as lists of sample indices, shuffled by `key`, in order if it is None."""
-        order = np.arange(len(lengths)) if key is None else shuffled(len(lengths), *key)
-        return fill(lengths, order, self.max_seq_length) if self.packing else ([int(i)] for i in order)
+        order = np.arange(len(lengths)) if key is None else permutation(len(lengths), *key)
+        return pack(lengths, order, self.max_seq_length) if self.packing else ([int(i)] for i in order)
 
-    def collate(self, step: list[Bin]) -> Batch:
+    def collate(self, bins: list[Bin]) -> Batch:
         """Build this rank's batch of a global micro-batch; a rank without bins gets one row of padding."""
-        rows = list(fetch(step[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]))
+        rows = list(fetch(bins[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]))
         if not self.packing:
             longest = max((len(sample.ids) for row in rows for sample in row), default=1)
             return build_batch(rows, round_up(longest, self.pad_multiple), self.pad_id)
@@ -87,8 +89,8 @@ class Layout:
 
 def fetch(bins: list[Bin]) -> Iterator[list[Sample]]:
     """Yield the samples of each bin; consecutive bins of the same `Samples` share one read."""
-    for samples, group in groupby(bins, key=lambda found: found.samples):
-        members = [found.members for found in group]
+    for samples, group in groupby(bins, key=lambda bin: bin.samples):
+        members = [bin.members for bin in group]
         read = iter(samples.fetch([index for indices in members for index in indices]))
         yield from (list(islice(read, len(indices))) for indices in members)
 
@@ -101,10 +103,10 @@ class Stored:
 
     def __init__(self, samples: Samples, layout: Layout, *, seed: int | None):
         self.samples, self.layout, self.seed = samples, layout, seed
-        self.num_bins, self.padded_tokens = layout.measure(samples.length, self._plan(0))
+        self.num_bins, self.padded_tokens = layout.measure(samples.length, self._bins(0))
 
-    def _plan(self, epoch: int) -> Iterator[list[int]]:
-        return self.layout.plan(self.samples.length, None if self.seed is None else (self.seed, epoch))
+    def _bins(self, epoch: int) -> Iterator[list[int]]:
+        return self.layout.bins(self.samples.length, None if self.seed is None else (self.seed, epoch))
 
     def micro_batches(self, position: int) -> int:
         """Return the number of global micro-batches from a position to the end of epoch 0."""
@@ -112,7 +114,7 @@ class Stored:
 
     def bins(self, epoch: int, position: int) -> Iterator[Bin]:
         """Yield the bins of an epoch, starting at a position."""
-        planned = islice(self._plan(epoch), position, None)
+        planned = islice(self._bins(epoch), position, None)
         return (Bin(after, self.samples, members) for after, members in enumerate(planned, position + 1))
 
 
@@ -136,7 +138,7 @@ class Stream:
             way_out = "lower --eval_samples, or choose another --split_name"
             raise bad_setting(f"{reason}; {way_out}", dataset_name=split.cfg.dataset_name)
         self.selection = replace(window[1], is_window=True)
-        self.num_bins, self.padded_tokens = layout.measure(window[1].samples.length, self._plan(0, *window))
+        self.num_bins, self.padded_tokens = layout.measure(window[1].samples.length, self._bins(0, *window))
         num_rows = int(self.selection.counts.sum())
         self.is_one_window = num_rows < WINDOW or num_rows == limit
 
@@ -152,12 +154,12 @@ class Stream:
                 rows = counted(dropped, "row")
                 logger.warning("stream window starting at row %d: %s dropped", row + 1, rows)
             skip = position[1] if row == position[0] else 0
-            planned = islice(self._plan(epoch, row, selection), skip, None)
+            planned = islice(self._bins(epoch, row, selection), skip, None)
             for after, members in enumerate(planned, skip + 1):
                 yield Bin([row, after], selection.samples, members)
 
-    def _plan(self, epoch: int, row: int, selection: Selection) -> Iterator[list[int]]:
-        return self.layout.plan(selection.samples.length, (self.seed, epoch, row))
+    def _bins(self, epoch: int, row: int, selection: Selection) -> Iterator[list[int]]:
+        return self.layout.bins(selection.samples.length, (self.seed, epoch, row))
 
     def _windows(self, row: int) -> Iterator[tuple[int, Selection]]:
         """Yield (first row, selection) of each window, starting at `row`; prefetches one window."""
@@ -170,7 +172,7 @@ class Stream:
     def _read(self, row: int) -> Iterator[tuple[int, Selection]]:
         rows = iter(self.split.source.rows.skip(row))
         while True:
-            with reading(self.split.cfg):
+            with explaining_read_errors(self.split.cfg):
                 window = list(islice(rows, WINDOW if self.end is None else min(WINDOW, self.end - row)))
             if not window:
                 return
@@ -190,7 +192,7 @@ def prefetched(items: Iterator[T]) -> Iterator[T]:
         pool.shutdown(wait=False)
 
 
-class Items(IterableDataset):
+class MicroBatches(IterableDataset):
     """Endless micro-batches starting at a position, with None after each epoch.
 
     Worker w of n builds items w, w + n, w + 2n, ... A read error is yielded as the last item: DataLoader
@@ -200,24 +202,24 @@ class Items(IterableDataset):
     def __init__(self, source: Stored | Stream, epoch: int, position: Position):
         self.source, self.epoch, self.position = source, epoch, position
 
-    def __iter__(self) -> Iterator[Item | UserError | None]:
-        steps, worker = self.steps(), get_worker_info()
+    def __iter__(self) -> Iterator[PositionedBatch | UserError | None]:
+        groups, worker = self.groups(), get_worker_info()
         if worker is not None:
-            steps = islice(steps, worker.id, None, worker.num_workers)
+            groups = islice(groups, worker.id, None, worker.num_workers)
         while True:
             try:
-                step = next(steps)
+                bins = next(groups)
             except UserError as error:
                 yield UserError(f"{error}; the same command with this run's --output_dir resumes it")
                 return
-            yield (step[-1].after, self.source.layout.collate(step)) if step else None
+            yield (bins[-1].after, self.source.layout.collate(bins)) if bins else None
 
-    def steps(self) -> Iterator[list[Bin]]:
+    def groups(self) -> Iterator[list[Bin]]:
         """Yield the bins of each global micro-batch, and [] after each epoch."""
         position: Any = self.position
         for epoch in count(self.epoch):
             bins = self.source.bins(epoch, position)
-            while step := list(islice(bins, self.source.layout.stride)):
-                yield step
+            while group := list(islice(bins, self.source.layout.stride)):
+                yield group
             yield []
             position = self.source.start

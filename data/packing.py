@@ -11,12 +11,12 @@ LOOK_AHEAD = 64  # candidate samples for a bin
 CHUNK = 65_536  # samples converted to Python ints at a time; they need five times the memory of an array
 
 
-def shuffled(num_samples: int, *key: int) -> np.ndarray:
+def permutation(num_samples: int, *key: int) -> np.ndarray:
     """Return a permutation that depends only on `key` (seed, epoch, ...), int64 [num_samples]."""
     return np.random.default_rng(key).permutation(num_samples)
 
 
-def fill(lengths: np.ndarray, order: np.ndarray, capacity: int) -> Iterator[list[int]]:
+def pack(lengths: np.ndarray, order: np.ndarray, capacity: int) -> Iterator[list[int]]:
     """Yield bins of at most `capacity` tokens, each filled from the next LOOK_AHEAD samples of `order`.
 
     A bin gets the first sample of the window, then the subset of the window that leaves the least free space.

@@ -36,8 +36,8 @@ class DataReport:
     fingerprint: str  # hash of the samples in order, the same on every machine
     first_bad_row: str | None  # number, starting at 1, and the reason
     streaming: bool
-    rows_per_second: float | None  # tokenisation speed; None if tokens were cached or are streamed
-    processes: int | None  # used for tokenisation
+    rows_per_second: float | None  # tokenization speed; None if tokens were cached or are streamed
+    processes: int | None  # used for tokenization
 
     def lines(self, after: DataReport | None = None) -> list[str]:
         """Return lines to print: rows used, columns (if they differ from `after`'s), rows dropped and cut.
@@ -51,7 +51,7 @@ class DataReport:
             f"loss) in {counted(self.sequences, 'sequence')}, {self.packing_efficiency:.1%} full"
         )
         if self.rows_per_second:
-            used += f"; tokenised at {self.rows_per_second:,.0f} rows/s, processes: {self.processes}"
+            used += f"; tokenized at {self.rows_per_second:,.0f} rows/s, processes: {self.processes}"
         columns = f"columns: {self.columns}" if after is None or after.columns != self.columns else ""
         cut = f"cut to --max_seq_length: {counted(self.overlong_truncated, 'row')}"
         return [used, *filter(None, [columns, self._dropped(scope), cut * bool(self.overlong_truncated)])]
@@ -74,7 +74,7 @@ class DataReport:
         return dataclasses.asdict(self)
 
 
-def describe(split: Split, selection: Selection, source: Stored | Stream) -> DataReport:
+def report_on(split: Split, selection: Selection, source: Stored | Stream) -> DataReport:
     """Return the report on the selected rows of a split; `source` holds their samples."""
     counts, speed = selection.counts, selection.speed
     tokens = int(selection.samples.length.sum())

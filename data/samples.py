@@ -1,4 +1,4 @@
-"""Cache of tokenised rows, and a run's samples as slices of it.
+"""Cache of tokenized rows, and a run's samples as slices of it.
 
 Cached tokens depend only on the rows, the tokenizer and the prompt format. Maximum length, held-out rows and
 loss on prompts are applied later, so one cache serves every seed, length and batch size.
@@ -36,12 +36,12 @@ from data.collate import Sample
 from data.reading import columns, rows
 from data.reading.cache import cache_folder, delete_truncated, storage_error
 from data.reading.rows import Row, Status
-from data.reading.sources import Source, reading
+from data.reading.sources import Source, explaining_read_errors
 from data.settings import DataConfig
 
 CODE = (chat, columns, rows)  # modules that determine the tokens of a row
 ROWS_PER_PROCESS = 1000  # with fewer rows, starting a process takes longer than it saves
-PARENT_POLL_SECONDS = 0.5
+PARENT_CHECK_SECONDS = 0.5
 
 
 class Speed(NamedTuple):
@@ -51,14 +51,14 @@ class Speed(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Samples of one split: slices `start[i]`, `length[i]` of tokenised documents, int64 arrays."""
+    """Samples of one split: slices `start[i]`, `length[i]` of tokenized documents, int64 arrays."""
 
     tokens: Dataset  # ids and spans, in Arrow format
     document: np.ndarray
     start: np.ndarray
     length: np.ndarray
     row: np.ndarray
-    spans_all: bool  # True if loss is computed on every token
+    loss_on_all: bool  # True if loss is computed on every token
 
     def __len__(self) -> int:
         return len(self.document)
@@ -67,7 +67,7 @@ class Samples:
         table = self.tokens[self.document[indices].tolist()]
         found = []
         for i, ids, spans in zip(indices, arrays(table["input_ids"]), arrays(table["spans"]), strict=True):
-            loss = np.full(len(ids), self.spans_all)
+            loss = np.full(len(ids), self.loss_on_all)
             for start, stop in spans.reshape(-1, 2):
                 loss[start:stop] = True
             piece = slice(self.start[i], self.start[i] + self.length[i])
@@ -84,7 +84,7 @@ class Selection:
     label_tokens: int
     fingerprint: str  # hash of the content
     first_bad: int | None  # number, starting at 0, of the first BAD row
-    speed: Speed | None = None  # tokenisation speed, if tokens were not cached
+    speed: Speed | None = None  # tokenization speed, if tokens were not cached
     is_window: bool = False  # first window of a stream
 
 
@@ -97,14 +97,14 @@ class Split:
     encoder: Encoder
     vocab_size: int
 
-    def tokenise(self, rows: Dataset) -> tuple[Dataset, Speed | None]:
+    def tokenize(self, rows: Dataset) -> tuple[Dataset, Speed | None]:
         """Return a table of COLUMNS for `rows`, cached, and the speed if it was not in the cache.
 
-        If several processes (the ranks of a node) call this at once, one tokenises and the others wait.
+        If several processes (the ranks of a node) call this at once, one tokenizes and the others wait.
         """
         processes = self.cfg.num_proc or min(len(cores()), 16, 1 + len(rows) // ROWS_PER_PROCESS)
         key = self.cache_key(rows)
-        folder = cache_folder(self.cfg) / f"tokenise_{key}"
+        folder = cache_folder(self.cfg) / f"tokenize_{key}"
         with FileLock(f"{folder}.lock"):
             began, start = time.time(), time.perf_counter()
             folder.mkdir(exist_ok=True)
@@ -129,7 +129,7 @@ class Split:
                     num_proc=processes if processes > 1 else None,
                     cache_file_name=str(file),
                     new_fingerprint=key,
-                    desc="tokenise",
+                    desc="tokenize",
                 )
         except Exception as error:
             raise_interrupt(error)
@@ -166,20 +166,20 @@ class Split:
         """Select at most `count` rows (None: all): the first of a stream, else evenly spaced ones."""
         rows = self.source.rows
         if not isinstance(rows, Dataset):
-            with reading(self.cfg):
+            with explaining_read_errors(self.cfg):
                 first = list(islice(rows, count))
             return self.encode(first, 0)
         count = len(rows) if count is None else min(count, len(rows))
         return self.take(np.arange(count) * len(rows) // max(count, 1))
 
     def take(self, numbers: np.ndarray) -> Selection:
-        """Select rows by their ascending numbers, int64 [rows], and tokenise only these."""
+        """Select rows by their ascending numbers, int64 [rows], and tokenize only these."""
         rows = self.source.rows
-        tokens, speed = self.tokenise(rows.select(numbers) if len(numbers) < len(rows) else rows)
+        tokens, speed = self.tokenize(rows.select(numbers) if len(numbers) < len(rows) else rows)
         return replace(self.select(tokens, np.ones(len(numbers), dtype=bool), numbers), speed=speed)
 
     def _check_vocabulary(self, tokens: Dataset) -> None:
-        top = tokens.data.column("top").to_numpy().max(initial=0)
+        top = tokens.data.column("max_id").to_numpy().max(initial=0)
         if top >= self.vocab_size:
             raise bad_setting(
                 f"token id {top} exceeds the vocabulary of --model_name ({self.vocab_size} tokens); use the "
@@ -190,7 +190,7 @@ class Split:
     def select(self, tokens: Dataset, keep: np.ndarray, numbers: np.ndarray) -> Selection:
         """Return the usable samples of the rows in `keep`.
 
-        `tokens`: result of `tokenise`. `keep`: bool [rows]. `numbers`: int64 [rows], row numbers in the data
+        `tokens`: result of `tokenize`. `keep`: bool [rows]. `numbers`: int64 [rows], row numbers in the data
         set. Chats over --max_seq_length are dropped (all samples of the row) or truncated; text is split.
         """
         cfg, is_chat = self.cfg, self.source.columns.chat
@@ -228,7 +228,7 @@ class Split:
             return None
         rows = self.source.rows
         row = rows[number] if isinstance(rows, Dataset) else next(islice(rows, number, None))
-        return f"{self.source.unit} {number + 1}: {self.encoder.draft(row)[1]}"
+        return f"{self.source.unit} {number + 1}: {self.encoder.to_segments(row)[1]}"
 
 
 def arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
@@ -281,7 +281,7 @@ def end_with_parent(_: Encoder) -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(PARENT_POLL_SECONDS)
+            time.sleep(PARENT_CHECK_SECONDS)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -52,7 +52,7 @@ class DataConfig(Section):
     )
 
     def check_length(self, positions: int | None) -> None:
-        """UserError if a sequence may be longer than the model's `positions` (None: no limit)."""
+        """Raise UserError if a sequence may be longer than the model's `positions` (None: no limit)."""
         length = self.max_seq_length
         if positions is not None and length > positions:
             raise bad_setting(f"--model_name has {positions} positions; lower it", max_seq_length=length)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +15,7 @@ import torch
 
 from core.errors import bad_setting
 from core.packages import software
-from data.build import BatchShape, Loaders, build_evaluation, build_loaders
+from data.build import BatchShape, Loaders, build_loaders
 from data.tokenizer import load_tokenizer
 from te_models.build import ModelPlan
 from te_models.kernels.selection import Kernels
@@ -206,8 +205,8 @@ def _load_data(
 ) -> Loaders:
     """Build the loaders and print which columns and rows they use."""
     config = resolved.plan.config.get_text_config()
-    build = partial(build_evaluation, resumes=resumes) if cfg.optim.max_steps == 0 else build_loaders
-    loaders = build(
+    evaluated = "checkpoint" if resumes else "model"
+    loaders = build_loaders(
         cfg.data,
         tokenizer,
         BatchShape(
@@ -222,6 +221,7 @@ def _load_data(
         seed=cfg.optim.seed,
         vocab_size=config.vocab_size,
         max_positions=getattr(config, "max_position_embeddings", None),
+        evaluate_only=evaluated if cfg.optim.max_steps == 0 else None,
     )
     if cfg.needs_evaluation and loaders.eval is None and not resumes:
         raise bad_setting(

@@ -10,11 +10,11 @@ from pathlib import Path
 import datasets
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from core.errors import UserError, bad_setting, origins
+from core.errors import UserError, bad_setting, causes
 from data.settings import DataConfig
 
-FULL = {errno.ENOSPC, errno.EDQUOT}
-CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+NOT_WRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of a complete Arrow stream
 
 logger = logging.getLogger(__name__)
@@ -39,16 +39,16 @@ def check_cache(cfg: DataConfig) -> None:
 def storage_error(cfg: DataConfig, error: BaseException) -> UserError | None:
     """Return a UserError if the cause is a full disk or a read-only cache; None for other errors."""
     folder = cache_folder(cfg)
-    for origin in origins(error):
+    for origin in causes(error):
         if not isinstance(origin, OSError):
             continue
         reason = f"{origin.filename or folder}: {origin.strerror}"
-        if origin.errno in FULL:
+        if origin.errno in DISK_FULL:
             return UserError(
                 f"{reason}; free disk space, or use another --data_cache_dir (now {folder}) and, for "
                 f"downloads, another HF_HUB_CACHE (now {HF_HUB_CACHE})"
             )
-        if origin.errno in CLOSED and str(folder) in str(origin.filename):
+        if origin.errno in NOT_WRITABLE and str(folder) in str(origin.filename):
             return UserError(f"{reason}; use a writable --data_cache_dir")
     return None
 
@@ -60,5 +60,5 @@ def delete_truncated(folder: Path) -> None:
             file.seek(max(0, path.stat().st_size - len(END_OF_STREAM)))
             is_whole = file.read() == END_OF_STREAM
         if not is_whole:
-            logger.warning("%s: truncated, deleting it; its rows are tokenised again", path)
+            logger.warning("%s: truncated, deleting it; its rows are tokenized again", path)
             path.unlink(missing_ok=True)

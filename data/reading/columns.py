@@ -1,4 +1,4 @@
-"""Columns to train on, from the settings or by name. Register new column names in KNOWN."""
+"""Columns to train on, from the settings or by name. Register new column names in KNOWN_COLUMNS."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from data.reading import rows
 from data.reading.rows import TOOLS, Row
 from data.settings import SYSTEM_PROMPT, DataConfig
 
-FLAGS = {  # kind of columns -> flags that name them
+COLUMN_FLAGS = {  # kind of columns -> flags that name them
     "chats": ("dataset_messages_field",),
     "text": ("dataset_text_field",),
     "pairs": ("dataset_prompt_field", "dataset_completion_field"),
 }
 # (kind, column names). The first entry whose columns all exist is used.
-KNOWN = (
+KNOWN_COLUMNS = (
     ("chats", ("messages",)),
     ("pairs", ("problem", "generated_solution")),
     ("pairs", ("problem", "solution")),
@@ -35,8 +35,8 @@ KNOWN = (
     ("text", ("content",)),
 )
 CONTEXTS = {"instruction": ("input", "context")}  # prompt column -> columns appended to it
-MATHS = "problem"  # prompt column with the default system prompt
-SHOWN = 80  # maximum characters of the system prompt in the report
+MATH_PROMPT = "problem"  # prompt column with the default system prompt
+MAX_SHOWN = 80  # maximum characters of the system prompt in the report
 
 
 class Columns(NamedTuple):
@@ -48,9 +48,9 @@ class Columns(NamedTuple):
 
 
 def choose_columns(cfg: DataConfig, names: list[str]) -> Columns:
-    """Return the columns named in the settings, else the first match in KNOWN. UserError if none match."""
+    """Return the columns named in the settings, else the first match in KNOWN_COLUMNS; UserError if none."""
     named = named_columns(cfg, names)
-    found = named or [(kind, fields) for kind, fields in KNOWN if set(fields) <= set(names)]
+    found = named or [(kind, fields) for kind, fields in KNOWN_COLUMNS if set(fields) <= set(names)]
     if not found:
         raise bad_setting(
             "no chat, prompt/answer or text columns found; name them with --dataset_messages_field, "
@@ -63,8 +63,8 @@ def choose_columns(cfg: DataConfig, names: list[str]) -> Columns:
         shown = f"{fields[0]} (plain text)" + unused_hint(fields, found[1:])
         return Columns(partial(rows.text, *fields), chat=False, system="", shown=shown, tools=False)
     # The default system prompt is about math problems, so other data gets only an explicit one.
-    is_maths = kind == "pairs" and fields[0] == MATHS
-    system = cfg.system_prompt if is_maths or cfg.system_prompt != SYSTEM_PROMPT else ""
+    is_math = kind == "pairs" and fields[0] == MATH_PROMPT
+    system = cfg.system_prompt if is_math or cfg.system_prompt != SYSTEM_PROMPT else ""
     contexts = CONTEXTS.get(fields[0], ()) if kind == "pairs" and not named else ()
     if kind == "chats":
         to_sample = partial(rows.messages, *fields, system)
@@ -73,16 +73,15 @@ def choose_columns(cfg: DataConfig, names: list[str]) -> Columns:
     prompt = " and ".join([fields[0], *(name for name in (*contexts, TOOLS) if name in names)])
     shown = " -> ".join([prompt, *fields[1:]]) + " (whole chats)" * (kind == "chats")
     line = " ".join(system.split())
-    shown += (
-        f', system prompt "{line[:SHOWN]}{"..." * (len(line) > SHOWN)}"' if system else ", no system prompt"
-    )
+    cut = f"{line[:MAX_SHOWN]}{'...' * (len(line) > MAX_SHOWN)}"
+    shown += f', system prompt "{cut}"' if system else ", no system prompt"
     shown += unused_hint((*fields, *contexts), found[1:])
     return Columns(to_sample, chat=True, system=system, shown=shown, tools=TOOLS in names)
 
 
 def named_columns(cfg: DataConfig, names: list[str]) -> list[tuple[str, tuple[str, ...]]]:
     """Return the columns named in the settings, or []. UserError if the data set lacks one of them."""
-    for kind, flags in FLAGS.items():
+    for kind, flags in COLUMN_FLAGS.items():
         fields = {flag: getattr(cfg, flag) for flag in flags if getattr(cfg, flag) is not None}
         for flag, field in fields.items():
             if field not in names:
@@ -96,7 +95,7 @@ def named_columns(cfg: DataConfig, names: list[str]) -> list[tuple[str, tuple[st
 def unused_hint(used: tuple[str, ...], others: list[tuple[str, tuple[str, ...]]]) -> str:
     """Return a hint with the flags for the data set's other known columns, or an empty string."""
     flags = [
-        " ".join(f"--{flag} {field}" for flag, field in zip(FLAGS[kind], fields, strict=True))
+        " ".join(f"--{flag} {field}" for flag, field in zip(COLUMN_FLAGS[kind], fields, strict=True))
         for kind, fields in others
         if not set(fields) <= set(used)
     ]

@@ -163,7 +163,7 @@ class Status(IntEnum):
 
 
 def judge(sample: Row, roles: Collection[str] = ROLES) -> tuple[Status, str]:
-    """Return the status of a sample before tokenisation, and the reason if it is BAD.
+    """Return the status of a sample before tokenization, and the reason if it is BAD.
 
     `roles` are those that the chat template accepts.
     """

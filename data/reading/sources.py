@@ -1,6 +1,6 @@
 """Open the rows of a split.
 
-Register data sets with a custom reader in DATASETS; `detect` reads all others.
+Register data sets with a custom reader in DATASETS; `open_path_or_hub` reads all others.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def demo(cfg: DataConfig, split: str) -> Source:
     return source_of_files(cfg, FORMATS[".jsonl"], split, [str(demo_set.FILES[split])])
 
 
-def detect(cfg: DataConfig, split: str) -> Source:
+def open_path_or_hub(cfg: DataConfig, split: str) -> Source:
     """Read a file, a folder or a hub data set."""
     name, configuration = name_and_configuration(cfg)
     path = Path(name).expanduser()
@@ -60,7 +60,7 @@ def detect(cfg: DataConfig, split: str) -> Source:
         return source_of_files(cfg, common_format([name]), choose_split(cfg, split, ["train"]), [name])
     if any((path / file).is_file() for file in SAVED):
         return source_of_saved(cfg, path, split)
-    with reading(cfg):
+    with explaining_read_errors(cfg):
         if not is_prepared(cfg, name):
             require_reachable_hub(name, ("README.md",), None, repo_type="dataset")
         builder = datasets.load_dataset_builder(name, configuration, cache_dir=cfg.data_cache_dir)
@@ -71,7 +71,7 @@ def detect(cfg: DataConfig, split: str) -> Source:
     if format and format.json_lines:
         return source_of_files(cfg, format, split, files)
     options = load_options(cfg, split, files)
-    with reading(cfg):
+    with explaining_read_errors(cfg):
         if builder.name == "csv" and files and Path(files[0]).is_file():
             options |= cells_as_text(files[0], builder.config.pd_read_csv_kwargs)
         return source_of_rows(cfg, datasets.load_dataset(name, configuration, **options))
@@ -82,7 +82,7 @@ DATASETS: dict[str, Callable[[DataConfig, str], Source]] = {"demo": demo}
 
 def open_source(cfg: DataConfig, split: str) -> Source:
     """Open a split of --dataset_name. UserError if it cannot be read or has no rows."""
-    source = DATASETS.get(cfg.dataset_name, detect)(cfg, split)
+    source = DATASETS.get(cfg.dataset_name, open_path_or_hub)(cfg, split)
     if isinstance(source.rows, Dataset) and not len(source.rows):
         raise bad_setting(f"split {split} has no rows; choose another split", dataset_name=cfg.dataset_name)
     return source
@@ -90,7 +90,7 @@ def open_source(cfg: DataConfig, split: str) -> Source:
 
 def source_of_files(cfg: DataConfig, format: Format, split: str, files: list[str]) -> Source:
     """Read files of one format."""
-    with reading(cfg):
+    with explaining_read_errors(cfg):
         rows = read_files(format, files, **load_options(cfg, split, files))
         if not format.json_lines:
             return source_of_rows(cfg, rows)
@@ -99,13 +99,13 @@ def source_of_files(cfg: DataConfig, format: Format, split: str, files: list[str
     if not objects:
         reason = "no line is a JSON object in UTF-8; a file with one list of rows must be called .json"
         raise bad_setting(reason, dataset_name=cfg.dataset_name)
-    columns = choose_columns(cfg, keys_of(objects))
+    columns = choose_columns(cfg, first_keys(objects))
     return Source(rows, columns, partial(json_line, columns.to_sample), "line" if len(files) == 1 else "row")
 
 
 def source_of_saved(cfg: DataConfig, folder: Path, split: str) -> Source:
     """Read a Dataset or DatasetDict written by `save_to_disk`."""
-    with reading(cfg):
+    with explaining_read_errors(cfg):
         saved = datasets.load_from_disk(str(folder))
     splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
     rows = splits[choose_split(cfg, split, splits)]
@@ -113,11 +113,11 @@ def source_of_saved(cfg: DataConfig, folder: Path, split: str) -> Source:
 
 
 def source_of_rows(cfg: DataConfig, rows: Dataset | IterableDataset) -> Source:
-    columns = choose_columns(cfg, rows.column_names or keys_of(rows))
+    columns = choose_columns(cfg, rows.column_names or first_keys(rows))
     return Source(rows, columns, partial(arrow_row, columns.to_sample), "row")
 
 
-def keys_of(rows: Iterable[Row]) -> list[str]:
+def first_keys(rows: Iterable[Row]) -> list[str]:
     """Return the union of the keys in the first rows."""
     return list(dict.fromkeys(chain.from_iterable(islice(rows, PEEK))))
 
@@ -171,7 +171,7 @@ def choose_split(cfg: DataConfig, split: str, splits: Iterable[str]) -> str:
 
 
 @contextmanager
-def reading(cfg: DataConfig) -> Iterator[None]:
+def explaining_read_errors(cfg: DataConfig) -> Iterator[None]:
     """Convert any error raised while reading rows (`datasets`, hub client, parser) to a UserError."""
     try:
         yield

@@ -7,7 +7,7 @@ from huggingface_hub.utils import _http
 
 from core.errors import UserError
 from core.hub import RETRIES, require_folder, require_reachable_hub
-from data.reading.sources import detect, is_prepared
+from data.reading.sources import is_prepared, open_path_or_hub
 from data.settings import DataConfig
 from te_models.build import plan_model
 
@@ -41,7 +41,7 @@ def test_a_hub_out_of_reach_is_one_line_after_few_tries(requests, tmp_path, capf
         if flag == "--model_name":
             plan("some/Name", cache_dir=str(tmp_path))
         else:
-            detect(cfg, "train")
+            open_path_or_hub(cfg, "train")
     assert len(requests) == 1 + RETRIES and all("some/Name/" in url for url in requests)
     assert capfd.readouterr() == ("", "")
     assert not is_prepared(cfg, "some/Name")

@@ -2,11 +2,10 @@
 
 import json
 from dataclasses import fields
-from functools import partial
 
 import pytest
 
-from data.build import BatchShape, build_evaluation, build_loaders
+from data.build import BatchShape, build_loaders
 from data.collate import IGNORE
 from data.settings import DataConfig
 from data.tokenizer import load_tokenizer
@@ -28,16 +27,14 @@ def tokenizer():
 def build(tmp_path, tokenizer):
     """Function that builds loaders from fields of DataConfig and BatchShape."""
 
-    def build(*, seed=3, vocab_size=VOCABULARY, evaluates=None, **settings):
+    def build(*, seed=3, vocab_size=VOCABULARY, evaluate_only=None, **settings):
         shape = {"batch_size": 1, "pad_multiple": 8}
         shape |= {name: settings.pop(name) for name in SHAPE & set(settings)}
         shape.setdefault("eval_batch_size", shape["batch_size"])
         cfg = {"num_workers": 0, "num_proc": 1, "eval_samples": 0, "data_cache_dir": str(tmp_path / "cache")}
-        limits = {"vocab_size": vocab_size, "max_positions": 2048}
-        build = build_loaders
-        if evaluates:  # "model" or "checkpoint"
-            build = partial(build_evaluation, resumes=evaluates == "checkpoint")
-        return build(DataConfig(**cfg | settings), tokenizer, BatchShape(**shape), seed=seed, **limits)
+        limits = {"evaluate_only": evaluate_only, "vocab_size": vocab_size, "max_positions": 2048}
+        cfg = DataConfig(**cfg | settings)
+        return build_loaders(cfg, tokenizer, BatchShape(**shape), seed=seed, **limits)
 
     return build
 

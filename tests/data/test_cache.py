@@ -1,4 +1,4 @@
-"""Unwritable caches, truncated cache files, and tokenisation processes that are killed."""
+"""Unwritable caches, truncated cache files, and tokenization processes that are killed."""
 
 import errno
 import os
@@ -13,8 +13,8 @@ from datasets.arrow_writer import ArrowWriter, SchemaInferenceError
 from datasets.packaged_modules.text.text import Text
 
 from core.errors import EXIT_BAD_SETTING, UserError
-from data.reading.cache import CLOSED, storage_error
-from data.reading.sources import detect, unreadable
+from data.reading.cache import NOT_WRITABLE, storage_error
+from data.reading.sources import open_path_or_hub, unreadable
 from data.settings import DataConfig
 from tests.data.conftest import json_lines
 
@@ -31,7 +31,7 @@ def stored(tmp_path, cache):
     """Data file with cached rows but no cached tokens."""
     (tmp_path / "rows.jsonl").write_bytes(ROWS)
     settings = {"dataset_name": str(tmp_path / "rows.jsonl"), "split_name": "train"}
-    detect(DataConfig(**settings, data_cache_dir=str(cache)), "train")
+    open_path_or_hub(DataConfig(**settings, data_cache_dir=str(cache)), "train")
     return settings
 
 
@@ -48,13 +48,13 @@ def test_cache_folder_that_cannot_be_created_is_refused(load, tmp_path, monkeypa
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 @pytest.mark.parametrize(
     "processes", [0, 1, 2]
-)  # tokenisation processes; 0: the error occurs when rows are stored
+)  # tokenization processes; 0: the error occurs when rows are stored
 def test_unwritable_cache_is_reported(build, load, stored, cache, monkeypatch, number, processes):
     def write_table(*_):
-        raise OSError(number, os.strerror(number), *([f"{cache}/file"] if number in CLOSED else []))
+        raise OSError(number, os.strerror(number), *([f"{cache}/file"] if number in NOT_WRITABLE else []))
 
     monkeypatch.setattr(ArrowWriter, "write_table", write_table)
-    way_out = "use a writable --data_cache_dir" if number in CLOSED else "free disk space, or use"
+    way_out = "use a writable --data_cache_dir" if number in NOT_WRITABLE else "free disk space, or use"
     with pytest.raises(UserError, match=f"^{cache}.*: {os.strerror(number)}; {way_out}"):
         build(**stored, num_proc=processes) if processes else load(ROWS)
     assert not list(cache.rglob("tmp*"))
@@ -84,7 +84,7 @@ def test_truncated_token_files_are_recreated(load, build, tmp_path, cache, caplo
         "split_name": "train",
         "packing": False,
     }
-    file = sorted(cache.glob("tokenise_*/cache-*.arrow"))[-1]
+    file = sorted(cache.glob("tokenize_*/cache-*.arrow"))[-1]
     written = file.read_bytes()
     if keep == "a batch":
         with pa.memory_map(str(file)) as mapped:
@@ -95,11 +95,11 @@ def test_truncated_token_files_are_recreated(load, build, tmp_path, cache, caplo
     else:
         file.write_bytes(written[: int(keep * len(written))])
     assert build(**settings, num_proc=processes).train.identity == whole
-    assert caplog.text.count(f"{file}: truncated, deleting it; its rows are tokenised again") == 1
+    assert caplog.text.count(f"{file}: truncated, deleting it; its rows are tokenized again") == 1
     assert file.read_bytes() == written
 
 
-def test_killed_tokenising_process_leaves_no_file(build, stored, cache, monkeypatch):
+def test_killed_tokenizing_process_leaves_no_file(build, stored, cache, monkeypatch):
     monkeypatch.setattr(ArrowWriter, "write_table", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     (folder,) = {path.parent for path in cache.rglob("*.arrow")}
     (folder / "tmp_of_another").touch()

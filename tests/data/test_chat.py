@@ -185,12 +185,12 @@ def piece_by_piece(made, samples):
             crc = zlib.crc32(np.array(ids, dtype=np.int32).tobytes())
             crc = zlib.crc32(np.array(spans, dtype=np.int32).tobytes(), crc)
             row = {"input_ids": ids, "spans": spans, "row": number, "status": status}
-            rows.append(row | {"crc": crc, "top": max(ids, default=0)})
+            rows.append(row | {"crc": crc, "max_id": max(ids, default=0)})
     return rows
 
 
 @pytest.mark.parametrize("split_special_tokens", [False, True])
-def test_batch_tokenisation_matches_per_segment_tokenisation(demo, chatml, split_special_tokens):
+def test_batch_tokenization_matches_per_segment_tokenization(demo, chatml, split_special_tokens):
     problems = [(row["problem"], row["generated_solution"]) for row in islice(read_demo("test"), 20)]
     pairs = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in problems]
     special = "Say <|eot_id|> or <|im_end|>, \u4e16\u754c!  \n\n\tTwo  spaces"
@@ -248,11 +248,11 @@ def test_refused_conversation_is_a_bad_row_with_the_reason(demo):
     made = encoder(demo)
     table = made.encode([refused, {"messages": CHAT}], [0, 1])
     assert table["status"].to_pylist() == [Status.BAD, Status.USED] and table["input_ids"][0].as_py() == []
-    assert made.draft(refused)[1] == "the chat template refuses it: no tools"
+    assert made.to_segments(refused)[1] == "the chat template refuses it: no tools"
     demo.chat_template = "{% for m in messages %}{{ m['calls'] | length if 'calls' in m else '' }}"
     demo.chat_template += "{{ m['content'] }}<|eot_id|>{% endfor %}"
     crash = {"messages": [{**message, "calls": None} for message in CHAT]}
-    assert "TypeError: object of type 'NoneType' has no len" in encoder(demo).draft(crash)[1]
+    assert "TypeError: object of type 'NoneType' has no len" in encoder(demo).to_segments(crash)[1]
 
 
 @pytest.mark.parametrize(
@@ -298,10 +298,10 @@ def test_token_of_the_next_role_ends_answers_with_loss(demo):
 
 def test_roles_that_the_template_names_are_accepted(demo):
     chat = {"messages": [CHAT[1], {"role": "critic", "content": "Hm."}, CHAT[2]]}
-    status, reason, _ = encoder(demo).draft(chat)
+    status, reason, _ = encoder(demo).to_segments(chat)
     assert status == Status.BAD and reason.startswith("unknown role 'critic'; known are system, ")
     demo.chat_template = "{% set known = ['critic'] %}" + demo.chat_template
-    assert encoder(demo).draft(chat)[0] == Status.USED
+    assert encoder(demo).to_segments(chat)[0] == Status.USED
 
 
 def test_turn_end_is_the_end_of_turn_token(demo, chatml):
@@ -332,7 +332,7 @@ def test_tool_call_has_loss_and_tools_are_in_the_prompt(chatml):
     chatml.chat_template = WITH_TOOLS
     made = encoder(chatml)
     [segments] = made.segments(CALLING, [{"type": "function", "function": {"name": "weather"}}])
-    assert made.writes_tools and '"weather"' in segments[0][0]
+    assert made.renders_tools and '"weather"' in segments[0][0]
     call = '{"name": "weather", "arguments": {"place": "Oslo"}}<|im_end|>'
     assert [text for text, loss in segments if loss] == [call, "It is sunny.<|im_end|>"]
     prompt, answer = made.prompt_and_answer({"messages": CALLING[:2]})
@@ -341,8 +341,8 @@ def test_tool_call_has_loss_and_tools_are_in_the_prompt(chatml):
 
 def test_template_that_drops_tool_calls_makes_a_bad_row(chatml):
     made = encoder(chatml)
-    assert not made.writes_tools
-    status, reason, _ = made.draft({"messages": CALLING})
+    assert not made.renders_tools
+    status, reason, _ = made.to_segments({"messages": CALLING})
     assert status == Status.BAD and reason.endswith("it drops the tool calls of an answer")
 
 
@@ -376,7 +376,7 @@ def test_segment_tokens_match_tokens_of_the_joined_text(kind, template):
     tokenizer.chat_template = template
     made = encoder(tokenizer)
     whole = tokenizer(made.render(CHAT[1:]), add_special_tokens=False).input_ids
-    assert (made.continuing is None) == (kind == "never")
+    assert (made.mid_text is None) == (kind == "never")
     [(ids, _)] = encode(tokenizer, {"messages": CHAT[1:]})
     assert ids == whole
 

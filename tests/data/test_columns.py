@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset
 
 from core.errors import UserError
-from data.reading.columns import KNOWN, choose_columns
+from data.reading.columns import KNOWN_COLUMNS, choose_columns
 from data.reading.rows import ALIASES, ROLES, TOOLS, Status, arrow_row, json_line, judge
 from data.settings import SYSTEM_PROMPT, DataConfig
 
@@ -24,7 +24,7 @@ def convert(row, **settings):
     return choose_columns(DataConfig(**settings), list(row)).to_sample(row)
 
 
-@pytest.mark.parametrize(("kind", "fields"), KNOWN)
+@pytest.mark.parametrize(("kind", "fields"), KNOWN_COLUMNS)
 def test_known_columns_are_detected(kind, fields):
     row = dict.fromkeys(["id", *fields], "x")
     columns = choose_columns(DataConfig(), list(row))
@@ -90,7 +90,7 @@ def test_senders_of_share_gpt_and_its_derivatives_become_roles():
 
 
 @pytest.mark.parametrize(
-    ("row", "settings", "is_maths"),
+    ("row", "settings", "is_math"),
     [
         (PAIR, {}, True),
         ({"problem": "1?", "b": "2"}, NAMED | {"dataset_prompt_field": "problem"}, True),
@@ -99,10 +99,10 @@ def test_senders_of_share_gpt_and_its_derivatives_become_roles():
         ({"messages": CHAT}, {}, False),
     ],
 )
-def test_default_system_prompt_is_only_for_math_problems(row, settings, is_maths):
+def test_default_system_prompt_is_only_for_math_problems(row, settings, is_math):
     systems = [m["content"] for m in convert(row, **settings)["messages"] if m["role"] == "system"]
-    assert systems == ([SYSTEM_PROMPT] if is_maths else [])
-    assert choose_columns(DataConfig(**settings), list(row)).system == (SYSTEM_PROMPT if is_maths else "")
+    assert systems == ([SYSTEM_PROMPT] if is_math else [])
+    assert choose_columns(DataConfig(**settings), list(row)).system == (SYSTEM_PROMPT if is_math else "")
 
 
 @pytest.mark.parametrize(

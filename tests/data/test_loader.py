@@ -20,7 +20,7 @@ import data.samples
 from core.errors import UserError
 from data.build import open_split
 from data.chat import Encoder
-from data.order import Items, prefetched
+from data.order import MicroBatches, prefetched
 from data.samples import count_labels
 from data.settings import DataConfig
 from data.tokenizer import load_tokenizer
@@ -288,7 +288,7 @@ def test_prefetched_computes_one_item_ahead_and_propagates_errors():
     stuck.set()
 
 
-def test_stream_windows_are_tokenised_once(make, monkeypatch):
+def test_stream_windows_are_tokenized_once(make, monkeypatch):
     encode, encoded = Encoder.encode, []
     monkeypatch.setattr(Encoder, "encode", lambda *args: encoded.append(len(args[1])) or encode(*args))
     assert sorted(ids(make(streaming=True).train)) == list(range(ROWS))
@@ -310,7 +310,7 @@ def test_read_error_in_a_stream_is_one_line_with_resume_hint(make, num_workers, 
     loader = data.loader.Loader(Broken(), identity={}, num_workers=num_workers, pin_memory=False)
     with pytest.raises(UserError, match=r"cannot be read: cut; the same command .* resumes it$"):
         list(loader)
-    assert len(list(Items(Broken(), 0, [0, 0]))) == 1
+    assert len(list(MicroBatches(Broken(), 0, [0, 0]))) == 1
 
 
 def test_evaluation_restarts_in_row_order(make):
@@ -353,7 +353,12 @@ def evaluated(loaders):
 def test_evaluation_alone_reads_all_rows_of_its_split_and_no_others(make, streaming, monkeypatch, tmp_path):
     encoded, encode = [], Encoder.encode
     monkeypatch.setattr(Encoder, "encode", lambda *args: encoded.extend(args[1]) or encode(*args))
-    alone = {"streaming": streaming, "packing": False, "evaluates": "model", "data_cache_dir": str(tmp_path)}
+    alone = {
+        "streaming": streaming,
+        "packing": False,
+        "evaluate_only": "model",
+        "data_cache_dir": str(tmp_path),
+    }
     assert evaluated(make(**alone, eval_samples=1000)) == list(range(ROWS))
     assert evaluated(make(**alone, eval_samples=1000, eval_split="test")) == list(range(20))
     assert len(encoded) == ROWS + 20
@@ -368,7 +373,7 @@ def test_a_checkpoint_is_evaluated_on_the_rows_of_its_run(make, eval_split, stre
     run = make(**settings)
     encoded, encode = [], Encoder.encode
     monkeypatch.setattr(Encoder, "encode", lambda *args: encoded.extend(args[1]) or encode(*args))
-    alone = make(**settings, evaluates="checkpoint", data_cache_dir=str(tmp_path))
+    alone = make(**settings, evaluate_only="checkpoint", data_cache_dir=str(tmp_path))
     assert alone.train is None and alone.evaluation == run.evaluation and len(encoded) == 6
     assert alone.eval_prompts == run.eval_prompts
 
@@ -395,11 +400,11 @@ def test_label_token_count_matches_hand_computed_values():
 
 def test_token_cache_is_shared_by_every_seed_length_and_layout(make, monkeypatch):
     first = ids(make(num_of_samples=50).train)
-    monkeypatch.setattr(Encoder, "encode", lambda *_: pytest.fail("tokenised again"))
+    monkeypatch.setattr(Encoder, "encode", lambda *_: pytest.fail("tokenized again"))
     assert ids(make(num_of_samples=50).train) == first
     for change in ({"max_seq_length": 64}, {"seed": 5}, {"packing": False}, {"train_on_prompt": True}):
         make(num_of_samples=50, **change)
-    with pytest.raises(pytest.fail.Exception, match="tokenised again"):
+    with pytest.raises(pytest.fail.Exception, match="tokenized again"):
         make(num_of_samples=50, system_prompt="Another prompt.")
 
 
@@ -426,7 +431,7 @@ def test_cache_key_depends_on_tokenizer_and_prompt_format(folder, change, settin
     assert key(lambda tokenizer: None) == before and key(change, **settings) != before
 
 
-def test_parallel_tokenisation_matches_serial_and_inherits_the_tokenizer(make, monkeypatch, tmp_path):
+def test_parallel_tokenization_matches_serial_and_inherits_the_tokenizer(make, monkeypatch, tmp_path):
     def unpicklable(_):
         raise TypeError("the encoder was pickled")
 

@@ -8,7 +8,7 @@ import torch
 
 import data.packing
 from data.collate import IGNORE, Sample, build_batch
-from data.packing import LOOK_AHEAD, best_fit_subset, fill, shuffled, split_lengths
+from data.packing import LOOK_AHEAD, best_fit_subset, pack, permutation, split_lengths
 
 
 def sample(*ids, loss=None, row=0):
@@ -34,8 +34,8 @@ def test_bins_have_every_sample_once_within_capacity_without_starvation(seed, mo
     rng = np.random.default_rng(seed)
     capacity = int(rng.integers(1, 200))
     lengths = rng.integers(1, capacity + 1, rng.integers(0, 400))
-    order = shuffled(len(lengths), seed)
-    bins = list(fill(lengths, order, capacity))
+    order = permutation(len(lengths), seed)
+    bins = list(pack(lengths, order, capacity))
     assert sorted(chain.from_iterable(bins)) == list(range(len(lengths)))
     assert all(0 < lengths[members].sum() <= capacity for members in bins)
     number = {sample: i for i, members in enumerate(bins) for sample in members}
@@ -43,8 +43,8 @@ def test_bins_have_every_sample_once_within_capacity_without_starvation(seed, mo
 
 
 def test_order_depends_only_on_seed_and_epoch():
-    assert shuffled(50, 1, 2).tolist() == shuffled(50, 1, 2).tolist()
-    assert len({tuple(shuffled(50, seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}) == 4
+    assert permutation(50, 1, 2).tolist() == permutation(50, 1, 2).tolist()
+    assert len({tuple(permutation(50, seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}) == 4
 
 
 def test_best_fit_subset_is_the_fullest_and_prefers_early_samples():
@@ -65,20 +65,20 @@ def test_best_fit_subset_is_the_fullest_and_prefers_early_samples():
 
 def test_fill_matches_hand_computed_bins():
     lengths = np.array([5, 3, 2, 5, 4, 1])
-    bins = list(fill(lengths, np.arange(6), 8))
+    bins = list(pack(lengths, np.arange(6), 8))
     assert bins == [[0, 1], [2, 5, 3], [4]]  # 5 + 3; 2, then 1 and 5 rather than 4; 4
     # The whole window fills the bin exactly: it is chosen as best subset, in reverse order.
-    assert list(fill(np.array([2, 3, 3]), np.arange(3), 8)) == [[0, 2, 1]]
-    assert list(fill(np.array([2, 3, 3]), np.arange(3), 9)) == [[0, 1, 2]]
-    assert list(fill(lengths[:0], np.arange(0), 8)) == []
+    assert list(pack(np.array([2, 3, 3]), np.arange(3), 8)) == [[0, 2, 1]]
+    assert list(pack(np.array([2, 3, 3]), np.arange(3), 9)) == [[0, 1, 2]]
+    assert list(pack(lengths[:0], np.arange(0), 8)) == []
 
 
 def test_realistic_lengths_fill_sequences():
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(5.4, 0.4, 7000).astype(np.int64).clip(80, 1024)  # similar to GSM8K
-    assert lengths.sum() / (len(list(fill(lengths, shuffled(7000, 42, 0), 1024))) * 1024) > 0.99
+    assert lengths.sum() / (len(list(pack(lengths, permutation(7000, 42, 0), 1024))) * 1024) > 0.99
     short, capacity = rng.integers(20, 60, 4000), 50 * LOOK_AHEAD  # more than the look-ahead can fill
-    full = [short[members].sum() / capacity for members in fill(short, np.arange(4000), capacity)]
+    full = [short[members].sum() / capacity for members in pack(short, np.arange(4000), capacity)]
     assert min(full[:-1]) > 0.99
 
 

@@ -19,7 +19,7 @@ from data.chat import Encoder
 from data.collate import IGNORE
 from data.demo import FILES, read_demo
 from data.reading.rows import judge
-from data.reading.sources import DATASETS, detect, open_source
+from data.reading.sources import DATASETS, open_path_or_hub, open_source
 from data.settings import DataConfig
 from tests.data.conftest import VOCABULARY, json_lines
 
@@ -160,7 +160,7 @@ def test_only_the_files_of_the_split_are_read(tmp_path):
     (tmp_path / "set" / "train.parquet").write_bytes(as_parquet([PAIR], tmp_path))
     (tmp_path / "set" / "test.parquet").write_bytes(b"not to be read")
     cfg = DataConfig(dataset_name=str(tmp_path / "set"), data_cache_dir=str(tmp_path / "cache"))
-    assert list(detect(cfg, "train").rows) == [PAIR]
+    assert list(open_path_or_hub(cfg, "train").rows) == [PAIR]
 
 
 @streaming
@@ -364,8 +364,8 @@ def test_errors_are_one_line_with_flag_and_remedy(
 
 
 @streaming
-def test_wrong_evaluation_split_is_refused_before_tokenisation(load, monkeypatch, streaming):
-    monkeypatch.setattr(Encoder, "encode", lambda *_: pytest.fail("tokenised"))
+def test_wrong_evaluation_split_is_refused_before_tokenization(load, monkeypatch, streaming):
+    monkeypatch.setattr(Encoder, "encode", lambda *_: pytest.fail("tokenized"))
     with pytest.raises(UserError, match="--eval_split dev: no such split"):
         load(USABLE, eval_split="dev", eval_samples=1, streaming=streaming)
 
