@@ -37,10 +37,10 @@ class DelayedState:
 
     def resize(self, steps: int) -> None:
         """Change the length of the history; as in TE, keep the first rows and pad with zeros."""
-        have, width = self.amax_history.shape
-        if steps != have:
+        length, tensors = self.amax_history.shape
+        if steps != length:  # otherwise keep the tensor, which earlier passes still write to
             rows = self.amax_history[:steps]
-            self.amax_history = torch.cat([rows, rows.new_zeros(max(0, steps - have), width)])
+            self.amax_history = torch.cat([rows, rows.new_zeros(max(0, steps - length), tensors)])
 
 
 @dataclass
@@ -140,13 +140,19 @@ class Fp8Module(nn.Module):
         scale = GlobalState.recorded[self].pop(0) if replaying else forward.scale.clone()
         if GlobalState.recorded is not None and not replaying:
             GlobalState.recorded.setdefault(self, []).append(scale)
-        fixed = [Slot(one) for one in scale]  # scales of the forward pass, kept for backward
+        fixed = [Slot(one) for one in scale]  # scales of this forward pass, for casts whose amax is recorded
         slots = fixed if replaying else _slots(scale, forward)
         # With FSDP2, TE keeps no quantized weight; backward casts the gathered weight with the new scales.
         weights = _slots(forward.scale, forward) if self.fsdp2 else fixed
         grads = _slots(backward.scale, backward)
         gemms = [
-            Gemm(recipe, slots[3 * i], slots[3 * i + 1], weights[3 * i + 1], grads[2 * i])
+            Gemm(
+                recipe,
+                input=slots[3 * i],
+                weight=slots[3 * i + 1],
+                weight_in_backward=weights[3 * i + 1],
+                grad=grads[2 * i],
+            )
             for i in range(self.num_gemms)
         ]
         gemms[0].finish = self._update_after_backward(x, replaying=replaying)

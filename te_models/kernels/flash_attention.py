@@ -77,11 +77,16 @@ def disabled_in_te() -> AbstractContextManager[None]:
     return patched(os.environ, **({} if set_by_user() else {"NVTE_FLASH_ATTN_V4": "0"}))
 
 
-def self_test_te(heads: int, groups: int, head_size: int, *, packed: bool, **how: bool) -> str | None:
-    """Run `self_test` with each call of TE's layers; packed runs also have unpacked batches."""
-    forms = (True, False) if packed else (False,)
-    found = (self_test(as_te_calls(packed=form, **how), heads, groups, head_size) for form in forms)
-    return next(filter(None, found), None)
+def self_test_te(
+    heads: int, groups: int, head_size: int, *, packed: bool, deterministic: bool = False
+) -> str | None:
+    """Run `self_test` with each call of TE's layers; return the first problem, or None.
+
+    Packed runs also have unpacked batches.
+    """
+    forms = dict.fromkeys((packed, False))
+    calls = [as_te_calls(packed=form, deterministic=deterministic) for form in forms]
+    return next(filter(None, (self_test(call, heads, groups, head_size) for call in calls)), None)
 
 
 def as_te_calls(*, packed: bool, deterministic: bool = False) -> Attend:
