@@ -10,6 +10,7 @@ import time
 import pytest
 
 from core.signals import caught, noticed
+from tests.children import running
 
 
 def test_a_signal_is_noticed_while_the_main_thread_is_in_c():
@@ -42,29 +43,25 @@ def test_a_second_signal_ends_the_process(tmp_path):
     code = """
 import hashlib
 from core.signals import caught, noticed
+from tests.children import running
 from training.trainer import StopFlag
 stop = StopFlag()
 with caught(stop), noticed(stop.notice):
     print("ready", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # releases the GIL, as CUDA calls do
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
+    with running([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGINT)
+        for _ in range(2):  # within a second: the same request
+            process.send_signal(signal.SIGINT)
         first = process.stderr.readline()
-        process.send_signal(signal.SIGINT)  # within a second: the same request
         time.sleep(1.5)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 128 + signal.SIGTERM
-        assert "finishing the current step and saving first" in first
-        assert "SIGTERM again: ended at once" in process.stderr.read()
-    finally:
-        process.kill()
-        process.communicate()
+        _, errors = process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "finishing the current step and saving first" in first
+    assert "SIGTERM again: ended at once" in errors
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="uses prctl")
@@ -80,8 +77,7 @@ with caught(lambda number, frame: print(signal.Signals(number).name, flush=True)
     parent = (
         f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}], start_new_session=True)"
     )
-    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "ready\n"
-    process.kill()
-    assert process.stdout.readline() == "SIGTERM\n"
-    process.communicate()
+    with running([sys.executable, "-c", parent], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.kill()
+        assert process.stdout.readline() == "SIGTERM\n"
