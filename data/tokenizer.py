@@ -5,9 +5,10 @@ Register templates of further model families in TEMPLATES.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from core.errors import bad_setting, first_line
 from core.hub import require_folder, require_reachable_hub
@@ -69,7 +70,7 @@ def load_tokenizer(
     try:
         require_reachable_hub(path, ("tokenizer_config.json", "tokenizer.json"), cache_dir)
         options = {"trust_remote_code": trust_remote_code, "cache_dir": cache_dir}
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        tokenizer = _load_as_saved(path, **options)
     except Exception as error:  # a hub client, a parser or remote code may raise anything
         way_out = "use a local folder, or --tokenizer_name demo (default: the tokenizer of --model_name)"
         raise bad_setting(f"{first_line(error).rstrip('.')}; {way_out}", tokenizer_name=name) from error
@@ -85,6 +86,19 @@ def load_tokenizer(
     if tokenizer.pad_token is None:
         has_pad = template is not None and token_to_id(template.pad) is not None
         tokenizer.pad_token = template.pad if has_pad else tokenizer.eos_token
+    return tokenizer
+
+
+def _load_as_saved(path: str, **options: Any) -> PreTrainedTokenizerBase:
+    """Load a tokenizer, with the general class if it was saved with that one.
+
+    For some model types, such as qwen2, AutoTokenizer prefers the type's own class, whose pre-tokenization
+    replaces that of tokenizer.json: a model exported with another tokenizer would read other tokens.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(path, **options)
+    saved = get_tokenizer_config(path, **options).get("tokenizer_class")
+    if saved == TokenizersBackend.__name__ != type(tokenizer).__name__:
+        return TokenizersBackend.from_pretrained(path, **options)
     return tokenizer
 
 

@@ -303,7 +303,7 @@ def export(job: Job, built: Assembly) -> None:
         if not reads_back(folder, tokenizer, trust_remote_code=plan.trust_remote_code):
             print_rank0(
                 f"WARNING: AutoTokenizer loads a different tokenizer from {folder} than the one used in "
-                f"training; load {tokenizer.name_or_path} instead"
+                f"training; this suite reads it right, others must load {tokenizer.name_or_path} instead"
             )
         return folder
 
@@ -353,7 +353,8 @@ def _generate_samples(job: Job) -> None:
         return
     trusted = job.resolved.plan.trust_remote_code
     try:
-        text = answer(job.folder / "export", prompts, job.device, trust_remote_code=trusted)
+        export = job.folder / "export"
+        text = answer(export, prompts, job.tokenizer, job.device, trust_remote_code=trusted)
         (job.folder / "samples.txt").write_text(text, encoding="utf-8")
     except Exception as error:  # must not fail a finished run
         print_rank0(f"WARNING: --generate_samples: no answers ({type(error).__name__}: {first_line(error)})")

@@ -52,13 +52,19 @@ def reads_back(export: Path, tokenizer: Any, *, trust_remote_code: bool = False)
 
 
 def answer(
-    export: Path, prompts: list[tuple[str, str]], device: torch.device, *, trust_remote_code: bool = False
+    export: Path,
+    prompts: list[tuple[str, str]],
+    tokenizer: Any,
+    device: torch.device,
+    *,
+    trust_remote_code: bool = False,
 ) -> str:
     """Answer prompts greedily with the exported model. Return a text with the reference answers."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    trusted = {"trust_remote_code": trust_remote_code}
-    tokenizer = AutoTokenizer.from_pretrained(export, **trusted)
-    model = AutoModelForCausalLM.from_pretrained(export, dtype=dtype, **trusted).to(device).eval()
+    options = {
+        "dtype": torch.bfloat16 if device.type == "cuda" else torch.float32,
+        "trust_remote_code": trust_remote_code,
+    }
+    model = AutoModelForCausalLM.from_pretrained(export, **options).to(device).eval()
     texts = []
     for prompt, reference in prompts:
         inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)
