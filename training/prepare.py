@@ -243,7 +243,7 @@ def _count(cfg: Config, folder: Path, resume: ResumePoint | None, loaders: Loade
         return 0, bool(finished)
     if resume is None:
         total = count_steps(cfg.optim, loaders.train.micro_batches_per_epoch)
-        if (warmup := cfg.optim.num_warmup_steps or 0) >= total > 0:
+        if (warmup := cfg.optim.num_warmup_steps or 0) > total > 0:
             print_rank0(
                 f"WARNING: --num_warmup_steps {warmup}: longer than the run ({total:,} steps); the learning "
                 f"rate never reaches --learning_rate {cfg.optim.learning_rate}"

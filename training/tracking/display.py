@@ -11,6 +11,8 @@ from tqdm import tqdm
 
 from training.tracking.metrics import METRICS
 
+YEAR = 365 * 86400.0  # seconds
+
 
 class Display:
     """Progress bar on a terminal; otherwise one line per update with metrics."""
@@ -30,8 +32,9 @@ class Display:
             self._bar.update(step - self._bar.n)
         elif shown and self._enabled:
             seconds = (time.monotonic() - self._started) / max(1, step - self._initial) * (self._total - step)
-            left = f"left {timedelta(seconds=round(seconds))}"
-            print(" | ".join([f"step {step}/{self._total}", *shown, left]), flush=True)
+            # A huge --max_steps means "until stopped".
+            left = [f"left {timedelta(seconds=round(seconds))}"] if seconds < YEAR else []
+            print(" | ".join([f"step {step}/{self._total}", *shown, *left]), flush=True)
 
     def message(self, text: str) -> None:
         """Print a separate line, above the progress bar if there is one."""

@@ -225,6 +225,11 @@ def test_progress_is_plain_lines_without_a_terminal(capsys, monkeypatch):
     assert display.progress_texts({"emulated/tokens_per_second": 7.0}) == ["7 tokens/s (emulated)"]
 
 
+def test_a_run_without_an_end_shows_no_time_left(capsys):
+    Display(sys.maxsize, initial=0).update(1, METRICS)
+    assert capsys.readouterr().out.endswith("| MFU 38.1%\n")
+
+
 def test_progress_is_a_bar_on_a_terminal(monkeypatch, capsys):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
