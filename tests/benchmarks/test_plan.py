@@ -342,7 +342,7 @@ BAD_INPUT = {
     "--mixed_precision fp32": "--mixed_precision fp32: the planner covers bf16 and fp8",
     "--precision_map layers.0=bf16": "--precision_map",
     "--mixed_precision fp8 --use_te --bf16_first_layers 32": "--bf16_first_layers 32",
-    "--mixed_precision bf16 --use_te --bf16_last_layers 1": "--bf16_last_layers 1: needs --mixed_precision fp8",
+    "--mixed_precision bf16 --use_te --bf16_last_layers 1": "--bf16_last_layers 1: needs --mixed_precision",
     "--use_te --mixed_precision bf16 --fp8_lm_head": "--fp8_lm_head: needs --mixed_precision fp8",
     "--use_te --mixed_precision fp8 --fp8_attention": "--fp8_attention: the planner covers",
     "--use_te --te_backend emulated --mixed_precision fp8": "--te_backend emulated",
