@@ -264,9 +264,8 @@ def require_full_step(cfg: DataConfig, source: Stored | Stream) -> None:
     found = counted(source.num_bins, "sequence")
     if layout.world_size == 1:
         logger.warning(
-            "--batch_size %d: --split_name %s has only %s, so no micro-batch is full",
+            "--batch_size %d: there are only %s to train on, so no micro-batch is full",
             layout.batch_size,
-            cfg.split_name,
             found,
         )
         return

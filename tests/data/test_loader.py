@@ -152,7 +152,7 @@ def test_a_batch_size_above_the_number_of_sequences_is_a_warning(make, streaming
     make(num_of_samples=9, packing=False, batch_size=9, streaming=streaming)
     assert "--batch_size" not in caplog.text
     make(num_of_samples=9, packing=False, batch_size=12, streaming=streaming)
-    assert "--batch_size 12: --split_name train has only 9 sequences, so no micro-batch" in caplog.text
+    assert "--batch_size 12: there are only 9 sequences to train on" in caplog.text
 
 
 def test_padding_multiple_changes_only_widths(make):
