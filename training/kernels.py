@@ -101,18 +101,13 @@ KERNELS = (
     ),
 )
 
-_switches = ExitStack()  # contexts of the kernels in use; one run per process at a time
 
-
-def choose_kernels(
-    cfg: Config, precision: Precision, shape: ModelShape | None, device: torch.device
-) -> Kernels:
+def choose_kernels(run: Workload, cleanup: ExitStack) -> Kernels:
     """Self-test the kernels that apply and enable those that pass on every rank. Collective.
 
     A kernel that fails falls back to the library's, with a warning. UserError if it has no fallback.
+    `cleanup` restores the libraries.
     """
-    _switches.close()
-    run = Workload(cfg, precision, shape, device)
     used = {}
     for kernel in KERNELS:
         results = ranks.run_on_all_ranks(lambda kernel=kernel: _test(kernel, run))
@@ -123,7 +118,7 @@ def choose_kernels(
         if problem:
             print_rank0(f"WARNING: {kernel.fallback}: {problem}")
         used[kernel.name] = all(applies for applies, _ in results) and problem is None
-        _switches.enter_context(kernel.on(run) if used[kernel.name] else kernel.off(run))
+        cleanup.enter_context(kernel.on(run) if used[kernel.name] else kernel.off(run))
     return Kernels(**used)
 
 

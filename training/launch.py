@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def launch(description: str, *, start: Callable[[Config], torch.device], started: float) -> NoReturn:
     """Run the command and exit the process. For `start` and `started` see `training.run.main`."""
-    answer_early(description)
+    cfg = parse_early(description)
     gc.disable()  # Collecting while libraries load takes a fifth of the time and frees nothing.
     try:
         from training.outcome import exit_process
@@ -29,22 +29,21 @@ def launch(description: str, *, start: Callable[[Config], torch.device], started
         sys.exit(130)  # 128 + SIGINT, as in shells
     gc.freeze()
     gc.enable()
-    exit_process(main(sys.argv[1:], description=description, start=start, started=started))
+    exit_process(main(sys.argv[1:], description=description, start=start, started=started, cfg=cfg))
 
 
-def answer_early(description: str) -> None:
-    """Exit if the command line requests help or has an error.
+def parse_early(description: str) -> Config | None:
+    """Parse the command line; exit after --help or an error.
 
-    Skipped under torchrun, where one rank reports errors for all, and with --config: the file may be a pipe,
-    which can be read only once.
+    Returns None under torchrun, where one rank reports errors for all.
     """
     argv = sys.argv[1:]
     if {"-h", "--help"} & set(argv):
         argv = ["--help"]
-    elif "RANK" in os.environ or any(word.partition("=")[0] == "--config" for word in argv):
-        return
+    elif "RANK" in os.environ:
+        return None
     try:
-        parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
+        return parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
     except UserError as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -32,7 +32,7 @@ from training.checkpoint.resume import (
 from training.checkpoint.run_folder import check_shared, discarded_if_refused, open_run_folder, write_config
 from training.checkpoint.store import Checkpoints
 from training.config import Config
-from training.kernels import choose_kernels
+from training.kernels import Workload, choose_kernels
 from training.parallel import ranks
 from training.parallel.choose import MemoryPlan, plan_memory
 from training.parallel.ranks import print_rank0
@@ -65,13 +65,19 @@ class Job:
     total_steps: int
     finished: bool  # an earlier launch wrote the summary and the export
 
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs, over all ranks."""
+        return self.memory.strategy.world_size if self.device.type == "cuda" else 0
+
 
 def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: float, cleanup: ExitStack) -> Job:
     """Resolve and check the settings and load the data. Collective.
 
-    `cleanup` releases the run folder's lock. UserError if the run cannot start with these settings.
+    `cleanup` releases the run folder's lock and disables the kernels. UserError if the run cannot start with
+    these settings.
     """
-    resolved, kernels, memory = _decide(cfg, device, watchdog)
+    resolved, kernels, memory = _decide(cfg, device, watchdog, cleanup)
     folder, is_new = watchdog.run_on_rank0(
         "opening the run folder", lambda: _open_folder(cfg, resolved, cleanup)
     )
@@ -113,7 +119,9 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
     )
 
 
-def _decide(cfg: Config, device: torch.device, watchdog: Watchdog) -> tuple[Resolved, Kernels, MemoryPlan]:
+def _decide(
+    cfg: Config, device: torch.device, watchdog: Watchdog, cleanup: ExitStack
+) -> tuple[Resolved, Kernels, MemoryPlan]:
     """Choose precision, model, kernels and sharding. Collective."""
     watchdog.starting("comparing settings")
     ranks.agree("the settings", cfg.to_dict())
@@ -123,7 +131,7 @@ def _decide(cfg: Config, device: torch.device, watchdog: Watchdog) -> tuple[Reso
     ranks.agree("the effective precision", resolved.precision.comparable())
     ranks.agree("the model's files", resolved.weights_digests)
     watchdog.starting("choosing kernels")
-    kernels = choose_kernels(cfg, resolved.precision, resolved.shape, device)
+    kernels = choose_kernels(Workload(cfg, resolved.precision, resolved.shape, device), cleanup)
     watchdog.starting("planning memory")
     memory = plan_memory(cfg, resolved.plan, device)
     compiles = compiles_layers(cfg, memory.strategy)

@@ -49,18 +49,24 @@ from training.trainer import Trainer
 @ignore_broken_pipes()
 @fast_bf16()
 def main(
-    argv: list[str], *, description: str, start: Callable[[Config], torch.device], started: float = 0.0
+    argv: list[str],
+    *,
+    description: str,
+    start: Callable[[Config], torch.device],
+    started: float = 0.0,
+    cfg: Config | None = None,
 ) -> int:
     """Run a training command and return its exit code. A UserError is printed as one line.
 
-    `start` initializes the process group, if any, and returns this rank's device. `started` is
-    time.perf_counter() at process start, from which `seconds_to_first_step` is measured.
+    `cfg` holds the settings if `argv` is already parsed. `start` initializes the process group, if any, and
+    returns this rank's device. `started` is time.perf_counter() at process start, from which
+    `seconds_to_first_step` is measured.
     """
     watchdog = None
     cleanup = ExitStack()  # closed on every exit
     signals = ExitStack()  # stop signals are ignored until it closes
     try:
-        cfg = parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
+        cfg = cfg or parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
         device = start(cfg)
         watchdog = Watchdog(cfg.sharding.timeout_minutes)
         _seed(cfg.optim.seed, deterministic=cfg.optim.deterministic)
@@ -232,8 +238,7 @@ def open_loop(
     """Open the logs and build the trainer. Collective."""
     cfg, strategy, progress = job.cfg, job.memory.strategy, state.progress
     resume_step = progress.step if job.resume else None
-    gpus = strategy.world_size if job.device.type == "cuda" else 0
-    wall_time = WallTime(job.folder, progress, job.started, gpus=gpus, nodes=strategy.num_nodes)
+    wall_time = WallTime(job.folder, progress, job.started, gpus=job.gpus, nodes=strategy.num_nodes)
     if not replaces_finished_run(job.folder, resume_step):
         wall_time.restore()
     steps = profiling.profiled_steps(cfg.log.profile_steps, done=progress.step, total=job.total_steps)
@@ -316,8 +321,7 @@ def summarize(job: Job, trainer: Trainer, observers: Observers) -> dict[str, Any
     observers.wall_time.count()
     cfg, strategy, progress = job.cfg, job.memory.strategy, trainer.progress
     losses = ranks.run_on_rank0(lambda: train_losses(job.folder))
-    gpus = strategy.world_size if job.device.type == "cuda" else 0
-    peak = torch.tensor(torch.cuda.max_memory_allocated(job.device) / 1e9 if gpus else 0.0)
+    peak = torch.tensor(torch.cuda.max_memory_allocated(job.device) / 1e9 if job.gpus else 0.0)
     return {
         "model_name": cfg.model.model_name,
         "mixed_precision": cfg.precision.mixed_precision,
@@ -333,10 +337,10 @@ def summarize(job: Job, trainer: Trainer, observers: Observers) -> dict[str, Any
         "best_eval_loss": progress.best_eval_loss,
         "runtime_seconds": progress.wall_seconds,
         "train_seconds": progress.train_seconds,
-        "peak_memory_gb": strategy.max(peak).item() if gpus else None,
+        "peak_memory_gb": strategy.max(peak).item() if job.gpus else None,
         "num_layers": getattr(job.resolved.plan.config.get_text_config(), "num_hidden_layers", None),
         "gpu_name": observers.environment.get("gpu_name"),
-        "gpus": gpus,
+        "gpus": job.gpus,
         "world_size": strategy.world_size,
         "sharding_mode": strategy.mode,
         "nodes": strategy.num_nodes,

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +14,11 @@ from te_models.kernels import flash_attention, fused_residual, fused_swiglu, rop
 from te_models.kernels.selection import Kernels, patched
 from training import kernels
 from training.config import config_from_dict
+from training.kernels import Workload, choose_kernels
 from training.precision.recipes import Precision
 from training.tracking.metrics import ModelShape
+
+cleanup = ExitStack()
 
 
 def plain_act_func(activation, recipe=None):
@@ -34,7 +38,7 @@ def te(monkeypatch):
     for name in flash_attention.TE_SWITCHES:
         monkeypatch.delenv(name, raising=False)
     yield SimpleNamespace(tex=tex, mlp=mlp)
-    kernels._switches.close()
+    cleanup.close()
 
 
 @pytest.fixture
@@ -52,8 +56,9 @@ def problems(monkeypatch):
 def choose(backend="native", recipe="delayed", device="cpu", **settings):
     settings |= {"use_te": backend is not None, "mixed_precision": settings.get("mixed_precision", "fp8")}
     precision = Precision(recipe, recipe, te_backend=backend)
-    shape = ModelShape(*[64] * 7)
-    return kernels.choose_kernels(config_from_dict(settings), precision, shape, torch.device(device))
+    run = Workload(config_from_dict(settings), precision, ModelShape(*[64] * 7), torch.device(device))
+    cleanup.close()  # the run before has ended
+    return choose_kernels(run, cleanup)
 
 
 def used(selected: Kernels) -> set[str]:
@@ -111,13 +116,10 @@ def test_a_kernel_that_fails_or_is_missing_on_one_rank_is_used_on_none(other, pr
     assert ("its cache is locked" in capsys.readouterr().out) == (other[1] is not None)
 
 
-def test_each_selection_undoes_the_one_before(problems, te):
+def test_cleanup_restores_the_libraries(problems, te):
     choose()
-    patched_act_func = te.mlp._act_func
-    assert patched_act_func is not plain_act_func and callable(te.tex.rmsnorm_bwd)
-    choose()
-    assert te.mlp._act_func.args == patched_act_func.args == (plain_act_func,), "not patched twice"
-    choose(recipe="current", fused_residuals=False)
+    assert te.mlp._act_func is not plain_act_func and callable(te.tex.rmsnorm_bwd)
+    cleanup.close()
     assert te.mlp._act_func is plain_act_func and te.tex.rmsnorm_bwd == "plain"
 
 
@@ -171,7 +173,7 @@ def test_flash_attention_is_tested_in_the_forms_that_the_run_calls(problems, mon
     )
     choose(backend=None, recipe="tensorwise")
     assert forms[-1] and packed_attention._flash_attention_4
-    choose(backend=None, recipe="tensorwise", flash_attention=False)
+    cleanup.close()
     assert not packed_attention._flash_attention_4
 
 

@@ -1,35 +1,29 @@
-"""What the training scripts answer before torch is imported, and what they leave to the run."""
+"""The training scripts parse their command line before torch is imported, once."""
 
 import gc
 import sys
 
 import pytest
 
-from training.launch import answer_early, launch
+from training.launch import launch, parse_early
 
 
-@pytest.mark.parametrize(
-    ("words", "environment"),
-    [
-        (["--max_steps", "3"], {}),
-        (["--config", "/dev/null/settings.yaml"], {}),  # it may be a pipe, which can be read once
-        (["--config=settings.yaml"], {}),
-        (["--max_step", "3"], {"RANK": "1"}),  # ranks find an error together
-    ],
-)
-def test_it_leaves_these_to_the_run(words, environment, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train_fp8.py", *words])
+def test_settings_are_parsed_except_under_torchrun_where_ranks_report_errors_together(monkeypatch, tmp_path):
+    (tmp_path / "settings.yaml").write_text("max_steps: 3")
     monkeypatch.delenv("RANK", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    answer_early("description")
+    for words in (["--max_steps", "3"], [f"--config={tmp_path}/settings.yaml"]):
+        monkeypatch.setattr(sys, "argv", ["train_fp8.py", *words])
+        assert parse_early("description").optim.max_steps == 3
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(sys, "argv", ["train_fp8.py", "--max_step", "3"])
+    assert parse_early("description") is None
 
 
 def test_a_wrong_value_ends_it(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train_fp8.py", "--batch_size", "0"])
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit, match="2"):
-        answer_early("description")
+        parse_early("description")
     assert capsys.readouterr().err == "error: --batch_size 0: must be at least 1\n"
 
 

@@ -25,14 +25,14 @@ from training.precision import recipes as precision
 
 @dataclass(frozen=True)
 class RunState:
-    """References to all state in a checkpoint. Saving reads it; restoring fills it in place."""
+    """References to all state in a checkpoint. Saving reads it; `restore_run` fills it in place."""
 
     cfg: Config
     precision: precision.Precision
     model: nn.Module  # without the strategy's wrapper
     optimizer: torch.optim.Optimizer
     strategy: Any
-    loader: Any  # None in a run that only evaluates
+    loader: Any  # None in a run that only evaluates; restored by `training.prepare`
     progress: Progress
     total_steps: int
     evaluation: Any  # fingerprint of the evaluation samples (JSON), or None
@@ -103,8 +103,6 @@ def restore_run(checkpoints: Checkpoints, point: ResumePoint, run: RunState) -> 
     optim.set_optimizer_steps(run.optimizer, meta["optimizer_steps"])
     if random_state:
         set_rng_state({key.rpartition("/")[2]: tensor for key, tensor in random_state.items()})
-    if run.loader is not None:
-        run.loader.load_state_dict(meta["loader"])
     vars(run.progress).update(vars(Progress.from_meta(meta)))
     return {key.removeprefix("fp8/"): tensor for key, tensor in scaling.items()}
 

@@ -20,6 +20,7 @@ from core.errors import UserError
 from core.files import publish, replace_file
 from tests.children import forked, preload, run_ranks
 from tests.full_disk import disk_that_takes
+from training.checkpoint import manifest
 from training.checkpoint.manifest import DamagedCheckpoint
 from training.checkpoint.resume import eval_losses
 from training.checkpoint.store import Checkpoints
@@ -145,6 +146,19 @@ def test_a_tensor_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path, key
     with pytest.raises(UserError, match=reason):
         checkpoints.load(tmp_path / "step_000001", target)
     assert torch.equal(target["moment"], filled(9)["moment"])
+
+
+def test_files_are_synced_to_disk_before_they_are_hashed(tmp_path, monkeypatch):
+    """Else the checksum would describe cached bytes, which a crash can still lose."""
+
+    def sync_and_change(path: Path) -> None:
+        path.write_bytes(path.read_bytes() + b"?")
+
+    monkeypatch.setattr(manifest, "sync_to_disk", sync_and_change)
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    path = checkpoints.save(1, filled(1), {})
+    checkpoints.verify(path)
+    assert all(path.name == "manifest.json" or path.read_bytes()[-1:] == b"?" for path in path.iterdir())
 
 
 # Index and pruning
