@@ -34,13 +34,14 @@ class Assembly:
     optimizer_plan: OptimizerPlan
     parameters: int  # parameter count of the unsharded model
     autocast: Callable[[], AbstractContextManager]
+    fp8_stats: Fp8Stats  # inactive without --fp8_stats_interval
 
 
-def assemble(job: Job, stats: Fp8Stats) -> Assembly:
+def assemble(job: Job) -> Assembly:
     """Build and shard the model, load or initialize its weights, and build the optimizer. Collective."""
     cfg, precision, strategy = job.cfg, job.resolved.precision, job.memory.strategy
     torchao = precision.effective in TORCHAO_RECIPES
-    # For the FP8 all-gather TE keeps weights in FP8, and torchao casts them just before it.
+    # With --fp8_all_gather, TE stores weights in FP8; torchao casts them just before the all-gather.
     fp8_gather = cfg.sharding.fp8_all_gather and strategy.shards_weights
     fp8_weights = fp8_gather and not torchao
     optimizer_plan = job.memory.optimizer
@@ -53,7 +54,8 @@ def assemble(job: Job, stats: Fp8Stats) -> Assembly:
     # A phase of its own, so that the watchdog can name ranks that are still loading weights.
     job.watchdog.starting("building the optimizer")
     precision_map.apply(model, precision, fp8_attention=cfg.precision.fp8_attention)
-    stats.attach(model)
+    fp8_stats = Fp8Stats(cfg, precision, job.folder)
+    fp8_stats.attach(model)
     strategy.reshard(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
 
@@ -67,7 +69,7 @@ def assemble(job: Job, stats: Fp8Stats) -> Assembly:
     autocast = build_autocast(
         precision, device=strategy.device, parameter_dtype=strategy.forward_dtype(**dtypes)
     )
-    return Assembly(model, wrapped, optimizer, optimizer_plan, parameters, autocast)
+    return Assembly(model, wrapped, optimizer, optimizer_plan, parameters, autocast, fp8_stats)
 
 
 def _build_model(

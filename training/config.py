@@ -36,7 +36,7 @@ class Config:
     def __post_init__(self) -> None:
         values = self.to_dict()
         for rule in RULES:
-            for names, reason in rule(SimpleNamespace(**values, recipe=self.recipe)):
+            for names, reason in rule(SimpleNamespace(**values, recipe=self.recipe)):  # the first conflict
                 given = {name: values[name] for name in names.split() if values[name] is not None}
                 raise bad_setting(reason, **given)
 
@@ -124,13 +124,13 @@ RULES = (data_rules, precision_rules, sharding_rules)  # each yields (names of c
 
 def all_settings() -> dict[str, Setting]:
     """Return the settings of all sections by flag name."""
-    found: dict[str, Setting] = {}
+    table: dict[str, Setting] = {}
     for section, cls in SECTIONS.items():
         hints = get_type_hints(cls)
         for f in fields(cls):
-            assert f.name not in found, f"{f.name} is in two sections"
-            found[f.name] = Setting(section, f, hints[f.name])
-    return found
+            assert f.name not in table, f"{f.name} is in two sections"
+            table[f.name] = Setting(section, f, hints[f.name])
+    return table
 
 
 def config_from_dict(values: dict[str, Any]) -> Config:
@@ -161,7 +161,7 @@ def changed_settings(
     }
 
 
-ALSO_CALLED = {"compile": "compile_model"}  # setting -> another name of its flag
+FLAG_ALIASES = {"compile": "compile_model"}  # setting -> second name of its flag
 
 
 def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
@@ -178,7 +178,7 @@ def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
     )
     groups = {s: parser.add_argument_group(cls.__doc__) for s, cls in SECTIONS.items()}
     for name, setting in all_settings().items():
-        aliases = [ALSO_CALLED[name]] if name in ALSO_CALLED else []
+        aliases = [FLAG_ALIASES[name]] if name in FLAG_ALIASES else []
         add_setting(groups[setting.section], name, setting, aliases)
     return parser
 

@@ -11,7 +11,7 @@ from typing import Any
 from core.errors import EXIT_FAILED, UserError
 from training.checkpoint.progress import Progress
 from training.optim.settings import OptimConfig
-from training.step import StepResult
+from training.step import Stack, StepResult
 
 GRAD_NORM_SPIKE_FACTOR = 10  # warn above this multiple of the running median
 MIN_STEPS_FOR_MEDIAN = 20
@@ -30,16 +30,12 @@ class StepGuard:
     def __init__(
         self,
         cfg: OptimConfig,
+        stack: Stack,
         progress: Progress,
         *,
-        total_steps: int,
-        world_size: int,
         warn: Callable[[str], Any],
-        on_skip: Callable[[], None],
-        heartbeat: Callable[[str], None],
     ):
-        self.cfg, self.progress, self.total_steps, self.world_size = cfg, progress, total_steps, world_size
-        self.warn, self.on_skip, self.heartbeat = warn, on_skip, heartbeat
+        self.cfg, self.stack, self.progress, self.warn = cfg, stack, progress, warn
         self._unread: list[tuple[int, StepResult]] = []
         self._norms: deque[float] = deque(maxlen=100)  # gradient norms of the last applied steps
 
@@ -54,7 +50,7 @@ class StepGuard:
         stop = False
         while len(self._unread) > (0 if all_steps else 1):
             step, result = self._unread.pop(0)
-            self.heartbeat(f"waiting for step {step}")
+            self.stack.heartbeat(f"waiting for step {step}")
             applied, stop_requested, norm = result.read_flags()
             stop = stop or stop_requested > 0
             if applied:
@@ -78,7 +74,7 @@ class StepGuard:
         progress = self.progress
         progress.skipped_in_a_row += 1
         progress.skipped_steps += 1
-        self.on_skip()
+        self.stack.scaling.scrub()
         loss, norm = result.loss.item(), result.grad_norm.item()
         # Steps without label tokens are skipped too; their loss and norm are finite.
         reason = "no label tokens" if math.isfinite(loss) and math.isfinite(norm) else "non-finite"
@@ -86,7 +82,7 @@ class StepGuard:
             f"step {step} skipped: {reason} (loss {loss}, gradient norm {norm}; "
             f"{progress.skipped_steps} skipped so far)"
         )
-        none_applied = reason == "non-finite" and progress.skipped_steps == step == self.total_steps
+        none_applied = reason == "non-finite" and progress.skipped_steps == step == self.stack.total_steps
         if none_applied or progress.skipped_in_a_row >= self.cfg.max_skipped_steps:
             raise self._diverged(step)
 
@@ -107,5 +103,6 @@ class StepGuard:
             flags=["max_skipped_steps"],
             exit_code=EXIT_FAILED,
         )
-        error.ranks = dict.fromkeys(range(self.world_size))  # raised on all ranks: the report names none
+        # Raised on all ranks, so the report names none.
+        error.ranks = dict.fromkeys(range(self.stack.strategy.world_size))
         return error

@@ -12,12 +12,11 @@ from core.files import explaining_write_errors, read_record, write_json
 from core.redact import redacted
 from te_models.kernels import flash_attention
 from training.assembly import Assembly
-from training.checkpoint.run_folder import WallTime
+from training.checkpoint.progress import WallTime
 from training.parallel import ranks
 from training.parallel.ranks import print_rank0
 from training.precision import te_runtime
 from training.precision.coverage import Coverage, coverage
-from training.precision.fp8_stats import Fp8Stats
 from training.prepare import Job
 from training.tracking import metrics
 from training.tracking.display import Display
@@ -37,16 +36,15 @@ class Observers(Hooks):
     def __init__(
         self,
         job: Job,
-        built: Assembly,
+        assembly: Assembly,
         logs: Logs,
         *,
         environment: dict[str, Any],
         wall_time: WallTime,
-        fp8_stats: Fp8Stats,
         profiler: StepProfiler,
     ):
-        self.job, self.built, self.logs, self.environment = job, built, logs, environment
-        self.wall_time, self.fp8_stats, self.profiler = wall_time, fp8_stats, profiler
+        self.job, self.assembly, self.logs, self.environment = job, assembly, logs, environment
+        self.wall_time, self.profiler, self.fp8_stats = wall_time, profiler, assembly.fp8_stats
         self.first_step_done = False
 
     def before_step(self, step: int) -> None:
@@ -85,8 +83,8 @@ class Observers(Hooks):
     def _record_first_step(self) -> None:
         """Record FP8 coverage, attention backend and time to the first step in env.json."""
         cfg, precision = self.job.cfg, self.job.resolved.precision
-        found = coverage(self.built.model, precision)
-        backend = te_runtime.attention_backend() if cfg.model.use_te else self.built.model.attention
+        found = coverage(self.assembly.model, precision)
+        backend = te_runtime.attention_backend() if cfg.model.use_te else self.assembly.model.attention
         self.environment |= {
             "coverage": found.as_dict(),
             "attention_backend": backend,
@@ -111,7 +109,7 @@ class Observers(Hooks):
         """Version of the FlashAttention used, or None."""
         if self.job.resolved.precision.te_backend == "native":
             return te_runtime.flash_attention_version()
-        used = self.job.kernels.flash_attention and self.built.model.attention_fallback is None
+        used = self.job.kernels.flash_attention and self.assembly.model.attention_fallback is None
         return flash_attention.installed() if used else None
 
 
@@ -128,12 +126,25 @@ def write_environment(job: Job, environment: dict[str, Any]) -> None:
             write_json(path, environment)
 
 
-def open_environment(job: Job, built: Assembly, *, takes_steps: bool) -> dict[str, Any]:
+def open_environment(job: Job, assembly: Assembly, *, takes_steps: bool) -> dict[str, Any]:
     """Write env.json with the fields known before the first step, and return them. Collective.
 
     A launch without training steps keeps the other fields of an earlier launch.
     """
-    environment = describe_run(job, built)
+    strategy, loaders = job.memory.strategy, job.loaders
+    environment = {
+        **describe_environment(),
+        **job.resolved.precision.as_dict(),
+        "optimizer": assembly.optimizer_plan.describe(),
+        "sharding_mode": strategy.mode,
+        "world_size": strategy.world_size,
+        "nodes": strategy.num_nodes,
+        "hosts": sorted(set(ranks.gather(platform.node()))),
+        "data": {  # includes the system prompt
+            name: redacted(report.as_dict()) if report else None
+            for name, report in (("train", loaders.report), ("eval", loaders.eval_report))
+        },
+    }
     if not takes_steps:
         previous = ranks.run_on_rank0(lambda: read_record(job.folder / "env.json"))
         environment |= {name: previous[name] for name in KNOWN_AFTER_FIRST_STEP if name in previous}
@@ -142,6 +153,7 @@ def open_environment(job: Job, built: Assembly, *, takes_steps: bool) -> dict[st
 
 
 def open_logs(job: Job, resume_step: int | None, environment: dict[str, Any]) -> Logs:
+    """Open tracker, terminal display and throughput meter."""
     cfg, strategy, precision = job.cfg, job.memory.strategy, job.resolved.precision
     job.watchdog.starting("opening the logs")
     layers = "te" if cfg.model.use_te else "hf"
@@ -166,24 +178,6 @@ def open_logs(job: Job, resume_step: int | None, environment: dict[str, Any]) ->
         job.resolved.flops_shape, strategy.world_size, peaks, emulated=precision.emulated, full_rows=rows
     )
     return Logs(tracker, Display(job.total_steps, done, enabled=strategy.rank == 0), meter)
-
-
-def describe_run(job: Job, built: Assembly) -> dict[str, Any]:
-    """Return the fields of env.json that are known before the first step. Collective."""
-    strategy, loaders = job.memory.strategy, job.loaders
-    return {
-        **describe_environment(),
-        **job.resolved.precision.as_dict(),
-        "optimizer": built.optimizer_plan.describe(),
-        "sharding_mode": strategy.mode,
-        "world_size": strategy.world_size,
-        "nodes": strategy.num_nodes,
-        "hosts": sorted(set(ranks.gather(platform.node()))),
-        "data": {  # includes the system prompt
-            name: redacted(report.as_dict()) if report else None
-            for name, report in (("train", loaders.report), ("eval", loaders.eval_report))
-        },
-    }
 
 
 def _tune_garbage_collection() -> None:

@@ -42,17 +42,16 @@ LOST_WORKER = (
 @contextmanager
 def ignore_broken_pipes() -> Iterator[None]:
     """Keep the run alive when stdout or stderr is a closed pipe or terminal."""
-    before = [
-        stream or _null_stream() for stream in (sys.stdout, sys.stderr)
-    ]  # None: closed before the start
-    for stream in before:
+    # A stream that was closed before the start is None.
+    streams = [stream or _null_stream() for stream in (sys.stdout, sys.stderr)]
+    for stream in streams:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # paths may contain unencodable characters
-    sys.stdout, sys.stderr = map(_NonFailingStream, before)
+    sys.stdout, sys.stderr = map(_NonFailingStream, streams)
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr = streams
 
 
 def _null_stream() -> io.TextIOWrapper:
@@ -69,15 +68,15 @@ class _NonFailingStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        self._try(lambda: self._stream.write(text))
+        self._attempt(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        self._try(self._stream.flush)
+        self._attempt(self._stream.flush)
 
-    def _try(self, use: Callable[[], Any]) -> None:
+    def _attempt(self, operation: Callable[[], Any]) -> None:
         try:
-            use()
+            operation()
         except OSError:
             with suppress(OSError, ValueError):  # discard the buffered text too
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
@@ -117,8 +116,7 @@ def report_failure(
         message, code = f"{first_line(error)} {OUT_OF_MEMORY}", EXIT_OUT_OF_MEMORY
     elif isinstance(error, RuntimeError) and any(w.exitcode == -signal.SIGKILL for w in loader.WORKERS):
         message = f"{first_line(error)} {LOST_WORKER}"
-    # Gloo raises a plain RuntimeError if a rank dies in a collective. Errors with `ranks` have another cause.
-    elif isinstance(error, RuntimeError) and not hasattr(error, "ranks") and (lost := _lost_ranks(watchdog)):
+    elif lost := _lost_ranks(error, watchdog):
         message, failed = lost, {}
     elif isinstance(error, dist.DistError):
         message, failed = f"another rank has exited or does not respond ({first_line(error)})", {}
@@ -158,5 +156,8 @@ def _report_failed_start(message: str, code: int) -> None:
     ranks.report_failed_start(message, code)
 
 
-def _lost_ranks(watchdog: Any | None) -> str | None:
-    return watchdog.lost_ranks() if watchdog is not None else None
+def _lost_ranks(error: BaseException, watchdog: Any | None) -> str | None:
+    """Name the ranks that died if `error` is the plain RuntimeError that Gloo raises then, else None."""
+    if watchdog is None or not isinstance(error, RuntimeError) or hasattr(error, "ranks"):
+        return None  # errors with `ranks` have another cause
+    return watchdog.lost_ranks()

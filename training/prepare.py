@@ -98,7 +98,7 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
 
         tokenizer, loaders = _on_each_rank(watchdog, "loading the data", load, DATA_SECONDS)
     ranks.agree("the data", loaders.identity)
-    total_steps, finished = _count(cfg, folder, resume, loaders)
+    total_steps, finished = _count_steps(cfg, folder, resume, loaders)
     if not finished:
         ranks.run_on_rank0(lambda: write_config(cfg, folder))
     return Job(
@@ -244,7 +244,7 @@ def _load_data(
     return loaders
 
 
-def _count(cfg: Config, folder: Path, resume: ResumePoint | None, loaders: Loaders) -> tuple[int, bool]:
+def _count_steps(cfg: Config, folder: Path, resume: ResumePoint | None, loaders: Loaders) -> tuple[int, bool]:
     """Return (total steps of the run, True if an earlier launch finished it). Collective."""
     if loaders.train is None:
         finished = resume and ranks.run_on_rank0(lambda: is_finished(resume, cfg, folder, 0, exports=False))

@@ -11,8 +11,7 @@ from training.config import Config
 from training.optim import optimizer as optim
 from training.parallel import ranks
 from training.parallel.ranks import print_rank0
-from training.precision import checks, precision_map, torchao_fp8
-from training.precision import recipes as precision
+from training.precision import checks, precision_map, recipes, torchao_fp8
 from training.precision.recipes import Precision
 from training.tracking.metrics import ModelShape
 
@@ -33,9 +32,9 @@ def resolve(cfg: Config) -> Resolved:
 
     UserError if the recipe cannot run here or settings are incompatible.
     """
-    resolved = precision.resolve_precision(cfg)
+    precision = recipes.resolve_precision(cfg)
     torchao_fp8.silence_import()  # transformers imports torchao wherever it is installed
-    if resolved.effective in TORCHAO_RECIPES:
+    if precision.effective in TORCHAO_RECIPES:
         torchao_fp8.require_torchao()
     plan = build.plan_model(
         cfg.model.model_name,
@@ -44,42 +43,42 @@ def resolve(cfg: Config) -> Resolved:
         cache_dir=cfg.model.weights_cache_dir,
         trust_remote_code=cfg.model.trust_remote_code,
     )
-    resolved = precision_map.resolve(cfg, resolved, plan.config.get_text_config())
-    for reason in filter(None, [resolved.fallback_reason, *resolved.map_fallbacks.values()]):
+    precision = precision_map.resolve(cfg, precision, plan.config.get_text_config())
+    for reason in filter(None, [precision.fallback_reason, *precision.map_fallbacks.values()]):
         rule = "!" * 100
         print_rank0(f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {FALLBACK_RECIPE} scaling\n{rule}")
     shape = ModelShape.from_hf_config(plan.config)
-    _check(cfg, resolved, plan, shape)
-    for warning in filter(None, [checks.unused_fp8_flags(cfg, resolved), cfg.log.unread()]):
+    _check(cfg, precision, plan, shape)
+    for warning in filter(None, [checks.unused_fp8_flags(cfg, precision), cfg.log.unused_wandb_flags()]):
         print_rank0(f"WARNING: {warning}")
     if cfg.precision.master_weights == "none":
         print_rank0(optim.MASTER_NONE_WARNING)
     digests = build.digests(plan) if ranks.world_size() > 1 else {}
-    return Resolved(resolved, plan, shape, _flops_shape(cfg, plan, shape), digests)
+    return Resolved(precision, plan, shape, _flops_shape(cfg, plan, shape), digests)
 
 
 def _flops_shape(cfg: Config, plan: ModelPlan, shape: ModelShape | None) -> ModelShape | None:
     """Return the shape for counting FLOPs. If they cannot be counted, print why and return None."""
-    missing = "TFLOP/s and MFU are not reported"
+    prefix = "TFLOP/s and MFU are not reported"
     if shape is None:
-        print_rank0(f"{missing}: the FLOPs of model type {plan.family} are not known")
+        print_rank0(f"{prefix}: the FLOPs of model type {plan.family} are not known")
     elif not shape.sees_all(length := cfg.data.max_seq_length):
         print_rank0(
-            f"{missing}: sliding-window attention ({shape.window}) is shorter than --max_seq_length {length}"
+            f"{prefix}: sliding-window attention ({shape.window}) is shorter than --max_seq_length {length}"
         )
     else:
         return shape
     return None
 
 
-def _check(cfg: Config, resolved: Precision, plan: ModelPlan, shape: ModelShape | None) -> None:
+def _check(cfg: Config, precision: Precision, plan: ModelPlan, shape: ModelShape | None) -> None:
     """UserError if the model cannot run in this precision."""
     if shape is not None and cfg.model.use_te:
-        checks.check_sizes(resolved, plan.name, shape.gemm_sizes)
-        checks.check_fp8_attention(cfg, resolved, shape.head_dim)
-    checks.check_settings(cfg, resolved)
+        checks.check_sizes(precision, plan.name, shape.gemm_sizes)
+        checks.check_fp8_attention(cfg, precision, shape.head_dim)
+    checks.check_settings(cfg, precision)
     if cfg.precision.fp8_lm_head:
         text = plan.config.get_text_config()
         sizes = {"hidden size": text.hidden_size, "vocabulary": text.vocab_size}
         plain = cfg.model.use_te or plan.is_known_family
-        checks.check_lm_head(cfg, resolved, sizes, plain=plain)
+        checks.check_lm_head(cfg, precision, sizes, plain=plain)

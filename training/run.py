@@ -23,10 +23,10 @@ from data.chat import turn_end
 from te_models.build import export_tensors
 from training.assembly import Assembly, assemble
 from training.checkpoint.export import export_hf
-from training.checkpoint.generate import answer, generation_config, reads_back
-from training.checkpoint.progress import Progress
+from training.checkpoint.generate import generate_answers, generation_config, tokenizer_round_trips
+from training.checkpoint.progress import Progress, WallTime
 from training.checkpoint.resume import eval_losses, forget_evaluations, roll_back
-from training.checkpoint.run_folder import WallTime, train_losses
+from training.checkpoint.run_folder import train_losses
 from training.checkpoint.state import CheckpointSaver, RunState, restore_run
 from training.config import Config, all_settings, changed_settings, parse_config
 from training.observers import Observers, open_environment, open_logs
@@ -36,7 +36,6 @@ from training.outcome import ignore_broken_pipes, report_failure
 from training.parallel import ranks
 from training.parallel.ranks import print_rank0
 from training.parallel.watchdog import Watchdog
-from training.precision.fp8_stats import Fp8Stats
 from training.precision.scaling import DelayedScaling, Scaling
 from training.prepare import Job, prepare
 from training.step import Stack
@@ -64,7 +63,7 @@ def main(
     """
     watchdog = None
     cleanup = ExitStack()  # closed on every exit
-    signals = ExitStack()  # stop signals are ignored until it closes
+    signals = ExitStack()  # ignores stop signals outside the training loop, until closed
     try:
         cfg = cfg or parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
         device = start(cfg)
@@ -101,14 +100,13 @@ def run(job: Job, cleanup: ExitStack, signals: ExitStack) -> int:
         print_rank0(f"this run is finished; {remedy}")
         return 0
     job.watchdog.starting("building the model")
-    fp8_stats = Fp8Stats(job.cfg, job.resolved.precision, job.folder)
-    built = assemble(job, fp8_stats)
+    assembly = assemble(job)
     if ranks.world_size() > 1:
         torch.manual_seed(job.cfg.optim.seed + ranks.rank())  # dropout must differ between ranks
     ranks.raise_process_group_timeouts()
-    _report_model(job, built)
-    state, scaling, losses = restore(job, built)
-    trainer, observers = open_loop(job, built, state, scaling, losses, fp8_stats)
+    _report_model(job, assembly)
+    state, scaling, evaluated = restore(job, assembly)
+    trainer, observers = open_loop(job, assembly, state, scaling, evaluated=evaluated)
     cleanup.callback(trainer.logs.tracker.give_up, EXIT_FAILED)
     signals.enter_context(caught())
     signals.enter_context(noticed(trainer.stop.notice))
@@ -117,7 +115,7 @@ def run(job: Job, cleanup: ExitStack, signals: ExitStack) -> int:
         trainer.stop.finishes = "the export and the logs"
         trainer.logs.display.close()
         if finished and job.cfg.exports:
-            export(job, built)
+            export(job, assembly)
         if finished:
             trainer.logs.tracker.summary(summarize(job, trainer, observers))
     finally:
@@ -151,7 +149,7 @@ def _seed(seed: int, *, deterministic: bool) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # slow and not needed
 
 
-def _report_model(job: Job, built: Assembly) -> None:
+def _report_model(job: Job, assembly: Assembly) -> None:
     strategy, resolved = job.memory.strategy, job.resolved
     layers = {"native": "Transformer Engine", "emulated": "emulated Transformer Engine"}
     where = str(job.device)
@@ -160,29 +158,29 @@ def _report_model(job: Job, built: Assembly) -> None:
         where = f"{strategy.world_size} x {job.device.type}{nodes}, {strategy.mode}"
     kind = layers.get(resolved.precision.te_backend, "Hugging Face")
     print_rank0(
-        f"{resolved.plan.name}: {built.parameters / 1e6:,.1f} M parameters, {kind} layers, on {where}"
+        f"{resolved.plan.name}: {assembly.parameters / 1e6:,.1f} M parameters, {kind} layers, on {where}"
     )
-    print_rank0(f"precision {resolved.precision.describe()}; {built.optimizer_plan.describe()}")
+    print_rank0(f"precision {resolved.precision.describe()}; {assembly.optimizer_plan.describe()}")
 
 
-def restore(job: Job, built: Assembly) -> tuple[RunState, Scaling, dict[int, float]]:
-    """Restore job.resume, if any. Return the run's state, its FP8 scaling, and eval losses by step."""
+def restore(job: Job, assembly: Assembly) -> tuple[RunState, Scaling, bool]:
+    """Restore job.resume, if any. Return the run's state, FP8 scaling, and True if its step is evaluated."""
     state = RunState(
         cfg=job.cfg,
         precision=job.resolved.precision,
-        model=built.model,
-        optimizer=built.optimizer,
+        model=assembly.model,
+        optimizer=assembly.optimizer,
         strategy=job.memory.strategy,
         loader=job.loaders.train,
         progress=Progress(),
         total_steps=job.total_steps,
         evaluation=job.loaders.evaluation,
     )
-    saved, losses = {}, {}
+    saved, evaluated = {}, False
     if job.resume:
         job.watchdog.starting("restoring the checkpoint")
         saved = restore_run(job.checkpoints, job.resume, state)
-        losses = _restore_evaluations(job, state.progress)
+        evaluated = _restore_evaluations(job, state.progress)
         if not _same_training_config(job):
             state.progress.rates = {}
         if job.resume.rollback and state.progress.step < job.total_steps:
@@ -191,19 +189,19 @@ def restore(job: Job, built: Assembly) -> tuple[RunState, Scaling, dict[int, flo
     scaling = Scaling()
     if job.resolved.precision.needs_calibration:
         scaling = DelayedScaling(
-            model=built.model,
-            wrapped=built.wrapped,
-            optimizer=built.optimizer,
+            model=assembly.model,
+            wrapped=assembly.wrapped,
+            optimizer=assembly.optimizer,
             strategy=job.memory.strategy,
-            autocast=built.autocast,
+            autocast=assembly.autocast,
             micro_batches=job.cfg.optim.gradient_accumulation_steps,
             saved=saved,
         )
-    return state, scaling, losses
+    return state, scaling, evaluated
 
 
-def _restore_evaluations(job: Job, progress: Progress) -> dict[int, float]:
-    """Return earlier eval losses by step ({} if the evaluation data changed) and restore the best loss."""
+def _restore_evaluations(job: Job, progress: Progress) -> bool:
+    """Restore the best eval loss. True if the restored step is evaluated, on the same data."""
     losses: dict[int, float] = {}
     if job.resume.meta.get("evaluation", job.loaders.evaluation) != job.loaders.evaluation:
         print_rank0("WARNING: the evaluation data has changed; earlier evaluations are discarded")
@@ -213,7 +211,7 @@ def _restore_evaluations(job: Job, progress: Progress) -> dict[int, float]:
         losses = ranks.run_on_rank0(lambda: eval_losses(job.resume.path))
     candidates = [loss for loss in (progress.best_eval_loss, *losses.values()) if loss is not None]
     progress.best_eval_loss = min(filter(math.isfinite, candidates), default=None)
-    return losses
+    return progress.step in losses
 
 
 def _same_training_config(job: Job) -> bool:
@@ -228,12 +226,7 @@ def _same_training_config(job: Job) -> bool:
 
 
 def open_loop(
-    job: Job,
-    built: Assembly,
-    state: RunState,
-    scaling: Scaling,
-    losses: dict[int, float],
-    fp8_stats: Fp8Stats,
+    job: Job, assembly: Assembly, state: RunState, scaling: Scaling, *, evaluated: bool
 ) -> tuple[Trainer, Observers]:
     """Open the logs and build the trainer. Collective."""
     cfg, strategy, progress = job.cfg, job.memory.strategy, state.progress
@@ -242,22 +235,21 @@ def open_loop(
     if not replaces_finished_run(job.folder, resume_step):
         wall_time.restore()
     steps = profiling.profiled_steps(cfg.log.profile_steps, done=progress.step, total=job.total_steps)
-    environment = open_environment(job, built, takes_steps=progress.step < job.total_steps)
+    environment = open_environment(job, assembly, takes_steps=progress.step < job.total_steps)
     logs = open_logs(job, resume_step, environment)
     observers = Observers(
         job,
-        built,
+        assembly,
         logs,
         environment=environment,
         wall_time=wall_time,
-        fp8_stats=fp8_stats,
         profiler=profiling.StepProfiler(job.folder, steps),
     )
     stack = Stack(
-        built.wrapped,
-        built.optimizer,
+        assembly.wrapped,
+        assembly.optimizer,
         strategy,
-        built.autocast,
+        assembly.autocast,
         learning_rate=lambda step: learning_rate(step, cfg.optim, job.total_steps),
         total_steps=job.total_steps,
         scaling=scaling,
@@ -269,7 +261,7 @@ def open_loop(
         scaling,
         wall_time,
         saved_step=progress.step if job.resume is not None and job.resume.own else -1,
-        needs_evaluation=progress.step not in losses,
+        needs_evaluation=not evaluated,
     )
     wall_time.count()
     return Trainer(cfg, stack, job.loaders, logs, saver, progress, observers), observers
@@ -278,15 +270,15 @@ def open_loop(
 # Export and summary
 
 
-def export(job: Job, built: Assembly) -> None:
+def export(job: Job, assembly: Assembly) -> None:
     """Export the model in Hugging Face format; FP8 weights from their FP32 masters. Collective."""
     strategy, watchdog = job.memory.strategy, job.watchdog
     watchdog.beat("exporting")
-    strategy.reshard(built.model)
+    strategy.reshard(assembly.model)
 
     def gather(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         watchdog.beat("exporting")
-        masters = [optim.master_of(built.optimizer, parameter) for parameter in parameters]
+        masters = [optim.master_of(assembly.optimizer, parameter) for parameter in parameters]
         return strategy.gather([p if m is None else m for p, m in zip(parameters, masters, strict=True)])
 
     def write(tensors: Iterator[tuple[str, torch.Tensor]]) -> Path:
@@ -305,14 +297,14 @@ def export(job: Job, built: Assembly) -> None:
             trust_remote_code=plan.trust_remote_code,
             code_folder=plan.weights,
         )
-        if not reads_back(folder, tokenizer, trust_remote_code=plan.trust_remote_code):
+        if not tokenizer_round_trips(folder, tokenizer, trust_remote_code=plan.trust_remote_code):
             print_rank0(
                 f"WARNING: AutoTokenizer loads a different tokenizer from {folder} than the one used in "
                 f"training; this suite reads it right, others must load {tokenizer.name_or_path} instead"
             )
         return folder
 
-    tensors = export_tensors(built.model, gather)
+    tensors = export_tensors(assembly.model, gather)
     print_rank0(f"exported to {ranks.iterate_on_rank0(tensors, write)}")
 
 
@@ -321,7 +313,6 @@ def summarize(job: Job, trainer: Trainer, observers: Observers) -> dict[str, Any
     observers.wall_time.count()
     cfg, strategy, progress = job.cfg, job.memory.strategy, trainer.progress
     losses = ranks.run_on_rank0(lambda: train_losses(job.folder))
-    peak = torch.tensor(torch.cuda.max_memory_allocated(job.device) / 1e9 if job.gpus else 0.0)
     return {
         "model_name": cfg.model.model_name,
         "mixed_precision": cfg.precision.mixed_precision,
@@ -337,7 +328,7 @@ def summarize(job: Job, trainer: Trainer, observers: Observers) -> dict[str, Any
         "best_eval_loss": progress.best_eval_loss,
         "runtime_seconds": progress.wall_seconds,
         "train_seconds": progress.train_seconds,
-        "peak_memory_gb": strategy.max(peak).item() if job.gpus else None,
+        "peak_memory_gb": trainer.peak_memory_gb(),
         "num_layers": getattr(job.resolved.plan.config.get_text_config(), "num_hidden_layers", None),
         "gpu_name": observers.environment.get("gpu_name"),
         "gpus": job.gpus,
@@ -358,7 +349,7 @@ def _generate_samples(job: Job) -> None:
     trusted = job.resolved.plan.trust_remote_code
     try:
         export = job.folder / "export"
-        text = answer(export, prompts, job.tokenizer, job.device, trust_remote_code=trusted)
+        text = generate_answers(export, prompts, job.tokenizer, job.device, trust_remote_code=trusted)
         (job.folder / "samples.txt").write_text(text, encoding="utf-8")
     except Exception as error:  # must not fail a finished run
         print_rank0(f"WARNING: --generate_samples: no answers ({type(error).__name__}: {first_line(error)})")

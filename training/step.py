@@ -28,7 +28,7 @@ class Stack:
     optimizer: torch.optim.Optimizer
     strategy: Any  # training.parallel.strategies.Strategy
     autocast: Callable[[], AbstractContextManager]
-    learning_rate: Callable[[int], float]  # of a 0-based step
+    learning_rate: Callable[[int], float]  # takes a 0-based step
     total_steps: int
     scaling: Scaling
     heartbeat: Callable[[str], None] = lambda doing: None  # sends this rank's next phase to the watchdog
@@ -80,11 +80,8 @@ def train_step(
     stack.heartbeat(f"waiting for step {done + 1}")
     usable = mean.isfinite() & (tokens > 0)
     outcome = strategy.step(stack.model, optimizer, usable=usable, max_norm=max_grad_norm)
-    # Offloading strategies have both values on the CPU.
-    applied, norm = (
-        value.to(strategy.device, torch.float32) for value in (outcome.applied, outcome.grad_norm)
-    )
-    read_flags = copy_to_host_async(torch.stack([applied, stop, norm]))
+    flags = outcome.applied, stop, outcome.grad_norm  # offloading strategies have them on the CPU
+    read_flags = copy_to_host_async(torch.stack([flag.to(strategy.device, torch.float32) for flag in flags]))
     return StepResult(mean, outcome.grad_norm, learning_rate, read_flags)
 
 

@@ -24,7 +24,7 @@ from training.tracking.meter import WARMUP_STEPS, Meter
 
 
 class Saver(Protocol):
-    """Writes checkpoints."""
+    """Interface for saving checkpoints."""
 
     saved_step: int  # step of this run's newest checkpoint; -1: none
     needs_evaluation: bool  # the checkpoint resumed from has no eval loss
@@ -43,10 +43,10 @@ class Hooks:
 
 @dataclass(frozen=True)
 class Logs:
-    """Destinations of metrics and messages."""
+    """Logs of metrics and messages."""
 
-    tracker: Any  # training.tracking: metrics.jsonl, TensorBoard, W&B
-    display: Any  # the terminal
+    tracker: Any  # training.tracking.tracker.Tracker: metrics.jsonl, TensorBoard, W&B
+    display: Any  # training.tracking.display.Display: the terminal
     meter: Meter
 
 
@@ -121,18 +121,10 @@ class Trainer:
         self.total_steps, self.progress, self.hooks = stack.total_steps, progress, hooks or Hooks()
         self.first_step = progress.step + 1  # first step of this launch
         self.stop = StopFlag(announces=ranks.rank() == 0)
-        self.guard = StepGuard(
-            cfg.optim,
-            progress,
-            total_steps=stack.total_steps,
-            world_size=stack.strategy.world_size,
-            warn=logs.display.message,
-            on_skip=stack.scaling.scrub,
-            heartbeat=stack.heartbeat,
-        )
+        self.guard = StepGuard(cfg.optim, stack, progress, warn=logs.display.message)
         self.last_eval: tuple[int, dict[str, float]] = (-1, {})  # step and metrics
         self._unsaved_counts = {"real_tokens": 0, "label_tokens": 0}  # on this rank, since the last save
-        self._resume_from: dict[str, Any] = {}  # loader state before the wait for data
+        self._loader_state: dict[str, Any] = {}  # before the current step's micro-batches
 
     def fit(self) -> bool:
         """Train to the end and save. False if a stop signal ended it early. Collective."""
@@ -143,7 +135,7 @@ class Trainer:
             try:
                 stopped = self._train()
             except Stopped:
-                self.loaders.train.load_state_dict(self._resume_from)
+                self.loaders.train.load_state_dict(self._loader_state)
                 stopped = True
             if stopped:
                 return self._stop()
@@ -176,7 +168,7 @@ class Trainer:
         batches = iter(self.loaders.train)
         while True:
             self.stack.heartbeat(f"loading the data of step {self.progress.step + 1}")
-            self._resume_from = self.loaders.train.state_dict()
+            self._loader_state = self.loaders.train.state_dict()
             window = self.stop.wait_for(
                 lambda: list(islice(batches, size)), interruptible=self.stack.strategy.world_size == 1
             )
@@ -231,7 +223,7 @@ class Trainer:
             self.logs.meter.restart_clock()
         if evaluates or saves or strategy.world_size == 1:
             return self._any_stop()
-        return stop  # all-reduced together with the loss: no extra collective
+        return stop  # already reduced over ranks, together with the loss
 
     def _before_first_step(self, batch: Any) -> None:
         """Prepare FP8 scaling and run an evaluation that is due, outside the timed region."""
@@ -264,7 +256,9 @@ class Trainer:
         }
         done = progress.step - meter.steps - self.first_step + 1  # steps of this launch before the interval
         warm = done >= WARMUP_STEPS or self.total_steps < self.first_step + WARMUP_STEPS
-        metrics |= meter.read(self._sum_counts, self._slowest, warm=warm) | self._peak_memory()
+        metrics |= meter.read(self._sum_counts, self._max_seconds, warm=warm)
+        if (peak := self.peak_memory_gb()) is not None:
+            metrics["perf/peak_memory_gb"] = peak
         self.logs.tracker.log(progress.step, metrics)
         self.hooks.after_log()
         self.logs.display.update(progress.step, metrics)
@@ -280,16 +274,17 @@ class Trainer:
         values = torch.tensor(list(counts.values()), device=strategy.device, dtype=torch.float64)
         return dict(zip(counts, (int(v) for v in strategy.sum(values).tolist()), strict=True))
 
-    def _slowest(self, seconds: list[float]) -> list[float]:
+    def _max_seconds(self, seconds: list[float]) -> list[float]:
         strategy = self.stack.strategy
         return strategy.max(torch.tensor(seconds, device=strategy.device, dtype=torch.float64)).tolist()
 
-    def _peak_memory(self) -> dict[str, float]:
+    def peak_memory_gb(self) -> float | None:
+        """Return the largest memory of any GPU in GB, or None on a CPU. Collective."""
         strategy = self.stack.strategy
         if strategy.device.type != "cuda":
-            return {}
+            return None
         peak = torch.tensor(torch.cuda.max_memory_allocated(strategy.device) / 1e9, device=strategy.device)
-        return {"perf/peak_memory_gb": strategy.max(peak).item()}
+        return strategy.max(peak).item()
 
     def _evaluate(self) -> None:
         step = self.progress.step

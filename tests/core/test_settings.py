@@ -237,7 +237,7 @@ def test_only_settings_that_are_not_resumable_count_as_changed():
     ],
 )
 def test_wandb_settings_without_wandb_are_reported(flags, message):
-    found = parse(*flags.split()).log.unread()
+    found = parse(*flags.split()).log.unused_wandb_flags()
     assert found is None if message is None else found.startswith(message)
 
 

@@ -22,7 +22,7 @@ from te_models.build import (
 )
 from te_models.options import BuildOptions
 from training.checkpoint.export import export_hf
-from training.checkpoint.generate import answer, generation_config
+from training.checkpoint.generate import generate_answers, generation_config
 
 CPU = torch.device("cpu")
 OPTIONS = BuildOptions(te_backend=None, dtype=torch.float32, device=CPU, packed=False, max_positions=64)
@@ -95,7 +95,7 @@ def test_model_with_own_code_is_built_counted_exported_and_generates(folder, tmp
     assert type(loaded).__name__ == "OwnForCausalLM"
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, weights[name])
-    assert "ANSWER" in answer(out, [("one", "two")], CPU, trust_remote_code=True)
+    assert "ANSWER" in generate_answers(out, [("one", "two")], CPU, trust_remote_code=True)
 
 
 def test_own_code_under_a_known_model_type_computes_the_loss(tmp_path):

@@ -31,7 +31,7 @@ from data.chat import Encoder
 from te_models.build import plan_model
 from tests.children import forked, preload, running
 from training import outcome, trainer
-from training.checkpoint import run_folder
+from training.checkpoint import progress
 from training.checkpoint.resume import ResumePoint, check_resume, count_steps
 from training.checkpoint.run_folder import train_losses
 from training.config import config_from_dict, parse_config
@@ -338,7 +338,7 @@ def test_the_time_of_a_launch_that_died_counts_once(tmp_path, monkeypatch):
             raise KeyError("no such column")
         return step(self, *arguments)
 
-    monkeypatch.setattr(run_folder, "WALL_TIME_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "WALL_TIME_SECONDS", 0.0)
     monkeypatch.setattr(trainer.Trainer, "_step", step_or_die)
     while dies_at:
         with pytest.raises(KeyError):
@@ -347,8 +347,8 @@ def test_the_time_of_a_launch_that_died_counts_once(tmp_path, monkeypatch):
         assert kept["wall_seconds"] == kept["node_seconds"] > 0
         dies_at.pop()
     monkeypatch.undo()
-    progress = record(folder, "checkpoints/step_000002/meta.json")["progress"]
-    assert kept["wall_seconds"] > progress["wall_seconds"], "step 3 counts"
+    at_step_2 = record(folder, "checkpoints/step_000002/meta.json")["progress"]
+    assert kept["wall_seconds"] > at_step_2["wall_seconds"], "step 3 counts"
     (folder / "wall_time.json").write_text(json.dumps(kept | {"wall_seconds": 1000.0}))
     began = time.perf_counter()
     train(folder, flags)

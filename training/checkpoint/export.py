@@ -51,7 +51,7 @@ def export_hf(
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
         config.architectures = [type(model).__name__]
-        _write_shards(partial, _as_published(model, _checked(model, tensors, dtype)))
+        _write_shards(partial, _to_hub_format(model, _check_and_cast(model, tensors, dtype)))
         config.save_pretrained(partial)
         (generation_config or GenerationConfig.from_model_config(config)).save_pretrained(partial)
         if tokenizer is not None:
@@ -59,7 +59,7 @@ def export_hf(
         if code_folder and getattr(config, "auto_map", None):
             for path in code_folder.glob("*.py"):
                 shutil.copy(path, partial)
-        _replace(folder, partial)
+        _publish_export(folder, partial)
     except OSError as error:
         raise UserError(
             f"cannot write the export to {folder}: {error.strerror or error}; an earlier export is intact. "
@@ -77,7 +77,7 @@ def check_export(folder: Path, source: Path | None = None) -> None:
             f"the export would overwrite --model_name {source}; choose another folder, or add --no_export",
             output_dir=folder.parent,
         )
-    if folder.exists() and (folder.is_file() or any(folder.iterdir())) and not _written(folder):
+    if folder.exists() and (folder.is_file() or any(folder.iterdir())) and not _exported_files(folder):
         raise bad_setting(
             f"its {folder.name}/ was not exported by a run in this folder; move it away, choose another "
             "folder, or add --no_export",
@@ -85,53 +85,55 @@ def check_export(folder: Path, source: Path | None = None) -> None:
         )
 
 
-def _list_file(folder: Path) -> Path:
+def _file_list_path(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.json")
 
 
-def _written(folder: Path) -> set[str]:
+def _exported_files(folder: Path) -> set[str]:
     """Names of the exported files in `folder`, listed in <folder>.json."""
-    return set(read_record(_list_file(folder)).get("files", ()))
+    return set(read_record(_file_list_path(folder)).get("files", ()))
 
 
-def _replace(folder: Path, partial: Path) -> None:
+def _publish_export(folder: Path, partial: Path) -> None:
     """Copy the user's files in `folder` to the new export, then publish it durably."""
     for path in (*partial.iterdir(), partial):
         sync_to_disk(path)
-    written = _written(folder) | {path.name for path in partial.iterdir()}
+    exported = _exported_files(folder) | {path.name for path in partial.iterdir()}
     if folder.exists():
 
-        def exported(at: str, names: list[str]) -> set[str]:
-            return written if Path(at) == folder else set()
+        def skip_exported(directory: str, names: list[str]) -> set[str]:
+            return exported if Path(directory) == folder else set()
 
-        shutil.copytree(folder, partial, symlinks=True, ignore=exported, dirs_exist_ok=True)
-    write_json(_list_file(folder), {"files": sorted(written)})
+        shutil.copytree(folder, partial, symlinks=True, ignore=skip_exported, dirs_exist_ok=True)
+    write_json(_file_list_path(folder), {"files": sorted(exported)})
     publish(partial, folder)
 
 
-def _checked(model: nn.Module, tensors: NamedTensors, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _check_and_cast(
+    model: nn.Module, tensors: NamedTensors, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the pairs with floats cast to `dtype`. UserError unless they are exactly the model's weights.
 
     Buffers and weights that transformers keeps in FP32 are not cast. Biases of an expert router, for example,
     need more precision than BF16.
     """
     # Detect tied weights on the model: a composite config may set them in a sub-config.
-    kept = {name for name, _ in model.named_parameters()}
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - kept
+    unique = {name for name, _ in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - unique
     missing = {name: list(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
     buffers = {name for name, _ in model.named_buffers()}
     parts = [f".{part}." for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     for name, tensor in tensors:
         if list(tensor.shape) != (shape := missing.pop(name, None)):
-            there = f"has {shape}" if shape else "has no such weight, or it came twice"
-            raise UserError(f"export: {name} is {list(tensor.shape)}, but the model {there}")
+            expected = f"has {shape}" if shape else "has no such weight, or it was exported twice"
+            raise UserError(f"export: {name} is {list(tensor.shape)}, but the model {expected}")
         exact = name in buffers or any(part in f".{name}." for part in parts)
         yield name, tensor.to(dtype) if tensor.is_floating_point() and not exact else tensor
     if missing:
         raise UserError(f"export: {len(missing)} weights of the model are missing, {min(missing)} first")
 
 
-def _as_published(model: nn.Module, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+def _to_hub_format(model: nn.Module, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
     """Convert to the names and shapes of the model's files on the hub, as other programs expect them.
 
     For many models transformers fuses experts and renames modules at load. Convert back one layer at a time

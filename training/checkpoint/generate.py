@@ -36,10 +36,10 @@ def generation_config(plan: Any, tokenizer: Any, *, turn_end: int | None, own_to
 
 
 # Text that exposes tokenizer differences: contractions, digits, runs of spaces, scripts, code.
-SAMPLE = "It's 3.14 x 1000 = 3140?\n\n   Gr\u00fc\u00dfe, \u4e16\u754c! def f(a_b):\treturn a_b\n"
+TOKENIZER_SAMPLE = "It's 3.14 x 1000 = 3140?\n\n   Gr\u00fc\u00dfe, \u4e16\u754c! def f(a_b):\treturn a_b\n"
 
 
-def reads_back(export: Path, tokenizer: Any, *, trust_remote_code: bool = False) -> bool:
+def tokenizer_round_trips(export: Path, tokenizer: Any, *, trust_remote_code: bool = False) -> bool:
     """True if AutoTokenizer loads a tokenizer equal to the one used in training.
 
     For some model types AutoTokenizer picks another class.
@@ -48,10 +48,10 @@ def reads_back(export: Path, tokenizer: Any, *, trust_remote_code: bool = False)
         loaded = AutoTokenizer.from_pretrained(export, trust_remote_code=trust_remote_code)
     except Exception:  # remote code may raise anything; a finished run must not fail here
         return False
-    return loaded(SAMPLE)["input_ids"] == tokenizer(SAMPLE)["input_ids"]
+    return loaded(TOKENIZER_SAMPLE)["input_ids"] == tokenizer(TOKENIZER_SAMPLE)["input_ids"]
 
 
-def answer(
+def generate_answers(
     export: Path,
     prompts: list[tuple[str, str]],
     tokenizer: Any,

@@ -47,7 +47,7 @@ class Index:
 
     steps: list[int]  # in the order they were saved
     eval_losses: dict[int, float]
-    went_back: int | None = None  # step of the last rollback
+    rolled_back_to: int | None = None  # step of the last rollback
 
     @property
     def best(self) -> int | None:
@@ -67,7 +67,7 @@ def read_index(folder: Path, *, rebuild: bool = False) -> Index:
     try:
         if path.exists():
             content = json.loads(path.read_bytes())
-        steps, went_back = [int(step) for step in content["steps"]], content.get("went_back")
+        steps, rolled_back_to = [int(step) for step in content["steps"]], content.get("went_back")
         losses = {int(step): float(loss) for step, loss in content["eval_losses"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         problem = f"{path}: unreadable ({type(error).__name__}: {error})"
@@ -75,11 +75,11 @@ def read_index(folder: Path, *, rebuild: bool = False) -> Index:
             reason = "delete it to continue from the last step, without its earlier eval losses"
             raise DamagedCheckpoint(f"{problem}; {reason}") from None
         warnings.warn(f"{problem}; rebuilt from the folders, without eval losses", stacklevel=2)
-        steps, losses, went_back = [], {}, None
+        steps, losses, rolled_back_to = [], {}, None
     folders = step_folders(folder)  # read after the index, so a concurrent save only adds newer ones
     # A folder that is not in the index is the newest: its save was killed before the index update.
     steps = [step for step in steps if step in folders] + sorted(folders.keys() - set(steps))
-    return Index(steps, {step: loss for step, loss in losses.items() if step in folders}, went_back)
+    return Index(steps, {step: loss for step, loss in losses.items() if step in folders}, rolled_back_to)
 
 
 def write_index(folder: Path, index: Index) -> None:
@@ -91,7 +91,7 @@ def write_index(folder: Path, index: Index) -> None:
         "best_eval_loss": index.eval_losses.get(best),
         "steps": index.steps,
         "eval_losses": {str(step): loss for step, loss in index.eval_losses.items()},
-        "went_back": index.went_back,
+        "went_back": index.rolled_back_to,
     }
     with explaining_write_errors(folder / INDEX):
         write_json(folder / INDEX, content)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
+from core.errors import bad_setting
 from core.files import read_record
 from training.checkpoint import index
 from training.checkpoint.index import Index, step_of
@@ -105,10 +105,10 @@ def _check_origin(requested: Path, latest: Path, folder: Path) -> None:
 
 def _saved_since_rollback(folder: Path, path: Path) -> Path | None:
     """Return the newest intact checkpoint saved after the last rollback to `path`, or None."""
-    found = index.read_index(folder)
-    if found.went_back is not None and found.went_back == step_of(path):
-        for step in reversed(found.steps):
-            if step == found.went_back:
+    recorded = index.read_index(folder)
+    if recorded.rolled_back_to is not None and recorded.rolled_back_to == step_of(path):
+        for step in reversed(recorded.steps):
+            if step == recorded.rolled_back_to:
                 break
             if index.is_intact(newer := folder / index.step_name(step)):
                 return newer
@@ -120,10 +120,10 @@ def roll_back(checkpoints: Checkpoints, path: Path) -> None:
 
     The eval losses of later steps are dropped, because those steps no longer belong to the run.
     """
-    step, found = read_manifest(path)["step"], index.read_index(checkpoints.folder)
-    if path.resolve().parent == checkpoints.folder.resolve() and step in found.steps:
-        steps = [*(other for other in found.steps if other != step), step]
-        index.write_index(checkpoints.folder, Index(steps, _losses_until(step, found), step))
+    step, recorded = read_manifest(path)["step"], index.read_index(checkpoints.folder)
+    if path.resolve().parent == checkpoints.folder.resolve() and step in recorded.steps:
+        steps = [*(other for other in recorded.steps if other != step), step]
+        index.write_index(checkpoints.folder, Index(steps, _losses_until(step, recorded), step))
 
 
 def eval_losses(path: Path) -> dict[int, float]:
@@ -132,15 +132,15 @@ def eval_losses(path: Path) -> dict[int, float]:
     return {} if step is None else _losses_until(step, index.read_index(path.parent))
 
 
-def _losses_until(step: int, found: Index) -> dict[int, float]:
-    return {other: loss for other, loss in found.eval_losses.items() if other <= step}
+def _losses_until(step: int, recorded: Index) -> dict[int, float]:
+    return {other: loss for other, loss in recorded.eval_losses.items() if other <= step}
 
 
 def forget_evaluations(checkpoints: Checkpoints) -> None:
     """Drop all recorded eval losses (the evaluation data changed). Call on rank 0."""
-    found = index.read_index(checkpoints.folder)
-    if found.eval_losses:
-        index.write_index(checkpoints.folder, replace(found, eval_losses={}))
+    recorded = index.read_index(checkpoints.folder)
+    if recorded.eval_losses:
+        index.write_index(checkpoints.folder, replace(recorded, eval_losses={}))
 
 
 # Settings
@@ -151,12 +151,12 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
 
     Return a notice about permitted changes ('' for none).
     """
-    meta, where = point.meta, f"--resume {point.path}"
+    meta = point.meta
     if unknown := sorted(meta["config"].keys() - all_settings().keys()):
-        raise UserError(
-            f"{where}: written by another version of this suite, with settings that this one does not have "
+        raise bad_setting(
+            "written by another version of this suite, with settings that this one does not have "
             f"({', '.join(unknown)}); resume with that version, or start a new run from its export",
-            exit_code=EXIT_BAD_SETTING,
+            resume=point.path,
         )
     changed = changed_settings(meta["config"], cfg)
     allowed = {} if point.own else {name: changed.pop(name) for name in RESTART_SETTINGS if name in changed}
@@ -167,14 +167,13 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
     if meta["recipe"] != recipe:
         changed["fp8_scenario"] = (meta["recipe"], recipe)
     if changed:
-        raise UserError(
-            f"{where}: saved with other settings ({describe_changes(changed)}); use the same settings, or "
-            f"export it first (old settings, --max_steps {point.step}) and train from that export in another "
+        raise bad_setting(
+            f"saved with other settings ({describe_changes(changed)}); use the same settings, or export it "
+            f"first (old settings, --max_steps {point.step}) and train from that export in another "
             "--output_dir",
-            flags=changed,
-            exit_code=EXIT_BAD_SETTING,
+            resume=point.path,
         )
-    notices = [f"{where}: settings changed: {describe_changes(allowed)}"] if allowed else []
+    notices = [f"--resume {point.path}: settings changed: {describe_changes(allowed)}"] if allowed else []
     if old != new:
         notices.append(
             f"WARNING: the checkpoint was saved on {meta['world_size']} ranks with a global batch of {old} "
@@ -189,23 +188,21 @@ def check_folder(cfg: Config, folder: Path) -> None:
     log = folder / "metrics.jsonl"
     if not (folder / "checkpoints").exists() and not (log.exists() and log.stat().st_size):
         return
-    old, where = read_record(folder / "config.json"), f"--output_dir {folder}"
+    old = read_record(folder / "config.json")
     if not old:
-        raise UserError(
-            f"{where}: its config.json is missing or damaged; choose another folder, with --resume {folder} "
-            "to continue from its checkpoints",
-            flags=["output_dir"],
-            exit_code=EXIT_BAD_SETTING,
+        raise bad_setting(
+            f"its config.json is missing or damaged; choose another folder, with --resume {folder} to "
+            "continue from its checkpoints",
+            output_dir=folder,
         )
     changed = changed_settings(old, cfg)
     if (folder / "checkpoints").exists():  # `check_resume` compares them, by world size
         changed = {name: values for name, values in changed.items() if name not in BATCH_SPLIT_SETTINGS}
     if changed:
-        raise UserError(
-            f"{where}: holds another run ({describe_changes(changed)}); choose another folder, or use the "
-            "settings it was started with to resume it",
-            flags=["output_dir", *changed],
-            exit_code=EXIT_BAD_SETTING,
+        raise bad_setting(
+            f"holds another run ({describe_changes(changed)}); choose another folder, or use the settings it "
+            "was started with to resume it",
+            output_dir=folder,
         )
     if cfg.checkpoint.resume == "none":
         raise bad_setting("the folder holds a run already; choose another", resume="none", output_dir=folder)

@@ -1,10 +1,9 @@
-"""The run folder: creation, lock, check that all nodes share it, config.json and wall time."""
+"""The run folder: creation, lock, check that all nodes share it, and config.json."""
 
 from __future__ import annotations
 
 import errno
 import json
-import math
 import platform
 import time
 import uuid
@@ -16,14 +15,12 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from core.errors import EXIT_BAD_SETTING, EXIT_IN_USE, UserError, bad_setting
-from core.files import read_record, write_json
-from training.checkpoint.progress import Progress
+from core.files import write_json
 from training.checkpoint.resume import check_folder
 from training.config import Config
 from training.parallel import ranks
 
 SHARED_FOLDER_SECONDS = 5.0  # visibility delay of network file systems
-WALL_TIME_SECONDS = 30.0  # minimum interval between writes of wall_time.json at log lines
 
 
 def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, FileLock]:
@@ -121,35 +118,3 @@ def train_losses(folder: Path) -> list[float]:
     lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
     losses = (json.loads(line).get("train/loss") for line in lines)
     return [loss for loss in losses if isinstance(loss, float)]
-
-
-class WallTime:
-    """Wall, GPU and node seconds of a run over all launches, in `progress` and wall_time.json.
-
-    If a launch is killed, its time since the last write is lost. GPUs and nodes may differ between launches.
-    """
-
-    SUMS = ("wall_seconds", "gpu_seconds", "node_seconds")
-
-    def __init__(self, folder: Path, progress: Progress, started: float, *, gpus: int, nodes: int):
-        self.path, self.progress, self.counted_until = folder / "wall_time.json", progress, started
-        self.gpus, self.nodes = gpus, nodes
-        self.written_at = -math.inf
-
-    def restore(self) -> None:
-        """Restore the sums from wall_time.json, which is newer than the checkpoint after a kill."""
-        recorded = read_record(self.path)
-        for name in self.SUMS:
-            setattr(self.progress, name, max(recorded.get(name, 0.0), getattr(self.progress, name)))
-
-    def count(self, *, write: bool = True) -> None:
-        """Add the time since the last call. Write the file if `write`, or if 30 s have passed."""
-        now = time.perf_counter()
-        seconds, self.counted_until = now - self.counted_until, now
-        self.progress.wall_seconds += seconds
-        self.progress.gpu_seconds += seconds * self.gpus
-        self.progress.node_seconds += seconds * self.nodes
-        if ranks.rank() == 0 and (write or now - self.written_at > WALL_TIME_SECONDS):
-            self.written_at = now
-            with suppress(OSError):  # best effort: a full disk is reported by the writes that must succeed
-                write_json(self.path, {name: getattr(self.progress, name) for name in self.SUMS})

@@ -23,9 +23,13 @@ class CheckpointConfig(Section):
     save_interval: int = resumable(
         500, "steps between checkpoints; 0: only at the end and on a stop signal", minimum=0
     )
-    keep_last: int = resumable(5, "recent checkpoints to keep, with the best by evaluation loss", minimum=1)
+    keep_last: int = resumable(
+        5, "newest checkpoints to keep; the best by evaluation loss is always kept", minimum=1
+    )
     resume: str = resumable(
-        "auto", "auto: from --output_dir's latest checkpoint; PATH: a run or checkpoint; none: from scratch"
+        "auto", "auto: latest checkpoint in --output_dir; PATH: a run or checkpoint; none: start from scratch"
     )
     export: bool = resumable(True, "write a Hugging Face model (BF16 safetensors) at the end")
-    generate_samples: int = resumable(0, "evaluation prompts to answer with the exported model", minimum=0)
+    generate_samples: int = resumable(
+        0, "number of evaluation prompts to answer with the exported model", minimum=0
+    )

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from training.checkpoint.progress import Progress
+from training.checkpoint.progress import Progress, WallTime
 from training.checkpoint.resume import ResumePoint
-from training.checkpoint.run_folder import WallTime
 from training.checkpoint.store import Checkpoints
 from training.config import Config
 from training.optim import adamw
@@ -53,7 +52,7 @@ def save_run(
         "world_size": run.strategy.world_size,
     }
     tensors, _ = weights_and_optimizer(run.model, run.optimizer, run.strategy, run.cfg)
-    tensors |= rng(run.strategy.rank) | {f"fp8/{name}": tensor for name, tensor in scaling.items()}
+    tensors |= rng_state(run.strategy.rank) | {f"fp8/{name}": tensor for name, tensor in scaling.items()}
     checkpoints.save(run.progress.step, tensors, meta, eval_loss=eval_loss)
 
 
@@ -96,13 +95,13 @@ def restore_run(checkpoints: Checkpoints, point: ResumePoint, run: RunState) -> 
     """
     shapes, meta = checkpoints.shapes(point.path), point.meta
     scaling = {key: torch.empty(shape) for key, shape in shapes.items() if key.startswith("fp8/")}
-    tensors, put_back = weights_and_optimizer(run.model, run.optimizer, run.strategy, run.cfg)
-    random_state = {key: tensor for key, tensor in rng(run.strategy.rank).items() if key in shapes}
-    checkpoints.load(point.path, tensors | random_state | scaling)
-    put_back()
+    tensors, copy_back = weights_and_optimizer(run.model, run.optimizer, run.strategy, run.cfg)
+    rng_tensors = {key: tensor for key, tensor in rng_state(run.strategy.rank).items() if key in shapes}
+    checkpoints.load(point.path, tensors | rng_tensors | scaling)
+    copy_back()
     optim.set_optimizer_steps(run.optimizer, meta["optimizer_steps"])
-    if random_state:
-        set_rng_state({key.rpartition("/")[2]: tensor for key, tensor in random_state.items()})
+    if rng_tensors:
+        set_rng_state({key.rpartition("/")[2]: tensor for key, tensor in rng_tensors.items()})
     vars(run.progress).update(vars(Progress.from_meta(meta)))
     return {key.removeprefix("fp8/"): tensor for key, tensor in scaling.items()}
 
@@ -118,14 +117,14 @@ def weights_and_optimizer(
     """
     strategy.reshard(model)
     if strategy.master_home == "zero":
-        tensors, put_back = strategy.state(model, optimizer)
+        tensors, copy_back = strategy.state(model, optimizer)
     else:
-        tensors, put_back = _held_by_optimizer(model, optimizer, cfg)
+        tensors, copy_back = _held_by_optimizer(model, optimizer, cfg)
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 tensors[f"model/{name}"] = buffer
-    return tensors, put_back
+    return tensors, copy_back
 
 
 def _held_by_optimizer(
@@ -146,7 +145,7 @@ def _held_by_optimizer(
             tensors |= {f"model/{name}": weight, f"optimizer/{name}.master_param": remainder}
 
     @torch.no_grad()
-    def put_back() -> None:
+    def copy_back() -> None:
         for name, master in masters.items():
             halves = tensors[f"model/{name}"], tensors[f"optimizer/{name}.master_param"]
             local(master).copy_(adamw.merge_master(*map(local, halves)))
@@ -156,7 +155,7 @@ def _held_by_optimizer(
             elif weight.dtype != torch.float32:
                 weight.copy_(local(halves[0]))
 
-    return tensors, put_back
+    return tensors, copy_back
 
 
 def _unwrapped(parameter: Tensor) -> Tensor:
@@ -175,7 +174,7 @@ def _like(parameter: Tensor, work: Callable[[Tensor], tuple[Tensor, ...]]) -> li
     return [DTensor.from_local(result, mesh, placements, **layout) for result in results]
 
 
-def rng(rank: int) -> dict[str, Tensor]:
+def rng_state(rank: int) -> dict[str, Tensor]:
     """Return the RNG states of torch (CPU and current GPU), Python and NumPy by checkpoint key."""
     _, words, gauss = random.getstate()
     _, key, position, has_gauss, cached = np.random.get_state()

@@ -43,11 +43,8 @@ def describe_environment() -> dict[str, Any]:
 
 def git_state(root: Path) -> dict[str, Any] | None:
     """Return the commit and whether tracked files differ from it (dirty). None if `root` is no checkout."""
-    git = (
-        "git",
-        f"--git-dir={root / '.git'}",
-        f"--work-tree={root}",
-    )  # ignore a repository that contains `root`
+    # Naming the folders ignores a repository that contains `root`.
+    git = ("git", f"--git-dir={root / '.git'}", f"--work-tree={root}")
     if commit := _output(*git, "rev-parse", "HEAD"):
         dirty = _output(*git, "status", "--porcelain", "--untracked-files=no") != ""
         return {"commit": commit, "dirty": dirty}

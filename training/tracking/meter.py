@@ -52,18 +52,17 @@ class Meter:
 
     def read(
         self,
-        total: Callable[[dict[str, int]], dict[str, int]],
-        slowest: Callable[[list[float]], list[float]],
+        sum_counts: Callable[[dict[str, int]], dict[str, int]],
+        max_seconds: Callable[[list[float]], list[float]],
         *,
         warm: bool,
     ) -> dict[str, float]:
         """Return the interval's metrics and start the next one.
 
-        `total` sums counts over ranks; `slowest` returns each time's maximum over ranks. Only `warm`
-        intervals enter the run's medians.
+        `sum_counts` and `max_seconds` reduce over ranks. Only `warm` intervals enter the run's medians.
         """
-        counts = total(self.counts)
-        seconds, waited = slowest([self.seconds, self.waited])
+        counts = sum_counts(self.counts)
+        seconds, waited = max_seconds([self.seconds, self.waited])
         out = {
             "perf/tokens_per_second": counts["real_tokens"] / seconds,
             "perf/label_tokens_per_second": counts["label_tokens"] / seconds,

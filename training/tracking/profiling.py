@@ -28,7 +28,7 @@ KINDS: dict[str, str] = {
     "copies and sums": r"memcpy|memset|copy|fill|elementwise|CatArray|reduce_kernel|multi_tensor",
 }
 OTHER, IDLE = "other", "idle"
-FIRST = 9  # first profiled step of a run, after warm-up
+FIRST_PROFILED_STEP = 9  # first profiled step of a run, after warm-up
 
 
 class Kernel(NamedTuple):
@@ -81,10 +81,10 @@ def check(count: int, device: torch.device) -> None:
 def profiled_steps(count: int, *, done: int, total: int) -> range:
     """Return the steps to profile in a launch that runs steps `done` + 1 to `total`.
 
-    The range starts at step `done` + FIRST, or earlier if the run is shorter. The launch's first step is
-    never profiled, because it selects and compiles kernels.
+    The range starts at step `done` + FIRST_PROFILED_STEP, or earlier if the run is shorter. The launch's
+    first step is never profiled, because it selects and compiles kernels.
     """
-    first = max(done + 2, min(done + FIRST, total - count + 1))
+    first = max(done + 2, min(done + FIRST_PROFILED_STEP, total - count + 1))
     return range(first, min(first + count, total + 1))
 
 

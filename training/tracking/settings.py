@@ -37,10 +37,10 @@ class LogConfig(Section):
     wandb_tags: str | None = service(None, "W&B tags, separated by commas")
     wandb_group: str | None = service(None, "W&B group")
 
-    def unread(self) -> str | None:
+    def unused_wandb_flags(self) -> str | None:
         """Return a warning about W&B settings given without --use_wandb, or None."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("wandb_")}
         changed = [as_flag(name, value) for name, value in given.items() if value != getattr(LogConfig, name)]
-        return (
-            f"{', '.join(changed)}: no effect without --use_wandb" if changed and not self.use_wandb else None
-        )
+        if self.use_wandb or not changed:
+            return None
+        return f"{', '.join(changed)}: no effect without --use_wandb"

@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoConfig
 
 from data.tokenizer import load_tokenizer
-from training.checkpoint.generate import SAMPLE, reads_back
+from training.checkpoint.generate import TOKENIZER_SAMPLE, tokenizer_round_trips
 
 
 @pytest.mark.parametrize(("family", "same"), [("llama", True), ("qwen3", True), ("qwen2", False)])
@@ -13,8 +13,8 @@ def test_export_whose_tokenizer_is_read_as_another_is_detected(family, same, tmp
     tokenizer = load_tokenizer("demo", family=family)
     tokenizer.save_pretrained(tmp_path)
     AutoConfig.for_model(family).save_pretrained(tmp_path)
-    assert reads_back(tmp_path, tokenizer) == same
+    assert tokenizer_round_trips(tmp_path, tokenizer) == same
     loaded = load_tokenizer(str(tmp_path), family=family)  # as --model_name EXPORT does
-    assert loaded(SAMPLE) == tokenizer(SAMPLE)
+    assert loaded(TOKENIZER_SAMPLE) == tokenizer(TOKENIZER_SAMPLE)
     (tmp_path / "tokenizer.json").write_text("{")
-    assert not reads_back(tmp_path, tokenizer)
+    assert not tokenizer_round_trips(tmp_path, tokenizer)

@@ -112,7 +112,7 @@ def test_failing_sample_answers_do_not_fail_a_finished_run(tmp_path, monkeypatch
     def fail(*_, **__):
         raise RuntimeError("CUDA error: unspecified launch failure")
 
-    monkeypatch.setattr(run_module, "answer", fail)
+    monkeypatch.setattr(run_module, "generate_answers", fail)
     folder = train(tmp_path / "run", "--max_steps 1 --generate_samples 1")
     assert "WARNING: --generate_samples: no answers (RuntimeError: CUDA error" in capsys.readouterr().out
     assert (folder / "summary.json").exists() and not (folder / "samples.txt").exists()

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from core.errors import UserError
 from tests.full_disk import disk_that_takes
-from training.tracking import display, tracker, writers
+from training.tracking import display, tracker
 from training.tracking.display import Display
 from training.tracking.environment import describe_environment, git_state
 from training.tracking.settings import LogConfig
@@ -116,7 +116,7 @@ def test_a_resume_that_fails_half_way_loses_no_line(logged, monkeypatch):
     def full(path, content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(writers, "replace_file", full)
+    monkeypatch.setattr(tracker, "replace_file", full)
     build(logged, resume_step=4).finish()  # an unchanged file is not rewritten
     with pytest.raises(UserError, match=r"metrics\.jsonl: No space left on device; free space"):
         build(logged, resume_step=1)
@@ -150,7 +150,7 @@ def test_a_failed_run_does_not_wait_for_uploads(tmp_path, monkeypatch):
             codes.append(exit_code)
             released.wait(300)
 
-    log = tracker.Tracker(writers.JsonlWriter(tmp_path, None))
+    log = tracker.Tracker(tracker.JsonlWriter(tmp_path, None))
     log.add_service("W&B", Slow)
     log.give_up(1)
     assert codes == [1] and not released.is_set()
