@@ -7,11 +7,14 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
+# Schedulers and torchrun may each send a signal to the same process: these are one request.
+SAME_SIGNAL_SECONDS = 1.0
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -70,6 +73,56 @@ def noticed(react: Callable[[signal.Signals], None]) -> Iterator[None]:
         thread.join()
         os.close(reader)
         os.close(writer)
+
+
+class Stopped(BaseException):
+    """Raised when a stop signal arrives while waiting for data. Libraries swallow plain Exceptions."""
+
+
+class StopFlag:
+    """Flag set by SIGTERM, SIGINT or SIGHUP; a second signal ends the process.
+
+    A signal interrupts waiting for data, but never a step.
+    """
+
+    def __init__(self, *, announces: bool = True):
+        self.requested = False
+        self.remaining_work = "the current step and saving"  # done after the first signal
+        self._announces, self._noticed = announces, 0.0  # time of the first signal
+        # PID of the waiting process. Forked loader workers inherit the handler and must not raise.
+        self.waiting_pid: int | None = None
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self.requested = True
+        if self.waiting_pid == os.getpid():
+            self.waiting_pid = None
+            raise Stopped
+
+    def notice(self, number: signal.Signals) -> None:
+        """Print what happens now; end the process if this is the second signal."""
+        now, first = time.monotonic(), not self._noticed
+        if first:
+            self.requested, self._noticed = True, now
+            message = f"{number.name}: finishing {self.remaining_work} first; send it again to end at once"
+        elif now - self._noticed < SAME_SIGNAL_SECONDS:
+            return
+        else:
+            message = f"{number.name} again: ended at once; checkpoints saved before are intact"
+        if self._announces:
+            with suppress(OSError):
+                os.write(2, f"{message}\n".encode())
+        if not first:
+            os._exit(128 + number)  # the exit code of shells
+
+    def wait_for(self, work: Callable[[], Any], *, interruptible: bool) -> Any:
+        """Return `work()`, or raise Stopped if a signal arrives first."""
+        self.waiting_pid = os.getpid() if interruptible else None
+        try:
+            if interruptible and self.requested:
+                raise Stopped
+            return work()
+        finally:
+            self.waiting_pid = None
 
 
 # A forked data-loader worker must not report its own signals through its parent's pipe.

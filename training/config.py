@@ -64,6 +64,9 @@ class Config:
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)}
 
 
+# Rules across sections. Each yields (names of conflicting settings, reason).
+
+
 def data_rules(s: Any) -> Iterator[tuple[str, str]]:
     if (s.dataset_prompt_field is None) != (s.dataset_completion_field is None):
         reason = "--dataset_prompt_field and --dataset_completion_field need each other; give both"
@@ -119,7 +122,7 @@ def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
         yield "fp8_all_gather master_weights", "FP8 weights need FP32 master weights; drop one of the two"
 
 
-RULES = (data_rules, precision_rules, sharding_rules)  # each yields (names of conflicting settings, reason)
+RULES = (data_rules, precision_rules, sharding_rules)
 
 
 def all_settings() -> dict[str, Setting]:

@@ -112,7 +112,7 @@ def run(job: Job, cleanup: ExitStack, signals: ExitStack) -> int:
     signals.enter_context(noticed(trainer.stop.notice))
     try:
         finished = trainer.fit()
-        trainer.stop.finishes = "the export and the logs"
+        trainer.stop.remaining_work = "the export and the logs"
         trainer.logs.display.close()
         if finished and job.cfg.exports:
             export(job, assembly)

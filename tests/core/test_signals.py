@@ -42,9 +42,7 @@ def test_a_second_signal_ends_the_process(tmp_path):
     """The main thread sits in one uninterrupted call into C, as in a long GPU step."""
     code = """
 import hashlib
-from core.signals import caught, noticed
-from tests.children import running
-from training.trainer import StopFlag
+from core.signals import StopFlag, caught, noticed
 stop = StopFlag()
 with caught(stop), noticed(stop.notice):
     print("ready", flush=True)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from core.signals import Stopped
 from data.collate import Batch
 from te_models.loss import TokenLoss
 from training.checkpoint.progress import Progress
@@ -25,7 +26,7 @@ from training.precision.scaling import Scaling
 from training.step import Stack
 from training.tracking.meter import WARMUP_STEPS, Meter
 from training.tracking.metrics import ModelShape, model_flops
-from training.trainer import Hooks, Logs, Stopped, Trainer
+from training.trainer import Hooks, Logs, Trainer
 
 CPU = torch.device("cpu")
 SHAPE = ModelShape(

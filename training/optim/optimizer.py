@@ -22,8 +22,10 @@ from training.precision.settings import PrecisionConfig
 
 
 class Kind(NamedTuple):
+    """An AdamW implementation."""
+
     name: str
-    weights: str  # description of weights and masters
+    weights: str  # its weights and masters, for the log
     master_bytes: int  # per parameter, stored in addition to the parameters
 
 
@@ -92,9 +94,9 @@ def plan_optimizer(
         raise bad_setting(
             "DeepSpeed always has FP32 masters; use another --sharding_mode", master_weights="none"
         )
-    kept = torch.float32 if masters or full else torch.bfloat16  # dtype of torch AdamW's parameters
-    if moments != kept:
-        name = "fp32" if kept == torch.float32 else "bf16"
+    dtype = torch.float32 if masters or full else torch.bfloat16  # dtype of torch AdamW's parameters
+    if moments != dtype:
+        name = "fp32" if dtype == torch.float32 else "bf16"
         masters_flag = {} if masters else {"master_weights": "none"}
         raise bad_setting(
             f"torch AdamW keeps moments in the weights' dtype; add --moment_dtype {name}, or use a GPU, "
@@ -104,7 +106,7 @@ def plan_optimizer(
         )
     if master_home == "zero":
         return OptimizerPlan("zero_adamw", torch.float32 if full else torch.bfloat16, True, moments)
-    return OptimizerPlan("torch_adamw", kept, kept == torch.float32, moments)
+    return OptimizerPlan("torch_adamw", dtype, dtype == torch.float32, moments)
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:

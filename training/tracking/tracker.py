@@ -26,7 +26,7 @@ FAILED_RUN_SECONDS = 5.0  # upload timeout of a failed run; less than the watchd
 class Tracker:
     """Logs to `record` (the run's files) and to services, whose failures do not stop the run.
 
-    All are writers with log(step, metrics), summary(values) and finish(exit_code). Without `record`, as on
+    Each is a writer with log(step, metrics), summary(values) and finish(exit_code). Without `record`, as on
     all ranks but 0, nothing is written.
     """
 
