@@ -15,6 +15,9 @@ def one_device(cfg):
 
 
 def main():
+    from core.start import start_command
+
+    start_command()
     from training.launch import launch
 
     launch(__doc__, start=one_device, started=STARTED)

@@ -23,6 +23,9 @@ def join_torchrun(cfg):
 
 
 def main():
+    from core.start import start_command
+
+    start_command()
     from core.signals import stop_with_parent
 
     if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun

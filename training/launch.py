@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +21,14 @@ if TYPE_CHECKING:
 def launch(description: str, *, start: Callable[[Config], torch.device], started: float) -> NoReturn:
     """Run the command and exit the process. For `start` and `started` see `training.run.main`."""
     cfg = parse_early(description)
+    # While libraries load, Ctrl-C ends the process at once: they turn a KeyboardInterrupt into other errors.
+    if (interrupt := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.disable()  # Collecting while libraries load takes a fifth of the time and frees nothing.
-    try:
-        from training.outcome import exit_process
-        from training.run import main
-    except KeyboardInterrupt:
-        print("error: interrupted before the start", file=sys.stderr)
-        sys.exit(130)  # 128 + SIGINT, as in shells
+    from training.outcome import exit_process
+    from training.run import main
+
+    signal.signal(signal.SIGINT, interrupt)
     gc.freeze()
     gc.enable()
     exit_process(main(sys.argv[1:], description=description, start=start, started=started, cfg=cfg))

@@ -17,8 +17,8 @@ from typing import Any, Literal
 from core.errors import first_line
 from core.machine import cores, host_memory
 from core.packages import version
+from core.start import MODULES, REQUIRED
 
-REQUIRED = ("torch", "transformers", "datasets", "numpy", "safetensors", "pyyaml", "tqdm")
 MINIMUM = {"torch": (2, 11), "transformers": (5, 0)}
 OPTIONAL = ("torchao", "deepspeed", "wandb", "tensorboard", "matplotlib")
 UPDATE_DRIVER = "sudo apt-get install -y nvidia-driver-580-server-open && sudo reboot"  # Ubuntu, Debian
@@ -80,7 +80,7 @@ def check_packages() -> Iterator[Finding]:
             problems.append(f"{name} {found} is older than {'.'.join(map(str, MINIMUM[name]))}")
         else:
             try:
-                importlib.import_module("yaml" if name == "pyyaml" else name)
+                importlib.import_module(MODULES.get(name, name))
             except Exception as error:
                 problems.append(f"{name} {found} does not load ({first_line(error)})")
                 command = "pip install --force-reinstall -r requirements.txt"

@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from multiprocessing import get_context
 
 from core.errors import first_line
+from core.start import hide_interrupts
 from training.doctor.machine import Finding
 
 WIDTH = 110
@@ -38,6 +39,7 @@ WITHOUT_TORCH = ("machine", "packages")
 
 def main(argv: list[str] | None = None) -> int:
     """Run the checks, print their findings as they come, and return the exit code."""
+    hide_interrupts()
     parser = argparse.ArgumentParser(prog="python -m training.doctor", description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     args = parser.parse_args(argv)

@@ -1,0 +1,64 @@
+"""The first second of every command: missing packages and Ctrl-C."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from core.packages import ROOT
+from tests.children import running
+
+COMMANDS = [
+    *(["train_fp8.py"], ["train_multi_gpu.py", "--help"]),
+    *(["-m", f"benchmarks.{name}"] for name in ("compare", "sweep", "report", "plan", "throughput", "peers")),
+    *(["-m", f"benchmarks.{name}"] for name in ("chart", "records.add")),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_missing_packages_are_one_line_with_the_command_that_installs_them(command):
+    bare = [sys.executable, "-S"]  # without site-packages
+    done = subprocess.run([*bare, *command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: torch, transformers, datasets")
+    assert done.stderr.endswith(f" missing; install: {sys.executable} -m pip install -r requirements.txt\n")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_old_python_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "version_info", (3, 9, 18))
+    with pytest.raises(SystemExit, match=r"this is Python 3.9 \(.*\); use Python 3.10 or newer"):
+        from core.start import start_command
+
+        start_command()
+
+
+@pytest.mark.parametrize(
+    ("command", "busy"),
+    [
+        (["train_fp8.py"], "yaml"),  # settings are parsed
+        (["train_fp8.py"], "numpy"),  # libraries load
+        (["-m", "benchmarks.sweep"], "xxhash"),
+        (["-m", "benchmarks.report"], "matplotlib"),
+    ],
+)
+def test_ctrl_c_while_modules_load_is_silent(command, busy, tmp_path):
+    (tmp_path / f"{busy}.py").write_text("import time; print('loading', flush=True); time.sleep(60)")
+    code = f"""
+import runpy, sys
+sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]
+sys.argv = {command!r}[-1:]
+run = runpy.run_module if {command!r}[0] == "-m" else runpy.run_path
+run({command!r}[-1], run_name="__main__")
+"""
+    with running(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout.readline() == "loading\n"
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode in (130, -signal.SIGINT)
