@@ -14,11 +14,11 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+from matplotlib.ticker import StrMethodFormatter
 
 from benchmarks.records.launch import command_parser, run_command
 from benchmarks.records.table import TABLE, read_table
-from benchmarks.report.figures import PALETTE, STYLE
+from benchmarks.report.figures import PALETTE, STYLE, draw_bars
 from benchmarks.report.gaps import smooth
 
 PLAIN = dict.fromkeys(("fp8_fast_accumulation", "fp8_lm_head"))
@@ -46,10 +46,7 @@ def tokens_per_second(kind: str, commit: str, settings: dict[str, Any]) -> float
 
 def draw_speed(axes: Axes) -> None:
     rates = [tokens_per_second(*bar[1:4]) for bar in BARS]
-    bars = axes.barh([bar[0] for bar in BARS], rates, color=[bar[4] for bar in BARS])
-    axes.bar_label(bars, [f"{rate:,.0f}" for rate in rates], padding=3)
-    axes.invert_yaxis()
-    axes.xaxis.set_major_locator(MaxNLocator(5))
+    draw_bars(axes, [bar[0] for bar in BARS], rates, [f"{r:,.0f}" for r in rates], [bar[4] for bar in BARS])
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set(title="Llama 3.1 8B, 8,192 tokens, one H200", xlabel="tokens/s", xlim=(0, 1.2 * max(rates)))
 

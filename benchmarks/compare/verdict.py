@@ -160,13 +160,12 @@ def judge(
 
 def measure(run: RunRecord, price: float | None) -> dict[str, float | None]:
     """Return a row's values that need no baseline. Speed, memory and cost are None unless on real GPUs."""
-    real = bool(run.gpus) and not run.emulated
-    hours = run.value("gpu_hours") if real else None
+    hours = run.value("gpu_hours") if run.timed else None
     losses = [loss for _, loss in run.series("train/loss")]
     return {
         "tail_loss": tail_mean(losses) if losses else None,
         **{name: run.value(name) for name in map(summary_name, QUALITY)},
-        **{name: run.value(name) if real else None for name in map(summary_name, SPEED)},
+        **{name: run.value(name) if run.timed else None for name in map(summary_name, SPEED)},
         "gpu_hours": hours,
         "cost": None if hours is None or price is None else hours * price,
     }

@@ -90,9 +90,9 @@ class RunRecord:
     def value(self, name: str) -> Any:
         """Return a value of summary.json, or compute it from an unfinished run's logs; None if unknown.
 
-        The speed of an emulated run is None, because it is meaningless.
+        The speed of a run that is not `timed` is None, because it is meaningless.
         """
-        if name in SPEED and self.emulated:
+        if name in SPEED and not self.timed:
             return None
         if self.summary is not None:
             return self.summary.get(name)
@@ -118,6 +118,11 @@ class RunRecord:
         if self.summary is not None:
             return self.summary.get("gpus", 1)
         return self.environment.get("world_size", 1) if self.environment.get("gpu_name") else 0
+
+    @property
+    def timed(self) -> bool:
+        """True if its speed is meaningful: it ran on GPUs, without emulation."""
+        return bool(self.gpus) and not self.emulated
 
     @property
     def nodes(self) -> int | None:

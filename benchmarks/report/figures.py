@@ -1,11 +1,11 @@
-"""Figures of a report: losses, gaps, scaling and FP8 statistics."""
+"""Figures of a report: speed-ups, losses, gaps, scaling and FP8 statistics."""
 
 from __future__ import annotations
 
 import math
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 from benchmarks.records.runs import DEFAULT, WORK, RunRecord, Series
-from benchmarks.report.gaps import Comparison, loss_gap, noise_band, smooth
+from benchmarks.report.gaps import Comparison, Result, loss_gap, noise_band, results, smooth, tail_noise
 from benchmarks.report.tables import Columns, labels, metric_columns, read_value
 
 # The colour-blind-safe palette of Okabe and Ito; violet replaces its yellow, which is too light on white.
@@ -29,7 +29,7 @@ STYLE = {
 }
 MAX_POINTS = 800  # per curve
 LABEL_WIDTH = 44  # characters per line of a label
-MARKED = 10  # curves with fewer points get markers
+FEW = 10  # curves with fewer points get markers
 SPIKE = 10  # the gap's axis ends at this multiple of the widest curve's 75th percentile
 
 FP8_METRIC = re.compile(r"fp8/(?:.*\.)?layers\.(\d+)\.(.+)/(activation|weight|gradient)/(\w+)")
@@ -49,6 +49,10 @@ class Drawn(NamedTuple):
 def draw_all(runs: list[RunRecord], losses: Comparison) -> dict[str, Drawn]:
     """Draw everything that the runs logged; return the figures by file name without suffix."""
     found = {}
+    if losses.pairs:
+        compared = results(losses)
+        figure = draw_overview(runs, losses, compared)
+        found["overview"] = Drawn("overview", _describe(losses, compared), figure)
     if any(run.series("train/loss") or run.series("eval/loss") for run in runs):
         caption = "Training loss: logged (pale), moving average over 5 % of the run (bold). Dots: evaluation."
         found["loss"] = Drawn("losses", caption, draw_losses(runs))
@@ -89,6 +93,11 @@ def _plot(axes: Axes, series: Series, *form: str, **options: Any) -> None:
     axes.plot([x for x, _ in series], [y for _, y in series], *form, **options)
 
 
+def _markers(series: Series) -> dict[str, Any]:
+    """Return markers for a curve of few points, because a single point has no line."""
+    return {"marker": "s", "markersize": 4} if len(series) < FEW else {}
+
+
 def _step_axes(names: list[str], title: str) -> tuple[Figure, Axes]:
     """Return a figure over optimizer steps, with space for a legend of `names`."""
     figure = Figure(figsize=(9, 5.5 + 0.12 * _lines(names)), layout="constrained")
@@ -115,6 +124,59 @@ def _add_legend(figure: Figure, axes: Axes) -> Figure:
     return figure
 
 
+def _describe(losses: Comparison, compared: list[Result]) -> str:
+    """Return the caption of the overview."""
+    text = "Gap of the mean training loss over the last 10 % of common steps to the baseline's."
+    if any(result.speedup for result in compared):
+        text = f"Left: speed, and factor to the baseline's. Right: {text[0].lower()}{text[1:]}"
+    if (noise := tail_noise(losses.seeds)) is None:
+        return f"{text} No noise band: add runs that differ from the reference only in the seed."
+    return f"{text} Grey: noise band of {len(losses.seeds)} seeds, {noise[0]:+.2%} to {noise[1]:+.2%}."
+
+
+def draw_overview(runs: list[RunRecord], losses: Comparison, compared: list[Result]) -> Figure:
+    """Draw speed, if a run has any, and final loss gap of the compared runs, with the noise band."""
+    numbers = {id(run): i for i, run in enumerate(runs)}
+    short = labels(runs)
+    names = []
+    for run, baseline, *_ in compared:
+        against = "" if baseline is losses.reference else f" against {short[numbers[id(baseline)]]}"
+        names.append(textwrap.fill(short[numbers[id(run)]] + against, LABEL_WIDTH // 2))
+    baselines = {id(baseline) for _, baseline, *_ in compared}
+    colors = ["0.6" if id(run) in baselines else PALETTE[0] for run, *_ in compared]
+    rates = [result.run.tokens_per_gpu for result in compared]
+    figure = Figure(figsize=(9, 1 + 0.3 * max(3, _lines(names))), layout="constrained")
+    *left, right = figure.subplots(1, 1 + any(rates), sharey=True, squeeze=False)[0]
+    for axes in left:
+        factors = [f" ({r.speedup:.2f}x)" if r.speedup else "" for r in compared]
+        texts = [f"{rate:,.0f}{x}" if rate else "-" for rate, x in zip(rates, factors, strict=True)]
+        draw_bars(axes, names, [rate or 0 for rate in rates], texts, colors)
+        axes.set_xlabel("tokens/s per GPU" if any(run.gpus > 1 for run, *_ in compared) else "tokens/s")
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.margins(x=0.45)
+    texts = ["none" if r.gap is None else f"{r.gap:+.2%}" for r in compared]
+    texts[0] = "baseline"
+    right.use_sticky_edges = False  # texts need space on both sides of 0
+    if noise := tail_noise(losses.seeds):
+        right.axvspan(*noise, color="0.5", alpha=0.25, linewidth=0)
+    draw_bars(right, names, [result.gap or 0 for result in compared], texts, colors)
+    right.axvline(0.0, color="black", linewidth=1)
+    right.set_xlabel("training loss relative to the baseline")
+    right.xaxis.set_major_formatter(PercentFormatter(1.0))
+    return figure
+
+
+def draw_bars(
+    axes: Axes, names: Sequence[str], values: list[float], texts: list[str], colors: Sequence[str]
+) -> None:
+    """Draw horizontal bars with texts at their ends, the first at the top."""
+    bars = axes.barh(range(len(names)), values, color=colors, tick_label=names)
+    axes.bar_label(bars, texts, padding=3)
+    axes.yaxis.set_inverted(True)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.margins(x=0.3)
+
+
 def draw_losses(runs: list[RunRecord]) -> Figure:
     """Draw logged and smoothed training losses, and evaluation losses, of all runs."""
     names = _names(labels(runs))
@@ -125,7 +187,7 @@ def draw_losses(runs: list[RunRecord]) -> Figure:
             means = smooth([loss for _, loss in train])
             _plot(axes, thin(train), color=style(i)["color"], alpha=0.25, linewidth=1)
             smoothed = list(zip([step for step, _ in train], means, strict=True))
-            _plot(axes, thin(smoothed), **style(i), label=name)
+            _plot(axes, thin(smoothed), **style(i), **_markers(train), label=name)
         if evaluation:
             label = None if train else name
             _plot(axes, evaluation, "o", color=style(i)["color"], markersize=5, label=label)
@@ -151,8 +213,7 @@ def draw_gap(runs: list[RunRecord], losses: Comparison) -> Figure:
     axes.axhline(0.0, color="black", linewidth=1)
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         if id(run) in baselines and (gap := loss_gap(run, baselines[id(run)])):
-            dots = {"marker": "o", "markersize": 4} if len(gap) < MARKED else {}
-            _plot(axes, thin(gap), **style(i), **dots, label=name)
+            _plot(axes, thin(gap), **style(i), **_markers(gap), label=name)
             curves.append(gap)
     _fit_gaps(axes, curves)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -194,7 +255,7 @@ def scaling(runs: list[RunRecord], axis: str) -> dict[str, list[tuple[int, RunRe
     settings that differ between lines.
     """
     (rest,) = AXES.keys() - {axis}
-    shown = [run for run in runs if run.gpus and not run.emulated]
+    shown = [run for run in runs if run.timed]
     varying = [n for n in WORK if n not in ALONG[axis] and len({str(run.work[n]) for run in shown}) > 1]
     lines: dict[str, list[tuple[int, RunRecord]]] = {}
     for run in shown:

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from benchmarks.records.runs import EFFECTS, RunRecord, Series
 from benchmarks.report.tables import labels
@@ -116,11 +117,15 @@ def seed_runs(runs: list[RunRecord], reference: RunRecord) -> list[RunRecord]:
     """Return the reference and its repetitions with other seeds: one run per seed, without diverged runs."""
     found = {reference.config.get("seed"): reference}
     for run in runs:
-        same = run.value("recipe") == reference.value("recipe") and run.emulated == reference.emulated
-        repeats = same and set(other_settings(run, reference, precision=True)) <= {"seed"}
-        if repeats and ends_finite(run) and why_not_comparable(run, reference) is None:
+        if repeats(run, reference) and ends_finite(run) and why_not_comparable(run, reference) is None:
             found.setdefault(run.config.get("seed"), run)
     return list(found.values())
+
+
+def repeats(run: RunRecord, other: RunRecord) -> bool:
+    """True if the runs differ in nothing but the seed."""
+    same = run.value("recipe") == other.value("recipe") and run.emulated == other.emulated
+    return same and other_settings(run, other, precision=True) == ["seed"]
 
 
 def smooth(values: list[float], share: int = 20) -> list[float]:
@@ -172,6 +177,11 @@ def tail_noise(seeds: list[RunRecord]) -> tuple[float, float] | None:
     return (min(found), max(found)) if len(found) > 1 else None
 
 
+def final_gap(run: RunRecord, baseline: RunRecord) -> float | None:
+    """Return the tail gap; None if the last loss of either run is not finite, or no step is common."""
+    return tail_gap(run, baseline) if ends_finite(run) and ends_finite(baseline) else None
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Comparable runs with their baselines, and why the other runs are not comparable."""
@@ -197,3 +207,31 @@ def compare_losses(
         else:
             pairs.append((run, baseline))
     return Comparison(reference, pairs, left_out, seed_runs(runs, reference))
+
+
+class Result(NamedTuple):
+    """Loss gap and speed-up of a run over its baseline; None where unknown."""
+
+    run: RunRecord
+    baseline: RunRecord
+    gap: float | None
+    speedup: float | None
+
+
+def results(losses: Comparison) -> list[Result]:
+    """Return the results of all comparable runs, the reference first.
+
+    Repetitions with other seeds have none of their own: gaps are means over the seeds that the run and its
+    baseline share.
+    """
+    found: list[Result] = []
+    for run, baseline in [(losses.reference, losses.reference), *losses.pairs]:
+        if any(repeats(run, result.run) for result in found):
+            continue
+        pairs = [pair for pair in losses.pairs if repeats(pair[0], run)]
+        shared = [(r, b) for r, b in pairs if r.setting("seed") == b.setting("seed")]
+        gaps = [final_gap(*pair) for pair in [(run, baseline), *shared]]
+        rates = run.tokens_per_gpu, baseline.tokens_per_gpu
+        speedup = rates[0] / rates[1] if all(rates) else None
+        found.append(Result(run, baseline, None if None in gaps else fmean(gaps), speedup))
+    return found

@@ -69,8 +69,6 @@ def gap_section(runs: list[RunRecord], losses: gaps.Comparison) -> dict[str, Any
         rows.append([names[id(run)], names[id(baseline)], _gap_text(run, baseline), others])
     return {
         "reference": names[id(losses.reference)],
-        "seeds": [names[id(run)] for run in losses.seeds],
-        "noise": gaps.tail_noise(losses.seeds),
         "headings": [
             *("run", "baseline", "gap of the mean loss over the last 10 % of common steps"),
             "differing settings other than precision",

@@ -89,7 +89,7 @@ def _run_columns(runs: list[RunRecord]) -> Columns:
         "tokens/s per GPU": (lambda run: run.tokens_per_gpu, "{:,.0f}"),
         "scaling": (lambda run: _scaling(run, runs), "{:.1%}"),
         **metric_columns("perf/mfu_bf16", "perf/mfu_fp8", "perf/model_tflops_per_gpu", "perf/peak_memory_gb"),
-        "GPU-hours": ("gpu_hours", "{:.2f}"),
+        "GPU-hours": (lambda run: run.value("gpu_hours") or None, "{:.2f}"),
         "steps": ("steps", "{:,}"),
         "GPUs": (lambda run: run.gpus or None, "{}"),
         "mode": (lambda run: run.mode, "{}"),

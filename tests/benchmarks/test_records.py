@@ -52,7 +52,7 @@ def test_a_finished_run_has_its_summary_in_the_table(tmp_path, capsys):
 
 def test_a_crashed_run_has_its_metrics_in_the_table(tmp_path):
     losses = [9.0, math.nan, *map(float, range(20, 0, -1))]
-    folder = write_run(tmp_path / "crashed", losses=losses)
+    folder = write_run(tmp_path / "crashed", losses=losses, environment={"gpu_name": "NVIDIA H200"})
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 230, "train/lo')
     assert row(read_run(folder)) == {
@@ -62,8 +62,11 @@ def test_a_crashed_run_has_its_metrics_in_the_table(tmp_path):
         "eval loss": "0.5000",
         "perplexity": "1.65",
         "tokens/s": "1,200",  # median of 200, 300 .. 2200: the first interval warms up
+        "tokens/s per GPU": "1,200",
         "peak GB": "9.0",
         "steps": "220",
+        "GPUs": "1",
+        "mode": "single",
         "model": "tiny-llama",
     }
 

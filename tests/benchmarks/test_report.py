@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,7 +15,15 @@ import wandb
 from benchmarks.compare.verdict import COLUMNS, Row
 from benchmarks.records.runs import read_run
 from benchmarks.report import gaps
-from benchmarks.report.figures import MAX_POINTS, draw_gap, draw_losses, draw_scaling, scaling, thin
+from benchmarks.report.figures import (
+    MAX_POINTS,
+    draw_gap,
+    draw_losses,
+    draw_overview,
+    draw_scaling,
+    scaling,
+    thin,
+)
 from benchmarks.report.main import main, read_all, upload, write
 from benchmarks.report.tables import make_table, report_tables
 from tests.benchmarks.folders import COVERAGE, ENVIRONMENT, SUMMARY, append, rated, trained, write_run
@@ -188,6 +197,45 @@ def test_the_curve_shows_all_runs_without_non_finite_losses(tmp_path):
     assert texts == list(map(str, folders))
 
 
+def test_a_single_logged_loss_has_a_marker(tmp_path):
+    runs = [trained(tmp_path / "a", [4.0]), trained(tmp_path / "b", [3.0], "delayed")]
+    (axes,) = draw_losses(runs).axes
+    assert [line.get_marker() for line in axes.lines] == ["None", "s"] * 2
+    (axes,) = draw_gap(runs, gaps.compare_losses(runs, runs[0])).axes
+    assert [line.get_marker() for line in axes.lines[1:]] == ["s"]
+
+
+def overview(runs, reference, baselines=None):
+    """The names and the panels' texts of the overview."""
+    losses = gaps.compare_losses(runs, reference, baselines)
+    panels = draw_overview(runs, losses, gaps.results(losses)).axes
+    names = [label.get_text() for label in panels[0].get_yticklabels()]
+    return names, *([text.get_text() for text in axes.texts] for axes in panels)
+
+
+def test_the_overview_shows_speed_and_gap_without_other_seeds(tmp_path):
+    """The gap is the mean over both seeds: +1 % and +3 %."""
+    fp8, fp8_2 = (trained(tmp_path / f"fp8-{i}", [x], "delayed", seed=i) for i, x in ((1, 2.02), (2, 3.09)))
+    bf16, bf16_2 = (trained(tmp_path / f"bf16-{i}", [x], seed=i) for i, x in ((1, 2.0), (2, 3.0)))
+    faster = fp8.summary | {"tokens_per_second": 1.25 * SUMMARY["tokens_per_second"]}
+    fp8 = replace(fp8, summary=faster)
+    assert overview([fp8, bf16, bf16_2, fp8_2], bf16, {fp8_2.folder: bf16_2}) == (
+        ["bf16-1", "fp8-1"],
+        ["14,376 (1.00x)", "17,970 (1.25x)"],
+        ["baseline", "+2.00%"],
+    )
+
+
+@pytest.mark.parametrize("change", [{"gpus": 0}, {"emulated": True}])
+def test_the_overview_of_runs_that_are_not_timed_shows_gaps_only(tmp_path, change):
+    runs = [trained(tmp_path / "bf16", [2.0]), trained(tmp_path / "fp8", [math.nan, 2.0], "delayed")]
+    runs += [trained(tmp_path / "broken", [2.0, math.nan], "current")]
+    runs = [replace(run, summary=run.summary | change) for run in runs]
+    names, texts = overview(runs, runs[0])
+    assert names == ["bf16", "fp8", "broken"] and texts == ["baseline", "none", "none"]
+    assert "tokens/s" not in report_tables(runs)["runs"].headings
+
+
 @pytest.mark.parametrize(
     ("losses", "low", "high"),
     [
@@ -247,7 +295,7 @@ def test_thinning_keeps_the_extremes_of_a_long_curve():
 # The page
 
 NASTY = '<script src="http://evil/x.js"></script> & "$\\frac{" \' </style>'
-SECTIONS = ["runs", "losses", "gap", "statistics", "speed", "coverage", "fp8", "hours", "settings"]
+SECTIONS = ["losses", "gap", "runs", "statistics", "speed", "coverage", "fp8", "hours", "settings"]
 
 
 class Page(HTMLParser):
@@ -302,7 +350,7 @@ def reported(tmp_path, *folders, reference=None):
             found = re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line)
             rows[name, found[0]] = found[1:]
     page = Page(out / "report.html")
-    assert [name for name in page.ids if name in SECTIONS] == SECTIONS
+    assert page.ids == [name for name in SECTIONS if name in page.ids]
     return page, rows
 
 
@@ -312,9 +360,11 @@ def test_the_page_of_two_runs_has_every_figure_and_number(tmp_path, capsys):
         whole_run(tmp_path / "two", seed=2, losses=(3.0, 2.5, 2.5)),
     )
     page, rows = reported(tmp_path, one, two)
-    assert page.tags.count("img") == 1 + 1 + 2  # losses, gap, FP8 statistics of each run
+    assert page.ids == [name for name in SECTIONS if name != "speed"], "no lengths or GPUs to draw over"
+    assert page.tags.count("img") == 1 + 1 + 1 + 2  # overview, losses, gap, FP8 statistics of each run
+    assert page.tags.index("img") < page.tags.index("section"), "the page opens with the overview"
     assert {path.name for path in (tmp_path / "report").glob("*.png")} == {
-        *("loss.png", "gap.png"),
+        *("overview.png", "loss.png", "gap.png"),
         *("fp8_stats_1_one.png", "fp8_stats_2_two.png"),
     }
     assert rows["hours", "one"] == ["1.500", "1", "2", "1.500", "3.000"]
@@ -329,7 +379,7 @@ def test_the_page_of_two_runs_has_every_figure_and_number(tmp_path, capsys):
         "2.0000",
         "0.4082",
         "0.2357",
-        "differ by up to 25.000%",
+        "noise band of 2 seeds, +0.00% to +25.00%",
     ):  # sqrt(1/6), sqrt(1/18)
         assert number in text
     _, rows = reported(tmp_path, one, reference=two)
@@ -360,7 +410,7 @@ def test_emulated_runs_are_named_and_show_no_speed(tmp_path):
     page, _ = reported(tmp_path, *folders)
     text = " ".join(page.texts)
     assert "Emulated: 512, 1024." in text and "14,376" not in text and "74.8%" not in text
-    assert "Nothing to plot" in text
+    assert {"speed", "coverage", "fp8"}.isdisjoint(page.ids), "empty sections"
 
 
 def test_the_same_runs_make_the_same_page(tmp_path):
