@@ -50,11 +50,11 @@ def assemble(job: Job) -> Assembly:
     compute = torch.float32 if cfg.precision.mixed_precision == "fp32" else torch.bfloat16
     dtypes = {"parameter_dtype": optimizer_plan.parameter_dtype, "compute_dtype": compute}
 
+    fp8_stats = Fp8Stats(cfg, precision, job.folder)  # TE inspects only modules built after this
     model = _build_model(job, optimizer_plan, dtypes, fp8_gather=fp8_gather)
     # A phase of its own, so that the watchdog can name ranks that are still loading weights.
     job.watchdog.starting("building the optimizer")
     precision_map.apply(model, precision, fp8_attention=cfg.precision.fp8_attention)
-    fp8_stats = Fp8Stats(cfg, precision, job.folder)
     fp8_stats.attach(model)
     strategy.reshard(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
