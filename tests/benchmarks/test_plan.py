@@ -412,9 +412,14 @@ def test_a_gpu_is_described_by_flags():
     [("--help", 0, "--price_per_gpu_hour"), ("--batch_siz", 2, "unknown flag --batch_siz")],
 )
 def test_help_and_wrong_flags_are_answered_before_torch_is_imported(flag, code, text):
-    command = f"import sys; sys.modules['torch'] = None; sys.argv = ['plan', '{flag}']; " + (
-        "import runpy; runpy.run_module('benchmarks.plan', run_name='__main__')"
-    )
+    command = f"""
+import runpy, sys
+sys.argv = ["plan", {flag!r}]
+try:
+    runpy.run_module("benchmarks.plan", run_name="__main__")
+finally:
+    assert "torch" not in sys.modules
+"""
     done = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code and text in done.stdout + done.stderr
 

@@ -253,8 +253,14 @@ def test_help_has_one_line_per_setting():
 )
 @pytest.mark.parametrize("script", ["train_fp8.py", "train_multi_gpu.py"])
 def test_help_and_wrong_flags_need_no_torch(script, flags, code):
-    program = f"import runpy, sys; sys.modules['torch'] = None; sys.argv = {[script, *flags]}; "
-    program += f"runpy.run_path('{script}', run_name='__main__')"
+    program = f"""
+import runpy, sys
+sys.argv = {[script, *flags]}
+try:
+    runpy.run_path({script!r}, run_name="__main__")
+finally:
+    assert "torch" not in sys.modules
+"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     if code:
