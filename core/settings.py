@@ -1,4 +1,4 @@
-"""Settings sections: one field is a flag, a YAML key, a line of --help and of config.json."""
+"""Settings sections: one field is a flag, a YAML key, a line of --help and of settings.json."""
 
 from __future__ import annotations
 

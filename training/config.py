@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
@@ -202,8 +203,14 @@ def parse_config(argv: list[str], *, prog: str, description: str) -> Config:
         raise
 
 
+def settings_path(folder: Path) -> Path:
+    """Return the file with a run's settings: settings.json, or config.json in folders of earlier versions."""
+    path, earlier = folder / "settings.json", folder / "config.json"
+    return earlier if earlier.exists() and not path.exists() else path
+
+
 def load_config_file(path: str) -> dict[str, Any]:
-    """Read flat settings from a YAML file or a run's config.json. UserError names the file."""
+    """Read flat settings from a YAML file or a run's settings.json. UserError names the file."""
     loaded, table = read_yaml_settings(path), all_settings()
     try:
         for name, value in loaded.items():

@@ -172,7 +172,7 @@ def _open_folder(cfg: Config, resolved: Resolved, cleanup: ExitStack) -> tuple[P
 def _find_checkpoint(
     cfg: Config, resolved: Precision, folder: Path, checkpoints: Checkpoints
 ) -> ResumePoint | None:
-    """Return the checkpoint to resume from, if any, and write config.json. Call on rank 0."""
+    """Return the checkpoint to resume from, if any, and write settings.json. Call on rank 0."""
     point, notice = find_resume_point(cfg.checkpoint.resume, checkpoints)
     if notice:
         print_rank0(notice)
@@ -187,7 +187,7 @@ def _find_checkpoint(
         precision_map.check_resume(point.meta, resolved)
         if notice := check_resume(point, cfg, resolved.effective, ranks.world_size()):
             print_rank0(notice)
-    if not finished:  # a finished run keeps its config.json
+    if not finished:  # a finished run keeps its settings.json
         write_config(cfg, folder)
     return point
 

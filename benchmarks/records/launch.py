@@ -23,7 +23,7 @@ from core.cli import OneLineParser
 from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_IN_USE, EXIT_INTERRUPTED, UserError
 from core.redact import redact
 from core.signals import caught
-from training.config import Config, changed_settings
+from training.config import Config, changed_settings, settings_path
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.1
@@ -42,7 +42,7 @@ class Outcome:
     def refused(self) -> bool:
         """True if the machine cannot run it: it failed with an error before it created its run folder."""
         reported = self.code == EXIT_FAILED and self.error is not None
-        return reported and not (self.folder / "config.json").exists()
+        return reported and not settings_path(self.folder).exists()
 
     @property
     def reason(self) -> str:
@@ -173,7 +173,7 @@ def is_begun(cfg: Config) -> bool:
     Training would resume with other sharding, kernels or length, but such a run is not comparable.
     """
     folder = Path(cfg.checkpoint.output_dir)
-    saved = folder / "config.json"
+    saved = settings_path(folder)
     if not saved.exists() or not any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         return False
     try:

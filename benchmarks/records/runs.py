@@ -12,7 +12,7 @@ from typing import Any
 
 from core.errors import EXIT_BAD_SETTING, UserError
 from core.files import read_record
-from training.config import SECTIONS, Config, all_settings
+from training.config import SECTIONS, Config, all_settings, settings_path
 from training.tracking.metrics import METRICS, RATES, summary_name, tail_mean
 
 Series = list[tuple[int, float]]  # (optimizer step, value)
@@ -31,7 +31,7 @@ SHARDING = {"sharding_mode", "deepspeed_config", "cpu_offload", "hsdp_shard_size
 WORK = tuple(n for n, effect in EFFECTS.items() if effect == "step" and n not in RESOLVED | SHARDING)
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-REQUIRED = ("batch_size", "gradient_accumulation_steps", "max_seq_length")  # identify a run's config.json
+REQUIRED = ("batch_size", "gradient_accumulation_steps", "max_seq_length")  # identify a run's settings
 
 
 def bad_input(message: str) -> UserError:
@@ -130,7 +130,7 @@ class RunRecord:
 
     @property
     def mode(self) -> str | None:
-        """Sharding mode that ran, also if config.json says `auto`; None if unknown."""
+        """Sharding mode that ran, also if its settings say `auto`; None if unknown."""
         known = self.summary or self.environment
         return known.get("sharding_mode", "single") if known else None
 
@@ -183,20 +183,21 @@ class RunRecord:
 
 def find_runs(folder: Path) -> list[Path]:
     """Return [folder] if it is a run folder, else all run folders below it."""
-    if (folder / "config.json").exists():
+    if settings_path(folder).exists():
         return [folder]
-    found = [path.parent for path in folder.rglob("config.json")]
-    return sorted(path for path in found if (path / "metrics.jsonl").exists())
+    found = [path.parent for path in folder.rglob("metrics.jsonl")]
+    return sorted(path for path in found if settings_path(path).exists())
 
 
 def read_run(folder: Path) -> RunRecord:
     """Read a run folder. UserError if it is no run folder or one of its files is damaged."""
-    if not (folder / "config.json").is_file():
-        reason = "not a run folder (it has no config.json)" if folder.exists() else "no such folder"
+    settings = settings_path(folder)
+    if not settings.is_file():
+        reason = "not a run folder (it has no settings.json)" if folder.exists() else "no such folder"
         raise bad_input(f"{folder}: {reason}")
-    config = _read_json(folder / "config.json")
+    config = _read_json(settings)
     if not all(isinstance(config.get(name), int) for name in REQUIRED):
-        raise bad_input(f"{folder}: not a run folder (its config.json has no {', '.join(REQUIRED)})")
+        raise bad_input(f"{folder}: not a run folder (its {settings.name} has no {', '.join(REQUIRED)})")
     summary, environment = folder / "summary.json", folder / "env.json"
     return RunRecord(
         folder=folder,

@@ -71,7 +71,7 @@ def write_run(
 ) -> Path:
     """Write a run with a loss every 10 steps, an evaluation of half that loss every 20, and growing speed."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(Config().to_dict() | settings))
+    (folder / "settings.json").write_text(json.dumps(Config().to_dict() | settings))
     (folder / "env.json").write_text(json.dumps(environment or {}))
     (folder / "metrics.jsonl").write_bytes(b"")
     for i, loss in enumerate(losses, 1):

@@ -145,7 +145,7 @@ def write(job, loss, *, start=8.0, summary=None, environment=None, change=None, 
     known |= {"recipe": "bf16" if settings["mixed_precision"] == "bf16" else settings["fp8_scenario"]}
     known |= {"steps": 20, "label_tokens": 5000, "eval_label_tokens": 300, "eval_loss": 2.5, "world_size": 1}
     known |= {"tokens_per_second": 1000.0, "gpu_hours": 0.5, "gpus": 1, "emulated": False}
-    (job.folder / "config.json").write_text(json.dumps(settings | config))
+    (job.folder / "settings.json").write_text(json.dumps(settings | config))
     (job.folder / "env.json").write_text(json.dumps(H200 | (environment or {})))
     (job.folder / "metrics.jsonl").write_bytes(b"\n".join(map(to_json, lines)))
     (job.folder / "summary.json").write_text(json.dumps(known | (summary or {})))

@@ -87,8 +87,10 @@ def test_a_finished_run_has_the_same_settings_and_length(tmp_path):
     (tmp_path / "summary.json").unlink()
     assert is_begun(cfg()) and not is_finished(cfg())
     for broken in ("", "[]"):
-        (tmp_path / "config.json").write_text(broken)
-        with pytest.raises(UserError, match=r"config\.json: damaged .*; delete the run folder to start over"):
+        (tmp_path / "settings.json").write_text(broken)
+        with pytest.raises(
+            UserError, match=r"settings\.json: damaged .*; delete the run folder to start over"
+        ):
             is_finished(cfg())
 
 

@@ -95,9 +95,9 @@ def test_hours_of_an_unfinished_run_come_from_its_wall_time(tmp_path, kept, hour
 def test_a_run_of_older_code_is_readable(tmp_path):
     summary = {k: v for k, v in SUMMARY.items() if k not in ("gpus", "world_size", "sharding_mode")}
     folder = write_run(tmp_path / "old", losses=[3.0], summary=summary, environment=ENVIRONMENT)
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "settings.json").read_text())
     del config["overlong"]
-    (folder / "config.json").write_text(json.dumps(config | {"retired_flag": 1}))
+    (folder / "settings.json").write_text(json.dumps(config | {"retired_flag": 1}))
     run = read_run(folder)
     assert (run.gpus, run.mode, run.ranks, run.setting("overlong")) == (1, "single", 1, "drop")
 

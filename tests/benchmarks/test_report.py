@@ -84,7 +84,7 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     (tmp_path / "export" / "config.json").write_text('{"model_type": "llama"}')
     for arguments, reason in (
         ([good, tmp_path / "export"], "export: not a run folder"),
-        ([tmp_path / "empty"], "empty: not a run folder (it has no config.json)"),
+        ([tmp_path / "empty"], "empty: not a run folder (it has no settings.json)"),
         ([good, "--reference", tmp_path / "nowhere"], "nowhere: no such folder"),
         ([broken], "summary.json: damaged, not a JSON object"),
         ([good, "--output_dir", ""], "--output_dir: '' is no folder; give a path"),

@@ -142,7 +142,7 @@ def started(monkeypatch):
         if code == EXIT_INTERRUPTED:
             raise KeyboardInterrupt
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(cfg.to_dict()))
+        (folder / "settings.json").write_text(json.dumps(cfg.to_dict()))
         for name in () if code else ("summary.json", "metrics.jsonl"):
             (folder / name).write_text("{}")
         return Outcome(code, folder, "its error" if code else None)

@@ -21,7 +21,7 @@ from training.checkpoint import index
 from training.checkpoint.index import Index, step_of
 from training.checkpoint.manifest import MANIFEST, read_manifest
 from training.checkpoint.store import Checkpoints
-from training.config import Config, all_settings, changed_settings
+from training.config import Config, all_settings, changed_settings, settings_path
 from training.optim.settings import OptimConfig
 
 # Settings that may change on another number of ranks. The global batch size may change only then.
@@ -91,7 +91,7 @@ def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
 
 def _check_origin(requested: Path, latest: Path, folder: Path) -> None:
     """UserError if `folder` holds a run that did not start from the `requested` checkpoint."""
-    recorded = str(read_record(folder / "config.json").get("resume"))
+    recorded = str(read_record(settings_path(folder)).get("resume"))
     if Path(recorded).expanduser().resolve() != requested:
         raise bad_setting(
             f"--output_dir {folder} holds a run that started elsewhere and has {latest.name}; choose another "
@@ -188,11 +188,12 @@ def check_folder(cfg: Config, folder: Path) -> None:
     log = folder / "metrics.jsonl"
     if not (folder / "checkpoints").exists() and not (log.exists() and log.stat().st_size):
         return
-    old = read_record(folder / "config.json")
+    path = settings_path(folder)
+    old = read_record(path)
     if not old:
         raise bad_setting(
-            f"its config.json is missing or damaged; choose another folder, with --resume {folder} to "
-            "continue from its checkpoints",
+            f"its {path.name} is missing or damaged; choose another folder, with --resume {folder} to continue "
+            "from its checkpoints",
             output_dir=folder,
         )
     changed = changed_settings(old, cfg)
@@ -274,7 +275,7 @@ def is_finished(point: ResumePoint, cfg: Config, folder: Path, total_steps: int,
 
 def _summarized_steps(point: ResumePoint, cfg: Config, folder: Path) -> int | None:
     """Return the steps in summary.json; None if it is missing or from a run of another checkpoint."""
-    summary, recorded = (read_record(folder / name) for name in ("summary.json", "config.json"))
+    summary, recorded = map(read_record, (folder / "summary.json", settings_path(folder)))
     # Evaluating another run's checkpoint always runs again, even with the same --resume.
     same = recorded.get("resume") == cfg.checkpoint.resume and cfg.optim.max_steps != 0
     return summary.get("steps") if point.own or same else None

@@ -1,4 +1,4 @@
-"""The run folder: creation, lock, check that all nodes share it, and config.json."""
+"""The run folder: creation, lock, check that all nodes share it, and settings.json."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from core.errors import EXIT_BAD_SETTING, EXIT_IN_USE, UserError, bad_setting
-from core.files import write_json
+from core.files import read_record, write_json
 from training.checkpoint.resume import check_folder
 from training.config import Config
 from training.parallel import ranks
 
+RUN_FILES = ("settings.json", "metrics.jsonl", "checkpoints", "summary.json", "wall_time.json")
+LOG_SUFFIXES = (".log", ".txt", ".out", ".err")
 SHARED_FOLDER_SECONDS = 5.0  # visibility delay of network file systems
 
 
 def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, FileLock]:
     """Create or reopen the run folder and lock it for this process.
 
-    UserError if it is not writable, holds a run with other settings, or is in use by another process.
+    UserError if it is not writable, holds other files or a run with other settings, or is in use by another
+    process.
     """
+    if cfg.checkpoint.output_dir:
+        _refuse_other_files(Path(cfg.checkpoint.output_dir), log_dir=cfg.log.log_dir)
     if cfg.log.log_dir:  # fail early: the writer opens it only after the model is built
         try:
             Path(cfg.log.log_dir).mkdir(parents=True, exist_ok=True)
@@ -51,6 +56,27 @@ def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, Fi
     return folder, lock
 
 
+def _refuse_other_files(folder: Path, *, log_dir: str | None) -> None:
+    """UserError if a folder holds files but no run, such as a model: nothing may be written over them.
+
+    Logs of a scheduler or launcher may precede the run.
+    """
+    if not folder.is_dir() or any((folder / name).exists() for name in RUN_FILES):
+        return
+    if "gradient_accumulation_steps" in read_record(folder / "config.json"):  # a run of an earlier version
+        return
+    files = sorted(
+        path.name
+        for path in folder.iterdir()
+        if not path.name.startswith(".")
+        and path.suffix not in LOG_SUFFIXES
+        and not (log_dir and path.resolve() == Path(log_dir).resolve())
+    )
+    if files:
+        shown = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
+        raise bad_setting(f"holds files of something else ({shown}); choose a new folder", output_dir=folder)
+
+
 @contextmanager
 def discarded_if_refused(folder: Path, *, is_new: bool) -> Iterator[None]:
     """Delete a new run folder if the run's settings are refused inside."""
@@ -58,7 +84,7 @@ def discarded_if_refused(folder: Path, *, is_new: bool) -> Iterator[None]:
         yield
     except UserError as error:
         if is_new and error.exit_code == EXIT_BAD_SETTING and ranks.rank() == 0:
-            for name in ("config.json", ".lock"):
+            for name in ("settings.json", ".lock"):
                 (folder / name).unlink(missing_ok=True)
             with suppress(OSError):  # it holds other files
                 folder.rmdir()
@@ -105,9 +131,9 @@ def check_shared(folder: Path) -> None:
 
 
 def write_config(cfg: Config, folder: Path) -> None:
-    """Write config.json with --output_dir set, so that `--config config.json` resumes the run."""
+    """Write settings.json with --output_dir set, so that `--config settings.json` resumes the run."""
     try:
-        write_json(folder / "config.json", cfg.to_dict() | {"output_dir": str(folder)})
+        write_json(folder / "settings.json", cfg.to_dict() | {"output_dir": str(folder)})
     except OSError as error:
         raise _not_writable(error, output_dir=folder) from None
 

@@ -226,7 +226,7 @@ UNFIT = {
         "lm_head.weight is .*no such weight",
     ),
     "missing": (lambda pairs: pairs[:-1], "1 weights of the model are missing, lm_head.weight"),
-    "twice": (lambda pairs: [*pairs, pairs[0]], "embed_tokens.weight is .* it came twice"),
+    "twice": (lambda pairs: [*pairs, pairs[0]], "embed_tokens.weight is .* exported twice"),
     "transposed": (
         lambda pairs: [(name, t.t() if "down" in name else t) for name, t in pairs],
         "down_proj.*48, 32.*32, 48",

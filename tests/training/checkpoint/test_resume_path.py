@@ -68,7 +68,7 @@ def test_a_repeated_rollback_resumes_from_what_was_saved_since(tmp_path, damaged
 
 def test_another_run_s_checkpoint_is_refused_in_a_folder_that_started_elsewhere(tmp_path):
     first, own = (save_steps(tmp_path / name / "checkpoints", 2) for name in ("first", "own"))
-    config = tmp_path / "own" / "config.json"
+    config = tmp_path / "own" / "settings.json"
     config.write_text(json.dumps({"resume": str(tmp_path / "first")}))
     assert resolve_resume(str(tmp_path / "first"), own) == own.latest()
     config.write_text(json.dumps({"resume": "auto"}))
@@ -94,6 +94,6 @@ def test_a_run_with_checkpoints_on_another_disk_resumes_with_the_path_it_started
     own = save_steps(tmp_path / "disk", 4)
     run.mkdir()
     (run / "checkpoints").symlink_to(own.folder)
-    (run / "config.json").write_text(json.dumps({"resume": str(other)}))
+    (run / "settings.json").write_text(json.dumps({"resume": str(other)}))
     checkpoints = Checkpoints(run / "checkpoints", keep_last=3)
     assert resolve_resume(str(other), checkpoints) == run / "checkpoints" / "step_000004"

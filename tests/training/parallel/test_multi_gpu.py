@@ -352,7 +352,7 @@ def test_only_the_first_rank_logs_and_a_finished_run_stays_unchanged(sharded):
     folder = sharded["fp32"]
     assert list(losses(folder)) == list(range(1, 11))
     assert len(list(folder.rglob("offline-run-*"))) == 1
-    assert {p.name for p in folder.parent.iterdir() if (p / "config.json").exists()} == set(sharded)
+    assert {p.name for p in folder.parent.iterdir() if (p / "settings.json").exists()} == set(sharded)
     found, environment = summary(folder), json.loads((folder / "env.json").read_text())
     assert (found["world_size"], found["nodes"], found["gpus"]) == (2, 1, 0)
     assert (environment["world_size"], environment["hosts"]) == (2, [HERE])
