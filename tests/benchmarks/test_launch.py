@@ -89,7 +89,7 @@ def test_a_finished_run_has_the_same_settings_and_length(tmp_path):
     for broken in ("", "[]"):
         (tmp_path / "settings.json").write_text(broken)
         with pytest.raises(
-            UserError, match=r"settings\.json: damaged .*; delete the run folder to start over"
+            UserError, match=r"settings\.json: damaged .*; delete the run folder"
         ):
             is_finished(cfg())
 

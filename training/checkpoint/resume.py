@@ -192,8 +192,8 @@ def check_folder(cfg: Config, folder: Path) -> None:
     old = read_record(path)
     if not old:
         raise bad_setting(
-            f"its {path.name} is missing or damaged; choose another folder, with --resume {folder} to continue "
-            "from its checkpoints",
+            f"its {path.name} is missing or damaged; choose another folder, with --resume {folder} to "
+            "continue from its checkpoints",
             output_dir=folder,
         )
     changed = changed_settings(old, cfg)
