@@ -24,12 +24,13 @@ from benchmarks.plan.predict import make_plan
 from benchmarks.plan.time import GPUS, Gpu, find_gpu
 from benchmarks.records.launch import command_parser, folder_flag, is_finished, launch, run_command
 from benchmarks.records.runs import NO_EFFECT, bad_input
-from benchmarks.records.variants import OWNED, Variant, given_settings, parse_variants, resolve
+from benchmarks.records.variants import OWNED, Variant, given_settings, parse_variants, resolve, split_flags
 from core.cli import YamlLoader, yaml_fault
 from core.errors import EXIT_OUT_OF_MEMORY, UserError, bad_setting
 from core.files import replace_file
 from core.settings import convert, nearest
 from training.config import Config, all_settings
+from training.launch import require_inputs
 
 PROG = "python -m benchmarks.sweep"
 # Short names of axes. All other settings are axes under their own names.
@@ -275,7 +276,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--gpu", metavar="NAME", help=gpu)
     parser.add_argument("--retry", action="store_true", help="also run what ran out of memory before")
     parser.add_argument("--dry_run", action="store_true", help="list the runs and their status; run nothing")
-    return parser.parse_known_args(argv)
+    return split_flags(parser, argv)
 
 
 def sweep(argv: list[str]) -> int:
@@ -294,8 +295,9 @@ def sweep(argv: list[str]) -> int:
     if args.dry_run:
         run_points(points, folder, retry=args.retry, gpu=gpu, dry_run=True)
         return 0
-    for point in points:  # raises for run folders with other settings before anything runs
-        is_finished(point.cfg)
+    for point in points:  # raises before anything runs, also for run folders with other settings
+        if not is_finished(point.cfg):
+            require_inputs(point.cfg)
     folder.mkdir(parents=True, exist_ok=True)
     return conclude(points, run_points(points, folder, retry=args.retry, gpu=gpu), folder)
 

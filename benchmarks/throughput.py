@@ -32,11 +32,12 @@ from typing import Any
 
 from benchmarks.records.launch import ROOT, command_parser, launch, run_command
 from benchmarks.records.runs import RunRecord, read_run
-from benchmarks.records.variants import given_settings
+from benchmarks.records.variants import given_settings, split_flags
 from core.errors import UserError, bad_setting
 from core.redact import redact
 from data.demo import TOKENIZER_DIR, read_demo
 from training.config import Config, config_from_dict
+from training.launch import require_inputs
 
 PROG = "python -m benchmarks.throughput"
 RESULTS = ROOT / "runs" / "throughput.jsonl"
@@ -86,7 +87,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
         "--results", type=Path, default=RESULTS, metavar="FILE", help="appended to (default: %(default)s)"
     )
     parser.add_argument("--commit", metavar="TEXT", help="commit to record, where there is no .git")
-    arguments, training = parser.parse_known_args(argv)
+    arguments, training = split_flags(parser, argv)
+    for name in ("gpus", "repeats"):
+        if (value := getattr(arguments, name)) < 1:
+            raise bad_setting("must be at least 1", **{name: value})
     given = given_settings(training, PROG, OWNED)
     resolved = config_from_dict(given).to_dict()
     return arguments, {name: resolved[name] for name in given}
@@ -108,6 +112,7 @@ def measure(argv: list[str]) -> int:
         reason = "synthetic text needs the demo tokenizer; drop it, or add --dataset_name"
         raise bad_setting(reason, tokenizer_name=settings["tokenizer_name"])
     cfg = config_from_dict(settings)
+    require_inputs(cfg)
     refuse_emulation(cfg)
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     arguments.results.open("a").close()  # fails before the first run if it cannot be written
@@ -139,10 +144,12 @@ def measure(argv: list[str]) -> int:
 
 def refuse_emulation(cfg: Config) -> None:
     """Raise UserError if the run would be emulated."""
-    import torch
+    emulated = cfg.model.te_backend == "emulated"
+    if not emulated and (cfg.model.use_te or cfg.precision.mixed_precision == "fp8"):
+        import torch  # slow to import
 
-    needs_gpu = cfg.model.use_te or cfg.precision.mixed_precision == "fp8"
-    if cfg.model.te_backend == "emulated" or (needs_gpu and not torch.cuda.is_available()):
+        emulated = not torch.cuda.is_available()
+    if emulated:
         raise UserError(
             "--te_backend emulated, or --use_te or --mixed_precision fp8 without a CUDA GPU: the run would "
             "be emulated and its speed meaningless; use a machine with a GPU"

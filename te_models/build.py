@@ -14,7 +14,7 @@ import xxhash
 from torch import Tensor, nn
 
 from core.errors import bad_setting, first_line
-from core.hub import require_folder, require_reachable_hub
+from core.hub import require_reachable_hub
 from te_models.decoder import TECausalLM
 from te_models.families import FAMILIES
 from te_models.hugging_face import (
@@ -26,7 +26,7 @@ from te_models.hugging_face import (
     tied_names,
 )
 from te_models.options import BuildOptions
-from te_models.presets import LOCAL_PRESETS, PRESETS, closest_preset
+from te_models.presets import LOCAL_PRESETS, PRESETS, require_model
 from te_models.weights import (
     EMBEDDING,
     LM_HEAD,
@@ -80,9 +80,8 @@ def plan_model(
 
     Raise UserError if the model does not exist, cannot be downloaded, or cannot be trained.
     """
-    random = init == "random" or (init == "auto" and name in LOCAL_PRESETS)
-    if not random and name in LOCAL_PRESETS:
-        raise bad_setting(f"the preset {name} has no weights; use --init random", init="pretrained")
+    require_model(name, init)
+    random = init == "random" or name in LOCAL_PRESETS
     config = _read_config(name, random=random, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
     _refuse_untrainable(name, config)
     plan = ModelPlan(name, config, None, trust_remote_code)
@@ -107,9 +106,6 @@ def _read_config(name: str, *, random: bool, cache_dir: str | None, trust_remote
     if random and name in PRESETS:
         fields = dict(PRESETS[name])
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
-    require_folder("model_name", name)
-    if (preset := closest_preset(name)) and not Path(name).exists():
-        raise bad_setting(f"there is no such preset or folder; did you mean {preset!r}?", model_name=name)
     export = Path(name, "export")
     if Path(name, "metrics.jsonl").exists() and export.exists():
         raise bad_setting(f"this is a run folder; give its exported model, {export}", model_name=name)

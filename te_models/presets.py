@@ -7,7 +7,11 @@ Values are from the published config.json files; see also the tables in https://
 from __future__ import annotations
 
 import difflib
+from pathlib import Path
 from typing import Any
+
+from core.errors import bad_setting
+from core.hub import require_folder
 
 SIZES = "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"
 
@@ -111,3 +115,14 @@ def closest_preset(name: str) -> str | None:
     shorter = {preset.rpartition("/")[2].lower(): preset for preset in PRESETS}
     close = difflib.get_close_matches(name.lower(), shorter, n=1, cutoff=0.75)
     return shorter[close[0]] if close and "/" not in name else None
+
+
+def require_model(name: str, init: str) -> None:
+    """Raise UserError if --model_name is a path that does not exist, or a misspelled preset."""
+    if name in LOCAL_PRESETS and init == "pretrained":
+        raise bad_setting(f"the preset {name} has no weights; use --init random", init="pretrained")
+    if name in LOCAL_PRESETS or (init == "random" and name in PRESETS):
+        return
+    require_folder("model_name", name)
+    if (preset := closest_preset(name)) and not Path(name).exists():
+        raise bad_setting(f"there is no such preset or folder; did you mean {preset!r}?", model_name=name)

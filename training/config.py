@@ -17,8 +17,8 @@ from data.settings import DataConfig
 from te_models.settings import ModelConfig
 from training.checkpoint.settings import CheckpointConfig
 from training.optim.settings import OptimConfig
-from training.parallel.settings import FP8_GATHER_MODES, ShardingConfig, read_deepspeed_config
-from training.precision.settings import PrecisionConfig
+from training.parallel.settings import FP8_GATHER_MODES, ShardingConfig
+from training.precision.settings import PrecisionConfig, parse_precision_map, unread_settings
 from training.tracking.settings import LogConfig
 
 
@@ -98,6 +98,16 @@ def precision_rules(s: Any) -> Iterator[tuple[str, str]]:
     if s.mixed_precision == "fp8" and s.fp8_scenario not in ("default", *recipes):
         reason = f"the recipes {layers} --use_te are {', '.join(recipes)}; pick one, or add/drop --use_te"
         yield "fp8_scenario", reason
+    if s.fp8_lm_head and s.mixed_precision != "fp8":
+        yield "fp8_lm_head", f"this run is in {s.mixed_precision}; drop it, or add --mixed_precision fp8"
+    by_module = "precision_map bf16_first_layers bf16_last_layers"
+    if s.mixed_precision != "fp8" and (given := [name for name in by_module.split() if getattr(s, name)]):
+        reason = f"needs --mixed_precision fp8 (here {s.mixed_precision}); choose fp8, or drop it"
+        yield " ".join(given), reason
+    parse_precision_map(s.precision_map, use_te=s.use_te)
+    # A precision map or a fallback may bring another recipe, which reads the setting.
+    if s.mixed_precision == "fp8" and not s.precision_map and not RECIPES[s.recipe].may_fall_back:
+        yield from unread_settings(s, {s.recipe})
 
 
 def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
@@ -193,10 +203,7 @@ def parse_config(argv: list[str], *, prog: str, description: str) -> Config:
     path = given.pop("config")
     in_file = load_config_file(path) if path else {}
     try:
-        cfg = config_from_dict(in_file | given)
-        if cfg.sharding.deepspeed_config:  # validate it on one device too, where it is not used
-            read_deepspeed_config(cfg.sharding.deepspeed_config)
-        return cfg
+        return config_from_dict(in_file | given)
     except UserError as error:
         if error.flags & (in_file.keys() - given.keys()):
             raise bad_setting(str(error), config=path) from None

@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from core.errors import UserError
+from core.hub import require_folder
 from core.redact import redact
+from data.reading.formats import named_file
+from te_models.presets import require_model
 from training.config import Config, parse_config
+from training.parallel.settings import read_deepspeed_config
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +49,20 @@ def parse_early(description: str) -> Config | None:
     elif "RANK" in os.environ:
         return None
     try:
-        return parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
+        cfg = parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
+        require_inputs(cfg)
+        return cfg
     except UserError as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
+
+
+def require_inputs(cfg: Config) -> None:
+    """Raise UserError for a model, tokenizer or data file that does not exist. Imports no torch."""
+    require_model(cfg.model.model_name, cfg.model.init)
+    if cfg.model.tokenizer_name:
+        require_folder("tokenizer_name", cfg.model.tokenizer_name)
+    if cfg.data.dataset_name != "demo":
+        named_file(cfg.data)
+    if cfg.sharding.deepspeed_config:  # also on one device, where it is not used
+        read_deepspeed_config(cfg.sharding.deepspeed_config)

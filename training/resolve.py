@@ -81,4 +81,4 @@ def _check(cfg: Config, precision: Precision, plan: ModelPlan, shape: ModelShape
         text = plan.config.get_text_config()
         sizes = {"hidden size": text.hidden_size, "vocabulary": text.vocab_size}
         plain = cfg.model.use_te or plan.is_known_family
-        checks.check_lm_head(cfg, precision, sizes, plain=plain)
+        checks.check_lm_head(cfg, sizes, plain=plain)

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records.launch import is_begun
+from benchmarks.records.launch import is_begun, is_finished
 from benchmarks.records.runs import bad_input, read_run
 from benchmarks.records.variants import Variant, resolve
 from core.errors import UserError, bad_setting
 from training.config import Config
+from training.launch import require_inputs
 
 # Defaults of the runs; training flags on the command line override them.
 DEFAULTS: dict[str, Any] = {
@@ -80,7 +81,7 @@ def _baseline(variant: Variant, by_name: dict[str, Variant]) -> str | None:
 
 
 def check_before_start(jobs: list[Job], gpus: int) -> None:
-    """Raise UserError if batch sizes or earlier runs would make the results incomparable."""
+    """Raise UserError if results would be incomparable, or if a run lacks its model or data."""
     first = jobs[0]
     batch = first.cfg.optim.batch_size * first.cfg.optim.gradient_accumulation_steps
     for job in jobs:
@@ -93,3 +94,5 @@ def check_before_start(jobs: list[Job], gpus: int) -> None:
         if is_begun(job.cfg) and (run := read_run(job.folder)).environment and run.ranks != gpus:
             reason = f"{run.folder} holds a run on {run.ranks} GPUs; use as many, or another --output_dir"
             raise bad_setting(reason, gpus=gpus)
+        if not is_finished(job.cfg):
+            require_inputs(job.cfg)

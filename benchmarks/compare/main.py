@@ -21,7 +21,7 @@ from benchmarks.records.launch import (
     run_command,
 )
 from benchmarks.records.runs import RunRecord, read_run
-from benchmarks.records.variants import VARIANTS, given_settings, parse_variants
+from benchmarks.records.variants import VARIANTS, given_settings, parse_variants, split_flags
 from benchmarks.report.tables import make_table
 from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError, bad_setting
 from core.redact import redact
@@ -74,7 +74,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--strict", action="store_true", help="exit with 1 also if this machine cannot run a recipe"
     )
-    args, training = parser.parse_known_args(argv)
+    args, training = split_flags(parser, argv)
     for name in numbers:
         value, least = getattr(args, name), int(name == "gpus")
         if value is not None and value < least:

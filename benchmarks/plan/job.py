@@ -70,8 +70,6 @@ def _parameters(shape: ModelShape, family: Family, *, tied: bool) -> int:
 def refuse_unplanned(cfg: Config) -> None:
     """Raise UserError for settings that the planner does not cover."""
     own, model, mode = cfg.precision, cfg.model, cfg.sharding.mode
-    bf16_layers = {"bf16_first_layers": own.bf16_first_layers, "bf16_last_layers": own.bf16_last_layers}
-    needs_fp8 = "needs --mixed_precision fp8; drop it"
     layers_apart = "the planner covers whole layers only; use --bf16_first_layers and --bf16_last_layers"
     unfused = "TE may then run unfused attention, which the planner does not cover; drop one of them"
     modes = "the planner covers ds_zero1, ds_zero2, ds_zero3 and ds_zero3_offload; use one of them"
@@ -81,8 +79,6 @@ def refuse_unplanned(cfg: Config) -> None:
         (own.mixed_precision == "fp32", "the planner covers bf16 and fp8", {"mixed_precision": "fp32"}),
         (own.precision_map, layers_apart, {"precision_map": own.precision_map}),
         (own.fp8_attention, "the planner covers attention in BF16 only; drop it", {"fp8_attention": True}),
-        (any(bf16_layers.values()) and own.mixed_precision != "fp8", needs_fp8, bf16_layers),
-        (own.fp8_lm_head and own.mixed_precision == "bf16", needs_fp8, {"fp8_lm_head": True}),
         (
             cfg.optim.deterministic and model.use_te and not model.flash_attention,
             unfused,

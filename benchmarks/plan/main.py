@@ -18,11 +18,10 @@ from benchmarks.plan.job import refuse_unplanned
 from benchmarks.plan.predict import SMALLER, Plan, fewest_changes, make_plan, replan
 from benchmarks.plan.time import GPUS, Gpu, find_gpu
 from benchmarks.records.launch import command_parser
+from benchmarks.records.variants import split_flags
 from benchmarks.report.tables import markdown
-from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
+from core.errors import UserError, bad_setting
 from core.recipes import RECIPES, costs_of
-from core.settings import nearest
-from training import config
 from training.config import Config, parse_config
 
 PROG = "python -m benchmarks.plan"
@@ -261,18 +260,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--check", action="store_true", help="compare predictions with recorded runs instead")
     return parser
-
-
-def split_flags(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the plan's parsed flags, and the training flags. UserError for an unknown flag."""
-    args, training = parser.parse_known_args(argv)
-    both = (parser, config.build_parser(PROG, ""))
-    own, theirs = ({o for action in p._actions for o in action.option_strings} for p in both)
-    for flag in (text.split("=")[0] for text in training if text.startswith("--")):
-        if flag not in theirs:
-            hint = nearest(flag, sorted(own | theirs)) or "; see --help and train_fp8.py --help"
-            raise UserError(f"unknown flag {flag}{hint}", exit_code=EXIT_BAD_SETTING)
-    return args, training
 
 
 def main(argv: list[str] | None = None) -> int:

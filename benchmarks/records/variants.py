@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records.runs import bad_input
-from core.errors import bad_setting
+from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
 from core.recipes import TE_RECIPES, TORCHAO_RECIPES
 from core.settings import nearest
 from training.config import Config, all_settings, build_parser, config_from_dict, load_config_file
@@ -80,6 +81,18 @@ def _parse(name: str, te_layers: bool, flag: str) -> Variant:
         own[setting] = value or "true"
     layers = VARIANTS["bf16_hf"] if recipe == "bf16" and not te_layers else VARIANTS[recipe]
     return Variant(name, layers | own)
+
+
+def split_flags(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return a benchmark's parsed flags, and the training flags. UserError for an unknown flag."""
+    args, training = parser.parse_known_args(argv)
+    both = (parser, build_parser(parser.prog, ""))
+    own, theirs = ({o for action in p._actions for o in action.option_strings} for p in both)
+    for flag in (text.split("=")[0] for text in training if text.startswith("--")):
+        if flag not in theirs:
+            hint = nearest(flag, sorted(own | theirs)) or "; see --help and train_fp8.py --help"
+            raise UserError(f"unknown flag {flag}{hint}", exit_code=EXIT_BAD_SETTING)
+    return args, training
 
 
 def given_settings(argv: list[str], prog: str, owned: Iterable[str] = OWNED) -> dict[str, Any]:

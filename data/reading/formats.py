@@ -6,11 +6,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
-import pandas as pd
-from datasets import Dataset, Features, IterableDataset, Value
+from core.errors import bad_setting
+from data.settings import DataConfig
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
 
 REPLACE = {"encoding_errors": "replace"}  # undecodable bytes become U+FFFD, which marks the row as bad
 TEXT = {"encoding": "utf-8-sig", **REPLACE}  # skips a byte-order mark
@@ -43,12 +45,37 @@ def common_format(files: Sequence[str]) -> Format | None:
     return FORMATS.get(suffixes.pop()) if len(suffixes) == 1 else None
 
 
+def name_and_configuration(cfg: DataConfig) -> tuple[str, str | None]:
+    """Split NAME:CONFIGURATION; an existing path is never split."""
+    name, _, configuration = cfg.dataset_name.rpartition(":")
+    if not name or not configuration or "/" in configuration or Path(cfg.dataset_name).expanduser().exists():
+        return cfg.dataset_name, None
+    return name, configuration
+
+
+def named_file(cfg: DataConfig) -> str | None:
+    """Return the data file that --dataset_name names, or None for a folder or hub id."""
+    name, configuration = name_and_configuration(cfg)
+    path = Path(name).expanduser()
+    if not path.is_file():
+        if common_format([name]):
+            raise bad_setting("no such file; check the path", dataset_name=cfg.dataset_name)
+        return None
+    if configuration or not common_format([name]):
+        known = f"{', '.join(FORMATS)}, also with {', '.join(COMPRESSIONS)}"
+        reason = f"not a data file ({known}); for a file, omit :CONFIGURATION"
+        raise bad_setting(reason, dataset_name=cfg.dataset_name)
+    return str(path)
+
+
 def read_files(format: Format, files: Sequence[str], **options: Any) -> Dataset | IterableDataset:
     """Read files of one format; `options` are passed to `datasets.load_dataset`."""
     if all(Path(file).is_file() and not Path(file).stat().st_size for file in files):
         raise EOFError(f"{Path(files[0]).name} is empty")
     if format.builder == "csv":
         options |= cells_as_text(files[0], format.options)
+    import datasets  # settings are checked without it
+
     return datasets.load_dataset(format.builder, **format.options, **options)
 
 
@@ -57,6 +84,9 @@ def cells_as_text(file: str, options: dict[str, Any]) -> dict[str, Any]:
 
     `options` are the pandas options used to read the header of `file`.
     """
+    import pandas as pd
+    from datasets import Features, Value
+
     try:
         header = pd.read_csv(file, **options | REPLACE | {"nrows": 0, "chunksize": None})
         written = pd.read_csv(file, **options | REPLACE | {"header": None, "nrows": 1, "chunksize": None})

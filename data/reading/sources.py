@@ -23,7 +23,15 @@ from core.hub import require_reachable_hub
 from data import demo as demo_set
 from data.reading.cache import cache_folder, storage_error
 from data.reading.columns import Columns, choose_columns
-from data.reading.formats import COMPRESSIONS, FORMATS, Format, cells_as_text, common_format, read_files
+from data.reading.formats import (
+    FORMATS,
+    Format,
+    cells_as_text,
+    common_format,
+    name_and_configuration,
+    named_file,
+    read_files,
+)
 from data.reading.rows import Row, arrow_row, json_line, parse_line
 from data.settings import DataConfig
 
@@ -52,12 +60,11 @@ def demo(cfg: DataConfig, split: str) -> Source:
 
 def open_path_or_hub(cfg: DataConfig, split: str) -> Source:
     """Read a file, a folder or a hub data set."""
+    if file := named_file(cfg):
+        return source_of_files(cfg, common_format([file]), choose_split(cfg, split, ["train"]), [file])
     name, configuration = name_and_configuration(cfg)
     path = Path(name).expanduser()
     name = str(path) if path.exists() else name
-    if path.is_file() or common_format([name]):
-        check_file(cfg, path, configuration)
-        return source_of_files(cfg, common_format([name]), choose_split(cfg, split, ["train"]), [name])
     if any((path / file).is_file() for file in SAVED):
         return source_of_saved(cfg, path, split)
     with explaining_read_errors(cfg):
@@ -131,28 +138,10 @@ def load_options(cfg: DataConfig, split: str, files: list[str]) -> dict[str, Any
     return options | ({"data_files": {split: files}, "verification_mode": "no_checks"} if files else {})
 
 
-def check_file(cfg: DataConfig, path: Path, configuration: str | None) -> None:
-    """Raise UserError if a path is not a data file."""
-    known = f"{', '.join(FORMATS)}, also with {', '.join(COMPRESSIONS)}"
-    if not path.is_file():
-        raise bad_setting("no such file; check the path", dataset_name=cfg.dataset_name)
-    if configuration or not common_format([str(path)]):
-        reason = f"not a data file ({known}); for a file, omit :CONFIGURATION"
-        raise bad_setting(reason, dataset_name=cfg.dataset_name)
-
-
 def is_prepared(cfg: DataConfig, name: str) -> bool:
     """True if the cache has rows of this hub id; `datasets` uses them if the hub is unreachable."""
     *owner, last = name.split("/")
     return (cache_folder(cfg) / "___".join([*owner, camelcase_to_snakecase(last)])).is_dir()
-
-
-def name_and_configuration(cfg: DataConfig) -> tuple[str, str | None]:
-    """Split NAME:CONFIGURATION; an existing path is never split."""
-    name, _, configuration = cfg.dataset_name.rpartition(":")
-    if not name or not configuration or "/" in configuration or Path(cfg.dataset_name).expanduser().exists():
-        return cfg.dataset_name, None
-    return name, configuration
 
 
 def choose_split(cfg: DataConfig, split: str, splits: Iterable[str]) -> str:

@@ -343,7 +343,7 @@ BAD_INPUT = {
     "--precision_map layers.0=bf16": "--precision_map",
     "--mixed_precision fp8 --use_te --bf16_first_layers 32": "--bf16_first_layers 32",
     "--mixed_precision bf16 --use_te --bf16_last_layers 1": "--bf16_last_layers 1: needs --mixed_precision",
-    "--use_te --mixed_precision bf16 --fp8_lm_head": "--fp8_lm_head: needs --mixed_precision fp8",
+    "--use_te --mixed_precision bf16 --fp8_lm_head": "--fp8_lm_head: this run is in bf16",
     "--use_te --mixed_precision fp8 --fp8_attention": "--fp8_attention: the planner covers",
     "--use_te --te_backend emulated --mixed_precision fp8": "--te_backend emulated",
     "--gpus 0": "--gpus: '0'",
@@ -386,7 +386,6 @@ def test_bad_input_is_one_clear_line(flags, capsys):
         ({"attention_bias": True}, {"use_te": True}, "attention_bias=True.*drop --use_te$"),
         ({"intermediate_size": 8200}, FP8, "intermediate_size 8200 not a multiple of 16"),
         ({"vocab_size": 32001}, FP8 | {"fp8_lm_head": True}, "vocabulary 32001 not a multiple of 16"),
-        ({}, FP8 | {"fp8_scenario": "current", "fp8_margin": 2}, "--fp8_margin 2"),
     ],
 )
 def test_a_model_that_training_refuses_is_not_planned(tmp_path, changes, flags, reason):

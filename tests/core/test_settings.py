@@ -59,11 +59,10 @@ def test_flags_set_fields_of_frozen_sections(monkeypatch):
         ("--timeout_minutes 1e9", "--timeout_minutes 1000000000.0: must be at most 10080"),
         ("--mixed_precision fp16", "--mixed_precision fp16: not one of bf16, fp8, fp32; did you mean"),
         ("--fp8_scenario mxfp", "did you mean 'mxfp8'?"),
-        (
-            "--deepspeed_config /nope.json --sharding_mode deepspeed",
-            "no such file; ds_configs/ has ds_configs/",
-        ),
-        ("--deepspeed_config README.md --sharding_mode deepspeed", "cannot be read as JSON"),
+        ("--mixed_precision fp8 --fp8_margin 2", "--fp8_margin 2: applies to delayed, not to tensorwise"),
+        ("--fp8_lm_head", "--fp8_lm_head: this run is in bf16; drop it, or add --mixed_precision fp8"),
+        ("--bf16_first_layers 1", "--bf16_first_layers 1: needs --mixed_precision fp8 (here bf16)"),
+        ("--mixed_precision fp8 --precision_map proj=block", "block: without --use_te a module runs in one"),
         ("--config /nowhere.yaml", "--config /nowhere.yaml: No such file or directory"),
     ],
 )

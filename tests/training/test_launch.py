@@ -1,10 +1,12 @@
 """The training scripts parse their command line before torch is imported, once."""
 
 import gc
+import subprocess
 import sys
 
 import pytest
 
+from core.packages import ROOT
 from training.launch import launch, parse_early
 
 
@@ -34,3 +36,34 @@ def test_garbage_is_collected_again_once_libraries_are_loaded(monkeypatch):
     monkeypatch.setattr("training.outcome.exit_process", ended.append)
     launch("description", start=None, started=0.0)
     assert ended == [True]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--model_name ./none", "--model_name ./none: there is no such folder"),
+        ("--model_name tiny-lama", "--model_name tiny-lama: there is no such preset or folder; did you mean"),
+        ("--init pretrained", "--init pretrained: the preset tiny-llama has no weights"),
+        ("--tokenizer_name /none", "--tokenizer_name /none: there is no such folder"),
+        ("--dataset_name none.csv", "--dataset_name none.csv: no such file"),
+        ("--dataset_name README.md", "--dataset_name README.md: not a data file"),
+        (
+            "--deepspeed_config none.json --sharding_mode deepspeed",
+            "no such file; ds_configs/ has ds_configs/",
+        ),
+        ("--deepspeed_config README.md --sharding_mode deepspeed", "cannot be read as JSON"),
+    ],
+)
+def test_missing_inputs_are_found_before_torch_is_imported(flags, message):
+    program = f"""
+import sys
+from training.launch import parse_early
+sys.argv = {["train_fp8.py", *flags.split()]}
+try:
+    parse_early("")
+finally:
+    assert not {{"torch", "datasets", "transformers", "pandas"}} & sys.modules.keys()
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert message in done.stderr

@@ -11,21 +11,14 @@ from core.recipes import LM_HEAD_RECIPE, RECIPES
 from training.config import Config
 from training.precision.precision_map import TE_GEMMS
 from training.precision.recipes import Precision, not_emulated
-from training.precision.settings import PrecisionConfig
-
-RECIPE_SETTINGS = frozenset().union(*(spec.settings for spec in RECIPES.values()))
-
-
-def _changed_settings(cfg: Config) -> dict[str, Any]:
-    """Return the recipe settings that differ from their defaults."""
-    given, default = vars(cfg.precision), vars(PrecisionConfig())
-    return {name: given[name] for name in given if name in RECIPE_SETTINGS and given[name] != default[name]}
+from training.precision.settings import changed_recipe_settings, unread_settings
 
 
 def unused_fp8_flags(cfg: Config, precision: Precision) -> str | None:
     """Return a warning about FP8 flags in a run without FP8, or None."""
     scenario = cfg.precision.fp8_scenario
-    given = ({} if scenario == "default" else {"fp8_scenario": scenario}) | _changed_settings(cfg)
+    given = {} if scenario == "default" else {"fp8_scenario": scenario}
+    given |= changed_recipe_settings(cfg.precision)
     if precision.fp8 or not given:
         return None
     flags = ", ".join(as_flag(name, value) for name, value in given.items())
@@ -34,11 +27,8 @@ def unused_fp8_flags(cfg: Config, precision: Precision) -> str | None:
 
 def check_flags_apply(cfg: Config, recipes: set[str]) -> None:
     """UserError for a setting that none of these recipes uses."""
-    for name, value in _changed_settings(cfg).items():
-        readers = [recipe for recipe, spec in RECIPES.items() if name in spec.settings]
-        if not recipes & set(readers):
-            reason = f"applies to {', '.join(readers)}, not to {', '.join(sorted(recipes))}; drop it"
-            raise bad_setting(reason, **{name: value})
+    for name, reason in unread_settings(cfg.precision, recipes):
+        raise bad_setting(reason, **{name: getattr(cfg.precision, name)})
 
 
 def check_settings(cfg: Config, precision: Precision) -> None:
@@ -87,12 +77,9 @@ def check_lm_head_sizes(model_name: str, sizes: dict[str, int]) -> None:
     check_gemm_sizes(LM_HEAD_RECIPE, sizes, way_out="drop --fp8_lm_head", **given)
 
 
-def check_lm_head(cfg: Config, precision: Precision, sizes: dict[str, int], *, plain: bool) -> None:
+def check_lm_head(cfg: Config, sizes: dict[str, int], *, plain: bool) -> None:
     """UserError if --fp8_lm_head cannot run. `plain`: the logits are the output of one GEMM."""
     model_name = cfg.model.model_name
-    if not precision.fp8:
-        reason = f"this run is in {precision.effective}; drop it, or add --mixed_precision fp8"
-        raise bad_setting(reason, fp8_lm_head=True)
     if not plain:
         raise bad_setting(
             f"{model_name} computes its logits with more than one GEMM; drop it", fp8_lm_head=True

@@ -18,11 +18,11 @@ from typing import Any
 from torch import nn
 
 from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
-from core.recipes import FALLBACK_RECIPE, TE_RECIPES, TORCHAO_RECIPES
-from core.settings import nearest
+from core.recipes import FALLBACK_RECIPE
 from te_models.engine import engine
 from training.config import Config
 from training.precision.recipes import Precision, make_recipe, recipe_or_fallback
+from training.precision.settings import parse_precision_map
 
 # GEMM modules of a TE layer, and the sizes of their weights.
 TE_GEMMS = {
@@ -37,22 +37,6 @@ def _given(cfg: Config) -> dict[str, Any]:
     """Return the precision-map settings that the user gave."""
     values = {name: getattr(cfg.precision, name) for name in FLAGS}
     return {name: value for name, value in values.items() if value not in (None, 0)}
-
-
-def parse(text: str | None, *, use_te: bool) -> list[tuple[str, str]]:
-    """Return (pattern, recipe) pairs of --precision_map. UserError for an invalid entry."""
-    recipes, condition = (TE_RECIPES, "with --use_te") if use_te else (TORCHAO_RECIPES, "without --use_te")
-    entries = []
-    for entry in () if text is None else text.split(","):
-        pattern, _, recipe = (part.strip() for part in entry.partition("="))
-        if not (recipe and all(pattern.split("."))) or "=" in recipe:
-            reason = f"{entry.strip()!r} is not PATTERN=RECIPE (layers.0=bf16)"
-            raise bad_setting(reason, precision_map=text)
-        if recipe not in (*recipes, "bf16"):
-            reason = f"{recipe}: {condition} a module runs in one of {', '.join(recipes)}, bf16"
-            raise bad_setting(reason + nearest(recipe, (*recipes, "bf16")), precision_map=text)
-        entries.append((pattern, recipe))
-    return entries
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -82,7 +66,7 @@ def assign(cfg: Config, names: Sequence[str], num_layers: int) -> dict[str, str]
         reason = f"these are all of the model's {num_layers} layers; use --mixed_precision bf16"
         raise bad_setting(reason, bf16_first_layers=first, bf16_last_layers=last)
     rules = []  # (rule as written, recipe, matching modules)
-    for pattern, recipe in parse(cfg.precision.precision_map, use_te=cfg.model.use_te):
+    for pattern, recipe in parse_precision_map(cfg.precision.precision_map, use_te=cfg.model.use_te):
         rule = f"{pattern}={recipe}"
         rules.append((rule, recipe, [name for name in names if matches(pattern, name)]))
         if not rules[-1][2]:
@@ -113,15 +97,10 @@ def resolve(cfg: Config, precision: Precision, config: Any) -> Precision:
     """Return `precision` with a recipe for each TE module, if the user gave a map.
 
     `config` is the model's. Unavailable recipes fall back or fail like --fp8_scenario. The modules of a
-    Hugging Face model are not known yet, so its map is only parsed. UserError for an invalid map.
+    Hugging Face model are not known yet. UserError for an invalid map.
     """
-    if not (given := _given(cfg)):
-        return precision
-    if (precision_flag := cfg.precision.mixed_precision) != "fp8":
-        reason = f"needs --mixed_precision fp8 (here {precision_flag}); choose fp8, or drop it"
-        raise bad_setting(reason, **given)
-    if (backend := precision.te_backend) is None:
-        parse(cfg.precision.precision_map, use_te=False)
+    backend = precision.te_backend
+    if backend is None or not _given(cfg):
         return precision
     num_layers = config.num_hidden_layers
     requested = assign(cfg, te_names(num_layers), num_layers)

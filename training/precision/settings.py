@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from core.recipes import RECIPES
-from core.settings import Section, resumable, setting
+from core.errors import bad_setting
+from core.recipes import RECIPES, TE_RECIPES, TORCHAO_RECIPES
+from core.settings import Section, nearest, resumable, setting
+
+RECIPE_SETTINGS = frozenset().union(*(spec.settings for spec in RECIPES.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,3 +42,34 @@ class PrecisionConfig(Section):
     )
     moment_dtype: Literal["fp32", "bf16"] = setting("fp32", "Adam's moments; bf16 saves 4 bytes a parameter")
     fp8_weight_cache: bool = resumable(True, "cast FP8 weights once per step (one GPU, ddp, fsdp_grad)")
+
+
+def changed_recipe_settings(settings: Any) -> dict[str, Any]:
+    """Return the recipe settings that differ from their defaults."""
+    default = vars(PrecisionConfig())
+    found = {name: value for name, value in vars(settings).items() if name in RECIPE_SETTINGS}
+    return {name: value for name, value in found.items() if value != default[name]}
+
+
+def unread_settings(settings: Any, recipes: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield (setting, reason) for each changed setting that none of these recipes reads."""
+    for name in changed_recipe_settings(settings):
+        readers = [recipe for recipe, spec in RECIPES.items() if name in spec.settings]
+        if not recipes & set(readers):
+            yield name, f"applies to {', '.join(readers)}, not to {', '.join(sorted(recipes))}; drop it"
+
+
+def parse_precision_map(text: str | None, *, use_te: bool) -> list[tuple[str, str]]:
+    """Return (pattern, recipe) pairs of --precision_map. UserError for an invalid entry."""
+    recipes, condition = (TE_RECIPES, "with --use_te") if use_te else (TORCHAO_RECIPES, "without --use_te")
+    entries = []
+    for entry in () if text is None else text.split(","):
+        pattern, _, recipe = (part.strip() for part in entry.partition("="))
+        if not (recipe and all(pattern.split("."))) or "=" in recipe:
+            reason = f"{entry.strip()!r} is not PATTERN=RECIPE (layers.0=bf16)"
+            raise bad_setting(reason, precision_map=text)
+        if recipe not in (*recipes, "bf16"):
+            reason = f"{recipe}: {condition} a module runs in one of {', '.join(recipes)}, bf16"
+            raise bad_setting(reason + nearest(recipe, (*recipes, "bf16")), precision_map=text)
+        entries.append((pattern, recipe))
+    return entries

@@ -137,17 +137,6 @@ def test_a_map_that_cannot_be_followed_is_a_bad_setting(values, words):
     assert "\n" not in str(error.value) and error.value.exit_code == EXIT_BAD_SETTING
 
 
-@pytest.mark.parametrize("given", [{"precision_map": "proj=bf16"}, {"bf16_first_layers": 1}])
-def test_a_map_needs_fp8_and_recipes_of_its_layers(given):
-    cfg = config_from_dict(given)
-    name, value = next(iter(given.items()))
-    with pytest.raises(UserError, match=rf"--{name} {value}: needs --mixed_precision fp8 .*\(here bf16\)"):
-        precision_map.resolve(cfg, Precision("bf16", "bf16"), CONFIG)
-    hugging_face = config_from_dict(HF | {"precision_map": "proj=block"})  # before its weights are read
-    with pytest.raises(UserError, match=r"block: without --use_te .*rowwise"):
-        precision_map.resolve(hugging_face, Precision("tensorwise", "tensorwise"), CONFIG)
-
-
 def test_tokens_sizes_and_calibration_follow_every_recipe_in_use():
     everywhere = {"layernorm_qkv": "current", "proj": "current", "layernorm_mlp": "current"}
     assert native().needs_calibration and not native(**everywhere).needs_calibration

@@ -19,6 +19,7 @@ from training.config import Config, all_settings, config_from_dict
 from training.precision import checks, te_runtime
 from training.precision import recipes as precision
 from training.precision.recipes import Precision, build_autocast, make_recipe, resolve_precision, why_not
+from training.precision.settings import RECIPE_SETTINGS
 
 ROOT = Path(__file__).resolve().parents[3]
 TE_FP8 = {"use_te": True, "mixed_precision": "fp8"}
@@ -179,7 +180,7 @@ VALUES = {
 
 @pytest.mark.parametrize("name", VALUES)
 def test_a_flag_that_no_recipe_in_use_reads_is_refused(monkeypatch, name):
-    assert set(VALUES) == checks.RECIPE_SETTINGS
+    assert set(VALUES) == RECIPE_SETTINGS
     on_gpu(monkeypatch, (9, 0))
     cfg = settings(**{name: VALUES[name]})
     flag = f"--{name}" if VALUES[name] is True else f"--{name} {VALUES[name]}"
