@@ -26,14 +26,18 @@ endif
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
-FP8_FLAGS := import torch; from training.precision.te_runtime import why_not_te; \
+# Prints the flags. --help and wrong settings end it before torch is imported.
+FP8_FLAGS := from core.start import start_command; start_command(); import sys; sys.argv[0] = "train_fp8.py"; \
+  from training.launch import parse_early; parse_early("ARGS has these flags:"); \
+  import torch; from training.precision.te_runtime import why_not_te; \
   print("--mixed_precision fp8" if torch.cuda.is_available() and why_not_te() else "--use_te --mixed_precision fp8")
 
 # tee -i ignores Ctrl-C: the run saves a checkpoint then, and prints more before it ends.
 train: $(INSTALLED)
 	@set -eo pipefail; \
 	log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
-	fp8=$$($(PY) -c '$(FP8_FLAGS)'); \
+	fp8=$$($(PY) -c '$(FP8_FLAGS)' --config configs/demo.yaml $(ARGS)); \
+	[[ $$fp8 == --* ]] || { echo "$$fp8"; exit; }; \
 	(set -x; $(PY) train_fp8.py --config configs/demo.yaml $$fp8 $(ARGS)) | tee -i "$$log"; \
 	$(PY) -m benchmarks.report "$$(sed -n 's/^run folder: //p' "$$log" | tail -n 1)"
 

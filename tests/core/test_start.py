@@ -1,5 +1,6 @@
 """The first second of every command: missing packages and Ctrl-C."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,20 @@ def test_missing_packages_are_one_line_with_the_command_that_installs_them(comma
     assert done.stderr.startswith("error: torch, transformers, datasets")
     assert done.stderr.endswith(f" missing; install: {sys.executable} -m pip install -r requirements.txt\n")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+@pytest.mark.parametrize(
+    ("variables", "error"),
+    [
+        ([f"PYTHON={sys.executable} -S"], "error: torch, transformers"),
+        ([f"PYTHON={sys.executable}", "ARGS=--max_step 3"], "error: unknown flag --max_step; did you mean"),
+    ],
+)
+def test_make_train_refuses_before_it_looks_for_a_gpu(variables, error):
+    done = subprocess.run(["make", "train", *variables], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith(error)
+    assert [line for line in done.stderr.splitlines()[1:] if not line.startswith("make: ***")] == []
 
 
 def test_an_old_python_is_named(monkeypatch):
