@@ -1,11 +1,12 @@
-"""README and docs: links resolve, and flags exist."""
+"""README and docs: links resolve, flags exist, and training commands parse."""
 
 import re
+import shlex
 
 import pytest
 
 from core.packages import ROOT
-from training.config import all_settings
+from training.config import all_settings, parse_config
 
 CURRENT = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*CURRENT, ROOT / "CHANGELOG.md"]  # which names removed flags
@@ -35,3 +36,50 @@ def test_flags_exist(page):
     settings = set(all_settings())
     known = settings | {f"no_{name}" for name in settings} | own | TORCHRUN | OTHERS
     assert set(re.findall(r"(?<![\w-])--([a-z][a-z0-9_]*)", page.read_text(encoding="utf-8"))) <= known
+
+
+def commands() -> list[str]:
+    """Training commands in docs, and those users already run; tests/test_readme.py runs the README's."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in CURRENT[1:])
+    blocks = re.findall(r"^```.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
+    found = [line for line in lines if re.search(r"\b(python3?|torchrun) .*train_\w+\.py", line)]
+    found = [line for line in found if "$" not in line]  # shell variables
+    common = (
+        "python train_fp8.py --dataset_name nvidia/OpenMathInstruct-2 --use_wandb --wandb_project llm-fp8 "
+        "--wandb_run_name run --max_seq_length 1024 --num_epochs 1 --model_name "
+    )
+    llama = "meta-llama/Llama-3.2-3B --batch_size 12 --split_name"
+    return [
+        *found,
+        f"{common} {llama} train_1M --mixed_precision fp8 --use_te",
+        f"{common} {llama} validation --mixed_precision fp8 --use_te --fp8_scenario mxfp8",
+        f"{common} {llama} train_1M --mixed_precision bf16",
+        f"{common} Qwen/Qwen2.5-14B --batch_size 4 --split_name train_1M --mixed_precision fp8",
+    ]
+
+
+def parsed(command):
+    words = shlex.split(command, comments=True)
+    script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    assert (ROOT / words[script]).exists()
+    flags = words[script + 1 :]
+    if "--config" in flags and not (ROOT / flags[flags.index("--config") + 1]).exists():
+        pytest.skip("names a file of the user's own")
+    return None if "--help" in flags else parse_config(flags, prog=words[script], description="")
+
+
+@pytest.mark.parametrize("command", commands())
+def test_training_commands_parse(command):
+    parsed(command)
+
+
+def test_flags_for_other_models_parse():
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    command = re.search(r"^```\n(python .*?)^```", page, re.MULTILINE | re.DOTALL)[1].replace("\\\n", "")
+    rows = re.findall(r"^\| (.*?) \| `(--model_name .*?)` \|$", page, re.MULTILINE)
+    assert len(rows) == 6
+    for kind, flags in rows:
+        layers = " --no_use_te" if "without `--use_te`" in kind else ""
+        cfg = parsed(f"{command} {flags}{layers}")
+        assert f"--model_name {cfg.model.model_name}" in flags and cfg.model.use_te == (not layers)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -579,36 +578,3 @@ def test_steps_follow_from_epochs_unless_they_are_given(tmp_path):
     lines = [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": None}, {"step": 2, "eval/loss": 1.0}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert train_losses(tmp_path) == [2.0] and train_losses(tmp_path / "none") == []
-
-
-def commands() -> list[str]:
-    """Every training command in a code block of the README or of docs, and the ones users already run."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    blocks = [b for page in pages for b in re.findall(r"^```.*?\n(.*?)^```", page.read_text(), re.M | re.S)]
-    lines = [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
-    found = [line for line in lines if re.search(r"\b(python3?|torchrun) .*train_\w+\.py", line)]
-    found = [line for line in found if "$" not in line]  # shell variables
-    common = (
-        "python train_fp8.py --dataset_name nvidia/OpenMathInstruct-2 --use_wandb --wandb_project llm-fp8 "
-    )
-    common += "--wandb_run_name run --max_seq_length 1024 --num_epochs 1 --model_name "
-    llama = "meta-llama/Llama-3.2-3B --batch_size 12 --split_name"
-    return [
-        *found,
-        f"{common} {llama} train_1M --mixed_precision fp8 --use_te",
-        f"{common} {llama} validation --mixed_precision fp8 --use_te --fp8_scenario mxfp8",
-        f"{common} {llama} train_1M --mixed_precision bf16",
-        f"{common} Qwen/Qwen2.5-14B --batch_size 4 --split_name train_1M --mixed_precision fp8",
-    ]
-
-
-@pytest.mark.parametrize("command", commands())
-def test_documented_commands_parse(command):
-    words = shlex.split(command, comments=True)
-    script = next(i for i, word in enumerate(words) if word.endswith(".py"))
-    assert (ROOT / words[script]).exists()
-    flags = words[script + 1 :]
-    if "--config" in flags and not (ROOT / flags[flags.index("--config") + 1]).exists():
-        pytest.skip("names a file of the user's own")
-    if "--help" not in flags:
-        parse_config(flags, prog=words[script], description="")

@@ -1,0 +1,91 @@
+"""The README's commands run as written, on a tiny model and few rows."""
+
+import json
+import os
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import run as distributed_run
+
+from benchmarks.compare import main as compare
+from core.packages import ROOT
+from tests.benchmarks.folders import launch_here
+from tests.children import forked, preload
+from tests.training.parallel.jobs import LIMIT, redirect
+from training import outcome
+
+preload(__name__)
+
+BLOCKS = re.findall(r"^```\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+TEXT = "\n".join(BLOCKS).replace("\\\n", " ")
+# Commands but `make` and `pip`, with the lines shown below them; tests/training/doctor runs the doctor.
+COMMANDS = re.findall(r"^(?:\$ )?(\S*(?:python|torchrun) .*)\n((?:[|-].*\n)*)", TEXT, re.MULTILINE)
+COMMANDS = [(command, shown) for command, shown in COMMANDS if "training.doctor" not in command]
+# What is added to a command; later flags win.
+FEW = " --max_steps 2 --num_of_samples 24 --eval_samples 4 --num_workers 0"
+TINY = f" --model_name tiny-llama --dataset_name demo{FEW}"
+ADDED = {
+    "train_fp8.py": f"{TINY} --wandb_mode offline",
+    "train_multi_gpu.py": TINY,
+    "benchmarks.compare": f"{FEW} --variants bf16,delayed",
+    "benchmarks.plan": "",
+}
+
+
+def find_program(command: str) -> str:
+    return next(word for word in command.split() if word in ADDED)
+
+
+def cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def return_or_exit(code: int) -> None:
+    """Return from a rank that succeeded: torchrun waits for the result of a rank that it forked."""
+    if code:
+        os._exit(code)
+
+
+def execute(words: list[str], folder: Path) -> None:
+    """Run a command in this process, which has imported everything, in `folder`."""
+    redirect(folder / "output")
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    compare.launch = launch_here
+    program, *sys.argv = (word for word in words if word != "-m")
+    if program == "torchrun":
+        outcome.exit_process = return_or_exit
+        distributed_run.main(["--start_method=fork", "--run_path", *sys.argv])
+    elif "-m" in words:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+@pytest.mark.parametrize(("command", "shown"), COMMANDS, ids=map(str, range(len(COMMANDS))))
+def test_a_command_runs_as_written(command, shown, tmp_path):
+    program = find_program(command)
+    for name in ("configs", "train_fp8.py", "train_multi_gpu.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    with forked(execute, shlex.split(command + ADDED[program]), tmp_path) as child:
+        child.join(LIMIT)
+        code, printed = child.exitcode, (tmp_path / "output").read_text()
+    assert code == 0, printed
+    if program.endswith(".py"):
+        (summary,) = tmp_path.glob("runs/*/summary.json")
+        assert json.loads(summary.read_text())["steps"] == 2 and summary.with_name("export").is_dir()
+    elif program == "benchmarks.plan":
+        assert shown.count("\n") == 4 and shown in printed
+    else:
+        assert (tmp_path / "compared/demo/report.html").exists()
+        verdict = next(line for line in printed.splitlines() if line.startswith("| variant "))
+        assert {"verdict", "gap"} < set(cells(shown.splitlines()[0])) < set(cells(verdict))
+
+
+def test_every_kind_of_command_is_in_the_readme():
+    assert {find_program(command) for command, _ in COMMANDS} == set(ADDED)
