@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -15,10 +15,14 @@ from training.step import Stack, StepResult
 
 GRAD_NORM_SPIKE_FACTOR = 10  # warn above this multiple of the running median
 MIN_STEPS_FOR_MEDIAN = 20
+RETRY = (
+    "lower --learning_rate or lengthen the warm-up, from the start or from an earlier checkpoint "
+    "(--resume RUN/checkpoints/step_N with another --output_dir), or try a more precise recipe"
+)
 
 
 class NonFinite(UserError):
-    """Too many steps in a row had a non-finite loss or gradient."""
+    """Too many steps in a row, or the final weights, had no finite loss."""
 
 
 class StepGuard:
@@ -87,22 +91,26 @@ class StepGuard:
             raise self._diverged(step)
 
     def _diverged(self, step: int) -> NonFinite:
-        advice = (
-            "lower --learning_rate or lengthen the warm-up, from the start or from an earlier checkpoint "
-            "(--resume RUN/checkpoints/step_N with another --output_dir), or try a more precise recipe"
-        )
+        advice = RETRY
         if self.progress.skipped_steps == step:
             advice = (
                 "no step was ever applied: the weights of --model_name may be damaged; if not, try "
                 "--mixed_precision bf16"
             )
-        error = NonFinite(
+        return self._error(
             f"{self.progress.skipped_in_a_row} steps in a row had no finite loss and gradient "
             f"(--max_skipped_steps {self.cfg.max_skipped_steps}); {advice}, or look at the data near "
             f"step {step}",
             flags=["max_skipped_steps"],
-            exit_code=EXIT_FAILED,
         )
+
+    def check_final(self, eval_loss: float) -> None:
+        """Raise NonFinite if the evaluation of the final weights has no finite loss."""
+        if not math.isfinite(eval_loss):
+            raise self._error(f"the final weights have eval loss {eval_loss} and are not exported; {RETRY}")
+
+    def _error(self, message: str, flags: Sequence[str] = ()) -> NonFinite:
+        error = NonFinite(message, flags=flags, exit_code=EXIT_FAILED)
         # Raised on all ranks, so the report names none.
         error.ranks = dict.fromkeys(range(self.stack.strategy.world_size))
         return error

@@ -89,6 +89,9 @@ class Trainer:
                 )
             self._save()
             self._evaluate()
+            evaluated, metrics = self.last_eval
+            if evaluated == self.progress.step:
+                self.guard.check_final(metrics["eval/loss"])
             return not self._any_stop() or self._stop()
 
     def _train(self) -> bool:

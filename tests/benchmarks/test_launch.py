@@ -88,9 +88,7 @@ def test_a_finished_run_has_the_same_settings_and_length(tmp_path):
     assert is_begun(cfg()) and not is_finished(cfg())
     for broken in ("", "[]"):
         (tmp_path / "settings.json").write_text(broken)
-        with pytest.raises(
-            UserError, match=r"settings\.json: damaged .*; delete the run folder"
-        ):
+        with pytest.raises(UserError, match=r"settings\.json: damaged .*; delete the run folder"):
             is_finished(cfg())
 
 

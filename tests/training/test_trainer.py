@@ -389,6 +389,14 @@ def test_a_run_in_which_every_step_was_skipped_fails():
         made.fit()
 
 
+def test_a_run_whose_final_weights_have_no_finite_eval_loss_is_saved_and_fails():
+    saver, batches = Saver(), [to_batch(rows(4))]
+    made, _ = trainer(batches, total_steps=2, eval_batches=batches, model=Poisoned({3}), saver=saver)
+    with pytest.raises(NonFinite, match=r"the final weights have eval loss nan and are not exported; lower"):
+        made.fit()
+    assert saver.saved_step == 2
+
+
 def test_a_run_that_ends_with_skipped_steps_names_the_step_of_its_weights():
     made, record = trainer([to_batch(rows(4))], total_steps=3, model=Poisoned({2, 3}))
     assert made.fit() and made.progress.skipped_in_a_row == 2

@@ -112,7 +112,7 @@ def _publish_export(folder: Path, partial: Path) -> None:
 def _check_and_cast(
     model: nn.Module, tensors: NamedTensors, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the pairs with floats cast to `dtype`. UserError unless they are exactly the model's weights.
+    """Yield the pairs with floats cast to `dtype`. UserError unless they are the model's weights, and finite.
 
     Buffers and weights that transformers keeps in FP32 are not cast. Biases of an expert router, for example,
     need more precision than BF16.
@@ -128,7 +128,13 @@ def _check_and_cast(
             expected = f"has {shape}" if shape else "has no such weight, or it was exported twice"
             raise UserError(f"export: {name} is {list(tensor.shape)}, but the model {expected}")
         exact = name in buffers or any(part in f".{name}." for part in parts)
-        yield name, tensor.to(dtype) if tensor.is_floating_point() and not exact else tensor
+        cast = tensor.to(dtype) if tensor.is_floating_point() and not exact else tensor
+        if name not in buffers and not cast.isfinite().all():
+            raise UserError(
+                f"not exported: {name} has infinite or NaN values; train again with a lower --learning_rate, "
+                "or --resume an earlier checkpoint with another --output_dir"
+            )
+        yield name, cast
     if missing:
         raise UserError(f"export: {len(missing)} weights of the model are missing, {min(missing)} first")
 

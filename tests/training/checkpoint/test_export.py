@@ -227,6 +227,10 @@ UNFIT = {
     ),
     "missing": (lambda pairs: pairs[:-1], "1 weights of the model are missing, lm_head.weight"),
     "twice": (lambda pairs: [*pairs, pairs[0]], "embed_tokens.weight is .* exported twice"),
+    "diverged": (
+        lambda pairs: [(name, t / 0 if "down" in name else t) for name, t in pairs],
+        "not exported: .*down_proj.weight has infinite or NaN values",
+    ),
     "transposed": (
         lambda pairs: [(name, t.t() if "down" in name else t) for name, t in pairs],
         "down_proj.*48, 32.*32, 48",
