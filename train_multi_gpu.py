@@ -15,7 +15,7 @@ def join_torchrun(cfg):
     if ranks.under_torchrun():
         return ranks.join(cfg.sharding.timeout_minutes)
     ranks.refuse_several(
-        f"train_multi_gpu.py needs {', '.join(ranks.TORCHRUN)} of its launcher",
+        f"the launcher has not set all of {', '.join(ranks.TORCHRUN)}",
         "torchrun, or docs/slurm.sbatch under Slurm",
     )
     print("not started by torchrun: running on one device", flush=True)

@@ -82,7 +82,8 @@ def data_rules(s: Any) -> Iterator[tuple[str, str]]:
     if s.generate_samples and not s.export:
         yield "generate_samples export", "samples come from the exported model; drop one of the two"
     if s.generate_samples and s.max_steps == 0:
-        yield "max_steps generate_samples", "an evaluated model is not exported; drop one of the two"
+        reason = "--max_steps 0 only evaluates and exports nothing, but samples need an export; drop one"
+        yield "max_steps generate_samples", reason
 
 
 def precision_rules(s: Any) -> Iterator[tuple[str, str]]:

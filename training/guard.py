@@ -22,7 +22,7 @@ RETRY = (
 
 
 class NonFinite(UserError):
-    """Too many steps in a row, or the final weights, had no finite loss."""
+    """Too many steps in a row were skipped, or the final weights have no finite loss."""
 
 
 class StepGuard:
@@ -81,26 +81,28 @@ class StepGuard:
         self.stack.scaling.scrub()
         loss, norm = result.loss.item(), result.grad_norm.item()
         # Steps without label tokens are skipped too; their loss and norm are finite.
-        reason = "no label tokens" if math.isfinite(loss) and math.isfinite(norm) else "non-finite"
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        reason = "no label tokens" if finite else "non-finite"
         self.warn(
             f"step {step} skipped: {reason} (loss {loss}, gradient norm {norm}; "
             f"{progress.skipped_steps} skipped so far)"
         )
-        none_applied = reason == "non-finite" and progress.skipped_steps == step == self.stack.total_steps
+        none_applied = not finite and progress.skipped_steps == step == self.stack.total_steps
         if none_applied or progress.skipped_in_a_row >= self.cfg.max_skipped_steps:
-            raise self._diverged(step)
+            raise self._too_many_skipped(step, without_labels=finite)
 
-    def _diverged(self, step: int) -> NonFinite:
-        advice = RETRY
-        if self.progress.skipped_steps == step:
+    def _too_many_skipped(self, step: int, *, without_labels: bool) -> NonFinite:
+        lack, advice = "finite loss and gradient", f"{RETRY}, or look"
+        if without_labels:
+            lack, advice = "label tokens", "look"
+        elif self.progress.skipped_steps == step:
             advice = (
                 "no step was ever applied: the weights of --model_name may be damaged; if not, try "
-                "--mixed_precision bf16"
+                "--mixed_precision bf16, or look"
             )
         return self._error(
-            f"{self.progress.skipped_in_a_row} steps in a row had no finite loss and gradient "
-            f"(--max_skipped_steps {self.cfg.max_skipped_steps}); {advice}, or look at the data near "
-            f"step {step}",
+            f"{self.progress.skipped_in_a_row} steps in a row had no {lack} (--max_skipped_steps "
+            f"{self.cfg.max_skipped_steps}); {advice} at the data near step {step}",
             flags=["max_skipped_steps"],
         )
 

@@ -95,7 +95,8 @@ class Observers(Hooks):
         self.logs.display.message("\n".join(found.lines()))
         if precision.fp8 and not _layers_in_fp8(found):
             raise UserError(
-                "--mixed_precision fp8: no module ran in FP8 in the first step; report it with env.json",
+                "--mixed_precision fp8: no module ran in FP8 in the first step; this is a bug: open an issue "
+                "and attach the run's env.json",
                 exit_code=EXIT_FAILED,
             )
         if backend == "unfused":

@@ -234,7 +234,7 @@ def _load_data(
     if cfg.needs_evaluation and loaders.eval is None and not resumes:
         raise bad_setting(
             "leaves no rows for evaluation, which --generate_samples needs; give --eval_split or more rows, "
-            "or drop the flag",
+            "or drop --generate_samples",
             split_name=cfg.data.split_name,
         )
     for line in loaders.report.lines() if loaders.report else ():

@@ -164,7 +164,7 @@ def _report_model(job: Job, assembly: Assembly) -> None:
 
 
 def restore(job: Job, assembly: Assembly) -> tuple[RunState, Scaling, bool]:
-    """Restore job.resume, if any. Return the run's state, FP8 scaling, and True if its step is evaluated."""
+    """Restore job.resume, if any. Return (state, FP8 scaling, True if its step has an eval loss)."""
     state = RunState(
         cfg=job.cfg,
         precision=job.resolved.precision,
@@ -201,7 +201,7 @@ def restore(job: Job, assembly: Assembly) -> tuple[RunState, Scaling, bool]:
 
 
 def _restore_evaluations(job: Job, progress: Progress) -> bool:
-    """Restore the best eval loss. True if the restored step is evaluated, on the same data."""
+    """Restore the best eval loss. True if the restored step has an eval loss on the same data."""
     losses: dict[int, float] = {}
     if job.resume.meta.get("evaluation", job.loaders.evaluation) != job.loaders.evaluation:
         print_rank0("WARNING: the evaluation data has changed; earlier evaluations are discarded")
@@ -300,7 +300,7 @@ def export(job: Job, assembly: Assembly) -> None:
         if not tokenizer_round_trips(folder, tokenizer, trust_remote_code=plan.trust_remote_code):
             print_rank0(
                 f"WARNING: AutoTokenizer loads a different tokenizer from {folder} than the one used in "
-                f"training; this suite reads it right, others must load {tokenizer.name_or_path} instead"
+                f"training; this suite reads it right, but other programs must load {tokenizer.name_or_path}"
             )
         return folder
 

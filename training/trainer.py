@@ -24,7 +24,7 @@ class Saver(Protocol):
     """Interface for saving checkpoints."""
 
     saved_step: int  # step of this run's newest checkpoint; -1: none
-    needs_evaluation: bool  # the checkpoint resumed from has no eval loss
+    needs_evaluation: bool  # this launch's first step has no eval loss yet
 
     def save(self, step: int, eval_loss: float | None) -> None: ...
     def record_eval_loss(self, step: int, eval_loss: float) -> None: ...
@@ -201,6 +201,7 @@ class Trainer:
             "train/skipped_steps": progress.skipped_steps,
         }
         done = progress.step - meter.steps - self.first_step + 1  # steps of this launch before the interval
+        # A launch too short to warm up counts all its steps.
         warm = done >= WARMUP_STEPS or self.total_steps < self.first_step + WARMUP_STEPS
         metrics |= meter.read(self._sum_counts, self._max_seconds, warm=warm)
         if (peak := self.peak_memory_gb()) is not None:

@@ -135,7 +135,7 @@ def build_job(cfg: Config, *, gpu: int, gpus: int, gpus_per_node: int) -> tuple[
     elif gpus == 1 and not MODES[mode].offload:
         mode = "single"
     job = replace(job, mode=mode)
-    assert job.shard, "job.shard refuses groups that do not divide the GPUs"
+    assert job.shards, "job.shards refuses groups that do not divide the GPUs"
     try:
         home = MODES[mode].master_home
         return replace(job, optimizer=plan_optimizer(cfg.precision, on_gpu=True, master_home=home)), None

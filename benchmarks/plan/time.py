@@ -140,7 +140,7 @@ def adam_bytes(job: StepPlan) -> float:
 
 
 def _optimizer_seconds(job: StepPlan, gpu: Gpu) -> float:
-    parameters = job.model.parameters / job.shard
+    parameters = job.model.parameters / job.shards
     if job.sharding.offload:
         return 28 * parameters / OPTIMIZER_HOST_BANDWIDTH
     fused = job.optimizer.kind == "fused_adamw" and not (job.gathers_fp8 and job.cfg.model.use_te)
@@ -176,7 +176,7 @@ def exchange(job: StepPlan) -> Exchange:
     gathers = 1 if job.sharding.gathers_once else 2 * job.accumulation
     weights = 2 * model.parameters - job.gathers_fp8 * model.gemm_weights
     rounds = job.accumulation if stage else 1
-    across = 2 * gradient / job.shard if job.sharding.in_groups else 0.0
+    across = 2 * gradient / job.shards if job.sharding.in_groups else 0.0
     copied = (4 * gathers + 8 * rounds) * model.parameters
     return Exchange(gathers * weights + rounds * gradient, across, copied, layers * (gathers + rounds))
 
@@ -189,11 +189,11 @@ def communication_seconds(job: StepPlan, gpu: Gpu, network: float) -> float:
     limits the transfer.
     """
     sent, per_node = exchange(job), job.gpus_per_node
-    replicas, replicas_in_node = job.gpus // job.shard, max(1, per_node // job.shard)
+    replicas, replicas_in_node = job.gpus // job.shards, max(1, per_node // job.shards)
     across = 2 * job.model.shape.num_layers if sent.across else 0
     # (bytes, ring size, ring members per node, collectives) of the rings within and across replicas.
     rings = [
-        (sent.within, job.gpus if job.shard == 1 else job.shard, per_node, sent.collectives),
+        (sent.within, job.gpus if job.shards == 1 else job.shards, per_node, sent.collectives),
         (sent.across, replicas, replicas_in_node, across),
     ]
     links = wires = hops = 0.0

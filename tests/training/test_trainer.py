@@ -412,6 +412,16 @@ def test_a_step_without_label_tokens_is_skipped():
     assert made.progress.skipped_steps == 1 and "no label tokens" in record.messages[0]
 
 
+def test_steps_without_label_tokens_stop_the_run_and_blame_the_data():
+    ids, labels = rows(1)[0]
+    unlabeled = [to_batch([(ids, torch.full_like(labels, -100))])]
+    made, _ = trainer(unlabeled, total_steps=9, max_skipped_steps=2)
+    with pytest.raises(
+        NonFinite, match=r"^2 steps in a row had no label tokens .* look at the data near step 2$"
+    ):
+        made.fit()
+
+
 @pytest.mark.parametrize(("calls", "value", "spikes"), [({5, 25}, 15.0, [25]), (range(1, 29), 0.0, [])])
 def test_gradient_spikes_are_applied_and_logged_once_there_is_a_median(calls, value, spikes):
     made, record = trainer([to_batch(rows(4))], total_steps=30, model=Poisoned(calls, value))

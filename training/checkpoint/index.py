@@ -67,7 +67,8 @@ def read_index(folder: Path, *, rebuild: bool = False) -> Index:
     try:
         if path.exists():
             content = json.loads(path.read_bytes())
-        steps, rolled_back_to = [int(step) for step in content["steps"]], content.get("went_back")
+        steps = [int(step) for step in content["steps"]]
+        rolled_back_to = content.get("rolled_back_to", content.get("went_back"))  # the former name
         losses = {int(step): float(loss) for step, loss in content["eval_losses"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         problem = f"{path}: unreadable ({type(error).__name__}: {error})"
@@ -91,7 +92,7 @@ def write_index(folder: Path, index: Index) -> None:
         "best_eval_loss": index.eval_losses.get(best),
         "steps": index.steps,
         "eval_losses": {str(step): loss for step, loss in index.eval_losses.items()},
-        "went_back": index.rolled_back_to,
+        "rolled_back_to": index.rolled_back_to,
     }
     with explaining_write_errors(folder / INDEX):
         write_json(folder / INDEX, content)

@@ -12,7 +12,7 @@ from typing import Any
 from core.files import read_record, write_json
 from training.parallel import ranks
 
-WALL_TIME_SECONDS = 30.0  # minimum interval between writes of wall_time.json at log lines
+WRITE_INTERVAL_SECONDS = 30.0  # between writes of wall_time.json at log lines
 
 
 @dataclass
@@ -64,7 +64,7 @@ class WallTime:
         self.progress.wall_seconds += seconds
         self.progress.gpu_seconds += seconds * self.gpus
         self.progress.node_seconds += seconds * self.nodes
-        if ranks.rank() == 0 and (write or now - self.written_at > WALL_TIME_SECONDS):
+        if ranks.rank() == 0 and (write or now - self.written_at > WRITE_INTERVAL_SECONDS):
             self.written_at = now
             with suppress(OSError):  # best effort: a full disk is reported by the writes that must succeed
                 write_json(self.path, {name: getattr(self.progress, name) for name in self.SUMS})

@@ -47,8 +47,8 @@ class ResumePoint:
 def find_resume_point(resume: str, checkpoints: Checkpoints) -> tuple[ResumePoint | None, str]:
     """Return the checkpoint selected by `--resume` and a notice for the user ('' for none). On one process.
 
-    UserError if there is no checkpoint or the folder holds a run with another origin. DamagedCheckpoint if
-    the checkpoint is incomplete or corrupt.
+    UserError if there is no checkpoint, or if the folder holds a run that started from another one.
+    DamagedCheckpoint if the checkpoint is incomplete or corrupt.
     """
     path = resolve_resume(resume, checkpoints)
     if path is None:
@@ -168,9 +168,9 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
         changed["fp8_scenario"] = (meta["recipe"], recipe)
     if changed:
         raise bad_setting(
-            f"saved with other settings ({describe_changes(changed)}); use the same settings, or export it "
-            f"first (old settings, --max_steps {point.step}) and train from that export in another "
-            "--output_dir",
+            f"saved with other settings ({describe_changes(changed)}); use the same settings, or rerun its "
+            f"own command with --max_steps {point.step}, which exports it, and train from that export in "
+            "another --output_dir",
             resume=point.path,
         )
     notices = [f"--resume {point.path}: settings changed: {describe_changes(allowed)}"] if allowed else []

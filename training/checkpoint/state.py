@@ -19,7 +19,7 @@ from training.config import Config
 from training.optim import adamw
 from training.optim import optimizer as optim
 from training.optim.adamw import local
-from training.precision import recipes as precision
+from training.precision.recipes import Precision
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class RunState:
     """References to all state in a checkpoint. Saving reads it; `restore_run` fills it in place."""
 
     cfg: Config
-    precision: precision.Precision
+    precision: Precision
     model: nn.Module  # without the strategy's wrapper
     optimizer: torch.optim.Optimizer
     strategy: Any
@@ -119,7 +119,7 @@ def weights_and_optimizer(
     if strategy.master_home == "zero":
         tensors, copy_back = strategy.state(model, optimizer)
     else:
-        tensors, copy_back = _held_by_optimizer(model, optimizer, cfg)
+        tensors, copy_back = _plain_or_fsdp_state(model, optimizer, cfg)
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
@@ -127,7 +127,7 @@ def weights_and_optimizer(
     return tensors, copy_back
 
 
-def _held_by_optimizer(
+def _plain_or_fsdp_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, cfg: Config
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
     """Implement `weights_and_optimizer` for plain and DTensor parameters, i.e. without ZeRO."""

@@ -68,7 +68,7 @@ class Checkpoints:
                 f"Free space or lower --keep_last (now {self.keep_last}), then rerun with `--output_dir "
                 f"{self.folder.parent}` to resume"
             )
-            failure.ranks = error.ranks
+            failure.ranks = error.ranks  # set by ranks.run_on_all_ranks or _run_dcp
             raise failure from None
         finally:
             if ranks.rank() == 0:

@@ -15,14 +15,13 @@ from te_models.build import build_model, plan_model
 from te_models.engine import Backend
 from te_models.options import BuildOptions
 from training.doctor.machine import Finding, nvcc_cuda, this_pip
-from training.precision import recipes, te_runtime, torchao_fp8
+from training.precision import fp8_inspect, recipes, te_runtime, torchao_fp8
 from training.precision.recipes import Precision
 from training.precision.settings import PrecisionConfig
 
 MODEL, TOKENS = "tiny-llama", 128
 TE_PARTS = ("transformer_engine", "transformer_engine_torch")
 TE_PARTS += ("transformer_engine_cu12", "transformer_engine_cu13")  # of another CUDA than torch's: an error
-INSPECT = "nvdlfw-inspect==0.2.2"  # as in requirements-gpu.txt
 
 
 def check_cudnn() -> Iterator[Finding]:
@@ -46,7 +45,7 @@ def check_te() -> Iterator[Finding]:
         yield Finding("ok", f"Transformer Engine {found} loads")
         if not version("nvdlfw-inspect"):
             text = "nvdlfw-inspect is missing, optional: --fp8_stats_interval needs it"
-            yield Finding("note", text, install=this_pip(f"pip install {INSPECT}"))
+            yield Finding("note", text, install=this_pip(fp8_inspect.INSTALL))
     elif not torch.cuda.is_available():
         yield Finding("ok", f"Transformer Engine {found or 'is not installed'}: TE layers run emulated")
     elif found is None:

@@ -64,17 +64,17 @@ MASTER_NONE_WARNING = (
     "with a small learning rate are lost (1B from random weights, 250 steps at 1e-5: loss 6.64, with "
     "masters 3.38)"
 )
-BF16_MOMENTS_LONGEST_BETA2 = 0.99
+LARGEST_BETA2_IN_BF16 = 0.99
 
 
 def moment_warning(plan: OptimizerPlan, beta2: float) -> str | None:
     """Return a warning if BF16 moments cannot represent the decay of `beta2`, else None."""
-    if plan.moment_dtype != torch.bfloat16 or beta2 <= BF16_MOMENTS_LONGEST_BETA2:
+    if plan.moment_dtype != torch.bfloat16 or beta2 <= LARGEST_BETA2_IN_BF16:
         return None
     return (
         f"WARNING: --adam_beta2 {beta2:g} with BF16 moments: BF16 rounds away a decay of less than 0.4 % a "
         "step, so the second moment never shrinks and updates stay too small once gradients are smaller; use "
-        f"--adam_beta2 {BF16_MOMENTS_LONGEST_BETA2} or less, or FP32 moments"
+        f"--adam_beta2 {LARGEST_BETA2_IN_BF16} or less, or FP32 moments"
     )
 
 

@@ -10,23 +10,23 @@ import torch.distributed as dist
 
 from core.errors import UserError
 from core.machine import host_memory
-from te_models import build as te_models
-from te_models.build import ModelPlan
+from te_models.build import ModelPlan, count_parameters
 from training.config import Config
-from training.optim import optimizer as optim
-from training.optim.optimizer import OptimizerPlan
+from training.optim.optimizer import OptimizerPlan, moment_warning, plan_optimizer
 from training.parallel import memory, ranks
 from training.parallel.memory import ModelSize, StepPlan
 from training.parallel.ranks import print_rank0
 from training.parallel.strategies import Strategy, build_strategy
 
 BF16_STATE_BYTES = 8  # per parameter: weight, gradient and two moments in BF16, without master weights
-# From this size on, sharding the optimizer step saves more time than gathering weights costs.
-LARGE = 2 * 10**9
+# From this many parameters on, sharding the optimizer step saves more time than gathering weights costs.
+LARGE_MODEL = 2 * 10**9
 # Fractions of a GPU's memory for weights, gradients and optimizer state. The rest is for activations, FP8
 # copies and NCCL.
 ROOM = 0.6
-LAST_ROOM = 0.75  # before fsdp_offload, the slowest mode; activations fit with --gradient_checkpointing
+# fsdp_full may fill this much before fsdp_offload, the slowest mode, is chosen: activations still fit with
+# --gradient_checkpointing.
+LAST_ROOM = 0.75
 ROOM_ON_ONE_GPU = 0.9  # sharding cannot help there; an 8B trains with 80 % of an H200
 
 
@@ -50,7 +50,7 @@ def plan_memory(cfg: Config, model: ModelPlan, device: torch.device) -> MemoryPl
         print_rank0(f"the optimizer steps on the CPU, with {threads} threads per rank")
     optimizer = _plan_optimizer(cfg, device, strategy.master_home)
     ranks.run_on_all_ranks(lambda: check_memory(cfg, model, strategy, optimizer, gpu))
-    if warning := optim.moment_warning(optimizer, cfg.optim.adam_beta2):
+    if warning := moment_warning(optimizer, cfg.optim.adam_beta2):
         print_rank0(warning)
     return MemoryPlan(strategy, optimizer)
 
@@ -87,7 +87,7 @@ def _resolve_mode(cfg: Config, model: ModelPlan, device: torch.device, gpu: int 
 
 def resident_bytes(plan: StepPlan) -> float:
     """Return the bytes of weights, gradients and optimizer state, including accumulated and gathered ones."""
-    resident = plan.model.parameters * plan.optimizer.state_bytes / plan.shard
+    resident = plan.model.parameters * plan.optimizer.state_bytes / plan.shards
     if plan.fsdp:
         resident += memory.accumulated_gradients(plan)
     if plan.sharding.gathers_once:  # gradients are unsharded too, until they are reduced
@@ -111,7 +111,7 @@ def choose_mode(plan: StepPlan, gpu: int | None) -> tuple[str, str]:
     why += f"a GPU has room for {room / 1e9:.1f} GB"
     if accumulated := memory.accumulated_gradients(replace(plan, mode="fsdp_full")):
         why += f"; accumulated gradients need {accumulated / 1e9:.1f} GB"
-    if unsharded <= room and plan.model.parameters < LARGE:
+    if unsharded <= room and plan.model.parameters < LARGE_MODEL:
         return "ddp", why
     if needed["fsdp_grad"] <= room:
         return "fsdp_grad", f"{why}; a shard plus gathered weights and gradients fits"
@@ -129,22 +129,22 @@ def choose_mode(plan: StepPlan, gpu: int | None) -> tuple[str, str]:
 
 
 def _plan_optimizer(cfg: Config, device: torch.device, master_home: str) -> OptimizerPlan:
-    return optim.plan_optimizer(cfg.precision, on_gpu=device.type == "cuda", master_home=master_home)
+    return plan_optimizer(cfg.precision, on_gpu=device.type == "cuda", master_home=master_home)
 
 
 def _plan_step(cfg: Config, model: ModelPlan, optimizer: OptimizerPlan, mode: str) -> StepPlan:
-    size = ModelSize(te_models.count_parameters(model))
+    size = ModelSize(count_parameters(model))
     return StepPlan(cfg, size, optimizer, mode, ranks.world_size(), ranks.local_rank_and_size()[1])
 
 
 def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:
     """Raise UserError if a shard of weights, gradients and optimizer state exceeds `gpu` bytes."""
-    parameters, shard = plan.model.parameters, plan.shard
+    parameters, shards = plan.model.parameters, plan.shards
     total = parameters * plan.optimizer.state_bytes
-    if total / shard <= gpu:
+    if total / shards <= gpu:
         return
     ways_out = []
-    in_bf16 = parameters * BF16_STATE_BYTES / shard
+    in_bf16 = parameters * BF16_STATE_BYTES / shards
     if plan.optimizer.kind == "fused_adamw" and in_bf16 <= gpu:
         ways_out.append(
             f"--master_weights none --moment_dtype bf16 needs {in_bf16 / 1e9:.1f} GB "
@@ -158,7 +158,7 @@ def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:
     where = "on one GPU" if plan.mode == "single" else f"--sharding_mode {plan.mode}"
     raise UserError(
         f"--model_name {plan.cfg.model.model_name}, {where}: weights, gradients and optimizer state of "
-        f"{parameters / 1e9:.1f} B parameters need {total / shard / 1e9:.1f} GB per GPU, which has "
+        f"{parameters / 1e9:.1f} B parameters need {total / shards / 1e9:.1f} GB per GPU, which has "
         f"{gpu / 1e9:.1f} GB: {', or '.join(ways_out)}"
     )
 

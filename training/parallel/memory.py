@@ -74,8 +74,8 @@ class StepPlan:
         return MODES[self.mode]
 
     @property
-    def shard(self) -> int:
-        """Number of GPUs that share one copy of the optimizer state; 1 if it is replicated on every GPU."""
+    def shards(self) -> int:
+        """Number of parts of the optimizer state, one per GPU; 1 if every GPU has all of it."""
         if self.sharding.in_groups:
             return hsdp_shard_size(self.cfg, self.gpus, self.gpus_per_node)
         return self.gpus if self.sharding.engine in ("fsdp", "deepspeed") else 1
@@ -160,14 +160,15 @@ def state(plan: StepPlan) -> dict[str, float]:
     if plan.sharding.offload:
         return {"weights": 0.0, "master weights": 0.0, "moments": 0.0}
     optimizer, parameters = plan.optimizer, plan.model.parameters
-    shard = parameters / plan.shard
+    shard = parameters / plan.shards
     weight, moments = optimizer.parameter_dtype.itemsize, 2 * optimizer.moment_dtype.itemsize
+    # state_bytes counts weight and gradient, of the same size.
     masters = (optimizer.state_bytes - 2 * weight - moments) * shard
     weights = weight * (parameters if plan.sharding.stage in (1, 2) else shard)
     if plan.gathers_fp8 and plan.cfg.model.use_te:
         # FP8 weights and FP32 masters take 1 + 4 bytes, BF16 weights and 16-bit remainders 2 + 2.
-        weights -= plan.model.gemm_weights / plan.shard
-        masters += 2 * plan.model.gemm_weights / plan.shard
+        weights -= plan.model.gemm_weights / plan.shards
+        masters += 2 * plan.model.gemm_weights / plan.shards
     return {"weights": weights, "master weights": masters, "moments": moments * shard}
 
 
@@ -192,14 +193,14 @@ def accumulated_gradients(plan: StepPlan) -> float:
 
 def gathered_weights(plan: StepPlan) -> float:
     """Return the bytes of gathered weights and communication buffers when backward begins."""
-    model, mode = plan.model, plan.sharding
-    if mode.stage == 3:
+    model, sharding = plan.model, plan.sharding
+    if sharding.stage == 3:
         return 2 * model.root + ZERO_LIVE + ZERO_BUCKETS
     if plan.mode == "ddp" and plan.nodes > 1 and plan.cfg.sharding.grad_reduce_dtype == "fp32":
         return 4.0 * model.parameters  # buffers of the FP32 all-reduce, until the next backward
     if not plan.fsdp:
         return 0.0
-    return 2.0 * (model.parameters if mode.gathers_once else model.root + model.block)
+    return 2.0 * (model.parameters if sharding.gathers_once else model.root + model.block)
 
 
 def fp8_copies(plan: StepPlan) -> float:
@@ -305,21 +306,21 @@ def start_of_backward(plan: StepPlan) -> dict[str, float]:
 
 def after_backward(plan: StepPlan) -> dict[str, float]:
     """Return the bytes by part at the end of backward, with the first layer's activations left."""
-    model, parts, mode = plan.model, at_loss(plan), plan.sharding
+    model, parts, sharding = plan.model, at_loss(plan), plan.sharding
     gradients, communication = parts["gradients"], parts["gathered, communication"]
     if plan.fsdp:
         # The root's gradients are reduced last: its gathered weights, gradients, send and receive buffers are
         # BF16. The blocks' weights and gradients are sharded again by then.
         gradients *= model.root / model.parameters
-        gradients += 0.0 if mode.offload else 2.0 * (model.parameters - model.root) / plan.shard
+        gradients += 0.0 if sharding.offload else 2.0 * (model.parameters - model.root) / plan.shards
         communication = 8.0 * model.root
-        if mode.in_groups and plan.cfg.sharding.grad_reduce_dtype == "fp32":
+        if sharding.in_groups and plan.cfg.sharding.grad_reduce_dtype == "fp32":
             # Inputs of the FP32 all-reduce between replicas live until backward ends.
-            communication += 4.0 * model.parameters / plan.shard
-    elif mode.stage in (1, 2):
+            communication += 4.0 * model.parameters / plan.shards
+    elif sharding.stage in (1, 2):
         communication = ZERO_BUCKETS
         gradients = max(gradients, 2.0 * model.parameters / plan.gpus)
-    elif not mode.stage:
+    elif not sharding.stage:
         gradients = max(gradients, 2.0 * model.parameters)
     cached = 1.0 if plan.caches_fp8_weights else 1 / model.shape.num_layers
     return parts | {

@@ -27,7 +27,8 @@ from core.redact import redact
 
 T = TypeVar("T")
 
-# Longer than any limit of the watchdog: it must end a stalled job before NCCL, as it names the rank at fault.
+# Longer than any limit of the watchdog, so that the watchdog, which names the rank at fault, ends a stalled
+# job before NCCL does.
 COLLECTIVE_TIMEOUT = timedelta(days=8)
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Environment variables in which torchrun, Slurm (srun), Open MPI and MPICH set the number of processes.
@@ -83,7 +84,7 @@ def refuse_several(why: str, instead: str) -> None:
     """Raise UserError if a launcher has started several processes: each would train the whole run."""
     for name in PROCESS_COUNTS:
         if (count := os.environ.get(name)) not in (None, "", "0", "1"):
-            reason = f"{name}={count}: {why}, and each process would train alone; use {instead}"
+            reason = f"{name}={count}: {why}, so each process would train the whole run alone; use {instead}"
             raise UserError(reason, exit_code=EXIT_BAD_SETTING)
 
 

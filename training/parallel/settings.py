@@ -64,7 +64,7 @@ class ShardingConfig(Section):
         None, "ranks that share one copy of the model under hsdp; default: the ranks of a node", minimum=1
     )
     grad_reduce_dtype: Literal["fp32", "bf16"] = setting(
-        "fp32", "dtype of gradient sums over ranks, and over micro-batches (the latter: one GPU, FSDP)"
+        "fp32", "dtype of gradient sums over ranks and, on one GPU and with FSDP, over micro-batches"
     )
     fp8_all_gather: bool = setting(
         False,

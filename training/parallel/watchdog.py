@@ -80,7 +80,7 @@ class Watchdog:
     def beat(self, doing: str, *, counts: bool = True, limit: float = 0.0) -> None:
         """Enter a phase, which may last --timeout_minutes, or `limit` seconds if that is longer.
 
-        Phases that are more frequent on some ranks must not count as progress, as the rank with the least
+        Pass `counts=False` for phases that some ranks enter more often than others: the rank with the least
         progress is named.
         """
         self._progress, self._doing, self._since = self._progress + counts, doing, self._clock
@@ -95,7 +95,7 @@ class Watchdog:
         self.beat(PAUSED, counts=False, limit=math.inf)
 
     def run_on_all_ranks(self, doing: str, work: Callable[[], T], limit: float | None = None) -> list[T]:
-        """Call `ranks.run_on_all_ranks` before the first step, with progress once `work` has finished."""
+        """Like `ranks.run_on_all_ranks`, before the first step; enters a phase before and after `work`."""
         limit = START_SECONDS if limit is None else limit
 
         def watched() -> T:
@@ -107,7 +107,7 @@ class Watchdog:
         return ranks.run_on_all_ranks(watched)
 
     def run_on_rank0(self, doing: str, work: Callable[[], T]) -> T:
-        """Call `ranks.run_on_rank0` before the first step, likewise."""
+        """Like `ranks.run_on_rank0`, in the same two phases."""
         return self.run_on_all_ranks(doing, lambda: work() if ranks.rank() == 0 else None)[0]
 
     def close(self) -> None:

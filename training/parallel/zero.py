@@ -43,8 +43,8 @@ class Zero(Strategy):
     """ZeRO stage 1, 2 or 3, with or without CPU offload, under torch AdamW.
 
     ZeRO holds the FP32 master weights; the model's parameters are in the compute dtype. `discard` and `state`
-    use internals of `zero_settings.DEEPSPEED`, which has no public function to discard gradients, and whose
-    `safe_set_full_fp32_param` fails for padded ZeRO-3 shards.
+    use internals of the version pinned in `zero_settings.DEEPSPEED`: it has no public function to discard
+    gradients, and its `safe_set_full_fp32_param` fails for padded ZeRO-3 shards.
     """
 
     keeps_weights_gathered = False

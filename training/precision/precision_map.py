@@ -141,9 +141,9 @@ def check_resume(meta: dict[str, Any], precision: Precision) -> None:
     saved, current = (sorted(names) for names in (meta.get("map_fallbacks", {}), precision.map_fallbacks))
     if saved != current:
         raise UserError(
-            f"--resume: --precision_map fell back to {FALLBACK_RECIPE} for {', '.join(saved) or 'none'} in "
-            f"the checkpoint but for {', '.join(current) or 'none'} here; resume on the same kind of GPU, or "
-            "start a new run from its exported model",
+            f"--resume: --precision_map falls back to {FALLBACK_RECIPE} for {', '.join(current) or 'none'} "
+            f"here, but for {', '.join(saved) or 'none'} in the checkpoint's run; resume on the same kind of "
+            "GPU, or start a new run from its exported model",
             flags=("resume", "precision_map"),
             exit_code=EXIT_BAD_SETTING,
         )

@@ -15,7 +15,7 @@ RECIPE_SETTINGS = frozenset().union(*(spec.settings for spec in RECIPES.values()
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Section):
-    """precision"""
+    """precision of GEMMs, master weights and moments"""
 
     mixed_precision: Literal["bf16", "fp8", "fp32"] = setting("bf16", "compute precision")
     fp8_scenario: Literal[("default", *RECIPES)] = setting(

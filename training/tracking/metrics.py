@@ -17,7 +17,7 @@ from te_models.families import FAMILIES
 
 
 class Metric(NamedTuple):
-    """Label and format of a logged metric, and its reduction over the log to a value of summary.json."""
+    """Label and format of a logged metric, and how reports reduce the log of a run without summary.json."""
 
     label: str
     format: str

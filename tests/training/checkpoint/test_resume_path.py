@@ -80,7 +80,7 @@ def test_only_a_rollback_in_the_run_s_own_folder_is_recorded(tmp_path):
     other = save_steps(tmp_path / "other", 2)
     own = Checkpoints(tmp_path / "own", keep_last=2)
     roll_back(own, tmp_path / "other" / "step_000002")
-    assert own.latest() is None and index_of(other)["went_back"] is None
+    assert own.latest() is None and index_of(other)["rolled_back_to"] is None
     checkpoints = save_steps(tmp_path / "other", 4)
     copied = shutil.copytree(tmp_path / "other" / "step_000002", tmp_path / "other" / "good_one")
     assert resolve_resume(str(copied), checkpoints) == copied

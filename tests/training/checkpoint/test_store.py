@@ -175,7 +175,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         "best": "step_000002",
         "best_eval_loss": 1.0,
         "steps": [2, 4, 5],
-        "went_back": None,
+        "rolled_back_to": None,
     }
     checkpoints.record_eval_loss(4, 0.25)
     assert on_disk(checkpoints) == [4, 5] and index_of(checkpoints)["best"] == "step_000004"

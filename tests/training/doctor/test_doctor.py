@@ -257,7 +257,3 @@ def test_a_recipe_that_should_run_and_raises_is_a_fault(monkeypatch):
     reason, broken = layers.try_recipe("delayed", "emulated")
     assert reason == "delayed, emulated layers: AttributeError: module has no attribute 'DelayedScaling'"
     assert broken and {f.status for f in layers.check_recipes()} == {"ok", "note", "fault"}
-
-
-def test_the_install_command_pins_what_the_requirements_pin():
-    assert layers.INSPECT in (ROOT / "requirements-gpu.txt").read_text()

@@ -5,7 +5,7 @@ import torch
 
 from training.optim.adamw import FusedAdamW, merge_master, split_master
 from training.optim.optimizer import (
-    BF16_MOMENTS_LONGEST_BETA2,
+    LARGEST_BETA2_IN_BF16,
     build_optimizer,
     optimizer_state,
     optimizer_steps,
@@ -50,7 +50,7 @@ def test_masters_follow_torchs_adamw_on_fp32_weights():
     assert torch.equal(split_master(master(model, optimizer))[0], model.weight)
 
 
-@pytest.mark.parametrize(("beta2", "left"), [(BF16_MOMENTS_LONGEST_BETA2, 0.05), (0.999, 1.0)])
+@pytest.mark.parametrize(("beta2", "left"), [(LARGEST_BETA2_IN_BF16, 0.05), (0.999, 1.0)])
 def test_a_second_moment_in_bf16_decays_up_to_the_beta2_of_the_warning(beta2, left):
     """After 300 steps without gradient; with 0.999 it should be 0.74."""
     model, optimizer = build(torch.ones(4, 4), OptimConfig(adam_beta2=beta2), BF16_MOMENTS)
