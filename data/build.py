@@ -68,7 +68,7 @@ class Loaders:
     eval_prompts: list[tuple[str, str]]  # (rendered prompt, reference answer); [] for plain text
 
     @property
-    def evaluation(self) -> Any:
+    def eval_fingerprint(self) -> Any:
         """Fingerprint of the evaluation samples, or None without evaluation."""
         return None if self.eval is None else self.eval.identity["samples"]
 
@@ -76,7 +76,7 @@ class Loaders:
     def identity(self) -> dict[str, Any]:
         """Identity of all data, which must be the same on every rank."""
         batches = None if self.eval is None else self.eval.micro_batches_per_epoch
-        return (self.train.identity if self.train else {}) | {"evaluation": [self.evaluation, batches]}
+        return (self.train.identity if self.train else {}) | {"evaluation": [self.eval_fingerprint, batches]}
 
 
 def build_loaders(
@@ -105,9 +105,9 @@ def build_loaders(
     check_splits(cfg)
     split = open_split(cfg, cfg.split_name, tokenizer, vocab_size)
     warn_about_template(split)
-    num_held_out = cfg.eval_samples if cfg.eval_split is None else 0
+    num_held_out = cfg.num_eval_samples if cfg.eval_split is None else 0
     eval_split = split
-    if cfg.eval_split is not None and cfg.eval_samples:  # before tokenization: a wrong name fails early
+    if cfg.eval_split is not None and cfg.num_eval_samples:  # before tokenization: a wrong name fails early
         eval_split = open_split(cfg, cfg.eval_split, tokenizer, vocab_size)
     source: Stored | Stream
     if cfg.streaming:
@@ -120,7 +120,7 @@ def build_loaders(
     require_usable(split, train, split_name=cfg.split_name)
     require_full_step(cfg, source)
     if eval_split is not split:
-        held_out = eval_split.sample(cfg.eval_samples)
+        held_out = eval_split.sample(cfg.num_eval_samples)
         require_usable(eval_split, held_out, eval_split=cfg.eval_split)
     identity = {"samples": train.fingerprint, "seed": seed}
     identity |= {name: getattr(cfg, name) for name in ("max_seq_length", "packing", "streaming")}
@@ -135,18 +135,18 @@ def evaluated_rows(
 ) -> tuple[Split, Selection | None]:
     """Return the split and rows of a run that only evaluates; no other rows are tokenized.
 
-    A model is evaluated on all rows of --eval_split, or of --split_name without one; on --eval_samples of
-    them if that is not the default, or if they are streamed. `of_run`: a checkpoint is evaluated on the rows
-    that its run evaluates on.
+    A model is evaluated on the rows of --eval_split, or of --split_name without one: all of them, unless
+    --eval_samples is given or they are streamed. With `of_run`, a checkpoint is evaluated on the rows that
+    its run held out or sampled.
     """
     flag = "split_name" if cfg.eval_split is None else "eval_split"
     split = open_split(cfg, getattr(cfg, flag), tokenizer, vocab_size)
     warn_about_template(split)
     if of_run and cfg.eval_split is None and not cfg.streaming:
-        numbers = np.flatnonzero(held_out_rows(split, cfg.eval_samples, seed))
+        numbers = np.flatnonzero(held_out_rows(split, cfg.num_eval_samples, seed))
         return split, split.take(numbers) if len(numbers) else None
-    is_limited = of_run or cfg.streaming or cfg.eval_samples != DataConfig().eval_samples
-    selected = split.sample(cfg.eval_samples if is_limited else None)
+    is_limited = of_run or cfg.streaming or cfg.eval_samples is not None
+    selected = split.sample(cfg.num_eval_samples if is_limited else None)
     require_usable(split, selected, **{flag: getattr(cfg, flag)})
     return split, selected
 

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from core.errors import bad_setting
 from core.settings import Effect, Section, resumable, setting
 
+EVAL_SAMPLES = 1000  # default of --eval_samples
 SYSTEM_PROMPT = "Solve the math problem step by step. Put your final answer in \\boxed{}."
 
 
@@ -18,12 +19,15 @@ class DataConfig(Section):
     affects: ClassVar[Effect] = "learning"
 
     dataset_name: str = setting(
-        "demo", "demo, hub id, folder or file (jsonl json parquet csv tsv txt); NAME:CONFIGURATION"
+        "demo", "demo, hub id (or ID:CONFIGURATION), folder or file (jsonl json parquet csv tsv txt)"
     )
     split_name: str = setting("train_1M", "split to train on")
     eval_split: str | None = setting(None, "split to evaluate on; default: held out from --split_name")
-    eval_samples: int = setting(
-        1000, "maximum evaluation samples; held out: 10 % of the data at most; --max_steps 0: all", minimum=0
+    eval_samples: int | None = setting(
+        None,
+        f"maximum evaluation samples, and 10 % of the data if held out; default: {EVAL_SAMPLES}; with "
+        "--max_steps 0 all rows",
+        minimum=0,
     )
     num_of_samples: int | None = setting(None, "training rows to use; default: all", minimum=1)
     dataset_messages_field: str | None = setting(None, "column of chat messages; default: detected by name")
@@ -51,8 +55,14 @@ class DataConfig(Section):
         None, "folder for prepared data; default: the Hugging Face cache of data sets", affects="nothing"
     )
 
+    @property
+    def num_eval_samples(self) -> int:
+        """Evaluation samples at most in a run that trains, or evaluates a checkpoint."""
+        return EVAL_SAMPLES if self.eval_samples is None else self.eval_samples
+
     def check_length(self, positions: int | None) -> None:
         """Raise UserError if a sequence may be longer than the model's `positions` (None: no limit)."""
         length = self.max_seq_length
         if positions is not None and length > positions:
-            raise bad_setting(f"--model_name has {positions} positions; lower it", max_seq_length=length)
+            reason = f"the model has only {positions} positions; lower --max_seq_length"
+            raise bad_setting(reason, max_seq_length=length)

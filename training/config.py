@@ -13,12 +13,12 @@ from core.cli import OneLineParser, add_setting, read_yaml_settings
 from core.errors import UserError, bad_setting
 from core.recipes import RECIPES, TE_RECIPES, TORCHAO_RECIPES
 from core.settings import Setting, convert, lookup
-from data.settings import DataConfig
+from data.settings import EVAL_SAMPLES, DataConfig
 from te_models.settings import ModelConfig
 from training.checkpoint.settings import CheckpointConfig
 from training.optim.settings import OptimConfig
 from training.parallel.settings import FP8_GATHER_MODES, ShardingConfig
-from training.precision.settings import PrecisionConfig, parse_precision_map, unread_settings
+from training.precision.settings import MAX_MARGIN, PrecisionConfig, parse_precision_map, unread_settings
 from training.tracking.settings import LogConfig
 
 
@@ -101,6 +101,9 @@ def precision_rules(s: Any) -> Iterator[tuple[str, str]]:
         yield "fp8_scenario", reason
     if s.fp8_lm_head and s.mixed_precision != "fp8":
         yield "fp8_lm_head", f"this run is in {s.mixed_precision}; drop it, or add --mixed_precision fp8"
+    if s.fp8_margin > MAX_MARGIN:
+        reason = f"scales a tensor's largest value to 448 / 2**{s.fp8_margin}, which E4M3 rounds to zero"
+        yield "fp8_margin", f"{reason}; give at most {MAX_MARGIN}"
     by_module = "precision_map bf16_first_layers bf16_last_layers"
     if s.mixed_precision != "fp8" and (given := [name for name in by_module.split() if getattr(s, name)]):
         reason = f"needs --mixed_precision fp8 (here {s.mixed_precision}); choose fp8, or drop it"
@@ -158,6 +161,15 @@ def config_from_dict(values: dict[str, Any]) -> Config:
     return Config(**{s: SECTIONS[s](**v) for s, v in sections.items()})
 
 
+# Values that earlier versions recorded for a flag that was not given.
+EARLIER_DEFAULTS = {"eval_samples": EVAL_SAMPLES}
+
+
+def comparable(name: str, value: Any) -> Any:
+    """Return a recorded setting for comparisons: None for the default of an earlier version."""
+    return None if EARLIER_DEFAULTS.get(name) == value else value
+
+
 def changed_settings(
     old: dict[str, Any], new: Config, *, ignore: Container[str] | None = None
 ) -> dict[str, tuple[Any, Any]]:
@@ -172,7 +184,7 @@ def changed_settings(
     return {
         name: (old[name], current[name])
         for name in table
-        if name not in ignore and old[name] != current[name]
+        if name not in ignore and comparable(name, old[name]) != comparable(name, current[name])
     }
 
 

@@ -174,7 +174,7 @@ def restore(job: Job, assembly: Assembly) -> tuple[RunState, Scaling, bool]:
         loader=job.loaders.train,
         progress=Progress(),
         total_steps=job.total_steps,
-        evaluation=job.loaders.evaluation,
+        evaluation=job.loaders.eval_fingerprint,
     )
     saved, evaluated = {}, False
     if job.resume:
@@ -203,7 +203,7 @@ def restore(job: Job, assembly: Assembly) -> tuple[RunState, Scaling, bool]:
 def _restore_evaluations(job: Job, progress: Progress) -> bool:
     """Restore the best eval loss. True if the restored step has an eval loss on the same data."""
     losses: dict[int, float] = {}
-    if job.resume.meta.get("evaluation", job.loaders.evaluation) != job.loaders.evaluation:
+    if job.resume.meta.get("evaluation", job.loaders.eval_fingerprint) != job.loaders.eval_fingerprint:
         print_rank0("WARNING: the evaluation data has changed; earlier evaluations are discarded")
         progress.best_eval_loss = None
         ranks.run_on_rank0(lambda: forget_evaluations(job.checkpoints))

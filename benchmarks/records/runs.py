@@ -12,7 +12,7 @@ from typing import Any
 
 from core.errors import EXIT_BAD_SETTING, UserError
 from core.files import read_record
-from training.config import SECTIONS, Config, all_settings, settings_path
+from training.config import SECTIONS, Config, all_settings, comparable, settings_path
 from training.tracking.metrics import METRICS, RATES, summary_name, tail_mean
 
 Series = list[tuple[int, float]]  # (optimizer step, value)
@@ -77,7 +77,7 @@ class RunRecord:
 
     def setting(self, name: str) -> Any:
         """Return a setting; its default if the run is older than the setting."""
-        return self.config.get(name, DEFAULT[name])
+        return comparable(name, self.config.get(name, DEFAULT[name]))
 
     def logged(self, metric: str) -> Series:
         """Return (step, value) of every logged value."""

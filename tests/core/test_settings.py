@@ -60,6 +60,7 @@ def test_flags_set_fields_of_frozen_sections(monkeypatch):
         ("--mixed_precision fp16", "--mixed_precision fp16: not one of bf16, fp8, fp32; did you mean"),
         ("--fp8_scenario mxfp", "did you mean 'mxfp8'?"),
         ("--mixed_precision fp8 --fp8_margin 2", "--fp8_margin 2: applies to delayed, not to tensorwise"),
+        ("--use_te --mixed_precision fp8 --fp8_margin 19", "--fp8_margin 19: scales a tensor's largest"),
         ("--fp8_lm_head", "--fp8_lm_head: this run is in bf16; drop it, or add --mixed_precision fp8"),
         ("--bf16_first_layers 1", "--bf16_first_layers 1: needs --mixed_precision fp8 (here bf16)"),
         ("--mixed_precision fp8 --precision_map proj=block", "block: without --use_te a module runs in one"),
@@ -212,6 +213,7 @@ def test_only_settings_that_are_not_resumable_count_as_changed():
     before = {name: value for name, value in old.items() if name != "fp8_fast_accumulation"}
     added = changed_settings(before, parse("--batch_size", "4", "--fp8_fast_accumulation"))
     assert added == {"fp8_fast_accumulation": (False, True)}, "an older run had the default"
+    assert changed_settings(old | {"eval_samples": 1000}, new) == {"batch_size": (4, 8)}, "earlier default"
     resumable = {name for name, (_, f, _) in all_settings().items() if f.metadata["resumable"]}
     of_records = {name for name, (section, *_) in all_settings().items() if section in ("checkpoint", "log")}
     assert resumable - of_records == {

@@ -359,9 +359,10 @@ def test_evaluation_alone_reads_all_rows_of_its_split_and_no_others(make, stream
         "evaluate_only": "model",
         "data_cache_dir": str(tmp_path),
     }
-    assert evaluated(make(**alone, eval_samples=1000)) == list(range(ROWS))
-    assert evaluated(make(**alone, eval_samples=1000, eval_split="test")) == list(range(20))
+    assert evaluated(make(**alone, eval_samples=None)) == list(range(ROWS))
+    assert evaluated(make(**alone, eval_samples=None, eval_split="test")) == list(range(20))
     assert len(encoded) == ROWS + 20
+    monkeypatch.setattr("data.settings.EVAL_SAMPLES", 5)  # an explicit number counts, also the default's
     few = evaluated(make(**alone, eval_samples=5))
     assert few == (list(range(5)) if streaming else list(range(0, ROWS, ROWS // 5)))
 
@@ -374,7 +375,7 @@ def test_a_checkpoint_is_evaluated_on_the_rows_of_its_run(make, eval_split, stre
     encoded, encode = [], Encoder.encode
     monkeypatch.setattr(Encoder, "encode", lambda *args: encoded.extend(args[1]) or encode(*args))
     alone = make(**settings, evaluate_only="checkpoint", data_cache_dir=str(tmp_path))
-    assert alone.train is None and alone.evaluation == run.evaluation and len(encoded) == 6
+    assert alone.train is None and alone.eval_fingerprint == run.eval_fingerprint and len(encoded) == 6
     assert alone.eval_prompts == run.eval_prompts
 
 

@@ -13,6 +13,9 @@ from core.settings import Section, nearest, resumable, setting
 RECIPE_SETTINGS = frozenset().union(*(spec.settings for spec in RECIPES.values()))
 
 
+MAX_MARGIN = 18  # E4M3 holds 2**-9 to 448: with 19, the largest value of a tensor, 448 / 2**19, becomes zero
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Section):
     """precision of GEMMs, master weights and moments"""
@@ -30,7 +33,7 @@ class PrecisionConfig(Section):
         "warn", "if mxfp8 or nvfp4 cannot run here: warn and use delayed scaling, or stop with an error"
     )
     fp8_format: Literal["hybrid", "e4m3"] = setting("hybrid", "hybrid: E4M3 forward, E5M2 backward")
-    fp8_margin: int = setting(0, "delayed scaling: divide scales by 2**N", minimum=0)
+    fp8_margin: int = setting(0, "delayed scaling: divide scales by 2**N, N at most 18", minimum=0)
     fp8_amax_history_len: int = setting(1024, "delayed scaling: amax history, in micro-batches", minimum=1)
     fp8_amax_compute_algo: Literal["max", "most_recent"] = setting("max", "delayed scaling: amax to use")
     fp8_fast_accumulation: bool = setting(False, "fast accumulation in backward too (delayed, current)")
