@@ -15,7 +15,7 @@ import yaml
 from core.errors import EXIT_BAD_SETTING, UserError, bad_setting, first_line
 from core.settings import TYPE_NAMES, Setting, nearest, split_optional
 
-SWITCH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")  # common after a switch, and wrong
+SWITCH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")  # often written after a switch
 
 
 class OneLineParser(argparse.ArgumentParser):

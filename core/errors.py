@@ -16,11 +16,12 @@ class UserError(Exception):
     """An error that the user can act on: printed as one line, without a traceback.
 
     `flags` are the settings it is about. `exit_code` is EXIT_BAD_SETTING if other settings fix it, else
-    EXIT_FAILED (the machine, files or another process are at fault). `ranks` maps the ranks that raised it to
-    their hosts, once ranks have compared errors.
+    EXIT_FAILED (the machine, files or another process are at fault).
     """
 
-    ranks: dict[int, str | None]
+    # Set by `training.parallel.ranks.run_on_all_ranks` on any exception, absent before:
+    ranks: dict[int, str | None]  # ranks that raised it -> their hosts
+    details: str  # traceback of the first of them
 
     def __init__(self, message: str, *, flags: Iterable[str] = (), exit_code: int = EXIT_FAILED):
         super().__init__(message)  # ranks pickle errors: the message only, the rest is in __dict__

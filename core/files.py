@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -21,14 +22,16 @@ def explaining_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        denied = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        remedy = "make it writable" if denied else "free space"
         raise UserError(
-            f"cannot write {path}: {error.strerror or error}; free space, then rerun with the same "
+            f"cannot write {path}: {error.strerror or error}; {remedy}, then rerun with the same "
             "--output_dir to resume"
         ) from None
 
 
 def hidden(path: Path, state: str) -> Path:
-    """Return the hidden sibling that `path` has in a state: partial, replaced or pruned."""
+    """Return `.NAME.STATE` beside `path`: its version that is partial, replaced or pruned."""
     return path.with_name(f".{path.name}.{state}")
 
 

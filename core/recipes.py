@@ -15,8 +15,9 @@ bits. A recipe defines how the cast is scaled:
 HYBRID format: E4M3 (more precision) forward, E5M2 (more range) for gradients.
 https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/common.html
 
-To add a recipe, add a row. If TE's layers are to be emulated in it, add its class to
-`te_models.emulation.recipes` too. Importing this module must not import torch.
+To add a recipe, add a row; the key of a torchao recipe is torchao's name. If TE's layers are to be emulated
+in it, add its class and its probe to `te_models.emulation.recipes`. Importing this module must not import
+torch.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from typing import Any
 class StepCosts:
     """Figures from which `benchmarks.plan` computes the time and memory of a step.
 
-    Measured on one H200 with Llama 3.1 8B (1B packed for block), unless `measured` is False. Memory is in
-    bytes saved from forward to backward, relative to BF16 inputs of the GEMMs.
+    Measured on one H200 with Llama 3.1 8B (1B packed for block), unless `measured` is False.
     """
 
     gemm_share: float  # GEMM rate as a share of the precision's dense peak
     cast_bytes: float  # memory traffic of casting one value
-    saved_per_ffn: float = 0  # bytes per token and unit of the feed-forward size, relative to BF16
-    saved_per_hidden: float = 0  # bytes per token and unit of the hidden size, relative to BF16
-    weight_copies: float = 0  # per GEMM weight, in addition to the BF16 weight
+    # Bytes fewer than BF16 stores for backward, per token and unit of the feed-forward and the hidden size.
+    less_per_ffn: float = 0
+    less_per_hidden: float = 0
+    weight_copies: float = 0  # bytes per GEMM weight, in addition to the BF16 weight
     measured: bool = True
 
 
@@ -46,12 +47,13 @@ class StepCosts:
 class RecipeSpec:
     """Properties of one recipe."""
 
-    # fp8_* settings that the recipe reads; any other one, if set, is refused.
+    # Settings among those that only some recipes read (`RECIPE_SETTINGS`); the others are refused if set.
     settings: frozenset[str] = frozenset()
     # GEMM kernels need tokens of a micro-batch, and rows and columns of every weight, in these multiples.
     token_multiple: int = 16
     feature_multiple: int = 16
-    # GPU architectures that run it, for the planner (a run probes); None: all with FP8 tensor cores.
+    # GPU architectures that run it, only for the planner: a run asks TE (`probe`). None: all with FP8 tensor
+    # cores.
     architectures: tuple[str, ...] | None = None
     # On a machine that cannot run it, FALLBACK_RECIPE may run instead, with a warning (--fp8_fallback).
     may_fall_back: bool = False
@@ -89,7 +91,8 @@ def _block(cfg: Any, te: Any) -> Any:
         return te.Float8BlockScaling()
     recipe = te.Float8BlockScaling(use_f32_scales=True)
     for operand in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
-        if hasattr(recipe, operand):  # TE sets them at import, whatever the recipe's arguments are
+        # `use_f32_scales=True` alone is not enough: TE fixes these class attributes when it is imported.
+        if hasattr(recipe, operand):
             setattr(recipe, operand, te.QParams(power_2_scale=False, amax_epsilon=0.0))
     return recipe
 
@@ -99,15 +102,18 @@ _DELAYED = frozenset({"fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_al
 _FP32_SCALES = frozenset({"fp8_fp32_scales"})
 
 # Costs. GEMM shares: from TE's FP8 GEMMs (252 ms for 343 TFLOP; block in 161 ms where delayed took 143), and
-# from torchao's 8B steps (626 ms tensorwise, 718 rowwise, 657 rowwise_with_gw_hp) less all else. Casts: 2
-# bytes read and 1 written for each of two layouts (TE reads once for both), 2 more if a cast needs the amax
-# first; rowwise scales each layout by itself, and rowwise_with_gw_hp casts one layout.
+# from torchao's 8B steps (626 ms tensorwise, 718 rowwise, 657 rowwise_with_gw_hp) minus the time outside of
+# GEMMs. Casts: 2 bytes read and 1 written for each of two layouts (TE reads once for both), 2 more if a cast
+# needs the amax first; rowwise scales each layout by itself, and rowwise_with_gw_hp casts one layout.
 #
 # Memory, TE on Hopper: per-tensor recipes keep a weight as it is and transposed (1 + 1 byte), block scaling
 # also an FP32 scale per 128x128, MXFP8 a scale byte per 32 values, NVFP4 half a byte per value and a scale
 # byte per 16. The MLP's product takes 1 byte less. The hidden size gains nothing: what two norms save, the
 # FP8 input of proj and a byte not yet explained cost. torchao casts weights anew; torch.compile recomputes
 # norms (2 x 2 bytes) and the MLP's product (2), unless GEMMs of gradients read them.
+#
+# Order matters: the first TE row and the first torchao row are the defaults of --fp8_scenario, and the first
+# TE row is the fallback.
 RECIPES: dict[str, RecipeSpec] = {
     "delayed": RecipeSpec(
         settings=_PER_TENSOR | _DELAYED,
@@ -116,7 +122,7 @@ RECIPES: dict[str, RecipeSpec] = {
         te_class="DelayedScaling",
         make=_delayed,
         probe="is_fp8_available",
-        costs=StepCosts(gemm_share=0.69, cast_bytes=4, saved_per_ffn=1, weight_copies=2),
+        costs=StepCosts(gemm_share=0.69, cast_bytes=4, less_per_ffn=1, weight_copies=2),
     ),
     "current": RecipeSpec(
         settings=_PER_TENSOR,
@@ -124,7 +130,7 @@ RECIPES: dict[str, RecipeSpec] = {
         te_class="Float8CurrentScaling",
         make=_current,
         probe="is_fp8_available",
-        costs=StepCosts(gemm_share=0.69, cast_bytes=6, saved_per_ffn=1, weight_copies=2),
+        costs=StepCosts(gemm_share=0.69, cast_bytes=6, less_per_ffn=1, weight_copies=2),
     ),
     "block": RecipeSpec(
         settings=_FP32_SCALES,
@@ -147,7 +153,7 @@ RECIPES: dict[str, RecipeSpec] = {
         costs=StepCosts(  # GEMM share as for delayed
             gemm_share=0.69,
             cast_bytes=4,
-            saved_per_ffn=1 - 1 / 32,
+            less_per_ffn=1 - 1 / 32,
             weight_copies=2 * (1 + 1 / 32),
             measured=False,
         ),
@@ -163,18 +169,18 @@ RECIPES: dict[str, RecipeSpec] = {
         costs=StepCosts(  # GEMM share as for delayed, at the FP8 peak
             gemm_share=0.69,
             cast_bytes=6,
-            saved_per_ffn=2 - 9 / 16,
+            less_per_ffn=2 - 9 / 16,
             weight_copies=2 * 9 / 16,
             measured=False,
         ),
     ),
     "tensorwise": RecipeSpec(
         fp8_all_gather=True,
-        costs=StepCosts(gemm_share=0.58, cast_bytes=8, saved_per_ffn=2, saved_per_hidden=4),
+        costs=StepCosts(gemm_share=0.58, cast_bytes=8, less_per_ffn=2, less_per_hidden=4),
     ),
     "rowwise": RecipeSpec(
         settings=_FP32_SCALES,
-        costs=StepCosts(gemm_share=0.47, cast_bytes=10, saved_per_ffn=2, saved_per_hidden=4),
+        costs=StepCosts(gemm_share=0.47, cast_bytes=10, less_per_ffn=2, less_per_hidden=4),
     ),
     "rowwise_with_gw_hp": RecipeSpec(
         settings=_FP32_SCALES,
@@ -182,12 +188,12 @@ RECIPES: dict[str, RecipeSpec] = {
         costs=StepCosts(gemm_share=0.58, cast_bytes=5),
     ),
 }
-# Recipes with --use_te, and without it; the first of each is --fp8_scenario's default.
+# Recipes with --use_te, and without it.
 TE_RECIPES = tuple(name for name, spec in RECIPES.items() if spec.te_class)
 TORCHAO_RECIPES = tuple(name for name, spec in RECIPES.items() if not spec.te_class)
 FALLBACK_RECIPE = TE_RECIPES[0]
-LM_HEAD_RECIPE = "current"  # --fp8_lm_head, under any recipe of the layers
-BF16_COSTS = StepCosts(gemm_share=0.71, cast_bytes=0)  # the 8B step of 783 ms less all else
+LM_HEAD_RECIPE = "current"  # of --fp8_lm_head, whatever recipe the layers use
+BF16_COSTS = StepCosts(gemm_share=0.71, cast_bytes=0)  # from the 8B step of 783 ms, as above
 
 
 def costs_of(recipe: str) -> StepCosts:

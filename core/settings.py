@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 
 from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
 
+# Settings in which ~ is expanded; add new path settings here.
 PATHS = ("output_dir", "log_dir", "data_cache_dir", "weights_cache_dir", "model_name", "tokenizer_name")
 TYPE_NAMES = {"int": "a whole number", "float": "a number", "str": "text"}
 BOUNDS = {
@@ -68,11 +69,14 @@ class Section:
 
 
 def nearest(name: Any, candidates: Any) -> str:
-    """Return "; did you mean ...?" with the candidate of these initials (lr) or of the closest spelling."""
+    """Return "; did you mean ...?" with the candidate of initials `name` (lr), else of the closest spelling.
+
+    The cutoff of 0.7 finds --model_name for --model.
+    """
     name = str(name)
     words = {c: c.lstrip("-").split("_") for c in candidates}
     close = [c for c, found in words.items() if "".join(w[:1] for w in found) == name.lstrip("-") != ""]
-    close += difflib.get_close_matches(name, list(words), n=1, cutoff=0.7)  # --model is that near
+    close += difflib.get_close_matches(name, list(words), n=1, cutoff=0.7)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

@@ -37,7 +37,7 @@ def stop_with_parent() -> None:
 
 
 @contextmanager
-def caught(handle: Callable[[int, Any], None] = lambda number, frame: None) -> Iterator[None]:
+def handling_stop_signals(handle: Callable[[int, Any], None] = lambda number, frame: None) -> Iterator[None]:
     """Route stop signals to `handle`; programs started inside keep the default handlers."""
     before = {number: signal.signal(number, handle) for number in stop_signals()}
     try:
@@ -48,7 +48,7 @@ def caught(handle: Callable[[int, Any], None] = lambda number, frame: None) -> I
 
 
 @contextmanager
-def noticed(react: Callable[[signal.Signals], None]) -> Iterator[None]:
+def announcing_stop_signals(react: Callable[[signal.Signals], None]) -> Iterator[None]:
     """Call `react` for each stop signal at once, from a thread.
 
     A Python signal handler runs only when the main thread returns from C: a CUDA synchronization or a file
@@ -88,7 +88,7 @@ class StopFlag:
     def __init__(self, *, announces: bool = True):
         self.requested = False
         self.remaining_work = "the current step and saving"  # done after the first signal
-        self._announces, self._noticed = announces, 0.0  # time of the first signal
+        self._announces, self._first_signal = announces, 0.0  # time of the first signal
         # PID of the waiting process. Forked loader workers inherit the handler and must not raise.
         self.waiting_pid: int | None = None
 
@@ -98,13 +98,13 @@ class StopFlag:
             self.waiting_pid = None
             raise Stopped
 
-    def notice(self, number: signal.Signals) -> None:
+    def announce(self, number: signal.Signals) -> None:
         """Print what happens now; end the process if this is the second signal."""
-        now, first = time.monotonic(), not self._noticed
+        now, first = time.monotonic(), not self._first_signal
         if first:
-            self.requested, self._noticed = True, now
+            self.requested, self._first_signal = True, now
             message = f"{number.name}: finishing {self.remaining_work} first; send it again to end at once"
-        elif now - self._noticed < SAME_SIGNAL_SECONDS:
+        elif now - self._first_signal < SAME_SIGNAL_SECONDS:
             return
         else:
             message = f"{number.name} again: ended at once; checkpoints saved before are intact"

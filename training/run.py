@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from core.cpu import fast_bf16
+from core.bf16_on_cpu import fast_bf16
 from core.errors import EXIT_FAILED, EXIT_INTERRUPTED, first_line
-from core.signals import caught, noticed
+from core.signals import announcing_stop_signals, handling_stop_signals
 from data.chat import turn_end
 from te_models.build import export_tensors
 from training.assembly import Assembly, assemble
@@ -108,8 +108,8 @@ def run(job: Job, cleanup: ExitStack, signals: ExitStack) -> int:
     state, scaling, evaluated = restore(job, assembly)
     trainer, observers = open_loop(job, assembly, state, scaling, evaluated=evaluated)
     cleanup.callback(trainer.logs.tracker.give_up, EXIT_FAILED)
-    signals.enter_context(caught())
-    signals.enter_context(noticed(trainer.stop.notice))
+    signals.enter_context(handling_stop_signals())
+    signals.enter_context(announcing_stop_signals(trainer.stop.announce))
     try:
         finished = trainer.fit()
         trainer.stop.remaining_work = "the export and the logs"

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from core.signals import StopFlag, Stopped, caught
+from core.signals import StopFlag, Stopped, handling_stop_signals
 from training.checkpoint.progress import Progress
 from training.config import Config
 from training.guard import StepGuard
@@ -71,7 +71,7 @@ class Trainer:
 
     def fit(self) -> bool:
         """Train to the end and save. False if a stop signal ended it early. Collective."""
-        with caught(self.stop):
+        with handling_stop_signals(self.stop):
             if self.total_steps == 0:
                 self._evaluate()
                 return not self._any_stop()

@@ -22,7 +22,7 @@ from benchmarks.records.runs import NO_EFFECT, bad_input
 from core.cli import OneLineParser
 from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_IN_USE, EXIT_INTERRUPTED, UserError
 from core.redact import redact
-from core.signals import caught
+from core.signals import handling_stop_signals
 from training.config import Config, changed_settings, settings_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,7 +109,10 @@ def launch(cfg: Config, *, gpus: int = 1, log: Path) -> Outcome:
     """
     line, folder, signals = command(cfg, gpus), Path(cfg.checkpoint.output_dir), []
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a", encoding="utf-8") as file, caught(lambda number, frame: signals.append(number)):
+    with (
+        log.open("a", encoding="utf-8") as file,
+        handling_stop_signals(lambda number, frame: signals.append(number)),
+    ):
         file.write(f"$ {redact(shlex.join(line))}\n")
         file.flush()
         begin = file.tell()

@@ -1,4 +1,4 @@
-"""Stop signals are noticed at once, also during a long call into C."""
+"""Stop signals are announced at once, also during a long call into C."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from core.signals import caught, noticed
+from core.signals import announcing_stop_signals, handling_stop_signals
 from tests.children import running
 
 
@@ -20,7 +20,7 @@ def test_a_signal_is_noticed_while_the_main_thread_is_in_c():
         seen.append(number)
         reacted.set()
 
-    with caught(), noticed(react):
+    with handling_stop_signals(), announcing_stop_signals(react):
         os.kill(os.getpid(), signal.SIGCHLD)  # not a request to stop
         os.kill(os.getpid(), signal.SIGTERM)
         assert reacted.wait(60)
@@ -30,7 +30,7 @@ def test_a_signal_is_noticed_while_the_main_thread_is_in_c():
 
 def test_a_forked_worker_keeps_its_signals_to_itself():
     seen = []
-    with caught(), noticed(seen.append):
+    with handling_stop_signals(), announcing_stop_signals(seen.append):
         if (child := os.fork()) == 0:
             os.kill(os.getpid(), signal.SIGTERM)
             os._exit(0)
@@ -42,9 +42,9 @@ def test_a_second_signal_ends_the_process(tmp_path):
     """The main thread sits in one uninterrupted call into C, as in a long GPU step."""
     code = """
 import hashlib
-from core.signals import StopFlag, caught, noticed
+from core.signals import StopFlag, handling_stop_signals, announcing_stop_signals
 stop = StopFlag()
-with caught(stop), noticed(stop.notice):
+with handling_stop_signals(stop), announcing_stop_signals(stop.announce):
     print("ready", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # releases the GIL, as CUDA calls do
 """
@@ -66,8 +66,8 @@ with caught(stop), noticed(stop.notice):
 def test_a_worker_is_told_that_its_parent_is_gone():
     worker = """
 import signal
-from core.signals import caught, stop_with_parent
-with caught(lambda number, frame: print(signal.Signals(number).name, flush=True)):
+from core.signals import handling_stop_signals, stop_with_parent
+with handling_stop_signals(lambda number, frame: print(signal.Signals(number).name, flush=True)):
     stop_with_parent()
     print("ready", flush=True)
     signal.pause()

@@ -213,15 +213,15 @@ def layer_activations(plan: StepPlan) -> float:
 
     In BF16 these are, per token: input, attention norm, residual and MLP norm (hidden size each); queries and
     attention output (width of the query heads); keys and values (width of the key heads); gate, up and their
-    product (MLP width). FP8 recipes save less (`core.recipes`). TE's QK norms (Qwen3) save their inputs too.
+    product (MLP width). FP8 recipes store less (`core.recipes`). TE's QK norms (Qwen3) add theirs.
     """
     s, costs = plan.model.shape, costs_of(plan.recipe)
     queries, keys = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     bf16 = 2 * (4 * s.hidden_size + 2 * queries + 2 * keys + 3 * s.ffn_hidden_size)
     if plan.cfg.model.use_te and plan.model.qk_norm:
         bf16 += 2 * (queries + 2 * keys)
-    saved = costs.saved_per_ffn * s.ffn_hidden_size + costs.saved_per_hidden * s.hidden_size
-    return plan.tokens * (bf16 - saved * plan.fp8_layers)
+    less = costs.less_per_ffn * s.ffn_hidden_size + costs.less_per_hidden * s.hidden_size
+    return plan.tokens * (bf16 - less * plan.fp8_layers)
 
 
 def logits(plan: StepPlan) -> float:

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from core import cpu
+from core import bf16_on_cpu
 
 
 @pytest.fixture
 def no_bf16_instructions(monkeypatch):
-    monkeypatch.setattr(cpu, "has_bf16_instructions", lambda: False)
+    monkeypatch.setattr(bf16_on_cpu, "has_bf16_instructions", lambda: False)
 
 
 def attend(q, k, v):
@@ -43,7 +43,7 @@ def test_equals_the_fp32_product_of_bf16_operands(name, no_bf16_instructions):
     product, shapes = PRODUCTS[name]
     operands = [torch.randn(shape, generator=torch.manual_seed(7)).bfloat16() for shape in shapes]
     exact = results_and_gradients(product, [x.float() for x in operands])
-    with cpu.fast_bf16():
+    with bf16_on_cpu.fast_bf16():
         rounded = results_and_gradients(product, operands)
     assert {x.dtype for x in rounded} == {torch.bfloat16}
     tolerance = {"rtol": 2**-7, "atol": 2**-7} if "attention" in name else {"rtol": 2**-8, "atol": 1e-30}
@@ -53,14 +53,14 @@ def test_equals_the_fp32_product_of_bf16_operands(name, no_bf16_instructions):
 
 def test_writes_into_out(no_bf16_instructions):
     a, b, out = torch.ones(2, 3).bfloat16(), torch.ones(3, 4).bfloat16(), torch.zeros(4, 4).bfloat16()
-    with cpu.fast_bf16():
+    with bf16_on_cpu.fast_bf16():
         torch.mm(a, b, out=out[1:3])
     assert out.sum(1).tolist() == [0, 12, 12, 0]
 
 
 def test_ends_with_its_context_and_leaves_other_dtypes(no_bf16_instructions, monkeypatch):
     a, widened = torch.ones(2, 2), []
-    monkeypatch.setattr(cpu, "_widen", lambda x: widened.append(x.dtype) or x.float())
+    monkeypatch.setattr(bf16_on_cpu, "_widen", lambda x: widened.append(x.dtype) or x.float())
 
     def count(dtype):
         widened.clear()
@@ -68,13 +68,13 @@ def test_ends_with_its_context_and_leaves_other_dtypes(no_bf16_instructions, mon
         return len(widened)
 
     outside = count(torch.bfloat16)  # not 0 if this CPU has no BF16 instructions
-    with cpu.fast_bf16():
+    with bf16_on_cpu.fast_bf16():
         assert [count(dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64)] == [2, 0, 0]
     assert count(torch.bfloat16) == outside
 
 
 def test_does_nothing_on_a_cpu_with_bf16_instructions(monkeypatch):
-    monkeypatch.setattr(cpu, "has_bf16_instructions", lambda: True)
+    monkeypatch.setattr(bf16_on_cpu, "has_bf16_instructions", lambda: True)
     monkeypatch.setattr(torch.library, "Library", None)
-    with cpu.fast_bf16():
+    with bf16_on_cpu.fast_bf16():
         pass

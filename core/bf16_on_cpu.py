@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-# ATen operators to replace, and the index of the result that is FP32 for BF16 operands too, if any.
+# ATen operators to replace -> index of the result that stays in FP32 even for BF16 operands, or None.
 OPERATORS: dict[str, int | None] = {
     **dict.fromkeys(("mm", "mm.out", "addmm", "bmm", "baddbmm")),
     "_scaled_dot_product_flash_attention_for_cpu": 1,  # log-sum-exp
@@ -40,16 +40,16 @@ def fast_bf16() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-            for name, stays_fp32 in OPERATORS.items():
+            for name, fp32_result in OPERATORS.items():
                 kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-                library.impl(name, _in_fp32(kernel.call_boxed, stays_fp32), "CPU", with_keyset=True)
+                library.impl(name, _in_fp32(kernel.call_boxed, fp32_result), "CPU", with_keyset=True)
         yield
     finally:
         library._destroy()
 
 
-def _in_fp32(kernel: Callable, stays_fp32: int | None) -> Callable:
-    """Wrap a kernel: widen BF16 operands to FP32 and round results to BF16, except result `stays_fp32`."""
+def _in_fp32(kernel: Callable, fp32_result: int | None) -> Callable:
+    """Wrap a kernel: widen BF16 operands to FP32 and round results to BF16, except number `fp32_result`."""
 
     def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if args[0].dtype != torch.bfloat16:
@@ -60,7 +60,7 @@ def _in_fp32(kernel: Callable, stays_fp32: int | None) -> Callable:
             return kwargs["out"].copy_(results)
         if isinstance(results, Tensor):
             return results.bfloat16()
-        return tuple(x if i == stays_fp32 else x.bfloat16() for i, x in enumerate(results))
+        return tuple(x if i == fp32_result else x.bfloat16() for i, x in enumerate(results))
 
     return call
 
