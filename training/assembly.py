@@ -39,12 +39,12 @@ class Assembly:
 
 def assemble(job: Job) -> Assembly:
     """Build and shard the model, load or initialize its weights, and build the optimizer. Collective."""
-    cfg, precision, strategy = job.cfg, job.resolved.precision, job.memory.strategy
+    cfg, precision, strategy = job.cfg, job.resolved.precision, job.strategy
     torchao = precision.effective in TORCHAO_RECIPES
     # With --fp8_all_gather, TE stores weights in FP8; torchao casts them just before the all-gather.
     fp8_gather = cfg.sharding.fp8_all_gather and strategy.shards_weights
     fp8_weights = fp8_gather and not torchao
-    optimizer_plan = job.memory.optimizer
+    optimizer_plan = job.optimizer_plan
     if fp8_weights:
         optimizer_plan = replace(optimizer_plan, kind="te_fused_adam")
     compute = torch.float32 if cfg.precision.mixed_precision == "fp32" else torch.bfloat16
@@ -75,7 +75,7 @@ def assemble(job: Job) -> Assembly:
 def _build_model(
     job: Job, optimizer_plan: OptimizerPlan, dtypes: dict[str, torch.dtype], *, fp8_gather: bool
 ) -> nn.Module:
-    cfg, precision, strategy = job.cfg, job.resolved.precision, job.memory.strategy
+    cfg, precision, strategy = job.cfg, job.resolved.precision, job.strategy
     torchao = precision.effective in TORCHAO_RECIPES
     options = BuildOptions(
         te_backend=precision.te_backend,

@@ -102,7 +102,7 @@ KERNELS = (
 )
 
 
-def choose_kernels(run: Workload, cleanup: ExitStack) -> Kernels:
+def enable_kernels(run: Workload, cleanup: ExitStack) -> Kernels:
     """Self-test the kernels that apply and enable those that pass on every rank. Collective.
 
     A kernel that fails falls back to the library's, with a warning. UserError if it has no fallback.

@@ -55,7 +55,7 @@ class Observers(Hooks):
                 self.profiler.start()
 
     def after_step(self, step: int) -> None:
-        strategy = self.job.memory.strategy
+        strategy = self.job.strategy
         if found := self.fp8_stats.after_step(step, strategy):
             self.logs.tracker.log(step, found)
         if step in self.profiler.steps[-1:]:
@@ -132,7 +132,7 @@ def open_environment(job: Job, assembly: Assembly, *, takes_steps: bool) -> dict
 
     A launch without training steps keeps the other fields of an earlier launch.
     """
-    strategy, loaders = job.memory.strategy, job.loaders
+    strategy, loaders = job.strategy, job.loaders
     environment = {
         **describe_environment(),
         **job.resolved.precision.as_dict(),
@@ -155,7 +155,7 @@ def open_environment(job: Job, assembly: Assembly, *, takes_steps: bool) -> dict
 
 def open_logs(job: Job, resume_step: int | None, environment: dict[str, Any]) -> Logs:
     """Open tracker, terminal display and throughput meter."""
-    cfg, strategy, precision = job.cfg, job.memory.strategy, job.resolved.precision
+    cfg, strategy, precision = job.cfg, job.strategy, job.resolved.precision
     job.watchdog.starting("opening the logs")
     layers = "te" if cfg.model.use_te else "hf"
     emulated = ["emulated"] if precision.emulated else []

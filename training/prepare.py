@@ -32,9 +32,10 @@ from training.checkpoint.resume import (
 from training.checkpoint.run_folder import check_shared, discarded_if_refused, open_run_folder, write_config
 from training.checkpoint.store import Checkpoints
 from training.config import Config
-from training.kernels import Workload, choose_kernels
+from training.kernels import Workload, enable_kernels
+from training.optim.optimizer import OptimizerPlan
 from training.parallel import ranks
-from training.parallel.choose import MemoryPlan, plan_memory
+from training.parallel.choose import choose_strategy
 from training.parallel.ranks import print_rank0
 from training.parallel.strategies import Strategy
 from training.parallel.watchdog import DATA_SECONDS, Watchdog
@@ -56,7 +57,8 @@ class Job:
     started: float  # time.perf_counter() at process start
     resolved: Resolved
     kernels: Kernels
-    memory: MemoryPlan  # sharding strategy and optimizer
+    strategy: Strategy
+    optimizer_plan: OptimizerPlan
     folder: Path
     checkpoints: Checkpoints
     resume: ResumePoint | None
@@ -68,7 +70,7 @@ class Job:
     @property
     def gpus(self) -> int:
         """Number of GPUs, over all ranks."""
-        return self.memory.strategy.world_size if self.device.type == "cuda" else 0
+        return self.strategy.world_size if self.device.type == "cuda" else 0
 
 
 def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: float, cleanup: ExitStack) -> Job:
@@ -77,7 +79,7 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
     `cleanup` releases the run folder's lock and disables the kernels. UserError if the run cannot start with
     these settings.
     """
-    resolved, kernels, memory = _decide(cfg, device, watchdog, cleanup)
+    resolved, kernels, strategy, optimizer_plan = _decide(cfg, device, watchdog, cleanup)
     folder, is_new = watchdog.run_on_rank0(
         "opening the run folder", lambda: _open_folder(cfg, resolved, cleanup)
     )
@@ -91,13 +93,18 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
         resume = watchdog.run_on_rank0(
             "looking for a checkpoint", lambda: _find_checkpoint(cfg, resolved.precision, folder, checkpoints)
         )
+        ranks.run_on_rank0(lambda: _record_settings(cfg, folder))  # loading the data may take hours
 
         def load() -> tuple[Any, Loaders]:
             tokenizer = _load_tokenizer(cfg, resolved.plan)
+            if resolved.plan.weights is None:  # randomly initialized
+                _set_special_tokens(resolved.plan.config, tokenizer)
             return tokenizer, _load_data(cfg, resolved, tokenizer, device, resumes=resume is not None)
 
         tokenizer, loaders = _on_each_rank(watchdog, "loading the data", load, DATA_SECONDS)
     ranks.agree("the data", loaders.identity)
+    if resume and loaders.train:
+        loaders.train.load_state_dict(resume.meta["loader"])
     total_steps, finished = _count_steps(cfg, folder, resume, loaders)
     if not finished:
         ranks.run_on_rank0(lambda: write_config(cfg, folder))
@@ -108,7 +115,8 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
         started=started,
         resolved=resolved,
         kernels=kernels,
-        memory=memory,
+        strategy=strategy,
+        optimizer_plan=optimizer_plan,
         folder=folder,
         checkpoints=checkpoints,
         resume=resume,
@@ -121,8 +129,8 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
 
 def _decide(
     cfg: Config, device: torch.device, watchdog: Watchdog, cleanup: ExitStack
-) -> tuple[Resolved, Kernels, MemoryPlan]:
-    """Choose precision, model, kernels and sharding. Collective."""
+) -> tuple[Resolved, Kernels, Strategy, OptimizerPlan]:
+    """Choose precision, model, kernels, sharding and optimizer. Enables the kernels. Collective."""
     watchdog.starting("comparing settings")
     ranks.agree("the settings", cfg.to_dict())
     if ranks.world_size() > 1:  # hashes all source files
@@ -130,14 +138,14 @@ def _decide(
     resolved = _on_each_rank(watchdog, "resolving precision and model", lambda: resolve(cfg))
     ranks.agree("the effective precision", resolved.precision.comparable())
     ranks.agree("the model's files", resolved.weights_digests)
-    watchdog.starting("choosing kernels")
-    kernels = choose_kernels(Workload(cfg, resolved.precision, resolved.shape, device), cleanup)
-    watchdog.starting("planning memory")
-    memory = plan_memory(cfg, resolved.plan, device)
-    compiles = compiles_layers(cfg, memory.strategy)
+    watchdog.starting("testing kernels")
+    kernels = enable_kernels(Workload(cfg, resolved.precision, resolved.shape, device), cleanup)
+    watchdog.starting("choosing how to shard")
+    strategy, optimizer_plan = choose_strategy(cfg, resolved.plan, device)
+    compiles = compiles_layers(cfg, strategy)
     ranks.run_on_all_ranks(lambda: fp8_stats.check(cfg, resolved.precision, compiles=compiles))
     ranks.run_on_all_ranks(lambda: profiling.check(cfg.log.profile_steps, device))
-    return resolved, kernels, memory
+    return resolved, kernels, strategy, optimizer_plan
 
 
 def compiles_layers(cfg: Config, strategy: Strategy) -> bool:
@@ -170,9 +178,9 @@ def _open_folder(cfg: Config, resolved: Resolved, cleanup: ExitStack) -> tuple[P
 
 
 def _find_checkpoint(
-    cfg: Config, resolved: Precision, folder: Path, checkpoints: Checkpoints
+    cfg: Config, precision: Precision, folder: Path, checkpoints: Checkpoints
 ) -> ResumePoint | None:
-    """Return the checkpoint to resume from, if any, and write settings.json. Call on rank 0."""
+    """Return the checkpoint to resume from, if any. UserError if it does not fit. Call on rank 0."""
     point, notice = find_resume_point(cfg.checkpoint.resume, checkpoints)
     if notice:
         print_rank0(notice)
@@ -184,28 +192,33 @@ def _find_checkpoint(
             output_dir=folder,
         )
     if point:
-        precision_map.check_resume(point.meta, resolved)
-        if notice := check_resume(point, cfg, resolved.effective, ranks.world_size()):
+        precision_map.check_resume(point.meta, precision)
+        if notice := check_resume(point, cfg, precision.effective, ranks.world_size()):
             print_rank0(notice)
-    if not finished:  # a finished run keeps its settings.json
-        write_config(cfg, folder)
     return point
 
 
+def _record_settings(cfg: Config, folder: Path) -> None:
+    """Write settings.json, which a finished run keeps as it is. Call on rank 0."""
+    if not (folder / "summary.json").exists():
+        write_config(cfg, folder)
+
+
 def _load_tokenizer(cfg: Config, plan: ModelPlan) -> Any:
-    tokenizer = load_tokenizer(
+    return load_tokenizer(
         cfg.model.tokenizer_name or ("demo" if plan.name in LOCAL_PRESETS else plan.name),
         family=plan.family,
         trust_remote_code=cfg.model.trust_remote_code,
         cache_dir=cfg.model.weights_cache_dir,
     )
-    if plan.weights is None:  # a randomly initialised model uses this tokenizer's special token ids
-        plan.config.bos_token_id = tokenizer.bos_token_id
-        plan.config.eos_token_id = tokenizer.eos_token_id
-        # Models zero the padding token's embedding, which must not affect the end-of-text token.
-        own_pad = tokenizer.pad_token_id != tokenizer.eos_token_id
-        plan.config.pad_token_id = tokenizer.pad_token_id if own_pad else None
-    return tokenizer
+
+
+def _set_special_tokens(config: Any, tokenizer: Any) -> None:
+    """Copy the tokenizer's special token ids to a model's configuration."""
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    # Models zero the padding token's embedding, which must not affect the end-of-text token.
+    own_pad = tokenizer.pad_token_id != tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id if own_pad else None
 
 
 def _load_data(
@@ -245,7 +258,10 @@ def _load_data(
 
 
 def _count_steps(cfg: Config, folder: Path, resume: ResumePoint | None, loaders: Loaders) -> tuple[int, bool]:
-    """Return (total steps of the run, True if an earlier launch finished it). Collective."""
+    """Return (total steps of the run, True if an earlier launch finished it). Collective.
+
+    On resume, `loaders.train` is at the checkpoint's position.
+    """
     if loaders.train is None:
         finished = resume and ranks.run_on_rank0(lambda: is_finished(resume, cfg, folder, 0, exports=False))
         return 0, bool(finished)
@@ -257,7 +273,6 @@ def _count_steps(cfg: Config, folder: Path, resume: ResumePoint | None, loaders:
                 f"rate never reaches --learning_rate {cfg.optim.learning_rate}"
             )
         return total, False
-    loaders.train.load_state_dict(resume.meta["loader"])
     total = count_resumed_steps(cfg, resume.meta, loaders.train, ranks.world_size())
     finished = ranks.run_on_rank0(lambda: is_finished(resume, cfg, folder, total, exports=cfg.exports))
     if total > resume.step and total != (saved := resume.meta["total_steps"]):

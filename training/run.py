@@ -150,7 +150,7 @@ def _seed(seed: int, *, deterministic: bool) -> None:
 
 
 def _report_model(job: Job, assembly: Assembly) -> None:
-    strategy, resolved = job.memory.strategy, job.resolved
+    strategy, resolved = job.strategy, job.resolved
     layers = {"native": "Transformer Engine", "emulated": "emulated Transformer Engine"}
     where = str(job.device)
     if strategy.world_size > 1:
@@ -170,7 +170,7 @@ def restore(job: Job, assembly: Assembly) -> tuple[RunState, Scaling, bool]:
         precision=job.resolved.precision,
         model=assembly.model,
         optimizer=assembly.optimizer,
-        strategy=job.memory.strategy,
+        strategy=job.strategy,
         loader=job.loaders.train,
         progress=Progress(),
         total_steps=job.total_steps,
@@ -192,7 +192,7 @@ def restore(job: Job, assembly: Assembly) -> tuple[RunState, Scaling, bool]:
             model=assembly.model,
             wrapped=assembly.wrapped,
             optimizer=assembly.optimizer,
-            strategy=job.memory.strategy,
+            strategy=job.strategy,
             autocast=assembly.autocast,
             micro_batches=job.cfg.optim.gradient_accumulation_steps,
             saved=saved,
@@ -219,7 +219,7 @@ def _same_training_config(job: Job) -> bool:
     meta = job.resume.meta
     ignored = [name for name, (section, *_) in all_settings().items() if section in ("checkpoint", "log")]
     same = not changed_settings(meta["config"], job.cfg, ignore=ignored)
-    return same and meta["world_size"] == job.memory.strategy.world_size
+    return same and meta["world_size"] == job.strategy.world_size
 
 
 # The loop
@@ -229,7 +229,7 @@ def open_loop(
     job: Job, assembly: Assembly, state: RunState, scaling: Scaling, *, evaluated: bool
 ) -> tuple[Trainer, Observers]:
     """Open the logs and build the trainer. Collective."""
-    cfg, strategy, progress = job.cfg, job.memory.strategy, state.progress
+    cfg, strategy, progress = job.cfg, job.strategy, state.progress
     resume_step = progress.step if job.resume else None
     wall_time = WallTime(job.folder, progress, job.started, gpus=job.gpus, nodes=strategy.num_nodes)
     if not replaces_finished_run(job.folder, resume_step):
@@ -272,7 +272,7 @@ def open_loop(
 
 def export(job: Job, assembly: Assembly) -> None:
     """Export the model in Hugging Face format; FP8 weights from their FP32 masters. Collective."""
-    strategy, watchdog = job.memory.strategy, job.watchdog
+    strategy, watchdog = job.strategy, job.watchdog
     watchdog.beat("exporting")
     strategy.reshard(assembly.model)
 
@@ -311,7 +311,7 @@ def export(job: Job, assembly: Assembly) -> None:
 def summarize(job: Job, trainer: Trainer, observers: Observers) -> dict[str, Any]:
     """Return summary.json: totals over all launches, rates of the last launch with steps. Collective."""
     observers.wall_time.count()
-    cfg, strategy, progress = job.cfg, job.memory.strategy, trainer.progress
+    cfg, strategy, progress = job.cfg, job.strategy, trainer.progress
     losses = ranks.run_on_rank0(lambda: train_losses(job.folder))
     return {
         "model_name": cfg.model.model_name,

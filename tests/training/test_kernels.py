@@ -14,7 +14,7 @@ from te_models.kernels import flash_attention, fused_residual, fused_swiglu, rop
 from te_models.kernels.selection import Kernels, patched
 from training import kernels
 from training.config import config_from_dict
-from training.kernels import Workload, choose_kernels
+from training.kernels import Workload, enable_kernels
 from training.precision.recipes import Precision
 from training.tracking.metrics import ModelShape
 
@@ -58,7 +58,7 @@ def choose(backend="native", recipe="delayed", device="cpu", **settings):
     precision = Precision(recipe, recipe, te_backend=backend)
     run = Workload(config_from_dict(settings), precision, ModelShape(*[64] * 7), torch.device(device))
     cleanup.close()  # the run before has ended
-    return choose_kernels(run, cleanup)
+    return enable_kernels(run, cleanup)
 
 
 def used(selected: Kernels) -> set[str]:

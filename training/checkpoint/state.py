@@ -31,7 +31,7 @@ class RunState:
     model: nn.Module  # without the strategy's wrapper
     optimizer: torch.optim.Optimizer
     strategy: Any
-    loader: Any  # None in a run that only evaluates; restored by `training.prepare`
+    loader: Any  # None in a run that only evaluates; `training.prepare` has set its position
     progress: Progress
     total_steps: int
     evaluation: Any  # fingerprint of the evaluation samples (JSON), or None

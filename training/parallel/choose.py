@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -30,16 +30,11 @@ LAST_ROOM = 0.75
 ROOM_ON_ONE_GPU = 0.9  # sharding cannot help there; an 8B trains with 80 % of an H200
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Sharding strategy and optimizer of a run."""
+def choose_strategy(cfg: Config, model: ModelPlan, device: torch.device) -> tuple[Strategy, OptimizerPlan]:
+    """Choose and build the strategy, and choose the optimizer, the same on every rank. Collective.
 
-    strategy: Strategy
-    optimizer: OptimizerPlan
-
-
-def plan_memory(cfg: Config, model: ModelPlan, device: torch.device) -> MemoryPlan:
-    """Choose strategy and optimizer, the same on every rank. UserError if they cannot fit. Collective."""
+    Sets the CPU threads for an optimizer on the CPU. UserError if the training state cannot fit.
+    """
     gpu = None
     if device.type == "cuda":
         gpu = min(ranks.gather(torch.cuda.get_device_properties(device).total_memory))
@@ -52,7 +47,7 @@ def plan_memory(cfg: Config, model: ModelPlan, device: torch.device) -> MemoryPl
     ranks.run_on_all_ranks(lambda: check_memory(cfg, model, strategy, optimizer, gpu))
     if warning := moment_warning(optimizer, cfg.optim.adam_beta2):
         print_rank0(warning)
-    return MemoryPlan(strategy, optimizer)
+    return strategy, optimizer
 
 
 def check_memory(
