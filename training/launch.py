@@ -14,7 +14,7 @@ from core.errors import UserError
 from core.hub import require_folder
 from core.redact import redact
 from data.reading.formats import named_file
-from te_models.presets import require_model
+from te_models.presets import LOCAL_PRESETS, PRESETS, require_model
 from training.config import Config, parse_config
 from training.parallel.settings import read_deepspeed_config
 
@@ -58,10 +58,13 @@ def parse_early(description: str) -> Config | None:
 
 
 def require_inputs(cfg: Config) -> None:
-    """Raise UserError for a model, tokenizer or data file that does not exist. Imports no torch."""
-    require_model(cfg.model.model_name, cfg.model.init)
+    """Raise UserError for inputs that do not exist, or too long sequences. Imports no torch."""
+    name = cfg.model.model_name
+    require_model(name, cfg.model.init)
     if cfg.model.tokenizer_name:
         require_folder("tokenizer_name", cfg.model.tokenizer_name)
+    if name in LOCAL_PRESETS or (name in PRESETS and cfg.model.init == "random"):
+        cfg.data.check_length(PRESETS[name]["max_position_embeddings"])
     if cfg.data.dataset_name != "demo":
         named_file(cfg.data)
     if cfg.sharding.deepspeed_config:  # also on one device, where it is not used

@@ -44,6 +44,7 @@ def test_garbage_is_collected_again_once_libraries_are_loaded(monkeypatch):
         ("--model_name ./none", "--model_name ./none: there is no such folder"),
         ("--model_name tiny-lama", "--model_name tiny-lama: there is no such preset or folder; did you mean"),
         ("--init pretrained", "--init pretrained: the preset tiny-llama has no weights"),
+        ("--max_seq_length 4096", "--max_seq_length 4096: the model has only 2048 positions"),
         ("--tokenizer_name /none", "--tokenizer_name /none: there is no such folder"),
         ("--dataset_name none.csv", "--dataset_name none.csv: no such file"),
         ("--dataset_name README.md", "--dataset_name README.md: not a data file"),
