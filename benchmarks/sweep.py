@@ -22,7 +22,14 @@ from filelock import FileLock
 
 from benchmarks.plan.predict import make_plan
 from benchmarks.plan.time import GPUS, Gpu, find_gpu
-from benchmarks.records.launch import command_parser, folder_flag, is_finished, launch, run_command
+from benchmarks.records.launch import (
+    command_parser,
+    folder_flag,
+    is_finished,
+    launch,
+    refuse_overwriting,
+    run_command,
+)
 from benchmarks.records.runs import NO_EFFECT, bad_input
 from benchmarks.records.variants import OWNED, Variant, given_settings, parse_variants, resolve, split_flags
 from core.cli import YamlLoader, yaml_fault
@@ -295,6 +302,7 @@ def sweep(argv: list[str]) -> int:
     if args.dry_run:
         run_points(points, folder, retry=args.retry, gpu=gpu, dry_run=True)
         return 0
+    refuse_overwriting(folder)
     for point in points:  # raises before anything runs, also for run folders with other settings
         if not is_finished(point.cfg):
             require_inputs(point.cfg)

@@ -18,6 +18,7 @@ from benchmarks.records.launch import (
     is_begun,
     is_finished,
     launch,
+    refuse_overwriting,
     run_command,
 )
 from benchmarks.records.runs import RunRecord, read_run
@@ -89,6 +90,7 @@ def compare(argv: list[str]) -> int:
     jobs = build_jobs(variants, given, folder, args.noise_seeds, args.paired_seeds)
     if jobs[0].cfg.optim.max_steps == 0:
         raise bad_setting("nothing is trained, so nothing can be compared; use at least 1", max_steps=0)
+    refuse_overwriting(folder)
     check_before_start(jobs, args.gpus)
     failed = run_jobs(jobs, gpus=args.gpus, folder=folder)
     from benchmarks.report import main as report  # imports matplotlib, which is slow

@@ -20,13 +20,15 @@ from pathlib import Path
 
 from benchmarks.records.runs import NO_EFFECT, bad_input
 from core.cli import OneLineParser
-from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_IN_USE, EXIT_INTERRUPTED, UserError
+from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_IN_USE, EXIT_INTERRUPTED, UserError, bad_setting
 from core.redact import redact
 from core.signals import handling_stop_signals
 from training.config import Config, changed_settings, settings_path
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.1
+# Files that a report or verdict replaces; a figure of these names belongs to the page beside it.
+REPLACED = ("report.html", "verdict.json", "verdict.md", "overview.png", "loss.png", "gap.png")
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,18 @@ def folder_flag(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("'' is no folder; give a path")
     return Path(text).expanduser()
+
+
+def refuse_overwriting(folder: Path) -> None:
+    """Raise UserError if a report in `folder` would replace files that are not a run's or a report's."""
+    own = settings_path(folder).exists() or any(folder.glob("runs/*/metrics.jsonl"))
+    if (page := folder / "report.html").is_file():
+        own = "<title>Training report:" in page.read_text(encoding="utf-8", errors="replace")
+    if not own and (others := [name for name in REPLACED if (folder / name).exists()]):
+        raise bad_setting(
+            f"holds {', '.join(others)} of something else, which would be overwritten; choose another folder",
+            output_dir=folder,
+        )
 
 
 def command(cfg: Config, gpus: int) -> list[str]:

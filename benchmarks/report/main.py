@@ -11,7 +11,7 @@ from typing import Any
 
 import matplotlib
 
-from benchmarks.records.launch import command_parser, folder_flag, run_command
+from benchmarks.records.launch import command_parser, folder_flag, refuse_overwriting, run_command
 from benchmarks.records.runs import RunRecord, bad_input, find_runs, read_run
 from benchmarks.records.table import read_table
 from benchmarks.report import figures, page
@@ -125,6 +125,8 @@ def report(argv: list[str]) -> int:
     target = args.output_dir or (args.runs[0] if len(runs) == 1 and args.runs else None)
     if target is None and args.use_wandb:
         raise bad_input("--use_wandb: several runs need --output_dir; add it")
+    if target is not None:
+        refuse_overwriting(target)
     tables, drawn = write(runs, reference, target)
     if args.use_wandb:
         cfg = LogConfig(

@@ -465,6 +465,13 @@ def test_bad_input_is_one_line(tmp_path, capsys, flags, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_files_of_something_else_are_kept(tmp_path, capsys):
+    (tmp_path / "verdict.md").write_text("mine")
+    assert main(["--variants", "bf16", "--model_name", "tiny-llama", "--output_dir", str(tmp_path)]) == 2
+    assert "holds verdict.md of something else" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["verdict.md"]
+
+
 def test_the_documented_command_works(tmp_path):
     page = (ROOT / "docs" / "compare.md").read_text()
     args, training = parse(shlex.split(page.split("```")[1].replace("\\\n", " "))[3:])

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks.records import launch as launch_module
-from benchmarks.records.launch import Outcome, _workers, command, is_begun, is_finished, launch, to_flags
+from benchmarks.records.launch import (
+    Outcome,
+    _workers,
+    command,
+    is_begun,
+    is_finished,
+    launch,
+    refuse_overwriting,
+    to_flags,
+)
 from benchmarks.records.variants import VARIANTS, given_settings, parse_variants, resolve
 from core.errors import EXIT_IN_USE, EXIT_INTERRUPTED, UserError
 from tests.benchmarks.folders import write_run
@@ -188,3 +197,15 @@ def test_a_run_outlives_the_benchmark_that_started_it(tmp_path):
         assert process.poll() is None
         process.kill()
         wait_for(lambda: "ended\n" in log.read_text())
+
+
+@pytest.mark.parametrize("name", ["report.html", "verdict.md", "loss.png"])
+def test_a_report_replaces_reports_only(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(UserError, match=rf"--output_dir {tmp_path}: holds {name} of something else"):
+        refuse_overwriting(tmp_path)
+    (tmp_path / "report.html").write_text("<title>Training report: 2 runs</title>")
+    refuse_overwriting(tmp_path)
+    write_run(tmp_path / "own" / "runs" / "bf16", losses=[2.0])
+    (tmp_path / "own" / "loss.png").touch()  # from a report that was stopped
+    refuse_overwriting(tmp_path / "own")

@@ -59,6 +59,14 @@ def test_several_runs_need_an_output_folder_for_figures(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: --use_wandb: several runs need --output_dir")
 
 
+def test_files_of_something_else_are_kept(tmp_path, capsys):
+    write_run(tmp_path / "run", losses=[3.0, 2.0])
+    (tmp_path / "loss.png").write_text("mine")
+    assert main([str(tmp_path / "run"), "--output_dir", str(tmp_path)]) == 2
+    assert "holds loss.png of something else" in capsys.readouterr().err
+    assert (tmp_path / "loss.png").read_text() == "mine"
+
+
 def test_a_study_of_the_table_is_reported_like_run_folders(tmp_path, capsys):
     assert main(["--study", "h200-compare/1b", "--output_dir", str(tmp_path)]) == 0
     assert re.search(r"\| delayed +\| fp8 delayed, TE layers +\|", capsys.readouterr().out)

@@ -238,6 +238,14 @@ def test_bad_input_is_one_line(tmp_path, capsys, text, flags, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_files_of_something_else_are_kept(tmp_path, capsys):
+    file = write(tmp_path / "grid.yaml", {"grid": {"model": ["tiny-llama"]}})
+    (tmp_path / "report.html").write_text("mine")
+    assert main([str(file), "--output_dir", str(tmp_path)]) == 2
+    assert "holds report.html of something else" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
 def documented() -> list[str]:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     text = "\n".join(page.read_text() for page in pages).replace("\\\n", " ")
