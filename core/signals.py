@@ -37,7 +37,7 @@ def stop_with_parent() -> None:
 
 
 @contextmanager
-def handling_stop_signals(handle: Callable[[int, Any], None] = lambda number, frame: None) -> Iterator[None]:
+def handling_stop_signals(handle: Callable[[int, Any], None]) -> Iterator[None]:
     """Route stop signals to `handle`; programs started inside keep the default handlers."""
     before = {number: signal.signal(number, handle) for number in stop_signals()}
     try:
@@ -91,6 +91,12 @@ class StopFlag:
         self._announces, self._first_signal = announces, 0.0  # time of the first signal
         # PID of the waiting process. Forked loader workers inherit the handler and must not raise.
         self.waiting_pid: int | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Set the flag on stop signals, with an announcement. Use in the main thread."""
+        with handling_stop_signals(self), announcing_stop_signals(self.announce):
+            yield
 
     def __call__(self, number: int, frame: Any) -> None:
         self.requested = True

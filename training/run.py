@@ -18,7 +18,6 @@ import torch
 
 from core.bf16_on_cpu import fast_bf16
 from core.errors import EXIT_FAILED, EXIT_INTERRUPTED, first_line
-from core.signals import announcing_stop_signals, handling_stop_signals
 from data.chat import turn_end
 from te_models.build import export_tensors
 from training.assembly import Assembly, assemble
@@ -63,7 +62,7 @@ def main(
     """
     watchdog = None
     cleanup = ExitStack()  # closed on every exit
-    signals = ExitStack()  # ignores stop signals outside the training loop, until closed
+    signals = ExitStack()  # from the loop to the export: the first stop signal finishes them, a second exits
     try:
         cfg = cfg or parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
         device = start(cfg)
@@ -108,8 +107,7 @@ def run(job: Job, cleanup: ExitStack, signals: ExitStack) -> int:
     state, scaling, evaluated = restore(job, assembly)
     trainer, observers = open_loop(job, assembly, state, scaling, evaluated=evaluated)
     cleanup.callback(trainer.logs.tracker.give_up, EXIT_FAILED)
-    signals.enter_context(handling_stop_signals())
-    signals.enter_context(announcing_stop_signals(trainer.stop.announce))
+    signals.enter_context(trainer.stop.listening())
     try:
         finished = trainer.fit()
         trainer.stop.remaining_work = "the export and the logs"

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from core.signals import StopFlag, Stopped, handling_stop_signals
+from core.signals import StopFlag, Stopped
 from training.checkpoint.progress import Progress
 from training.config import Config
 from training.guard import StepGuard
@@ -70,29 +70,31 @@ class Trainer:
         self._loader_state: dict[str, Any] = {}  # before the current step's micro-batches
 
     def fit(self) -> bool:
-        """Train to the end and save. False if a stop signal ended it early. Collective."""
-        with handling_stop_signals(self.stop):
-            if self.total_steps == 0:
-                self._evaluate()
-                return not self._any_stop()
-            try:
-                stopped = self._train()
-            except Stopped:
-                self.loaders.train.load_state_dict(self._loader_state)
-                stopped = True
-            if stopped:
-                return self._stop()
-            if skipped := self.progress.skipped_in_a_row:
-                self.logs.display.message(
-                    f"WARNING: the last {skipped} steps were skipped; the final weights are those of step "
-                    f"{self.progress.step - skipped}"
-                )
-            self._save()
+        """Train to the end and save. False if a stop signal ended it early, see `StopFlag`. Collective."""
+        if self.total_steps == 0:
             self._evaluate()
-            evaluated, metrics = self.last_eval
-            if evaluated == self.progress.step:
-                self.guard.check_final(metrics["eval/loss"])
-            return not self._any_stop() or self._stop()
+            return not self._any_stop()
+        try:
+            stopped = self._train()
+        except Stopped:
+            self.loaders.train.load_state_dict(self._loader_state)
+            stopped = True
+        if stopped:
+            self._finish_stopped()
+            return False
+        if skipped := self.progress.skipped_in_a_row:
+            self.logs.display.message(
+                f"WARNING: the last {skipped} steps were skipped; the final weights are those of step "
+                f"{self.progress.step - skipped}"
+            )
+        self._save()
+        self._evaluate()
+        evaluated, metrics = self.last_eval
+        if evaluated == self.progress.step:
+            self.guard.check_final(metrics["eval/loss"])
+        if stopped := self._any_stop():
+            self._finish_stopped()
+        return not stopped
 
     def _train(self) -> bool:
         """Run all remaining steps. True if any rank received a stop signal."""
@@ -180,13 +182,13 @@ class Trainer:
             self._evaluate()
         self.logs.meter.restart_clock()
 
-    def _stop(self) -> bool:
+    def _finish_stopped(self) -> None:
+        """Read the last outcomes and save, after a stop signal. Collective."""
         self.guard.read(all_steps=True)
         if self.progress.step > 0:
             self._save()
         done = f"after step {self.progress.step}" if self.progress.step else "before the first step"
         self.logs.display.message(f"stopped by a signal {done}")
-        return False
 
     def _any_stop(self) -> bool:
         return self.stack.strategy.any(self.stop.requested)

@@ -13,6 +13,10 @@ from core.signals import announcing_stop_signals, handling_stop_signals
 from tests.children import running
 
 
+def ignore(number, frame):
+    pass
+
+
 def test_a_signal_is_noticed_while_the_main_thread_is_in_c():
     seen, reacted = [], threading.Event()
 
@@ -20,7 +24,7 @@ def test_a_signal_is_noticed_while_the_main_thread_is_in_c():
         seen.append(number)
         reacted.set()
 
-    with handling_stop_signals(), announcing_stop_signals(react):
+    with handling_stop_signals(ignore), announcing_stop_signals(react):
         os.kill(os.getpid(), signal.SIGCHLD)  # not a request to stop
         os.kill(os.getpid(), signal.SIGTERM)
         assert reacted.wait(60)
@@ -30,7 +34,7 @@ def test_a_signal_is_noticed_while_the_main_thread_is_in_c():
 
 def test_a_forked_worker_keeps_its_signals_to_itself():
     seen = []
-    with handling_stop_signals(), announcing_stop_signals(seen.append):
+    with handling_stop_signals(ignore), announcing_stop_signals(seen.append):
         if (child := os.fork()) == 0:
             os.kill(os.getpid(), signal.SIGTERM)
             os._exit(0)
@@ -42,9 +46,9 @@ def test_a_second_signal_ends_the_process(tmp_path):
     """The main thread sits in one uninterrupted call into C, as in a long GPU step."""
     code = """
 import hashlib
-from core.signals import StopFlag, handling_stop_signals, announcing_stop_signals
+from core.signals import StopFlag
 stop = StopFlag()
-with handling_stop_signals(stop), announcing_stop_signals(stop.announce):
+with stop.listening():
     print("ready", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # releases the GIL, as CUDA calls do
 """

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from core.signals import Stopped
+from core.signals import Stopped, handling_stop_signals
 from data.collate import Batch
 from te_models.loss import TokenLoss
 from training.checkpoint.progress import Progress
@@ -168,6 +168,12 @@ def after_step(work) -> Hooks:
     hooks = Hooks()
     hooks.after_step = work
     return hooks
+
+
+def stopped(made) -> bool:
+    """True if a stop signal ended the training early."""
+    with handling_stop_signals(made.stop):
+        return not made.fit()
 
 
 def weight(made) -> torch.Tensor:
@@ -622,7 +628,7 @@ def test_a_signal_finishes_the_step_saves_once_and_stops(number, save_interval):
         save_interval=save_interval,
     )
     handler = signal.getsignal(number)
-    assert made.fit() is False
+    assert stopped(made)
     assert saved == [1] and made.progress.step == 1
     assert signal.getsignal(number) is handler
 
@@ -630,19 +636,19 @@ def test_a_signal_finishes_the_step_saves_once_and_stops(number, save_interval):
 def test_a_signal_during_the_last_save_skips_what_would_follow():
     saver = Saver(on_save=lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     made, _ = trainer([to_batch(rows(4))], total_steps=1, saver=saver)
-    assert made.fit() is False and made.progress.step == 1
+    assert stopped(made) and made.progress.step == 1
 
 
 def test_a_signal_during_a_step_of_many_ranks_stops_after_that_step():
     model = Bigram()
     model.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     made, _ = trainer([to_batch(rows(4))], total_steps=9, model=model, strategy=TwoRanks(CPU))
-    assert made.fit() is False and made.progress.step == 1
+    assert stopped(made) and made.progress.step == 1
 
 
 def test_a_signal_on_another_rank_stops_this_one():
     made, _ = trainer([to_batch(rows(4))], total_steps=9, strategy=TwoRanks(CPU, other_stops=True))
-    assert made.fit() is False and made.progress.step == 1
+    assert stopped(made) and made.progress.step == 1
 
 
 def test_a_signal_during_an_evaluation_ends_it():
@@ -658,7 +664,7 @@ def test_a_signal_during_an_evaluation_ends_it():
                 yield batch
 
     made.loaders.eval = Interrupted([to_batch(rows(2))] * 3)
-    assert made.fit() is False
+    assert stopped(made)
     assert len(seen) < 3 and saved == [(2, None)] and not record.series("eval/loss")
 
 
@@ -673,14 +679,14 @@ def test_a_stop_reads_the_outcome_of_its_last_step_before_saving(monkeypatch):
         scaling=scaling,
         log_interval=5,
     )
-    read, stop = made.guard.read, made._stop
+    read, stop = made.guard.read, made._finish_stopped
     stopping = []
     monkeypatch.setattr(
         made.guard, "read", lambda *, all_steps, **kw: read(all_steps=all_steps and bool(stopping), **kw)
     )
-    monkeypatch.setattr(made, "_stop", lambda: stopping.append(1) or stop())
+    monkeypatch.setattr(made, "_finish_stopped", lambda: stopping.append(1) or stop())
     add_infinity(made.stack.model)
-    assert made.fit() is False and saved == [(1, 1)]
+    assert stopped(made) and saved == [(1, 1)]
 
 
 class Hung(ListLoader):
@@ -708,7 +714,7 @@ def test_a_signal_while_waiting_for_data_saves_the_last_step_and_its_position():
         [to_batch(rows(2)) for _ in range(8)], total_steps=4, gradient_accumulation_steps=2, saver=saver
     )
     made.loaders.train = Hung(made, 5)
-    assert made.fit() is False
+    assert stopped(made)
     assert saved == [(2, {"epoch": 0, "done": 4})]
     made.stop(signal.SIGTERM, None)  # another one changes nothing
 
@@ -721,7 +727,7 @@ def test_a_signal_before_the_first_step_saves_nothing(early):
     if early:  # just before the wait begins
         state = made.loaders.train.state_dict
         made.loaders.train.state_dict = lambda: made.stop(signal.SIGTERM, None) or state()
-    assert made.fit() is False and record.messages == ["stopped by a signal before the first step"]
+    assert stopped(made) and record.messages == ["stopped by a signal before the first step"]
 
 
 def test_a_signal_to_a_forked_worker_does_not_end_the_wait():
