@@ -1,4 +1,4 @@
-"""Building models: `plan_model` resolves a name, `build_model` builds the TE or the Hugging Face form."""
+"""Building models: `plan_model` resolves a name, `build_model` builds TE or Hugging Face layers."""
 
 from __future__ import annotations
 
@@ -143,11 +143,11 @@ def _refuse_untrainable(name: str, config: Any) -> None:
 
 
 def refuse_te(name: str, config: Any) -> None:
-    """Raise UserError if this model has no TE form."""
-    family = FAMILIES.get(config.model_type)
-    reason = family.unsupported(config) if family else f"model type {config.model_type!r} has no TE form yet"
+    """Raise UserError if this model cannot be built from TE layers."""
+    family, unknown = FAMILIES.get(config.model_type), f"model type {config.model_type!r} is not supported"
+    reason = family.unsupported(config) if family else unknown
     if reason:
-        way = f"TE families: {', '.join(FAMILIES)}; run this model without --use_te"
+        way = f"Types with TE layers: {', '.join(FAMILIES)}; run this model without --use_te"
         raise bad_setting(f"{reason}. {way}", use_te=True, model_name=name)
 
 
@@ -212,12 +212,12 @@ def digests(plan: ModelPlan) -> dict[str, str]:
 
 
 def build_model(plan: ModelPlan, options: BuildOptions) -> nn.Module:
-    """Build the TE or the Hugging Face form, in training mode, with the same weights. Collective."""
-    build = build_hf_form if options.te_backend is None else build_te_form
+    """Build a model of TE or Hugging Face layers, in training mode, with the same weights. Collective."""
+    build = build_hf if options.te_backend is None else build_te
     return build(plan, options).train()
 
 
-def build_te_form(plan: ModelPlan, options: BuildOptions) -> TECausalLM:
+def build_te(plan: ModelPlan, options: BuildOptions) -> TECausalLM:
     """Build a decoder of TE layers: shard it on the meta device, then fill each rank's shards."""
     if options.te_backend == "emulated" and options.native.weight_recipe:
         raise bad_setting("--te_backend emulated has no FP8 weights; drop one of them", fp8_all_gather=True)
@@ -230,7 +230,7 @@ def build_te_form(plan: ModelPlan, options: BuildOptions) -> TECausalLM:
     return model
 
 
-def build_hf_form(plan: ModelPlan, options: BuildOptions) -> HFCausalLM:
+def build_hf(plan: ModelPlan, options: BuildOptions) -> HFCausalLM:
     """Build transformers' implementation; shard it on the meta device if its weights can be streamed."""
     source = _streamed_source(plan, options) if options.shard else None
     if source:
@@ -287,7 +287,7 @@ def _from_seed(plan: ModelPlan, options: BuildOptions) -> nn.Module:
     torch.manual_seed(options.seed)
     with torch.device(options.device):
         model = _from_config(plan, options.dtype)
-    if plan.is_known_family:  # start from the same random weights as the TE form
+    if plan.is_known_family:  # start from the same random weights as the TE layers
         source = weight_source(plan, seed=options.seed, device=options.device)
         fill_named(dict(model.named_parameters()), source)
     return model
@@ -351,7 +351,7 @@ def _on_meta(plan: ModelPlan) -> nn.Module:
 
 
 def count_parameters(plan: ModelPlan) -> int:
-    """Count the parameters of the Hugging Face form, tied weights once."""
+    """Count the parameters of the Hugging Face model, tied weights once."""
     return sum(p.numel() for p in _on_meta(plan).parameters())
 
 

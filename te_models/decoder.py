@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from core.recipes import LM_HEAD_RECIPE
-from te_models.engine import engine
+from te_models.backend import te_module
 from te_models.families import FAMILIES, head_dim
 from te_models.kernels.fused_residual import fuse_residual_gradients
 from te_models.kernels.rope import Rope, fuse_qkv_rope, rope_table
@@ -49,7 +49,7 @@ class TECausalLM(nn.Module):
 
     def __init__(self, config: Any, options: BuildOptions):
         super().__init__()
-        te = engine(options.te_backend)
+        te = te_module(options.te_backend)
         self.config, self.options, self.family = config, options, FAMILIES[config.model_type]
         is_native = options.te_backend == "native"
         self.native = options.native if is_native else NativeOptions(kernels=Kernels())
@@ -70,7 +70,7 @@ class TECausalLM(nn.Module):
         self.tie()
 
     def _build_layer(self, index: int) -> nn.Module:
-        config, te = self.config, engine(self.options.te_backend)
+        config, te = self.config, te_module(self.options.te_backend)
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         size, eps = head_dim(config), config.rms_norm_eps
         factory_kwargs: dict[str, Any] = {"params_dtype": self.options.dtype, "device": "meta"}
@@ -213,7 +213,7 @@ class TECausalLM(nn.Module):
         if not (self.options.gradient_checkpointing and torch.is_grad_enabled()):
             return layer(hidden, **arguments)
         # TE's checkpoint recomputes with the FP8 scales of the first pass; torch's would use newer scales.
-        checkpoint = engine(self.options.te_backend).checkpoint
+        checkpoint = te_module(self.options.te_backend).checkpoint
         return checkpoint(layer, hidden, use_reentrant=self.options.reentrant, **arguments)
 
 

@@ -1,7 +1,9 @@
-"""Model families with a TE form: differences from Llama, and configurations that TE layers cannot run.
+"""Model families with TE layers: differences from Llama, and configurations that TE layers cannot run.
 
-Adding a family takes an entry here, its presets in `presets.py` and its chat template in `data/tokenizer.py`.
-`decoder` and `weights` read the entry; nothing else depends on a family's name.
+A new family takes an entry here, presets in `presets.py` (one is `tiny-<model_type>`, which tests train) and
+its chat template in `data/tokenizer.py`. `decoder` and `weights` read the entry. A new field of `Family`
+needs code there and in `emulation.transformer`, which refuses arguments that it lacks. FLOPs are counted as
+for Llama (`training.tracking.metrics.COUNTED`). No other code tests for a family's name.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class HFCausalLM(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> TokenLoss:
-        """Return loss and correct predictions, summed over label tokens; inputs as in `data.Batch`."""
+        """Return loss and correct predictions, summed over label tokens; inputs: `data.collate.Batch`."""
         inputs: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
         # Plain causal attention is faster, and correct if each row is one sequence.
         several = cu_seqlens is not None and len(cu_seqlens) > len(input_ids) + 1  # sequences in some row
@@ -131,7 +131,10 @@ class HFCausalLM(nn.Module):
         return linear_cross_entropy(hidden, head.weight, labels.flatten(), fp8=self.fp8_lm_head)
 
     def _add_router_loss(self, result: TokenLoss, output: Any, labels: Tensor) -> TokenLoss:
-        """Add the load-balancing loss of a mixture of experts, times the labels: the loss here is a sum."""
+        """Add the load-balancing loss of a mixture of experts, times the number of label tokens.
+
+        The loss is a sum over label tokens.
+        """
         balance = getattr(output, "aux_loss", None)
         weight = router_loss_weight(self.model)
         if weight == 0 or (balance is None and not self.has_router_loss):

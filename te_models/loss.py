@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORE = -100
+IGNORE = -100  # torch's ignore_index; the same as `data.collate.IGNORE`
 # Large enough to fill the GPU in the three GEMMs: 4,186 rows of Llama 3's 128,256 BF16 logits.
 CHUNK_BYTES = 2**30
 

@@ -97,8 +97,8 @@ class _Fp8LinearCrossEntropy(LinearCrossEntropy):
                 grad_weight = _accumulate(grad_weight, *operands, only=last - first == len(labels))
                 del columns, operands
         if needs_grad:
-            add_label_rows_(grad_hidden, weight, labels, at_label)
-            add_to_label_rows_(grad_weight, hidden, labels, at_label)
+            add_labels_to_hidden_grad_(grad_hidden, weight, labels, at_label)
+            add_labels_to_weight_grad_(grad_weight, hidden, labels, at_label)
         ctx.grads, ctx.dtype = [grad_hidden[:tokens] if needs_grad else None, grad_weight], torch.bfloat16
         ctx.mark_non_differentiable(correct)
         return loss, correct
@@ -171,21 +171,21 @@ def cast_gradient(
     return rows, rows.float().sum(1) / -GRADIENT_SCALE
 
 
-def add_label_rows_(grad_hidden: Tensor, weight: Tensor, labels: Tensor, at_label: Tensor) -> None:
+def add_labels_to_hidden_grad_(grad_hidden: Tensor, weight: Tensor, labels: Tensor, at_label: Tensor) -> None:
     """Add at_label[t] * weight[labels[t]] to each row t of `grad_hidden` [T, D]; weight [V, D]."""
     if kernels := _kernels(weight):
-        return kernels.add_label_rows_(grad_hidden, weight, labels, at_label)
+        return kernels.add_labels_to_hidden_grad_(grad_hidden, weight, labels, at_label)
     rows = weight.index_select(0, labels.clamp(min=0)).float()
     grad_hidden.copy_(grad_hidden.float() + at_label[:, None] * rows)
 
 
-def add_to_label_rows_(grad_weight: Tensor, hidden: Tensor, labels: Tensor, at_label: Tensor) -> None:
+def add_labels_to_weight_grad_(grad_weight: Tensor, hidden: Tensor, labels: Tensor, at_label: Tensor) -> None:
     """Add at_label[t] * hidden[t] to row labels[t] of `grad_weight` [V, D], for every token t.
 
     The tokens of a label are first summed in float32, in a fixed order, so results are deterministic.
     """
     if kernels := _kernels(hidden):
-        return kernels.add_to_label_rows_(grad_weight, hidden, labels, at_label)
+        return kernels.add_labels_to_weight_grad_(grad_weight, hidden, labels, at_label)
     valid = labels != IGNORE
     rows, places = labels[valid].unique(return_inverse=True)
     parts = at_label[valid, None] * hidden[valid].float()
@@ -236,8 +236,8 @@ def _self_test_results(device: str, log_sum: Tensor | None = None) -> dict[str, 
     grads, grad_at_label = cast_gradient(logits, labels, log_sum, columns, at)
     weight = hidden.repeat(-(-vocab // tokens), 1)[:vocab]
     grad_hidden, grad_weight = hidden.clone(), weight.float()
-    add_label_rows_(grad_hidden, weight, labels, at_label)
-    add_to_label_rows_(grad_weight, hidden, labels, at_label)
+    add_labels_to_hidden_grad_(grad_hidden, weight, labels, at_label)
+    add_labels_to_weight_grad_(grad_weight, hidden, labels, at_label)
     return {
         "cast": x.rows.view(torch.uint8),
         "transposed cast": x.columns.view(torch.uint8),

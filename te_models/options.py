@@ -1,4 +1,4 @@
-"""Options of the model builders, for the TE and the Hugging Face form."""
+"""Options of the model builders, for TE's and Hugging Face's layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from te_models.engine import Backend
+from te_models.backend import Backend
 from te_models.kernels.selection import DEFAULT_KERNELS, Kernels
 
 
@@ -17,7 +17,8 @@ from te_models.kernels.selection import DEFAULT_KERNELS, Kernels
 class NativeOptions:
     """Optimizations on top of the stock te.TransformerLayer (native backend only)."""
 
-    cache_fp8_weights: bool = False  # cast weights in a step's first micro-batch and reuse them in the others
+    # Cast weights in a step's first micro-batch (`TECausalLM.first_micro_batch`, set by the strategy) only.
+    cache_fp8_weights: bool = False
     fuse_gradient_sums: bool = False  # wgrad GEMMs accumulate in `main_grad`: `training.optim.accumulation`
     kernels: Kernels = DEFAULT_KERNELS  # selected by `training.kernels`
     weight_recipe: Any = None  # recipe of FP8 primary weights, quantized by `TECausalLM.quantize_weights`
@@ -25,9 +26,9 @@ class NativeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """Form, device, precision and memory options of a model."""
+    """Layers, device, precision and memory options of a model."""
 
-    te_backend: Backend | None  # None builds the Hugging Face form
+    te_backend: Backend | None  # None builds Hugging Face's layers
     device: torch.device  # forward and backward passes run here
     dtype: torch.dtype  # parameters' dtype
     packed: bool  # rows hold several sequences, separated by `cu_seqlens`
@@ -40,6 +41,6 @@ class BuildOptions:
     shard: Callable[[nn.Module], None] | None = None  # shards the model, if possible on the meta device
     parameter_device: torch.device | None = None  # device of the shards (CPU offload), default `device`
     native: NativeOptions = field(default_factory=NativeOptions)
-    # Options of the Hugging Face form only:
+    # Options of Hugging Face's layers only:
     convert: Callable[[nn.Module], None] | None = None  # replaces linear layers before sharding
     compile_layers: bool = False

@@ -36,17 +36,17 @@ PROBE_NAME = "packed_causal_probe"
 SUPPORTED_ARGUMENTS = {"dropout", "is_causal", "scaling", "position_ids", "cache_position", "use_cache"}
 SUPPORTED_ARGUMENTS |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
-_flash_attention_4 = False  # True inside `enabled`
+_flash_attention_4 = False  # True inside `flash_attention_4`
 
 
-def enabled() -> AbstractContextManager[None]:
-    """Run `packed_attention` in FlashAttention 4 instead of torch's kernel; it must be installed."""
+def flash_attention_4() -> AbstractContextManager[None]:
+    """Run `packed_attention` in FlashAttention 4, which must be installed, instead of torch's kernel."""
     return patched(globals(), _flash_attention_4=True)
 
 
 def self_test(heads: int, groups: int, head_size: int) -> str | None:
     """Compare packed attention in FlashAttention 4 with the reference; return the problem, or None."""
-    with enabled():
+    with flash_attention_4():
         return flash_attention.self_test(attend_packed, heads, groups, head_size)
 
 
@@ -67,9 +67,9 @@ def packed_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend causally within each sequence: q [T, H, K], k and v [T, G, K] -> out [T, H, K], log-sum-exp.
 
-    `cu_seqlens` [N+1] int32 as in `data.Batch`; no sequence is longer than `max_seqlen`. The log-sum-exp is
-    [H, T] float32 from flash kernels, and empty from the reference. It is a custom operator so that
-    torch.compile does not trace into it.
+    `cu_seqlens` [N+1] int32: see `data.collate.Batch`. No sequence is longer than `max_seqlen`. The
+    log-sum-exp is [H, T] float32 from flash kernels, and empty from the reference. It is a custom operator so
+    that torch.compile does not trace into it.
     """
     if why_no_kernel(q) is None:
         if _flash_attention_4:
@@ -198,8 +198,8 @@ def hf_attention(
         unsupported = "cached keys"
     if unsupported:
         raise UserError(
-            f"--model_name: {type(module).__name__} calls {ATTENTION_NAME} attention with {unsupported}; "
-            "report it"
+            f"--model_name: {type(module).__name__} calls {ATTENTION_NAME} attention with {unsupported}, a "
+            "bug in the suite; open an issue with the run's env.json"
         )
     if torch.is_autocast_enabled(query.device.type):  # RoPE leaves queries and keys in float32
         dtype = torch.get_autocast_dtype(query.device.type)

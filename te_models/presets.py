@@ -60,13 +60,13 @@ _LLAMA_31 = {"8B": _8B, "70B": _70B, "405B": _405B}
 _LLAMA_3 = {"max_position_embeddings": 8192, **_rope(500000.0)}
 _MISTRAL_7B = _model(_MISTRAL, 4096, 32, 32, 8, 14336)
 
-_TINY_MODELS = {
+_TINY_MODELS = {  # one per family: tests train tiny-<model_type>
     "tiny-llama": _TINY | {"model_type": "llama", "rms_norm_eps": 1e-5},
     "tiny-qwen2": _TINY | {"model_type": "qwen2"},
     "tiny-qwen3": _TINY | {"model_type": "qwen3", "head_dim": 128},  # heads wider than the hidden size
     "tiny-mistral": _TINY | {"model_type": "mistral", "rms_norm_eps": 1e-5, "sliding_window": None},
 }
-_LLAMA_31_MODELS = {
+_LLAMA_31_AND_32_MODELS = {
     "meta-llama/Llama-3.2-1B": _model(_LLAMA_32, 2048, 16, 32, 8, 8192, head_dim=64),
     "meta-llama/Llama-3.2-3B": _model(_LLAMA_32, 3072, 28, 24, 8, 8192),
     **{f"meta-llama/Llama-3.1-{size}": model for size, model in _LLAMA_31.items()},
@@ -98,7 +98,7 @@ _LLAMA_31_INSTRUCT = {"eos_token_id": [128001, 128008, 128009]}
 _QWEN_25_INSTRUCT = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "eos_token_id": 151645}
 PRESETS: dict[str, dict[str, Any]] = {
     **_TINY_MODELS,
-    **_variants(_LLAMA_31_MODELS, "-Instruct", **_LLAMA_31_INSTRUCT),
+    **_variants(_LLAMA_31_AND_32_MODELS, "-Instruct", **_LLAMA_31_INSTRUCT),
     "meta-llama/Llama-3.3-70B-Instruct": _70B | _LLAMA_31_INSTRUCT,
     **_variants(_LLAMA_3_MODELS, "-Instruct", eos_token_id=128009),
     **_variants(_QWEN_25_MODELS, "-Instruct", **_QWEN_25_INSTRUCT),

@@ -3,8 +3,8 @@
 D hidden size, F feed-forward size, H query heads, G key/value groups, R = H / G queries per group,
 K head size. Linear weights are [out, in].
 
-Before loading, `require` compares names and shapes with the configuration: a bias or norm that the TE form
-lacks is an error and never dropped silently.
+Before loading, `require` compares names and shapes with the configuration: a bias or norm that TE layers
+lack is an error and never dropped silently.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class WeightSource(ABC):
         if missing := shapes.keys() - available.keys():
             raise bad_setting(f"the weights lack {', '.join(sorted(missing))}; {way}", model_name=self.name)
         if unused := available.keys() - shapes.keys() - {*optional}:
-            reason = f"its TE form has no place for {', '.join(sorted(unused))}; drop --use_te"
+            reason = f"its TE layers have no place for {', '.join(sorted(unused))}; drop --use_te"
             raise bad_setting(reason, model_name=self.name)
         for key, shape in shapes.items():
             if available[key] != shape:

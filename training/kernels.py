@@ -75,7 +75,9 @@ KERNELS = (
         applies=_flash_attention_applies,
         self_test=_test_flash_attention,
         fallback="FlashAttention 4 is not used",
-        on=lambda run: flash_attention.enabled_in_te() if run.native else packed_attention.enabled(),
+        on=lambda run: (
+            flash_attention.enabled_in_te() if run.native else packed_attention.flash_attention_4()
+        ),
         off=lambda run: flash_attention.disabled_in_te() if run.native else nullcontext(),
     ),
     Kernel(

@@ -41,7 +41,7 @@ class Format(Enum):
         return self.value[kind == "grad"]
 
 
-# Function of the contracted dimension, 0 or 1, that returns an operand [M, N] of a GEMM.
+# An operand [M, N] of GEMMs: call it with the dimension that a GEMM contracts, 0 or 1, to get it quantized.
 Operand = Callable[[int], Quantized]
 
 
@@ -120,13 +120,7 @@ class MXFP8BlockScaling(Recipe):
         return lambda dim: cast_mx(x, self.fp8_format.dtype(kind), dim=dim)
 
 
-def _available(return_reason: bool) -> tuple[bool, str]:
-    return True, ""
-
-
-is_fp8_available = is_fp8_block_scaling_available = is_mxfp8_available = _available
-
-
-def is_nvfp4_available(return_reason: bool) -> tuple[bool, str]:
-    """Return False: NVFP4 uses stochastic rounding on the GPU, which cannot be reproduced."""
-    return False, "NVFP4 uses stochastic rounding with the GPU's random numbers, which is not emulated"
+# TE's class -> why it is missing here.
+NOT_EMULATED = {
+    "NVFP4BlockScaling": "NVFP4 uses stochastic rounding with the GPU's random numbers, which is not emulated"
+}

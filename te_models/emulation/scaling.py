@@ -62,7 +62,7 @@ class Gemm:
 
         def observed(dim: int) -> Quantized:
             cast = operand(dim)
-            if dim == 1:
+            if dim == 1:  # the cast that the forward and dgrad GEMMs read; 0 is wgrad's
                 self.observe(x, kind, cast)
             return cast
 

@@ -95,8 +95,27 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return (x.float() * angles.cos() + turned * angles.sin()).to(x.dtype)
 
 
+# Other arguments of te.TransformerLayer -> the values that are emulated.
+EMULATED_VALUES: dict[str, tuple] = {
+    "hidden_dropout": (0.0,),
+    "attention_dropout": (0.0,),
+    "normalization": ("RMSNorm",),
+    "activation": ("swiglu",),
+    "bias": (False,),
+    "fuse_qkv_params": (True,),
+    "qkv_weight_interleaved": (True,),
+    "self_attn_mask_type": ("causal", "padding_causal"),  # every sequence is causal; masked by `cu_seqlens`
+    "attn_input_format": ("bshd", "thd"),
+    "qk_norm_type": ("RMSNorm",),
+    "qk_norm_before_rope": (True,),
+}
+
+
 class TransformerLayer(nn.Module):
-    """Decoder layer of Llama, Qwen or Mistral, with the arguments of te.TransformerLayer."""
+    """Decoder layer of Llama, Qwen or Mistral, with the arguments of te.TransformerLayer.
+
+    TypeError for an argument, or a value of one, that is not emulated.
+    """
 
     def __init__(
         self,
@@ -108,10 +127,16 @@ class TransformerLayer(nn.Module):
         kv_channels: int,
         layernorm_epsilon: float,
         qk_norm_eps: float | None = None,
-        **rest: Any,  # `params_dtype`, `device`, and the constant `decoder.layer_settings`
+        layer_number: int | None = None,  # for TE's signature; not used
+        params_dtype: torch.dtype | None = None,
+        device: Any = None,
+        **fixed: Any,  # see EMULATED_VALUES
     ):
         super().__init__()
-        factory_kwargs = {"params_dtype": rest.get("params_dtype"), "device": rest.get("device")}
+        for name, value in fixed.items():
+            if value not in EMULATED_VALUES.get(name, ()):
+                raise TypeError(f"TransformerLayer({name}={value!r}) is not emulated")
+        factory_kwargs = {"params_dtype": params_dtype, "device": device}
         sizes = hidden_size, num_attention_heads, num_gqa_groups, kv_channels
         eps = {"eps": layernorm_epsilon, "qk_norm_eps": qk_norm_eps}
         self.self_attention = MultiheadAttention(*sizes, **eps, **factory_kwargs)
@@ -125,9 +150,15 @@ class TransformerLayer(nn.Module):
         *,
         rotary_pos_emb: Tensor,
         cu_seqlens_q: Tensor | None = None,
-        **ignored: Any,  # TE's arguments for keys, the same as for queries
+        cu_seqlens_kv: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        pad_between_seqs: bool = False,
     ) -> Tensor:
-        """Map [B, S, D], or packed [T, D] with `cu_seqlens_q` [N+1]; RoPE angles [P, 1, 1, K] float32."""
+        """Map [B, S, D], or packed [T, D] with `cu_seqlens_q` [N+1]; RoPE angles [P, 1, 1, K] float32.
+
+        The other arguments are for TE's signature: keys have the queries' sequences.
+        """
         for module in self.modules():
             if isinstance(module, Fp8Module):
                 module.fsdp2 = isinstance(self, FSDPModule)

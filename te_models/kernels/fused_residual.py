@@ -65,8 +65,8 @@ def _refuse_leftovers() -> None:
     if _pending:
         _pending.clear()
         raise UserError(
-            "--fused_residuals: a residual connection's gradient reached no norm; add --no_fused_residuals "
-            "and report this with env.json",
+            "--fused_residuals: a residual connection's gradient reached no norm, a bug in the suite; add "
+            "--no_fused_residuals, and open an issue with the run's env.json",
             flags=["fused_residuals"],
         )
 

@@ -129,7 +129,7 @@ def gradient_both(
 
 
 @triton.jit
-def label_rows_kernel(grad_hidden, weight, labels, at_label, width, BLOCK: tl.constexpr):
+def labels_to_hidden_grad_kernel(grad_hidden, weight, labels, at_label, width, BLOCK: tl.constexpr):
     """Add at_label * weight[label] to one token's gradient, one block of columns per program."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -140,15 +140,15 @@ def label_rows_kernel(grad_hidden, weight, labels, at_label, width, BLOCK: tl.co
     tl.store(grad_hidden + row * width + d, (g + factor * w).to(tl.bfloat16), mask=d < width)
 
 
-def add_label_rows_(grad_hidden: Tensor, weight: Tensor, labels: Tensor, at_label: Tensor) -> None:
-    """Implement `loss_fp8.add_label_rows_` on contiguous BF16 tensors."""
+def add_labels_to_hidden_grad_(grad_hidden: Tensor, weight: Tensor, labels: Tensor, at_label: Tensor) -> None:
+    """Implement `loss_fp8.add_labels_to_hidden_grad_` on contiguous BF16 tensors."""
     tokens, width = grad_hidden.shape
     grid = tokens, triton.cdiv(width, 1024)
-    label_rows_kernel[grid](grad_hidden, weight.contiguous(), labels, at_label, width, BLOCK=1024)
+    labels_to_hidden_grad_kernel[grid](grad_hidden, weight.contiguous(), labels, at_label, width, BLOCK=1024)
 
 
 @triton.jit
-def to_label_rows_kernel(
+def labels_to_weight_grad_kernel(
     grad_weight, hidden, labels, order, ends, at_label, width, TOKENS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Add all tokens of one label to its row of `grad_weight`, in the program of the label's first token.
@@ -175,13 +175,13 @@ def to_label_rows_kernel(
         tl.store(at, total.to(grad_weight.dtype.element_ty), mask=d < width)
 
 
-def add_to_label_rows_(grad_weight: Tensor, hidden: Tensor, labels: Tensor, at_label: Tensor) -> None:
-    """Implement `loss_fp8.add_to_label_rows_` on contiguous tensors, `hidden` in BF16."""
+def add_labels_to_weight_grad_(grad_weight: Tensor, hidden: Tensor, labels: Tensor, at_label: Tensor) -> None:
+    """Implement `loss_fp8.add_labels_to_weight_grad_` on contiguous tensors, `hidden` in BF16."""
     tokens, width = hidden.shape
     labels, order = labels.sort(stable=True)
     ends = torch.searchsorted(labels, labels, right=True)
     tensors = grad_weight, hidden.contiguous(), labels, order, ends, at_label
-    to_label_rows_kernel[tokens, triton.cdiv(width, 256)](*tensors, width, TOKENS=16, BLOCK=256)
+    labels_to_weight_grad_kernel[tokens, triton.cdiv(width, 256)](*tensors, width, TOKENS=16, BLOCK=256)
 
 
 def _grid(height: int, width: int) -> tuple[int, int]:

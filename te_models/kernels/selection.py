@@ -1,7 +1,7 @@
-"""Kernels selected for a run, and `patched`, the only place where library functions are replaced.
+"""Kernels selected for a run, and `patched`, with which kernels replace functions of libraries.
 
-Each kernel that replaces a library function has a context manager `enabled`. `training.kernels` enters it if
-the kernel's self-test passed, and exits it before another run in the same process. Kernels that change single
+Each kernel that replaces a library function has a context manager. `training.kernels` enters it if the
+kernel's self-test passed, and exits it before another run in the same process. Kernels that change single
 layers are applied by the decoder when it builds them.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels used by a run; each passed its self-test on every rank."""
+    """Kernels used by a run; each passed its self-test on every rank. Fields: `training.kernels.KERNELS`."""
 
     flash_attention: bool = False  # FlashAttention 4, see `flash_attention`
     fp8_lm_head: bool = False  # see `te_models.loss_fp8`

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
+from te_models.backend import te_module
 from te_models.decoder import layer_settings, rope_angles
-from te_models.emulation import recipes
 from te_models.emulation.casts import E4M3, E5M2, amax_of, cast_blocks, cast_tensor, cast_with_scale
-from te_models.engine import engine
 from tests.gpu.models import DEVICE, batch, build, plan
 from training.precision.recipes import Precision, build_autocast, make_recipe, why_not
 from training.precision.scaling import restore_scaling, scaling_state
@@ -29,7 +28,7 @@ def recipe_of(name: str, backend: str):
 
 def within(backend: str, recipe):
     """FP8 autocast, disabled for BF16; without a recipe TE would build its default one."""
-    return engine(backend).autocast(
+    return te_module(backend).autocast(
         enabled=recipe is not None, recipe=recipe or recipe_of("current", backend)
     )
 
@@ -55,7 +54,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def te():
-    return engine("native")
+    return te_module("native")
 
 
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -123,7 +122,7 @@ def weights_of(module) -> dict[str, torch.Tensor]:
 
 def pair(make) -> dict[str, torch.nn.Module]:
     """Build the same module with both backends and the same weights; norms are far from ones."""
-    modules = {backend: make(engine(backend), backend) for backend in BACKENDS}
+    modules = {backend: make(te_module(backend), backend) for backend in BACKENDS}
     with torch.no_grad():
         for name, parameter in modules["native"].named_parameters():
             norm = name.endswith(("layer_norm_weight", "q_norm.weight", "k_norm.weight"))
@@ -258,7 +257,7 @@ def test_recomputation_updates_scaling_state_as_in_te(reentrant):
         for backend, module in modules.items():
             recipe = recipe_of("delayed", backend)
             with within(backend, recipe):
-                y = engine(backend).checkpoint(module, x.clone().requires_grad_(), **call)
+                y = te_module(backend).checkpoint(module, x.clone().requires_grad_(), **call)
             y.float().square().mean().backward()
     gaps = state_gap(modules)
     report(f"recomputation, reentrant {reentrant}", gaps)
@@ -318,4 +317,4 @@ def test_losses_match_te(name):
 def test_emulation_has_all_recipes_of_hopper():
     for name in ("delayed", "current", "block"):
         assert why_not(name, "emulated") is None
-    assert recipes.is_nvfp4_available(return_reason=True)[0] is False
+    assert why_not("nvfp4", "emulated")

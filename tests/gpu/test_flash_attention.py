@@ -61,7 +61,7 @@ def test_packed_attention_matches_the_reference(heads):
         return [out, *(t.grad for t in inputs)]
 
     expected = run(torch.float32)  # runs the float32 reference
-    with packed_attention.enabled():
+    with packed_attention.flash_attention_4():
         found = run(torch.bfloat16)
     assert packed_attention.self_test(*heads) is None
     for a, b in zip(found, expected, strict=True):

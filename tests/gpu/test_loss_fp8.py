@@ -10,8 +10,8 @@ from te_models.loss import linear_cross_entropy
 from te_models.loss_fp8 import (
     E5M2,
     GRADIENT_SCALE,
-    add_label_rows_,
-    add_to_label_rows_,
+    add_labels_to_hidden_grad_,
+    add_labels_to_weight_grad_,
     cast,
     cast_gradient,
     softmax_cross_entropy,
@@ -70,8 +70,8 @@ def test_label_gradients_match_the_cpu_and_are_deterministic(tokens, width, dtyp
     def added(device):
         by_hidden, by_weight = torch.ones_like(hidden, device=device), weight.to(device, dtype, copy=True)
         given = [t.to(device) for t in (labels, at_label)]
-        add_label_rows_(by_hidden, weight.to(device), *given)
-        add_to_label_rows_(by_weight, hidden.to(device), *given)
+        add_labels_to_hidden_grad_(by_hidden, weight.to(device), *given)
+        add_labels_to_weight_grad_(by_weight, hidden.to(device), *given)
         return by_hidden.cpu(), by_weight.cpu()
 
     found, again, wanted = added(DEVICE), added(DEVICE), added("cpu")

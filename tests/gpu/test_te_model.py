@@ -1,4 +1,4 @@
-"""TE form against the Hugging Face form with the same weights, and FP8 recipes against BF16."""
+"""TE layers against Hugging Face layers with the same weights, and FP8 recipes against BF16."""
 
 import functools
 

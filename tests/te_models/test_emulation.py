@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from te_models import emulation as te
+from te_models.decoder import layer_settings
 from te_models.emulation import recipes
 from te_models.emulation.casts import E4M3, E5M2, cast_blocks, cast_mx, cast_tensor, cast_with_scale
-from tests.te_models.test_emulated_scaling import HIDDEN, RECIPES, layer, rope
+from tests.te_models.test_emulated_scaling import FFN, GROUPS, HEADS, HIDDEN, RECIPES, layer, rope
 from tests.training.test_run import curve as losses
 from tests.training.test_run import exported, train
 from training.precision.recipes import make_recipe, why_not
@@ -196,7 +197,19 @@ def test_attention_is_causal():
     assert differs.tolist() == [i >= 20 for i in range(32)]
 
 
-def test_recipes_and_probes_have_tes_interface():
+@pytest.mark.parametrize("option", [{"activation": "geglu"}, {"attention_type": "cross"}])
+def test_unknown_arguments_of_tes_layer_are_refused(option):
+    with pytest.raises(TypeError, match=f"{next(iter(option))}=.* is not emulated"):
+        te.TransformerLayer(
+            *(HIDDEN, FFN, HEADS),
+            num_gqa_groups=GROUPS,
+            kv_channels=16,
+            layernorm_epsilon=1e-5,
+            **layer_settings(packed=False) | option,
+        )
+
+
+def test_recipes_have_tes_interface():
     cfg = PrecisionConfig(fp8_format="e4m3", fp8_margin=1, fp8_amax_history_len=7)
     delayed = make_recipe("delayed", cfg, "emulated")
     assert (delayed.margin, delayed.amax_history_len, delayed.fp8_format) == (1, 7, recipes.Format.E4M3)

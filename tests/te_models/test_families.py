@@ -1,4 +1,4 @@
-"""Families: the TE form matches Hugging Face's, presets match published ones, others are refused."""
+"""Families: TE layers match Hugging Face's, presets match published ones, others are refused."""
 
 import importlib
 from contextlib import nullcontext
@@ -162,7 +162,7 @@ def test_qwen_window_is_refused_if_some_layer_uses_it(family, settings, refused)
 
 
 def test_unknown_family_is_refused_with_the_known_ones():
-    with pytest.raises(UserError, match=r"model type 'gpt2' has no TE form.*llama, qwen2, qwen3, mistral"):
+    with pytest.raises(UserError, match=r"model type 'gpt2' is not supported.*llama, qwen2, qwen3, mistral"):
         refuse_te("m", AutoConfig.for_model("gpt2"))
 
 

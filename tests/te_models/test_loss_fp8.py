@@ -124,19 +124,21 @@ def cpu_results():
         (None, None),
         ("cast", "cast"),
         ("cast_gradient", "gradient of logits"),
-        ("add_label_rows_", "part of labels in the hidden states' gradient"),
-        ("add_to_label_rows_", "part of labels in the weight's gradient"),
+        ("add_labels_to_hidden_grad_", "part of labels in the hidden states' gradient"),
+        ("add_labels_to_weight_grad_", "part of labels in the weight's gradient"),
         ("multiply", "GEMM"),
     ],
 )
 def test_the_self_test_names_the_kernel_that_differs_from_the_cpu(name, part, cpu_results, monkeypatch):
     def wrong(*args, **how):
-        if name == "add_to_label_rows_":  # simulate a kernel that ignores tokens after a label's first 16
+        if (
+            name == "add_labels_to_weight_grad_"
+        ):  # simulate a kernel that ignores tokens after a label's first 16
             *args, labels, factors = args
             seen = torch.stack([(labels[:i] == label).sum() for i, label in enumerate(labels)])
             args = *args, labels, factors.where(seen < 16, 0.0)
         result = right(*args, **how)
-        if name == "add_label_rows_":
+        if name == "add_labels_to_hidden_grad_":
             args[0].add_(0.1)
         elif name == "multiply":
             result.mul_(1.02)

@@ -178,7 +178,7 @@ def test_random_weights_depend_only_on_seed_and_name_and_fit_bf16():
 # Refusals
 
 
-NEW = "its TE form has no place for {}; drop --use_te"
+NEW = "its TE layers have no place for {}; drop --use_te"
 LACK = "the weights lack {}; give a complete model"
 OTHER = r"{}: \[8, 256\] in the weights, \[512, 256\] by its config.json"
 

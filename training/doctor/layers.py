@@ -11,8 +11,8 @@ from torch import Tensor
 from core.errors import UserError, first_line
 from core.packages import version
 from core.recipes import RECIPES, TE_RECIPES, TORCHAO_RECIPES
+from te_models.backend import Backend
 from te_models.build import build_model, plan_model
-from te_models.engine import Backend
 from te_models.options import BuildOptions
 from training.doctor.machine import Finding, nvcc_cuda, this_pip
 from training.precision import fp8_inspect, recipes, te_runtime, torchao_fp8

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import bad_setting
+from te_models.backend import Backend
 from te_models.emulation.casts import Quantized
-from te_models.engine import Backend
 from training.config import Config
 from training.precision.fp8_counts import Stats, Tally
 from training.precision.fp8_inspect import check_inspection, inspect, watch_native

@@ -19,7 +19,7 @@ from torch import nn
 
 from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
 from core.recipes import FALLBACK_RECIPE
-from te_models.engine import engine
+from te_models.backend import te_module
 from training.config import Config
 from training.precision.recipes import Precision, make_recipe, recipe_or_fallback
 from training.precision.settings import parse_precision_map
@@ -175,7 +175,7 @@ def _own_autocast(precision: Precision, recipe: Any) -> Iterator[None]:
     flag on exit, so every inner module would reduce all amaxes again. Restore the flag to prevent that.
     """
     # With recipe=None TE would build its default recipe on every call.
-    inner = engine(precision.te_backend).autocast(
+    inner = te_module(precision.te_backend).autocast(
         enabled=recipe is not None, recipe=recipe or precision.recipe
     )
     if precision.te_backend != "native":

@@ -11,7 +11,7 @@ import torch
 
 from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
 from core.recipes import FALLBACK_RECIPE, RECIPES, TE_RECIPES
-from te_models.engine import Backend, engine, recipes
+from te_models.backend import Backend, te_module, te_recipes
 from training.config import Config
 from training.precision.settings import PrecisionConfig
 from training.precision.te_runtime import why_not_te
@@ -155,15 +155,14 @@ def recipe_or_fallback(requested: str, flag: str, cfg: Config, backend: Backend)
 
 
 def why_not(name: str, backend: Backend = "native") -> str | None:
-    """Return TE's reason why a recipe cannot run on this machine, or None."""
-    if backend == "native" and (reason := why_not_te()):
+    """Return why a recipe cannot run on this machine, in TE's words or the emulation's, or None."""
+    if backend == "emulated":
+        emulated, te_class = te_recipes(backend), RECIPES[name].te_class
+        return None if hasattr(emulated, te_class) else emulated.NOT_EMULATED.get(te_class, "not emulated")
+    if reason := why_not_te():
         return reason
-    probes = engine(backend) if backend == "native" else recipes(backend)
-    available, reason = getattr(probes, RECIPES[name].probe)(return_reason=True)
-    if available:
-        return None
-    gpu = f" (this GPU: {_describe_gpu()})" if backend == "native" else ""
-    return reason.strip().rstrip(".") + gpu
+    available, reason = getattr(te_module(backend), RECIPES[name].probe)(return_reason=True)
+    return None if available else f"{reason.strip().rstrip('.')} (this GPU: {_describe_gpu()})"
 
 
 def _describe_gpu() -> str:
@@ -172,7 +171,7 @@ def _describe_gpu() -> str:
 
 def make_recipe(name: str, cfg: PrecisionConfig, backend: Backend = "native") -> Any:
     """Build TE's recipe object from the settings."""
-    te, spec = recipes(backend), RECIPES[name]
+    te, spec = te_recipes(backend), RECIPES[name]
     recipe = spec.make(cfg, te)
     fast = cfg.fp8_fast_accumulation and "fp8_fast_accumulation" in spec.settings
     if fast and backend == "native":
@@ -196,7 +195,7 @@ def build_autocast(
         if precision.effective != "fp32" and parameter_dtype == torch.float32:
             contexts.enter_context(torch.autocast(device.type, dtype=torch.bfloat16))
         if precision.recipe is not None:
-            te = engine(precision.te_backend)
+            te = te_module(precision.te_backend)
             contexts.enter_context(te.autocast(enabled=True, recipe=precision.recipe))
         return contexts
 

@@ -8,14 +8,14 @@ from typing import Any, Literal
 Backend = Literal["native", "emulated"]
 
 
-def engine(backend: Backend) -> Any:
+def te_module(backend: Backend) -> Any:
     """Import the module with `TransformerLayer`, `RMSNorm`, `autocast` and `checkpoint`."""
     name = "transformer_engine.pytorch" if backend == "native" else "te_models.emulation"
     return importlib.import_module(name)
 
 
-def recipes(backend: Backend) -> Any:
-    """Import the module with the recipe classes and `Format`; the emulated one also has `is_*_available`."""
+def te_recipes(backend: Backend) -> Any:
+    """Import the module with the recipe classes and `Format`."""
     native = backend == "native"
     name = "transformer_engine.common.recipe" if native else "te_models.emulation.recipes"
     return importlib.import_module(name)
