@@ -199,10 +199,11 @@ def _notes_on_runs(runs: dict[str, RunRecord], seeds: list[RunRecord], band: Ban
             "Losses are meaningful; speed, memory and hours are not, and are left out."
         )
     if band:
-        numbers = ", ".join(str(run.config["seed"]) for run in seeds)
+        first, *others = (str(run.config["seed"]) for run in seeds)
         notes.append(
-            f"Noise band: with the seeds {numbers}, BF16's loss is {band[0]:+.2f} % to {band[1]:+.2f} % "
-            "from the reference's. A gap inside this band is no larger than the effect of another seed."
+            f"Noise band: BF16 with the {'seeds' if others[1:] else 'seed'} {', '.join(others)} differs by "
+            f"{band[0]:+.2f} % to {band[1]:+.2f} % from the reference with seed {first}. A gap inside this "
+            "band is no larger than the effect of another seed."
         )
     else:
         notes.append("No noise band: BF16 finished with one seed only, so a gap may be chance.")
