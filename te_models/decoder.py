@@ -182,7 +182,11 @@ class TECausalLM(nn.Module):
         arguments: dict[str, Any] = {"rotary_pos_emb": rope}
         if self.native.cache_fp8_weights:
             arguments["is_first_microbatch"] = self.first_micro_batch
-        if self.options.packed and self._set_qkv_format(input_ids, cu_seqlens):
+        qkv_format = self._qkv_format(len(input_ids), cu_seqlens)
+        if self.options.packed and self.options.te_backend == "native":
+            for layer in self.layers:
+                layer.self_attention.qkv_format = qkv_format
+        if self.options.packed and qkv_format == "bshd":
             arguments["self_attn_mask_type"] = "causal"
         elif self.options.packed:
             hidden = hidden.flatten(0, 1)  # [T, D]
@@ -200,14 +204,12 @@ class TECausalLM(nn.Module):
             hidden, self.lm_head.weight, labels.flatten(), fp8=self.options.fp8_lm_head
         )
 
-    def _set_qkv_format(self, input_ids: Tensor, cu_seqlens: Tensor | None) -> bool:
-        """Switch attention to the faster "bshd" if each row is one sequence; return True if so."""
-        if self.options.te_backend != "native" or cu_seqlens is None:
-            return False
-        one_per_row = len(cu_seqlens) == len(input_ids) + 1
-        for layer in self.layers:
-            layer.self_attention.qkv_format = "bshd" if one_per_row else "thd"
-        return one_per_row
+    def _qkv_format(self, rows: int, cu_seqlens: Tensor | None) -> str:
+        """Return TE's layout of q, k and v: "thd" if packed, or the faster "bshd" if rows are sequences."""
+        if not self.options.packed:
+            return "bshd"
+        one_per_row = cu_seqlens is not None and len(cu_seqlens) == rows + 1
+        return "bshd" if one_per_row and self.options.te_backend == "native" else "thd"
 
     def _run(self, layer: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
         if not (self.options.gradient_checkpointing and torch.is_grad_enabled()):
