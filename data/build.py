@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from core.errors import bad_setting, counted
 from data.chat import Encoder
-from data.demo import ALIASES
+from data.demo import SPLIT_ALIASES
 from data.loader import Loader
 from data.order import Layout, Stored, Stream
 from data.packing import permutation
@@ -191,7 +191,7 @@ def check_splits(cfg: DataConfig) -> None:
     """Raise UserError if the evaluation split is the training split; warn if they may share rows."""
     if (name := cfg.eval_split) is None:
         return
-    aliases = ALIASES if cfg.dataset_name == "demo" else {}
+    aliases = SPLIT_ALIASES if cfg.dataset_name == "demo" else {}
     if aliases.get(name, name) == aliases.get(cfg.split_name, cfg.split_name):
         way_out = "omit the flag to hold out part of the training split"
         raise bad_setting(f"is the training split; {way_out}", eval_split=name)
@@ -248,7 +248,7 @@ def require_usable(split: Split, selection: Selection, **flag: str | None) -> No
     counts = {status: int(n) for status, n in zip(Status, selection.counts, strict=True) if n}
     reasons = ", ".join(f"{n} {status.name.lower().replace('_', ' ')}" for status, n in counts.items())
     if Status.BAD in counts:
-        reasons += f": {split.first_bad(selection)}"
+        reasons += f": {split.describe_first_bad(selection)}"
     way_out = f"check the data, its columns, and --max_seq_length {cfg.max_seq_length}"
     if Status.OVERLONG in counts:
         way_out = f"raise --max_seq_length {cfg.max_seq_length}, add --overlong truncate, or check the data"

@@ -71,6 +71,7 @@ class Encoder:
             for number, token in backend.get_added_tokens_decoder().items()
             if token.special
         }
+        # Any word that the template quotes may be a role: templates compare roles with words.
         self.roles = {*ROLES, *re.findall(r"""['"](\w+)['"]""", str(tokenizer.chat_template))}
         self.turn_end: int | None = None  # id of the token that ends an answer
         self.next_turn_token = ""  # its text if it is also the start of the next turn, as <|user|> in GLM-4
@@ -183,7 +184,7 @@ class Encoder:
         return next((token for token in tokens if text.startswith(token)), "")
 
     def _answer(self, before: list[Row], message: Row, tools: list[Row] | None) -> tuple[str, str, str]:
-        """Return an answer's prompt, the part of the prompt that later turns keep, and prompt plus answer."""
+        """Return (prompt as rendered at inference, its prefix that the chat keeps, chat with the answer)."""
         prompt = self.render(before, tools, generate=True)
         through = self.render([*before, message], tools)
         if "tool_calls" in message:
@@ -210,7 +211,7 @@ class Encoder:
         return [[(start + text + self.tokenizer.eos_token, True)]]
 
     def prompt_and_answer(self, sample: Row) -> tuple[str, str]:
-        """Return a conversation's last answer and its rendered prompt, prompt first."""
+        """Return (rendered prompt, answer) of a conversation's last answer."""
         messages = sample["messages"]
         last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
         answer = messages[last]["content"] or json.dumps(messages[last].get("tool_calls"))

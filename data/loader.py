@@ -64,7 +64,8 @@ class Loader:
             if item is None:
                 break
             if isinstance(item, UserError):
-                del items  # ends the workers now; the garbage collector would break their queues first
+                # Close the workers here, in order: the garbage collector would close their queues first.
+                del items
                 raise item
             self.position, batch = item
             yield batch
@@ -88,7 +89,10 @@ class Loader:
         return reader
 
     def micro_batches_left(self) -> int | None:
-        """Estimate global micro-batches to the end of the epoch from epoch 0's; None for a stream."""
+        """Return how many global micro-batches are left, as if this epoch packed like epoch 0.
+
+        None for a stream.
+        """
         return self.source.micro_batches(self.position)
 
     def state_dict(self) -> dict[str, Any]:

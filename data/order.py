@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from core.errors import UserError, bad_setting, counted
 from data.collate import Batch, Sample, build_batch, round_up
 from data.packing import pack, permutation
-from data.reading.rows import Status
+from data.reading.rows import DROPPED
 from data.reading.sources import explaining_read_errors
 from data.samples import Samples, Selection, Split
 
@@ -148,7 +148,7 @@ class Stream:
     def bins(self, epoch: int, position: list[int]) -> Iterator[Bin]:
         """Yield the bins of an epoch, starting at a position."""
         for row, selection in self._windows(position[0]):
-            dropped = int(selection.counts[Status.OVERLONG : Status.BLANK].sum())
+            dropped = int(selection.counts[[*DROPPED]].sum())
             # The data report covers the first window; rank 0 logs the others.
             if dropped and row != self.start[0] and self.layout.rank == 0:
                 rows = counted(dropped, "row")

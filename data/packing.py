@@ -19,7 +19,7 @@ def permutation(num_samples: int, *key: int) -> np.ndarray:
 def pack(lengths: np.ndarray, order: np.ndarray, capacity: int) -> Iterator[list[int]]:
     """Yield bins of at most `capacity` tokens, each filled from the next LOOK_AHEAD samples of `order`.
 
-    A bin gets the first sample of the window, then the subset of the window that leaves the least free space.
+    A bin gets the first of these candidates, then the subset of the others that leaves the least free space.
     Packing is lazy; a million samples need one to four seconds. `lengths`: int64 [samples], 1 to `capacity`.
     """
     assert len(order) == 0 or (lengths.min() > 0 and lengths.max() <= capacity)
@@ -30,7 +30,7 @@ def pack(lengths: np.ndarray, order: np.ndarray, capacity: int) -> Iterator[list
     while ahead:
         members: list[int] = []
         free = capacity
-        # While the whole window fits into the bin, no choice is needed: add its first sample.
+        # While all candidates fit into the bin, no choice is needed: add the first.
         while ahead and (not members or sum(ahead_sizes) < free):
             members.append(ahead.pop(0))
             free -= ahead_sizes.pop(0)

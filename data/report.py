@@ -8,7 +8,7 @@ from typing import Any
 
 from core.errors import counted
 from data.order import Stored, Stream
-from data.reading.rows import Status
+from data.reading.rows import DROPPED, USED, Status
 from data.samples import Selection, Split
 
 MAX_DROPPED = 0.05  # share of dropped rows above which they are a warning
@@ -39,8 +39,8 @@ class DataReport:
     rows_per_second: float | None  # tokenization speed; None if tokens were cached or are streamed
     processes: int | None  # used for tokenization
 
-    def lines(self, after: DataReport | None = None) -> list[str]:
-        """Return lines to print: rows used, columns (if they differ from `after`'s), rows dropped and cut.
+    def lines(self, printed_before: DataReport | None = None) -> list[str]:
+        """Return lines to print: rows used, columns (if not printed before), rows dropped and cut.
 
         Above MAX_DROPPED of the rows, the line on dropped rows is a warning.
         """
@@ -52,7 +52,8 @@ class DataReport:
         )
         if self.rows_per_second:
             used += f"; tokenized at {self.rows_per_second:,.0f} rows/s, processes: {self.processes}"
-        columns = f"columns: {self.columns}" if after is None or after.columns != self.columns else ""
+        is_known = printed_before is not None and printed_before.columns == self.columns
+        columns = "" if is_known else f"columns: {self.columns}"
         cut = f"cut to --max_seq_length: {counted(self.overlong_truncated, 'row')}"
         return [used, *filter(None, [columns, self._dropped(scope), cut * bool(self.overlong_truncated)])]
 
@@ -79,8 +80,8 @@ def report_on(split: Split, selection: Selection, source: Stored | Stream) -> Da
     counts, speed = selection.counts, selection.speed
     tokens = int(selection.samples.length.sum())
     return DataReport(
-        rows=int(counts[: Status.BLANK].sum()),
-        used=int(counts[: Status.TRUNCATED + 1].sum()),
+        rows=int(counts[[*USED, *DROPPED]].sum()),
+        used=int(counts[[*USED]].sum()),
         empty=int(counts[Status.EMPTY]),
         overlong_dropped=int(counts[Status.OVERLONG]),
         overlong_truncated=int(counts[Status.TRUNCATED]),
@@ -92,7 +93,7 @@ def report_on(split: Split, selection: Selection, source: Stored | Stream) -> Da
         packing_efficiency=tokens / max(source.padded_tokens, 1),
         columns=split.source.columns.shown,
         fingerprint=selection.fingerprint,
-        first_bad_row=split.first_bad(selection),
+        first_bad_row=split.describe_first_bad(selection),
         streaming=selection.is_window,
         rows_per_second=speed and speed.rows_per_second,
         processes=speed and speed.processes,

@@ -83,7 +83,7 @@ class Selection:
     counts: np.ndarray  # int64 [len(Status)], rows by status
     label_tokens: int
     fingerprint: str  # hash of the content
-    first_bad: int | None  # number, starting at 0, of the first BAD row
+    first_bad_row: int | None  # number, starting at 0, of the first BAD row
     speed: Speed | None = None  # tokenization speed, if tokens were not cached
     is_window: bool = False  # first window of a stream
 
@@ -219,12 +219,12 @@ class Split:
         for array in (crc[document], start, length, samples.row):
             content.update(np.ascontiguousarray(array).tobytes())
         counts = np.bincount(worst[keep], minlength=len(Status))
-        first_bad = next(iter(numbers[keep & (worst == Status.BAD)].tolist()), None)
-        return Selection(samples, counts, label_tokens, content.hexdigest(), first_bad)
+        first_bad_row = next(iter(numbers[keep & (worst == Status.BAD)].tolist()), None)
+        return Selection(samples, counts, label_tokens, content.hexdigest(), first_bad_row)
 
-    def first_bad(self, selection: Selection) -> str | None:
+    def describe_first_bad(self, selection: Selection) -> str | None:
         """Return number (starting at 1, as in editors) and reason of the selection's first bad row."""
-        if (number := selection.first_bad) is None:
+        if (number := selection.first_bad_row) is None:
             return None
         rows = self.source.rows
         row = rows[number] if isinstance(rows, Dataset) else next(islice(rows, number, None))

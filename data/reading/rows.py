@@ -17,7 +17,7 @@ Row = dict[str, Any]
 TOOLS = "tools"  # column of tool definitions
 CALLS = "tool_calls"  # message key of tool calls
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-ALIASES = {  # senders of ShareGPT data and its derivatives -> role
+ROLE_ALIASES = {  # senders of ShareGPT data and its derivatives -> role
     "human": "user",
     "prompter": "user",
     "gpt": "assistant",
@@ -69,7 +69,7 @@ def message(turn: Row) -> Row:
     if "role" not in made and "from" in made:
         made |= {"role": made.pop("from"), "content": made.pop("value", None)}
     if isinstance(made.get("role"), str):
-        made["role"] = ALIASES.get(made["role"], made["role"])
+        made["role"] = ROLE_ALIASES.get(made["role"], made["role"])
     parts = made.get("content")
     if isinstance(parts, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
         made["content"] = "".join(part["text"] for part in parts)
@@ -140,7 +140,7 @@ def parse_line(row: Row) -> Row | str:
 
 
 def arrow_row(to_sample: Callable[[Row], Row], row: Row) -> Row:
-    """Convert an Arrow row without nulls: in Arrow, objects in a list all have the union of their keys."""
+    """Drop nulls, then convert: Arrow gives all objects of a list the union of their keys."""
     return to_sample(drop_nulls(row))
 
 
@@ -151,7 +151,10 @@ def drop_nulls(value: Any) -> Any:
 
 
 class Status(IntEnum):
-    """Status of a row, ordered from best to worst; a row of several samples has its worst sample's."""
+    """Status of a row, ordered from best to worst; a row of several samples has its worst sample's.
+
+    The statuses in USED come first.
+    """
 
     USED = 0
     TRUNCATED = 1
@@ -160,6 +163,10 @@ class Status(IntEnum):
     EMPTY = 4
     BAD = 5
     BLANK = 6  # blank line of a JSON Lines file: not a row
+
+
+USED = (Status.USED, Status.TRUNCATED)
+DROPPED = (Status.OVERLONG, Status.WITHOUT_LABEL, Status.EMPTY, Status.BAD)
 
 
 def judge(sample: Row, roles: Collection[str] = ROLES) -> tuple[Status, str]:
@@ -191,7 +198,7 @@ def fault(sample: Row, roles: Collection[str]) -> str | None:
         if reason := text_fault("the role of a message", turn.get("role")):
             return reason
         if turn["role"] not in roles:
-            return f"unknown role {turn['role']!r}; known are {', '.join([*ROLES, *ALIASES])}"
+            return f"unknown role {turn['role']!r}; known are {', '.join([*ROLES, *ROLE_ALIASES])}"
         if not is_objects(turn.get(CALLS, [])):
             return f"the tool calls of the {turn['role']} are not a list of calls"
         if reason := text_fault(f"the content of the {turn['role']}", turn.get("content")):

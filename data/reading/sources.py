@@ -54,7 +54,7 @@ class Source:
 
 def demo(cfg: DataConfig, split: str) -> Source:
     """Read the demo set."""
-    split = choose_split(cfg, demo_set.ALIASES.get(split, split), demo_set.FILES)
+    split = choose_split(cfg, demo_set.SPLIT_ALIASES.get(split, split), demo_set.FILES)
     return source_of_files(cfg, FORMATS[".jsonl"], split, [str(demo_set.FILES[split])])
 
 

@@ -8,14 +8,14 @@ from datasets import Dataset
 
 from core.errors import UserError
 from data.reading.columns import KNOWN_COLUMNS, choose_columns
-from data.reading.rows import ALIASES, ROLES, TOOLS, Status, arrow_row, json_line, judge
+from data.reading.rows import ROLE_ALIASES, ROLES, TOOLS, Status, arrow_row, json_line, judge
 from data.settings import SYSTEM_PROMPT, DataConfig
 
 PAIR = {"problem": "What is 1 + 1?", "generated_solution": "It is 2."}
 CHAT = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "One."}]
 SHARE_GPT = [{"from": "human", "value": "1?"}, {"from": "gpt", "value": "One."}]
 PARTS = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in CHAT]
-UNKNOWN = "unknown role 'AI'; known are " + ", ".join([*ROLES, *ALIASES])
+UNKNOWN = "unknown role 'AI'; known are " + ", ".join([*ROLES, *ROLE_ALIASES])
 ANSWER, ROLE = "the content of the assistant", "the role of a message"
 NAMED = {"dataset_prompt_field": "a", "dataset_completion_field": "b"}
 

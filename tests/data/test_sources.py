@@ -305,7 +305,7 @@ def test_evaluation_report_shows_columns_if_they_differ(build, tmp_path):
     for eval_split in (None, "test"):
         loaders = build(**settings, eval_split=eval_split)
         assert "columns: prompt -> completion, no system prompt" in loaders.report.lines()
-        lines = [line for line in loaders.eval_report.lines(after=loaders.report) if "columns" in line]
+        lines = [line for line in loaders.eval_report.lines(loaders.report) if "columns" in line]
         assert lines == (["columns: text (plain text)"] if eval_split else [])
         assert (loaders.eval_prompts == []) == (eval_split == "test")
 

@@ -93,7 +93,7 @@ def test_a_recipe_added_to_the_table_is_resolved_checked_and_counted(monkeypatch
 def test_every_setting_reaches_the_recipe(monkeypatch):
     own = SimpleNamespace
     te = own(DelayedScaling=own, Float8CurrentScaling=own, Format={"E4M3": 1, "HYBRID": 2}, MMParams=own)
-    monkeypatch.setattr(precision, "recipes", lambda backend: te)
+    monkeypatch.setattr(precision, "te_recipes", lambda backend: te)
     given = {"fp8_margin": 3, "fp8_amax_history_len": 7, "fp8_amax_compute_algo": "most_recent"}
     given |= {"fp8_format": "e4m3", "fp8_attention": True, "fp8_fast_accumulation": True}
     slow = own(use_split_accumulator=False)
