@@ -106,7 +106,7 @@ def run(job: Job, cleanup: ExitStack, signals: ExitStack) -> int:
     _report_model(job, assembly)
     state, scaling, evaluated = restore(job, assembly)
     trainer, observers = open_loop(job, assembly, state, scaling, evaluated=evaluated)
-    cleanup.callback(trainer.logs.tracker.give_up, EXIT_FAILED)
+    cleanup.callback(trainer.logs.tracker.give_up, EXIT_FAILED)  # does nothing after `finish`
     signals.enter_context(trainer.stop.listening())
     try:
         finished = trainer.fit()

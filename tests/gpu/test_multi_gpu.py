@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from tests.children import running
 from tests.hugging_face_models import save_mixture
+from training.checkpoint import index
 from training.checkpoint.manifest import read_manifest
 from training.checkpoint.store import Checkpoints
 
@@ -320,4 +321,4 @@ def test_a_killed_rank_ends_the_job_and_keeps_the_last_checkpoint(folder):
     print(f"the job ended after {seconds:.0f} s")
     assert process.returncode != 0 and seconds < 100
     checkpoints = Checkpoints(run / "checkpoints", keep_last=5)
-    checkpoints.verify(checkpoints.latest())
+    index.verify(checkpoints.latest())

@@ -89,12 +89,8 @@ class Checkpoints:
         """Return the last saved step folder, not verified, or None."""
         return index.latest(self.folder)
 
-    def verify(self, path: Path) -> None:
-        """Verify every file. DamagedCheckpoint if one is missing, modified or not in the manifest."""
-        index.verify(path)
-
-    def load(self, path: Path, tensors: dict[str, Tensor]) -> dict:
-        """Verify the checkpoint, load `tensors` in place and return `meta`. Collective.
+    def load(self, path: Path, tensors: dict[str, Tensor]) -> None:
+        """Verify the checkpoint and load `tensors` in place. Collective.
 
         `tensors` may be on any device and sharded in any way. UserError if a key is missing or has another
         shape or dtype. Ranks share the verification, and each reads only its own shards.
@@ -103,7 +99,6 @@ class Checkpoints:
         reader = dcp.HuggingFaceStorageReader(str(path), thread_count=THREADS)
         planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         _run_dcp(dcp.load, tensors, storage_reader=reader, planner=planner)
-        return ranks.run_on_rank0(lambda: self.read_meta(path))
 
     def read_meta(self, path: Path) -> dict:
         """Return the verified `meta` of a checkpoint."""

@@ -26,7 +26,7 @@ from training.precision.fp8_counts import Tally
 from training.precision.recipes import Precision
 
 INSTALL = "pip install nvdlfw-inspect==0.2.2"
-FEATURE = "CountCasts"  # name of the class in `feature`
+FEATURE = "CountCasts"  # name of the class in `count_feature`
 TENSORS = ("activation", "gradient", "weight")
 # TE decides by the step number whether to inspect. All watched steps use the same number, because
 # nvdlfw_inspect caches its results per step number forever. Lower numbers disable inspection.
@@ -71,7 +71,7 @@ def check_inspection(interval: int, *, fp8_attention: bool) -> None:
         raise UserError(message, flags=("fp8_stats_interval",))
 
 
-def inspection(precision: Precision) -> dict[str, Any]:
+def inspect_config(precision: Precision) -> dict[str, Any]:
     """Return the nvdlfw_inspect configuration that enables our feature for all FP8 modules."""
     names = [re.escape(name) for name, recipe in precision.by_module.items() if recipe != "bf16"]
     # A fused MLP's two GEMMs are fc1 and fc2.
@@ -80,7 +80,7 @@ def inspection(precision: Precision) -> dict[str, Any]:
     return {"fp8": {"enabled": True, "layers": layers, "transformer_engine": {FEATURE: {"enabled": True}}}}
 
 
-def feature(tally: Tally, api_method: Callable[[Any], Any]) -> type:
+def count_feature(tally: Tally, api_method: Callable[[Any], Any]) -> type:
     """Return the class that nvdlfw_inspect instantiates; `api_method` marks the methods that TE calls.
 
     Register one feature only: with two, nvdlfw_inspect formats every tensor into a message.
@@ -113,15 +113,15 @@ def feature(tally: Tally, api_method: Callable[[Any], Any]) -> type:
 
 
 @contextmanager
-def inspect(precision: Precision, folder: Path, tally: Tally) -> Iterator[None]:
+def inspecting(precision: Precision, folder: Path, tally: Tally) -> Iterator[None]:
     """Enable inspection of TE modules built inside this context. TE's log goes to `folder`."""
     api, registry, logging = (
         importlib.import_module(f"nvdlfw_inspect.{name}") for name in ("api", "registry", "logging")
     )
-    registry.Registry.register_feature("transformer_engine")(feature(tally, registry.api_method))
+    registry.Registry.register_feature("transformer_engine")(count_feature(tally, registry.api_method))
     package = find_spec("transformer_engine").submodule_search_locations[0]
     api.initialize(
-        config_file=inspection(precision),
+        config_file=inspect_config(precision),
         feature_dirs=[str(Path(package) / "debug" / "features")],  # TE's API for features
         statistics_logger=logging.TensorboardLogger(None),  # writes nothing; the default writes files
         log_dir=str(folder),

@@ -29,7 +29,7 @@ from te_models.backend import Backend
 from te_models.emulation.casts import Quantized
 from training.config import Config
 from training.precision.fp8_counts import Stats, Tally
-from training.precision.fp8_inspect import check_inspection, inspect, watch_native
+from training.precision.fp8_inspect import check_inspection, inspecting, watch_native
 from training.precision.precision_map import TE_GEMMS
 from training.precision.recipes import Precision
 
@@ -135,7 +135,7 @@ class Fp8Stats:
         self._tally, self._modules = Tally(), {}
         self._inspection, self._watched = ExitStack(), ExitStack()
         if self._interval and self._backend == "native":
-            self._inspection.enter_context(inspect(precision, folder, self._tally))
+            self._inspection.enter_context(inspecting(precision, folder, self._tally))
 
     def attach(self, model: nn.Module) -> None:
         """Find the modules to watch. Call once."""

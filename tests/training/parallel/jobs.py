@@ -21,6 +21,7 @@ from core.errors import EXIT_BAD_SETTING
 from tests.children import forked
 from train_multi_gpu import join_torchrun
 from training import run
+from training.checkpoint import index
 from training.checkpoint.store import Checkpoints
 from training.parallel.ranks import TORCHRUN
 from training.trainer import Trainer
@@ -164,7 +165,7 @@ def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 def last_checkpoint(folder: Path) -> str:
     checkpoints = Checkpoints(folder / "checkpoints", keep_last=5)
-    checkpoints.verify(checkpoints.latest())
+    index.verify(checkpoints.latest())
     return checkpoints.latest().name
 
 

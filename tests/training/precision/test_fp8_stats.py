@@ -19,7 +19,7 @@ from training.config import config_from_dict
 from training.parallel.strategies import Strategy
 from training.precision import fp8_counts, fp8_inspect, torchao_fp8
 from training.precision.fp8_counts import Tally, cast_counts, shares
-from training.precision.fp8_inspect import FEATURE, inspection, read_cast
+from training.precision.fp8_inspect import FEATURE, inspect_config, read_cast
 from training.precision.fp8_stats import Fp8Stats, check
 from training.precision.precision_map import te_names
 from training.precision.recipes import Precision
@@ -329,7 +329,7 @@ def test_casts_of_te_are_inspected_in_modules_that_run_in_fp8():
         (Precision("delayed", "delayed", by_module=by_module), [n for n in names if "proj" not in n]),
         (Precision("current", "current"), list(names)),
     ):
-        [task] = inspection(found).values()
+        [task] = inspect_config(found).values()
         pattern = task["layers"]["layer_name_regex_pattern"]
         assert [name for name in names if re.search(pattern, name)] == expected
         assert task["transformer_engine"] == {FEATURE: {"enabled": True}}
