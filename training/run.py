@@ -35,7 +35,7 @@ from training.outcome import ignore_broken_pipes, report_failure
 from training.parallel import ranks
 from training.parallel.ranks import print_rank0
 from training.parallel.watchdog import Watchdog
-from training.precision.scaling import DelayedScaling, Scaling
+from training.precision.scaling import DelayedScalingState, Scaling
 from training.prepare import Job, prepare
 from training.step import Stack
 from training.tracking import profiling
@@ -186,7 +186,7 @@ def restore(job: Job, assembly: Assembly) -> tuple[RunState, Scaling, bool]:
         print_rank0(f"resumed from {job.resume.path} at step {state.progress.step}")
     scaling = Scaling()
     if job.resolved.precision.needs_calibration:
-        scaling = DelayedScaling(
+        scaling = DelayedScalingState(
             model=assembly.model,
             wrapped=assembly.wrapped,
             optimizer=assembly.optimizer,

@@ -24,7 +24,7 @@ class Scaling:
     """Empty scaling state, for runs without delayed scaling."""
 
     def prepare(self, batch: Any) -> None:
-        """Create the state. Call with the first batch, before any forward pass. Collective."""
+        """Calibrate, on the first call only. Call it before any other forward pass. Collective."""
 
     def frozen(self) -> AbstractContextManager:
         """Return a context in which forward passes leave the state unchanged."""
@@ -39,7 +39,7 @@ class Scaling:
 
 
 @dataclass(kw_only=True)
-class DelayedScaling(Scaling):
+class DelayedScalingState(Scaling):
     """Scales and amax histories of delayed scaling."""
 
     model: nn.Module

@@ -7,7 +7,7 @@ import torch
 
 from core.errors import UserError
 from training.precision.scaling import (
-    DelayedScaling,
+    DelayedScalingState,
     frozen_scaling,
     restore_scaling,
     scale_gradients,
@@ -58,7 +58,7 @@ def test_scrub_clears_non_finite_amaxes_and_gradient_scaling_changes_backward_on
     history = model.fp8_meta["scaling_fwd"].amax_history
     history[0] = torch.tensor([torch.nan, torch.inf, 5.0])
     parts = dict.fromkeys(("wrapped", "optimizer", "strategy", "autocast"))
-    DelayedScaling(model=model, **parts, micro_batches=1, saved={}).scrub()
+    DelayedScalingState(model=model, **parts, micro_batches=1, saved={}).scrub()
     assert history.tolist() == [[0.0, 0.0, 5.0], *[[2.0] * 3] * 3]
 
     model = Scaled()
