@@ -27,7 +27,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> typing.NoReturn:
         message = message.removeprefix("argument ")
-        if found := re.match(r"(--\S+)/(--no_\S+): ignored explicit argument '(.*)'", message):
+        if found := re.match(r"(--[^/]+)/(--no_\S+): ignored explicit argument '(.*)'", message):
             raise _takes_no_value(found[1], found[3])
         if found := re.fullmatch(r"(--\S+): invalid (int|float) value: '(.*)'", message):
             message = f"{found[1]} {found[3]}: must be {TYPE_NAMES[found[2]]}"

@@ -48,9 +48,15 @@ class DataConfig(Section):
     )
     streaming: bool = setting(False, "stream the data set instead of storing it; needs --max_steps")
     num_proc: int | None = resumable(
-        None, "tokenization processes; default: one per core, at most 16", minimum=1, affects="nothing"
+        None,
+        "tokenization processes; default: one per core, at most 16",
+        minimum=1,
+        maximum=1024,
+        affects="nothing",
     )
-    num_workers: int = resumable(2, "data loader processes; 0: none", minimum=0, affects="nothing")
+    num_workers: int = resumable(
+        2, "data loader processes; 0: none", minimum=0, maximum=1024, affects="nothing"
+    )
     data_cache_dir: str | None = resumable(
         None, "folder for prepared data; default: the Hugging Face cache of data sets", affects="nothing"
     )

@@ -42,7 +42,7 @@ def common_format(files: Sequence[str]) -> Format | None:
     """Return the files' common format, ignoring compression; None if they have none."""
     paths = [Path(file) for file in files]
     suffixes = {(path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix for path in paths}
-    return FORMATS.get(suffixes.pop()) if len(suffixes) == 1 else None
+    return FORMATS.get(suffixes.pop().lower()) if len(suffixes) == 1 else None
 
 
 def name_and_configuration(cfg: DataConfig) -> tuple[str, str | None]:
@@ -63,8 +63,8 @@ def named_file(cfg: DataConfig) -> str | None:
         return None
     if configuration or not common_format([name]):
         known = f"{', '.join(FORMATS)}, also with {', '.join(COMPRESSIONS)}"
-        reason = f"not a data file ({known}); for a file, omit :CONFIGURATION"
-        raise bad_setting(reason, dataset_name=cfg.dataset_name)
+        way_out = "for a file, omit :CONFIGURATION" if configuration else "convert or rename it"
+        raise bad_setting(f"not a data file ({known}); {way_out}", dataset_name=cfg.dataset_name)
     return str(path)
 
 
@@ -82,18 +82,21 @@ def read_files(format: Format, files: Sequence[str], **options: Any) -> Dataset 
 def cells_as_text(file: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return options for the csv builder to read every cell as text, which keeps 007 and NA unchanged.
 
-    `options` are the pandas options used to read the header of `file`.
+    `options` are the pandas options used to read the header of `file`. ValueError if the first row has more
+    cells than the header: pandas would shift the columns.
     """
     import pandas as pd
     from datasets import Features, Value
 
     try:
-        header = pd.read_csv(file, **options | REPLACE | {"nrows": 0, "chunksize": None})
+        first = pd.read_csv(file, **options | REPLACE | {"nrows": 1, "chunksize": None})
         written = pd.read_csv(file, **options | REPLACE | {"header": None, "nrows": 1, "chunksize": None})
     except ValueError:  # an archive of several tables
         return {}
+    if len(first) and options.get("index_col") is None and not isinstance(first.index, pd.RangeIndex):
+        raise ValueError("row 1 has more cells than the header; quote cells that contain the separator")
     if options.get("header", "infer") == "infer" and options.get("names") is None:
         cells = written.iloc[0].tolist() if len(written) else []
         for name in sorted({str(cell) for cell in cells if cells.count(cell) > 1}):
             logger.warning("%s: several columns are called %s; the first is used", file, name)
-    return {"keep_default_na": False, "features": Features({str(n): Value("string") for n in header.columns})}
+    return {"keep_default_na": False, "features": Features({str(n): Value("string") for n in first.columns})}

@@ -5,6 +5,7 @@ Register data sets with a custom reader in DATASETS; `open_path_or_hub` reads al
 
 from __future__ import annotations
 
+import glob
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -135,7 +136,9 @@ def load_options(cfg: DataConfig, split: str, files: list[str]) -> dict[str, Any
     Otherwise `load_dataset` downloads all splits: OpenMathInstruct-2's `train` is 14 times its `train_1M`.
     """
     options = {"split": split, "cache_dir": cfg.data_cache_dir, "streaming": cfg.streaming}
-    return options | ({"data_files": {split: files}, "verification_mode": "no_checks"} if files else {})
+    # `datasets` reads each name as a pattern, in which the brackets of data[1].jsonl are special.
+    names = [glob.escape(file) if Path(file).is_file() else file for file in files]
+    return options | ({"data_files": {split: names}, "verification_mode": "no_checks"} if files else {})
 
 
 def is_prepared(cfg: DataConfig, name: str) -> bool:

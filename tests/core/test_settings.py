@@ -49,6 +49,8 @@ def test_flags_set_fields_of_frozen_sections(monkeypatch):
         ("--use_te false", "--use_te false: takes no value; --use_te turns it on, --no_use_te off"),
         ("--no_packing on", "--packing on: takes no value; --packing turns it on, --no_packing off"),
         ("--no_packing=True", "--packing True: takes no value; --packing turns it on, --no_packing off"),
+        ("--compile=1", "--compile 1: takes no value; --compile turns it on, --no_compile off"),
+        ("--num_workers 1e6", "--num_workers 1000000: must be at most 1024"),
         ("--batch_size", "--batch_size: expected one argument"),
         ("--batch_size two", "--batch_size two: must be a whole number"),
         ("--batch_size 0", "--batch_size 0: must be at least 1"),

@@ -99,6 +99,12 @@ def test_every_format_gives_the_same_rows(load, answers, tmp_path, name, content
     assert answers(load(contents, name, folder=folder, streaming=streaming)) == CELLS
 
 
+@streaming
+@pytest.mark.parametrize("name", ["ROWS.JSONL", "rows [1].jsonl"])
+def test_file_names_may_have_capitals_and_brackets(load, answers, name, streaming):
+    assert answers(load(BROKEN, name, streaming=streaming)) == CELLS
+
+
 def test_lines_of_a_text_file_are_rows(load, answers):
     assert answers(load(codecs.BOM_UTF8 + b"one line\nanother\n", "a.txt")) == ["one line", "another"]
 
@@ -335,7 +341,12 @@ ERRORS = {
         "--dataset_name .*a.jsonl.bz2: cannot be read: Compressed file ended .*; check that",
     ),
     "broken parquet": (b"PAR1 not parquet", {"name": "a.parquet"}, "a.parquet: cannot be read"),
-    "not a data file": (b"x", {"name": "a.pkl"}, r"a.pkl: not a data file.*\.jsonl"),
+    "rows longer than the header": (
+        b"question,answer\nWhat?,1,234\n",
+        {"name": "a.csv"},
+        "a.csv: cannot be read: row 1 has more cells than the header; quote cells",
+    ),
+    "not a data file": (b"x", {"name": "a.pkl"}, r"a.pkl: not a data file.*\.jsonl.*; convert or rename it"),
     "too long for the model": (USABLE, {"max_seq_length": 4096}, "--max_seq_length 4096: .* 2048 positions"),
     "no such file": (USABLE, {"dataset_name": "no/rows.jsonl"}, "no/rows.jsonl: no such file; check"),
     "a file's configuration": (USABLE, {"dataset_name": f"{__file__}:main"}, "omit :CONFIGURATION"),
