@@ -221,7 +221,8 @@ def run_points(
 ) -> dict[str, Result]:
     """Run the points that are not finished and may fit; none if `dry_run`. Returns all results."""
     results: dict[str, Result] = {}
-    before = {} if retry else _read_record(folder / "sweep.json")
+    recorded = _read_record(folder / "sweep.json")
+    before = {} if retry else recorded
     machine_gpus = count_gpus() if any(point.gpus > 1 for point in points) else 1
     for number, point in enumerate(points, 1):
         title, result, tried = f"[{number}/{len(points)}] {point.name}", None, before.get(point.name)
@@ -265,9 +266,13 @@ def _save(result: Result, folder: Path) -> None:
 
 
 def _read_record(path: Path) -> dict[str, Result]:
-    """Return the results in sweep.json, by name."""
-    entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    return {entry["name"]: Result(**entry) for entry in entries}
+    """Return the results in sweep.json, by name. UserError if it is damaged."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        return {entry["name"]: Result(**entry) for entry in entries}
+    except (ValueError, TypeError, KeyError) as fault:
+        reason = f"damaged, or not of a sweep ({fault}); delete it: finished runs are not repeated"
+        raise bad_input(f"{path}: {reason}") from None
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

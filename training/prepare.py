@@ -31,7 +31,7 @@ from training.checkpoint.resume import (
 )
 from training.checkpoint.run_folder import check_shared, discarded_if_refused, open_run_folder, write_config
 from training.checkpoint.store import Checkpoints
-from training.config import Config
+from training.config import Config, settings_path
 from training.kernels import Workload, enable_kernels
 from training.optim.optimizer import OptimizerPlan
 from training.parallel import ranks
@@ -199,8 +199,8 @@ def _find_checkpoint(
 
 
 def _record_settings(cfg: Config, folder: Path) -> None:
-    """Write settings.json, which a finished run keeps as it is. Call on rank 0."""
-    if not (folder / "summary.json").exists():
+    """Write settings.json of a new run; a resumed one keeps its own while it may be refused. On rank 0."""
+    if not settings_path(folder).exists():
         write_config(cfg, folder)
 
 

@@ -84,7 +84,7 @@ def folder_flag(text: str) -> Path:
 
 def refuse_overwriting(folder: Path) -> None:
     """Raise UserError if a report in `folder` would replace files that are not a run's or a report's."""
-    own = settings_path(folder).exists() or any(folder.glob("runs/*/metrics.jsonl"))
+    own = any(path.exists() for path in (folder / "metrics.jsonl", *folder.glob("runs/*/metrics.jsonl")))
     if (page := folder / "report.html").is_file():
         own = "<title>Training report:" in page.read_text(encoding="utf-8", errors="replace")
     if not own and (others := [name for name in REPLACED if (folder / name).exists()]):

@@ -218,7 +218,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return with_numbers(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, AttributeError) as error:  # no JSON, or no object
-        raise bad_input(f"{path}: damaged, not a JSON object ({error})") from None
+        raise bad_input(f"{path}: damaged, not a JSON object ({error}); restore or delete it") from None
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:

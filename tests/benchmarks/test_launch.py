@@ -202,6 +202,7 @@ def test_a_run_outlives_the_benchmark_that_started_it(tmp_path):
 @pytest.mark.parametrize("name", ["report.html", "verdict.md", "loss.png"])
 def test_a_report_replaces_reports_only(tmp_path, name):
     (tmp_path / name).write_text("mine")
+    (tmp_path / "config.json").write_text("{}")  # of a model
     with pytest.raises(UserError, match=rf"--output_dir {tmp_path}: holds {name} of something else"):
         refuse_overwriting(tmp_path)
     (tmp_path / "report.html").write_text("<title>Training report: 2 runs</title>")

@@ -246,6 +246,15 @@ def test_files_of_something_else_are_kept(tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("content", ["{", "[{}]", '{"my": "file"}', '[{"name": "a"}]'])
+def test_a_damaged_record_is_named_before_anything_runs(tmp_path, capsys, started, content):
+    file = write(tmp_path / "grid.yaml", {"grid": {"model": ["tiny-llama"]}})
+    (tmp_path / "sweep.json").write_text(content)
+    assert main([str(file), "--output_dir", str(tmp_path), "--retry"]) == 2
+    assert f"error: {tmp_path / 'sweep.json'}: damaged, or not of a sweep (" in capsys.readouterr().err
+    assert not started
+
+
 def documented() -> list[str]:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     text = "\n".join(page.read_text() for page in pages).replace("\\\n", " ")

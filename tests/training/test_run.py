@@ -382,6 +382,13 @@ def test_a_run_folder_of_an_earlier_version_resumes(copied):
     assert record(copied, "settings.json")["max_steps"] == 9 and max(curve(copied)) == 9
 
 
+def test_a_refused_command_keeps_the_settings_of_an_interrupted_run(copied):
+    (copied / "summary.json").unlink()
+    settings = (copied / "settings.json").read_bytes()
+    train(copied, "--max_steps 5", code=EXIT_BAD_SETTING)
+    assert (copied / "settings.json").read_bytes() == settings
+
+
 @pytest.mark.parametrize("content", ["", "[]", None])
 def test_a_run_folder_without_a_valid_config_is_refused_in_one_line(copied, capsys, content):
     (copied / "settings.json").unlink()
