@@ -26,10 +26,11 @@ def write(path: Path, value) -> Path:
 
 
 def test_a_sweep_runs_and_reports_what_it_can(tmp_path, capsys, monkeypatch):
-    """One run that trains, one that needs missing GPUs, one whose settings the model refuses."""
+    """One run that trains, one that needs missing GPUs, one whose data lacks the split."""
     base = {"num_of_samples": 60, "max_steps": 2, "learning_rate": 1e-3, "eval_samples": 6, "num_workers": 0}
     base |= {"num_proc": 1, "batch_size": 2, "eval_interval": 0, "log_interval": 1, "export": False}
-    grid = {"precision": ["delayed"], "max_seq_length": [128, 4096], "gpus": [1, 64]}
+    base |= {"max_seq_length": 128}
+    grid = {"precision": ["delayed"], "split_name": ["train_1M", "absent"], "gpus": [1, 64]}
     file = write(tmp_path / "grid.yaml", {"grid": grid, "base": base, "needs": ["dataset_name"]})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(module, "launch", launch_here)
@@ -39,13 +40,13 @@ def test_a_sweep_runs_and_reports_what_it_can(tmp_path, capsys, monkeypatch):
     assert "1 done, 2 skipped, 1 failed" in capsys.readouterr().out
     results = {r["name"]: r for r in json.loads((out / "sweep.json").read_text())}
     assert [r["status"] for r in results.values()] == ["done", "skipped", "failed", "skipped"]
-    name = "delayed-max_seq_length128-gpus1"
+    name = "delayed-split_nametrain_1M-gpus1"
     assert results[name.replace("gpus1", "gpus64")]["reason"].startswith("needs 64 GPUs, this machine has ")
-    assert "--max_seq_length 4096" in results[name.replace("128", "4096")]["reason"]
+    assert "--split_name absent" in results[name.replace("train_1M", "absent")]["reason"]
     assert (out / "loss.png").exists() and (out / "report.html").exists()
     assert json.loads((out / "runs" / name / "summary.json").read_text())["steps"] == 2
     monkeypatch.setattr(module, "launch", None)
-    assert main([*flags, "--axis", "max_seq_length=128", "--axis", "gpus=1"]) == 0
+    assert main([*flags, "--axis", "split_name=train_1M", "--axis", "gpus=1"]) == 0
     assert f"[1/1] {name}: done" in capsys.readouterr().out
 
 
@@ -252,7 +253,7 @@ def test_a_damaged_record_is_named_before_anything_runs(tmp_path, capsys, starte
     (tmp_path / "sweep.json").write_text(content)
     assert main([str(file), "--output_dir", str(tmp_path), "--retry"]) == 2
     assert f"error: {tmp_path / 'sweep.json'}: damaged, or not of a sweep (" in capsys.readouterr().err
-    assert not started
+    assert not started.names
 
 
 def documented() -> list[str]:
