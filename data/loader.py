@@ -6,6 +6,7 @@ import atexit
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -125,6 +126,9 @@ def init_worker(_: int) -> None:
     # Schedulers send SIGTERM to every process of a job. The run still needs data until it has saved.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of the tokenizer do not survive a fork
+    # A stop signal may interrupt the run while it takes a batch from a thread of the worker. Errors of the
+    # worker's own code reach the run as exceptions, not by this hook.
+    sys.excepthook = lambda *error: None
 
 
 @atexit.register

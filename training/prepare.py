@@ -5,6 +5,7 @@ Invalid runs fail here, before any weights are loaded. Ranks compare every decis
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -167,7 +168,8 @@ def _on_each_rank(watchdog: Watchdog, doing: str, work: Callable[[], T], limit: 
 
 def _open_folder(cfg: Config, resolved: Resolved, cleanup: ExitStack) -> tuple[Path, bool]:
     """Return the run folder and True if it is new. Call on rank 0."""
-    is_new = not (cfg.checkpoint.output_dir and Path(cfg.checkpoint.output_dir).exists())
+    # Path.exists would raise if the folder cannot be read; open_run_folder explains that.
+    is_new = not os.path.exists(cfg.checkpoint.output_dir or "")
     folder, lock = open_run_folder(cfg, resolved.plan.short_name, resolved.precision.effective)
     cleanup.callback(lock.release)
     if cfg.exports:

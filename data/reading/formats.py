@@ -55,9 +55,13 @@ def name_and_configuration(cfg: DataConfig) -> tuple[str, str | None]:
 
 def named_file(cfg: DataConfig) -> str | None:
     """Return the data file that --dataset_name names, or None for a folder or hub id."""
-    name, configuration = name_and_configuration(cfg)
-    path = Path(name).expanduser()
-    if not path.is_file():
+    try:
+        name, configuration = name_and_configuration(cfg)
+        path = Path(name).expanduser()
+        is_file = path.is_file()
+    except OSError as error:  # no permission, or a name that is too long
+        raise bad_setting(f"{error.strerror}; check the path", dataset_name=cfg.dataset_name) from None
+    if not is_file:
         if common_format([name]):
             raise bad_setting("no such file; check the path", dataset_name=cfg.dataset_name)
         return None

@@ -2,11 +2,14 @@
 
 import json
 import multiprocessing
+import socket
 import subprocess
 import sys
 import threading
 from collections import Counter
 from itertools import islice
+from multiprocessing import resource_sharer
+from multiprocessing.connection import Client
 from pathlib import Path
 
 import numpy as np
@@ -293,6 +296,25 @@ def test_stream_windows_are_tokenized_once(make, monkeypatch):
     monkeypatch.setattr(Encoder, "encode", lambda *args: encoded.append(len(args[1])) or encode(*args))
     assert sorted(ids(make(streaming=True).train)) == list(range(ROWS))
     assert encoded == [25, 25, 25, 15]
+
+
+def passes_batches(pipe):
+    data.loader.init_worker(0)
+    pipe.send(resource_sharer.DupFd(0)._id[0])  # the address where a worker passes its batches
+    pipe.recv()
+
+
+def test_a_connection_cut_by_a_stop_signal_prints_no_traceback(capfd):
+    here, there = multiprocessing.Pipe()
+    worker = multiprocessing.get_context("fork").Process(target=passes_batches, args=(there,))
+    worker.start()
+    address = here.recv()
+    with socket.socket(socket.AF_UNIX) as cut:
+        cut.connect(address)
+    Client(address, authkey=multiprocessing.current_process().authkey).send(None)  # served after the first
+    here.send(None)
+    worker.join()
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

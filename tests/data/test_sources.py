@@ -349,6 +349,7 @@ ERRORS = {
     "not a data file": (b"x", {"name": "a.pkl"}, r"a.pkl: not a data file.*\.jsonl.*; convert or rename it"),
     "too long for the model": (USABLE, {"max_seq_length": 4096}, "--max_seq_length 4096: .* 2048 positions"),
     "no such file": (USABLE, {"dataset_name": "no/rows.jsonl"}, "no/rows.jsonl: no such file; check"),
+    "a name that is too long": (USABLE, {"dataset_name": "x" * 300}, "x: File name too long; check the path"),
     "a file's configuration": (USABLE, {"dataset_name": f"{__file__}:main"}, "omit :CONFIGURATION"),
     "no such folder": (USABLE, {"dataset_name": "/no/such/folder"}, "folder: cannot be read.*demo"),
     "out of reach": (USABLE, {"dataset_name": "no-such-owner/set"}, "owner/set: cannot be read.*demo"),

@@ -95,7 +95,7 @@ def test_model_with_own_code_is_built_counted_exported_and_generates(folder, tmp
     assert type(loaded).__name__ == "OwnForCausalLM"
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, weights[name])
-    assert "ANSWER" in generate_answers(out, [("one", "two")], CPU, trust_remote_code=True)
+    assert "ANSWER" in generate_answers(out, [("one", "two")], tokenizer, CPU, trust_remote_code=True)
 
 
 def test_own_code_under_a_known_model_type_computes_the_loss(tmp_path):

@@ -370,6 +370,11 @@ def test_an_output_folder_with_other_files_is_refused_and_left_alone(tmp_path, c
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == model
 
 
+def test_an_output_folder_that_cannot_be_read_is_one_line(tmp_path, capsys):
+    train(tmp_path / ("x" * 300), code=EXIT_BAD_SETTING)
+    assert "File name too long; choose a folder you can write to" in capsys.readouterr().err
+
+
 def test_an_output_folder_may_hold_a_launcher_s_log(tmp_path):
     (tmp_path / "slurm-17.out").touch()
     train(tmp_path, "--max_steps 1 --no_export --no_save_checkpoints")

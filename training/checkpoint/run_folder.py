@@ -32,27 +32,25 @@ def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, Fi
     process.
     """
     if cfg.checkpoint.output_dir:
-        _refuse_other_files(Path(cfg.checkpoint.output_dir), log_dir=cfg.log.log_dir)
+        with _explaining_errors(output_dir=cfg.checkpoint.output_dir):
+            _refuse_other_files(Path(cfg.checkpoint.output_dir), log_dir=cfg.log.log_dir)
     if cfg.log.log_dir:  # fail early: the writer opens it only after the model is built
-        try:
+        with _explaining_errors(log_dir=cfg.log.log_dir):
             Path(cfg.log.log_dir).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _not_writable(error, log_dir=cfg.log.log_dir) from None
     stem = f"{model_name}-{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(cfg.checkpoint.output_dir or _first_free(Path("runs") / stem))
     lock = FileLock(folder / ".lock")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(blocking=False)
-        check_folder(cfg, folder)
+        with _explaining_errors(output_dir=folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire(blocking=False)
+            check_folder(cfg, folder)
     except Timeout:
         raise UserError(
             f"--output_dir {folder}: another run is writing to it; wait for it, or choose another folder",
             flags=["output_dir"],
             exit_code=EXIT_IN_USE,
         ) from None
-    except OSError as error:
-        raise _not_writable(error, output_dir=folder) from None
     return folder, lock
 
 
@@ -96,10 +94,19 @@ def _first_free(folder: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _not_writable(error: OSError, **flag: Path | str) -> UserError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    remedy = "free space, or choose a folder on another disk" if full else "choose a folder you can write to"
-    return bad_setting(f"{error.strerror}; {remedy}", **flag)
+@contextmanager
+def _explaining_errors(**flag: Path | str) -> Iterator[None]:
+    """Turn an OSError in the folder of `flag` into a UserError."""
+    try:
+        yield
+    except Timeout:  # an OSError: the lock is taken
+        raise
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = (
+            "free space, or choose a folder on another disk" if full else "choose a folder you can write to"
+        )
+        raise bad_setting(f"{error.strerror}; {remedy}", **flag) from None
 
 
 def check_shared(folder: Path) -> None:
@@ -132,10 +139,8 @@ def check_shared(folder: Path) -> None:
 
 def write_config(cfg: Config, folder: Path) -> None:
     """Write settings.json with --output_dir set, so that `--config settings.json` resumes the run."""
-    try:
+    with _explaining_errors(output_dir=folder):
         write_json(folder / "settings.json", cfg.to_dict() | {"output_dir": str(folder)})
-    except OSError as error:
-        raise _not_writable(error, output_dir=folder) from None
 
 
 def train_losses(folder: Path) -> list[float]:

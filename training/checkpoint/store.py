@@ -76,10 +76,15 @@ class Checkpoints:
         return final
 
     def record_eval_loss(self, step: int, eval_loss: float) -> None:
-        """Add the eval loss to a checkpoint that was saved before its evaluation, and prune. Collective."""
+        """Add the eval loss to a checkpoint that was saved before its evaluation, and prune. Collective.
+
+        Does nothing if the checkpoint was deleted meanwhile, such as by hand to free space.
+        """
 
         def record() -> None:
             saved = index.read_index(self.folder, rebuild=True)
+            if step not in saved.steps:
+                return
             saved = replace(saved, eval_losses=saved.eval_losses | {step: eval_loss})
             index.write_index(self.folder, index.prune(self.folder, saved, self.keep_last))
 

@@ -76,7 +76,7 @@ def test_changed_evaluation_data_discards_earlier_losses_with_a_warning(folder, 
     train(folder, "--max_steps 6 --eval_samples 5 --save_interval 2", code=EXIT_BAD_SETTING)  # a setting
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loaders, "evaluation", "others")
+        patch.setattr(Loaders, "eval_fingerprint", "others")
         train(folder, "--max_steps 6 --save_interval 2 --eval_interval 2")
     assert "WARNING: the evaluation data has changed" in capsys.readouterr().out
     assert index(folder)["eval_losses"].keys() == {"4", "6"} and best is not None

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pickle
+import shutil
 import signal
 import sys
 import warnings
@@ -182,6 +183,16 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     checkpoints.record_eval_loss(4, 0.25)
     assert on_disk(checkpoints) == [4, 5] and index_of(checkpoints)["best"] == "step_000004"
     assert eval_losses(tmp_path / "step_000004") == {4: 0.25}
+
+
+def test_a_checkpoint_deleted_before_its_evaluation_stops_no_run(tmp_path):
+    checkpoints = save_steps(tmp_path, 1, 2, keep_last=2)
+    shutil.rmtree(tmp_path / "step_000002")
+    checkpoints.record_eval_loss(2, 0.5)
+    assert checkpoints.latest().name == "step_000001"
+    shutil.rmtree(tmp_path)
+    checkpoints.record_eval_loss(2, 0.5)
+    assert checkpoints.save(3, filled(3), {}).is_dir() and on_disk(checkpoints) == [3]
 
 
 def test_latest_and_pruning_follow_the_order_of_saving(tmp_path):

@@ -35,9 +35,10 @@ from tests.training.parallel.jobs import (
     train,
 )
 from train_multi_gpu import join_torchrun
-from training import outcome, prepare, resolve, run
+from training import outcome, prepare, run
 from training.parallel import choose, watchdog
 from training.parallel.watchdog import CAUSE_OF_DEATH, RESUME_HINT, Watchdog
+from training.precision import recipes
 from training.tracking.tracker import Tracker
 from training.trainer import Trainer
 
@@ -107,7 +108,7 @@ def slow_start_and_end(rank: int) -> None:
     if rank == 1:
         delay(prepare, "_load_data", 8)
     delay(Tracker, "finish", 8)
-    delay(run, "answer", 8)
+    delay(run, "_generate_samples", 8)
 
 
 def stall_at_start(method: str, whose: int, rank: int) -> None:
@@ -267,8 +268,8 @@ def other_software(rank: int) -> None:
 def other_recipe(rank: int) -> None:
     """As if one node's GPUs or libraries could not run what the others can."""
     if rank == 1:
-        original = resolve.precision.resolve_precision
-        resolve.precision.resolve_precision = lambda cfg: replace(original(cfg), effective="bf16")
+        original = recipes.resolve_precision
+        recipes.resolve_precision = lambda cfg: replace(original(cfg), effective="bf16")
 
 
 def fewer_samples_to_evaluate(rank: int) -> None:
@@ -399,13 +400,13 @@ def test_a_rank_that_cannot_join_ends_the_others_at_once(tmp_path):
     ("begin", "variable", "way_out"),
     [
         (train_fp8.one_device, "WORLD_SIZE", "use torchrun --nproc_per_node=N train_multi_gpu.py"),
-        (join_torchrun, "SLURM_STEP_NUM_TASKS", "needs RANK, WORLD_SIZE, LOCAL_RANK, .* under Slurm"),
+        (join_torchrun, "SLURM_STEP_NUM_TASKS", "has not set all of RANK, WORLD_SIZE, .* under Slurm"),
     ],
 )
 def test_several_processes_without_a_job_are_refused(begin, variable, way_out, monkeypatch):
     """Each would train the same run once more."""
     monkeypatch.setenv(variable, "2")
-    with pytest.raises(UserError, match=f"^{variable}=2: train_.*{way_out}") as refusal:
+    with pytest.raises(UserError, match=f"^{variable}=2: .*{way_out}") as refusal:
         begin(None)
     assert refusal.value.exit_code == EXIT_BAD_SETTING
 

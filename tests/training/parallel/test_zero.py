@@ -194,9 +194,9 @@ class Run:
 
     def load(self, checkpoints: Checkpoints, path: Path) -> dict[str, Tensor]:
         tensors, put_back = self.tensors()
-        meta = checkpoints.load(path, tensors)
+        checkpoints.load(path, tensors)
         put_back()
-        optim.set_optimizer_steps(self.optimizer, meta["steps"])
+        optim.set_optimizer_steps(self.optimizer, checkpoints.read_meta(path)["steps"])
         return tensors
 
     def save(self, checkpoints: Checkpoints, step: int) -> Path:
