@@ -115,6 +115,6 @@ def test_a_gradient_that_no_norm_adds_raises(switch):
     layer = Layer()
     fuse_residual_gradients(layer)
     residual, branch = (torch.randn(4, WIDTH, requires_grad=True) for _ in range(2))
-    with switch(), pytest.raises(UserError, match="reached no norm.*; add --no_fused_residuals"):
+    with switch(), pytest.raises(UserError, match=r"reached no norm.*; add --no_fused_residuals"):
         layer._bias_dropout_add(branch, None, residual).sum().backward()
     assert not fused_residual._pending
