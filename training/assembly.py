@@ -65,6 +65,10 @@ def assemble(job: Job) -> Assembly:
         optim.set_masters(optimizer, model, shards)
     elif fp8_gather:
         torchao_fp8.refresh_scales_after_steps(model, optimizer)
+    if strategy.master_home != "zero":
+        optim.optimizer_state(
+            optimizer, model
+        )  # allocated before the first step, which then needs all memory
     wrapped = strategy.wrap(model, optimizer)
     autocast = build_autocast(
         precision, device=strategy.device, parameter_dtype=strategy.forward_dtype(**dtypes)

@@ -18,7 +18,13 @@ from te_models.settings import ModelConfig
 from training.checkpoint.settings import CheckpointConfig
 from training.optim.settings import OptimConfig
 from training.parallel.settings import FP8_GATHER_MODES, ShardingConfig
-from training.precision.settings import MAX_MARGIN, PrecisionConfig, parse_precision_map, unread_settings
+from training.precision.settings import (
+    MAX_MARGIN,
+    PrecisionConfig,
+    parse_moment_dtype,
+    parse_precision_map,
+    unread_settings,
+)
 from training.tracking.settings import LogConfig
 
 
@@ -109,6 +115,7 @@ def precision_rules(s: Any) -> Iterator[tuple[str, str]]:
         reason = f"needs --mixed_precision fp8 (here {s.mixed_precision}); choose fp8, or drop it"
         yield " ".join(given), reason
     parse_precision_map(s.precision_map, use_te=s.use_te)
+    parse_moment_dtype(s.moment_dtype)
     # A precision map or a fallback may bring another recipe, which reads the setting.
     if s.mixed_precision == "fp8" and not s.precision_map and not RECIPES[s.recipe].may_fall_back:
         yield from unread_settings(s, {s.recipe})
@@ -135,6 +142,8 @@ def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
         yield "fp8_all_gather mixed_precision fp8_scenario", reason
     if s.master_weights != "fp32":
         yield "fp8_all_gather master_weights", "FP8 weights need FP32 master weights; drop one of the two"
+    if s.use_te and not {"fp32", "bf16"}.issuperset(parse_moment_dtype(s.moment_dtype)):
+        yield "fp8_all_gather moment_dtype", "TE's optimizer of FP8 weights keeps fp32 or bf16 moments"
 
 
 RULES = (data_rules, precision_rules, sharding_rules)

@@ -29,7 +29,7 @@ ERROR_REPORT_DELAY_SECONDS = 3.0
 INTERRUPTED = "interrupted outside the training loop; earlier checkpoints are intact"
 OUT_OF_MEMORY = (
     "Try a smaller --batch_size with more --gradient_accumulation_steps, --gradient_checkpointing, a shorter "
-    "--max_seq_length, --moment_dtype bf16, --grad_reduce_dtype bf16 or --no_fp8_weight_cache with "
+    "--max_seq_length, --moment_dtype fp8, --grad_reduce_dtype bf16 or --no_fp8_weight_cache with "
     "accumulation, or more sharding (--sharding_mode fsdp_full); if little is missing, set "
     "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"
 )

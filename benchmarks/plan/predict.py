@@ -22,7 +22,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "--gradient_checkpointing": {"gradient_checkpointing": True},
     "--sharding_mode fsdp_full": {"sharding_mode": "fsdp_full", "hsdp_shard_size": None},
     "--sharding_mode fsdp_offload": {"sharding_mode": "fsdp_offload", "hsdp_shard_size": None},
-    "--moment_dtype bf16": {"moment_dtype": "bf16"},
+    "--moment_dtype fp8": {"moment_dtype": "fp8"},
     "--grad_reduce_dtype bf16": {"grad_reduce_dtype": "bf16"},
 }
 

@@ -136,7 +136,7 @@ def _cast_bytes(job: StepPlan) -> float:
 def adam_bytes(job: StepPlan) -> float:
     """Optimizer traffic in bytes per parameter: weight, gradient, FP32 remainder and moments."""
     plan = job.optimizer
-    return 2 * 2 + 2 + (2 * 2 if plan.master_weights else 0) + 4 * plan.moment_dtype.itemsize
+    return 2 * 2 + 2 + (2 * 2 if plan.master_weights else 0) + 2 * plan.moment_bytes
 
 
 def _optimizer_seconds(job: StepPlan, gpu: Gpu) -> float:

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from te_models import loss as loss_module
 from te_models.loss import linear_cross_entropy
 from tests.gpu.models import DEVICE
-from training.optim.adamw import merge_master
+from training.optim import moments
+from training.optim.adamw import FusedAdamW, merge_master
 from training.optim.optimizer import (
     OptimizerPlan,
     build_optimizer,
@@ -16,6 +17,7 @@ from training.optim.optimizer import (
     step_if,
 )
 from training.optim.settings import OptimConfig
+from training.precision.settings import parse_moment_dtype
 
 pytestmark = pytest.mark.gpu
 
@@ -60,45 +62,73 @@ def test_a_batch_without_labels_gives_zero_loss_and_gradient():
     assert loss.item() == 0 and not hidden.grad.any() and not weight.grad.any()
 
 
-def gradients(step: int) -> torch.Tensor:
+def gradients(step: int, columns: int = 257) -> torch.Tensor:
     generator = torch.Generator(DEVICE).manual_seed(step)
-    return torch.randn(300, 257, device=DEVICE, generator=generator).bfloat16() * 10.0 ** (step % 5 - 4)
+    return torch.randn(301, columns, device=DEVICE, generator=generator).bfloat16() * 10.0 ** (step % 5 - 4)
 
 
-def trained(device: torch.device, moments: torch.dtype, master: bool, steps: int = 30):
+def trained(
+    device: torch.device, formats: tuple[str, str], master: bool, columns: int = 257, steps: int = 30
+):
     torch.manual_seed(1)
-    model = torch.nn.Linear(257, 300, bias=False).bfloat16().to(device)
-    plan = OptimizerPlan("fused_adamw", torch.bfloat16, master, moments)
+    model = torch.nn.Linear(columns, 301, bias=False).bfloat16().to(device)
+    start = model.weight.detach().clone()
+    plan = OptimizerPlan("fused_adamw", torch.bfloat16, master, formats)
     optimizer = build_optimizer(model, OptimConfig(learning_rate=1e-2, weight_decay=0.1), plan)
     for step in range(steps):
-        model.weight.grad = gradients(step).to(device)
+        model.weight.grad = gradients(step, columns).to(device)
         apply, scale = torch.tensor(step != 3, device=device), torch.tensor(0.5, device=device)
         step_if(optimizer, apply=apply, scale=scale, gradients=[model.weight.grad])
     state = {name.removeprefix("weight."): t for name, t in optimizer_state(optimizer, model).items()}
     assert optimizer_steps(optimizer) == steps - 1
-    return model.weight.detach(), state
+    return start, model.weight.detach(), {name: tensor.cpu() for name, tensor in state.items()}
 
 
 @pytest.mark.parametrize("master", [True, False], ids=["masters", "no-masters"])
-@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_optimizers_kernel_matches_its_reference(moments, master):
-    """Sizes are not multiples of a block; one step is skipped."""
-    weight, state = trained(DEVICE, moments, master)
-    plain_weight, plain = trained(torch.device("cpu"), moments, master)
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "fp8", "fp8,fp16", "fp32,fp8"])
+def test_the_optimizers_kernel_matches_its_reference(name, master):
+    """Sizes are not multiples of a program's; one step is skipped."""
+    formats = parse_moment_dtype(name)
+    columns = 384 if {"fp8", "fp16"} & set(formats) else 257
+    start, weight, state = trained(DEVICE, formats, master, columns)
+    _, plain_weight, plain = trained(torch.device("cpu"), formats, master, columns)
+    weight = weight.cpu()
+    one, other = weight.float(), plain_weight.float()
     if master:
-        one, other = merge_master(weight, state["master_param"]).cpu(), plain_weight
-        other = merge_master(other, plain["master_param"])
-    else:
-        one, other = weight.float().cpu(), plain_weight.float()
-    torch.manual_seed(1)
-    moved = (other - torch.nn.Linear(257, 300, bias=False).weight.bfloat16().float()).norm()
-    # BF16 moments and weights may round differently if FP32 values differ in the last bit.
-    exact = moments == torch.float32 and master
+        one = merge_master(weight, state["master_param"])
+        other = merge_master(plain_weight, plain["master_param"])
+    moved = (other - start.float().cpu()).norm()
+    # Others may round to the neighbor if FP32 values differ in the last bit, and steps then differ.
+    exact = name == "fp32" and master
     assert moved > 1 and (one - other).norm() < (1e-5 if exact else 3e-2) * moved
-    for name in ("exp_avg", "exp_avg_sq"):
-        assert state[name].dtype == moments
-        error = (state[name].cpu().float() - plain[name].float()).norm() / plain[name].float().norm()
-        assert error < (1e-6 if moments == torch.float32 else 5e-3), (name, error)
+    assert {key: tensor.dtype for key, tensor in state.items()} == {k: t.dtype for k, t in plain.items()}
+    for moment, form in zip((moments.FIRST, moments.SECOND), formats, strict=True):
+        expected, found = moments.read(plain, moment), moments.read(state, moment)
+        error = (found - expected).norm() / expected.norm()
+        assert error < {"fp32": 1e-6, "bf16": 5e-3, "fp16": 1e-3, "fp8": 3e-2}[form], (moment, error)
+        if form in ("fp16", "fp8"):
+            assert (found == expected).float().mean() > 0.9, "the same random bits round the same way"
+
+
+def test_blocks_in_the_kernel_keep_zeros_tiny_values_and_large_ones():
+    """Rows of zeros (unused tokens), of 1e-12 and of 1e6, and rows over many binades."""
+    scales = torch.tensor([0.0, 1e-12, 1e6, 1.0])[:, None] * 10 ** torch.linspace(0, -4, 256)
+    weights = []
+    for device in (DEVICE, torch.device("cpu")):
+        weight = torch.nn.Parameter(torch.zeros(4, 256, device=device))
+        settings = {"lr": 1.0, "betas": (0.9, 0.999), "eps": 1e-30}
+        adamw = FusedAdamW(
+            [{"params": [weight]}], **settings, master_weights=True, moment_dtypes=("fp8", "fp8")
+        )
+        for step in range(20):
+            generator = torch.Generator().manual_seed(step)
+            weight.grad = ((0.5 + torch.rand(4, 256, generator=generator)) * scales).to(device)
+            adamw.step()
+        weights.append(weight.detach().cpu())
+    assert not weights[0][0].any() and weights[0].isfinite().all()
+    # Adam moves each by about 1 a step, whatever the gradient's magnitude.
+    assert (weights[0][1:] + 20).abs().max() < 6
+    torch.testing.assert_close(*weights, rtol=0.05, atol=1)
 
 
 def test_fp32_masters_follow_transformer_engines_optimizer():
@@ -106,7 +136,7 @@ def test_fp32_masters_follow_transformer_engines_optimizer():
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     torch.manual_seed(1)
-    start = torch.nn.Linear(257, 300, bias=False).weight.bfloat16().to(DEVICE)
+    start = torch.nn.Linear(257, 301, bias=False).weight.bfloat16().to(DEVICE)
     theirs = torch.nn.Parameter(start.clone())
     settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     full = FusedAdam([theirs], **settings, master_weights=True)
@@ -114,7 +144,10 @@ def test_fp32_masters_follow_transformer_engines_optimizer():
         if step != 3:
             theirs.grad = gradients(step) * 0.5
             full.step()
-    weight, state = trained(DEVICE, torch.float32, True)
-    master, expected = merge_master(weight, state["master_param"]), full.state[theirs]["master_param"]
+    _, weight, state = trained(DEVICE, ("fp32", "fp32"), True)
+    master, expected = (
+        merge_master(weight, state["master_param"].to(DEVICE)),
+        full.state[theirs]["master_param"],
+    )
     moved = (expected - start.float()).abs().median()
     assert moved > 0 and (master - expected).abs().max() < 1e-4 * moved

@@ -59,6 +59,7 @@ def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
         "fp8 --fp8_scenario delayed",
         "fp8 --fp8_scenario current",
         "fp8 --moment_dtype bf16 --gradient_accumulation_steps 3",
+        "fp8 --moment_dtype fp8,fp16",
     ],
 )
 def test_a_stopped_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, precision):

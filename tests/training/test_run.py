@@ -526,7 +526,7 @@ def two_rows(folder: Path) -> Path:
         ("--dataset_text_field nope", EXIT_BAD_SETTING, "--dataset_text_field nope"),
         ("--max_seq_length 4096", EXIT_BAD_SETTING, "--max_seq_length 4096"),
         ("--resume /nowhere", EXIT_BAD_SETTING, "--resume /nowhere"),
-        ("--moment_dtype bf16", EXIT_BAD_SETTING, "--moment_dtype bf16"),
+        ("--moment_dtype fp9", EXIT_BAD_SETTING, "--moment_dtype fp9: not one of fp32, bf16, fp16, fp8"),
         ("--output_dir /proc/run", EXIT_BAD_SETTING, "--output_dir /proc/run"),
         ("--log_dir /proc/run", EXIT_BAD_SETTING, "--log_dir /proc/run"),
         (

@@ -4,9 +4,9 @@
 - `--resume PATH` starts from that checkpoint. Once this run has saved newer ones, the same command
   resumes from those, so that a requeued job never rolls back twice.
 - `--resume none` starts from scratch. It is an error if the folder already holds a run.
-- Settings that are not resumable must match the checkpoint, with two exceptions. On another number of ranks
+- Settings that are not resumable must match the checkpoint, with three exceptions. On another number of ranks
   the batch may be split differently. A run that starts from another run's checkpoint may change its learning
-  rate.
+  rate. With --convert_moments the moments may have another dtype.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
             f"({', '.join(unknown)}); resume with that version, or start a new run from its export",
             resume=point.path,
         )
-    changed = changed_settings(meta["config"], cfg)
+    changed = _without_converted(changed_settings(meta["config"], cfg), cfg)
     allowed = {} if point.own else {name: changed.pop(name) for name in RESTART_SETTINGS if name in changed}
     old, new = global_batch(meta["config"], meta["world_size"]), global_batch(cfg.to_dict(), world_size)
     split = {name: changed.pop(name) for name in BATCH_SPLIT_SETTINGS if name in changed}
@@ -166,6 +166,9 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
         changed |= split
     if meta["recipe"] != recipe:
         changed["fp8_scenario"] = (meta["recipe"], recipe)
+    if changed.keys() == {"moment_dtype"}:
+        reason = f"saved with {changed['moment_dtype'][0]}; use that, or add --convert_moments"
+        raise bad_setting(reason, resume=point.path, moment_dtype=cfg.precision.moment_dtype)
     if changed:
         raise bad_setting(
             f"saved with other settings ({describe_changes(changed)}); use the same settings, or rerun its "
@@ -196,7 +199,7 @@ def check_folder(cfg: Config, folder: Path) -> None:
             "continue from its checkpoints",
             output_dir=folder,
         )
-    changed = changed_settings(old, cfg)
+    changed = _without_converted(changed_settings(old, cfg), cfg)
     if (folder / "checkpoints").exists():  # `check_resume` compares them, by world size
         changed = {name: values for name, values in changed.items() if name not in BATCH_SPLIT_SETTINGS}
     if changed:
@@ -207,6 +210,12 @@ def check_folder(cfg: Config, folder: Path) -> None:
         )
     if cfg.checkpoint.resume == "none":
         raise bad_setting("the folder holds a run already; choose another", resume="none", output_dir=folder)
+
+
+def _without_converted(changed: dict[str, tuple[Any, Any]], cfg: Config) -> dict[str, tuple[Any, Any]]:
+    """Return the changes that --convert_moments does not permit."""
+    converted = ["moment_dtype"] if cfg.checkpoint.convert_moments else []
+    return {name: values for name, values in changed.items() if name not in converted}
 
 
 def describe_changes(changed: dict[str, tuple[Any, Any]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,13 @@ from training.checkpoint.progress import Progress, WallTime
 from training.checkpoint.resume import ResumePoint
 from training.checkpoint.store import Checkpoints
 from training.config import Config
-from training.optim import adamw
+from training.optim import adamw, moments
 from training.optim import optimizer as optim
 from training.optim.adamw import local
 from training.precision.recipes import Precision
+from training.precision.settings import parse_moment_dtype
+
+MOMENTS_AT_ONCE = 20  # loaded together when their format changes: about a decoder layer's
 
 
 @dataclass(frozen=True)
@@ -97,13 +101,55 @@ def restore_run(checkpoints: Checkpoints, point: ResumePoint, run: RunState) -> 
     scaling = {key: torch.empty(shape) for key, shape in shapes.items() if key.startswith("fp8/")}
     tensors, copy_back = weights_and_optimizer(run.model, run.optimizer, run.strategy, run.cfg)
     rng_tensors = {key: tensor for key, tensor in rng_state(run.strategy.rank).items() if key in shapes}
+    old, new = meta["config"].get("moment_dtype", "fp32"), run.cfg.precision.moment_dtype
+    converted = {} if old == new else _take_moments(tensors)
     checkpoints.load(point.path, tensors | rng_tensors | scaling)
     copy_back()
+    formats = dict(zip((moments.FIRST, moments.SECOND), parse_moment_dtype(old), strict=True))
+    _load_moments(checkpoints, point.path, converted, formats)
     optim.set_optimizer_steps(run.optimizer, meta["optimizer_steps"])
     if rng_tensors:
         set_rng_state({key.rpartition("/")[2]: tensor for key, tensor in rng_tensors.items()})
     vars(run.progress).update(vars(Progress.from_meta(meta)))
     return {key.removeprefix("fp8/"): tensor for key, tensor in scaling.items()}
+
+
+Moments = dict[tuple[str, str], dict[str, Tensor]]  # tensors of (parameter's key, moment), by part
+
+
+def _take_moments(tensors: dict[str, Tensor]) -> Moments:
+    """Move the moments out of `tensors`."""
+    found = [(key, moment) for key, _, moment in (name.rpartition(".") for name in tensors)]
+    return {
+        (key, moment): {
+            part: tensors.pop(f"{key}.{part}")
+            for part in (moment, moment + moments.EXPONENTS)
+            if f"{key}.{part}" in tensors
+        }
+        for key, moment in found
+        if moment in (moments.FIRST, moments.SECOND)
+    }
+
+
+@torch.no_grad()
+def _load_moments(checkpoints: Checkpoints, path: Path, live: Moments, formats: dict[str, str]) -> None:
+    """Load moments saved in `formats` (by moment) and store them in the formats of `live`. Collective.
+
+    They are loaded in groups, as all of them may not fit in both formats.
+    """
+    keys = list(live)
+    for first in range(0, len(keys), MOMENTS_AT_ONCE):
+        group = keys[first : first + MOMENTS_AT_ONCE]
+        stored = {
+            (key, name): moments.allocate(live[key, name][name], name, formats[name]) for key, name in group
+        }
+        tensors = {f"{key}.{part}": t for (key, _), parts in stored.items() for part, t in parts.items()}
+        checkpoints.read(path, tensors)
+        for key, moment in group:
+            saved, own = (
+                {part: local(t) for part, t in found[key, moment].items()} for found in (stored, live)
+            )
+            moments.write_(own, moment, moments.read(saved, moment))
 
 
 def weights_and_optimizer(

@@ -101,6 +101,10 @@ class Checkpoints:
         shape or dtype. Ranks share the verification, and each reads only its own shards.
         """
         ranks.run_on_all_ranks(lambda: _check_before_load(path, tensors))
+        self.read(path, tensors)
+
+    def read(self, path: Path, tensors: dict[str, Tensor]) -> None:
+        """Load `tensors` in place from a verified checkpoint. Collective."""
         reader = dcp.HuggingFaceStorageReader(str(path), thread_count=THREADS)
         planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         _run_dcp(dcp.load, tensors, storage_reader=reader, planner=planner)

@@ -1,7 +1,8 @@
 """AdamW on BF16 weights, with the low 16 bits of each FP32 master weight as a separate remainder.
 
-A step is one pass over memory: 26 bytes per parameter with FP32 moments, 18 with BF16. The kernel reads the
-gradient scale and the flag to apply the step from the device, so the host never waits for the gradient norm.
+A step is one pass over memory: 26 bytes per parameter with FP32 moments, 18 with BF16, 14 with FP8. The
+kernel reads the gradient scale and the flag to apply the step from the device, so the host never waits for
+the gradient norm.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from training.optim import moments
 from training.optim.accumulation import gradient_of
 
 
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW (arXiv:1711.05101) on BF16 parameters, whole or sharded (DTensor), with FP32 arithmetic.
 
-    State per parameter: `exp_avg` and `exp_avg_sq` in `moment_dtype`; with `master_weights` also the int16
-    `master_param`, the low half of the FP32 weight (`split_master`). FP32 parameters are their own masters.
+    State per parameter: `exp_avg` and `exp_avg_sq` in the formats `moment_dtypes` (see `moments`); with
+    `master_weights` also the int16 `master_param`, the low half of the FP32 weight (`split_master`). FP32
+    parameters are their own masters.
     """
 
     def __init__(
@@ -31,9 +34,9 @@ class FusedAdamW(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         master_weights: bool,
-        moment_dtype: torch.dtype,
+        moment_dtypes: tuple[str, str],
     ):
-        self.master_weights, self.moment_dtype = master_weights, moment_dtype
+        self.master_weights, self.moment_dtypes = master_weights, moment_dtypes
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         device = self.param_groups[0]["params"][0].device
         self.steps = torch.zeros((), dtype=torch.float64, device=device)  # applied so far
@@ -41,8 +44,8 @@ class FusedAdamW(torch.optim.Optimizer):
     def initialize_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Allocate a parameter's state, sharded like the parameter."""
         state = self.state[parameter]
-        state["exp_avg"] = torch.zeros_like(parameter, dtype=self.moment_dtype)
-        state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.moment_dtype)
+        for moment, name in zip((moments.FIRST, moments.SECOND), self.moment_dtypes, strict=True):
+            state |= moments.allocate(parameter, moment, name)
         if self.master_weights and parameter.dtype != torch.float32:
             state["master_param"] = torch.zeros_like(parameter, dtype=torch.int16)
         return state
@@ -61,6 +64,7 @@ class FusedAdamW(torch.optim.Optimizer):
         apply = torch.ones((), device=device) if apply is None else apply.float()
         scale = torch.ones((), device=device) if scale is None else scale.float()
         self.steps += apply
+        seed = self.steps.long() * 0x85EBCA77  # a prime of xxHash: other random bits in every step
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             steps = self.steps.clamp(min=1)  # at 0 steps the bias corrections would be 0
@@ -71,7 +75,7 @@ class FusedAdamW(torch.optim.Optimizer):
                     continue
                 state = self.state[parameter] or self.initialize_state(parameter)
                 shard = {name: local(tensor) for name, tensor in state.items()}
-                update_(local(parameter), local(gradient), shard, scalars, group)
+                update_(local(parameter), local(gradient), shard, scalars, seed, group)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -81,36 +85,53 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def update_(
-    weight: Tensor, grad: Tensor, state: dict[str, Tensor], scalars: Tensor, group: dict[str, Any]
+    weight: Tensor,
+    grad: Tensor,
+    state: dict[str, Tensor],
+    scalars: Tensor,
+    seed: Tensor,
+    group: dict[str, Any],
 ) -> None:
     """Apply one AdamW step in place to contiguous tensors of one shape; the CPU path is the reference.
 
-    `scalars` [4] float32: gradient scale, apply (0 or 1), 1 - beta1^t, 1 - beta2^t. `group` holds the other
-    hyperparameters. Without a remainder (`master_param`) the weight is its own master.
+    `scalars` [4] float32: gradient scale, apply (0 or 1), 1 - beta1^t, 1 - beta2^t. `seed` [] int64: of the
+    moments' stochastic rounding. `group` holds the other hyperparameters. Without a remainder
+    (`master_param`) the weight is its own master.
     """
     if weight.is_cuda:
         from training.optim.adamw_triton import adamw_
 
-        return adamw_(weight, grad, state, scalars, group)
-    exp_avg, exp_avg_sq, remainder = state["exp_avg"], state["exp_avg_sq"], state.get("master_param")
+        return adamw_(weight, grad, state, scalars, seed, group)
+    remainder = state.get("master_param")
     scale, apply, correction1, correction2 = scalars
     if not apply:
         return
     lr, (beta1, beta2), eps, weight_decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
     master = weight.float() if remainder is None else merge_master(weight, remainder)
     g = grad.float() * scale
-    m = beta1 * exp_avg.float() + (1 - beta1) * g
-    v = beta2 * exp_avg_sq.float() + (1 - beta2) * g * g
+    m = beta1 * moments.read(state, moments.FIRST) + (1 - beta1) * g
+    v = beta2 * moments.read(state, moments.SECOND) + (1 - beta2) * g * g
     step = (m / correction1) / ((v / correction2).sqrt() + eps)
     master = master - lr * (step + weight_decay * master)
-    exp_avg.copy_(m)
-    exp_avg_sq.copy_(v)
+    for moment, value, noise in zip(
+        (moments.FIRST, moments.SECOND), (m, v), _noise(state, seed), strict=True
+    ):
+        moments.write_(state, moment, value, noise)
     if remainder is None:
         weight.copy_(master)
     else:
         high, low = split_master(master)
         weight.copy_(high)
         remainder.copy_(low)
+
+
+def _noise(state: dict[str, Tensor], seed: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the random bits of both moments, or None if neither is rounded stochastically."""
+    if len(state.keys() - {"master_param"}) == 2:
+        return None, None
+    shape = state[moments.FIRST].shape
+    first, second = moments.random_bits(shape.numel(), seed)
+    return first.view(shape), second.view(shape)
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,19 +8,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = tl.constexpr(2048)
+from training.optim import moments
+
+GROUP = tl.constexpr(moments.BLOCK)  # values that share an exponent
+GROUPS = tl.constexpr(16)  # of one program
 
 
 @triton.jit
 def adamw_kernel(
-    weights, grads, exp_avg, exp_avg_sq, remainders, scalars, numel, lr, beta1, beta2, eps, weight_decay
+    weights,
+    grads,
+    exp_avg,
+    exp_avg_exponents,
+    exp_avg_sq,
+    exp_avg_sq_exponents,
+    remainders,
+    scalars,
+    seed,
+    numel,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
 ):
-    """Step BLOCK elements; with `remainders` the weights are the high halves of FP32 masters.
+    """Step GROUPS * GROUP elements; with `remainders` the weights are the high halves of FP32 masters.
 
-    `scalars`: gradient scale, apply (0 or 1), 1 - beta1^t, 1 - beta2^t.
+    `scalars`: gradient scale, apply (0 or 1), 1 - beta1^t, 1 - beta2^t. `seed` [1] int64. Moments with
+    exponents are stored as in `training.optim.moments`.
     """
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = (at < numel) & (tl.load(scalars + 1) != 0)
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    apply = tl.load(scalars + 1) != 0
+    inside = (at < numel) & apply
+    whole = (group * GROUP < numel) & apply
     w = tl.load(weights + at, mask=inside, other=0.0)
     if remainders is not None:
         low = tl.load(remainders + at, mask=inside, other=0).to(tl.int32)
@@ -29,12 +50,15 @@ def adamw_kernel(
     else:
         master = w.to(tl.float32)
     g = tl.load(grads + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scalars)
-    m = beta1 * tl.load(exp_avg + at, mask=inside, other=0.0).to(tl.float32) + (1 - beta1) * g
-    v = beta2 * tl.load(exp_avg_sq + at, mask=inside, other=0.0).to(tl.float32) + (1 - beta2) * g * g
+    m = beta1 * load_moment(exp_avg, exp_avg_exponents, at, group, inside, whole, True) + (1 - beta1) * g
+    v = load_moment(exp_avg_sq, exp_avg_sq_exponents, at, group, inside, whole, False)
+    v = beta2 * v + (1 - beta2) * g * g
     step = (m / tl.load(scalars + 2)) / (tl.sqrt(v / tl.load(scalars + 3)) + eps)
     master = master - lr * (step + weight_decay * master)
-    tl.store(exp_avg + at, m.to(exp_avg.dtype.element_ty), mask=inside)
-    tl.store(exp_avg_sq + at, v.to(exp_avg_sq.dtype.element_ty), mask=inside)
+    noise = mix((at * 0x9E3779B1 + tl.load(seed)).to(tl.uint32))
+    store_moment(exp_avg, exp_avg_exponents, m, noise, at, group, inside, whole, True)
+    noise = mix(noise + 0x7F4A7C15)
+    store_moment(exp_avg_sq, exp_avg_sq_exponents, v, noise, at, group, inside, whole, False)
     if remainders is not None:
         bits = master.to(tl.int32, bitcast=True)
         low = bits.to(tl.int16)
@@ -45,15 +69,75 @@ def adamw_kernel(
         tl.store(weights + at, master.to(weights.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def load_moment(values, exponents, at, group, inside, whole, SIGNED: tl.constexpr):
+    """Load a moment in FP32; the counterpart of `moments.read`."""
+    if exponents is None:
+        return tl.load(values + at, mask=inside, other=0).to(tl.float32)
+    BITS: tl.constexpr = values.dtype.element_ty.primitive_bitwidth
+    MANTISSA: tl.constexpr = 3 if BITS == 8 else 10
+    LEVELS: tl.constexpr = 1 << (BITS - SIGNED)
+    codes = tl.load(values + at, mask=inside, other=0).to(tl.int32) & ((1 << BITS) - 1)
+    shared = tl.load(exponents + group, mask=whole, other=0).to(tl.int32)
+    base = tl.maximum((shared - ((LEVELS >> MANTISSA) - 1)) << MANTISSA, 0)[:, None]
+    magnitude = codes & (LEVELS - 1)
+    result = ((magnitude + base) << (23 - MANTISSA)).to(tl.float32, bitcast=True)
+    if SIGNED:
+        result = tl.where(magnitude == 0, 0.0, tl.where(codes >= LEVELS, -result, result))
+    return result
+
+
+@triton.jit
+def store_moment(values, exponents, result, noise, at, group, inside, whole, SIGNED: tl.constexpr):
+    """Store a moment given in FP32; the counterpart of `moments.write_`."""
+    if exponents is None:
+        tl.store(values + at, result.to(values.dtype.element_ty), mask=inside)
+    else:
+        BITS: tl.constexpr = values.dtype.element_ty.primitive_bitwidth
+        MANTISSA: tl.constexpr = 3 if BITS == 8 else 10
+        LEVELS: tl.constexpr = 1 << (BITS - SIGNED)
+        CUT: tl.constexpr = 23 - MANTISSA
+        low = (noise & ((1 << CUT) - 1)).to(tl.int32)
+        bits = result.to(tl.int32, bitcast=True)
+        rounded = ((bits & 0x7FFFFFFF) + low) >> CUT
+        shared = tl.max(rounded, axis=1) >> MANTISSA
+        base = tl.maximum((shared - ((LEVELS >> MANTISSA) - 1)) << MANTISSA, 0)[:, None]
+        codes = tl.maximum(rounded - base, 0)
+        if SIGNED:
+            smallest = ((base + 1) << CUT).to(tl.float32, bitcast=True)
+            kept = tl.abs(result) > low.to(tl.float32) * (1.0 / (1 << CUT)) * smallest
+            codes = tl.where(codes < 1, kept.to(tl.int32), codes) | ((bits >> 31) & 1) * LEVELS
+        tl.store(values + at, codes.to(values.dtype.element_ty), mask=inside)
+        tl.store(exponents + group, shared.to(tl.uint8), mask=whole)
+
+
+@triton.jit
+def mix(x):
+    """Finalizer of MurmurHash3, on uint32."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
 def adamw_(
-    weight: Tensor, grad: Tensor, state: dict[str, Tensor], scalars: Tensor, group: dict[str, Any]
+    weight: Tensor,
+    grad: Tensor,
+    state: dict[str, Tensor],
+    scalars: Tensor,
+    seed: Tensor,
+    group: dict[str, Any],
 ) -> None:
     """Launch the kernel; implements `adamw.update_`."""
     if weight.numel() == 0:
         return  # this rank holds no shard of the parameter
-    moments = state["exp_avg"], state["exp_avg_sq"]
-    assert all(t.is_contiguous() for t in (weight, *moments)), "the kernel needs contiguous tensors"
-    tensors = weight, grad.contiguous(), *moments, state.get("master_param"), scalars
-    grid = (triton.cdiv(weight.numel(), BLOCK),)
+    stored = [
+        state.get(name + suffix)
+        for name in (moments.FIRST, moments.SECOND)
+        for suffix in ("", moments.EXPONENTS)
+    ]
+    contiguous = all(t.is_contiguous() for t in (weight, *stored) if t is not None)
+    assert contiguous, "the kernel needs contiguous tensors"
+    tensors = weight, grad.contiguous(), *stored, state.get("master_param"), scalars, seed
+    grid = (triton.cdiv(weight.numel(), (GROUPS * GROUP).value),)
     settings = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
     adamw_kernel[grid](*tensors, weight.numel(), *settings, num_warps=4)

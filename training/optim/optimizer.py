@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import bad_setting
+from training.optim import moments
 from training.optim.adamw import FusedAdamW
 from training.optim.settings import OptimConfig
-from training.precision.settings import PrecisionConfig
+from training.precision.settings import PrecisionConfig, parse_moment_dtype
 
 
 class Kind(NamedTuple):
@@ -33,6 +34,7 @@ KINDS = {
     "fused_adamw": Kind("fused AdamW", "BF16 weights with FP32 masters", 2),
     "te_fused_adam": Kind("TE FusedAdam", "FP8 weights with FP32 masters", 4),
     "torch_adamw": Kind("torch AdamW", "FP32 weights", 0),
+    "plain_adamw": Kind("AdamW in plain PyTorch", "FP32 weights", 0),
     "zero_adamw": Kind("torch AdamW", "FP32 masters in ZeRO", 4),
 }
 
@@ -44,19 +46,24 @@ class OptimizerPlan:
     kind: str  # a key of KINDS
     parameter_dtype: torch.dtype
     master_weights: bool
-    moment_dtype: torch.dtype
+    moment_dtypes: tuple[str, str]  # keys of moments.FORMATS
 
     @property
-    def state_bytes(self) -> int:
+    def state_bytes(self) -> float:
         """Bytes per parameter of weight, gradient, master and moments."""
         masters = KINDS[self.kind].master_bytes * self.master_weights
-        return 2 * self.parameter_dtype.itemsize + masters + 2 * self.moment_dtype.itemsize
+        return 2 * self.parameter_dtype.itemsize + masters + self.moment_bytes
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes per parameter of both moments."""
+        return sum(moments.FORMATS[name].bytes for name in self.moment_dtypes)
 
     def describe(self) -> str:
         """Summarise the plan for the log: optimizer, weights and moments."""
         name, weights, _ = KINDS[self.kind]
         weights = weights if self.master_weights else "BF16 weights, no masters"
-        return f"{name}, {weights}, {str(self.moment_dtype).removeprefix('torch.')} moments"
+        return f"{name}, {weights}, {' and '.join(dict.fromkeys(map(str.upper, self.moment_dtypes)))} moments"
 
 
 MASTER_NONE_WARNING = (
@@ -69,12 +76,12 @@ LARGEST_BETA2_IN_BF16 = 0.99
 
 def moment_warning(plan: OptimizerPlan, beta2: float) -> str | None:
     """Return a warning if BF16 moments cannot represent the decay of `beta2`, else None."""
-    if plan.moment_dtype != torch.bfloat16 or beta2 <= LARGEST_BETA2_IN_BF16:
+    if plan.moment_dtypes[1] != "bf16" or beta2 <= LARGEST_BETA2_IN_BF16:
         return None
     return (
         f"WARNING: --adam_beta2 {beta2:g} with BF16 moments: BF16 rounds away a decay of less than 0.4 % a "
         "step, so the second moment never shrinks and updates stay too small once gradients are smaller; use "
-        f"--adam_beta2 {LARGEST_BETA2_IN_BF16} or less, or FP32 moments"
+        f"--adam_beta2 {LARGEST_BETA2_IN_BF16} or less, or --moment_dtype fp8, fp16 or fp32"
     )
 
 
@@ -85,28 +92,25 @@ def plan_optimizer(
 
     `master_home` is the location of FP32 weights: the device, the host of a GPU, or DeepSpeed's ZeRO.
     """
-    moments = {"fp32": torch.float32, "bf16": torch.bfloat16}[cfg.moment_dtype]
+    stored = parse_moment_dtype(cfg.moment_dtype)
     masters = cfg.master_weights == "fp32"
     full = cfg.mixed_precision == "fp32"
     if on_gpu and not full and master_home == "device":
-        return OptimizerPlan("fused_adamw", torch.bfloat16, masters, moments)
+        return OptimizerPlan("fused_adamw", torch.bfloat16, masters, stored)
     if master_home == "zero" and not masters:
         raise bad_setting(
             "DeepSpeed always has FP32 masters; use another --sharding_mode", master_weights="none"
         )
-    dtype = torch.float32 if masters or full else torch.bfloat16  # dtype of torch AdamW's parameters
-    if moments != dtype:
-        name = "fp32" if dtype == torch.float32 else "bf16"
-        masters_flag = {} if masters else {"master_weights": "none"}
-        raise bad_setting(
-            f"torch AdamW keeps moments in the weights' dtype; add --moment_dtype {name}, or use a GPU, "
-            "--mixed_precision bf16 or fp8, and a --sharding_mode without offload or DeepSpeed",
-            **masters_flag,
-            moment_dtype=cfg.moment_dtype,
-        )
     if master_home == "zero":
-        return OptimizerPlan("zero_adamw", torch.float32 if full else torch.bfloat16, True, moments)
-    return OptimizerPlan("torch_adamw", dtype, dtype == torch.float32, moments)
+        if stored != ("fp32", "fp32"):
+            raise bad_setting(
+                "DeepSpeed keeps FP32 moments; drop it, or use another --sharding_mode",
+                moment_dtype=cfg.moment_dtype,
+            )
+        return OptimizerPlan("zero_adamw", torch.float32 if full else torch.bfloat16, True, stored)
+    dtype = torch.float32 if masters or full else torch.bfloat16
+    same = stored == (("fp32", "fp32") if dtype == torch.float32 else ("bf16", "bf16"))
+    return OptimizerPlan("torch_adamw" if same else "plain_adamw", dtype, dtype == torch.float32, stored)
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
@@ -122,15 +126,16 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig, plan: OptimizerPlan) -> 
     """Build the planned optimizer over the model's parameters."""
     groups = parameter_groups(model.parameters(), cfg.weight_decay)
     common = {"lr": cfg.learning_rate, "betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon}
-    if plan.kind == "fused_adamw":
-        dtypes = {"master_weights": plan.master_weights, "moment_dtype": plan.moment_dtype}
+    if plan.kind in ("fused_adamw", "plain_adamw"):
+        dtypes = {"master_weights": plan.master_weights, "moment_dtypes": plan.moment_dtypes}
         return FusedAdamW(groups, **common, **dtypes)
     if plan.kind != "te_fused_adam":
         return torch.optim.AdamW(groups, **common, fused=True)
     # Only TE's optimizer supports FP8 weights.
     optimizers = importlib.import_module("transformer_engine.pytorch.optimizers")
-    moments = {"exp_avg_dtype": plan.moment_dtype, "exp_avg_sq_dtype": plan.moment_dtype}
-    return optimizers.FusedAdam(groups, **common, master_weights=plan.master_weights, **moments)
+    first, second = (moments.FORMATS[name].dtype for name in plan.moment_dtypes)
+    dtypes = {"exp_avg_dtype": first, "exp_avg_sq_dtype": second}
+    return optimizers.FusedAdam(groups, **common, master_weights=plan.master_weights, **dtypes)
 
 
 def step_if(

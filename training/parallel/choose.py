@@ -18,7 +18,6 @@ from training.parallel.memory import ModelSize, StepPlan
 from training.parallel.ranks import print_rank0
 from training.parallel.strategies import Strategy, build_strategy
 
-BF16_STATE_BYTES = 8  # per parameter: weight, gradient and two moments in BF16, without master weights
 # From this many parameters on, sharding the optimizer step saves more time than gathering weights costs.
 LARGE_MODEL = 2 * 10**9
 # Fractions of a GPU's memory for weights, gradients and optimizer state. The rest is for activations, FP8
@@ -139,12 +138,9 @@ def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:
     if total / shards <= gpu:
         return
     ways_out = []
-    in_bf16 = parameters * BF16_STATE_BYTES / shards
-    if plan.optimizer.kind == "fused_adamw" and in_bf16 <= gpu:
-        ways_out.append(
-            f"--master_weights none --moment_dtype bf16 needs {in_bf16 / 1e9:.1f} GB "
-            "(and loses small updates)"
-        )
+    smaller = parameters * replace(plan.optimizer, moment_dtypes=("fp8", "fp8")).state_bytes / shards
+    if plan.optimizer.kind == "fused_adamw" and smaller <= gpu:
+        ways_out.append(f"--moment_dtype fp8 needs {smaller / 1e9:.1f} GB")
     room = LAST_ROOM * gpu - memory.accumulated_gradients(replace(plan, mode="fsdp_full"))
     if room > 0:
         ways_out.append(f"--sharding_mode fsdp_full needs {math.ceil(total / room)} such GPUs")

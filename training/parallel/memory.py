@@ -161,7 +161,7 @@ def state(plan: StepPlan) -> dict[str, float]:
         return {"weights": 0.0, "master weights": 0.0, "moments": 0.0}
     optimizer, parameters = plan.optimizer, plan.model.parameters
     shard = parameters / plan.shards
-    weight, moments = optimizer.parameter_dtype.itemsize, 2 * optimizer.moment_dtype.itemsize
+    weight, moments = optimizer.parameter_dtype.itemsize, optimizer.moment_bytes
     # state_bytes counts weight and gradient, of the same size.
     masters = (optimizer.state_bytes - 2 * weight - moments) * shard
     weights = weight * (parameters if plan.sharding.stage in (1, 2) else shard)
@@ -257,7 +257,7 @@ def _logits_fp8(plan: StepPlan) -> float:
     return kept + (gradient + chunk if several else max(gradient, chunk))
 
 
-def host_bytes(plan: StepPlan) -> tuple[int, int]:
+def host_bytes(plan: StepPlan) -> tuple[float, int]:
     """Return host memory of offloading in bytes per parameter: (always, additionally during a save).
 
     DeepSpeed keeps FP32 masters, gradients and moments, and BF16 weights and gradients; with accumulation the

@@ -16,6 +16,9 @@ RECIPE_SETTINGS = frozenset().union(*(spec.settings for spec in RECIPES.values()
 MAX_MARGIN = 18  # E4M3 holds 2**-9 to 448: with 19, the largest value of a tensor, 448 / 2**19, becomes zero
 
 
+MOMENT_DTYPES = ("fp32", "bf16", "fp16", "fp8")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Section):
     """precision of GEMMs, master weights and moments"""
@@ -43,7 +46,10 @@ class PrecisionConfig(Section):
     master_weights: Literal["fp32", "none"] = setting(
         "fp32", "none: BF16 weights only, which lose small updates"
     )
-    moment_dtype: Literal["fp32", "bf16"] = setting("fp32", "Adam's moments; bf16 saves 4 bytes a parameter")
+    moment_dtype: str = setting(
+        "fp32",
+        "Adam's moments: fp32 (8 bytes a parameter), bf16, fp16 (4) or fp8 (2), or FIRST,SECOND (fp8,fp16)",
+    )
     fp8_weight_cache: bool = resumable(True, "cast FP8 weights once per step (one GPU, ddp, fsdp_grad)")
 
 
@@ -60,6 +66,15 @@ def unread_settings(settings: Any, recipes: set[str]) -> Iterator[tuple[str, str
         readers = [recipe for recipe, spec in RECIPES.items() if name in spec.settings]
         if not recipes & set(readers):
             yield name, f"applies to {', '.join(readers)}, not to {', '.join(sorted(recipes))}; drop it"
+
+
+def parse_moment_dtype(text: str) -> tuple[str, str]:
+    """Return the formats of the first and second moment. UserError for another one."""
+    names = [name.strip() for name in text.split(",")]
+    if len(names) > 2 or not set(names) <= set(MOMENT_DTYPES):
+        found = nearest(text, MOMENT_DTYPES)
+        raise bad_setting(f"not one of {', '.join(MOMENT_DTYPES)}, or two of them{found}", moment_dtype=text)
+    return names[0], names[-1]
 
 
 def parse_precision_map(text: str | None, *, use_te: bool) -> list[tuple[str, str]]:

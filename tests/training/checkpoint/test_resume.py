@@ -14,7 +14,7 @@ from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserE
 from data import loader
 from data.build import Loaders
 from tests.training.test_run import curve as losses
-from tests.training.test_run import train
+from tests.training.test_run import saved, train
 from training import run as run_module
 from training import trainer as trainer_module
 from training.checkpoint.progress import Progress
@@ -48,6 +48,27 @@ def test_a_command_that_rolled_back_resumes_when_repeated(folder, capsys):
     assert "already restarted from there; resuming from its newer step_000006" in shown
     assert "step_000006 at step 6" in shown
     assert sorted(losses(folder)) == list(range(1, 9))
+
+
+def test_moments_in_8_bits_resume_exactly_and_convert_only_when_asked(tmp_path, capsys):
+    flags = "--save_interval 2 --keep_last 9 --moment_dtype"
+    whole = train(tmp_path / "whole", f"--max_steps 3 {flags} fp8,fp16")
+    halves = train(tmp_path / "halves", f"--max_steps 2 {flags} fp8,fp16")
+    shutil.copytree(halves, tmp_path / "converted")
+    train(halves, f"--max_steps 3 {flags} fp8,fp16")
+    first, second = saved(whole, 3), saved(halves, 3)
+    coded = [name for name in first if name.endswith("exp_avg_sq") and first[name].dtype == torch.int16]
+    assert coded and all(f"{name}_exponents" in first for name in coded)
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items() if name[:4] != "rng/")
+
+    train(tmp_path / "converted", f"--max_steps 3 {flags} fp32,fp16", code=EXIT_BAD_SETTING)
+    train(tmp_path / "new", f"--max_steps 3 {flags} fp32 --resume {halves}", code=EXIT_BAD_SETTING)
+    assert "saved with fp8,fp16; use that, or add --convert_moments" in capsys.readouterr().err
+    third = saved(train(tmp_path / "converted", f"--max_steps 3 {flags} fp32,fp16 --convert_moments"), 3)
+    first_moment = coded[0].removesuffix("_sq")
+    assert third.keys() < first.keys() and third[first_moment].dtype == torch.float32
+    # These formats hold all that the others did, so the next weights are the same.
+    assert all(torch.equal(tensor, third[name]) for name, tensor in first.items() if name[:6] == "model/")
 
 
 def test_evaluating_an_earlier_step_does_not_roll_back(folder):

@@ -29,7 +29,7 @@ class Model(nn.Module):
 def adamw(model):
     settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
     groups = [{"params": list(model.parameters())}]
-    return FusedAdamW(groups, **settings, master_weights=True, moment_dtype=torch.float32)
+    return FusedAdamW(groups, **settings, master_weights=True, moment_dtypes=("fp32", "fp32"))
 
 
 def wrapped(model, dtype="fp32", steps=MICRO_BATCHES):

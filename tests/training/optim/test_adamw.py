@@ -110,7 +110,8 @@ def test_a_parameter_in_fp32_is_its_own_master():
     weight = torch.nn.Parameter(torch.randn(4, 8))
     expected = torch.nn.Parameter(weight.detach().clone())
     settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
-    fused = FusedAdamW([{"params": [weight]}], **settings, master_weights=True, moment_dtype=torch.float32)
+    dtypes = {"master_weights": True, "moment_dtypes": ("fp32", "fp32")}
+    fused = FusedAdamW([{"params": [weight]}], **settings, **dtypes)
     torchs = torch.optim.AdamW([expected], **settings, weight_decay=0.0)
     for _ in range(3):
         weight.grad = torch.randn_like(weight)

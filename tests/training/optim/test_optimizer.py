@@ -27,6 +27,9 @@ NO_MASTERS = {"master_weights": "none", "moment_dtype": "bf16"}
     [
         ({}, {"on_gpu": True}, ("fused_adamw", BF16, True, 2 + 2 + 2 + 8)),
         ({"moment_dtype": "bf16"}, {"on_gpu": True}, ("fused_adamw", BF16, True, 2 + 2 + 2 + 4)),
+        ({"moment_dtype": "fp8"}, {"on_gpu": True}, ("fused_adamw", BF16, True, 8 + 2 / 128)),
+        ({"moment_dtype": "fp8,fp16"}, {"on_gpu": True}, ("fused_adamw", BF16, True, 9 + 2 / 128)),
+        ({"moment_dtype": "fp8"}, {"on_gpu": False}, ("plain_adamw", FP32, True, 10 + 2 / 128)),
         (NO_MASTERS, {"on_gpu": True}, ("fused_adamw", BF16, False, 2 + 2 + 4)),
         ({"mixed_precision": "fp32"}, {"on_gpu": True}, ("torch_adamw", FP32, True, 4 + 4 + 8)),
         ({}, {"on_gpu": False}, ("torch_adamw", FP32, True, 4 + 4 + 8)),
@@ -44,12 +47,13 @@ def test_the_plan_keeps_masters_in_fp32_unless_told_otherwise(settings, where, e
 @pytest.mark.parametrize(
     ("settings", "where", "message"),
     [
-        ({"moment_dtype": "bf16"}, {"on_gpu": False}, r"^--moment_dtype bf16: .* add --moment_dtype fp32"),
         (
-            {"master_weights": "none"},
-            {"on_gpu": True, "master_home": "cpu"},
-            r"^--master_weights none --moment_dtype fp32: .* add --moment_dtype bf16",
+            {"moment_dtype": "fp8"},
+            {"on_gpu": True, "master_home": "zero"},
+            r"^--moment_dtype fp8: DeepSpeed keeps FP32 moments; .* another --sharding_mode",
         ),
+        ({"moment_dtype": "bf61"}, {"on_gpu": True}, r"^--moment_dtype bf61: not one of fp32, .* 'bf16'"),
+        ({"moment_dtype": "fp8,fp8,fp8"}, {"on_gpu": True}, r"^--moment_dtype fp8,fp8,fp8: .* two of them"),
         (
             NO_MASTERS,
             {"on_gpu": True, "master_home": "zero"},

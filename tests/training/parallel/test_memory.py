@@ -17,7 +17,7 @@ from training.parallel.choose import choose_mode
 from training.parallel.memory import ModelSize, StepPlan, host_bytes, hsdp_shard_size
 
 # 14 bytes a parameter: BF16 weights and gradients, FP32 masters' 2 more bytes, two FP32 moments.
-FUSED = OptimizerPlan("fused_adamw", torch.bfloat16, True, torch.float32)
+FUSED = OptimizerPlan("fused_adamw", torch.bfloat16, True, ("fp32", "fp32"))
 GPU = int(100e9)
 
 
@@ -65,7 +65,7 @@ def test_auto_without_a_gpu_is_ddp():
     assert choose_mode(plan_of(70.0), None)[0] == "ddp"
 
 
-ADAM = OptimizerPlan("zero_adamw", torch.bfloat16, True, torch.float32)
+ADAM = OptimizerPlan("zero_adamw", torch.bfloat16, True, ("fp32", "fp32"))
 
 
 @pytest.mark.parametrize(
@@ -75,15 +75,15 @@ ADAM = OptimizerPlan("zero_adamw", torch.bfloat16, True, torch.float32)
         (
             plan_of(8.0, "single", gpus=1),
             100e9,
-            "on one GPU: .* need 112.0 GB per GPU, which has 100.0 GB: --master_weights none "
-            "--moment_dtype bf16 needs 64.0 GB .*, or --sharding_mode fsdp_full needs 2 such GPUs, "
+            "on one GPU: .* need 112.0 GB per GPU, which has 100.0 GB: "
+            "--moment_dtype fp8 needs 64.1 GB, or --sharding_mode fsdp_full needs 2 such GPUs, "
             "or torchrun .*fsdp_offload uses host memory",
         ),
         (
             plan_of(70.0, "fsdp_full"),
             100e9,
-            "--sharding_mode fsdp_full: .* need 122.5 GB .*needs 70.0 GB .* fsdp_full needs 14 such GPUs, "
-            "or --sharding_mode fsdp_offload",
+            "--sharding_mode fsdp_full: .* need 122.5 GB .*fp8 needs 70.1 GB, or "
+            "--sharding_mode fsdp_full needs 14 such GPUs, or --sharding_mode fsdp_offload",
         ),
         # Another optimizer cannot hold its state in BF16.
         (
@@ -105,7 +105,7 @@ def test_a_gpu_that_cannot_hold_its_shard_is_refused_with_ways_that_fit(plan, gp
 
 @pytest.mark.parametrize(("mode", "each"), [("fsdp_offload", 16 + 4), ("ds_zero3_offload", 20 + 12)])
 def test_a_host_too_small_to_offload_to_is_refused(mode, each, monkeypatch):
-    optimizer = OptimizerPlan("torch_adamw", torch.float32, True, torch.float32)
+    optimizer = OptimizerPlan("torch_adamw", torch.float32, True, ("fp32", "fp32"))
     monkeypatch.setattr(choose, "host_memory", lambda: int(each * 4e9 + 1))
     choose.refuse_small_host(plan_of(8.0, mode, gpus=16, optimizer=optimizer))
     needs = f"^--sharding_mode {mode}: .* need {each * 8:.0f} GB .* has {each * 4} GB; use more nodes, or "

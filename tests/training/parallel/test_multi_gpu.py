@@ -191,6 +191,24 @@ def test_checkpoints_are_the_same_bits_on_any_ranks_and_in_any_mode(sharded, tmp
         assert same_bits(saved(folder, 10), expected), (ranks, mode)
 
 
+def test_moments_in_8_bits_are_sharded_and_resharded(tmp_path):
+    """Blocks of a row stay together, and three ranks shard the rows unevenly."""
+    flags = "--moment_dtype fp8 --save_interval 3"
+    whole = train(tmp_path / "run", f"--max_steps 3 --sharding_mode fsdp_full {flags}", ranks=3).folder
+    expected = saved(whole, 3)
+    assert any(name.endswith("exp_avg_exponents") for name in expected)
+    for ranks, mode in ((1, ""), (2, "--sharding_mode fsdp_full"), (2, "--sharding_mode fsdp_offload")):
+        split = f"--batch_size {6 // ranks} {mode}"
+        folder = resume(
+            tmp_path / f"{ranks}{mode[-4:]}",
+            whole,
+            3,
+            f"--max_steps 3 --no_export {flags} {split}",
+            ranks=ranks,
+        )
+        assert same_bits(saved(folder, 3), expected), (ranks, mode)
+
+
 def test_more_ranks_with_the_same_batch_size_see_every_sample_once(sharded, tmp_path):
     """The global batch changes, with a warning; the data resumes at the next unseen sample."""
     flags = f"--resume {checkpoint(sharded['fp32'], 3)} --no_export --save_interval 1"

@@ -302,7 +302,7 @@ def gathered(rank: int, folder: Path) -> None:
             betas=(0.9, 0.95),
             eps=1e-8,
             master_weights=True,
-            moment_dtype=torch.float32,
+            moment_dtypes=("fp32", "fp32"),
         )
         weight = model.get_submodule("model.model.layers.0.mlp.up_proj").weight
         if all_gather:

@@ -1,0 +1,129 @@
+"""Moments in 8 and 16 bits: codes, stochastic rounding, and AdamW on them."""
+
+import pytest
+import torch
+
+from training.optim import moments
+from training.optim.adamw import FusedAdamW
+from training.optim.moments import BLOCK, FIRST, SECOND, decode, encode
+
+DTYPES = [moments.FORMATS[name].dtype for name in ("fp8", "fp16")]
+# Largest relative distance of a value from the nearest code.
+ERROR = {torch.uint8: 2**-4, torch.int16: 2**-11}
+SIGNED = pytest.mark.parametrize("signed", [True, False], ids=["first", "second"])
+BOTH = pytest.mark.parametrize("dtype", DTYPES, ids=["fp8", "fp16"])
+
+
+def spread(binades: float, *, signed: bool) -> torch.Tensor:
+    """Values [8, 256] over this many binades below 1, with rows of quite different magnitude."""
+    torch.manual_seed(0)
+    values = 2.0 ** (-binades * torch.rand(8, 2 * BLOCK)) * 10.0 ** torch.arange(-28, 28, 7)[:, None]
+    return values * torch.randn_like(values).sign() if signed else values
+
+
+@BOTH
+@SIGNED
+def test_values_in_range_come_back_to_the_nearest_code(dtype, signed):
+    values = spread(14, signed=signed)
+    codes, exponents = encode(values, dtype, signed=signed)
+    assert codes.dtype == dtype and exponents.dtype == torch.uint8 and exponents.shape == (8, 2)
+    decoded = decode(codes, exponents, signed=signed)
+    assert ((decoded - values).abs() <= ERROR[dtype] * values.abs()).all()
+    again, same = encode(decoded, dtype, signed=signed)
+    assert torch.equal(decode(again, same, signed=signed), decoded)
+
+
+@BOTH
+@SIGNED
+def test_zeros_are_kept(dtype, signed):
+    values = torch.zeros(2, BLOCK)
+    assert not decode(*encode(values, dtype, signed=signed), signed=signed).any()
+
+
+@SIGNED
+def test_stochastic_rounding_keeps_the_mean(signed):
+    """Also below the range of a first moment, where values become the smallest code or zero."""
+    values = spread(20 if signed else 12, signed=signed)
+    total = torch.zeros(values.shape, dtype=torch.float64)
+    draws = 400
+    for draw in range(draws):
+        noise = moments.random_bits(values.numel(), torch.tensor(draw))[0].view_as(values)
+        total += decode(*encode(values, torch.uint8, signed=signed, noise=noise), signed=signed)
+    largest = values.abs().unflatten(-1, (-1, BLOCK)).amax(-1).repeat_interleave(BLOCK, -1)
+    # A rounding is off by at most a step: an eighth of the value, or the smallest code.
+    step = torch.maximum(values.abs() / 8, largest * 2**-15 * signed)
+    assert ((total / draws - values).abs() < 5 * step / 2 / draws**0.5).all()
+
+
+def test_a_second_moment_below_the_range_is_the_smallest_code():
+    values = torch.full((1, BLOCK), 1e-30)
+    values[0, 0] = 1.0
+    decoded = decode(*encode(values, torch.uint8, signed=False), signed=False)
+    assert decoded[0, 0] == 1 and (decoded[0, 1:] == 2**-31).all()
+
+
+def test_the_random_bits_are_uniform_and_independent():
+    first, second = moments.random_bits(2**16, torch.tensor(12345))
+    bits = torch.stack([(part >> bit) & 1 for part in (first, second) for bit in range(32)]).float()
+    assert ((bits.mean(1) - 0.5).abs() < 0.01).all()
+    correlation = torch.corrcoef(bits) - torch.eye(64)
+    assert correlation.abs().max() < 0.03
+    other, _ = moments.random_bits(2**16, torch.tensor(12346))
+    assert (first == other).float().mean() < 0.001
+
+
+def optimizer(formats: tuple[str, str], *, beta2: float = 0.95, columns: int = 2 * BLOCK):
+    weight = torch.nn.Parameter(torch.zeros(4, columns))
+    settings = {"lr": 1e-2, "betas": (0.9, beta2), "eps": 1e-8}
+    adamw = FusedAdamW([{"params": [weight]}], **settings, master_weights=True, moment_dtypes=formats)
+    adamw.initialize_state(weight)
+    return weight, adamw
+
+
+@pytest.mark.parametrize(("formats", "tolerance"), [(("fp8", "fp8"), 0.03), (("fp16", "fp16"), 0.002)])
+def test_the_second_moment_decays_as_beta2_says(formats, tolerance):
+    """After 1,000 steps without gradient 0.37 is left; BF16 would keep all."""
+    weight, adamw = optimizer(formats, beta2=0.999)
+    for step in range(1001):
+        weight.grad = torch.full_like(weight, float(step == 0))
+        adamw.step()
+    left = moments.read(adamw.state[weight], SECOND).mean().item() / 0.001
+    assert left == pytest.approx(0.999**1000, rel=tolerance)
+
+
+@pytest.mark.parametrize("formats", [("fp8", "fp8"), ("fp8", "fp16"), ("fp16", "fp32"), ("bf16", "fp8")])
+def test_weights_follow_those_of_fp32_moments(formats):
+    (weight, adamw), (expected, plain) = optimizer(formats), optimizer(("fp32", "fp32"))
+    generator = torch.Generator().manual_seed(0)
+    scale = 10.0 ** torch.linspace(-3, 1, weight.shape[1])
+    for _ in range(50):
+        grad = torch.randn(weight.shape, generator=generator) * scale + 0.3 * scale
+        weight.grad, expected.grad = grad, grad.clone()
+        adamw.step()
+        plain.step()
+    assert (weight - expected).norm() < 0.1 * expected.norm()
+    ratio = weight.mean(0) / expected.mean(0)  # small gradients do not move weights more
+    assert ratio.min() > 0.7 and ratio.max() < 1.4
+
+
+def test_a_step_draws_new_random_bits_and_repeats_after_a_resume():
+    def train(steps: int, state=None, done: int = 0) -> dict[str, torch.Tensor]:
+        weight, adamw = optimizer(("fp8", "fp8"))
+        adamw.steps.fill_(done)
+        for name, tensor in (state or {}).items():
+            adamw.state[weight][name].copy_(tensor)
+        for step in range(done, done + steps):
+            weight.grad = torch.linspace(-1, 1, weight.numel()).view_as(weight) * (step + 1)
+            adamw.step()
+        return {name: tensor.clone() for name, tensor in adamw.state[weight].items()}
+
+    resumed = train(3, train(2), done=2)
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in train(5).items())
+    assert any(not torch.equal(tensor, train(3, train(2), done=3)[name]) for name, tensor in resumed.items())
+
+
+def test_vectors_and_odd_rows_keep_fp32_moments():
+    for shape in [(256,), (4, 100)]:
+        assert moments.allocate(torch.zeros(shape), FIRST, "fp8")[FIRST].dtype == torch.float32
+    stored = moments.allocate(torch.zeros(3, 4, 256), FIRST, "fp8")
+    assert stored[FIRST].dtype == torch.uint8 and stored[FIRST + moments.EXPONENTS].shape == (3, 4, 2)

@@ -1,0 +1,149 @@
+"""Adam's moments in 8 or 16 bits, with one shared exponent per block of 128 values of a row.
+
+A code holds the distance of a value's exponent from the largest one in its block, and the leading bits of
+its mantissa (for 8 bits: 3, as in E4M3). The first moment has a sign and spans 16 binades, the second has no
+sign and spans 32; with 16 bits, there are 10 mantissa bits and twice the binades. FP32 bits are cut off after
+random bits are added below the cut (stochastic rounding), so the expected value is exact: a decay of 0.1 % a
+step (--adam_beta2 0.999) reaches the second moment, although neighbouring codes differ by 6 to 12 %. Only a
+power of two is shared, so a block's other values stay on their codes when its largest value changes.
+
+A second moment below the range is stored as the smallest code, never as zero, which would divide by epsilon
+alone. Vectors, and matrices whose rows are no multiple of 128, keep FP32 moments; they are few.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+BLOCK = 128
+FIRST, SECOND = "exp_avg", "exp_avg_sq"  # names in torch.optim.AdamW
+EXPONENTS = "_exponents"  # suffix of the name of a moment's block exponents, uint8
+
+
+class Format(NamedTuple):
+    """Storage of a moment, by its name in --moment_dtype."""
+
+    dtype: torch.dtype
+    bytes: float  # per parameter, with the block exponents
+    mantissa: int = 0  # bits of a code; 0: the dtype itself, without blocks
+
+
+FORMATS = {
+    "fp32": Format(torch.float32, 4),
+    "bf16": Format(torch.bfloat16, 2),
+    "fp16": Format(torch.int16, 2 + 1 / BLOCK, mantissa=10),
+    "fp8": Format(torch.uint8, 1 + 1 / BLOCK, mantissa=3),
+}
+
+
+def allocate(parameter: Tensor, moment: str, name: str) -> dict[str, Tensor]:
+    """Return zeros for `moment` of a parameter in the format `name`, sharded like the parameter."""
+    blocks, in_blocks = divmod(parameter.shape[-1] if parameter.ndim > 1 else 1, BLOCK)
+    if not FORMATS[name].mantissa:
+        return {moment: torch.zeros_like(parameter, dtype=FORMATS[name].dtype)}
+    if in_blocks:
+        return {moment: torch.zeros_like(parameter, dtype=torch.float32)}
+    return {
+        moment: torch.zeros_like(parameter, dtype=FORMATS[name].dtype),
+        moment + EXPONENTS: _zero_exponents(parameter, blocks),
+    }
+
+
+def _zero_exponents(parameter: Tensor, blocks: int) -> Tensor:
+    """Return zeros [..., blocks], one per block of the parameter's rows, sharded like it."""
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(*parameter.shape[:-1], blocks, dtype=torch.uint8, device=parameter.device)
+    shard = torch.zeros_like(parameter.to_local(), dtype=torch.uint8)
+    exponents = torch.zeros(
+        *shard.shape[:-1], shard.shape[-1] // BLOCK, dtype=torch.uint8, device=shard.device
+    )
+    shape = torch.Size((*parameter.shape[:-1], blocks))
+    stride = torch.empty(shape, device="meta").stride()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(exponents, mesh, placements, shape=shape, stride=stride, run_check=False)
+
+
+def read(state: dict[str, Tensor], moment: str) -> Tensor:
+    """Return a moment in FP32. `state` holds this rank's shards by name."""
+    codes, exponents = state[moment], state.get(moment + EXPONENTS)
+    return codes.float() if exponents is None else decode(codes, exponents, signed=moment == FIRST)
+
+
+def write_(state: dict[str, Tensor], moment: str, values: Tensor, noise: Tensor | None = None) -> None:
+    """Store FP32 `values` in place. `noise` [like values] int32: 32 random bits; None: round to nearest."""
+    exponents = state.get(moment + EXPONENTS)
+    if exponents is None:
+        state[moment].copy_(values)
+        return
+    codes, shared = encode(values, state[moment].dtype, signed=moment == FIRST, noise=noise)
+    state[moment].copy_(codes)
+    exponents.copy_(shared)
+
+
+def mantissa_of(dtype: torch.dtype) -> int:
+    """Return the mantissa bits of codes stored in `dtype`."""
+    return next(form.mantissa for form in FORMATS.values() if form.mantissa and form.dtype == dtype)
+
+
+def encode(
+    values: Tensor, dtype: torch.dtype, *, signed: bool, noise: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (codes in `dtype`, FP32 exponent fields uint8 [..., n / 128]) of FP32 values [..., n].
+
+    The last binade of a block is the one of its largest value after rounding.
+    """
+    mantissa, levels = mantissa_of(dtype), 2 ** (8 * dtype.itemsize - signed)
+    cut = 23 - mantissa
+    bits = values.contiguous().view(torch.int32)
+    low = torch.full_like(bits, 1 << cut - 1) if noise is None else noise & ((1 << cut) - 1)
+    magnitude = bits & 0x7FFFFFFF
+    rounded = (magnitude + low) >> cut
+    blocks = rounded.unflatten(-1, (-1, BLOCK))
+    exponents = blocks.amax(-1) >> mantissa
+    base = _base(exponents, mantissa, levels)
+    codes = rounded - base
+    if signed:
+        smallest = ((base + 1) << cut).view(torch.float32)
+        # Below the smallest code: that code with a probability that keeps the expected value, else zero.
+        kept = values.abs() > low.float() * 2.0**-cut * smallest
+        codes = torch.where(codes < 1, kept.int(), codes) | ((bits >> 31) & 1) * levels
+    return codes.clamp(min=0).to(dtype), exponents.to(torch.uint8)
+
+
+def decode(codes: Tensor, exponents: Tensor, *, signed: bool) -> Tensor:
+    """Invert `encode`, up to its rounding. Returns FP32."""
+    mantissa, bits = mantissa_of(codes.dtype), 8 * codes.dtype.itemsize
+    levels = 2 ** (bits - signed)
+    codes = codes.to(torch.int32) & ((1 << bits) - 1)
+    magnitude = codes & (levels - 1)
+    base = _base(exponents.to(torch.int32), mantissa, levels)
+    values = ((magnitude + base) << (23 - mantissa)).view(torch.float32)
+    return (
+        torch.where(magnitude == 0, 0.0, torch.where(codes >= levels, -values, values)) if signed else values
+    )
+
+
+def _base(exponents: Tensor, mantissa: int, levels: int) -> Tensor:
+    """Return the rounded bits that code 0 stands for, [..., n] from block exponents [..., n / 128]."""
+    binades = levels >> mantissa
+    return ((exponents - (binades - 1)) << mantissa).clamp(min=0).repeat_interleave(BLOCK, -1)
+
+
+def random_bits(count: int, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two int32 tensors of random bits for elements 0 to count - 1 from an int64 scalar seed.
+
+    MurmurHash3's finalizer of index and seed, so that kernel, reference and a resumed run draw the same.
+    """
+    index = torch.arange(count, dtype=torch.int64, device=seed.device)
+    first = _mix((index * 0x9E3779B1 + seed) & 0xFFFFFFFF)
+    return first.to(torch.int32), _mix((first + 0x7F4A7C15) & 0xFFFFFFFF).to(torch.int32)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return x ^ (x >> 16)
