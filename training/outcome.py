@@ -30,8 +30,7 @@ INTERRUPTED = "interrupted outside the training loop; earlier checkpoints are in
 OUT_OF_MEMORY = (
     "Try a smaller --batch_size with more --gradient_accumulation_steps, --gradient_checkpointing, a shorter "
     "--max_seq_length, --moment_dtype fp8, --grad_reduce_dtype bf16 or --no_fp8_weight_cache with "
-    "accumulation, or more sharding (--sharding_mode fsdp_full); if little is missing, set "
-    "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"
+    "accumulation, or more sharding (--sharding_mode fsdp_full)"
 )
 LOST_WORKER = (
     "The kernel's OOM killer usually does this: lower --num_workers, or give the job more host memory; then "

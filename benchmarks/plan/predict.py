@@ -83,6 +83,8 @@ def room(gpu: Gpu) -> float:
 
 def make_plan(cfg: Config, gpu: Gpu, *, gpus: int, gpus_per_node: int = 8, network_gbs: float = 50.0) -> Plan:
     """Predict a run on `gpus` GPUs. UserError for settings that the planner or training refuses."""
+    if limit := cfg.sharding.memory_limit_gb:
+        gpu = gpu._replace(memory_gb=min(limit, gpu.memory_gb))
     job, refusal = build_job(cfg, gpu=int(gpu.memory_gb * 1e9), gpus=gpus, gpus_per_node=gpus_per_node)
     return Plan(job, gpu, network_gbs, peak(job), step_seconds(job, gpu, network=network_gbs * 1e9), refusal)
 

@@ -169,6 +169,12 @@ def test_the_8b_fills_an_h200_and_does_not_fit_an_h100():
 # Time
 
 
+def test_a_memory_limit_is_a_smaller_gpu():
+    assert plan_of(batch_size=1, moment_dtype="fp8").fits
+    limited = plan_of(batch_size=1, moment_dtype="fp8", memory_limit_gb=60.0)
+    assert limited.gpu.memory_gb == 60 and not limited.fits
+
+
 @pytest.mark.parametrize(
     ("settings", "traffic"),
     [

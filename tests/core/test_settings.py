@@ -223,7 +223,7 @@ def test_only_settings_that_are_not_resumable_count_as_changed():
         *("fused_residuals", "fp8_weight_cache", "gradient_checkpointing"),
         *("compile", "eval_batch_size", "num_epochs", "max_steps", "max_skipped_steps"),
         *("sharding_mode", "deepspeed_config", "cpu_offload", "hsdp_shard_size"),
-        *("empty_cache_freq", "timeout_minutes"),
+        *("memory_limit_gb", "empty_cache_freq", "timeout_minutes"),
     }
     assert of_records <= resumable
 

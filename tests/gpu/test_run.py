@@ -52,6 +52,14 @@ def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     return {k: t for f in files for k, t in load_file(f).items()}
 
 
+def test_a_memory_limit_is_kept(tmp_path):
+    large = "--batch_size 64 --max_seq_length 1024 --memory_limit_gb"
+    assert "out of memory" in train(tmp_path / "small", f"{SMALL} {large} 0.2", code=3)
+    total = torch.cuda.get_device_properties(0).total_memory / 1e9
+    output = train(tmp_path / "large", f"{SMALL} {large} {total + 1:.0f}", code=2)
+    assert f"the GPU has {total:.1f}; give less" in output
+
+
 @pytest.mark.parametrize(
     "precision",
     [

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from core.errors import UserError
+from core.errors import UserError, bad_setting
 from core.machine import host_memory
 from te_models.build import ModelPlan, count_parameters
 from training.config import Config
@@ -34,9 +34,8 @@ def choose_strategy(cfg: Config, model: ModelPlan, device: torch.device) -> tupl
 
     Sets the CPU threads for an optimizer on the CPU. UserError if the training state cannot fit.
     """
-    gpu = None
-    if device.type == "cuda":
-        gpu = min(ranks.gather(torch.cuda.get_device_properties(device).total_memory))
+    usable = ranks.run_on_all_ranks(lambda: limit_memory(cfg, device))
+    gpu = min(usable) if device.type == "cuda" else None
     mode = ranks.run_on_rank0(lambda: _resolve_mode(cfg, model, device, gpu))
     strategy = build_strategy(mode, device, cfg)
     if strategy.steps_on_cpu:
@@ -47,6 +46,22 @@ def choose_strategy(cfg: Config, model: ModelPlan, device: torch.device) -> tupl
     if warning := moment_warning(optimizer, cfg.optim.adam_beta2):
         print_rank0(warning)
     return strategy, optimizer
+
+
+def limit_memory(cfg: Config, device: torch.device) -> int | None:
+    """Apply --memory_limit_gb. Return the bytes of GPU memory that this rank may use; None without a GPU."""
+    limit = cfg.sharding.memory_limit_gb
+    if device.type != "cuda":
+        if limit is not None:
+            raise bad_setting("this run has no GPU; drop it", memory_limit_gb=limit)
+        return None
+    total = torch.cuda.get_device_properties(device).total_memory
+    if limit is None:
+        return total
+    if limit * 1e9 > total:
+        raise bad_setting(f"the GPU has {total / 1e9:.1f}; give less, or drop it", memory_limit_gb=limit)
+    torch.cuda.set_per_process_memory_fraction(limit * 1e9 / total, device)
+    return int(limit * 1e9)
 
 
 def check_memory(

@@ -70,6 +70,9 @@ class ShardingConfig(Section):
         False,
         "all-gather linear weights in FP8 (FSDP; recipe current with --use_te, else tensorwise)",
     )
+    memory_limit_gb: float | None = resumable(
+        None, "use at most this much memory of each GPU, in 10^9 bytes; default: all", above=0
+    )
     empty_cache_freq: int = resumable(
         0,
         "steps between torch.cuda.empty_cache calls, for a GPU that is almost full; 0: never",
