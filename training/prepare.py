@@ -103,7 +103,7 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
             return tokenizer, _load_data(cfg, resolved, tokenizer, device, resumes=resume is not None)
 
         tokenizer, loaders = _on_each_rank(watchdog, "loading the data", load, DATA_SECONDS)
-    ranks.agree("the data", loaders.identity)
+        ranks.agree("the data", loaders.identity)
     if resume and loaders.train:
         loaders.train.load_state_dict(resume.meta["loader"])
     total_steps, finished = _count_steps(cfg, folder, resume, loaders)

@@ -293,6 +293,7 @@ EVALUATED = "--dataset_name demo --eval_split test --eval_samples 16 --no_packin
 )
 def test_ranks_that_would_do_different_work_are_refused(patch, flags, message, tmp_path):
     assert re.search(message, refused(start(tmp_path / "run", flags, patch=patch)))
+    assert not (tmp_path / "run").exists()
 
 
 def in_own_folder(folder: Path, rank: int) -> None:
