@@ -73,17 +73,18 @@ def adamw_kernel(
 def load_moment(values, exponents, at, group, inside, whole, SIGNED: tl.constexpr):
     """Load a moment in FP32; the counterpart of `moments.read`."""
     if exponents is None:
-        return tl.load(values + at, mask=inside, other=0).to(tl.float32)
-    BITS: tl.constexpr = values.dtype.element_ty.primitive_bitwidth
-    MANTISSA: tl.constexpr = 3 if BITS == 8 else 10
-    LEVELS: tl.constexpr = 1 << (BITS - SIGNED)
-    codes = tl.load(values + at, mask=inside, other=0).to(tl.int32) & ((1 << BITS) - 1)
-    shared = tl.load(exponents + group, mask=whole, other=0).to(tl.int32)
-    base = tl.maximum((shared - ((LEVELS >> MANTISSA) - 1)) << MANTISSA, 0)[:, None]
-    magnitude = codes & (LEVELS - 1)
-    result = ((magnitude + base) << (23 - MANTISSA)).to(tl.float32, bitcast=True)
-    if SIGNED:
-        result = tl.where(magnitude == 0, 0.0, tl.where(codes >= LEVELS, -result, result))
+        result = tl.load(values + at, mask=inside, other=0).to(tl.float32)
+    else:
+        BITS: tl.constexpr = values.dtype.element_ty.primitive_bitwidth
+        MANTISSA: tl.constexpr = 3 if BITS == 8 else 10
+        LEVELS: tl.constexpr = 1 << (BITS - SIGNED)
+        codes = tl.load(values + at, mask=inside, other=0).to(tl.int32) & ((1 << BITS) - 1)
+        shared = tl.load(exponents + group, mask=whole, other=0).to(tl.int32)
+        base = tl.maximum((shared - ((LEVELS >> MANTISSA) - 1)) << MANTISSA, 0)[:, None]
+        magnitude = codes & (LEVELS - 1)
+        result = ((magnitude + base) << (23 - MANTISSA)).to(tl.float32, bitcast=True)
+        if SIGNED:
+            result = tl.where(magnitude == 0, 0.0, tl.where(codes >= LEVELS, -result, result))
     return result
 
 
