@@ -6,6 +6,7 @@ python -m benchmarks.compare --variants bf16,delayed,current --output_dir DIR [a
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     args, training = split_flags(parser, argv)
     for name in numbers:
         value, least = getattr(args, name), int(name == "gpus")
-        if value is not None and value < least:
+        if value is not None and not least <= value < math.inf:
             raise bad_setting(f"must be at least {least}", **{name: value})
     return args, training
 

@@ -403,6 +403,13 @@ def test_repeated_data_is_noted(tmp_path, passes, noted):
     assert [("3.7 epochs" in note) for note in notes] == [True] * noted
 
 
+@pytest.mark.parametrize("flags", ["--noise_seeds -1", "--max_loss_gap nan", "--max_loss_gap -1", "--gpus 0"])
+def test_numbers_below_their_minimum_and_nan_are_refused(tmp_path, flags):
+    argv = f"--variants bf16,delayed --output_dir {tmp_path} {flags}"
+    with pytest.raises(UserError, match=f"{flags}.*: must be at least "):
+        parse(argv.split())
+
+
 def test_incomparable_runs_are_refused_before_anything_runs(tmp_path):
     with pytest.raises(UserError, match=r"delayed.* and bf16 cannot be compared: --batch_size x .* 4 and 8"):
         check_before_start(jobs_of(tmp_path, "bf16,delayed+batch_size=4"), 1)
