@@ -38,7 +38,14 @@ def read_table(study: str | None = None, path: Path = TABLE) -> list[RunRecord]:
 
 
 def add_runs(runs: list[RunRecord], study: str, path: Path = TABLE) -> None:
-    """Add runs to the table; a run replaces the row with the same study and name."""
+    """Add runs to the table; a run replaces the row with the same study and name.
+
+    UserError if two of the runs have one name, because one of them would be lost.
+    """
+    folders: dict[str, Path] = {}
+    for run in runs:
+        if (other := folders.setdefault(run.name, run.folder)) != run.folder:
+            raise bad_setting(f"{other} and {run.folder} have one name; use a study for each", study=study)
     rows = {(row["study"], row["name"]): row for row in _read_rows(path)}
     rows |= {(study, run.name): to_row(run, study) for run in runs}
     replace_file(path, gzip.compress(b"".join(to_json(row) + b"\n" for row in rows.values()), mtime=0))
@@ -92,5 +99,10 @@ def _columns(series: Series) -> list[list[float]]:
 def _read_rows(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            return [json.loads(line) for line in file]
+    except (OSError, EOFError, ValueError) as error:
+        raise bad_setting(
+            f"cannot be read ({error}); restore it, or choose another file", table=path
+        ) from None

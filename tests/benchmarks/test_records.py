@@ -178,3 +178,22 @@ def test_the_recorded_table_is_small_and_whole():
     assert sum(run.summary is None for run in runs) < 10
     with pytest.raises(UserError, match=r"--study nope: no such study in .* choose from batch_one, "):
         read_table("nope")
+
+
+def test_two_runs_of_one_name_are_refused_instead_of_losing_one(tmp_path, capsys):
+    for folder in ("1b", "8b"):
+        write_run(tmp_path / folder / "bf16")
+    table = tmp_path / "runs.jsonl.gz"
+    folders = [str(tmp_path / "1b"), str(tmp_path / "8b")]
+    assert add.main([*folders, "--study", "both", "--table", str(table)]) == 2
+    assert f"--study both: {tmp_path}/1b/bf16 and {tmp_path}/8b/bf16 have one name" in capsys.readouterr().err
+    assert not table.exists()
+
+
+def test_a_damaged_table_is_named_and_kept(tmp_path, capsys):
+    write_run(tmp_path / "bf16")
+    table = tmp_path / "runs.jsonl.gz"
+    table.write_text("not gzip")
+    assert add.main([str(tmp_path / "bf16"), "--study", "mine", "--table", str(table)]) == 2
+    assert f"--table {table}: cannot be read (Not a gzipped file" in capsys.readouterr().err
+    assert table.read_text() == "not gzip"
