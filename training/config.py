@@ -17,7 +17,7 @@ from data.settings import EVAL_SAMPLES, DataConfig
 from te_models.settings import ModelConfig
 from training.checkpoint.settings import CheckpointConfig
 from training.optim.settings import OptimConfig
-from training.parallel.settings import FP8_GATHER_MODES, ShardingConfig
+from training.parallel.settings import DEEPSPEED_MODES, FP8_GATHER_MODES, ShardingConfig
 from training.precision.settings import (
     MAX_MARGIN,
     PrecisionConfig,
@@ -131,6 +131,11 @@ def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
     if s.cpu_offload and s.sharding_mode not in ("auto", "fsdp_full", "fsdp_offload"):
         reason = "--cpu_offload is shorthand for --sharding_mode fsdp_offload; drop one of the two"
         yield "cpu_offload sharding_mode", reason
+    if s.grad_reduce_dtype == "fp8" and s.sharding_mode in DEEPSPEED_MODES:
+        yield (
+            "grad_reduce_dtype sharding_mode",
+            "DeepSpeed exchanges fp32 or bf16; choose one, or another mode",
+        )
     if not s.fp8_all_gather:
         return
     if s.cpu_offload or s.sharding_mode not in FP8_GATHER_MODES:

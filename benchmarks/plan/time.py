@@ -167,6 +167,8 @@ def exchange(job: StepPlan) -> Exchange:
     local_sum = job.nodes == 1 and (job.accumulation == 1 or not job.fsdp) and not job.sharding.in_groups
     in_fp32 = job.cfg.sharding.grad_reduce_dtype == "fp32"
     gradient = (2 if local_sum or not in_fp32 or stage else 4) * model.parameters
+    if job.cfg.sharding.grad_reduce_dtype == "fp8":
+        gradient = 129 / 128 * model.parameters
     if job.mode == "ddp":
         return Exchange(2 * gradient, 0, 6 * model.parameters, 2 * layers)
     if stage in (1, 2):

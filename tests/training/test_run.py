@@ -526,6 +526,11 @@ def two_rows(folder: Path) -> Path:
         ("--dataset_text_field nope", EXIT_BAD_SETTING, "--dataset_text_field nope"),
         ("--max_seq_length 4096", EXIT_BAD_SETTING, "--max_seq_length 4096"),
         ("--resume /nowhere", EXIT_BAD_SETTING, "--resume /nowhere"),
+        (
+            "--grad_reduce_dtype fp8",
+            EXIT_BAD_SETTING,
+            "--grad_reduce_dtype fp8: one device exchanges no gradients",
+        ),
         ("--memory_limit_gb 80", EXIT_BAD_SETTING, "--memory_limit_gb 80.0: this run has no GPU; drop it"),
         ("--moment_dtype fp9", EXIT_BAD_SETTING, "--moment_dtype fp9: not one of fp32, bf16, fp16, fp8"),
         ("--output_dir /proc/run", EXIT_BAD_SETTING, "--output_dir /proc/run"),

@@ -37,6 +37,8 @@ def choose_strategy(cfg: Config, model: ModelPlan, device: torch.device) -> tupl
     usable = ranks.run_on_all_ranks(lambda: limit_memory(cfg, device))
     gpu = min(usable) if device.type == "cuda" else None
     mode = ranks.run_on_rank0(lambda: _resolve_mode(cfg, model, device, gpu))
+    if mode == "single" and cfg.sharding.grad_reduce_dtype == "fp8":
+        raise bad_setting("one device exchanges no gradients; use bf16 or fp32", grad_reduce_dtype="fp8")
     strategy = build_strategy(mode, device, cfg)
     if strategy.steps_on_cpu:
         threads = ranks.use_cores()

@@ -2,6 +2,9 @@
 
 Within a node the ranks exchange BF16 shards by all-to-all, and each sums what it receives in FP32, which is
 as exact as an FP32 reduction and halves its traffic. Across nodes NCCL's rings are faster, and carry FP32.
+
+With --grad_reduce_dtype fp8 the shards travel in E4M3, with a power of two per block of 128 values as scale:
+half the bytes of BF16, within and across nodes. The sums are in FP32 all the same.
 """
 
 from __future__ import annotations
@@ -15,6 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training.parallel import ranks
+
+FP8_BLOCK = 128
+FP8_EXPONENT = 8  # of a block's largest value: E4M3 ends at 448 = 1.75 * 2**8
+NOT_FINITE = -128  # exponent of a block with a NaN or infinity
 
 
 def within_a_node(group_size: int) -> bool:
@@ -30,8 +37,40 @@ def _reduce_scatter_fp32(tensor: Tensor, group: Any, *, mean: bool) -> Tensor:
     return (torch.mean if mean else torch.sum)(received, dim=0, dtype=torch.float32)
 
 
+def _reduce_scatter_fp8(tensor: Tensor, group: Any, *, mean: bool) -> Tensor:
+    """Reduce-scatter a tensor [N * n] over N ranks to this rank's shard [n] in FP32, sent in FP8."""
+    rows = tensor.view(dist.get_world_size(group), -1)  # [N, n]
+    packed = pack_fp8(F.pad(rows, (0, -rows.shape[1] % FP8_BLOCK)))
+    received = torch.empty_like(packed)
+    dist.all_to_all_single(received, packed, group=group)
+    values = unpack_fp8(received)
+    return (torch.mean if mean else torch.sum)(values, dim=0)[: rows.shape[1]]
+
+
+def pack_fp8(values: Tensor) -> Tensor:
+    """Return rows [N, m * 128] of any float dtype as uint8 [N, m * 129]: E4M3 codes, then block exponents."""
+    blocks = values.unflatten(1, (-1, FP8_BLOCK))
+    largest = blocks.abs().amax(-1)
+    exponents = torch.frexp(largest.float()).exponent.clamp(-118, 127)  # largest < 2**exponent
+    scales = torch.exp2((FP8_EXPONENT - exponents).float()).to(values.dtype)
+    codes = (blocks * scales[..., None]).to(torch.float8_e4m3fn)
+    exponents = torch.where(largest.isfinite(), exponents, NOT_FINITE).to(torch.int8)
+    return torch.cat([codes.flatten(1).view(torch.uint8), exponents.view(torch.uint8)], dim=1)
+
+
+def unpack_fp8(packed: Tensor) -> Tensor:
+    """Return the values [N, m * 128] of `pack_fp8` in FP32. Blocks that were not finite are NaN."""
+    codes, exponents = packed.tensor_split([packed.shape[1] // (FP8_BLOCK + 1) * FP8_BLOCK], dim=1)
+    exponents = exponents.contiguous().view(torch.int8).int()
+    scales = torch.where(exponents == NOT_FINITE, torch.nan, torch.exp2((exponents - FP8_EXPONENT).float()))
+    values = codes.contiguous().view(torch.float8_e4m3fn).float().unflatten(1, (-1, FP8_BLOCK))
+    return (values * scales[..., None]).flatten(1)
+
+
 class FP32ReduceScatter:
     """Reduce-scatter for FSDP2's `set_custom_reduce_scatter`, by all-to-all and an FP32 sum on each rank."""
+
+    reduce_scatter = staticmethod(_reduce_scatter_fp32)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -39,30 +78,50 @@ class FP32ReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        output_tensor.copy_(_reduce_scatter_fp32(input_tensor, group, mean=op == dist.ReduceOp.AVG))
+        output_tensor.copy_(self.reduce_scatter(input_tensor, group, mean=op == dist.ReduceOp.AVG))
 
 
-def all_to_all_fp32_reduce_hook(
-    device: torch.device,
+class FP8ReduceScatter(FP32ReduceScatter):
+    """The same with gradients sent in FP8."""
+
+    reduce_scatter = staticmethod(_reduce_scatter_fp8)
+
+
+def all_to_all_hook(
+    device: torch.device, *, fp8: bool
 ) -> Callable[[Any, dist.GradBucket], torch.futures.Future]:
-    """Return a DDP hook that averages a bucket as `FP32ReduceScatter` does and all-gathers it in BF16."""
-    stream = torch.cuda.Stream(device)
+    """Return a DDP hook that averages a bucket with FP32 sums and all-gathers it, in its dtype or in FP8."""
+    average = _average_fp8 if fp8 else _average_fp32
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def hook(_, bucket):  # no annotations: DDP checks them and refuses strings (`from __future__`)
-        gradients, world_size = bucket.buffer(), dist.get_world_size()
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            padding = -gradients.numel() % world_size
+        gradients = bucket.buffer()
+        future = torch.futures.Future(devices=[device] if stream else None)
+        if stream:
+            stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):  # does nothing for None
+            padding = -gradients.numel() % dist.get_world_size()
             whole = F.pad(gradients, (0, padding)) if padding else gradients
-            shard = _reduce_scatter_fp32(whole, None, mean=True).to(gradients.dtype)
-            dist.all_gather_into_tensor(whole, shard)
+            average(whole)
             if padding:
                 gradients.copy_(whole[: gradients.numel()])
-            future = torch.futures.Future(devices=[device])
             future.set_result(gradients)  # records an event on the stream, for which DDP waits
         return future
 
     return hook
+
+
+def _average_fp32(gradients: Tensor) -> None:
+    shard = _reduce_scatter_fp32(gradients, None, mean=True).to(gradients.dtype)
+    dist.all_gather_into_tensor(gradients, shard)
+
+
+def _average_fp8(gradients: Tensor) -> None:
+    shard = _reduce_scatter_fp8(gradients, None, mean=True)
+    packed = pack_fp8(F.pad(shard, (0, -shard.numel() % FP8_BLOCK))[None])
+    received = packed.new_empty(dist.get_world_size(), packed.shape[1])
+    dist.all_gather_into_tensor(received, packed)
+    gradients.copy_(unpack_fp8(received)[:, : shard.numel()].flatten())
 
 
 def fp32_all_reduce_hook(_, bucket):

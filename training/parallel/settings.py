@@ -44,6 +44,7 @@ MODES: dict[str, Mode] = {
     "ds_zero3": Mode("deepspeed", stage=3),
     "ds_zero3_offload": Mode("deepspeed", stage=3, offload=True),
 }
+DEEPSPEED_MODES = tuple(name for name, m in MODES.items() if m.engine == "deepspeed")
 FP8_GATHER_MODES = tuple(name for name, m in MODES.items() if m.engine == "fsdp" and not m.offload)
 
 
@@ -63,8 +64,10 @@ class ShardingConfig(Section):
     hsdp_shard_size: int | None = resumable(
         None, "ranks that share one copy of the model under hsdp; default: the ranks of a node", minimum=1
     )
-    grad_reduce_dtype: Literal["fp32", "bf16"] = setting(
-        "fp32", "dtype of gradient sums over ranks and, on one GPU and with FSDP, over micro-batches"
+    grad_reduce_dtype: Literal["fp32", "bf16", "fp8"] = setting(
+        "fp32",
+        "dtype of gradient sums over ranks and, on one GPU and with FSDP, over micro-batches; fp8: "
+        "sent in FP8, summed in FP32 over ranks, in BF16 over micro-batches",
     )
     fp8_all_gather: bool = setting(
         False,

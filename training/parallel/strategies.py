@@ -81,8 +81,13 @@ class Strategy:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Dtype of gradient sums over ranks and micro-batches."""
-        return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.cfg.sharding.grad_reduce_dtype]
+        """Dtype of gradient sums over ranks and micro-batches. Sums over ranks of FP8 gradients are FP32."""
+        return torch.float32 if self.cfg.sharding.grad_reduce_dtype == "fp32" else torch.bfloat16
+
+    @property
+    def sends_fp8(self) -> bool:
+        """True if gradients travel between ranks in FP8."""
+        return self.cfg.sharding.grad_reduce_dtype == "fp8"
 
     def fuses_wgrad_accumulation(self, optimizer_kind: str) -> bool:
         """True if TE's wgrad GEMMs may accumulate into `main_grad`. Takes `OptimizerPlan.kind`."""
@@ -188,9 +193,11 @@ class DDP(Strategy):
                 find_unused_parameters=not getattr(model, "uses_all_parameters", True),
             )
         has_low_precision = any(p.dtype != torch.float32 for p in model.parameters())
-        if has_low_precision and self.sum_dtype == torch.float32:
+        if self.sends_fp8:
+            wrapped.register_comm_hook(None, gradient_exchange.all_to_all_hook(self.device, fp8=True))
+        elif has_low_precision and self.sum_dtype == torch.float32:
             if self.device.type == "cuda" and gradient_exchange.within_a_node(self.world_size):
-                hook = gradient_exchange.all_to_all_fp32_reduce_hook(self.device)
+                hook = gradient_exchange.all_to_all_hook(self.device, fp8=False)
             else:
                 hook = gradient_exchange.fp32_all_reduce_hook
             wrapped.register_comm_hook(None, hook)
@@ -252,9 +259,12 @@ class FSDP(Strategy):
             fully_shard(block, reshard_after_forward=not self.keeps_weights_gathered, **options)
         # Embedding, final norm and LM head form one group, because embedding and head may share a weight.
         fully_shard(model, reshard_after_forward=False, **options)
-        if custom_reduce_scatter:
+        if custom_reduce_scatter or self.sends_fp8:
+            kind = (
+                gradient_exchange.FP8ReduceScatter if self.sends_fp8 else gradient_exchange.FP32ReduceScatter
+            )
             for module in (*blocks, model):
-                module.set_custom_reduce_scatter(gradient_exchange.FP32ReduceScatter())
+                module.set_custom_reduce_scatter(kind())
         # Without prefetch a block is gathered when the CPU reaches it: too late if kernel launches are slow.
         for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])

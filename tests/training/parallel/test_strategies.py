@@ -15,7 +15,7 @@ from core.errors import UserError
 from tests.children import preload, run_ranks
 from training.config import config_from_dict
 from training.parallel import ranks
-from training.parallel.gradient_exchange import FP32ReduceScatter
+from training.parallel.gradient_exchange import FP8ReduceScatter, FP32ReduceScatter
 from training.parallel.settings import MODES
 from training.parallel.strategies import build_strategy, global_norm
 
@@ -85,6 +85,51 @@ def sum_over_three_ranks(rank: int, folder: Path) -> None:
 
 def test_16_bit_gradients_are_summed_in_fp32(tmp_path):
     run_ranks(sum_over_three_ranks, tmp_path, world_size=3)
+
+
+# Over three ranks: gradients in FP8
+
+
+def gradients_like(rank: int, count: int) -> torch.Tensor:
+    """BF16 gradients over many magnitudes, with a block of zeros."""
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randn(count, generator=generator) * 10.0 ** torch.linspace(-30, 3, count)
+    values[128:256] = 0
+    return values.bfloat16()
+
+
+def exchange_over_three_ranks(rank: int, folder: Path) -> None:
+    world_size, count = dist.get_world_size(), 3 * 1000  # not a multiple of a block
+    total = sum(gradients_like(other, count).double() for other in range(world_size))
+    sizes = sum(gradients_like(other, count).double().abs() for other in range(world_size))
+    shard = slice(1000 * rank, 1000 * (rank + 1))
+    for op, divisor in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, world_size)):
+        output, counts = torch.empty(1000), Counter()
+        with Collectives(counts):
+            FP8ReduceScatter()(output, gradients_like(rank, count), group=dist.group.WORLD, op=op)
+        assert counts == {"alltoall_base_": 1}
+        error = (output * divisor - total[shard]).abs()
+        assert (error <= sizes[shard] / 16).all()  # half a step of E4M3
+        assert error.norm() < 0.03 * sizes[shard].norm()
+    # DDP
+    strategy = build("ddp", grad_reduce_dtype="fp8")
+    model = nn.Linear(1001, 1, bias=False)
+    wrapped = strategy.wrap(model, None)
+    own = gradients_like(rank, 1001).float()
+    for scale, finite in ((1.0, True), (torch.inf, False)):
+        model.weight.grad = None
+        with strategy.accumulating(wrapped, first=True, last=True):
+            strategy.backward(wrapped, wrapped(own * (scale if rank == 1 else 1.0)).sum())
+        grads = ranks.gather(model.weight.grad)
+        assert all(torch.equal(grads[0].nan_to_num(), other.nan_to_num()) for other in grads)
+        assert model.weight.grad.isfinite().all() == finite, "an infinity on one rank skips the step"
+        if finite:
+            average = sum(gradients_like(other, 1001).double() for other in range(world_size)) / world_size
+            assert (model.weight.grad - average).norm() < 0.05 * average.norm()
+
+
+def test_gradients_are_exchanged_in_fp8_and_summed_in_fp32(tmp_path):
+    run_ranks(exchange_over_three_ranks, tmp_path, world_size=3)
 
 
 # Over two ranks
@@ -250,6 +295,26 @@ def capabilities(rank: int, folder: Path) -> None:
         assert strategy.steps_on_cpu == (name == "fsdp_offload") == (strategy.master_home == "cpu")
 
 
+def fsdp_exchanges_fp8(rank: int, folder: Path) -> None:
+    for accumulation in (1, 2):
+        sums = []
+        for dtype in ("fp32", "fp8"):
+            torch.manual_seed(0)
+            settings = {"gradient_accumulation_steps": accumulation, "grad_reduce_dtype": dtype}
+            strategy, model = build("fsdp_full", **settings), Blocks()
+            strategy.shard(model, parameter_dtype=torch.float32, compute_dtype=torch.float32)
+            counts = Counter()
+            with Collectives(counts):
+                for i, x in enumerate(batches_of(rank, accumulation)):
+                    with strategy.accumulating(model, first=i == 0, last=i == accumulation - 1):
+                        strategy.backward(model, model(x[:, :8].float()).square().sum())
+            assert counts["alltoall_base_"] == 3 * (dtype == "fp8"), counts
+            assert counts["_reduce_scatter_base_"] == 3 * (dtype == "fp32"), counts
+            sums.append([p.grad.full_tensor().double() for p in model.parameters()])
+        for exact, found in zip(*sums, strict=True):
+            assert 0 < (found - exact).norm() < 0.05 * exact.norm()
+
+
 def uneven_models(rank: int, folder: Path) -> None:
     for settings, weight, reason in (
         (
@@ -267,6 +332,6 @@ def uneven_models(rank: int, folder: Path) -> None:
             )
 
 
-@pytest.mark.parametrize("work", [collectives_of_a_step, capabilities, uneven_models])
+@pytest.mark.parametrize("work", [collectives_of_a_step, capabilities, fsdp_exchanges_fp8, uneven_models])
 def test_on_two_ranks(work, tmp_path):
     run_ranks(work, tmp_path)
