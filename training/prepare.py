@@ -95,14 +95,12 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
             "looking for a checkpoint", lambda: _find_checkpoint(cfg, resolved.precision, folder, checkpoints)
         )
         ranks.run_on_rank0(lambda: _record_settings(cfg, folder))  # loading the data may take hours
-
-        def load() -> tuple[Any, Loaders]:
-            tokenizer = _load_tokenizer(cfg, resolved.plan)
-            if resolved.plan.weights is None:  # randomly initialized
-                _set_special_tokens(resolved.plan.config, tokenizer)
-            return tokenizer, _load_data(cfg, resolved, tokenizer, device, resumes=resume is not None)
-
-        tokenizer, loaders = _on_each_rank(watchdog, "loading the data", load, DATA_SECONDS)
+        tokenizer, loaders = _on_each_rank(
+            watchdog,
+            "loading the data",
+            lambda: _load_tokenizer_and_data(cfg, resolved, device, resumes=resume is not None),
+            DATA_SECONDS,
+        )
         ranks.agree("the data", loaders.identity)
     if resume and loaders.train:
         loaders.train.load_state_dict(resume.meta["loader"])
@@ -221,6 +219,15 @@ def _set_special_tokens(config: Any, tokenizer: Any) -> None:
     # Models zero the padding token's embedding, which must not affect the end-of-text token.
     own_pad = tokenizer.pad_token_id != tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id if own_pad else None
+
+
+def _load_tokenizer_and_data(
+    cfg: Config, resolved: Resolved, device: torch.device, *, resumes: bool
+) -> tuple[Any, Loaders]:
+    tokenizer = _load_tokenizer(cfg, resolved.plan)
+    if resolved.plan.weights is None:  # randomly initialized
+        _set_special_tokens(resolved.plan.config, tokenizer)
+    return tokenizer, _load_data(cfg, resolved, tokenizer, device, resumes=resumes)
 
 
 def _load_data(

@@ -65,9 +65,7 @@ class ShardingConfig(Section):
         None, "ranks that share one copy of the model under hsdp; default: the ranks of a node", minimum=1
     )
     grad_reduce_dtype: Literal["fp32", "bf16", "fp8"] = setting(
-        "fp32",
-        "dtype of gradient sums over ranks and, on one GPU and with FSDP, over micro-batches; fp8: "
-        "sent in FP8, summed in FP32 over ranks, in BF16 over micro-batches",
+        "fp32", "gradient sums over ranks and (one GPU, FSDP) micro-batches; fp8: sent in FP8, summed in FP32"
     )
     fp8_all_gather: bool = setting(
         False,
