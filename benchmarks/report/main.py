@@ -16,7 +16,7 @@ from benchmarks.records.runs import RunRecord, bad_input, find_runs, read_run
 from benchmarks.records.table import read_table
 from benchmarks.report import figures, page
 from benchmarks.report.gaps import compare_losses, pick_reference
-from benchmarks.report.tables import Table, markdown, provenance, report_tables
+from benchmarks.report.tables import Table, labels, markdown, provenance, report_tables
 from training.tracking.settings import LogConfig
 from training.tracking.wandb_writer import start_wandb, wandb_id
 
@@ -27,8 +27,8 @@ def write(
     """Print the table of runs; write figures and report.html to `target`. Returns tables and figure paths."""
     tables = report_tables(runs)
     print(markdown(tables["runs"].headings, tables["runs"].texts), end="\n\n")
-    for run in runs:
-        print(f"- {run.name}: {provenance(run)}")
+    for label, run in zip(labels(runs), runs, strict=True):
+        print(f"- {label}: {provenance(run)}")
     if target is None:
         print("\nno figures and no report.html: several runs need --output_dir")
         return tables, []

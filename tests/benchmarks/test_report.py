@@ -59,6 +59,13 @@ def test_several_runs_need_an_output_folder_for_figures(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: --use_wandb: several runs need --output_dir")
 
 
+def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path, capsys):
+    folders = [write_run(tmp_path / folder / "bf16", losses=[2.0, 1.0]) for folder in ("1b", "8b")]
+    assert main([str(folder) for folder in folders]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"- {folder}: " in printed for folder in folders)
+
+
 def test_files_of_something_else_are_kept(tmp_path, capsys):
     write_run(tmp_path / "run", losses=[3.0, 2.0])
     (tmp_path / "loss.png").write_text("mine")
