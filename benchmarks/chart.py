@@ -20,6 +20,7 @@ from benchmarks.records.launch import command_parser, run_command
 from benchmarks.records.table import TABLE, read_table
 from benchmarks.report.figures import PALETTE, STYLE, draw_bars
 from benchmarks.report.gaps import smooth
+from core.errors import EXIT_BAD_SETTING, UserError
 
 PLAIN = dict.fromkeys(("fp8_fast_accumulation", "fp8_lm_head"))
 FASTEST = dict.fromkeys(PLAIN, True)
@@ -65,6 +66,10 @@ def chart(argv: list[str]) -> int:
     parser = command_parser("python -m benchmarks.chart", __doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="image to write, .svg or .png")
     target = parser.parse_args(argv).file
+    if target.suffix not in (".svg", ".png"):
+        raise UserError(
+            f"{target}: not a .svg or .png file; give it one of these names", exit_code=EXIT_BAD_SETTING
+        )
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 3.6), layout="constrained")
         speed, loss = figure.subplots(1, 2)

@@ -1,6 +1,9 @@
 """The README's chart."""
 
+import pytest
+
 from benchmarks.chart import chart
+from core.errors import UserError
 from core.packages import ROOT
 
 
@@ -8,3 +11,8 @@ def test_the_shipped_chart_shows_the_recorded_rates(tmp_path):
     assert chart([str(tmp_path / "chart.svg")]) == 0
     for image in (tmp_path / "chart.svg", ROOT / "docs/images/overview.svg"):
         assert all(rate in image.read_text() for rate in ("10,401", "12,413", "11,807", "16,606", "17,897"))
+
+
+def test_a_file_that_is_no_image_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"chart\.txt: not a \.svg or \.png file"):
+        chart([str(tmp_path / "chart.txt")])
