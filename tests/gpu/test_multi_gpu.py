@@ -170,6 +170,15 @@ def test_accumulation_has_the_same_losses(many, mode, name):
     assert norms[1] == pytest.approx(norms[0], rel=5e-2)
 
 
+@pytest.mark.parametrize("mode", ["ddp", *FSDP])
+def test_gradients_sent_in_fp8_have_about_the_same_losses(tmp_path, mode):
+    each = f"{flags(mode, 'bf16')} --no_save_checkpoints --no_export"
+    launch(tmp_path, {"fp32": each, "fp8": f"{each} --grad_reduce_dtype fp8"}, GPUS)
+    exact, sent = (logged(tmp_path / name, "train/loss") for name in ("fp32", "fp8"))
+    assert sent[1] == pytest.approx(exact[1], rel=1e-5) and sent != exact
+    assert sent == pytest.approx(exact, rel=1e-2)
+
+
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_grad"])
 def test_fp8_weight_cache_has_the_same_losses(tmp_path, mode):
     """Current scaling casts weights in the same way in every micro-batch."""

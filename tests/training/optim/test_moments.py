@@ -6,6 +6,7 @@ import torch
 from training.optim import moments
 from training.optim.adamw import FusedAdamW
 from training.optim.moments import BLOCK, FIRST, SECOND, decode, encode
+from training.precision.settings import MOMENT_DTYPES
 
 DTYPES = [moments.FORMATS[name].dtype for name in ("fp8", "fp16")]
 # Largest relative distance of a value from the nearest code.
@@ -120,6 +121,10 @@ def test_a_step_draws_new_random_bits_and_repeats_after_a_resume():
     resumed = train(3, train(2), done=2)
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in train(5).items())
     assert any(not torch.equal(tensor, train(3, train(2), done=3)[name]) for name, tensor in resumed.items())
+
+
+def test_every_format_is_a_setting():
+    assert set(moments.FORMATS) == set(MOMENT_DTYPES)
 
 
 def test_vectors_and_odd_rows_keep_fp32_moments():
