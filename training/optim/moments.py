@@ -55,16 +55,14 @@ def allocate(parameter: Tensor, moment: str, name: str) -> dict[str, Tensor]:
 
 def _zero_exponents(parameter: Tensor, blocks: int) -> Tensor:
     """Return zeros [..., blocks], one per block of the parameter's rows, sharded like it."""
+    shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    shape = (*shard.shape[:-1], shard.shape[-1] // BLOCK)
+    exponents = torch.zeros(shape, dtype=torch.uint8, device=shard.device)
     if not isinstance(parameter, DTensor):
-        return torch.zeros(*parameter.shape[:-1], blocks, dtype=torch.uint8, device=parameter.device)
-    shard = torch.zeros_like(parameter.to_local(), dtype=torch.uint8)
-    exponents = torch.zeros(
-        *shard.shape[:-1], shard.shape[-1] // BLOCK, dtype=torch.uint8, device=shard.device
-    )
-    shape = torch.Size((*parameter.shape[:-1], blocks))
-    stride = torch.empty(shape, device="meta").stride()
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(exponents, mesh, placements, shape=shape, stride=stride, run_check=False)
+        return exponents
+    whole = torch.empty(*parameter.shape[:-1], blocks, device="meta")
+    layout = {"shape": whole.shape, "stride": whole.stride(), "run_check": False}
+    return DTensor.from_local(exponents, parameter.device_mesh, parameter.placements, **layout)
 
 
 def read(state: dict[str, Tensor], moment: str) -> Tensor:
