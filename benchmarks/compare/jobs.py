@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.records.launch import is_begun, is_finished
 from benchmarks.records.runs import bad_input, read_run
 from benchmarks.records.variants import Variant, resolve
-from core.errors import UserError, bad_setting
+from core.errors import UserError, bad_setting, counted
 from training.config import Config
 from training.launch import require_inputs
 
@@ -92,7 +92,9 @@ def check_before_start(jobs: list[Job], gpus: int) -> None:
                 f"--gradient_accumulation_steps is {own} and {batch}; choose equal products"
             )
         if is_begun(job.cfg) and (run := read_run(job.folder)).environment and run.ranks != gpus:
-            reason = f"{run.folder} holds a run on {run.ranks} GPUs; use as many, or another --output_dir"
+            reason = (
+                f"{run.folder} holds a run on {counted(run.ranks, 'GPU')}; use as many, or another folder"
+            )
             raise bad_setting(reason, gpus=gpus)
         if not is_finished(job.cfg):
             require_inputs(job.cfg)

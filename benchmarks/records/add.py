@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks.records.launch import command_parser, run_command
 from benchmarks.records.runs import find_runs, read_run
 from benchmarks.records.table import TABLE, add_runs
+from core.errors import counted
 
 
 def add(argv: list[str]) -> int:
@@ -25,7 +26,7 @@ def add(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     runs = [read_run(path) for folder in args.runs for path in find_runs(folder) or [folder]]
     add_runs(runs, args.study, args.table)
-    print(f"added {len(runs)} runs to study {args.study} in {args.table}")
+    print(f"added {counted(len(runs), 'run')} to study {args.study} in {args.table}")
     return 0
 
 

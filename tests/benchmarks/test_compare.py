@@ -416,7 +416,7 @@ def test_incomparable_runs_are_refused_before_anything_runs(tmp_path):
     jobs = jobs_of(tmp_path, "bf16,delayed")
     write(jobs[0], 2.0)
     check_before_start(jobs, 1)
-    with pytest.raises(UserError, match=r"--gpus 2: .*bf16 holds a run on 1 GPUs"):
+    with pytest.raises(UserError, match=r"--gpus 2: .*bf16 holds a run on 1 GPU;"):
         check_before_start(jobs, 2)
     write(jobs[0], 2.0, environment={"world_size": 4})
     (jobs[0].folder / "summary.json").unlink()  # a run that was stopped

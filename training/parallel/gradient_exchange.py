@@ -124,9 +124,13 @@ def _average_fp8(gradients: Tensor) -> None:
     gradients.copy_(unpack_fp8(received)[:, : shard.numel()].flatten())
 
 
-def fp32_all_reduce_hook(_, bucket):
-    """Average a bucket of BF16 gradients by an all-reduce in FP32, as a DDP hook."""
-    gradients = bucket.buffer()
-    in_fp32 = gradients.float().div_(dist.get_world_size())
-    future = dist.all_reduce(in_fp32, async_op=True).get_future()
-    return future.then(lambda done: gradients.copy_(done.value()[0]))
+def all_reduce_hook(dtype: torch.dtype) -> Callable[[Any, dist.GradBucket], torch.futures.Future]:
+    """Return a DDP hook that averages a bucket by an all-reduce in `dtype`."""
+
+    def hook(_, bucket):
+        gradients = bucket.buffer()
+        sent = gradients.to(dtype).div_(dist.get_world_size())
+        future = dist.all_reduce(sent, async_op=True).get_future()
+        return future.then(lambda done: gradients.copy_(done.value()[0]))
+
+    return hook

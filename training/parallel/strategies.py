@@ -30,7 +30,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -199,10 +198,10 @@ class DDP(Strategy):
             if self.device.type == "cuda" and gradient_exchange.within_a_node(self.world_size):
                 hook = gradient_exchange.all_to_all_hook(self.device, fp8=False)
             else:
-                hook = gradient_exchange.fp32_all_reduce_hook
+                hook = gradient_exchange.all_reduce_hook(torch.float32)
             wrapped.register_comm_hook(None, hook)
         elif self.sum_dtype == torch.bfloat16 and not has_low_precision:
-            wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
+            wrapped.register_comm_hook(None, gradient_exchange.all_reduce_hook(torch.bfloat16))
         return wrapped
 
     @contextmanager
