@@ -19,8 +19,9 @@ class UserError(Exception):
     EXIT_FAILED (the machine, files or another process are at fault).
     """
 
-    # Set by `training.parallel.ranks.run_on_all_ranks` on any exception, absent before:
-    ranks: dict[int, str | None]  # ranks that raised it -> their hosts
+    # Set on any exception by `training.parallel.ranks.run_on_all_ranks` (`ranks` also by others that know the
+    # failed ranks), absent before:
+    ranks: dict[int, str | None]  # ranks that raised it -> their hosts, "" or None if unknown
     details: str  # traceback of the first of them
 
     def __init__(self, message: str, *, flags: Iterable[str] = (), exit_code: int = EXIT_FAILED):

@@ -15,8 +15,7 @@ bits. A recipe defines how the cast is scaled:
 HYBRID format: E4M3 (more precision) forward, E5M2 (more range) for gradients.
 https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/common.html
 
-To add a recipe, add a row; the key of a torchao recipe is torchao's name. If TE's layers are to be emulated
-in it, add its class to `te_models.emulation.recipes`. Importing this module must not import torch.
+docs/development.md lists what a new recipe needs. Importing this module must not import torch.
 """
 
 from __future__ import annotations

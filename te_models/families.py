@@ -1,9 +1,10 @@
 """Model families with TE layers: differences from Llama, and configurations that TE layers cannot run.
 
-A new family takes an entry here, presets in `presets.py` (one is `tiny-<model_type>`, which tests train) and
-its chat template in `data/tokenizer.py`. `decoder` and `weights` read the entry. A new field of `Family`
-needs code there and in `emulation.transformer`, which refuses arguments that it lacks. FLOPs are counted as
-for Llama (`training.tracking.metrics.COUNTED`). No other code tests for a family's name.
+docs/development.md lists what a new family needs. `decoder` and `weights` read its entry. A new field of
+`Family` needs code there and in `emulation.transformer`, which refuses arguments that it lacks. If the field
+changes the number of parameters or activations, `benchmarks.plan.job` and `training.parallel.memory` need it
+too. FLOPs are counted as for Llama (`training.tracking.metrics.COUNTED`). No other code tests for a family's
+name.
 """
 
 from __future__ import annotations

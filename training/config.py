@@ -114,6 +114,7 @@ def precision_rules(s: Any) -> Iterator[tuple[str, str]]:
     if s.mixed_precision != "fp8" and (given := [name for name in by_module.split() if getattr(s, name)]):
         reason = f"needs --mixed_precision fp8 (here {s.mixed_precision}); choose fp8, or drop it"
         yield " ".join(given), reason
+    # Both raise UserError for values that they cannot parse.
     parse_precision_map(s.precision_map, use_te=s.use_te)
     parse_moment_dtype(s.moment_dtype)
     # A precision map or a fallback may bring another recipe, which reads the setting.

@@ -11,7 +11,7 @@ from core.errors import EXIT_BAD_SETTING, UserError, bad_setting, first_line
 from te_models.families import FAMILIES, Family
 from te_models.presets import PRESETS, closest_preset
 from training.config import Config
-from training.parallel.memory import ModelSize, StepPlan
+from training.parallel.memory import ModelSize, StepPlan, hsdp_shard_size
 from training.parallel.settings import MODES
 from training.tracking.metrics import ModelShape
 
@@ -135,7 +135,8 @@ def build_job(cfg: Config, *, gpu: int, gpus: int, gpus_per_node: int) -> tuple[
     elif gpus == 1 and not MODES[mode].offload:
         mode = "single"
     job = replace(job, mode=mode)
-    assert job.shards, "job.shards refuses groups that do not divide the GPUs"
+    if MODES[mode].in_groups:
+        hsdp_shard_size(cfg, gpus, job.gpus_per_node)  # UserError if it does not divide the GPUs
     try:
         home = MODES[mode].master_home
         return replace(job, optimizer=plan_optimizer(cfg.precision, on_gpu=True, master_home=home)), None

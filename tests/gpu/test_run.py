@@ -57,7 +57,7 @@ def test_a_memory_limit_is_kept(tmp_path):
     assert "out of memory" in train(tmp_path / "small", f"{SMALL} {large} 0.2", code=3)
     total = torch.cuda.get_device_properties(0).total_memory / 1e9
     output = train(tmp_path / "large", f"{SMALL} {large} {total + 1:.0f}", code=2)
-    assert f"the GPU has {total:.1f}; give less" in output
+    assert f"the GPU has {total:.1f} GB; give less" in output
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,9 @@ class CheckpointConfig(Section):
     resume: str = resumable(
         "auto", "auto: latest checkpoint in --output_dir; PATH: a run or checkpoint; none: start from scratch"
     )
-    convert_moments: bool = resumable(False, "resume with another --moment_dtype than the checkpoint's")
+    convert_moments: bool = resumable(
+        False, "at a resume, convert Adam's moments if --moment_dtype is another than the checkpoint's"
+    )
     export: bool = resumable(True, "write a Hugging Face model (BF16 safetensors) at the end")
     generate_samples: int = resumable(
         0, "number of evaluation prompts to answer with the exported model", minimum=0

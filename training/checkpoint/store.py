@@ -104,7 +104,7 @@ class Checkpoints:
         self.read(path, tensors)
 
     def read(self, path: Path, tensors: dict[str, Tensor]) -> None:
-        """Load `tensors` in place from a verified checkpoint. Collective."""
+        """Load `tensors` in place from a verified checkpoint; keys, shapes, dtypes must match. Collective."""
         reader = dcp.HuggingFaceStorageReader(str(path), thread_count=THREADS)
         planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         _run_dcp(dcp.load, tensors, storage_reader=reader, planner=planner)

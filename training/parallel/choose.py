@@ -32,13 +32,17 @@ ROOM_ON_ONE_GPU = 0.9  # sharding cannot help there; an 8B trains with 80 % of a
 def choose_strategy(cfg: Config, model: ModelPlan, device: torch.device) -> tuple[Strategy, OptimizerPlan]:
     """Choose and build the strategy, and choose the optimizer, the same on every rank. Collective.
 
-    Sets the CPU threads for an optimizer on the CPU. UserError if the training state cannot fit.
+    Applies --memory_limit_gb, and sets the CPU threads for an optimizer on the CPU. UserError if the training
+    state cannot fit.
     """
     usable = ranks.run_on_all_ranks(lambda: limit_memory(cfg, device))
     gpu = min(usable) if device.type == "cuda" else None
     mode = ranks.run_on_rank0(lambda: _resolve_mode(cfg, model, device, gpu))
     if mode == "single" and cfg.sharding.grad_reduce_dtype == "fp8":
-        raise bad_setting("one device exchanges no gradients; use bf16 or fp32", grad_reduce_dtype="fp8")
+        raise bad_setting(
+            "one device exchanges no gradients; use fp32 or bf16, the dtype of sums over micro-batches",
+            grad_reduce_dtype="fp8",
+        )
     strategy = build_strategy(mode, device, cfg)
     if strategy.steps_on_cpu:
         threads = ranks.use_cores()
@@ -61,7 +65,7 @@ def limit_memory(cfg: Config, device: torch.device) -> int | None:
     if limit is None:
         return total
     if limit * 1e9 > total:
-        raise bad_setting(f"the GPU has {total / 1e9:.1f}; give less, or drop it", memory_limit_gb=limit)
+        raise bad_setting(f"the GPU has {total / 1e9:.1f} GB; give less, or drop it", memory_limit_gb=limit)
     torch.cuda.set_per_process_memory_fraction(limit * 1e9 / total, device)
     return int(limit * 1e9)
 
@@ -101,7 +105,9 @@ def resident_bytes(plan: StepPlan) -> float:
     resident = plan.model.parameters * plan.optimizer.state_bytes / plan.shards
     if plan.fsdp:
         resident += memory.accumulated_gradients(plan)
-    if plan.sharding.gathers_once:  # gradients are unsharded too, until they are reduced
+    if plan.sharding.gathers_once:
+        # Weights, and gradients until they are reduced. With accumulation this is an upper bound, as each
+        # block's gradient is then added to the sums above and freed.
         resident += 2 * plan.model.parameters * (4 if plan.cfg.precision.mixed_precision == "fp32" else 2)
     return resident
 

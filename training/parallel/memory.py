@@ -1,7 +1,8 @@
-"""GPU memory of a training step, computed from tensor sizes, for --sharding_mode auto and `benchmarks.plan`.
+"""GPU memory of a training step, computed from tensor sizes, for `benchmarks.plan`.
 
-Sizes are bytes on one GPU. 1 GB is 10^9 bytes, as in summary.json. This module must not import torch, so that
-`benchmarks.plan` starts fast.
+For --sharding_mode auto `choose` has its own sum, and reads only `accumulated_gradients`. Sizes are bytes
+on one GPU. 1 GB is 10^9 bytes, as in summary.json. This module must not import torch, so that
+`benchmarks.plan` shows its help and refuses wrong flags at once.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 A strategy shards the model, exchanges gradients, and runs backward and the optimizer step. Gradients are
 averaged over ranks; the training loop multiplies the loss by the world size, which makes them sums.
 
-The rest of the suite depends on a mode only through these capabilities:
+Assembly, training loop and checkpoints depend on a mode only through these capabilities. Settings, the choice
+of mode, the memory model and the planner also read `settings.MODES` and test names of modes.
 
 | capability               | single          | ddp    | fsdp_*, hsdp                | deepspeed, ds_zero*    |
 | ------------------------ | --------------- | ------ | --------------------------- | ---------------------- |
@@ -12,10 +13,11 @@ The rest of the suite depends on a mode only through these capabilities:
 | master_home              | device          | device | device; cpu with offload    | zero                   |
 | steps_on_cpu             | no              | no     | with offload                | with offload_optimizer |
 | reentrant                | no              | no     | no                          | stage 3                |
-| fuses_wgrad_accumulation | with FusedAdamW | no     | without --fp8_all_gather    | no                     |
+| fuses_wgrad_accumulation | yes [1]         | no     | without --fp8_all_gather    | no                     |
 
-A new mode needs its row in `settings.MODES` and its terms in `memory.py`; a new engine also needs its class
-here and its entry in `build_strategy`.
+[1] With an optimizer of kind `fused_adamw`. The whole row needs steps of several micro-batches.
+
+docs/development.md lists what a new mode needs.
 """
 
 from __future__ import annotations

@@ -108,8 +108,8 @@ def scale_gradients(model: nn.Module, factor: float) -> None:
     """Convert the gradients' scales and amaxes to those of a loss multiplied by `factor`.
 
     Exact, because backward is linear. Delayed scaling starts from scales of 1, where gradients of a loss
-    averaged over 10,000 tokens underflow in E5M2, so the first gradients would be wrong (1B Llama, first
-    step: norm 2.73 instead of 11.4). Gradients of the summed loss do not underflow: calibration uses it.
+    averaged over 10,000 tokens underflow in E5M2, so the first gradients would be wrong (measured:
+    docs/precision.md). Gradients of the summed loss do not underflow: calibration uses it.
     """
     for name, tensor in scaling_state(model).items():
         if ".scaling_bwd." in name:
