@@ -111,9 +111,12 @@ def yaml_fault(error: Exception) -> str:
 
 
 def read_yaml_settings(path: str) -> dict[str, Any]:
-    """Read the `setting: value` lines of a --config file."""
+    """Read the `setting: value` lines of a --config file, or a JSON object."""
     try:
-        loaded = yaml.load(Path(path).expanduser().read_text(encoding="utf-8"), YamlLoader)
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+        if path.endswith(".json"):
+            text = text.expandtabs()  # YAML allows no tabs
+        loaded = yaml.load(text, YamlLoader)
     except OSError as error:
         raise bad_setting(error.strerror or str(error), config=path) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -65,10 +65,8 @@ def assemble(job: Job) -> Assembly:
         optim.set_masters(optimizer, model, shards)
     elif fp8_gather:
         torchao_fp8.refresh_scales_after_steps(model, optimizer)
-    if strategy.master_home != "zero":
-        optim.optimizer_state(
-            optimizer, model
-        )  # allocated before the first step, which then needs all memory
+    if job.total_steps and strategy.master_home != "zero":
+        optim.allocate_state(optimizer, model)  # now, so that what fits in the first step fits in the second
     wrapped = strategy.wrap(model, optimizer)
     autocast = build_autocast(
         precision, device=strategy.device, parameter_dtype=strategy.forward_dtype(**dtypes)

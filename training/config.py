@@ -182,6 +182,8 @@ EARLIER_DEFAULTS = {"eval_samples": EVAL_SAMPLES}
 
 def comparable(name: str, value: Any) -> Any:
     """Return a recorded setting for comparisons: None for the default of an earlier version."""
+    if name == "moment_dtype":
+        return ",".join(dict.fromkeys(parse_moment_dtype(value)))  # fp8,fp8 is fp8
     return None if EARLIER_DEFAULTS.get(name) == value else value
 
 

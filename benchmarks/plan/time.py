@@ -134,7 +134,7 @@ def _cast_bytes(job: StepPlan) -> float:
 
 
 def adam_bytes(job: StepPlan) -> float:
-    """Optimizer traffic in bytes per parameter: weight, gradient, FP32 remainder and moments."""
+    """Optimizer traffic in bytes per parameter: weight, gradient, 16-bit remainder and moments."""
     plan = job.optimizer
     return 2 * 2 + 2 + (2 * 2 if plan.master_weights else 0) + 2 * plan.moment_bytes
 
@@ -166,7 +166,7 @@ def exchange(job: StepPlan) -> Exchange:
     # Within a node ranks exchange BF16 gradients and sum them locally; across nodes NCCL reduces in FP32.
     local_sum = job.nodes == 1 and (job.accumulation == 1 or not job.fsdp) and not job.sharding.in_groups
     in_fp32 = job.cfg.sharding.grad_reduce_dtype == "fp32"
-    gradient = (2 if local_sum or not in_fp32 or stage else 4) * model.parameters
+    between_replicas = gradient = (2 if local_sum or not in_fp32 or stage else 4) * model.parameters
     if job.cfg.sharding.grad_reduce_dtype == "fp8":
         gradient = 129 / 128 * model.parameters
     if job.mode == "ddp":
@@ -178,7 +178,7 @@ def exchange(job: StepPlan) -> Exchange:
     gathers = 1 if job.sharding.gathers_once else 2 * job.accumulation
     weights = 2 * model.parameters - job.gathers_fp8 * model.gemm_weights
     rounds = job.accumulation if stage else 1
-    across = 2 * gradient / job.shards if job.sharding.in_groups else 0.0
+    across = 2 * between_replicas / job.shards if job.sharding.in_groups else 0.0
     copied = (4 * gathers + 8 * rounds) * model.parameters
     return Exchange(gathers * weights + rounds * gradient, across, copied, layers * (gathers + rounds))
 

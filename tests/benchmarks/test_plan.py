@@ -180,7 +180,7 @@ def test_a_memory_limit_is_a_smaller_gpu():
     [
         ({}, 26),
         ({"moment_dtype": "bf16"}, 18),
-        ({"moment_dtype": "fp8"}, 14 + 4 / 128),
+        ({"moment_dtype": "fp8"}, 14 + 4 / 64),
         ({"master_weights": "none"}, 22),
     ],
 )

@@ -208,6 +208,11 @@ def test_config_json_gives_the_same_config(tmp_path):
     assert config_from_dict(json.loads((tmp_path / "config.json").read_text())) == cfg
 
 
+def test_json_indented_with_tabs_is_read(tmp_path):
+    (tmp_path / "settings.json").write_text('{\n\t"batch_size": 3\n}')
+    assert parse("--config", str(tmp_path / "settings.json")).optim.batch_size == 3
+
+
 def test_only_settings_that_are_not_resumable_count_as_changed():
     old = parse("--batch_size", "4").to_dict()
     new = parse("--batch_size", "8", "--log_interval", "1", "--max_steps", "7")

@@ -34,6 +34,7 @@ from training.checkpoint import progress
 from training.checkpoint.resume import ResumePoint, check_resume, count_steps
 from training.checkpoint.run_folder import train_losses
 from training.config import config_from_dict, parse_config
+from training.optim import optimizer as optim
 from training.optim.optimizer import plan_optimizer
 from training.parallel.choose import check_memory
 from training.parallel.strategies import Strategy
@@ -560,6 +561,11 @@ def test_a_refused_run_keeps_a_folder_that_existed(tmp_path):
 def test_two_rows_can_be_evaluated(tmp_path):
     folder = train(tmp_path / "run", f"--dataset_name {two_rows(tmp_path)} --max_steps 0")
     assert record(folder, "env.json")["data"]["eval"]["rows"] == 2
+
+
+def test_an_evaluation_allocates_no_moments(tmp_path, monkeypatch):
+    monkeypatch.setattr(optim, "state_of", None)
+    train(tmp_path / "run", f"--dataset_name {two_rows(tmp_path)} --max_steps 0")
 
 
 def test_a_finished_run_without_rows_to_evaluate_on_accepts_any_flags(tmp_path, capsys):

@@ -4,9 +4,10 @@
 - `--resume PATH` starts from that checkpoint. Once this run has saved newer ones, the same command
   resumes from those, so that a requeued job never rolls back twice.
 - `--resume none` starts from scratch. It is an error if the folder already holds a run.
-- Settings that are not resumable must match the checkpoint, with three exceptions. On another number of ranks
-  the batch may be split differently. A run that starts from another run's checkpoint may change its learning
-  rate. With --convert_moments the moments may have another dtype.
+- Settings that are not resumable must match the checkpoint, with three exceptions. The batch may be split
+  differently; on another number of ranks its size may change too. A run that starts from another run's
+  checkpoint may change learning rate, schedule, weight decay and clipping. With --convert_moments the moments
+  may have another dtype.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from training.checkpoint.store import Checkpoints
 from training.config import Config, all_settings, changed_settings, settings_path
 from training.optim.settings import OptimConfig
 
-# Settings that may change on another number of ranks. The global batch size may change only then.
+# Settings that may change if the global batch size stays the same, or on another number of ranks.
 BATCH_SPLIT_SETTINGS = ("batch_size", "gradient_accumulation_steps")
 # Settings that may change when starting from another run's checkpoint, e.g. after that run diverged.
-RESTART_SETTINGS = ("learning_rate", "lr_scheduler", "min_lr_ratio", "weight_decay", "max_grad_norm")
+RESTART_SETTINGS = (
+    *("learning_rate", "lr_scheduler", "min_lr_ratio", "num_warmup_steps", "warmup_ratio"),
+    *("weight_decay", "max_grad_norm"),
+)
 
 
 @dataclass(frozen=True)
@@ -166,9 +170,7 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
         changed |= split
     if meta["recipe"] != recipe:
         changed["fp8_scenario"] = (meta["recipe"], recipe)
-    if changed.keys() == {"moment_dtype"}:
-        reason = f"saved with {changed['moment_dtype'][0]}; use that, or add --convert_moments"
-        raise bad_setting(reason, resume=point.path, moment_dtype=cfg.precision.moment_dtype)
+    _refuse_other_moments(changed, resume=point.path)
     if changed:
         raise bad_setting(
             f"saved with other settings ({describe_changes(changed)}); use the same settings, or rerun its "
@@ -202,6 +204,7 @@ def check_folder(cfg: Config, folder: Path) -> None:
     changed = _without_converted(changed_settings(old, cfg), cfg)
     if (folder / "checkpoints").exists():  # `check_resume` compares them, by world size
         changed = {name: values for name, values in changed.items() if name not in BATCH_SPLIT_SETTINGS}
+    _refuse_other_moments(changed, output_dir=folder)
     if changed:
         raise bad_setting(
             f"holds another run ({describe_changes(changed)}); choose another folder, or use the settings it "
@@ -216,6 +219,13 @@ def _without_converted(changed: dict[str, tuple[Any, Any]], cfg: Config) -> dict
     """Return the changes that --convert_moments does not permit."""
     converted = ["moment_dtype"] if cfg.checkpoint.convert_moments else []
     return {name: values for name, values in changed.items() if name not in converted}
+
+
+def _refuse_other_moments(changed: dict[str, tuple[Any, Any]], **where: Path) -> None:
+    """Raise UserError with the flag that converts moments, if they are the only difference."""
+    if changed.keys() == {"moment_dtype"}:
+        old, new = changed["moment_dtype"]
+        raise bad_setting(f"saved with {old}; use that, or add --convert_moments", moment_dtype=new, **where)
 
 
 def describe_changes(changed: dict[str, tuple[Any, Any]]) -> str:

@@ -23,6 +23,7 @@ from training.optim.adamw import local
 from training.precision.recipes import Precision
 from training.precision.settings import parse_moment_dtype
 
+StoredMoments = dict[tuple[str, str], dict[str, Tensor]]  # tensors of (parameter's key, moment), by part
 MOMENTS_AT_ONCE = 20  # loaded together when their format changes: about a decoder layer's
 
 
@@ -95,18 +96,23 @@ def restore_run(checkpoints: Checkpoints, point: ResumePoint, run: RunState) -> 
     """Load a checkpoint into `run` and return the FP8 scaling state. Collective.
 
     The scaling state is returned because TE allocates it in the first forward pass. Ranks beyond the saved
-    world size keep their RNG state.
+    world size keep their RNG state. Moments of another format are converted.
     """
     shapes, meta = checkpoints.shapes(point.path), point.meta
     scaling = {key: torch.empty(shape) for key, shape in shapes.items() if key.startswith("fp8/")}
     tensors, copy_back = weights_and_optimizer(run.model, run.optimizer, run.strategy, run.cfg)
     rng_tensors = {key: tensor for key, tensor in rng_state(run.strategy.rank).items() if key in shapes}
-    old, new = meta["config"].get("moment_dtype", "fp32"), run.cfg.precision.moment_dtype
-    converted = {} if old == new else _take_moments(tensors)
-    checkpoints.load(point.path, tensors | rng_tensors | scaling)
+    old, new = (
+        parse_moment_dtype(name)
+        for name in (meta["config"].get("moment_dtype", "fp32"), run.cfg.precision.moment_dtype)
+    )
+    to_convert = {} if old == new else _moments_in(tensors)
+    loaded_later = {f"{key}.{part}" for (key, _), parts in to_convert.items() for part in parts}
+    loaded = {name: tensor for name, tensor in tensors.items() if name not in loaded_later}
+    checkpoints.load(point.path, loaded | rng_tensors | scaling)
+    formats = dict(zip((moments.FIRST, moments.SECOND), old, strict=True))
+    _load_moments(checkpoints, point.path, to_convert, formats)
     copy_back()
-    formats = dict(zip((moments.FIRST, moments.SECOND), parse_moment_dtype(old), strict=True))
-    _load_moments(checkpoints, point.path, converted, formats)
     optim.set_optimizer_steps(run.optimizer, meta["optimizer_steps"])
     if rng_tensors:
         set_rng_state({key.rpartition("/")[2]: tensor for key, tensor in rng_tensors.items()})
@@ -114,25 +120,21 @@ def restore_run(checkpoints: Checkpoints, point: ResumePoint, run: RunState) -> 
     return {key.removeprefix("fp8/"): tensor for key, tensor in scaling.items()}
 
 
-Moments = dict[tuple[str, str], dict[str, Tensor]]  # tensors of (parameter's key, moment), by part
-
-
-def _take_moments(tensors: dict[str, Tensor]) -> Moments:
-    """Move the moments out of `tensors`."""
-    found = [(key, moment) for key, _, moment in (name.rpartition(".") for name in tensors)]
+def _moments_in(tensors: dict[str, Tensor]) -> StoredMoments:
+    keys = [(key, moment) for key, _, moment in (name.rpartition(".") for name in tensors)]
     return {
         (key, moment): {
-            part: tensors.pop(f"{key}.{part}")
+            part: tensors[f"{key}.{part}"]
             for part in (moment, moment + moments.EXPONENTS)
             if f"{key}.{part}" in tensors
         }
-        for key, moment in found
+        for key, moment in keys
         if moment in (moments.FIRST, moments.SECOND)
     }
 
 
 @torch.no_grad()
-def _load_moments(checkpoints: Checkpoints, path: Path, live: Moments, formats: dict[str, str]) -> None:
+def _load_moments(checkpoints: Checkpoints, path: Path, live: StoredMoments, formats: dict[str, str]) -> None:
     """Load moments saved in `formats` (by moment) and store them in the formats of `live`. Collective.
 
     They are loaded in groups, as all of them may not fit in both formats.
@@ -140,16 +142,14 @@ def _load_moments(checkpoints: Checkpoints, path: Path, live: Moments, formats: 
     keys = list(live)
     for first in range(0, len(keys), MOMENTS_AT_ONCE):
         group = keys[first : first + MOMENTS_AT_ONCE]
-        stored = {
+        saved = {
             (key, name): moments.allocate(live[key, name][name], name, formats[name]) for key, name in group
         }
-        tensors = {f"{key}.{part}": t for (key, _), parts in stored.items() for part, t in parts.items()}
-        checkpoints.read(path, tensors)
+        checkpoints.read(path, {f"{key}.{part}": t for (key, _), p in saved.items() for part, t in p.items()})
         for key, moment in group:
-            saved, own = (
-                {part: local(t) for part, t in found[key, moment].items()} for found in (stored, live)
-            )
-            moments.write_(own, moment, moments.read(saved, moment))
+            there = {part: local(tensor) for part, tensor in saved[key, moment].items()}
+            here = {part: local(tensor) for part, tensor in live[key, moment].items()}
+            moments.write_(here, moment, moments.read(there, moment))
 
 
 def weights_and_optimizer(

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from training.optim import moments
 from training.optim.accumulation import gradient_of
 
+ELEMENTS_AT_ONCE = 2**24  # on the CPU, which needs about 60 bytes of temporary memory for each
+
 
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW (arXiv:1711.05101) on BF16 parameters, whole or sharded (DTensor), with FP32 arithmetic.
@@ -92,7 +94,7 @@ def update_(
     seed: Tensor,
     group: dict[str, Any],
 ) -> None:
-    """Apply one AdamW step in place to contiguous tensors of one shape; the CPU path is the reference.
+    """Apply one AdamW step in place to contiguous shards of one parameter; the CPU path is the reference.
 
     `scalars` [4] float32: gradient scale, apply (0 or 1), 1 - beta1^t, 1 - beta2^t. `seed` [] int64: of the
     moments' stochastic rounding. `group` holds the other hyperparameters. Without a remainder
@@ -105,6 +107,14 @@ def update_(
     remainder = state.get("master_param")
     scale, apply, correction1, correction2 = scalars
     if not apply:
+        return
+    row = weight.shape[1:].numel()
+    if weight.ndim > 1 and len(weight) > (rows := max(1, ELEMENTS_AT_ONCE // row)):
+        for first in range(0, len(weight), rows):
+            part = slice(first, first + rows)
+            tensors = {name: tensor[part] for name, tensor in state.items()}
+            offset = first * row * moments.INDEX_FACTOR  # so that the random bits are those of the whole
+            update_(weight[part], grad[part], tensors, scalars, seed + offset, group)
         return
     lr, (beta1, beta2), eps, weight_decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
     master = weight.float() if remainder is None else merge_master(weight, remainder)
@@ -126,8 +136,8 @@ def update_(
 
 
 def _noise(state: dict[str, Tensor], seed: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the random bits of both moments, or None if neither is rounded stochastically."""
-    if len(state.keys() - {"master_param"}) == 2:
+    """Return the random bits of both moments, or None if neither is stored in blocks."""
+    if not any(name.endswith(moments.EXPONENTS) for name in state):
         return None, None
     shape = state[moments.FIRST].shape
     first, second = moments.random_bits(shape.numel(), seed)

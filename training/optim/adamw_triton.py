@@ -10,8 +10,9 @@ from torch import Tensor
 
 from training.optim import moments
 
-GROUP = tl.constexpr(moments.BLOCK)  # values that share an exponent
-GROUPS = tl.constexpr(16)  # of one program
+BLOCK = tl.constexpr(moments.BLOCK)  # values that share an exponent
+INDEX_FACTOR = tl.constexpr(moments.INDEX_FACTOR)
+BLOCKS = tl.constexpr(32)  # of one program
 
 
 @triton.jit
@@ -32,16 +33,16 @@ def adamw_kernel(
     eps,
     weight_decay,
 ):
-    """Step GROUPS * GROUP elements; with `remainders` the weights are the high halves of FP32 masters.
+    """Step BLOCKS * BLOCK elements; with `remainders` the weights are the high halves of FP32 masters.
 
     `scalars`: gradient scale, apply (0 or 1), 1 - beta1^t, 1 - beta2^t. `seed` [1] int64. Moments with
     exponents are stored as in `training.optim.moments`.
     """
-    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     apply = tl.load(scalars + 1) != 0
     inside = (at < numel) & apply
-    whole = (group * GROUP < numel) & apply
+    block_inside = (block * BLOCK < numel) & apply
     w = tl.load(weights + at, mask=inside, other=0.0)
     if remainders is not None:
         low = tl.load(remainders + at, mask=inside, other=0).to(tl.int32)
@@ -50,15 +51,18 @@ def adamw_kernel(
     else:
         master = w.to(tl.float32)
     g = tl.load(grads + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scalars)
-    m = beta1 * load_moment(exp_avg, exp_avg_exponents, at, group, inside, whole, True) + (1 - beta1) * g
-    v = load_moment(exp_avg_sq, exp_avg_sq_exponents, at, group, inside, whole, False)
+    m = (
+        beta1 * load_moment(exp_avg, exp_avg_exponents, at, block, inside, block_inside, True)
+        + (1 - beta1) * g
+    )
+    v = load_moment(exp_avg_sq, exp_avg_sq_exponents, at, block, inside, block_inside, False)
     v = beta2 * v + (1 - beta2) * g * g
     step = (m / tl.load(scalars + 2)) / (tl.sqrt(v / tl.load(scalars + 3)) + eps)
     master = master - lr * (step + weight_decay * master)
-    noise = mix((at * 0x9E3779B1 + tl.load(seed)).to(tl.uint32))
-    store_moment(exp_avg, exp_avg_exponents, m, noise, at, group, inside, whole, True)
+    noise = mix((at * INDEX_FACTOR + tl.load(seed)).to(tl.uint32))
+    store_moment(exp_avg, exp_avg_exponents, m, noise, at, block, inside, block_inside, True)
     noise = mix(noise + 0x7F4A7C15)
-    store_moment(exp_avg_sq, exp_avg_sq_exponents, v, noise, at, group, inside, whole, False)
+    store_moment(exp_avg_sq, exp_avg_sq_exponents, v, noise, at, block, inside, block_inside, False)
     if remainders is not None:
         bits = master.to(tl.int32, bitcast=True)
         low = bits.to(tl.int16)
@@ -70,7 +74,7 @@ def adamw_kernel(
 
 
 @triton.jit
-def load_moment(values, exponents, at, group, inside, whole, SIGNED: tl.constexpr):
+def load_moment(values, exponents, at, block, inside, block_inside, SIGNED: tl.constexpr):
     """Load a moment in FP32; the counterpart of `moments.read`."""
     if exponents is None:
         result = tl.load(values + at, mask=inside, other=0).to(tl.float32)
@@ -79,7 +83,7 @@ def load_moment(values, exponents, at, group, inside, whole, SIGNED: tl.constexp
         MANTISSA: tl.constexpr = 3 if BITS == 8 else 10
         LEVELS: tl.constexpr = 1 << (BITS - SIGNED)
         codes = tl.load(values + at, mask=inside, other=0).to(tl.int32) & ((1 << BITS) - 1)
-        shared = tl.load(exponents + group, mask=whole, other=0).to(tl.int32)
+        shared = tl.load(exponents + block, mask=block_inside, other=0).to(tl.int32)
         base = tl.maximum((shared - ((LEVELS >> MANTISSA) - 1)) << MANTISSA, 0)[:, None]
         magnitude = codes & (LEVELS - 1)
         result = ((magnitude + base) << (23 - MANTISSA)).to(tl.float32, bitcast=True)
@@ -89,7 +93,7 @@ def load_moment(values, exponents, at, group, inside, whole, SIGNED: tl.constexp
 
 
 @triton.jit
-def store_moment(values, exponents, result, noise, at, group, inside, whole, SIGNED: tl.constexpr):
+def store_moment(values, exponents, result, noise, at, block, inside, block_inside, SIGNED: tl.constexpr):
     """Store a moment given in FP32; the counterpart of `moments.write_`."""
     if exponents is None:
         tl.store(values + at, result.to(values.dtype.element_ty), mask=inside)
@@ -105,11 +109,13 @@ def store_moment(values, exponents, result, noise, at, group, inside, whole, SIG
         base = tl.maximum((shared - ((LEVELS >> MANTISSA) - 1)) << MANTISSA, 0)[:, None]
         codes = tl.maximum(rounded - base, 0)
         if SIGNED:
-            smallest = ((base + 1) << CUT).to(tl.float32, bitcast=True)
-            kept = tl.abs(result) > low.to(tl.float32) * (1.0 / (1 << CUT)) * smallest
-            codes = tl.where(codes < 1, kept.to(tl.int32), codes) | ((bits >> 31) & 1) * LEVELS
+            smallest = (base + 1) << CUT
+            least = smallest.to(tl.float32, bitcast=True)
+            kept = tl.abs(result) > low.to(tl.float32) * (1.0 / (1 << CUT)) * least
+            codes = tl.where((bits & 0x7FFFFFFF) < smallest, kept.to(tl.int32), codes)
+            codes = codes | ((bits >> 31) & 1) * LEVELS
         tl.store(values + at, codes.to(values.dtype.element_ty), mask=inside)
-        tl.store(exponents + group, shared.to(tl.uint8), mask=whole)
+        tl.store(exponents + block, shared.to(tl.uint8), mask=block_inside)
 
 
 @triton.jit
@@ -139,6 +145,6 @@ def adamw_(
     contiguous = all(t.is_contiguous() for t in (weight, *stored) if t is not None)
     assert contiguous, "the kernel needs contiguous tensors"
     tensors = weight, grad.contiguous(), *stored, state.get("master_param"), scalars, seed
-    grid = (triton.cdiv(weight.numel(), (GROUPS * GROUP).value),)
+    grid = (triton.cdiv(weight.numel(), (BLOCKS * BLOCK).value),)
     settings = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
     adamw_kernel[grid](*tensors, weight.numel(), *settings, num_warps=4)

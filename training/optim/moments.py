@@ -1,4 +1,4 @@
-"""Adam's moments in 8 or 16 bits, with one shared exponent per block of 128 values of a row.
+"""Adam's moments in 8 or 16 bits, with one shared exponent per block of 64 values of a row.
 
 A code holds the distance of a value's exponent from the largest one in its block, and the leading bits of
 its mantissa (for 8 bits: 3, as in E4M3). The first moment has a sign and spans 16 binades, the second has no
@@ -7,8 +7,9 @@ random bits are added below the cut (stochastic rounding), so the expected value
 step (--adam_beta2 0.999) reaches the second moment, although neighbouring codes differ by 6 to 12 %. Only a
 power of two is shared, so a block's other values stay on their codes when its largest value changes.
 
-A second moment below the range is stored as the smallest code, never as zero, which would divide by epsilon
-alone. Vectors, and matrices whose rows are no multiple of 128, keep FP32 moments; they are few.
+Below the range, a first moment becomes the smallest code or zero, at random. A second moment becomes the
+smallest code, never zero, which would divide by epsilon alone. Vectors (norms and biases), and matrices whose
+rows are no multiple of 64, keep FP32 moments.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-BLOCK = 128
+BLOCK = 64
 FIRST, SECOND = "exp_avg", "exp_avg_sq"  # names in torch.optim.AdamW
+INDEX_FACTOR = 0x9E3779B1  # of an element's index in the seed of its random bits
 EXPONENTS = "_exponents"  # suffix of the name of a moment's block exponents, uint8
 
 
@@ -29,7 +31,7 @@ class Format(NamedTuple):
 
     dtype: torch.dtype
     bytes: float  # per parameter, with the block exponents
-    mantissa: int = 0  # bits of a code; 0: the dtype itself, without blocks
+    mantissa: int = 0  # mantissa bits of a code; 0: stored as `dtype`, without blocks
 
 
 FORMATS = {
@@ -90,7 +92,7 @@ def mantissa_of(dtype: torch.dtype) -> int:
 def encode(
     values: Tensor, dtype: torch.dtype, *, signed: bool, noise: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (codes in `dtype`, FP32 exponent fields uint8 [..., n / 128]) of FP32 values [..., n].
+    """Return (codes in `dtype`, FP32 exponent fields uint8 [..., n / 64]) of FP32 values [..., n].
 
     The last binade of a block is the one of its largest value after rounding.
     """
@@ -105,10 +107,10 @@ def encode(
     base = _base(exponents, mantissa, levels)
     codes = rounded - base
     if signed:
-        smallest = ((base + 1) << cut).view(torch.float32)
         # Below the smallest code: that code with a probability that keeps the expected value, else zero.
-        kept = values.abs() > low.float() * 2.0**-cut * smallest
-        codes = torch.where(codes < 1, kept.int(), codes) | ((bits >> 31) & 1) * levels
+        smallest = (base + 1) << cut
+        kept = values.abs() > low.float() * 2.0**-cut * smallest.view(torch.float32)
+        codes = torch.where(magnitude < smallest, kept.int(), codes) | ((bits >> 31) & 1) * levels
     return codes.clamp(min=0).to(dtype), exponents.to(torch.uint8)
 
 
@@ -126,7 +128,7 @@ def decode(codes: Tensor, exponents: Tensor, *, signed: bool) -> Tensor:
 
 
 def _base(exponents: Tensor, mantissa: int, levels: int) -> Tensor:
-    """Return the rounded bits that code 0 stands for, [..., n] from block exponents [..., n / 128]."""
+    """Return the rounded bits that code 0 stands for, [..., n] from block exponents [..., n / 64]."""
     binades = levels >> mantissa
     return ((exponents - (binades - 1)) << mantissa).clamp(min=0).repeat_interleave(BLOCK, -1)
 
@@ -134,10 +136,11 @@ def _base(exponents: Tensor, mantissa: int, levels: int) -> Tensor:
 def random_bits(count: int, seed: Tensor) -> tuple[Tensor, Tensor]:
     """Return two int32 tensors of random bits for elements 0 to count - 1 from an int64 scalar seed.
 
-    MurmurHash3's finalizer of index and seed, so that kernel, reference and a resumed run draw the same.
+    MurmurHash3's finalizer of index and seed, so that kernel and reference draw the same, and so does a
+    resumed run on as many ranks.
     """
     index = torch.arange(count, dtype=torch.int64, device=seed.device)
-    first = _mix((index * 0x9E3779B1 + seed) & 0xFFFFFFFF)
+    first = _mix((index * INDEX_FACTOR + seed) & 0xFFFFFFFF)
     return first.to(torch.int32), _mix((first + 0x7F4A7C15) & 0xFFFFFFFF).to(torch.int32)
 
 

@@ -1,10 +1,11 @@
-"""Reduction of BF16 gradients over ranks with FP32 sums.
+"""Reduction of gradients over ranks with FP32 sums.
 
 Within a node the ranks exchange BF16 shards by all-to-all, and each sums what it receives in FP32, which is
 as exact as an FP32 reduction and halves its traffic. Across nodes NCCL's rings are faster, and carry FP32.
 
 With --grad_reduce_dtype fp8 the shards travel in E4M3, with a power of two per block of 128 values as scale:
-half the bytes of BF16, within and across nodes. The sums are in FP32 all the same.
+half the bytes of BF16, within and across nodes. The sums are in FP32 all the same. DDP rounds the average
+once more, for the all-gather; under hsdp FSDP2 sums the copies of a shard in BF16.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from training.parallel import ranks
 
 FP8_BLOCK = 128
-FP8_EXPONENT = 8  # of a block's largest value: E4M3 ends at 448 = 1.75 * 2**8
+FP8_EXPONENT = 8  # a block is scaled to values below 2**8; E4M3 ends at 448
 NOT_FINITE = -128  # exponent of a block with a NaN or infinity
 
 
@@ -40,11 +41,19 @@ def _reduce_scatter_fp32(tensor: Tensor, group: Any, *, mean: bool) -> Tensor:
 def _reduce_scatter_fp8(tensor: Tensor, group: Any, *, mean: bool) -> Tensor:
     """Reduce-scatter a tensor [N * n] over N ranks to this rank's shard [n] in FP32, sent in FP8."""
     rows = tensor.view(dist.get_world_size(group), -1)  # [N, n]
-    packed = pack_fp8(F.pad(rows, (0, -rows.shape[1] % FP8_BLOCK)))
+    packed = pack_fp8(_padded(rows))
     received = torch.empty_like(packed)
     dist.all_to_all_single(received, packed, group=group)
-    values = unpack_fp8(received)
-    return (torch.mean if mean else torch.sum)(values, dim=0)[: rows.shape[1]]
+    total = unpack_fp8(received[:1])
+    for other in range(1, len(rows)):  # one by one: FP32 values of all rows would need a lot of memory
+        total += unpack_fp8(received[other : other + 1])
+    return total[0, : rows.shape[1]] / (len(rows) if mean else 1)
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """Return rows [N, n] padded to whole blocks."""
+    padding = -rows.shape[1] % FP8_BLOCK
+    return F.pad(rows, (0, padding)) if padding else rows
 
 
 def pack_fp8(values: Tensor) -> Tensor:
@@ -118,7 +127,7 @@ def _average_fp32(gradients: Tensor) -> None:
 
 def _average_fp8(gradients: Tensor) -> None:
     shard = _reduce_scatter_fp8(gradients, None, mean=True)
-    packed = pack_fp8(F.pad(shard, (0, -shard.numel() % FP8_BLOCK))[None])
+    packed = pack_fp8(_padded(shard[None]))
     received = packed.new_empty(dist.get_world_size(), packed.shape[1])
     dist.all_gather_into_tensor(received, packed)
     gradients.copy_(unpack_fp8(received)[:, : shard.numel()].flatten())

@@ -65,14 +65,18 @@ class ShardingConfig(Section):
         None, "ranks that share one copy of the model under hsdp; default: the ranks of a node", minimum=1
     )
     grad_reduce_dtype: Literal["fp32", "bf16", "fp8"] = setting(
-        "fp32", "gradient sums over ranks and (one GPU, FSDP) micro-batches; fp8: sent in FP8, summed in FP32"
+        "fp32",
+        "dtype of gradient sums over ranks and micro-batches; fp8: ranks send FP8, micro-batches sum in BF16",
     )
     fp8_all_gather: bool = setting(
         False,
         "all-gather linear weights in FP8 (FSDP; recipe current with --use_te, else tensorwise)",
     )
     memory_limit_gb: float | None = resumable(
-        None, "use at most this much memory of each GPU, in 10^9 bytes; default: all", above=0
+        None,
+        "use at most this much memory of each GPU, in 10^9 bytes; default: all",
+        above=0,
+        affects="nothing",
     )
     empty_cache_freq: int = resumable(
         0,

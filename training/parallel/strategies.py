@@ -82,7 +82,7 @@ class Strategy:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Dtype of gradient sums over ranks and micro-batches. Sums over ranks of FP8 gradients are FP32."""
+        """Dtype of sums over micro-batches, and of the gradients that FSDP2 hands over for reduction."""
         return torch.float32 if self.cfg.sharding.grad_reduce_dtype == "fp32" else torch.bfloat16
 
     @property

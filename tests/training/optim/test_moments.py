@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from training.optim import adamw as adamw_module
 from training.optim import moments
 from training.optim.adamw import FusedAdamW
 from training.optim.moments import BLOCK, FIRST, SECOND, decode, encode
@@ -54,6 +55,17 @@ def test_stochastic_rounding_keeps_the_mean(signed):
     # A rounding is off by at most a step: an eighth of the value, or the smallest code.
     step = torch.maximum(values.abs() / 8, largest * 2**-15 * signed)
     assert ((total / draws - values).abs() < 5 * step / 2 / draws**0.5).all()
+
+
+def test_a_first_moment_below_the_smallest_code_keeps_its_mean():
+    for fraction in (0.01, 0.5, 0.9, 0.95, 0.99):
+        values = torch.full((400, BLOCK), fraction * 1.125 * 2**-15)
+        values[:, 0] = 1.0
+        noise = moments.random_bits(values.numel(), torch.tensor(7))[0].view_as(values)
+        decoded = decode(*encode(values, torch.uint8, signed=True, noise=noise), signed=True)[:, 1:]
+        assert decoded.mean().item() == pytest.approx(
+            values[0, 1].item(), rel=0.03 if fraction > 0.1 else 0.3
+        )
 
 
 def test_a_second_moment_below_the_range_is_the_smallest_code():
@@ -123,6 +135,18 @@ def test_a_step_draws_new_random_bits_and_repeats_after_a_resume():
     assert any(not torch.equal(tensor, train(3, train(2), done=3)[name]) for name, tensor in resumed.items())
 
 
+def test_a_large_parameter_is_stepped_in_parts_as_if_whole(monkeypatch):
+    found = []
+    for elements in (2**24, 2 * BLOCK * 3):
+        monkeypatch.setattr(adamw_module, "ELEMENTS_AT_ONCE", elements)
+        weight, adamw = optimizer(("fp8", "fp16"))
+        for step in range(3):
+            weight.grad = torch.linspace(-1, 1, weight.numel()).view_as(weight) * (step + 1)
+            adamw.step()
+        found.append({"weight": weight.detach(), **adamw.state[weight]})
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
 def test_every_format_is_a_setting():
     assert set(moments.FORMATS) == set(MOMENT_DTYPES)
 
@@ -131,4 +155,4 @@ def test_vectors_and_odd_rows_keep_fp32_moments():
     for shape in [(256,), (4, 100)]:
         assert moments.allocate(torch.zeros(shape), FIRST, "fp8")[FIRST].dtype == torch.float32
     stored = moments.allocate(torch.zeros(3, 4, 256), FIRST, "fp8")
-    assert stored[FIRST].dtype == torch.uint8 and stored[FIRST + moments.EXPONENTS].shape == (3, 4, 2)
+    assert stored[FIRST].dtype == torch.uint8 and stored[FIRST + moments.EXPONENTS].shape == (3, 4, 4)

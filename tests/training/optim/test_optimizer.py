@@ -27,9 +27,9 @@ NO_MASTERS = {"master_weights": "none", "moment_dtype": "bf16"}
     [
         ({}, {"on_gpu": True}, ("fused_adamw", BF16, True, 2 + 2 + 2 + 8)),
         ({"moment_dtype": "bf16"}, {"on_gpu": True}, ("fused_adamw", BF16, True, 2 + 2 + 2 + 4)),
-        ({"moment_dtype": "fp8"}, {"on_gpu": True}, ("fused_adamw", BF16, True, 8 + 2 / 128)),
-        ({"moment_dtype": "fp8,fp16"}, {"on_gpu": True}, ("fused_adamw", BF16, True, 9 + 2 / 128)),
-        ({"moment_dtype": "fp8"}, {"on_gpu": False}, ("plain_adamw", FP32, True, 10 + 2 / 128)),
+        ({"moment_dtype": "fp8"}, {"on_gpu": True}, ("fused_adamw", BF16, True, 8 + 2 / 64)),
+        ({"moment_dtype": "fp8,fp16"}, {"on_gpu": True}, ("fused_adamw", BF16, True, 9 + 2 / 64)),
+        ({"moment_dtype": "fp8"}, {"on_gpu": False}, ("plain_adamw", FP32, True, 10 + 2 / 64)),
         (NO_MASTERS, {"on_gpu": True}, ("fused_adamw", BF16, False, 2 + 2 + 4)),
         ({"mixed_precision": "fp32"}, {"on_gpu": True}, ("torch_adamw", FP32, True, 4 + 4 + 8)),
         ({}, {"on_gpu": False}, ("torch_adamw", FP32, True, 4 + 4 + 8)),

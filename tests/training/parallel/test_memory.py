@@ -76,13 +76,13 @@ ADAM = OptimizerPlan("zero_adamw", torch.bfloat16, True, ("fp32", "fp32"))
             plan_of(8.0, "single", gpus=1),
             100e9,
             "on one GPU: .* need 112.0 GB per GPU, which has 100.0 GB: "
-            "--moment_dtype fp8 needs 64.1 GB, or --sharding_mode fsdp_full needs 2 such GPUs, "
+            "--moment_dtype fp8 needs 64.2 GB, or --sharding_mode fsdp_full needs 2 such GPUs, "
             "or torchrun .*fsdp_offload uses host memory",
         ),
         (
             plan_of(70.0, "fsdp_full"),
             100e9,
-            "--sharding_mode fsdp_full: .* need 122.5 GB .*fp8 needs 70.1 GB, or "
+            "--sharding_mode fsdp_full: .* need 122.5 GB .*fp8 needs 70.3 GB, or "
             "--sharding_mode fsdp_full needs 14 such GPUs, or --sharding_mode fsdp_offload",
         ),
         # Another optimizer cannot hold its state in BF16.

@@ -45,6 +45,7 @@ from tests.training.parallel.jobs import (
     wait_until,
 )
 from training import resolve, run
+from training.optim import moments
 from training.parallel.ranks import COLLECTIVE_TIMEOUT
 from training.tracking.tracker import Tracker
 from training.trainer import Trainer
@@ -207,6 +208,13 @@ def test_moments_in_8_bits_are_sharded_and_resharded(tmp_path):
             ranks=ranks,
         )
         assert same_bits(saved(folder, 3), expected), (ranks, mode)
+    into_zero = "--sharding_mode ds_zero2 --moment_dtype fp32 --convert_moments"
+    flags = f"--max_steps 3 --no_export --batch_size 3 {into_zero}"
+    converted = saved(resume(tmp_path / "zero", whole, 3, flags), 3)
+    for name in (name for name in expected if name.endswith("exp_avg_exponents")):
+        codes = expected[name.removesuffix("_exponents")]
+        values = moments.decode(codes, expected[name], signed=True)
+        assert torch.equal(converted[name.removesuffix("_exponents")], values)
 
 
 def test_more_ranks_with_the_same_batch_size_see_every_sample_once(sharded, tmp_path):
