@@ -22,12 +22,13 @@ def explaining_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        denied = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-        remedy = "make it writable" if denied else "free space"
-        raise UserError(
-            f"cannot write {path}: {error.strerror or error}; {remedy}, then rerun with the same "
-            "--output_dir to resume"
-        ) from None
+        rerun = "rerun with the same --output_dir to resume"
+        remedies = {
+            errno.ENOENT: "the folder was deleted; start the run again",
+            **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), f"make it writable, then {rerun}"),
+        }
+        remedy = remedies.get(error.errno, f"free space, then {rerun}")
+        raise UserError(f"cannot write {path}: {error.strerror or error}; {remedy}") from None
 
 
 def hidden(path: Path, state: str) -> Path:

@@ -26,9 +26,8 @@ def launch(description: str, *, start: Callable[[Config], torch.device], started
     """Run the command and exit the process. For `start` and `started` see `training.run.main`."""
     cfg = parse_early(description)
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = (
-            "expandable_segments:True"  # less fragmentation; torch reads it once
-        )
+        # Less memory is lost to fragmentation. PyTorch reads the variable when it is imported.
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     # While libraries load, Ctrl-C ends the process at once: they turn a KeyboardInterrupt into other errors.
     if (interrupt := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

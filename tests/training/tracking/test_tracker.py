@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -122,6 +123,16 @@ def test_a_resume_that_fails_half_way_loses_no_line(logged, monkeypatch):
         build(logged, resume_step=1)
     everywhere = lines(logged / "metrics.jsonl") + lines(logged / "metrics.discarded.jsonl")
     assert {line["step"] for line in everywhere} == {1, 2, 3, 4}
+
+
+def test_a_run_folder_that_was_deleted_is_named(tmp_path):
+    log = build(tmp_path / "run")
+    log.log(1, {"train/loss": 1.0})
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(
+        UserError, match=r"No such file or directory; the folder was deleted; start the run again"
+    ):
+        log.log(2, {"train/loss": 2.0})
 
 
 def test_a_full_disk_is_one_error_and_a_resume_has_complete_lines(tmp_path):
