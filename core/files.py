@@ -15,6 +15,10 @@ from safetensors import SafetensorError
 
 from core.errors import UserError
 
+# Errors of a write.
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+NOT_WRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
+
 
 @contextlib.contextmanager
 def explaining_write_errors(path: Path) -> Iterator[None]:
@@ -25,7 +29,7 @@ def explaining_write_errors(path: Path) -> Iterator[None]:
         rerun = "rerun with the same --output_dir to resume"
         remedies = {
             errno.ENOENT: "the folder was deleted; start the run again",
-            **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), f"make it writable, then {rerun}"),
+            **dict.fromkeys(NOT_WRITABLE, f"make it writable, then {rerun}"),
         }
         remedy = remedies.get(error.errno, f"free space, then {rerun}")
         raise UserError(f"cannot write {path}: {error.strerror or error}; {remedy}") from None

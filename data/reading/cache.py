@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import tempfile
 from pathlib import Path
@@ -11,10 +10,9 @@ import datasets
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from core.errors import UserError, bad_setting, causes
+from core.files import DISK_FULL, NOT_WRITABLE
 from data.settings import DataConfig
 
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
-NOT_WRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of a complete Arrow stream
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import platform
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from core.errors import EXIT_BAD_SETTING, EXIT_IN_USE, UserError, bad_setting
-from core.files import read_record, write_json
+from core.files import DISK_FULL, read_record, write_json
 from training.checkpoint.resume import check_folder
 from training.config import Config
 from training.parallel import ranks
@@ -102,10 +101,9 @@ def _explaining_errors(**flag: Path | str) -> Iterator[None]:
     except Timeout:  # an OSError: the lock is taken
         raise
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = (
-            "free space, or choose a folder on another disk" if full else "choose a folder you can write to"
-        )
+        remedy = "choose a folder you can write to"
+        if error.errno in DISK_FULL:
+            remedy = "free space, or choose a folder on another disk"
         raise bad_setting(f"{error.strerror}; {remedy}", **flag) from None
 
 
