@@ -102,16 +102,13 @@ def restore_run(checkpoints: Checkpoints, point: ResumePoint, run: RunState) -> 
     scaling = {key: torch.empty(shape) for key, shape in shapes.items() if key.startswith("fp8/")}
     tensors, copy_back = weights_and_optimizer(run.model, run.optimizer, run.strategy, run.cfg)
     rng_tensors = {key: tensor for key, tensor in rng_state(run.strategy.rank).items() if key in shapes}
-    old, new = (
-        parse_moment_dtype(name)
-        for name in (meta["config"].get("moment_dtype", "fp32"), run.cfg.precision.moment_dtype)
-    )
-    to_convert = {} if old == new else _moments_in(tensors)
+    saved_formats = parse_moment_dtype(meta["config"].get("moment_dtype", "fp32"))
+    same = saved_formats == parse_moment_dtype(run.cfg.precision.moment_dtype)
+    to_convert = {} if same else _moments_in(tensors)
     loaded_later = {f"{key}.{part}" for (key, _), parts in to_convert.items() for part in parts}
     loaded = {name: tensor for name, tensor in tensors.items() if name not in loaded_later}
     checkpoints.load(point.path, loaded | rng_tensors | scaling)
-    formats = dict(zip((moments.FIRST, moments.SECOND), old, strict=True))
-    _load_moments(checkpoints, point.path, to_convert, formats)
+    _load_moments(checkpoints, point.path, to_convert, dict(zip(moments.MOMENTS, saved_formats, strict=True)))
     copy_back()
     optim.set_optimizer_steps(run.optimizer, meta["optimizer_steps"])
     if rng_tensors:
@@ -129,7 +126,7 @@ def _moments_in(tensors: dict[str, Tensor]) -> StoredMoments:
             if f"{key}.{part}" in tensors
         }
         for key, moment in keys
-        if moment in (moments.FIRST, moments.SECOND)
+        if moment in moments.MOMENTS
     }
 
 

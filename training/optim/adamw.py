@@ -46,7 +46,7 @@ class FusedAdamW(torch.optim.Optimizer):
     def initialize_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Allocate a parameter's state, sharded like the parameter."""
         state = self.state[parameter]
-        for moment, name in zip((moments.FIRST, moments.SECOND), self.moment_dtypes, strict=True):
+        for moment, name in zip(moments.MOMENTS, self.moment_dtypes, strict=True):
             state |= moments.allocate(parameter, moment, name)
         if self.master_weights and parameter.dtype != torch.float32:
             state["master_param"] = torch.zeros_like(parameter, dtype=torch.int16)
@@ -123,9 +123,7 @@ def update_(
     v = beta2 * moments.read(state, moments.SECOND) + (1 - beta2) * g * g
     step = (m / correction1) / ((v / correction2).sqrt() + eps)
     master = master - lr * (step + weight_decay * master)
-    for moment, value, noise in zip(
-        (moments.FIRST, moments.SECOND), (m, v), _noise(state, seed), strict=True
-    ):
+    for moment, value, noise in zip(moments.MOMENTS, (m, v), _noise(state, seed), strict=True):
         moments.write_(state, moment, value, noise)
     if remainder is None:
         weight.copy_(master)

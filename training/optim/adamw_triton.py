@@ -12,6 +12,7 @@ from training.optim import moments
 
 BLOCK = tl.constexpr(moments.BLOCK)  # values that share an exponent
 INDEX_FACTOR = tl.constexpr(moments.INDEX_FACTOR)
+NEXT_BITS = tl.constexpr(moments.NEXT_BITS)
 BLOCKS = tl.constexpr(32)  # of one program
 
 
@@ -61,7 +62,7 @@ def adamw_kernel(
     master = master - lr * (step + weight_decay * master)
     noise = mix((at * INDEX_FACTOR + tl.load(seed)).to(tl.uint32))
     store_moment(exp_avg, exp_avg_exponents, m, noise, at, block, inside, block_inside, True)
-    noise = mix(noise + 0x7F4A7C15)
+    noise = mix(noise + NEXT_BITS)
     store_moment(exp_avg_sq, exp_avg_sq_exponents, v, noise, at, block, inside, block_inside, False)
     if remainders is not None:
         bits = master.to(tl.int32, bitcast=True)
@@ -137,11 +138,7 @@ def adamw_(
     """Launch the kernel; implements `adamw.update_`."""
     if weight.numel() == 0:
         return  # this rank holds no shard of the parameter
-    stored = [
-        state.get(name + suffix)
-        for name in (moments.FIRST, moments.SECOND)
-        for suffix in ("", moments.EXPONENTS)
-    ]
+    stored = [state.get(name + suffix) for name in moments.MOMENTS for suffix in ("", moments.EXPONENTS)]
     contiguous = all(t.is_contiguous() for t in (weight, *stored) if t is not None)
     assert contiguous, "the kernel needs contiguous tensors"
     tensors = weight, grad.contiguous(), *stored, state.get("master_param"), scalars, seed

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 BLOCK = 64
-FIRST, SECOND = "exp_avg", "exp_avg_sq"  # names in torch.optim.AdamW
-INDEX_FACTOR = 0x9E3779B1  # of an element's index in the seed of its random bits
+MOMENTS = FIRST, SECOND = "exp_avg", "exp_avg_sq"  # names in torch.optim.AdamW
+# Of random bits: factor of an element's index, and step from the bits of the first moment to the second's.
+INDEX_FACTOR, NEXT_BITS = 0x9E3779B1, 0x7F4A7C15
 EXPONENTS = "_exponents"  # suffix of the name of a moment's block exponents, uint8
 
 
@@ -44,25 +45,23 @@ FORMATS = {
 
 def allocate(parameter: Tensor, moment: str, name: str) -> dict[str, Tensor]:
     """Return zeros for `moment` of a parameter in the format `name`, sharded like the parameter."""
-    blocks, in_blocks = divmod(parameter.shape[-1] if parameter.ndim > 1 else 1, BLOCK)
-    if not FORMATS[name].mantissa:
-        return {moment: torch.zeros_like(parameter, dtype=FORMATS[name].dtype)}
-    if in_blocks:
-        return {moment: torch.zeros_like(parameter, dtype=torch.float32)}
-    return {
-        moment: torch.zeros_like(parameter, dtype=FORMATS[name].dtype),
-        moment + EXPONENTS: _zero_exponents(parameter, blocks),
-    }
+    form = FORMATS[name]
+    if form.mantissa and (parameter.ndim < 2 or parameter.shape[-1] % BLOCK):
+        form = FORMATS["fp32"]
+    stored = {moment: torch.zeros_like(parameter, dtype=form.dtype)}
+    if form.mantissa:
+        stored[moment + EXPONENTS] = _zero_exponents(parameter)
+    return stored
 
 
-def _zero_exponents(parameter: Tensor, blocks: int) -> Tensor:
-    """Return zeros [..., blocks], one per block of the parameter's rows, sharded like it."""
+def _zero_exponents(parameter: Tensor) -> Tensor:
+    """Return zeros, uint8 [..., n / 64] for a parameter [..., n], sharded like it."""
     shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     shape = (*shard.shape[:-1], shard.shape[-1] // BLOCK)
     exponents = torch.zeros(shape, dtype=torch.uint8, device=shard.device)
     if not isinstance(parameter, DTensor):
         return exponents
-    whole = torch.empty(*parameter.shape[:-1], blocks, device="meta")
+    whole = torch.empty(*parameter.shape[:-1], parameter.shape[-1] // BLOCK, device="meta")
     layout = {"shape": whole.shape, "stride": whole.stride(), "run_check": False}
     return DTensor.from_local(exponents, parameter.device_mesh, parameter.placements, **layout)
 
@@ -141,7 +140,7 @@ def random_bits(count: int, seed: Tensor) -> tuple[Tensor, Tensor]:
     """
     index = torch.arange(count, dtype=torch.int64, device=seed.device)
     first = _mix((index * INDEX_FACTOR + seed) & 0xFFFFFFFF)
-    return first.to(torch.int32), _mix((first + 0x7F4A7C15) & 0xFFFFFFFF).to(torch.int32)
+    return first.to(torch.int32), _mix((first + NEXT_BITS) & 0xFFFFFFFF).to(torch.int32)
 
 
 def _mix(x: Tensor) -> Tensor:

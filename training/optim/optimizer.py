@@ -97,11 +97,11 @@ def plan_optimizer(
     full = cfg.mixed_precision == "fp32"
     if on_gpu and not full and master_home == "device":
         return OptimizerPlan("fused_adamw", torch.bfloat16, masters, stored)
-    if master_home == "zero" and not masters:
-        raise bad_setting(
-            "DeepSpeed always has FP32 masters; use another --sharding_mode", master_weights="none"
-        )
     if master_home == "zero":
+        if not masters:
+            raise bad_setting(
+                "DeepSpeed always has FP32 masters; use another --sharding_mode", master_weights="none"
+            )
         if stored != ("fp32", "fp32"):
             raise bad_setting(
                 "DeepSpeed keeps FP32 moments; drop it, or use another --sharding_mode",

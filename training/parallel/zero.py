@@ -20,13 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from training.config import Config
-from training.optim import adamw
+from training.optim import adamw, moments
 from training.optim import optimizer as optim
 from training.parallel import ranks
 from training.parallel.strategies import StepOutcome, Strategy
 from training.parallel.zero_settings import CONFIGS, import_deepspeed, merge_settings
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ class Zero(Strategy):
                 halves = adamw.split_master(master.to_local())
                 weight, remainder = (self._distributed(half, master.shape) for half in halves)
                 tensors |= {f"model/{name}": weight, f"optimizer/{name}.master_param": remainder}
-            for key in MOMENTS:
+            for key in moments.MOMENTS:
                 tensors[f"optimizer/{name}.{key}"] = self._rows(parameter, key)
 
         @torch.no_grad()
@@ -151,7 +149,7 @@ class Zero(Strategy):
                     remainder = tensors[f"optimizer/{name}.master_param"].to_local()
                     rows = adamw.merge_master(rows, remainder)
                 self._set_rows(parameter, None, rows)
-                for key in MOMENTS:
+                for key in moments.MOMENTS:
                     self._set_rows(parameter, key, tensors[f"optimizer/{name}.{key}"].to_local())
             self._update_parameters()
 
