@@ -133,10 +133,8 @@ def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
         reason = "--cpu_offload is shorthand for --sharding_mode fsdp_offload; drop one of the two"
         yield "cpu_offload sharding_mode", reason
     if s.grad_reduce_dtype == "fp8" and s.sharding_mode in DEEPSPEED_MODES:
-        yield (
-            "grad_reduce_dtype sharding_mode",
-            "DeepSpeed exchanges fp32 or bf16; choose one, or another mode",
-        )
+        reason = "DeepSpeed exchanges fp32 or bf16; choose one, or another mode"
+        yield "grad_reduce_dtype sharding_mode", reason
     if not s.fp8_all_gather:
         return
     if s.cpu_offload or s.sharding_mode not in FP8_GATHER_MODES:

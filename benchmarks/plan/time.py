@@ -168,7 +168,7 @@ def exchange(job: StepPlan) -> Exchange:
     in_fp32 = job.cfg.sharding.grad_reduce_dtype == "fp32"
     between_replicas = gradient = (2 if local_sum or not in_fp32 or stage else 4) * model.parameters
     if job.cfg.sharding.grad_reduce_dtype == "fp8":
-        gradient = 129 / 128 * model.parameters
+        gradient = (1 + 1 / 128) * model.parameters  # E4M3, and an exponent per 128 values
     if job.mode == "ddp":
         return Exchange(2 * gradient, 0, 6 * model.parameters, 2 * layers)
     if stage in (1, 2):

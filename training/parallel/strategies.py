@@ -194,16 +194,18 @@ class DDP(Strategy):
                 find_unused_parameters=not getattr(model, "uses_all_parameters", True),
             )
         has_low_precision = any(p.dtype != torch.float32 for p in model.parameters())
+        hook = None
         if self.sends_fp8:
-            wrapped.register_comm_hook(None, gradient_exchange.all_to_all_hook(self.device, fp8=True))
+            hook = gradient_exchange.all_to_all_hook(self.device, fp8=True)
         elif has_low_precision and self.sum_dtype == torch.float32:
             if self.device.type == "cuda" and gradient_exchange.within_a_node(self.world_size):
                 hook = gradient_exchange.all_to_all_hook(self.device, fp8=False)
             else:
                 hook = gradient_exchange.all_reduce_hook(torch.float32)
-            wrapped.register_comm_hook(None, hook)
         elif self.sum_dtype == torch.bfloat16 and not has_low_precision:
-            wrapped.register_comm_hook(None, gradient_exchange.all_reduce_hook(torch.bfloat16))
+            hook = gradient_exchange.all_reduce_hook(torch.bfloat16)
+        if hook:
+            wrapped.register_comm_hook(None, hook)
         return wrapped
 
     @contextmanager
