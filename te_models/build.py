@@ -265,7 +265,7 @@ def _wrap(inner: nn.Module, plan: ModelPlan, options: BuildOptions) -> HFCausalL
     model = HFCausalLM(
         inner,
         known_family=plan.is_known_family,
-        gradient_checkpointing=options.gradient_checkpointing,
+        recompute=options.recompute,
         reentrant=options.reentrant,
     )
     if options.convert:

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.errors import bad_setting
 from core.recipes import LM_HEAD_RECIPE
+from te_models.activation_offload import ActivationOffload
 from te_models.backend import te_module
 from te_models.families import FAMILIES, head_dim
 from te_models.kernels.fused_residual import fuse_residual_gradients
@@ -23,6 +25,8 @@ from te_models.kernels.rope import Rope, fuse_qkv_rope, rope_table
 from te_models.kernels.selection import Kernels
 from te_models.loss import TokenLoss, linear_cross_entropy
 from te_models.options import BuildOptions, NativeOptions
+from te_models.recompute import run_recomputed
+from te_models.settings import recompute_levels
 
 
 def layer_settings(*, packed: bool) -> dict[str, Any]:
@@ -55,6 +59,11 @@ class TECausalLM(nn.Module):
         self.native = options.native if is_native else NativeOptions(kernels=Kernels())
         # True in the first micro-batch of a step, False in the others, None outside of a step.
         self.first_micro_batch: bool | None = None
+        self.recompute = recompute_levels(options.recompute, config.num_hidden_layers)  # level of each layer
+        if options.reentrant and "cheap" in self.recompute:
+            # TE frees the gate/up projection's result in a forward pass without a graph.
+            raise bad_setting("not possible under DeepSpeed ZeRO-3; choose mlp", recompute=options.recompute)
+        self.offload = _activation_offload(options)
         factory_kwargs = {"device": "meta", "dtype": options.dtype}
         vocabulary, hidden_size = config.vocab_size, config.hidden_size
         self.embed_tokens = nn.Embedding(vocabulary, hidden_size, **factory_kwargs)
@@ -136,9 +145,11 @@ class TECausalLM(nn.Module):
 
         By default TE casts FSDP2-sharded weights in every pass, because they may have been resharded.
         """
-        if self.native.cache_fp8_weights:
-            for module in self.modules():
-                if hasattr(type(module), "is_fsdp2"):
+        if not self.native.cache_fp8_weights:
+            return
+        for layer, level in zip(self.layers, self.recompute, strict=True):
+            for module in layer.modules():
+                if level == "none" and hasattr(type(module), "is_fsdp2"):
                     module._is_fsdp2 = False  # TE's cached answer to "is this module sharded?"
 
     @torch.no_grad()
@@ -180,8 +191,6 @@ class TECausalLM(nn.Module):
         if self._fuses_qkv_rope and position_ids is not None:
             rope = Rope(self.rope_table, position_ids.contiguous())
         arguments: dict[str, Any] = {"rotary_pos_emb": rope}
-        if self.native.cache_fp8_weights:
-            arguments["is_first_microbatch"] = self.first_micro_batch
         qkv_format = self._qkv_format(len(input_ids), cu_seqlens)
         if self.options.packed and self.options.te_backend == "native":
             for layer in self.layers:
@@ -197,8 +206,10 @@ class TECausalLM(nn.Module):
                 "max_seqlen_kv": max_seqlen,
                 "pad_between_seqs": False,  # otherwise TE compares cu_seqlens on the host, which syncs
             }
-        for layer in self.layers:
-            hidden = self._run(layer, hidden, arguments)
+        if self.offload and torch.is_grad_enabled():
+            self.offload.begin()
+        for layer, level in zip(self.layers, self.recompute, strict=True):
+            hidden = self._run(layer, level, hidden, arguments)
         hidden = self.norm(hidden).flatten(0, -2)  # [T, D]
         return linear_cross_entropy(
             hidden, self.lm_head.weight, labels.flatten(), fp8=self.options.fp8_lm_head
@@ -211,12 +222,23 @@ class TECausalLM(nn.Module):
         one_per_row = cu_seqlens is not None and len(cu_seqlens) == rows + 1
         return "bshd" if one_per_row and self.options.te_backend == "native" else "thd"
 
-    def _run(self, layer: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
-        if not (self.options.gradient_checkpointing and torch.is_grad_enabled()):
-            return layer(hidden, **arguments)
-        # TE's checkpoint recomputes with the FP8 scales of the first pass; torch's would use newer scales.
-        checkpoint = te_module(self.options.te_backend).checkpoint
-        return checkpoint(layer, hidden, use_reentrant=self.options.reentrant, **arguments)
+    def _run(self, layer: nn.Module, level: str, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
+        if level != "none" and torch.is_grad_enabled():
+            how = {"backend": self.options.te_backend, "reentrant": self.options.reentrant}
+            return run_recomputed(layer, hidden, level=level, offload=self.offload, **how, **arguments)
+        if level == "none" and self.native.cache_fp8_weights:
+            arguments = arguments | {"is_first_microbatch": self.first_micro_batch}
+        return layer(hidden, **arguments)
+
+
+def _activation_offload(options: BuildOptions) -> ActivationOffload | None:
+    if not options.offload_activations:
+        return None
+    if options.device.type != "cuda":
+        raise bad_setting("without a GPU, activations are in host memory; drop it", offload_activations=True)
+    if options.reentrant:
+        raise bad_setting("not possible under DeepSpeed ZeRO-3; drop it", offload_activations=True)
+    return ActivationOffload(options.device)
 
 
 def rope_angles(config: Any, positions: int) -> Tensor:

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
 from core.recipes import LM_HEAD_RECIPE
 from te_models.loss import IGNORE, TokenLoss, linear_cross_entropy, logits_cross_entropy
 from te_models.packed_attention import ATTENTION_NAME, install_packed_attention, sequence_boundaries
+from te_models.settings import recompute_levels
 from te_models.weights import Gather
 
 # Recompilation limit per layer: training and evaluation, full and last batches, packed or not.
@@ -41,7 +43,7 @@ class HFCausalLM(nn.Module):
         model: nn.Module,
         *,
         known_family: bool = False,
-        gradient_checkpointing: bool = False,
+        recompute: str = "none",
         reentrant: bool = False,
     ):
         super().__init__()
@@ -50,23 +52,39 @@ class HFCausalLM(nn.Module):
         self.fp8_lm_head = False
         # Reason that transformers' own attention runs; None if `packed_attention` runs.
         self.attention_fallback: str | None = None
-        if gradient_checkpointing:
-            self._enable_recomputation(reentrant)
+        self._enable_recomputation(recompute, reentrant)
 
-    def _enable_recomputation(self, reentrant: bool) -> None:
-        name = type(self.model).__name__
-        if not self.model.supports_gradient_checkpointing:
-            raise bad_setting(
-                f"{name} does not support activation checkpointing; drop it", gradient_checkpointing=True
-            )
-        if reentrant and self.has_router_loss:
+    def _enable_recomputation(self, recompute: str, reentrant: bool) -> None:
+        """Recompute whole layers (`layer`, `full`) or MLPs (`mlp`) through torch's checkpoint."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        name, levels = type(self.model).__name__, recompute_levels(recompute, len(self.blocks))
+        whole = [level in ("layer", "full") for level in levels]
+        if "cheap" in levels:
+            reason = "without --use_te, torch.compile decides which elementwise operations to recompute"
+            raise bad_setting(f"{reason}; add --use_te, or choose mlp", recompute=recompute)
+        if "mlp" in levels and not self.plain_head:
+            raise bad_setting(f"the MLP of {name} is unknown; choose layer", recompute=recompute)
+        if any(whole) and not self.model.supports_gradient_checkpointing:
+            reason = f"{name} does not support activation checkpointing; drop it"
+            raise bad_setting(reason, recompute=recompute)
+        if any(whole) and reentrant and self.has_router_loss:
             raise bad_setting(
                 f"under DeepSpeed ZeRO-3 (such as ds_zero3), the router of {name} would get no gradient from "
                 "its load-balancing loss (output_router_logits in its config.json); drop it, or use "
                 "--sharding_mode fsdp_full",
-                gradient_checkpointing=True,
+                recompute=recompute,
             )
-        self.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        if any(whole):
+            self.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        for block, level, is_whole in zip(self.blocks, levels, whole, strict=True):
+            if any(whole) and not is_whole:
+                if not isinstance(block, GradientCheckpointingLayer):
+                    reason = f"{name} recomputes all of its layers or none; give no numbers"
+                    raise bad_setting(reason, recompute=recompute)
+                block.gradient_checkpointing = False
+            if level == "mlp":
+                block.mlp.forward = partial(checkpoint, block.mlp.forward, use_reentrant=reentrant)
 
     @property
     def blocks(self) -> list[nn.Module]:

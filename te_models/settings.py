@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from core.settings import Section, resumable, setting
+from core.errors import bad_setting
+from core.settings import Section, nearest, resumable, setting
+
+# Levels of recomputation, from none to all of a layer; see `te_models.recompute`.
+RECOMPUTE_LEVELS = ("none", "cheap", "mlp", "layer", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +31,15 @@ class ModelConfig(Section):
     te_backend: Literal["auto", "native", "emulated"] = setting(
         "auto", "TE's CUDA kernels, or the same numerics in plain PyTorch; auto: native on a GPU"
     )
-    gradient_checkpointing: bool = resumable(False, "activation checkpointing: recompute layers in backward")
+    gradient_checkpointing: bool = resumable(
+        False, "activation checkpointing: recompute layers in backward (--recompute layer)"
+    )
+    recompute: str = resumable(
+        "none", "recompute in backward: cheap, mlp, layer or full (docs/training.md), or LEVEL:N for N layers"
+    )
+    offload_activations: bool = resumable(
+        False, "move what recomputed layers keep to host memory, for long sequences (TE layers)"
+    )
     compile: bool | None = resumable(
         None, "torch.compile each Hugging Face layer; default: on a GPU without DeepSpeed"
     )
@@ -39,3 +51,36 @@ class ModelConfig(Section):
         None, "folder for downloaded weights; default: the Hugging Face cache", affects="nothing"
     )
     trust_remote_code: bool = setting(False, "run Python code from the model's repository", affects="nothing")
+
+    @property
+    def recomputation(self) -> str:
+        """Value of --recompute, or that of --gradient_checkpointing."""
+        return "layer" if self.gradient_checkpointing and self.recompute == "none" else self.recompute
+
+
+def parse_recompute(text: str) -> list[tuple[str, int | None]]:
+    """Return (level, number of layers or None for all others) pairs. UserError if `text` is none."""
+    parts = []
+    for part in text.split("+"):
+        level, colon, number = part.strip().partition(":")
+        if level not in RECOMPUTE_LEVELS or (colon and not number.isdecimal()):
+            levels = ", ".join(RECOMPUTE_LEVELS)
+            reason = (
+                f"{part!r} is not one of {levels}, or LEVEL:N such as mlp:8{nearest(level, RECOMPUTE_LEVELS)}"
+            )
+            raise bad_setting(reason, recompute=text)
+        parts.append((level, int(number) if colon else None))
+    return parts
+
+
+def recompute_levels(text: str, layers: int) -> list[str]:
+    """Return the level of each decoder layer: the first layers by `text`, the others `none`.
+
+    UserError if `text` is for more layers than the model has.
+    """
+    levels: list[str] = []
+    for level, number in parse_recompute(text):
+        levels += [level] * (layers - len(levels) if number is None else number)
+    if len(levels) > layers:
+        raise bad_setting(f"for {len(levels)} layers, but the model has {layers}; give fewer", recompute=text)
+    return levels + ["none"] * (layers - len(levels))

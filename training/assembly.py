@@ -88,7 +88,8 @@ def _build_model(
         fp8_lm_head=cfg.precision.fp8_lm_head,
         packed=cfg.data.packing,
         max_positions=round_up(cfg.data.max_seq_length, precision.token_multiple),
-        gradient_checkpointing=cfg.model.gradient_checkpointing,
+        recompute=cfg.model.recomputation,
+        offload_activations=cfg.model.offload_activations,
         reentrant=strategy.reentrant,
         shard=(lambda model: strategy.shard(model, **dtypes)) if strategy.shards_weights else None,
         parameter_device=torch.device("cpu") if strategy.master_home == "cpu" else strategy.device,
@@ -105,10 +106,9 @@ def _build_model(
 
 
 def _caches_fp8_weights(cfg: Config, precision: Precision, strategy: Strategy) -> bool:
-    """True if weights are cast to FP8 once per step. Recomputation would cast them again anyway."""
+    """True if weights of layers that are not recomputed are cast to FP8 once per step."""
     return (
         cfg.precision.fp8_weight_cache
-        and not cfg.model.gradient_checkpointing
         and not cfg.sharding.fp8_all_gather  # weights are stored in FP8
         and precision.fp8
         and strategy.accumulates

@@ -14,7 +14,7 @@ from core.errors import UserError, bad_setting
 from core.recipes import RECIPES, TE_RECIPES, TORCHAO_RECIPES
 from core.settings import Setting, convert, lookup
 from data.settings import EVAL_SAMPLES, DataConfig
-from te_models.settings import ModelConfig
+from te_models.settings import ModelConfig, parse_recompute
 from training.checkpoint.settings import CheckpointConfig
 from training.optim.settings import OptimConfig
 from training.parallel.settings import DEEPSPEED_MODES, FP8_GATHER_MODES, ShardingConfig
@@ -122,6 +122,15 @@ def precision_rules(s: Any) -> Iterator[tuple[str, str]]:
         yield from unread_settings(s, {s.recipe})
 
 
+def model_rules(s: Any) -> Iterator[tuple[str, str]]:
+    parse_recompute(s.recompute)  # raises UserError for a value that it cannot parse
+    if s.gradient_checkpointing and s.recompute not in ("none", "layer"):
+        yield "gradient_checkpointing recompute", "--gradient_checkpointing is --recompute layer; give one"
+    recomputes = s.gradient_checkpointing or s.recompute != "none"
+    if s.offload_activations and not (s.use_te and recomputes):
+        yield "offload_activations", "needs --use_te and recomputed layers, such as --recompute layer"
+
+
 def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
     if s.hsdp_shard_size is not None and s.sharding_mode != "hsdp":
         yield "hsdp_shard_size sharding_mode", "only valid with --sharding_mode hsdp"
@@ -150,7 +159,7 @@ def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
         yield "fp8_all_gather moment_dtype", "TE's optimizer of FP8 weights keeps fp32 or bf16 moments"
 
 
-RULES = (data_rules, precision_rules, sharding_rules)
+RULES = (model_rules, data_rules, precision_rules, sharding_rules)
 
 
 def all_settings() -> dict[str, Setting]:

@@ -28,7 +28,7 @@ ERROR_REPORT_DELAY_SECONDS = 3.0
 
 INTERRUPTED = "interrupted outside the training loop; earlier checkpoints are intact"
 OUT_OF_MEMORY = (
-    "Try a smaller --batch_size with more --gradient_accumulation_steps, --gradient_checkpointing, a shorter "
+    "Try a smaller --batch_size with more --gradient_accumulation_steps, --recompute layer, a shorter "
     "--max_seq_length, --moment_dtype fp8 (at a resume with --convert_moments), --grad_reduce_dtype bf16 or "
     "--no_fp8_weight_cache with accumulation, or more sharding (--sharding_mode fsdp_full)"
 )

@@ -11,7 +11,8 @@ from benchmarks.records.runs import RunRecord
 from benchmarks.records.table import read_table
 from benchmarks.report.tables import markdown
 from training.config import all_settings, config_from_dict
-from training.parallel.memory import StepPlan, peak
+from training.parallel.memory import peak
+from training.parallel.step_plan import StepPlan
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,17 @@ def recorded_job(run: RunRecord) -> StepPlan:
     """Return the job of a recorded run."""
     known = all_settings()
     settings = {name: value for name, value in run.config.items() if name in known}
+    if recomputes_as_before(run):
+        settings |= {"gradient_checkpointing": False, "recompute": "full"}
     mode = {"sharding_mode": "auto"} if run.mode == "single" else {"sharding_mode": run.mode}
     cfg = config_from_dict(settings | mode)
     memory = int(GPUS["H200"].memory_gb * 1e9)
     return build_job(cfg, gpu=memory, gpus=run.gpus, gpus_per_node=run.gpus)[0]
+
+
+def recomputes_as_before(run: RunRecord) -> bool:
+    """True for a run that recomputed whole layers, as versions without --recompute did."""
+    return bool(run.config.get("gradient_checkpointing")) and "recompute" not in run.config
 
 
 def why_not(run: RunRecord) -> str | None:
@@ -57,7 +65,8 @@ def check_runs() -> tuple[list[Check], dict[str, list[str]]]:
             left_out.setdefault(reason, []).append(name)
             continue
         job, seconds = recorded_job(run), None
-        if "speed" not in run.remarks and (rate := run.value("tokens_per_second")):
+        comparable = "speed" not in run.remarks and not (recomputes_as_before(run) and run.config["use_te"])
+        if comparable and (rate := run.value("tokens_per_second")):
             predicted = sum(step_seconds(job, GPUS["H200"]).values())
             seconds = (job.tokens * job.accumulation * job.gpus / rate, predicted)
         measured = run.summary["peak_memory_gb"] - run.remarks.get("held_before_gb", 0.0)

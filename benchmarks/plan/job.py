@@ -11,8 +11,8 @@ from core.errors import EXIT_BAD_SETTING, UserError, bad_setting, first_line
 from te_models.families import FAMILIES, Family
 from te_models.presets import PRESETS, closest_preset
 from training.config import Config
-from training.parallel.memory import ModelSize, StepPlan, hsdp_shard_size
 from training.parallel.settings import MODES
+from training.parallel.step_plan import ModelSize, StepPlan, hsdp_shard_size
 from training.tracking.metrics import ModelShape
 
 

@@ -10,7 +10,8 @@ from benchmarks.plan.job import build_job
 from benchmarks.plan.time import Gpu, step_seconds
 from core.errors import UserError
 from training.config import Config, config_from_dict
-from training.parallel.memory import StepPlan, host_bytes, peak
+from training.parallel.memory import host_bytes, peak
+from training.parallel.step_plan import StepPlan
 from training.tracking.metrics import model_flops
 
 # For CUDA, NCCL and fragmentation. A recorded 8B run with 147.6 GB of tensors fit into 150.1 GB.
@@ -19,7 +20,7 @@ RESERVED = 2e9
 SMALLER_BATCH = "--batch_size"
 SMALLER: dict[str, dict[str, Any]] = {
     SMALLER_BATCH: {"batch_size": 1},
-    "--gradient_checkpointing": {"gradient_checkpointing": True},
+    "--recompute layer": {"recompute": "layer"},
     "--sharding_mode fsdp_full": {"sharding_mode": "fsdp_full", "hsdp_shard_size": None},
     "--sharding_mode fsdp_offload": {"sharding_mode": "fsdp_offload", "hsdp_shard_size": None},
     "--moment_dtype fp8": {"moment_dtype": "fp8"},

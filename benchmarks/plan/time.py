@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from core.errors import bad_setting
 from core.recipes import BF16_COSTS, RECIPES, costs_of
-from training.parallel.memory import StepPlan
+from training.parallel.activations import recomputed_attention, recomputed_weights
+from training.parallel.step_plan import StepPlan
 from training.tracking.metrics import PEAK_TFLOPS, attention_flops
 
 
@@ -81,9 +82,9 @@ OPTIMIZER_HOST_BANDWIDTH = 40e9  # CPU offload: PCIe and host memory bandwidth p
 
 
 def _gemm_seconds(job: StepPlan, gpu: Gpu) -> float:
-    """Time of the linear layers' GEMMs: forward (twice with recomputation), dgrad and wgrad."""
+    """Time of the linear layers' GEMMs: forward, recomputation, dgrad and wgrad."""
     flops = 2.0 * job.model.gemm_weights * job.tokens
-    passes = 4 if job.recompute else 3
+    passes = 3 + recomputed_weights(job) / job.model.gemm_weights
     bf16 = flops / (gpu.bf16_tflops * 1e12 * BF16_COSTS.gemm_share)
     if job.recipe == "bf16":
         return passes * bf16
@@ -99,7 +100,7 @@ def _attention_seconds(job: StepPlan, gpu: Gpu) -> float:
     flops = attention_flops(s, job.tokens * length)
     at_best, half = ATTENTION["flash" if job.cfg.model.flash_attention else "cudnn"]
     share = at_best * s.head_dim / (s.head_dim + half)
-    again = 1 + ATTENTION_FORWARD * job.recompute
+    again = 1 + ATTENTION_FORWARD * recomputed_attention(job)
     return again * flops / (gpu.bf16_tflops * 1e12 * share)
 
 
@@ -117,7 +118,7 @@ def _elementwise_bytes(job: StepPlan) -> float:
     rope = 2 * 2 * (s.num_heads + s.num_kv_heads) * s.head_dim
     forward = 2 * (2 * 2 * hidden) + rope + 2 * 6 * hidden + 2 * 3 * ffn
     backward = 2 * (2 * 3 * hidden) + rope + 2 * 6 * hidden + 2 * 5 * ffn
-    return s.num_layers * job.tokens * (forward * (2 if job.recompute else 1) + backward)
+    return s.num_layers * job.tokens * (forward * (2 - job.share_of("none")) + backward)
 
 
 def _cast_bytes(job: StepPlan) -> float:
@@ -126,10 +127,13 @@ def _cast_bytes(job: StepPlan) -> float:
     queries, keys = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     inputs = 2 * s.hidden_size + queries + s.ffn_hidden_size
     gradients = 2 * s.hidden_size + queries + 2 * keys + 2 * s.ffn_hidden_size
-    values = s.num_layers * job.tokens * (inputs * (2 if job.recompute else 1) + gradients)
-    weights = job.model.gemm_weights * (1 if job.keeps_fp8_weights else 1.5)  # cast again for backward
+    values = s.num_layers * job.tokens * (inputs * (2 - job.share_of("none")) + gradients)
+    stored, weights = job.share_of("none"), job.model.gemm_weights
+    # Casts a weight: once if it is kept, per step or micro-batch; else again, in one layout, for backward.
+    casts = 1.0 if job.keeps_fp8_weights else 1.5
     if job.caches_fp8_weights:
-        weights /= job.accumulation
+        casts /= job.accumulation
+    weights *= casts * stored + 1.5 * (1 - stored)
     return costs_of(job.recipe).cast_bytes * (values + weights) * job.fp8_layers
 
 
@@ -227,6 +231,6 @@ def step_seconds(job: StepPlan, gpu: Gpu, *, network: float = 50e9) -> dict[str,
     parts["exposed communication"] = max(EXPOSED * wire, wire - compute)
     parts["idle"] = IDLE * sum(parts.values())
     launch = ZERO3_LAUNCH_SECONDS if job.sharding.stage == 3 else LAUNCH_SECONDS
-    launches = launch * model.shape.num_layers * job.accumulation * (4 / 3 if job.recompute else 1)
+    launches = launch * model.shape.num_layers * job.accumulation * (4 - job.share_of("none")) / 3
     parts["waiting for the CPU"] = max(0.0, launches - sum(parts.values()))
     return parts

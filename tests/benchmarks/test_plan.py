@@ -18,6 +18,7 @@ from benchmarks.records.table import read_table
 from core.errors import UserError
 from core.packages import ROOT
 from te_models.presets import PRESETS
+from te_models.settings import RECOMPUTE_LEVELS
 from training.config import config_from_dict
 
 LLAMA_8B = "meta-llama/Llama-3.1-8B"
@@ -146,12 +147,16 @@ def test_accumulation_keeps_gradients_and_multiplies_the_work():
 
 
 def test_activation_checkpointing_trades_memory_for_time():
-    plain, recomputed = plan_of(**FP8), plan_of(**FP8, gradient_checkpointing=True)
-    assert recomputed.peak < plain.peak
-    assert recomputed.seconds["linear layers"] == pytest.approx(4 / 3 * plain.seconds["linear layers"])
+    plans = [plan_of(**FP8, batch_size=4, recompute=level) for level in RECOMPUTE_LEVELS]
+    none, cheap, mlp, layer, full = plans
+    assert none.peak > cheap.peak > mlp.peak > layer.peak > full.peak
+    assert none.seconds["linear layers"] == cheap.seconds["linear layers"]
+    assert cheap.step < mlp.step < layer.step < full.step
+    assert layer.seconds["attention"] == none.seconds["attention"] < full.seconds["attention"]
+    assert mlp.peak < plan_of(**FP8, batch_size=4, recompute="mlp:16").peak < none.peak
 
 
-@pytest.mark.parametrize("settings", [FP8, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize("settings", [FP8, {"recompute": "full"}])
 @pytest.mark.parametrize("model", ["meta-llama/Llama-3.2-1B", LLAMA_8B])
 def test_the_largest_micro_batch_fits_and_one_more_does_not(model, settings):
     batch = plan_of(model, **settings).largest_batch
@@ -304,7 +309,7 @@ def advice(text):
 
 
 def test_advised_flags_fit_as_predicted_the_fastest_first():
-    flags = "--use_te --mixed_precision fp8 --batch_size 1 --max_seq_length 8192 --gradient_checkpointing"
+    flags = "--use_te --mixed_precision fp8 --batch_size 1 --max_seq_length 8192 --recompute full"
     flags = f"--model_name meta-llama/Llama-3.1-405B {flags} --gpus 48,64,96".split()
     text = run(flags)
     found = advice(text)
@@ -320,8 +325,8 @@ def test_advised_flags_fit_as_predicted_the_fastest_first():
     ("flags", "advised"),
     [
         ("--batch_size 1000 --gpus 1", ["--batch_size 8"]),  # the largest that fits
-        ("--batch_size 1 --max_seq_length 131072 --gpus 8", ["--gradient_checkpointing"]),
-        ("--batch_size 8 --max_seq_length 131072 --gpus 8", ["--batch_size 1 --gradient_checkpointing"]),
+        ("--batch_size 1 --max_seq_length 131072 --gpus 8", ["--recompute layer"]),
+        ("--batch_size 8 --max_seq_length 131072 --gpus 8", ["--batch_size 1 --recompute layer"]),
         (
             "--batch_size 1 --max_seq_length 8192 --gpus 8 --sharding_mode hsdp --hsdp_shard_size 1",
             [
@@ -337,7 +342,7 @@ def test_advised_flags_fit_as_predicted_the_fastest_first():
 def test_only_the_fewest_changes_are_advised(flags, advised):
     text = run(f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 {flags}".split())
     assert [list(found) for found in advice(text).values()] == ([advised] if advised else [])
-    assert ("does not fit, even with --batch_size, --gradient" in text) == (advised is None)
+    assert ("does not fit, even with --batch_size, --recompute" in text) == (advised is None)
 
 
 BAD_INPUT = {

@@ -225,7 +225,13 @@ def test_only_settings_that_are_not_resumable_count_as_changed():
     of_records = {name for name, (section, *_) in all_settings().items() if section in ("checkpoint", "log")}
     assert resumable - of_records == {
         *("weights_cache_dir", "data_cache_dir", "num_proc", "num_workers", "flash_attention"),
-        *("fused_residuals", "fp8_weight_cache", "gradient_checkpointing"),
+        *(
+            "fused_residuals",
+            "fp8_weight_cache",
+            "gradient_checkpointing",
+            "recompute",
+            "offload_activations",
+        ),
         *("compile", "eval_batch_size", "num_epochs", "max_steps", "max_skipped_steps"),
         *("sharding_mode", "deepspeed_config", "cpu_offload", "hsdp_shard_size"),
         *("memory_limit_gb", "empty_cache_freq", "timeout_minutes"),

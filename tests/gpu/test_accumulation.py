@@ -54,7 +54,7 @@ def compare_with_single_micro_batches(
 ) -> None:
     autocast = fp8(name)[1] if name else bf16()
     inputs = [batch([[100, 156]] * 8, packed=True, seed=seed) for seed in range(STEPS)]
-    options = {"use_te": True, "packed": True, "gradient_checkpointing": recompute}
+    options = {"use_te": True, "packed": True, "recompute": "layer" if recompute else "none"}
     apart = build(model_plan, **options)
     together = build(model_plan, **options, native=replace(SUMS_IN_GEMMS, cache_fp8_weights=cached))
     settings = {"gradient_accumulation_steps": STEPS}

@@ -58,7 +58,7 @@ def test_every_module_runs_in_its_assigned_recipe(recompute):
     rest = "current" if why_not("block") else "block"
     text = "layers.1.self_attention.proj=current,layers.1.layernorm_mlp=delayed"
     found = resolve(precision_map=text, bf16_first_layers=1, fp8_scenario=rest)
-    model, results = train_steps(found, gradient_checkpointing=recompute)
+    model, results = train_steps(found, recompute="layer" if recompute else "none")
     rows = {(row.modules.rpartition(".")[2], row.precision): row.count for row in coverage(model, found).rows}
     assert rows == {
         ("layernorm_qkv", "bf16"): 1,
@@ -74,7 +74,9 @@ def test_every_module_runs_in_its_assigned_recipe(recompute):
     scales = [t for name, t in scaling_state(model).items() if name.endswith(".scale")]
     # Scales of all cast tensors (input and weight forward, gradient backward) differ from the initial 1.
     assert all((scale != 1).sum() >= 2 for scale in scales)
-    _, in_bf16 = train_steps(Precision("bf16", "bf16", te_backend="native"), gradient_checkpointing=recompute)
+    _, in_bf16 = train_steps(
+        Precision("bf16", "bf16", te_backend="native"), recompute="layer" if recompute else "none"
+    )
     assert results[0].item() == pytest.approx(in_bf16[0].item(), rel=0.01)
 
 
@@ -83,9 +85,10 @@ def test_every_module_runs_in_its_assigned_recipe(recompute):
 def test_a_map_with_one_recipe_for_all_layers_equals_that_recipe(around, inside, recompute, monkeypatch):
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     mapped = train_steps(
-        resolve(fp8_scenario=around, precision_map=f"layers.*={inside}"), gradient_checkpointing=recompute
+        resolve(fp8_scenario=around, precision_map=f"layers.*={inside}"),
+        recompute="layer" if recompute else "none",
     )
-    alone = train_steps(resolve(fp8_scenario=inside), gradient_checkpointing=recompute)
+    alone = train_steps(resolve(fp8_scenario=inside), recompute="layer" if recompute else "none")
     torch.testing.assert_close(mapped[1], alone[1], rtol=1e-3, atol=1e-3)
     states = [
         {name: t for name, t in scaling_state(model).items() if "core_attention" not in name}

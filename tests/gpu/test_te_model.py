@@ -221,7 +221,9 @@ def test_recomputation_gives_the_same_gradients(family, name):
     inputs = batch([[100, 156]] * 8, packed=True)
     results = []
     for recompute in (False, True):
-        model = build(plan(family=family), use_te=True, packed=True, gradient_checkpointing=recompute)
+        model = build(
+            plan(family=family), use_te=True, packed=True, recompute="layer" if recompute else "none"
+        )
         for _ in range(3):
             loss, grads = step(model, inputs, autocast)
         results.append((loss, grads))
@@ -237,7 +239,7 @@ def test_batches_of_single_and_packed_sequences_alternate(name, recompute):
     """Rows of one sequence use plain causal attention; the next batch is packed again."""
     autocast = fp8(name)[1] if name else bf16()
     models = {packed: build(plan(), use_te=True, packed=packed) for packed in (True, False)}
-    mixed = build(plan(), use_te=True, packed=True, gradient_checkpointing=recompute)
+    mixed = build(plan(), use_te=True, packed=True, recompute="layer" if recompute else "none")
     for seed, lengths in enumerate([[256], [100, 156], [256], [100, 156]]):
         packed = len(lengths) > 1
         loss, grads = step(mixed, batch([lengths] * 8, packed=True, seed=seed), autocast)
@@ -283,7 +285,7 @@ def test_the_self_test_of_the_norm_kernel_passes(width):
 MAX_GRADIENT_CHANGE = {"bf16": 0.02, "delayed": 0.25, "block": 0.1}
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("options", [{}, {"recompute": "layer"}], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("name", MAX_GRADIENT_CHANGE)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_fused_residual_gradients_match_te(family, name, options, monkeypatch):

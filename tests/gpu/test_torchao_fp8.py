@@ -99,7 +99,7 @@ def test_compiled_layers_share_a_graph_and_compute_the_same(recompute):
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    options = {"convert": convert("tensorwise"), "gradient_checkpointing": recompute}
+    options = {"convert": convert("tensorwise"), "recompute": "layer" if recompute else "none"}
     eager = build(plan(), use_te=False, packed=True, **options)
     compiled = build(plan(), use_te=False, packed=True, compile_layers=True, **options)
     for rows in ([[100, 156]] * 4, [[50, 50, 156]] * 4, [[10, 46, 100, 100]] * 4):

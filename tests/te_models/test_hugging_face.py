@@ -38,7 +38,7 @@ def build(model_type: str, *, packed: bool = False, seed: int = 0, recompute: st
         seed=seed,
         packed=packed,
         max_positions=64,
-        gradient_checkpointing=recompute is not None,
+        recompute="none" if recompute is None else "layer",
         reentrant=recompute == "reentrant",
     )
     config = AutoConfig.for_model(model_type, **TINY | changes)
@@ -265,7 +265,7 @@ def test_blocks_are_decoder_layers_and_recompute_on_request(monkeypatch):
     assert [type(block).__name__ for block in plain.blocks] == ["LlamaDecoderLayer"] * 2
     assert [m.model.is_gradient_checkpointing for m in (plain, recomputing)] == [False, True]
     monkeypatch.setattr(LlamaForCausalLM, "supports_gradient_checkpointing", False)
-    with pytest.raises(UserError, match="--gradient_checkpointing: LlamaForCausalLM"):
+    with pytest.raises(UserError, match="--recompute layer: LlamaForCausalLM"):
         build("llama", recompute="plain")
 
 
@@ -355,6 +355,6 @@ def test_router_loss_is_trained_under_recomputation_or_refused():
         return next(p.grad for name, p in model.named_parameters() if "gate.weight" in name)
 
     torch.testing.assert_close(gate_gradient(recompute="plain"), gate_gradient())
-    with pytest.raises(UserError, match=r"--gradient_checkpointing: .*ds_zero3.*MixtralForCausalLM.*drop it"):
+    with pytest.raises(UserError, match=r"--recompute layer: .*ds_zero3.*MixtralForCausalLM.*drop it"):
         build("mixtral", **ROUTED, recompute="reentrant")
     build("mixtral", recompute="reentrant")

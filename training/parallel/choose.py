@@ -14,8 +14,8 @@ from te_models.build import ModelPlan, count_parameters
 from training.config import Config
 from training.optim.optimizer import OptimizerPlan, moment_warning, plan_optimizer
 from training.parallel import memory, ranks
-from training.parallel.memory import ModelSize, StepPlan
 from training.parallel.ranks import print_rank0
+from training.parallel.step_plan import ModelSize, StepPlan
 from training.parallel.strategies import Strategy, build_strategy
 
 # From this many parameters on, sharding the optimizer step saves more time than gathering weights costs.

@@ -7,17 +7,9 @@ on one GPU. 1 GB is 10^9 bytes, as in summary.json. This module must not import 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from core.errors import bad_setting
 from core.recipes import costs_of
-from training.config import Config
-from training.parallel.settings import MODES, Mode
-from training.tracking.metrics import ModelShape, matmul_parameters
-
-if TYPE_CHECKING:  # imports torch
-    from training.optim.optimizer import OptimizerPlan
+from training.parallel.activations import kept_activations, layer_activations, stored_activations
+from training.parallel.step_plan import StepPlan
 
 LOGITS_CHUNK = 2**30  # CHUNK_BYTES in te_models/loss.py
 TOKENS_OF_A_HEAD_GEMM = 8192  # TOKENS_PER_GEMM in te_models/loss_fp8.py
@@ -27,130 +19,6 @@ FIXED = 0.1e9
 ZERO_LIVE = 2 * 1e9
 # Two buckets (overlap_comm) of 2e8 BF16 gradients each (reduce_bucket_size).
 ZERO_BUCKETS = 2 * 2 * 2e8
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """Number of parameters, and the dimensions that determine activations and gathered weights."""
-
-    parameters: int
-    shape: ModelShape | None = None  # None: only weights, gradients and optimizer state can be counted
-    tied: bool = False
-    qk_norm: bool = False
-
-    @property
-    def gemm_weights(self) -> int:
-        """Number of weights in the decoder's linear layers, which FP8 recipes cast."""
-        return matmul_parameters(self.shape) - self.head
-
-    @property
-    def head(self) -> int:
-        """Number of weights in the LM head."""
-        return self.shape.vocab_size * self.shape.hidden_size
-
-    @property
-    def root(self) -> int:
-        """Number of weights in embedding, LM head and final norm, which FSDP gathers as one group."""
-        return self.head * (1 if self.tied else 2) + self.shape.hidden_size
-
-    @property
-    def block(self) -> float:
-        """Number of weights in one decoder layer."""
-        return (self.parameters - self.root) / self.shape.num_layers
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """Inputs of the memory and time models: settings, model size, optimizer, sharding mode and GPUs."""
-
-    cfg: Config
-    model: ModelSize
-    optimizer: OptimizerPlan
-    mode: str
-    gpus: int
-    gpus_per_node: int
-
-    @property
-    def sharding(self) -> Mode:
-        return MODES[self.mode]
-
-    @property
-    def shards(self) -> int:
-        """Number of parts of the optimizer state, one per GPU; 1 if every GPU has all of it."""
-        if self.sharding.in_groups:
-            return hsdp_shard_size(self.cfg, self.gpus, self.gpus_per_node)
-        return self.gpus if self.sharding.engine in ("fsdp", "deepspeed") else 1
-
-    @property
-    def fsdp(self) -> bool:
-        """True if FSDP2 shards the model."""
-        return self.sharding.engine == "fsdp"
-
-    @property
-    def accumulates_in_zero1(self) -> bool:
-        """True for ZeRO 1 with accumulation: DeepSpeed then keeps unsharded FP32 gradients on every GPU."""
-        return self.sharding.stage == 1 and self.accumulation > 1
-
-    @property
-    def nodes(self) -> int:
-        return -(-self.gpus // self.gpus_per_node)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one micro-batch on one GPU."""
-        return self.cfg.optim.batch_size * self.cfg.data.max_seq_length
-
-    @property
-    def accumulation(self) -> int:
-        return self.cfg.optim.gradient_accumulation_steps
-
-    @property
-    def recompute(self) -> bool:
-        return self.cfg.model.gradient_checkpointing
-
-    @property
-    def recipe(self) -> str:
-        return self.cfg.recipe if self.cfg.precision.mixed_precision == "fp8" else "bf16"
-
-    @property
-    def fp8_layers(self) -> float:
-        """Fraction of the decoder layers that run in the FP8 recipe."""
-        precision = self.cfg.precision
-        in_bf16 = precision.bf16_first_layers + precision.bf16_last_layers
-        return 1 - in_bf16 / self.model.shape.num_layers
-
-    @property
-    def gathers_fp8(self) -> bool:
-        """True if FSDP all-gathers weights in FP8."""
-        return self.cfg.sharding.fp8_all_gather and self.fsdp
-
-    @property
-    def caches_fp8_weights(self) -> bool:
-        """True if the FP8 copies of the weights are reused by all micro-batches of a step."""
-        cfg = self.cfg
-        enabled = cfg.model.use_te and cfg.precision.fp8_weight_cache and not self.recompute
-        unsharded = self.mode in ("single", "ddp") or (self.sharding.gathers_once and not self.gathers_fp8)
-        return enabled and unsharded and self.accumulation > 1
-
-    @property
-    def keeps_fp8_weights(self) -> bool:
-        """True if FP8 copies of the weights are kept from forward to backward.
-
-        Under FSDP2 TE casts the weights again in backward, unless the copies are cached.
-        """
-        kept = not self.fsdp or self.caches_fp8_weights
-        return self.cfg.model.use_te and kept and not self.recompute
-
-
-def hsdp_shard_size(cfg: Config, gpus: int, gpus_per_node: int) -> int:
-    """Return the number of ranks that share one copy of the model. UserError if it does not divide `gpus`."""
-    size = cfg.sharding.hsdp_shard_size or min(gpus, gpus_per_node)
-    if gpus % size:
-        raise bad_setting(
-            f"does not divide the {gpus} ranks; use a divisor, or --sharding_mode fsdp_full",
-            hsdp_shard_size=size,
-        )
-    return size
 
 
 # Terms of the sum
@@ -209,22 +77,6 @@ def fp8_copies(plan: StepPlan) -> float:
     return costs_of(plan.recipe).weight_copies * plan.model.gemm_weights * plan.fp8_layers
 
 
-def layer_activations(plan: StepPlan) -> float:
-    """Return the bytes of activations that one layer saves for backward.
-
-    In BF16 these are, per token: input, attention norm, residual and MLP norm (hidden size each); queries and
-    attention output (width of the query heads); keys and values (width of the key heads); gate, up and their
-    product (MLP width). FP8 recipes store less (`core.recipes`). TE's QK norms (Qwen3) add theirs.
-    """
-    s, costs = plan.model.shape, costs_of(plan.recipe)
-    queries, keys = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-    bf16 = 2 * (4 * s.hidden_size + 2 * queries + 2 * keys + 3 * s.ffn_hidden_size)
-    if plan.cfg.model.use_te and plan.model.qk_norm:
-        bf16 += 2 * (queries + 2 * keys)
-    less = costs.less_per_ffn * s.ffn_hidden_size + costs.less_per_hidden * s.hidden_size
-    return plan.tokens * (bf16 - less * plan.fp8_layers)
-
-
 def logits(plan: StepPlan) -> float:
     """Return the peak bytes of the loss: a chunk of logits, the LM head's gradient, and hidden states.
 
@@ -275,11 +127,11 @@ def host_bytes(plan: StepPlan) -> tuple[float, int]:
 
 def at_loss(plan: StepPlan) -> dict[str, float]:
     """Return the bytes by part when the loss is computed, before backward."""
-    layer = 2.0 * plan.tokens * plan.model.shape.hidden_size if plan.recompute else layer_activations(plan)
+    copies = fp8_copies(plan) * plan.keeps_fp8_weights * plan.share_of("none")
     return state(plan) | {
         "gradients": accumulated_gradients(plan),
-        "FP8 weight copies": fp8_copies(plan) * plan.keeps_fp8_weights,
-        "activations": plan.model.shape.num_layers * layer,
+        "FP8 weight copies": copies,
+        "activations": stored_activations(plan),
         "logits and head gradient": logits(plan),
         "gathered, communication": gathered_weights(plan),
         "fixed": FIXED,
@@ -289,9 +141,9 @@ def at_loss(plan: StepPlan) -> dict[str, float]:
 def start_of_backward(plan: StepPlan) -> dict[str, float]:
     """Return the bytes by part in backward of the last layer, with new gradients and all activations."""
     model, parts, s = plan.model, at_loss(plan), plan.model.shape
-    copies = parts["FP8 weight copies"]
-    if plan.cfg.model.use_te and not plan.keeps_fp8_weights:
-        copies = fp8_copies(plan) / s.num_layers  # TE casts this layer's weights again
+    copies, last = parts["FP8 weight copies"], plan.recompute[-1]
+    if plan.cfg.model.use_te and (last != "none" or not plan.keeps_fp8_weights):
+        copies += fp8_copies(plan) / s.num_layers  # TE casts this layer's weights again
     # BF16 gradients of gate, up and product, and two of the hidden size.
     activations = parts["activations"] + 2.0 * plan.tokens * (3 * s.ffn_hidden_size + 2 * s.hidden_size)
     # The next block's gathered weights, and send and receive buffers of this block's gradients, all in BF16.
@@ -299,7 +151,7 @@ def start_of_backward(plan: StepPlan) -> dict[str, float]:
     return parts | {
         "gradients": parts["gradients"] + 2.0 * model.block,
         "FP8 weight copies": copies,
-        "activations": activations + layer_activations(plan) * plan.recompute,
+        "activations": activations + layer_activations(plan) - kept_activations(plan, last),
         "logits and head gradient": 2.0 * model.head,
         "gathered, communication": parts["gathered, communication"] + communication,
     }
@@ -323,10 +175,10 @@ def after_backward(plan: StepPlan) -> dict[str, float]:
         gradients = max(gradients, 2.0 * model.parameters / plan.gpus)
     elif not sharding.stage:
         gradients = max(gradients, 2.0 * model.parameters)
-    cached = 1.0 if plan.caches_fp8_weights else 1 / model.shape.num_layers
+    one_layer = 0.0 if plan.fsdp else fp8_copies(plan) / model.shape.num_layers
     return parts | {
         "gradients": gradients,
-        "FP8 weight copies": parts["FP8 weight copies"] * cached,
+        "FP8 weight copies": max(parts["FP8 weight copies"] * plan.caches_fp8_weights, one_layer),
         "activations": 0.0 if plan.fsdp else layer_activations(plan),
         "logits and head gradient": 0.0,
         "gathered, communication": communication,

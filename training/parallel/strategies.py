@@ -48,8 +48,8 @@ from training.optim.accumulation import FSDPMainGradAccumulator, MainGradAccumul
 from training.optim.adamw import FusedAdamW, local
 from training.optim.optimizer import step_if
 from training.parallel import gradient_exchange, ranks
-from training.parallel.memory import hsdp_shard_size
 from training.parallel.settings import MODES
+from training.parallel.step_plan import hsdp_shard_size
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from training.config import config_from_dict
 from training.optim.optimizer import OptimizerPlan
 from training.parallel import choose, memory
 from training.parallel.choose import choose_mode
-from training.parallel.memory import ModelSize, StepPlan, host_bytes, hsdp_shard_size
+from training.parallel.memory import host_bytes
+from training.parallel.step_plan import ModelSize, StepPlan, hsdp_shard_size
 
 # 14 bytes a parameter: BF16 weights and gradients, FP32 masters' 2 more bytes, two FP32 moments.
 FUSED = OptimizerPlan("fused_adamw", torch.bfloat16, True, ("fp32", "fp32"))

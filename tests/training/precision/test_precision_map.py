@@ -249,9 +249,10 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 )
 def test_a_map_of_one_recipe_for_all_is_that_recipe(around, inside, recompute):
     mapped, computed = train(
-        resolve(fp8_scenario=around, precision_map=f"layers.*={inside}"), gradient_checkpointing=recompute
+        resolve(fp8_scenario=around, precision_map=f"layers.*={inside}"),
+        recompute="layer" if recompute else "none",
     )
-    alone, expected = train(resolve(fp8_scenario=inside), gradient_checkpointing=recompute)
+    alone, expected = train(resolve(fp8_scenario=inside), recompute="layer" if recompute else "none")
     assert equal(computed, expected)
     states = [
         {name: t for name, t in scaling_state(model).items() if "core_attention" not in name}

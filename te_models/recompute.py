@@ -1,0 +1,160 @@
+"""Recomputation of TE's decoder layers in backward; results of expensive kernels are kept from forward.
+
+A recomputed layer keeps its input and, by level, results that take long to compute for their size. TE's
+checkpoint runs the layer again in backward with the FP8 scales of the first pass; there the kept results
+replace their kernels. No level changes a loss or a gradient.
+
+T tokens, D hidden size, H query heads, G key/value groups, K head size, F feed-forward size. Per token, a
+layer keeps its input (D values in BF16) and:
+
+- cheap  results of the QKV, output and gate/up projections and of attention, (2H + 2G) K + D + 2F values;
+         recomputes norms, RoPE, SwiGLU and FP8 casts
+- mlp    the same without gate/up, (2H + 2G) K + D values; also recomputes that projection
+- layer  attention's result, H K values; also recomputes the QKV and output projections
+- full   nothing; also recomputes attention
+
+The down projection never runs again: backward does not need its result.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from te_models.activation_offload import ActivationOffload
+from te_models.backend import Backend, te_module
+from te_models.kernels.selection import patched
+
+KEPT: dict[str, set[str]] = {
+    "cheap": {"qkv", "attention", "output", "gate_up"},
+    "mlp": {"qkv", "attention", "output"},
+    "layer": {"attention"},
+    "full": set(),
+}
+GEMMS = ("qkv", "output", "gate_up", "down")  # in the order in which a layer runs them
+# Modules and functions of the forward GEMMs and of attention. Other attention backends are recomputed.
+GEMM_FUNCTIONS = {
+    "native": [
+        (f"transformer_engine.pytorch.module.{name}", "general_gemm")
+        for name in ("layernorm_linear", "linear", "layernorm_mlp")
+    ],
+    "emulated": [("te_models.emulation.gemm", "multiply")],
+}
+ATTENTION_FUNCTIONS = {
+    "native": [
+        ("transformer_engine.pytorch.attention.dot_product_attention.backends", "fused_attn_fwd"),
+        ("flash_attn.cute.interface", "_flash_attn_fwd"),
+    ],
+    "emulated": [],
+}
+
+
+def run_recomputed(
+    layer: nn.Module,
+    hidden: Tensor,
+    *,
+    level: str,
+    backend: Backend,
+    reentrant: bool = False,
+    offload: ActivationOffload | None = None,
+    **arguments: Any,
+) -> Tensor:
+    """Run a TE layer on `hidden` [T, D] or [B, S, D] so that backward recomputes it at `level`.
+
+    `offload` moves what the layer keeps to the host; it needs `reentrant=False`.
+    """
+    kept, checkpoint = _Results(KEPT[level], backend), te_module(backend).checkpoint
+
+    def run(hidden: Tensor, **arguments: Any) -> Tensor:
+        with kept.next_pass():
+            return layer(hidden, **arguments)
+
+    if offload is None:
+        return checkpoint(run, hidden, use_reentrant=reentrant, **arguments)
+    inputs = [hidden]
+
+    def run_offloaded(**arguments: Any) -> Tensor:
+        if not inputs:
+            hidden, kept.results = offload.load(stored)
+            return run(hidden.requires_grad_(), **arguments)
+        return run(inputs.pop(), **arguments)
+
+    output = checkpoint(run_offloaded, use_reentrant=False, **arguments)
+    stored = offload.store((hidden, kept.results))
+    kept.results = {}
+    return output
+
+
+class _Results:
+    """Results of one layer's kernels, from its forward pass to its recomputation."""
+
+    def __init__(self, names: set[str], backend: Backend):
+        self.names, self.backend = names, backend
+        self.results: dict[str, Any] = {}
+        self.passes = 0
+
+    @contextmanager
+    def next_pass(self) -> Iterator[None]:
+        """Store results in the first pass; use them in the second."""
+        self.passes += 1
+        call = self._record if self.passes == 1 else self._replay
+        gemms = iter(GEMMS)
+        with ExitStack() as stack:
+            for owner, name, kernel in _functions(GEMM_FUNCTIONS[self.backend]):
+                replacement = _wrap(kernel, lambda: next(gemms), call)
+                stack.enter_context(patched(owner, **{name: replacement}))
+            for owner, name, kernel in _functions(ATTENTION_FUNCTIONS[self.backend]):
+                replacement = _wrap(kernel, lambda: "attention", call)
+                stack.enter_context(patched(owner, **{name: replacement}))
+            yield
+
+    def _record(self, name: str, kernel: Callable, *args: Any, **kwargs: Any) -> Any:
+        result = kernel(*args, **kwargs)
+        if name == "down":
+            self.results[name] = tree_map_only(Tensor, _allocation, result)
+        elif name in self.names and _is_plain(result):
+            self.results[name] = tree_map_only(Tensor, Tensor.detach, result)
+        return result
+
+    def _replay(self, name: str, kernel: Callable, *args: Any, **kwargs: Any) -> Any:
+        if name not in self.results:
+            return kernel(*args, **kwargs)
+        result = self.results.pop(name)
+        return tree_map_only(functools.partial, lambda allocate: allocate(), result)
+
+
+def _allocation(result: Tensor) -> functools.partial:
+    """Return a function that allocates a tensor like this one, with any values."""
+    return functools.partial(torch.empty, result.shape, dtype=result.dtype, device=result.device)
+
+
+def _functions(places: list[tuple[str, str]]) -> Iterator[tuple[Any, str, Callable]]:
+    """Yield (module, name, function), except FlashAttention 4's if this process has not imported it."""
+    for module, name in places:
+        optional = module.startswith("flash_attn")
+        owner = sys.modules.get(module) if optional else importlib.import_module(module)
+        if owner is not None:
+            yield owner, name, getattr(owner, name)
+
+
+def _wrap(kernel: Callable, name: Callable[[], str], call: Callable) -> Callable:
+    """Make `call(name(), kernel, ...)` look like `kernel`, whose attributes may hold compiled code."""
+
+    @functools.wraps(kernel)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return call(name(), kernel, *args, **kwargs)
+
+    return replacement
+
+
+def _is_plain(result: Any) -> bool:
+    """True if no tensor is quantized: TE may free the data of a quantized tensor after its use."""
+    return all(type(leaf) is Tensor for leaf in tree_leaves(result) if isinstance(leaf, Tensor))

@@ -1,0 +1,178 @@
+"""Levels of recomputation with TE's own layers: gradients, kernels that run again, memory."""
+
+import importlib
+from contextlib import nullcontext
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from te_models import activation_offload
+from te_models.build import ModelPlan
+from te_models.kernels import flash_attention
+from te_models.options import NativeOptions
+from te_models.recompute import ATTENTION_FUNCTIONS, GEMM_FUNCTIONS
+from te_models.settings import RECOMPUTE_LEVELS
+from tests.gpu.models import DEVICE, batch, build, plan
+from tests.gpu.test_te_model import bf16, fp8
+from training.config import config_from_dict
+from training.optim.optimizer import plan_optimizer
+from training.parallel.activations import kept_activations
+from training.parallel.memory import fp8_copies
+from training.parallel.step_plan import ModelSize, StepPlan
+from training.precision.scaling import scaling_state
+from training.tracking.metrics import ModelShape
+
+pytestmark = pytest.mark.gpu
+LEVELS = RECOMPUTE_LEVELS[1:]
+LAYERS = 4
+
+
+def autocast_of(name: str):
+    return bf16() if name == "bf16" else fp8(name)[1]
+
+
+def train(name: str, *, packed: bool, steps: int = 3, family: str = "llama", **options):
+    """Return losses, gradients and scales of some steps of two micro-batches each."""
+    autocast = autocast_of(name)
+    model = build(plan(family=family, layers=LAYERS), use_te=True, packed=packed, **options)
+    lengths = [[100, 156]] * 8 if packed else [[256]] * 8
+    found = []
+    for step in range(steps):
+        for micro_batch in range(2):
+            model.first_micro_batch = micro_batch == 0
+            with autocast():
+                loss = model(**batch(lengths, packed=packed, seed=2 * step + micro_batch)).loss
+            loss.backward()
+            found.append(loss.detach())
+        found += [p.grad.clone() for p in model.parameters()]
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 1e-5 * p.grad
+                p.grad = None
+    return [*found, *scaling_state(model).values()]
+
+
+@pytest.mark.parametrize("name", ["bf16", "delayed", "current", "block"])
+@pytest.mark.parametrize("recompute", [*LEVELS, "cheap:1+full:1+mlp:1"])
+def test_every_level_equals_no_recomputation_bit_for_bit(name, recompute, monkeypatch):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    native = {"native": NativeOptions(cache_fp8_weights=name != "delayed")}
+    expected = train(name, packed=False, **native)
+    found = train(name, packed=False, recompute=recompute, **native)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("recompute", [*LEVELS, "layer:2"])
+def test_offloaded_activations_return_unchanged(recompute, monkeypatch):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    monkeypatch.setattr(activation_offload, "SMALLEST", 2**12)
+    options = {"packed": False, "recompute": recompute}
+    expected = train("delayed", **options)
+    found = train("delayed", **options, offload_activations=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_offloaded_activations_leave_the_gpu():
+    inputs, kept = batch([[2048]] * 8, packed=False), {}
+    for offload in (False, True):
+        options = {"recompute": "layer", "offload_activations": offload}
+        model = build(plan(layers=8), use_te=True, packed=False, **options)
+        for _ in range(2):
+            before = torch.cuda.memory_allocated(DEVICE)
+            with bf16()():
+                loss = model(**inputs).loss
+            kept[offload] = torch.cuda.memory_allocated(DEVICE) - before
+            loss.backward()
+        assert not offload or not (model.offload.stored or model.offload.leaving)
+        del model, loss
+    layer = 8 * 2048 * 512 * 2 * 2  # bytes of a layer's input and attention output
+    assert kept[False] - kept[True] == pytest.approx(6 * layer, rel=0.05)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("recompute", LEVELS)
+def test_levels_of_packed_batches_have_the_same_gradients(family, recompute):
+    expected = train("delayed", packed=True, steps=1, family=family)
+    found = train("delayed", packed=True, steps=1, family=family, recompute=recompute)
+    for a, b in zip(found, expected, strict=True):
+        assert (a.float() - b.float()).norm() <= 1e-2 * b.float().norm()
+
+
+@pytest.mark.parametrize("attention", ["fused", "flash"])
+@pytest.mark.parametrize(
+    ("level", "gemms", "attentions"), [("cheap", 0, 0), ("mlp", 1, 0), ("layer", 3, 0), ("full", 3, 1)]
+)
+def test_a_level_runs_only_its_kernels_again(level, gemms, attentions, attention, monkeypatch):
+    reason = flash_attention.why_not(64)
+    if attention == "flash" and reason:
+        pytest.skip(reason)
+    ran = {"gemm": 0, "attention": 0}
+
+    def count(kind, kernel):
+        def run(*args, **kwargs):
+            ran[kind] += not kwargs.get("grad", False)
+            return kernel(*args, **kwargs)
+
+        run.__dict__.update(vars(kernel))
+        return run
+
+    if attention == "flash":
+        flash_attention.interface()
+    for kind, places in (("gemm", GEMM_FUNCTIONS), ("attention", ATTENTION_FUNCTIONS)):
+        for module, function in places["native"]:
+            if module.startswith("flash") and attention != "flash":
+                continue
+            owner = importlib.import_module(module)
+            monkeypatch.setattr(owner, function, count(kind, getattr(owner, function)))
+    switch = flash_attention.enabled_in_te if attention == "flash" else nullcontext
+    if attention == "fused":
+        monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    with switch():
+        train("delayed", packed=True, steps=1, recompute=f"{level}:3")
+    assert ran["gemm"] == 2 * (4 * LAYERS + 3 * gemms)
+    assert ran["attention"] == 2 * (LAYERS + 3 * attentions)
+
+
+SIZES = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 2048,
+}
+
+
+@pytest.mark.parametrize("name", ["bf16", "delayed"])
+def test_levels_keep_the_predicted_memory(name):
+    """Compare what a forward pass keeps, less what it keeps at `full`, with the memory model."""
+    config = LlamaConfig(**SIZES, num_hidden_layers=LAYERS, initializer_range=0.02)
+    inputs, kept = batch([[2048]] * 4, packed=False), {}
+    for level in RECOMPUTE_LEVELS:
+        model = build(ModelPlan("test", config, None), use_te=True, packed=False, recompute=level)
+        for _ in range(2):  # the first pass allocates workspaces
+            before = torch.cuda.memory_allocated(DEVICE)
+            with autocast_of(name)():
+                loss = model(**inputs).loss
+            kept[level] = torch.cuda.memory_allocated(DEVICE) - before
+            loss.backward()
+        del model, loss
+    precision = {"mixed_precision": "bf16"} if name == "bf16" else {"mixed_precision": "fp8"}
+    cfg = config_from_dict({"use_te": True, "batch_size": 4, "max_seq_length": 2048, **precision})
+    shape = ModelShape(
+        hidden_size=1024,
+        num_layers=LAYERS,
+        num_heads=16,
+        num_kv_heads=4,
+        head_dim=64,
+        ffn_hidden_size=4096,
+        vocab_size=2048,
+    )
+    size = ModelSize(10**8, shape)
+    job = StepPlan(cfg, size, plan_optimizer(cfg.precision, on_gpu=True), "single", 1, 1)
+    for level in RECOMPUTE_LEVELS:
+        more = kept[level] - kept["full"]
+        predicted = LAYERS * (kept_activations(job, level) - kept_activations(job, "full"))
+        predicted += fp8_copies(job) * (level == "none")
+        print(f"{name} {level}: {more / 1e6:.1f} MB, predicted {predicted / 1e6:.1f}")
+        assert more == pytest.approx(predicted, rel=0.05, abs=2e6), level

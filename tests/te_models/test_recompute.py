@@ -1,0 +1,141 @@
+"""Levels of recomputation: emulated TE layers, Hugging Face layers, and --recompute's values."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import MixtralConfig, Qwen3Config
+
+from core.errors import UserError
+from te_models.build import ModelPlan, build_model
+from te_models.emulation import gemm
+from te_models.options import BuildOptions
+from te_models.settings import RECOMPUTE_LEVELS, recompute_levels
+from training.config import config_from_dict
+from training.precision.recipes import Precision, build_autocast, resolve_precision
+from training.precision.scaling import scaling_state
+
+CPU = torch.device("cpu")
+LEVELS = RECOMPUTE_LEVELS[1:]
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 256,
+    "initializer_range": 0.1,
+}
+PLAN = ModelPlan("test", Qwen3Config(**SIZES), None)
+OPTIONS = BuildOptions(
+    te_backend="emulated", dtype=torch.bfloat16, device=CPU, packed=False, max_positions=64
+)
+BF16 = Precision("bf16", "bf16", te_backend="emulated")
+
+
+def fp8(recipe: str) -> Precision:
+    flags = {"use_te": True, "te_backend": "emulated", "mixed_precision": "fp8", "fp8_scenario": recipe}
+    return resolve_precision(config_from_dict(flags))
+
+
+def train(options: BuildOptions, precision: Precision = BF16, plan: ModelPlan = PLAN) -> list[torch.Tensor]:
+    """Return losses and gradients of three steps, and the scales after them."""
+    model, computed = build_model(plan, options), []
+    autocast = build_autocast(precision, device=CPU, parameter_dtype=options.dtype)
+    ids = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        with autocast():
+            loss = model(ids, ids).loss
+        loss.backward()
+        computed += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 1e-4 * p.grad
+                p.grad = None
+    state = scaling_state(model) if options.te_backend else {}
+    return [*computed, *state.values()]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    "precision", [BF16, fp8("delayed"), fp8("current")], ids=["bf16", "delayed", "current"]
+)
+@pytest.mark.parametrize("recompute", [*LEVELS, "cheap:1+full:1"])
+def test_every_level_equals_no_recomputation_bit_for_bit(recompute, precision):
+    expected = train(OPTIONS, precision)
+    assert equal(train(replace(OPTIONS, recompute=recompute), precision), expected)
+    if "cheap" not in recompute:
+        assert equal(train(replace(OPTIONS, recompute=recompute, reentrant=True), precision), expected)
+
+
+@pytest.mark.parametrize(("level", "again"), [("cheap", 0), ("mlp", 1), ("layer", 3), ("full", 3)])
+def test_a_level_runs_only_its_gemms_again(monkeypatch, level, again):
+    products, multiply = Counter(), gemm.multiply
+
+    def count(*args, **transposed):
+        products[tuple(sorted(transposed))] += 1
+        return multiply(*args, **transposed)
+
+    monkeypatch.setattr(gemm, "multiply", count)
+    train(replace(OPTIONS, recompute=f"{level}:2"))
+    assert products[("transpose_b",)] == 3 * (3 * 4 + 2 * again)  # steps, layers, GEMMs of forward
+    assert products[()] == products[("transpose_a",)] == 3 * 3 * 4  # gradients of inputs and weights
+
+
+def test_evaluation_recomputes_nothing():
+    model = build_model(PLAN, replace(OPTIONS, recompute="layer"))
+    ids = torch.zeros(1, 16, dtype=torch.long)
+    with torch.no_grad():
+        assert torch.equal(model(ids, ids).loss, build_model(PLAN, OPTIONS)(ids, ids).loss)
+
+
+@pytest.mark.parametrize("recompute", ["mlp", "layer", "full", "mlp:1+layer:1"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_hugging_face_layers_have_the_same_gradients(recompute, compiled):
+    options = replace(OPTIONS, te_backend=None, dtype=torch.float32, compile_layers=compiled)
+    found, expected = train(replace(options, recompute=recompute)), train(options)
+    torch.testing.assert_close(found, expected)
+
+
+def test_levels_that_a_model_lacks_are_refused():
+    hugging_face = replace(OPTIONS, te_backend=None)
+    with pytest.raises(UserError, match="--recompute cheap: without --use_te"):
+        build_model(PLAN, replace(hugging_face, recompute="cheap"))
+    experts = ModelPlan("test", MixtralConfig(**SIZES, num_local_experts=2), None)
+    with pytest.raises(
+        UserError, match="--recompute mlp: the MLP of MixtralForCausalLM is unknown; choose layer"
+    ):
+        build_model(experts, replace(hugging_face, recompute="mlp"))
+    with pytest.raises(
+        UserError, match="--recompute cheap:1: not possible under DeepSpeed ZeRO-3; choose mlp"
+    ):
+        build_model(PLAN, replace(OPTIONS, recompute="cheap:1", reentrant=True))
+
+
+def test_offload_of_activations_needs_a_gpu_and_recomputed_te_layers():
+    for flags in ({"recompute": "layer"}, {"use_te": True}):
+        with pytest.raises(UserError, match=r"--offload_activations: needs --use_te and recomputed layers"):
+            config_from_dict({"offload_activations": True, **flags})
+    options = replace(OPTIONS, recompute="layer", offload_activations=True)
+    with pytest.raises(UserError, match=r"--offload_activations: without a GPU, .* drop it"):
+        build_model(PLAN, options)
+
+
+def test_levels_are_given_for_all_layers_or_by_number():
+    assert recompute_levels("none", 2) == ["none", "none"]
+    assert recompute_levels("mlp", 2) == ["mlp", "mlp"]
+    assert recompute_levels("layer:1+cheap:2", 4) == ["layer", "cheap", "cheap", "none"]
+    assert recompute_levels("layer:1 + mlp", 3) == ["layer", "mlp", "mlp"]
+    with pytest.raises(UserError, match="--recompute mlp:5: for 5 layers, but the model has 4; give fewer"):
+        recompute_levels("mlp:5", 4)
+    for text in ("", "all", "mlp:", "mlp:-1", "mlp:x", "mlp,layer", "3"):
+        with pytest.raises(UserError, match=r"--recompute .*is not one of none, cheap, mlp, layer, full"):
+            config_from_dict({"recompute": text})
+    with pytest.raises(UserError, match=r"--gradient_checkpointing --recompute full: "):
+        config_from_dict({"recompute": "full", "gradient_checkpointing": True})
+    assert config_from_dict({"gradient_checkpointing": True}).model.recomputation == "layer"

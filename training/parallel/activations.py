@@ -1,0 +1,82 @@
+"""Bytes of activations in a training step, and the work of recomputing them, for `memory` and the planner.
+
+Sizes are bytes on one GPU.
+"""
+
+from __future__ import annotations
+
+from core.recipes import costs_of
+from training.parallel.step_plan import StepPlan
+
+LAYERS_IN_FLIGHT = 2  # IN_FLIGHT in te_models/activation_offload.py
+
+
+def layer_activations(plan: StepPlan) -> float:
+    """Return the bytes of activations that one layer saves for backward.
+
+    In BF16 these are, per token: input, attention norm, residual and MLP norm (hidden size each); queries and
+    attention output (width of the query heads); keys and values (width of the key heads); gate, up and their
+    product (MLP width). FP8 recipes store less (`core.recipes`). TE's QK norms (Qwen3) add theirs.
+    """
+    s, costs = plan.model.shape, costs_of(plan.recipe)
+    queries, keys = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+    bf16 = 2 * (4 * s.hidden_size + 2 * queries + 2 * keys + 3 * s.ffn_hidden_size)
+    if plan.cfg.model.use_te and plan.model.qk_norm:
+        bf16 += 2 * (queries + 2 * keys)
+    less = costs.less_per_ffn * s.ffn_hidden_size + costs.less_per_hidden * s.hidden_size
+    return plan.tokens * (bf16 - less * plan.fp8_layers)
+
+
+def kept_activations(plan: StepPlan, level: str) -> float:
+    """Return the bytes of activations that a layer recomputed at `level` keeps from forward to backward.
+
+    TE layers: see `te_models.recompute`. Hugging Face layers keep the MLP's input, or the layer's.
+    """
+    s = plan.model.shape
+    queries, keys, hidden = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, s.hidden_size
+    if level == "none":
+        return layer_activations(plan)
+    if level == "mlp" and not plan.cfg.model.use_te:
+        return layer_activations(plan) - plan.tokens * 2.0 * 3 * s.ffn_hidden_size
+    kept = {"cheap": 2 * s.ffn_hidden_size, "mlp": 0}
+    values = hidden
+    if level in kept:
+        values += 2 * queries + 2 * keys + hidden + kept[level]
+    elif level == "layer" and plan.cfg.model.use_te:
+        values += queries
+    return plan.tokens * 2.0 * values
+
+
+def recomputed_weights(plan: StepPlan) -> float:
+    """Return the number of GEMM weights, of all layers, that are multiplied again in backward."""
+    s = plan.model.shape
+    layer, down = plan.model.gemm_weights / s.num_layers, s.hidden_size * s.ffn_hidden_size
+    if plan.cfg.model.use_te:
+        again = {"none": 0.0, "cheap": 0.0, "mlp": 2.0 * down}
+        whole = layer - down  # kernels do not run again if backward does not need their result
+    else:
+        again, whole = {"none": 0.0, "mlp": 3.0 * down}, layer
+    return sum(again.get(level, whole) for level in plan.recompute)
+
+
+def recomputed_attention(plan: StepPlan) -> float:
+    """Return the fraction of layers whose attention runs again in backward."""
+    return plan.share_of("full") if plan.cfg.model.use_te else plan.share_of("full", "layer")
+
+
+def host_activations(plan: StepPlan) -> float:
+    """Return the bytes of host memory that --offload_activations takes for one GPU.
+
+    PyTorch's buffers of pinned memory have sizes of powers of two: at most twice the activations.
+    """
+    kept = (kept_activations(plan, level) for level in plan.recompute if level != "none")
+    return 2 * sum(kept) * plan.cfg.model.offload_activations
+
+
+def stored_activations(plan: StepPlan) -> float:
+    """Return the bytes of activations on the GPU when backward begins."""
+    kept = [(level, kept_activations(plan, level)) for level in plan.recompute]
+    if not plan.cfg.model.offload_activations:
+        return sum(size for _, size in kept)
+    leaving = [size for level, size in kept if level != "none"][-LAYERS_IN_FLIGHT:]
+    return sum(size for level, size in kept if level == "none") + sum(leaving)

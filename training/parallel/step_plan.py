@@ -1,0 +1,146 @@
+"""What a training step is computed from: settings, model size, optimizer, sharding mode, GPUs.
+
+This module must not import torch, so that `benchmarks.plan` shows its help and refuses wrong flags at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from core.errors import bad_setting
+from te_models.settings import recompute_levels
+from training.config import Config
+from training.parallel.settings import MODES, Mode
+from training.tracking.metrics import ModelShape, matmul_parameters
+
+if TYPE_CHECKING:  # imports torch
+    from training.optim.optimizer import OptimizerPlan
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Number of parameters, and the dimensions that determine activations and gathered weights."""
+
+    parameters: int
+    shape: ModelShape | None = None  # None: only weights, gradients and optimizer state can be counted
+    tied: bool = False
+    qk_norm: bool = False
+
+    @property
+    def gemm_weights(self) -> int:
+        """Number of weights in the decoder's linear layers, which FP8 recipes cast."""
+        return matmul_parameters(self.shape) - self.head
+
+    @property
+    def head(self) -> int:
+        """Number of weights in the LM head."""
+        return self.shape.vocab_size * self.shape.hidden_size
+
+    @property
+    def root(self) -> int:
+        """Number of weights in embedding, LM head and final norm, which FSDP gathers as one group."""
+        return self.head * (1 if self.tied else 2) + self.shape.hidden_size
+
+    @property
+    def block(self) -> float:
+        """Number of weights in one decoder layer."""
+        return (self.parameters - self.root) / self.shape.num_layers
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Inputs of the memory and time models: settings, model size, optimizer, sharding mode and GPUs."""
+
+    cfg: Config
+    model: ModelSize
+    optimizer: OptimizerPlan
+    mode: str
+    gpus: int
+    gpus_per_node: int
+
+    @property
+    def sharding(self) -> Mode:
+        return MODES[self.mode]
+
+    @property
+    def shards(self) -> int:
+        """Number of parts of the optimizer state, one per GPU; 1 if every GPU has all of it."""
+        if self.sharding.in_groups:
+            return hsdp_shard_size(self.cfg, self.gpus, self.gpus_per_node)
+        return self.gpus if self.sharding.engine in ("fsdp", "deepspeed") else 1
+
+    @property
+    def fsdp(self) -> bool:
+        """True if FSDP2 shards the model."""
+        return self.sharding.engine == "fsdp"
+
+    @property
+    def accumulates_in_zero1(self) -> bool:
+        """True for ZeRO 1 with accumulation: DeepSpeed then keeps unsharded FP32 gradients on every GPU."""
+        return self.sharding.stage == 1 and self.accumulation > 1
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.gpus // self.gpus_per_node)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch on one GPU."""
+        return self.cfg.optim.batch_size * self.cfg.data.max_seq_length
+
+    @property
+    def accumulation(self) -> int:
+        return self.cfg.optim.gradient_accumulation_steps
+
+    @property
+    def recompute(self) -> list[str]:
+        """Level of recomputation of each decoder layer."""
+        return recompute_levels(self.cfg.model.recomputation, self.model.shape.num_layers)
+
+    def share_of(self, *levels: str) -> float:
+        """Return the fraction of the decoder layers that are recomputed at one of these levels."""
+        return sum(level in levels for level in self.recompute) / self.model.shape.num_layers
+
+    @property
+    def recipe(self) -> str:
+        return self.cfg.recipe if self.cfg.precision.mixed_precision == "fp8" else "bf16"
+
+    @property
+    def fp8_layers(self) -> float:
+        """Fraction of the decoder layers that run in the FP8 recipe."""
+        precision = self.cfg.precision
+        in_bf16 = precision.bf16_first_layers + precision.bf16_last_layers
+        return 1 - in_bf16 / self.model.shape.num_layers
+
+    @property
+    def gathers_fp8(self) -> bool:
+        """True if FSDP all-gathers weights in FP8."""
+        return self.cfg.sharding.fp8_all_gather and self.fsdp
+
+    @property
+    def caches_fp8_weights(self) -> bool:
+        """True if layers that are not recomputed cast their weights to FP8 once per step."""
+        cfg = self.cfg
+        enabled = cfg.model.use_te and cfg.precision.fp8_weight_cache
+        unsharded = self.mode in ("single", "ddp") or (self.sharding.gathers_once and not self.gathers_fp8)
+        return enabled and unsharded and self.accumulation > 1
+
+    @property
+    def keeps_fp8_weights(self) -> bool:
+        """True if layers that are not recomputed keep FP8 copies of their weights from forward to backward.
+
+        Under FSDP2 TE casts the weights again in backward, unless the copies are cached.
+        """
+        return self.cfg.model.use_te and (not self.fsdp or self.caches_fp8_weights)
+
+
+def hsdp_shard_size(cfg: Config, gpus: int, gpus_per_node: int) -> int:
+    """Return the number of ranks that share one copy of the model. UserError if it does not divide `gpus`."""
+    size = cfg.sharding.hsdp_shard_size or min(gpus, gpus_per_node)
+    if gpus % size:
+        raise bad_setting(
+            f"does not divide the {gpus} ranks; use a divisor, or --sharding_mode fsdp_full",
+            hsdp_shard_size=size,
+        )
+    return size
