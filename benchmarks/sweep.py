@@ -38,6 +38,8 @@ from core.files import replace_file
 from core.settings import convert, nearest
 from training.config import Config, all_settings
 from training.launch import require_inputs
+from training.optim.settings import AUTO
+from training.parallel.fit import allowed_batches
 
 PROG = "python -m benchmarks.sweep"
 # Short names of axes. All other settings are axes under their own names.
@@ -49,6 +51,7 @@ SHORT = {  # prefixes in the names of run folders
     "sequence_length": "seq",
     "batch_size": "batch",
     "gradient_accumulation_steps": "accumulation",
+    "global_batch_size": "global",
 }
 PLAN_SLACK = 1.05  # most predicted peaks are within 5 % of the measured ones
 GROWING = ("max_seq_length", "batch_size")  # larger values need more memory
@@ -155,6 +158,7 @@ def build_points(
             raise bad_setting("must be at least 1", gpus=gpus)
         try:
             cfg = resolve(given | own | variant.settings, folder / "runs" / name)
+            allowed_batches(cfg.optim, gpus)
         except UserError as fault:
             raise bad_input(f"{name}: {fault}") from None
         points.append(Point(name, gpus, cfg))
@@ -213,7 +217,8 @@ def _is_smaller(a: Point, b: Point) -> bool:
     """True if `a` differs from `b` only by a shorter sequence or a smaller batch."""
     first, second = a.settings(), b.settings()
     different = [name for name in first if first[name] != second[name]]
-    return bool(different) and all(name in GROWING and first[name] < second[name] for name in different)
+    comparable = all(name in GROWING and AUTO not in (first[name], second[name]) for name in different)
+    return bool(different) and comparable and all(first[name] < second[name] for name in different)
 
 
 def run_points(

@@ -38,6 +38,7 @@ from core.redact import redact
 from data.demo import TOKENIZER_DIR, read_demo
 from training.config import Config, config_from_dict
 from training.launch import require_inputs
+from training.parallel.fit import split_batch
 
 PROG = "python -m benchmarks.throughput"
 RESULTS = ROOT / "runs" / "throughput.jsonl"
@@ -99,7 +100,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
 def measure(argv: list[str]) -> int:
     """Run all repeats. Returns 0, or the exit code of the first failed run."""
     arguments, given = parse(argv)
-    accumulation = given.get("gradient_accumulation_steps", 1)
+    optim = split_batch(config_from_dict(given), arguments.gpus).optim  # of auto, only an estimate
+    accumulation = optim.gradient_accumulation_steps
     interval, profiled, uncounted = schedule(accumulation, arguments.profile)
     steps = uncounted + COUNTED * interval if arguments.steps is None else arguments.steps
     if steps < uncounted + interval:
@@ -128,7 +130,7 @@ def measure(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="throughput-") as name:
         if synthetic:
             text = Path(name) / "synthetic.txt"
-            rows = steps * accumulation * cfg.optim.batch_size * arguments.gpus
+            rows = steps * accumulation * optim.batch_size * arguments.gpus
             write_text(text, rows=rows, tokens=cfg.data.max_seq_length)
             settings = {"split_name": "train", "data_cache_dir": name} | settings
             settings["dataset_name"] = str(text)

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from core.errors import EXIT_BAD_SETTING, UserError, bad_setting, first_line
-from core.settings import TYPE_NAMES, Setting, nearest, split_optional
+from core.settings import TYPE_NAMES, Setting, nearest, split_hint
 
 SWITCH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")  # often written after a switch
 
@@ -63,7 +63,7 @@ class Switch(argparse.Action):
 
 def add_setting(group: Any, name: str, setting: Setting, aliases: Sequence[str] = ()) -> None:
     """Add a setting's flag, absent from the parsed result unless given, with its default in the help."""
-    kind, _ = split_optional(setting.type)
+    kind, others = split_hint(setting.type)
     text, default = setting.field.metadata["help"].replace("%", "%%"), setting.field.default
     if default is not None and "default:" not in text:
         shown = {True: "on", False: "off"}[default] if kind is bool else default
@@ -75,7 +75,7 @@ def add_setting(group: Any, name: str, setting: Setting, aliases: Sequence[str] 
         return
     choices = ",".join(get_args(kind)) if get_origin(kind) is Literal else ""
     metavar = f"{{{choices}}}" if choices else {int: "N", float: "X"}.get(kind, "TEXT")
-    group.add_argument(f"--{name}", metavar=metavar, **common)
+    group.add_argument(f"--{name}", metavar="|".join([metavar, *filter(None, others)]), **common)
 
 
 class YamlLoader(yaml.SafeLoader):

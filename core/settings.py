@@ -64,7 +64,7 @@ class Section:
             value = getattr(self, f.name)
             for bound, limit in f.metadata["bounds"].items():
                 holds, words = BOUNDS[bound]
-                if value is not None and not holds(value, limit):
+                if isinstance(value, int | float) and not holds(value, limit):
                     raise bad_setting(f"must be {words} {limit}", **{f.name: value})
 
 
@@ -87,16 +87,18 @@ def lookup(name: str, settings: dict[str, Setting]) -> Setting:
     return settings[name]
 
 
-def split_optional(hint: Any) -> tuple[Any, bool]:
-    """Return (type without `| None`, True if None was allowed)."""
-    if get_origin(hint) in (types.UnionType, typing.Union):
-        return next(a for a in get_args(hint) if a is not type(None)), True
-    return hint, False
+def split_hint(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Split single values off a type: int | Literal["auto"] | None becomes int and ("auto", None)."""
+    if get_origin(hint) not in (types.UnionType, typing.Union):
+        return hint, ()
+    kind, *others = get_args(hint)
+    return kind, tuple(value for other in others for value in get_args(other) or (None,))
 
 
 def convert(name: str, value: Any, hint: Any) -> Any:
     """Convert the value of a flag or YAML key to its field's type. UserError if it is invalid."""
-    hint, optional = split_optional(hint)
+    hint, others = split_hint(hint)
+    optional = None in others
 
     def wrong(reason: str) -> UserError:
         return bad_setting(reason, **{name: str(value)})
@@ -105,6 +107,8 @@ def convert(name: str, value: Any, hint: Any) -> Any:
         if optional:
             return None
         raise wrong("needs a value")
+    if value in others:
+        return value
     if get_origin(hint) is Literal:
         choices = get_args(hint)
         if value not in choices:
@@ -117,7 +121,8 @@ def convert(name: str, value: Any, hint: Any) -> Any:
     try:
         converted = _convert_scalar(value, hint)
     except (ValueError, OverflowError):
-        raise wrong(f"must be {TYPE_NAMES[hint.__name__]}") from None
+        words = [TYPE_NAMES[hint.__name__], *filter(None, others)]
+        raise wrong(f"must be {' or '.join(words)}") from None
     if hint is float and not math.isfinite(converted):
         raise wrong("must be a finite number")
     return os.path.expanduser(converted) if name in PATHS else converted  # shells do not expand --x=~/y

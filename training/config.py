@@ -261,4 +261,7 @@ def load_config_file(path: str) -> dict[str, Any]:
             convert(name, value, lookup(name, table).type)
     except UserError as error:
         raise bad_setting(str(error), config=path) from None
+    if loaded.get("global_batch_size") and loaded.keys() >= table.keys():
+        # A run's settings.json: on other ranks the run keeps its global batch, and accumulation follows.
+        return loaded | {"gradient_accumulation_steps": None}
     return loaded

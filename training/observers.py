@@ -138,6 +138,7 @@ def open_environment(job: Job, assembly: Assembly, *, takes_steps: bool) -> dict
         **job.resolved.precision.as_dict(),
         "optimizer": assembly.optimizer_plan.describe(),
         "sharding_mode": strategy.mode,
+        "fit": job.fit.describe(),
         "world_size": strategy.world_size,
         "nodes": strategy.num_nodes,
         "hosts": sorted(set(ranks.gather(platform.node()))),

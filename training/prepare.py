@@ -37,6 +37,7 @@ from training.kernels import Workload, enable_kernels
 from training.optim.optimizer import OptimizerPlan
 from training.parallel import ranks
 from training.parallel.choose import choose_strategy
+from training.parallel.fit import Fit
 from training.parallel.ranks import print_rank0
 from training.parallel.strategies import Strategy
 from training.parallel.watchdog import DATA_SECONDS, Watchdog
@@ -60,6 +61,7 @@ class Job:
     kernels: Kernels
     strategy: Strategy
     optimizer_plan: OptimizerPlan
+    fit: Fit
     folder: Path
     checkpoints: Checkpoints
     resume: ResumePoint | None
@@ -80,7 +82,8 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
     `cleanup` releases the run folder's lock and disables the kernels. UserError if the run cannot start with
     these settings.
     """
-    resolved, kernels, strategy, optimizer_plan = _decide(cfg, device, watchdog, cleanup)
+    resolved, kernels, strategy, optimizer_plan, fit = _decide(cfg, device, watchdog, cleanup)
+    cfg = strategy.cfg  # with numbers in place of `auto`
     folder, is_new = watchdog.run_on_rank0(
         "opening the run folder", lambda: _open_folder(cfg, resolved, cleanup)
     )
@@ -116,6 +119,7 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
         kernels=kernels,
         strategy=strategy,
         optimizer_plan=optimizer_plan,
+        fit=fit,
         folder=folder,
         checkpoints=checkpoints,
         resume=resume,
@@ -128,8 +132,8 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
 
 def _decide(
     cfg: Config, device: torch.device, watchdog: Watchdog, cleanup: ExitStack
-) -> tuple[Resolved, Kernels, Strategy, OptimizerPlan]:
-    """Choose precision, model, kernels, sharding and optimizer. Enables the kernels. Collective."""
+) -> tuple[Resolved, Kernels, Strategy, OptimizerPlan, Fit]:
+    """Choose precision, model, kernels, sharding, micro-batch and optimizer. Enables kernels. Collective."""
     watchdog.starting("comparing settings")
     ranks.agree("the settings", cfg.to_dict())
     if ranks.world_size() > 1:  # hashes all source files
@@ -140,11 +144,11 @@ def _decide(
     watchdog.starting("testing kernels")
     kernels = enable_kernels(Workload(cfg, resolved.precision, resolved.shape, device), cleanup)
     watchdog.starting("choosing how to shard")
-    strategy, optimizer_plan = choose_strategy(cfg, resolved.plan, device)
+    strategy, optimizer_plan, fit = choose_strategy(cfg, resolved.plan, device)
     compiles = compiles_layers(cfg, strategy)
     ranks.run_on_all_ranks(lambda: fp8_stats.check(cfg, resolved.precision, compiles=compiles))
     ranks.run_on_all_ranks(lambda: profiling.check(cfg.log.profile_steps, device))
-    return resolved, kernels, strategy, optimizer_plan
+    return resolved, kernels, strategy, optimizer_plan, fit
 
 
 def compiles_layers(cfg: Config, strategy: Strategy) -> bool:

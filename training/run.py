@@ -327,6 +327,7 @@ def summarize(job: Job, trainer: Trainer, observers: Observers) -> dict[str, Any
         "runtime_seconds": progress.wall_seconds,
         "train_seconds": progress.train_seconds,
         "peak_memory_gb": trainer.peak_memory_gb(),
+        "predicted_memory_gb": job.fit.predicted_gb,
         "num_layers": getattr(job.resolved.plan.config.get_text_config(), "num_hidden_layers", None),
         "gpu_name": observers.environment.get("gpu_name"),
         "gpus": job.gpus,

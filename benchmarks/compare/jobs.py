@@ -12,6 +12,7 @@ from benchmarks.records.variants import Variant, resolve
 from core.errors import UserError, bad_setting, counted
 from training.config import Config
 from training.launch import require_inputs
+from training.parallel.fit import allowed_batches, global_batch
 
 # Defaults of the runs; training flags on the command line override them.
 DEFAULTS: dict[str, Any] = {
@@ -83,13 +84,14 @@ def _baseline(variant: Variant, by_name: dict[str, Variant]) -> str | None:
 def check_before_start(jobs: list[Job], gpus: int) -> None:
     """Raise UserError if results would be incomparable, or if a run lacks its model or data."""
     first = jobs[0]
-    batch = first.cfg.optim.batch_size * first.cfg.optim.gradient_accumulation_steps
+    batch = global_batch(first.cfg.optim, gpus)
     for job in jobs:
-        optim = job.cfg.optim
-        if (own := optim.batch_size * optim.gradient_accumulation_steps) != batch:
+        allowed_batches(job.cfg.optim, gpus)
+        if (own := global_batch(job.cfg.optim, gpus)) != batch:
             raise bad_input(
                 f"{job.name} and {first.name} cannot be compared: --batch_size x "
-                f"--gradient_accumulation_steps is {own} and {batch}; choose equal products"
+                f"--gradient_accumulation_steps x ranks is {own} and {batch}; choose equal products, or "
+                "--global_batch_size"
             )
         if is_begun(job.cfg) and (run := read_run(job.folder)).environment and run.ranks != gpus:
             reason = (

@@ -39,7 +39,7 @@ def recorded_job(run: RunRecord) -> StepPlan:
     mode = {"sharding_mode": "auto"} if run.mode == "single" else {"sharding_mode": run.mode}
     cfg = config_from_dict(settings | mode)
     memory = int(GPUS["H200"].memory_gb * 1e9)
-    return build_job(cfg, gpu=memory, gpus=run.gpus, gpus_per_node=run.gpus)[0]
+    return build_job(cfg, gpu=memory, gpus=run.gpus, gpus_per_node=run.gpus)[0].plan
 
 
 def recomputes_as_before(run: RunRecord) -> bool:

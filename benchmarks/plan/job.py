@@ -11,6 +11,7 @@ from core.errors import EXIT_BAD_SETTING, UserError, bad_setting, first_line
 from te_models.families import FAMILIES, Family
 from te_models.presets import PRESETS, closest_preset
 from training.config import Config
+from training.parallel.fit import Fit, fit, split_batch, unpredicted
 from training.parallel.settings import MODES
 from training.parallel.step_plan import ModelSize, StepPlan, hsdp_shard_size
 from training.tracking.metrics import ModelShape
@@ -69,26 +70,9 @@ def _parameters(shape: ModelShape, family: Family, *, tied: bool) -> int:
 
 def refuse_unplanned(cfg: Config) -> None:
     """Raise UserError for settings that the planner does not cover."""
-    own, model, mode = cfg.precision, cfg.model, cfg.sharding.mode
-    layers_apart = "the planner covers whole layers only; use --bf16_first_layers and --bf16_last_layers"
-    unfused = "TE may then run unfused attention, which the planner does not cover; drop one of them"
-    modes = "the planner covers ds_zero1, ds_zero2, ds_zero3 and ds_zero3_offload; use one of them"
-    # (refused, reason, settings)
-    rules = [
-        (model.te_backend == "emulated", "the planner covers GPUs only; drop it", {"te_backend": "emulated"}),
-        (own.mixed_precision == "fp32", "the planner covers bf16 and fp8", {"mixed_precision": "fp32"}),
-        (own.precision_map, layers_apart, {"precision_map": own.precision_map}),
-        (own.fp8_attention, "the planner covers attention in BF16 only; drop it", {"fp8_attention": True}),
-        (
-            cfg.optim.deterministic and model.use_te and not model.flash_attention,
-            unfused,
-            {"deterministic": True, "flash_attention": False},
-        ),
-        (mode == "deepspeed", modes, {"sharding_mode": mode}),
-    ]
-    for refused, reason, settings in rules:
-        if refused:
-            raise bad_setting(reason, **settings)
+    if found := unpredicted(cfg, cfg.sharding.mode):
+        reason, settings = found
+        raise bad_setting(reason, **settings)
 
 
 def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
@@ -119,29 +103,28 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
         raise bad_setting(reason, max_seq_length=length)
 
 
-def build_job(cfg: Config, *, gpu: int, gpus: int, gpus_per_node: int) -> tuple[StepPlan, str | None]:
-    """Return the job on GPUs with `gpu` bytes, and why training would refuse the mode of `auto`, or None."""
+def build_job(cfg: Config, *, gpu: int, gpus: int, gpus_per_node: int) -> tuple[Fit, str | None]:
+    """Fit the job to GPUs with `gpu` bytes. Also say why training refuses the mode of `auto`, or None."""
     from training.optim.optimizer import plan_optimizer  # imported here because they import torch
     from training.parallel.choose import choose_mode
 
     refuse_unplanned(cfg)
     model, mode = read_model(cfg.model.model_name), cfg.sharding.mode
     refuse_what_training_refuses(cfg, model)
-    job = StepPlan(
-        cfg, model.size, plan_optimizer(cfg.precision, on_gpu=True), "single", gpus, min(gpus, gpus_per_node)
-    )
+    optimizer = plan_optimizer(cfg.precision, on_gpu=True)
+    job = StepPlan(split_batch(cfg, gpus), model.size, optimizer, "single", gpus, min(gpus, gpus_per_node))
     if mode == "auto":
         mode = "single" if gpus == 1 else choose_mode(job, gpu)[0]
     elif gpus == 1 and not MODES[mode].offload:
         mode = "single"
-    job = replace(job, mode=mode)
+    job, refusal = replace(job, cfg=cfg, mode=mode), None
     if MODES[mode].in_groups:
         hsdp_shard_size(cfg, gpus, job.gpus_per_node)  # UserError if it does not divide the GPUs
     try:
         home = MODES[mode].master_home
-        return replace(job, optimizer=plan_optimizer(cfg.precision, on_gpu=True, master_home=home)), None
+        job = replace(job, optimizer=plan_optimizer(cfg.precision, on_gpu=True, master_home=home))
     except UserError as error:
         refusal = f"--sharding_mode {mode}: {error}"
         if cfg.sharding.mode != "auto":
             raise UserError(refusal, flags=["sharding_mode"], exit_code=EXIT_BAD_SETTING) from None
-        return job, refusal
+    return fit(job, gpu), refusal

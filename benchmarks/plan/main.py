@@ -15,14 +15,16 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.plan.job import refuse_unplanned
+from benchmarks.plan.limits import limits_table
 from benchmarks.plan.predict import SMALLER, Plan, fewest_changes, make_plan, replan
 from benchmarks.plan.time import GPUS, Gpu, find_gpu
 from benchmarks.records.launch import command_parser
 from benchmarks.records.variants import split_flags
 from benchmarks.report.tables import markdown
-from core.errors import UserError, bad_setting
+from core.errors import UserError, bad_setting, counted
 from core.recipes import RECIPES, costs_of
 from training.config import Config, parse_config
+from training.parallel.fit import counted_micro_batches
 
 PROG = "python -m benchmarks.plan"
 # Flag -> (field of `Gpu`, factor from the flag's unit to the field's, help).
@@ -60,16 +62,29 @@ def run(argv: list[str]) -> str:
     cfg = parse_config(training, prog=PROG, description=__doc__)
     refuse_unplanned(cfg)
     gpu = read_gpu(args, cfg)
-    cluster = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
-    plans = [make_plan(cfg, gpu, gpus=gpus, **cluster) for gpus in args.gpus]
+    plans, refused = _make_plans(cfg, gpu, args)
     tables = _tables(plans, args.tokens, args.price_per_gpu_hour)
-    return "\n".join(
-        [*tables, *_notes_on_offload(plans), *_advice([plan for plan in plans if not plan.fits])]
-    )
+    notes = [*_choices(plans), *refused, *_notes_on_offload(plans)]
+    notes += _advice([plan for plan in plans if not plan.fits])
+    return "\n".join([*tables, "", limits_table(plans), *notes])
+
+
+def _make_plans(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> tuple[list[Plan], list[str]]:
+    """Return the plans, and notes on the numbers of GPUs that cannot share --global_batch_size."""
+    plans, refused = [], []
+    for gpus in args.gpus:
+        try:
+            cluster = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
+            plans.append(make_plan(cfg, gpu, gpus=gpus, **cluster))
+        except UserError as error:
+            if "global_batch_size" not in error.flags or (gpus == args.gpus[-1] and not plans):
+                raise
+            refused.append(f"\n{counted(gpus, 'GPU')}: {error}")
+    return plans, refused
 
 
 def _gpus(plan: Plan) -> str:
-    return f"{plan.job.gpus:,} GPU{'s' * (plan.job.gpus > 1)}"
+    return counted(plan.job.gpus, "GPU")
 
 
 # Tables
@@ -81,9 +96,12 @@ def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> lis
     parameters, optim = job.model.parameters, job.cfg.optim
     size = f"{parameters / 1e9:.2f} billion" if parameters > 1e8 else f"{parameters / 1e6:.2f} million"
     head = [*COLUMNS, *["days"] * bool(tokens), *["cost"] * bool(tokens and price)]
+    split = f"{optim.batch_size} x {job.cfg.data.max_seq_length} tokens per micro-batch and GPU, "
+    split += f"{counted_micro_batches(job.accumulation)} per step"
+    if plans[0].fit.is_choice:
+        split = f"sequences of {job.cfg.data.max_seq_length} tokens"
     lines = [
-        f"{size} parameters, {job.recipe}, {optim.batch_size} x {job.cfg.data.max_seq_length} tokens per "
-        f"micro-batch and GPU, {job.accumulation} micro-batch{'es' * (job.accumulation > 1)} per step"
+        f"{size} parameters, {job.recipe}, {split}"
         f"{', activation checkpointing' if job.recompute else ''}; {gpu.memory_gb:g} GB per GPU",
         "",
         markdown(head, [_row(plan, tokens, price) for plan in plans]),
@@ -130,6 +148,11 @@ def _parts(title: str, plans: list[Plan], read: Callable[[Plan], dict[str, float
 
 
 # Notes below the tables
+
+
+def _choices(plans: list[Plan]) -> list[str]:
+    """Return what training would choose for each number of GPUs, where the settings leave a choice."""
+    return [f"\n{_gpus(plan)}: {plan.fit.describe()}" for plan in plans if plan.fit.is_choice]
 
 
 def _hosts(plan: Plan) -> str:

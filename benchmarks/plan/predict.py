@@ -10,12 +10,12 @@ from benchmarks.plan.job import build_job
 from benchmarks.plan.time import Gpu, step_seconds
 from core.errors import UserError
 from training.config import Config, config_from_dict
+from training.optim.settings import AUTO
+from training.parallel.fit import Fit, room
 from training.parallel.memory import host_bytes, peak
 from training.parallel.step_plan import StepPlan
 from training.tracking.metrics import model_flops
 
-# For CUDA, NCCL and fragmentation. A recorded 8B run with 147.6 GB of tensors fit into 150.1 GB.
-RESERVED = 2e9
 # Flags that reduce memory, and their settings. --batch_size is then raised to the largest that fits.
 SMALLER_BATCH = "--batch_size"
 SMALLER: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ SMALLER: dict[str, dict[str, Any]] = {
 class Plan:
     """Prediction for a job: bytes per GPU and seconds per step, by part."""
 
-    job: StepPlan
+    fit: Fit
     gpu: Gpu
     network_gbs: float
     memory: dict[str, float]
@@ -40,12 +40,16 @@ class Plan:
     refusal: str | None  # why training would refuse the mode that `auto` chooses
 
     @property
+    def job(self) -> StepPlan:
+        return self.fit.plan
+
+    @property
     def peak(self) -> float:
         return sum(self.memory.values())
 
     @property
     def fits(self) -> bool:
-        return self.peak <= room(self.gpu)
+        return self.fit.fits
 
     @property
     def step(self) -> float:
@@ -53,7 +57,7 @@ class Plan:
 
     @property
     def largest_batch(self) -> int:
-        return largest_batch(self.job, room(self.gpu))
+        return largest_batch(self.job, room(1e9 * self.gpu.memory_gb))
 
     @property
     def tokens_per_second(self) -> float:
@@ -77,17 +81,15 @@ class Plan:
         return kept * each, saving * each
 
 
-def room(gpu: Gpu) -> float:
-    """Return the bytes of GPU memory available to tensors."""
-    return gpu.memory_gb * 1e9 - RESERVED
-
-
 def make_plan(cfg: Config, gpu: Gpu, *, gpus: int, gpus_per_node: int = 8, network_gbs: float = 50.0) -> Plan:
     """Predict a run on `gpus` GPUs. UserError for settings that the planner or training refuses."""
     if limit := cfg.sharding.memory_limit_gb:
         gpu = gpu._replace(memory_gb=min(limit, gpu.memory_gb))
-    job, refusal = build_job(cfg, gpu=int(gpu.memory_gb * 1e9), gpus=gpus, gpus_per_node=gpus_per_node)
-    return Plan(job, gpu, network_gbs, peak(job), step_seconds(job, gpu, network=network_gbs * 1e9), refusal)
+    found, refusal = build_job(cfg, gpu=int(gpu.memory_gb * 1e9), gpus=gpus, gpus_per_node=gpus_per_node)
+    job = found.plan
+    return Plan(
+        found, gpu, network_gbs, peak(job), step_seconds(job, gpu, network=network_gbs * 1e9), refusal
+    )
 
 
 def replan(plan: Plan, settings: dict[str, Any]) -> Plan:
@@ -120,14 +122,15 @@ def largest_batch(job: StepPlan, room: float) -> int:
 
 def fewest_changes(plan: Plan) -> dict[str, Plan]:
     """Return plans that fit, by the flags to add. All have as few flags as possible; {} if nothing fits."""
-    settings = plan.job.cfg.to_dict()
+    settings = plan.fit.request.cfg.to_dict()
     for count in range(1, len(SMALLER) + 1):
         found = {}
         for flags in combinations(SMALLER, count):
             changed = settings | {name: value for flag in flags for name, value in SMALLER[flag].items()}
             other = _fitting(plan, changed)
             if other and SMALLER_BATCH in flags:
-                other = _fitting(plan, changed | {"batch_size": other.largest_batch})
+                largest = AUTO if settings["global_batch_size"] else other.largest_batch
+                other = _fitting(plan, changed | {"batch_size": largest})
             if other:
                 batch = f"{SMALLER_BATCH} {other.job.cfg.optim.batch_size}"
                 shown = " ".join(batch if flag == SMALLER_BATCH else flag for flag in flags)

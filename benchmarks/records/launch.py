@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.records.runs import NO_EFFECT, bad_input
 from core.cli import OneLineParser
@@ -24,9 +25,12 @@ from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_IN_USE, EXIT_INTERRU
 from core.redact import redact
 from core.signals import handling_stop_signals
 from training.config import Config, changed_settings, settings_path
+from training.optim.settings import AUTO
+from training.parallel.fit import global_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.1
+CHOSEN = ("batch_size", "gradient_accumulation_steps")  # a run may choose them at its start
 # Files that a report or verdict replaces; a figure of these names belongs to the page beside it.
 REPLACED = ("report.html", "verdict.json", "verdict.md", "overview.png", "loss.png", "gap.png")
 
@@ -194,8 +198,9 @@ def is_begun(cfg: Config) -> bool:
     if not saved.exists() or not any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         return False
     try:
-        changed = changed_settings(json.loads(saved.read_text(encoding="utf-8")), cfg, ignore=NO_EFFECT)
-    except (ValueError, TypeError) as error:
+        old = json.loads(saved.read_text(encoding="utf-8"))
+        changed = changed_settings(old, cfg, ignore=NO_EFFECT | chosen_at_start(old, cfg))
+    except (ValueError, TypeError, KeyError) as error:
         raise bad_input(f"{saved}: damaged ({error}); delete the run folder to start over") from None
     if changed:
         pairs = ", ".join(f"--{name} {old}, now {new}" for name, (old, new) in changed.items())
@@ -204,6 +209,16 @@ def is_begun(cfg: Config) -> bool:
             "or delete the run folder to start over"
         )
     return True
+
+
+def chosen_at_start(old: dict[str, Any], cfg: Config) -> set[str]:
+    """Return the settings that `cfg` leaves to the run and the recorded ones may hold."""
+    optim, given = cfg.optim, cfg.to_dict()
+    chosen = {name for name in CHOSEN if given[name] in (None, AUTO)}
+    if optim.batch_size == AUTO and not optim.global_batch_size:  # the accumulation only sets the total
+        same = old["batch_size"] * old["gradient_accumulation_steps"] == global_batch(optim, 1)
+        return set(CHOSEN) if same else set()
+    return chosen
 
 
 def is_finished(cfg: Config) -> bool:

@@ -16,7 +16,8 @@ from training.tracking.metrics import tail_mean
 
 # Prefixes of precision settings, whose effect the gaps measure.
 PRECISION = ("mixed_precision", "fp8_", "bf16_", "te_backend", "precision_map")
-SPLIT = {"batch_size", "gradient_accumulation_steps"}  # the global batch is compared instead
+# The resulting global batch is compared instead.
+SPLIT = {"batch_size", "gradient_accumulation_steps", "global_batch_size"}
 
 
 def settings_of(section: str) -> list[str]:

@@ -413,6 +413,10 @@ def test_numbers_below_their_minimum_and_nan_are_refused(tmp_path, flags):
 def test_incomparable_runs_are_refused_before_anything_runs(tmp_path):
     with pytest.raises(UserError, match=r"delayed.* and bf16 cannot be compared: --batch_size x .* 4 and 8"):
         check_before_start(jobs_of(tmp_path, "bf16,delayed+batch_size=4"), 1)
+    with pytest.raises(UserError, match="--global_batch_size 16: cannot be shared by 3 ranks; use 15"):
+        check_before_start(jobs_of(tmp_path, flags="--global_batch_size 16"), 3)
+    split = "bf16,delayed+batch_size=auto,current+batch_size=2"
+    check_before_start(jobs_of(tmp_path, split, flags="--global_batch_size 16"), 2)
     jobs = jobs_of(tmp_path, "bf16,delayed")
     write(jobs[0], 2.0)
     check_before_start(jobs, 1)

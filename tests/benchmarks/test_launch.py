@@ -75,6 +75,25 @@ def test_a_command_line_restores_the_settings():
     assert parse_config(to_flags(cfg), prog="p", description="d") == cfg
 
 
+def test_a_finished_run_may_have_chosen_its_batch(tmp_path):
+    def finished(**settings):
+        return is_finished(config_from_dict({"output_dir": str(tmp_path)} | settings))
+
+    chosen = {"batch_size": 2, "gradient_accumulation_steps": 8}
+    write_run(tmp_path, losses=[2.0], summary={"steps": 20}, **chosen, global_batch_size=32)
+    assert finished(batch_size="auto", global_batch_size=32) and finished(batch_size=2, global_batch_size=32)
+    for other in (
+        {"batch_size": "auto", "global_batch_size": 64},
+        {"batch_size": 4, "global_batch_size": 32},
+    ):
+        with pytest.raises(UserError, match="holds a run with other settings"):
+            finished(**other)
+    write_run(tmp_path, losses=[2.0], summary={"steps": 20}, **chosen)
+    assert finished(batch_size="auto", gradient_accumulation_steps=2)
+    with pytest.raises(UserError, match=r"other settings \(--batch_size 2, now auto"):
+        finished(batch_size="auto", gradient_accumulation_steps=4)
+
+
 def test_a_finished_run_has_the_same_settings_and_length(tmp_path):
     def cfg(**changes):
         return config_from_dict({"output_dir": str(tmp_path), "max_steps": 20} | changes)

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.plan.check import Check, check_runs, recorded_job, why_not
 from benchmarks.plan.job import read_model
 from benchmarks.plan.main import main, run
-from benchmarks.plan.predict import make_plan, room
+from benchmarks.plan.predict import make_plan
 from benchmarks.plan.time import GPUS, adam_bytes, communication_seconds, exchange, step_seconds
 from benchmarks.records.table import read_table
 from core.errors import UserError
@@ -20,6 +20,7 @@ from core.packages import ROOT
 from te_models.presets import PRESETS
 from te_models.settings import RECOMPUTE_LEVELS
 from training.config import config_from_dict
+from training.parallel.fit import room
 
 LLAMA_8B = "meta-llama/Llama-3.1-8B"
 N8 = 8_030_261_248  # parameters of the 8B
@@ -167,8 +168,8 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not(model, settings):
 def test_the_8b_fills_an_h200_and_does_not_fit_an_h100():
     assert plan_of(**FP8).largest_batch == 1
     small = plan_of(**FP8, gpu="H100")
-    assert small.largest_batch == 0 and not small.fits and small.peak > room(small.gpu)
-    assert room(GPUS["H200"]) == pytest.approx(148.1e9)  # 2 GB are not for tensors
+    assert small.largest_batch == 0 and not small.fits and small.peak > room(1e9 * small.gpu.memory_gb)
+    assert room(150.1e9) == pytest.approx(148.1e9)  # 2 GB are not for tensors
 
 
 # Time
@@ -343,6 +344,29 @@ def test_only_the_fewest_changes_are_advised(flags, advised):
     text = run(f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 {flags}".split())
     assert [list(found) for found in advice(text).values()] == ([advised] if advised else [])
     assert ("does not fit, even with --batch_size, --recompute" in text) == (advised is None)
+
+
+def test_the_plan_chooses_and_refuses_as_training_does():
+    flags = f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 --max_seq_length 4096 --gpus 3,8"
+    text = run(f"{flags} --batch_size auto --global_batch_size 64".split())
+    assert "3 GPUs: --global_batch_size 64: cannot be shared by 3 ranks; use 63" in text
+    found = re.search(r"^8 GPUs: fit: --batch_size (\d+) x (\d+) .* predicted (.*) of 150.1 GB$", text, re.M)
+    batch, accumulation, gb = found.groups()
+    assert int(batch) * int(accumulation) * 8 == 64 and f"| fsdp_grad | {gb} " in text
+    assert "sequences of 4096 tokens; 150.1 GB" in text
+    with pytest.raises(UserError, match="--global_batch_size 3: cannot be shared by 8 ranks; use 8"):
+        run(["--global_batch_size", "3", "--gpus", "7,8"])
+    small = run(f"{flags} --gpu L40S --batch_size auto --global_batch_size 32 --gpus 1".split())
+    assert "1 GPU: no fit: --batch_size 1 x 32 micro-batches; predicted" in small
+
+
+def test_the_plan_names_the_smallest_gpu_the_largest_model_and_the_longest_sequence():
+    flags = f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 --batch_size 1 --max_seq_length 8192"
+    rows = [row.split("|") for row in run([*flags.split(), "--gpus", "1,8"]).splitlines()[-2:]]
+    (_, card, model, length), (_, other, *_) = ([cell.strip() for cell in row[1:-1]] for row in rows)
+    assert (card, other, model, length) == ("141 GB", "80 GB", LLAMA_8B, "8,192")
+    longer = run([*flags.split(), "--gpus", "1", "--max_seq_length", "9216"])
+    assert "does not fit" in longer and "| 180 GB " in longer
 
 
 BAD_INPUT = {

@@ -215,6 +215,7 @@ def test_a_dry_run_lists_runs_and_starts_none(tmp_path, capsys, monkeypatch):
         ("grid: {model: tiny-llama}", "", "with lists, such as precision"),
         ("grid: {precision: [fp7]}", "", "axis precision fp7: unknown variant"),
         ("grid: {gpus: [0]}", "", "--gpus 0: must be at least 1"),
+        ("grid: {gpus: [3]}", "--global_batch_size 16", "gpus3: --global_batch_size 16: cannot be shared"),
         ("grid: {batch_size: [0]}", "", "batch0: --batch_size 0: must be at least 1"),
         ("grid: {model: [a/export, b/export]}", "", "have the folder name export"),
         ("grid: {batch_size: [1]}\nneeds: [dataset_name]", "", "needs --dataset_name"),

@@ -56,6 +56,17 @@ def test_every_synthetic_row_is_full_and_flops_follow_the_formula(measured):
         assert found["model_tflops_per_gpu"] * 1e12 == pytest.approx(rate * per_token, rel=1e-9)
 
 
+def test_intervals_and_rows_follow_from_the_global_batch(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(throughput, "launch", lambda cfg, **_: started.append(cfg) or Outcome(9, tmp_path))
+    monkeypatch.setattr(throughput, "write_text", lambda path, **sizes: started.append(sizes))
+    flags = f"--batch_size 2 --global_batch_size 32 --gpus 2 --results {tmp_path}/records.jsonl"
+    assert main(shlex.split(flags)) == 9
+    sizes, cfg = started
+    assert (cfg.log.log_interval, cfg.optim.gradient_accumulation_steps) == (1, None)
+    assert sizes["rows"] == 32 * cfg.optim.max_steps
+
+
 @pytest.mark.parametrize(
     ("accumulation", "profile", "expected"),
     [(1, False, (8, 0, 8)), (1, True, (8, 3, 16)), (2, True, (4, 1, 12)), (3, False, (2, 0, 6))],

@@ -54,6 +54,8 @@ def test_flags_set_fields_of_frozen_sections(monkeypatch):
         ("--batch_size", "--batch_size: expected one argument"),
         ("--batch_size two", "--batch_size two: must be a whole number"),
         ("--batch_size 0", "--batch_size 0: must be at least 1"),
+        ("--batch_size many", "--batch_size many: must be a whole number or auto"),
+        ("--gradient_accumulation_steps auto", "--gradient_accumulation_steps auto: must be a whole number"),
         ("--learning_rate -1e-5", "--learning_rate -1e-05: must be above 0"),
         ("--learning_rate 1e400", "--learning_rate 1e400: must be a finite number"),
         ("--weight_decay nan", "--weight_decay nan: must be a finite number"),
@@ -206,6 +208,20 @@ def test_config_json_gives_the_same_config(tmp_path):
     write_json(tmp_path / "config.json", cfg.to_dict())
     assert parse("--config", str(tmp_path / "config.json")) == cfg
     assert config_from_dict(json.loads((tmp_path / "config.json").read_text())) == cfg
+
+
+def test_what_a_run_chooses_at_its_start_is_open_until_then(tmp_path):
+    assert parse().optim.gradient_accumulation_steps == 1
+    for flags in ("--batch_size auto", "--global_batch_size 24"):
+        assert parse(*flags.split()).optim.gradient_accumulation_steps is None
+    cfg = parse("--batch_size", "auto", "--global_batch_size", "24")
+    assert config_from_dict(cfg.to_dict()) == cfg and cfg.optim.batch_size == "auto"
+    own = cfg.to_dict() | {"batch_size": 6, "gradient_accumulation_steps": 2}
+    write_json(tmp_path / "settings.json", own)  # of two ranks
+    resumed = parse("--config", str(tmp_path / "settings.json")).optim
+    assert (resumed.batch_size, resumed.gradient_accumulation_steps) == (6, None)
+    (tmp_path / "run.yaml").write_text("global_batch_size: 24\ngradient_accumulation_steps: 2")
+    assert parse("--config", str(tmp_path / "run.yaml")).optim.gradient_accumulation_steps == 2
 
 
 def test_json_indented_with_tabs_is_read(tmp_path):

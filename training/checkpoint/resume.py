@@ -26,7 +26,7 @@ from training.config import Config, all_settings, changed_settings, settings_pat
 from training.optim.settings import OptimConfig
 
 # Settings that may change if the global batch size stays the same, or on another number of ranks.
-BATCH_SPLIT_SETTINGS = ("batch_size", "gradient_accumulation_steps")
+BATCH_SPLIT_SETTINGS = ("batch_size", "gradient_accumulation_steps", "global_batch_size")
 # Settings that may change when starting from another run's checkpoint, e.g. after that run diverged.
 RESTART_SETTINGS = (
     *("learning_rate", "lr_scheduler", "min_lr_ratio", "num_warmup_steps", "warmup_ratio"),
@@ -183,7 +183,7 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
         notices.append(
             f"WARNING: the checkpoint was saved on {meta['world_size']} ranks with a global batch of {old} "
             f"sequences; it is {new} on {world_size}, and steps and learning rate follow it. To keep {old}, "
-            "change --gradient_accumulation_steps or --batch_size"
+            f"give --global_batch_size {old}"
         )
     return "\n".join(notices)
 

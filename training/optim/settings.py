@@ -7,6 +7,9 @@ from typing import ClassVar, Literal
 
 from core.settings import Effect, Section, resumable, setting
 
+AUTO = "auto"
+DEFAULT_BATCH = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Section):
@@ -14,11 +17,21 @@ class OptimConfig(Section):
 
     affects: ClassVar[Effect] = "learning"
 
-    batch_size: int = setting(8, "sequences per micro-batch and device", minimum=1, affects="step")
+    batch_size: int | Literal["auto"] = setting(
+        DEFAULT_BATCH,
+        "sequences per micro-batch and device; auto: the most that fit, in the global batch of the default",
+        minimum=1,
+        affects="step",
+    )
+    global_batch_size: int | None = setting(
+        None, "sequences per step over all ranks; sets the accumulation, also of auto", minimum=1
+    )
     eval_batch_size: int | None = resumable(
         None, "sequences per evaluation batch and device; default: --batch_size", minimum=1, affects="logging"
     )
-    gradient_accumulation_steps: int = setting(1, "micro-batches per step", minimum=1, affects="step")
+    gradient_accumulation_steps: int | None = setting(
+        None, "micro-batches per step; default: 1, or by --global_batch_size", minimum=1, affects="step"
+    )
     num_epochs: int = resumable(1, "passes over the training data", minimum=1)
     max_steps: int | None = resumable(
         None,
@@ -46,3 +59,9 @@ class OptimConfig(Section):
         "bitwise reproducible kernels where they exist; slow for packed attention in TE",
         affects="step",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        open_split = self.batch_size == AUTO or self.global_batch_size is not None
+        if self.gradient_accumulation_steps is None and not open_split:
+            object.__setattr__(self, "gradient_accumulation_steps", 1)

@@ -1,4 +1,4 @@
-"""Choice of sharding mode and optimizer, and refusal of models that do not fit, before weights are read."""
+"""Choice of sharding mode, optimizer and micro-batch, and refusal of what cannot fit, before any weights."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from core.errors import UserError, bad_setting
+from core.errors import UserError, as_flag, bad_setting
 from core.machine import host_memory
 from te_models.build import ModelPlan, count_parameters
+from te_models.families import FAMILIES
 from training.config import Config
 from training.optim.optimizer import OptimizerPlan, moment_warning, plan_optimizer
-from training.parallel import memory, ranks
+from training.optim.settings import AUTO
+from training.parallel import fit, memory, ranks
+from training.parallel.fit import Fit
 from training.parallel.ranks import print_rank0
+from training.parallel.settings import MODES
 from training.parallel.step_plan import ModelSize, StepPlan
 from training.parallel.strategies import Strategy, build_strategy
+from training.tracking.metrics import ModelShape
 
 # From this many parameters on, sharding the optimizer step saves more time than gathering weights costs.
 LARGE_MODEL = 2 * 10**9
@@ -29,29 +34,36 @@ LAST_ROOM = 0.75
 ROOM_ON_ONE_GPU = 0.9  # sharding cannot help there; an 8B trains with 80 % of an H200
 
 
-def choose_strategy(cfg: Config, model: ModelPlan, device: torch.device) -> tuple[Strategy, OptimizerPlan]:
-    """Choose and build the strategy, and choose the optimizer, the same on every rank. Collective.
+def choose_strategy(
+    cfg: Config, model: ModelPlan, device: torch.device
+) -> tuple[Strategy, OptimizerPlan, Fit]:
+    """Choose and build the strategy; choose optimizer and micro-batch, the same on every rank. Collective.
 
-    Applies --memory_limit_gb, and sets the CPU threads for an optimizer on the CPU. UserError if the training
-    state cannot fit.
+    The strategy's settings have numbers in place of `auto`. Applies --memory_limit_gb, and sets the CPU
+    threads for an optimizer on the CPU. UserError if the training state, or a step with `auto`, cannot fit.
     """
     usable = ranks.run_on_all_ranks(lambda: limit_memory(cfg, device))
     gpu = min(usable) if device.type == "cuda" else None
-    mode = ranks.run_on_rank0(lambda: _resolve_mode(cfg, model, device, gpu))
+    split = ranks.run_on_rank0(lambda: fit.split_batch(cfg, ranks.world_size()))
+    mode = ranks.run_on_rank0(lambda: _resolve_mode(split, model, device, gpu))
     if mode == "single" and cfg.sharding.grad_reduce_dtype == "fp8":
         raise bad_setting(
             "one device exchanges no gradients; use fp32 or bf16, the dtype of sums over micro-batches",
             grad_reduce_dtype="fp8",
         )
-    strategy = build_strategy(mode, device, cfg)
+    free = min(ranks.run_on_all_ranks(lambda: free_memory(gpu, device))) if gpu else None
+    fitted = ranks.run_on_rank0(lambda: _fit(cfg, model, device, mode, free))
+    strategy = build_strategy(mode, device, fitted.plan.cfg)
     if strategy.steps_on_cpu:
         threads = ranks.use_cores()
         print_rank0(f"the optimizer steps on the CPU, with {threads} threads per rank")
     optimizer = _plan_optimizer(cfg, device, strategy.master_home)
-    ranks.run_on_all_ranks(lambda: check_memory(cfg, model, strategy, optimizer, gpu))
-    if warning := moment_warning(optimizer, cfg.optim.adam_beta2):
-        print_rank0(warning)
-    return strategy, optimizer
+    ranks.run_on_all_ranks(lambda: check_memory(strategy.cfg, model, strategy, optimizer, gpu))
+    if fitted.is_choice:
+        print_rank0(fitted.describe())
+    for text in filter(None, [fit.warning(fitted), moment_warning(optimizer, cfg.optim.adam_beta2)]):
+        print_rank0(text)
+    return strategy, optimizer, fitted
 
 
 def limit_memory(cfg: Config, device: torch.device) -> int | None:
@@ -68,6 +80,39 @@ def limit_memory(cfg: Config, device: torch.device) -> int | None:
         raise bad_setting(f"the GPU has {total / 1e9:.1f} GB; give less, or drop it", memory_limit_gb=limit)
     torch.cuda.set_per_process_memory_fraction(limit * 1e9 / total, device)
     return int(limit * 1e9)
+
+
+def free_memory(limit: int, device: torch.device) -> int:
+    """Return the bytes of GPU memory that this rank can still allocate, at most `limit`."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min(limit, torch.cuda.mem_get_info(device)[0] + cached)
+
+
+def _fit(cfg: Config, model: ModelPlan, device: torch.device, mode: str, free: int | None) -> Fit:
+    """Choose what is `auto` on GPUs with `free` bytes. UserError if nothing fits or memory is unknown."""
+    optimizer = _plan_optimizer(cfg, device, MODES[mode].master_home)
+    if free is not None and cfg.optim.max_steps != 0:
+        if not (reason := _why_unpredicted(cfg, model, mode)):
+            found = fit.fit(_plan_step(cfg, model, optimizer, mode), free)
+            if AUTO in (cfg.optim.batch_size,):
+                fit.refuse_misfit(found)
+            return found
+        if cfg.optim.batch_size == AUTO:
+            raise bad_setting(f"the memory of a step is unknown: {reason}; give a number", batch_size=AUTO)
+    split = fit.split_batch(cfg, ranks.world_size())
+    plans = [
+        StepPlan(c, ModelSize(0), optimizer, mode, ranks.world_size(), ranks.local_rank_and_size()[1])
+        for c in (cfg, split)
+    ]
+    return Fit(*plans, None)
+
+
+def _why_unpredicted(cfg: Config, model: ModelPlan, mode: str) -> str | None:
+    """Return why the memory model does not cover a step, or None."""
+    if not model.is_known_family:
+        return f"model type {model.family} is not covered"
+    found = fit.unpredicted(cfg, mode)
+    return found and f"{' '.join(as_flag(*each) for each in found[1].items())}: {found[0]}"
 
 
 def check_memory(
@@ -150,7 +195,13 @@ def _plan_optimizer(cfg: Config, device: torch.device, master_home: str) -> Opti
 
 
 def _plan_step(cfg: Config, model: ModelPlan, optimizer: OptimizerPlan, mode: str) -> StepPlan:
-    size = ModelSize(count_parameters(model))
+    config, family = model.config.get_text_config(), FAMILIES.get(model.family)
+    size = ModelSize(
+        count_parameters(model),
+        ModelShape.from_hf_config(model.config),
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        qk_norm=family is not None and family.qk_norm,
+    )
     return StepPlan(cfg, size, optimizer, mode, ranks.world_size(), ranks.local_rank_and_size()[1])
 
 

@@ -242,6 +242,29 @@ def test_the_global_batch_may_be_split_differently_but_not_change(sharded, tmp_p
     assert "--batch_size 2 there, 1 here" in error
 
 
+def test_a_global_batch_is_kept_on_other_ranks_and_accumulation_follows(tmp_path):
+    flags = "--batch_size 2 --global_batch_size 12 --save_interval 2 --no_export"
+    job = train(tmp_path / "run", flags)
+    assert job.printed().count("fit: --batch_size 2 x 3 micro-batches") == 1
+    own = json.loads((job.folder / "settings.json").read_text())
+    assert (own["batch_size"], own["gradient_accumulation_steps"], own["global_batch_size"]) == (2, 3, 12)
+    three = resume(tmp_path / "three", job.folder, 2, flags, ranks=3)
+    assert losses(three) == pytest.approx(rest(job.folder, 2), rel=1e-5)
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps(own | {"output_dir": None}))
+    one = resume(tmp_path / "one", job.folder, 2, f"--config {file} --batch_size auto", ranks=1)
+    assert losses(one) == pytest.approx(rest(job.folder, 2), rel=1e-5)
+    found = json.loads((one / "settings.json").read_text())
+    assert (found["batch_size"], found["gradient_accumulation_steps"]) == (6, 2)
+    assert json.loads((one / "env.json").read_text())["fit"] == "fit: --batch_size 6 x 2 micro-batches"
+    other = refused(
+        start(tmp_path / "other", f"{flags} --resume {job.folder} --global_batch_size 6", ranks=3)
+    )
+    assert "--global_batch_size 12 there, 6 here" in other
+    uneven = refused(start(tmp_path / "uneven", "--global_batch_size 7"))
+    assert "--global_batch_size 7: cannot be shared by 2 ranks; use 8" in uneven
+
+
 # Signals
 
 

@@ -1,0 +1,62 @@
+"""Find the smallest GPU for a job, the largest preset for its GPU, and its longest sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.plan.job import read_model
+from benchmarks.plan.predict import Plan, make_plan
+from benchmarks.report.tables import markdown
+from core.errors import UserError
+from te_models.presets import LOCAL_PRESETS, PRESETS
+from training.config import config_from_dict
+
+# Size in a card's name -> GB of 10^9 bytes that CUDA reports.
+CARDS = {24: 25.3, 32: 33.7, 40: 42.3, 48: 47.7, 80: 85.1, 141: 150.1, 180: 191.0}
+STEP = 1024  # the longest sequence is a multiple of this many tokens
+ONE_SEQUENCE = {"batch_size": 1, "gradient_accumulation_steps": None, "global_batch_size": None}
+
+
+def limits_table(plans: list[Plan]) -> str:
+    """Return a table of the three answers by number of GPUs; the rest of the job stays as it is."""
+    rows = [[f"{p.job.gpus:,}", _smallest_card(p), _largest_preset(p), _longest_sequence(p)] for p in plans]
+    return markdown(["GPUs", "smallest GPU", "largest preset", "longest sequence, micro-batch of one"], rows)
+
+
+def _fitting(plan: Plan, changes: dict[str, Any], memory_gb: float | None = None) -> Plan | None:
+    """Return the plan with other settings or memory; None if it does not fit or is refused."""
+    gpu = plan.gpu._replace(memory_gb=memory_gb or plan.gpu.memory_gb)
+    try:
+        cfg = config_from_dict(plan.fit.request.cfg.to_dict() | changes)
+        other = make_plan(cfg, gpu, gpus=plan.job.gpus, gpus_per_node=plan.job.gpus_per_node)
+    except UserError:
+        return None
+    return other if other.fits and not other.refusal else None
+
+
+def _smallest_card(plan: Plan) -> str:
+    for size, memory_gb in CARDS.items():
+        if found := _fitting(plan, {}, memory_gb):
+            return f"{size} GB" + f", {found.job.mode}" * found.job.sharding.offload
+    return f"above {max(CARDS)} GB"
+
+
+def _largest_preset(plan: Plan) -> str:
+    sizes = {name: read_model(name).size.parameters for name in PRESETS if name not in LOCAL_PRESETS}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        if found := _fitting(plan, {"model_name": name}):
+            return name + f", {found.job.mode}" * found.job.sharding.offload
+    return "none"
+
+
+def _longest_sequence(plan: Plan) -> str:
+    def fits(steps: int) -> bool:
+        return _fitting(plan, ONE_SEQUENCE | {"max_seq_length": steps * STEP}) is not None
+
+    low, high = 0, (read_model(plan.job.cfg.model.model_name).positions or 2**20) // STEP
+    if high and fits(high):
+        return f"{high * STEP:,}, the model's limit"
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return f"{low * STEP:,}" if low else f"below {STEP:,}"
