@@ -93,7 +93,7 @@ def _gpus(plan: Plan) -> str:
 def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> list[str]:
     """Return a table with a row per number of GPUs, and tables of memory and time by part."""
     job, gpu = plans[0].job, plans[0].gpu
-    parameters, optim = job.model.parameters, job.cfg.optim
+    parameters, optim, level = job.model.parameters, job.cfg.optim, job.cfg.model.recomputation
     size = f"{parameters / 1e9:.2f} billion" if parameters > 1e8 else f"{parameters / 1e6:.2f} million"
     head = [*COLUMNS, *["days"] * bool(tokens), *["cost"] * bool(tokens and price)]
     split = f"{optim.batch_size} x {job.cfg.data.max_seq_length} tokens per micro-batch and GPU, "
@@ -102,7 +102,7 @@ def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> lis
         split = f"sequences of {job.cfg.data.max_seq_length} tokens"
     lines = [
         f"{size} parameters, {job.recipe}, {split}"
-        f"{', activation checkpointing' if job.recompute else ''}; {gpu.memory_gb:g} GB per GPU",
+        f"{f', --recompute {level}' if level != 'none' else ''}; {gpu.memory_gb:g} GB per GPU",
         "",
         markdown(head, [_row(plan, tokens, price) for plan in plans]),
         "",
