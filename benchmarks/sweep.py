@@ -35,10 +35,9 @@ from benchmarks.records.variants import OWNED, Variant, given_settings, parse_va
 from core.cli import YamlLoader, yaml_fault
 from core.errors import EXIT_OUT_OF_MEMORY, UserError, bad_setting
 from core.files import replace_file
-from core.settings import convert, nearest
+from core.settings import AUTO, convert, nearest
 from training.config import Config, all_settings
 from training.launch import require_inputs
-from training.optim.settings import AUTO
 from training.parallel.fit import allowed_batches
 
 PROG = "python -m benchmarks.sweep"

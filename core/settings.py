@@ -17,6 +17,7 @@ from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
 
 # Settings in which ~ is expanded; add new path settings here.
 PATHS = ("output_dir", "log_dir", "data_cache_dir", "weights_cache_dir", "model_name", "tokenizer_name")
+AUTO = "auto"  # value of settings that a run chooses at its start
 TYPE_NAMES = {"int": "a whole number", "float": "a number", "str": "text"}
 BOUNDS = {
     "minimum": (operator.ge, "at least"),

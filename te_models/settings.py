@@ -35,7 +35,8 @@ class ModelConfig(Section):
         False, "activation checkpointing: recompute layers in backward (--recompute layer)"
     )
     recompute: str = resumable(
-        "none", "recompute in backward: cheap, mlp, layer or full (docs/training.md), or LEVEL:N for N layers"
+        "none",
+        "recompute in backward: cheap, mlp, layer, full or LEVEL:N for N layers; auto: the least that fits",
     )
     offload_activations: bool = resumable(
         False, "move what recomputed layers keep to host memory, for long sequences (TE layers)"

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 from core.cli import OneLineParser, add_setting, read_yaml_settings
 from core.errors import UserError, bad_setting
 from core.recipes import RECIPES, TE_RECIPES, TORCHAO_RECIPES
-from core.settings import Setting, convert, lookup
+from core.settings import AUTO, Setting, convert, lookup
 from data.settings import EVAL_SAMPLES, DataConfig
 from te_models.settings import ModelConfig, parse_recompute
 from training.checkpoint.settings import CheckpointConfig
@@ -123,10 +123,13 @@ def precision_rules(s: Any) -> Iterator[tuple[str, str]]:
 
 
 def model_rules(s: Any) -> Iterator[tuple[str, str]]:
-    parse_recompute(s.recompute)  # raises UserError for a value that it cannot parse
+    if s.recompute != AUTO:
+        parse_recompute(s.recompute)  # raises UserError for a value that it cannot parse
     if s.gradient_checkpointing and s.recompute not in ("none", "layer"):
         yield "gradient_checkpointing recompute", "--gradient_checkpointing is --recompute layer; give one"
     recomputes = s.gradient_checkpointing or s.recompute != "none"
+    if s.offload_activations and s.recompute == AUTO:
+        yield "recompute offload_activations", "auto chooses for activations on the GPU; give a level"
     if s.offload_activations and not (s.use_te and recomputes):
         yield "offload_activations", "needs --use_te and recomputed layers, such as --recompute layer"
 

@@ -9,8 +9,8 @@ from typing import Any
 from benchmarks.plan.job import build_job
 from benchmarks.plan.time import Gpu, step_seconds
 from core.errors import UserError
+from core.settings import AUTO
 from training.config import Config, config_from_dict
-from training.optim.settings import AUTO
 from training.parallel.fit import Fit, room
 from training.parallel.memory import host_bytes, peak
 from training.parallel.step_plan import StepPlan

@@ -23,14 +23,14 @@ from benchmarks.records.runs import NO_EFFECT, bad_input
 from core.cli import OneLineParser
 from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_IN_USE, EXIT_INTERRUPTED, UserError, bad_setting
 from core.redact import redact
+from core.settings import AUTO
 from core.signals import handling_stop_signals
 from training.config import Config, changed_settings, settings_path
-from training.optim.settings import AUTO
 from training.parallel.fit import global_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.1
-CHOSEN = ("batch_size", "gradient_accumulation_steps")  # a run may choose them at its start
+CHOSEN = ("batch_size", "gradient_accumulation_steps", "recompute")  # a run may choose them at its start
 # Files that a report or verdict replaces; a figure of these names belongs to the page beside it.
 REPLACED = ("report.html", "verdict.json", "verdict.md", "overview.png", "loss.png", "gap.png")
 
@@ -217,7 +217,7 @@ def chosen_at_start(old: dict[str, Any], cfg: Config) -> set[str]:
     chosen = {name for name in CHOSEN if given[name] in (None, AUTO)}
     if optim.batch_size == AUTO and not optim.global_batch_size:  # the accumulation only sets the total
         same = old["batch_size"] * old["gradient_accumulation_steps"] == global_batch(optim, 1)
-        return set(CHOSEN) if same else set()
+        chosen = chosen | set(CHOSEN[:2]) if same else chosen - set(CHOSEN[:2])
     return chosen
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from core.settings import Effect, Section, resumable, setting
+from core.settings import AUTO, Effect, Section, resumable, setting
 
-AUTO = "auto"
 DEFAULT_BATCH = 8
 
 

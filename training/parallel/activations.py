@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from core.recipes import costs_of
 from training.parallel.step_plan import StepPlan
+from training.tracking.metrics import attention_flops
 
+# FLOPs that a GPU computes while it moves a byte: of an H100, 989 TFLOP/s and 3.35 TB/s.
+FLOPS_PER_BYTE = 300
 LAYERS_IN_FLIGHT = 2  # IN_FLIGHT in te_models/activation_offload.py
 
 
@@ -37,7 +40,8 @@ def kept_activations(plan: StepPlan, level: str) -> float:
     if level == "none":
         return layer_activations(plan)
     if level == "mlp" and not plan.cfg.model.use_te:
-        return layer_activations(plan) - plan.tokens * 2.0 * 3 * s.ffn_hidden_size
+        inside = 2.0 * 3 - costs_of(plan.recipe).less_per_ffn * plan.fp8_layers  # gate, up, product
+        return layer_activations(plan) - plan.tokens * inside * s.ffn_hidden_size
     kept = {"cheap": 2 * s.ffn_hidden_size, "mlp": 0}
     values = hidden
     if level in kept:
@@ -62,6 +66,16 @@ def recomputed_weights(plan: StepPlan) -> float:
 def recomputed_attention(plan: StepPlan) -> float:
     """Return the fraction of layers whose attention runs again in backward."""
     return plan.share_of("full") if plan.cfg.model.use_te else plan.share_of("full", "layer")
+
+
+def recomputation_flops(plan: StepPlan) -> float:
+    """Return the FLOPs of recomputation in backward, with elementwise operations counted by their bytes."""
+    s = plan.model.shape
+    attention = attention_flops(s, plan.tokens * plan.cfg.data.max_seq_length) / 3  # its forward pass
+    moved = 2.0 * plan.tokens * (10 * s.hidden_size + 3 * s.ffn_hidden_size)  # norms, residuals, SwiGLU
+    layers = s.num_layers * (1 - plan.share_of("none"))
+    flops = 2.0 * plan.tokens * recomputed_weights(plan) + recomputed_attention(plan) * attention
+    return flops + FLOPS_PER_BYTE * moved * layers
 
 
 def host_activations(plan: StepPlan) -> float:

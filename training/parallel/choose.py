@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from core.errors import UserError, as_flag, bad_setting
 from core.machine import host_memory
+from core.settings import AUTO
 from te_models.build import ModelPlan, count_parameters
 from te_models.families import FAMILIES
 from training.config import Config
 from training.optim.optimizer import OptimizerPlan, moment_warning, plan_optimizer
-from training.optim.settings import AUTO
 from training.parallel import fit, memory, ranks
 from training.parallel.fit import Fit
 from training.parallel.ranks import print_rank0
@@ -44,7 +44,7 @@ def choose_strategy(
     """
     usable = ranks.run_on_all_ranks(lambda: limit_memory(cfg, device))
     gpu = min(usable) if device.type == "cuda" else None
-    split = ranks.run_on_rank0(lambda: fit.split_batch(cfg, ranks.world_size()))
+    split = ranks.run_on_rank0(lambda: fit.settle(cfg, ranks.world_size()))
     mode = ranks.run_on_rank0(lambda: _resolve_mode(split, model, device, gpu))
     if mode == "single" and cfg.sharding.grad_reduce_dtype == "fp8":
         raise bad_setting(
@@ -94,12 +94,13 @@ def _fit(cfg: Config, model: ModelPlan, device: torch.device, mode: str, free: i
     if free is not None and cfg.optim.max_steps != 0:
         if not (reason := _why_unpredicted(cfg, model, mode)):
             found = fit.fit(_plan_step(cfg, model, optimizer, mode), free)
-            if AUTO in (cfg.optim.batch_size,):
+            if fit.requests(cfg):
                 fit.refuse_misfit(found)
             return found
-        if cfg.optim.batch_size == AUTO:
-            raise bad_setting(f"the memory of a step is unknown: {reason}; give a number", batch_size=AUTO)
-    split = fit.split_batch(cfg, ranks.world_size())
+        if requests := fit.requests(cfg):
+            unknown = f"the memory of a step is unknown, as {reason}"
+            raise bad_setting(f"{unknown}; give a value", **dict.fromkeys(requests, AUTO))
+    split = fit.settle(cfg, ranks.world_size())
     plans = [
         StepPlan(c, ModelSize(0), optimizer, mode, ranks.world_size(), ranks.local_rank_and_size()[1])
         for c in (cfg, split)

@@ -1,32 +1,42 @@
-"""Micro-batch and accumulation: from the global batch, and as large as the GPU's memory allows.
+"""Micro-batch, accumulation and recomputation: the cheapest that fit into the GPU's memory.
 
-The loss and the gradient of a step do not depend on how its batch is split, so this changes no numerics; what
-would change them is only advised. This module must not import torch, so that `benchmarks.plan` shows its help
-and refuses wrong flags at once.
+The loss and the gradient of a step depend neither on how its batch is split nor on what is recomputed. What
+would change them, or needs the host's memory, is only advised. This module must not import torch, so that
+`benchmarks.plan` shows its help and refuses wrong flags at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
 from core.errors import EXIT_BAD_SETTING, UserError, bad_setting, counted
+from core.settings import AUTO
+from te_models.settings import RECOMPUTE_LEVELS
 from training.config import Config, config_from_dict
-from training.optim.settings import AUTO, DEFAULT_BATCH, OptimConfig
-from training.parallel.memory import peak
+from training.optim.settings import DEFAULT_BATCH, OptimConfig
+from training.parallel.activations import recomputation_flops, stored_activations
+from training.parallel.memory import fp8_copies, peak
 from training.parallel.settings import MODES
 from training.parallel.step_plan import StepPlan
 
 # For CUDA, NCCL and fragmentation. A recorded 8B run with 147.6 GB of tensors fit into 150.1 GB, and the
 # largest underestimate of a recorded peak is 0.54 GB (`benchmarks.plan --check`).
 RESERVED = 2e9
+ENOUGH_TOKENS = 4096  # of a micro-batch; smaller ones leave the GPU waiting for launches
+HF_LEVELS = ("none", "mlp", "layer")  # levels of Hugging Face layers
 LARGEST_BATCH = 64  # sequences of a micro-batch that `auto` chooses
 # Predictions are within 4 % of recorded peaks. A run this far above the memory is warned of.
 CLEARLY_ABOVE = 1.1
-# Flags that change numerics or speed and reduce memory, and their settings.
+# Flags that reduce memory and change numerics or need host memory, and their settings.
 SMALLER: dict[str, dict[str, Any]] = {
+    "--recompute layer --offload_activations": {
+        "recompute": "layer",
+        "gradient_checkpointing": False,
+        "offload_activations": True,
+    },
     "--moment_dtype fp8": {"moment_dtype": "fp8"},
     "--grad_reduce_dtype bf16": {"grad_reduce_dtype": "bf16"},
 }
@@ -81,15 +91,17 @@ def _nearest_multiple(number: int, unit: int) -> int:
     return max(1, round(number / unit)) * unit
 
 
-def split_batch(cfg: Config, ranks: int, batch: int | None = None) -> Config:
-    """Return the settings with numbers for micro-batch and accumulation. UserError if they contradict.
+def settle(cfg: Config, ranks: int, batch: int | None = None, recompute: str = "none") -> Config:
+    """Return the settings with these choices in place of `auto`, and the accumulation that follows.
 
-    `batch` is the choice for --batch_size auto; by default the largest one up to DEFAULT_BATCH.
+    The default micro-batch is the largest up to DEFAULT_BATCH. UserError if the settings contradict.
     """
     allowed = allowed_batches(cfg.optim, ranks)
     batch = batch or next((size for size in allowed if size <= DEFAULT_BATCH), allowed[0])
     accumulation = global_batch(cfg.optim, ranks) // (batch * ranks)
-    return replace(cfg, optim=replace(cfg.optim, batch_size=batch, gradient_accumulation_steps=accumulation))
+    optim = replace(cfg.optim, batch_size=batch, gradient_accumulation_steps=accumulation)
+    chosen = recompute if cfg.model.recompute == AUTO else cfg.model.recompute
+    return replace(cfg, optim=optim, model=replace(cfg.model, recompute=chosen))
 
 
 # The choice
@@ -125,16 +137,22 @@ class Fit:
 
     def describe(self) -> str:
         """Return the choice and the prediction in one line."""
-        optim = self.plan.cfg.optim
-        split = f"--batch_size {optim.batch_size} x {counted_micro_batches(self.plan.accumulation)}"
+        cfg = self.plan.cfg
+        chosen = f"--batch_size {cfg.optim.batch_size} x {counted_micro_batches(self.plan.accumulation)}"
+        if self.request.cfg.model.recompute == AUTO:
+            chosen += f", --recompute {cfg.model.recompute}"
         if self.free is None:
-            return f"fit: {split}"
-        predicted = f"predicted {self.needed / 1e9:.1f} of {self.free / 1e9:.1f} GB"
-        return f"{'fit' if self.fits else 'no fit'}: {split}; {predicted}"
+            return f"fit: {chosen}"
+        predicted = f"predicted {self.needed / 1e9:.1f} of {_gb(self.free)}"
+        return f"{'fit' if self.fits else 'no fit'}: {chosen}; {predicted}"
 
 
 def counted_micro_batches(number: int) -> str:
     return f"{number:,} micro-batch{'es' * (number > 1)}"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f} GB"
 
 
 def room(free: float) -> float:
@@ -143,21 +161,60 @@ def room(free: float) -> float:
 
 
 def fit(request: StepPlan, free: float) -> Fit:
-    """Return the first of the candidates whose predicted peak fits, else the smallest."""
-    smallest = None
-    for plan in _candidates(request):
-        found = Fit(request, plan, free)
-        if found.fits:
-            return found
-        if smallest is None or found.needed < smallest.needed:
-            smallest = found
-    return smallest
+    """Choose what is `auto`, so that the predicted peak fits into `free` bytes of GPU memory.
+
+    The choice recomputes as little as possible, then takes the largest micro-batch. It takes one of less than
+    ENOUGH_TOKENS only if no other fits. If nothing fits, it is what needs least.
+    """
+    batches, length = allowed_batches(request.cfg.optim, request.gpus), request.cfg.data.max_seq_length
+    enough = [size for size in batches if size * length >= min(ENOUGH_TOKENS, batches[0] * length)]
+    ends = []
+    for sizes in (enough, batches[len(enough) :]):
+        found = [_least_recomputation(request, size, free) for size in sizes]
+        if fitting := [each for each in found if each.fits]:
+            return min(fitting, key=lambda each: recomputation_flops(each.plan) / each.plan.tokens)
+        ends += found
+    return min(ends, key=lambda each: each.needed)
 
 
-def _candidates(request: StepPlan) -> Iterator[StepPlan]:
-    """Yield the settings that the request allows, the fastest first."""
-    for batch in allowed_batches(request.cfg.optim, request.gpus):
-        yield replace(request, cfg=split_batch(request.cfg, request.gpus, batch))
+def _least_recomputation(request: StepPlan, batch: int, free: float) -> Fit:
+    """Return the first recomputation with which a micro-batch fits, or the last."""
+
+    def choose(recompute: str) -> Fit:
+        return Fit(request, replace(request, cfg=settle(request.cfg, request.gpus, batch, recompute)), free)
+
+    segments = recomputations(request, batch)
+    for segment in segments:
+        # The peak falls with every further layer, but for the last one, which backward recomputes first.
+        for values in filter(None, (segment[:-1], segment[-1:])):
+            if choose(values[-1]).fits:
+                return choose(values[bisect_left(values, True, key=lambda value: choose(value).fits)])
+    return choose(segments[-1][-1])
+
+
+def recomputations(request: StepPlan, batch: int) -> list[list[str]]:
+    """Return values of --recompute, least work first, in segments from one level to the next.
+
+    A segment moves layer by layer to the level that saves the most bytes for its work.
+    """
+    model = request.cfg.model
+    if model.recompute != AUTO:
+        return [[model.recompute]]
+    plan = replace(request, cfg=settle(request.cfg, request.gpus, batch))
+    levels = [level for level in RECOMPUTE_LEVELS if level in HF_LEVELS or model.use_te]
+    if plan.sharding.stage == 3 and "cheap" in levels:  # ZeRO 3 cannot run it
+        levels.remove("cheap")
+    plans = {name: replace(plan, cfg=settle(request.cfg, request.gpus, batch, name)) for name in levels}
+    work = {name: recomputation_flops(each) for name, each in plans.items()}
+    kept = {name: stored_activations(each) for name, each in plans.items()}
+    kept["none"] += fp8_copies(plan) * plan.keeps_fp8_weights
+    segments, now, layers = [["none"]], "none", plan.model.shape.num_layers
+    while further := [name for name in levels if kept[name] < kept[now] and work[name] > work[now]]:
+        best = max(further, key=lambda name: (kept[now] - kept[name]) / (work[name] - work[now]))
+        rest = "" if now == "none" else f"+{now}"
+        segments.append([*(f"{best}:{count}{rest}" for count in range(1, layers)), best])
+        now = best
+    return segments
 
 
 def unpredicted(cfg: Config, mode: str) -> tuple[str, dict[str, Any]] | None:
@@ -191,10 +248,12 @@ def refuse_misfit(found: Fit) -> None:
         return
     plan = found.plan
     excess = found.needed - room(found.free)
+    least = f"{plan.cfg.optim.batch_size} x {plan.cfg.data.max_seq_length} tokens"
+    if found.request.cfg.model.recompute == AUTO:
+        least += f" and --recompute {plan.cfg.model.recompute}"
     raise UserError(
-        f"{_requested(found)}: with {plan.cfg.optim.batch_size} x {plan.cfg.data.max_seq_length} tokens, the "
-        f"least, {_shortage(found)}, {excess / 1e9:.1f} GB too much; {advice(found)}",
-        flags=_requests(found),
+        f"{_requested(found)}: even with {least} {_shortage(found)}, {_gb(excess)} too much; {advice(found)}",
+        flags=requests(found.request.cfg),
         exit_code=EXIT_BAD_SETTING,
     )
 
@@ -206,27 +265,27 @@ def warning(found: Fit) -> str | None:
     return f"WARNING: {_shortage(found)}: it will probably run out of memory; {advice(found)}"
 
 
-def _requests(found: Fit) -> list[str]:
-    """Return the settings that are `auto`."""
-    given = found.request.cfg.to_dict()
-    return [name for name in ("batch_size",) if given[name] == AUTO]
+def requests(cfg: Config) -> list[str]:
+    """Return the settings of memory that are `auto`."""
+    given = cfg.to_dict()
+    return [name for name in ("batch_size", "recompute") if given[name] == AUTO]
 
 
 def _requested(found: Fit) -> str:
-    return " ".join(f"--{name} auto" for name in _requests(found))
+    return " ".join(f"--{name} auto" for name in requests(found.request.cfg))
 
 
 def _shortage(found: Fit) -> str:
-    return f"a step is predicted to need {found.needed / 1e9:.1f} of {found.free / 1e9:.1f} GB"
+    return f"a step is predicted to need {found.needed / 1e9:.1f} of {_gb(found.free)}"
 
 
 def advice(found: Fit) -> str:
     """Return the ways to make a step fit, with what each would need; the fewest flags only."""
-    split = {"batch_size": AUTO, "gradient_accumulation_steps": None}
-    split |= {"global_batch_size": global_batch(found.plan.cfg.optim, found.plan.gpus)}
-    if (other := refit(found, split)) and other.fits:
-        ways = [f"--global_batch_size {split['global_batch_size']} --batch_size auto"]
-        return f"{ways[0]} needs {other.needed / 1e9:.1f} GB"
+    total = global_batch(found.plan.cfg.optim, found.plan.gpus)
+    choice = {"batch_size": AUTO, "gradient_accumulation_steps": None, "global_batch_size": total}
+    choice |= {"recompute": AUTO, "gradient_checkpointing": False}
+    if (other := refit(found, choice)) and other.fits:
+        return f"--global_batch_size {total} --batch_size auto --recompute auto needs {_gb(other.needed)}"
     ways = [*_smaller_settings(found), *_shorter_sequences(found), *_more_gpus(found)]
     return ", or ".join(ways) or "no setting makes it fit; use a smaller model"
 
@@ -254,7 +313,7 @@ def _smaller_settings(found: Fit) -> list[str]:
             changes = {name: value for flag in flags for name, value in SMALLER[flag].items()}
             if (other := refit(found, changes)) and other.fits:
                 saved = found.needed - other.needed
-                ways.append(f"{' '.join(flags)} needs {other.needed / 1e9:.1f} GB, {saved / 1e9:.1f} less")
+                ways.append(f"{' '.join(flags)} needs {_gb(other.needed)}, {_gb(saved)} less")
         if ways:
             return ways
     return []
@@ -264,7 +323,7 @@ def _shorter_sequences(found: Fit) -> list[str]:
     length = 1 << (found.request.cfg.data.max_seq_length - 1).bit_length() - 1  # the next lower power of 2
     while length >= 128:
         if (other := refit(found, {"max_seq_length": length})) and other.fits:
-            return [f"--max_seq_length {length} needs {other.needed / 1e9:.1f} GB"]
+            return [f"--max_seq_length {length} needs {_gb(other.needed)}"]
         length //= 2
     return []
 
@@ -278,5 +337,5 @@ def _more_gpus(found: Fit) -> list[str]:
     while gpus <= MOST_GPUS:
         gpus *= 2
         if (other := refit(found, changes, gpus, mode)) and other.fits:
-            return [f"{gpus} GPUs with --sharding_mode {mode} need {other.needed / 1e9:.1f} GB each"]
+            return [f"{gpus} GPUs with --sharding_mode {mode} need {_gb(other.needed)} each"]
     return []

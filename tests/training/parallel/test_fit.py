@@ -2,20 +2,25 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
+from benchmarks.plan.job import read_model
 from core.errors import EXIT_BAD_SETTING, UserError
+from te_models.build import plan_model
 from training.config import config_from_dict
 from training.optim.optimizer import OptimizerPlan
-from training.parallel import fit
-from training.parallel.fit import Fit, global_batch, room, split_batch
+from training.parallel import choose, fit
+from training.parallel.activations import recomputation_flops, stored_activations
+from training.parallel.fit import Fit, global_batch, room, settle
 from training.parallel.memory import peak
 from training.parallel.step_plan import ModelSize, StepPlan
 from training.tracking.metrics import ModelShape
 
 FUSED = OptimizerPlan("fused_adamw", torch.bfloat16, True, ("fp32", "fp32"))
+EIGHT_BITS = replace(FUSED, moment_dtypes=("fp8", "fp8"))
 SHAPES = {
     1.2: ModelShape(2048, 16, 32, 8, 64, 8192, 128_256),
     8.0: ModelShape(4096, 32, 32, 8, 128, 14_336, 128_256),
@@ -24,10 +29,10 @@ SHAPES = {
 AUTO = {"batch_size": "auto"}
 
 
-def plan_of(billions=8.0, mode="single", gpus=1, **settings):
+def plan_of(billions=8.0, mode="single", gpus=1, optimizer=FUSED, **settings):
     cfg = config_from_dict({"model_name": "m", "use_te": True, "max_seq_length": 8192} | settings)
     model = ModelSize(int(billions * 1e9), SHAPES[billions])
-    return StepPlan(cfg, model, FUSED, mode, gpus, min(gpus, 8))
+    return StepPlan(cfg, model, optimizer, mode, gpus, min(gpus, 8))
 
 
 def fitted(gb, billions=8.0, mode="single", gpus=1, **settings) -> Fit:
@@ -58,11 +63,11 @@ def split(found: Fit) -> tuple[int, int]:
 )
 def test_accumulation_follows_from_the_global_batch(settings, ranks, expected):
     cfg = config_from_dict(settings)
-    optim = split_batch(cfg, ranks).optim
+    optim = settle(cfg, ranks).optim
     assert (optim.batch_size, optim.gradient_accumulation_steps) == expected
     assert math.prod(expected) * ranks == global_batch(cfg.optim, ranks)
     assert optim.global_batch_size == cfg.optim.global_batch_size
-    assert split_batch(split_batch(cfg, ranks), ranks).optim == optim
+    assert settle(settle(cfg, ranks), ranks).optim == optim
 
 
 @pytest.mark.parametrize(
@@ -92,10 +97,10 @@ def test_accumulation_follows_from_the_global_batch(settings, ranks, expected):
 )
 def test_a_batch_that_cannot_be_split_is_refused_with_the_nearest_that_can(settings, ranks, message):
     with pytest.raises(UserError, match=f"^{message}$") as error:
-        split_batch(config_from_dict(settings), ranks)
+        settle(config_from_dict(settings), ranks)
     assert error.value.exit_code == EXIT_BAD_SETTING
     for flag, value in re.findall(r"use (?:.* or )?--(\w+) (\d+)", str(error.value)):
-        split_batch(config_from_dict(settings | {flag: value}), ranks)
+        settle(config_from_dict(settings | {flag: value}), ranks)
 
 
 # The choice
@@ -144,23 +149,85 @@ def test_the_choice_is_one_line_with_the_prediction():
     assert unknown.describe() == f"fit: --batch_size {batch} x {accumulation} micro-batches" and unknown.fits
 
 
+# Recomputation
+
+
+@pytest.mark.parametrize("use_te", [True, False])
+@pytest.mark.parametrize("length", [1024, 8192])
+def test_recomputations_are_ordered_by_work_and_each_keeps_less(use_te, length):
+    plan = plan_of(use_te=use_te, mixed_precision="fp8", max_seq_length=length, recompute="auto")
+    values = [value for segment in fit.recomputations(plan, 1) for value in segment]
+    assert values[0] == "none" and values[-1] in ("full", "layer", "mlp")
+    plans = [replace(plan, cfg=settle(plan.cfg, 1, 1, value)) for value in values]
+    work, kept = ([count(each) for each in plans] for count in (recomputation_flops, stored_activations))
+    assert work == sorted(work) and work[0] == 0
+    assert kept[1:] == sorted(kept[1:], reverse=True)
+    if use_te:
+        assert values[1:3] == ["cheap:1", "cheap:2"] and "cheap" in values
+    else:
+        assert not any("cheap" in value or "full" in value for value in values)
+
+
+def test_zero3_has_no_cheap_recomputation():
+    plan = plan_of(mode="ds_zero3", gpus=8, recompute="auto")
+    assert not any("cheap" in value for segment in fit.recomputations(plan, 1) for value in segment)
+
+
+@pytest.mark.parametrize("gb", [400, 120, 100, 90, 80, 70, 60])
+def test_auto_recomputes_as_little_as_fits(gb):
+    settings = {"mode": "fsdp_full", "gpus": 8, "mixed_precision": "fp8", "batch_size": 2}
+    found = fitted(gb, **settings, recompute="auto")
+    values = [value for segment in fit.recomputations(found.request, 2) for value in segment]
+    first = next((v for v in values if fitted(gb, **settings, recompute=v).fits), values[-1])
+    assert found.plan.cfg.model.recompute == first and split(found) == (2, 1)
+    assert f", --recompute {first}; predicted" in found.describe()
+
+
+def test_a_larger_micro_batch_forces_no_recomputation():
+    """Without recomputation 1 x 8192 tokens fit, with it 8."""
+    settings = {"mode": "fsdp_full", "gpus": 8, "mixed_precision": "fp8", "global_batch_size": 64}
+    found = fitted(100, **settings, batch_size="auto", recompute="auto")
+    assert (*split(found), found.plan.cfg.model.recompute) == (1, 8, "none")
+    assert not fitted(100, **settings, batch_size=2).fits
+    assert fitted(100, **settings, batch_size=8, recompute="auto").fits
+
+
+def test_a_micro_batch_below_4096_tokens_is_raised_by_recomputation():
+    settings = {"global_batch_size": 1024, "max_seq_length": 1024}
+    two = fitted(400, **settings, batch_size=2).needed / 1e9 + 2.1
+    assert split(fitted(two, **settings, **AUTO)) == (2, 512)
+    found = fitted(two, **settings, **AUTO, recompute="auto")
+    assert split(found)[0] >= 4 and found.plan.cfg.model.recompute != "none" and found.fits
+    few = fitted(two, **settings | {"global_batch_size": 2}, **AUTO, recompute="auto")
+    assert split(few) == (2, 1) and few.plan.cfg.model.recompute == "none", "there are no more"
+
+
 # Advice
 
 
 def test_what_cannot_fit_is_refused_with_numbers_and_flags_that_fit():
-    found = fitted(85.1, global_batch_size=64, **AUTO)
+    settings = {"global_batch_size": 64, "batch_size": "auto", "recompute": "auto", "mixed_precision": "fp8"}
+    found = fitted(85.1, **settings)
     with pytest.raises(UserError) as error:
         fit.refuse_misfit(found)
     text = str(error.value)
-    assert text.startswith("--batch_size auto: with 1 x 8192 tokens, the least, a step is predicted to need ")
-    assert f"{found.needed / 1e9:.1f} of 85.1 GB, {(found.needed - 83.1e9) / 1e9:.1f} GB too much" in text
-    assert error.value.exit_code == EXIT_BAD_SETTING and error.value.flags == {"batch_size"}
+    start = "--batch_size auto --recompute auto: even with 1 x 8192 tokens and --recompute full a step is "
+    assert text.startswith(f"{start}predicted to need {found.needed / 1e9:.1f} of 85.1 GB")
+    assert f", {(found.needed - 83.1e9) / 1e9:.1f} GB too much; " in text
+    assert error.value.exit_code == EXIT_BAD_SETTING and error.value.flags == {"batch_size", "recompute"}
     gpus, mode = re.search(r"(\d+) GPUs with --sharding_mode (\w+) need", text).groups()
-    assert fitted(85.1, mode=mode, gpus=int(gpus), global_batch_size=64, **AUTO).fits
-    assert "--moment_dtype" not in text, "alone it saves too little"
-    text = fit.advice(fitted(130, global_batch_size=64, **AUTO))
-    flags = re.search(r"--moment_dtype fp8 needs ([\d.]+) GB, ([\d.]+) less", text)
-    assert float(flags[2]) == pytest.approx(8.0 * 6, abs=0.5) and float(flags[1]) < 128
+    assert fitted(85.1, mode=mode, gpus=int(gpus), **settings).fits
+    assert "--moment_dtype fp8 --grad_reduce_dtype bf16 needs" in text, "alone each saves too little"
+    assert fitted(
+        85.1, optimizer=replace(FUSED, moment_dtypes=("fp8", "fp8")), grad_reduce_dtype="bf16", **settings
+    ).fits
+
+
+def test_what_changes_numerics_is_advised_with_what_it_saves():
+    settings = {"global_batch_size": 64, "batch_size": "auto", "recompute": "auto", "mixed_precision": "fp8"}
+    text = fit.advice(fitted(110, **settings))
+    needs, less = re.search(r"--moment_dtype fp8 needs ([\d.]+) GB, ([\d.]+) GB less", text).groups()
+    assert float(needs) <= 108 and float(less) > 0
 
 
 def test_a_model_for_no_gpu_is_refused_plainly():
@@ -169,17 +236,64 @@ def test_a_model_for_no_gpu_is_refused_plainly():
         fit.refuse_misfit(found)
 
 
-@pytest.mark.parametrize(("gb", "warns"), [(150, False), (130, True)])
-def test_numbers_that_are_clearly_too_large_are_warned_of_with_a_way_out(gb, warns):
-    """10 % above 132.9 GB."""
+@pytest.mark.parametrize(("gb", "warns"), [(150, False), (133, False), (132, True)])
+def test_numbers_that_are_clearly_too_large_are_warned_of(gb, warns):
+    """One sequence of the 8B needs 146.2 GB."""
     text = fit.warning(fitted(gb, batch_size=1, mixed_precision="fp8"))
     assert bool(text) == warns
     if warns:
-        start = "WARNING: a step is predicted to need 146.2 of 130.0 GB: it will probably run out of memory; "
-        assert text.startswith(f"{start}--moment_dtype fp8 needs")
+        assert text.startswith(
+            "WARNING: a step is predicted to need 146.2 of 132.0 GB: it will probably run out"
+        )
 
 
-def test_a_smaller_micro_batch_is_advised_before_anything_that_changes_numerics():
-    found = fitted(150.1, batch_size=8, mixed_precision="fp8", moment_dtype="fp8", grad_reduce_dtype="bf16")
-    text = fit.warning(found)
-    assert re.search(r"out of memory; --global_batch_size 8 --batch_size auto needs [\d.]+ GB$", text)
+def test_what_changes_no_numerics_is_advised_first():
+    settings = {"mixed_precision": "fp8", "moment_dtype": "fp8", "optimizer": EIGHT_BITS}
+    text = fit.warning(fitted(150.1, batch_size=8, **settings))
+    needs = re.search(
+        r"memory; --global_batch_size 8 --batch_size auto --recompute auto needs ([\d.]+) GB$", text
+    )
+    other = fitted(150.1, global_batch_size=8, batch_size="auto", recompute="auto", **settings)
+    assert needs[1] == f"{other.needed / 1e9:.1f}"
+
+
+# In training
+
+
+def chosen(free, model="tiny-qwen3", **settings):
+    cfg = config_from_dict({"model_name": model, "use_te": True, "mixed_precision": "fp8"} | settings)
+    plan = plan_model(model, init="auto", use_te=True)
+    return choose._fit(cfg, plan, torch.device("cuda"), "single", free)
+
+
+def test_training_plans_with_the_size_of_its_model():
+    found = chosen(3e9, batch_size="auto", recompute="auto", global_batch_size=48)
+    size = read_model("tiny-qwen3").size
+    assert found.plan.model == size and found.plan.gpus == 1 and found.fits
+    predicted = f"predicted {found.needed / 1e9:.1f} of 3.0 GB"
+    assert found.describe() == f"fit: --batch_size 16 x 3 micro-batches, --recompute none; {predicted}"
+    with pytest.raises(UserError, match=r"--batch_size auto --recompute auto: even with 1 x 1024 tokens and"):
+        chosen(2.1e9, batch_size="auto", recompute="auto", global_batch_size=48)
+    assert not chosen(2.1e9, batch_size=48).fits, "what is given is not refused"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"precision_map": "layers.0=bf16"},
+            "--batch_size auto: the memory of a step is unknown, as --precision_map",
+        ),
+        (
+            {"te_backend": "emulated", "recompute": "auto"},
+            "--batch_size auto --recompute auto: the memory of",
+        ),
+    ],
+)
+def test_auto_is_refused_where_memory_is_unknown(settings, message):
+    with pytest.raises(UserError, match=message):
+        chosen(3e9, **settings, **AUTO)
+    known = {name: value for name, value in settings.items() if name != "recompute"}
+    assert chosen(3e9, **known).predicted_gb is None
+    only_evaluates = chosen(3e9, **settings, **AUTO, max_steps=0)
+    assert split(only_evaluates) == (8, 1) and only_evaluates.plan.cfg.model.recompute == "none"
