@@ -11,7 +11,7 @@ from core.errors import EXIT_BAD_SETTING, UserError, bad_setting, first_line
 from te_models.families import FAMILIES, Family
 from te_models.presets import PRESETS, closest_preset
 from training.config import Config
-from training.parallel.fit import Fit, fit, settle, unpredicted
+from training.parallel.fit import Fit, fit, unpredicted
 from training.parallel.settings import MODES
 from training.parallel.step_plan import ModelSize, StepPlan, hsdp_shard_size
 from training.tracking.metrics import ModelShape
@@ -112,12 +112,12 @@ def build_job(cfg: Config, *, gpu: int, gpus: int, gpus_per_node: int) -> tuple[
     model, mode = read_model(cfg.model.model_name), cfg.sharding.mode
     refuse_what_training_refuses(cfg, model)
     optimizer = plan_optimizer(cfg.precision, on_gpu=True)
-    job = StepPlan(settle(cfg, gpus), model.size, optimizer, "single", gpus, min(gpus, gpus_per_node))
+    job = StepPlan(cfg, model.size, optimizer, "single", gpus, min(gpus, gpus_per_node))
     if mode == "auto":
         mode = "single" if gpus == 1 else choose_mode(job, gpu)[0]
     elif gpus == 1 and not MODES[mode].offload:
         mode = "single"
-    job, refusal = replace(job, cfg=cfg, mode=mode), None
+    job, refusal = replace(job, mode=mode), None
     if MODES[mode].in_groups:
         hsdp_shard_size(cfg, gpus, job.gpus_per_node)  # UserError if it does not divide the GPUs
     try:

@@ -24,28 +24,29 @@ def limits_table(plans: list[Plan]) -> str:
 
 
 def _fitting(plan: Plan, changes: dict[str, Any], memory_gb: float | None = None) -> Plan | None:
-    """Return the plan with other settings or memory; None if it does not fit or is refused."""
+    """Return the plan with other settings or memory; None if refused, or if only offload fits."""
     gpu = plan.gpu._replace(memory_gb=memory_gb or plan.gpu.memory_gb)
     try:
         cfg = config_from_dict(plan.fit.request.cfg.to_dict() | changes)
         other = make_plan(cfg, gpu, gpus=plan.job.gpus, gpus_per_node=plan.job.gpus_per_node)
     except UserError:
         return None
-    return other if other.fits and not other.refusal else None
+    needs_host = other.job.sharding.offload and cfg.sharding.mode == "auto"
+    return other if other.fits and not other.refusal and not needs_host else None
 
 
 def _smallest_card(plan: Plan) -> str:
     for size, memory_gb in CARDS.items():
-        if found := _fitting(plan, {}, memory_gb):
-            return f"{size} GB" + f", {found.job.mode}" * found.job.sharding.offload
+        if _fitting(plan, {}, memory_gb):
+            return f"{size} GB"
     return f"above {max(CARDS)} GB"
 
 
 def _largest_preset(plan: Plan) -> str:
     sizes = {name: read_model(name).size.parameters for name in PRESETS if name not in LOCAL_PRESETS}
     for name in sorted(sizes, key=lambda name: -sizes[name]):
-        if found := _fitting(plan, {"model_name": name}):
-            return name + f", {found.job.mode}" * found.job.sharding.offload
+        if _fitting(plan, {"model_name": name}):
+            return name
     return "none"
 
 

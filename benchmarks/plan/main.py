@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.plan.job import refuse_unplanned
 from benchmarks.plan.limits import limits_table
-from benchmarks.plan.predict import SMALLER, Plan, fewest_changes, make_plan, replan
+from benchmarks.plan.predict import SMALLER, Plan, fewest_changes, make_plan
 from benchmarks.plan.time import GPUS, Gpu, find_gpu
 from benchmarks.records.launch import command_parser
 from benchmarks.records.variants import split_flags
@@ -161,21 +161,11 @@ def _hosts(plan: Plan) -> str:
 
 
 def _notes_on_offload(plans: list[Plan]) -> list[str]:
-    """Return notes on host memory, on refused modes, and where `auto` offloads although fsdp_full fits.
-
-    `auto` does not know the size of activations and reserves memory for them, so it may offload without need.
-    """
+    """Return notes on host memory and on refused modes."""
     notes = []
     for plan in (plan for plan in plans if plan.job.sharding.offload):
         refused = f"training refuses {plan.refusal}" if plan.refusal else f"{_hosts(plan)}."
         notes.append(f"\n{_gpus(plan)}: {refused}")
-        if plan.job.cfg.sharding.mode == "auto":
-            other = replan(plan, plan.job.cfg.to_dict() | {"sharding_mode": "fsdp_full"})
-            if other.fits:
-                notes.append(
-                    f"\n{_gpus(plan)}: --sharding_mode fsdp_full should fit too, with "
-                    f"{other.peak / 1e9:.1f} GB per GPU and {1e3 * other.step:,.0f} ms per step."
-                )
     return notes
 
 

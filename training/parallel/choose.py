@@ -44,8 +44,8 @@ def choose_strategy(
     """
     usable = ranks.run_on_all_ranks(lambda: limit_memory(cfg, device))
     gpu = min(usable) if device.type == "cuda" else None
-    split = ranks.run_on_rank0(lambda: fit.settle(cfg, ranks.world_size()))
-    mode = ranks.run_on_rank0(lambda: _resolve_mode(split, model, device, gpu))
+    ranks.run_on_rank0(lambda: fit.allowed_batches(cfg.optim, ranks.world_size()))
+    mode = ranks.run_on_rank0(lambda: _resolve_mode(cfg, model, device, gpu))
     if mode == "single" and cfg.sharding.grad_reduce_dtype == "fp8":
         raise bad_setting(
             "one device exchanges no gradients; use fp32 or bf16, the dtype of sums over micro-batches",
@@ -158,13 +158,14 @@ def resident_bytes(plan: StepPlan) -> float:
     return resident
 
 
-def choose_mode(plan: StepPlan, gpu: int | None) -> tuple[str, str]:
+def choose_mode(request: StepPlan, gpu: int | None) -> tuple[str, str]:
     """Return the fastest mode that fits on GPUs of `gpu` bytes (None: no GPU), and the reason.
 
-    Activations are not counted: they are unknown for architectures without TE layers.
+    Activations are counted only to avoid offloading: they are unknown for architectures without TE layers.
     """
     if gpu is None:
         return "ddp", "no GPU, so GPU memory is no limit"
+    plan = replace(request, cfg=fit.settle(request.cfg, request.gpus))
     modes = ("ddp", "fsdp_grad", "hsdp", "fsdp_full")
     needed = {mode: resident_bytes(replace(plan, mode=mode)) for mode in modes}
     unsharded, room, last_room = needed["ddp"], ROOM * gpu, LAST_ROOM * gpu
@@ -185,6 +186,11 @@ def choose_mode(plan: StepPlan, gpu: int | None) -> tuple[str, str]:
     if needed["fsdp_full"] <= last_room:
         limit = "" if needed["fsdp_full"] <= room else f" into {last_room / 1e9:.1f} GB"
         return "fsdp_full", f"{why}; sharded over {plan.gpus} ranks they fit{limit}"
+    if plan.model.shape and not fit.unpredicted(plan.cfg, "fsdp_full"):
+        sharded = fit.fit(replace(request, mode="fsdp_full"), gpu)
+        if sharded.fits:
+            needs = f"a step is predicted to need {sharded.needed / 1e9:.1f} GB"
+            return "fsdp_full", f"{why}; sharded over {plan.gpus} ranks {needs}"
     return (
         "fsdp_offload",
         f"{why}; sharded over {plan.gpus} ranks they do not fit into {last_room / 1e9:.1f} GB",
