@@ -53,7 +53,6 @@ T = TypeVar("T")
 class Job:
     """Everything decided and loaded before the model is built."""
 
-    cfg: Config
     device: torch.device
     watchdog: Watchdog
     started: float  # time.perf_counter() at process start
@@ -71,6 +70,11 @@ class Job:
     finished: bool  # an earlier launch wrote the summary and the export
 
     @property
+    def cfg(self) -> Config:
+        """Settings, with numbers in place of `auto`."""
+        return self.strategy.cfg
+
+    @property
     def gpus(self) -> int:
         """Number of GPUs, over all ranks."""
         return self.strategy.world_size if self.device.type == "cuda" else 0
@@ -79,11 +83,10 @@ class Job:
 def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: float, cleanup: ExitStack) -> Job:
     """Resolve and check the settings and load the data. Collective.
 
-    `cleanup` releases the run folder's lock and disables the kernels. UserError if the run cannot start with
-    these settings.
+    `cleanup` releases the run folder's lock and disables the kernels. UserError if the run cannot start.
     """
     resolved, kernels, strategy, optimizer_plan, fit = _decide(cfg, device, watchdog, cleanup)
-    cfg = strategy.cfg  # with numbers in place of `auto`
+    cfg = strategy.cfg
     folder, is_new = watchdog.run_on_rank0(
         "opening the run folder", lambda: _open_folder(cfg, resolved, cleanup)
     )
@@ -111,7 +114,6 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
     if not finished:
         ranks.run_on_rank0(lambda: write_config(cfg, folder))
     return Job(
-        cfg=cfg,
         device=device,
         watchdog=watchdog,
         started=started,

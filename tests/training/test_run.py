@@ -110,6 +110,9 @@ def test_a_run_folder_holds_settings_environment_metrics_summary_and_samples(fin
     assert data["eval"]["rows"] == 6 and "system prompt" in data["train"]["columns"]
     summary = record(finished, "summary.json")
     assert summary["steps"] == 8 and summary["gpus"] == summary["gpu_hours"] == 0
+    assert (
+        summary["predicted_memory_gb"] is None and environment["fit"] == "fit: --batch_size 2 x 1 micro-batch"
+    )
     assert summary["train_loss"] == summary["train_loss_tail_mean"] == losses[8]
     assert summary["node_hours"] == pytest.approx(summary["runtime_seconds"] / 3600)
     assert min(curve(finished, "eval/loss")) == 0, "--eval_at_start"

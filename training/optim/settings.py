@@ -18,18 +18,20 @@ class OptimConfig(Section):
 
     batch_size: int | Literal["auto"] = setting(
         DEFAULT_BATCH,
-        "sequences per micro-batch and device; auto: the most that fit, in the global batch of the default",
+        "sequences per micro-batch and device; auto: the most that fit, for the same step",
         minimum=1,
         affects="step",
     )
     global_batch_size: int | None = setting(
-        None, "sequences per step over all ranks; sets the accumulation, also of auto", minimum=1
+        None,
+        "sequences per step over all ranks; default: --batch_size (auto: 8) x accumulation x ranks",
+        minimum=1,
     )
     eval_batch_size: int | None = resumable(
         None, "sequences per evaluation batch and device; default: --batch_size", minimum=1, affects="logging"
     )
     gradient_accumulation_steps: int | None = setting(
-        None, "micro-batches per step; default: 1, or by --global_batch_size", minimum=1, affects="step"
+        None, "micro-batches per step; default: from --global_batch_size, else 1", minimum=1, affects="step"
     )
     num_epochs: int = resumable(1, "passes over the training data", minimum=1)
     max_steps: int | None = resumable(

@@ -112,6 +112,9 @@ def _why_unpredicted(cfg: Config, model: ModelPlan, mode: str) -> str | None:
     """Return why the memory model does not cover a step, or None."""
     if not model.is_known_family:
         return f"model type {model.family} is not covered"
+    compiles = MODES[mode].engine != "deepspeed" if cfg.model.compile is None else cfg.model.compile
+    if not cfg.model.use_te and not compiles:
+        return "layers without torch.compile keep more activations than are counted"
     found = fit.unpredicted(cfg, mode)
     return found and f"{' '.join(as_flag(*each) for each in found[1].items())}: {found[0]}"
 
