@@ -17,10 +17,10 @@ from training.parallel.step_plan import StepPlan
 from training.tracking.metrics import model_flops
 
 # Flags that reduce memory, and their settings. --batch_size is then raised to the largest that fits.
-SMALLER_BATCH = "--batch_size"
+SMALLER_BATCH, RECOMPUTE = "--batch_size", "--recompute"
 SMALLER: dict[str, dict[str, Any]] = {
     SMALLER_BATCH: {"batch_size": 1},
-    "--recompute layer": {"recompute": "layer"},
+    RECOMPUTE: {"recompute": AUTO, "gradient_checkpointing": False},
     "--sharding_mode fsdp_full": {"sharding_mode": "fsdp_full", "hsdp_shard_size": None},
     "--sharding_mode fsdp_offload": {"sharding_mode": "fsdp_offload", "hsdp_shard_size": None},
     "--moment_dtype fp8": {"moment_dtype": "fp8"},
@@ -132,8 +132,11 @@ def fewest_changes(plan: Plan) -> dict[str, Plan]:
                 largest = AUTO if settings["global_batch_size"] else other.largest_batch
                 other = _fitting(plan, changed | {"batch_size": largest})
             if other:
-                batch = f"{SMALLER_BATCH} {other.job.cfg.optim.batch_size}"
-                shown = " ".join(batch if flag == SMALLER_BATCH else flag for flag in flags)
+                chosen = {
+                    SMALLER_BATCH: other.job.cfg.optim.batch_size,
+                    RECOMPUTE: other.job.cfg.model.recompute,
+                }
+                shown = " ".join(f"{flag} {chosen[flag]}" if flag in chosen else flag for flag in flags)
                 if settings["hsdp_shard_size"] and not other.job.sharding.in_groups:
                     shown += " without --hsdp_shard_size"
                 found[shown] = other

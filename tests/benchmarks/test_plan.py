@@ -322,8 +322,8 @@ def test_advised_flags_fit_as_predicted_the_fastest_first():
     ("flags", "advised"),
     [
         ("--batch_size 1000 --gpus 1", ["--batch_size 8"]),  # the largest that fits
-        ("--batch_size 1 --max_seq_length 131072 --gpus 8", ["--recompute layer"]),
-        ("--batch_size 8 --max_seq_length 131072 --gpus 8", ["--batch_size 1 --recompute layer"]),
+        ("--batch_size 1 --max_seq_length 131072 --gpus 8", ["--recompute layer:24+mlp"]),
+        ("--batch_size 8 --max_seq_length 131072 --gpus 8", ["--batch_size 1 --recompute layer:24+mlp"]),
         (
             "--batch_size 1 --max_seq_length 8192 --gpus 8 --sharding_mode hsdp --hsdp_shard_size 1",
             [

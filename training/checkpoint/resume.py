@@ -172,9 +172,10 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
         changed["fp8_scenario"] = (meta["recipe"], recipe)
     _refuse_other_moments(changed, resume=point.path)
     if changed:
+        keep = f"--global_batch_size {old} keeps its batch; " if split.keys() & changed.keys() else ""
         raise bad_setting(
-            f"saved with other settings ({describe_changes(changed)}); use the same settings, or rerun its "
-            f"own command with --max_steps {point.step}, which exports it, and train from that export in "
+            f"saved with other settings ({describe_changes(changed)}); {keep}use the same settings, or rerun "
+            f"its own command with --max_steps {point.step}, which exports it, and train from that export in "
             "another --output_dir",
             resume=point.path,
         )

@@ -239,7 +239,7 @@ def test_the_global_batch_may_be_split_differently_but_not_change(sharded, tmp_p
     folder = resume(tmp_path / "run", sharded["fp32"], 6, flags)
     assert losses(folder) == pytest.approx(rest(sharded["fp32"], 6), rel=1e-6)
     error = refused(start(tmp_path / "other", f"--resume {checkpoint(sharded['fp32'], 3)} --batch_size 1"))
-    assert "--batch_size 2 there, 1 here" in error
+    assert "--batch_size 2 there, 1 here); --global_batch_size 4 keeps its batch" in error
 
 
 def test_a_global_batch_is_kept_on_other_ranks_and_accumulation_follows(tmp_path):
