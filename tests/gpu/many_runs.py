@@ -1,10 +1,12 @@
 """Execute many small runs in the same processes, because starting processes takes longer than a run.
 
 Usage, with or without torchrun: many_runs.py FILE. FILE contains a JSON object of run names and flags. Next
-to the run folder NAME, NAME.ranks.json records the state of each rank after the run.
+to the run folder NAME, NAME.ranks.json records the state of each rank after the run. With SHARE_GPU=1 all
+ranks run on the first GPU and communicate through Gloo, because NCCL refuses two ranks on one GPU.
 """
 
 import json
+import os
 import shlex
 import sys
 import time
@@ -12,7 +14,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from te_models.kernels.selection import patched
 from training import run as run_module
 from training.assembly import assemble
 from training.config import parse_config
@@ -44,9 +48,21 @@ def execute(name: str, flags: str, folder: Path, device: torch.device, watchdog:
         (folder / f"{name}.ranks.json").write_text(json.dumps(states))
 
 
+def join_on_one_gpu() -> torch.device:
+    """Join torchrun's job with all ranks on the first GPU."""
+    initialize = dist.init_process_group
+
+    def with_gloo(backend: str, *, device_id: torch.device | None, **arguments) -> None:
+        initialize(backend.replace("nccl", "gloo"), **arguments)
+
+    with patched(dist, init_process_group=with_gloo), patched(ranks, local_rank_and_size=lambda: (0, 1)):
+        return ranks.join(5.0)
+
+
 def main() -> None:
     path = Path(sys.argv[1])
-    device = ranks.join(5.0) if ranks.under_torchrun() else ranks.one_device()
+    join = join_on_one_gpu if os.environ.get("SHARE_GPU") else lambda: ranks.join(5.0)
+    device = join() if ranks.under_torchrun() else ranks.one_device()
     watchdog = Watchdog(5.0)
     for name, flags in json.loads(path.read_text()).items():
         if ranks.rank() == 0:

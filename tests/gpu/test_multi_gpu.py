@@ -55,9 +55,9 @@ def launch(folder: Path, runs: dict[str, str], gpus: int) -> str:
     return start("many_runs.py", folder / "runs.json", gpus)
 
 
-def start(script: str, argument: Path, gpus: int) -> str:
+def start(script: str, argument: Path, gpus: int, **variables: str) -> str:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"] if gpus > 1 else []
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"} | variables
     done = subprocess.run(
         [sys.executable, *torchrun, str(ROOT / "tests" / "gpu" / script), str(argument)],
         cwd=ROOT,
