@@ -1,5 +1,6 @@
 """Levels of recomputation with TE's own layers: gradients, kernels that run again, memory."""
 
+import gc
 import importlib
 from contextlib import nullcontext
 
@@ -78,6 +79,7 @@ def test_offloaded_activations_leave_the_gpu():
     for offload in (False, True):
         options = {"recompute": "layer", "offload_activations": offload}
         model = build(plan(layers=8), use_te=True, packed=False, **options)
+        gc.collect()  # the model before
         for _ in range(2):
             before = torch.cuda.memory_allocated(DEVICE)
             with bf16()():
@@ -150,6 +152,7 @@ def test_levels_keep_the_predicted_memory(name):
     inputs, kept = batch([[2048]] * 4, packed=False), {}
     for level in RECOMPUTE_LEVELS:
         model = build(ModelPlan("test", config, None), use_te=True, packed=False, recompute=level)
+        gc.collect()  # the model before
         for _ in range(2):  # the first pass allocates workspaces
             before = torch.cuda.memory_allocated(DEVICE)
             with autocast_of(name)():
