@@ -8,6 +8,7 @@ the gradient norm.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from training.optim import moments
 from training.optim.accumulation import gradient_of
+from training.optim.offload import HostState, Update
 
 ELEMENTS_AT_ONCE = 2**24  # on the CPU, which needs about 60 bytes of temporary memory for each
 
@@ -25,7 +27,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     State per parameter: `exp_avg` and `exp_avg_sq` in the formats `moment_dtypes` (see `moments`); with
     `master_weights` also the int16 `master_param`, the low half of the FP32 weight (`split_master`). FP32
-    parameters are their own masters.
+    parameters are their own masters. With `offload` the state is in host memory (see `offload`).
     """
 
     def __init__(
@@ -37,20 +39,24 @@ class FusedAdamW(torch.optim.Optimizer):
         eps: float,
         master_weights: bool,
         moment_dtypes: tuple[str, str],
+        offload: bool = False,
     ):
         self.master_weights, self.moment_dtypes = master_weights, moment_dtypes
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         device = self.param_groups[0]["params"][0].device
         self.steps = torch.zeros((), dtype=torch.float64, device=device)  # applied so far
+        self.host = HostState(device) if offload else None
 
     def initialize_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Allocate a parameter's state, sharded like the parameter."""
-        state = self.state[parameter]
+        like = torch.empty_like(parameter, device="meta") if self.host else parameter
+        state: dict[str, Tensor] = {}
         for moment, name in zip(moments.MOMENTS, self.moment_dtypes, strict=True):
-            state |= moments.allocate(parameter, moment, name)
+            state |= moments.allocate(like, moment, name)
         if self.master_weights and parameter.dtype != torch.float32:
-            state["master_param"] = torch.zeros_like(parameter, dtype=torch.int16)
-        return state
+            state["master_param"] = torch.zeros_like(like, dtype=torch.int16)
+        self.state[parameter] = self.host.place(state) if self.host else state
+        return self.state[parameter]
 
     @torch.no_grad()
     def step(
@@ -67,17 +73,29 @@ class FusedAdamW(torch.optim.Optimizer):
         scale = torch.ones((), device=device) if scale is None else scale.float()
         self.steps += apply
         seed = self.steps.long() * 0x85EBCA77  # a prime of xxHash: other random bits in every step
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            steps = self.steps.clamp(min=1)  # at 0 steps the bias corrections would be 0
-            corrections = torch.stack([1 - beta1**steps, 1 - beta2**steps]).float()
-            scalars = torch.cat([torch.stack([scale, apply]), corrections])
-            for parameter in group["params"]:
-                if (gradient := gradient_of(parameter)) is None:
-                    continue
-                state = self.state[parameter] or self.initialize_state(parameter)
-                shard = {name: local(tensor) for name, tensor in state.items()}
-                update_(local(parameter), local(gradient), shard, scalars, seed, group)
+        with self._updating() as update:
+            for group in self.param_groups:
+                beta1, beta2 = group["betas"]
+                steps = self.steps.clamp(min=1)  # at 0 steps the bias corrections would be 0
+                corrections = torch.stack([1 - beta1**steps, 1 - beta2**steps]).float()
+                scalars = torch.cat([torch.stack([scale, apply]), corrections])
+                for parameter in group["params"]:
+                    if (gradient := gradient_of(parameter)) is None:
+                        continue
+                    shard = {name: local(tensor) for name, tensor in self.state[parameter].items()}
+                    update(local(parameter), local(gradient), shard, scalars, seed, group)
+
+    def _updating(self) -> AbstractContextManager[Update]:
+        """Return a context in which to step parameters with the function it yields, like `update_`."""
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if gradient_of(parameter) is not None and not self.state[parameter]:
+                self.initialize_state(parameter)
+        return self.host.streaming(update_) if self.host else nullcontext(update_)
+
+    def synchronize(self) -> None:
+        """Wait until the state may be read on the host."""
+        if self.host:
+            self.host.synchronize()
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -113,8 +131,7 @@ def update_(
         for first in range(0, len(weight), rows):
             part = slice(first, first + rows)
             tensors = {name: tensor[part] for name, tensor in state.items()}
-            offset = first * row * moments.INDEX_FACTOR  # so that the random bits are those of the whole
-            update_(weight[part], grad[part], tensors, scalars, seed + offset, group)
+            update_(weight[part], grad[part], tensors, scalars, moments.seed_at(seed, first * row), group)
         return
     lr, (beta1, beta2), eps, weight_decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
     master = weight.float() if remainder is None else merge_master(weight, remainder)

@@ -62,8 +62,17 @@ def _zero_exponents(parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return exponents
     whole = torch.empty(*parameter.shape[:-1], parameter.shape[-1] // BLOCK, device="meta")
-    layout = {"shape": whole.shape, "stride": whole.stride(), "run_check": False}
-    return DTensor.from_local(exponents, parameter.device_mesh, parameter.placements, **layout)
+    sizes = {"shape": whole.shape, "stride": whole.stride(), "run_check": False}
+    layout = DTensor.from_local(exponents.to("meta"), parameter.device_mesh, parameter.placements, **sizes)
+    return with_layout(exponents, layout)
+
+
+def with_layout(shard: Tensor, layout: Tensor) -> Tensor:
+    """Return `shard` as a DTensor that is sharded like `layout`, or `shard` itself if `layout` is no DTensor.
+
+    It stays on its device. `DTensor.from_local` would move a shard in host memory to the mesh's GPU.
+    """
+    return DTensor(shard, layout._spec, requires_grad=False) if isinstance(layout, DTensor) else shard
 
 
 def read(state: dict[str, Tensor], moment: str) -> Tensor:
@@ -141,6 +150,11 @@ def random_bits(count: int, seed: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.arange(count, dtype=torch.int64, device=seed.device)
     first = _mix((index * INDEX_FACTOR + seed) & 0xFFFFFFFF)
     return first.to(torch.int32), _mix((first + NEXT_BITS) & 0xFFFFFFFF).to(torch.int32)
+
+
+def seed_at(seed: Tensor, first: int) -> Tensor:
+    """Return the seed with which a part that starts at element `first` draws the bits of the whole."""
+    return seed + (first * INDEX_FACTOR & 0xFFFFFFFF)
 
 
 def _mix(x: Tensor) -> Tensor:

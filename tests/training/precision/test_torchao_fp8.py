@@ -288,7 +288,7 @@ def test_weights_gathered_in_fp8_train_as_one_process_and_resume_bit_for_bit(on_
 
 
 def gathered(rank: int, folder: Path) -> None:
-    """Step BF16 shards under our own optimizer, plain and gathered in FP8."""
+    """Step BF16 shards under our own optimizer: plain; gathered in FP8, with the state in host memory."""
     mesh = init_device_mesh("cpu", (2,))
     found = {}
     for all_gather in (False, True):
@@ -303,6 +303,7 @@ def gathered(rank: int, folder: Path) -> None:
             eps=1e-8,
             master_weights=True,
             moment_dtypes=("fp32", "fp32"),
+            offload=all_gather,
         )
         weight = model.get_submodule("model.model.layers.0.mlp.up_proj").weight
         if all_gather:

@@ -1,0 +1,230 @@
+"""Optimizer state in host memory: the same bits as on the device, in any order that the streams permit."""
+
+import gc
+import random
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from core.errors import UserError
+from training.optim import adamw, moments, offload
+from training.optim.adamw import FusedAdamW
+from training.optim.offload import HostState, PinnedMemory
+from training.optim.optimizer import optimizer_state, optimizer_steps, step_if
+
+FORMATS = [("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp8", "fp8"), ("fp8", "fp16")]
+
+
+def build(formats=("fp8", "fp8"), dtype=torch.bfloat16, *, offloaded: bool):
+    """Return matrices with and without blocks, vectors, an empty parameter, and their optimizer."""
+    torch.manual_seed(0)
+    shapes = {"blocks": (37, 128), "odd": (9, 100), "experts": (3, 5, 64), "vector": (777,), "empty": (0, 64)}
+    model = torch.nn.ParameterDict({name: torch.randn(shape, dtype=dtype) for name, shape in shapes.items()})
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
+    return model, FusedAdamW(
+        [{"params": list(model.values())}],
+        **settings,
+        master_weights=True,
+        moment_dtypes=formats,
+        offload=offloaded,
+    )
+
+
+def train(model, optimizer, steps: range, *, skipped: int = 2) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for parameter in model.values():
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        step_if(optimizer, apply=torch.tensor(step != skipped), scale=torch.tensor(0.5), gradients=[])
+
+
+def values(model, optimizer) -> dict[str, torch.Tensor]:
+    return {**model.state_dict(), **optimizer_state(optimizer, model)}
+
+
+def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(t, other[name]) for name, t in one.items())
+
+
+@pytest.mark.parametrize("chunk", [3 * moments.BLOCK, offload.CHUNK])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("formats", FORMATS, ids=",".join)
+def test_weights_and_state_are_the_same_bits_in_host_memory(formats, dtype, chunk, monkeypatch):
+    monkeypatch.setattr(offload, "CHUNK", chunk)
+    runs = [build(formats, dtype, offloaded=offloaded) for offloaded in (False, True)]
+    for run in runs:
+        train(*run, range(5))
+    one, other = (values(*run) for run in runs)
+    assert same_bits(one, other) and optimizer_steps(runs[1][1]) == 4
+    assert any(name.endswith(moments.EXPONENTS) for name in one) == ("fp8" in formats or "fp16" in formats)
+
+
+def test_a_skipped_step_leaves_the_state_as_it_was(monkeypatch):
+    monkeypatch.setattr(offload, "CHUNK", moments.BLOCK)
+    run = build(offloaded=True)
+    train(*run, range(2))
+    before = {name: tensor.clone() for name, tensor in values(*run).items()}
+    train(*run, range(2, 3))
+    assert same_bits(before, values(*run))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_state_moves_to_and_from_host_memory_between_steps(first):
+    """As at a resume."""
+    whole = build(offloaded=False)
+    train(*whole, range(5))
+    start, end = build(offloaded=first), build(offloaded=not first)
+    train(*start, range(3))
+    state = optimizer_state(end[1], end[0])
+    with torch.no_grad():
+        end[0].load_state_dict(start[0].state_dict())
+        for name, tensor in optimizer_state(start[1], start[0]).items():
+            state[name].copy_(tensor)
+    end[1].steps.copy_(start[1].steps)
+    train(*end, range(3, 5))
+    assert same_bits(values(*whole), values(*end))
+
+
+class Streams:
+    """Streams and events with the semantics of CUDA's. Work runs later, in a random permitted order."""
+
+    def __init__(self):
+        self.queues, self.done = [], set()
+        self.default = self.current = self.Stream()
+        self.module = SimpleNamespace(
+            Stream=self.Stream,
+            Event=self.Event,
+            stream=self.use,
+            current_stream=lambda: self.current,
+            synchronize=lambda: None,
+        )
+
+    def Stream(self):
+        queue = deque()
+        self.queues.append(queue)
+
+        def wait_event(event):
+            queue.append(("wait", event.recorded))
+
+        def wait_stream(other):
+            event = self.Event()
+            event.record(other)
+            wait_event(event)
+
+        return SimpleNamespace(queue=queue, wait_event=wait_event, wait_stream=wait_stream)
+
+    def Event(self):
+        event = SimpleNamespace(recorded=None)
+
+        def record(stream):
+            event.recorded = object()
+            stream.queue.append(("record", event.recorded))
+
+        event.record = record
+        return event
+
+    def use(self, stream):
+        streams = self
+
+        class Using:
+            def __enter__(self):
+                self.before, streams.current = streams.current, stream
+
+            def __exit__(self, *_):
+                streams.current = self.before
+
+        return Using()
+
+    def enqueue(self, work) -> None:
+        self.current.queue.append(("work", work))
+
+    def run(self, seed: int) -> None:
+        choose = random.Random(seed)
+        while waiting := [queue for queue in self.queues if queue]:
+            ready = [q for q in waiting if q[0][0] != "wait" or q[0][1] is None or q[0][1] in self.done]
+            kind, what = choose.choice(ready).popleft()
+            if kind == "work":
+                what()
+            elif kind == "record":
+                self.done.add(what)
+
+
+class LaterCopies(TorchDispatchMode):
+    """Enqueue copies on the current stream, as non-blocking copies of pinned memory are."""
+
+    def __init__(self, streams: Streams):
+        super().__init__()
+        self.streams = streams
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is not torch.ops.aten.copy_.default:
+            return function(*args, **(kwargs or {}))
+        self.streams.enqueue(lambda: function(*args, **(kwargs or {})))
+        return args[0]
+
+
+@pytest.mark.parametrize(("names", "chunk"), [(None, 2 * moments.BLOCK), (["blocks"], offload.CHUNK)])
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_that_the_events_permit_gives_the_same_bits(names, chunk, seed, monkeypatch):
+    """With many chunks and with a single one."""
+    monkeypatch.setattr(offload, "CHUNK", chunk)
+    expected, run = build(offloaded=False), build(offloaded=True)
+    train(*expected, range(1))
+    train(*run, range(1))
+    streams = Streams()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: streams.module)
+    host = HostState(torch.device("cpu"))
+    host.buffer_bytes = run[1].host.buffer_bytes
+    seed_of_noise, scalars = torch.tensor(17), torch.tensor([1.0, 1.0, 0.1, 0.05])
+    group = run[1].param_groups[0]
+
+    def later(*args):
+        streams.enqueue(lambda: adamw.update_(*args))
+
+    with torch.no_grad():
+        for _ in range(2):  # the second step reads what the first one wrote
+            with LaterCopies(streams), host.streaming(later) as update:
+                for parameter in (run[0][name] for name in names or run[0]):
+                    update(parameter, parameter.grad, run[1].state[parameter], scalars, seed_of_noise, group)
+            for parameter in (expected[0][name] for name in names or run[0]):
+                state = expected[1].state[parameter]
+                adamw.update_(parameter, parameter.grad, state, scalars, seed_of_noise, group)
+        streams.run(seed)
+    assert same_bits(values(*expected), values(*run))
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    """Replace the CUDA runtime; records registered addresses."""
+    registered, code = {}, SimpleNamespace(value=0)
+
+    def register(address, nbytes, flags):
+        registered[address] = nbytes
+        return code.value
+
+    fake = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=registered.pop)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    return SimpleNamespace(registered=registered, code=code)
+
+
+def test_pinned_memory_has_its_exact_size_until_the_last_tensor_is_gone(runtime):
+    zeros = offload.host_zeros(torch.Size((3, 1000)), torch.float32, pinned=True)
+    assert runtime.registered == {zeros.data_ptr(): 12_000} and not zeros.any()
+    part = zeros.view(-1)[5:]
+    del zeros
+    gc.collect()
+    part.fill_(1)
+    assert len(runtime.registered) == 1 and part.sum() == 2995
+    del part
+    gc.collect()
+    assert not runtime.registered
+    assert offload.host_zeros(torch.Size((0, 64)), torch.uint8, pinned=True).shape == (0, 64)
+
+
+def test_memory_that_cannot_be_pinned_is_refused(runtime):
+    runtime.code.value = 2
+    with pytest.raises(UserError, match=r"^--offload_optimizer: CUDA error 2: .* 8 MB of host memory; drop"):
+        PinnedMemory(2**23)

@@ -1,0 +1,158 @@
+"""Optimizer state in host memory, streamed through the GPU in every optimizer step.
+
+The state passes through a few device buffers in chunks. One stream copies a chunk in, the current stream
+steps it, another stream copies it back, so that transfers in both directions overlap each other and the
+kernel. Events order the streams, and the host waits for none of them. On a CPU the same code makes plain
+copies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from core.errors import bad_setting
+from training.optim import moments
+
+CHUNK = 2**23  # elements, a multiple of moments.BLOCK: at most 84 MB of state
+BUFFERS = 3  # one chunk arrives, one is stepped, one leaves
+ALIGNMENT = 256  # bytes, for the tensors within a buffer
+
+State = dict[str, Tensor]  # a parameter's state tensors by name
+Update = Callable[[Tensor, Tensor, State, Tensor, Tensor, dict[str, Any]], None]  # type of adamw.update_
+
+
+class PinnedMemory(mmap.mmap):
+    """Zeroed page-locked host memory of exactly the given bytes; torch's allocator takes a power of two.
+
+    The memory is shared, so that a fork (by the data loader) cannot separate it from the pages that the GPU
+    reads.
+    """
+
+    registered = False
+
+    def __new__(cls, nbytes: int) -> PinnedMemory:
+        return super().__new__(cls, -1, nbytes)
+
+    def __init__(self, nbytes: int):
+        self.runtime = torch.cuda.cudart()
+        self.address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        if code := int(self.runtime.cudaHostRegister(self.address, nbytes, 0)):
+            raise bad_setting(
+                f"CUDA error {code}: cannot page-lock {nbytes / 1e6:.0f} MB of host memory; drop it",
+                offload_optimizer=True,
+            )
+        self.registered = True
+
+    def __del__(self) -> None:
+        if self.registered:
+            self.runtime.cudaHostUnregister(self.address)
+
+
+def host_zeros(shape: torch.Size, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+    """Return a tensor of zeros in host memory."""
+    if not pinned or not shape.numel():
+        return torch.zeros(shape, dtype=dtype)
+    return torch.frombuffer(PinnedMemory(shape.numel() * dtype.itemsize), dtype=dtype).view(shape)
+
+
+class HostState:
+    """Optimizer state in host memory, for parameters on `device`."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.api = torch.get_device_module(device)  # streams and events of torch.cpu do nothing
+        self.arriving, self.leaving = self.api.Stream(), self.api.Stream()
+        self.buffer_bytes = 0
+
+    def place(self, layouts: State) -> State:
+        """Return zeros in host memory like these tensors on the meta device, sharded like them."""
+        shards = {}
+        for name, layout in layouts.items():
+            shard = layout.to_local() if isinstance(layout, DTensor) else layout
+            shards[name] = host_zeros(shard.shape, shard.dtype, pinned=self.device.type == "cuda")
+        self.buffer_bytes = max(self.buffer_bytes, sum(map(_aligned_bytes, _chunk(shards, 0).values())))
+        return {name: moments.with_layout(shards[name], layout) for name, layout in layouts.items()}
+
+    def synchronize(self) -> None:
+        """Wait until the host holds the state of the last step."""
+        self.api.synchronize()
+
+    @contextmanager
+    def streaming(self, update: Update) -> Iterator[Update]:
+        """Enclose a step. Yields `update` for shards of parameters whose state is in host memory.
+
+        Buffers exist only within a step, when the memory of activations is free.
+        """
+        current = self.api.current_stream()
+        buffers = itertools.cycle([_Buffer(self.buffer_bytes, self.device) for _ in range(BUFFERS)])
+        self.arriving.wait_stream(current)  # earlier kernels may still use the memory of the buffers
+
+        def update_streamed(
+            weight: Tensor, grad: Tensor, state: State, scalars: Tensor, seed: Tensor, group: dict[str, Any]
+        ) -> None:
+            weight, grad = weight.view(-1), grad.reshape(-1)
+            for first in range(0, len(weight), CHUNK):
+                part = slice(first, first + CHUNK)
+                with self._on_device(_chunk(state, first), next(buffers), current) as staged:
+                    update(weight[part], grad[part], staged, scalars, moments.seed_at(seed, first), group)
+
+        try:
+            yield update_streamed
+        finally:
+            current.wait_stream(self.leaving)  # later kernels may use the memory of the buffers
+
+    @contextmanager
+    def _on_device(self, chunk: State, buffer: _Buffer, current: Any) -> Iterator[State]:
+        """Copy a chunk into a buffer for work on the stream `current`, and back afterwards."""
+        staged = buffer.like(chunk)
+        with self.api.stream(self.arriving):
+            self.arriving.wait_event(buffer.left)
+            for name, tensor in chunk.items():
+                staged[name].copy_(tensor, non_blocking=True)
+            buffer.arrived.record(self.arriving)
+        current.wait_event(buffer.arrived)
+        yield staged
+        buffer.stepped.record(current)
+        with self.api.stream(self.leaving):
+            self.leaving.wait_event(buffer.stepped)
+            for name, tensor in chunk.items():
+                tensor.copy_(staged[name], non_blocking=True)
+            buffer.left.record(self.leaving)
+
+
+class _Buffer:
+    """Device memory for one chunk, with the events after which its next user may start."""
+
+    def __init__(self, nbytes: int, device: torch.device):
+        event = torch.get_device_module(device).Event
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.arrived, self.stepped, self.left = event(), event(), event()
+
+    def like(self, chunk: State) -> State:
+        """Return the buffer as tensors of the chunk's sizes and dtypes."""
+        parts, start = {}, 0
+        for name, tensor in chunk.items():
+            parts[name] = self.memory[start : start + tensor.nbytes].view(tensor.dtype)
+            start += _aligned_bytes(tensor)
+        return parts
+
+
+def _chunk(state: State, first: int) -> State:
+    """Return the state of a chunk, elements `first` to `first` + CHUNK of the parameter, as vectors."""
+    parts = {}
+    for name, tensor in state.items():
+        each = moments.BLOCK if name.endswith(moments.EXPONENTS) else 1
+        parts[name] = tensor.view(-1)[first // each : (first + CHUNK) // each]
+    return parts
+
+
+def _aligned_bytes(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
