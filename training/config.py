@@ -144,6 +144,8 @@ def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
     if s.cpu_offload and s.sharding_mode not in ("auto", "fsdp_full", "fsdp_offload"):
         reason = "--cpu_offload is shorthand for --sharding_mode fsdp_offload; drop one of the two"
         yield "cpu_offload sharding_mode", reason
+    if s.offload_optimizer:
+        yield from _refused_offload(s)
     if s.grad_reduce_dtype == "fp8" and s.sharding_mode in DEEPSPEED_MODES:
         reason = "DeepSpeed exchanges fp32 or bf16; choose one, or another mode"
         yield "grad_reduce_dtype sharding_mode", reason
@@ -160,6 +162,17 @@ def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
         yield "fp8_all_gather master_weights", "FP8 weights need FP32 master weights; drop one of the two"
     if s.use_te and not {"fp32", "bf16"}.issuperset(parse_moment_dtype(s.moment_dtype)):
         yield "fp8_all_gather moment_dtype", "TE's optimizer of FP8 weights keeps fp32 or bf16 moments"
+
+
+def _refused_offload(s: Any) -> Iterator[tuple[str, str]]:
+    if s.sharding_mode in DEEPSPEED_MODES:
+        reason = "DeepSpeed has an offload of its own; use ds_zero3_offload without it, or another mode"
+        yield "offload_optimizer sharding_mode", reason
+    if s.cpu_offload or s.sharding_mode == "fsdp_offload":
+        reason = "fsdp_offload keeps all training state in host memory; drop one of the two"
+        yield "offload_optimizer " + ("cpu_offload" if s.cpu_offload else "sharding_mode"), reason
+    if s.fp8_all_gather and s.use_te:
+        yield "offload_optimizer fp8_all_gather", "TE's optimizer of FP8 weights stays on the GPU; drop one"
 
 
 RULES = (model_rules, data_rules, precision_rules, sharding_rules)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,8 +112,8 @@ def build_job(cfg: Config, *, gpu: int, gpus: int, gpus_per_node: int) -> tuple[
     refuse_unplanned(cfg)
     model, mode = read_model(cfg.model.model_name), cfg.sharding.mode
     refuse_what_training_refuses(cfg, model)
-    optimizer = plan_optimizer(cfg.precision, on_gpu=True)
-    job = StepPlan(cfg, model.size, optimizer, "single", gpus, min(gpus, gpus_per_node))
+    optimizer = partial(plan_optimizer, cfg.precision, on_gpu=True, offload=cfg.sharding.offload_optimizer)
+    job = StepPlan(cfg, model.size, optimizer(), "single", gpus, min(gpus, gpus_per_node))
     if mode == "auto":
         mode = "single" if gpus == 1 else choose_mode(job, gpu)[0]
     elif gpus == 1 and not MODES[mode].offload:
@@ -122,7 +123,7 @@ def build_job(cfg: Config, *, gpu: int, gpus: int, gpus_per_node: int) -> tuple[
         hsdp_shard_size(cfg, gpus, job.gpus_per_node)  # UserError if it does not divide the GPUs
     try:
         home = MODES[mode].master_home
-        job = replace(job, optimizer=plan_optimizer(cfg.precision, on_gpu=True, master_home=home))
+        job = replace(job, optimizer=optimizer(master_home=home))
     except UserError as error:
         refusal = f"--sharding_mode {mode}: {error}"
         if cfg.sharding.mode != "auto":

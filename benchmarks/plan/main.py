@@ -163,7 +163,7 @@ def _hosts(plan: Plan) -> str:
 def _notes_on_offload(plans: list[Plan]) -> list[str]:
     """Return notes on host memory and on refused modes."""
     notes = []
-    for plan in (plan for plan in plans if plan.job.sharding.offload):
+    for plan in (plan for plan in plans if plan.offloads):
         refused = f"training refuses {plan.refusal}" if plan.refusal else f"{_hosts(plan)}."
         notes.append(f"\n{_gpus(plan)}: {refused}")
     return notes
@@ -176,7 +176,7 @@ def _advice(plans: list[Plan]) -> list[str]:
         found = fewest_changes(plan)
         lines = [f"\n{_gpus(plan)}: fits with"]
         for flags, other in sorted(found.items(), key=lambda each: -each[1].tokens_per_second):
-            hosts = f", {_hosts(other)}" if other.job.sharding.offload else ""
+            hosts = f", {_hosts(other)}" if other.offloads else ""
             speed = f"{other.tokens_per_second:,.0f} tokens/s"
             lines.append(f"- {flags}: {other.peak / 1e9:.1f} GB per GPU, {speed}{hosts}")
         if found:

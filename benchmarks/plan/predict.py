@@ -24,6 +24,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "--sharding_mode fsdp_full": {"sharding_mode": "fsdp_full", "hsdp_shard_size": None},
     "--sharding_mode fsdp_offload": {"sharding_mode": "fsdp_offload", "hsdp_shard_size": None},
     "--moment_dtype fp8": {"moment_dtype": "fp8"},
+    "--offload_optimizer": {"offload_optimizer": True},
     "--grad_reduce_dtype bf16": {"grad_reduce_dtype": "bf16"},
 }
 
@@ -50,6 +51,11 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.fit.fits
+
+    @property
+    def offloads(self) -> bool:
+        """True if training state is in host memory."""
+        return self.job.sharding.offload or self.job.optimizer.offload
 
     @property
     def step(self) -> float:

@@ -78,6 +78,8 @@ LAUNCH_SECONDS = 5e-3
 ZERO_COPIED = {1: 110, 2: 87}
 ZERO3_LAUNCH_SECONDS = 15e-3  # CPU time per layer in ZeRO 3's module hooks; measured 12 to 17 ms
 HOP_SECONDS = 10e-6  # latency that each further node adds to a collective; assumed
+# --offload_optimizer: PCIe 5.0 x16 from or to pinned memory, both directions at once; assumed.
+PCIE_BANDWIDTH = 50e9
 OPTIMIZER_HOST_BANDWIDTH = 40e9  # CPU offload: PCIe and host memory bandwidth per GPU, with 16 cores per GPU
 
 
@@ -150,7 +152,8 @@ def _optimizer_seconds(job: StepPlan, gpu: Gpu) -> float:
     fused = job.optimizer.kind == "fused_adamw" and not (job.gathers_fp8 and job.cfg.model.use_te)
     bandwidth = gpu.memory_bandwidth * (ADAM_SHARE if fused else TE_ADAM_SHARE)
     gradient_norm = 2 * parameters / (gpu.memory_bandwidth * BANDWIDTH_SHARE)
-    return adam_bytes(job) * parameters / bandwidth + gradient_norm
+    per_parameter = max(adam_bytes(job) / bandwidth, job.optimizer.host_bytes / PCIE_BANDWIDTH)
+    return per_parameter * parameters + gradient_norm
 
 
 class Exchange(NamedTuple):

@@ -294,6 +294,20 @@ def test_auto_offloads_only_what_does_not_fit_sharded():
         assert plan_of("meta-llama/Llama-3.1-70B", gpus=8, max_seq_length=length, **flags).job.mode == mode
 
 
+@pytest.mark.parametrize(("mode", "copies"), [("ddp", 2), ("fsdp_grad", 1)])
+def test_an_offloaded_optimizer_takes_host_memory_and_time(mode, copies):
+    plain, offloaded = (
+        plan_of(gpus=2, sharding_mode=mode, offload_optimizer=given, **FP8) for given in (False, True)
+    )
+    assert changed_parts(plain.memory, offloaded.memory) == {"master weights", "moments"}
+    assert plain.peak - offloaded.peak == pytest.approx(10 * N8 * copies / 2)
+    seconds = 10 * N8 * copies / 2 / 50e9
+    assert changed_parts(plain.seconds, offloaded.seconds) == {"optimizer", "idle"}
+    assert offloaded.seconds["optimizer"] == pytest.approx(seconds, rel=0.02)
+    flags = f"--model_name {LLAMA_8B} --use_te --gpus 2 --sharding_mode {mode} --offload_optimizer"
+    assert f"2 GPUs: {10 * N8 * copies / 1e9:.0f} GB of host memory per node, 0 more" in run(flags.split())
+
+
 def advice(text):
     """{GPUs: {flags: (GB, tokens/s)}} of the flags that would fit."""
     found, gpus = {}, None
@@ -311,7 +325,8 @@ def test_advised_flags_fit_as_predicted_the_fastest_first():
     text = run(flags)
     found = advice(text)
     assert list(found) == ["64"]  # where `auto`, which knows no activations, chooses fsdp_full
-    assert list(found["64"]) == ["--moment_dtype fp8", "--sharding_mode fsdp_offload"]
+    ways = ["--moment_dtype fp8", "--offload_optimizer", "--sharding_mode fsdp_offload"]
+    assert list(found["64"]) == ways
     assert re.search(r"--sharding_mode fsdp_offload: .* 812 GB of host memory per node", text)
     for way, numbers in found["64"].items():
         row = next(line for line in run([*flags, *way.split()]).splitlines() if line.startswith("| 64 "))
@@ -331,6 +346,7 @@ def test_advised_flags_fit_as_predicted_the_fastest_first():
                 "--grad_reduce_dtype bf16",
                 "--moment_dtype fp8",
                 "--sharding_mode fsdp_offload without --hsdp_shard_size",
+                "--offload_optimizer",
             ],
         ),
         ("--batch_size 1 --max_seq_length 131072 --gpus 1 --gpu L40S", None),

@@ -44,7 +44,7 @@ def test_flags_set_fields_of_frozen_sections(monkeypatch):
         ("--lr 3", "unknown flag --lr; did you mean '--learning_rate'?"),
         ("--epochs 3", "unknown flag --epochs; did you mean '--num_epochs'?"),
         ("--model x", "unknown flag --model; did you mean '--model_name'?"),
-        *((flag, f"unknown flag {flag}") for flag in ("--no_such_flag", "--optimizer", "--gpus")),
+        *((flag, f"unknown flag {flag}") for flag in ("--no_such_flag", "--adamw", "--gpus")),
         ("surprise", "unexpected argument surprise"),
         ("--use_te false", "--use_te false: takes no value; --use_te turns it on, --no_use_te off"),
         ("--no_packing on", "--packing on: takes no value; --packing turns it on, --no_packing off"),
@@ -103,6 +103,19 @@ def test_a_bad_value_is_one_line_that_names_flag_and_reason(argv, message):
         ("--deepspeed_config x.json", "--deepspeed_config x.json --sharding_mode auto"),
         ("--sharding_mode deepspeed", "--sharding_mode deepspeed"),
         ("--cpu_offload --sharding_mode ddp", "--cpu_offload --sharding_mode ddp"),
+        (
+            "--offload_optimizer --sharding_mode ds_zero2",
+            "--offload_optimizer --sharding_mode ds_zero2",
+        ),
+        ("--offload_optimizer --cpu_offload", "--offload_optimizer --cpu_offload"),
+        (
+            "--offload_optimizer --sharding_mode fsdp_offload",
+            "--offload_optimizer --sharding_mode fsdp_offload",
+        ),
+        (
+            "--offload_optimizer --fp8_all_gather --sharding_mode hsdp --mixed_precision fp8 --use_te",
+            "--offload_optimizer --fp8_all_gather",
+        ),
         ("--fp8_all_gather", "--fp8_all_gather --sharding_mode auto"),
         (
             "--fp8_all_gather --sharding_mode fsdp_full --cpu_offload",
@@ -134,6 +147,7 @@ def test_settings_that_clash_are_refused_by_name(argv, named):
         "--streaming --max_steps 3",
         "--eval_samples 0 --max_steps 3",
         "--cpu_offload --sharding_mode fsdp_full",
+        "--offload_optimizer --sharding_mode hsdp",
         "--fp8_all_gather --sharding_mode hsdp --hsdp_shard_size 2 --mixed_precision fp8",
         "--fp8_all_gather --sharding_mode fsdp_grad --mixed_precision fp8 --fp8_scenario current --use_te",
         "--sharding_mode deepspeed --deepspeed_config ds_configs/zero1.json",
@@ -249,7 +263,7 @@ def test_only_settings_that_are_not_resumable_count_as_changed():
             "offload_activations",
         ),
         *("compile", "eval_batch_size", "num_epochs", "max_steps", "max_skipped_steps"),
-        *("sharding_mode", "deepspeed_config", "cpu_offload", "hsdp_shard_size"),
+        *("sharding_mode", "deepspeed_config", "cpu_offload", "offload_optimizer", "hsdp_shard_size"),
         *("memory_limit_gb", "empty_cache_freq", "timeout_minutes"),
     }
     assert of_records <= resumable

@@ -286,6 +286,24 @@ def test_a_run_resumes_in_every_mode_with_exact_weights_and_optimizer(tmp_path, 
         assert summary(path / name)["eval_loss"] == pytest.approx(summary(first)["eval_loss"], rel=2e-3)
 
 
+def test_an_offloaded_optimizer_changes_no_bits_and_its_state_is_resharded(tmp_path):
+    modes, given = ["ddp", "fsdp_full", "fsdp_grad", "hsdp"], "--moment_dtype fp8 --deterministic --no_export"
+    plain = {mode: f"{flags(mode, 'bf16')} {given}" for mode in modes}
+    launch(tmp_path, plain | {f"{m}-off": f"{run} --offload_optimizer" for m, run in plain.items()}, GPUS)
+    for mode in modes:
+        assert logged(tmp_path / mode, "train/loss") == logged(tmp_path / f"{mode}-off", "train/loss")
+        expected, got = (whole_checkpoint(tmp_path / name) for name in (mode, f"{mode}-off"))
+        assert not [name for name, tensor in expected.items() if not torch.equal(tensor, got[name])], mode
+        peak, lower = (summary(tmp_path / name)["peak_memory_gb"] for name in (mode, f"{mode}-off"))
+        assert lower < peak, mode
+    resumed = f"--offload_optimizer --resume {tmp_path}/hsdp-off/checkpoints/step_{STEPS:06d}"
+    launch(tmp_path, {f"{mode}-resumed": f"{run} {resumed}" for mode, run in plain.items()}, GPUS)
+    expected = whole_checkpoint(tmp_path / "hsdp-off")
+    for mode in modes:
+        got = whole_checkpoint(tmp_path / f"{mode}-resumed")
+        assert not [name for name, tensor in expected.items() if not torch.equal(tensor, got[name])], mode
+
+
 def command(folder: Path, steps: int) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={GPUS}"]
     settings = flags("fsdp_full", "delayed").replace(f"--max_steps {STEPS}", f"--max_steps {steps}")

@@ -108,7 +108,8 @@ def restore_run(checkpoints: Checkpoints, point: ResumePoint, run: RunState) -> 
     loaded_later = {f"{key}.{part}" for (key, _), parts in to_convert.items() for part in parts}
     loaded = {name: tensor for name, tensor in tensors.items() if name not in loaded_later}
     checkpoints.load(point.path, loaded | rng_tensors | scaling)
-    _load_moments(checkpoints, point.path, to_convert, dict(zip(moments.MOMENTS, saved_formats, strict=True)))
+    formats = dict(zip(moments.MOMENTS, saved_formats, strict=True))
+    _load_moments(checkpoints, point.path, to_convert, formats, run.strategy.device)
     copy_back()
     optim.set_optimizer_steps(run.optimizer, meta["optimizer_steps"])
     if rng_tensors:
@@ -131,10 +132,16 @@ def _moments_in(tensors: dict[str, Tensor]) -> StoredMoments:
 
 
 @torch.no_grad()
-def _load_moments(checkpoints: Checkpoints, path: Path, live: StoredMoments, formats: dict[str, str]) -> None:
+def _load_moments(
+    checkpoints: Checkpoints,
+    path: Path,
+    live: StoredMoments,
+    formats: dict[str, str],
+    device: torch.device,
+) -> None:
     """Load moments saved in `formats` (by moment) and store them in the formats of `live`. Collective.
 
-    They are loaded in groups, as all of them may not fit in both formats.
+    They are loaded in groups, as all of them may not fit in both formats, and converted on `device`.
     """
     keys = list(live)
     for first in range(0, len(keys), MOMENTS_AT_ONCE):
@@ -144,9 +151,12 @@ def _load_moments(checkpoints: Checkpoints, path: Path, live: StoredMoments, for
         }
         checkpoints.read(path, {f"{key}.{part}": t for (key, _), p in saved.items() for part, t in p.items()})
         for key, moment in group:
-            there = {part: local(tensor) for part, tensor in saved[key, moment].items()}
+            there = {part: local(tensor).to(device) for part, tensor in saved[key, moment].items()}
             here = {part: local(tensor) for part, tensor in live[key, moment].items()}
-            moments.write_(here, moment, moments.read(there, moment))
+            converted = {part: tensor.to(device) for part, tensor in here.items()}
+            moments.write_(converted, moment, moments.read(there, moment))
+            for part, tensor in here.items():
+                tensor.copy_(converted[part])
 
 
 def weights_and_optimizer(

@@ -47,12 +47,22 @@ class OptimizerPlan:
     parameter_dtype: torch.dtype
     master_weights: bool
     moment_dtypes: tuple[str, str]  # keys of moments.FORMATS
+    offload: bool = False  # masters and moments are in host memory
 
     @property
     def state_bytes(self) -> float:
         """Bytes per parameter of weight, gradient, master and moments."""
-        masters = KINDS[self.kind].master_bytes * self.master_weights
-        return 2 * self.parameter_dtype.itemsize + masters + self.moment_bytes
+        return 2 * self.parameter_dtype.itemsize + self.master_bytes + self.moment_bytes
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes per parameter of offloaded masters and moments."""
+        return self.offload * (self.master_bytes + self.moment_bytes)
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes per parameter of the master, in addition to the weight."""
+        return KINDS[self.kind].master_bytes * self.master_weights
 
     @property
     def moment_bytes(self) -> float:
@@ -63,7 +73,8 @@ class OptimizerPlan:
         """Summarise the plan for the log: optimizer, weights and moments."""
         name, weights, _ = KINDS[self.kind]
         weights = weights if self.master_weights else "BF16 weights, no masters"
-        return f"{name}, {weights}, {' and '.join(dict.fromkeys(map(str.upper, self.moment_dtypes)))} moments"
+        formats = " and ".join(dict.fromkeys(map(str.upper, self.moment_dtypes)))
+        return f"{name}, {weights}, {formats} moments{', offloaded' * self.offload}"
 
 
 MASTER_NONE_WARNING = (
@@ -86,17 +97,22 @@ def moment_warning(plan: OptimizerPlan, beta2: float) -> str | None:
 
 
 def plan_optimizer(
-    cfg: PrecisionConfig, *, on_gpu: bool, master_home: Literal["device", "cpu", "zero"] = "device"
+    cfg: PrecisionConfig,
+    *,
+    on_gpu: bool,
+    master_home: Literal["device", "cpu", "zero"] = "device",
+    offload: bool = False,
 ) -> OptimizerPlan:
     """Choose optimizer and parameter dtype. UserError for dtypes that the optimizer does not support.
 
     `master_home` is the location of FP32 weights: the device, the host of a GPU, or DeepSpeed's ZeRO.
+    `offload` requests the state of an optimizer on the device in host memory.
     """
     stored = parse_moment_dtype(cfg.moment_dtype)
     masters = cfg.master_weights == "fp32"
     full = cfg.mixed_precision == "fp32"
     if on_gpu and not full and master_home == "device":
-        return OptimizerPlan("fused_adamw", torch.bfloat16, masters, stored)
+        return OptimizerPlan("fused_adamw", torch.bfloat16, masters, stored, offload)
     if master_home == "zero":
         if not masters:
             raise bad_setting(
@@ -110,7 +126,15 @@ def plan_optimizer(
         return OptimizerPlan("zero_adamw", torch.float32 if full else torch.bfloat16, True, stored)
     dtype = torch.float32 if masters or full else torch.bfloat16
     same = stored == (("fp32", "fp32") if dtype == torch.float32 else ("bf16", "bf16"))
-    return OptimizerPlan("torch_adamw" if same else "plain_adamw", dtype, dtype == torch.float32, stored)
+    if on_gpu and offload and same and master_home == "device":
+        raise bad_setting(
+            "torch's AdamW steps FP32 weights with FP32 moments, and keeps its state on the GPU; use "
+            "--mixed_precision bf16, or --moment_dtype fp8 or fp16, or drop it",
+            offload_optimizer=True,
+        )
+    offload = offload and not same and master_home == "device"
+    kind = "torch_adamw" if same else "plain_adamw"
+    return OptimizerPlan(kind, dtype, dtype == torch.float32, stored, offload)
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
@@ -128,7 +152,7 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig, plan: OptimizerPlan) -> 
     common = {"lr": cfg.learning_rate, "betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon}
     if plan.kind in ("fused_adamw", "plain_adamw"):
         dtypes = {"master_weights": plan.master_weights, "moment_dtypes": plan.moment_dtypes}
-        return FusedAdamW(groups, **common, **dtypes)
+        return FusedAdamW(groups, **common, **dtypes, offload=plan.offload)
     if plan.kind != "te_fused_adam":
         return torch.optim.AdamW(groups, **common, fused=True)
     # Only TE's optimizer supports FP8 weights.
@@ -185,6 +209,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
     Step counts are excluded, see `optimizer_steps`. Tensors keep their dtypes: TE's FusedAdam.state_dict
     would cast BF16 moments to float32, 32 GB more for an 8B model.
     """
+    if isinstance(optimizer, FusedAdamW):
+        optimizer.synchronize()
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         tensors = state_of(optimizer, parameter)

@@ -128,8 +128,12 @@ def check_memory(
         return
     only_evaluates = cfg.optim.max_steps == 0
     # Counting parameters builds the model on the meta device, where remote code may fail: no check then.
-    if gpu is not None and not only_evaluates and not model.trust_remote_code:
+    if only_evaluates or model.trust_remote_code:
+        return
+    if gpu is not None:
         refuse_small_gpu(_plan_step(cfg, model, optimizer, strategy.mode), gpu)
+    if optimizer.offload:
+        refuse_small_host(_plan_step(cfg, model, optimizer, strategy.mode))
 
 
 def _resolve_mode(cfg: Config, model: ModelPlan, device: torch.device, gpu: int | None) -> str:
@@ -150,8 +154,8 @@ def _resolve_mode(cfg: Config, model: ModelPlan, device: torch.device, gpu: int 
 
 
 def resident_bytes(plan: StepPlan) -> float:
-    """Return the bytes of weights, gradients and optimizer state, including accumulated and gathered ones."""
-    resident = plan.model.parameters * plan.optimizer.state_bytes / plan.shards
+    """Return the bytes on a GPU of weights, gradients, accumulated and gathered ones, and optimizer state."""
+    resident = plan.model.parameters * _gpu_bytes(plan) / plan.shards
     if plan.fsdp:
         resident += memory.accumulated_gradients(plan)
     if plan.sharding.gathers_once:
@@ -174,7 +178,7 @@ def choose_mode(request: StepPlan, gpu: int | None) -> tuple[str, str]:
     unsharded, room, last_room = needed["ddp"], ROOM * gpu, LAST_ROOM * gpu
     if plan.gpus == 1 and unsharded <= ROOM_ON_ONE_GPU * gpu:
         return "single", "one GPU, nothing to shard"
-    why = f"weights, gradients and optimizer state need {unsharded / 1e9:.1f} GB, "
+    why = f"{_on_gpu(plan)} need {unsharded / 1e9:.1f} GB, "
     why += f"a GPU has room for {room / 1e9:.1f} GB"
     if accumulated := memory.accumulated_gradients(replace(plan, mode="fsdp_full")):
         why += f"; accumulated gradients need {accumulated / 1e9:.1f} GB"
@@ -200,8 +204,19 @@ def choose_mode(request: StepPlan, gpu: int | None) -> tuple[str, str]:
     )
 
 
+def _gpu_bytes(plan: StepPlan) -> float:
+    """Return the bytes per parameter of the training state that GPUs hold."""
+    return plan.optimizer.state_bytes - plan.optimizer.host_bytes
+
+
+def _on_gpu(plan: StepPlan) -> str:
+    """Name the training state that GPUs hold."""
+    return "weights and gradients" if plan.optimizer.offload else "weights, gradients and optimizer state"
+
+
 def _plan_optimizer(cfg: Config, device: torch.device, master_home: str) -> OptimizerPlan:
-    return plan_optimizer(cfg.precision, on_gpu=device.type == "cuda", master_home=master_home)
+    on_gpu, offload = device.type == "cuda", cfg.sharding.offload_optimizer
+    return plan_optimizer(cfg.precision, on_gpu=on_gpu, master_home=master_home, offload=offload)
 
 
 def _plan_step(cfg: Config, model: ModelPlan, optimizer: OptimizerPlan, mode: str) -> StepPlan:
@@ -218,13 +233,19 @@ def _plan_step(cfg: Config, model: ModelPlan, optimizer: OptimizerPlan, mode: st
 def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:
     """Raise UserError if a shard of weights, gradients and optimizer state exceeds `gpu` bytes."""
     parameters, shards = plan.model.parameters, plan.shards
-    total = parameters * plan.optimizer.state_bytes
+    total = parameters * _gpu_bytes(plan)
     if total / shards <= gpu:
         return
     ways_out = []
-    smaller = parameters * replace(plan.optimizer, moment_dtypes=("fp8", "fp8")).state_bytes / shards
-    if plan.optimizer.kind == "fused_adamw" and smaller <= gpu:
-        ways_out.append(f"--moment_dtype fp8 needs {smaller / 1e9:.1f} GB")
+    if plan.optimizer.kind == "fused_adamw":
+        smaller = {"--moment_dtype fp8": {"moment_dtypes": ("fp8", "fp8")}}
+        if not (plan.gathers_fp8 and plan.cfg.model.use_te):
+            smaller["--offload_optimizer"] = {"offload": True}
+        for flag, changes in smaller.items():
+            other = replace(plan, optimizer=replace(plan.optimizer, **changes))
+            needed = parameters * _gpu_bytes(other) / shards
+            if needed <= gpu and _host_holds(other):
+                ways_out.append(f"{flag} needs {needed / 1e9:.1f} GB")
     room = LAST_ROOM * gpu - memory.accumulated_gradients(replace(plan, mode="fsdp_full"))
     if room > 0:
         ways_out.append(f"--sharding_mode fsdp_full needs {math.ceil(total / room)} such GPUs")
@@ -232,21 +253,42 @@ def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:
     ways_out.append(f"{torchrun}--sharding_mode fsdp_offload uses host memory")
     where = "on one GPU" if plan.mode == "single" else f"--sharding_mode {plan.mode}"
     raise UserError(
-        f"--model_name {plan.cfg.model.model_name}, {where}: weights, gradients and optimizer state of "
+        f"--model_name {plan.cfg.model.model_name}, {where}: {_on_gpu(plan)} of "
         f"{parameters / 1e9:.1f} B parameters need {total / shards / 1e9:.1f} GB per GPU, which has "
         f"{gpu / 1e9:.1f} GB: {', or '.join(ways_out)}"
     )
 
 
+def host_needs(plan: StepPlan) -> float:
+    """Return the bytes of host memory per node that offloaded state needs."""
+    kept, saving = memory.host_bytes(plan)
+    return (kept + saving * plan.cfg.checkpoint.save_checkpoints) * plan.model.parameters / plan.nodes
+
+
+def _host_holds(plan: StepPlan) -> bool:
+    return not plan.optimizer.offload or host_needs(plan) <= host_memory()
+
+
 def refuse_small_host(plan: StepPlan) -> None:
     """Raise UserError if offloaded state does not fit in this node's memory."""
-    kept, saving = memory.host_bytes(plan)
-    per_parameter = kept + saving * plan.cfg.checkpoint.save_checkpoints
-    needed, available = per_parameter * plan.model.parameters / plan.nodes, host_memory()
-    if needed > available:
-        on_gpu = "ds_zero3" if plan.sharding.engine == "deepspeed" else "fsdp_full"
-        raise UserError(
-            f"--sharding_mode {plan.mode}: weights, gradients, moments and checkpoint saves need "
-            f"{needed / 1e9:.0f} GB of host memory per node, which has {available / 1e9:.0f} GB; use more "
-            f"nodes, or --sharding_mode {on_gpu}"
+    needed, available = host_needs(plan), host_memory()
+    if needed <= available:
+        return
+    sizes = f"{needed / 1e9:.0f} GB of host memory per node, which has {available / 1e9:.0f} GB; "
+    if plan.optimizer.offload:
+        ways_out = []
+        smaller = replace(plan, optimizer=replace(plan.optimizer, moment_dtypes=("fp8", "fp8")))
+        if host_needs(smaller) < needed and _host_holds(smaller):
+            ways_out.append(f"--moment_dtype fp8 needs {host_needs(smaller) / 1e9:.0f} GB")
+        if plan.shards < plan.gpus:
+            sharded = replace(plan, mode="fsdp_full")
+            ways_out.append(f"--sharding_mode fsdp_full needs {host_needs(sharded) / 1e9:.0f} GB")
+        raise bad_setting(
+            f"masters and moments need {sizes}{', or '.join([*ways_out, 'use more nodes, or drop it'])}",
+            offload_optimizer=True,
         )
+    on_gpu = "ds_zero3" if plan.sharding.engine == "deepspeed" else "fsdp_full"
+    raise UserError(
+        f"--sharding_mode {plan.mode}: weights, gradients, moments and checkpoint saves need {sizes}use more "
+        f"nodes, or --sharding_mode {on_gpu}"
+    )

@@ -38,6 +38,7 @@ SMALLER: dict[str, dict[str, Any]] = {
         "offload_activations": True,
     },
     "--moment_dtype fp8": {"moment_dtype": "fp8"},
+    "--offload_optimizer": {"offload_optimizer": True},
     "--grad_reduce_dtype bf16": {"grad_reduce_dtype": "bf16"},
 }
 MOST_GPUS = 4096  # advised at most
@@ -297,7 +298,8 @@ def refit(found: Fit, changes: dict[str, Any], gpus: int = 0, mode: str = "") ->
     plan, mode = found.request, mode or found.request.mode
     try:
         cfg = config_from_dict(plan.cfg.to_dict() | changes)
-        optimizer = plan_optimizer(cfg.precision, on_gpu=True, master_home=MODES[mode].master_home)
+        home, offload = MODES[mode].master_home, cfg.sharding.offload_optimizer
+        optimizer = plan_optimizer(cfg.precision, on_gpu=True, master_home=home, offload=offload)
         changed = replace(plan, cfg=cfg, optimizer=optimizer, mode=mode)
         if gpus:
             changed = replace(changed, gpus=gpus, gpus_per_node=max(plan.gpus_per_node, min(gpus, 8)))

@@ -31,13 +31,14 @@ def state(plan: StepPlan) -> dict[str, float]:
     optimizer, parameters = plan.optimizer, plan.model.parameters
     shard = parameters / plan.shards
     weight, moments = optimizer.parameter_dtype.itemsize, optimizer.moment_bytes
-    # state_bytes counts weight and gradient, of the same size.
-    masters = (optimizer.state_bytes - 2 * weight - moments) * shard
+    masters = optimizer.master_bytes * shard
     weights = weight * (parameters if plan.sharding.stage in (1, 2) else shard)
     if plan.gathers_fp8 and plan.cfg.model.use_te:
         # FP8 weights and FP32 masters take 1 + 4 bytes, BF16 weights and 16-bit remainders 2 + 2.
         weights -= plan.model.gemm_weights / plan.shards
         masters += 2 * plan.model.gemm_weights / plan.shards
+    if optimizer.offload:  # its buffers exist only in the step, when the memory of activations is free
+        masters = moments = 0.0
     return {"weights": weights, "master weights": masters, "moments": moments * shard}
 
 
@@ -113,10 +114,13 @@ def _logits_fp8(plan: StepPlan) -> float:
 def host_bytes(plan: StepPlan) -> tuple[float, int]:
     """Return host memory of offloading in bytes per parameter: (always, additionally during a save).
 
+    --offload_optimizer keeps masters and moments, once for every copy of the model's state over all nodes.
     DeepSpeed keeps FP32 masters, gradients and moments, and BF16 weights and gradients; with accumulation the
     latter are FP32 too. A save copies masters and moments. FSDP2 keeps weights, gradients and moments; a save
     splits FP32 weights into two 16-bit halves.
     """
+    if plan.optimizer.offload:
+        return plan.optimizer.host_bytes * plan.gpus / plan.shards, 0
     if plan.sharding.engine == "deepspeed":
         return 20 + 2 * (plan.accumulation > 1), 12
     return plan.optimizer.state_bytes, 4

@@ -61,6 +61,9 @@ class ShardingConfig(Section):
     cpu_offload: bool = resumable(
         False, "keep weights and optimizer state in host memory; same as --sharding_mode fsdp_offload"
     )
+    offload_optimizer: bool = resumable(
+        False, "keep masters and moments in host memory, streamed through the GPU in each step"
+    )
     hsdp_shard_size: int | None = resumable(
         None, "ranks that share one copy of the model under hsdp; default: the ranks of a node", minimum=1
     )

@@ -50,6 +50,10 @@ def test_a_command_that_rolled_back_resumes_when_repeated(folder, capsys):
     assert sorted(losses(folder)) == list(range(1, 9))
 
 
+def same_but_rng(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items() if name[:4] != "rng/")
+
+
 def test_moments_in_8_bits_resume_exactly_and_convert_only_when_asked(tmp_path, capsys):
     flags = "--save_interval 2 --keep_last 9 --moment_dtype"
     whole = train(tmp_path / "whole", f"--max_steps 3 {flags} fp8,fp16")
@@ -59,7 +63,7 @@ def test_moments_in_8_bits_resume_exactly_and_convert_only_when_asked(tmp_path, 
     first, second = saved(whole, 3), saved(halves, 3)
     coded = [name for name in first if name.endswith("exp_avg_sq") and first[name].dtype == torch.int16]
     assert coded and all(f"{name}_exponents" in first for name in coded)
-    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items() if name[:4] != "rng/")
+    assert same_but_rng(first, second)
 
     for other in (f"{tmp_path}/converted", f"{tmp_path}/new --resume {halves}"):
         train(other.split()[0], f"--max_steps 3 {flags} fp32 --output_dir {other}", code=EXIT_BAD_SETTING)
@@ -69,6 +73,14 @@ def test_moments_in_8_bits_resume_exactly_and_convert_only_when_asked(tmp_path, 
     assert third.keys() < first.keys() and third[first_moment].dtype == torch.float32
     # These formats hold all that the others did, so the next weights are the same.
     assert all(torch.equal(tensor, third[name]) for name, tensor in first.items() if name[:6] == "model/")
+
+
+def test_an_optimizer_offloaded_at_a_resume_trains_the_same_bits(tmp_path):
+    flags = "--save_interval 2 --moment_dtype fp8 --lr_scheduler constant --num_warmup_steps 0 --max_steps"
+    whole = train(tmp_path / "whole", f"{flags} 6")
+    for steps, given in ((2, "--offload_optimizer"), (4, ""), (6, "--offload_optimizer")):
+        folder = train(tmp_path / "run", f"{flags} {steps} {given}")
+    assert same_but_rng(saved(whole, 6), saved(folder, 6)) and losses(whole) == losses(folder)
 
 
 def test_evaluating_an_earlier_step_does_not_roll_back(folder):

@@ -55,6 +55,11 @@ def test_the_plan_keeps_masters_in_fp32_unless_told_otherwise(settings, where, e
         ({"moment_dtype": "bf61"}, {"on_gpu": True}, r"^--moment_dtype bf61: not one of fp32, .* 'bf16'"),
         ({"moment_dtype": "fp8,fp8,fp8"}, {"on_gpu": True}, r"^--moment_dtype fp8,fp8,fp8: .* two of them"),
         (
+            {"mixed_precision": "fp32"},
+            {"on_gpu": True, "offload": True},
+            r"^--offload_optimizer: torch's AdamW .* --mixed_precision bf16",
+        ),
+        (
             NO_MASTERS,
             {"on_gpu": True, "master_home": "zero"},
             r"^--master_weights none: DeepSpeed always has",
@@ -65,6 +70,23 @@ def test_dtypes_that_the_optimizer_cannot_hold_are_refused(settings, where, mess
     with pytest.raises(UserError, match=message) as error:
         plan_optimizer(PrecisionConfig(**settings), **where)
     assert error.value.exit_code == EXIT_BAD_SETTING
+
+
+@pytest.mark.parametrize(
+    ("settings", "where", "on_host"),
+    [
+        ({}, {"on_gpu": True}, 2 + 8),
+        ({"moment_dtype": "fp8"}, {"on_gpu": True}, 2 + 2 + 2 / 64),
+        ({"mixed_precision": "fp32", "moment_dtype": "bf16"}, {"on_gpu": True}, 4),
+        (NO_MASTERS, {"on_gpu": True}, 4),
+        ({"moment_dtype": "fp8"}, {"on_gpu": False}, 2 + 2 / 64),
+        ({}, {"on_gpu": False}, 0),  # it is in host memory anyway
+        ({}, {"on_gpu": True, "master_home": "cpu"}, 0),
+    ],
+)
+def test_masters_and_moments_are_offloaded(settings, where, on_host):
+    plan = plan_optimizer(PrecisionConfig(**settings), **where, offload=True)
+    assert plan.host_bytes == on_host and ("offloaded" in plan.describe()) == bool(on_host)
 
 
 def test_bf16_moments_warn_of_a_beta2_that_they_cannot_follow():

@@ -1,6 +1,7 @@
 """The memory model: what `auto` chooses, what is refused, and the terms of every sharding mode."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,9 @@ from training.parallel.step_plan import ModelSize, StepPlan, hsdp_shard_size
 
 # 14 bytes a parameter: BF16 weights and gradients, FP32 masters' 2 more bytes, two FP32 moments.
 FUSED = OptimizerPlan("fused_adamw", torch.bfloat16, True, ("fp32", "fp32"))
+FP8 = replace(FUSED, moment_dtypes=("fp8", "fp8"))
+GATHERED_IN_FP8 = {"sharding_mode": "fsdp_full", "mixed_precision": "fp8", "fp8_scenario": "current"}
+OFFLOADED = replace(FUSED, offload=True)
 GPU = int(100e9)
 
 
@@ -66,6 +70,12 @@ def test_auto_without_a_gpu_is_ddp():
     assert choose_mode(plan_of(70.0), None)[0] == "ddp"
 
 
+def test_auto_counts_what_stays_on_the_gpu_of_an_offloaded_optimizer():
+    """70 B in FP32 moments: 980 GB on 8 GPUs, of which 280 GB are weights and gradients."""
+    found, why = choose_mode(plan_of(70.0, optimizer=OFFLOADED), GPU)
+    assert found == "fsdp_full" and "weights and gradients need 280.0 GB" in why
+
+
 ADAM = OptimizerPlan("zero_adamw", torch.bfloat16, True, ("fp32", "fp32"))
 
 
@@ -77,14 +87,15 @@ ADAM = OptimizerPlan("zero_adamw", torch.bfloat16, True, ("fp32", "fp32"))
             plan_of(8.0, "single", gpus=1),
             100e9,
             "on one GPU: .* need 112.0 GB per GPU, which has 100.0 GB: "
-            "--moment_dtype fp8 needs 64.2 GB, or --sharding_mode fsdp_full needs 2 such GPUs, "
-            "or torchrun .*fsdp_offload uses host memory",
+            "--moment_dtype fp8 needs 64.2 GB, or --offload_optimizer needs 32.0 GB, "
+            "or --sharding_mode fsdp_full needs 2 such GPUs, or torchrun .*fsdp_offload uses host memory",
         ),
         (
             plan_of(70.0, "fsdp_full"),
             100e9,
             "--sharding_mode fsdp_full: .* need 122.5 GB .*fp8 needs 70.3 GB, or "
-            "--sharding_mode fsdp_full needs 14 such GPUs, or --sharding_mode fsdp_offload",
+            "--offload_optimizer needs 35.0 GB, or --sharding_mode fsdp_full needs 14 such GPUs, or "
+            "--sharding_mode fsdp_offload",
         ),
         # Another optimizer cannot hold its state in BF16.
         (
@@ -92,16 +103,68 @@ ADAM = OptimizerPlan("zero_adamw", torch.bfloat16, True, ("fp32", "fp32"))
             80e9,
             "has 80.0 GB: --sharding_mode fsdp_full needs 3",
         ),
+        (plan_of(8.0, "single", gpus=1, optimizer=OFFLOADED), 40e9, None),
+        (
+            plan_of(8.0, "single", gpus=1, optimizer=OFFLOADED),
+            30e9,
+            "on one GPU: weights and gradients of 8.0 B parameters need 32.0 GB .* has 30.0 GB: "
+            "--sharding_mode fsdp_full needs 2",
+        ),
+        # Its state would be FP8 weights' and TE's.
+        (
+            plan_of(70.0, "fsdp_full", use_te=True, fp8_all_gather=True, **GATHERED_IN_FP8),
+            100e9,
+            "has 100.0 GB: --moment_dtype fp8 needs 70.3 GB, or --sharding_mode fsdp_full",
+        ),
         # Accumulated gradients reduce the room of a shard, here to 60 - 32 GB, or leave none.
         (plan_of(8.0, "single", gradient_accumulation_steps=2), 80e9, "fsdp_full needs 4 such GPUs"),
-        (plan_of(8.0, "single", gradient_accumulation_steps=2), 40e9, "has 40.0 GB: torchrun"),
+        (plan_of(8.0, "single", gradient_accumulation_steps=2), 40e9, "has 40.0 GB: --off.* or torchrun"),
     ],
 )
-def test_a_gpu_that_cannot_hold_its_shard_is_refused_with_ways_that_fit(plan, gpu, ways):
+def test_a_gpu_that_cannot_hold_its_shard_is_refused_with_ways_that_fit(plan, gpu, ways, monkeypatch):
+    monkeypatch.setattr(choose, "host_memory", lambda: 10**12)
     if ways is None:
         return choose.refuse_small_gpu(plan, int(gpu))
     with pytest.raises(UserError, match=f"^--model_name m, .*{ways}"):
         choose.refuse_small_gpu(plan, int(gpu))
+
+
+def test_an_offloaded_optimizer_is_no_way_out_on_a_small_host(monkeypatch):
+    monkeypatch.setattr(choose, "host_memory", lambda: 79 * 10**9)
+    with pytest.raises(UserError) as error:
+        choose.refuse_small_gpu(plan_of(8.0, "single", gpus=1), GPU)
+    assert "--offload_optimizer" not in str(error.value)
+
+
+# 10 bytes a parameter for each copy of the state: GB per node, and the ways out with 100 GB.
+@pytest.mark.parametrize(
+    ("plan", "needed", "ways"),
+    [
+        (plan_of(11.0, "single", gpus=1), 110, "--moment_dtype fp8 needs 44 GB, or use more nodes, or drop"),
+        (plan_of(40.0, "fsdp_full"), 400, "use more nodes, or drop it"),
+        (plan_of(40.0, "fsdp_grad", gpus=32), 100, None),
+        (
+            plan_of(2.0, "ddp", gpus=16),
+            160,
+            "--moment_dtype fp8 needs 64 GB, or --sharding_mode fsdp_full needs 10 GB, or use",
+        ),
+        (
+            plan_of(20.0, "hsdp", gpus=16),
+            200,
+            "--moment_dtype fp8 needs 81 GB, or --sharding_mode fsdp_full needs 100 GB",
+        ),
+        (plan_of(20.0, "hsdp", gpus=16, moment_dtype="fp8", optimizer=FP8), 81, None),
+    ],
+)
+def test_a_host_too_small_for_the_optimizers_state_is_refused(plan, needed, ways, monkeypatch):
+    monkeypatch.setattr(choose, "host_memory", lambda: 100 * 10**9)
+    plan = replace(plan, optimizer=replace(plan.optimizer, offload=True))
+    assert choose.host_needs(plan) / 1e9 == pytest.approx(needed, abs=0.5)
+    if ways is None:
+        return choose.refuse_small_host(plan)
+    text = f"^--offload_optimizer: masters and moments need {needed} GB .* has 100 GB; {ways}"
+    with pytest.raises(UserError, match=text):
+        choose.refuse_small_host(plan)
 
 
 @pytest.mark.parametrize(("mode", "each"), [("fsdp_offload", 16 + 4), ("ds_zero3_offload", 20 + 12)])
@@ -138,6 +201,8 @@ def test_hsdp_shards_over_a_node_or_a_divisor_of_the_ranks(given, size):
         ("fsdp_full", FUSED, 12 / 4),
         ("fsdp_grad", FUSED, 12 / 4),
         ("hsdp", FUSED, 12 / 2),
+        ("ddp", OFFLOADED, 2),
+        ("hsdp", OFFLOADED, 2 / 2),
         ("fsdp_offload", FUSED, 0),
         ("ds_zero1", ADAM, 2 + 12 / 4),
         ("ds_zero2", ADAM, 2 + 12 / 4),

@@ -45,7 +45,7 @@ from tests.training.parallel.jobs import (
     wait_until,
 )
 from training import resolve, run
-from training.optim import moments
+from training.optim import moments, offload
 from training.parallel.ranks import COLLECTIVE_TIMEOUT
 from training.tracking.tracker import Tracker
 from training.trainer import Trainer
@@ -215,6 +215,29 @@ def test_moments_in_8_bits_are_sharded_and_resharded(tmp_path):
         codes = expected[name.removesuffix("_exponents")]
         values = moments.decode(codes, expected[name], signed=True)
         assert torch.equal(converted[name.removesuffix("_exponents")], values)
+
+
+def small_chunks(rank: int) -> None:
+    offload.CHUNK = 100 * moments.BLOCK
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp_full"])
+def test_an_offloaded_optimizer_changes_no_bits_and_may_change_at_a_resume(mode, tmp_path):
+    flags = f"--max_steps 4 --no_export --moment_dtype fp8,bf16 --sharding_mode {mode}"
+    plain = train(tmp_path / "plain", f"{flags} --save_interval 3").folder
+    flags_on = f"{flags} --offload_optimizer"
+    job = train(tmp_path / "offloaded", f"{flags_on} --save_interval 3", patch=small_chunks)
+    assert "FP8 and BF16 moments, offloaded" in job.printed()
+    on, off = resume(tmp_path / "on", plain, 3, flags_on), resume(tmp_path / "off", job.folder, 3, flags)
+    assert losses(job.folder) == losses(plain)
+    for folder in (job.folder, on, off):
+        assert same_bits(saved(folder, 4), saved(plain, 4)), folder
+    other = "--moment_dtype fp16 --convert_moments"
+    one, two = (
+        saved(resume(tmp_path / f"converted{i}", plain, 3, f"{given} {other}"), 4)
+        for i, given in enumerate((flags, flags_on))
+    )
+    assert same_bits(one, two) and any(tensor.dtype == torch.int16 for tensor in one.values())
 
 
 def test_more_ranks_with_the_same_batch_size_see_every_sample_once(sharded, tmp_path):
