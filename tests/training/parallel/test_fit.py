@@ -217,10 +217,12 @@ def test_what_cannot_fit_is_refused_with_numbers_and_flags_that_fit():
     assert error.value.exit_code == EXIT_BAD_SETTING and error.value.flags == {"batch_size", "recompute"}
     gpus, mode = re.search(r"(\d+) GPUs with --sharding_mode (\w+) need", text).groups()
     assert fitted(85.1, mode=mode, gpus=int(gpus), **settings).fits
-    assert "--moment_dtype fp8 --grad_reduce_dtype bf16 needs" in text, "alone each saves too little"
-    assert fitted(
-        85.1, optimizer=replace(FUSED, moment_dtypes=("fp8", "fp8")), grad_reduce_dtype="bf16", **settings
-    ).fits
+    offloaded = replace(FUSED, offload=True)
+    assert "; --offload_optimizer needs" in text and fitted(85.1, optimizer=offloaded, **settings).fits
+    alone = "alone each saves too little"
+    assert "--offload_optimizer --grad_reduce_dtype bf16 needs" in fit.advice(fitted(50, **settings)), alone
+    assert not fitted(50, optimizer=offloaded, **settings).fits
+    assert fitted(50, optimizer=offloaded, grad_reduce_dtype="bf16", **settings).fits
 
 
 def test_what_changes_numerics_is_advised_with_what_it_saves():
