@@ -285,10 +285,16 @@ def advice(found: Fit) -> str:
     total = global_batch(found.plan.cfg.optim, found.plan.gpus)
     choice = {"batch_size": AUTO, "gradient_accumulation_steps": None, "global_batch_size": total}
     choice |= {"recompute": AUTO, "gradient_checkpointing": False}
-    if (other := refit(found, choice)) and other.fits:
-        return f"--global_batch_size {total} --batch_size auto --recompute auto needs {_gb(other.needed)}"
-    ways = [*_smaller_settings(found), *_shorter_sequences(found), *_more_gpus(found)]
-    return ", or ".join(ways) or "no setting makes it fit; use a smaller model"
+    flags = f"--global_batch_size {total} --batch_size auto --recompute auto"
+    other = refit(found, choice) or found
+    if other.fits:
+        return f"{flags} needs {_gb(other.needed)}"
+    ways = [*_smaller_settings(other), *_shorter_sequences(other), *_more_gpus(other), *_smaller_steps(other)]
+    if not ways:
+        return "no setting makes it fit; use a smaller model"
+    given = found.request.cfg.to_dict()
+    added = f"with {flags}, " if any(given[name] != AUTO for name in ("batch_size", "recompute")) else ""
+    return added + ", or ".join(ways)
 
 
 def refit(found: Fit, changes: dict[str, Any], gpus: int = 0, mode: str = "") -> Fit | None:
@@ -327,6 +333,19 @@ def _shorter_sequences(found: Fit) -> list[str]:
         if (other := refit(found, {"max_seq_length": length})) and other.fits:
             return [f"--max_seq_length {length} needs {_gb(other.needed)}"]
         length //= 2
+    return []
+
+
+def _smaller_steps(found: Fit) -> list[str]:
+    """Return the largest step without accumulation, for which FSDP keeps no whole gradients."""
+    plan = found.request
+    if not plan.fsdp or found.plan.accumulation == 1:
+        return []
+    each = global_batch(plan.cfg.optim, plan.gpus) // plan.gpus
+    for batch in (size for size in (64, 32, 16, 8, 4, 2, 1) if size <= each):
+        changes = {"batch_size": batch, "global_batch_size": None, "gradient_accumulation_steps": None}
+        if (other := refit(found, changes)) and other.fits:
+            return [f"--global_batch_size {batch * plan.gpus} needs {_gb(other.needed)}"]
     return []
 
 

@@ -232,6 +232,14 @@ def test_what_changes_numerics_is_advised_with_what_it_saves():
     assert float(needs) <= 108 and float(less) > 0
 
 
+def test_sums_of_whole_gradients_that_do_not_fit_need_a_smaller_step():
+    settings = {"batch_size": "auto", "recompute": "auto", "mode": "fsdp_full", "gpus": 64}
+    found = fitted(150, 70.0, **settings, global_batch_size=4096)
+    assert found.needed > 280e9, "FP32 sums of all gradients"
+    total = int(re.search(r"or --global_batch_size (\d+) needs", fit.advice(found))[1])
+    assert total > 64 and fitted(150, 70.0, **settings, global_batch_size=total).fits
+
+
 def test_a_model_for_no_gpu_is_refused_plainly():
     found = fitted(4, 70.0, "ddp", 8, global_batch_size=8, batch_size="auto")
     with pytest.raises(UserError, match=r"no setting makes it fit; use a smaller model$"):
@@ -294,3 +302,9 @@ def test_auto_is_refused_where_memory_is_unknown(settings, message):
     assert chosen(3e9, **known).predicted_gb is None
     only_evaluates = chosen(3e9, **settings, **AUTO, max_steps=0)
     assert split(only_evaluates) == (8, 1) and only_evaluates.plan.cfg.model.recompute == "none"
+
+
+def test_numerics_are_advised_on_top_of_what_changes_none():
+    text = fit.warning(fitted(85.1, batch_size=8, max_seq_length=4096, mixed_precision="fp8"))
+    auto = "with --global_batch_size 8 --batch_size auto --recompute auto, "
+    assert f"memory; {auto}--moment_dtype fp8 needs " in text
