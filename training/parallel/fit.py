@@ -25,7 +25,9 @@ from training.parallel.step_plan import StepPlan
 # For CUDA, NCCL and fragmentation. A recorded 8B run with 147.6 GB of tensors fit into 150.1 GB, and the
 # largest underestimate of a recorded peak is 0.54 GB (`benchmarks.plan --check`).
 RESERVED = 2e9
-ENOUGH_TOKENS = 4096  # of a micro-batch; smaller ones leave the GPU waiting for launches
+# Forward and backward GEMMs of a layer and micro-batch. With less work the GPU waits for kernel launches: 5 ms
+# per layer on an H200 (`benchmarks.plan`), at 700 TFLOP/s.
+ENOUGH_FLOPS = 3.5e12
 HF_LEVELS = ("none", "mlp", "layer")  # levels of Hugging Face layers
 LARGEST_BATCH = 64  # sequences of a micro-batch that `auto` chooses
 # Predictions are within 4 % of recorded peaks. A run this far above the memory is warned of.
@@ -165,10 +167,11 @@ def fit(request: StepPlan, free: float) -> Fit:
     """Choose what is `auto`, so that the predicted peak fits into `free` bytes of GPU memory.
 
     The choice recomputes as little as possible, then takes the largest micro-batch. It takes one of less than
-    ENOUGH_TOKENS only if no other fits. If nothing fits, it is what needs least.
+    ENOUGH_FLOPS only if no other fits. If nothing fits, it is what needs least.
     """
-    batches, length = allowed_batches(request.cfg.optim, request.gpus), request.cfg.data.max_seq_length
-    enough = [size for size in batches if size * length >= min(ENOUGH_TOKENS, batches[0] * length)]
+    batches, model = allowed_batches(request.cfg.optim, request.gpus), request.model
+    flops = 6 * model.gemm_weights / model.shape.num_layers * request.cfg.data.max_seq_length  # of a sequence
+    enough = [size for size in batches if size * flops >= min(ENOUGH_FLOPS, batches[0] * flops)]
     ends = []
     for sizes in (enough, batches[len(enough) :]):
         found = [_least_recomputation(request, size, free) for size in sizes]

@@ -281,7 +281,7 @@ def test_training_plans_with_the_size_of_its_model():
     size = read_model("tiny-qwen3").size
     assert found.plan.model == size and found.plan.gpus == 1 and found.fits
     predicted = f"predicted {found.needed / 1e9:.1f} of 3.0 GB"
-    assert found.describe() == f"fit: --batch_size 16 x 3 micro-batches, --recompute none; {predicted}"
+    assert found.describe() == f"fit: --batch_size 48 x 1 micro-batch, --recompute layer; {predicted}"
     with pytest.raises(UserError, match=r"--batch_size auto --recompute auto: even with 1 x 1024 tokens and"):
         chosen(2.1e9, batch_size="auto", recompute="auto", global_batch_size=48)
     assert not chosen(2.1e9, batch_size=48).fits, "what is given is not refused"
