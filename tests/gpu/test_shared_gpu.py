@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.test_multi_gpu import STEPS, flags, logged, start, whole_checkpoint
+from tests.gpu.test_multi_gpu import STEPS, check_offload, flags, logged, start, whole_checkpoint
 
 pytestmark = pytest.mark.gpu
 MODES = ("ddp", "fsdp_full", "fsdp_grad")
@@ -72,3 +72,8 @@ def test_moments_of_two_ranks_resume_on_one_bit_for_bit(many, tmp_path):
     expected, found = whole_checkpoint(run), whole_checkpoint(tmp_path / "again")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(("mode", "other"), [("ddp", "fsdp_full"), ("fsdp_full", "ddp")])
+def test_an_offloaded_optimizer_changes_no_bits_and_its_state_is_resharded(mode, other, tmp_path):
+    check_offload(mode, other, RANKS, tmp_path, SHARE_GPU="1")
