@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from core.errors import bad_setting
 from core.recipes import LM_HEAD_RECIPE
-from te_models.activation_offload import ActivationOffload
 from te_models.backend import te_module
 from te_models.families import FAMILIES, head_dim
 from te_models.kernels.fused_residual import fuse_residual_gradients
@@ -25,7 +24,8 @@ from te_models.kernels.rope import Rope, fuse_qkv_rope, rope_table
 from te_models.kernels.selection import Kernels
 from te_models.loss import TokenLoss, linear_cross_entropy
 from te_models.options import BuildOptions, NativeOptions
-from te_models.recompute import run_recomputed
+from te_models.recompute.layers import run_recomputed
+from te_models.recompute.offload import ActivationOffload
 from te_models.settings import recompute_levels
 
 

@@ -37,7 +37,7 @@ class BuildOptions:
     compute_dtype: torch.dtype | None = None  # dtype of the forward pass, default `dtype`
     fp8_lm_head: bool = False
     recompute: str = "none"  # see `te_models.settings.recompute_levels`
-    offload_activations: bool = False  # see `te_models.activation_offload`
+    offload_activations: bool = False  # see `te_models.recompute.offload`
     reentrant: bool = False  # reentrant activation checkpointing, required by DeepSpeed's ZeRO-3 hooks
     shard: Callable[[nn.Module], None] | None = None  # shards the model, if possible on the meta device
     parameter_device: torch.device | None = None  # device of the shards (CPU offload), default `device`

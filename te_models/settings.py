@@ -8,7 +8,7 @@ from typing import Literal
 from core.errors import bad_setting
 from core.settings import Section, nearest, resumable, setting
 
-# Levels of recomputation, from none to all of a layer; see `te_models.recompute`.
+# Levels of recomputation, from none to all of a layer; see `te_models.recompute.layers`.
 RECOMPUTE_LEVELS = ("none", "cheap", "mlp", "layer", "full")
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from te_models import activation_offload
 from te_models.build import ModelPlan
 from te_models.kernels import flash_attention
 from te_models.options import NativeOptions
-from te_models.recompute import ATTENTION_FUNCTIONS, GEMM_FUNCTIONS
+from te_models.recompute import offload
+from te_models.recompute.layers import ATTENTION_FUNCTIONS, GEMM_FUNCTIONS
 from te_models.settings import RECOMPUTE_LEVELS
 from tests.gpu.models import DEVICE, batch, build, plan
 from tests.gpu.test_te_model import bf16, fp8
@@ -67,7 +67,7 @@ def test_every_level_equals_no_recomputation_bit_for_bit(name, recompute, monkey
 @pytest.mark.parametrize("recompute", [*LEVELS, "layer:2"])
 def test_offloaded_activations_return_unchanged(recompute, monkeypatch):
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    monkeypatch.setattr(activation_offload, "SMALLEST", 2**12)
+    monkeypatch.setattr(offload, "SMALLEST", 2**12)
     options = {"packed": False, "recompute": recompute}
     expected = train("delayed", **options)
     found = train("delayed", **options, offload_activations=True)
@@ -76,17 +76,17 @@ def test_offloaded_activations_return_unchanged(recompute, monkeypatch):
 
 def test_offloaded_activations_leave_the_gpu():
     inputs, kept = batch([[2048]] * 8, packed=False), {}
-    for offload in (False, True):
-        options = {"recompute": "layer", "offload_activations": offload}
+    for offloads in (False, True):
+        options = {"recompute": "layer", "offload_activations": offloads}
         model = build(plan(layers=8), use_te=True, packed=False, **options)
         gc.collect()  # the model before
         for _ in range(2):
             before = torch.cuda.memory_allocated(DEVICE)
             with bf16()():
                 loss = model(**inputs).loss
-            kept[offload] = torch.cuda.memory_allocated(DEVICE) - before
+            kept[offloads] = torch.cuda.memory_allocated(DEVICE) - before
             loss.backward()
-        assert not offload or not (model.offload.stored or model.offload.leaving)
+        assert not offloads or not (model.offload.stored or model.offload.leaving)
         del model, loss
     layer = 8 * 2048 * 512 * 2 * 2  # bytes of a layer's input and attention output
     assert kept[False] - kept[True] == pytest.approx(6 * layer, rel=0.05)

@@ -11,7 +11,7 @@ from training.tracking.metrics import attention_flops
 
 # FLOPs that a GPU computes while it moves a byte: of an H100, 989 TFLOP/s and 3.35 TB/s.
 FLOPS_PER_BYTE = 300
-LAYERS_IN_FLIGHT = 2  # IN_FLIGHT in te_models/activation_offload.py
+LAYERS_IN_FLIGHT = 2  # IN_FLIGHT in te_models/recompute/offload.py
 
 
 def layer_activations(plan: StepPlan) -> float:
@@ -33,7 +33,7 @@ def layer_activations(plan: StepPlan) -> float:
 def kept_activations(plan: StepPlan, level: str) -> float:
     """Return the bytes of activations that a layer recomputed at `level` keeps from forward to backward.
 
-    TE layers: see `te_models.recompute`. Hugging Face layers keep the MLP's input, or the layer's.
+    TE layers: see `te_models.recompute.layers`. Hugging Face layers keep the MLP's input, or the layer's.
     """
     s = plan.model.shape
     queries, keys, hidden = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, s.hidden_size

@@ -25,8 +25,8 @@ from training.parallel.step_plan import StepPlan
 # For CUDA, NCCL and fragmentation. A recorded 8B run with 147.6 GB of tensors fit into 150.1 GB, and the
 # largest underestimate of a recorded peak is 0.54 GB (`benchmarks.plan --check`).
 RESERVED = 2e9
-# Forward and backward GEMMs of a layer and micro-batch. With less work the GPU waits for kernel launches: 5 ms
-# per layer on an H200 (`benchmarks.plan`), at 700 TFLOP/s.
+# Forward and backward GEMMs of a layer and micro-batch. With less work the GPU waits for kernel launches:
+# 5 ms per layer on an H200 (`benchmarks.plan`), at 700 TFLOP/s.
 ENOUGH_FLOPS = 3.5e12
 HF_LEVELS = ("none", "mlp", "layer")  # levels of Hugging Face layers
 LARGEST_BATCH = 64  # sequences of a micro-batch that `auto` chooses

@@ -1,4 +1,4 @@
-"""What a training step is computed from: settings, model size, optimizer, sharding mode, GPUs.
+"""Inputs of the memory and time models: settings, model size, optimizer, sharding mode, GPUs.
 
 This module must not import torch, so that `benchmarks.plan` shows its help and refuses wrong flags at once.
 """

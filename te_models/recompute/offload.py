@@ -29,7 +29,7 @@ class _Copy:
 
 @dataclass(eq=False)
 class Stored:
-    """What one layer keeps, with its large tensors on the host."""
+    """Values that one layer keeps, with their large tensors on the host."""
 
     values: Any  # tree with a _Copy in place of each large tensor
     copies: list[_Copy] = field(default_factory=list)

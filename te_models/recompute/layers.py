@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from te_models.activation_offload import ActivationOffload
 from te_models.backend import Backend, te_module
 from te_models.kernels.selection import patched
+from te_models.recompute.offload import ActivationOffload
 
 KEPT: dict[str, set[str]] = {
     "cheap": {"qkv", "attention", "output", "gate_up"},
