@@ -18,7 +18,7 @@ CHOICE = (
 )
 
 
-@pytest.mark.parametrize(("gb", "recomputes"), [(26, True), (40, False)])
+@pytest.mark.parametrize(("gb", "recomputes"), [(26, True), (50, False)])
 def test_the_choice_fits_as_predicted(tmp_path, gb, recomputes):
     output = train(tmp_path / "run", f"{LARGE} {gb}")
     batch, accumulation, recompute, predicted, free = re.search(CHOICE, output).groups()
