@@ -224,8 +224,16 @@ class TECausalLM(nn.Module):
 
     def _run(self, layer: nn.Module, level: str, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
         if level != "none" and torch.is_grad_enabled():
-            how = {"backend": self.options.te_backend, "reentrant": self.options.reentrant}
-            return run_recomputed(layer, hidden, level=level, offload=self.offload, **how, **arguments)
+            return run_recomputed(
+                layer,
+                hidden,
+                level=level,
+                backend=self.options.te_backend,
+                checkpoint=te_module(self.options.te_backend).checkpoint,
+                reentrant=self.options.reentrant,
+                offload=self.offload,
+                **arguments,
+            )
         if level == "none" and self.native.cache_fp8_weights:
             arguments = arguments | {"is_first_microbatch": self.first_micro_batch}
         return layer(hidden, **arguments)

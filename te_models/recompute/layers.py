@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from te_models.backend import Backend, te_module
 from te_models.kernels.selection import patched
 from te_models.recompute.offload import ActivationOffload
 
@@ -62,16 +61,18 @@ def run_recomputed(
     hidden: Tensor,
     *,
     level: str,
-    backend: Backend,
+    backend: str,
+    checkpoint: Callable,
     reentrant: bool = False,
     offload: ActivationOffload | None = None,
     **arguments: Any,
 ) -> Tensor:
     """Run a TE layer on `hidden` [T, D] or [B, S, D] so that backward recomputes it at `level`.
 
-    `offload` moves what the layer keeps to the host; it needs `reentrant=False`.
+    `checkpoint` is that of the backend, "native" or "emulated". `offload` moves what the layer keeps to the
+    host; it needs `reentrant=False`.
     """
-    kept, checkpoint = _Results(KEPT[level], backend), te_module(backend).checkpoint
+    kept = _Results(KEPT[level], backend)
 
     def run(hidden: Tensor, **arguments: Any) -> Tensor:
         with kept.next_pass():
@@ -96,7 +97,7 @@ def run_recomputed(
 class _Results:
     """Results of one layer's kernels, from its forward pass to its recomputation."""
 
-    def __init__(self, names: set[str], backend: Backend):
+    def __init__(self, names: set[str], backend: str):
         self.names, self.backend = names, backend
         self.results: dict[str, Any] = {}
         self.passes = 0

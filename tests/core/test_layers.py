@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LINE = [
     *("core", "settings"),
     *("data/demo", "data/reading", "data"),
-    *("te_models/emulation", "te_models/kernels", "te_models"),
+    *("te_models/emulation", "te_models/kernels", "te_models/recompute", "te_models"),
     *("training/tracking", "training/optim", "training/parallel", "training/precision"),
     *("training/checkpoint", "training", "training/doctor"),
     *("benchmarks/records", "benchmarks/report", "benchmarks/compare", "benchmarks/plan"),
