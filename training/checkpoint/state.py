@@ -218,13 +218,14 @@ def _unwrapped(parameter: Tensor) -> Tensor:
 
 
 def _like(parameter: Tensor, work: Callable[[Tensor], tuple[Tensor, ...]]) -> list[Tensor]:
-    """Apply `work` to this rank's shard of `parameter` and shard the results like it."""
+    """Apply `work` to this rank's shard of `parameter` and shard the results like it, on its device."""
     results = work(local(parameter.detach()))
     if not isinstance(parameter, DTensor):
         return list(results)
-    layout = {"shape": parameter.size(), "stride": parameter.stride(), "run_check": False}
+    sizes = {"shape": parameter.size(), "stride": parameter.stride(), "run_check": False}
     mesh, placements = parameter.device_mesh, parameter.placements
-    return [DTensor.from_local(result, mesh, placements, **layout) for result in results]
+    layouts = [DTensor.from_local(result.to("meta"), mesh, placements, **sizes) for result in results]
+    return [moments.with_layout(*pair) for pair in zip(results, layouts, strict=True)]
 
 
 def rng_state(rank: int) -> dict[str, Tensor]:
