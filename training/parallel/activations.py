@@ -30,25 +30,28 @@ def layer_activations(plan: StepPlan) -> float:
     return plan.tokens * (bf16 - less * plan.fp8_layers)
 
 
-def kept_activations(plan: StepPlan, level: str) -> float:
-    """Return the bytes of activations that a layer recomputed at `level` keeps from forward to backward.
+def _kept_widths(plan: StepPlan, level: str) -> list[int]:
+    """Return the values per token of each BF16 tensor that a layer recomputed at `level` keeps.
 
-    TE layers: see `te_models.recompute.layers`. Hugging Face layers keep the MLP's input, or the layer's.
+    TE layers: see `te_models.recompute.layers`. Hugging Face layers keep their input.
     """
     s = plan.model.shape
     queries, keys, hidden = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, s.hidden_size
+    if not plan.cfg.model.use_te or level == "full":
+        return [hidden]
+    if level == "layer":
+        return [hidden, queries]
+    projections = [queries + 2 * keys, queries, hidden]
+    return [hidden, *projections, *([2 * s.ffn_hidden_size] if level == "cheap" else [])]
+
+
+def kept_activations(plan: StepPlan, level: str) -> float:
+    """Return the bytes of activations that a layer recomputed at `level` keeps from forward to backward."""
     if level == "none":
         return layer_activations(plan)
-    if level == "mlp" and not plan.cfg.model.use_te:
-        inside = 2.0 * 3 - costs_of(plan.recipe).less_per_ffn * plan.fp8_layers  # gate, up, product
-        return layer_activations(plan) - plan.tokens * inside * s.ffn_hidden_size
-    kept = {"cheap": 2 * s.ffn_hidden_size, "mlp": 0}
-    values = hidden
-    if level in kept:
-        values += 2 * queries + 2 * keys + hidden + kept[level]
-    elif level == "layer" and plan.cfg.model.use_te:
-        values += queries
-    return plan.tokens * 2.0 * values
+    if level == "mlp" and not plan.cfg.model.use_te:  # all but the inside of the MLP
+        return layer_activations(plan) - plan.tokens * 2.0 * 3 * plan.model.shape.ffn_hidden_size
+    return plan.tokens * 2.0 * sum(_kept_widths(plan, level))
 
 
 def recomputed_weights(plan: StepPlan) -> float:
@@ -78,13 +81,15 @@ def recomputation_flops(plan: StepPlan) -> float:
     return flops + FLOPS_PER_BYTE * moved * layers
 
 
-def host_activations(plan: StepPlan) -> float:
+def host_activations(plan: StepPlan) -> int:
     """Return the bytes of host memory that --offload_activations takes for one GPU.
 
-    PyTorch's buffers of pinned memory have sizes of powers of two: at most twice the activations.
+    Each tensor has a buffer of pinned memory, which PyTorch allocates in powers of two.
     """
-    kept = (kept_activations(plan, level) for level in plan.recompute if level != "none")
-    return 2 * sum(kept) * plan.cfg.model.offload_activations
+    if not plan.cfg.model.offload_activations:
+        return 0
+    widths = (_kept_widths(plan, level) for level in plan.recompute if level != "none")
+    return sum(1 << (2 * plan.tokens * width - 1).bit_length() for layer in widths for width in layer)
 
 
 def stored_activations(plan: StepPlan) -> float:

@@ -16,6 +16,7 @@ from te_models.families import FAMILIES
 from training.config import Config
 from training.optim.optimizer import OptimizerPlan, moment_warning, plan_optimizer
 from training.parallel import fit, memory, ranks
+from training.parallel.activations import host_activations
 from training.parallel.fit import Fit
 from training.parallel.ranks import print_rank0
 from training.parallel.settings import MODES
@@ -134,6 +135,8 @@ def check_memory(
         refuse_small_gpu(_plan_step(cfg, model, optimizer, strategy.mode), gpu)
     if optimizer.offload:
         refuse_small_host(_plan_step(cfg, model, optimizer, strategy.mode))
+    if cfg.model.offload_activations:
+        refuse_activations(_plan_step(cfg, model, optimizer, strategy.mode))
 
 
 def _resolve_mode(cfg: Config, model: ModelPlan, device: torch.device, gpu: int | None) -> str:
@@ -292,3 +295,16 @@ def refuse_small_host(plan: StepPlan) -> None:
         f"--sharding_mode {plan.mode}: weights, gradients, moments and checkpoint saves need {sizes}use more "
         f"nodes, or --sharding_mode {on_gpu}"
     )
+
+
+def refuse_activations(plan: StepPlan) -> None:
+    """Raise UserError if activations do not fit in this node's memory, beside offloaded state."""
+    on_node = plan.gpus / plan.nodes
+    state = host_needs(plan) if plan.optimizer.offload else 0
+    needed, available = state + on_node * host_activations(plan), host_memory()
+    if needed > available:
+        raise bad_setting(
+            f"micro-batches of {plan.tokens:,} tokens need {needed / 1e9:.0f} GB of host memory per node, "
+            f"which has {available / 1e9:.0f} GB; use --recompute full or fewer tokens, or drop it",
+            offload_activations=True,
+        )

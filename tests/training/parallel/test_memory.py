@@ -17,6 +17,7 @@ from training.parallel import choose, memory
 from training.parallel.choose import choose_mode
 from training.parallel.memory import host_bytes
 from training.parallel.step_plan import ModelSize, StepPlan, hsdp_shard_size
+from training.tracking.metrics import ModelShape
 
 # 14 bytes a parameter: BF16 weights and gradients, FP32 masters' 2 more bytes, two FP32 moments.
 FUSED = OptimizerPlan("fused_adamw", torch.bfloat16, True, ("fp32", "fp32"))
@@ -165,6 +166,19 @@ def test_a_host_too_small_for_the_optimizers_state_is_refused(plan, needed, ways
     text = f"^--offload_optimizer: masters and moments need {needed} GB .* has 100 GB; {ways}"
     with pytest.raises(UserError, match=text):
         choose.refuse_small_host(plan)
+
+
+def test_a_host_too_small_for_activations_is_refused(monkeypatch):
+    """Llama 3.1 8B: inputs and attention outputs of 2**30 bytes each in 32 layers."""
+    flags = {"use_te": True, "offload_activations": True, "max_seq_length": 131072, "batch_size": 1}
+    plan = plan_of(8.0, "single", gpus=1, recompute="layer", **flags)
+    plan = replace(plan, model=replace(plan.model, shape=ModelShape(4096, 32, 32, 8, 128, 14_336, 128_256)))
+    monkeypatch.setattr(choose, "host_memory", lambda: 64 * 2**30)
+    choose.refuse_activations(plan)
+    monkeypatch.setattr(choose, "host_memory", lambda: 64 * 2**30 - 1)
+    text = r"--offload_activations: micro-batches of 131,072 tokens need 69 GB .* has 69 GB; use --recompute full"
+    with pytest.raises(UserError, match=text):
+        choose.refuse_activations(plan)
 
 
 @pytest.mark.parametrize(("mode", "each"), [("fsdp_offload", 16 + 4), ("ds_zero3_offload", 20 + 12)])
