@@ -25,9 +25,9 @@ from training.parallel.step_plan import StepPlan
 # For CUDA, NCCL and fragmentation. A recorded 8B run with 147.6 GB of tensors fit into 150.1 GB, and the
 # largest underestimate of a recorded peak is 0.54 GB (`benchmarks.plan --check`).
 RESERVED = 2e9
-# Forward and backward GEMMs of a layer and micro-batch. With less work the GPU waits for kernel launches:
-# 5 ms per layer on an H200 (`benchmarks.plan`), at 700 TFLOP/s.
-ENOUGH_FLOPS = 3.5e12
+# FLOPs that the GPU computes while the CPU launches a layer's forward and backward pass: 5 ms on an H200
+# (`benchmarks.plan`), at 700 TFLOP/s. A micro-batch takes at least this long.
+LAUNCH_FLOPS = 3.5e12
 HF_LEVELS = ("none", "mlp", "layer")  # levels of Hugging Face layers
 LARGEST_BATCH = 64  # sequences of a micro-batch that `auto` chooses
 # Predictions are within 4 % of recorded peaks. A run this far above the memory is warned of.
@@ -166,19 +166,21 @@ def room(free: float) -> float:
 def fit(request: StepPlan, free: float) -> Fit:
     """Choose what is `auto`, so that the predicted peak fits into `free` bytes of GPU memory.
 
-    The choice recomputes as little as possible, then takes the largest micro-batch. It takes one of less than
-    ENOUGH_FLOPS only if no other fits. If nothing fits, it is what needs least.
+    Each size of micro-batch recomputes as little as possible. The choice is the one with the least work per
+    token; if nothing fits, it is what needs least.
     """
-    batches, model = allowed_batches(request.cfg.optim, request.gpus), request.model
-    flops = 6 * model.gemm_weights / model.shape.num_layers * request.cfg.data.max_seq_length  # of a sequence
-    enough = [size for size in batches if size * flops >= min(ENOUGH_FLOPS, batches[0] * flops)]
-    ends = []
-    for sizes in (enough, batches[len(enough) :]):
-        found = [_least_recomputation(request, size, free) for size in sizes]
-        if fitting := [each for each in found if each.fits]:
-            return min(fitting, key=lambda each: recomputation_flops(each.plan) / each.plan.tokens)
-        ends += found
-    return min(ends, key=lambda each: each.needed)
+    found = [
+        _least_recomputation(request, size, free) for size in allowed_batches(request.cfg.optim, request.gpus)
+    ]
+    if fitting := [each for each in found if each.fits]:
+        return min(fitting, key=lambda each: _work(each.plan) / each.plan.tokens)
+    return min(found, key=lambda each: each.needed)
+
+
+def _work(plan: StepPlan) -> float:
+    """Return the FLOPs of a micro-batch, or those that fit into the time of its launches."""
+    launches = LAUNCH_FLOPS * plan.model.shape.num_layers * (4 - plan.share_of("none")) / 3
+    return max(launches, 6.0 * plan.model.gemm_weights * plan.tokens + recomputation_flops(plan))
 
 
 def _least_recomputation(request: StepPlan, batch: int, free: float) -> Fit:
