@@ -41,9 +41,9 @@ train: $(INSTALLED)
 	(set -x; $(PY) train_fp8.py --config configs/demo.yaml $$fp8 $(ARGS)) | tee -i "$$log"; \
 	$(PY) -m benchmarks.report "$$(sed -n 's/^run folder: //p' "$$log" | tail -n 1)"
 
-# One process per core; a file's tests share one, for they share runs.
+# One process per core; a file's tests share one, for they share runs. They are for the CPU, also on a GPU host.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .

@@ -44,6 +44,13 @@ def test_deterministic_runs_are_bit_for_bit_equal_and_use_fused_attention(tmp_pa
     assert not any("UNFUSED" in output for output in outputs)
 
 
+@pytest.mark.parametrize("layers", ["--use_te", ""], ids=["te", "hf"])
+def test_compiled_kernels_are_cached_on_disk(tmp_path, monkeypatch, layers):
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path / "cache"))
+    train(tmp_path / "run", SMALL.replace("--use_te", layers).replace("--deterministic", "") + " --no_export")
+    assert list((tmp_path / "cache").rglob("*.o"))
+
+
 @pytest.mark.parametrize("heads", [(8, 2, 64), (8, 8, 128), (4, 1, 32)])
 def test_packed_attention_matches_the_reference(heads):
     number, groups, size = heads

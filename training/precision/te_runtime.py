@@ -13,6 +13,7 @@ import torch
 
 from core.errors import first_line
 from te_models.kernels.flash_attention import INSTALL as INSTALL_FLASH
+from te_models.kernels.flash_attention import cache_on_disk
 
 INSTALL_TE = "pip install --no-build-isolation -r requirements-gpu.txt"
 MAPS = Path("/proc/self/maps")
@@ -34,6 +35,7 @@ def why_not_te() -> str | None:
 def load_error() -> Exception | None:
     """Import Transformer Engine and return its error, or None. Cached: a second import fails differently."""
     point_te_at_torchs_cudnn()
+    cache_on_disk()  # TE imports FlashAttention, which then decides on its cache
     try:
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError, RuntimeError, AssertionError) as error:  # TE asserts that versions match
