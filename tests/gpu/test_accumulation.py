@@ -20,7 +20,7 @@ SUMS_IN_GEMMS = NativeOptions(fuse_gradient_sums=True)
 
 def optimizer_of(model):
     cfg = config_from_dict({}).optim
-    return build_optimizer(model, cfg, OptimizerPlan("fused_adamw", torch.bfloat16, True, torch.float32))
+    return build_optimizer(model, cfg, OptimizerPlan("fused_adamw", torch.bfloat16, True, ("fp32", "fp32")))
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])

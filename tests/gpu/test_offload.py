@@ -43,6 +43,11 @@ def values(model, optimizer) -> dict[str, torch.Tensor]:
 
 def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        if not torch.equal(tensor, other[name]):
+            at = (tensor != other[name]).flatten().nonzero().flatten()
+            found, expected = other[name].flatten()[at[:4]].tolist(), tensor.flatten()[at[:4]].tolist()
+            print(f"{name}: {len(at)} values differ, at {at[:4].tolist()}: {found} instead of {expected}")
     assert not [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
 
 
