@@ -262,30 +262,24 @@ def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:
     )
 
 
-def host_needs(plan: StepPlan) -> float:
-    """Return the bytes of host memory per node that offloaded state needs."""
-    kept, saving = memory.host_bytes(plan)
-    return (kept + saving * plan.cfg.checkpoint.save_checkpoints) * plan.model.parameters / plan.nodes
-
-
 def _host_holds(plan: StepPlan) -> bool:
-    return not plan.optimizer.offload or host_needs(plan) <= host_memory()
+    return not plan.optimizer.offload or memory.host_needs(plan) <= host_memory()
 
 
 def refuse_small_host(plan: StepPlan) -> None:
     """Raise UserError if offloaded state does not fit in this node's memory."""
-    needed, available = host_needs(plan), host_memory()
+    needed, available = memory.host_needs(plan), host_memory()
     if needed <= available:
         return
     sizes = f"{needed / 1e9:.0f} GB of host memory per node, which has {available / 1e9:.0f} GB; "
     if plan.optimizer.offload:
         ways_out = []
         smaller = replace(plan, optimizer=replace(plan.optimizer, moment_dtypes=("fp8", "fp8")))
-        if host_needs(smaller) < needed and _host_holds(smaller):
-            ways_out.append(f"--moment_dtype fp8 needs {host_needs(smaller) / 1e9:.0f} GB")
+        if memory.host_needs(smaller) < needed and _host_holds(smaller):
+            ways_out.append(f"--moment_dtype fp8 needs {memory.host_needs(smaller) / 1e9:.0f} GB")
         if plan.shards < plan.gpus:
             sharded = replace(plan, mode="fsdp_full")
-            ways_out.append(f"--sharding_mode fsdp_full needs {host_needs(sharded) / 1e9:.0f} GB")
+            ways_out.append(f"--sharding_mode fsdp_full needs {memory.host_needs(sharded) / 1e9:.0f} GB")
         raise bad_setting(
             f"masters and moments need {sizes}{', or '.join([*ways_out, 'use more nodes, or drop it'])}",
             offload_optimizer=True,
@@ -299,9 +293,8 @@ def refuse_small_host(plan: StepPlan) -> None:
 
 def refuse_activations(plan: StepPlan) -> None:
     """Raise UserError if activations do not fit in this node's memory, beside offloaded state."""
-    on_node = plan.gpus / plan.nodes
-    state = host_needs(plan) if plan.optimizer.offload else 0
-    needed, available = state + on_node * host_activations(plan), host_memory()
+    state = memory.host_needs(plan) if plan.optimizer.offload else 0
+    needed, available = state + host_activations(plan) * plan.gpus / plan.nodes, host_memory()
     if needed > available:
         raise bad_setting(
             f"micro-batches of {plan.tokens:,} tokens need {needed / 1e9:.0f} GB of host memory per node, "

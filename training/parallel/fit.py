@@ -13,12 +13,13 @@ from itertools import combinations
 from typing import Any
 
 from core.errors import EXIT_BAD_SETTING, UserError, bad_setting, counted
+from core.machine import host_memory
 from core.settings import AUTO
 from te_models.settings import RECOMPUTE_LEVELS
 from training.config import Config, config_from_dict
 from training.optim.settings import DEFAULT_BATCH, OptimConfig
-from training.parallel.activations import recomputation_flops, stored_activations
-from training.parallel.memory import fp8_copies, peak
+from training.parallel.activations import host_activations, recomputation_flops, stored_activations
+from training.parallel.memory import fp8_copies, host_needs, peak
 from training.parallel.settings import MODES
 from training.parallel.step_plan import StepPlan
 
@@ -324,12 +325,21 @@ def _smaller_settings(found: Fit) -> list[str]:
         ways = []
         for flags in combinations(SMALLER, count):
             changes = {name: value for flag in flags for name, value in SMALLER[flag].items()}
-            if (other := refit(found, changes)) and other.fits:
+            if not (other := refit(found, changes)) or not other.fits:
+                continue
+            if (host := _host(other.plan)) <= host_memory():
+                offloaded = f", and {host / 1e9:.0f} GB of host memory" if host else ""
                 saved = found.needed - other.needed
-                ways.append(f"{' '.join(flags)} needs {_gb(other.needed)}, {_gb(saved)} less")
+                ways.append(f"{' '.join(flags)} needs {_gb(other.needed)}, {_gb(saved)} less{offloaded}")
         if ways:
             return ways
     return []
+
+
+def _host(plan: StepPlan) -> float:
+    """Return the bytes of host memory per node that --offload_optimizer and --offload_activations need."""
+    state = host_needs(plan) if plan.optimizer.offload else 0.0
+    return state + host_activations(plan) * plan.gpus / plan.nodes
 
 
 def _shorter_sequences(found: Fit) -> list[str]:

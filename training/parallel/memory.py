@@ -126,6 +126,12 @@ def host_bytes(plan: StepPlan) -> tuple[float, int]:
     return plan.optimizer.state_bytes, 4
 
 
+def host_needs(plan: StepPlan) -> float:
+    """Return the bytes of host memory per node that offloaded state needs."""
+    kept, saving = host_bytes(plan)
+    return (kept + saving * plan.cfg.checkpoint.save_checkpoints) * plan.model.parameters / plan.nodes
+
+
 # Points in a step where memory may peak
 
 

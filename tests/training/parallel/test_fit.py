@@ -29,6 +29,11 @@ SHAPES = {
 AUTO = {"batch_size": "auto"}
 
 
+@pytest.fixture(autouse=True)
+def _large_host(monkeypatch):
+    monkeypatch.setattr(fit, "host_memory", lambda: 2 * 10**12)
+
+
 def plan_of(billions=8.0, mode="single", gpus=1, optimizer=FUSED, **settings):
     cfg = config_from_dict({"model_name": "m", "use_te": True, "max_seq_length": 8192} | settings)
     model = ModelSize(int(billions * 1e9), SHAPES[billions])
@@ -265,6 +270,13 @@ def test_what_changes_no_numerics_is_advised_first():
     )
     other = fitted(150.1, global_batch_size=8, batch_size="auto", recompute="auto", **settings)
     assert needs[1] == f"{other.needed / 1e9:.1f}"
+
+
+def test_offload_is_advised_only_if_the_host_has_the_memory(monkeypatch):
+    found = fitted(60, mixed_precision="fp8", batch_size=1, recompute="auto")
+    assert re.search(r"--offload_optimizer needs .* less, and \d+ GB of host memory", fit.advice(found))
+    monkeypatch.setattr(fit, "host_memory", lambda: 10**9)
+    assert "--offload" not in fit.advice(found)
 
 
 # In training
