@@ -60,9 +60,9 @@ class TECausalLM(nn.Module):
         # True in the first micro-batch of a step, False in the others, None outside of a step.
         self.first_micro_batch: bool | None = None
         self.recompute = recompute_levels(options.recompute, config.num_hidden_layers)  # level of each layer
-        if options.reentrant and "cheap" in self.recompute:
-            # TE frees the gate/up projection's result in a forward pass without a graph.
-            raise bad_setting("not possible under DeepSpeed ZeRO-3; choose mlp", recompute=options.recompute)
+        if options.reentrant and {"cheap", "mlp"} & set(self.recompute):
+            reason = "DeepSpeed ZeRO-3 recomputes all of a layer; choose layer"
+            raise bad_setting(reason, recompute=options.recompute)
         self.offload = _activation_offload(options)
         factory_kwargs = {"device": "meta", "dtype": options.dtype}
         vocabulary, hidden_size = config.vocab_size, config.hidden_size

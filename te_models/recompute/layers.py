@@ -70,9 +70,10 @@ def run_recomputed(
     """Run a TE layer on `hidden` [T, D] or [B, S, D] so that backward recomputes it at `level`.
 
     `checkpoint` is that of the backend, "native" or "emulated". `offload` moves what the layer keeps to the
-    host; it needs `reentrant=False`.
+    host; it needs `reentrant=False`. With `reentrant` nothing but the input is kept.
     """
-    kept = _Results(KEPT[level], backend)
+    # A reentrant first pass runs without a graph, where kernels leave out what only backward needs.
+    kept = _Results(set() if reentrant else KEPT[level], backend)
 
     def run(hidden: Tensor, **arguments: Any) -> Tensor:
         with kept.next_pass():

@@ -33,11 +33,12 @@ def layer_activations(plan: StepPlan) -> float:
 def _kept_widths(plan: StepPlan, level: str) -> list[int]:
     """Return the values per token of each BF16 tensor that a layer recomputed at `level` keeps.
 
-    TE layers: see `te_models.recompute.layers`. Hugging Face layers keep their input.
+    TE layers: see `te_models.recompute.layers`. Hugging Face layers keep their input, and so do all layers
+    under ZeRO 3.
     """
     s = plan.model.shape
     queries, keys, hidden = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, s.hidden_size
-    if not plan.cfg.model.use_te or level == "full":
+    if not plan.cfg.model.use_te or level == "full" or plan.sharding.stage == 3:
         return [hidden]
     if level == "layer":
         return [hidden, queries]
@@ -68,7 +69,8 @@ def recomputed_weights(plan: StepPlan) -> float:
 
 def recomputed_attention(plan: StepPlan) -> float:
     """Return the fraction of layers whose attention runs again in backward."""
-    return plan.share_of("full") if plan.cfg.model.use_te else plan.share_of("full", "layer")
+    keeps_result = plan.cfg.model.use_te and plan.sharding.stage != 3
+    return plan.share_of("full") if keeps_result else plan.share_of("full", "layer")
 
 
 def recomputation_flops(plan: StepPlan) -> float:

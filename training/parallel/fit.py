@@ -209,8 +209,8 @@ def recomputations(request: StepPlan, batch: int) -> list[list[str]]:
         return [[model.recompute]]
     plan = replace(request, cfg=settle(request.cfg, request.gpus, batch))
     levels = [level for level in RECOMPUTE_LEVELS if level in HF_LEVELS or model.use_te]
-    if plan.sharding.stage == 3 and "cheap" in levels:  # ZeRO 3 cannot run it
-        levels.remove("cheap")
+    if plan.sharding.stage == 3 and model.use_te:  # ZeRO 3 recomputes all of a layer
+        levels = ["none", "layer"]
     plans = {name: replace(plan, cfg=settle(request.cfg, request.gpus, batch, name)) for name in levels}
     work = {name: recomputation_flops(each) for name, each in plans.items()}
     kept = {name: stored_activations(each) for name, each in plans.items()}
