@@ -159,4 +159,4 @@ def _wrap(kernel: Callable, name: Callable[[], str], call: Callable) -> Callable
 
 def _is_plain(result: Any) -> bool:
     """True if no tensor is quantized: TE may free the data of a quantized tensor after its use."""
-    return all(type(leaf) is Tensor for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+    return all(leaf is None or type(leaf) in (Tensor, nn.Parameter) for leaf in tree_leaves(result))
