@@ -38,7 +38,7 @@ from core.redact import redact
 from data.demo import TOKENIZER_DIR, read_demo
 from training.config import Config, config_from_dict
 from training.launch import require_inputs
-from training.parallel.fit import settle
+from training.parallel.fit import resolve_auto
 
 PROG = "python -m benchmarks.throughput"
 RESULTS = ROOT / "runs" / "throughput.jsonl"
@@ -100,7 +100,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
 def measure(argv: list[str]) -> int:
     """Run all repeats. Returns 0, or the exit code of the first failed run."""
     arguments, given = parse(argv)
-    optim = settle(config_from_dict(given), arguments.gpus).optim  # of auto, only an estimate
+    optim = resolve_auto(config_from_dict(given), arguments.gpus).optim  # `auto` may choose another split
     accumulation = optim.gradient_accumulation_steps
     interval, profiled, uncounted = schedule(accumulation, arguments.profile)
     steps = uncounted + COUNTED * interval if arguments.steps is None else arguments.steps

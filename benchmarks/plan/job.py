@@ -105,7 +105,7 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
 
 
 def build_job(cfg: Config, *, gpu: int, gpus: int, gpus_per_node: int) -> tuple[Fit, str | None]:
-    """Fit the job to GPUs with `gpu` bytes. Also say why training refuses the mode of `auto`, or None."""
+    """Fit the job to GPUs with `gpu` bytes. Also return why training refuses the mode of `auto`, or None."""
     from training.optim.optimizer import plan_optimizer  # imported here because they import torch
     from training.parallel.choose import choose_mode
 

@@ -1,4 +1,4 @@
-"""Find the smallest GPU for a job, the largest preset for its GPU, and its longest sequence."""
+"""Find the smallest GPU for a job, and the largest preset and the longest sequence for its GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ONE_SEQUENCE = {"batch_size": 1, "gradient_accumulation_steps": None, "global_ba
 
 
 def limits_table(plans: list[Plan]) -> str:
-    """Return a table of the three answers by number of GPUs; the rest of the job stays as it is."""
+    """Return a table of the three limits by number of GPUs; other settings stay as they are."""
     rows = [[f"{p.job.gpus:,}", _smallest_card(p), _largest_preset(p), _longest_sequence(p)] for p in plans]
     return markdown(["GPUs", "smallest GPU", "largest preset", "longest sequence, micro-batch of one"], rows)
 

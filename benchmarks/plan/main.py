@@ -151,7 +151,7 @@ def _parts(title: str, plans: list[Plan], read: Callable[[Plan], dict[str, float
 
 
 def _choices(plans: list[Plan]) -> list[str]:
-    """Return what training would choose for each number of GPUs, where the settings leave a choice."""
+    """Return what training would choose for `auto`, for each number of GPUs."""
     return [f"\n{_gpus(plan)}: {plan.fit.describe()}" for plan in plans if plan.fit.is_choice]
 
 

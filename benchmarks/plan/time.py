@@ -131,7 +131,7 @@ def _cast_bytes(job: StepPlan) -> float:
     gradients = 2 * s.hidden_size + queries + 2 * keys + 2 * s.ffn_hidden_size
     values = s.num_layers * job.tokens * (inputs * (2 - job.share_of("none")) + gradients)
     stored, weights = job.share_of("none"), job.model.gemm_weights
-    # Casts a weight: once if it is kept, per step or micro-batch; else again, in one layout, for backward.
+    # Casts per weight: 1 if the copies are kept for backward, else half of it again, for one layout.
     casts = 1.0 if job.keeps_fp8_weights else 1.5
     if job.caches_fp8_weights:
         casts /= job.accumulation

@@ -30,7 +30,7 @@ from training.parallel.fit import global_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.1
-CHOSEN = ("batch_size", "gradient_accumulation_steps", "recompute")  # a run may choose them at its start
+CHOSEN = ("batch_size", "gradient_accumulation_steps", "recompute")  # a run may choose these
 # Files that a report or verdict replaces; a figure of these names belongs to the page beside it.
 REPLACED = ("report.html", "verdict.json", "verdict.md", "overview.png", "loss.png", "gap.png")
 
@@ -212,10 +212,10 @@ def is_begun(cfg: Config) -> bool:
 
 
 def chosen_at_start(old: dict[str, Any], cfg: Config) -> set[str]:
-    """Return the settings that `cfg` leaves to the run and the recorded ones may hold."""
+    """Return the settings that the run chose itself, so that its recorded values may differ from `cfg`."""
     optim, given = cfg.optim, cfg.to_dict()
     chosen = {name for name in CHOSEN if given[name] in (None, AUTO)}
-    if optim.batch_size == AUTO and not optim.global_batch_size:  # the accumulation only sets the total
+    if optim.batch_size == AUTO and not optim.global_batch_size:  # accumulation only sets the global batch
         same = old["batch_size"] * old["gradient_accumulation_steps"] == global_batch(optim, 1)
         chosen = chosen | set(CHOSEN[:2]) if same else chosen - set(CHOSEN[:2])
     return chosen

@@ -137,9 +137,9 @@ def _allocation(result: Tensor) -> functools.partial:
     return functools.partial(torch.empty, result.shape, dtype=result.dtype, device=result.device)
 
 
-def _functions(places: list[tuple[str, str]]) -> Iterator[tuple[Any, str, Callable]]:
+def _functions(names: list[tuple[str, str]]) -> Iterator[tuple[Any, str, Callable]]:
     """Yield (module, name, function), except FlashAttention 4's if this process has not imported it."""
-    for module, name in places:
+    for module, name in names:
         optional = module.startswith("flash_attn")
         owner = sys.modules.get(module) if optional else importlib.import_module(module)
         if owner is not None:
@@ -147,7 +147,7 @@ def _functions(places: list[tuple[str, str]]) -> Iterator[tuple[Any, str, Callab
 
 
 def _wrap(kernel: Callable, name: Callable[[], str], call: Callable) -> Callable:
-    """Make `call(name(), kernel, ...)` look like `kernel`, whose attributes may hold compiled code."""
+    """Return `call(name(), kernel, ...)` as a function with `kernel`'s attributes, such as compiled code."""
 
     @functools.wraps(kernel)
     def replacement(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Offload of what recomputed layers keep: copied to pinned host memory in forward, back in backward.
+"""Offload the activations that recomputed layers keep: to pinned host memory in forward, back in backward.
 
-Copies run on their own streams beside the computation. Forward waits once two layers are on their way out, so
-GPU memory stays bounded; backward fetches a layer while the layer after it runs.
+Copies run on their own streams beside the computation. Forward waits while more than two layers are being
+copied out, so GPU memory stays bounded. Backward fetches a layer while it runs the layer above.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ActivationOffload:
         self.free: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, torch.cuda.Event]]] = {}
 
     def begin(self) -> None:
-        """Drop what an interrupted step has left."""
+        """Drop the activations of an interrupted step."""
         self.stored.clear()
 
     def store(self, values: Any) -> Stored:

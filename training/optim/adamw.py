@@ -86,7 +86,7 @@ class FusedAdamW(torch.optim.Optimizer):
                     update(local(parameter), local(gradient), shard, scalars, seed, group)
 
     def _updating(self) -> AbstractContextManager[Update]:
-        """Return a context in which to step parameters with the function it yields, like `update_`."""
+        """Return a context that yields the function to step a parameter: `update_`, streamed if offloaded."""
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if gradient_of(parameter) is not None and not self.state[parameter]:
                 self.initialize_state(parameter)

@@ -153,7 +153,7 @@ def random_bits(count: int, seed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def seed_at(seed: Tensor, first: int) -> Tensor:
-    """Return the seed with which a part that starts at element `first` draws the bits of the whole."""
+    """Return the seed of a part that starts at element `first`, for the same bits as in the whole tensor."""
     return seed + (first * INDEX_FACTOR & 0xFFFFFFFF)
 
 

@@ -87,7 +87,7 @@ class HostState:
 
     @contextmanager
     def streaming(self, update: Update) -> Iterator[Update]:
-        """Enclose a step. Yields `update` for shards of parameters whose state is in host memory.
+        """Context of one step; yields `update` for parameters whose state is in host memory.
 
         Buffers exist only within a step, when the memory of activations is free.
         """

@@ -106,7 +106,7 @@ def plan_optimizer(
     """Choose optimizer and parameter dtype. UserError for dtypes that the optimizer does not support.
 
     `master_home` is the location of FP32 weights: the device, the host of a GPU, or DeepSpeed's ZeRO.
-    `offload` requests the state of an optimizer on the device in host memory.
+    `offload` keeps the state of an optimizer that steps on the device in host memory.
     """
     stored = parse_moment_dtype(cfg.moment_dtype)
     masters = cfg.master_weights == "fp32"

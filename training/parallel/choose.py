@@ -90,18 +90,18 @@ def free_memory(limit: int, device: torch.device) -> int:
 
 
 def _fit(cfg: Config, model: ModelPlan, device: torch.device, mode: str, free: int | None) -> Fit:
-    """Choose what is `auto` on GPUs with `free` bytes. UserError if nothing fits or memory is unknown."""
+    """Choose values for `auto` on GPUs with `free` bytes. UserError if nothing fits or memory is unknown."""
     optimizer = _plan_optimizer(cfg, device, MODES[mode].master_home)
     if free is not None and cfg.optim.max_steps != 0:
         if not (reason := _why_unpredicted(cfg, model, mode)):
             found = fit.fit(_plan_step(cfg, model, optimizer, mode), free)
-            if fit.requests(cfg):
+            if fit.auto_settings(cfg):
                 fit.refuse_misfit(found)
             return found
-        if requests := fit.requests(cfg):
+        if names := fit.auto_settings(cfg):
             unknown = f"the memory of a step is unknown, as {reason}"
-            raise bad_setting(f"{unknown}; give a value", **dict.fromkeys(requests, AUTO))
-    split = fit.settle(cfg, ranks.world_size())
+            raise bad_setting(f"{unknown}; give a value", **dict.fromkeys(names, AUTO))
+    split = fit.resolve_auto(cfg, ranks.world_size())
     plans = [
         StepPlan(c, ModelSize(0), optimizer, mode, ranks.world_size(), ranks.local_rank_and_size()[1])
         for c in (cfg, split)
@@ -157,7 +157,7 @@ def _resolve_mode(cfg: Config, model: ModelPlan, device: torch.device, gpu: int 
 
 
 def resident_bytes(plan: StepPlan) -> float:
-    """Return the bytes on a GPU of weights, gradients, accumulated and gathered ones, and optimizer state."""
+    """Return the bytes on a GPU of optimizer state, weights and gradients, also gathered and accumulated."""
     resident = plan.model.parameters * _gpu_bytes(plan) / plan.shards
     if plan.fsdp:
         resident += memory.accumulated_gradients(plan)
@@ -175,7 +175,7 @@ def choose_mode(request: StepPlan, gpu: int | None) -> tuple[str, str]:
     """
     if gpu is None:
         return "ddp", "no GPU, so GPU memory is no limit"
-    plan = replace(request, cfg=fit.settle(request.cfg, request.gpus))
+    plan = replace(request, cfg=fit.resolve_auto(request.cfg, request.gpus))
     modes = ("ddp", "fsdp_grad", "hsdp", "fsdp_full")
     needed = {mode: resident_bytes(replace(plan, mode=mode)) for mode in modes}
     unsharded, room, last_room = needed["ddp"], ROOM * gpu, LAST_ROOM * gpu

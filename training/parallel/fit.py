@@ -1,7 +1,7 @@
 """Micro-batch, accumulation and recomputation: the cheapest that fit into the GPU's memory.
 
 The loss and the gradient of a step depend neither on how its batch is split nor on what is recomputed. What
-would change them, or needs the host's memory, is only advised. This module must not import torch, so that
+would change them, or needs host memory, is only advised. This module must not import torch, so that
 `benchmarks.plan` shows its help and refuses wrong flags at once.
 """
 
@@ -44,7 +44,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "--offload_optimizer": {"offload_optimizer": True},
     "--grad_reduce_dtype bf16": {"grad_reduce_dtype": "bf16"},
 }
-MOST_GPUS = 4096  # advised at most
+MOST_GPUS = 4096  # no advice names more
 
 
 # The global batch
@@ -95,10 +95,10 @@ def _nearest_multiple(number: int, unit: int) -> int:
     return max(1, round(number / unit)) * unit
 
 
-def settle(cfg: Config, ranks: int, batch: int | None = None, recompute: str = "none") -> Config:
+def resolve_auto(cfg: Config, ranks: int, batch: int | None = None, recompute: str = "none") -> Config:
     """Return the settings with these choices in place of `auto`, and the accumulation that follows.
 
-    The default micro-batch is the largest up to DEFAULT_BATCH. UserError if the settings contradict.
+    The default micro-batch is the largest up to DEFAULT_BATCH. UserError if no split has the global batch.
     """
     allowed = allowed_batches(cfg.optim, ranks)
     batch = batch or next((size for size in allowed if size <= DEFAULT_BATCH), allowed[0])
@@ -131,12 +131,12 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """True if the prediction leaves room, or there is none."""
+        """True if the predicted peak fits, or is unknown."""
         return self.free is None or self.needed <= room(self.free)
 
     @property
     def is_choice(self) -> bool:
-        """True if the settings left something to choose."""
+        """True if some settings were chosen here."""
         return self.request.cfg != self.plan.cfg
 
     def describe(self) -> str:
@@ -165,7 +165,7 @@ def room(free: float) -> float:
 
 
 def fit(request: StepPlan, free: float) -> Fit:
-    """Choose what is `auto`, so that the predicted peak fits into `free` bytes of GPU memory.
+    """Choose values for `auto`, so that the predicted peak fits into `free` bytes of GPU memory.
 
     Each size of micro-batch recomputes as little as possible. The choice is the one with the least work per
     token; if nothing fits, it is what needs least.
@@ -179,20 +179,22 @@ def fit(request: StepPlan, free: float) -> Fit:
 
 
 def _work(plan: StepPlan) -> float:
-    """Return the FLOPs of a micro-batch, or those that fit into the time of its launches."""
+    """Return the FLOPs of a micro-batch; at least what the GPU could compute while the CPU launches it."""
     launches = LAUNCH_FLOPS * plan.model.shape.num_layers * (4 - plan.share_of("none")) / 3
     return max(launches, 6.0 * plan.model.gemm_weights * plan.tokens + recomputation_flops(plan))
 
 
 def _least_recomputation(request: StepPlan, batch: int, free: float) -> Fit:
-    """Return the first recomputation with which a micro-batch fits, or the last."""
+    """Return the fit of a micro-batch with the least recomputation at which it fits, or else the most."""
 
     def choose(recompute: str) -> Fit:
-        return Fit(request, replace(request, cfg=settle(request.cfg, request.gpus, batch, recompute)), free)
+        return Fit(
+            request, replace(request, cfg=resolve_auto(request.cfg, request.gpus, batch, recompute)), free
+        )
 
     segments = recomputations(request, batch)
     for segment in segments:
-        # The peak falls with every further layer, but for the last one, which backward recomputes first.
+        # Each further layer lowers the peak, except the last one, which backward recomputes first.
         for values in filter(None, (segment[:-1], segment[-1:])):
             if choose(values[-1]).fits:
                 return choose(values[bisect_left(values, True, key=lambda value: choose(value).fits)])
@@ -207,11 +209,11 @@ def recomputations(request: StepPlan, batch: int) -> list[list[str]]:
     model = request.cfg.model
     if model.recompute != AUTO:
         return [[model.recompute]]
-    plan = replace(request, cfg=settle(request.cfg, request.gpus, batch))
+    plan = replace(request, cfg=resolve_auto(request.cfg, request.gpus, batch))
     levels = [level for level in RECOMPUTE_LEVELS if level in HF_LEVELS or model.use_te]
     if plan.sharding.stage == 3 and model.use_te:  # ZeRO 3 recomputes all of a layer
         levels = ["none", "layer"]
-    plans = {name: replace(plan, cfg=settle(request.cfg, request.gpus, batch, name)) for name in levels}
+    plans = {name: replace(plan, cfg=resolve_auto(request.cfg, request.gpus, batch, name)) for name in levels}
     work = {name: recomputation_flops(each) for name, each in plans.items()}
     kept = {name: stored_activations(each) for name, each in plans.items()}
     kept["none"] += fp8_copies(plan) * plan.keeps_fp8_weights
@@ -260,7 +262,7 @@ def refuse_misfit(found: Fit) -> None:
         least += f" and --recompute {plan.cfg.model.recompute}"
     raise UserError(
         f"{_requested(found)}: even with {least} {_shortage(found)}, {_gb(excess)} too much; {advice(found)}",
-        flags=requests(found.request.cfg),
+        flags=auto_settings(found.request.cfg),
         exit_code=EXIT_BAD_SETTING,
     )
 
@@ -272,14 +274,14 @@ def warning(found: Fit) -> str | None:
     return f"WARNING: {_shortage(found)}: it will probably run out of memory; {advice(found)}"
 
 
-def requests(cfg: Config) -> list[str]:
-    """Return the settings of memory that are `auto`."""
+def auto_settings(cfg: Config) -> list[str]:
+    """Return the names of the settings that are `auto`."""
     given = cfg.to_dict()
     return [name for name in ("batch_size", "recompute") if given[name] == AUTO]
 
 
 def _requested(found: Fit) -> str:
-    return " ".join(f"--{name} auto" for name in requests(found.request.cfg))
+    return " ".join(f"--{name} auto" for name in auto_settings(found.request.cfg))
 
 
 def _shortage(found: Fit) -> str:
@@ -287,7 +289,7 @@ def _shortage(found: Fit) -> str:
 
 
 def advice(found: Fit) -> str:
-    """Return the ways to make a step fit, with what each would need; the fewest flags only."""
+    """Return the ways to make a step fit with the fewest flags, and the bytes that each would need."""
     total = global_batch(found.plan.cfg.optim, found.plan.gpus)
     choice = {"batch_size": AUTO, "gradient_accumulation_steps": None, "global_batch_size": total}
     choice |= {"recompute": AUTO, "gradient_checkpointing": False}

@@ -35,7 +35,7 @@ def why_not_te() -> str | None:
 def load_error() -> Exception | None:
     """Import Transformer Engine and return its error, or None. Cached: a second import fails differently."""
     point_te_at_torchs_cudnn()
-    cache_on_disk()  # TE imports FlashAttention, which then decides on its cache
+    cache_on_disk()  # TE imports FlashAttention, which reads this at import
     try:
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError, RuntimeError, AssertionError) as error:  # TE asserts that versions match

@@ -14,7 +14,7 @@ from training.config import config_from_dict
 from training.optim.optimizer import OptimizerPlan
 from training.parallel import choose, fit
 from training.parallel.activations import recomputation_flops, stored_activations
-from training.parallel.fit import Fit, global_batch, room, settle
+from training.parallel.fit import Fit, global_batch, resolve_auto, room
 from training.parallel.memory import peak
 from training.parallel.step_plan import ModelSize, StepPlan
 from training.tracking.metrics import ModelShape
@@ -68,11 +68,11 @@ def split(found: Fit) -> tuple[int, int]:
 )
 def test_accumulation_follows_from_the_global_batch(settings, ranks, expected):
     cfg = config_from_dict(settings)
-    optim = settle(cfg, ranks).optim
+    optim = resolve_auto(cfg, ranks).optim
     assert (optim.batch_size, optim.gradient_accumulation_steps) == expected
     assert math.prod(expected) * ranks == global_batch(cfg.optim, ranks)
     assert optim.global_batch_size == cfg.optim.global_batch_size
-    assert settle(settle(cfg, ranks), ranks).optim == optim
+    assert resolve_auto(resolve_auto(cfg, ranks), ranks).optim == optim
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,10 @@ def test_accumulation_follows_from_the_global_batch(settings, ranks, expected):
 )
 def test_a_batch_that_cannot_be_split_is_refused_with_the_nearest_that_can(settings, ranks, message):
     with pytest.raises(UserError, match=f"^{message}$") as error:
-        settle(config_from_dict(settings), ranks)
+        resolve_auto(config_from_dict(settings), ranks)
     assert error.value.exit_code == EXIT_BAD_SETTING
     for flag, value in re.findall(r"use (?:.* or )?--(\w+) (\d+)", str(error.value)):
-        settle(config_from_dict(settings | {flag: value}), ranks)
+        resolve_auto(config_from_dict(settings | {flag: value}), ranks)
 
 
 # The choice
@@ -163,7 +163,7 @@ def test_recomputations_are_ordered_by_work_and_each_keeps_less(use_te, length):
     plan = plan_of(use_te=use_te, mixed_precision="fp8", max_seq_length=length, recompute="auto")
     values = [value for segment in fit.recomputations(plan, 1) for value in segment]
     assert values[0] == "none" and values[-1] in ("full", "layer", "mlp")
-    plans = [replace(plan, cfg=settle(plan.cfg, 1, 1, value)) for value in values]
+    plans = [replace(plan, cfg=resolve_auto(plan.cfg, 1, 1, value)) for value in values]
     work, kept = ([count(each) for each in plans] for count in (recomputation_flops, stored_activations))
     assert work == sorted(work) and work[0] == 0
     assert kept[1:] == sorted(kept[1:], reverse=True)
@@ -245,14 +245,14 @@ def test_sums_of_whole_gradients_that_do_not_fit_need_a_smaller_step():
     assert total > 64 and fitted(150, 70.0, **settings, global_batch_size=total).fits
 
 
-def test_a_model_for_no_gpu_is_refused_plainly():
+def test_a_model_too_large_for_any_number_of_gpus_is_refused():
     found = fitted(4, 70.0, "ddp", 8, global_batch_size=8, batch_size="auto")
     with pytest.raises(UserError, match=r"no setting makes it fit; use a smaller model$"):
         fit.refuse_misfit(found)
 
 
 @pytest.mark.parametrize(("gb", "warns"), [(150, False), (133, False), (132, True)])
-def test_numbers_that_are_clearly_too_large_are_warned_of(gb, warns):
+def test_a_step_clearly_above_the_memory_is_warned_of(gb, warns):
     """One sequence of the 8B needs 146.2 GB."""
     text = fit.warning(fitted(gb, batch_size=1, mixed_precision="fp8"))
     assert bool(text) == warns
