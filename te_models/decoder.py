@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.errors import bad_setting
 from core.recipes import LM_HEAD_RECIPE
 from te_models.backend import te_module
 from te_models.families import FAMILIES, head_dim
@@ -60,10 +59,7 @@ class TECausalLM(nn.Module):
         # True in the first micro-batch of a step, False in the others, None outside of a step.
         self.first_micro_batch: bool | None = None
         self.recompute = recompute_levels(options.recompute, config.num_hidden_layers)  # level of each layer
-        if options.reentrant and {"cheap", "mlp"} & set(self.recompute):
-            reason = "DeepSpeed ZeRO-3 recomputes all of a layer; choose layer"
-            raise bad_setting(reason, recompute=options.recompute)
-        self.offload = _activation_offload(options)
+        self.offload = ActivationOffload(options.device) if options.offload_activations else None
         factory_kwargs = {"device": "meta", "dtype": options.dtype}
         vocabulary, hidden_size = config.vocab_size, config.hidden_size
         self.embed_tokens = nn.Embedding(vocabulary, hidden_size, **factory_kwargs)
@@ -237,16 +233,6 @@ class TECausalLM(nn.Module):
         if level == "none" and self.native.cache_fp8_weights:
             arguments = arguments | {"is_first_microbatch": self.first_micro_batch}
         return layer(hidden, **arguments)
-
-
-def _activation_offload(options: BuildOptions) -> ActivationOffload | None:
-    if not options.offload_activations:
-        return None
-    if options.device.type != "cuda":
-        raise bad_setting("without a GPU, activations are in host memory; drop it", offload_activations=True)
-    if options.reentrant:
-        raise bad_setting("not possible under DeepSpeed ZeRO-3; drop it", offload_activations=True)
-    return ActivationOffload(options.device)
 
 
 def rope_angles(config: Any, positions: int) -> Tensor:

@@ -60,9 +60,6 @@ class HFCausalLM(nn.Module):
 
         name, levels = type(self.model).__name__, recompute_levels(recompute, len(self.blocks))
         whole = [level in ("layer", "full") for level in levels]
-        if "cheap" in levels:
-            reason = "without --use_te, torch.compile decides which elementwise operations to recompute"
-            raise bad_setting(f"{reason}; add --use_te, or choose mlp", recompute=recompute)
         if "mlp" in levels and not self.plain_head:
             raise bad_setting(f"the MLP of {name} is unknown; choose layer", recompute=recompute)
         if any(whole) and not self.model.supports_gradient_checkpointing:

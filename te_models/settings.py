@@ -71,6 +71,9 @@ def parse_recompute(text: str) -> list[tuple[str, int | None]]:
             )
             raise bad_setting(reason, recompute=text)
         parts.append((level, int(number) if colon else None))
+    if any(number is None for _, number in parts[:-1]):
+        reason = "only the last level may be without a number of layers; give LEVEL:N for the others"
+        raise bad_setting(reason, recompute=text)
     return parts
 
 

@@ -123,8 +123,11 @@ def precision_rules(s: Any) -> Iterator[tuple[str, str]]:
 
 
 def model_rules(s: Any) -> Iterator[tuple[str, str]]:
-    if s.recompute != AUTO:
-        parse_recompute(s.recompute)  # raises UserError for a value that it cannot parse
+    # Raises UserError for a value that it cannot parse.
+    levels = [] if s.recompute == AUTO else [level for level, _ in parse_recompute(s.recompute)]
+    if "cheap" in levels and not s.use_te:
+        reason = "without --use_te, torch.compile decides which elementwise operations to recompute"
+        yield "recompute", f"{reason}; add --use_te, or choose mlp"
     if s.gradient_checkpointing and s.recompute not in ("none", "layer"):
         yield "gradient_checkpointing recompute", "--gradient_checkpointing is --recompute layer; give one"
     recomputes = s.gradient_checkpointing or s.recompute != "none"

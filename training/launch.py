@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, NoReturn
 from core.errors import UserError
 from core.hub import require_folder
 from core.redact import redact
+from core.settings import AUTO
 from data.reading.formats import named_file
 from te_models.presets import LOCAL_PRESETS, PRESETS, require_model
+from te_models.settings import recompute_levels
 from training.config import Config, parse_config
+from training.parallel.fit import check_one_device
 from training.parallel.settings import read_deepspeed_config
 
 if TYPE_CHECKING:
@@ -54,6 +57,7 @@ def parse_early(description: str) -> Config | None:
     try:
         cfg = parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
         require_inputs(cfg)
+        check_one_device(cfg)
         return cfg
     except UserError as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)
@@ -61,11 +65,13 @@ def parse_early(description: str) -> Config | None:
 
 
 def require_inputs(cfg: Config) -> None:
-    """Raise UserError for inputs that do not exist, or too long sequences. Imports no torch."""
+    """Raise UserError for inputs that do not exist or do not fit a preset. Imports no torch."""
     name = cfg.model.model_name
     require_model(name, cfg.model.init)
     if cfg.model.tokenizer_name:
         require_folder("tokenizer_name", cfg.model.tokenizer_name)
+    if name in PRESETS and cfg.model.recompute != AUTO:
+        recompute_levels(cfg.model.recompute, PRESETS[name]["num_hidden_layers"])
     if name in LOCAL_PRESETS or (name in PRESETS and cfg.model.init == "random"):
         cfg.data.check_length(PRESETS[name]["max_position_embeddings"])
     if cfg.data.dataset_name != "demo":

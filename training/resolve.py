@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.recipes import FALLBACK_RECIPE, TORCHAO_RECIPES
+from core.settings import AUTO
 from te_models import build
 from te_models.build import ModelPlan
+from te_models.settings import recompute_levels
 from training.config import Config
 from training.optim import optimizer as optim
 from training.parallel import ranks
@@ -73,6 +75,8 @@ def _flops_shape(cfg: Config, plan: ModelPlan, shape: ModelShape | None) -> Mode
 
 def _check(cfg: Config, precision: Precision, plan: ModelPlan, shape: ModelShape | None) -> None:
     """UserError if the model cannot run in this precision."""
+    if shape is not None and cfg.model.recompute != AUTO:
+        recompute_levels(cfg.model.recompute, shape.num_layers)
     if shape is not None and cfg.model.use_te:
         checks.check_sizes(precision, plan.name, shape.gemm_sizes)
         checks.check_fp8_attention(cfg, precision, shape.head_dim)

@@ -45,6 +45,9 @@ def test_garbage_is_collected_again_once_libraries_are_loaded(monkeypatch):
         ("--model_name tiny-lama", "--model_name tiny-lama: there is no such preset or folder; did you mean"),
         ("--init pretrained", "--init pretrained: the preset tiny-llama has no weights"),
         ("--max_seq_length 4096", "--max_seq_length 4096: the model has only 2048 positions"),
+        ("--recompute layer:4", "--recompute layer:4: for 4 layers, but the model has 3; give fewer"),
+        ("--global_batch_size 7 --batch_size 2", "each of 1 rank has 7 sequences per step; use --batch_"),
+        ("--grad_reduce_dtype fp8", "--grad_reduce_dtype fp8: one device exchanges no gradients"),
         ("--tokenizer_name /none", "--tokenizer_name /none: there is no such folder"),
         ("--dataset_name none.csv", "--dataset_name none.csv: no such file"),
         ("--dataset_name README.md", "--dataset_name README.md: not a data file"),
@@ -55,7 +58,7 @@ def test_garbage_is_collected_again_once_libraries_are_loaded(monkeypatch):
         ("--deepspeed_config README.md --sharding_mode deepspeed", "cannot be read as JSON"),
     ],
 )
-def test_missing_inputs_are_found_before_torch_is_imported(flags, message):
+def test_what_needs_no_torch_is_refused_before_it_is_imported(flags, message):
     program = f"""
 import sys
 from training.launch import parse_early

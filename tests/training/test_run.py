@@ -535,6 +535,12 @@ def two_rows(folder: Path) -> Path:
             EXIT_BAD_SETTING,
             "--grad_reduce_dtype fp8: one device exchanges no gradients",
         ),
+        (
+            "--use_te --mixed_precision bf16 --recompute layer --offload_activations",
+            EXIT_BAD_SETTING,
+            "--offload_activations: without a GPU, activations are in host memory; drop it",
+        ),
+        ("--recompute layer:9", EXIT_BAD_SETTING, "--recompute layer:9: for 9 layers, but the model has 3"),
         ("--memory_limit_gb 80", EXIT_BAD_SETTING, "--memory_limit_gb 80.0: this run has no GPU; drop it"),
         ("--moment_dtype fp9", EXIT_BAD_SETTING, "--moment_dtype fp9: not one of fp32, bf16, fp16, fp8"),
         ("--output_dir /proc/run", EXIT_BAD_SETTING, "--output_dir /proc/run"),

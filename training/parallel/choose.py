@@ -13,6 +13,7 @@ from core.machine import host_memory
 from core.settings import AUTO
 from te_models.build import ModelPlan, count_parameters
 from te_models.families import FAMILIES
+from te_models.settings import parse_recompute
 from training.config import Config
 from training.optim.optimizer import OptimizerPlan, moment_warning, plan_optimizer
 from training.parallel import fit, memory, ranks
@@ -47,14 +48,12 @@ def choose_strategy(
     gpu = min(usable) if device.type == "cuda" else None
     ranks.run_on_rank0(lambda: fit.allowed_batches(cfg.optim, ranks.world_size()))
     mode = ranks.run_on_rank0(lambda: _resolve_mode(cfg, model, device, gpu))
-    if mode == "single" and cfg.sharding.grad_reduce_dtype == "fp8":
-        raise bad_setting(
-            "one device exchanges no gradients; use fp32 or bf16, the dtype of sums over micro-batches",
-            grad_reduce_dtype="fp8",
-        )
+    if mode == "single":
+        fit.check_one_device(cfg)
     free = min(ranks.run_on_all_ranks(lambda: free_memory(gpu, device))) if gpu else None
     fitted = ranks.run_on_rank0(lambda: _fit(cfg, model, device, mode, free))
     strategy = build_strategy(mode, device, fitted.plan.cfg)
+    ranks.run_on_all_ranks(lambda: check_recomputation(strategy.cfg, strategy))
     if strategy.steps_on_cpu:
         threads = ranks.use_cores()
         print_rank0(f"the optimizer steps on the CPU, with {threads} threads per rank")
@@ -118,6 +117,19 @@ def _why_unpredicted(cfg: Config, model: ModelPlan, mode: str) -> str | None:
         return "layers without torch.compile keep more activations than are counted"
     found = fit.unpredicted(cfg, mode)
     return found and f"{' '.join(as_flag(*each) for each in found[1].items())}: {found[0]}"
+
+
+def check_recomputation(cfg: Config, strategy: Strategy) -> None:
+    """Raise UserError for recomputation that the device or the strategy cannot run."""
+    offloads = cfg.model.offload_activations
+    if offloads and strategy.device.type != "cuda":
+        raise bad_setting("without a GPU, activations are in host memory; drop it", offload_activations=True)
+    if offloads and strategy.reentrant:
+        raise bad_setting("not possible under DeepSpeed ZeRO-3; drop it", offload_activations=True)
+    levels = {level for level, _ in parse_recompute(cfg.model.recompute)}
+    if strategy.reentrant and cfg.model.use_te and levels & {"cheap", "mlp"}:
+        reason = "DeepSpeed ZeRO-3 recomputes all of a layer; choose layer"
+        raise bad_setting(reason, recompute=cfg.model.recompute)
 
 
 def check_memory(

@@ -181,6 +181,20 @@ def test_a_host_too_small_for_activations_is_refused(monkeypatch):
         choose.refuse_activations(plan)
 
 
+@pytest.mark.parametrize(
+    ("settings", "device", "message"),
+    [
+        ({"recompute": "full", "offload_activations": True}, "cpu", "offload_activations: without a GPU"),
+        ({"recompute": "full", "offload_activations": True}, "cuda", "offload_activations: not possible"),
+        ({"recompute": "mlp:1"}, "cuda", "--recompute mlp:1: DeepSpeed ZeRO-3 recomputes all of a layer"),
+    ],
+)
+def test_recomputation_that_cannot_run_is_refused_before_the_data_is_read(settings, device, message):
+    strategy = SimpleNamespace(device=torch.device(device), reentrant=True)
+    with pytest.raises(UserError, match=message):
+        choose.check_recomputation(config_from_dict({"use_te": True, **settings}), strategy)
+
+
 @pytest.mark.parametrize(("mode", "each"), [("fsdp_offload", 16 + 4), ("ds_zero3_offload", 20 + 12)])
 def test_a_host_too_small_to_offload_to_is_refused(mode, each, monkeypatch):
     optimizer = OptimizerPlan("torch_adamw", torch.float32, True, ("fp32", "fp32"))
