@@ -52,14 +52,13 @@ def adamw_kernel(
     else:
         master = w.to(tl.float32)
     g = tl.load(grads + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scalars)
-    m = (
-        beta1 * load_moment(exp_avg, exp_avg_exponents, at, block, inside, block_inside, True)
-        + (1 - beta1) * g
-    )
+    # Explicit FMAs, because the compiler would fuse one product or the other by an element's position.
+    m = load_moment(exp_avg, exp_avg_exponents, at, block, inside, block_inside, True)
+    m = tl.fma(beta1, m, (1 - beta1) * g)
     v = load_moment(exp_avg_sq, exp_avg_sq_exponents, at, block, inside, block_inside, False)
-    v = beta2 * v + (1 - beta2) * g * g
+    v = tl.fma(beta2, v, (1 - beta2) * g * g)
     step = (m / tl.load(scalars + 2)) / (tl.sqrt(v / tl.load(scalars + 3)) + eps)
-    master = master - lr * (step + weight_decay * master)
+    master = tl.fma(-lr, tl.fma(weight_decay, master, step), master)
     noise = mix((at * INDEX_FACTOR + tl.load(seed)).to(tl.uint32))
     store_moment(exp_avg, exp_avg_exponents, m, noise, at, block, inside, block_inside, True)
     noise = mix(noise + NEXT_BITS)
