@@ -19,7 +19,7 @@ ONE_SEQUENCE = {"batch_size": 1, "gradient_accumulation_steps": None, "global_ba
 
 def limits_table(plans: list[Plan]) -> str:
     """Return a table of the three limits by number of GPUs; other settings stay as they are."""
-    rows = [[f"{p.job.gpus:,}", _smallest_card(p), _largest_preset(p), _longest_sequence(p)] for p in plans]
+    rows = [[f"{p.job.gpus:,}", smallest_card(p), _largest_preset(p), _longest_sequence(p)] for p in plans]
     return markdown(["GPUs", "smallest GPU", "largest preset", "longest sequence, micro-batch of one"], rows)
 
 
@@ -35,7 +35,7 @@ def _fitting(plan: Plan, changes: dict[str, Any], memory_gb: float | None = None
     return other if other.fits and not other.refusal and not needs_host else None
 
 
-def _smallest_card(plan: Plan) -> str:
+def smallest_card(plan: Plan) -> str:
     for size, memory_gb in CARDS.items():
         if _fitting(plan, {}, memory_gb):
             return f"{size} GB"

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.plan.check import Check, check_runs, recorded_job, why_not
 from benchmarks.plan.job import read_model
+from benchmarks.plan.limits import smallest_card
 from benchmarks.plan.main import main, run
 from benchmarks.plan.predict import make_plan
 from benchmarks.plan.time import GPUS, adam_bytes, communication_seconds, exchange, step_seconds
@@ -379,6 +380,30 @@ def test_the_plan_names_the_smallest_gpu_the_largest_model_and_the_longest_seque
     assert (card, other, model, length) == ("141 GB", "80 GB", LLAMA_8B, "8,192")
     longer = run([*flags.split(), "--gpus", "1", "--max_seq_length", "9216"])
     assert "does not fit" in longer and "| 180 GB " in longer
+
+
+READMES_MODELS = {
+    "Llama 3.2 1B": "meta-llama/Llama-3.2-1B",
+    "Llama 3.2 3B": "meta-llama/Llama-3.2-3B",
+    "Qwen3 4B": "Qwen/Qwen3-4B",
+    "Qwen2.5 7B": "Qwen/Qwen2.5-7B",
+    "Llama 3.1 8B": LLAMA_8B,
+    "Qwen2.5 14B": "Qwen/Qwen2.5-14B",
+}
+
+
+@pytest.mark.parametrize("model", READMES_MODELS)
+def test_readme_names_the_smallest_gpu_of_each_model(model):
+    settings = {"moment_dtype": "fp8", "grad_reduce_dtype": "bf16", "batch_size": "auto", "recompute": "auto"}
+    settings |= {"max_seq_length": 1024, "global_batch_size": 64, **FP8}
+    cards = [
+        smallest_card(plan_of(READMES_MODELS[model], **settings, offload_optimizer=offload))
+        for offload in (False, True)
+    ]
+    expected = cards[0] if cards[0] == cards[1] else f"{cards[0].removesuffix(' GB')} / {cards[1]}"
+    assert re.search(
+        rf"^\| {re.escape(model)} \|.*\| {expected} \|$", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
 
 
 BAD_INPUT = {
