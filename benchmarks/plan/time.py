@@ -130,12 +130,13 @@ def _cast_bytes(job: StepPlan) -> float:
     inputs = 2 * s.hidden_size + queries + s.ffn_hidden_size
     gradients = 2 * s.hidden_size + queries + 2 * keys + 2 * s.ffn_hidden_size
     values = s.num_layers * job.tokens * (inputs * (2 - job.share_of("none")) + gradients)
-    stored, weights = job.share_of("none"), job.model.gemm_weights
-    # Casts per weight: 1 if the copies are kept for backward, else half of it again, for one layout.
-    casts = 1.0 if job.keeps_fp8_weights else 1.5
+    # Casts of a weight per micro-batch: one, to both layouts, if it is kept for backward. Under FSDP2 and in
+    # torchao's layers forward makes one layout and backward both; a recomputed TE layer makes both twice.
+    stored, casts = job.share_of("none"), 1.0 if job.keeps_fp8_weights else 1.5
     if job.caches_fp8_weights:
         casts /= job.accumulation
-    weights *= casts * stored + 1.5 * (1 - stored)
+    again = 2.0 if job.cfg.model.use_te and not job.fsdp else 1.5
+    weights = job.model.gemm_weights * (casts * stored + again * (1 - stored))
     return costs_of(job.recipe).cast_bytes * (values + weights) * job.fp8_layers
 
 
