@@ -38,7 +38,7 @@ from core.files import replace_file
 from core.settings import AUTO, convert, nearest
 from training.config import Config, all_settings
 from training.launch import require_inputs
-from training.parallel.fit import allowed_batches
+from training.parallel.fit import check_launch
 
 PROG = "python -m benchmarks.sweep"
 # Short names of axes. All other settings are axes under their own names.
@@ -157,7 +157,7 @@ def build_points(
             raise bad_setting("must be at least 1", gpus=gpus)
         try:
             cfg = resolve(given | own | variant.settings, folder / "runs" / name)
-            allowed_batches(cfg.optim, gpus)
+            check_launch(cfg, gpus)
         except UserError as fault:
             raise bad_input(f"{name}: {fault}") from None
         points.append(Point(name, gpus, cfg))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from core.errors import bad_setting
-from core.settings import Section, nearest, resumable, setting
+from core.settings import AUTO, Section, nearest, resumable, setting
 
 # Levels of recomputation, from none to all of a layer; see `te_models.recompute.layers`.
 RECOMPUTE_LEVELS = ("none", "cheap", "mlp", "layer", "full")
@@ -75,6 +75,11 @@ def parse_recompute(text: str) -> list[tuple[str, int | None]]:
         reason = "only the last level may be without a number of layers; give LEVEL:N for the others"
         raise bad_setting(reason, recompute=text)
     return parts
+
+
+def named_levels(text: str) -> set[str]:
+    """Return the levels of recomputation in `text`, none for auto. UserError if it cannot be parsed."""
+    return set() if text == AUTO else {level for level, _ in parse_recompute(text)}
 
 
 def recompute_levels(text: str, layers: int) -> list[str]:

@@ -14,10 +14,10 @@ from core.errors import UserError, bad_setting
 from core.recipes import RECIPES, TE_RECIPES, TORCHAO_RECIPES
 from core.settings import AUTO, Setting, convert, lookup
 from data.settings import EVAL_SAMPLES, DataConfig
-from te_models.settings import ModelConfig, parse_recompute
+from te_models.settings import ModelConfig, named_levels
 from training.checkpoint.settings import CheckpointConfig
 from training.optim.settings import OptimConfig
-from training.parallel.settings import DEEPSPEED_MODES, FP8_GATHER_MODES, ShardingConfig
+from training.parallel.settings import DEEPSPEED_MODES, FP8_GATHER_MODES, ZERO_3_MODES, ShardingConfig
 from training.precision.settings import (
     MAX_MARGIN,
     PrecisionConfig,
@@ -123,13 +123,14 @@ def precision_rules(s: Any) -> Iterator[tuple[str, str]]:
 
 
 def model_rules(s: Any) -> Iterator[tuple[str, str]]:
-    # Raises UserError for a value that it cannot parse.
-    levels = [] if s.recompute == AUTO else [level for level, _ in parse_recompute(s.recompute)]
-    if "cheap" in levels and not s.use_te:
+    if "cheap" in named_levels(s.recompute) and not s.use_te:
         reason = "without --use_te, torch.compile decides which elementwise operations to recompute"
         yield "recompute", f"{reason}; add --use_te, or choose mlp"
     if s.gradient_checkpointing and s.recompute not in ("none", "layer"):
-        yield "gradient_checkpointing recompute", "--gradient_checkpointing is --recompute layer; give one"
+        yield (
+            "gradient_checkpointing recompute",
+            "is --recompute layer; give one, or add --no_gradient_checkpointing",
+        )
     recomputes = s.gradient_checkpointing or s.recompute != "none"
     if s.offload_activations and s.recompute == AUTO:
         yield "recompute offload_activations", "auto chooses for activations on the GPU; give a level"
@@ -149,6 +150,8 @@ def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
         yield "cpu_offload sharding_mode", reason
     if s.offload_optimizer:
         yield from _refused_offload(s)
+    if s.sharding_mode in ZERO_3_MODES:
+        yield from refused_by_zero_3(s)
     if s.grad_reduce_dtype == "fp8" and s.sharding_mode in DEEPSPEED_MODES:
         reason = "DeepSpeed exchanges fp32 or bf16; choose one, or another mode"
         yield "grad_reduce_dtype sharding_mode", reason
@@ -176,6 +179,14 @@ def _refused_offload(s: Any) -> Iterator[tuple[str, str]]:
         yield "offload_optimizer " + ("cpu_offload" if s.cpu_offload else "sharding_mode"), reason
     if s.fp8_all_gather and s.use_te:
         yield "offload_optimizer fp8_all_gather", "TE's optimizer of FP8 weights stays on the GPU; drop one"
+
+
+def refused_by_zero_3(s: Any) -> Iterator[tuple[str, str]]:
+    """Yield the rules of recomputation under DeepSpeed ZeRO-3, by a mode's name or a file."""
+    if s.offload_activations:
+        yield "offload_activations", "not possible under DeepSpeed ZeRO-3; drop it"
+    if s.use_te and named_levels(s.recompute) & {"cheap", "mlp"}:
+        yield "recompute", "DeepSpeed ZeRO-3 recomputes all of a layer; choose layer"
 
 
 RULES = (model_rules, data_rules, precision_rules, sharding_rules)

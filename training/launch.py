@@ -18,7 +18,7 @@ from data.reading.formats import named_file
 from te_models.presets import LOCAL_PRESETS, PRESETS, require_model
 from te_models.settings import recompute_levels
 from training.config import Config, parse_config
-from training.parallel.fit import check_one_device
+from training.parallel.fit import check_launch
 from training.parallel.settings import read_deepspeed_config
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def parse_early(description: str) -> Config | None:
     try:
         cfg = parse_config(argv, prog=Path(sys.argv[0]).name, description=description)
         require_inputs(cfg)
-        check_one_device(cfg)
+        check_launch(cfg, 1)
         return cfg
     except UserError as error:
         print(f"error: {redact(str(error))}", file=sys.stderr)

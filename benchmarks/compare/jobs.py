@@ -12,7 +12,7 @@ from benchmarks.records.variants import Variant, resolve
 from core.errors import UserError, bad_setting, counted
 from training.config import Config
 from training.launch import require_inputs
-from training.parallel.fit import allowed_batches, global_batch
+from training.parallel.fit import check_launch, global_batch
 
 # Defaults of the runs; training flags on the command line override them.
 DEFAULTS: dict[str, Any] = {
@@ -86,7 +86,7 @@ def check_before_start(jobs: list[Job], gpus: int) -> None:
     first = jobs[0]
     batch = global_batch(first.cfg.optim, gpus)
     for job in jobs:
-        allowed_batches(job.cfg.optim, gpus)
+        check_launch(job.cfg, gpus)
         if (own := global_batch(job.cfg.optim, gpus)) != batch:
             raise bad_input(
                 f"{job.name} and {first.name} cannot be compared: --batch_size x "

@@ -415,6 +415,8 @@ def test_incomparable_runs_are_refused_before_anything_runs(tmp_path):
         check_before_start(jobs_of(tmp_path, "bf16,delayed+batch_size=4"), 1)
     with pytest.raises(UserError, match="--global_batch_size 16: cannot be shared by 3 ranks; use 15"):
         check_before_start(jobs_of(tmp_path, flags="--global_batch_size 16"), 3)
+    with pytest.raises(UserError, match="--grad_reduce_dtype fp8: one device exchanges no gradients"):
+        check_before_start(jobs_of(tmp_path, flags="--grad_reduce_dtype fp8"), 1)
     split = "bf16,delayed+batch_size=auto,current+batch_size=2"
     check_before_start(jobs_of(tmp_path, split, flags="--global_batch_size 16"), 2)
     jobs = jobs_of(tmp_path, "bf16,delayed")

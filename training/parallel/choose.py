@@ -13,8 +13,7 @@ from core.machine import host_memory
 from core.settings import AUTO
 from te_models.build import ModelPlan, count_parameters
 from te_models.families import FAMILIES
-from te_models.settings import parse_recompute
-from training.config import Config
+from training.config import Config, refused_by_zero_3
 from training.optim.optimizer import OptimizerPlan, moment_warning, plan_optimizer
 from training.parallel import fit, memory, ranks
 from training.parallel.activations import host_activations
@@ -49,7 +48,7 @@ def choose_strategy(
     ranks.run_on_rank0(lambda: fit.allowed_batches(cfg.optim, ranks.world_size()))
     mode = ranks.run_on_rank0(lambda: _resolve_mode(cfg, model, device, gpu))
     if mode == "single":
-        fit.check_one_device(cfg)
+        fit.check_launch(cfg, 1)
     free = min(ranks.run_on_all_ranks(lambda: free_memory(gpu, device))) if gpu else None
     fitted = ranks.run_on_rank0(lambda: _fit(cfg, model, device, mode, free))
     strategy = build_strategy(mode, device, fitted.plan.cfg)
@@ -121,15 +120,10 @@ def _why_unpredicted(cfg: Config, model: ModelPlan, mode: str) -> str | None:
 
 def check_recomputation(cfg: Config, strategy: Strategy) -> None:
     """Raise UserError for recomputation that the device or the strategy cannot run."""
-    offloads = cfg.model.offload_activations
-    if offloads and strategy.device.type != "cuda":
+    if cfg.model.offload_activations and strategy.device.type != "cuda":
         raise bad_setting("without a GPU, activations are in host memory; drop it", offload_activations=True)
-    if offloads and strategy.reentrant:
-        raise bad_setting("not possible under DeepSpeed ZeRO-3; drop it", offload_activations=True)
-    levels = {level for level, _ in parse_recompute(cfg.model.recompute)}
-    if strategy.reentrant and cfg.model.use_te and levels & {"cheap", "mlp"}:
-        reason = "DeepSpeed ZeRO-3 recomputes all of a layer; choose layer"
-        raise bad_setting(reason, recompute=cfg.model.recompute)
+    for name, reason in refused_by_zero_3(cfg.model) if strategy.reentrant else ():
+        raise bad_setting(reason, **{name: getattr(cfg.model, name)})
 
 
 def check_memory(

@@ -108,10 +108,10 @@ def resolve_auto(cfg: Config, ranks: int, batch: int | None = None, recompute: s
     return replace(cfg, optim=optim, model=replace(cfg.model, recompute=chosen))
 
 
-def check_one_device(cfg: Config) -> None:
-    """Raise UserError for settings of a step that one device cannot run."""
-    allowed_batches(cfg.optim, 1)
-    if cfg.sharding.grad_reduce_dtype == "fp8":
+def check_launch(cfg: Config, ranks: int) -> None:
+    """Raise UserError for a batch that these ranks cannot share, or an exchange that one device lacks."""
+    allowed_batches(cfg.optim, ranks)
+    if ranks == 1 and cfg.sharding.grad_reduce_dtype == "fp8":
         raise bad_setting(
             "one device exchanges no gradients; use fp32 or bf16, the dtype of sums over micro-batches",
             grad_reduce_dtype="fp8",

@@ -45,6 +45,7 @@ MODES: dict[str, Mode] = {
     "ds_zero3_offload": Mode("deepspeed", stage=3, offload=True),
 }
 DEEPSPEED_MODES = tuple(name for name, m in MODES.items() if m.engine == "deepspeed")
+ZERO_3_MODES = tuple(name for name, m in MODES.items() if m.stage == 3)
 FP8_GATHER_MODES = tuple(name for name, m in MODES.items() if m.engine == "fsdp" and not m.offload)
 
 
