@@ -127,10 +127,8 @@ def model_rules(s: Any) -> Iterator[tuple[str, str]]:
         reason = "without --use_te, torch.compile decides which elementwise operations to recompute"
         yield "recompute", f"{reason}; add --use_te, or choose mlp"
     if s.gradient_checkpointing and s.recompute not in ("none", "layer"):
-        yield (
-            "gradient_checkpointing recompute",
-            "is --recompute layer; give one, or add --no_gradient_checkpointing",
-        )
+        reason = "the first is --recompute layer; drop it, with --no_gradient_checkpointing if a file sets it"
+        yield "gradient_checkpointing recompute", reason
     recomputes = s.gradient_checkpointing or s.recompute != "none"
     if s.offload_activations and s.recompute == AUTO:
         yield "recompute offload_activations", "auto chooses for activations on the GPU; give a level"

@@ -114,7 +114,7 @@ def test_levels_that_a_model_lacks_are_refused():
         build_model(experts, replace(hugging_face, recompute="mlp"))
 
 
-def test_zero_3_refuses_what_it_cannot_run_before_torch_is_imported():
+def test_settings_refuse_levels_and_offload_that_zero_3_cannot_run():
     settings = {"use_te": True, "sharding_mode": "ds_zero3"}
     with pytest.raises(UserError, match="--recompute mlp:1: DeepSpeed ZeRO-3 recomputes all of a layer"):
         config_from_dict(settings | {"recompute": "mlp:1"})
@@ -142,6 +142,6 @@ def test_levels_are_given_for_all_layers_or_by_number():
             config_from_dict({"recompute": text})
     with pytest.raises(UserError, match=r"--recompute layer\+mlp: only the last level may be without"):
         config_from_dict({"recompute": "layer+mlp"})
-    with pytest.raises(UserError, match=r"--recompute full: is .* or add --no_gradient_checkpointing"):
+    with pytest.raises(UserError, match=r"--recompute full: the first is .*; drop it, with --no_gradient_checkpointing"):
         config_from_dict({"recompute": "full", "gradient_checkpointing": True})
     assert config_from_dict({"gradient_checkpointing": True}).model.recomputation == "layer"
