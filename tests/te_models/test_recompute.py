@@ -142,6 +142,7 @@ def test_levels_are_given_for_all_layers_or_by_number():
             config_from_dict({"recompute": text})
     with pytest.raises(UserError, match=r"--recompute layer\+mlp: only the last level may be without"):
         config_from_dict({"recompute": "layer+mlp"})
-    with pytest.raises(UserError, match=r"--recompute full: the first is .*; drop it, with --no_gradient_checkpointing"):
+    drop = r"--recompute full: the first is .*; drop it, with --no_gradient_checkpointing"
+    with pytest.raises(UserError, match=drop):
         config_from_dict({"recompute": "full", "gradient_checkpointing": True})
     assert config_from_dict({"gradient_checkpointing": True}).model.recomputation == "layer"
