@@ -1,14 +1,22 @@
 """Settings of all tests."""
 
 import gc
+import os
 import signal
+import tempfile
 
 import pytest
 
 
-def pytest_configure() -> None:
-    """Undo that background shells ignore SIGINT for their jobs: child processes inherit it."""
+def pytest_configure(config: pytest.Config) -> None:
+    # Background shells ignore SIGINT for their jobs, and child processes inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # torch.compile would reuse code that it compiled for other CPU instructions (ATEN_CPU_CAPABILITY), which
+    # computes NaN or aborts. Worker processes inherit the variable.
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="torchinductor_")
+        config.add_cleanup(folder.cleanup)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
 
 
 @pytest.hookimpl(wrapper=True)
