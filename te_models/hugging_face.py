@@ -5,7 +5,7 @@ B rows, S tokens per row, T = B*S tokens, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -81,7 +81,7 @@ class HFCausalLM(nn.Module):
                     raise bad_setting(reason, recompute=recompute)
                 block.gradient_checkpointing = False
             if level == "mlp":
-                block.mlp.forward = partial(checkpoint, block.mlp.forward, use_reentrant=reentrant)
+                block.mlp.forward = partial(_recomputed, block.mlp.forward, reentrant)
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -163,6 +163,13 @@ class HFCausalLM(nn.Module):
                 exit_code=EXIT_BAD_SETTING,
             )
         return result._replace(loss=result.loss + weight * (labels != IGNORE).sum() * balance)
+
+
+def _recomputed(forward: Callable, reentrant: bool, hidden: Tensor) -> Tensor:
+    """Run `forward`; in training, run it again in backward instead of keeping its activations."""
+    if not torch.is_grad_enabled():
+        return forward(hidden)
+    return checkpoint(forward, hidden, use_reentrant=reentrant)
 
 
 def router_loss_weight(model: nn.Module) -> float | None:

@@ -6,7 +6,7 @@ copied out, so GPU memory stays bounded. Backward fetches a layer while it runs 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ IN_FLIGHT = 2  # layers whose copies to the host may be unfinished
 class _Copy:
     """A tensor on the host, and its copy on the GPU while backward needs it."""
 
+    buffer: Tensor  # host memory that `host` is a part of
     host: Tensor
     device: torch.device
     on_gpu: Tensor | None = None
@@ -37,14 +38,14 @@ class Stored:
 
 
 class ActivationOffload:
-    """Host memory and streams of one model. Buffers are reused by later micro-batches."""
+    """Host memory and streams of one model. Later micro-batches, also of other lengths, reuse buffers."""
 
     def __init__(self, device: torch.device):
         self.out, self.back = (torch.cuda.Stream(device) for _ in range(2))
         self.stored: list[Stored] = []  # in the order of forward
         self.leaving: deque[tuple[torch.cuda.Event, Any]] = deque()
-        # Free host buffers, each with the event after which it may be overwritten.
-        self.free: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, torch.cuda.Event]]] = {}
+        # Free host buffers by size, each with the event after which it may be overwritten.
+        self.free: defaultdict[int, list[tuple[Tensor, torch.cuda.Event]]] = defaultdict(list)
 
     def begin(self) -> None:
         """Drop the activations of an interrupted step."""
@@ -67,15 +68,20 @@ class ActivationOffload:
     def _copy_out(self, tensor: Tensor, stored: Stored) -> Any:
         if tensor.nbytes < SMALLEST:
             return tensor
-        free = self.free.setdefault((tensor.shape, tensor.dtype), [])
-        if free:
-            host, read = free.pop()
-            self.out.wait_event(read)
-        else:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        buffer = self._buffer(tensor.nbytes)
+        host = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         host.copy_(tensor, non_blocking=True)
-        stored.copies.append(_Copy(host, tensor.device))
+        stored.copies.append(_Copy(buffer, host, tensor.device))
         return stored.copies[-1]
+
+    def _buffer(self, nbytes: int) -> Tensor:
+        """Return pinned memory for this many bytes. Sizes are powers of two, as PyTorch allocates them."""
+        size = 1 << (nbytes - 1).bit_length()
+        if not self.free[size]:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        buffer, read = self.free[size].pop()
+        self.out.wait_event(read)
+        return buffer
 
     def load(self, stored: Stored) -> Any:
         """Return the tree with its tensors on the GPU, and start fetching the layer before it."""
@@ -105,5 +111,4 @@ class ActivationOffload:
                 copy.on_gpu.copy_(copy.host, non_blocking=True)
             stored.fetched = self.back.record_event()
         for copy in stored.copies:
-            key = copy.host.shape, copy.host.dtype
-            self.free.setdefault(key, []).append((copy.host, stored.fetched))
+            self.free[len(copy.buffer)].append((copy.buffer, stored.fetched))
