@@ -4,10 +4,11 @@
 - `--resume PATH` starts from that checkpoint. Once this run has saved newer ones, the same command
   resumes from those, so that a requeued job never rolls back twice.
 - `--resume none` starts from scratch. It is an error if the folder already holds a run.
-- Settings that are not resumable must match the checkpoint, with three exceptions. The batch may be split
-  differently; on another number of ranks its size may change too. A run that starts from another run's
-  checkpoint may change learning rate, schedule, weight decay and clipping. With --convert_moments the moments
-  may have another dtype.
+- Settings that are not resumable must match the checkpoint, with few exceptions. The batch may be split
+  differently; on another number of ranks its size may change too, if a rank's share stays. A run that starts
+  from another run's checkpoint may change learning rate, schedule, weight decay and clipping. With
+  --convert_moments the moments may have another dtype. On one rank, which exchanges no gradients,
+  --grad_reduce_dtype fp8 is bf16.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from training.checkpoint.store import Checkpoints
 from training.config import Config, all_settings, changed_settings, settings_path
 from training.optim.settings import OptimConfig
 
-# Settings that may change if the global batch size stays the same, or on another number of ranks.
+# Settings that may change if the sequences of a step stay the same, of all ranks or of one.
 BATCH_SPLIT_SETTINGS = ("batch_size", "gradient_accumulation_steps", "global_batch_size")
 # Settings that may change when starting from another run's checkpoint, e.g. after that run diverged.
 RESTART_SETTINGS = (
@@ -162,12 +163,17 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
             f"({', '.join(unknown)}); resume with that version, or start a new run from its export",
             resume=point.path,
         )
-    changed = _without_converted(changed_settings(meta["config"], cfg), cfg)
-    allowed = {} if point.own else {name: changed.pop(name) for name in RESTART_SETTINGS if name in changed}
+    changed = changed_settings(meta["config"], cfg)
+    permitted = [*_converted(cfg), *([] if point.own else RESTART_SETTINGS)]
+    if 1 in (meta["world_size"], world_size) and _same_sums(changed):
+        permitted.append("grad_reduce_dtype")
+    allowed = {name: changed.pop(name) for name in permitted if name in changed}
     old, new = global_batch(meta["config"], meta["world_size"]), global_batch(cfg.to_dict(), world_size)
     split = {name: changed.pop(name) for name in BATCH_SPLIT_SETTINGS if name in changed}
-    if old != new and (split or meta["world_size"] == world_size):
+    if old != new and global_batch(meta["config"], 1) != global_batch(cfg.to_dict(), 1):
         changed |= split
+    else:
+        allowed |= split
     if meta["recipe"] != recipe:
         changed["fp8_scenario"] = (meta["recipe"], recipe)
     _refuse_other_moments(changed, resume=point.path)
@@ -202,9 +208,12 @@ def check_folder(cfg: Config, folder: Path) -> None:
             "continue from its checkpoints",
             output_dir=folder,
         )
-    changed = _without_converted(changed_settings(old, cfg), cfg)
-    if (folder / "checkpoints").exists():  # `check_resume` compares them, by world size
-        changed = {name: values for name, values in changed.items() if name not in BATCH_SPLIT_SETTINGS}
+    changed, ignored = changed_settings(old, cfg), _converted(cfg)
+    if (folder / "checkpoints").exists():  # `check_resume` compares these, by world size
+        ignored += [*BATCH_SPLIT_SETTINGS, *["grad_reduce_dtype"] * _same_sums(changed)]
+    if global_batch(old, 1) == global_batch(cfg.to_dict(), 1):  # split by --batch_size auto
+        ignored += BATCH_SPLIT_SETTINGS
+    changed = {name: values for name, values in changed.items() if name not in ignored}
     _refuse_other_moments(changed, output_dir=folder)
     if changed:
         raise bad_setting(
@@ -216,10 +225,14 @@ def check_folder(cfg: Config, folder: Path) -> None:
         raise bad_setting("the folder holds a run already; choose another", resume="none", output_dir=folder)
 
 
-def _without_converted(changed: dict[str, tuple[Any, Any]], cfg: Config) -> dict[str, tuple[Any, Any]]:
-    """Return the changes that --convert_moments does not permit."""
-    converted = ["moment_dtype"] if cfg.checkpoint.convert_moments else []
-    return {name: values for name, values in changed.items() if name not in converted}
+def _converted(cfg: Config) -> list[str]:
+    """Return the settings that --convert_moments permits to change."""
+    return ["moment_dtype"] if cfg.checkpoint.convert_moments else []
+
+
+def _same_sums(changed: dict[str, tuple[Any, Any]]) -> bool:
+    """True if --grad_reduce_dtype changed between fp8 and bf16, which both sum micro-batches in BF16."""
+    return set(changed.get("grad_reduce_dtype", ())) == {"bf16", "fp8"}
 
 
 def _refuse_other_moments(changed: dict[str, tuple[Any, Any]], **where: Path) -> None:

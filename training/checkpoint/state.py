@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from training.precision.recipes import Precision
 from training.precision.settings import parse_moment_dtype
 
 StoredMoments = dict[tuple[str, str], dict[str, Tensor]]  # tensors of (parameter's key, moment), by part
-MOMENTS_AT_ONCE = 20  # loaded together when their format changes: about a decoder layer's
+ELEMENTS_AT_ONCE = 2**28  # of all ranks, loaded together when the format of moments changes
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,9 @@ def restore_run(checkpoints: Checkpoints, point: ResumePoint, run: RunState) -> 
     """
     shapes, meta = checkpoints.shapes(point.path), point.meta
     scaling = {key: torch.empty(shape) for key, shape in shapes.items() if key.startswith("fp8/")}
-    tensors, copy_back = weights_and_optimizer(run.model, run.optimizer, run.strategy, run.cfg)
+    tensors, copy_back = weights_and_optimizer(
+        run.model, run.optimizer, run.strategy, run.cfg, weights_only=run.loader is None
+    )
     rng_tensors = {key: tensor for key, tensor in rng_state(run.strategy.rank).items() if key in shapes}
     saved_formats = parse_moment_dtype(meta["config"].get("moment_dtype", "fp32"))
     same = saved_formats == parse_moment_dtype(run.cfg.precision.moment_dtype)
@@ -143,36 +145,53 @@ def _load_moments(
 
     They are loaded in groups, as all of them may not fit in both formats, and converted on `device`.
     """
-    keys = list(live)
-    for first in range(0, len(keys), MOMENTS_AT_ONCE):
-        group = keys[first : first + MOMENTS_AT_ONCE]
+    for group in _groups({(key, moment): parts[moment].numel() for (key, moment), parts in live.items()}):
         saved = {
             (key, name): moments.allocate(live[key, name][name], name, formats[name]) for key, name in group
         }
         checkpoints.read(path, {f"{key}.{part}": t for (key, _), p in saved.items() for part, t in p.items()})
         for key, moment in group:
-            there = {part: local(tensor).to(device) for part, tensor in saved[key, moment].items()}
-            here = {part: local(tensor) for part, tensor in live[key, moment].items()}
-            converted = {part: tensor.to(device) for part, tensor in here.items()}
-            moments.write_(converted, moment, moments.read(there, moment))
-            for part, tensor in here.items():
-                tensor.copy_(converted[part])
+            there, here = (
+                {part: local(tensor) for part, tensor in tensors[key, moment].items()}
+                for tensors in (saved, live)
+            )
+            moments.convert_(here, there, moment, device)
+
+
+def _groups(sizes: dict[tuple[str, str], int]) -> Iterator[list[tuple[str, str]]]:
+    """Split the keys into groups of ELEMENTS_AT_ONCE, or of one larger tensor."""
+    group, elements = [], 0
+    for key, size in sizes.items():
+        if group and elements + size > ELEMENTS_AT_ONCE:
+            yield group
+            group, elements = [], 0
+        group, elements = [*group, key], elements + size
+    if group:
+        yield group
 
 
 def weights_and_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Any, cfg: Config
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Any,
+    cfg: Config,
+    *,
+    weights_only: bool = False,
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
     """Return (tensors in the checkpoint layout, function to call after loading them).
 
     The layout is the same in every sharding mode. FP32 weights are split into BF16 weights and 16-bit
     remainders, unless the run computes in FP32. Tensors that the model stores in this form are live
-    references; the function copies the others back.
+    references; the function copies the others back. `weights_only` allocates no optimizer state, except for
+    DeepSpeed and FP8 weights, whose masters are loaded in any case.
     """
     strategy.reshard(model)
     if strategy.master_home == "zero":
         tensors, copy_back = strategy.state(model, optimizer)
     else:
-        tensors, copy_back = _plain_or_fsdp_state(model, optimizer, cfg)
+        needs_state = not weights_only or optim.has_fp32_masters(optimizer)
+        state = optim.optimizer_state(optimizer, model) if needs_state else {}
+        tensors, copy_back = _plain_or_fsdp_state(model, optimizer, cfg, state)
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
@@ -181,10 +200,10 @@ def weights_and_optimizer(
 
 
 def _plain_or_fsdp_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, cfg: Config
+    model: nn.Module, optimizer: torch.optim.Optimizer, cfg: Config, state: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
     """Implement `weights_and_optimizer` for plain and DTensor parameters, i.e. without ZeRO."""
-    tensors = {f"optimizer/{k}": v for k, v in optim.optimizer_state(optimizer, model).items()}
+    tensors = {f"optimizer/{name}": tensor for name, tensor in state.items()}
     masters: dict[str, Tensor] = {}
     split = cfg.precision.mixed_precision != "fp32"
     for name, parameter in model.named_parameters():

@@ -24,6 +24,7 @@ BLOCK = 64
 MOMENTS = FIRST, SECOND = "exp_avg", "exp_avg_sq"  # names in torch.optim.AdamW
 # Of random bits: factor of an element's index, and step from the bits of the first moment to the second's.
 INDEX_FACTOR, NEXT_BITS = 0x9E3779B1, 0x7F4A7C15
+CONVERTED_AT_ONCE = 2**24  # elements
 EXPONENTS = "_exponents"  # suffix of the name of a moment's block exponents, uint8
 
 
@@ -92,6 +93,26 @@ def write_(state: dict[str, Tensor], moment: str, values: Tensor, noise: Tensor 
     exponents.copy_(shared)
 
 
+def convert_(target: dict[str, Tensor], source: dict[str, Tensor], moment: str, device: torch.device) -> None:
+    """Store the values of `source`, a moment in another format, in `target`; compute on `device`.
+
+    Rows are converted in parts, which take up to 40 bytes of temporary memory per element.
+    """
+    columns = target[moment].shape[-1] if target[moment].numel() else 1
+    rows = max(1, CONVERTED_AT_ONCE // columns)
+    for first in range(0, target[moment].numel() // columns, rows):
+        here, there = (_rows(tensors, slice(first, first + rows)) for tensors in (target, source))
+        result = {name: part.to(device) for name, part in here.items()}
+        write_(result, moment, read({name: part.to(device) for name, part in there.items()}, moment))
+        for name, part in here.items():
+            part.copy_(result[name])
+
+
+def _rows(tensors: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
+    """Return these rows of tensors [..., n], counted over all leading dimensions."""
+    return {name: tensor.view(-1, tensor.shape[-1])[rows] for name, tensor in tensors.items()}
+
+
 def mantissa_of(dtype: torch.dtype) -> int:
     """Return the mantissa bits of codes stored in `dtype`."""
     return next(form.mantissa for form in FORMATS.values() if form.mantissa and form.dtype == dtype)
@@ -145,7 +166,7 @@ def random_bits(count: int, seed: Tensor) -> tuple[Tensor, Tensor]:
     """Return two int32 tensors of random bits for elements 0 to count - 1 from an int64 scalar seed.
 
     MurmurHash3's finalizer of index and seed, so that kernel and reference draw the same, and so does a
-    resumed run on as many ranks.
+    resumed run with the same shards.
     """
     index = torch.arange(count, dtype=torch.int64, device=seed.device)
     first = _mix((index * INDEX_FACTOR + seed) & 0xFFFFFFFF)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from core.errors import bad_setting
+from core.errors import UserError, bad_setting
 from training.optim import moments
 
 CHUNK = 2**23  # elements, a multiple of moments.BLOCK: at most 84 MB of state
@@ -39,21 +39,26 @@ class PinnedMemory(mmap.mmap):
     registered = False
 
     def __new__(cls, nbytes: int) -> PinnedMemory:
-        return super().__new__(cls, -1, nbytes)
+        try:
+            return super().__new__(cls, -1, nbytes)
+        except OSError as error:
+            raise _no_memory(nbytes, str(error)) from None
 
     def __init__(self, nbytes: int):
         self.runtime = torch.cuda.cudart()
         self.address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
         if code := int(self.runtime.cudaHostRegister(self.address, nbytes, 0)):
-            raise bad_setting(
-                f"CUDA error {code}: cannot page-lock {nbytes / 1e6:.0f} MB of host memory; drop it",
-                offload_optimizer=True,
-            )
+            raise _no_memory(nbytes, f"CUDA error {code}")
         self.registered = True
 
     def __del__(self) -> None:
         if self.registered:
             self.runtime.cudaHostUnregister(self.address)
+
+
+def _no_memory(nbytes: int, reason: str) -> UserError:
+    text = f"cannot page-lock {nbytes / 1e6:.0f} MB of host memory ({reason}); drop it"
+    return bad_setting(text, offload_optimizer=True)
 
 
 def host_zeros(shape: torch.Size, dtype: torch.dtype, *, pinned: bool) -> Tensor:
@@ -73,7 +78,7 @@ class HostState:
         self.buffer_bytes = 0
 
     def place(self, layouts: State) -> State:
-        """Return zeros in host memory like these tensors on the meta device, sharded like them."""
+        """Allocate zeros in host memory with the shapes, dtypes and sharding of these meta tensors."""
         shards = {}
         for name, layout in layouts.items():
             shard = layout.to_local() if isinstance(layout, DTensor) else layout
@@ -87,7 +92,7 @@ class HostState:
 
     @contextmanager
     def streaming(self, update: Update) -> Iterator[Update]:
-        """Context of one step; yields `update` for parameters whose state is in host memory.
+        """Wrap one step: yield a version of `update` for parameters whose state is in host memory.
 
         Buffers exist only within a step, when the memory of activations is free.
         """

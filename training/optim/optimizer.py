@@ -34,7 +34,7 @@ KINDS = {
     "fused_adamw": Kind("fused AdamW", "BF16 weights with FP32 masters", 2),
     "te_fused_adam": Kind("TE FusedAdam", "FP8 weights with FP32 masters", 4),
     "torch_adamw": Kind("torch AdamW", "FP32 weights", 0),
-    "plain_adamw": Kind("AdamW in plain PyTorch", "FP32 weights", 0),
+    "plain_adamw": Kind("own AdamW", "FP32 weights", 0),
     "zero_adamw": Kind("torch AdamW", "FP32 masters in ZeRO", 4),
 }
 
@@ -216,6 +216,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
         tensors = state_of(optimizer, parameter)
         state |= {f"{name}.{key}": value for key, value in tensors.items() if key != "step"}
     return state
+
+
+def has_fp32_masters(optimizer: torch.optim.Optimizer) -> bool:
+    """True if the optimizer stores whole FP32 masters, beside FP8 weights."""
+    return not isinstance(optimizer, (FusedAdamW, torch.optim.AdamW))
 
 
 def master_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:

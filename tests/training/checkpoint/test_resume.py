@@ -18,8 +18,9 @@ from tests.training.test_run import saved, train
 from training import run as run_module
 from training import trainer as trainer_module
 from training.checkpoint.progress import Progress
-from training.checkpoint.resume import ResumePoint, check_resume
+from training.checkpoint.resume import ResumePoint, check_folder, check_resume
 from training.config import config_from_dict
+from training.optim import optimizer
 from training.outcome import report_failure
 from training.tracking.wandb_writer import wandb_id
 
@@ -83,10 +84,59 @@ def test_an_optimizer_offloaded_at_a_resume_trains_the_same_bits(tmp_path):
     assert same_but_rng(saved(whole, 6), saved(folder, 6)) and losses(whole) == losses(folder)
 
 
-def test_evaluating_an_earlier_step_does_not_roll_back(folder):
+def test_evaluating_an_earlier_step_neither_rolls_back_nor_loads_moments(folder, monkeypatch):
+    allocated = []
+    monkeypatch.setattr(optimizer, "state_of", lambda *given: allocated.append(given))
     (folder / "summary.json").unlink()
     train(folder, f"--max_steps 0 --resume {folder}/checkpoints/step_000002")
-    assert index(folder)["latest"] == "step_000004"
+    assert index(folder)["latest"] == "step_000004" and not allocated
+
+
+def test_a_batch_may_be_split_differently_and_grow_with_the_ranks(tmp_path):
+    """--batch_size auto may choose another micro-batch, on as many ranks or on others."""
+
+    def settings(batch: int, accumulation: int):
+        return config_from_dict({"batch_size": batch, "gradient_accumulation_steps": accumulation})
+
+    def resume(ranks: int, batch: int, accumulation: int) -> str:
+        meta = {"config": settings(4, 2).to_dict(), "world_size": 4, "recipe": "fp32"}
+        point = ResumePoint(Path("run"), meta | {"progress": {"step": 1}}, own=True, rollback=False)
+        return check_resume(point, settings(batch, accumulation), "fp32", ranks)
+
+    assert "--batch_size 4 there, 8 here" in resume(4, 8, 1)
+    grown = resume(8, 8, 1)
+    assert "--batch_size 4 there, 8 here" in grown and "global batch of 32 sequences; it is 64 on 8" in grown
+    for refused in ((8, 8, 2), (4, 4, 1)):
+        with pytest.raises(UserError, match="--global_batch_size 32 keeps its batch"):
+            resume(*refused)
+
+    (tmp_path / "settings.json").write_text(json.dumps(settings(4, 2).to_dict()))
+    (tmp_path / "metrics.jsonl").write_text("{}\n")  # logged before its first checkpoint
+    check_folder(settings(8, 1), tmp_path)
+    with pytest.raises(UserError, match="holds another run"):
+        check_folder(settings(8, 2), tmp_path)
+
+
+def test_on_one_rank_an_exchange_in_fp8_resumes_as_bf16(tmp_path):
+    def settings(dtype: str):
+        return config_from_dict({"grad_reduce_dtype": dtype, "gradient_accumulation_steps": 1})
+
+    def resume(saved: str, ranks: int, now: str, ranks_now: int) -> str:
+        meta = {"config": settings(saved).to_dict(), "world_size": ranks, "recipe": "fp32"}
+        point = ResumePoint(Path("run"), meta | {"progress": {"step": 1}}, own=True, rollback=False)
+        return check_resume(point, settings(now), "fp32", ranks_now)
+
+    assert "--grad_reduce_dtype fp8 there, bf16 here" in resume("fp8", 2, "bf16", 1)
+    assert "--grad_reduce_dtype bf16 there, fp8 here" in resume("bf16", 1, "fp8", 2)
+    for refused in (("fp8", 2, "bf16", 2), ("fp8", 2, "fp32", 1), ("fp32", 1, "bf16", 1)):
+        with pytest.raises(UserError, match="saved with other settings"):
+            resume(*refused)
+
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "settings.json").write_text(json.dumps(settings("fp8").to_dict()))
+    check_folder(settings("bf16"), tmp_path)
+    with pytest.raises(UserError, match="holds another run"):
+        check_folder(settings("fp32"), tmp_path)
 
 
 def test_a_rollback_killed_before_its_first_save_is_resumed_from_there(folder, monkeypatch, capsys):

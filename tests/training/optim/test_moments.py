@@ -35,6 +35,20 @@ def test_values_in_range_come_back_to_the_nearest_code(dtype, signed):
     assert torch.equal(decode(again, same, signed=signed), decoded)
 
 
+@pytest.mark.parametrize("shape", [(3, 5, 2 * BLOCK), (100,)], ids=["matrices", "vector"])
+@pytest.mark.parametrize("saved", moments.FORMATS)
+@pytest.mark.parametrize("now", moments.FORMATS)
+def test_a_conversion_in_parts_equals_one_of_the_whole(saved, now, shape, monkeypatch):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    source, whole, parts = (moments.allocate(values, FIRST, name) for name in (saved, now, now))
+    moments.write_(source, FIRST, values)
+    moments.write_(whole, FIRST, moments.read(source, FIRST))
+    monkeypatch.setattr(moments, "CONVERTED_AT_ONCE", 4 * BLOCK)  # 2 rows
+    moments.convert_(parts, source, FIRST, torch.device("cpu"))
+    assert parts.keys() == whole.keys() and parts[FIRST].any()
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
 @BOTH
 @SIGNED
 def test_zeros_are_kept(dtype, signed):

@@ -226,5 +226,10 @@ def test_pinned_memory_has_its_exact_size_until_the_last_tensor_is_gone(runtime)
 
 def test_memory_that_cannot_be_pinned_is_refused(runtime):
     runtime.code.value = 2
-    with pytest.raises(UserError, match=r"^--offload_optimizer: CUDA error 2: .* 8 MB of host memory; drop"):
+    text = r"^--offload_optimizer: cannot page-lock 8 MB of host memory \(CUDA error 2\); drop it"
+    with pytest.raises(UserError, match=text):
         PinnedMemory(2**23)
+    with pytest.raises(
+        UserError, match=r"^--offload_optimizer: cannot .* memory \(.*allocate memory\); drop it"
+    ):
+        PinnedMemory(2**50)
