@@ -20,7 +20,7 @@ import xxhash
 import yaml
 from filelock import FileLock
 
-from benchmarks.plan.predict import make_plan
+from benchmarks.plan.predict import Plan, make_plan
 from benchmarks.plan.time import GPUS, Gpu, find_gpu
 from benchmarks.records.launch import (
     command_parser,
@@ -70,7 +70,9 @@ class Point:
 
     def settings(self) -> dict[str, Any]:
         """Return all settings that can affect whether the run fits into memory."""
-        return {k: v for k, v in self.cfg.to_dict().items() if k not in NO_EFFECT} | {"gpus": self.gpus}
+        given = self.cfg.to_dict()
+        settings = {name: value for name, value in given.items() if name not in NO_EFFECT}
+        return settings | {"gpus": self.gpus, "memory_limit_gb": given["memory_limit_gb"]}
 
     def digest(self) -> str:
         return xxhash.xxh3_64_hexdigest(json.dumps(self.settings(), sort_keys=True).encode())
@@ -195,8 +197,10 @@ def why_skip(
     """Return why a point cannot run or would not fit into memory, or None. `gpu` must be large enough."""
     if point.gpus > max(1, machine_gpus):
         return f"needs {point.gpus} GPUs, this machine has {machine_gpus}"
-    if gpu and (needed := _planned_gb(point, gpu)) and needed > gpu.memory_gb * PLAN_SLACK:
-        return f"needs {needed:.0f} GB per GPU, as predicted; the GPU has {gpu.memory_gb:.0f} GB"
+    if gpu and (plan := _plan(point, gpu)) and plan.peak / 1e9 > plan.gpu.memory_gb * PLAN_SLACK:
+        available = "--memory_limit_gb is" if point.cfg.sharding.memory_limit_gb else "the GPU has"
+        needed = f"needs {plan.peak / 1e9:.0f} GB per GPU, as predicted"
+        return f"{needed}; {available} {plan.gpu.memory_gb:.0f} GB"
     for other in points:
         tried = results.get(other.name)
         if tried and tried.status == "out_of_memory" and _is_smaller(other, point):
@@ -204,10 +208,10 @@ def why_skip(
     return None
 
 
-def _planned_gb(point: Point, gpu: Gpu) -> float | None:
-    """Return the predicted peak memory in GB; None if the planner does not cover the run."""
+def _plan(point: Point, gpu: Gpu) -> Plan | None:
+    """Return the prediction for a point; None if the planner does not cover the run."""
     try:
-        return sum(make_plan(point.cfg, gpu, gpus=point.gpus).memory.values()) / 1e9
+        return make_plan(point.cfg, gpu, gpus=point.gpus)
     except UserError:
         return None
 

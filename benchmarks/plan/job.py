@@ -12,7 +12,7 @@ from core.errors import EXIT_BAD_SETTING, UserError, bad_setting, first_line
 from te_models.families import FAMILIES, Family
 from te_models.presets import PRESETS, closest_preset
 from training.config import Config
-from training.parallel.fit import Fit, fit, unpredicted
+from training.parallel.fit import Fit, check_launch, fit, unpredicted
 from training.parallel.settings import MODES
 from training.parallel.step_plan import ModelSize, StepPlan, hsdp_shard_size
 from training.tracking.metrics import ModelShape
@@ -100,7 +100,7 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
             checks.check_lm_head_sizes(name, head)
     cfg.data.check_length(model.positions)
     if not shape.sees_all(length := cfg.data.max_seq_length):
-        reason = f"the planner does not cover the sliding window of {shape.window} tokens; use at most that"
+        reason = f"predictions do not cover the sliding window of {shape.window} tokens; use at most that"
         raise bad_setting(reason, max_seq_length=length)
 
 
@@ -110,6 +110,7 @@ def build_job(cfg: Config, *, gpu: int, gpus: int, gpus_per_node: int) -> tuple[
     from training.parallel.choose import choose_mode
 
     refuse_unplanned(cfg)
+    check_launch(cfg, gpus)
     model, mode = read_model(cfg.model.model_name), cfg.sharding.mode
     refuse_what_training_refuses(cfg, model)
     optimizer = partial(plan_optimizer, cfg.precision, on_gpu=True, offload=cfg.sharding.offload_optimizer)

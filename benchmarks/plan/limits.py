@@ -10,11 +10,11 @@ from benchmarks.report.tables import markdown
 from core.errors import UserError
 from te_models.presets import LOCAL_PRESETS, PRESETS
 from training.config import config_from_dict
+from training.parallel.fit import global_batch
 
-# Size in a card's name -> GB of 10^9 bytes that CUDA reports.
-CARDS = {24: 25.3, 32: 33.7, 40: 42.3, 48: 47.7, 80: 85.1, 141: 150.1, 180: 191.0}
+# Size in the name of cards with FP8 -> GB of 10^9 bytes that CUDA reports.
+CARDS = {24: 25.3, 32: 33.7, 48: 47.7, 80: 85.1, 141: 150.1, 180: 191.0}
 STEP = 1024  # the longest sequence is a multiple of this many tokens
-ONE_SEQUENCE = {"batch_size": 1, "gradient_accumulation_steps": None, "global_batch_size": None}
 
 
 def limits_table(plans: list[Plan]) -> str:
@@ -37,7 +37,7 @@ def _fitting(plan: Plan, changes: dict[str, Any], memory_gb: float | None = None
 
 def smallest_card(plan: Plan) -> str:
     for size, memory_gb in CARDS.items():
-        if _fitting(plan, {}, memory_gb):
+        if _fitting(plan, {"memory_limit_gb": None}, memory_gb):
             return f"{size} GB"
     return f"above {max(CARDS)} GB"
 
@@ -51,8 +51,11 @@ def _largest_preset(plan: Plan) -> str:
 
 
 def _longest_sequence(plan: Plan) -> str:
+    total = global_batch(plan.job.cfg.optim, plan.job.gpus)
+    one = {"batch_size": 1, "gradient_accumulation_steps": None, "global_batch_size": total}
+
     def fits(steps: int) -> bool:
-        return _fitting(plan, ONE_SEQUENCE | {"max_seq_length": steps * STEP}) is not None
+        return _fitting(plan, one | {"max_seq_length": steps * STEP}) is not None
 
     low, high = 0, (read_model(plan.job.cfg.model.model_name).positions or 2**20) // STEP
     if high and fits(high):

@@ -23,6 +23,7 @@ from benchmarks.records.variants import split_flags
 from benchmarks.report.tables import markdown
 from core.errors import UserError, bad_setting, counted
 from core.recipes import RECIPES, costs_of
+from core.settings import AUTO
 from training.config import Config, parse_config
 from training.parallel.fit import counted_micro_batches
 
@@ -70,14 +71,15 @@ def run(argv: list[str]) -> str:
 
 
 def _make_plans(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> tuple[list[Plan], list[str]]:
-    """Return the plans, and notes on the numbers of GPUs that cannot share --global_batch_size."""
+    """Return the plans, and notes on numbers of GPUs that cannot share a batch or exchange gradients."""
     plans, refused = [], []
     for gpus in args.gpus:
         try:
             cluster = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
             plans.append(make_plan(cfg, gpu, gpus=gpus, **cluster))
         except UserError as error:
-            if "global_batch_size" not in error.flags or (gpus == args.gpus[-1] and not plans):
+            one_number = {"global_batch_size", "grad_reduce_dtype"} & set(error.flags)
+            if not one_number or (gpus == args.gpus[-1] and not plans):
                 raise
             refused.append(f"\n{counted(gpus, 'GPU')}: {error}")
     return plans, refused
@@ -93,7 +95,8 @@ def _gpus(plan: Plan) -> str:
 def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> list[str]:
     """Return a table with a row per number of GPUs, and tables of memory and time by part."""
     job, gpu = plans[0].job, plans[0].gpu
-    parameters, optim, level = job.model.parameters, job.cfg.optim, job.cfg.model.recomputation
+    parameters, optim = job.model.parameters, job.cfg.optim
+    level = plans[0].fit.request.cfg.model.recomputation
     size = f"{parameters / 1e9:.2f} billion" if parameters > 1e8 else f"{parameters / 1e6:.2f} million"
     head = [*COLUMNS, *["days"] * bool(tokens), *["cost"] * bool(tokens and price)]
     split = f"{optim.batch_size} x {job.cfg.data.max_seq_length} tokens per micro-batch and GPU, "
@@ -102,7 +105,7 @@ def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> lis
         split = f"sequences of {job.cfg.data.max_seq_length} tokens"
     lines = [
         f"{size} parameters, {job.recipe}, {split}"
-        f"{f', --recompute {level}' if level != 'none' else ''}; {gpu.memory_gb:g} GB per GPU",
+        f"{f', --recompute {level}' if level not in ('none', AUTO) else ''}; {gpu.memory_gb:g} GB per GPU",
         "",
         markdown(head, [_row(plan, tokens, price) for plan in plans]),
         "",
@@ -199,9 +202,12 @@ def read_gpu(args: argparse.Namespace, cfg: Config) -> Gpu:
     values = {flag: getattr(args, flag) for flag in GPU_FLAGS}
     given = {GPU_FLAGS[flag][0]: value * GPU_FLAGS[flag][1] for flag, value in values.items() if value}
     if name := find_gpu(args.gpu):
+        gpu = GPUS[name]._replace(**given)
         if cfg.precision.mixed_precision == "fp8":
+            if gpu.fp8_tflops is None:
+                raise bad_setting("this GPU has no FP8; use bf16", gpu=name, mixed_precision="fp8")
             _refuse_architecture(name, cfg)
-        return GPUS[name]._replace(**given)
+        return gpu
     if missing := [f"--{flag}" for flag, value in values.items() if not value and flag != "fp8_tflops"]:
         known = "" if given else f"choose from {', '.join(GPUS)}, or "
         fp8 = "" if args.fp8_tflops else " (and --fp8_tflops, if it has FP8)"

@@ -8,10 +8,11 @@ from typing import Any
 
 from benchmarks.plan.job import build_job
 from benchmarks.plan.time import Gpu, step_seconds
-from core.errors import UserError
+from core.errors import UserError, bad_setting
 from core.settings import AUTO
 from training.config import Config, config_from_dict
-from training.parallel.fit import Fit, room
+from training.parallel.activations import host_activations
+from training.parallel.fit import MEMORY_SAVING, Fit, global_batch, room
 from training.parallel.memory import host_bytes, peak
 from training.parallel.step_plan import StepPlan
 from training.tracking.metrics import model_flops
@@ -23,9 +24,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     RECOMPUTE: {"recompute": AUTO, "gradient_checkpointing": False},
     "--sharding_mode fsdp_full": {"sharding_mode": "fsdp_full", "hsdp_shard_size": None},
     "--sharding_mode fsdp_offload": {"sharding_mode": "fsdp_offload", "hsdp_shard_size": None},
-    "--moment_dtype fp8": {"moment_dtype": "fp8"},
-    "--offload_optimizer": {"offload_optimizer": True},
-    "--grad_reduce_dtype bf16": {"grad_reduce_dtype": "bf16"},
+    **MEMORY_SAVING,
 }
 
 
@@ -54,8 +53,10 @@ class Plan:
 
     @property
     def offloads(self) -> bool:
-        """True if training state is in host memory."""
-        return self.job.sharding.offload or self.job.optimizer.offload
+        """True if training state or activations are in host memory."""
+        return (
+            self.job.sharding.offload or self.job.optimizer.offload or self.job.cfg.model.offload_activations
+        )
 
     @property
     def step(self) -> float:
@@ -81,16 +82,21 @@ class Plan:
         return tokens / (self.tokens_per_second * 86_400)
 
     def host_gb(self) -> tuple[float, float]:
-        """Host memory per node in GB: of offloaded state, and in addition while saving a checkpoint."""
-        kept, saving = host_bytes(self.job)
-        each = self.job.model.parameters / self.job.nodes / 1e9
-        return kept * each, saving * each
+        """Host memory per node in GB: always, and in addition while saving a checkpoint."""
+        job, (kept, saving) = self.job, (0.0, 0.0)
+        if job.sharding.offload or job.optimizer.offload:
+            kept, saving = host_bytes(job)
+        each = job.model.parameters / job.nodes / 1e9
+        return kept * each + host_activations(job) * job.gpus / job.nodes / 1e9, saving * each
 
 
 def make_plan(cfg: Config, gpu: Gpu, *, gpus: int, gpus_per_node: int = 8, network_gbs: float = 50.0) -> Plan:
     """Predict a run on `gpus` GPUs. UserError for settings that the planner or training refuses."""
     if limit := cfg.sharding.memory_limit_gb:
-        gpu = gpu._replace(memory_gb=min(limit, gpu.memory_gb))
+        if limit > gpu.memory_gb:
+            reason = f"the GPU has {gpu.memory_gb:g} GB; give less, or drop it"
+            raise bad_setting(reason, memory_limit_gb=limit)
+        gpu = gpu._replace(memory_gb=limit)
     found, refusal = build_job(cfg, gpu=int(gpu.memory_gb * 1e9), gpus=gpus, gpus_per_node=gpus_per_node)
     job = found.plan
     return Plan(
@@ -143,12 +149,23 @@ def fewest_changes(plan: Plan) -> dict[str, Plan]:
                     RECOMPUTE: other.job.cfg.model.recompute,
                 }
                 shown = " ".join(f"{flag} {chosen[flag]}" if flag in chosen else flag for flag in flags)
-                if settings["hsdp_shard_size"] and not other.job.sharding.in_groups:
-                    shown += " without --hsdp_shard_size"
-                found[shown] = other
+                found[shown + _dropped(plan, other)] = other
         if found:
             return found
     return {}
+
+
+def _dropped(plan: Plan, other: Plan) -> str:
+    """Return what else changes from `plan` to `other`: dropped flags, the command, sequences per step."""
+    before, after, text = plan.fit.request.cfg, other.job.cfg, ""
+    if before.sharding.hsdp_shard_size and not after.sharding.hsdp_shard_size:
+        text += " without --hsdp_shard_size"
+    if before.model.gradient_checkpointing and not after.model.gradient_checkpointing:
+        text += " without --gradient_checkpointing"
+    if other.job.sharding.offload and other.job.gpus == 1:
+        text += ", with torchrun --nproc_per_node=1 train_multi_gpu.py"
+    sequences = [global_batch(cfg.optim, plan.job.gpus) for cfg in (plan.job.cfg, after)]
+    return text + (f", {sequences[1]:,} sequences per step" if sequences[0] != sequences[1] else "")
 
 
 def _fitting(plan: Plan, settings: dict[str, Any]) -> Plan | None:

@@ -30,6 +30,7 @@ VARIED = (
     "te_backend",
     "gradient_checkpointing",
     "recompute",
+    "offload_activations",
     "compile",
     "batch_size",
     "gradient_accumulation_steps",

@@ -326,8 +326,12 @@ def test_advised_flags_fit_as_predicted_the_fastest_first():
     text = run(flags)
     found = advice(text)
     assert list(found) == ["64"]  # where `auto`, which knows no activations, chooses fsdp_full
-    ways = ["--moment_dtype fp8", "--offload_optimizer", "--sharding_mode fsdp_offload"]
-    assert list(found["64"]) == ways
+    assert list(found["64"]) == [
+        "--recompute layer --offload_activations",
+        "--moment_dtype fp8",
+        "--offload_optimizer",
+        "--sharding_mode fsdp_offload",
+    ]
     assert re.search(r"--sharding_mode fsdp_offload: .* 812 GB of host memory per node", text)
     for way, numbers in found["64"].items():
         row = next(line for line in run([*flags, *way.split()]).splitlines() if line.startswith("| 64 "))
@@ -337,9 +341,19 @@ def test_advised_flags_fit_as_predicted_the_fastest_first():
 @pytest.mark.parametrize(
     ("flags", "advised"),
     [
-        ("--batch_size 1000 --gpus 1", ["--batch_size 8"]),  # the largest that fits
-        ("--batch_size 1 --max_seq_length 131072 --gpus 8", ["--recompute layer:24+mlp"]),
-        ("--batch_size 8 --max_seq_length 131072 --gpus 8", ["--batch_size 1 --recompute layer:24+mlp"]),
+        ("--batch_size 1000 --gpus 1", ["--batch_size 8, 8 sequences per step"]),  # the largest that fits
+        (
+            "--batch_size 1 --max_seq_length 131072 --gpus 8",
+            ["--recompute layer:24+mlp", "--recompute layer --offload_activations"],
+        ),
+        (
+            "--batch_size 1 --max_seq_length 131072 --gpus 8 --gradient_checkpointing --gpu_memory_gb 110",
+            [
+                "--recompute layer --offload_activations without --gradient_checkpointing",
+                "--sharding_mode fsdp_offload",
+                "--recompute full:19+layer without --gradient_checkpointing",
+            ],
+        ),
         (
             "--batch_size 1 --max_seq_length 8192 --gpus 8 --sharding_mode hsdp --hsdp_shard_size 1",
             [
@@ -350,13 +364,48 @@ def test_advised_flags_fit_as_predicted_the_fastest_first():
                 "--offload_optimizer",
             ],
         ),
-        ("--batch_size 1 --max_seq_length 131072 --gpus 1 --gpu L40S", None),
+        (
+            "--batch_size 1 --max_seq_length 131072 --gpus 1 --gpu L40S",
+            [
+                "--sharding_mode fsdp_offload --recompute layer --offload_activations, with torchrun "
+                "--nproc_per_node=1 train_multi_gpu.py"
+            ],
+        ),
+        ("--batch_size 1 --max_seq_length 131072 --gpus 1 --gpu_memory_gb 16", None),
     ],
 )
 def test_only_the_fewest_changes_are_advised(flags, advised):
     text = run(f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 {flags}".split())
     assert [list(found) for found in advice(text).values()] == ([advised] if advised else [])
     assert ("does not fit, even with --batch_size, --recompute" in text) == (advised is None)
+
+
+def test_host_memory_includes_offloaded_activations():
+    """Layer inputs and attention results: 32 layers x 2 x 2**30 bytes."""
+    flags = f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 --batch_size 1 --max_seq_length 131072"
+    flags = f"{flags} --gpus 1 --recompute layer --offload_activations"
+    for state, expected in (("", 64 * 2**30), ("--offload_optimizer", 64 * 2**30 + 10 * N8)):
+        text = run(f"{flags} {state}".split())
+        assert f"1 GPU: {expected / 1e9:.0f} GB of host memory per node, 0 more while saving" in text
+
+
+def test_the_longest_sequence_keeps_the_sequences_of_a_step():
+    """Micro-batches of one then accumulate whole gradients under FSDP."""
+    flags = f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 --sharding_mode fsdp_full --batch_size 1"
+    text = run(f"{flags} --gpus 8 --global_batch_size 64 --max_seq_length 8192".split())
+    longest = int(re.search(r"\| ([\d,]+) +\|$", text, re.MULTILINE)[1].replace(",", ""))
+    for length, fits in ((longest, True), (longest + 1024, False)):
+        row = run(f"{flags} --gpus 8 --global_batch_size 64 --max_seq_length {length}".split())
+        assert ("does not fit" not in row) == fits
+
+
+def test_the_plan_refuses_what_training_refuses_for_a_number_of_gpus():
+    flags = f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 --batch_size 1"
+    text = run(f"{flags} --gpus 1,8 --grad_reduce_dtype fp8".split())
+    assert "1 GPU: --grad_reduce_dtype fp8: one device exchanges no gradients" in text and "| 8 " in text
+    with pytest.raises(UserError, match=r"--memory_limit_gb 300\.0: the GPU has 150\.1 GB; give less"):
+        run(f"{flags} --gpus 8 --memory_limit_gb 300".split())
+    assert "| 80 GB " in run(f"{flags} --gpus 1 --memory_limit_gb 16 --moment_dtype fp8".split())
 
 
 def test_the_plan_chooses_and_refuses_as_training_does():
@@ -409,17 +458,17 @@ def test_readme_names_the_smallest_gpu_of_each_model(model):
 BAD_INPUT = {
     "--gpu MI300X": "RTX 5090, or add --gpu_memory_gb, --bf16_tflops, --memory_tbs, --link_gbs",
     "--gpu MI300X --gpu_memory_gb 192 --bf16_tflops 1300": "--link_gbs .and --fp8_tflops, if it has FP8",
-    "--gpu A100 --mixed_precision fp8": "--fp8_tflops",
+    "--gpu A100 --mixed_precision fp8": "--gpu A100 --mixed_precision fp8: this GPU has no FP8; use bf16",
     "--mixed_precision fp8 --use_te --fp8_scenario mxfp8": "--gpu H200: needs a GPU of B200, GB200, B300$",
     "--mixed_precision fp8 --use_te --fp8_scenario block --gpu L40S": "--gpu L40S: needs a GPU of H100",
     "--mixed_precision fp8 --use_te --fp8_scenario block --fp8_fp32_scales --gpu B200": "--gpu B200: ",
     "--use_te --deterministic --no_flash_attention": "--deterministic --no_flash_attention: ",
-    "--mixed_precision fp32": "--mixed_precision fp32: the planner covers bf16 and fp8",
+    "--mixed_precision fp32": "--mixed_precision fp32: predictions cover bf16 and fp8",
     "--precision_map layers.0=bf16": "--precision_map",
     "--mixed_precision fp8 --use_te --bf16_first_layers 32": "--bf16_first_layers 32",
     "--mixed_precision bf16 --use_te --bf16_last_layers 1": "--bf16_last_layers 1: needs --mixed_precision",
     "--use_te --mixed_precision bf16 --fp8_lm_head": "--fp8_lm_head: this run is in bf16",
-    "--use_te --mixed_precision fp8 --fp8_attention": "--fp8_attention: the planner covers",
+    "--use_te --mixed_precision fp8 --fp8_attention": "--fp8_attention: predictions cover",
     "--use_te --te_backend emulated --mixed_precision fp8": "--te_backend emulated",
     "--gpus 0": "--gpus: '0'",
     "--gpus 8,x": "--gpus: 'x'",
@@ -430,7 +479,7 @@ BAD_INPUT = {
     "--model_name no/such": "--model_name no/such: neither a preset .te_models/presets.py",
     "--model_name llama-3.1-8b": r"did you mean .meta-llama/Llama-3\.1-8B.\?",
     "--sharding_mode hsdp --gpus 12": "--hsdp_shard_size 8: does not divide the 12 ranks",
-    "--sharding_mode deepspeed --deepspeed_config ds_configs/zero2.json --gpus 8": "covers ds_zero1",
+    "--sharding_mode deepspeed --deepspeed_config ds_configs/zero2.json --gpus 8": "cover ds_zero1",
     "--sharding_mode ds_zero2 --moment_dtype bf16 --gpus 8": "--sharding_mode ds_zero2: --moment_dtype bf16",
     "--max_seq_length 131073": "--max_seq_length 131073: ",
     "--check --batch_size 1": "--check: cannot be combined with --batch_size",

@@ -115,6 +115,14 @@ def test_runs_larger_than_one_that_ran_out_of_memory_are_skipped(tmp_path):
     assert why_skip(second, results, [first, second], 1), "names on W&B do not matter"
 
 
+def test_a_larger_memory_limit_retries_what_ran_out_of_memory(tmp_path):
+    axes = {"memory_limit_gb": [40, 80], "sequence_length": [4096, 8192]}
+    grid = build_points(axes, {"model_name": "tiny-llama"}, tmp_path)
+    results = {grid[0].name: Result(grid[0].name, "out_of_memory")}
+    assert [why_skip(point, results, grid, 1) is None for point in grid[1:]] == [False, True, True]
+    assert grid[0].digest() != grid[2].digest()
+
+
 def test_runs_that_do_not_fit_by_the_plan_are_skipped():
     def point(model: str, **settings) -> Point:
         flags = {"model_name": model, "max_seq_length": 8192, "batch_size": 1, "use_te": True, **settings}

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from training.checkpoint.run_folder import train_losses
 from training.config import config_from_dict, parse_config
 from training.optim import optimizer as optim
 from training.optim.optimizer import plan_optimizer
+from training.parallel import choose
 from training.parallel.choose import check_memory
 from training.parallel.strategies import Strategy
 from training.run import main
@@ -601,6 +603,18 @@ def test_a_model_too_large_for_the_gpu_is_refused_unless_the_run_only_evaluates(
         return check_memory(*arguments)
     with pytest.raises(UserError, match=r"--model_name tiny-llama"):
         check_memory(*arguments)
+
+
+def test_host_memory_for_activations_is_checked_where_the_optimizer_steps_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(choose, "host_memory", lambda: 10**9)
+    flags = {"use_te": True, "recompute": "layer", "offload_activations": True, "max_seq_length": 2048}
+    model = plan_model("tiny-llama", init="auto", use_te=True)
+    for batch, fits in ((8, True), (4096, False)):
+        cfg = config_from_dict({**flags, "batch_size": batch, "sharding_mode": "fsdp_offload"})
+        optimizer = plan_optimizer(cfg.precision, on_gpu=True, master_home="cpu")
+        strategy = SimpleNamespace(steps_on_cpu=True, mode="fsdp_offload")
+        with nullcontext() if fits else pytest.raises(UserError, match="--offload_activations: micro-batch"):
+            check_memory(cfg, model, strategy, optimizer, None)
 
 
 def test_steps_follow_from_epochs_unless_they_are_given(tmp_path):

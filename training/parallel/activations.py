@@ -51,7 +51,8 @@ def kept_activations(plan: StepPlan, level: str) -> float:
     if level == "none":
         return layer_activations(plan)
     if level == "mlp" and not plan.cfg.model.use_te:  # all but the inside of the MLP
-        return layer_activations(plan) - plan.tokens * 2.0 * 3 * plan.model.shape.ffn_hidden_size
+        per_ffn = 6.0 - costs_of(plan.recipe).less_per_ffn * plan.fp8_layers
+        return layer_activations(plan) - plan.tokens * per_ffn * plan.model.shape.ffn_hidden_size
     return plan.tokens * 2.0 * sum(_kept_widths(plan, level))
 
 
@@ -86,12 +87,14 @@ def recomputation_flops(plan: StepPlan) -> float:
 def host_activations(plan: StepPlan) -> int:
     """Return the bytes of host memory that --offload_activations takes for one GPU.
 
-    Each tensor has a buffer of pinned memory, which PyTorch allocates in powers of two.
+    Each tensor has a buffer of pinned memory, which PyTorch allocates in powers of two. Without packing,
+    shorter micro-batches use smaller buffers: up to as many bytes again.
     """
     if not plan.cfg.model.offload_activations:
         return 0
     widths = (_kept_widths(plan, level) for level in plan.recompute if level != "none")
-    return sum(1 << (2 * plan.tokens * width - 1).bit_length() for layer in widths for width in layer)
+    longest = sum(1 << (2 * plan.tokens * width - 1).bit_length() for layer in widths for width in layer)
+    return longest if plan.cfg.data.packing else 2 * longest
 
 
 def stored_activations(plan: StepPlan) -> float:

@@ -16,7 +16,6 @@ from te_models.families import FAMILIES
 from training.config import Config, refused_by_zero_3
 from training.optim.optimizer import OptimizerPlan, moment_warning, plan_optimizer
 from training.parallel import fit, memory, ranks
-from training.parallel.activations import host_activations
 from training.parallel.fit import Fit
 from training.parallel.ranks import print_rank0
 from training.parallel.settings import MODES
@@ -45,10 +44,8 @@ def choose_strategy(
     """
     usable = ranks.run_on_all_ranks(lambda: limit_memory(cfg, device))
     gpu = min(usable) if device.type == "cuda" else None
-    ranks.run_on_rank0(lambda: fit.allowed_batches(cfg.optim, ranks.world_size()))
+    ranks.run_on_rank0(lambda: fit.check_launch(cfg, ranks.world_size()))
     mode = ranks.run_on_rank0(lambda: _resolve_mode(cfg, model, device, gpu))
-    if mode == "single":
-        fit.check_launch(cfg, 1)
     free = min(ranks.run_on_all_ranks(lambda: free_memory(gpu, device))) if gpu else None
     fitted = ranks.run_on_rank0(lambda: _fit(cfg, model, device, mode, free))
     strategy = build_strategy(mode, device, fitted.plan.cfg)
@@ -98,7 +95,7 @@ def _fit(cfg: Config, model: ModelPlan, device: torch.device, mode: str, free: i
             return found
         if names := fit.auto_settings(cfg):
             unknown = f"the memory of a step is unknown, as {reason}"
-            raise bad_setting(f"{unknown}; give a value", **dict.fromkeys(names, AUTO))
+            raise bad_setting(f"{unknown}; or give a value", **dict.fromkeys(names, AUTO))
     split = fit.resolve_auto(cfg, ranks.world_size())
     plans = [
         StepPlan(c, ModelSize(0), optimizer, mode, ranks.world_size(), ranks.local_rank_and_size()[1])
@@ -130,19 +127,17 @@ def check_memory(
     cfg: Config, model: ModelPlan, strategy: Strategy, optimizer: OptimizerPlan, gpu: int | None
 ) -> None:
     """Raise UserError if the training state cannot fit in host memory, or on a GPU of `gpu` bytes."""
-    if strategy.steps_on_cpu:
-        refuse_small_host(_plan_step(cfg, model, optimizer, strategy.mode))
-        return
     only_evaluates = cfg.optim.max_steps == 0
     # Counting parameters builds the model on the meta device, where remote code may fail: no check then.
-    if only_evaluates or model.trust_remote_code:
+    if (only_evaluates or model.trust_remote_code) and not strategy.steps_on_cpu:
         return
-    if gpu is not None:
-        refuse_small_gpu(_plan_step(cfg, model, optimizer, strategy.mode), gpu)
-    if optimizer.offload:
-        refuse_small_host(_plan_step(cfg, model, optimizer, strategy.mode))
-    if cfg.model.offload_activations:
-        refuse_activations(_plan_step(cfg, model, optimizer, strategy.mode))
+    plan = _plan_step(cfg, model, optimizer, strategy.mode)
+    if gpu is not None and not strategy.steps_on_cpu:
+        refuse_small_gpu(plan, gpu)
+    if strategy.steps_on_cpu or optimizer.offload:
+        refuse_small_host(plan)
+    if cfg.model.offload_activations and not only_evaluates:
+        refuse_activations(plan)
 
 
 def _resolve_mode(cfg: Config, model: ModelPlan, device: torch.device, gpu: int | None) -> str:
@@ -299,8 +294,7 @@ def refuse_small_host(plan: StepPlan) -> None:
 
 def refuse_activations(plan: StepPlan) -> None:
     """Raise UserError if activations do not fit in this node's memory, beside offloaded state."""
-    state = memory.host_needs(plan) if plan.optimizer.offload else 0
-    needed, available = state + host_activations(plan) * plan.gpus / plan.nodes, host_memory()
+    needed, available = memory.offloaded_bytes(plan), host_memory()
     if needed > available:
         raise bad_setting(
             f"micro-batches of {plan.tokens:,} tokens need {needed / 1e9:.0f} GB of host memory per node, "

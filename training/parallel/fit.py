@@ -1,7 +1,7 @@
 """Micro-batch, accumulation and recomputation: the cheapest that fit into the GPU's memory.
 
-The loss and the gradient of a step depend neither on how its batch is split nor on what is recomputed. What
-would change them, or needs host memory, is only advised. This module must not import torch, so that
+The loss and the gradient of a step depend neither on how its batch is split nor on what is recomputed. Flags
+that change numerics or need host memory are only suggested. This module must not import torch, so that
 `benchmarks.plan` shows its help and refuses wrong flags at once.
 """
 
@@ -18,8 +18,8 @@ from core.settings import AUTO
 from te_models.settings import RECOMPUTE_LEVELS
 from training.config import Config, config_from_dict
 from training.optim.settings import DEFAULT_BATCH, OptimConfig
-from training.parallel.activations import host_activations, recomputation_flops, stored_activations
-from training.parallel.memory import fp8_copies, host_needs, peak
+from training.parallel.activations import recomputation_flops, stored_activations
+from training.parallel.memory import fp8_copies, offloaded_bytes, peak
 from training.parallel.settings import MODES
 from training.parallel.step_plan import StepPlan
 
@@ -31,10 +31,10 @@ RESERVED = 2e9
 LAUNCH_FLOPS = 3.5e12
 HF_LEVELS = ("none", "mlp", "layer")  # levels of Hugging Face layers
 LARGEST_BATCH = 64  # sequences of a micro-batch that `auto` chooses
-# Predictions are within 4 % of recorded peaks. A run this far above the memory is warned of.
+# Warn if a prediction exceeds the GPU's memory by this factor. Predictions are within 4 % of recorded peaks.
 CLEARLY_ABOVE = 1.1
 # Flags that reduce memory and change numerics or need host memory, and their settings.
-SMALLER: dict[str, dict[str, Any]] = {
+MEMORY_SAVING: dict[str, dict[str, Any]] = {
     "--recompute layer --offload_activations": {
         "recompute": "layer",
         "gradient_checkpointing": False,
@@ -44,7 +44,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "--offload_optimizer": {"offload_optimizer": True},
     "--grad_reduce_dtype bf16": {"grad_reduce_dtype": "bf16"},
 }
-MOST_GPUS = 4096  # no advice names more
+MOST_GPUS = 4096  # that advice names
 
 
 # The global batch
@@ -113,7 +113,8 @@ def check_launch(cfg: Config, ranks: int) -> None:
     allowed_batches(cfg.optim, ranks)
     if ranks == 1 and cfg.sharding.grad_reduce_dtype == "fp8":
         raise bad_setting(
-            "one device exchanges no gradients; use fp32 or bf16, the dtype of sums over micro-batches",
+            "one device exchanges no gradients; use bf16, the dtype of its sums over micro-batches, also to "
+            "resume a run of several devices",
             grad_reduce_dtype="fp8",
         )
 
@@ -239,15 +240,15 @@ def recomputations(request: StepPlan, batch: int) -> list[list[str]]:
 def unpredicted(cfg: Config, mode: str) -> tuple[str, dict[str, Any]] | None:
     """Return why memory and time of a step cannot be predicted and the settings at fault, or None."""
     own, model = cfg.precision, cfg.model
-    layers_apart = "the planner covers whole layers only; use --bf16_first_layers and --bf16_last_layers"
-    unfused = "TE may then run unfused attention, which the planner does not cover; drop one of them"
-    modes = "the planner covers ds_zero1, ds_zero2, ds_zero3 and ds_zero3_offload; use one of them"
+    layers_apart = "predictions cover whole layers only; use --bf16_first_layers and --bf16_last_layers"
+    unfused = "TE may then run unfused attention, which predictions do not cover; drop one of them"
+    modes = "predictions cover ds_zero1, ds_zero2, ds_zero3 and ds_zero3_offload; use one of them"
     # (unpredicted, reason, settings)
     rules = [
-        (model.te_backend == "emulated", "the planner covers GPUs only; drop it", {"te_backend": "emulated"}),
-        (own.mixed_precision == "fp32", "the planner covers bf16 and fp8", {"mixed_precision": "fp32"}),
+        (model.te_backend == "emulated", "predictions cover GPUs only; drop it", {"te_backend": "emulated"}),
+        (own.mixed_precision == "fp32", "predictions cover bf16 and fp8", {"mixed_precision": "fp32"}),
         (own.precision_map, layers_apart, {"precision_map": own.precision_map}),
-        (own.fp8_attention, "the planner covers attention in BF16 only; drop it", {"fp8_attention": True}),
+        (own.fp8_attention, "predictions cover attention in BF16 only; drop it", {"fp8_attention": True}),
         (
             cfg.optim.deterministic and model.use_te and not model.flash_attention,
             unfused,
@@ -301,18 +302,19 @@ def _shortage(found: Fit) -> str:
 def advice(found: Fit) -> str:
     """Return the ways to make a step fit with the fewest flags, and the bytes that each would need."""
     total = global_batch(found.plan.cfg.optim, found.plan.gpus)
-    choice = {"batch_size": AUTO, "gradient_accumulation_steps": None, "global_batch_size": total}
-    choice |= {"recompute": AUTO, "gradient_checkpointing": False}
-    flags = f"--global_batch_size {total} --batch_size auto --recompute auto"
-    other = refit(found, choice) or found
-    if other.fits:
-        return f"{flags} needs {_gb(other.needed)}"
+    choice = {"global_batch_size": total, "batch_size": AUTO, "recompute": AUTO}
+    unset = {"gradient_accumulation_steps": (None, 1), "gradient_checkpointing": (False,)}
+    if other := refit(found, choice | {name: values[0] for name, values in unset.items()}):
+        given = found.request.cfg.to_dict()
+        flags = " ".join(f"--{name} {value}" for name, value in choice.items() if given[name] != value)
+        without = " and ".join(f"--{name}" for name, values in unset.items() if given[name] not in values)
+        if other.fits:
+            return f"{flags}{f' without {without}' * bool(without)} needs {_gb(other.needed)}"
+        flags = f"with {flags}, " * bool(flags) + f"without {without}, " * bool(without)
+    else:  # such as --offload_activations, which needs a level
+        other, flags = found, ""
     ways = [*_smaller_settings(other), *_shorter_sequences(other), *_more_gpus(other), *_smaller_steps(other)]
-    if not ways:
-        return "no setting makes it fit; use a smaller model"
-    given = found.request.cfg.to_dict()
-    added = f"with {flags}, " if any(given[name] != AUTO for name in ("batch_size", "recompute")) else ""
-    return added + ", or ".join(ways)
+    return flags + ", or ".join(ways) if ways else "no setting makes it fit; use a smaller model"
 
 
 def refit(found: Fit, changes: dict[str, Any], gpus: int = 0, mode: str = "") -> Fit | None:
@@ -333,25 +335,19 @@ def refit(found: Fit, changes: dict[str, Any], gpus: int = 0, mode: str = "") ->
 
 
 def _smaller_settings(found: Fit) -> list[str]:
-    for count in range(1, len(SMALLER) + 1):
+    for count in range(1, len(MEMORY_SAVING) + 1):
         ways = []
-        for flags in combinations(SMALLER, count):
-            changes = {name: value for flag in flags for name, value in SMALLER[flag].items()}
+        for flags in combinations(MEMORY_SAVING, count):
+            changes = {name: value for flag in flags for name, value in MEMORY_SAVING[flag].items()}
             if not (other := refit(found, changes)) or not other.fits:
                 continue
-            if (host := _host(other.plan)) <= host_memory():
+            if (host := offloaded_bytes(other.plan)) <= host_memory():
                 offloaded = f", and {host / 1e9:.0f} GB of host memory" if host else ""
                 saved = found.needed - other.needed
                 ways.append(f"{' '.join(flags)} needs {_gb(other.needed)}, {_gb(saved)} less{offloaded}")
         if ways:
             return ways
     return []
-
-
-def _host(plan: StepPlan) -> float:
-    """Return the bytes of host memory per node that --offload_optimizer and --offload_activations need."""
-    state = host_needs(plan) if plan.optimizer.offload else 0.0
-    return state + host_activations(plan) * plan.gpus / plan.nodes
 
 
 def _shorter_sequences(found: Fit) -> list[str]:
@@ -377,13 +373,16 @@ def _smaller_steps(found: Fit) -> list[str]:
 
 
 def _more_gpus(found: Fit) -> list[str]:
-    plan = found.request
+    plan, given = found.request, found.request.cfg.optim.global_batch_size
     mode = "fsdp_full" if plan.mode in ("single", "ddp", "fsdp_grad", "hsdp") else plan.mode
-    gpus, changes = plan.gpus, {"hsdp_shard_size": None}
-    if plan.cfg.optim.global_batch_size:
-        changes["gradient_accumulation_steps"] = None
-    while gpus <= MOST_GPUS:
-        gpus *= 2
+    changes: dict[str, Any] = {"hsdp_shard_size": None}
+    without = " without --hsdp_shard_size" if plan.cfg.sharding.hsdp_shard_size else ""
+    gpus = plan.gpus
+    while (gpus := 2 * gpus) <= MOST_GPUS:
+        larger = ""
+        if given:
+            changes |= {"gradient_accumulation_steps": None, "global_batch_size": max(given, gpus)}
+            larger = f" --global_batch_size {gpus}" if gpus > given else ""
         if (other := refit(found, changes, gpus, mode)) and other.fits:
-            return [f"{gpus} GPUs with --sharding_mode {mode} need {_gb(other.needed)} each"]
+            return [f"{gpus} GPUs with --sharding_mode {mode}{larger}{without} need {_gb(other.needed)} each"]
     return []

@@ -22,6 +22,7 @@ from training.parallel import ranks
 
 FP8_BLOCK = 128
 FP8_EXPONENT = 8  # a block is scaled to values below 2**8; E4M3 ends at 448
+PARTS = 8  # in which what other ranks sent is decoded
 NOT_FINITE = -128  # exponent of a block with a NaN or infinity
 
 
@@ -44,10 +45,12 @@ def _reduce_scatter_fp8(tensor: Tensor, group: Any, *, mean: bool) -> Tensor:
     packed = pack_fp8(_padded(rows))
     received = torch.empty_like(packed)
     dist.all_to_all_single(received, packed, group=group)
-    total = unpack_fp8(received[:1])
-    for other in range(1, len(rows)):  # one by one: FP32 values of all rows would need a lot of memory
-        total += unpack_fp8(received[other : other + 1])
-    return total[0, : rows.shape[1]] / (len(rows) if mean else 1)
+    del packed
+    first, *others = received.split(-(-len(rows) // PARTS))
+    total = unpack_fp8(first).sum(0)
+    for part in others:  # FP32 values of all rows at once would need a lot of memory
+        total += unpack_fp8(part).sum(0)
+    return total[: rows.shape[1]] / (len(rows) if mean else 1)
 
 
 def _padded(rows: Tensor) -> Tensor:
@@ -130,7 +133,8 @@ def _average_fp8(gradients: Tensor) -> None:
     packed = pack_fp8(_padded(shard[None]))
     received = packed.new_empty(dist.get_world_size(), packed.shape[1])
     dist.all_gather_into_tensor(received, packed)
-    gradients.copy_(unpack_fp8(received)[:, : shard.numel()].flatten())
+    for part, row in zip(received, gradients.view(len(received), -1), strict=True):
+        row.copy_(unpack_fp8(part[None])[0, : shard.numel()])
 
 
 def all_reduce_hook(dtype: torch.dtype) -> Callable[[Any, dist.GradBucket], torch.futures.Future]:

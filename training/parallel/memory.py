@@ -1,14 +1,19 @@
-"""GPU memory of a training step, computed from tensor sizes, for `benchmarks.plan`.
+"""GPU memory of a training step, computed from tensor sizes, for `fit`, `choose` and `benchmarks.plan`.
 
-For --sharding_mode auto `choose` has its own sum, and reads only `accumulated_gradients`. Sizes are bytes
-on one GPU. 1 GB is 10^9 bytes, as in summary.json. This module must not import torch, so that
+For most of --sharding_mode auto `choose` has its own sum, which omits activations. Sizes are bytes on one
+GPU. 1 GB is 10^9 bytes, as in summary.json. This module must not import torch, so that
 `benchmarks.plan` shows its help and refuses wrong flags at once.
 """
 
 from __future__ import annotations
 
 from core.recipes import costs_of
-from training.parallel.activations import kept_activations, layer_activations, stored_activations
+from training.parallel.activations import (
+    host_activations,
+    kept_activations,
+    layer_activations,
+    stored_activations,
+)
 from training.parallel.step_plan import StepPlan
 
 LOGITS_CHUNK = 2**30  # CHUNK_BYTES in te_models/loss.py
@@ -69,8 +74,19 @@ def gathered_weights(plan: StepPlan) -> float:
     if plan.mode == "ddp" and plan.nodes > 1 and plan.cfg.sharding.grad_reduce_dtype == "fp32":
         return 4.0 * model.parameters  # buffers of the FP32 all-reduce, until the next backward
     if not plan.fsdp:
-        return 0.0
+        return fp8_exchange(plan) * model.head if plan.mode == "ddp" else 0.0
     return 2.0 * (model.parameters if sharding.gathers_once else model.root + model.block)
+
+
+def fp8_exchange(plan: StepPlan) -> float:
+    """Return the bytes per gradient that an exchange in FP8 takes beside its BF16 input; 0 without one.
+
+    It sends and receives a byte, and decodes and sums 1/N in FP32 (8.0 bytes on 2 ranks and 3.5 on 8, by
+    PyTorch's profiler). DDP exchanges the gradient of the LM head as one bucket.
+    """
+    if plan.cfg.sharding.grad_reduce_dtype != "fp8":
+        return 0.0
+    return max(3.5, 2.0 + 12.0 / (plan.shards if plan.fsdp else plan.gpus))
 
 
 def fp8_copies(plan: StepPlan) -> float:
@@ -132,6 +148,12 @@ def host_needs(plan: StepPlan) -> float:
     return (kept + saving * plan.cfg.checkpoint.save_checkpoints) * plan.model.parameters / plan.nodes
 
 
+def offloaded_bytes(plan: StepPlan) -> float:
+    """Return the bytes of host memory per node that offloaded state and activations need."""
+    state = host_needs(plan) if plan.optimizer.offload or plan.sharding.offload else 0.0
+    return state + host_activations(plan) * plan.gpus / plan.nodes
+
+
 # Points in a step where memory may peak
 
 
@@ -157,7 +179,7 @@ def start_of_backward(plan: StepPlan) -> dict[str, float]:
     # BF16 gradients of gate, up and product, and two of the hidden size.
     activations = parts["activations"] + 2.0 * plan.tokens * (3 * s.ffn_hidden_size + 2 * s.hidden_size)
     # The next block's gathered weights, and send and receive buffers of this block's gradients, all in BF16.
-    communication = 6.0 * model.block if plan.fsdp else 0.0
+    communication = max(6.0, 4.0 + fp8_exchange(plan)) * model.block if plan.fsdp else 0.0
     return parts | {
         "gradients": parts["gradients"] + 2.0 * model.block,
         "FP8 weight copies": copies,
@@ -176,7 +198,7 @@ def after_backward(plan: StepPlan) -> dict[str, float]:
         # BF16. The blocks' weights and gradients are sharded again by then.
         gradients *= model.root / model.parameters
         gradients += 0.0 if sharding.offload else 2.0 * (model.parameters - model.root) / plan.shards
-        communication = 8.0 * model.root
+        communication = max(8.0, 4.0 + fp8_exchange(plan)) * model.root
         if sharding.in_groups and plan.cfg.sharding.grad_reduce_dtype == "fp32":
             # Inputs of the FP32 all-reduce between replicas live until backward ends.
             communication += 4.0 * model.parameters / plan.shards

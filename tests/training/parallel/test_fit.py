@@ -1,5 +1,6 @@
 """What follows from --global_batch_size, what `auto` chooses, and what is advised where nothing fits."""
 
+import itertools
 import math
 import re
 from dataclasses import replace
@@ -9,11 +10,14 @@ import torch
 
 from benchmarks.plan.job import read_model
 from core.errors import EXIT_BAD_SETTING, UserError
+from core.recipes import RECIPES, TE_RECIPES
 from te_models.build import plan_model
+from te_models.presets import LOCAL_PRESETS, PRESETS
+from te_models.settings import RECOMPUTE_LEVELS
 from training.config import config_from_dict
 from training.optim.optimizer import OptimizerPlan
 from training.parallel import choose, fit
-from training.parallel.activations import recomputation_flops, stored_activations
+from training.parallel.activations import kept_activations, recomputation_flops, stored_activations
 from training.parallel.fit import Fit, global_batch, resolve_auto, room
 from training.parallel.memory import peak
 from training.parallel.step_plan import ModelSize, StepPlan
@@ -173,6 +177,17 @@ def test_recomputations_are_ordered_by_work_and_each_keeps_less(use_te, length):
         assert not any("cheap" in value or "full" in value for value in values)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_level_keeps_less_than_the_one_before(recipe):
+    use_te = recipe in TE_RECIPES
+    plan = plan_of(use_te=use_te, mixed_precision="fp8", fp8_scenario=recipe)
+    levels = RECOMPUTE_LEVELS if use_te else fit.HF_LEVELS
+    for model in (name for name in PRESETS if name not in LOCAL_PRESETS):
+        sized = replace(plan, model=read_model(model).size)
+        kept = [kept_activations(sized, level) for level in levels]
+        assert all(more > less > 0 for more, less in itertools.pairwise(kept)), model
+
+
 def test_zero3_has_no_cheap_recomputation():
     plan = plan_of(mode="ds_zero3", gpus=8, recompute="auto")
     assert not any("cheap" in value for segment in fit.recomputations(plan, 1) for value in segment)
@@ -243,6 +258,38 @@ def test_sums_of_whole_gradients_that_do_not_fit_need_a_smaller_step():
     assert found.needed > 280e9, "FP32 sums of all gradients"
     total = int(re.search(r"or --global_batch_size (\d+) needs", fit.advice(found))[1])
     assert total > 64 and fitted(150, 70.0, **settings, global_batch_size=total).fits
+
+
+@pytest.mark.parametrize(
+    ("settings", "replaced"),
+    [
+        ({"batch_size": 8, "gradient_accumulation_steps": 4}, "--gradient_accumulation_steps"),
+        ({"batch_size": 32, "gradient_checkpointing": True}, "--gradient_checkpointing"),
+    ],
+)
+def test_settings_that_the_advised_flags_replace_are_named(settings, replaced):
+    text = fit.advice(fitted(110, mode="fsdp_full", gpus=8, mixed_precision="fp8", **settings))
+    assert text.startswith(
+        f"--global_batch_size 256 --batch_size auto --recompute auto without {replaced} needs "
+    )
+
+
+def test_advice_keeps_settings_that_exclude_auto():
+    settings = {"batch_size": 1, "recompute": "full", "offload_activations": True, "mixed_precision": "fp8"}
+    text = fit.advice(fitted(85.1, **settings))
+    assert "auto" not in text and text.startswith("--moment_dtype fp8 needs ")
+
+
+def test_more_gpus_are_advised_with_a_sequence_for_each_and_without_groups():
+    fp8 = {"mixed_precision": "fp8"}
+    groups = {"sharding_mode": "hsdp", "hsdp_shard_size": 8, "batch_size": 1}
+    text = fit.advice(fitted(60, 70.0, mode="hsdp", gpus=8, **groups, **fp8))
+    assert text.startswith("with --global_batch_size 8 --batch_size auto --recompute auto, ")
+    way = r"(\d+) GPUs with --sharding_mode fsdp_full --global_batch_size (\d+) without --hsdp_shard_size"
+    gpus, total = map(int, re.search(f"{way} need", text).groups())
+    assert gpus == total > 8
+    auto = {"batch_size": "auto", "recompute": "auto", "global_batch_size": total}
+    assert fitted(60, 70.0, "fsdp_full", gpus, **auto, **fp8).fits
 
 
 def test_a_model_too_large_for_any_number_of_gpus_is_refused():

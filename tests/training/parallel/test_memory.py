@@ -179,6 +179,21 @@ def test_a_host_too_small_for_activations_is_refused(monkeypatch):
     text = r"--offload_activations: micro-batches of 131,072 tokens need 69 GB .* has 69 GB; use --rec"
     with pytest.raises(UserError, match=text):
         choose.refuse_activations(plan)
+    padded = config_from_dict(plan.cfg.to_dict() | {"packing": False})
+    assert memory.offloaded_bytes(replace(plan, cfg=padded)) == 2 * 64 * 2**30
+    offloaded = replace(plan, mode="fsdp_offload", gpus_per_node=1)
+    assert memory.offloaded_bytes(offloaded) == 64 * 2**30 + memory.host_needs(offloaded)
+
+
+@pytest.mark.parametrize(("gpus", "each"), [(2, 8.0), (8, 3.5), (64, 3.5)])
+def test_an_exchange_in_fp8_needs_memory_beside_the_gradients(gpus, each):
+    model = ModelSize(8_000_000_000, ModelShape(4096, 32, 32, 8, 128, 14_336, 128_256))
+    flags = {"use_te": True, "grad_reduce_dtype": "fp8", "gradient_accumulation_steps": 1}
+    parts = {}
+    for dtype in ("bf16", "fp8"):
+        plan = replace(plan_of(8.0, "ddp", gpus=gpus, **flags | {"grad_reduce_dtype": dtype}), model=model)
+        parts[dtype] = memory.start_of_backward(plan)["gathered, communication"]
+    assert parts["fp8"] - parts["bf16"] == each * model.head
 
 
 @pytest.mark.parametrize(
