@@ -41,7 +41,7 @@ train: $(INSTALLED)
 	(set -x; $(PY) train_fp8.py --config configs/demo.yaml $$fp8 $(ARGS)) | tee -i "$$log"; \
 	$(PY) -m benchmarks.report "$$(sed -n 's/^run folder: //p' "$$log" | tail -n 1)"
 
-# One process per core; a file's tests share one, for they share runs. They are for the CPU, also on a GPU host.
+# One process per core. Tests of a file share runs, so they share a process. GPUs are hidden: these are CPU tests.
 test: $(INSTALLED)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 

@@ -36,10 +36,10 @@ class ModelConfig(Section):
     )
     recompute: str = resumable(
         "none",
-        "recompute in backward: cheap, mlp, layer, full or LEVEL:N for N layers; auto: the least that fits",
+        "recompute in backward: cheap, mlp, layer, full, or LEVEL:N (first N layers); auto: least that fits",
     )
     offload_activations: bool = resumable(
-        False, "move what recomputed layers keep to host memory, for long sequences (TE layers)"
+        False, "keep saved activations of recomputed TE layers in host memory, for long sequences"
     )
     compile: bool | None = resumable(
         None, "torch.compile each Hugging Face layer; default: on a GPU without DeepSpeed"

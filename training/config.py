@@ -127,11 +127,11 @@ def model_rules(s: Any) -> Iterator[tuple[str, str]]:
         reason = "without --use_te, torch.compile decides which elementwise operations to recompute"
         yield "recompute", f"{reason}; add --use_te, or choose mlp"
     if s.gradient_checkpointing and s.recompute not in ("none", "layer"):
-        reason = "the first is --recompute layer; drop it, with --no_gradient_checkpointing if a file sets it"
+        reason = "the first means --recompute layer; drop it (--no_gradient_checkpointing overrides a file)"
         yield "gradient_checkpointing recompute", reason
     recomputes = s.gradient_checkpointing or s.recompute != "none"
     if s.offload_activations and s.recompute == AUTO:
-        yield "recompute offload_activations", "auto chooses for activations on the GPU; give a level"
+        yield "recompute offload_activations", "auto assumes activations on the GPU; give a level, or drop it"
     if s.offload_activations and not (s.use_te and recomputes):
         yield "offload_activations", "needs --use_te and recomputed layers, such as --recompute layer"
 
@@ -170,7 +170,7 @@ def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
 
 def _refused_offload(s: Any) -> Iterator[tuple[str, str]]:
     if s.sharding_mode in DEEPSPEED_MODES:
-        reason = "DeepSpeed has an offload of its own; use ds_zero3_offload without it, or another mode"
+        reason = "DeepSpeed has its own offload; drop it and use ds_zero3_offload, or use another mode"
         yield "offload_optimizer sharding_mode", reason
     if s.cpu_offload or s.sharding_mode == "fsdp_offload":
         reason = "fsdp_offload keeps all training state in host memory; drop one of the two"

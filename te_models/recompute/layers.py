@@ -1,8 +1,9 @@
 """Recomputation of TE's decoder layers in backward; results of expensive kernels are kept from forward.
 
-A recomputed layer keeps its input and, by level, results that take long to compute for their size. TE's
+A recomputed layer keeps its input and, by level, results that are slow to compute for their size. TE's
 checkpoint runs the layer again in backward with the FP8 scales of the first pass; there the kept results
-replace their kernels. No level changes a loss or a gradient.
+replace their kernels. No level changes a loss or a gradient, except that recomputed layers do not cache FP8
+weights over the micro-batches of a step.
 
 T tokens, D hidden size, H query heads, G key/value groups, K head size, F feed-forward size. Per token, a
 layer keeps its input (D values in BF16) and:
@@ -71,7 +72,7 @@ def run_recomputed(
     `checkpoint` is that of the backend, "native" or "emulated". `offload` moves what the layer keeps to the
     host; it needs `reentrant=False`. With `reentrant` nothing but the input is kept.
     """
-    # A reentrant first pass runs without a graph, where kernels leave out what only backward needs.
+    # In a reentrant first pass autograd is off, and kernels omit results that only backward needs.
     kept = _Results(set() if reentrant else KEPT[level], backend)
 
     def run(hidden: Tensor, **arguments: Any) -> Tensor:

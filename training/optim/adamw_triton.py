@@ -52,7 +52,7 @@ def adamw_kernel(
     else:
         master = w.to(tl.float32)
     g = tl.load(grads + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scalars)
-    # Explicit FMAs, because the compiler would fuse one product or the other by an element's position.
+    # FMAs are explicit: otherwise an element's position decides which product the compiler fuses.
     m = load_moment(exp_avg, exp_avg_exponents, at, block, inside, block_inside, True)
     m = tl.fma(beta1, m, (1 - beta1) * g)
     v = load_moment(exp_avg_sq, exp_avg_sq_exponents, at, block, inside, block_inside, False)

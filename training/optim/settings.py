@@ -18,7 +18,7 @@ class OptimConfig(Section):
 
     batch_size: int | Literal["auto"] = setting(
         DEFAULT_BATCH,
-        "sequences per micro-batch and device; auto: the most that fit, for the same step",
+        "sequences per micro-batch and device; auto: the fastest that fits, with the same global batch",
         minimum=1,
         affects="step",
     )
