@@ -118,7 +118,7 @@ def build_loaders(
         train, held_out = split_train_eval(split, num_held_out, seed)
         source = Stored(train.samples, layout, seed=seed)
     require_usable(split, train, split_name=cfg.split_name)
-    require_full_step(cfg, source)
+    require_full_step(cfg, source, shape.micro_batches_per_step)
     if eval_split is not split:
         held_out = eval_split.sample(cfg.num_eval_samples)
         require_usable(eval_split, held_out, eval_split=cfg.eval_split)
@@ -256,12 +256,15 @@ def require_usable(split: Split, selection: Selection, **flag: str | None) -> No
     raise bad_setting(f"{reason}; {way_out}", **flag)
 
 
-def require_full_step(cfg: DataConfig, source: Stored | Stream) -> None:
-    """Raise UserError if ranks would get no sequence in every step; warn if micro-batches are never full."""
+def require_full_step(cfg: DataConfig, source: Stored | Stream, micro_batches: int) -> None:
+    """Raise UserError if ranks would get no sequence in every step; warn if steps are never full."""
     layout, is_whole = source.layout, not isinstance(source, Stream) or source.is_one_window
-    if not is_whole or source.num_bins >= layout.stride:
+    wanted, found = micro_batches * layout.stride, counted(source.num_bins, "sequence")
+    if not is_whole or source.num_bins >= wanted:
         return
-    found = counted(source.num_bins, "sequence")
+    if source.num_bins >= layout.stride:
+        logger.warning("a step should have %d sequences: there are only %s, so it has those", wanted, found)
+        return
     if layout.world_size == 1:
         logger.warning(
             "--batch_size %d: there are only %s to train on, so no micro-batch is full",

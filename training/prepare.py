@@ -62,6 +62,7 @@ class Job:
     optimizer_plan: OptimizerPlan
     fit: Fit
     folder: Path
+    new_folder: bool  # created by this launch
     checkpoints: Checkpoints
     resume: ResumePoint | None
     tokenizer: Any
@@ -108,9 +109,9 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
             DATA_SECONDS,
         )
         ranks.agree("the data", loaders.identity)
-    if resume and loaders.train:
-        loaders.train.load_state_dict(resume.meta["loader"])
-    total_steps, finished = _count_steps(cfg, folder, resume, loaders)
+        if resume and loaders.train:
+            loaders.train.load_state_dict(resume.meta["loader"])
+        total_steps, finished = _count_steps(cfg, folder, resume, loaders)
     if not finished:
         ranks.run_on_rank0(lambda: write_config(cfg, folder))
     return Job(
@@ -123,6 +124,7 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
         optimizer_plan=optimizer_plan,
         fit=fit,
         folder=folder,
+        new_folder=is_new,
         checkpoints=checkpoints,
         resume=resume,
         tokenizer=tokenizer,

@@ -25,7 +25,7 @@ from training.checkpoint.export import export_hf
 from training.checkpoint.generate import generate_answers, generation_config, tokenizer_round_trips
 from training.checkpoint.progress import Progress, WallTime
 from training.checkpoint.resume import eval_losses, forget_evaluations, roll_back
-from training.checkpoint.run_folder import train_losses
+from training.checkpoint.run_folder import SAMPLES_FILE, discarded_if_refused, train_losses
 from training.checkpoint.state import CheckpointSaver, RunState, restore_run
 from training.config import Config, all_settings, changed_settings, parse_config
 from training.observers import Observers, open_environment, open_logs
@@ -104,7 +104,8 @@ def run(job: Job, cleanup: ExitStack, signals: ExitStack) -> int:
         torch.manual_seed(job.cfg.optim.seed + ranks.rank())  # dropout must differ between ranks
     ranks.raise_process_group_timeouts()
     _report_model(job, assembly)
-    state, scaling, evaluated = restore(job, assembly)
+    with discarded_if_refused(job.folder, is_new=job.new_folder):
+        state, scaling, evaluated = restore(job, assembly)
     trainer, observers = open_loop(job, assembly, state, scaling, evaluated=evaluated)
     cleanup.callback(trainer.logs.tracker.give_up, EXIT_FAILED)  # does nothing after `finish`
     signals.enter_context(trainer.stop.listening())
@@ -349,7 +350,7 @@ def _generate_samples(job: Job) -> None:
     try:
         export = job.folder / "export"
         text = generate_answers(export, prompts, job.tokenizer, job.device, trust_remote_code=trusted)
-        (job.folder / "samples.txt").write_text(text, encoding="utf-8")
+        (job.folder / SAMPLES_FILE).write_text(text, encoding="utf-8")
     except Exception as error:  # must not fail a finished run
         print_rank0(f"WARNING: --generate_samples: no answers ({type(error).__name__}: {first_line(error)})")
         return

@@ -40,6 +40,7 @@ GPU_FLAGS = {
         "for another GPU: NVLink or PCIe bandwidth in GB/s, one direction",
     ),
 }
+LARGEST = 1e18  # number in a flag
 COLUMNS = (
     *("GPUs", "mode", "peak GB", "largest micro-batch"),
     *("step ms", "tokens/s", "TFLOP/s", "MFU BF16 / FP8"),
@@ -233,8 +234,8 @@ def _positive(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text}: must be a positive number")
+    if not 0 < value < LARGEST:
+        raise argparse.ArgumentTypeError(f"{text}: must be a positive number below {LARGEST:g}")
     return value
 
 

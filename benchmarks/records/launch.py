@@ -83,7 +83,10 @@ def folder_flag(text: str) -> Path:
     """Return a flag's folder; an empty text, as from an unset shell variable, is an error."""
     if not text:
         raise argparse.ArgumentTypeError("'' is no folder; give a path")
-    return Path(text).expanduser()
+    folder = Path(text).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a file; give a folder")
+    return folder
 
 
 def refuse_overwriting(folder: Path) -> None:

@@ -73,6 +73,7 @@ def open_path_or_hub(cfg: DataConfig, split: str) -> Source:
             require_reachable_hub(name, ("README.md",), None, repo_type="dataset")
         builder = datasets.load_dataset_builder(name, configuration, cache_dir=cfg.data_cache_dir)
     splits = {str(key): list(value) for key, value in (builder.config.data_files or {}).items()}
+    warn_about_other_files(path, chain.from_iterable(splits.values()))
     split = choose_split(cfg, split, splits) if splits else split
     files = splits.get(split, [])
     format = common_format(files)
@@ -109,6 +110,18 @@ def source_of_files(cfg: DataConfig, format: Format, split: str, files: list[str
         raise bad_setting(reason, dataset_name=cfg.dataset_name)
     columns = choose_columns(cfg, first_keys(objects))
     return Source(rows, columns, partial(json_line, columns.to_sample), "line" if len(files) == 1 else "row")
+
+
+def warn_about_other_files(folder: Path, read: Iterable[str]) -> None:
+    """Warn of data files in a folder that `datasets` assigns to no split."""
+    if not folder.is_dir():
+        return
+    known = {Path(file).resolve() for file in read}
+    others = (path for path in sorted(folder.rglob("*")) if common_format([path.name]) and path.is_file())
+    names = [str(path.relative_to(folder)) for path in others if path.resolve() not in known]
+    if names := [name for name in names if not any(part.startswith(".") for part in Path(name).parts)]:
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        logger.warning("--dataset_name %s: not read, by name or format: %s", folder, shown)
 
 
 def source_of_saved(cfg: DataConfig, folder: Path, split: str) -> Source:

@@ -399,6 +399,11 @@ def test_the_longest_sequence_keeps_the_sequences_of_a_step():
         assert ("does not fit" not in row) == fits
 
 
+def test_a_number_of_gpus_that_fills_no_whole_nodes_is_planned():
+    flags = f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 --batch_size 1 --gpus 12"
+    assert "| 12   | fsdp_" in run(flags.split())
+
+
 def test_the_plan_refuses_what_training_refuses_for_a_number_of_gpus():
     flags = f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 --batch_size 1"
     text = run(f"{flags} --gpus 1,8 --grad_reduce_dtype fp8".split())
@@ -456,6 +461,7 @@ def test_readme_names_the_smallest_gpu_of_each_model(model):
 
 
 BAD_INPUT = {
+    "--gpu_memory_gb 1e300": "--gpu_memory_gb: 1e300: must be a positive number below 1e.18",
     "--gpu MI300X": "RTX 5090, or add --gpu_memory_gb, --bf16_tflops, --memory_tbs, --link_gbs",
     "--gpu MI300X --gpu_memory_gb 192 --bf16_tflops 1300": "--link_gbs .and --fp8_tflops, if it has FP8",
     "--gpu A100 --mixed_precision fp8": "--gpu A100 --mixed_precision fp8: this GPU has no FP8; use bf16",

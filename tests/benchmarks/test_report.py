@@ -103,7 +103,7 @@ def test_bad_input_is_one_line(tmp_path, capsys):
         ([good, "--reference", tmp_path / "nowhere"], "nowhere: no such folder"),
         ([broken], "summary.json: damaged, not a JSON object"),
         ([good, "--output_dir", ""], "--output_dir: '' is no folder; give a path"),
-        ([good, "--output_dir", broken / "summary.json"], "File exists: "),
+        ([good, "--output_dir", broken / "summary.json"], "summary.json is a file; give a folder"),
         ([], "give either run folders or --study"),
         (["--study", "nope"], "--study nope: no such study"),
     ):

@@ -158,6 +158,15 @@ def test_a_batch_size_above_the_number_of_sequences_is_a_warning(make, streaming
     assert "--batch_size 12: there are only 9 sequences to train on" in caplog.text
 
 
+@streaming
+def test_a_step_of_more_sequences_than_there_are_is_a_warning(make, streaming, caplog):
+    given = {"num_of_samples": 9, "packing": False, "batch_size": 3, "streaming": streaming}
+    make(**given, micro_batches_per_step=3)
+    assert "a step" not in caplog.text
+    make(**given, micro_batches_per_step=4)
+    assert "a step should have 12 sequences: there are only 9 sequences, so it has those" in caplog.text
+
+
 def test_padding_multiple_changes_only_widths(make):
     narrow, wide = (list(make(pad_multiple=multiple).train) for multiple in (16, 96))
     assert ids(narrow) == ids(wide)

@@ -169,6 +169,21 @@ def test_only_the_files_of_the_split_are_read(tmp_path):
     assert list(open_path_or_hub(cfg, "train").rows) == [PAIR]
 
 
+def test_data_files_of_a_folder_that_are_not_read_are_named(tmp_path, caplog):
+    folder = tmp_path / "set"
+    for name in ("train.jsonl", "test.jsonl", "extra.jsonl", "more/b.csv", ".cache/c.jsonl", "README.md"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(json_lines(PAIR))
+    cfg = DataConfig(dataset_name=str(folder), data_cache_dir=str(tmp_path / "cache"))
+    open_path_or_hub(cfg, "train")
+    assert f"{folder}: not read, by name or format: extra.jsonl, more/b.csv" in caplog.text
+    (folder / "extra.jsonl").unlink()
+    (folder / "more" / "b.csv").unlink()
+    caplog.clear()
+    open_path_or_hub(cfg, "train")
+    assert "not read" not in caplog.text
+
+
 @streaming
 @pytest.mark.parametrize("first", [{"instruction": "Hi.", "output": "Hello."}, {"id": 1}])
 def test_columns_are_the_union_over_the_first_lines(load, texts, first, streaming):

@@ -376,6 +376,24 @@ def test_an_output_folder_with_other_files_is_refused_and_left_alone(tmp_path, c
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == model
 
 
+@pytest.mark.parametrize("name", ["settings.json", "summary.json", "metrics.jsonl", "samples.txt"])
+def test_a_file_with_the_name_of_a_run_s_is_no_run(tmp_path, capsys, name):
+    (tmp_path / name).write_text('{"editor.fontSize": 3}')
+    train(tmp_path, "--max_steps 1 --generate_samples 1", code=EXIT_BAD_SETTING)
+    assert f"holds files of something else ({name}); choose a new folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_resume_that_is_refused_leaves_no_folder(copied, tmp_path, capsys):
+    folder = tmp_path / "new"
+    train(folder, f"--max_steps 1 --resume {copied}", code=EXIT_BAD_SETTING)
+    assert not folder.exists() and "raise it, or evaluate that checkpoint" in capsys.readouterr().err
+    for path in copied.glob("checkpoints/*/*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-8])
+    train(folder, f"--max_steps 9 --resume {copied}", code=EXIT_BAD_SETTING)
+    assert not folder.exists()
+
+
 def test_an_output_folder_that_cannot_be_read_is_one_line(tmp_path, capsys):
     train(tmp_path / ("x" * 300), code=EXIT_BAD_SETTING)
     assert "File name too long; choose a folder you can write to" in capsys.readouterr().err

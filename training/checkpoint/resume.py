@@ -176,7 +176,7 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
         allowed |= split
     if meta["recipe"] != recipe:
         changed["fp8_scenario"] = (meta["recipe"], recipe)
-    _refuse_other_moments(changed, resume=point.path)
+    _refuse_other_moments(changed, point.path)
     if changed:
         keep = f"--global_batch_size {old} keeps its batch; " if split.keys() & changed.keys() else ""
         raise bad_setting(
@@ -209,12 +209,11 @@ def check_folder(cfg: Config, folder: Path) -> None:
             output_dir=folder,
         )
     changed, ignored = changed_settings(old, cfg), _converted(cfg)
-    if (folder / "checkpoints").exists():  # `check_resume` compares these, by world size
-        ignored += [*BATCH_SPLIT_SETTINGS, *["grad_reduce_dtype"] * _same_sums(changed)]
+    if (folder / "checkpoints").exists():  # `check_resume` compares these with the checkpoint
+        ignored += [*BATCH_SPLIT_SETTINGS, "moment_dtype", *["grad_reduce_dtype"] * _same_sums(changed)]
     if global_batch(old, 1) == global_batch(cfg.to_dict(), 1):  # split by --batch_size auto
         ignored += BATCH_SPLIT_SETTINGS
     changed = {name: values for name, values in changed.items() if name not in ignored}
-    _refuse_other_moments(changed, output_dir=folder)
     if changed:
         raise bad_setting(
             f"holds another run ({describe_changes(changed)}); choose another folder, or use the settings it "
@@ -235,11 +234,12 @@ def _same_sums(changed: dict[str, tuple[Any, Any]]) -> bool:
     return set(changed.get("grad_reduce_dtype", ())) == {"bf16", "fp8"}
 
 
-def _refuse_other_moments(changed: dict[str, tuple[Any, Any]], **where: Path) -> None:
+def _refuse_other_moments(changed: dict[str, tuple[Any, Any]], path: Path) -> None:
     """Raise UserError with the flag that converts moments, if they are the only difference."""
     if changed.keys() == {"moment_dtype"}:
         old, new = changed["moment_dtype"]
-        raise bad_setting(f"saved with {old}; use that, or add --convert_moments", moment_dtype=new, **where)
+        reason = f"saved with {old}; use that, or add --convert_moments"
+        raise bad_setting(reason, moment_dtype=new, resume=path)
 
 
 def describe_changes(changed: dict[str, tuple[Any, Any]]) -> str:

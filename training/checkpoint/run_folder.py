@@ -15,12 +15,13 @@ from filelock import FileLock, Timeout
 
 from core.errors import EXIT_BAD_SETTING, EXIT_IN_USE, UserError, bad_setting
 from core.files import DISK_FULL, read_record, write_json
+from training.checkpoint.index import step_folders
 from training.checkpoint.resume import check_folder
-from training.config import Config
+from training.config import Config, settings_path
 from training.parallel import ranks
 
-RUN_FILES = ("settings.json", "metrics.jsonl", "checkpoints", "summary.json", "wall_time.json")
 LOG_SUFFIXES = (".log", ".txt", ".out", ".err")
+SAMPLES_FILE = "samples.txt"
 SHARED_FOLDER_SECONDS = 5.0  # visibility delay of network file systems
 
 
@@ -56,17 +57,17 @@ def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, Fi
 def _refuse_other_files(folder: Path, *, log_dir: str | None) -> None:
     """UserError if a folder holds files but no run, such as a model: nothing may be written over them.
 
-    Logs of a scheduler or launcher may precede the run.
+    A run has its settings or a checkpoint. Logs of a scheduler or launcher may precede it.
     """
-    if not folder.is_dir() or any((folder / name).exists() for name in RUN_FILES):
+    if not folder.is_dir() or "gradient_accumulation_steps" in read_record(settings_path(folder)):
         return
-    if "gradient_accumulation_steps" in read_record(folder / "config.json"):  # a run of an earlier version
+    if step_folders(folder / "checkpoints"):
         return
     files = sorted(
         path.name
         for path in folder.iterdir()
         if not path.name.startswith(".")
-        and path.suffix not in LOG_SUFFIXES
+        and (path.suffix not in LOG_SUFFIXES or path.name == SAMPLES_FILE)
         and not (log_dir and path.resolve() == Path(log_dir).resolve())
     )
     if files:

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from core.settings import AUTO, Effect, Section, resumable, setting
 
 DEFAULT_BATCH = 8
+BATCH = {"minimum": 1, "maximum": 2**20}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,19 +20,19 @@ class OptimConfig(Section):
     batch_size: int | Literal["auto"] = setting(
         DEFAULT_BATCH,
         "sequences per micro-batch and device; auto: the fastest that fits, with the same global batch",
-        minimum=1,
+        **BATCH,
         affects="step",
     )
     global_batch_size: int | None = setting(
         None,
         "sequences per step over all ranks; default: --batch_size (auto: 8) x accumulation x ranks",
-        minimum=1,
+        **BATCH,
     )
     eval_batch_size: int | None = resumable(
-        None, "sequences per evaluation batch and device; default: --batch_size", minimum=1, affects="logging"
+        None, "sequences per evaluation batch and device; default: --batch_size", **BATCH, affects="logging"
     )
     gradient_accumulation_steps: int | None = setting(
-        None, "micro-batches per step; default: from --global_batch_size, else 1", minimum=1, affects="step"
+        None, "micro-batches per step; default: from --global_batch_size, else 1", **BATCH, affects="step"
     )
     num_epochs: int = resumable(1, "passes over the training data", minimum=1)
     max_steps: int | None = resumable(

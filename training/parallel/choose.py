@@ -177,7 +177,8 @@ def choose_mode(request: StepPlan, gpu: int | None) -> tuple[str, str]:
     if gpu is None:
         return "ddp", "no GPU, so GPU memory is no limit"
     plan = replace(request, cfg=fit.resolve_auto(request.cfg, request.gpus))
-    modes = ("ddp", "fsdp_grad", "hsdp", "fsdp_full")
+    groups = plan.nodes > 1 and plan.gpus_per_node > 1 and plan.gpus % plan.gpus_per_node == 0
+    modes = ("ddp", "fsdp_grad", *["hsdp"] * groups, "fsdp_full")
     needed = {mode: resident_bytes(replace(plan, mode=mode)) for mode in modes}
     unsharded, room, last_room = needed["ddp"], ROOM * gpu, LAST_ROOM * gpu
     if plan.gpus == 1 and unsharded <= ROOM_ON_ONE_GPU * gpu:
@@ -192,7 +193,7 @@ def choose_mode(request: StepPlan, gpu: int | None) -> tuple[str, str]:
         return "fsdp_grad", f"{why}; a shard plus gathered weights and gradients fits"
     if unsharded <= room:
         return "ddp", why
-    if plan.nodes > 1 and plan.gpus_per_node > 1 and needed["hsdp"] <= room:
+    if groups and needed["hsdp"] <= room:
         return "hsdp", f"{why}; sharded over the {plan.gpus_per_node} ranks of a node they fit"
     if needed["fsdp_full"] <= last_room:
         limit = "" if needed["fsdp_full"] <= room else f" into {last_room / 1e9:.1f} GB"

@@ -33,7 +33,9 @@ class PrecisionConfig(Section):
     )
     fp8_format: Literal["hybrid", "e4m3"] = setting("hybrid", "hybrid: E4M3 forward, E5M2 backward")
     fp8_margin: int = setting(0, "delayed scaling: divide scales by 2**N, N at most 18", minimum=0)
-    fp8_amax_history_len: int = setting(1024, "delayed scaling: amax history, in micro-batches", minimum=1)
+    fp8_amax_history_len: int = setting(
+        1024, "delayed scaling: amax history, in micro-batches", minimum=1, maximum=2**16
+    )
     fp8_amax_compute_algo: Literal["max", "most_recent"] = setting("max", "delayed scaling: amax to use")
     fp8_fast_accumulation: bool = setting(False, "fast accumulation in backward too (delayed, current)")
     fp8_fp32_scales: bool = setting(False, "do not round scales to powers of two (rowwise; block on Hopper)")

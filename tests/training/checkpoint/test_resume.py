@@ -69,6 +69,11 @@ def test_moments_in_8_bits_resume_exactly_and_convert_only_when_asked(tmp_path, 
     for other in (f"{tmp_path}/converted", f"{tmp_path}/new --resume {halves}"):
         train(other.split()[0], f"--max_steps 3 {flags} fp32 --output_dir {other}", code=EXIT_BAD_SETTING)
         assert "saved with fp8,fp16; use that, or add --convert_moments" in capsys.readouterr().err
+    # As after a conversion that was killed before its first checkpoint.
+    settings = json.loads((tmp_path / "converted" / "settings.json").read_text())
+    (tmp_path / "converted" / "settings.json").write_text(json.dumps(settings | {"moment_dtype": "fp32"}))
+    train(tmp_path / "converted", f"--max_steps 3 {flags} fp32", code=EXIT_BAD_SETTING)
+    assert "saved with fp8,fp16; use that, or add --convert_moments" in capsys.readouterr().err
     third = saved(train(tmp_path / "converted", f"--max_steps 3 {flags} fp32,fp16 --convert_moments"), 3)
     first_moment = coded[0].removesuffix("_sq")
     assert third.keys() < first.keys() and third[first_moment].dtype == torch.float32
