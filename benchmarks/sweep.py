@@ -70,9 +70,9 @@ class Point:
 
     def settings(self) -> dict[str, Any]:
         """Return all settings that can affect whether the run fits into memory."""
-        given = self.cfg.to_dict()
-        settings = {name: value for name, value in given.items() if name not in NO_EFFECT}
-        return settings | {"gpus": self.gpus, "memory_limit_gb": given["memory_limit_gb"]}
+        settings = {name: value for name, value in self.cfg.to_dict().items() if name not in NO_EFFECT}
+        limit = self.cfg.sharding.memory_limit_gb
+        return settings | {"gpus": self.gpus} | ({"memory_limit_gb": limit} if limit else {})
 
     def digest(self) -> str:
         return xxhash.xxh3_64_hexdigest(json.dumps(self.settings(), sort_keys=True).encode())
@@ -219,7 +219,7 @@ def _plan(point: Point, gpu: Gpu) -> Plan | None:
 def _is_smaller(a: Point, b: Point) -> bool:
     """True if `a` differs from `b` only by a shorter sequence or a smaller batch."""
     first, second = a.settings(), b.settings()
-    different = [name for name in first if first[name] != second[name]]
+    different = [name for name in {**first, **second} if first.get(name) != second.get(name)]
     comparable = all(name in GROWING and AUTO not in (first[name], second[name]) for name in different)
     return bool(different) and comparable and all(first[name] < second[name] for name in different)
 

@@ -72,14 +72,14 @@ def run(argv: list[str]) -> str:
 
 
 def _make_plans(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> tuple[list[Plan], list[str]]:
-    """Return the plans, and notes on numbers of GPUs that cannot share a batch or exchange gradients."""
+    """Return the plans, and notes on numbers of GPUs that these settings exclude."""
     plans, refused = [], []
     for gpus in args.gpus:
         try:
             cluster = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
             plans.append(make_plan(cfg, gpu, gpus=gpus, **cluster))
         except UserError as error:
-            one_number = {"global_batch_size", "grad_reduce_dtype"} & set(error.flags)
+            one_number = {"global_batch_size", "grad_reduce_dtype", "hsdp_shard_size"} & set(error.flags)
             if not one_number or (gpus == args.gpus[-1] and not plans):
                 raise
             refused.append(f"\n{counted(gpus, 'GPU')}: {error}")

@@ -8,9 +8,9 @@ from __future__ import annotations
 import glob
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,8 @@ def open_path_or_hub(cfg: DataConfig, split: str) -> Source:
             require_reachable_hub(name, ("README.md",), None, repo_type="dataset")
         builder = datasets.load_dataset_builder(name, configuration, cache_dir=cfg.data_cache_dir)
     splits = {str(key): list(value) for key, value in (builder.config.data_files or {}).items()}
-    warn_about_other_files(path, chain.from_iterable(splits.values()))
+    if len(builder.builder_configs) < 2:
+        warn_about_other_files(path, tuple(chain.from_iterable(splits.values())))
     split = choose_split(cfg, split, splits) if splits else split
     files = splits.get(split, [])
     format = common_format(files)
@@ -112,14 +113,22 @@ def source_of_files(cfg: DataConfig, format: Format, split: str, files: list[str
     return Source(rows, columns, partial(json_line, columns.to_sample), "line" if len(files) == 1 else "row")
 
 
-def warn_about_other_files(folder: Path, read: Iterable[str]) -> None:
-    """Warn of data files in a folder that `datasets` assigns to no split."""
-    if not folder.is_dir():
-        return
-    known = {Path(file).resolve() for file in read}
-    others = (path for path in sorted(folder.rglob("*")) if common_format([path.name]) and path.is_file())
-    names = [str(path.relative_to(folder)) for path in others if path.resolve() not in known]
-    if names := [name for name in names if not any(part.startswith(".") for part in Path(name).parts)]:
+@cache
+def warn_about_other_files(folder: Path, read: tuple[str, ...]) -> None:
+    """Warn once of data files in a folder that `datasets` assigns to no split.
+
+    Files such as LICENSE.txt or dataset_infos.json are data only beside others of their format.
+    """
+    known, names = {Path(file).resolve() for file in read}, []
+    formats = [format for suffix, format in FORMATS.items() if suffix not in (".txt", ".json")]
+    formats += filter(None, (common_format([file]) for file in read))
+    with suppress(OSError):  # a subfolder that cannot be read
+        for path in sorted(folder.rglob("[!.]*")) if folder.is_dir() else ():
+            name = path.relative_to(folder)
+            hidden = any(part.startswith(".") for part in name.parts)
+            if not hidden and common_format([path.name]) in formats and path.resolve() not in known:
+                names.append(str(name))
+    if names:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         logger.warning("--dataset_name %s: not read, by name or format: %s", folder, shown)
 

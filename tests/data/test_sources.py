@@ -19,7 +19,7 @@ from data.chat import Encoder
 from data.collate import IGNORE
 from data.demo import FILES, read_demo
 from data.reading.rows import judge
-from data.reading.sources import DATASETS, open_path_or_hub, open_source
+from data.reading.sources import DATASETS, open_path_or_hub, open_source, warn_about_other_files
 from data.settings import DataConfig
 from tests.data.conftest import VOCABULARY, json_lines
 
@@ -171,7 +171,16 @@ def test_only_the_files_of_the_split_are_read(tmp_path):
 
 def test_data_files_of_a_folder_that_are_not_read_are_named(tmp_path, caplog):
     folder = tmp_path / "set"
-    for name in ("train.jsonl", "test.jsonl", "extra.jsonl", "more/b.csv", ".cache/c.jsonl", "README.md"):
+    names = (
+        "train.jsonl",
+        "test.jsonl",
+        "extra.jsonl",
+        "more/b.csv",
+        ".cache/c.jsonl",
+        "README.md",
+        "NOTES.txt",
+    )
+    for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(json_lines(PAIR))
     cfg = DataConfig(dataset_name=str(folder), data_cache_dir=str(tmp_path / "cache"))
@@ -181,6 +190,8 @@ def test_data_files_of_a_folder_that_are_not_read_are_named(tmp_path, caplog):
     (folder / "more" / "b.csv").unlink()
     caplog.clear()
     open_path_or_hub(cfg, "train")
+    warn_about_other_files.cache_clear()
+    open_path_or_hub(cfg, "test")
     assert "not read" not in caplog.text
 
 

@@ -170,7 +170,8 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
     allowed = {name: changed.pop(name) for name in permitted if name in changed}
     old, new = global_batch(meta["config"], meta["world_size"]), global_batch(cfg.to_dict(), world_size)
     split = {name: changed.pop(name) for name in BATCH_SPLIT_SETTINGS if name in changed}
-    if old != new and global_batch(meta["config"], 1) != global_batch(cfg.to_dict(), 1):
+    given = None not in split.get("global_batch_size", (None,))
+    if old != new and (given or global_batch(meta["config"], 1) != global_batch(cfg.to_dict(), 1)):
         changed |= split
     else:
         allowed |= split
@@ -202,7 +203,7 @@ def check_folder(cfg: Config, folder: Path) -> None:
         return
     path = settings_path(folder)
     old = read_record(path)
-    if not old:
+    if "gradient_accumulation_steps" not in old:
         raise bad_setting(
             f"its {path.name} is missing or damaged; choose another folder, with --resume {folder} to "
             "continue from its checkpoints",
@@ -211,8 +212,9 @@ def check_folder(cfg: Config, folder: Path) -> None:
     changed, ignored = changed_settings(old, cfg), _converted(cfg)
     if (folder / "checkpoints").exists():  # `check_resume` compares these with the checkpoint
         ignored += [*BATCH_SPLIT_SETTINGS, "moment_dtype", *["grad_reduce_dtype"] * _same_sums(changed)]
-    if global_batch(old, 1) == global_batch(cfg.to_dict(), 1):  # split by --batch_size auto
-        ignored += BATCH_SPLIT_SETTINGS
+    same_total = cfg.optim.global_batch_size is not None and "global_batch_size" not in changed
+    if same_total or global_batch(old, 1) == global_batch(cfg.to_dict(), 1):
+        ignored += BATCH_SPLIT_SETTINGS  # another split by --batch_size auto, or on other ranks
     changed = {name: values for name, values in changed.items() if name not in ignored}
     if changed:
         raise bad_setting(

@@ -98,7 +98,7 @@ def convert_(target: dict[str, Tensor], source: dict[str, Tensor], moment: str, 
 
     Rows are converted in parts, which take up to 40 bytes of temporary memory per element.
     """
-    columns = target[moment].shape[-1] if target[moment].numel() else 1
+    columns = _columns(target[moment])
     rows = max(1, CONVERTED_AT_ONCE // columns)
     for first in range(0, target[moment].numel() // columns, rows):
         here, there = (_rows(tensors, slice(first, first + rows)) for tensors in (target, source))
@@ -110,7 +110,11 @@ def convert_(target: dict[str, Tensor], source: dict[str, Tensor], moment: str, 
 
 def _rows(tensors: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
     """Return these rows of tensors [..., n], counted over all leading dimensions."""
-    return {name: tensor.view(-1, tensor.shape[-1])[rows] for name, tensor in tensors.items()}
+    return {name: tensor.view(-1, _columns(tensor))[rows] for name, tensor in tensors.items()}
+
+
+def _columns(tensor: Tensor) -> int:
+    return tensor.shape[-1] if tensor.ndim and tensor.numel() else 1
 
 
 def mantissa_of(dtype: torch.dtype) -> int:

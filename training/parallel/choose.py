@@ -95,7 +95,8 @@ def _fit(cfg: Config, model: ModelPlan, device: torch.device, mode: str, free: i
             return found
         if names := fit.auto_settings(cfg):
             unknown = f"the memory of a step is unknown, as {reason}"
-            raise bad_setting(f"{unknown}; or give a value", **dict.fromkeys(names, AUTO))
+            way_out = ", or give a value" if ";" in reason else "; give a value"
+            raise bad_setting(unknown + way_out, **dict.fromkeys(names, AUTO))
     split = fit.resolve_auto(cfg, ranks.world_size())
     plans = [
         StepPlan(c, ModelSize(0), optimizer, mode, ranks.world_size(), ranks.local_rank_and_size()[1])

@@ -303,13 +303,16 @@ def advice(found: Fit) -> str:
     """Return the ways to make a step fit with the fewest flags, and the bytes that each would need."""
     total = global_batch(found.plan.cfg.optim, found.plan.gpus)
     choice = {"global_batch_size": total, "batch_size": AUTO, "recompute": AUTO}
-    unset = {"gradient_accumulation_steps": (None, 1), "gradient_checkpointing": (False,)}
-    if other := refit(found, choice | {name: values[0] for name, values in unset.items()}):
+    unset = {"gradient_accumulation_steps": None, "gradient_checkpointing": False}
+    if other := refit(found, choice | unset):
         given = found.request.cfg.to_dict()
         flags = " ".join(f"--{name} {value}" for name, value in choice.items() if given[name] != value)
-        without = " and ".join(f"--{name}" for name, values in unset.items() if given[name] not in values)
+        replaced = [name for name, value in unset.items() if given[name] != value]
+        if flags and given["gradient_accumulation_steps"] == 1:  # the default, unless it is a flag
+            replaced.remove("gradient_accumulation_steps")
+        without = " and ".join(f"--{name}" for name in replaced)
         if other.fits:
-            return f"{flags}{f' without {without}' * bool(without)} needs {_gb(other.needed)}"
+            return f"{flags}{f' without {without}' * bool(without)} needs {_gb(other.needed)}".lstrip()
         flags = f"with {flags}, " * bool(flags) + f"without {without}, " * bool(without)
     else:  # such as --offload_activations, which needs a level
         other, flags = found, ""
@@ -382,7 +385,7 @@ def _more_gpus(found: Fit) -> list[str]:
         larger = ""
         if given:
             changes |= {"gradient_accumulation_steps": None, "global_batch_size": max(given, gpus)}
-            larger = f" --global_batch_size {gpus}" if gpus > given else ""
+            larger = f", --global_batch_size {gpus} instead of {given}" if gpus > given else ""
         if (other := refit(found, changes, gpus, mode)) and other.fits:
             return [f"{gpus} GPUs with --sharding_mode {mode}{larger}{without} need {_gb(other.needed)} each"]
     return []

@@ -133,8 +133,9 @@ def _average_fp8(gradients: Tensor) -> None:
     packed = pack_fp8(_padded(shard[None]))
     received = packed.new_empty(dist.get_world_size(), packed.shape[1])
     dist.all_gather_into_tensor(received, packed)
-    for part, row in zip(received, gradients.view(len(received), -1), strict=True):
-        row.copy_(unpack_fp8(part[None])[0, : shard.numel()])
+    each = -(-len(received) // PARTS)
+    for part, rows in zip(received.split(each), gradients.view(len(received), -1).split(each), strict=True):
+        rows.copy_(unpack_fp8(part)[:, : shard.numel()])
 
 
 def all_reduce_hook(dtype: torch.dtype) -> Callable[[Any, dist.GradBucket], torch.futures.Future]:

@@ -120,6 +120,9 @@ def test_a_batch_may_be_split_differently_and_grow_with_the_ranks(tmp_path):
     check_folder(settings(8, 1), tmp_path)
     with pytest.raises(UserError, match="holds another run"):
         check_folder(settings(8, 2), tmp_path)
+    of_64 = {"global_batch_size": 64, "batch_size": 4}
+    (tmp_path / "settings.json").write_text(json.dumps(config_from_dict(of_64).to_dict() | {"batch_size": 8}))
+    check_folder(config_from_dict(of_64), tmp_path)
 
 
 def test_on_one_rank_an_exchange_in_fp8_resumes_as_bf16(tmp_path):

@@ -35,7 +35,7 @@ def test_values_in_range_come_back_to_the_nearest_code(dtype, signed):
     assert torch.equal(decode(again, same, signed=signed), decoded)
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 2 * BLOCK), (100,)], ids=["matrices", "vector"])
+@pytest.mark.parametrize("shape", [(3, 5, 2 * BLOCK), (100,), ()], ids=["matrices", "vector", "scalar"])
 @pytest.mark.parametrize("saved", moments.FORMATS)
 @pytest.mark.parametrize("now", moments.FORMATS)
 def test_a_conversion_in_parts_equals_one_of_the_whole(saved, now, shape, monkeypatch):

@@ -274,6 +274,17 @@ def test_settings_that_the_advised_flags_replace_are_named(settings, replaced):
     )
 
 
+def test_a_single_accumulation_step_that_prevents_a_fit_is_named():
+    auto = {
+        "global_batch_size": 256,
+        "batch_size": "auto",
+        "recompute": "auto",
+        "gradient_accumulation_steps": 1,
+    }
+    text = fit.advice(fitted(110, mode="fsdp_full", gpus=8, mixed_precision="fp8", **auto))
+    assert text.startswith("without --gradient_accumulation_steps needs ")
+
+
 def test_advice_keeps_settings_that_exclude_auto():
     settings = {"batch_size": 1, "recompute": "full", "offload_activations": True, "mixed_precision": "fp8"}
     text = fit.advice(fitted(85.1, **settings))
@@ -285,8 +296,8 @@ def test_more_gpus_are_advised_with_a_sequence_for_each_and_without_groups():
     groups = {"sharding_mode": "hsdp", "hsdp_shard_size": 8, "batch_size": 1}
     text = fit.advice(fitted(60, 70.0, mode="hsdp", gpus=8, **groups, **fp8))
     assert text.startswith("with --global_batch_size 8 --batch_size auto --recompute auto, ")
-    way = r"(\d+) GPUs with --sharding_mode fsdp_full --global_batch_size (\d+) without --hsdp_shard_size"
-    gpus, total = map(int, re.search(f"{way} need", text).groups())
+    way = r"(\d+) GPUs with --sharding_mode fsdp_full, --global_batch_size (\d+) instead of 8"
+    gpus, total = map(int, re.search(f"{way} without --hsdp_shard_size need", text).groups())
     assert gpus == total > 8
     auto = {"batch_size": "auto", "recompute": "auto", "global_batch_size": total}
     assert fitted(60, 70.0, "fsdp_full", gpus, **auto, **fp8).fits
