@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 
 from core.cli import OneLineParser, add_setting, read_yaml_settings
 from core.errors import UserError, bad_setting
+from core.files import read_record
 from core.recipes import RECIPES, TE_RECIPES, TORCHAO_RECIPES
 from core.settings import AUTO, Setting, convert, lookup
 from data.settings import EVAL_SAMPLES, DataConfig
@@ -279,6 +280,12 @@ def settings_path(folder: Path) -> Path:
     """Return the file with a run's settings: settings.json, or config.json in folders of earlier versions."""
     path, earlier = folder / "settings.json", folder / "config.json"
     return earlier if earlier.exists() and not path.exists() else path
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Read a run's settings; {} if the file is missing, damaged or not a run's."""
+    settings = read_record(settings_path(folder))
+    return settings if "gradient_accumulation_steps" in settings else {}
 
 
 def load_config_file(path: str) -> dict[str, Any]:

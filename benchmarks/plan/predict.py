@@ -54,9 +54,7 @@ class Plan:
     @property
     def offloads(self) -> bool:
         """True if training state or activations are in host memory."""
-        return (
-            self.job.sharding.offload or self.job.optimizer.offload or self.job.cfg.model.offload_activations
-        )
+        return self.job.offloads_state or self.job.cfg.model.offload_activations
 
     @property
     def step(self) -> float:
@@ -83,11 +81,10 @@ class Plan:
 
     def host_gb(self) -> tuple[float, float]:
         """Host memory per node in GB: always, and in addition while saving a checkpoint."""
-        job, (kept, saving) = self.job, (0.0, 0.0)
-        if job.sharding.offload or job.optimizer.offload:
-            kept, saving = host_bytes(job)
+        job = self.job
+        kept, saving = host_bytes(job) if job.offloads_state else (0.0, 0)
         each = job.model.parameters / job.nodes / 1e9
-        return kept * each + host_activations(job) * job.gpus / job.nodes / 1e9, saving * each
+        return kept * each + host_activations(job) / 1e9, saving * each
 
 
 def make_plan(cfg: Config, gpu: Gpu, *, gpus: int, gpus_per_node: int = 8, network_gbs: float = 50.0) -> Plan:

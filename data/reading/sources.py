@@ -19,7 +19,7 @@ import datasets
 from datasets import Dataset, IterableDataset
 from datasets.naming import camelcase_to_snakecase
 
-from core.errors import UserError, bad_setting, raise_interrupt
+from core.errors import UserError, bad_setting, first_of, raise_interrupt
 from core.hub import require_reachable_hub
 from data import demo as demo_set
 from data.reading.cache import cache_folder, storage_error
@@ -123,14 +123,13 @@ def warn_about_other_files(folder: Path, read: tuple[str, ...]) -> None:
     formats = [format for suffix, format in FORMATS.items() if suffix not in (".txt", ".json")]
     formats += filter(None, (common_format([file]) for file in read))
     with suppress(OSError):  # a subfolder that cannot be read
-        for path in sorted(folder.rglob("[!.]*")) if folder.is_dir() else ():
+        for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
             name = path.relative_to(folder)
             hidden = any(part.startswith(".") for part in name.parts)
             if not hidden and common_format([path.name]) in formats and path.resolve() not in known:
                 names.append(str(name))
     if names:
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        logger.warning("--dataset_name %s: not read, by name or format: %s", folder, shown)
+        logger.warning("--dataset_name %s: not read, by name or format: %s", folder, first_of(names))
 
 
 def source_of_saved(cfg: DataConfig, folder: Path, split: str) -> Source:

@@ -23,7 +23,7 @@ from training.checkpoint import index
 from training.checkpoint.index import Index, step_of
 from training.checkpoint.manifest import MANIFEST, read_manifest
 from training.checkpoint.store import Checkpoints
-from training.config import Config, all_settings, changed_settings, settings_path
+from training.config import Config, all_settings, changed_settings, read_settings, settings_path
 from training.optim.settings import OptimConfig
 
 # Settings that may change if the sequences of a step stay the same, of all ranks or of one.
@@ -170,8 +170,8 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
     allowed = {name: changed.pop(name) for name in permitted if name in changed}
     old, new = global_batch(meta["config"], meta["world_size"]), global_batch(cfg.to_dict(), world_size)
     split = {name: changed.pop(name) for name in BATCH_SPLIT_SETTINGS if name in changed}
-    given = None not in split.get("global_batch_size", (None,))
-    if old != new and (given or global_batch(meta["config"], 1) != global_batch(cfg.to_dict(), 1)):
+    both_given = None not in split.get("global_batch_size", (None,))
+    if old != new and (both_given or global_batch(meta["config"], 1) != global_batch(cfg.to_dict(), 1)):
         changed |= split
     else:
         allowed |= split
@@ -201,11 +201,10 @@ def check_folder(cfg: Config, folder: Path) -> None:
     log = folder / "metrics.jsonl"
     if not (folder / "checkpoints").exists() and not (log.exists() and log.stat().st_size):
         return
-    path = settings_path(folder)
-    old = read_record(path)
-    if "gradient_accumulation_steps" not in old:
+    old, name = read_settings(folder), settings_path(folder).name
+    if not old:
         raise bad_setting(
-            f"its {path.name} is missing or damaged; choose another folder, with --resume {folder} to "
+            f"its {name} is missing or damaged; choose another folder, with --resume {folder} to "
             "continue from its checkpoints",
             output_dir=folder,
         )

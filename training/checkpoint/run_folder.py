@@ -13,11 +13,11 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from core.errors import EXIT_BAD_SETTING, EXIT_IN_USE, UserError, bad_setting
-from core.files import DISK_FULL, read_record, write_json
+from core.errors import EXIT_BAD_SETTING, EXIT_IN_USE, UserError, bad_setting, first_of
+from core.files import DISK_FULL, write_json
 from training.checkpoint.index import step_folders
 from training.checkpoint.resume import check_folder
-from training.config import Config, settings_path
+from training.config import Config, read_settings
 from training.parallel import ranks
 
 LOG_SUFFIXES = (".log", ".txt", ".out", ".err")
@@ -59,9 +59,7 @@ def _refuse_other_files(folder: Path, *, log_dir: str | None) -> None:
 
     A run has its settings or a checkpoint. Logs of a scheduler or launcher may precede it.
     """
-    if not folder.is_dir() or "gradient_accumulation_steps" in read_record(settings_path(folder)):
-        return
-    if step_folders(folder / "checkpoints"):
+    if not folder.is_dir() or read_settings(folder) or step_folders(folder / "checkpoints"):
         return
     files = sorted(
         path.name
@@ -71,8 +69,8 @@ def _refuse_other_files(folder: Path, *, log_dir: str | None) -> None:
         and not (log_dir and path.resolve() == Path(log_dir).resolve())
     )
     if files:
-        shown = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
-        raise bad_setting(f"holds files of something else ({shown}); choose a new folder", output_dir=folder)
+        reason = f"holds files of something else ({first_of(files)}); choose a new folder"
+        raise bad_setting(reason, output_dir=folder)
 
 
 @contextmanager

@@ -84,17 +84,17 @@ def recomputation_flops(plan: StepPlan) -> float:
     return flops + FLOPS_PER_BYTE * moved * layers
 
 
-def host_activations(plan: StepPlan) -> int:
-    """Return the bytes of host memory that --offload_activations takes for one GPU.
+def host_activations(plan: StepPlan) -> float:
+    """Return the bytes of host memory per node that --offload_activations takes.
 
     Each tensor has a buffer of pinned memory, which PyTorch allocates in powers of two. Without packing,
     shorter micro-batches use smaller buffers: up to as many bytes again.
     """
     if not plan.cfg.model.offload_activations:
-        return 0
+        return 0.0
     widths = (_kept_widths(plan, level) for level in plan.recompute if level != "none")
     longest = sum(1 << (2 * plan.tokens * width - 1).bit_length() for layer in widths for width in layer)
-    return longest if plan.cfg.data.packing else 2 * longest
+    return (1 if plan.cfg.data.packing else 2) * longest * plan.gpus / plan.nodes
 
 
 def stored_activations(plan: StepPlan) -> float:

@@ -150,8 +150,7 @@ def host_needs(plan: StepPlan) -> float:
 
 def offloaded_bytes(plan: StepPlan) -> float:
     """Return the bytes of host memory per node that offloaded state and activations need."""
-    state = host_needs(plan) if plan.optimizer.offload or plan.sharding.offload else 0.0
-    return state + host_activations(plan) * plan.gpus / plan.nodes
+    return (host_needs(plan) if plan.offloads_state else 0.0) + host_activations(plan)
 
 
 # Points in a step where memory may peak
