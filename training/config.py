@@ -154,6 +154,8 @@ def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
     if s.grad_reduce_dtype == "fp8" and s.sharding_mode in DEEPSPEED_MODES:
         reason = "DeepSpeed exchanges fp32 or bf16; choose one, or another mode"
         yield "grad_reduce_dtype sharding_mode", reason
+    if s.grad_reduce_dtype == "fp8" and s.hsdp_shard_size == 1:
+        yield "grad_reduce_dtype hsdp_shard_size", "groups of one rank exchange nothing in FP8; use ddp"
     if not s.fp8_all_gather:
         return
     if s.cpu_offload or s.sharding_mode not in FP8_GATHER_MODES:

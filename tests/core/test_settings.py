@@ -103,6 +103,10 @@ def test_a_bad_value_is_one_line_that_names_flag_and_reason(argv, message):
         ("--mixed_precision fp8 --fp8_scenario block", "--fp8_scenario block"),
         ("--mixed_precision fp8 --fp8_scenario rowwise --use_te", "--fp8_scenario rowwise"),
         ("--hsdp_shard_size 2 --sharding_mode fsdp_full", "--hsdp_shard_size 2 --sharding_mode fsdp_full"),
+        (
+            "--grad_reduce_dtype fp8 --sharding_mode hsdp --hsdp_shard_size 1",
+            "--grad_reduce_dtype fp8 --hsdp_shard_size 1",
+        ),
         ("--deepspeed_config x.json", "--deepspeed_config x.json --sharding_mode auto"),
         ("--sharding_mode deepspeed", "--sharding_mode deepspeed"),
         ("--cpu_offload --sharding_mode ddp", "--cpu_offload --sharding_mode ddp"),

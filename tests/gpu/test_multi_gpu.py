@@ -174,6 +174,8 @@ def test_accumulation_has_the_same_losses(many, mode, name):
 
 @pytest.mark.parametrize("mode", ["ddp", *FSDP])
 def test_gradients_sent_in_fp8_have_about_the_same_losses(tmp_path, mode):
+    if mode == "hsdp" and GPUS < 4:
+        pytest.skip("needs groups of several GPUs: copies of a shard are not summed in FP8")
     each = f"{flags(mode, 'bf16')} --no_save_checkpoints --no_export"
     launch(tmp_path, {"fp32": each, "fp8": f"{each} --grad_reduce_dtype fp8"}, GPUS)
     exact, sent = (logged(tmp_path / name, "train/loss") for name in ("fp32", "fp8"))

@@ -72,18 +72,28 @@ class FusedAdamW(torch.optim.Optimizer):
         apply = torch.ones((), device=device) if apply is None else apply.float()
         scale = torch.ones((), device=device) if scale is None else scale.float()
         self.steps += apply
-        seed = self.steps.long() * 0x85EBCA77  # a prime of xxHash: other random bits in every step
+        seeds = iter(self._seeds())
         with self._updating() as update:
             for group in self.param_groups:
                 beta1, beta2 = group["betas"]
                 steps = self.steps.clamp(min=1)  # at 0 steps the bias corrections would be 0
                 corrections = torch.stack([1 - beta1**steps, 1 - beta2**steps]).float()
                 scalars = torch.cat([torch.stack([scale, apply]), corrections])
-                for parameter in group["params"]:
+                for parameter, seed in zip(group["params"], seeds, strict=False):
                     if (gradient := gradient_of(parameter)) is None:
                         continue
                     shard = {name: local(tensor) for name, tensor in self.state[parameter].items()}
                     update(local(parameter), local(gradient), shard, scalars, seed, group)
+
+    def _seeds(self) -> Tensor:
+        """Return an int64 seed per parameter, in the order of the groups; others in every step.
+
+        The seeds are 16 bytes apart, because Triton compiles a kernel again for other alignments.
+        """
+        count = sum(len(group["params"]) for group in self.param_groups)
+        numbers = torch.arange(2 * count, device=self.steps.device) // 2
+        primes = 0x85EBCA77, 0x9E3779B1  # of xxHash
+        return (self.steps.long() * primes[0] + numbers * primes[1])[::2]
 
     def _updating(self) -> AbstractContextManager[Update]:
         """Return a context that yields the function to step a parameter: `update_`, streamed if offloaded."""

@@ -166,6 +166,19 @@ def test_a_step_draws_new_random_bits_and_repeats_after_a_resume():
     assert any(not torch.equal(tensor, train(3, train(2), done=3)[name]) for name, tensor in resumed.items())
 
 
+def test_parameters_draw_different_random_bits():
+    weights = [torch.nn.Parameter(torch.zeros(8, 2 * BLOCK)) for _ in range(2)]
+    settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "master_weights": False}
+    adamw = FusedAdamW([{"params": [w]} for w in weights], moment_dtypes=("fp8", "fp8"), **settings)
+    gradient = torch.linspace(-1, 1, weights[0].numel()).view_as(weights[0])
+    for weight in weights:
+        weight.grad = gradient.clone()
+    adamw.step()
+    for moment in (FIRST, SECOND):
+        one, other = (adamw.state[weight][moment] for weight in weights)
+        assert 0.2 < (one != other).float().mean() < 0.6  # a third, if the bits are independent
+
+
 def test_a_large_parameter_is_stepped_in_parts_as_if_whole(monkeypatch):
     found = []
     for elements in (2**24, 2 * BLOCK * 3):
