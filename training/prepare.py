@@ -148,7 +148,7 @@ def _decide(
     watchdog.starting("testing kernels")
     kernels = enable_kernels(Workload(cfg, resolved.precision, resolved.shape, device), cleanup)
     watchdog.starting("choosing how to shard")
-    strategy, optimizer_plan, fit = choose_strategy(cfg, resolved.plan, device)
+    strategy, optimizer_plan, fit = choose_strategy(cfg, resolved.plan, device, resolved.precision.effective)
     compiles = compiles_layers(cfg, strategy)
     ranks.run_on_all_ranks(lambda: fp8_stats.check(cfg, resolved.precision, compiles=compiles))
     ranks.run_on_all_ranks(lambda: profiling.check(cfg.log.profile_steps, device))

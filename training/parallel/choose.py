@@ -35,19 +35,20 @@ ROOM_ON_ONE_GPU = 0.9  # sharding cannot help there; an 8B trains with 80 % of a
 
 
 def choose_strategy(
-    cfg: Config, model: ModelPlan, device: torch.device
+    cfg: Config, model: ModelPlan, device: torch.device, effective: str
 ) -> tuple[Strategy, OptimizerPlan, Fit]:
     """Choose and build the strategy; choose optimizer and micro-batch, the same on every rank. Collective.
 
-    The strategy's settings have numbers in place of `auto`. Applies --memory_limit_gb, and sets the CPU
-    threads for an optimizer on the CPU. UserError if the training state, or a step with `auto`, cannot fit.
+    `effective` is the precision that runs, also after a fallback. The strategy's settings have
+    numbers in place of `auto`. Applies --memory_limit_gb, and sets the CPU threads for an optimizer on the
+    CPU. UserError if the training state, or a step with `auto`, cannot fit.
     """
     usable = ranks.run_on_all_ranks(lambda: limit_memory(cfg, device))
     gpu = min(usable) if device.type == "cuda" else None
     ranks.run_on_rank0(lambda: fit.check_launch(cfg, ranks.world_size()))
-    mode = ranks.run_on_rank0(lambda: _resolve_mode(cfg, model, device, gpu))
+    mode = ranks.run_on_rank0(lambda: _resolve_mode(cfg, model, device, effective, gpu))
     free = min(ranks.run_on_all_ranks(lambda: free_memory(gpu, device))) if gpu else None
-    fitted = ranks.run_on_rank0(lambda: _fit(cfg, model, device, mode, free))
+    fitted = ranks.run_on_rank0(lambda: _fit(cfg, model, device, effective, mode, free))
     strategy = build_strategy(mode, device, fitted.plan.cfg)
     ranks.run_on_all_ranks(lambda: check_recomputation(strategy.cfg, strategy))
     if strategy.steps_on_cpu:
@@ -84,12 +85,14 @@ def free_memory(limit: int, device: torch.device) -> int:
     return min(limit, torch.cuda.mem_get_info(device)[0] + cached)
 
 
-def _fit(cfg: Config, model: ModelPlan, device: torch.device, mode: str, free: int | None) -> Fit:
+def _fit(
+    cfg: Config, model: ModelPlan, device: torch.device, effective: str, mode: str, free: int | None
+) -> Fit:
     """Choose values for `auto` on GPUs with `free` bytes. UserError if nothing fits or memory is unknown."""
     optimizer = _plan_optimizer(cfg, device, MODES[mode].master_home)
     if free is not None and cfg.optim.max_steps != 0:
         if not (reason := _why_unpredicted(cfg, model, mode)):
-            found = fit.fit(_plan_step(cfg, model, optimizer, mode), free)
+            found = fit.fit(_plan_step(cfg, model, optimizer, mode, effective), free)
             if fit.auto_settings(cfg):
                 fit.refuse_misfit(found)
             return found
@@ -98,10 +101,8 @@ def _fit(cfg: Config, model: ModelPlan, device: torch.device, mode: str, free: i
             way_out = ", or give a value" if ";" in reason else "; give a value"
             raise bad_setting(unknown + way_out, **dict.fromkeys(names, AUTO))
     split = fit.resolve_auto(cfg, ranks.world_size())
-    plans = [
-        StepPlan(c, ModelSize(0), optimizer, mode, ranks.world_size(), ranks.local_rank_and_size()[1])
-        for c in (cfg, split)
-    ]
+    gpus = ranks.world_size(), ranks.local_rank_and_size()[1]
+    plans = [StepPlan(c, ModelSize(0), optimizer, mode, *gpus, effective) for c in (cfg, split)]
     return Fit(*plans, None)
 
 
@@ -141,7 +142,9 @@ def check_memory(
         refuse_activations(plan)
 
 
-def _resolve_mode(cfg: Config, model: ModelPlan, device: torch.device, gpu: int | None) -> str:
+def _resolve_mode(
+    cfg: Config, model: ModelPlan, device: torch.device, effective: str, gpu: int | None
+) -> str:
     mode = cfg.sharding.mode
     if not dist.is_initialized():
         if mode != "auto":
@@ -153,7 +156,7 @@ def _resolve_mode(cfg: Config, model: ModelPlan, device: torch.device, gpu: int 
     if mode != "auto":
         return mode
     optimizer = _plan_optimizer(cfg, device, "device")
-    mode, why = choose_mode(_plan_step(cfg, model, optimizer, "ddp"), gpu)
+    mode, why = choose_mode(_plan_step(cfg, model, optimizer, "ddp", effective), gpu)
     print_rank0(f"--sharding_mode auto: {mode} ({why})")
     return mode
 
@@ -225,7 +228,9 @@ def _plan_optimizer(cfg: Config, device: torch.device, master_home: str) -> Opti
     return plan_optimizer(cfg.precision, on_gpu=on_gpu, master_home=master_home, offload=offload)
 
 
-def _plan_step(cfg: Config, model: ModelPlan, optimizer: OptimizerPlan, mode: str) -> StepPlan:
+def _plan_step(
+    cfg: Config, model: ModelPlan, optimizer: OptimizerPlan, mode: str, effective: str | None = None
+) -> StepPlan:
     config, family = model.config.get_text_config(), FAMILIES.get(model.family)
     size = ModelSize(
         count_parameters(model),
@@ -233,7 +238,8 @@ def _plan_step(cfg: Config, model: ModelPlan, optimizer: OptimizerPlan, mode: st
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         qk_norm=family is not None and family.qk_norm,
     )
-    return StepPlan(cfg, size, optimizer, mode, ranks.world_size(), ranks.local_rank_and_size()[1])
+    gpus = ranks.world_size(), ranks.local_rank_and_size()[1]
+    return StepPlan(cfg, size, optimizer, mode, *gpus, effective)
 
 
 def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:

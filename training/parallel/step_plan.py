@@ -58,6 +58,7 @@ class StepPlan:
     mode: str
     gpus: int
     gpus_per_node: int
+    effective: str | None = None  # precision that runs; None: the requested one
 
     @property
     def sharding(self) -> Mode:
@@ -109,7 +110,9 @@ class StepPlan:
 
     @property
     def recipe(self) -> str:
-        return self.cfg.recipe if self.cfg.precision.mixed_precision == "fp8" else "bf16"
+        """Recipe that runs, or "bf16"."""
+        requested = self.cfg.recipe if self.cfg.precision.mixed_precision == "fp8" else "bf16"
+        return self.effective or requested
 
     @property
     def fp8_layers(self) -> float:

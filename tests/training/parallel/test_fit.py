@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from core.recipes import RECIPES, TE_RECIPES
 from te_models.build import plan_model
 from te_models.presets import LOCAL_PRESETS, PRESETS
 from te_models.settings import RECOMPUTE_LEVELS
+from training import prepare
 from training.config import config_from_dict
 from training.optim.optimizer import OptimizerPlan
 from training.parallel import choose, fit
@@ -21,6 +23,7 @@ from training.parallel.activations import kept_activations, recomputation_flops,
 from training.parallel.fit import Fit, global_batch, resolve_auto, room
 from training.parallel.memory import peak
 from training.parallel.step_plan import ModelSize, StepPlan
+from training.parallel.watchdog import Watchdog
 from training.tracking.metrics import ModelShape
 
 FUSED = OptimizerPlan("fused_adamw", torch.bfloat16, True, ("fp32", "fp32"))
@@ -340,10 +343,10 @@ def test_offload_is_advised_only_if_the_host_has_the_memory(monkeypatch):
 # In training
 
 
-def chosen(free, model="tiny-qwen3", **settings):
+def chosen(free, model="tiny-qwen3", effective="delayed", **settings):
     cfg = config_from_dict({"model_name": model, "use_te": True, "mixed_precision": "fp8"} | settings)
     plan = plan_model(model, init="auto", use_te=True)
-    return choose._fit(cfg, plan, torch.device("cuda"), "single", free)
+    return choose._fit(cfg, plan, torch.device("cuda"), effective, "single", free)
 
 
 def test_training_plans_with_the_size_of_its_model():
@@ -355,6 +358,22 @@ def test_training_plans_with_the_size_of_its_model():
     with pytest.raises(UserError, match=r"--batch_size auto --recompute auto: even with 1 x 1024 tokens and"):
         chosen(2.1e9, batch_size="auto", recompute="auto", global_batch_size=48)
     assert not chosen(2.1e9, batch_size=48).fits, "what is given is not refused"
+
+
+@pytest.mark.parametrize("requested", ["mxfp8", "nvfp4"])
+def test_a_recipe_that_falls_back_is_predicted_as_the_one_that_runs(requested):
+    settings = {"batch_size": 8, "fp8_scenario": requested}
+    expected, found = chosen(3e9, batch_size=8), chosen(3e9, **settings)
+    assert found.needed == expected.needed != chosen(3e9, **settings, effective=requested).needed
+    assert fit.refit(found, {"moment_dtype": "fp8"}).plan.recipe == "delayed"
+
+
+def test_training_plans_with_the_recipe_that_it_falls_back_to():
+    flags = {"model_name": "tiny-llama", "use_te": True, "te_backend": "emulated", "mixed_precision": "fp8"}
+    cfg = config_from_dict(flags | {"fp8_scenario": "nvfp4"})  # not emulated
+    with ExitStack() as cleanup:
+        resolved, *_, found = prepare._decide(cfg, torch.device("cpu"), Watchdog(1.0), cleanup)
+    assert (resolved.precision.requested, found.plan.recipe) == ("nvfp4", "delayed")
 
 
 @pytest.mark.parametrize(
