@@ -37,7 +37,7 @@ from training.checkpoint.run_folder import train_losses
 from training.config import config_from_dict, parse_config
 from training.optim import optimizer as optim
 from training.optim.optimizer import plan_optimizer
-from training.parallel import choose
+from training.parallel import memory
 from training.parallel.choose import check_memory
 from training.parallel.strategies import Strategy
 from training.run import main
@@ -624,7 +624,7 @@ def test_a_model_too_large_for_the_gpu_is_refused_unless_the_run_only_evaluates(
 
 
 def test_host_memory_for_activations_is_checked_where_the_optimizer_steps_on_the_cpu(monkeypatch):
-    monkeypatch.setattr(choose, "host_memory", lambda: 10**9)
+    monkeypatch.setattr(memory, "host_memory", lambda: 10**9)
     flags = {"use_te": True, "recompute": "layer", "offload_activations": True, "max_seq_length": 2048}
     model = plan_model("tiny-llama", init="auto", use_te=True)
     for batch, fits in ((8, True), (4096, False)):

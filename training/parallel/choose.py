@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from core.errors import UserError, as_flag, bad_setting
-from core.machine import host_memory
 from core.settings import AUTO
 from te_models.build import ModelPlan, count_parameters
 from te_models.families import FAMILIES
@@ -272,15 +271,20 @@ def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:
 
 
 def _host_holds(plan: StepPlan) -> bool:
-    return not plan.optimizer.offload or memory.host_needs(plan) <= host_memory()
+    return not plan.optimizer.offload or memory.host_needs(plan) <= memory.host_room(plan)
+
+
+def _host_sizes(needed: float, room: float) -> str:
+    sizes = f"{needed / 1e9:.0f} GB of host memory per node, which has {room / 1e9:.0f} GB"
+    return f"{sizes} beside what its processes need"
 
 
 def refuse_small_host(plan: StepPlan) -> None:
     """Raise UserError if offloaded state does not fit in this node's memory."""
-    needed, available = memory.host_needs(plan), host_memory()
-    if needed <= available:
+    needed, room = memory.host_needs(plan), memory.host_room(plan)
+    if needed <= room:
         return
-    sizes = f"{needed / 1e9:.0f} GB of host memory per node, which has {available / 1e9:.0f} GB; "
+    sizes = f"{_host_sizes(needed, room)}; "
     if plan.optimizer.offload:
         ways_out = []
         smaller = replace(plan, optimizer=replace(plan.optimizer, moment_dtypes=("fp8", "fp8")))
@@ -302,10 +306,10 @@ def refuse_small_host(plan: StepPlan) -> None:
 
 def refuse_activations(plan: StepPlan) -> None:
     """Raise UserError if activations do not fit in this node's memory, beside offloaded state."""
-    needed, available = memory.offloaded_bytes(plan), host_memory()
-    if needed > available:
+    needed, room = memory.offloaded_bytes(plan), memory.host_room(plan)
+    if needed > room:
         raise bad_setting(
-            f"micro-batches of {plan.tokens:,} tokens need {needed / 1e9:.0f} GB of host memory per node, "
-            f"which has {available / 1e9:.0f} GB; use --recompute full or fewer tokens, or drop it",
+            f"micro-batches of {plan.tokens:,} tokens need {_host_sizes(needed, room)}; use --recompute full "
+            "or fewer tokens, or drop it",
             offload_activations=True,
         )

@@ -13,13 +13,12 @@ from itertools import combinations
 from typing import Any
 
 from core.errors import EXIT_BAD_SETTING, UserError, bad_setting, counted
-from core.machine import host_memory
 from core.settings import AUTO
 from te_models.settings import RECOMPUTE_LEVELS
 from training.config import Config, config_from_dict
 from training.optim.settings import DEFAULT_BATCH, OptimConfig
 from training.parallel.activations import recomputation_flops, stored_activations
-from training.parallel.memory import fp8_copies, offloaded_bytes, peak
+from training.parallel.memory import fp8_copies, host_room, offloaded_bytes, peak
 from training.parallel.settings import MODES
 from training.parallel.step_plan import StepPlan
 
@@ -344,7 +343,7 @@ def _smaller_settings(found: Fit) -> list[str]:
             changes = {name: value for flag in flags for name, value in MEMORY_SAVING[flag].items()}
             if not (other := refit(found, changes)) or not other.fits:
                 continue
-            if (host := offloaded_bytes(other.plan)) <= host_memory():
+            if (host := offloaded_bytes(other.plan)) <= host_room(other.plan):
                 offloaded = f", and {host / 1e9:.0f} GB of host memory" if host else ""
                 saved = found.needed - other.needed
                 ways.append(f"{' '.join(flags)} needs {_gb(other.needed)}, {_gb(saved)} less{offloaded}")

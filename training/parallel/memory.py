@@ -7,6 +7,7 @@ GPU. 1 GB is 10^9 bytes, as in summary.json. This module must not import torch, 
 
 from __future__ import annotations
 
+from core.machine import host_memory
 from core.recipes import costs_of
 from training.parallel.activations import (
     host_activations,
@@ -24,6 +25,9 @@ FIXED = 0.1e9
 ZERO_LIVE = 2 * 1e9
 # Two buckets (overlap_comm) of 2e8 BF16 gradients each (reduce_bucket_size).
 ZERO_BUCKETS = 2 * 2 * 2e8
+# Host memory of a rank for libraries, data and buffers, beside what it offloads (assumed), but at most a
+# quarter of the host's, so that small models run on small machines.
+HOST_RESERVED, RESERVED_SHARE = 4e9, 0.25
 
 
 # Terms of the sum
@@ -151,6 +155,12 @@ def host_needs(plan: StepPlan) -> float:
 def offloaded_bytes(plan: StepPlan) -> float:
     """Return the bytes of host memory per node that offloaded state and activations need."""
     return (host_needs(plan) if plan.offloads_state else 0.0) + host_activations(plan)
+
+
+def host_room(plan: StepPlan) -> float:
+    """Return the bytes of this node's memory for offloaded state and activations."""
+    total = host_memory()
+    return total - min(HOST_RESERVED * min(plan.gpus, plan.gpus_per_node), RESERVED_SHARE * total)
 
 
 # Points in a step where memory may peak

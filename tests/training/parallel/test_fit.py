@@ -18,7 +18,7 @@ from te_models.settings import RECOMPUTE_LEVELS
 from training import prepare
 from training.config import config_from_dict
 from training.optim.optimizer import OptimizerPlan
-from training.parallel import choose, fit
+from training.parallel import choose, fit, memory
 from training.parallel.activations import kept_activations, recomputation_flops, stored_activations
 from training.parallel.fit import Fit, global_batch, resolve_auto, room
 from training.parallel.memory import peak
@@ -38,7 +38,7 @@ AUTO = {"batch_size": "auto"}
 
 @pytest.fixture(autouse=True)
 def _large_host(monkeypatch):
-    monkeypatch.setattr(fit, "host_memory", lambda: 2 * 10**12)
+    monkeypatch.setattr(memory, "host_memory", lambda: 2 * 10**12)
 
 
 def plan_of(billions=8.0, mode="single", gpus=1, optimizer=FUSED, **settings):
@@ -336,7 +336,7 @@ def test_what_changes_no_numerics_is_advised_first():
 def test_offload_is_advised_only_if_the_host_has_the_memory(monkeypatch):
     found = fitted(60, mixed_precision="fp8", batch_size=1, recompute="auto")
     assert re.search(r"--offload_optimizer needs .* less, and \d+ GB of host memory", fit.advice(found))
-    monkeypatch.setattr(fit, "host_memory", lambda: 10**9)
+    monkeypatch.setattr(memory, "host_memory", lambda: 10**9)
     assert "--offload" not in fit.advice(found)
 
 

@@ -32,6 +32,10 @@ def plan_of(billions, mode="ddp", *, gpus=8, gpus_per_node=8, optimizer=FUSED, *
     return StepPlan(cfg, ModelSize(int(billions * 1e9)), optimizer, mode, gpus, gpus_per_node)
 
 
+def host(monkeypatch, room):
+    monkeypatch.setattr(memory, "host_room", lambda plan: room)
+
+
 # 60 of the 100 GB are for the state.
 @pytest.mark.parametrize(
     ("billions", "gpus", "gpus_per_node", "mode"),
@@ -123,7 +127,7 @@ ADAM = OptimizerPlan("zero_adamw", torch.bfloat16, True, ("fp32", "fp32"))
     ],
 )
 def test_a_gpu_that_cannot_hold_its_shard_is_refused_with_ways_that_fit(plan, gpu, ways, monkeypatch):
-    monkeypatch.setattr(choose, "host_memory", lambda: 10**12)
+    host(monkeypatch, 1e12)
     if ways is None:
         return choose.refuse_small_gpu(plan, int(gpu))
     with pytest.raises(UserError, match=f"^--model_name m, .*{ways}"):
@@ -131,7 +135,7 @@ def test_a_gpu_that_cannot_hold_its_shard_is_refused_with_ways_that_fit(plan, gp
 
 
 def test_an_offloaded_optimizer_is_no_way_out_on_a_small_host(monkeypatch):
-    monkeypatch.setattr(choose, "host_memory", lambda: 79 * 10**9)
+    host(monkeypatch, 79e9)
     with pytest.raises(UserError) as error:
         choose.refuse_small_gpu(plan_of(8.0, "single", gpus=1), GPU)
     assert "--offload_optimizer" not in str(error.value)
@@ -158,12 +162,12 @@ def test_an_offloaded_optimizer_is_no_way_out_on_a_small_host(monkeypatch):
     ],
 )
 def test_a_host_too_small_for_the_optimizers_state_is_refused(plan, needed, ways, monkeypatch):
-    monkeypatch.setattr(choose, "host_memory", lambda: 100 * 10**9)
+    host(monkeypatch, 100e9)
     plan = replace(plan, optimizer=replace(plan.optimizer, offload=True))
     assert memory.host_needs(plan) / 1e9 == pytest.approx(needed, abs=0.5)
     if ways is None:
         return choose.refuse_small_host(plan)
-    text = f"^--offload_optimizer: masters and moments need {needed} GB .* has 100 GB; {ways}"
+    text = f"^--offload_optimizer: .* need {needed} GB .* has 100 GB beside .*; {ways}"
     with pytest.raises(UserError, match=text):
         choose.refuse_small_host(plan)
 
@@ -173,16 +177,23 @@ def test_a_host_too_small_for_activations_is_refused(monkeypatch):
     flags = {"use_te": True, "offload_activations": True, "max_seq_length": 131072, "batch_size": 1}
     plan = plan_of(8.0, "single", gpus=1, recompute="layer", **flags)
     plan = replace(plan, model=replace(plan.model, shape=ModelShape(4096, 32, 32, 8, 128, 14_336, 128_256)))
-    monkeypatch.setattr(choose, "host_memory", lambda: 64 * 2**30)
+    host(monkeypatch, 64 * 2**30)
     choose.refuse_activations(plan)
-    monkeypatch.setattr(choose, "host_memory", lambda: 64 * 2**30 - 1)
-    text = r"--offload_activations: micro-batches of 131,072 tokens need 69 GB .* has 69 GB; use --rec"
+    host(monkeypatch, 64 * 2**30 - 1)
+    text = r"--offload_activations: micro-batches of 131,072 tokens need 69 GB .* has 69 GB beside.*; use"
     with pytest.raises(UserError, match=text):
         choose.refuse_activations(plan)
     padded = config_from_dict(plan.cfg.to_dict() | {"packing": False})
     assert memory.offloaded_bytes(replace(plan, cfg=padded)) == 2 * 64 * 2**30
     offloaded = replace(plan, mode="fsdp_offload", gpus_per_node=1)
     assert memory.offloaded_bytes(offloaded) == 64 * 2**30 + memory.host_needs(offloaded)
+
+
+# 4 GB per rank of the node's 100 GB, or a quarter.
+@pytest.mark.parametrize(("gpus", "per_node", "room"), [(1, 8, 96), (16, 4, 84), (8, 8, 75)])
+def test_offloading_leaves_host_memory_to_the_processes_of_a_nodes_ranks(gpus, per_node, room, monkeypatch):
+    monkeypatch.setattr(memory, "host_memory", lambda: 100 * 10**9)
+    assert memory.host_room(plan_of(8.0, gpus=gpus, gpus_per_node=per_node)) == room * 1e9
 
 
 @pytest.mark.parametrize(("gpus", "each"), [(2, 8.0), (8, 3.5), (64, 3.5)])
@@ -212,9 +223,9 @@ def test_recomputation_that_cannot_run_is_refused_before_the_data_is_read(settin
 @pytest.mark.parametrize(("mode", "each"), [("fsdp_offload", 16 + 4), ("ds_zero3_offload", 20 + 12)])
 def test_a_host_too_small_to_offload_to_is_refused(mode, each, monkeypatch):
     optimizer = OptimizerPlan("torch_adamw", torch.float32, True, ("fp32", "fp32"))
-    monkeypatch.setattr(choose, "host_memory", lambda: int(each * 4e9 + 1))
+    host(monkeypatch, each * 4e9 + 1)
     choose.refuse_small_host(plan_of(8.0, mode, gpus=16, optimizer=optimizer))
-    needs = f"^--sharding_mode {mode}: .* need {each * 8:.0f} GB .* has {each * 4} GB; use more nodes, or "
+    needs = f"^--sharding_mode {mode}: .* need {each * 8:.0f} GB .* has {each * 4} GB beside.* nodes, or "
     on_gpu = {"fsdp_offload": "fsdp_full", "ds_zero3_offload": "ds_zero3"}[mode]
     with pytest.raises(UserError, match=f"{needs}--sharding_mode {on_gpu}$"):
         choose.refuse_small_host(plan_of(8.0, mode, gpus=8, optimizer=optimizer))
