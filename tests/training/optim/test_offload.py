@@ -2,7 +2,9 @@
 
 import gc
 import random
+import re
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -207,7 +209,7 @@ def runtime(monkeypatch):
 
     fake = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=registered.pop)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
-    return SimpleNamespace(registered=registered, code=code)
+    return SimpleNamespace(registered=registered, code=code, fake=fake)
 
 
 def test_pinned_memory_has_its_exact_size_until_the_last_tensor_is_gone(runtime):
@@ -222,6 +224,16 @@ def test_pinned_memory_has_its_exact_size_until_the_last_tensor_is_gone(runtime)
     gc.collect()
     assert not runtime.registered
     assert offload.host_zeros(torch.Size((0, 64)), torch.uint8, pinned=True).shape == (0, 64)
+
+
+def test_pages_are_allocated_before_they_are_pinned(runtime, monkeypatch):
+    def resident() -> int:
+        return 1024 * int(re.search(r"RssShmem:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+    before, found = resident(), []
+    monkeypatch.setattr(runtime.fake, "cudaHostRegister", lambda *_: found.append(resident()) or 0)
+    PinnedMemory(2**26 + 5)
+    assert found[0] - before >= 2**26
 
 
 def test_memory_that_cannot_be_pinned_is_refused(runtime):
