@@ -1,7 +1,7 @@
 """Child processes of tests. Every helper kills what it started, also when the test fails.
 
 `running` starts any command. `forked` and `run_ranks` start functions at once: their processes are forks of a
-server that has imported torch and never used a GPU. A fork of the test process could inherit a CUDA context
+server that has imported torch and sees no GPU. A fork of the test process could inherit a CUDA context
 that it cannot use.
 """
 
@@ -88,7 +88,6 @@ def _work_in_child(work: Callable, *arguments: Any) -> None:
     gc.freeze()  # A collection would copy the server's memory, page by page.
     gc.enable()
     default_signals()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is tested here needs no GPU, and they take seconds to wake
     work(*arguments)
 
 

@@ -69,20 +69,29 @@ def execute(words: list[str], folder: Path) -> None:
 
 @pytest.mark.parametrize(("command", "shown"), COMMANDS, ids=map(str, range(len(COMMANDS))))
 def test_a_command_runs_as_written(command, shown, tmp_path):
-    program = find_program(command)
-    for name in ("configs", "train_fp8.py", "train_multi_gpu.py"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    with forked(execute, shlex.split(command + ADDED[program]), tmp_path) as child:
+    link_scripts(tmp_path)
+    with forked(execute, shlex.split(command + ADDED[find_program(command)]), tmp_path) as child:
         child.join(LIMIT)
         code, printed = child.exitcode, (tmp_path / "output").read_text()
     assert code == 0, printed
+    check(command, shown, tmp_path, printed)
+
+
+def link_scripts(folder: Path) -> None:
+    for name in ("configs", "train_fp8.py", "train_multi_gpu.py"):
+        (folder / name).symlink_to(ROOT / name)
+
+
+def check(command: str, shown: str, folder: Path, printed: str) -> None:
+    """Check what a command wrote to `folder` and printed, beside what the README shows."""
+    program = find_program(command)
     if program.endswith(".py"):
-        (summary,) = tmp_path.glob("runs/*/summary.json")
+        (summary,) = folder.glob("runs/*/summary.json")
         assert json.loads(summary.read_text())["steps"] == 2 and summary.with_name("export").is_dir()
     elif program == "benchmarks.plan":
         assert shown.count("\n") == 4 and shown in printed
     else:
-        assert (tmp_path / "compared/demo/report.html").exists()
+        assert (folder / "compared/demo/report.html").exists()
         verdict = next(line for line in printed.splitlines() if line.startswith("| variant "))
         assert {"verdict", "gap"} < set(cells(shown.splitlines()[0])) < set(cells(verdict))
 
