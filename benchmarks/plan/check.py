@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from benchmarks.plan.job import build_job
-from benchmarks.plan.time import GPUS, step_seconds
+from benchmarks.plan.time import GPUS, Gpu, step_seconds
 from benchmarks.records.runs import RunRecord
 from benchmarks.records.table import read_table
 from benchmarks.report.tables import markdown
@@ -30,15 +30,22 @@ class Check:
         return predicted / measured - 1
 
 
-def recorded_job(run: RunRecord) -> StepPlan:
-    """Return the job of a recorded run."""
+def gpu_of(run: RunRecord) -> Gpu | None:
+    """Return the GPU of a recorded run; None if the planner does not know it."""
+    words = set((run.environment.get("gpu_name") or "CPU").split())
+    names = [name for name in GPUS if words.issuperset(name.split())]
+    return GPUS[max(names, key=len)] if names else None
+
+
+def recorded_job(run: RunRecord, gpu: Gpu) -> StepPlan:
+    """Return the job of a run recorded on this GPU."""
     known = all_settings()
     settings = {name: value for name, value in run.config.items() if name in known}
     if recomputes_as_before(run):
         settings |= {"gradient_checkpointing": False, "recompute": "full"}
     mode = {"sharding_mode": "auto"} if run.mode == "single" else {"sharding_mode": run.mode}
     cfg = config_from_dict(settings | mode)
-    memory = int(GPUS["H200"].memory_gb * 1e9)
+    memory = int(gpu.memory_gb * 1e9)
     return build_job(cfg, gpu=memory, gpus=run.gpus, gpus_per_node=run.gpus)[0].plan
 
 
@@ -51,8 +58,8 @@ def why_not(run: RunRecord) -> str | None:
     """Return the reason to leave out a recorded run, or None."""
     if run.summary is None:
         return "did not finish"
-    if run.environment.get("gpu_name") != "NVIDIA H200":
-        return "not on an H200"
+    if gpu_of(run) is None:
+        return "not on a GPU that the planner knows"
     return run.remarks.get("plan") or run.remarks.get("older_code")
 
 
@@ -64,10 +71,11 @@ def check_runs() -> tuple[list[Check], dict[str, list[str]]]:
         if reason := why_not(run):
             left_out.setdefault(reason, []).append(name)
             continue
-        job, seconds = recorded_job(run), None
+        gpu, seconds = gpu_of(run), None
+        job = recorded_job(run, gpu)
         comparable = "speed" not in run.remarks and not (recomputes_as_before(run) and run.config["use_te"])
         if comparable and (rate := run.value("tokens_per_second")):
-            predicted = sum(step_seconds(job, GPUS["H200"]).values())
+            predicted = sum(step_seconds(job, gpu).values())
             seconds = (job.tokens * job.accumulation * job.gpus / rate, predicted)
         measured = run.summary["peak_memory_gb"] - run.remarks.get("held_before_gb", 0.0)
         checks.append(Check(name, (measured, sum(peak(job).values()) / 1e9), seconds))

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.plan.job import refuse_unplanned
 from benchmarks.plan.limits import limits_table
-from benchmarks.plan.predict import SMALLER, Plan, fewest_changes, make_plan
+from benchmarks.plan.predict import SMALLER, Plan, faster_settings, fewest_changes, make_plan
 from benchmarks.plan.time import GPUS, Gpu, find_gpu
 from benchmarks.records.launch import command_parser
 from benchmarks.records.variants import split_flags
@@ -67,6 +67,7 @@ def run(argv: list[str]) -> str:
     plans, refused = _make_plans(cfg, gpu, args)
     tables = _tables(plans, args.tokens, args.price_per_gpu_hour)
     notes = [*_choices(plans), *refused, *_notes_on_offload(plans)]
+    notes += _faster([plan for plan in plans if plan.fits and plan.fit.is_choice])
     notes += _advice([plan for plan in plans if not plan.fits])
     return "\n".join([*tables, "", limits_table(plans), *notes])
 
@@ -173,18 +174,28 @@ def _notes_on_offload(plans: list[Plan]) -> list[str]:
     return notes
 
 
+def _fastest_first(heading: str, found: dict[str, Plan]) -> str:
+    """List plans by the flags to add."""
+    lines = [f"\n{heading}"]
+    for flags, other in sorted(found.items(), key=lambda each: -each[1].tokens_per_second):
+        hosts = f", {_hosts(other)}" if other.offloads else ""
+        speed = f"{other.tokens_per_second:,.0f} tokens/s"
+        lines.append(f"- {flags}: {other.peak / 1e9:.1f} GB per GPU, {speed}{hosts}")
+    return "\n".join(lines)
+
+
+def _faster(plans: list[Plan]) -> list[str]:
+    """Return the flags that leave `auto` more memory, and so make these plans faster."""
+    found = {_gpus(plan): faster_settings(plan) for plan in plans}
+    return [_fastest_first(f"{gpus}: faster with", others) for gpus, others in found.items() if others]
+
+
 def _advice(plans: list[Plan]) -> list[str]:
     """Return the flags that make each of these plans fit, fastest first."""
     notes, hopeless = [], []
     for plan in plans:
-        found = fewest_changes(plan)
-        lines = [f"\n{_gpus(plan)}: fits with"]
-        for flags, other in sorted(found.items(), key=lambda each: -each[1].tokens_per_second):
-            hosts = f", {_hosts(other)}" if other.offloads else ""
-            speed = f"{other.tokens_per_second:,.0f} tokens/s"
-            lines.append(f"- {flags}: {other.peak / 1e9:.1f} GB per GPU, {speed}{hosts}")
-        if found:
-            notes.append("\n".join(lines))
+        if found := fewest_changes(plan):
+            notes.append(_fastest_first(f"{_gpus(plan)}: fits with", found))
         else:
             hopeless.append(_gpus(plan))
     if hopeless:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from benchmarks.plan.check import Check, check_runs, recorded_job, why_not
+from benchmarks.plan.check import Check, check_runs, gpu_of, recorded_job, why_not
 from benchmarks.plan.job import read_model
 from benchmarks.plan.limits import smallest_card
 from benchmarks.plan.main import main, run
@@ -75,7 +75,8 @@ def test_measurements_are_those_of_the_record(checks):
     runs = {run.folder.as_posix(): run for run in read_table("h200-modes")}
     check = next(check for check in checks if check.seconds and check.name in runs)
     run = runs[check.name]
-    tokens = recorded_job(run).tokens * recorded_job(run).accumulation * run.gpus
+    job = recorded_job(run, gpu_of(run))
+    tokens = job.tokens * job.accumulation * run.gpus
     assert check.memory[0] == run.summary["peak_memory_gb"] - run.remarks.get("held_before_gb", 0)
     assert check.seconds[0] == pytest.approx(tokens / run.summary["tokens_per_second"])
     assert any(why_not(run) for run in runs.values()), "runs of older code are left out"
@@ -309,15 +310,33 @@ def test_an_offloaded_optimizer_takes_host_memory_and_time(mode, copies):
     assert f"2 GPUs: {10 * N8 * copies / 1e9:.0f} GB of host memory per node, 0 more" in run(flags.split())
 
 
-def advice(text):
-    """{GPUs: {flags: (GB, tokens/s)}} of the flags that would fit."""
+def advice(text, heading="fits"):
+    """{GPUs: {flags: (GB, tokens/s)}} of the flags that would fit, or be faster."""
     found, gpus = {}, None
     for line in text.splitlines():
-        if head := re.fullmatch(r"([\d,]+) GPUs?: fits with", line):
+        if head := re.fullmatch(rf"([\d,]+) GPUs?: {heading} with", line):
             gpus = found[head.group(1)] = {}
         elif way := re.match(r"- (--.*?): ([\d.]+) GB per GPU, ([\d,]+) tokens/s", line):
             gpus[way.group(1)] = way.groups()[1:]
     return found
+
+
+def rate(text):
+    return next(line for line in text.splitlines() if line.startswith("| 1 ")).split("|")[6].strip()
+
+
+def test_flags_that_make_auto_faster_are_named_with_their_speed():
+    flags = "--model_name Qwen/Qwen2.5-7B --use_te --mixed_precision fp8 --max_seq_length 1024 --gpus 1"
+    flags = f"{flags} --batch_size auto --recompute auto --moment_dtype fp8 --grad_reduce_dtype bf16"
+    capped = f"{flags} --gpu H100 --global_batch_size".split()
+    text = run([*capped, "512"])
+    assert "--recompute cheap" in text
+    ((flag, (_, speed)),) = advice(text, "faster")["1"].items()
+    assert flag == "--offload_optimizer" and speed == rate(run([*capped, "512", flag])) > rate(text)
+    assert not advice(run([*capped, "8"]), "faster")  # too few tokens for the transfers
+    assert not advice(run([*flags.split(), "--gpu", "H200", "--global_batch_size", "512"]), "faster")
+    given = "--batch_size 4 --gradient_accumulation_steps 128 --recompute cheap"
+    assert not advice(run([*flags.split(), *given.split(), "--gpu", "H100"]), "faster")
 
 
 def test_advised_flags_fit_as_predicted_the_fastest_first():
