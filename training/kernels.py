@@ -57,6 +57,8 @@ def _flash_attention_applies(run: Workload) -> bool:
 
 def _test_flash_attention(run: Workload) -> str | None:
     sizes = run.shape.num_heads, run.shape.num_kv_heads, run.shape.head_dim
+    if not flash_attention.compiled():
+        print_rank0("compiling FlashAttention 4's kernels, once on this machine")
     if not run.native:
         return packed_attention.self_test(*sizes)
     options = {"packed": run.cfg.data.packing, "deterministic": run.cfg.optim.deterministic}

@@ -53,6 +53,12 @@ def installed() -> str | None:
     return version(PACKAGE)
 
 
+def compiled() -> bool:
+    """True if compiled kernels are cached, of this or another model."""
+    folder = Path(os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", CACHE)).expanduser()
+    return folder.is_dir() and any(folder.iterdir())
+
+
 def cache_on_disk() -> None:
     """Cache compiled kernels on disk; call before the import, also before that of Transformer Engine."""
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")

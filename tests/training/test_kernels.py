@@ -26,7 +26,7 @@ def plain_act_func(activation, recipe=None):
 
 
 @pytest.fixture(autouse=True)
-def te(monkeypatch):
+def te(monkeypatch, tmp_path):
     """TE's modules that kernels patch, on a Hopper, with no kernel found wrong."""
     tex = SimpleNamespace(rmsnorm_bwd="plain", rmsnorm_bwd_add="fused")
     mlp = SimpleNamespace(_act_func=plain_act_func)
@@ -35,6 +35,8 @@ def te(monkeypatch):
     for module in (flash_attention, kernels):
         monkeypatch.setattr(module, "on_hopper", lambda: True)
     monkeypatch.setattr(flash_attention, "installed", lambda: "4.0.0b99")
+    (tmp_path / "compiled").mkdir()
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path))
     for name in flash_attention.TE_SWITCHES:
         monkeypatch.delenv(name, raising=False)
     yield SimpleNamespace(tex=tex, mlp=mlp)
@@ -175,6 +177,16 @@ def test_flash_attention_is_tested_in_the_forms_that_the_run_calls(problems, mon
     assert forms[-1] and packed_attention._flash_attention_4
     cleanup.close()
     assert not packed_attention._flash_attention_4
+
+
+def test_the_first_compilation_is_announced(problems, tmp_path, capsys):
+    choose()
+    assert not capsys.readouterr().out
+    (tmp_path / "compiled").rmdir()
+    choose(flash_attention=False)
+    assert not capsys.readouterr().out
+    choose()
+    assert capsys.readouterr().out == "compiling FlashAttention 4's kernels, once on this machine\n"
 
 
 def test_patched_restores_attributes_and_entries_even_after_an_error():

@@ -1,6 +1,7 @@
 """The table of recipes, and what a run's precision is resolved to, without a GPU."""
 
 import ast
+import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -132,6 +133,15 @@ def test_a_gpu_without_fp8_or_without_te_is_refused_with_the_way_out(monkeypatch
     monkeypatch.setattr(te_runtime, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install --no-build-isolation -r requirements-gpu\.txt"):
         resolve_precision(settings(**TE_FP8))
+
+
+def test_tes_advice_to_install_another_attention_is_not_shown(caplog):
+    logger = logging.getLogger("DotProductAttention")
+    te_runtime.silence_advice()
+    logger.warning("flash-attn may provide important feature support. Please install %s", "flash-attn")
+    logger.warning("a warning")
+    assert caplog.messages == ["a warning"]
+    logger.filters.clear()
 
 
 def test_a_recipe_falls_back_with_a_reason_or_stops(monkeypatch):
