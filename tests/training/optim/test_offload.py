@@ -230,8 +230,13 @@ def test_pages_are_allocated_before_they_are_pinned(runtime, monkeypatch):
     def resident() -> int:
         return 1024 * int(re.search(r"RssShmem:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
-    before, found = resident(), []
-    monkeypatch.setattr(runtime.fake, "cudaHostRegister", lambda *_: found.append(resident()) or 0)
+    before, found, register = resident(), [], runtime.fake.cudaHostRegister
+
+    def measured(*arguments) -> int:
+        found.append(resident())
+        return register(*arguments)
+
+    monkeypatch.setattr(runtime.fake, "cudaHostRegister", measured)
     PinnedMemory(2**26 + 5)
     assert found[0] - before >= 2**26
 
