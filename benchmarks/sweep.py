@@ -21,7 +21,6 @@ import yaml
 from filelock import FileLock
 
 from benchmarks.plan.predict import Plan, make_plan
-from benchmarks.plan.time import GPUS, Gpu, find_gpu
 from benchmarks.records.launch import (
     command_parser,
     folder_flag,
@@ -39,6 +38,7 @@ from core.settings import AUTO, convert, nearest
 from training.config import Config, all_settings
 from training.launch import require_inputs
 from training.parallel.fit import check_launch
+from training.parallel.step_time import GPUS, Gpu, find_gpu
 
 PROG = "python -m benchmarks.sweep"
 # Short names of axes. All other settings are axes under their own names.

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from statistics import median
 
 from benchmarks.plan.job import build_job
-from benchmarks.plan.time import GPUS, Gpu, step_seconds
 from benchmarks.records.runs import RunRecord
 from benchmarks.records.table import read_table
 from benchmarks.report.tables import markdown
 from training.config import all_settings, config_from_dict
 from training.parallel.memory import peak
 from training.parallel.step_plan import StepPlan
+from training.parallel.step_time import Gpu, installed_gpu, step_seconds
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,7 @@ class Check:
 
 def gpu_of(run: RunRecord) -> Gpu | None:
     """Return the GPU of a recorded run; None if the planner does not know it."""
-    words = set((run.environment.get("gpu_name") or "CPU").split())
-    names = [name for name in GPUS if words.issuperset(name.split())]
-    return GPUS[max(names, key=len)] if names else None
+    return installed_gpu(run.environment.get("gpu_name") or "CPU")
 
 
 def recorded_job(run: RunRecord, gpu: Gpu) -> StepPlan:
@@ -45,8 +43,7 @@ def recorded_job(run: RunRecord, gpu: Gpu) -> StepPlan:
         settings |= {"gradient_checkpointing": False, "recompute": "full"}
     mode = {"sharding_mode": "auto"} if run.mode == "single" else {"sharding_mode": run.mode}
     cfg = config_from_dict(settings | mode)
-    memory = int(gpu.memory_gb * 1e9)
-    return build_job(cfg, gpu=memory, gpus=run.gpus, gpus_per_node=run.gpus)[0].plan
+    return build_job(cfg, gpu=gpu, gpus=run.gpus, gpus_per_node=run.gpus)[0].plan
 
 
 def recomputes_as_before(run: RunRecord) -> bool:

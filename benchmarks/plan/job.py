@@ -15,6 +15,7 @@ from training.config import Config
 from training.parallel.fit import Fit, check_launch, fit, unpredicted
 from training.parallel.settings import MODES
 from training.parallel.step_plan import ModelSize, StepPlan, hsdp_shard_size
+from training.parallel.step_time import Gpu
 from training.tracking.metrics import ModelShape
 
 
@@ -104,19 +105,19 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
         raise bad_setting(reason, max_seq_length=length)
 
 
-def build_job(cfg: Config, *, gpu: int, gpus: int, gpus_per_node: int) -> tuple[Fit, str | None]:
-    """Fit the job to GPUs with `gpu` bytes. Also return why training refuses the mode of `auto`, or None."""
+def build_job(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int) -> tuple[Fit, str | None]:
+    """Fit the job to GPUs. Also return why training refuses the mode that `auto` chooses, or None."""
     from training.optim.optimizer import plan_optimizer  # imported here because they import torch
     from training.parallel.choose import choose_mode
 
     refuse_unplanned(cfg)
     check_launch(cfg, gpus)
-    model, mode = read_model(cfg.model.model_name), cfg.sharding.mode
+    model, mode, memory = read_model(cfg.model.model_name), cfg.sharding.mode, int(gpu.memory_gb * 1e9)
     refuse_what_training_refuses(cfg, model)
     optimizer = partial(plan_optimizer, cfg.precision, on_gpu=True, offload=cfg.sharding.offload_optimizer)
     job = StepPlan(cfg, model.size, optimizer(), "single", gpus, min(gpus, gpus_per_node))
     if mode == "auto":
-        mode = "single" if gpus == 1 else choose_mode(job, gpu)[0]
+        mode = "single" if gpus == 1 else choose_mode(job, memory)[0]
     elif gpus == 1 and not MODES[mode].offload:
         mode = "single"
     job, refusal = replace(job, mode=mode), None
@@ -129,4 +130,4 @@ def build_job(cfg: Config, *, gpu: int, gpus: int, gpus_per_node: int) -> tuple[
         refusal = f"--sharding_mode {mode}: {error}"
         if cfg.sharding.mode != "auto":
             raise UserError(refusal, flags=["sharding_mode"], exit_code=EXIT_BAD_SETTING) from None
-    return fit(job, gpu), refusal
+    return fit(job, memory, gpu), refusal

@@ -17,7 +17,6 @@ from typing import Any
 from benchmarks.plan.job import refuse_unplanned
 from benchmarks.plan.limits import limits_table
 from benchmarks.plan.predict import SMALLER, Plan, faster_settings, fewest_changes, make_plan
-from benchmarks.plan.time import GPUS, Gpu, find_gpu
 from benchmarks.records.launch import command_parser
 from benchmarks.records.variants import split_flags
 from benchmarks.report.tables import markdown
@@ -26,6 +25,7 @@ from core.recipes import RECIPES, costs_of
 from core.settings import AUTO
 from training.config import Config, parse_config
 from training.parallel.fit import counted_micro_batches
+from training.parallel.step_time import GPUS, Gpu, find_gpu
 
 PROG = "python -m benchmarks.plan"
 # Flag -> (field of `Gpu`, factor from the flag's unit to the field's, help).

@@ -7,7 +7,6 @@ from itertools import combinations
 from typing import Any
 
 from benchmarks.plan.job import build_job
-from benchmarks.plan.time import Gpu, step_seconds
 from core.errors import UserError, bad_setting
 from core.settings import AUTO
 from training.config import Config, config_from_dict
@@ -15,6 +14,7 @@ from training.parallel.activations import host_activations
 from training.parallel.fit import MEMORY_SAVING, Fit, global_batch, room
 from training.parallel.memory import host_bytes, peak
 from training.parallel.step_plan import StepPlan
+from training.parallel.step_time import Gpu, step_seconds
 from training.tracking.metrics import model_flops
 
 # Flags that reduce memory, and their settings. --batch_size is then raised to the largest that fits.
@@ -97,7 +97,7 @@ def make_plan(cfg: Config, gpu: Gpu, *, gpus: int, gpus_per_node: int = 8, netwo
             reason = f"the GPU has {gpu.memory_gb:g} GB; give less, or drop it"
             raise bad_setting(reason, memory_limit_gb=limit)
         gpu = gpu._replace(memory_gb=limit)
-    found, refusal = build_job(cfg, gpu=int(gpu.memory_gb * 1e9), gpus=gpus, gpus_per_node=gpus_per_node)
+    found, refusal = build_job(cfg, gpu=gpu, gpus=gpus, gpus_per_node=gpus_per_node)
     job = found.plan
     return Plan(
         found, gpu, network_gbs, peak(job), step_seconds(job, gpu, network=network_gbs * 1e9), refusal

@@ -14,7 +14,6 @@ from benchmarks.plan.job import read_model
 from benchmarks.plan.limits import smallest_card
 from benchmarks.plan.main import main, run
 from benchmarks.plan.predict import make_plan
-from benchmarks.plan.time import GPUS, adam_bytes, communication_seconds, exchange, step_seconds
 from benchmarks.records.table import read_table
 from core.errors import UserError
 from core.packages import ROOT
@@ -22,6 +21,7 @@ from te_models.presets import PRESETS
 from te_models.settings import RECOMPUTE_LEVELS
 from training.config import config_from_dict
 from training.parallel.fit import room
+from training.parallel.step_time import GPUS, adam_bytes, communication_seconds, exchange, step_seconds
 
 LLAMA_8B = "meta-llama/Llama-3.1-8B"
 N8 = 8_030_261_248  # parameters of the 8B

@@ -8,12 +8,12 @@ import pytest
 import yaml
 
 from benchmarks import sweep as module
-from benchmarks.plan.time import GPUS
 from benchmarks.records.launch import Outcome
 from benchmarks.sweep import Point, Result, build_points, main, read_axes, read_sweep, run_points, why_skip
 from core.errors import EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, UserError
 from tests.benchmarks.folders import launch_here
 from training.config import config_from_dict
+from training.parallel.step_time import GPUS
 
 ROOT = Path(__file__).resolve().parents[2]
 # batch_one: 3 batches x 2 rates x 12 precisions; fsdp_finetuning: 4 x 2 x 2 x 8; modes: 2 x 3 x 8.

@@ -19,6 +19,7 @@ from training.parallel.fit import Fit
 from training.parallel.ranks import print_rank0
 from training.parallel.settings import MODES
 from training.parallel.step_plan import ModelSize, StepPlan
+from training.parallel.step_time import REFERENCE_GPU, installed_gpu
 from training.parallel.strategies import Strategy, build_strategy
 from training.tracking.metrics import ModelShape
 
@@ -91,7 +92,8 @@ def _fit(
     optimizer = _plan_optimizer(cfg, device, MODES[mode].master_home)
     if free is not None and cfg.optim.max_steps != 0:
         if not (reason := _why_unpredicted(cfg, model, mode)):
-            found = fit.fit(_plan_step(cfg, model, optimizer, mode, effective), free)
+            gpu = installed_gpu(torch.cuda.get_device_name(device)) or REFERENCE_GPU
+            found = fit.fit(_plan_step(cfg, model, optimizer, mode, effective), free, gpu)
             if fit.auto_settings(cfg):
                 fit.refuse_misfit(found)
             return found

@@ -21,14 +21,13 @@ from training.parallel.activations import recomputation_flops, stored_activation
 from training.parallel.memory import fp8_copies, host_room, offloaded_bytes, peak
 from training.parallel.settings import MODES
 from training.parallel.step_plan import StepPlan
+from training.parallel.step_time import REFERENCE_GPU, Gpu, step_seconds
 
 # For CUDA, NCCL and fragmentation. A recorded 8B run with 147.6 GB of tensors fit into 150.1 GB, and the
 # largest underestimate of a recorded peak is 0.54 GB (`benchmarks.plan --check`).
 RESERVED = 2e9
-# FLOPs that the GPU computes while the CPU launches a layer's forward and backward pass: 5 ms on an H200
-# (`benchmarks.plan`), at 700 TFLOP/s. A micro-batch takes at least this long.
-LAUNCH_FLOPS = 3.5e12
 HF_LEVELS = ("none", "mlp", "layer")  # levels of Hugging Face layers
+TIE = 1.001  # step times are as good as equal up to this ratio
 LARGEST_BATCH = 64  # sequences of a micro-batch that `auto` chooses
 # Warn if a prediction exceeds the GPU's memory by this factor. Predictions are within 4 % of recorded peaks.
 CLEARLY_ABOVE = 1.1
@@ -128,6 +127,7 @@ class Fit:
     request: StepPlan  # settings as given
     plan: StepPlan  # with numbers in place of `auto`
     free: float | None  # None: no GPU, or a step that the memory model does not cover
+    gpu: Gpu = REFERENCE_GPU
 
     @property
     def needed(self) -> float:
@@ -174,24 +174,20 @@ def room(free: float) -> float:
     return free - RESERVED
 
 
-def fit(request: StepPlan, free: float) -> Fit:
+def fit(request: StepPlan, free: float, gpu: Gpu = REFERENCE_GPU) -> Fit:
     """Choose values for `auto`, so that the predicted peak fits into `free` bytes of GPU memory.
 
-    Each size of micro-batch recomputes as little as possible. The choice is the one with the least work per
-    token; if nothing fits, it is what needs least.
+    Each size of micro-batch recomputes as little as possible. The choice is the largest of those whose step
+    is predicted to be fastest on `gpu`; if nothing fits, it is what needs least.
     """
-    found = [
-        _least_recomputation(request, size, free) for size in allowed_batches(request.cfg.optim, request.gpus)
-    ]
-    if fitting := [each for each in found if each.fits]:
-        return min(fitting, key=lambda each: _work(each.plan) / each.plan.tokens)
-    return min(found, key=lambda each: each.needed)
-
-
-def _work(plan: StepPlan) -> float:
-    """Return the FLOPs of a micro-batch; at least what the GPU could compute while the CPU launches it."""
-    launches = LAUNCH_FLOPS * plan.model.shape.num_layers * (4 - plan.share_of("none")) / 3
-    return max(launches, 6.0 * plan.model.gemm_weights * plan.tokens + recomputation_flops(plan))
+    sizes = allowed_batches(request.cfg.optim, request.gpus)
+    found = [replace(_least_recomputation(request, size, free), gpu=gpu) for size in sizes]
+    if not (fitting := [each for each in found if each.fits]):
+        return min(found, key=lambda each: each.needed)
+    if len(fitting) == 1:  # also where no speed can be predicted
+        return fitting[0]
+    seconds = [sum(step_seconds(each.plan, gpu).values()) for each in fitting]
+    return next(each for each, time in zip(fitting, seconds, strict=True) if time <= TIE * min(seconds))
 
 
 def _least_recomputation(request: StepPlan, batch: int, free: float) -> Fit:
@@ -331,7 +327,7 @@ def refit(found: Fit, changes: dict[str, Any], gpus: int = 0, mode: str = "") ->
         changed = replace(plan, cfg=cfg, optimizer=optimizer, mode=mode)
         if gpus:
             changed = replace(changed, gpus=gpus, gpus_per_node=max(plan.gpus_per_node, min(gpus, 8)))
-        return fit(changed, found.free)
+        return fit(changed, found.free, found.gpu)
     except UserError:
         return None
 

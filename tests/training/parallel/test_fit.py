@@ -23,6 +23,7 @@ from training.parallel.activations import kept_activations, recomputation_flops,
 from training.parallel.fit import Fit, global_batch, resolve_auto, room
 from training.parallel.memory import peak
 from training.parallel.step_plan import ModelSize, StepPlan
+from training.parallel.step_time import GPUS, REFERENCE_GPU, step_seconds
 from training.parallel.watchdog import Watchdog
 from training.tracking.metrics import ModelShape
 
@@ -38,6 +39,7 @@ AUTO = {"batch_size": "auto"}
 
 @pytest.fixture(autouse=True)
 def _large_host(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     monkeypatch.setattr(memory, "host_memory", lambda: 2 * 10**12)
 
 
@@ -208,15 +210,36 @@ def test_auto_recomputes_as_little_as_fits(gb):
 
 def test_a_larger_micro_batch_forces_no_recomputation():
     """Without recomputation 1 x 8192 tokens fit, with it 8."""
-    settings = {"mode": "fsdp_full", "gpus": 8, "mixed_precision": "fp8", "global_batch_size": 64}
-    found = fitted(100, **settings, batch_size="auto", recompute="auto")
+    settings = {"mode": "fsdp_grad", "gpus": 8, "mixed_precision": "fp8", "global_batch_size": 64}
+    found = fitted(120, **settings, batch_size="auto", recompute="auto")
     assert (*split(found), found.plan.cfg.model.recompute) == (1, 8, "none")
-    assert not fitted(100, **settings, batch_size=2).fits
-    assert fitted(100, **settings, batch_size=8, recompute="auto").fits
+    assert not fitted(120, **settings, batch_size=2).fits
+    assert fitted(120, **settings, batch_size=8, recompute="auto").fits
 
 
-def test_a_micro_batch_below_4096_tokens_is_raised_by_recomputation():
-    settings = {"global_batch_size": 1024, "max_seq_length": 1024}
+def test_gathering_weights_in_every_micro_batch_is_worth_recomputation():
+    settings = {"mode": "fsdp_full", "gpus": 8, "mixed_precision": "fp8", "global_batch_size": 64}
+    settings |= {"max_seq_length": 4096}
+    found = fitted(85.1, **settings, batch_size="auto", recompute="auto")
+    assert split(found) == (8, 1) and found.plan.cfg.model.recompute != "none"
+    assert fitted(85.1, **settings, batch_size=1).fits
+
+
+@pytest.mark.parametrize(("mode", "gpus"), [("single", 1), ("ddp", 4), ("fsdp_full", 16), ("ds_zero2", 8)])
+@pytest.mark.parametrize("gb", [85, 150])
+def test_no_other_micro_batch_is_predicted_to_be_faster(mode, gpus, gb):
+    def seconds(found: Fit) -> float:
+        return sum(step_seconds(found.plan, REFERENCE_GPU).values())
+
+    settings = {"max_seq_length": 1024, "global_batch_size": 64 * gpus, "recompute": "auto"}
+    settings |= {"mode": mode, "gpus": gpus, "mixed_precision": "fp8"}
+    found = fitted(gb, 1.2, **settings, **AUTO)
+    others = [fitted(gb, 1.2, **settings, batch_size=size) for size in (1, 2, 4, 8, 16, 32, 64)]
+    assert seconds(found) <= 1.001 * min(seconds(other) for other in others if other.fits)
+
+
+def test_a_micro_batch_that_waits_for_the_cpu_is_raised_by_recomputation():
+    settings = {"global_batch_size": 1024, "max_seq_length": 512}
     two = fitted(400, **settings, batch_size=2).needed / 1e9 + 2.1
     assert split(fitted(two, **settings, **AUTO)) == (2, 512)
     found = fitted(two, **settings, **AUTO, recompute="auto")
@@ -358,6 +381,22 @@ def test_training_plans_with_the_size_of_its_model():
     with pytest.raises(UserError, match=r"--batch_size auto --recompute auto: even with 1 x 1024 tokens and"):
         chosen(2.1e9, batch_size="auto", recompute="auto", global_batch_size=48)
     assert not chosen(2.1e9, batch_size=48).fits, "what is given is not refused"
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA B200", "B200"),
+        ("X", None),
+    ],
+)
+def test_training_chooses_for_the_speed_of_its_gpu(name, gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    found = chosen(3e9, batch_size="auto", recompute="auto", global_batch_size=48)
+    assert found.gpu == (GPUS[gpu] if gpu else REFERENCE_GPU)
+    assert fit.refit(found, {"moment_dtype": "fp8"}).gpu == found.gpu
 
 
 @pytest.mark.parametrize("requested", ["mxfp8", "nvfp4"])

@@ -1,8 +1,8 @@
 """Predict the time of a training step from FLOPs, bytes, and rates measured on an H200.
 
-Rates are fractions of a GPU's peaks; kernels are assumed to be as efficient on other GPUs. Unless a comment
-names another source, a rate is from the kernel profile of Llama 3.1 8B with delayed scaling (8,192 tokens,
-575 ms per step).
+`auto` and the planner choose by it. Rates are fractions of a GPU's peaks; kernels are assumed to be as
+efficient on other GPUs. Unless a comment names another source, a rate is from the kernel profile of Llama 3.1
+8B with delayed scaling (8,192 tokens, 575 ms per step). This module must not import torch.
 """
 
 from __future__ import annotations
@@ -47,6 +47,17 @@ GPUS: dict[str, Gpu] = {
     "RTX 4090": _gpu("RTX 4090", 25.3, 1.008, 32, "Ada"),
     "RTX 5090": _gpu("RTX 5090", 33.7, 1.792, 64, "RTX Blackwell"),
 }
+
+
+# Of a GPU that is not in the table: only ratios of its rates matter to a choice.
+REFERENCE_GPU = GPUS["H100"]
+
+
+def installed_gpu(name: str) -> Gpu | None:
+    """Return the GPU with CUDA's name, such as "NVIDIA H100 80GB HBM3"; None if it is not in the table."""
+    words = set(name.split())
+    names = [key for key in GPUS if words.issuperset(key.split())]
+    return GPUS[max(names, key=len)] if names else None
 
 
 def find_gpu(name: str) -> str | None:
