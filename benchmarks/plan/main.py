@@ -24,7 +24,7 @@ from core.errors import UserError, bad_setting, counted
 from core.recipes import RECIPES, costs_of
 from core.settings import AUTO
 from training.config import Config, parse_config
-from training.parallel.fit import counted_micro_batches
+from training.parallel.fit import auto_settings, counted_micro_batches
 from training.parallel.step_time import GPUS, Gpu, find_gpu
 
 PROG = "python -m benchmarks.plan"
@@ -67,7 +67,7 @@ def run(argv: list[str]) -> str:
     plans, refused = _make_plans(cfg, gpu, args)
     tables = _tables(plans, args.tokens, args.price_per_gpu_hour)
     notes = [*_choices(plans), *refused, *_notes_on_offload(plans)]
-    notes += _faster([plan for plan in plans if plan.fits and plan.fit.is_choice])
+    notes += _faster([plan for plan in plans if plan.fits]) if auto_settings(cfg) else []
     notes += _advice([plan for plan in plans if not plan.fits])
     return "\n".join([*tables, "", limits_table(plans), *notes])
 
@@ -185,7 +185,7 @@ def _fastest_first(heading: str, found: dict[str, Plan]) -> str:
 
 
 def _faster(plans: list[Plan]) -> list[str]:
-    """Return the flags that leave `auto` more memory, and so make these plans faster."""
+    """Return the flags with which `auto` makes these plans faster."""
     found = {_gpus(plan): faster_settings(plan) for plan in plans}
     return [_fastest_first(f"{gpus}: faster with", others) for gpus, others in found.items() if others]
 
@@ -275,7 +275,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--gpu", default="H200", metavar="NAME", help=f"{', '.join(GPUS)} (default: H200)")
     for flag, (_, _, text) in GPU_FLAGS.items():
         add(f"--{flag}", type=_positive, metavar="X", help=text)
-    network = "network bandwidth per GPU in GB/s, one direction (default: 50, which is 400 Gbit/s)"
+    network = "network bandwidth per GPU in GB/s, one direction (default: 50, or 400 Gbit/s; assumed by auto)"
     add("--network_gbs", type=_positive, default=50.0, metavar="X", help=network)
     add(
         "--tokens",

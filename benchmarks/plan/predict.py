@@ -156,7 +156,7 @@ def fewest_changes(plan: Plan) -> dict[str, Plan]:
 
 
 def faster_settings(plan: Plan) -> dict[str, Plan]:
-    """Return plans that are faster because `auto` has more memory, by the flag to add."""
+    """Return plans that are faster, by the flag to add: it frees memory for `auto`, or time."""
     settings = plan.fit.request.cfg.to_dict()
     others = {flag: _fitting(plan, settings | changes) for flag, changes in MEMORY_SAVING.items()}
     enough = FASTER * plan.tokens_per_second

@@ -56,7 +56,7 @@ def installed() -> str | None:
 def compiled() -> bool:
     """True if compiled kernels are cached, of this or another model."""
     folder = Path(os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", CACHE)).expanduser()
-    return folder.is_dir() and any(folder.iterdir())
+    return any(folder.rglob("*.o"))  # an import makes folders
 
 
 def cache_on_disk() -> None:

@@ -335,8 +335,8 @@ def test_flags_that_make_auto_faster_are_named_with_their_speed():
     assert flag == "--offload_optimizer" and speed == rate(run([*capped, "512", flag])) > rate(text)
     assert not advice(run([*capped, "8"]), "faster")  # too few tokens for the transfers
     assert not advice(run([*flags.split(), "--gpu", "H200", "--global_batch_size", "512"]), "faster")
-    given = "--batch_size 4 --gradient_accumulation_steps 128 --recompute cheap"
-    assert not advice(run([*flags.split(), *given.split(), "--gpu", "H100"]), "faster")
+    given = "--batch_size 4 --global_batch_size 512 --recompute cheap"
+    assert not advice(run([*flags.split(), *given.split(), "--gpu", "H100"]), "faster"), "nothing is auto"
 
 
 def test_advised_flags_fit_as_predicted_the_fastest_first():

@@ -35,7 +35,8 @@ def te(monkeypatch, tmp_path):
     for module in (flash_attention, kernels):
         monkeypatch.setattr(module, "on_hopper", lambda: True)
     monkeypatch.setattr(flash_attention, "installed", lambda: "4.0.0b99")
-    (tmp_path / "compiled").mkdir()
+    (tmp_path / "version" / "fwd").mkdir(parents=True)
+    (tmp_path / "version" / "fwd" / "kernel.o").touch()
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path))
     for name in flash_attention.TE_SWITCHES:
         monkeypatch.delenv(name, raising=False)
@@ -182,7 +183,7 @@ def test_flash_attention_is_tested_in_the_forms_that_the_run_calls(problems, mon
 def test_the_first_compilation_is_announced(problems, tmp_path, capsys):
     choose()
     assert not capsys.readouterr().out
-    (tmp_path / "compiled").rmdir()
+    (tmp_path / "version" / "fwd" / "kernel.o").unlink()
     choose(flash_attention=False)
     assert not capsys.readouterr().out
     choose()

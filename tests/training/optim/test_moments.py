@@ -177,6 +177,8 @@ def test_parameters_draw_different_random_bits():
     for moment in (FIRST, SECOND):
         one, other = (adamw.state[weight][moment] for weight in weights)
         assert 0.2 < (one != other).float().mean() < 0.6  # a third, if the bits are independent
+    drawn = [moments.random_bits(4096, seed)[0] for seed in adamw._seeds()]
+    assert not set(drawn[0].tolist()) & set(drawn[1].tolist()), "not even at other elements"
 
 
 def test_a_large_parameter_is_stepped_in_parts_as_if_whole(monkeypatch):

@@ -388,13 +388,16 @@ def test_training_plans_with_the_size_of_its_model():
     [
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 NVL", "H100 NVL"),
-        ("NVIDIA B200", "B200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("X", None),
     ],
 )
 def test_training_chooses_for_the_speed_of_its_gpu(name, gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    found = chosen(3e9, batch_size="auto", recompute="auto", global_batch_size=48)
+    settings = {"batch_size": "auto", "recompute": "auto", "global_batch_size": 48}
+    found = chosen(3e9, effective="bf16", mixed_precision="bf16", **settings)
     assert found.gpu == (GPUS[gpu] if gpu else REFERENCE_GPU)
     assert fit.refit(found, {"moment_dtype": "fp8"}).gpu == found.gpu
 
