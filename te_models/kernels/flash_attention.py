@@ -55,14 +55,17 @@ def installed() -> str | None:
 
 def compiled() -> bool:
     """True if compiled kernels are cached, of this or another model."""
-    folder = Path(os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", CACHE)).expanduser()
-    return any(folder.rglob("*.o"))  # an import makes folders
+    return any(_cache().rglob("*.o"))  # an import makes folders
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", CACHE)).expanduser()
 
 
 def cache_on_disk() -> None:
     """Cache compiled kernels on disk; call before the import, also before that of Transformer Engine."""
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(CACHE.expanduser()))
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(_cache()))
 
 
 @functools.cache
@@ -134,9 +137,8 @@ def self_test(attend: Attend, heads: int, groups: int, head_size: int, device: s
     try:
         found = _with_gradients(lambda *inputs: attend(*inputs, cu_seqlens, length), inputs, grad)
     except Exception as error:  # from its import, compiler, cache or a changed signature
-        cache = os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", CACHE)
         reason = f"{PACKAGE} {installed()} fails ({first_line(error)})"
-        return f"{reason}: {INSTALL}, or delete its compiled kernels in {cache}"
+        return f"{reason}: {INSTALL}, or delete its compiled kernels in {_cache()}"
     expected = _with_gradients(reference, [t.float() for t in inputs], grad.float())
     errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
     if not all(error < 0.02 for error in errors):  # false for NaN

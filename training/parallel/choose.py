@@ -39,9 +39,9 @@ def choose_strategy(
 ) -> tuple[Strategy, OptimizerPlan, Fit]:
     """Choose and build the strategy; choose optimizer and micro-batch, the same on every rank. Collective.
 
-    `effective` is the precision that runs, also after a fallback. The strategy's settings have
-    numbers in place of `auto`. Applies --memory_limit_gb, and sets the CPU threads for an optimizer on the
-    CPU. UserError if the training state, or a step with `auto`, cannot fit.
+    `effective` is the precision that runs, also after a fallback. The strategy's settings have numbers in
+    place of `auto`. Applies --memory_limit_gb, and sets the CPU threads for an optimizer on the CPU.
+    UserError if the training state, or a step with `auto`, cannot fit.
     """
     usable = ranks.run_on_all_ranks(lambda: limit_memory(cfg, device))
     gpu = min(usable) if device.type == "cuda" else None
@@ -54,8 +54,8 @@ def choose_strategy(
     if strategy.steps_on_cpu:
         threads = ranks.use_cores()
         print_rank0(f"the optimizer steps on the CPU, with {threads} threads per rank")
-    optimizer = _plan_optimizer(cfg, device, strategy.master_home)
-    ranks.run_on_all_ranks(lambda: check_memory(strategy.cfg, model, strategy, optimizer, gpu))
+    optimizer = fitted.plan.optimizer
+    ranks.run_on_all_ranks(lambda: check_memory(fitted.plan, model, strategy, gpu))
     if fitted.is_choice:
         print_rank0(fitted.describe())
     for text in filter(None, [fit.warning(fitted), moment_warning(optimizer, cfg.optim.adam_beta2)]):
@@ -89,11 +89,11 @@ def _fit(
     cfg: Config, model: ModelPlan, device: torch.device, effective: str, mode: str, free: int | None
 ) -> Fit:
     """Choose values for `auto` on GPUs with `free` bytes. UserError if nothing fits or memory is unknown."""
-    optimizer = _plan_optimizer(cfg, device, MODES[mode].master_home)
+    request = _plan_step(cfg, device, effective, mode)
     if free is not None and cfg.optim.max_steps != 0:
         if not (reason := _why_unpredicted(cfg, model, mode)):
             gpu = installed_gpu(torch.cuda.get_device_name(device)) or REFERENCE_GPU
-            found = fit.fit(_plan_step(cfg, model, optimizer, mode, effective), free, gpu)
+            found = fit.fit(replace(request, model=_size_of(model)), free, gpu)
             if fit.auto_settings(cfg):
                 fit.refuse_misfit(found)
             return found
@@ -101,10 +101,7 @@ def _fit(
             unknown = f"the memory of a step is unknown, as {reason}"
             way_out = ", or give a value" if ";" in reason else "; give a value"
             raise bad_setting(unknown + way_out, **dict.fromkeys(names, AUTO))
-    split = fit.resolve_auto(cfg, ranks.world_size())
-    gpus = ranks.world_size(), ranks.local_rank_and_size()[1]
-    plans = [StepPlan(c, ModelSize(0), optimizer, mode, *gpus, effective) for c in (cfg, split)]
-    return Fit(*plans, None)
+    return Fit(request, replace(request, cfg=fit.resolve_auto(cfg, request.gpus)), None)
 
 
 def _why_unpredicted(cfg: Config, model: ModelPlan, mode: str) -> str | None:
@@ -126,20 +123,18 @@ def check_recomputation(cfg: Config, strategy: Strategy) -> None:
         raise bad_setting(reason, **{name: getattr(cfg.model, name)})
 
 
-def check_memory(
-    cfg: Config, model: ModelPlan, strategy: Strategy, optimizer: OptimizerPlan, gpu: int | None
-) -> None:
+def check_memory(plan: StepPlan, model: ModelPlan, strategy: Strategy, gpu: int | None) -> None:
     """Raise UserError if the training state cannot fit in host memory, or on a GPU of `gpu` bytes."""
-    only_evaluates = cfg.optim.max_steps == 0
+    only_evaluates = plan.cfg.optim.max_steps == 0
     # Counting parameters builds the model on the meta device, where remote code may fail: no check then.
     if (only_evaluates or model.trust_remote_code) and not strategy.steps_on_cpu:
         return
-    plan = _plan_step(cfg, model, optimizer, strategy.mode)
+    plan = replace(plan, model=_size_of(model))
     if gpu is not None and not strategy.steps_on_cpu:
         refuse_small_gpu(plan, gpu)
-    if strategy.steps_on_cpu or optimizer.offload:
+    if strategy.steps_on_cpu or plan.optimizer.offload:
         refuse_small_host(plan)
-    if cfg.model.offload_activations and not only_evaluates:
+    if plan.cfg.model.offload_activations and not only_evaluates:
         refuse_activations(plan)
 
 
@@ -156,8 +151,8 @@ def _resolve_mode(
         return "single"
     if mode != "auto":
         return mode
-    optimizer = _plan_optimizer(cfg, device, "device")
-    mode, why = choose_mode(_plan_step(cfg, model, optimizer, "ddp", effective), gpu)
+    unsharded = _plan_step(cfg, device, effective, "ddp")
+    mode, why = choose_mode(replace(unsharded, model=_size_of(model)), gpu)
     print_rank0(f"--sharding_mode auto: {mode} ({why})")
     return mode
 
@@ -224,23 +219,22 @@ def _on_gpu(plan: StepPlan) -> str:
     return "weights and gradients" if plan.optimizer.offload else "weights, gradients and optimizer state"
 
 
-def _plan_optimizer(cfg: Config, device: torch.device, master_home: str) -> OptimizerPlan:
-    on_gpu, offload = device.type == "cuda", cfg.sharding.offload_optimizer
-    return plan_optimizer(cfg.precision, on_gpu=on_gpu, master_home=master_home, offload=offload)
+def _plan_step(cfg: Config, device: torch.device, effective: str, mode: str) -> StepPlan:
+    """Return the step of these settings on this job's ranks, for a model of unknown size."""
+    home, offload = MODES[mode].master_home, cfg.sharding.offload_optimizer
+    optimizer = plan_optimizer(cfg.precision, on_gpu=device.type == "cuda", master_home=home, offload=offload)
+    gpus = ranks.world_size(), ranks.local_rank_and_size()[1]
+    return StepPlan(cfg, ModelSize(0), optimizer, mode, *gpus, effective)
 
 
-def _plan_step(
-    cfg: Config, model: ModelPlan, optimizer: OptimizerPlan, mode: str, effective: str | None = None
-) -> StepPlan:
+def _size_of(model: ModelPlan) -> ModelSize:
     config, family = model.config.get_text_config(), FAMILIES.get(model.family)
-    size = ModelSize(
+    return ModelSize(
         count_parameters(model),
         ModelShape.from_hf_config(model.config),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         qk_norm=family is not None and family.qk_norm,
     )
-    gpus = ranks.world_size(), ranks.local_rank_and_size()[1]
-    return StepPlan(cfg, size, optimizer, mode, *gpus, effective)
 
 
 def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:

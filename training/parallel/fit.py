@@ -181,22 +181,19 @@ def fit(request: StepPlan, free: float, gpu: Gpu = REFERENCE_GPU) -> Fit:
     is predicted to be fastest on `gpu`; if nothing fits, it is what needs least.
     """
     sizes = allowed_batches(request.cfg.optim, request.gpus)
-    found = [replace(_least_recomputation(request, size, free), gpu=gpu) for size in sizes]
+    found = [_least_recomputation(request, size, free, gpu) for size in sizes]
     if not (fitting := [each for each in found if each.fits]):
         return min(found, key=lambda each: each.needed)
-    if len(fitting) == 1:  # also where no speed can be predicted
-        return fitting[0]
     seconds = [sum(step_seconds(each.plan, gpu).values()) for each in fitting]
     return next(each for each, time in zip(fitting, seconds, strict=True) if time <= TIE * min(seconds))
 
 
-def _least_recomputation(request: StepPlan, batch: int, free: float) -> Fit:
+def _least_recomputation(request: StepPlan, batch: int, free: float, gpu: Gpu) -> Fit:
     """Return the fit of a micro-batch with the least recomputation at which it fits, or else the most."""
 
     def choose(recompute: str) -> Fit:
-        return Fit(
-            request, replace(request, cfg=resolve_auto(request.cfg, request.gpus, batch, recompute)), free
-        )
+        cfg = resolve_auto(request.cfg, request.gpus, batch, recompute)
+        return Fit(request, replace(request, cfg=cfg), free, gpu)
 
     segments = recomputations(request, batch)
     for segment in segments:

@@ -7,14 +7,13 @@ efficient on other GPUs. Unless a comment names another source, a rate is from t
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 from core.errors import bad_setting
 from core.recipes import BF16_COSTS, RECIPES, costs_of
 from training.parallel.activations import recomputed_attention, recomputed_weights
 from training.parallel.step_plan import StepPlan
-from training.tracking.metrics import PEAK_TFLOPS, attention_flops, peak_tflops
+from training.tracking.metrics import PEAK_TFLOPS, attention_flops, gpu_key
 
 
 class Gpu(NamedTuple):
@@ -56,10 +55,7 @@ REFERENCE_GPU = GPUS["H100"]
 
 def installed_gpu(name: str) -> Gpu | None:
     """Return the GPU with CUDA's name, such as "NVIDIA H100 80GB HBM3"; None if it is not in the table."""
-    words = set(re.findall(r"\w+", name.upper()))
-    same_peak = (key for key in GPUS if GPUS[key].bf16_tflops == peak_tflops(name, "bf16"))
-    names = [key for key in same_peak if words.issuperset(key.upper().split())]
-    return GPUS[max(names, key=len)] if names else None
+    return GPUS.get(gpu_key(name))
 
 
 def find_gpu(name: str) -> str | None:

@@ -174,15 +174,18 @@ PEAK_TFLOPS: dict[str, Peak] = {
 _LOWER_PEAK_VARIANTS = {"MIG", "LAPTOP", "D"}
 
 
-def peak_tflops(gpu_name: str, precision: Literal["bf16", "fp8"]) -> float | None:
-    """Return the dense peak of one GPU in TFLOP/s; None for an unknown GPU or an unsupported precision."""
+def gpu_key(gpu_name: str) -> str | None:
+    """Return the key in PEAK_TFLOPS of CUDA's device name, or None."""
     words = set(re.findall(r"\w+", gpu_name.upper()))
     if words & _LOWER_PEAK_VARIANTS:
         return None
-    for key, peak in PEAK_TFLOPS.items():
-        if words.issuperset(key.upper().split()):
-            return getattr(peak, precision)
-    return None
+    return next((key for key in PEAK_TFLOPS if words.issuperset(key.upper().split())), None)
+
+
+def peak_tflops(gpu_name: str, precision: Literal["bf16", "fp8"]) -> float | None:
+    """Return the dense peak of one GPU in TFLOP/s; None for an unknown GPU or an unsupported precision."""
+    key = gpu_key(gpu_name)
+    return getattr(PEAK_TFLOPS[key], precision) if key else None
 
 
 def tail_mean(values: Sequence[float]) -> float:
