@@ -23,7 +23,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -79,6 +79,8 @@ def run_recomputed(
         with kept.next_pass():
             return layer(hidden, **arguments)
 
+    if backend == "native":
+        arguments |= {"context_fn": lambda: (nullcontext(), _inside_autocast())}
     if offload is None:
         return checkpoint(run, hidden, use_reentrant=reentrant, **arguments)
     inputs = [hidden]
@@ -93,6 +95,20 @@ def run_recomputed(
     stored = offload.store((hidden, kept.results))
     kept.results = {}
     return output
+
+
+@contextmanager
+def _inside_autocast() -> Iterator[None]:
+    """Recompute a layer as a part of the autocast region of its first pass, which has ended.
+
+    When an outermost region ends, TE updates the scales of all layers, and reduces their amaxes over ranks.
+    """
+    manager = importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
+    manager.quantization_state.autocast_depth += 1
+    try:
+        yield
+    finally:
+        manager.quantization_state.autocast_depth -= 1
 
 
 class _Results:
