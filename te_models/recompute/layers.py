@@ -1,9 +1,9 @@
 """Recomputation of TE's decoder layers in backward; results of expensive kernels are kept from forward.
 
-A recomputed layer keeps its input and, by level, results that are slow to compute for their size. TE's
-checkpoint runs the layer again in backward with the FP8 scales of the first pass; there the kept results
-replace their kernels. No level changes a loss or a gradient, except that recomputed layers do not cache FP8
-weights over the micro-batches of a step.
+A recomputed layer keeps its input and, by level, results that are slow to compute for their size. Backward
+runs the layer again with the FP8 scales of the first pass; there the kept results replace their kernels. No
+level changes a loss or a gradient, except that recomputed layers do not cache FP8 weights over the
+micro-batches of a step.
 
 T tokens, D hidden size, H query heads, G key/value groups, K head size, F feed-forward size. Per token, a
 layer keeps its input (D values in BF16) and:
@@ -23,13 +23,15 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from te_models.backend import Backend, te_module
 from te_models.kernels.selection import patched
+from te_models.recompute.checkpoint import checkpoint
 from te_models.recompute.offload import ActivationOffload
 
 KEPT: dict[str, set[str]] = {
@@ -61,16 +63,15 @@ def run_recomputed(
     hidden: Tensor,
     *,
     level: str,
-    backend: str,
-    checkpoint: Callable,
+    backend: Backend,
     reentrant: bool = False,
     offload: ActivationOffload | None = None,
     **arguments: Any,
 ) -> Tensor:
     """Run a TE layer on `hidden` [T, D] or [B, S, D] so that backward recomputes it at `level`.
 
-    `checkpoint` is that of the backend, "native" or "emulated". `offload` moves what the layer keeps to the
-    host; it needs `reentrant=False`. With `reentrant` nothing but the input is kept.
+    `offload` moves what the layer keeps to the host; it needs `reentrant=False`. With `reentrant` nothing but
+    the input is kept.
     """
     # In a reentrant first pass autograd is off, and kernels omit results that only backward needs.
     kept = _Results(set() if reentrant else KEPT[level], backend)
@@ -79,10 +80,12 @@ def run_recomputed(
         with kept.next_pass():
             return layer(hidden, **arguments)
 
-    if backend == "native":
-        arguments |= {"context_fn": lambda: (nullcontext(), _inside_autocast())}
+    if backend == "native" and not reentrant:
+        run_checkpointed = functools.partial(checkpoint, layer)
+    else:
+        run_checkpointed = functools.partial(te_module(backend).checkpoint, use_reentrant=reentrant)
     if offload is None:
-        return checkpoint(run, hidden, use_reentrant=reentrant, **arguments)
+        return run_checkpointed(run, hidden, **arguments)
     inputs = [hidden]
 
     def run_offloaded(**arguments: Any) -> Tensor:
@@ -91,30 +94,16 @@ def run_recomputed(
             return run(hidden.requires_grad_(), **arguments)
         return run(inputs.pop(), **arguments)
 
-    output = checkpoint(run_offloaded, use_reentrant=False, **arguments)
+    output = run_checkpointed(run_offloaded, **arguments)
     stored = offload.store((hidden, kept.results))
     kept.results = {}
     return output
 
 
-@contextmanager
-def _inside_autocast() -> Iterator[None]:
-    """Recompute a layer as a part of the autocast region of its first pass, which has ended.
-
-    When an outermost region ends, TE updates the scales of all layers, and reduces their amaxes over ranks.
-    """
-    manager = importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
-    manager.quantization_state.autocast_depth += 1
-    try:
-        yield
-    finally:
-        manager.quantization_state.autocast_depth -= 1
-
-
 class _Results:
     """Results of one layer's kernels, from its forward pass to its recomputation."""
 
-    def __init__(self, names: set[str], backend: str):
+    def __init__(self, names: set[str], backend: Backend):
         self.names, self.backend = names, backend
         self.results: dict[str, Any] = {}
         self.passes = 0
