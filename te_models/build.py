@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from core.errors import bad_setting, first_line
 from core.hub import require_reachable_hub
 from te_models.decoder import TECausalLM
-from te_models.families import FAMILIES
+from te_models.families import FAMILIES, wrong_sizes
 from te_models.hugging_face import (
     HFCausalLM,
     hf_state,
@@ -115,6 +116,8 @@ def _read_config(name: str, *, random: bool, cache_dir: str | None, trust_remote
         auto_map, model_type = fields.get("auto_map") or {}, fields.get("model_type")
         if trust_remote_code or "AutoConfig" not in auto_map or model_type in CONFIG_MAPPING:
             return AutoConfig.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
+    except StrictDataclassError as error:  # a field of another type
+        raise bad_setting(f"its config.json: {' '.join(str(error).split())}", model_name=name) from None
     except (OSError, ValueError) as error:
         if name in PRESETS:
             way = "or use --init random"
@@ -127,6 +130,8 @@ def _read_config(name: str, *, random: bool, cache_dir: str | None, trust_remote
 
 
 def _refuse_untrainable(name: str, config: Any) -> None:
+    if config.model_type in FAMILIES and (reason := wrong_sizes(config)):
+        raise bad_setting(f"its config.json: {reason}", model_name=name)
     if getattr(config.get_text_config(), "is_causal", True) is False:
         raise bad_setting(
             "is_causal is false in its config.json, so tokens would see the next tokens that they predict; "

@@ -63,3 +63,17 @@ FAMILIES: dict[str, Family] = {
 def head_dim(config: Any) -> int:
     """Return the head size, which some configurations leave to hidden_size / num_attention_heads."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def wrong_sizes(config: Any) -> str | None:
+    """Return why no model of a family has these sizes, or None."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    for name in names:
+        if getattr(config, name) < 1:
+            return f"{name} is {getattr(config, name)}"
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    if groups < 1 or heads % groups:
+        return f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({groups})"
+    if (size := head_dim(config)) < 2 or size % 2:
+        return f"head_dim ({size}) is not even, so RoPE cannot rotate pairs"
+    return None

@@ -196,7 +196,7 @@ def refuse_leaking_packing(model: HFCausalLM, name: str, *, sharded: bool = Fals
             loss, permuted = (_loss_of_second_sample(model, first) for first in (SAMPLE, PERMUTED_SAMPLE))
         if not torch.isfinite(loss):
             raise bad_setting(
-                f"the loss of its weights is {loss.item()}, so they are damaged; download them again",
+                f"its loss is {loss.item()}, so its weights or config.json are damaged; download it again",
                 model_name=name,
             )
         changed = (loss != permuted).int()

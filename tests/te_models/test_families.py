@@ -1,6 +1,7 @@
 """Families: TE layers match Hugging Face's, presets match published ones, others are refused."""
 
 import importlib
+import json
 from contextlib import nullcontext
 from typing import Any
 
@@ -193,3 +194,25 @@ def test_reference_of_the_rope_kernel_matches_transformers():
     for mine, theirs in zip(found, expected, strict=False):
         torch.testing.assert_close(mine, theirs[0].transpose(0, 1).bfloat16())
     assert torch.equal(found[2], values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_size": "256"}, "Validation error for field 'hidden_size': .*expected int, got str"),
+        ({"vocab_size": -5}, "vocab_size is -5"),
+        (
+            {"num_attention_heads": 5, "head_dim": 64},
+            ".*hidden size \(256\) is not a multiple of .* \(5\)",
+        ),
+        ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) is not a multiple of .* \(3\)"),
+        ({"head_dim": 33}, r"head_dim \(33\) is not even"),
+    ],
+)
+def test_impossible_sizes_are_named(changes, reason, tmp_path):
+    config = config_of("llama")
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(UserError, match=f"^--model_name {tmp_path}: its config.json: {reason}"):
+        plan_model(str(tmp_path), init="random", use_te=False)

@@ -179,11 +179,13 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
         changed["fp8_scenario"] = (meta["recipe"], recipe)
     _refuse_other_moments(changed, point.path)
     if changed:
-        keep = f"--global_batch_size {old} keeps its batch; " if split.keys() & changed.keys() else ""
+        fits = split.keys() & changed.keys() and old % (cfg.optim.batch_size * world_size) == 0
+        keep = f"--global_batch_size {old} keeps its batch; " if fits else ""
+        export = "" if meta["config"]["export"] else " --export"
         raise bad_setting(
             f"saved with other settings ({describe_changes(changed)}); {keep}use the same settings, or rerun "
-            f"its own command with --max_steps {point.step}, which exports it, and train from that export in "
-            "another --output_dir",
+            f"its own command with --max_steps {point.step}{export}, which exports it, and train from that "
+            "export in another --output_dir",
             resume=point.path,
         )
     notices = [f"--resume {point.path}: settings changed: {describe_changes(allowed)}"] if allowed else []

@@ -63,10 +63,10 @@ class Checkpoints:
             self._seal(partial, step, specs)
             ranks.run_on_rank0(lambda: self._publish(partial, final, step, eval_loss))
         except OSError as error:
+            fewer = f" or lower --keep_last (now {self.keep_last})" if self.keep_last > 1 else ""
             failure = UserError(
                 f"{final}: cannot write this checkpoint: {error.strerror or error}; earlier ones are intact. "
-                f"Free space or lower --keep_last (now {self.keep_last}), then rerun with `--output_dir "
-                f"{self.folder.parent}` to resume"
+                f"Free space{fewer}, then rerun with `--output_dir {self.folder.parent}` to resume"
             )
             failure.ranks = error.ranks  # set by ranks.run_on_all_ranks or _run_dcp
             raise failure from None

@@ -48,7 +48,7 @@ class OptimConfig(Section):
     weight_decay: float = setting(0.01, "AdamW weight decay; not on norms and biases", minimum=0)
     adam_beta1: float = setting(0.9, "AdamW beta1", minimum=0, below=1)
     adam_beta2: float = setting(0.95, "AdamW beta2", minimum=0, below=1)
-    adam_epsilon: float = setting(1e-8, "AdamW epsilon", above=0)
+    adam_epsilon: float = setting(1e-8, "AdamW epsilon", minimum=1e-38)
     max_grad_norm: float = setting(1.0, "clip the global gradient norm to this; 0: no clipping", minimum=0)
     max_skipped_steps: int = resumable(
         5, "stop after this many skipped (non-finite) steps in a row", minimum=1

@@ -144,9 +144,10 @@ def _resolve_mode(
     mode = cfg.sharding.mode
     if not dist.is_initialized():
         if mode != "auto":
+            gather = " --fp8_all_gather" if cfg.sharding.fp8_all_gather else ""
             print_rank0(
-                f"--sharding_mode {mode} ignored: one device, nothing to shard; launch train_multi_gpu.py "
-                "with torchrun"
+                f"--sharding_mode {mode}{gather} ignored: one device, nothing to shard; launch "
+                "train_multi_gpu.py with torchrun"
             )
         return "single"
     if mode != "auto":

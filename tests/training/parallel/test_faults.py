@@ -368,6 +368,7 @@ def test_a_bad_setting_is_printed_before_torchrun_ends_the_rank_that_prints(
     monkeypatch.setattr(outcome.time, "sleep", waited.append)
     monkeypatch.setenv("LOCAL_RANK", local)
     monkeypatch.setenv("RANK", local)
+    monkeypatch.setenv("WORLD_SIZE", "2")  # without it, no other rank prints
     assert outcome.report_failure(bad_setting("must be at least 1", batch_size=0), None) == EXIT_BAD_SETTING
     assert ("--batch_size 0" in capsys.readouterr().err) == prints
     assert bool(waited) == (not prints)
