@@ -198,6 +198,26 @@ def start_of_backward(plan: StepPlan) -> dict[str, float]:
     }
 
 
+def end_of_backward(plan: StepPlan) -> dict[str, float]:
+    """Return the bytes by part in backward of the first layer, when all gradients but the embedding's exist.
+
+    Memory peaks here if the other layers' activations were not on the GPU. Under FSDP2 the other blocks'
+    gradients are sharded, and no further block is gathered.
+    """
+    model, parts, fsdp = plan.model, start_of_backward(plan), plan.fsdp
+    others = 0.0 if plan.sharding.offload else (model.parameters - model.root - model.block) / plan.shards
+    gradients = 2.0 * (others + model.block)
+    one_layer = fp8_copies(plan) / model.shape.num_layers
+    copies = parts["FP8 weight copies"]
+    stored = stored_activations(plan) - kept_activations(plan, plan.recompute[-1])
+    return parts | {
+        "gradients": max(parts["gradients"], gradients),
+        "FP8 weight copies": copies if fsdp else max(copies * plan.caches_fp8_weights, one_layer),
+        "activations": parts["activations"] - stored,
+        "gathered, communication": parts["gathered, communication"] - 2.0 * model.block * fsdp,
+    }
+
+
 def after_backward(plan: StepPlan) -> dict[str, float]:
     """Return the bytes by part at the end of backward, with the first layer's activations left."""
     model, parts, sharding = plan.model, at_loss(plan), plan.sharding
@@ -241,4 +261,5 @@ def peak(plan: StepPlan) -> dict[str, float]:
     """Return the bytes by part at the point of the step with the largest sum."""
     points = [at_loss, start_of_backward, after_backward]
     points += [at_step] if plan.sharding.stage in (1, 2) else []
+    points += [] if plan.sharding.stage else [end_of_backward]
     return max((point(plan) for point in points), key=lambda parts: sum(parts.values()))

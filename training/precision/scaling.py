@@ -15,9 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from core.errors import EXIT_BAD_SETTING, UserError
+from data.collate import IGNORE
 
 # The first pass runs with scales of 1, where gradients underflow; the second uses the scales of the first.
 CALIBRATION_PASSES = 2
+PER_TOKEN = ("input_ids", "labels", "position_ids")
+CALIBRATION_TOKENS = 16_384  # per rank; a pass over a long micro-batch takes minutes
 
 
 class Scaling:
@@ -58,19 +61,19 @@ class DelayedScalingState(Scaling):
             restore_scaling(self.model, self.saved)
 
     def _calibrate(self, batch: Any) -> None:
-        """Compute the initial scales from one batch. Collective.
+        """Compute the initial scales from the beginning of one batch. Collective.
 
         No optimizer step is applied and the RNG state is restored. Backward runs on the summed loss, see
         `scale_gradients`.
         """
-        strategy, wrapped = self.strategy, self.wrapped
+        strategy, wrapped, inputs = self.strategy, self.wrapped, first_tokens(batch.inputs)
         devices = [strategy.device] if strategy.device.type == "cuda" else []
         # Attention kernels advance the RNG even without dropout.
         with torch.random.fork_rng(devices):
             for _ in range(CALIBRATION_PASSES):
                 with torch.enable_grad(), strategy.accumulating(wrapped, first=True, last=True):
                     with self.autocast():
-                        loss, _ = wrapped(**batch.inputs)
+                        loss, _ = wrapped(**inputs)
                     strategy.backward(wrapped, loss)
                 strategy.discard(wrapped, self.optimizer)
         # Ranks share their scales, so all use the mean number of tokens.
@@ -89,6 +92,22 @@ class DelayedScalingState(Scaling):
     def state(self) -> dict[str, Tensor]:
         # TE has no state yet if this launch ran neither a step nor an evaluation.
         return scaling_state(self.model) or self.saved
+
+
+def first_tokens(inputs: dict[str, Any], limit: int = CALIBRATION_TOKENS) -> dict[str, Any]:
+    """Return the first rows of a micro-batch, or the beginning of its first row, of at most `limit` tokens.
+
+    Return all of it if it is no longer, or if that part has no labels. `inputs`: see `data.collate.Batch`.
+    """
+    rows, width = inputs["input_ids"].shape
+    part = {name: inputs[name][: max(1, limit // width), :limit] for name in PER_TOKEN}
+    tokens = part["input_ids"].numel()
+    if tokens == rows * width or (part["labels"] == IGNORE).all():
+        return inputs
+    if "cu_seqlens" in inputs:
+        starts = inputs["cu_seqlens"]
+        part["cu_seqlens"] = torch.cat([starts[starts < tokens], starts.new_tensor([tokens])])
+    return inputs | part
 
 
 def scaling_state(model: nn.Module) -> dict[str, Tensor]:

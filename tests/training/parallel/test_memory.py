@@ -189,6 +189,18 @@ def test_a_host_too_small_for_activations_is_refused(monkeypatch):
     assert memory.offloaded_bytes(offloaded) == 64 * 2**30 + memory.host_needs(offloaded)
 
 
+@pytest.mark.parametrize(("offloads", "gradients"), [(False, 1.5), (True, 15.0)])
+def test_with_offloaded_activations_memory_peaks_at_the_end_of_backward(offloads, gradients):
+    """Llama 3.1 8B: BF16 gradients of the head, 1.05 GB, and of one of 32 layers or all."""
+    flags = {"recompute": "full", "offload_activations": offloads, "use_te": True, "max_seq_length": 262144}
+    plan = plan_of(8.03, "single", gpus=1, batch_size=1, **flags)
+    shape = ModelShape(4096, 32, 32, 8, 128, 14_336, 128_256)
+    parts = memory.peak(replace(plan, model=replace(plan.model, shape=shape)))
+    assert (parts["gradients"] + parts["logits and head gradient"]) / 1e9 == pytest.approx(
+        gradients, abs=0.05
+    )
+
+
 # 4 GB per rank of the node's 100 GB, or a quarter.
 @pytest.mark.parametrize(("gpus", "per_node", "room"), [(1, 8, 96), (16, 4, 84), (8, 8, 75)])
 def test_offloading_leaves_host_memory_to_the_processes_of_a_nodes_ranks(gpus, per_node, room, monkeypatch):

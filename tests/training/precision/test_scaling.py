@@ -2,12 +2,15 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from core.errors import UserError
+from data.collate import Sample, build_batch
 from training.precision.scaling import (
     DelayedScalingState,
+    first_tokens,
     frozen_scaling,
     restore_scaling,
     scale_gradients,
@@ -24,6 +27,10 @@ class Scaled(torch.nn.Module):
             direction: SimpleNamespace(scale=torch.full((3,), 8.0), amax_history=torch.full((4, 3), 2.0))
             for direction in ("scaling_fwd", "scaling_bwd")
         }
+
+
+def sample(length: int, *, first_label: int = 1) -> Sample:
+    return Sample(np.arange(1, length + 1), np.arange(length) >= first_label, 0)
 
 
 def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -66,3 +73,21 @@ def test_scrub_clears_non_finite_amaxes_and_gradient_scaling_changes_backward_on
     forward, backward = model.fp8_meta["scaling_fwd"], model.fp8_meta["scaling_bwd"]
     assert forward.scale.eq(8).all() and forward.amax_history.eq(2).all()
     assert backward.scale.eq(32).all() and backward.amax_history.eq(0.5).all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("limit", "shape"), [(8, (1, 8)), (30, (3, 10)), (40, (4, 10))])
+def test_calibration_runs_on_the_first_tokens(packed, limit, shape):
+    rows = [[sample(4), sample(6)], [sample(9)], [sample(2)], [sample(10)]]
+    inputs = build_batch(rows, 10, 0, max_seqlen=10 if packed else None).inputs
+    found = first_tokens(inputs, limit)
+    for name in ("input_ids", "labels", "position_ids"):
+        assert torch.equal(found[name], inputs[name][: shape[0], : shape[1]])
+    if packed:
+        starts = {8: [0, 4, 8], 30: [0, 4, 10, 19, 20, 22, 30], 40: [0, 4, 10, 19, 20, 22, 30, 40]}
+        assert found["cu_seqlens"].tolist() == starts[limit] and found["max_seqlen"] == 10
+
+
+def test_calibration_needs_labels():
+    inputs = build_batch([[sample(6, first_label=4)]], 6, 0, max_seqlen=6).inputs
+    assert first_tokens(inputs, 3) is inputs and first_tokens(inputs, 5) is not inputs
