@@ -24,7 +24,7 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from core.errors import UserError, bad_setting, first_line
-from data.reading.rows import ROLES, Row, Status, judge
+from data.reading.rows import ROLES, Row, Status, is_answer, judge
 from data.tokenizer import adds_bos
 
 Segment = tuple[str, bool]  # (text, True if loss is computed on its tokens)
@@ -153,7 +153,7 @@ class Encoder:
         samples: list[list[Segment]] = [[]]
         done = tail = ""  # text rendered so far, and text after its last answer
         for i, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if not is_answer(message):
                 continue
             prompt, shared, through = self._answer(messages[:i], message, tools)
             if not prompt.startswith(done):
@@ -213,7 +213,7 @@ class Encoder:
     def prompt_and_answer(self, sample: Row) -> tuple[str, str]:
         """Return (rendered prompt, answer) of a conversation's last answer."""
         messages = sample["messages"]
-        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        last = max(i for i, message in enumerate(messages) if is_answer(message))
         answer = messages[last]["content"] or json.dumps(messages[last].get("tool_calls"))
         return self.render(messages[:last], sample.get("tools"), generate=True), answer
 

@@ -27,7 +27,7 @@ class DataReport:
     overlong_dropped: int
     overlong_truncated: int  # included in `used`
     without_label: int  # no token to predict: no assistant turn after a prompt, or a single token
-    bad_rows: int  # not text, not UTF-8, not JSON, an unknown role, or refused by the chat template
+    bad_rows: int  # not text, not UTF-8, not JSON, unknown role or weight, refused by the template
     tokens: int
     label_tokens: int
     sequences: int  # packed sequences in the first epoch; samples if not packing

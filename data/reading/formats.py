@@ -30,7 +30,8 @@ class Format:
 FORMATS = {
     ".jsonl": Format("text", TEXT, json_lines=True),
     ".json": Format("json"),
-    ".parquet": Format("parquet"),
+    # By default a batch has as many rows as the file's first row group, which is refused if that is empty.
+    ".parquet": Format("parquet", {"batch_size": 1000}),
     ".csv": Format("csv", REPLACE),
     ".tsv": Format("csv", {"sep": "\t", **REPLACE}),
     ".txt": Format("text", TEXT),

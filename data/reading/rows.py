@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Collection
 from enum import IntEnum
 from itertools import dropwhile
@@ -16,6 +17,7 @@ Row = dict[str, Any]
 
 TOOLS = "tools"  # column of tool definitions
 CALLS = "tool_calls"  # message key of tool calls
+WEIGHT = "weight"  # message key of OpenAI's chats: 1, or 0 for no loss
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 ROLE_ALIASES = {  # senders of ShareGPT data and its derivatives -> role
     "human": "user",
@@ -134,8 +136,10 @@ def parse_line(row: Row) -> Row | str:
     """Return the object in a line of JSON, or the reason why the line is invalid."""
     try:
         line = json.loads(row["text"])
-    except (ValueError, RecursionError):  # RecursionError: nested too deeply
+    except (json.JSONDecodeError, RecursionError):  # RecursionError: nested too deeply
         return "not valid JSON"
+    except ValueError:  # Python's limit: the time to parse an integer grows with the square of its length
+        return f"an integer has over {sys.get_int_max_str_digits():,} digits"
     return line if isinstance(line, dict) else "not a JSON object"
 
 
@@ -184,12 +188,17 @@ def judge(sample: Row, roles: Collection[str] = ROLES) -> tuple[Status, str]:
     if not turns or not all(m["content"].strip() or m.get(CALLS) for m in turns):
         return Status.EMPTY, ""
     # A chat of assistant turns only has no prompt.
-    answered = sample["messages"][0]["role"] != "assistant" and any(m["role"] == "assistant" for m in turns)
+    answered = sample["messages"][0]["role"] != "assistant" and any(map(is_answer, turns))
     return Status.USED if answered else Status.WITHOUT_LABEL, ""
 
 
+def is_answer(turn: Row) -> bool:
+    """True for an assistant turn with loss; one of weight 0 is part of the prompt of later answers."""
+    return turn["role"] == "assistant" and turn.get(WEIGHT, 1) != 0
+
+
 def fault(sample: Row, roles: Collection[str]) -> str | None:
-    """Return a description of the first value of a wrong type, not UTF-8 or with an unknown role, or None."""
+    """Return a description of the first value that cannot be used (type, UTF-8, role, weight), or None."""
     if "text" in sample:
         return text_fault("its text", sample["text"])
     if not is_objects(sample["messages"]):
@@ -203,6 +212,8 @@ def fault(sample: Row, roles: Collection[str]) -> str | None:
             return f"the tool calls of the {turn['role']} are not a list of calls"
         if reason := text_fault(f"the content of the {turn['role']}", turn.get("content")):
             return reason
+        if turn.get(WEIGHT, 1) not in (0, 1):
+            return f"the weight of the {turn['role']} is {turn[WEIGHT]!r}, not 0 or 1"
     return None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -67,6 +68,9 @@ def open_path_or_hub(cfg: DataConfig, split: str) -> Source:
     path = Path(name).expanduser()
     name = str(path) if path.exists() else name
     if any((path / file).is_file() for file in SAVED):
+        if configuration:
+            reason = "a folder written by save_to_disk has no configurations; omit :CONFIGURATION"
+            raise bad_setting(reason, dataset_name=cfg.dataset_name)
         return source_of_saved(cfg, path, split)
     with explaining_read_errors(cfg):
         if not is_prepared(cfg, name):
@@ -82,8 +86,11 @@ def open_path_or_hub(cfg: DataConfig, split: str) -> Source:
         return source_of_files(cfg, format, split, files)
     options = load_options(cfg, split, files)
     with explaining_read_errors(cfg):
-        if builder.name == "csv" and files and Path(files[0]).is_file():
-            options |= cells_as_text(files[0], builder.config.pd_read_csv_kwargs)
+        if files and Path(files[0]).is_file():
+            if builder.name == "csv":
+                options |= cells_as_text(files[0], builder.config.pd_read_csv_kwargs)
+            elif builder.name == "parquet":
+                options |= FORMATS[".parquet"].options
         return source_of_rows(cfg, datasets.load_dataset(name, configuration, **options))
 
 
@@ -94,8 +101,12 @@ def open_source(cfg: DataConfig, split: str) -> Source:
     """Open a split of --dataset_name. UserError if it cannot be read or has no rows."""
     source = DATASETS.get(cfg.dataset_name, open_path_or_hub)(cfg, split)
     if isinstance(source.rows, Dataset) and not len(source.rows):
-        raise bad_setting(f"split {split} has no rows; choose another split", dataset_name=cfg.dataset_name)
+        raise without_rows(cfg, split)
     return source
+
+
+def without_rows(cfg: DataConfig, split: str) -> UserError:
+    return bad_setting(f"split {split} has no rows; choose another split", dataset_name=cfg.dataset_name)
 
 
 def source_of_files(cfg: DataConfig, format: Format, split: str, files: list[str]) -> Source:
@@ -104,11 +115,12 @@ def source_of_files(cfg: DataConfig, format: Format, split: str, files: list[str
         rows = read_files(format, files, **load_options(cfg, split, files))
         if not format.json_lines:
             return source_of_rows(cfg, rows)
-        lines = (parse_line(row) for row in rows if row["text"].strip())
-        objects = [line for line in islice(lines, PEEK) if isinstance(line, dict)]
+        lines = [parse_line(row) for row in islice((row for row in rows if row["text"].strip()), PEEK)]
+    objects = [line for line in lines if isinstance(line, dict)]
     if not objects:
-        reason = "no line is a JSON object in UTF-8; a file with one list of rows must be called .json"
-        raise bad_setting(reason, dataset_name=cfg.dataset_name)
+        reason = f"no line can be read as a JSON object in UTF-8 (the first: {next(iter(lines), 'blank')})"
+        way_out = "a file with one list of rows must be called .json"
+        raise bad_setting(f"{reason}; {way_out}", dataset_name=cfg.dataset_name)
     columns = choose_columns(cfg, first_keys(objects))
     return Source(rows, columns, partial(json_line, columns.to_sample), "line" if len(files) == 1 else "row")
 
@@ -201,6 +213,8 @@ def unreadable(cfg: DataConfig, error: Exception) -> UserError:
     while isinstance(cause, datasets.exceptions.DatasetGenerationError) and cause.__cause__:
         cause = cause.__cause__
     reason = " ".join(str(cause).split())[:MAX_REASON].rstrip(".") or type(cause).__name__
+    if empty := re.fullmatch(r'Instruction "(.*)" corresponds to no data!', reason):
+        return without_rows(cfg, empty[1])
     choose = "NAME:CONFIGURATION chooses one of several configurations"
     if Path(name_and_configuration(cfg)[0]).expanduser().exists():
         way_out = f"check that all files are complete and the files of a split have equal columns; {choose}"

@@ -218,6 +218,18 @@ def test_template_that_rewrites_history_gives_one_sample_per_answer(chatml):
         assert chatml.decode(ids[start:stop]) == f"<think>\n\n</think>\n\n{answer}<|im_end|>"
 
 
+@pytest.mark.parametrize("template", [CHATML.text, REWRITING], ids=["chatml", "rewrites history"])
+@pytest.mark.parametrize(("turn", "kept"), [(2, 4), (4, 2)], ids=["first", "last"])
+def test_answer_of_weight_0_is_prompt(chatml, template, turn, kept):
+    chatml.chat_template = template
+    chat = [message | {"weight": int(i != turn)} for i, message in enumerate(CHAT)]
+    [(ids, [[start, stop]])] = encode(chatml, {"messages": chat})
+    made = encoder(chatml)
+    assert chatml.decode(ids[:start]) == made.render(CHAT[:kept], generate=True)
+    assert chatml.decode(ids[:stop]) == made.render(CHAT[: kept + 1]).rstrip()
+    assert made.prompt_and_answer({"messages": chat})[1] == CHAT[kept]["content"]
+
+
 @pytest.mark.parametrize("answer", ["It is 5.", "<answer>5</answer>"])  # the second starts like <think>
 def test_reasoning_tag_in_the_generation_prompt_has_no_loss(chatml, answer):
     chatml.chat_template = CHATML.text.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")

@@ -17,6 +17,7 @@ SHARE_GPT = [{"from": "human", "value": "1?"}, {"from": "gpt", "value": "One."}]
 PARTS = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in CHAT]
 UNKNOWN = "unknown role 'AI'; known are " + ", ".join([*ROLES, *ROLE_ALIASES])
 ANSWER, ROLE = "the content of the assistant", "the role of a message"
+WEIGHT = "the weight of the assistant"
 NAMED = {"dataset_prompt_field": "a", "dataset_completion_field": "b"}
 
 
@@ -227,9 +228,13 @@ def test_nulls_added_by_arrow_are_dropped_but_explicit_nulls_stay():
         (convert({"question": "?", "answer": 10**400}), Status.USED, ""),
         (json_line(convert, {"text": "{cut"}), Status.BAD, "not valid JSON"),
         (json_line(convert, {"text": "[" * 100_000}), Status.BAD, "not valid JSON"),
+        (json_line(convert, {"text": "1" * 5000}), Status.BAD, "an integer has over 4,300 digits"),
         (json_line(convert, {"text": "[1]"}), Status.BAD, "not a JSON object"),
         (json_line(convert, {"text": " "}), Status.BLANK, ""),
         ({"messages": CHAT[1:]}, Status.WITHOUT_LABEL, ""),
+        ({"messages": [CHAT[0], CHAT[1] | {"weight": 1.0}]}, Status.USED, ""),
+        ({"messages": [CHAT[0], CHAT[1] | {"weight": 0}]}, Status.WITHOUT_LABEL, ""),
+        ({"messages": [CHAT[0], CHAT[1] | {"weight": "0"}]}, Status.BAD, f"{WEIGHT} is '0', not 0 or 1"),
         ({"messages": [CHAT[0], {"role": "AI", "content": "One."}]}, Status.BAD, UNKNOWN),
         ({"messages": [{"role": "Human", "content": "1?"}]}, Status.BAD, UNKNOWN.replace("AI", "Human")),
     ],

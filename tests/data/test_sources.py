@@ -11,6 +11,8 @@ import zipfile
 from itertools import chain
 
 import huggingface_hub
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
@@ -71,6 +73,12 @@ def as_parquet(rows, tmp_path) -> bytes:
     return (tmp_path / "source.parquet").read_bytes()
 
 
+def without_rows(*columns) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({name: pa.array([], "string") for name in columns}), sink)
+    return sink.getvalue().to_pybytes()
+
+
 CELLS = ["2", "007", "2.50", "NA", "None", "yes"]
 ROWS = [{"question": "What?", "answer": cell} for cell in CELLS]
 TABLE = b"question,answer\n" + b"".join(f"What?,{cell}\n".encode() for cell in CELLS)
@@ -97,6 +105,14 @@ BROKEN = json_lines(*ROWS[:3]) + b"{broken\n" + json_lines(*ROWS[3:])
 def test_every_format_gives_the_same_rows(load, answers, tmp_path, name, contents, folder, streaming):
     contents = as_parquet(ROWS, tmp_path) if contents is None else contents
     assert answers(load(contents, name, folder=folder, streaming=streaming)) == CELLS
+
+
+@streaming
+def test_parquet_files_without_rows_are_skipped(load, answers, tmp_path, streaming):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train-0.parquet").write_bytes(without_rows("question", "answer"))
+    contents = as_parquet(ROWS, tmp_path)
+    assert answers(load(contents, "train-1.parquet", folder=True, streaming=streaming)) == CELLS
 
 
 @streaming
@@ -147,6 +163,8 @@ def test_data_sets_saved_to_disk_are_read(build, answers, tmp_path, streaming):
     assert answers(loaders) == list("012") and loaders.eval_report.rows == 2
     with pytest.raises(UserError, match=r"--split_name train: no such split.*it has sft, held"):
         build(dataset_name=str(tmp_path / "both"), split_name="train", **settings)
+    with pytest.raises(UserError, match=r"both:sft: a folder written by save_to_disk .* omit :CONFIGURATION"):
+        build(dataset_name=f"{tmp_path / 'both'}:sft", **settings)
     (tmp_path / "one" / "data-00000-of-00001.arrow").unlink()
     with pytest.raises(UserError, match=r"--dataset_name .*one: cannot be read"):
         build(dataset_name=str(tmp_path / "one"), split_name="train", **settings)
@@ -342,12 +360,15 @@ def test_evaluation_report_shows_columns_if_they_differ(build, tmp_path):
         assert (loaders.eval_prompts == []) == (eval_split == "test")
 
 
+NO_ROWS = "--dataset_name .*: (split train|the stream) has no rows.*; .*choose another"
+NO_OBJECT = r"no line can be read as a JSON object in UTF-8 \(the first: not valid JSON\)"
 ERRORS = {
     "unknown split": (USABLE, {"split_name": "dev"}, "--split_name dev: no such split.*it has train$"),
     "training split as evaluation split": (USABLE, {"eval_split": "train"}, "train: is the training"),
     "empty file": (b"", {"name": "a.jsonl"}, "--dataset_name .*: cannot be read: a.jsonl is empty"),
     "empty compressed file": (lzma.compress(b""), {"name": "a.csv.xz"}, "--dataset_name .*cannot be read"),
-    "header without rows": (b"text\n", {"name": "a.csv"}, "--dataset_name .*(no rows|cannot be read)"),
+    "header without rows": (b"text\n", {"name": "a.csv"}, NO_ROWS),
+    "parquet without rows": (without_rows("text"), {"name": "a.parquet"}, NO_ROWS),
     "no usable rows": (
         json_lines({"text": ""}, {"text": 5}),
         {},
@@ -358,9 +379,10 @@ ERRORS = {
         {"max_seq_length": 8},
         r"\(1 overlong\); raise --max_seq_length 8, add --overlong truncate,",
     ),
-    "a list called lines": (json.dumps([PAIR], indent=2).encode(), {}, "no line is a JSON object"),
-    "lines in UTF-16": (USABLE.decode().encode("utf-16"), {}, "no line is a JSON object"),
-    "blank lines": (b"\n \n\n", {}, "no line is a JSON object"),
+    "a list called lines": (json.dumps([PAIR], indent=2).encode(), {}, f"{NO_OBJECT}; a file"),
+    "lines in UTF-16": (USABLE.decode().encode("utf-16"), {}, NO_OBJECT),
+    "blank lines": (b"\n \n\n", {}, r"no line .* JSON object .*\(the first: blank\)"),
+    "a long integer": (b'{"n": %s}\n' % (b"1" * 5000), {}, "the first: an integer has over 4,300 digits"),
     "cut compressed file": (
         bz2.compress(USABLE)[:-9],
         {"name": "a.jsonl.bz2"},
