@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 
-def checkpoint(layer: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def checkpoint_te(layer: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return `run(*args, **kwargs)`, which calls `layer`; backward runs it again, with the same scales.
 
     Nothing that it saves for backward is kept. It must not draw random numbers.

@@ -29,9 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_models.backend import Backend, te_module
 from te_models.kernels.selection import patched
-from te_models.recompute.checkpoint import checkpoint
+from te_models.recompute.checkpoint import checkpoint_te
 from te_models.recompute.offload import ActivationOffload
 
 KEPT: dict[str, set[str]] = {
@@ -63,15 +62,17 @@ def run_recomputed(
     hidden: Tensor,
     *,
     level: str,
-    backend: Backend,
+    backend: str,
+    checkpoint: Callable,
     reentrant: bool = False,
     offload: ActivationOffload | None = None,
     **arguments: Any,
 ) -> Tensor:
     """Run a TE layer on `hidden` [T, D] or [B, S, D] so that backward recomputes it at `level`.
 
-    `offload` moves what the layer keeps to the host; it needs `reentrant=False`. With `reentrant` nothing but
-    the input is kept.
+    `checkpoint` is that of the backend, "native" or "emulated"; native layers need it only if `reentrant`:
+    then nothing but the input is kept. `offload` moves what the layer keeps to the host; it needs
+    `reentrant=False`.
     """
     # In a reentrant first pass autograd is off, and kernels omit results that only backward needs.
     kept = _Results(set() if reentrant else KEPT[level], backend)
@@ -81,11 +82,11 @@ def run_recomputed(
             return layer(hidden, **arguments)
 
     if backend == "native" and not reentrant:
-        run_checkpointed = functools.partial(checkpoint, layer)
+        checkpoint = functools.partial(checkpoint_te, layer)
     else:
-        run_checkpointed = functools.partial(te_module(backend).checkpoint, use_reentrant=reentrant)
+        checkpoint = functools.partial(checkpoint, use_reentrant=reentrant)
     if offload is None:
-        return run_checkpointed(run, hidden, **arguments)
+        return checkpoint(run, hidden, **arguments)
     inputs = [hidden]
 
     def run_offloaded(**arguments: Any) -> Tensor:
@@ -94,7 +95,7 @@ def run_recomputed(
             return run(hidden.requires_grad_(), **arguments)
         return run(inputs.pop(), **arguments)
 
-    output = run_checkpointed(run_offloaded, **arguments)
+    output = checkpoint(run_offloaded, **arguments)
     stored = offload.store((hidden, kept.results))
     kept.results = {}
     return output
@@ -103,7 +104,7 @@ def run_recomputed(
 class _Results:
     """Results of one layer's kernels, from its forward pass to its recomputation."""
 
-    def __init__(self, names: set[str], backend: Backend):
+    def __init__(self, names: set[str], backend: str):
         self.names, self.backend = names, backend
         self.results: dict[str, Any] = {}
         self.passes = 0

@@ -79,9 +79,9 @@ IDLE = 0.03  # fraction of a step without any kernel in the profile
 # NCCL reaches 0.75 of NVLink's peak. Overlap hides only 0.3 of the transfer time within a node, because
 # transfers share SMs and memory with the kernels (1B ddp, 8B fsdp_grad and fsdp_full on 4 GPUs).
 LINK_SHARE, EXPOSED = 0.75, 0.70
-# CPU time to launch forward and backward of a layer. It limits only one recorded run, gsm-4gpu-fsdp_full-bf16
-# (85 ms, 16 layers, 3,072 tokens).
-LAUNCH_SECONDS = 5e-3
+# CPU time to launch forward and backward of a layer: 5 ms limit the recorded run gsm-4gpu-fsdp_full-bf16 (85 ms,
+# 16 layers, 3,072 tokens). TE layers of a 7B took 4.5 to 4.7 ms on two H100 hosts, recomputed 7.5 to 8.2 ms.
+LAUNCH_SECONDS, RECOMPUTED_LAUNCH_SECONDS = 5e-3, 8e-3
 # DeepSpeed ZeRO 1 and 2 copy gradients into and out of buckets and all-gather weights after the step, with
 # little overlap. Copied bytes per parameter by stage, from 1B and 3B on two and four GPUs.
 ZERO_COPIED = {1: 110, 2: 87}
@@ -224,6 +224,14 @@ def communication_seconds(job: StepPlan, gpu: Gpu, network: float) -> float:
     return max(links, wires) + hops * HOP_SECONDS
 
 
+def _launch_seconds(job: StepPlan) -> float:
+    """Return the mean CPU time of a layer and micro-batch."""
+    once = ZERO3_LAUNCH_SECONDS if job.sharding.stage == 3 else LAUNCH_SECONDS
+    own = job.cfg.model.use_te and job.sharding.stage != 3
+    again = RECOMPUTED_LAUNCH_SECONDS if own else 4 / 3 * once  # forward is a third
+    return once * job.share_of("none") + again * (1 - job.share_of("none"))
+
+
 def step_seconds(job: StepPlan, gpu: Gpu, *, network: float = 50e9) -> dict[str, float]:
     """Return the seconds of one optimizer step by part, for full sequences and without data loading."""
     model, bandwidth = job.model, gpu.memory_bandwidth * BANDWIDTH_SHARE
@@ -243,7 +251,6 @@ def step_seconds(job: StepPlan, gpu: Gpu, *, network: float = 50e9) -> dict[str,
     parts["copies around transfers"] = exchange(job).copied / bandwidth
     parts["exposed communication"] = max(EXPOSED * wire, wire - compute)
     parts["idle"] = IDLE * sum(parts.values())
-    launch = ZERO3_LAUNCH_SECONDS if job.sharding.stage == 3 else LAUNCH_SECONDS
-    launches = launch * model.shape.num_layers * job.accumulation * (4 - job.share_of("none")) / 3
+    launches = job.accumulation * model.shape.num_layers * _launch_seconds(job)
     parts["waiting for the CPU"] = max(0.0, launches - sum(parts.values()))
     return parts
