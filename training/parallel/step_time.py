@@ -79,8 +79,9 @@ IDLE = 0.03  # fraction of a step without any kernel in the profile
 # NCCL reaches 0.75 of NVLink's peak. Overlap hides only 0.3 of the transfer time within a node, because
 # transfers share SMs and memory with the kernels (1B ddp, 8B fsdp_grad and fsdp_full on 4 GPUs).
 LINK_SHARE, EXPOSED = 0.75, 0.70
-# CPU time to launch forward and backward of a layer: 5 ms limit the recorded run gsm-4gpu-fsdp_full-bf16 (85 ms,
-# 16 layers, 3,072 tokens). TE layers of a 7B took 4.5 to 4.7 ms on two H100 hosts, recomputed 7.5 to 8.2 ms.
+# CPU time to launch forward and backward of a layer: 5 ms limit the recorded run gsm-4gpu-fsdp_full-bf16
+# (85 ms, 16 layers, 3,072 tokens). TE layers of a 7B took 4.5 to 4.7 ms on two H100 hosts, recomputed ones
+# 7.5 to 8.2 ms.
 LAUNCH_SECONDS, RECOMPUTED_LAUNCH_SECONDS = 5e-3, 8e-3
 # DeepSpeed ZeRO 1 and 2 copy gradients into and out of buckets and all-gather weights after the step, with
 # little overlap. Copied bytes per parameter by stage, from 1B and 3B on two and four GPUs.
