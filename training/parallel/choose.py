@@ -173,13 +173,26 @@ def resident_bytes(plan: StepPlan) -> float:
 def choose_mode(request: StepPlan, gpu: int | None) -> tuple[str, str]:
     """Return the fastest mode that fits on GPUs of `gpu` bytes (None: no GPU), and the reason.
 
-    Activations are counted only to avoid offloading: they are unknown for architectures without TE layers.
+    First the training state decides. Activations, which are unknown for architectures without TE layers, can
+    only change that to a mode that shards more, or avoid offloading.
     """
     if gpu is None:
         return "ddp", "no GPU, so GPU memory is no limit"
     plan = replace(request, cfg=fit.resolve_auto(request.cfg, request.gpus))
     groups = plan.nodes > 1 and plan.gpus_per_node > 1 and plan.gpus % plan.gpus_per_node == 0
-    modes = ("ddp", "fsdp_grad", *["hsdp"] * groups, "fsdp_full")
+    modes = ["ddp", "fsdp_grad", *["hsdp"] * groups, "fsdp_full"]
+    mode, why = _choose_by_state(plan, gpu, modes)
+    if mode == "single" or not plan.model.shape or fit.unpredicted(plan.cfg, mode):
+        return mode, why
+    for other in modes[modes.index("fsdp_full" if mode == "fsdp_offload" else mode) :]:
+        found = fit.fit(replace(request, mode=other), gpu)
+        if found.fits:
+            needs = f"; in {other} a step is predicted to need {found.needed / 1e9:.1f} GB"
+            return other, why if other == mode else why + needs
+    return mode, why
+
+
+def _choose_by_state(plan: StepPlan, gpu: int, modes: list[str]) -> tuple[str, str]:
     needed = {mode: resident_bytes(replace(plan, mode=mode)) for mode in modes}
     unsharded, room, last_room = needed["ddp"], ROOM * gpu, LAST_ROOM * gpu
     if plan.gpus == 1 and unsharded <= ROOM_ON_ONE_GPU * gpu:
@@ -194,16 +207,11 @@ def choose_mode(request: StepPlan, gpu: int | None) -> tuple[str, str]:
         return "fsdp_grad", f"{why}; a shard plus gathered weights and gradients fits"
     if unsharded <= room:
         return "ddp", why
-    if groups and needed["hsdp"] <= room:
+    if "hsdp" in modes and needed["hsdp"] <= room:
         return "hsdp", f"{why}; sharded over the {plan.gpus_per_node} ranks of a node they fit"
     if needed["fsdp_full"] <= last_room:
         limit = "" if needed["fsdp_full"] <= room else f" into {last_room / 1e9:.1f} GB"
         return "fsdp_full", f"{why}; sharded over {plan.gpus} ranks they fit{limit}"
-    if plan.model.shape and not fit.unpredicted(plan.cfg, "fsdp_full"):
-        sharded = fit.fit(replace(request, mode="fsdp_full"), gpu)
-        if sharded.fits:
-            needs = f"a step is predicted to need {sharded.needed / 1e9:.1f} GB"
-            return "fsdp_full", f"{why}; sharded over {plan.gpus} ranks {needs}"
     return (
         "fsdp_offload",
         f"{why}; sharded over {plan.gpus} ranks they do not fit into {last_room / 1e9:.1f} GB",

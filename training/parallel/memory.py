@@ -1,8 +1,8 @@
 """GPU memory of a training step, computed from tensor sizes, for `fit`, `choose` and `benchmarks.plan`.
 
-For most of --sharding_mode auto `choose` has its own sum, which omits activations. Sizes are bytes on one
-GPU. 1 GB is 10^9 bytes, as in summary.json. This module must not import torch, so that
-`benchmarks.plan` shows its help and refuses wrong flags at once.
+`choose` first decides --sharding_mode auto by another sum, without activations. Sizes are bytes on one GPU.
+1 GB is 10^9 bytes, as in summary.json. This module must not import torch, so that `benchmarks.plan` shows its
+help and refuses wrong flags at once.
 """
 
 from __future__ import annotations

@@ -71,6 +71,19 @@ def test_auto_counts_whole_gradients_that_fsdp_accumulates(billions, gpus, gpu, 
     assert found == mode and f"accumulated gradients need {4 * billions:.1f} GB" in why
 
 
+@pytest.mark.parametrize(
+    ("length", "mode"),
+    # 65 GB; 90 GB, or 77 in fsdp_full; 131,072 tokens fit in no mode.
+    [(8192, "fsdp_grad"), (14_336, "fsdp_full"), (131_072, "fsdp_grad")],
+)
+def test_auto_shards_more_where_activations_need_it(length, mode):
+    flags = {"use_te": True, "mixed_precision": "fp8", "batch_size": 1, "max_seq_length": length}
+    plan = plan_of(8.03, **flags)
+    shape = ModelShape(4096, 32, 32, 8, 128, 14_336, 128_256)
+    found, why = choose_mode(replace(plan, model=replace(plan.model, shape=shape)), int(85.1e9))
+    assert found == mode and ("in fsdp_full a step is predicted to need" in why) == (mode == "fsdp_full")
+
+
 def test_auto_without_a_gpu_is_ddp():
     assert choose_mode(plan_of(70.0), None)[0] == "ddp"
 
