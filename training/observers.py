@@ -27,7 +27,13 @@ from training.tracking.tracker import build_tracker
 from training.trainer import Hooks, Logs
 
 # env.json fields that are only known after the first step.
-KNOWN_AFTER_FIRST_STEP = ("coverage", "attention_backend", "flash_attention", "seconds_to_first_step")
+KNOWN_AFTER_FIRST_STEP = (
+    "coverage",
+    "attention_backend",
+    "flash_attention",
+    "seconds_to_first_step",
+    "seconds_by_phase",
+)
 
 
 class Observers(Hooks):
@@ -90,6 +96,7 @@ class Observers(Hooks):
             "attention_backend": backend,
             "flash_attention": self._flash_attention_version(),
             "seconds_to_first_step": round(time.perf_counter() - self.job.started, 2),
+            "seconds_by_phase": self._start_up(),
         }
         write_environment(self.job, self.environment)
         self.logs.display.message("\n".join(found.lines()))
@@ -105,6 +112,15 @@ class Observers(Hooks):
                     deterministic=cfg.optim.deterministic, flash_attention=self.job.kernels.flash_attention
                 )
             )
+
+    def _start_up(self) -> dict[str, float]:
+        """Return the seconds of each phase up to now, the end of the first step, without very short ones."""
+        phases = [("importing libraries", self.job.started), *self.job.watchdog.phases]
+        ends = [start for _, start in phases[1:]] + [time.perf_counter()]
+        seconds: dict[str, float] = {}
+        for (name, start), end in zip(phases, ends, strict=True):
+            seconds[name] = round(seconds.get(name, 0.0) + end - start, 2)
+        return {name: value for name, value in seconds.items() if value >= 0.1}
 
     def _flash_attention_version(self) -> str | None:
         """Version of the FlashAttention used, or None."""

@@ -109,6 +109,7 @@ def run(job: Job, cleanup: ExitStack, signals: ExitStack) -> int:
     trainer, observers = open_loop(job, assembly, state, scaling, evaluated=evaluated)
     cleanup.callback(trainer.logs.tracker.give_up, EXIT_FAILED)  # does nothing after `finish`
     signals.enter_context(trainer.stop.listening())
+    job.watchdog.starting("training")
     try:
         finished = trainer.fit()
         trainer.stop.remaining_work = "the export and the logs"

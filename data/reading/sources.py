@@ -106,6 +106,7 @@ def open_source(cfg: DataConfig, split: str) -> Source:
 
 
 def without_rows(cfg: DataConfig, split: str) -> UserError:
+    """Return the error of an empty split."""
     return bad_setting(f"split {split} has no rows; choose another split", dataset_name=cfg.dataset_name)
 
 

@@ -193,6 +193,7 @@ def choose_mode(request: StepPlan, gpu: int | None) -> tuple[str, str]:
 
 
 def _choose_by_state(plan: StepPlan, gpu: int, modes: list[str]) -> tuple[str, str]:
+    """Return the fastest mode whose weights, gradients and optimizer state fit, and the reason."""
     needed = {mode: resident_bytes(replace(plan, mode=mode)) for mode in modes}
     unsharded, room, last_room = needed["ddp"], ROOM * gpu, LAST_ROOM * gpu
     if plan.gpus == 1 and unsharded <= ROOM_ON_ONE_GPU * gpu:

@@ -228,8 +228,8 @@ def communication_seconds(job: StepPlan, gpu: Gpu, network: float) -> float:
 def _launch_seconds(job: StepPlan) -> float:
     """Return the mean CPU time of a layer and micro-batch."""
     once = ZERO3_LAUNCH_SECONDS if job.sharding.stage == 3 else LAUNCH_SECONDS
-    own = job.cfg.model.use_te and job.sharding.stage != 3
-    again = RECOMPUTED_LAUNCH_SECONDS if own else 4 / 3 * once  # forward is a third
+    te_layers = job.cfg.model.use_te and job.sharding.stage != 3
+    again = RECOMPUTED_LAUNCH_SECONDS if te_layers else 4 / 3 * once  # forward is a third
     return once * job.share_of("none") + again * (1 - job.share_of("none"))
 
 

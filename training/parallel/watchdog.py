@@ -66,6 +66,7 @@ class Watchdog:
         self._clock, self._updated = 0.0, time.monotonic()
         self._progress, self._doing, self._since, self._limit = 0, "starting", 0.0, math.inf
         self._sent = 0  # heartbeats
+        self.phases: list[tuple[str, float]] = []  # before the first step, with time.perf_counter() at entry
         # The next rank's last heartbeat, and the time of its arrival.
         self._next: tuple[Heartbeat | None, float] = (None, 0.0)
         self._closed = threading.Event()
@@ -88,7 +89,11 @@ class Watchdog:
 
     def starting(self, doing: str) -> None:
         """Enter a phase before the first step."""
-        self.beat(doing, limit=START_SECONDS)
+        self._start(doing, START_SECONDS)
+
+    def _start(self, doing: str, limit: float) -> None:
+        self.phases.append((doing, time.perf_counter()))
+        self.beat(doing, limit=limit)
 
     def pause(self) -> None:
         """Suspend the time limit until the next beat."""
@@ -99,9 +104,9 @@ class Watchdog:
         limit = START_SECONDS if limit is None else limit
 
         def watched() -> T:
-            self.beat(doing, limit=limit)
+            self._start(doing, limit)
             result = work()
-            self.beat(f"waiting after {doing}", limit=limit)
+            self._start(f"waiting after {doing}", limit)
             return result
 
         return ranks.run_on_all_ranks(watched)

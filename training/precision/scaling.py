@@ -19,8 +19,8 @@ from data.collate import IGNORE
 
 # The first pass runs with scales of 1, where gradients underflow; the second uses the scales of the first.
 CALIBRATION_PASSES = 2
-PER_TOKEN = ("input_ids", "labels", "position_ids")
-CALIBRATION_TOKENS = 16_384  # per rank; a pass over a long micro-batch takes minutes
+CALIBRATION_TOKENS = 16_384  # at most, per rank: a pass over a long micro-batch takes minutes
+PER_TOKEN = ("input_ids", "labels", "position_ids")  # inputs of the model, [B, S]
 
 
 class Scaling:
