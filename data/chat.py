@@ -153,9 +153,11 @@ class Encoder:
         samples: list[list[Segment]] = [[]]
         done = tail = ""  # text rendered so far, and text after its last answer
         for i, message in enumerate(messages):
-            if not is_answer(message):
+            if message["role"] != "assistant":
                 continue
             prompt, shared, through = self._answer(messages[:i], message, tools)
+            if not is_answer(message):
+                continue
             if not prompt.startswith(done):
                 samples[-1].append((tail, False))
                 samples.append([])

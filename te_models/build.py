@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,10 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
-from core.errors import bad_setting, first_line
+from core.errors import UserError, bad_setting, first_line
 from core.hub import require_reachable_hub
 from te_models.decoder import TECausalLM
 from te_models.families import FAMILIES, wrong_sizes
@@ -52,6 +52,7 @@ class ModelPlan:
     config: Any
     weights: Path | None
     trust_remote_code: bool = False
+    unused: tuple[str, ...] = ()  # tensors of the weight files that the model lacks
 
     @property
     def short_name(self) -> str:
@@ -84,8 +85,8 @@ def plan_model(
     require_model(name, init)
     random = init == "random" or name in LOCAL_PRESETS
     config = _read_config(name, random=random, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
-    _refuse_untrainable(name, config)
     plan = ModelPlan(name, config, None, trust_remote_code)
+    _refuse_untrainable(plan)
     if use_te:
         refuse_te(name, config)
         if plan.uses_remote_code:
@@ -97,7 +98,7 @@ def plan_model(
     if not random:
         plan = replace(plan, weights=_find_weights(name, cache_dir))
         if use_te or weight_files(plan.weights):
-            _check_weights(plan, use_te=use_te)
+            plan = replace(plan, unused=tuple(_check_weights(plan, use_te=use_te)))
     return plan
 
 
@@ -116,8 +117,8 @@ def _read_config(name: str, *, random: bool, cache_dir: str | None, trust_remote
         auto_map, model_type = fields.get("auto_map") or {}, fields.get("model_type")
         if trust_remote_code or "AutoConfig" not in auto_map or model_type in CONFIG_MAPPING:
             return AutoConfig.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
-    except StrictDataclassError as error:  # a field of another type
-        raise bad_setting(f"its config.json: {' '.join(str(error).split())}", model_name=name) from None
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         if name in PRESETS:
             way = "or use --init random"
@@ -125,13 +126,28 @@ def _read_config(name: str, *, random: bool, cache_dir: str | None, trust_remote
             way = f"or a preset: {', '.join(sorted(PRESETS if random else LOCAL_PRESETS))}"
         reason = f"{first_line(error)} Give a local folder, a hub id {way}"
         raise bad_setting(reason, model_name=name) from None
+    except Exception as error:  # fields with wrong names or types raise errors of many types
+        raise _wrong_config(name, error) from error
     reason = "it needs Python code from its repository; read that code, then add --trust_remote_code"
     raise bad_setting(reason, model_name=name)
 
 
-def _refuse_untrainable(name: str, config: Any) -> None:
-    if config.model_type in FAMILIES and (reason := wrong_sizes(config)):
-        raise bad_setting(f"its config.json: {reason}", model_name=name)
+def _wrong_config(name: str, error: Exception) -> UserError:
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return bad_setting(f"its config.json: {reason}", model_name=name)
+
+
+def _refuse_untrainable(plan: ModelPlan) -> None:
+    name, config = plan.name, plan.config
+    if plan.is_known_family:
+        if reason := wrong_sizes(config):
+            raise bad_setting(f"its config.json: {reason}", model_name=name)
+        one_layer = copy.deepcopy(config)
+        one_layer.num_hidden_layers = 1
+        try:
+            _on_meta(replace(plan, config=one_layer))
+        except Exception as error:
+            raise _wrong_config(name, error) from error
     if getattr(config.get_text_config(), "is_causal", True) is False:
         raise bad_setting(
             "is_causal is false in its config.json, so tokens would see the next tokens that they predict; "
@@ -178,9 +194,10 @@ def _find_weights(name: str, cache_dir: str | None) -> Path:
     return Path(folder)
 
 
-def _check_weights(plan: ModelPlan, *, use_te: bool) -> None:
+def _check_weights(plan: ModelPlan, *, use_te: bool) -> list[str]:
     """Refuse unreadable safetensors and weights that do not fit TE layers, before anything is loaded.
 
+    Return the tensors that a model of a known family lacks, which transformers leaves out.
     If the files hold both an embedding and an LM head, set the configuration's `tie_word_embeddings` to
     whether they are equal.
     """
@@ -189,9 +206,12 @@ def _check_weights(plan: ModelPlan, *, use_te: bool) -> None:
     if has_both and getattr(config, "tie_word_embeddings", False):
         # As in transformers: a stored head that differs from the embedding is not tied.
         config.tie_word_embeddings = torch.equal(source.get(EMBEDDING), source.get(LM_HEAD))
+    if not plan.is_known_family:
+        return []
+    model = _on_meta(plan)
     if use_te:
-        model = _on_meta(plan)
         source.require(_shapes(model), optional=tied_names(model))
+    return sorted(source.shapes().keys() - model.state_dict().keys() - tied_names(model))
 
 
 def digests(plan: ModelPlan) -> dict[str, str]:

@@ -155,6 +155,7 @@ class RandomSource(WeightSource):
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+QUANTIZED = ("I8", "F8_E4M3", "F8_E5M2")  # safetensors' dtypes of weights that cannot be trained
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -192,6 +193,10 @@ class SafetensorsSource(WeightSource):
             except (OSError, SafetensorError) as error:
                 raise unreadable(path, error) from None
             self._slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+        for key, part in self._slices.items():
+            if (dtype := part.get_dtype()) in QUANTIZED:
+                reason = f"{key} is {dtype}, and quantized weights cannot be trained; give the original model"
+                raise bad_setting(reason, model_name=folder)
         # Old checkpoints contain the RoPE table, which is computed from the configuration.
         self._slices = {k: v for k, v in self._slices.items() if not k.endswith("rotary_emb.inv_freq")}
         self._shapes = {key: torch.Size(part.get_shape()) for key, part in self._slices.items()}

@@ -147,7 +147,7 @@ def report_failure(
 def _report_failed_start(message: str, code: int) -> None:
     """Print the error and send it to the ranks that wait for this one to join."""
     bad_setting = code == EXIT_BAD_SETTING  # identical on all ranks of a node: local rank 0 prints it
-    if bad_setting and os.environ.get("LOCAL_RANK", "0") != "0" and "WORLD_SIZE" in os.environ:
+    if bad_setting and ranks.under_torchrun() and os.environ["LOCAL_RANK"] != "0":
         time.sleep(ERROR_REPORT_DELAY_SECONDS)
     else:
         name_rank = "RANK" in os.environ and not bad_setting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.errors import counted
 from core.recipes import FALLBACK_RECIPE, TORCHAO_RECIPES
 from core.settings import AUTO
 from te_models import build
@@ -46,6 +47,10 @@ def resolve(cfg: Config) -> Resolved:
         trust_remote_code=cfg.model.trust_remote_code,
     )
     precision = precision_map.resolve(cfg, precision, plan.config.get_text_config())
+    if unused := plan.unused:
+        some = ", ".join(unused[:3]) + ", ..." * (len(unused) > 3)
+        found = f"{counted(len(unused), 'tensor')} of its files, which the model does not have"
+        print_rank0(f"WARNING: --model_name {plan.name}: left out {found}: {some}")
     for reason in filter(None, [precision.fallback_reason, *precision.map_fallbacks.values()]):
         rule = "!" * 100
         print_rank0(f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {FALLBACK_RECIPE} scaling\n{rule}")

@@ -354,8 +354,10 @@ def test_tool_call_has_loss_and_tools_are_in_the_prompt(chatml):
 def test_template_that_drops_tool_calls_makes_a_bad_row(chatml):
     made = encoder(chatml)
     assert not made.renders_tools
-    status, reason, _ = made.to_segments({"messages": CALLING})
-    assert status == Status.BAD and reason.endswith("it drops the tool calls of an answer")
+    for weight in (1, 0):
+        chat = [CALLING[0], CALLING[1] | {"weight": weight}, *CALLING[2:]]
+        status, reason, _ = made.to_segments({"messages": chat})
+        assert status == Status.BAD and reason.endswith("it drops the tool calls of an answer")
 
 
 LLAMA2 = (

@@ -183,9 +183,9 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
         keep = f"--global_batch_size {old} keeps its batch; " if fits else ""
         export = "" if meta["config"]["export"] else " --export"
         raise bad_setting(
-            f"saved with other settings ({describe_changes(changed)}); {keep}use the same settings, or rerun "
-            f"its own command with --max_steps {point.step}{export}, which exports it, and train from that "
-            "export in another --output_dir",
+            f"saved with other settings ({describe_changes(changed)}); {keep}use the same settings, or "
+            f"export it (by its own command with --resume {point.path} --max_steps {point.step}{export} and "
+            "another --output_dir) and train from that export",
             resume=point.path,
         )
     notices = [f"--resume {point.path}: settings changed: {describe_changes(allowed)}"] if allowed else []

@@ -147,11 +147,13 @@ def _discard_after(path: Path, step: int, *, evaluation: bool) -> None:
 
 
 def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Return (line, object) pairs. Skip partial lines, left by a killed process or a full disk."""
+    """Return (line, record) pairs. Skip others, such as those cut by a killed process or a full disk."""
     complete = []
     for line in path.read_bytes().splitlines():
         with suppress(ValueError):
-            complete.append((line + b"\n", json.loads(line)))
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                complete.append((line + b"\n", record))
     return complete
 
 

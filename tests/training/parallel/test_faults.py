@@ -36,7 +36,7 @@ from tests.training.parallel.jobs import (
 )
 from train_multi_gpu import join_torchrun
 from training import outcome, prepare, run
-from training.parallel import choose, watchdog
+from training.parallel import choose, ranks, watchdog
 from training.parallel.watchdog import CAUSE_OF_DEATH, RESUME_HINT, Watchdog
 from training.precision import recipes
 from training.tracking.tracker import Tracker
@@ -366,9 +366,8 @@ def test_a_bad_setting_is_printed_before_torchrun_ends_the_rank_that_prints(
 ):
     waited = []
     monkeypatch.setattr(outcome.time, "sleep", waited.append)
-    monkeypatch.setenv("LOCAL_RANK", local)
-    monkeypatch.setenv("RANK", local)
-    monkeypatch.setenv("WORLD_SIZE", "2")  # without it, no other rank prints
+    for name in ranks.TORCHRUN:  # otherwise no other rank prints
+        monkeypatch.setenv(name, local)
     assert outcome.report_failure(bad_setting("must be at least 1", batch_size=0), None) == EXIT_BAD_SETTING
     assert ("--batch_size 0" in capsys.readouterr().err) == prints
     assert bool(waited) == (not prints)

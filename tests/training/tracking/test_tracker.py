@@ -86,8 +86,8 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("torn", "saved"),
-    [('{"step": 5, "tra', []), ('{"step": 5, "train/loss": 5}', [5])],
-    ids=["half", "whole"],
+    [('{"step": 5, "tra', []), ('{"step": 5, "train/loss": 5}', [5]), ("[5]", [])],
+    ids=["half", "whole", "not a record"],
 )
 def test_a_resume_discards_later_lines_and_torn_ones(torn, saved, logged):
     with (logged / "metrics.jsonl").open("a") as file:
