@@ -10,6 +10,7 @@ EXIT_BAD_SETTING = 2
 EXIT_OUT_OF_MEMORY = 3  # GPU memory
 EXIT_IN_USE = 4  # another process is writing to the run folder
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: rerun the same command to resume
+MAX_REASON = 300  # characters of a library's error in a message
 
 
 class UserError(Exception):
@@ -55,6 +56,11 @@ def first_of(names: list[str], most: int = 3) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of the error's message, or its type if there is no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def one_line(error: BaseException) -> str:
+    """Return the beginning of the error's message on one line, or its type if there is no message."""
+    return " ".join(str(error).split())[:MAX_REASON].rstrip(".") or type(error).__name__
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

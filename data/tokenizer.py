@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from core.errors import bad_setting, first_line
+from core.errors import bad_setting, one_line
 from core.hub import require_folder, require_reachable_hub
 from data.demo import TOKENIZER_DIR
 
@@ -73,7 +73,7 @@ def load_tokenizer(
         tokenizer = _load_as_saved(path, **options)
     except Exception as error:  # a hub client, a parser or remote code may raise anything
         way_out = "use a local folder, or --tokenizer_name demo (default: the tokenizer of --model_name)"
-        raise bad_setting(f"{first_line(error).rstrip('.')}; {way_out}", tokenizer_name=name) from error
+        raise bad_setting(f"{one_line(error)}; {way_out}", tokenizer_name=name) from error
     if not tokenizer.is_fast:
         reason = "has no fast version (tokenizer.json); convert it and use the converted folder"
         raise bad_setting(reason, tokenizer_name=name)

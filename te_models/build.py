@@ -14,7 +14,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
-from core.errors import UserError, bad_setting, first_line
+from core.errors import UserError, bad_setting, first_line, one_line
 from core.hub import require_reachable_hub
 from te_models.decoder import TECausalLM
 from te_models.families import FAMILIES, wrong_sizes
@@ -133,8 +133,7 @@ def _read_config(name: str, *, random: bool, cache_dir: str | None, trust_remote
 
 
 def _wrong_config(name: str, error: Exception) -> UserError:
-    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return bad_setting(f"its config.json: {reason}", model_name=name)
+    return bad_setting(f"its config.json: {type(error).__name__}: {one_line(error)}", model_name=name)
 
 
 def _refuse_untrainable(plan: ModelPlan) -> None:

@@ -20,7 +20,7 @@ import datasets
 from datasets import Dataset, IterableDataset
 from datasets.naming import camelcase_to_snakecase
 
-from core.errors import UserError, bad_setting, first_of, raise_interrupt
+from core.errors import UserError, bad_setting, first_of, one_line, raise_interrupt
 from core.hub import require_reachable_hub
 from data import demo as demo_set
 from data.reading.cache import cache_folder, storage_error
@@ -39,7 +39,6 @@ from data.settings import DataConfig
 
 SAVED = ("dataset_dict.json", "state.json")  # files that `save_to_disk` writes
 PEEK = 100  # rows searched for column names if no schema lists them
-MAX_REASON = 300  # maximum characters of a library's error in our message
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +212,7 @@ def unreadable(cfg: DataConfig, error: Exception) -> UserError:
     cause: BaseException = error
     while isinstance(cause, datasets.exceptions.DatasetGenerationError) and cause.__cause__:
         cause = cause.__cause__
-    reason = " ".join(str(cause).split())[:MAX_REASON].rstrip(".") or type(cause).__name__
+    reason = one_line(cause)
     if empty := re.fullmatch(r'Instruction "(.*)" corresponds to no data!', reason):
         return without_rows(cfg, empty[1])
     choose = "NAME:CONFIGURATION chooses one of several configurations"
