@@ -369,6 +369,7 @@ def test_advised_flags_fit_as_predicted_the_fastest_first():
             "--batch_size 1 --max_seq_length 131072 --gpus 8 --gradient_checkpointing --gpu_memory_gb 110",
             [
                 "--recompute layer --offload_activations without --gradient_checkpointing",
+                "--offload_optimizer",  # and, by auto, fsdp_full
                 "--sharding_mode fsdp_offload",
                 "--recompute full:19+layer without --gradient_checkpointing",
             ],

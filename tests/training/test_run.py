@@ -108,9 +108,9 @@ def test_a_run_folder_holds_settings_environment_metrics_summary_and_samples(fin
     environment = record(finished, "env.json")
     assert (environment["requested_recipe"], environment["recipe"]) == ("fp32", "fp32")
     assert environment["coverage"]["fp8_modules"] == 0
-    phases, total = environment["seconds_by_phase"], environment["seconds_to_first_step"]
-    assert "training" in phases
-    assert total - 2.5 < sum(phases.values()) < total + 0.2  # phases of less than 0.1 s are omitted
+    # Phases of less than 0.1 s are omitted.
+    short = environment["seconds_to_first_step"] - sum(environment["seconds_by_phase"].values())
+    assert -0.2 < short < 2.5
     data = environment["data"]
     assert data["train"]["rows"] == 60 == data["train"]["used"] + data["train"]["overlong_dropped"]
     assert data["eval"]["rows"] == 6 and "system prompt" in data["train"]["columns"]
