@@ -81,6 +81,10 @@ def load_tokenizer(
     if template and tokenizer.chat_template is None and None not in map(token_to_id, template.markers):
         tokenizer.chat_template = template.text
     written = tokenizer.chat_template
+    for token in ("bos_token", "eos_token"):
+        if isinstance(written, str) and token in written and getattr(tokenizer, token) is None:
+            reason = f"has no {token}, which its chat template writes; is its tokenizer_config.json missing?"
+            raise bad_setting(reason, tokenizer_name=name)
     if isinstance(written, str) and adds_bos(tokenizer) and not writes_bos(written, tokenizer.bos_token):
         tokenizer.chat_template = "{{ bos_token }}" + written  # at inference only the template adds BOS
     if tokenizer.pad_token is None:

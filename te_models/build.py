@@ -335,7 +335,13 @@ def _from_files(plan: ModelPlan, dtype: torch.dtype) -> nn.Module:
         reason = f"transformers cannot load the weights ({type(error).__name__}: {first_line(error)})"
         way = "download them again, or give another model"
         raise bad_setting(f"{reason}; {way}", model_name=plan.weights) from error
-    if missing := set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}:
+    for key, stored, expected in info["mismatched_keys"]:
+        raise bad_setting(
+            f"{key}: {list(stored)} in the weights, {list(expected)} by its config.json; give a complete "
+            "model with its own config.json",
+            model_name=plan.name,
+        )
+    if missing := set(info["missing_keys"]):
         raise bad_setting(
             f"the weights lack {', '.join(sorted(missing))}; give a complete model (transformers would "
             "initialize them at random)",

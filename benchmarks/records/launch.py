@@ -89,8 +89,13 @@ def folder_flag(text: str) -> Path:
     return folder
 
 
-def refuse_overwriting(folder: Path) -> None:
-    """Raise UserError if a report in `folder` would replace files that are not a run's or a report's."""
+def refuse_overwriting(folder: Path, *, of_a_run: bool = False) -> None:
+    """Raise UserError if a report in `folder` would replace files that are not a run's or a report's.
+
+    Only a report `of_a_run` may be in that run's own folder.
+    """
+    if not of_a_run and (folder / "metrics.jsonl").exists():
+        raise bad_setting("holds a training run; choose another folder", output_dir=folder)
     own = any(path.exists() for path in (folder / "metrics.jsonl", *folder.glob("runs/*/metrics.jsonl")))
     if (page := folder / "report.html").is_file():
         own = "<title>Training report:" in page.read_text(encoding="utf-8", errors="replace")

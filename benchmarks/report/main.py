@@ -126,7 +126,7 @@ def report(argv: list[str]) -> int:
     if target is None and args.use_wandb:
         raise bad_input("--use_wandb: several runs need --output_dir; add it")
     if target is not None:
-        refuse_overwriting(target)
+        refuse_overwriting(target, of_a_run=True)
     tables, drawn = write(runs, reference, target)
     if args.use_wandb:
         cfg = LogConfig(

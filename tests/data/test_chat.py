@@ -218,6 +218,15 @@ def test_template_that_rewrites_history_gives_one_sample_per_answer(chatml):
         assert chatml.decode(ids[start:stop]) == f"<think>\n\n</think>\n\n{answer}<|im_end|>"
 
 
+def test_template_that_writes_a_token_the_tokenizer_lacks_is_refused(tmp_path):
+    load_tokenizer("demo", family="llama").save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(
+        UserError, match=rf"--tokenizer_name {tmp_path}: has no bos_token, which"
+    ):
+        load_tokenizer(str(tmp_path), family="llama")
+
+
 @pytest.mark.parametrize("template", [CHATML.text, REWRITING], ids=["chatml", "rewrites history"])
 @pytest.mark.parametrize(("turn", "kept"), [(2, 4), (4, 2)], ids=["first", "last"])
 def test_answer_of_weight_0_is_prompt(chatml, template, turn, kept):

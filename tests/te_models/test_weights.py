@@ -216,6 +216,11 @@ def test_hugging_face_form_refuses_incomplete_weights(tmp_path):
     plan.config.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"the weights lack model\.norm\.weight"):
         build_model(replace(plan, weights=tmp_path), HF_FORM)
+    save(
+        tmp_path, {name: source.get(name) for name in source.shapes()} | {"model.norm.weight": torch.ones(8)}
+    )
+    with pytest.raises(UserError, match=r"model\.norm\.weight: \[8\] in the weights, \[256\] by its config"):
+        build_model(replace(plan, weights=tmp_path), HF_FORM)
 
 
 def test_tensors_that_a_model_lacks_are_named_and_quantized_ones_refused(tmp_path):
