@@ -229,3 +229,7 @@ def test_a_report_replaces_reports_only(tmp_path, name):
     write_run(tmp_path / "own" / "runs" / "bf16", losses=[2.0])
     (tmp_path / "own" / "loss.png").touch()  # from a report that was stopped
     refuse_overwriting(tmp_path / "own")
+    run = tmp_path / "own" / "runs" / "bf16"
+    refuse_overwriting(run, of_a_run=True)
+    with pytest.raises(UserError, match=f"--output_dir {run}: holds a training run; choose another folder"):
+        refuse_overwriting(run)

@@ -221,9 +221,7 @@ def test_template_that_rewrites_history_gives_one_sample_per_answer(chatml):
 def test_template_that_writes_a_token_the_tokenizer_lacks_is_refused(tmp_path):
     load_tokenizer("demo", family="llama").save_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
-    with pytest.raises(
-        UserError, match=rf"--tokenizer_name {tmp_path}: has no bos_token, which"
-    ):
+    with pytest.raises(UserError, match=rf"--tokenizer_name {tmp_path}: has no bos_token, which"):
         load_tokenizer(str(tmp_path), family="llama")
 
 
