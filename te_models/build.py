@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -37,6 +36,7 @@ from te_models.weights import (
     WeightSource,
     fill_named,
     load_te,
+    other_shape,
     te_to_hf,
     weight_files,
 )
@@ -141,10 +141,8 @@ def _refuse_untrainable(plan: ModelPlan) -> None:
     if plan.is_known_family:
         if reason := wrong_sizes(config):
             raise bad_setting(f"its config.json: {reason}", model_name=name)
-        one_layer = copy.deepcopy(config)
-        one_layer.num_hidden_layers = 1
         try:
-            _on_meta(replace(plan, config=one_layer))
+            _on_meta(plan)
         except Exception as error:
             raise _wrong_config(name, error) from error
     if getattr(config.get_text_config(), "is_causal", True) is False:
@@ -336,11 +334,7 @@ def _from_files(plan: ModelPlan, dtype: torch.dtype) -> nn.Module:
         way = "download them again, or give another model"
         raise bad_setting(f"{reason}; {way}", model_name=plan.weights) from error
     for key, stored, expected in info["mismatched_keys"]:
-        raise bad_setting(
-            f"{key}: {list(stored)} in the weights, {list(expected)} by its config.json; give a complete "
-            "model with its own config.json",
-            model_name=plan.name,
-        )
+        raise other_shape(plan.name, key, stored, expected)
     if missing := set(info["missing_keys"]):
         raise bad_setting(
             f"the weights lack {', '.join(sorted(missing))}; give a complete model (transformers would "

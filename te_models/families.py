@@ -69,8 +69,8 @@ def wrong_sizes(config: Any) -> str | None:
     """Return why no model of a family has these sizes, or None."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     for name in names:
-        if getattr(config, name) < 1:
-            return f"{name} is {getattr(config, name)}"
+        if (size := getattr(config, name)) < 1:
+            return f"{name} is {size}"
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     if groups < 1 or heads % groups:
         return f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({groups})"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,15 @@ def layer_to_hf(te: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     return hf
 
 
+COMPLETE = "give a complete model with its own config.json"
+
+
+def other_shape(model_name: str, key: str, stored: Sequence[int], expected: Sequence[int]) -> UserError:
+    """Return the error for a stored tensor whose shape is not the configuration's."""
+    reason = f"{key}: {list(stored)} in the weights, {list(expected)} by its config.json; {COMPLETE}"
+    return bad_setting(reason, model_name=model_name)
+
+
 class WeightSource(ABC):
     """Weights by Hugging Face name; `name` identifies the source in errors."""
 
@@ -118,18 +127,15 @@ class WeightSource(ABC):
     def require(self, shapes: Mapping[str, torch.Size], *, optional: Collection[str] = ()) -> None:
         """Raise UserError unless names and shapes match; weights in `optional` may be present too."""
         available = self.shapes()
-        way = "give a complete model with its own config.json"
         if missing := shapes.keys() - available.keys():
-            raise bad_setting(f"the weights lack {', '.join(sorted(missing))}; {way}", model_name=self.name)
+            reason = f"the weights lack {', '.join(sorted(missing))}; {COMPLETE}"
+            raise bad_setting(reason, model_name=self.name)
         if unused := available.keys() - shapes.keys() - {*optional}:
             reason = f"its TE layers have no place for {', '.join(sorted(unused))}; drop --use_te"
             raise bad_setting(reason, model_name=self.name)
         for key, shape in shapes.items():
             if available[key] != shape:
-                reason = (
-                    f"{key}: {list(available[key])} in the weights, {list(shape)} by its config.json; {way}"
-                )
-                raise bad_setting(reason, model_name=self.name)
+                raise other_shape(self.name, key, available[key], shape)
 
 
 class RandomSource(WeightSource):

@@ -87,13 +87,10 @@ class Watchdog:
         self._progress, self._doing, self._since = self._progress + counts, doing, self._clock
         self._limit = max(self.timeout, limit)
 
-    def starting(self, doing: str) -> None:
-        """Enter a phase before the first step."""
-        self._start(doing, START_SECONDS)
-
-    def _start(self, doing: str, limit: float) -> None:
+    def starting(self, doing: str, limit: float | None = None) -> None:
+        """Enter a phase before the first step, which may last START_SECONDS or `limit` seconds."""
         self.phases.append((doing, time.perf_counter()))
-        self.beat(doing, limit=limit)
+        self.beat(doing, limit=START_SECONDS if limit is None else limit)
 
     def pause(self) -> None:
         """Suspend the time limit until the next beat."""
@@ -101,12 +98,11 @@ class Watchdog:
 
     def run_on_all_ranks(self, doing: str, work: Callable[[], T], limit: float | None = None) -> list[T]:
         """Like `ranks.run_on_all_ranks`, before the first step; enters a phase before and after `work`."""
-        limit = START_SECONDS if limit is None else limit
 
         def watched() -> T:
-            self._start(doing, limit)
+            self.starting(doing, limit)
             result = work()
-            self._start(f"waiting after {doing}", limit)
+            self.starting(f"waiting after {doing}", limit)
             return result
 
         return ranks.run_on_all_ranks(watched)
