@@ -60,6 +60,8 @@ class RecipeSpec:
     fp8_attention_before_blackwell: bool = False
     # Its scale of a weight is the same for all shards, so that FSDP2 can gather weights in FP8.
     fp8_all_gather: bool = False
+    # TE can hold a weight as one FP8 tensor with one scale (--fp8_weights).
+    fp8_weights: bool = False
     # Gradients of weights (wgrad) are computed in BF16, one of three GEMMs.
     bf16_wgrad: bool = False
     costs: StepCosts
@@ -117,6 +119,7 @@ RECIPES: dict[str, RecipeSpec] = {
         settings=_PER_TENSOR | _DELAYED,
         stateful=True,
         fp8_attention_before_blackwell=True,
+        fp8_weights=True,
         te_class="DelayedScaling",
         make=_delayed,
         probe="is_fp8_available",
@@ -125,6 +128,7 @@ RECIPES: dict[str, RecipeSpec] = {
     "current": RecipeSpec(
         settings=_PER_TENSOR,
         fp8_all_gather=True,
+        fp8_weights=True,
         te_class="Float8CurrentScaling",
         make=_current,
         probe="is_fp8_available",

@@ -13,6 +13,7 @@ from torch import nn
 from core.recipes import TORCHAO_RECIPES
 from data.collate import round_up
 from te_models.build import build_model
+from te_models.fp8_weights import store_in_fp8
 from te_models.options import BuildOptions, NativeOptions
 from training.config import Config
 from training.optim import optimizer as optim
@@ -43,9 +44,9 @@ def assemble(job: Job) -> Assembly:
     torchao = precision.effective in TORCHAO_RECIPES
     # With --fp8_all_gather, TE stores weights in FP8; torchao casts them just before the all-gather.
     fp8_gather = cfg.sharding.fp8_all_gather and strategy.shards_weights
-    fp8_weights = fp8_gather and not torchao
+    fp8_shards = fp8_gather and not torchao
     optimizer_plan = job.optimizer_plan
-    if fp8_weights:
+    if fp8_shards:
         optimizer_plan = replace(optimizer_plan, kind="te_fused_adam")
     compute = torch.float32 if cfg.precision.mixed_precision == "fp32" else torch.bfloat16
     dtypes = {"parameter_dtype": optimizer_plan.parameter_dtype, "compute_dtype": compute}
@@ -59,10 +60,13 @@ def assemble(job: Job) -> Assembly:
     strategy.reshard(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
 
-    shards = model.quantize_weights() if fp8_weights else {}
+    originals = model.quantize_weights() if fp8_shards else {}
+    if optimizer_plan.fp8_weights:
+        originals = store_in_fp8(model)
     optimizer = optim.build_optimizer(model, cfg.optim, optimizer_plan)
-    if fp8_weights:
-        optim.set_masters(optimizer, model, shards)
+    if originals:
+        optim.set_masters(optimizer, model, originals)
+        originals.clear()
     elif fp8_gather:
         torchao_fp8.refresh_scales_after_steps(model, optimizer)
     if job.total_steps and strategy.master_home != "zero":
@@ -110,6 +114,7 @@ def _caches_fp8_weights(cfg: Config, precision: Precision, strategy: Strategy) -
     return (
         cfg.precision.fp8_weight_cache
         and not cfg.sharding.fp8_all_gather  # weights are stored in FP8
+        and not cfg.precision.fp8_weights
         and precision.fp8
         and strategy.accumulates
         and strategy.keeps_weights_gathered

@@ -115,6 +115,8 @@ def precision_rules(s: Any) -> Iterator[tuple[str, str]]:
     if s.mixed_precision != "fp8" and (given := [name for name in by_module.split() if getattr(s, name)]):
         reason = f"needs --mixed_precision fp8 (here {s.mixed_precision}); choose fp8, or drop it"
         yield " ".join(given), reason
+    if s.fp8_weights:
+        yield from _refused_fp8_weights(s)
     # Both raise UserError for values that they cannot parse.
     parse_precision_map(s.precision_map, use_te=s.use_te)
     parse_moment_dtype(s.moment_dtype)
@@ -135,6 +137,23 @@ def model_rules(s: Any) -> Iterator[tuple[str, str]]:
         yield "recompute offload_activations", "auto assumes activations on the GPU; give a level, or drop it"
     if s.offload_activations and not (s.use_te and recomputes):
         yield "offload_activations", "needs --use_te and recomputed layers, such as --recompute layer"
+
+
+def _refused_fp8_weights(s: Any) -> Iterator[tuple[str, str]]:
+    if not (s.use_te and s.mixed_precision == "fp8" and RECIPES[s.recipe].fp8_weights):
+        recipes = " or ".join(name for name, spec in RECIPES.items() if spec.fp8_weights)
+        reason = f"needs TE layers in FP8: --use_te --mixed_precision fp8 --fp8_scenario {recipes}"
+        yield "fp8_weights use_te mixed_precision fp8_scenario", reason
+    if s.sharding_mode != "auto" or s.cpu_offload:
+        reason = "only on one GPU; drop one of the two, or use --fp8_all_gather under FSDP"
+        yield "fp8_weights " + ("cpu_offload" if s.cpu_offload else "sharding_mode"), reason
+    if not s.offload_optimizer:
+        yield "fp8_weights", "the masters of FP8 weights are in host memory; add --offload_optimizer"
+    if s.master_weights != "fp32":
+        yield "fp8_weights master_weights", "FP8 weights need FP32 master weights; drop one of the two"
+    by_module = "precision_map bf16_first_layers bf16_last_layers"
+    if given := [name for name in by_module.split() if getattr(s, name)]:
+        yield f"fp8_weights {given[0]}", "all linear weights are in FP8; drop one of the two"
 
 
 def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:

@@ -136,6 +136,27 @@ def test_a_bad_value_is_one_line_that_names_flag_and_reason(argv, message):
             "--fp8_all_gather --sharding_mode hsdp --mixed_precision fp8 --master_weights none",
             "--fp8_all_gather --master_weights none",
         ),
+        (
+            "--fp8_weights --offload_optimizer --mixed_precision fp8",
+            "--fp8_weights --no_use_te --mixed_precision fp8 --fp8_scenario default",
+        ),
+        (
+            "--fp8_weights --offload_optimizer --use_te --mixed_precision fp8 --fp8_scenario block",
+            "--fp8_weights --use_te --mixed_precision fp8 --fp8_scenario block",
+        ),
+        ("--fp8_weights --use_te --mixed_precision fp8", "--fp8_weights"),
+        (
+            "--fp8_weights --offload_optimizer --use_te --mixed_precision fp8 --sharding_mode fsdp_full",
+            "--fp8_weights --sharding_mode fsdp_full",
+        ),
+        (
+            "--fp8_weights --offload_optimizer --use_te --mixed_precision fp8 --master_weights none",
+            "--fp8_weights --master_weights none",
+        ),
+        (
+            "--fp8_weights --offload_optimizer --use_te --mixed_precision fp8 --bf16_last_layers 1",
+            "--fp8_weights --bf16_last_layers 1",
+        ),
     ],
 )
 def test_settings_that_clash_are_refused_by_name(argv, named):
@@ -160,6 +181,7 @@ def test_settings_that_clash_are_refused_by_name(argv, named):
         "--sharding_mode deepspeed --deepspeed_config ds_configs/zero1.json",
         "--dataset_prompt_field q --dataset_completion_field a",
         "--fp8_attention --fp8_scenario current --use_te --mixed_precision fp8",
+        "--fp8_weights --offload_optimizer --use_te --mixed_precision fp8 --fp8_scenario current",
     ],
 )
 def test_settings_that_go_together_are_accepted(argv):

@@ -18,9 +18,14 @@ CHOICE = (
 )
 
 
-@pytest.mark.parametrize(("gb", "recomputes"), [(26, True), (50, False)])
-def test_the_choice_fits_as_predicted(tmp_path, gb, recomputes):
-    output = train(tmp_path / "run", f"{LARGE} {gb}")
+SMALLEST = "--moment_dtype fp8 --grad_reduce_dtype bf16 --offload_optimizer --fp8_weights"
+
+
+@pytest.mark.parametrize(
+    ("gb", "flags", "recomputes"), [(26, "", True), (50, "", False), (14, SMALLEST, True)]
+)
+def test_the_choice_fits_as_predicted(tmp_path, gb, flags, recomputes):
+    output = train(tmp_path / "run", f"{LARGE} {gb} {flags}")
     batch, accumulation, recompute, predicted, free = re.search(CHOICE, output).groups()
     assert int(batch) * int(accumulation) == 32 and (recompute != "none") == recomputes
     assert float(predicted) <= gb - 2 and float(free) == gb

@@ -189,7 +189,7 @@ def weights_and_optimizer(
     if strategy.master_home == "zero":
         tensors, copy_back = strategy.state(model, optimizer)
     else:
-        needs_state = not weights_only or optim.has_fp32_masters(optimizer)
+        needs_state = not weights_only or optim.has_fp8_weights(optimizer)
         state = optim.optimizer_state(optimizer, model) if needs_state else {}
         tensors, copy_back = _plain_or_fsdp_state(model, optimizer, cfg, state)
     for prefix, module in model.named_modules():
@@ -205,13 +205,16 @@ def _plain_or_fsdp_state(
     """Implement `weights_and_optimizer` for plain and DTensor parameters, i.e. without ZeRO."""
     tensors = {f"optimizer/{name}": tensor for name, tensor in state.items()}
     masters: dict[str, Tensor] = {}
+    unquantized: dict[str, Tensor] = {}
     split = cfg.precision.mixed_precision != "fp32"
     for name, parameter in model.named_parameters():
         tensors[f"model/{name}"] = _unwrapped(parameter.detach())
         master = optim.master_of(optimizer, parameter)
         if master is None and split and parameter.dtype == torch.float32:
             master = parameter.detach()
-        if master is not None:
+        if master is not None and master.dtype == torch.bfloat16:
+            tensors[f"model/{name}"] = unquantized[name] = master
+        elif master is not None:
             masters[name] = master
             weight, remainder = _like(master, adamw.split_master)
             tensors |= {f"model/{name}": weight, f"optimizer/{name}.master_param": remainder}
@@ -226,6 +229,9 @@ def _plain_or_fsdp_state(
                 weight.quantize_(local(master))
             elif weight.dtype != torch.float32:
                 weight.copy_(local(halves[0]))
+        for name, weight in unquantized.items():
+            parameter = model.get_parameter(name)
+            parameter.quantize_(weight.to(parameter.device))
 
     return tensors, copy_back
 

@@ -43,7 +43,7 @@ class MainGradAccumulator:
         self.dtype = dtype
         self.fused = [weight for module in _fused_modules(model) for weight in _gemm_weights(module)]
         for weight in self.fused:
-            weight.main_grad = torch.zeros_like(weight, dtype=dtype)
+            weight.main_grad = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
         fused = {id(weight) for weight in self.fused}
         self.others = [p for p in model.parameters() if p.requires_grad and id(p) not in fused]
         for parameter in self.others:

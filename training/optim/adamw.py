@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from training.optim import moments
 from training.optim.accumulation import gradient_of
-from training.optim.offload import HostState, Update
+from training.optim.offload import WEIGHT, HostState, Update
 
 ELEMENTS_AT_ONCE = 2**24  # on the CPU, which needs about 60 bytes of temporary memory for each
 
@@ -27,7 +27,8 @@ class FusedAdamW(torch.optim.Optimizer):
 
     State per parameter: `exp_avg` and `exp_avg_sq` in the formats `moment_dtypes` (see `moments`); with
     `master_weights` also the int16 `master_param`, the low half of the FP32 weight (`split_master`). FP32
-    parameters are their own masters. With `offload` the state is in host memory (see `offload`).
+    parameters are their own masters. With `offload` the state is in host memory (see `offload`). TE's FP8
+    parameters need that; their state has the BF16 `weight`, from which each step quantizes them.
     """
 
     def __init__(
@@ -50,11 +51,15 @@ class FusedAdamW(torch.optim.Optimizer):
     def initialize_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Allocate a parameter's state, sharded like the parameter."""
         like = torch.empty_like(parameter, device="meta") if self.host else parameter
+        if is_fp8(parameter):
+            like = torch.empty(parameter.shape, dtype=torch.bfloat16, device="meta")
         state: dict[str, Tensor] = {}
         for moment, name in zip(moments.MOMENTS, self.moment_dtypes, strict=True):
             state |= moments.allocate(like, moment, name)
         if self.master_weights and parameter.dtype != torch.float32:
             state["master_param"] = torch.zeros_like(like, dtype=torch.int16)
+        if is_fp8(parameter):
+            state[WEIGHT] = torch.zeros_like(like)
         self.state[parameter] = self.host.place(state) if self.host else state
         return self.state[parameter]
 
@@ -106,6 +111,11 @@ class FusedAdamW(torch.optim.Optimizer):
         """Wait until the state may be read on the host."""
         if self.host:
             self.host.synchronize()
+
+
+def is_fp8(parameter: Tensor) -> bool:
+    """True if the parameter is stored in FP8 by TE."""
+    return hasattr(parameter, "quantize_")
 
 
 def local(tensor: Tensor) -> Tensor:

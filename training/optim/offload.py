@@ -28,6 +28,7 @@ BUFFERS = 3  # one chunk arrives, one is stepped, one leaves
 ALIGNMENT = 256  # bytes, for the tensors within a buffer
 TOUCHED_AT_ONCE = 2**22  # bytes that a thread makes resident before page-locking
 
+WEIGHT = "weight"  # state of an FP8 parameter: the BF16 weight that it is quantized from
 State = dict[str, Tensor]  # a parameter's state tensors by name
 Update = Callable[[Tensor, Tensor, State, Tensor, Tensor, dict[str, Any]], None]  # type of adamw.update_
 
@@ -110,11 +111,18 @@ class HostState:
         def update_streamed(
             weight: Tensor, grad: Tensor, state: State, scalars: Tensor, seed: Tensor, group: dict[str, Any]
         ) -> None:
-            weight, grad = weight.view(-1), grad.reshape(-1)
-            for first in range(0, len(weight), CHUNK):
+            fp8 = WEIGHT in state
+            updated = torch.empty_like(state[WEIGHT], device=self.device) if fp8 else weight
+            flat, grad = updated.view(-1), grad.reshape(-1)
+            for first in range(0, len(flat), CHUNK):
                 part = slice(first, first + CHUNK)
                 with self._on_device(_chunk(state, first), next(buffers), current) as staged:
-                    update(weight[part], grad[part], staged, scalars, moments.seed_at(seed, first), group)
+                    high = staged.get(WEIGHT, flat[part])
+                    update(high, grad[part], staged, scalars, moments.seed_at(seed, first), group)
+                    if fp8:
+                        flat[part].copy_(high)
+            if fp8:
+                weight.quantize_(updated)
 
         try:
             yield update_streamed

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from core.errors import bad_setting
 from training.optim import moments
-from training.optim.adamw import FusedAdamW
+from training.optim.adamw import FusedAdamW, is_fp8, local
+from training.optim.offload import WEIGHT
 from training.optim.settings import OptimConfig
 from training.precision.settings import PrecisionConfig, parse_moment_dtype
 
@@ -48,11 +49,13 @@ class OptimizerPlan:
     master_weights: bool
     moment_dtypes: tuple[str, str]  # keys of moments.FORMATS
     offload: bool = False  # masters and moments are in host memory
+    fp8_weights: bool = False  # linear weights are in FP8, and their BF16 halves of masters in host memory
 
     @property
     def state_bytes(self) -> float:
         """Bytes per parameter of weight, gradient, master and moments."""
-        return 2 * self.parameter_dtype.itemsize + self.master_bytes + self.moment_bytes
+        weight_and_gradient = 2 * self.parameter_dtype.itemsize - self.fp8_weights
+        return weight_and_gradient + self.master_bytes + self.moment_bytes
 
     @property
     def host_bytes(self) -> float:
@@ -62,7 +65,7 @@ class OptimizerPlan:
     @property
     def master_bytes(self) -> int:
         """Bytes per parameter of the master, in addition to the weight."""
-        return KINDS[self.kind].master_bytes * self.master_weights
+        return KINDS[self.kind].master_bytes * self.master_weights + 2 * self.fp8_weights
 
     @property
     def moment_bytes(self) -> float:
@@ -72,6 +75,7 @@ class OptimizerPlan:
     def describe(self) -> str:
         """Summarise the plan for the log: optimizer, weights and moments."""
         name, weights, _ = KINDS[self.kind]
+        weights = KINDS["te_fused_adam"].weights if self.fp8_weights else weights
         weights = weights if self.master_weights else "BF16 weights, no masters"
         formats = " and ".join(dict.fromkeys(map(str.upper, self.moment_dtypes)))
         return f"{name}, {weights}, {formats} moments{', offloaded' * self.offload}"
@@ -112,7 +116,7 @@ def plan_optimizer(
     masters = cfg.master_weights == "fp32"
     full = cfg.mixed_precision == "fp32"
     if on_gpu and not full and master_home == "device":
-        return OptimizerPlan("fused_adamw", torch.bfloat16, masters, stored, offload)
+        return OptimizerPlan("fused_adamw", torch.bfloat16, masters, stored, offload, cfg.fp8_weights)
     if master_home == "zero":
         if not masters:
             raise bad_setting(
@@ -206,36 +210,40 @@ def allocate_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """Return live references to all state tensors as `<parameter>.<state>`, allocated if necessary.
 
-    Step counts are excluded, see `optimizer_steps`. Tensors keep their dtypes: TE's FusedAdam.state_dict
-    would cast BF16 moments to float32, 32 GB more for an 8B model.
+    Step counts and weights are excluded, see `optimizer_steps` and `master_of`. Tensors keep their dtypes:
+    TE's FusedAdam.state_dict would cast BF16 moments to float32, 32 GB more for an 8B model.
     """
     if isinstance(optimizer, FusedAdamW):
         optimizer.synchronize()
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         tensors = state_of(optimizer, parameter)
-        state |= {f"{name}.{key}": value for key, value in tensors.items() if key != "step"}
+        state |= {f"{name}.{key}": value for key, value in tensors.items() if key not in ("step", WEIGHT)}
     return state
 
 
-def has_fp32_masters(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the optimizer stores whole FP32 masters, beside FP8 weights."""
-    return not isinstance(optimizer, (FusedAdamW, torch.optim.AdamW))
+def has_fp8_weights(optimizer: torch.optim.Optimizer) -> bool:
+    """True if the model has FP8 weights, so that the optimizer stores weights in higher precision."""
+    return any(is_fp8(local(p)) for group in optimizer.param_groups for p in group["params"])
 
 
 def master_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
-    """Return a parameter's FP32 master, or None if the optimizer stores none."""
-    master = optimizer.state.get(parameter, {}).get("master_param")
-    return master if master is not None and master.dtype == torch.float32 else None
+    """Return an FP8 parameter in higher precision: TE's FP32 master or our BF16 weight. Else None.
+
+    TE's optimizer stores FP32 masters of its other parameters, too.
+    """
+    state = optimizer.state.get(parameter, {})
+    master = state.get(WEIGHT, state.get("master_param"))
+    return master if master is not None and master.dtype.is_floating_point else None
 
 
 @torch.no_grad()
 def set_masters(optimizer: torch.optim.Optimizer, model: nn.Module, shards: dict[str, Tensor]) -> None:
-    """Initialise FP32 masters from `shards`, this rank's unquantized weight shards by name."""
+    """Initialise masters of FP8 weights from `shards`, this rank's unquantized weight shards by name."""
     for name, parameter in model.named_parameters():
-        state = state_of(optimizer, parameter)
+        state_of(optimizer, parameter)
         if name in shards:
-            state["master_param"].to_local().copy_(shards[name])
+            local(master_of(optimizer, parameter)).copy_(shards[name])
 
 
 def optimizer_steps(optimizer: torch.optim.Optimizer) -> int:

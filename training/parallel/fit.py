@@ -40,6 +40,7 @@ MEMORY_SAVING: dict[str, dict[str, Any]] = {
     },
     "--moment_dtype fp8": {"moment_dtype": "fp8"},
     "--offload_optimizer": {"offload_optimizer": True},
+    "--fp8_weights": {"fp8_weights": True},  # with the former
     "--grad_reduce_dtype bf16": {"grad_reduce_dtype": "bf16"},
 }
 MOST_GPUS = 4096  # that advice names
@@ -107,8 +108,11 @@ def resolve_auto(cfg: Config, ranks: int, batch: int | None = None, recompute: s
 
 
 def check_launch(cfg: Config, ranks: int) -> None:
-    """Raise UserError for a batch that these ranks cannot share, or an exchange that one device lacks."""
+    """Raise UserError for a batch, FP8 weights or an exchange that this number of devices rules out."""
     allowed_batches(cfg.optim, ranks)
+    if ranks > 1 and cfg.precision.fp8_weights:
+        reason = "only on one GPU; drop it, or use --sharding_mode fsdp_full --fp8_all_gather"
+        raise bad_setting(reason, fp8_weights=True)
     if ranks == 1 and cfg.sharding.grad_reduce_dtype == "fp8":
         raise bad_setting(
             "one device exchanges no gradients; use bf16, the dtype of its sums over micro-batches, also to "

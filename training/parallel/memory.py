@@ -46,6 +46,8 @@ def state(plan: StepPlan) -> dict[str, float]:
         # FP8 weights and FP32 masters take 1 + 4 bytes, BF16 weights and 16-bit remainders 2 + 2.
         weights -= plan.model.gemm_weights / plan.shards
         masters += 2 * plan.model.gemm_weights / plan.shards
+    if plan.fp8_weights:
+        weights -= plan.model.gemm_weights
     if optimizer.offload:  # its buffers exist only in the step, when the memory of activations is free
         masters = moments = 0.0
     return {"weights": weights, "master weights": masters, "moments": moments * shard}
@@ -94,8 +96,9 @@ def fp8_exchange(plan: StepPlan) -> float:
 
 
 def fp8_copies(plan: StepPlan) -> float:
-    """Return the bytes of FP8 copies of all GEMM weights."""
-    return costs_of(plan.recipe).weight_copies * plan.model.gemm_weights * plan.fp8_layers
+    """Return the bytes of FP8 copies of all GEMM weights; of weights in FP8, those are their transposes."""
+    copies = 1.0 if plan.fp8_weights else costs_of(plan.recipe).weight_copies
+    return copies * plan.model.gemm_weights * plan.fp8_layers
 
 
 def logits(plan: StepPlan) -> float:

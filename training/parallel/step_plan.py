@@ -127,10 +127,15 @@ class StepPlan:
         return self.cfg.sharding.fp8_all_gather and self.fsdp
 
     @property
+    def fp8_weights(self) -> bool:
+        """True if linear weights exist on the GPU in FP8 only."""
+        return self.optimizer.fp8_weights
+
+    @property
     def caches_fp8_weights(self) -> bool:
         """True if layers that are not recomputed cast their weights to FP8 once per step."""
         cfg = self.cfg
-        enabled = cfg.model.use_te and cfg.precision.fp8_weight_cache
+        enabled = cfg.model.use_te and cfg.precision.fp8_weight_cache and not self.fp8_weights
         unsharded = self.mode in ("single", "ddp") or (self.sharding.gathers_once and not self.gathers_fp8)
         return enabled and unsharded and self.accumulation > 1
 
@@ -140,7 +145,7 @@ class StepPlan:
 
         Under FSDP2 TE casts the weights again in backward, unless the copies are cached.
         """
-        return self.cfg.model.use_te and (not self.fsdp or self.caches_fp8_weights)
+        return self.cfg.model.use_te and (not self.fsdp or self.caches_fp8_weights) and not self.fp8_weights
 
 
 def hsdp_shard_size(cfg: Config, gpus: int, gpus_per_node: int) -> int:

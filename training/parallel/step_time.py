@@ -147,6 +147,8 @@ def _cast_bytes(job: StepPlan) -> float:
         casts /= job.accumulation
     again = 2.0 if job.cfg.model.use_te and not job.fsdp else 1.5
     weights = job.model.gemm_weights * (casts * stored + again * (1 - stored))
+    if job.fp8_weights:  # backward transposes them: a byte is read and one written
+        return costs_of(job.recipe).cast_bytes * values + 2 * job.model.gemm_weights
     return costs_of(job.recipe).cast_bytes * (values + weights) * job.fp8_layers
 
 

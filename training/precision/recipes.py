@@ -91,8 +91,9 @@ def resolve_precision(cfg: Config) -> Precision:
         return Precision(name, name, te_backend=backend, emulated=backend == "emulated")
     if backend is None:
         return Precision(cfg.recipe, cfg.recipe, emulated=fp8_gemms_are_emulated())
-    if cfg.precision.fp8_attention and backend == "emulated":
-        raise not_emulated(cfg, "fp8_attention", "not available")
+    for flag in ("fp8_attention", "fp8_weights"):
+        if getattr(cfg.precision, flag) and backend == "emulated":
+            raise not_emulated(cfg, flag, "not available")
     flag = f"--fp8_scenario {cfg.precision.fp8_scenario}"
     name, fallback_reason = recipe_or_fallback(cfg.recipe, flag, cfg, backend)
     recipe = make_recipe(name, cfg.precision, backend)

@@ -48,6 +48,10 @@ class PrecisionConfig(Section):
         "fp32",
         "Adam's moments: fp32 (8 bytes a parameter), bf16, fp16 (4) or fp8 (2), or FIRST,SECOND (fp8,fp16)",
     )
+    fp8_weights: bool = setting(
+        False,
+        "hold linear weights in FP8 only, with FP32 masters in host memory (one GPU; --offload_optimizer)",
+    )
     fp8_weight_cache: bool = resumable(True, "cast FP8 weights once per step (one GPU, ddp, fsdp_grad)")
 
 

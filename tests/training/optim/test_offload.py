@@ -4,6 +4,7 @@ import gc
 import random
 import re
 from collections import deque
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from core.errors import UserError
 from training.optim import adamw, moments, offload
 from training.optim.adamw import FusedAdamW
 from training.optim.offload import HostState, PinnedMemory
-from training.optim.optimizer import optimizer_state, optimizer_steps, step_if
+from training.optim.optimizer import master_of, optimizer_state, optimizer_steps, set_masters, step_if
 
 FORMATS = [("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp8", "fp8"), ("fp8", "fp16")]
 
@@ -71,6 +72,31 @@ def test_a_skipped_step_leaves_the_state_as_it_was(monkeypatch):
     before = {name: tensor.clone() for name, tensor in values(*run).items()}
     train(*run, range(2, 3))
     assert same_bits(before, values(*run))
+
+
+@pytest.mark.parametrize("chunk", [3 * moments.BLOCK, offload.CHUNK])
+def test_fp8_parameters_are_quantized_from_the_weights_of_a_run_without(chunk, monkeypatch):
+    """TE's FP8 tensors need a GPU: here a parameter takes the values of E4M3."""
+    monkeypatch.setattr(offload, "CHUNK", chunk)
+    plain, fp8 = build(offloaded=False), build(offloaded=True)
+    model, optimizer = fp8
+    matrices = [name for name, parameter in model.items() if parameter.ndim > 1]
+
+    def quantize_(parameter, weight):
+        parameter.data.copy_(weight.to(torch.float8_e4m3fn))
+
+    for name in matrices:
+        model[name].quantize_ = partial(quantize_, model[name])
+    set_masters(optimizer, model, {name: plain[0][name].detach() for name in matrices})
+    for run in (plain, fp8):
+        train(*run, range(5))
+    assert same_bits(optimizer_state(plain[1], plain[0]), optimizer_state(optimizer, model))
+    for name, parameter in plain[0].items():
+        weight = parameter.detach()
+        master = master_of(optimizer, model[name])
+        assert (master is not None) == (name in matrices) and (master is None or torch.equal(master, weight))
+        values = weight.to(torch.float8_e4m3fn).bfloat16() if name in matrices else weight
+        assert torch.equal(model[name].detach(), values), name
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -1,0 +1,63 @@
+"""FP8 weights: the same training as from BF16 weights with current scaling, in less memory."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from te_models.fp8_weights import store_in_fp8
+from tests.gpu.models import batch, build, plan
+from tests.gpu.test_offload import assert_same_bits, checkpoint
+from tests.gpu.test_run import SMALL, losses, train
+from tests.gpu.test_te_model import fp8
+
+pytestmark = pytest.mark.gpu
+FLAGS = f"{SMALL} --mixed_precision fp8 --moment_dtype fp8 --offload_optimizer"
+
+
+@pytest.mark.parametrize("recompute", ["none", "cheap", "full", "mlp:2+layer"])
+def test_losses_and_gradients_are_those_of_weights_cast_in_every_pass(recompute, monkeypatch):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    autocast, found = fp8("current")[1], {}
+    for stored in (False, True):
+        model = build(plan(layers=4), use_te=True, packed=False, recompute=recompute)
+        before = torch.cuda.memory_allocated()
+        originals = store_in_fp8(model) if stored else {}
+        bytes_of_weights = sum(weight.nbytes for weight in originals.values())
+        assert len(originals) == 16 * stored
+        originals.clear()
+        assert before - torch.cuda.memory_allocated() == pytest.approx(bytes_of_weights / 2, rel=0.01)
+        for seed in range(2):
+            with autocast():
+                loss = model(**batch([[256]] * 8, packed=False, seed=seed)).loss
+            loss.backward()
+            found.setdefault(stored, []).append(loss.detach())
+        found[stored] += [parameter.grad for parameter in model.parameters()]
+        transposes = [getattr(parameter, "_transpose", None) for parameter in model.parameters()]
+        assert transposes == [None] * len(transposes)
+    assert all(torch.equal(a, b) for a, b in zip(found[True], found[False], strict=True))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_run_is_that_of_weights_cast_once_per_step(tmp_path, micro_batches):
+    flags = f"{FLAGS} --fp8_scenario current --gradient_accumulation_steps {micro_batches}"
+    plain, stored = tmp_path / "plain", tmp_path / "stored"
+    train(plain, flags)
+    output = train(stored, f"{flags} --fp8_weights")
+    assert "fused AdamW, FP8 weights with FP32 masters, FP8 moments, offloaded" in output
+    assert losses(stored) == losses(plain)
+    expected = checkpoint(plain, 12)
+    assert_same_bits(expected, checkpoint(stored, 12))
+    assert_same_bits(*(load_file(folder / "export" / "model.safetensors") for folder in (plain, stored)))
+
+
+def test_delayed_scaling_resumes_and_evaluates_bit_for_bit(tmp_path):
+    flags = f"{FLAGS} --gradient_accumulation_steps 2 --fp8_stats_interval 4 --fp8_weights"
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    train(whole, flags)
+    train(resumed, f"{flags} --resume {whole}/checkpoints/step_000006")
+    assert losses(resumed) == {at: loss for at, loss in losses(whole).items() if at > 6}
+    assert_same_bits(checkpoint(whole, 12), checkpoint(resumed, 12))
+    last = min(losses(whole).values())
+    assert last < losses(whole)[1] - 0.5
+    refused = train(tmp_path / "other", f"{FLAGS} --resume {whole}/checkpoints/step_000006", code=2)
+    assert "fp8_weights" in refused
