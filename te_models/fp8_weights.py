@@ -13,8 +13,8 @@ def store_in_fp8(model: nn.Module) -> dict[str, Tensor]:
     """Replace the GEMM weights of native TE layers by FP8 tensors; return the original weights by name.
 
     Every weight has the scale of its own largest value, also under delayed scaling, so that its FP8 values
-    depend on nothing else. Only the layout of forward is stored: TE transposes a weight in backward and frees
-    the result after the GEMM, as it does under FSDP2.
+    depend on nothing else. Only the layout of forward is stored: TE transposes weights in backward, and each
+    layer frees the results after its own.
     """
     te = importlib.import_module("transformer_engine.pytorch")
     originals = {}
@@ -31,6 +31,16 @@ def store_in_fp8(model: nn.Module) -> dict[str, Tensor]:
                 te.DType.kFloat8E4M3, weight.device, columnwise=False
             )
             setattr(module, name, nn.Parameter(quantizer(weight)))
-        if names:
-            module._is_fsdp2 = True  # TE's cached answer to "is this module sharded?"
+    for layer in model.layers:
+        layer.register_forward_pre_hook(_free_transposes_after_backward)
     return originals
+
+
+def _free_transposes_after_backward(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def free(_: Tensor) -> None:
+        for parameter in layer.parameters():
+            if hasattr(parameter, "remove_caches"):
+                parameter.remove_caches()
+
+    if inputs[0].requires_grad:
+        inputs[0].register_hook(free)
