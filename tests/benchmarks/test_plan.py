@@ -21,7 +21,15 @@ from te_models.presets import PRESETS
 from te_models.settings import RECOMPUTE_LEVELS
 from training.config import config_from_dict
 from training.parallel.fit import room
-from training.parallel.step_time import GPUS, adam_bytes, communication_seconds, exchange, step_seconds
+from training.parallel.memory import host_bytes, start_of_backward
+from training.parallel.step_time import (
+    BANDWIDTH_SHARE,
+    GPUS,
+    adam_bytes,
+    communication_seconds,
+    exchange,
+    step_seconds,
+)
 
 LLAMA_8B = "meta-llama/Llama-3.1-8B"
 N8 = 8_030_261_248  # parameters of the 8B
@@ -118,6 +126,18 @@ def test_settings_change_their_own_part():
     assert sharded.memory["FP8 weight copies"] == 2 * BLOCK
     half = plan_of(**FP8, bf16_first_layers=10, bf16_last_layers=6)
     assert half.memory["FP8 weight copies"] == pytest.approx(32 * BLOCK)
+
+
+def test_fp8_weights_take_a_byte_and_are_not_cast():
+    flags = FP8 | {"offload_optimizer": True, "moment_dtype": "fp8", "recompute": "cheap"}
+    plain, stored = (plan_of(**flags, gradient_accumulation_steps=8, fp8_weights=on) for on in (False, True))
+    assert plain.memory["weights"] - stored.memory["weights"] == 32 * BLOCK
+    assert start_of_backward(stored.job)["FP8 weight copies"] == BLOCK  # one layer's transposes
+    assert host_bytes(plain.job)[0] == pytest.approx(4, abs=0.1)
+    assert host_bytes(stored.job)[0] - host_bytes(plain.job)[0] == 2
+    # A byte read and one written instead of two casts of a weight, of 4 bytes each.
+    saved = 8 * 6 * 32 * BLOCK / (GPUS["H200"].memory_bandwidth * BANDWIDTH_SHARE)
+    assert plain.seconds["FP8 casts"] - stored.seconds["FP8 casts"] == pytest.approx(saved)
 
 
 def test_an_fp8_lm_head_is_faster_and_keeps_its_own_copies():

@@ -12,7 +12,7 @@ from core.errors import UserError, as_flag, bad_setting
 from core.settings import AUTO
 from te_models.build import ModelPlan, count_parameters
 from te_models.families import FAMILIES
-from training.config import Config, refused_by_zero_3
+from training.config import Config, config_from_dict, refused_by_zero_3
 from training.optim.optimizer import OptimizerPlan, moment_warning, plan_optimizer
 from training.parallel import fit, memory, ranks
 from training.parallel.fit import Fit
@@ -258,6 +258,8 @@ def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:
         smaller = {"--moment_dtype fp8": {"moment_dtypes": ("fp8", "fp8")}}
         if not (plan.gathers_fp8 and plan.cfg.model.use_te):
             smaller["--offload_optimizer"] = {"offload": True}
+        if plan.mode == "single" and _takes_fp8_weights(plan.cfg):
+            smaller["--offload_optimizer --fp8_weights"] = {"offload": True, "fp8_weights": True}
         for flag, changes in smaller.items():
             other = replace(plan, optimizer=replace(plan.optimizer, **changes))
             needed = parameters * _gpu_bytes(other) / shards
@@ -274,6 +276,14 @@ def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:
         f"{parameters / 1e9:.1f} B parameters need {total / shards / 1e9:.1f} GB per GPU, which has "
         f"{gpu / 1e9:.1f} GB: {', or '.join(ways_out)}"
     )
+
+
+def _takes_fp8_weights(cfg: Config) -> bool:
+    try:
+        config_from_dict(cfg.to_dict() | {"offload_optimizer": True, "fp8_weights": True})
+    except UserError:
+        return False
+    return True
 
 
 def _host_holds(plan: StepPlan) -> bool:

@@ -128,6 +128,11 @@ ADAM = OptimizerPlan("zero_adamw", torch.bfloat16, True, ("fp32", "fp32"))
             "on one GPU: weights and gradients of 8.0 B parameters need 32.0 GB .* has 30.0 GB: "
             "--sharding_mode fsdp_full needs 2",
         ),
+        (
+            plan_of(8.0, "single", gpus=1, use_te=True, mixed_precision="fp8"),
+            30e9,
+            "has 30.0 GB: --offload_optimizer --fp8_weights needs 24.0 GB, or --sharding_mode fsdp_full",
+        ),
         # Its state would be FP8 weights' and TE's.
         (
             plan_of(70.0, "fsdp_full", use_te=True, fp8_all_gather=True, **GATHERED_IN_FP8),
