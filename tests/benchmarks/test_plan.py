@@ -72,10 +72,9 @@ def test_steps_of_recorded_runs_are_predicted_within_14_percent(checks):
     assert len([check for check in checks if check.seconds]) > 40
     wrong = outliers(checks, lambda check: check.seconds, 0.14)
     # docs/plan.md names them: the 1B's short steps, and ZeRO 3.
-    small = ("4gpu-hsdp", "2gpu-ds_zero3", "2gpu-fsdp_full-again", "2gpu-fsdp_grad-again")
-    small += ("8gpu-fsdp_full", "8gpu-fsdp_grad", "8gpu-hsdp")
+    small = ("2gpu-ds_zero3", "2gpu-fsdp_full-again", "8gpu-fsdp_full", "8gpu-fsdp_grad", "8gpu-hsdp")
     known = {f"Llama-3.2-1B-{name}" for name in small} | {"Llama-3.2-3B-8gpu-ds_zero3"}
-    known |= {f"Meta-Llama-3.1-8B-{n}" for n in ("4gpu-ds_zero3", "8gpu-ds_zero3", "2gpu-hsdp-bf16")}
+    known |= {f"Meta-Llama-3.1-8B-{n}" for n in ("4gpu-ds_zero3", "8gpu-ds_zero3")}
     assert set(wrong) == known
 
 
@@ -491,8 +490,8 @@ def test_readme_names_the_smallest_gpu_of_each_model(model):
     settings = {"moment_dtype": "fp8", "grad_reduce_dtype": "bf16", "batch_size": "auto", "recompute": "auto"}
     settings |= {"max_seq_length": 1024, "global_batch_size": 64, **FP8}
     cards = [
-        smallest_card(plan_of(READMES_MODELS[model], **settings, offload_optimizer=offload))
-        for offload in (False, True)
+        smallest_card(plan_of(READMES_MODELS[model], **settings, offload_optimizer=small, fp8_weights=small))
+        for small in (False, True)
     ]
     expected = cards[0] if cards[0] == cards[1] else f"{cards[0].removesuffix(' GB')} / {cards[1]}"
     assert re.search(

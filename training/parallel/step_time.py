@@ -66,10 +66,13 @@ def find_gpu(name: str) -> str | None:
 
 HEAD_SHARE = 0.725  # LM head, BF16: 25.8 TFLOP in 36 ms
 FP8_HEAD_SHARE = 0.63  # LM head, FP8, including casts: 25.8 TFLOP in 21 ms
-# (E, d0): attention with head size d reaches a fraction E * d / (d + d0) of the BF16 peak, because softmax
-# costs the same for every d. Fitted to 52.8 TFLOP at d = 128 in 142 ms (cuDNN) and 123 ms (FlashAttention 4),
-# and to the 1B at d = 64: 157 ms per step with cuDNN, 11 ms less with FlashAttention 4.
-ATTENTION = {"cudnn": (0.60, 78.0), "flash": (0.574, 42.0)}
+# (E, d0): attention over L tokens with head size d reaches a fraction E * d / (d + d0) * L / (L + L0) of the
+# BF16 peak, because softmax costs the same for every d, and tiles on the diagonal of the causal mask as much
+# as others. Fitted to 52.8 TFLOP at d = 128 and L = 8,192 in 142 ms (cuDNN) and 123 ms (FlashAttention 4), to
+# the 1B at d = 64: 157 ms per step with cuDNN, 11 ms less with FlashAttention 4; L0 to studies h200-long and
+# h200-offload.
+ATTENTION = {"cudnn": (0.746, 78.0), "flash": (0.714, 42.0)}
+HALF_LENGTH = 2000
 ATTENTION_FORWARD = 0.25  # fraction of attention time in forward: 35 of 142 ms
 # Elementwise kernels reach 2 to 4.3 of 4.8 TB/s (norms 3.1, SwiGLU 3.5, casts 3.9, adds 4.3).
 BANDWIDTH_SHARE = 0.70
@@ -111,7 +114,7 @@ def _attention_seconds(job: StepPlan, gpu: Gpu) -> float:
     s, length = job.model.shape, job.cfg.data.max_seq_length
     flops = attention_flops(s, job.tokens * length)
     at_best, half = ATTENTION["flash" if job.cfg.model.flash_attention else "cudnn"]
-    share = at_best * s.head_dim / (s.head_dim + half)
+    share = at_best * s.head_dim / (s.head_dim + half) * length / (length + HALF_LENGTH)
     again = 1 + ATTENTION_FORWARD * recomputed_attention(job)
     return again * flops / (gpu.bf16_tflops * 1e12 * share)
 
