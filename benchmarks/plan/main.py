@@ -80,7 +80,8 @@ def _make_plans(cfg: Config, gpu: Gpu, args: argparse.Namespace) -> tuple[list[P
             cluster = {"gpus_per_node": args.gpus_per_node, "network_gbs": args.network_gbs}
             plans.append(make_plan(cfg, gpu, gpus=gpus, **cluster))
         except UserError as error:
-            one_number = {"global_batch_size", "grad_reduce_dtype", "hsdp_shard_size"} & set(error.flags)
+            by_number = {"global_batch_size", "grad_reduce_dtype", "hsdp_shard_size", "fp8_weights"}
+            one_number = by_number & set(error.flags)
             if not one_number or (gpus == args.gpus[-1] and not plans):
                 raise
             refused.append(f"\n{counted(gpus, 'GPU')}: {error}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import Any
 
 from benchmarks.plan.job import build_job
@@ -11,7 +10,7 @@ from core.errors import UserError, bad_setting
 from core.settings import AUTO
 from training.config import Config, config_from_dict
 from training.parallel.activations import host_activations
-from training.parallel.fit import MEMORY_SAVING, Fit, global_batch, room
+from training.parallel.fit import MEMORY_SAVING, Fit, Settings, contained, fewest_first, global_batch, room
 from training.parallel.memory import host_bytes, peak
 from training.parallel.step_plan import StepPlan
 from training.parallel.step_time import Gpu, step_seconds
@@ -19,7 +18,7 @@ from training.tracking.metrics import model_flops
 
 # Flags that reduce memory, and their settings. --batch_size is then raised to the largest that fits.
 SMALLER_BATCH, RECOMPUTE = "--batch_size", "--recompute"
-SMALLER: dict[str, dict[str, Any]] = {
+SMALLER: Settings = {
     SMALLER_BATCH: {"batch_size": 1},
     RECOMPUTE: {"recompute": AUTO, "gradient_checkpointing": False},
     "--sharding_mode fsdp_full": {"sharding_mode": "fsdp_full", "hsdp_shard_size": None},
@@ -135,9 +134,9 @@ def largest_batch(job: StepPlan, room: float) -> int:
 def fewest_changes(plan: Plan) -> dict[str, Plan]:
     """Return plans that fit, by the flags to add. All have as few flags as possible; {} if nothing fits."""
     settings = plan.fit.request.cfg.to_dict()
-    for count in range(1, len(SMALLER) + 1):
+    for group in fewest_first(SMALLER):
         found = {}
-        for flags in combinations(SMALLER, count):
+        for flags in group:
             changed = settings | {name: value for flag in flags for name, value in SMALLER[flag].items()}
             other = _fitting(plan, changed)
             if other and SMALLER_BATCH in flags:
@@ -156,11 +155,16 @@ def fewest_changes(plan: Plan) -> dict[str, Plan]:
 
 
 def faster_settings(plan: Plan) -> dict[str, Plan]:
-    """Return plans that are faster, by the flag to add: it frees memory for `auto`, or time."""
+    """Return plans that are faster, also than with fewer flags, by the flags to add."""
     settings = plan.fit.request.cfg.to_dict()
     others = {flag: _fitting(plan, settings | changes) for flag, changes in MEMORY_SAVING.items()}
-    enough = FASTER * plan.tokens_per_second
-    return {flag: other for flag, other in others.items() if other and other.tokens_per_second > enough}
+    rates = {flag: other.tokens_per_second for flag, other in others.items() if other}
+    fewer = {
+        flag: [rates.get(part, 0) for part in contained(flag, MEMORY_SAVING) if part != flag]
+        for flag in rates
+    }
+    enough = {flag: FASTER * max([plan.tokens_per_second, *fewer[flag]]) for flag in rates}
+    return {flag: others[flag] for flag, rate in rates.items() if rate > enough[flag]}
 
 
 def _dropped(plan: Plan, other: Plan) -> str:

@@ -287,6 +287,7 @@ def test_only_settings_that_are_not_resumable_count_as_changed():
         *(
             "fused_residuals",
             "fp8_weight_cache",
+            "fp8_weights",
             "gradient_checkpointing",
             "recompute",
             "offload_activations",

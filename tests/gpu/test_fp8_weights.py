@@ -57,5 +57,17 @@ def test_delayed_scaling_resumes_and_evaluates_bit_for_bit(tmp_path):
     assert_same_bits(checkpoint(whole, 12), checkpoint(resumed, 12))
     last = min(losses(whole).values())
     assert last < losses(whole)[1] - 0.5
-    refused = train(tmp_path / "other", f"{FLAGS} --resume {whole}/checkpoints/step_000006", code=2)
-    assert "fp8_weights" in refused
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_a_run_resumes_with_and_without(tmp_path, recipe):
+    flags = f"{FLAGS} --fp8_scenario {recipe} --gradient_accumulation_steps 2 --no_export"
+    runs = {"plain": "", "stored": "--fp8_weights"}
+    for name, given in runs.items():
+        train(tmp_path / name, f"{flags} {given}")
+    for origin, given in (("plain", "--fp8_weights"), ("stored", "")):
+        resumed = tmp_path / f"from-{origin}"
+        train(resumed, f"{flags} {given} --resume {tmp_path / origin}/checkpoints/step_000006")
+        for step, loss in losses(resumed).items():
+            expected = losses(tmp_path / origin)[step]
+            assert loss == (expected if recipe == "current" else pytest.approx(expected, rel=1e-2))

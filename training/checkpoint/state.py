@@ -189,7 +189,7 @@ def weights_and_optimizer(
     if strategy.master_home == "zero":
         tensors, copy_back = strategy.state(model, optimizer)
     else:
-        needs_state = not weights_only or optim.has_fp8_weights(optimizer)
+        needs_state = not weights_only or optim.has_fp32_masters(optimizer)
         state = optim.optimizer_state(optimizer, model) if needs_state else {}
         tensors, copy_back = _plain_or_fsdp_state(model, optimizer, cfg, state)
     for prefix, module in model.named_modules():

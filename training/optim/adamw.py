@@ -48,19 +48,25 @@ class FusedAdamW(torch.optim.Optimizer):
         self.steps = torch.zeros((), dtype=torch.float64, device=device)  # applied so far
         self.host = HostState(device) if offload else None
 
+    def initialize_weight(self, parameter: Tensor) -> None:
+        """Allocate the BF16 weight of an FP8 parameter."""
+        assert self.host
+        layout = torch.empty(parameter.shape, dtype=torch.bfloat16, device="meta")
+        self.state[parameter] = self.host.place({WEIGHT: layout}, beside={})
+
     def initialize_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Allocate a parameter's state, sharded like the parameter."""
-        like = torch.empty_like(parameter, device="meta") if self.host else parameter
-        if is_fp8(parameter):
+        """Allocate a parameter's state, sharded like the parameter; keep the weight of an FP8 one."""
+        weight = self.state[parameter]
+        if WEIGHT in weight:
             like = torch.empty(parameter.shape, dtype=torch.bfloat16, device="meta")
+        else:
+            like = torch.empty_like(parameter, device="meta") if self.host else parameter
         state: dict[str, Tensor] = {}
         for moment, name in zip(moments.MOMENTS, self.moment_dtypes, strict=True):
             state |= moments.allocate(like, moment, name)
         if self.master_weights and parameter.dtype != torch.float32:
             state["master_param"] = torch.zeros_like(like, dtype=torch.int16)
-        if is_fp8(parameter):
-            state[WEIGHT] = torch.zeros_like(like)
-        self.state[parameter] = self.host.place(state) if self.host else state
+        self.state[parameter] = self.host.place(state, beside=weight) if self.host else state
         return self.state[parameter]
 
     @torch.no_grad()
@@ -103,7 +109,7 @@ class FusedAdamW(torch.optim.Optimizer):
     def _updating(self) -> AbstractContextManager[Update]:
         """Return a context that yields the function to step a parameter: `update_`, streamed if offloaded."""
         for parameter in (p for group in self.param_groups for p in group["params"]):
-            if gradient_of(parameter) is not None and not self.state[parameter]:
+            if gradient_of(parameter) is not None and moments.FIRST not in self.state[parameter]:
                 self.initialize_state(parameter)
         return self.host.streaming(update_) if self.host else nullcontext(update_)
 
@@ -111,11 +117,6 @@ class FusedAdamW(torch.optim.Optimizer):
         """Wait until the state may be read on the host."""
         if self.host:
             self.host.synchronize()
-
-
-def is_fp8(parameter: Tensor) -> bool:
-    """True if the parameter is stored in FP8 by TE."""
-    return hasattr(parameter, "quantize_")
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from core.errors import UserError, bad_setting
 from core.machine import cores
 from training.optim import moments
 
-CHUNK = 2**23  # elements, a multiple of moments.BLOCK: at most 84 MB of state
+CHUNK = 2**23  # elements, a multiple of moments.BLOCK: at most 101 MB of state
 BUFFERS = 3  # one chunk arrives, one is stepped, one leaves
 ALIGNMENT = 256  # bytes, for the tensors within a buffer
 TOUCHED_AT_ONCE = 2**22  # bytes that a thread makes resident before page-locking
@@ -85,14 +85,18 @@ class HostState:
         self.arriving, self.leaving = self.api.Stream(), self.api.Stream()
         self.buffer_bytes = 0
 
-    def place(self, layouts: State) -> State:
-        """Allocate zeros in host memory with the shapes, dtypes and sharding of these meta tensors."""
+    def place(self, layouts: State, beside: State) -> State:
+        """Allocate zeros in host memory with the shapes, dtypes and sharding of these meta tensors.
+
+        Return them together with `beside`, the parameter's state that is there already.
+        """
         shards = {}
         for name, layout in layouts.items():
             shard = layout.to_local() if isinstance(layout, DTensor) else layout
             shards[name] = host_zeros(shard.shape, shard.dtype, pinned=self.device.type == "cuda")
-        self.buffer_bytes = max(self.buffer_bytes, sum(map(_aligned_bytes, _chunk(shards, 0).values())))
-        return {name: moments.with_layout(shards[name], layout) for name, layout in layouts.items()}
+        chunk = _chunk(shards | beside, 0)
+        self.buffer_bytes = max(self.buffer_bytes, sum(map(_aligned_bytes, chunk.values())))
+        return beside | {name: moments.with_layout(shards[name], layout) for name, layout in layouts.items()}
 
     def synchronize(self) -> None:
         """Wait until the host holds the state of the last step."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from core.errors import bad_setting
 from training.optim import moments
-from training.optim.adamw import FusedAdamW, is_fp8, local
+from training.optim.adamw import FusedAdamW, local
 from training.optim.offload import WEIGHT
 from training.optim.settings import OptimConfig
 from training.precision.settings import PrecisionConfig, parse_moment_dtype
@@ -49,13 +49,12 @@ class OptimizerPlan:
     master_weights: bool
     moment_dtypes: tuple[str, str]  # keys of moments.FORMATS
     offload: bool = False  # masters and moments are in host memory
-    fp8_weights: bool = False  # linear weights are in FP8, and their BF16 halves of masters in host memory
+    fp8_weights: bool = False  # linear weights are in FP8, and in BF16 in host memory
 
     @property
     def state_bytes(self) -> float:
-        """Bytes per parameter of weight, gradient, master and moments."""
-        weight_and_gradient = 2 * self.parameter_dtype.itemsize - self.fp8_weights
-        return weight_and_gradient + self.master_bytes + self.moment_bytes
+        """Bytes per parameter of weight, gradient, master and moments, if no weight is in FP8."""
+        return 2 * self.parameter_dtype.itemsize + self.master_bytes + self.moment_bytes
 
     @property
     def host_bytes(self) -> float:
@@ -65,7 +64,7 @@ class OptimizerPlan:
     @property
     def master_bytes(self) -> int:
         """Bytes per parameter of the master, in addition to the weight."""
-        return KINDS[self.kind].master_bytes * self.master_weights + 2 * self.fp8_weights
+        return KINDS[self.kind].master_bytes * self.master_weights
 
     @property
     def moment_bytes(self) -> float:
@@ -186,7 +185,7 @@ def step_if(
 
 def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Return a parameter's live optimizer state, allocated if necessary."""
-    if optimizer.state[parameter]:
+    if optimizer.state[parameter].keys() - {WEIGHT}:
         return optimizer.state[parameter]
     if isinstance(optimizer, torch.optim.AdamW):
         optimizer.state[parameter] = {
@@ -222,9 +221,9 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
     return state
 
 
-def has_fp8_weights(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the model has FP8 weights, so that the optimizer stores weights in higher precision."""
-    return any(is_fp8(local(p)) for group in optimizer.param_groups for p in group["params"])
+def has_fp32_masters(optimizer: torch.optim.Optimizer) -> bool:
+    """True if the optimizer stores whole FP32 masters, beside FP8 weights."""
+    return not isinstance(optimizer, (FusedAdamW, torch.optim.AdamW))
 
 
 def master_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
@@ -239,11 +238,14 @@ def master_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | N
 
 @torch.no_grad()
 def set_masters(optimizer: torch.optim.Optimizer, model: nn.Module, shards: dict[str, Tensor]) -> None:
-    """Initialise masters of FP8 weights from `shards`, this rank's unquantized weight shards by name."""
-    for name, parameter in model.named_parameters():
-        state_of(optimizer, parameter)
-        if name in shards:
-            local(master_of(optimizer, parameter)).copy_(shards[name])
+    """Initialize masters of FP8 weights from `shards`, this rank's unquantized weight shards by name."""
+    for name, shard in shards.items():
+        parameter = model.get_parameter(name)
+        if isinstance(optimizer, FusedAdamW):
+            optimizer.initialize_weight(parameter)
+        else:
+            state_of(optimizer, parameter)
+        local(master_of(optimizer, parameter)).copy_(shard)
 
 
 def optimizer_steps(optimizer: torch.optim.Optimizer) -> int:

@@ -12,7 +12,7 @@ from core.errors import UserError, as_flag, bad_setting
 from core.settings import AUTO
 from te_models.build import ModelPlan, count_parameters
 from te_models.families import FAMILIES
-from training.config import Config, config_from_dict, refused_by_zero_3
+from training.config import Config, refused_by_zero_3
 from training.optim.optimizer import OptimizerPlan, moment_warning, plan_optimizer
 from training.parallel import fit, memory, ranks
 from training.parallel.fit import Fit
@@ -152,6 +152,8 @@ def _resolve_mode(
         return "single"
     if mode != "auto":
         return mode
+    if cfg.precision.fp8_weights:
+        return "single"
     unsharded = _plan_step(cfg, device, effective, "ddp")
     mode, why = choose_mode(replace(unsharded, model=_size_of(model)), gpu)
     print_rank0(f"--sharding_mode auto: {mode} ({why})")
@@ -221,7 +223,7 @@ def _choose_by_state(plan: StepPlan, gpu: int, modes: list[str]) -> tuple[str, s
 
 def _gpu_bytes(plan: StepPlan) -> float:
     """Return the bytes per parameter of the training state that GPUs hold."""
-    return plan.optimizer.state_bytes - plan.optimizer.host_bytes
+    return plan.optimizer.state_bytes - plan.optimizer.host_bytes - plan.fp8_share
 
 
 def _on_gpu(plan: StepPlan) -> str:
@@ -253,23 +255,25 @@ def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:
     total = parameters * _gpu_bytes(plan)
     if total / shards <= gpu:
         return
-    ways_out = []
+    ways_out, given = [], ["--fp8_weights"] * plan.fp8_weights
     if plan.optimizer.kind == "fused_adamw":
         smaller = {"--moment_dtype fp8": {"moment_dtypes": ("fp8", "fp8")}}
         if not (plan.gathers_fp8 and plan.cfg.model.use_te):
             smaller["--offload_optimizer"] = {"offload": True}
-        if plan.mode == "single" and _takes_fp8_weights(plan.cfg):
+        if plan.mode == "single" and fit.changed_config(plan.cfg, fit.FP8_WEIGHTS, plan.gpus):
             smaller["--offload_optimizer --fp8_weights"] = {"offload": True, "fp8_weights": True}
         for flag, changes in smaller.items():
             other = replace(plan, optimizer=replace(plan.optimizer, **changes))
             needed = parameters * _gpu_bytes(other) / shards
             if needed <= gpu and _host_holds(other):
                 ways_out.append(f"{flag} needs {needed / 1e9:.1f} GB")
-    room = LAST_ROOM * gpu - memory.accumulated_gradients(replace(plan, mode="fsdp_full"))
-    if room > 0:
-        ways_out.append(f"--sharding_mode fsdp_full needs {math.ceil(total / room)} such GPUs")
+    sharded = replace(plan, mode="fsdp_full", optimizer=replace(plan.optimizer, fp8_weights=False))
+    if (room := LAST_ROOM * gpu - memory.accumulated_gradients(sharded)) > 0:
+        gpus = math.ceil(parameters * _gpu_bytes(sharded) / room)
+        ways_out.append(f"--sharding_mode fsdp_full{_without(given)} needs {gpus} such GPUs")
     torchrun = "torchrun --nproc_per_node=1 train_multi_gpu.py " if plan.mode == "single" else ""
-    ways_out.append(f"{torchrun}--sharding_mode fsdp_offload uses host memory")
+    given = ["--offload_optimizer"] * plan.optimizer.offload + given
+    ways_out.append(f"{torchrun}--sharding_mode fsdp_offload{_without(given)} uses host memory")
     where = "on one GPU" if plan.mode == "single" else f"--sharding_mode {plan.mode}"
     raise UserError(
         f"--model_name {plan.cfg.model.model_name}, {where}: {_on_gpu(plan)} of "
@@ -278,12 +282,8 @@ def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:
     )
 
 
-def _takes_fp8_weights(cfg: Config) -> bool:
-    try:
-        config_from_dict(cfg.to_dict() | {"offload_optimizer": True, "fp8_weights": True})
-    except UserError:
-        return False
-    return True
+def _without(flags: list[str]) -> str:
+    return f" without {' and '.join(flags)}" if flags else ""
 
 
 def _host_holds(plan: StepPlan) -> bool:
@@ -302,17 +302,19 @@ def refuse_small_host(plan: StepPlan) -> None:
         return
     sizes = f"{_host_sizes(needed, room)}; "
     if plan.optimizer.offload:
-        ways_out = []
+        ways_out, flags = [], {"offload_optimizer": True}
         smaller = replace(plan, optimizer=replace(plan.optimizer, moment_dtypes=("fp8", "fp8")))
         if memory.host_needs(smaller) < needed and _host_holds(smaller):
             ways_out.append(f"--moment_dtype fp8 needs {memory.host_needs(smaller) / 1e9:.0f} GB")
+        if plan.fp8_weights:
+            flags["fp8_weights"] = True
+            needed = memory.host_needs(replace(plan, optimizer=replace(plan.optimizer, fp8_weights=False)))
+            ways_out.append(f"dropping --fp8_weights needs {needed / 1e9:.0f} GB")
         if plan.shards < plan.gpus:
             sharded = replace(plan, mode="fsdp_full")
             ways_out.append(f"--sharding_mode fsdp_full needs {memory.host_needs(sharded) / 1e9:.0f} GB")
-        raise bad_setting(
-            f"masters and moments need {sizes}{', or '.join([*ways_out, 'use more nodes, or drop it'])}",
-            offload_optimizer=True,
-        )
+        last = "drop both" if plan.fp8_weights else "use more nodes, or drop it"
+        raise bad_setting(f"masters and moments need {sizes}{', or '.join([*ways_out, last])}", **flags)
     on_gpu = "ds_zero3" if plan.sharding.engine == "deepspeed" else "fsdp_full"
     raise UserError(
         f"--sharding_mode {plan.mode}: weights, gradients, moments and checkpoint saves need {sizes}use more "

@@ -8,8 +8,9 @@ that change numerics or need host memory are only suggested. This module must no
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, groupby
 from typing import Any
 
 from core.errors import EXIT_BAD_SETTING, UserError, bad_setting, counted
@@ -31,8 +32,10 @@ TIE = 1.001  # step times are as good as equal up to this ratio
 LARGEST_BATCH = 64  # sequences of a micro-batch that `auto` chooses
 # Warn if a prediction exceeds the GPU's memory by this factor. Predictions are within 4 % of recorded peaks.
 CLEARLY_ABOVE = 1.1
+Settings = dict[str, dict[str, Any]]  # by flags
+FP8_WEIGHTS = {"offload_optimizer": True, "fp8_weights": True}
 # Flags that reduce memory and change numerics or need host memory, and their settings.
-MEMORY_SAVING: dict[str, dict[str, Any]] = {
+MEMORY_SAVING: Settings = {
     "--recompute layer --offload_activations": {
         "recompute": "layer",
         "gradient_checkpointing": False,
@@ -40,7 +43,7 @@ MEMORY_SAVING: dict[str, dict[str, Any]] = {
     },
     "--moment_dtype fp8": {"moment_dtype": "fp8"},
     "--offload_optimizer": {"offload_optimizer": True},
-    "--fp8_weights": {"fp8_weights": True},  # with the former
+    "--offload_optimizer --fp8_weights": FP8_WEIGHTS,
     "--grad_reduce_dtype bf16": {"grad_reduce_dtype": "bf16"},
 }
 MOST_GPUS = 4096  # that advice names
@@ -111,8 +114,7 @@ def check_launch(cfg: Config, ranks: int) -> None:
     """Raise UserError for a batch, FP8 weights or an exchange that this number of devices rules out."""
     allowed_batches(cfg.optim, ranks)
     if ranks > 1 and cfg.precision.fp8_weights:
-        reason = "only on one GPU; drop it, or use --sharding_mode fsdp_full --fp8_all_gather"
-        raise bad_setting(reason, fp8_weights=True)
+        raise bad_setting(f"only on one GPU, here {counted(ranks, 'rank')}; drop it", fp8_weights=True)
     if ranks == 1 and cfg.sharding.grad_reduce_dtype == "fp8":
         raise bad_setting(
             "one device exchanges no gradients; use bf16, the dtype of its sums over micro-batches, also to "
@@ -321,8 +323,9 @@ def refit(found: Fit, changes: dict[str, Any], gpus: int = 0, mode: str = "") ->
     from training.optim.optimizer import plan_optimizer  # imports torch
 
     plan, mode = found.request, mode or found.request.mode
+    if not (cfg := changed_config(plan.cfg, changes, gpus or plan.gpus)):
+        return None
     try:
-        cfg = config_from_dict(plan.cfg.to_dict() | changes)
         home, offload = MODES[mode].master_home, cfg.sharding.offload_optimizer
         optimizer = plan_optimizer(cfg.precision, on_gpu=True, master_home=home, offload=offload)
         changed = replace(plan, cfg=cfg, optimizer=optimizer, mode=mode)
@@ -333,10 +336,36 @@ def refit(found: Fit, changes: dict[str, Any], gpus: int = 0, mode: str = "") ->
         return None
 
 
+def changed_config(cfg: Config, changes: dict[str, Any], ranks: int) -> Config | None:
+    """Return other settings; None if they are refused on this number of ranks."""
+    try:
+        changed = config_from_dict(cfg.to_dict() | changes)
+        check_launch(changed, ranks)
+    except UserError:
+        return None
+    return changed
+
+
+def contained(flags: str, table: Settings) -> list[str]:
+    """Return the keys of a table whose settings are among those of the key `flags`, itself included."""
+    return [other for other, settings in table.items() if settings.items() <= table[flags].items()]
+
+
+def fewest_first(table: Settings) -> Iterator[list[tuple[str, ...]]]:
+    """Yield the combinations of a table's keys in groups, those with the fewest flags first."""
+
+    def number(keys: tuple[str, ...]) -> int:
+        return sum(len(contained(key, table)) for key in keys)
+
+    keys = [each for count in range(1, len(table) + 1) for each in combinations(table, count)]
+    for _, group in groupby(sorted(keys, key=number), number):
+        yield list(group)
+
+
 def _smaller_settings(found: Fit) -> list[str]:
-    for count in range(1, len(MEMORY_SAVING) + 1):
+    for group in fewest_first(MEMORY_SAVING):
         ways = []
-        for flags in combinations(MEMORY_SAVING, count):
+        for flags in group:
             changes = {name: value for flag in flags for name, value in MEMORY_SAVING[flag].items()}
             if not (other := refit(found, changes)) or not other.fits:
                 continue
@@ -374,8 +403,9 @@ def _smaller_steps(found: Fit) -> list[str]:
 def _more_gpus(found: Fit) -> list[str]:
     plan, given = found.request, found.request.cfg.optim.global_batch_size
     mode = "fsdp_full" if plan.mode in ("single", "ddp", "fsdp_grad", "hsdp") else plan.mode
-    changes: dict[str, Any] = {"hsdp_shard_size": None}
-    without = " without --hsdp_shard_size" if plan.cfg.sharding.hsdp_shard_size else ""
+    changes: dict[str, Any] = {"hsdp_shard_size": None, "fp8_weights": False}
+    dropped = [name for name in changes if plan.cfg.to_dict()[name]]
+    without = f" without --{dropped[0]}" if dropped else ""
     gpus = plan.gpus
     while (gpus := 2 * gpus) <= MOST_GPUS:
         larger = ""

@@ -46,8 +46,7 @@ def state(plan: StepPlan) -> dict[str, float]:
         # FP8 weights and FP32 masters take 1 + 4 bytes, BF16 weights and 16-bit remainders 2 + 2.
         weights -= plan.model.gemm_weights / plan.shards
         masters += 2 * plan.model.gemm_weights / plan.shards
-    if plan.fp8_weights:
-        weights -= plan.model.gemm_weights
+    weights -= plan.fp8_share * parameters
     if optimizer.offload:  # its buffers exist only in the step, when the memory of activations is free
         masters = moments = 0.0
     return {"weights": weights, "master weights": masters, "moments": moments * shard}
@@ -137,13 +136,13 @@ def _logits_fp8(plan: StepPlan) -> float:
 def host_bytes(plan: StepPlan) -> tuple[float, int]:
     """Return host memory of offloading in bytes per parameter: (always, additionally during a save).
 
-    --offload_optimizer keeps masters and moments, once for every copy of the model's state over all nodes.
-    DeepSpeed keeps FP32 masters, gradients and moments, and BF16 weights and gradients; with accumulation the
-    latter are FP32 too. A save copies masters and moments. FSDP2 keeps weights, gradients and moments; a save
-    splits FP32 weights into two 16-bit halves.
+    --offload_optimizer keeps masters and moments (--fp8_weights: and BF16 weights), once for every copy of
+    the model's state over all nodes. DeepSpeed keeps FP32 masters, gradients and moments, and BF16 weights
+    and gradients; with accumulation the latter are FP32 too. A save copies masters and moments. FSDP2 keeps
+    weights, gradients and moments; a save splits FP32 weights into two 16-bit halves.
     """
     if plan.optimizer.offload:
-        return plan.optimizer.host_bytes * plan.gpus / plan.shards, 0
+        return (plan.optimizer.host_bytes + 2 * plan.fp8_share) * plan.gpus / plan.shards, 0
     if plan.sharding.engine == "deepspeed":
         return 20 + 2 * (plan.accumulation > 1), 12
     return plan.optimizer.state_bytes, 4
@@ -172,6 +171,8 @@ def host_room(plan: StepPlan) -> float:
 def at_loss(plan: StepPlan) -> dict[str, float]:
     """Return the bytes by part when the loss is computed, before backward."""
     copies = fp8_copies(plan) * plan.keeps_fp8_weights * plan.share_of("none")
+    if plan.fp8_weights and plan.cfg.log.fp8_stats_interval:
+        copies = fp8_copies(plan)  # in steps with statistics, TE transposes FP8 weights already in forward
     return state(plan) | {
         "gradients": accumulated_gradients(plan),
         "FP8 weight copies": copies,

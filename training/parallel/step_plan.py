@@ -132,6 +132,11 @@ class StepPlan:
         return self.optimizer.fp8_weights
 
     @property
+    def fp8_share(self) -> float:
+        """Fraction of the parameters that are FP8 weights."""
+        return self.model.gemm_weights / self.model.parameters if self.fp8_weights else 0.0
+
+    @property
     def caches_fp8_weights(self) -> bool:
         """True if layers that are not recomputed cast their weights to FP8 once per step."""
         cfg = self.cfg

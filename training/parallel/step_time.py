@@ -149,10 +149,11 @@ def _cast_bytes(job: StepPlan) -> float:
     if job.caches_fp8_weights:
         casts /= job.accumulation
     again = 2.0 if job.cfg.model.use_te and not job.fsdp else 1.5
-    weights = job.model.gemm_weights * (casts * stored + again * (1 - stored))
-    if job.fp8_weights:  # backward transposes them: a byte is read and one written
-        return costs_of(job.recipe).cast_bytes * values + 2 * job.model.gemm_weights
-    return costs_of(job.recipe).cast_bytes * (values + weights) * job.fp8_layers
+    per_weight = costs_of(job.recipe).cast_bytes * (casts * stored + again * (1 - stored))
+    if job.fp8_weights:
+        per_weight = 2.0  # backward transposes them: a byte is read and one written
+    moved = costs_of(job.recipe).cast_bytes * values + per_weight * job.model.gemm_weights
+    return moved * job.fp8_layers
 
 
 def adam_bytes(job: StepPlan) -> float:
@@ -168,7 +169,8 @@ def _optimizer_seconds(job: StepPlan, gpu: Gpu) -> float:
     fused = job.optimizer.kind == "fused_adamw" and not (job.gathers_fp8 and job.cfg.model.use_te)
     bandwidth = gpu.memory_bandwidth * (ADAM_SHARE if fused else TE_ADAM_SHARE)
     gradient_norm = 2 * parameters / (gpu.memory_bandwidth * BANDWIDTH_SHARE)
-    per_parameter = max(adam_bytes(job) / bandwidth, job.optimizer.host_bytes / PCIE_BANDWIDTH)
+    host_bytes = job.optimizer.host_bytes + 2 * job.fp8_share
+    per_parameter = max(adam_bytes(job) / bandwidth, host_bytes / PCIE_BANDWIDTH)
     return per_parameter * parameters + gradient_norm
 
 

@@ -137,13 +137,18 @@ def scale_gradients(model: nn.Module, factor: float) -> None:
 
 @torch.no_grad()
 def restore_scaling(model: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Copy a checkpoint's scales and amax histories into TE's. UserError if the names differ."""
+    """Copy a checkpoint's scales and amax histories into TE's. UserError if the names differ.
+
+    Those that its run did not use, of FP8 weights, keep their calibrated values.
+    """
     state = scaling_state(model)
     if saved and saved.keys() != state.keys():
         message = "--resume: the checkpoint's FP8 scaling state belongs to another model or TE version"
         raise UserError(message, flags=("resume",), exit_code=EXIT_BAD_SETTING)
     for name, tensor in saved.items():
-        state[name].copy_(tensor)
+        module, live = name.rpartition(".")[0], state[name]
+        used = (saved[f"{module}.scale"] != 1) | saved[f"{module}.amax_history"].any(0)
+        live.copy_(torch.where(used.to(live.device), tensor.to(live.device), live))
 
 
 @contextmanager

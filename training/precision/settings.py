@@ -48,7 +48,7 @@ class PrecisionConfig(Section):
         "fp32",
         "Adam's moments: fp32 (8 bytes a parameter), bf16, fp16 (4) or fp8 (2), or FIRST,SECOND (fp8,fp16)",
     )
-    fp8_weights: bool = setting(
+    fp8_weights: bool = resumable(
         False,
         "hold linear weights in FP8 only, with FP32 masters in host memory (one GPU; --offload_optimizer)",
     )

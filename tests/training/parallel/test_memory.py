@@ -32,6 +32,11 @@ def plan_of(billions, mode="ddp", *, gpus=8, gpus_per_node=8, optimizer=FUSED, *
     return StepPlan(cfg, ModelSize(int(billions * 1e9)), optimizer, mode, gpus, gpus_per_node)
 
 
+SHAPE_8B = ModelShape(4096, 32, 32, 8, 128, 14_336, 128_256)
+SINGLE_8B = plan_of(8.03, "single", gpus=1, use_te=True, mixed_precision="fp8")
+SINGLE_8B = replace(SINGLE_8B, model=replace(SINGLE_8B.model, shape=SHAPE_8B))
+
+
 def host(monkeypatch, room):
     monkeypatch.setattr(memory, "host_room", lambda plan: room)
 
@@ -129,9 +134,16 @@ ADAM = OptimizerPlan("zero_adamw", torch.bfloat16, True, ("fp32", "fp32"))
             "--sharding_mode fsdp_full needs 2",
         ),
         (
-            plan_of(8.0, "single", gpus=1, use_te=True, mixed_precision="fp8"),
+            replace(SINGLE_8B, optimizer=OFFLOADED),
             30e9,
-            "has 30.0 GB: --offload_optimizer --fp8_weights needs 24.0 GB, or --sharding_mode fsdp_full",
+            "has 30.0 GB: --offload_optimizer --fp8_weights needs 25.1 GB, or --sharding_mode fsdp_full "
+            "needs 2 such GPUs, or torchrun .* fsdp_offload without --offload_optimizer uses",
+        ),
+        (
+            replace(SINGLE_8B, optimizer=replace(OFFLOADED, fp8_weights=True)),
+            20e9,
+            "has 20.0 GB: --sharding_mode fsdp_full without --fp8_weights needs 3 such GPUs, or torchrun .* "
+            "fsdp_offload without --offload_optimizer and --fp8_weights uses",
         ),
         # Its state would be FP8 weights' and TE's.
         (
@@ -194,7 +206,7 @@ def test_a_host_too_small_for_activations_is_refused(monkeypatch):
     """Llama 3.1 8B: inputs and attention outputs of 2**30 bytes each in 32 layers."""
     flags = {"use_te": True, "offload_activations": True, "max_seq_length": 131072, "batch_size": 1}
     plan = plan_of(8.0, "single", gpus=1, recompute="layer", **flags)
-    plan = replace(plan, model=replace(plan.model, shape=ModelShape(4096, 32, 32, 8, 128, 14_336, 128_256)))
+    plan = replace(plan, model=replace(plan.model, shape=SHAPE_8B))
     host(monkeypatch, 64 * 2**30)
     choose.refuse_activations(plan)
     host(monkeypatch, 64 * 2**30 - 1)

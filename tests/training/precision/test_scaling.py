@@ -60,6 +60,18 @@ def test_scaling_state_is_found_frozen_and_restored():
         restore_scaling(model, {"a.scaling_fwd.scale": torch.ones(3)})
 
 
+def test_tensors_that_the_saved_run_did_not_scale_keep_their_calibrated_values():
+    model = torch.nn.ModuleDict({"a": Scaled()})
+    saved = {name: torch.rand_like(tensor) for name, tensor in values(model).items()}
+    saved["a.scaling_fwd.scale"][1] = 1.0
+    saved["a.scaling_fwd.amax_history"][:, 1] = 0.0
+    saved["a.scaling_bwd.scale"][2] = 1.0  # but an amax is recorded
+    restore_scaling(model, saved)
+    saved["a.scaling_fwd.scale"][1] = 8.0
+    saved["a.scaling_fwd.amax_history"][:, 1] = 2.0
+    assert same(values(model), saved)
+
+
 def test_scrub_clears_non_finite_amaxes_and_gradient_scaling_changes_backward_only():
     model = Scaled()
     history = model.fp8_meta["scaling_fwd"].amax_history
