@@ -75,8 +75,9 @@ def test_training_commands_parse(command):
 
 
 def test_flags_for_other_models_parse():
-    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
-    command = re.search(r"^```\n(python .*?)^```", page, re.MULTILINE | re.DOTALL)[1].replace("\\\n", "")
+    readme, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/models.md"))
+    command = re.search(r"^```\n(python train_fp8.py --model_name .*?)^```", readme, re.MULTILINE | re.DOTALL)
+    command = command[1].replace("\\\n", "")
     rows = re.findall(r"^\| (.*?) \| `(--model_name .*?)` \|$", page, re.MULTILINE)
     assert len(rows) == 6
     for kind, flags in rows:
