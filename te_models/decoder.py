@@ -9,7 +9,6 @@ final norm always run in BF16, and so does the LM head unless `fp8_lm_head` is s
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -147,26 +146,6 @@ class TECausalLM(nn.Module):
             for module in layer.modules():
                 if level == "none" and hasattr(type(module), "is_fsdp2"):
                     module._is_fsdp2 = False  # TE's cached answer to "is this module sharded?"
-
-    @torch.no_grad()
-    def quantize_weights(self) -> dict[str, Tensor]:
-        """Quantize the loaded, sharded GEMM weights to FP8 by `weight_recipe`.
-
-        Return this rank's high-precision shards by name, to initialize the master weights. Every quantized
-        parameter becomes a new object. Collective, because the shards of a weight share a scale.
-        """
-        original = {}
-        for prefix, module in self.named_modules():
-            if not getattr(module, "primary_weights_in_fp8", False):
-                continue
-            for name, init in module.param_init_meta.items():
-                if init.fp8_meta_index is not None:
-                    original[f"{prefix}.{name}"] = module.get_parameter(name).to_local().clone()
-                # TE quantizes in reset_parameters(), after an initialization that must keep the values.
-                keep_values = replace(init, init_fn=lambda tensor: None, get_rng_state_tracker=None)
-                module.param_init_meta[name] = keep_values
-            module.reset_parameters()
-        return original
 
     def forward(
         self,

@@ -1,16 +1,22 @@
-"""GEMM weights of TE layers that the GPU holds in FP8 only; the optimizer has them in higher precision."""
+"""GEMM weights of native TE layers that the GPU holds in FP8 only: whole, or in FSDP2's shards.
+
+The optimizer holds them in higher precision.
+"""
 
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 
 @torch.no_grad()
-def store_in_fp8(model: nn.Module) -> dict[str, Tensor]:
-    """Replace the GEMM weights of native TE layers by FP8 tensors; return the original weights by name.
+def quantize_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Quantize the loaded GEMM weights to FP8. Return the original weights by name.
+
+    Every quantized parameter becomes a new object.
 
     Every weight has the scale of its own largest value, also under delayed scaling, so that its FP8 values
     depend on nothing else. Only the layout of forward is stored: TE transposes weights in backward, and each
@@ -44,3 +50,24 @@ def _free_transposes_after_backward(layer: nn.Module, inputs: tuple[Tensor, ...]
 
     if inputs[0].requires_grad:
         inputs[0].register_hook(free)
+
+
+@torch.no_grad()
+def quantize_shards(model: nn.Module) -> dict[str, Tensor]:
+    """Quantize the loaded, sharded GEMM weights to FP8 by the recipe with which the model was built.
+
+    Return this rank's high-precision shards by name, to initialize the master weights. Every quantized
+    parameter becomes a new object. Collective, because the shards of a weight share a scale.
+    """
+    original = {}
+    for prefix, module in model.named_modules():
+        if not getattr(module, "primary_weights_in_fp8", False):
+            continue
+        for name, init in module.param_init_meta.items():
+            if init.fp8_meta_index is not None:
+                original[f"{prefix}.{name}"] = module.get_parameter(name).to_local().clone()
+            # TE quantizes in reset_parameters(), after an initialization that must keep the values.
+            keep_values = replace(init, init_fn=lambda tensor: None, get_rng_state_tracker=None)
+            module.param_init_meta[name] = keep_values
+        module.reset_parameters()
+    return original

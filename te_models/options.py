@@ -21,7 +21,7 @@ class NativeOptions:
     cache_fp8_weights: bool = False
     fuse_gradient_sums: bool = False  # wgrad GEMMs accumulate in `main_grad`: `training.optim.accumulation`
     kernels: Kernels = DEFAULT_KERNELS  # selected by `training.kernels`
-    weight_recipe: Any = None  # recipe of FP8 primary weights, quantized by `TECausalLM.quantize_weights`
+    weight_recipe: Any = None  # recipe of FP8 primary weights, see `fp8_weights.quantize_shards`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +13,10 @@ from torch import nn
 from core.recipes import TORCHAO_RECIPES
 from data.collate import round_up
 from te_models.build import build_model
-from te_models.fp8_weights import store_in_fp8
+from te_models.fp8_weights import quantize_shards, quantize_weights
 from te_models.options import BuildOptions, NativeOptions
 from training.config import Config
 from training.optim import optimizer as optim
-from training.optim.optimizer import OptimizerPlan
-from training.parallel.strategies import Strategy
 from training.precision import precision_map, torchao_fp8
 from training.precision.fp8_stats import Fp8Stats
 from training.precision.recipes import Precision, build_autocast
@@ -32,7 +30,6 @@ class Assembly:
     model: nn.Module  # without the strategy's wrapper; saved and exported
     wrapped: nn.Module  # called by the training loop
     optimizer: torch.optim.Optimizer
-    optimizer_plan: OptimizerPlan
     parameters: int  # parameter count of the unsharded model
     autocast: Callable[[], AbstractContextManager]
     fp8_stats: Fp8Stats  # inactive without --fp8_stats_interval
@@ -42,17 +39,12 @@ def assemble(job: Job) -> Assembly:
     """Build and shard the model, load or initialize its weights, and build the optimizer. Collective."""
     cfg, precision, strategy = job.cfg, job.resolved.precision, job.strategy
     torchao = precision.effective in TORCHAO_RECIPES
-    # With --fp8_all_gather, TE stores weights in FP8; torchao casts them just before the all-gather.
-    fp8_gather = cfg.sharding.fp8_all_gather and strategy.shards_weights
-    fp8_shards = fp8_gather and not torchao
-    optimizer_plan = job.optimizer_plan
-    if fp8_shards:
-        optimizer_plan = replace(optimizer_plan, kind="te_fused_adam")
+    plan = job.fit.plan
     compute = torch.float32 if cfg.precision.mixed_precision == "fp32" else torch.bfloat16
-    dtypes = {"parameter_dtype": optimizer_plan.parameter_dtype, "compute_dtype": compute}
+    dtypes = {"parameter_dtype": plan.optimizer.parameter_dtype, "compute_dtype": compute}
 
     fp8_stats = Fp8Stats(cfg, precision, job.folder)  # TE inspects only modules built after this
-    model = _build_model(job, optimizer_plan, dtypes, fp8_gather=fp8_gather)
+    model = _build_model(job, dtypes)
     # A phase of its own, so that the watchdog can name ranks that are still loading weights.
     job.watchdog.starting("building the optimizer")
     precision_map.apply(model, precision, fp8_attention=cfg.precision.fp8_attention)
@@ -60,14 +52,15 @@ def assemble(job: Job) -> Assembly:
     strategy.reshard(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
 
-    originals = model.quantize_weights() if fp8_shards else {}
-    if optimizer_plan.fp8_weights:
-        originals = store_in_fp8(model)
-    optimizer = optim.build_optimizer(model, cfg.optim, optimizer_plan)
-    if originals:
-        optim.set_masters(optimizer, model, originals)
-        originals.clear()
-    elif fp8_gather:
+    originals = {}
+    if plan.optimizer.kind == "te_fused_adam":
+        originals = quantize_shards(model)
+    elif plan.optimizer.fp8_weights:
+        originals = quantize_weights(model)
+    optimizer = optim.build_optimizer(model, cfg.optim, plan.optimizer)
+    optim.set_masters(optimizer, model, originals)
+    originals.clear()
+    if plan.gathers_fp8 and torchao:
         torchao_fp8.refresh_scales_after_steps(model, optimizer)
     if job.total_steps and strategy.master_home != "zero":
         optim.allocate_state(optimizer, model)  # now, so that what fits in the first step fits in the second
@@ -75,13 +68,11 @@ def assemble(job: Job) -> Assembly:
     autocast = build_autocast(
         precision, device=strategy.device, parameter_dtype=strategy.forward_dtype(**dtypes)
     )
-    return Assembly(model, wrapped, optimizer, optimizer_plan, parameters, autocast, fp8_stats)
+    return Assembly(model, wrapped, optimizer, parameters, autocast, fp8_stats)
 
 
-def _build_model(
-    job: Job, optimizer_plan: OptimizerPlan, dtypes: dict[str, torch.dtype], *, fp8_gather: bool
-) -> nn.Module:
-    cfg, precision, strategy = job.cfg, job.resolved.precision, job.strategy
+def _build_model(job: Job, dtypes: dict[str, torch.dtype]) -> nn.Module:
+    cfg, precision, strategy, plan = job.cfg, job.resolved.precision, job.strategy, job.fit.plan
     torchao = precision.effective in TORCHAO_RECIPES
     options = BuildOptions(
         te_backend=precision.te_backend,
@@ -98,27 +89,15 @@ def _build_model(
         shard=(lambda model: strategy.shard(model, **dtypes)) if strategy.shards_weights else None,
         parameter_device=torch.device("cpu") if strategy.master_home == "cpu" else strategy.device,
         native=NativeOptions(
-            cache_fp8_weights=_caches_fp8_weights(cfg, precision, strategy),
-            fuse_gradient_sums=strategy.fuses_wgrad_accumulation(optimizer_plan.kind),
+            cache_fp8_weights=precision.fp8 and plan.caches_fp8_weights,
+            fuse_gradient_sums=strategy.fuses_wgrad_accumulation(plan.optimizer.kind),
             kernels=job.kernels,
-            weight_recipe=precision.recipe if fp8_gather and not torchao else None,
+            weight_recipe=precision.recipe if plan.gathers_fp8 and not torchao else None,
         ),
-        convert=(lambda model: _convert(model, cfg, precision, fp8_gather)) if torchao else None,
+        convert=(lambda model: _convert(model, cfg, precision, plan.gathers_fp8)) if torchao else None,
         compile_layers=compiles_layers(cfg, strategy),
     )
     return build_model(job.resolved.plan, options)
-
-
-def _caches_fp8_weights(cfg: Config, precision: Precision, strategy: Strategy) -> bool:
-    """True if weights of layers that are not recomputed are cast to FP8 once per step."""
-    return (
-        cfg.precision.fp8_weight_cache
-        and not cfg.sharding.fp8_all_gather  # weights are stored in FP8
-        and not cfg.precision.fp8_weights
-        and precision.fp8
-        and strategy.accumulates
-        and strategy.keeps_weights_gathered
-    )
 
 
 def _convert(model: Any, cfg: Config, precision: Precision, fp8_gather: bool) -> None:

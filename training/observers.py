@@ -152,7 +152,7 @@ def open_environment(job: Job, assembly: Assembly, *, takes_steps: bool) -> dict
     environment = {
         **describe_environment(),
         **job.resolved.precision.as_dict(),
-        "optimizer": assembly.optimizer_plan.describe(),
+        "optimizer": job.fit.plan.optimizer.describe(),
         "sharding_mode": strategy.mode,
         "fit": job.fit.describe(),
         "world_size": strategy.world_size,

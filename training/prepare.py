@@ -34,7 +34,6 @@ from training.checkpoint.run_folder import check_shared, discarded_if_refused, o
 from training.checkpoint.store import Checkpoints
 from training.config import Config, settings_path
 from training.kernels import Workload, enable_kernels
-from training.optim.optimizer import OptimizerPlan
 from training.parallel import ranks
 from training.parallel.choose import choose_strategy
 from training.parallel.fit import Fit
@@ -59,7 +58,6 @@ class Job:
     resolved: Resolved
     kernels: Kernels
     strategy: Strategy
-    optimizer_plan: OptimizerPlan
     fit: Fit
     folder: Path
     new_folder: bool  # created by this launch
@@ -86,7 +84,7 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
 
     `cleanup` releases the run folder's lock and disables the kernels. UserError if the run cannot start.
     """
-    resolved, kernels, strategy, optimizer_plan, fit = _decide(cfg, device, watchdog, cleanup)
+    resolved, kernels, strategy, fit = _decide(cfg, device, watchdog, cleanup)
     cfg = strategy.cfg
     folder, is_new = watchdog.run_on_rank0(
         "opening the run folder", lambda: _open_folder(cfg, resolved, cleanup)
@@ -121,7 +119,6 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
         resolved=resolved,
         kernels=kernels,
         strategy=strategy,
-        optimizer_plan=optimizer_plan,
         fit=fit,
         folder=folder,
         new_folder=is_new,
@@ -136,7 +133,7 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
 
 def _decide(
     cfg: Config, device: torch.device, watchdog: Watchdog, cleanup: ExitStack
-) -> tuple[Resolved, Kernels, Strategy, OptimizerPlan, Fit]:
+) -> tuple[Resolved, Kernels, Strategy, Fit]:
     """Choose precision, model, kernels, sharding, micro-batch and optimizer. Enables kernels. Collective."""
     watchdog.starting("comparing settings")
     ranks.agree("the settings", cfg.to_dict())
@@ -148,11 +145,11 @@ def _decide(
     watchdog.starting("testing kernels")
     kernels = enable_kernels(Workload(cfg, resolved.precision, resolved.shape, device), cleanup)
     watchdog.starting("choosing how to shard")
-    strategy, optimizer_plan, fit = choose_strategy(cfg, resolved.plan, device, resolved.precision.effective)
+    strategy, fit = choose_strategy(cfg, resolved.plan, device, resolved.precision.effective)
     compiles = compiles_layers(cfg, strategy)
     ranks.run_on_all_ranks(lambda: fp8_stats.check(cfg, resolved.precision, compiles=compiles))
     ranks.run_on_all_ranks(lambda: profiling.check(cfg.log.profile_steps, device))
-    return resolved, kernels, strategy, optimizer_plan, fit
+    return resolved, kernels, strategy, fit
 
 
 def compiles_layers(cfg: Config, strategy: Strategy) -> bool:

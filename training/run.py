@@ -160,7 +160,7 @@ def _report_model(job: Job, assembly: Assembly) -> None:
     print_rank0(
         f"{resolved.plan.name}: {assembly.parameters / 1e6:,.1f} M parameters, {kind} layers, on {where}"
     )
-    print_rank0(f"precision {resolved.precision.describe()}; {assembly.optimizer_plan.describe()}")
+    print_rank0(f"precision {resolved.precision.describe()}; {job.fit.plan.optimizer.describe()}")
 
 
 def restore(job: Job, assembly: Assembly) -> tuple[RunState, Scaling, bool]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,8 +113,8 @@ def build_job(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int) -> tuple[
     check_launch(cfg, gpus)
     model, mode, memory = read_model(cfg.model.model_name), cfg.sharding.mode, int(gpu.memory_gb * 1e9)
     refuse_what_training_refuses(cfg, model)
-    optimizer = partial(plan_optimizer, cfg.precision, on_gpu=True, offload=cfg.sharding.offload_optimizer)
-    job = StepPlan(cfg, model.size, optimizer(), "single", gpus, min(gpus, gpus_per_node))
+    optimizer = plan_optimizer(cfg, "single", on_gpu=True)
+    job = StepPlan(cfg, model.size, optimizer, "single", gpus, min(gpus, gpus_per_node))
     if mode == "auto":
         mode = "single" if gpus == 1 else choose_mode(job, memory)[0]
     elif gpus == 1 and not MODES[mode].offload:
@@ -124,8 +123,7 @@ def build_job(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int) -> tuple[
     if MODES[mode].in_groups:
         hsdp_shard_size(cfg, gpus, job.gpus_per_node)  # UserError if it does not divide the GPUs
     try:
-        home = MODES[mode].master_home
-        job = replace(job, optimizer=optimizer(master_home=home))
+        job = replace(job, optimizer=plan_optimizer(cfg, mode, on_gpu=True))
     except UserError as error:
         refusal = f"--sharding_mode {mode}: {error}"
         if cfg.sharding.mode != "auto":

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from te_models.fp8_weights import store_in_fp8
+from te_models.fp8_weights import quantize_weights
 from tests.gpu.models import batch, build, plan
 from tests.gpu.test_offload import assert_same_bits, checkpoint
 from tests.gpu.test_run import SMALL, losses, train
@@ -20,7 +20,7 @@ def test_losses_and_gradients_are_those_of_weights_cast_in_every_pass(recompute,
     autocast, found = fp8("current")[1], {}
     for stored in (False, True):
         model = build(plan(layers=4), use_te=True, packed=False, recompute=recompute)
-        originals = store_in_fp8(model) if stored else {}
+        originals = quantize_weights(model) if stored else {}
         assert len(originals) == 16 * stored
         for name, weight in originals.items():
             assert model.get_parameter(name)._data.nbytes == weight.nbytes / 2

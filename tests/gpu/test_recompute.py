@@ -185,7 +185,7 @@ def test_levels_keep_the_predicted_memory(name):
         vocab_size=2048,
     )
     size = ModelSize(10**8, shape)
-    job = StepPlan(cfg, size, plan_optimizer(cfg.precision, on_gpu=True), "single", 1, 1)
+    job = StepPlan(cfg, size, plan_optimizer(cfg, "single", on_gpu=True), "single", 1, 1)
     for level in RECOMPUTE_LEVELS:
         more = kept[level] - kept["full"]
         predicted = LAYERS * (kept_activations(job, level) - kept_activations(job, "full"))

@@ -10,17 +10,19 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from core.errors import bad_setting
+from training.config import Config
 from training.optim import moments
 from training.optim.adamw import FusedAdamW, local
 from training.optim.offload import WEIGHT
 from training.optim.settings import OptimConfig
-from training.precision.settings import PrecisionConfig, parse_moment_dtype
+from training.parallel.settings import MODES
+from training.precision.settings import parse_moment_dtype
 
 
 class Kind(NamedTuple):
@@ -49,7 +51,7 @@ class OptimizerPlan:
     master_weights: bool
     moment_dtypes: tuple[str, str]  # keys of moments.FORMATS
     offload: bool = False  # masters and moments are in host memory
-    fp8_weights: bool = False  # linear weights are in FP8, and in BF16 in host memory
+    fp8_weights: bool = False  # linear weights are in FP8; if offloaded, in host memory also in BF16
 
     @property
     def state_bytes(self) -> float:
@@ -99,23 +101,19 @@ def moment_warning(plan: OptimizerPlan, beta2: float) -> str | None:
     )
 
 
-def plan_optimizer(
-    cfg: PrecisionConfig,
-    *,
-    on_gpu: bool,
-    master_home: Literal["device", "cpu", "zero"] = "device",
-    offload: bool = False,
-) -> OptimizerPlan:
-    """Choose optimizer and parameter dtype. UserError for dtypes that the optimizer does not support.
+def plan_optimizer(cfg: Config, mode: str, *, on_gpu: bool) -> OptimizerPlan:
+    """Choose the optimizer, and the dtypes of weights and moments, for a sharding mode.
 
-    `master_home` is the location of FP32 weights: the device, the host of a GPU, or DeepSpeed's ZeRO.
-    `offload` keeps the state of an optimizer that steps on the device in host memory.
+    UserError for dtypes that the optimizer does not support.
     """
-    stored = parse_moment_dtype(cfg.moment_dtype)
-    masters = cfg.master_weights == "fp32"
-    full = cfg.mixed_precision == "fp32"
+    precision, master_home = cfg.precision, MODES[mode].master_home
+    stored = parse_moment_dtype(precision.moment_dtype)
+    masters, full = precision.master_weights == "fp32", precision.mixed_precision == "fp32"
+    offload = cfg.sharding.offload_optimizer and master_home == "device"
     if on_gpu and not full and master_home == "device":
-        return OptimizerPlan("fused_adamw", torch.bfloat16, masters, stored, offload, cfg.fp8_weights)
+        if cfg.sharding.fp8_all_gather and cfg.model.use_te and MODES[mode].engine == "fsdp":
+            return OptimizerPlan("te_fused_adam", torch.bfloat16, True, stored, fp8_weights=True)
+        return OptimizerPlan("fused_adamw", torch.bfloat16, masters, stored, offload, precision.fp8_weights)
     if master_home == "zero":
         if not masters:
             raise bad_setting(
@@ -124,20 +122,19 @@ def plan_optimizer(
         if stored != ("fp32", "fp32"):
             raise bad_setting(
                 "DeepSpeed keeps FP32 moments; drop it, or use another --sharding_mode",
-                moment_dtype=cfg.moment_dtype,
+                moment_dtype=precision.moment_dtype,
             )
         return OptimizerPlan("zero_adamw", torch.float32 if full else torch.bfloat16, True, stored)
     dtype = torch.float32 if masters or full else torch.bfloat16
     same = stored == (("fp32", "fp32") if dtype == torch.float32 else ("bf16", "bf16"))
-    if on_gpu and offload and same and master_home == "device":
+    if on_gpu and offload and same:
         raise bad_setting(
             "torch's AdamW steps FP32 weights with FP32 moments, and keeps its state on the GPU; use "
             "--mixed_precision bf16, or --moment_dtype fp8 or fp16, or drop it",
             offload_optimizer=True,
         )
-    offload = offload and not same and master_home == "device"
     kind = "torch_adamw" if same else "plain_adamw"
-    return OptimizerPlan(kind, dtype, dtype == torch.float32, stored, offload)
+    return OptimizerPlan(kind, dtype, dtype == torch.float32, stored, offload and not same)
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:

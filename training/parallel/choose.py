@@ -13,7 +13,7 @@ from core.settings import AUTO
 from te_models.build import ModelPlan, count_parameters
 from te_models.families import FAMILIES
 from training.config import Config, refused_by_zero_3
-from training.optim.optimizer import OptimizerPlan, moment_warning, plan_optimizer
+from training.optim.optimizer import moment_warning, plan_optimizer
 from training.parallel import fit, memory, ranks
 from training.parallel.fit import Fit
 from training.parallel.ranks import print_rank0
@@ -36,7 +36,7 @@ ROOM_ON_ONE_GPU = 0.9  # sharding cannot help there; an 8B trains with 80 % of a
 
 def choose_strategy(
     cfg: Config, model: ModelPlan, device: torch.device, effective: str
-) -> tuple[Strategy, OptimizerPlan, Fit]:
+) -> tuple[Strategy, Fit]:
     """Choose and build the strategy; choose optimizer and micro-batch, the same on every rank. Collective.
 
     `effective` is the precision that runs, also after a fallback. The strategy's settings have numbers in
@@ -54,13 +54,13 @@ def choose_strategy(
     if strategy.steps_on_cpu:
         threads = ranks.use_cores()
         print_rank0(f"the optimizer steps on the CPU, with {threads} threads per rank")
-    optimizer = fitted.plan.optimizer
     ranks.run_on_all_ranks(lambda: check_memory(fitted.plan, model, strategy, gpu))
     if fitted.is_choice:
         print_rank0(fitted.describe())
-    for text in filter(None, [fit.warning(fitted), moment_warning(optimizer, cfg.optim.adam_beta2)]):
+    beta2 = moment_warning(fitted.plan.optimizer, cfg.optim.adam_beta2)
+    for text in filter(None, [fit.warning(fitted), beta2]):
         print_rank0(text)
-    return strategy, optimizer, fitted
+    return strategy, fitted
 
 
 def limit_memory(cfg: Config, device: torch.device) -> int | None:
@@ -233,8 +233,7 @@ def _on_gpu(plan: StepPlan) -> str:
 
 def _plan_step(cfg: Config, device: torch.device, effective: str, mode: str) -> StepPlan:
     """Return the step of these settings on this job's ranks, for a model of unknown size."""
-    home, offload = MODES[mode].master_home, cfg.sharding.offload_optimizer
-    optimizer = plan_optimizer(cfg.precision, on_gpu=device.type == "cuda", master_home=home, offload=offload)
+    optimizer = plan_optimizer(cfg, mode, on_gpu=device.type == "cuda")
     gpus = ranks.world_size(), ranks.local_rank_and_size()[1]
     return StepPlan(cfg, ModelSize(0), optimizer, mode, *gpus, effective)
 
@@ -255,11 +254,16 @@ def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:
     total = parameters * _gpu_bytes(plan)
     if total / shards <= gpu:
         return
-    ways_out, given = [], ["--fp8_weights"] * plan.fp8_weights
+    ways_out, given = [], []
+    sharded = replace(plan, mode="fsdp_full")
+    if plan.fp8_weights and not plan.fsdp:
+        given = ["--fp8_weights"]
+        sharded = replace(sharded, optimizer=replace(plan.optimizer, fp8_weights=False))
     if plan.optimizer.kind == "fused_adamw":
-        smaller = {"--moment_dtype fp8": {"moment_dtypes": ("fp8", "fp8")}}
-        if not (plan.gathers_fp8 and plan.cfg.model.use_te):
-            smaller["--offload_optimizer"] = {"offload": True}
+        smaller = {
+            "--moment_dtype fp8": {"moment_dtypes": ("fp8", "fp8")},
+            "--offload_optimizer": {"offload": True},
+        }
         if plan.mode == "single" and fit.changed_config(plan.cfg, fit.FP8_WEIGHTS, plan.gpus):
             smaller["--offload_optimizer --fp8_weights"] = {"offload": True, "fp8_weights": True}
         for flag, changes in smaller.items():
@@ -267,7 +271,6 @@ def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:
             needed = parameters * _gpu_bytes(other) / shards
             if needed <= gpu and _host_holds(other):
                 ways_out.append(f"{flag} needs {needed / 1e9:.1f} GB")
-    sharded = replace(plan, mode="fsdp_full", optimizer=replace(plan.optimizer, fp8_weights=False))
     if (room := LAST_ROOM * gpu - memory.accumulated_gradients(sharded)) > 0:
         gpus = math.ceil(parameters * _gpu_bytes(sharded) / room)
         ways_out.append(f"--sharding_mode fsdp_full{_without(given)} needs {gpus} such GPUs")

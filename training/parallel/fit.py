@@ -20,7 +20,6 @@ from training.config import Config, config_from_dict
 from training.optim.settings import DEFAULT_BATCH, OptimConfig
 from training.parallel.activations import recomputation_flops, stored_activations
 from training.parallel.memory import fp8_copies, host_room, offloaded_bytes, peak
-from training.parallel.settings import MODES
 from training.parallel.step_plan import StepPlan
 from training.parallel.step_time import REFERENCE_GPU, Gpu, step_seconds
 
@@ -326,8 +325,7 @@ def refit(found: Fit, changes: dict[str, Any], gpus: int = 0, mode: str = "") ->
     if not (cfg := changed_config(plan.cfg, changes, gpus or plan.gpus)):
         return None
     try:
-        home, offload = MODES[mode].master_home, cfg.sharding.offload_optimizer
-        optimizer = plan_optimizer(cfg.precision, on_gpu=True, master_home=home, offload=offload)
+        optimizer = plan_optimizer(cfg, mode, on_gpu=True)
         changed = replace(plan, cfg=cfg, optimizer=optimizer, mode=mode)
         if gpus:
             changed = replace(changed, gpus=gpus, gpus_per_node=max(plan.gpus_per_node, min(gpus, 8)))

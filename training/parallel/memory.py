@@ -42,11 +42,8 @@ def state(plan: StepPlan) -> dict[str, float]:
     weight, moments = optimizer.parameter_dtype.itemsize, optimizer.moment_bytes
     masters = optimizer.master_bytes * shard
     weights = weight * (parameters if plan.sharding.stage in (1, 2) else shard)
-    if plan.gathers_fp8 and plan.cfg.model.use_te:
-        # FP8 weights and FP32 masters take 1 + 4 bytes, BF16 weights and 16-bit remainders 2 + 2.
+    if plan.fp8_weights:
         weights -= plan.model.gemm_weights / plan.shards
-        masters += 2 * plan.model.gemm_weights / plan.shards
-    weights -= plan.fp8_share * parameters
     if optimizer.offload:  # its buffers exist only in the step, when the memory of activations is free
         masters = moments = 0.0
     return {"weights": weights, "master weights": masters, "moments": moments * shard}
@@ -58,7 +55,7 @@ def accumulated_gradients(plan: StepPlan) -> float:
     ZeRO 3's gradients and DDP's buckets are also kept between steps.
     """
     parameters, stage = plan.model.parameters, plan.sharding.stage
-    if plan.mode == "ddp":
+    if plan.sharding.engine == "ddp":
         return 2.0 * parameters
     if stage and not plan.sharding.offload:
         if plan.accumulates_in_zero1:
@@ -76,10 +73,11 @@ def gathered_weights(plan: StepPlan) -> float:
     model, sharding = plan.model, plan.sharding
     if sharding.stage == 3:
         return 2 * model.root + ZERO_LIVE + ZERO_BUCKETS
-    if plan.mode == "ddp" and plan.nodes > 1 and plan.cfg.sharding.grad_reduce_dtype == "fp32":
+    ddp = plan.sharding.engine == "ddp"
+    if ddp and plan.nodes > 1 and plan.cfg.sharding.grad_reduce_dtype == "fp32":
         return 4.0 * model.parameters  # buffers of the FP32 all-reduce, until the next backward
     if not plan.fsdp:
-        return fp8_exchange(plan) * model.head if plan.mode == "ddp" else 0.0
+        return fp8_exchange(plan) * model.head if ddp else 0.0
     return 2.0 * (model.parameters if sharding.gathers_once else model.root + model.block)
 
 
@@ -142,7 +140,7 @@ def host_bytes(plan: StepPlan) -> tuple[float, int]:
     weights, gradients and moments; a save splits FP32 weights into two 16-bit halves.
     """
     if plan.optimizer.offload:
-        return (plan.optimizer.host_bytes + 2 * plan.fp8_share) * plan.gpus / plan.shards, 0
+        return plan.host_bytes * plan.gpus / plan.shards, 0
     if plan.sharding.engine == "deepspeed":
         return 20 + 2 * (plan.accumulation > 1), 12
     return plan.optimizer.state_bytes, 4
@@ -171,7 +169,7 @@ def host_room(plan: StepPlan) -> float:
 def at_loss(plan: StepPlan) -> dict[str, float]:
     """Return the bytes by part when the loss is computed, before backward."""
     copies = fp8_copies(plan) * plan.keeps_fp8_weights * plan.share_of("none")
-    if plan.fp8_weights and plan.cfg.log.fp8_stats_interval:
+    if plan.fp8_weights and not plan.fsdp and plan.cfg.log.fp8_stats_interval:
         copies = fp8_copies(plan)  # in steps with statistics, TE transposes FP8 weights already in forward
     return state(plan) | {
         "gradients": accumulated_gradients(plan),

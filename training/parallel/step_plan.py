@@ -137,12 +137,17 @@ class StepPlan:
         return self.model.gemm_weights / self.model.parameters if self.fp8_weights else 0.0
 
     @property
+    def host_bytes(self) -> float:
+        """Bytes per parameter in host memory: offloaded masters and moments, and FP8 weights in BF16."""
+        return self.optimizer.host_bytes + 2 * self.fp8_share * self.optimizer.offload
+
+    @property
     def caches_fp8_weights(self) -> bool:
         """True if layers that are not recomputed cast their weights to FP8 once per step."""
         cfg = self.cfg
         enabled = cfg.model.use_te and cfg.precision.fp8_weight_cache and not self.fp8_weights
-        unsharded = self.mode in ("single", "ddp") or (self.sharding.gathers_once and not self.gathers_fp8)
-        return enabled and unsharded and self.accumulation > 1
+        gathered = self.sharding.engine in ("none", "ddp") or self.sharding.gathers_once
+        return enabled and gathered and self.accumulation > 1
 
     @property
     def keeps_fp8_weights(self) -> bool:

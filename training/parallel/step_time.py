@@ -166,11 +166,10 @@ def _optimizer_seconds(job: StepPlan, gpu: Gpu) -> float:
     parameters = job.model.parameters / job.shards
     if job.sharding.offload:
         return 28 * parameters / OPTIMIZER_HOST_BANDWIDTH
-    fused = job.optimizer.kind == "fused_adamw" and not (job.gathers_fp8 and job.cfg.model.use_te)
+    fused = job.optimizer.kind == "fused_adamw"
     bandwidth = gpu.memory_bandwidth * (ADAM_SHARE if fused else TE_ADAM_SHARE)
     gradient_norm = 2 * parameters / (gpu.memory_bandwidth * BANDWIDTH_SHARE)
-    host_bytes = job.optimizer.host_bytes + 2 * job.fp8_share
-    per_parameter = max(adam_bytes(job) / bandwidth, host_bytes / PCIE_BANDWIDTH)
+    per_parameter = max(adam_bytes(job) / bandwidth, job.host_bytes / PCIE_BANDWIDTH)
     return per_parameter * parameters + gradient_norm
 
 
@@ -194,7 +193,7 @@ def exchange(job: StepPlan) -> Exchange:
     between_replicas = gradient = (2 if local_sum or not in_fp32 or stage else 4) * model.parameters
     if job.cfg.sharding.grad_reduce_dtype == "fp8":
         gradient = (1 + 1 / 128) * model.parameters  # E4M3, and an exponent per 128 values
-    if job.mode == "ddp":
+    if job.sharding.engine == "ddp":
         return Exchange(2 * gradient, 0, 6 * model.parameters, 2 * layers)
     if stage in (1, 2):
         rounds = job.accumulation if stage == 2 else 1

@@ -9,7 +9,6 @@ of mode, the memory model and the planner also read `settings.MODES` and test na
 | capability               | single          | ddp    | fsdp_*, hsdp                | deepspeed, ds_zero*    |
 | ------------------------ | --------------- | ------ | --------------------------- | ---------------------- |
 | shards_weights           | no              | no     | yes, before they are read   | no                     |
-| keeps_weights_gathered   | yes             | yes    | fsdp_grad only              | no                     |
 | master_home              | device          | device | device; cpu with offload    | zero                   |
 | steps_on_cpu             | no              | no     | with offload                | with offload_optimizer |
 | reentrant                | no              | no     | no                          | stage 3                |
@@ -65,7 +64,6 @@ class Strategy:
     """Training on one device, and the defaults of all other modes."""
 
     shards_weights = False
-    keeps_weights_gathered = True  # from the first micro-batch of a step to the last
     steps_on_cpu = False
     reentrant = False  # True if activation checkpointing has to be reentrant, see `zero.Zero`
 
@@ -224,7 +222,7 @@ class FSDP(Strategy):
 
     def __init__(self, device: torch.device, cfg: Config, mode: str):
         super().__init__(device, cfg, mode)
-        self.steps_on_cpu, self.keeps_weights_gathered = MODES[mode].offload, MODES[mode].gathers_once
+        self.steps_on_cpu, self.gathers_once = MODES[mode].offload, MODES[mode].gathers_once
         size, local_size = self.world_size, ranks.local_rank_and_size()[1]
         if MODES[mode].in_groups:
             size = ranks.run_on_rank0(lambda: hsdp_shard_size(cfg, self.world_size, local_size))
@@ -261,7 +259,7 @@ class FSDP(Strategy):
         if self.cfg.sharding.fp8_all_gather:
             self._check_rows(blocks)
         for block in blocks:
-            fully_shard(block, reshard_after_forward=not self.keeps_weights_gathered, **options)
+            fully_shard(block, reshard_after_forward=not self.gathers_once, **options)
         # Embedding, final norm and LM head form one group, because embedding and head may share a weight.
         fully_shard(model, reshard_after_forward=False, **options)
         if custom_reduce_scatter or self.sends_fp8:
@@ -313,7 +311,7 @@ class FSDP(Strategy):
     @contextmanager
     def accumulating(self, model: nn.Module, *, first: bool, last: bool) -> Iterator[None]:
         model.set_requires_gradient_sync(last)
-        if self.keeps_weights_gathered:
+        if self.gathers_once:
             model.set_reshard_after_backward(last)
         with super().accumulating(model, first=first, last=last):
             yield

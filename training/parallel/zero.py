@@ -45,8 +45,6 @@ class Zero(Strategy):
     gradients, and its `safe_set_full_fp32_param` fails for padded ZeRO-3 shards.
     """
 
-    keeps_weights_gathered = False
-
     def __init__(self, device: torch.device, cfg: Config, mode: str):
         super().__init__(device, cfg, mode)
         path = cfg.sharding.deepspeed_config or CONFIGS[mode]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from training.config import config_from_dict
 from training.optim.adamw import FusedAdamW, merge_master, split_master
 from training.optim.optimizer import (
     LARGEST_BETA2_IN_BF16,
@@ -14,17 +15,16 @@ from training.optim.optimizer import (
     step_if,
 )
 from training.optim.settings import OptimConfig
-from training.precision.settings import PrecisionConfig
 
-BF16_MOMENTS = PrecisionConfig(moment_dtype="bf16")
-NO_MASTERS = PrecisionConfig(master_weights="none")
+BF16_MOMENTS = {"moment_dtype": "bf16"}
+NO_MASTERS = {"master_weights": "none"}
 
 
 def build(weight, cfg=None, precision=None) -> tuple[torch.nn.Module, FusedAdamW]:
     model = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
         model.weight.copy_(weight)
-    plan = plan_optimizer(precision or PrecisionConfig(), on_gpu=True)
+    plan = plan_optimizer(config_from_dict(precision or {}), "single", on_gpu=True)
     return model, build_optimizer(model, cfg or OptimConfig(learning_rate=1e-2), plan)
 
 
@@ -61,7 +61,7 @@ def test_a_second_moment_in_bf16_decays_up_to_the_beta2_of_the_warning(beta2, le
     assert decayed.mean().item() == pytest.approx(left, rel=0.2)
 
 
-@pytest.mark.parametrize(("precision", "lost"), [(NO_MASTERS, True), (PrecisionConfig(), False)])
+@pytest.mark.parametrize(("precision", "lost"), [(NO_MASTERS, True), ({}, False)])
 def test_without_masters_small_updates_are_lost(precision, lost):
     start = torch.full((4, 4), 0.02).bfloat16()
     model, optimizer = build(start, OptimConfig(learning_rate=1e-6, weight_decay=0.0), precision)
@@ -71,7 +71,7 @@ def test_without_masters_small_updates_are_lost(precision, lost):
     assert torch.equal(model.weight, start) == lost
 
 
-@pytest.mark.parametrize("precision", [PrecisionConfig(), BF16_MOMENTS], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [{}, BF16_MOMENTS], ids=["fp32", "bf16"])
 def test_a_scaled_step_is_the_step_of_scaled_gradients(precision):
     start, grad = torch.randn(8, 8).bfloat16(), torch.randn(8, 8).bfloat16()
     (one, scaled), (other, plain) = (build(start, precision=precision) for _ in range(2))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from core.errors import EXIT_BAD_SETTING, UserError
+from training.config import config_from_dict
 from training.optim.optimizer import (
     build_optimizer,
     moment_warning,
@@ -16,30 +17,38 @@ from training.optim.optimizer import (
     step_if,
 )
 from training.optim.settings import OptimConfig
-from training.precision.settings import PrecisionConfig
 
 FP32, BF16 = torch.float32, torch.bfloat16
+GPU, CPU = {"on_gpu": True}, {"on_gpu": False}
+GATHERED_IN_FP8 = {"fp8_all_gather": True, "sharding_mode": "fsdp_full", "use_te": True}
+GATHERED_IN_FP8 |= {"mixed_precision": "fp8", "fp8_scenario": "current"}
 NO_MASTERS = {"master_weights": "none", "moment_dtype": "bf16"}
+
+
+def plan_of(settings, *, on_gpu, mode="single"):
+    return plan_optimizer(config_from_dict(settings), mode, on_gpu=on_gpu)
 
 
 @pytest.mark.parametrize(
     ("settings", "where", "expected"),  # kind, parameters, masters, and bytes of weight, gradient and state
     [
-        ({}, {"on_gpu": True}, ("fused_adamw", BF16, True, 2 + 2 + 2 + 8)),
-        ({"moment_dtype": "bf16"}, {"on_gpu": True}, ("fused_adamw", BF16, True, 2 + 2 + 2 + 4)),
-        ({"moment_dtype": "fp8"}, {"on_gpu": True}, ("fused_adamw", BF16, True, 8 + 2 / 64)),
-        ({"moment_dtype": "fp8,fp16"}, {"on_gpu": True}, ("fused_adamw", BF16, True, 9 + 2 / 64)),
-        ({"moment_dtype": "fp8"}, {"on_gpu": False}, ("plain_adamw", FP32, True, 10 + 2 / 64)),
-        (NO_MASTERS, {"on_gpu": True}, ("fused_adamw", BF16, False, 2 + 2 + 4)),
-        ({"mixed_precision": "fp32"}, {"on_gpu": True}, ("torch_adamw", FP32, True, 4 + 4 + 8)),
-        ({}, {"on_gpu": False}, ("torch_adamw", FP32, True, 4 + 4 + 8)),
-        (NO_MASTERS, {"on_gpu": False}, ("torch_adamw", BF16, False, 2 + 2 + 4)),
-        ({}, {"on_gpu": True, "master_home": "cpu"}, ("torch_adamw", FP32, True, 4 + 4 + 8)),
-        ({}, {"on_gpu": True, "master_home": "zero"}, ("zero_adamw", BF16, True, 2 + 2 + 4 + 8)),
+        ({}, GPU, ("fused_adamw", BF16, True, 2 + 2 + 2 + 8)),
+        ({"moment_dtype": "bf16"}, GPU, ("fused_adamw", BF16, True, 2 + 2 + 2 + 4)),
+        ({"moment_dtype": "fp8"}, GPU, ("fused_adamw", BF16, True, 8 + 2 / 64)),
+        ({"moment_dtype": "fp8,fp16"}, GPU, ("fused_adamw", BF16, True, 9 + 2 / 64)),
+        ({"moment_dtype": "fp8"}, CPU, ("plain_adamw", FP32, True, 10 + 2 / 64)),
+        (NO_MASTERS, GPU, ("fused_adamw", BF16, False, 2 + 2 + 4)),
+        ({"mixed_precision": "fp32"}, GPU, ("torch_adamw", FP32, True, 4 + 4 + 8)),
+        ({}, CPU, ("torch_adamw", FP32, True, 4 + 4 + 8)),
+        (NO_MASTERS, CPU, ("torch_adamw", BF16, False, 2 + 2 + 4)),
+        ({}, GPU | {"mode": "fsdp_offload"}, ("torch_adamw", FP32, True, 4 + 4 + 8)),
+        ({}, GPU | {"mode": "ds_zero2"}, ("zero_adamw", BF16, True, 2 + 2 + 4 + 8)),
+        (GATHERED_IN_FP8, GPU | {"mode": "fsdp_full"}, ("te_fused_adam", BF16, True, 2 + 2 + 4 + 8)),
+        (GATHERED_IN_FP8, GPU, ("fused_adamw", BF16, True, 2 + 2 + 2 + 8)),  # nothing to gather
     ],
 )
 def test_the_plan_keeps_masters_in_fp32_unless_told_otherwise(settings, where, expected):
-    plan = plan_optimizer(PrecisionConfig(**settings), **where)
+    plan = plan_of(settings, **where)
     assert (plan.kind, plan.parameter_dtype, plan.master_weights, plan.state_bytes) == expected
     assert ("no masters" in plan.describe()) == (settings == NO_MASTERS)
 
@@ -49,48 +58,48 @@ def test_the_plan_keeps_masters_in_fp32_unless_told_otherwise(settings, where, e
     [
         (
             {"moment_dtype": "fp8"},
-            {"on_gpu": True, "master_home": "zero"},
+            GPU | {"mode": "ds_zero2"},
             r"^--moment_dtype fp8: DeepSpeed keeps FP32 moments; .* another --sharding_mode",
         ),
-        ({"moment_dtype": "bf61"}, {"on_gpu": True}, r"^--moment_dtype bf61: not one of fp32, .* 'bf16'"),
-        ({"moment_dtype": "fp8,fp8,fp8"}, {"on_gpu": True}, r"^--moment_dtype fp8,fp8,fp8: .* two of them"),
+        ({"moment_dtype": "bf61"}, GPU, r"^--moment_dtype bf61: not one of fp32, .* 'bf16'"),
+        ({"moment_dtype": "fp8,fp8,fp8"}, GPU, r"^--moment_dtype fp8,fp8,fp8: .* two of them"),
         (
-            {"mixed_precision": "fp32"},
-            {"on_gpu": True, "offload": True},
+            {"mixed_precision": "fp32", "offload_optimizer": True},
+            GPU,
             r"^--offload_optimizer: torch's AdamW .* --mixed_precision bf16",
         ),
         (
             NO_MASTERS,
-            {"on_gpu": True, "master_home": "zero"},
+            GPU | {"mode": "ds_zero2"},
             r"^--master_weights none: DeepSpeed always has",
         ),
     ],
 )
 def test_dtypes_that_the_optimizer_cannot_hold_are_refused(settings, where, message):
     with pytest.raises(UserError, match=message) as error:
-        plan_optimizer(PrecisionConfig(**settings), **where)
+        plan_of(settings, **where)
     assert error.value.exit_code == EXIT_BAD_SETTING
 
 
 @pytest.mark.parametrize(
     ("settings", "where", "on_host"),
     [
-        ({}, {"on_gpu": True}, 2 + 8),
-        ({"moment_dtype": "fp8"}, {"on_gpu": True}, 2 + 2 + 2 / 64),
-        ({"mixed_precision": "fp32", "moment_dtype": "bf16"}, {"on_gpu": True}, 4),
-        (NO_MASTERS, {"on_gpu": True}, 4),
-        ({"moment_dtype": "fp8"}, {"on_gpu": False}, 2 + 2 / 64),
-        ({}, {"on_gpu": False}, 0),  # it is in host memory anyway
-        ({}, {"on_gpu": True, "master_home": "cpu"}, 0),
+        ({}, GPU, 2 + 8),
+        ({"moment_dtype": "fp8"}, GPU, 2 + 2 + 2 / 64),
+        ({"mixed_precision": "fp32", "moment_dtype": "bf16"}, GPU, 4),
+        (NO_MASTERS, GPU, 4),
+        ({"moment_dtype": "fp8"}, CPU, 2 + 2 / 64),
+        ({}, CPU, 0),  # it is in host memory anyway
+        ({}, GPU | {"mode": "fsdp_offload"}, 0),
     ],
 )
 def test_masters_and_moments_are_offloaded(settings, where, on_host):
-    plan = plan_optimizer(PrecisionConfig(**settings), **where, offload=True)
+    plan = plan_of(settings | {"offload_optimizer": True}, **where)
     assert plan.host_bytes == on_host and ("offloaded" in plan.describe()) == bool(on_host)
 
 
 def test_bf16_moments_warn_of_a_beta2_that_they_cannot_follow():
-    plans = [plan_optimizer(PrecisionConfig(moment_dtype=name), on_gpu=True) for name in ("bf16", "fp32")]
+    plans = [plan_of({"moment_dtype": name}, **GPU) for name in ("bf16", "fp32")]
     assert "--adam_beta2 0.999" in moment_warning(plans[0], 0.999)
     assert moment_warning(plans[0], 0.99) is moment_warning(plans[1], 0.999) is None
 
@@ -98,9 +107,7 @@ def test_bf16_moments_warn_of_a_beta2_that_they_cannot_follow():
 def test_every_setting_reaches_the_optimizer_and_only_matrices_decay():
     cfg = OptimConfig(learning_rate=0.5, weight_decay=0.2, adam_beta1=0.7, adam_beta2=0.8, adam_epsilon=1e-3)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
-    matrices, vectors = build_optimizer(
-        model, cfg, plan_optimizer(PrecisionConfig(), on_gpu=False)
-    ).param_groups
+    matrices, vectors = build_optimizer(model, cfg, plan_of({}, **CPU)).param_groups
     for group in (matrices, vectors):
         assert (group["lr"], group["betas"], group["eps"]) == (0.5, (0.7, 0.8), 1e-3)
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.2, 0.0)
@@ -112,7 +119,7 @@ def test_every_setting_reaches_the_optimizer_and_only_matrices_decay():
 @pytest.fixture
 def linear():
     model = torch.nn.Linear(4, 3)
-    return model, build_optimizer(model, OptimConfig(), plan_optimizer(PrecisionConfig(), on_gpu=False))
+    return model, build_optimizer(model, OptimConfig(), plan_of({}, **CPU))
 
 
 def test_state_is_allocated_before_the_first_step_live_and_restorable(linear):

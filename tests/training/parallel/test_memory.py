@@ -22,8 +22,8 @@ from training.tracking.metrics import ModelShape
 # 14 bytes a parameter: BF16 weights and gradients, FP32 masters' 2 more bytes, two FP32 moments.
 FUSED = OptimizerPlan("fused_adamw", torch.bfloat16, True, ("fp32", "fp32"))
 FP8 = replace(FUSED, moment_dtypes=("fp8", "fp8"))
-GATHERED_IN_FP8 = {"sharding_mode": "fsdp_full", "mixed_precision": "fp8", "fp8_scenario": "current"}
 OFFLOADED = replace(FUSED, offload=True)
+OF_FP8_SHARDS = replace(FUSED, kind="te_fused_adam", fp8_weights=True)
 GPU = int(100e9)
 
 
@@ -145,11 +145,11 @@ ADAM = OptimizerPlan("zero_adamw", torch.bfloat16, True, ("fp32", "fp32"))
             "has 20.0 GB: --sharding_mode fsdp_full without --fp8_weights needs 3 such GPUs, or torchrun .* "
             "fsdp_offload without --offload_optimizer and --fp8_weights uses",
         ),
-        # Its state would be FP8 weights' and TE's.
+        # TE's optimizer of FP8 weights takes neither FP8 moments nor offload.
         (
-            plan_of(70.0, "fsdp_full", use_te=True, fp8_all_gather=True, **GATHERED_IN_FP8),
+            replace(SINGLE_8B, mode="fsdp_full", optimizer=OF_FP8_SHARDS),
             100e9,
-            "has 100.0 GB: --moment_dtype fp8 needs 70.3 GB, or --sharding_mode fsdp_full",
+            "need 121.5 GB per GPU, which has 100.0 GB: --sharding_mode fsdp_full needs 2 such GPUs",
         ),
         # Accumulated gradients reduce the room of a shard, here to 60 - 32 GB, or leave none.
         (plan_of(8.0, "single", gradient_accumulation_steps=2), 80e9, "fsdp_full needs 4 such GPUs"),
