@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_models.settings import CHUNK_BYTES
+
 IGNORE = -100  # torch's ignore_index; the same as `data.collate.IGNORE`
-# Large enough to fill the GPU in the three GEMMs: 4,186 rows of Llama 3's 128,256 BF16 logits.
-CHUNK_BYTES = 2**30
 
 
 class TokenLoss(NamedTuple):

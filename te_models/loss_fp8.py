@@ -26,19 +26,17 @@ from torch import Tensor
 
 from core.errors import first_line
 from te_models.loss import (
-    CHUNK_BYTES,
     IGNORE,
     LinearCrossEntropy,
     TokenLoss,
     softmax_cross_entropy,
     softmax_gradient,
 )
+from te_models.settings import CHUNK_BYTES, TOKENS_PER_GEMM
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENT_SCALE = 2.0**15  # maps 1 below E5M2's maximum, 57,344; the smallest gradient is then 2**-31
 MULTIPLE = 16  # FP8 GEMMs require multiples of 16 in every dimension
-# Tokens per wgrad GEMM. The FP8 gradients of their logits are kept: 1 GB for Llama 3's vocabulary.
-TOKENS_PER_GEMM = 8192
 VOCABULARY_PER_SUM = 16384  # rows of the weight gradient that are accumulated at once
 
 

@@ -1,4 +1,4 @@
-"""Settings of the model and its layers."""
+"""Settings of the model and its layers, and sizes that the memory model shares with them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,19 @@ from typing import Literal
 from core.errors import bad_setting
 from core.settings import AUTO, Section, nearest, resumable, setting
 
-# Levels of recomputation, from none to all of a layer; see `te_models.recompute.layers`.
-RECOMPUTE_LEVELS = ("none", "cheap", "mlp", "layer", "full")
+# Logits that exist at a time, enough to fill the GPU in the three GEMMs: 4,186 rows of Llama 3's 128,256.
+CHUNK_BYTES = 2**30
+# Tokens per wgrad GEMM of the FP8 LM head. The FP8 gradients of their logits are kept: 1 GB for Llama 3.
+TOKENS_PER_GEMM = 8192
+IN_FLIGHT = 2  # layers whose copies to the host may be unfinished
+# Results of kernels that a recomputed TE layer keeps beside its input, by level: see `recompute.layers`.
+KEPT: dict[str, tuple[str, ...]] = {
+    "cheap": ("qkv", "attention", "output", "gate_up"),
+    "mlp": ("qkv", "attention", "output"),
+    "layer": ("attention",),
+    "full": (),
+}
+RECOMPUTE_LEVELS = ("none", *KEPT)  # from none to all of a layer; see `te_models.recompute.layers`
 
 
 @dataclass(frozen=True, kw_only=True)

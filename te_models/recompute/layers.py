@@ -32,13 +32,8 @@ from torch import Tensor, nn
 from te_models.kernels.selection import patched
 from te_models.recompute.checkpoint import checkpoint_te
 from te_models.recompute.offload import ActivationOffload
+from te_models.settings import KEPT
 
-KEPT: dict[str, set[str]] = {
-    "cheap": {"qkv", "attention", "output", "gate_up"},
-    "mlp": {"qkv", "attention", "output"},
-    "layer": {"attention"},
-    "full": set(),
-}
 GEMMS = ("qkv", "output", "gate_up", "down")  # in the order in which a layer runs them
 # Modules and functions of the forward GEMMs and of attention. Other attention backends are recomputed.
 GEMM_FUNCTIONS = {
@@ -75,7 +70,7 @@ def run_recomputed(
     `reentrant=False`.
     """
     # In a reentrant first pass autograd is off, and kernels omit results that only backward needs.
-    kept = _Results(set() if reentrant else KEPT[level], backend)
+    kept = _Results(() if reentrant else KEPT[level], backend)
 
     def run(hidden: Tensor, **arguments: Any) -> Tensor:
         with kept.next_pass():
@@ -104,7 +99,7 @@ def run_recomputed(
 class _Results:
     """Results of one layer's kernels, from its forward pass to its recomputation."""
 
-    def __init__(self, names: set[str], backend: str):
+    def __init__(self, names: tuple[str, ...], backend: str):
         self.names, self.backend = names, backend
         self.results: dict[str, Any] = {}
         self.passes = 0

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from te_models.settings import IN_FLIGHT
+
 SMALLEST = 2**20  # bytes; smaller tensors stay on the GPU
-IN_FLIGHT = 2  # layers whose copies to the host may be unfinished
 
 
 @dataclass(eq=False)

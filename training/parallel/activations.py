@@ -6,12 +6,12 @@ Sizes are bytes on one GPU.
 from __future__ import annotations
 
 from core.recipes import costs_of
+from te_models.settings import IN_FLIGHT, KEPT
 from training.parallel.step_plan import StepPlan
 from training.tracking.metrics import attention_flops
 
 # FLOPs that a GPU computes while it moves a byte: of an H100, 989 TFLOP/s and 3.35 TB/s.
 FLOPS_PER_BYTE = 300
-LAYERS_IN_FLIGHT = 2  # IN_FLIGHT in te_models/recompute/offload.py
 
 
 def layer_activations(plan: StepPlan) -> float:
@@ -38,12 +38,10 @@ def _kept_widths(plan: StepPlan, level: str) -> list[int]:
     """
     s = plan.model.shape
     queries, keys, hidden = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, s.hidden_size
-    if not plan.cfg.model.use_te or level == "full" or plan.sharding.stage == 3:
-        return [hidden]
-    if level == "layer":
-        return [hidden, queries]
-    projections = [queries + 2 * keys, queries, hidden]
-    return [hidden, *projections, *([2 * s.ffn_hidden_size] if level == "cheap" else [])]
+    widths = {"qkv": queries + 2 * keys, "attention": queries, "output": hidden}
+    widths["gate_up"] = 2 * s.ffn_hidden_size
+    keeps_results = plan.cfg.model.use_te and plan.sharding.stage != 3
+    return [hidden, *(widths[name] for name in KEPT[level] if keeps_results)]
 
 
 def kept_activations(plan: StepPlan, level: str) -> float:
@@ -102,5 +100,5 @@ def stored_activations(plan: StepPlan) -> float:
     kept = [(level, kept_activations(plan, level)) for level in plan.recompute]
     if not plan.cfg.model.offload_activations:
         return sum(size for _, size in kept)
-    leaving = [size for level, size in kept if level != "none"][-LAYERS_IN_FLIGHT:]
+    leaving = [size for level, size in kept if level != "none"][-IN_FLIGHT:]
     return sum(size for level, size in kept if level == "none") + sum(leaving)

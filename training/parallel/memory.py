@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from core.machine import host_memory
 from core.recipes import costs_of
+from te_models.settings import CHUNK_BYTES, TOKENS_PER_GEMM
 from training.parallel.activations import (
     host_activations,
     kept_activations,
@@ -17,8 +18,6 @@ from training.parallel.activations import (
 )
 from training.parallel.step_plan import StepPlan
 
-LOGITS_CHUNK = 2**30  # CHUNK_BYTES in te_models/loss.py
-TOKENS_OF_A_HEAD_GEMM = 8192  # TOKENS_PER_GEMM in te_models/loss_fp8.py
 # Workspaces of cuBLAS and TE, RoPE angles and the batch: what recorded runs use beyond the counted tensors.
 FIXED = 0.1e9
 # From ds_configs/zero3.json: up to 1e9 gathered BF16 parameters (stage3_max_live_parameters).
@@ -106,7 +105,7 @@ def logits(plan: StepPlan) -> float:
     if plan.cfg.precision.fp8_lm_head:
         return _logits_fp8(plan)
     s, head = plan.model.shape, plan.model.head
-    rows = min(plan.tokens, LOGITS_CHUNK // (2 * s.vocab_size))
+    rows = min(plan.tokens, CHUNK_BYTES // (2 * s.vocab_size))
     chunk = 2.0 * rows * s.vocab_size
     hidden = 3 * 2.0 * plan.tokens * s.hidden_size  # output of the last layer, its norm, and their gradient
     if rows == plan.tokens:
@@ -122,9 +121,9 @@ def _logits_fp8(plan: StepPlan) -> float:
     GEMM the head's gradient is BF16 and follows the chunk; with several it is FP32 and exists beside it.
     """
     s, head = plan.model.shape, plan.model.head
-    tokens = min(plan.tokens, TOKENS_OF_A_HEAD_GEMM)
+    tokens = min(plan.tokens, TOKENS_PER_GEMM)
     several = plan.tokens > tokens
-    rows = min(tokens, max(128, LOGITS_CHUNK // (2 * s.vocab_size) // 128 * 128))
+    rows = min(tokens, max(128, CHUNK_BYTES // (2 * s.vocab_size) // 128 * 128))
     chunk = (2.0 + 1.0) * rows * s.vocab_size
     gradient = (4.0 if several else 2.0) * head
     kept = 2.0 * head + tokens * s.vocab_size + 4 * 2.0 * plan.tokens * s.hidden_size
