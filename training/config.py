@@ -72,6 +72,9 @@ class Config:
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in fields(Config)}
 
 
+BY_MODULE = "precision_map", "bf16_first_layers", "bf16_last_layers"  # settings of a recipe by module
+
+
 # Rules across sections. Each yields (names of conflicting settings, reason).
 
 
@@ -111,8 +114,7 @@ def precision_rules(s: Any) -> Iterator[tuple[str, str]]:
     if s.fp8_margin > MAX_MARGIN:
         reason = f"scales a tensor's largest value to 448 / 2**{s.fp8_margin}, which E4M3 rounds to zero"
         yield "fp8_margin", f"{reason}; give at most {MAX_MARGIN}"
-    by_module = "precision_map bf16_first_layers bf16_last_layers"
-    if s.mixed_precision != "fp8" and (given := [name for name in by_module.split() if getattr(s, name)]):
+    if s.mixed_precision != "fp8" and (given := [name for name in BY_MODULE if getattr(s, name)]):
         reason = f"needs --mixed_precision fp8 (here {s.mixed_precision}); choose fp8, or drop it"
         yield " ".join(given), reason
     if s.fp8_weights:
@@ -151,8 +153,7 @@ def _refused_fp8_weights(s: Any) -> Iterator[tuple[str, str]]:
         yield "fp8_weights", "the masters of FP8 weights are in host memory; add --offload_optimizer"
     if s.master_weights != "fp32":
         yield "fp8_weights master_weights", "FP8 weights need FP32 master weights; drop one of the two"
-    by_module = "precision_map bf16_first_layers bf16_last_layers"
-    if given := [name for name in by_module.split() if getattr(s, name)]:
+    if given := [name for name in BY_MODULE if getattr(s, name)]:
         yield f"fp8_weights {given[0]}", "all linear weights are in FP8; drop one of the two"
 
 

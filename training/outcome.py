@@ -22,6 +22,7 @@ from core.redact import redact
 from core.signals import stop_signals
 from data import loader
 from training.parallel import ranks
+from training.parallel.watchdog import Watchdog
 
 # torchrun kills a node's other ranks as soon as one exits: local rank 0 needs time to print the error first.
 ERROR_REPORT_DELAY_SECONDS = 3.0
@@ -100,7 +101,7 @@ def exit_process(code: int) -> NoReturn:
 
 
 def report_failure(
-    error: BaseException, watchdog: Any | None, close: Callable[[], None] = lambda: None
+    error: BaseException, watchdog: Watchdog | None, close: Callable[[], None] = lambda: None
 ) -> int:
     """Print why the run failed, once for all ranks. Return the exit code, or exit if there are other ranks.
 

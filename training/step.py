@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from training.parallel.strategies import Strategy
 from training.precision.scaling import Scaling
 from training.tracking.metrics import perplexity
 
@@ -26,7 +27,7 @@ class Stack:
 
     model: nn.Module  # wrapped by the strategy
     optimizer: torch.optim.Optimizer
-    strategy: Any  # training.parallel.strategies.Strategy
+    strategy: Strategy
     autocast: Callable[[], AbstractContextManager]
     learning_rate: Callable[[int], float]  # takes a 0-based step
     total_steps: int

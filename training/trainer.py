@@ -12,12 +12,15 @@ from typing import Any, Protocol
 import torch
 
 from core.signals import StopFlag, Stopped
+from data.build import Loaders
 from training.checkpoint.progress import Progress
 from training.config import Config
 from training.guard import StepGuard
 from training.parallel import ranks
 from training.step import Stack, StepResult, evaluate, train_step
+from training.tracking.display import Display
 from training.tracking.meter import WARMUP_STEPS, Meter
+from training.tracking.tracker import Tracker
 
 
 class Saver(Protocol):
@@ -42,8 +45,8 @@ class Hooks:
 class Logs:
     """Logs of metrics and messages."""
 
-    tracker: Any  # training.tracking.tracker.Tracker: metrics.jsonl, TensorBoard, W&B
-    display: Any  # training.tracking.display.Display: the terminal
+    tracker: Tracker
+    display: Display
     meter: Meter
 
 
@@ -54,7 +57,7 @@ class Trainer:
         self,
         cfg: Config,
         stack: Stack,
-        loaders: Any,
+        loaders: Loaders,
         logs: Logs,
         saver: Saver,
         progress: Progress,

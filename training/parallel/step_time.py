@@ -96,80 +96,80 @@ PCIE_BANDWIDTH = 50e9
 OPTIMIZER_HOST_BANDWIDTH = 40e9  # CPU offload: PCIe and host memory bandwidth per GPU, with 16 cores per GPU
 
 
-def _gemm_seconds(job: StepPlan, gpu: Gpu) -> float:
+def _gemm_seconds(plan: StepPlan, gpu: Gpu) -> float:
     """Time of the linear layers' GEMMs: forward, recomputation, dgrad and wgrad."""
-    flops = 2.0 * job.model.gemm_weights * job.tokens
-    passes = 3 + recomputed_weights(job) / job.model.gemm_weights
+    flops = 2.0 * plan.model.gemm_weights * plan.tokens
+    passes = 3 + recomputed_weights(plan) / plan.model.gemm_weights
     bf16 = flops / (gpu.bf16_tflops * 1e12 * BF16_COSTS.gemm_share)
-    if job.recipe == "bf16":
+    if plan.recipe == "bf16":
         return passes * bf16
     if gpu.fp8_tflops is None:
         raise bad_setting("the GPU's FP8 peak is unknown; add --fp8_tflops", mixed_precision="fp8")
-    fp8 = flops / (gpu.fp8_tflops * 1e12 * costs_of(job.recipe).gemm_share)
-    low = (passes - 1) * fp8 + bf16 if RECIPES[job.recipe].bf16_wgrad else passes * fp8
-    return low * job.fp8_layers + passes * bf16 * (1 - job.fp8_layers)
+    fp8 = flops / (gpu.fp8_tflops * 1e12 * costs_of(plan.recipe).gemm_share)
+    low = (passes - 1) * fp8 + bf16 if RECIPES[plan.recipe].bf16_wgrad else passes * fp8
+    return low * plan.fp8_layers + passes * bf16 * (1 - plan.fp8_layers)
 
 
-def _attention_seconds(job: StepPlan, gpu: Gpu) -> float:
-    s, length = job.model.shape, job.cfg.data.max_seq_length
-    flops = attention_flops(s, job.tokens * length)
-    at_best, half = ATTENTION["flash" if job.cfg.model.flash_attention else "cudnn"]
+def _attention_seconds(plan: StepPlan, gpu: Gpu) -> float:
+    s, length = plan.model.shape, plan.cfg.data.max_seq_length
+    flops = attention_flops(s, plan.tokens * length)
+    at_best, half = ATTENTION["flash" if plan.cfg.model.flash_attention else "cudnn"]
     share = at_best * s.head_dim / (s.head_dim + half) * length / (length + HALF_LENGTH)
-    again = 1 + ATTENTION_FORWARD * recomputed_attention(job)
+    again = 1 + ATTENTION_FORWARD * recomputed_attention(plan)
     return again * flops / (gpu.bf16_tflops * 1e12 * share)
 
 
-def _head_seconds(job: StepPlan, gpu: Gpu) -> float:
-    fp8 = job.cfg.precision.fp8_lm_head
+def _head_seconds(plan: StepPlan, gpu: Gpu) -> float:
+    fp8 = plan.cfg.precision.fp8_lm_head
     tflops = gpu.fp8_tflops * FP8_HEAD_SHARE if fp8 else gpu.bf16_tflops * HEAD_SHARE
-    return 6.0 * job.model.head * job.tokens / (1e12 * tflops)
+    return 6.0 * plan.model.head * plan.tokens / (1e12 * tflops)
 
 
-def _elementwise_bytes(job: StepPlan) -> float:
+def _elementwise_bytes(plan: StepPlan) -> float:
     """Memory traffic of norms, RoPE, residuals and SwiGLU, in BF16, forward and backward."""
-    s = job.model.shape
+    s = plan.model.shape
     hidden, ffn = s.hidden_size, s.ffn_hidden_size
     # Bytes per token and layer, 2 for each value read or written: two norms, RoPE, two residual adds, SwiGLU.
     rope = 2 * 2 * (s.num_heads + s.num_kv_heads) * s.head_dim
     forward = 2 * (2 * 2 * hidden) + rope + 2 * 6 * hidden + 2 * 3 * ffn
     backward = 2 * (2 * 3 * hidden) + rope + 2 * 6 * hidden + 2 * 5 * ffn
-    return s.num_layers * job.tokens * (forward * (2 - job.share_of("none")) + backward)
+    return s.num_layers * plan.tokens * (forward * (2 - plan.share_of("none")) + backward)
 
 
-def _cast_bytes(job: StepPlan) -> float:
+def _cast_bytes(plan: StepPlan) -> float:
     """Memory traffic of casting inputs, output gradients and weights to FP8."""
-    s = job.model.shape
+    s = plan.model.shape
     queries, keys = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     inputs = 2 * s.hidden_size + queries + s.ffn_hidden_size
     gradients = 2 * s.hidden_size + queries + 2 * keys + 2 * s.ffn_hidden_size
-    values = s.num_layers * job.tokens * (inputs * (2 - job.share_of("none")) + gradients)
+    values = s.num_layers * plan.tokens * (inputs * (2 - plan.share_of("none")) + gradients)
     # Casts of a weight per micro-batch: one, to both layouts, if it is kept for backward. Under FSDP2 and in
     # torchao's layers forward makes one layout and backward both; a recomputed TE layer makes both twice.
-    stored, casts = job.share_of("none"), 1.0 if job.keeps_fp8_weights else 1.5
-    if job.caches_fp8_weights:
-        casts /= job.accumulation
-    again = 2.0 if job.cfg.model.use_te and not job.fsdp else 1.5
-    per_weight = costs_of(job.recipe).cast_bytes * (casts * stored + again * (1 - stored))
-    if job.fp8_weights:
+    stored, casts = plan.share_of("none"), 1.0 if plan.keeps_fp8_weights else 1.5
+    if plan.caches_fp8_weights:
+        casts /= plan.accumulation
+    again = 2.0 if plan.cfg.model.use_te and not plan.fsdp else 1.5
+    per_weight = costs_of(plan.recipe).cast_bytes * (casts * stored + again * (1 - stored))
+    if plan.fp8_weights:
         per_weight = 2.0  # backward transposes them: a byte is read and one written
-    moved = costs_of(job.recipe).cast_bytes * values + per_weight * job.model.gemm_weights
-    return moved * job.fp8_layers
+    moved = costs_of(plan.recipe).cast_bytes * values + per_weight * plan.model.gemm_weights
+    return moved * plan.fp8_layers
 
 
-def adam_bytes(job: StepPlan) -> float:
+def adam_bytes(plan: StepPlan) -> float:
     """Optimizer traffic in bytes per parameter: weight, gradient, 16-bit remainder and moments."""
-    plan = job.optimizer
-    return 2 * 2 + 2 + (2 * 2 if plan.master_weights else 0) + 2 * plan.moment_bytes
+    optimizer = plan.optimizer
+    return 2 * 2 + 2 + (2 * 2 if optimizer.master_weights else 0) + 2 * optimizer.moment_bytes
 
 
-def _optimizer_seconds(job: StepPlan, gpu: Gpu) -> float:
-    parameters = job.model.parameters / job.shards
-    if job.sharding.offload:
+def _optimizer_seconds(plan: StepPlan, gpu: Gpu) -> float:
+    parameters = plan.model.parameters / plan.shards
+    if plan.sharding.offload:
         return 28 * parameters / OPTIMIZER_HOST_BANDWIDTH
-    fused = job.optimizer.kind == "fused_adamw"
+    fused = plan.optimizer.kind == "fused_adamw"
     bandwidth = gpu.memory_bandwidth * (ADAM_SHARE if fused else TE_ADAM_SHARE)
     gradient_norm = 2 * parameters / (gpu.memory_bandwidth * BANDWIDTH_SHARE)
-    per_parameter = max(adam_bytes(job) / bandwidth, job.host_bytes / PCIE_BANDWIDTH)
+    per_parameter = max(adam_bytes(plan) / bandwidth, plan.host_bytes / PCIE_BANDWIDTH)
     return per_parameter * parameters + gradient_norm
 
 
@@ -182,44 +182,44 @@ class Exchange(NamedTuple):
     collectives: float  # number of collectives
 
 
-def exchange(job: StepPlan) -> Exchange:
+def exchange(plan: StepPlan) -> Exchange:
     """Count the communication of one step: all-gathers of weights and reductions of gradients."""
-    model, layers, stage = job.model, job.model.shape.num_layers, job.sharding.stage
-    if job.gpus == 1:
+    model, layers, stage = plan.model, plan.model.shape.num_layers, plan.sharding.stage
+    if plan.gpus == 1:
         return Exchange(0, 0, 0, 0)
     # Within a node ranks exchange BF16 gradients and sum them locally; across nodes NCCL reduces in FP32.
-    local_sum = job.nodes == 1 and (job.accumulation == 1 or not job.fsdp) and not job.sharding.in_groups
-    in_fp32 = job.cfg.sharding.grad_reduce_dtype == "fp32"
+    local_sum = plan.nodes == 1 and (plan.accumulation == 1 or not plan.fsdp) and not plan.sharding.in_groups
+    in_fp32 = plan.cfg.sharding.grad_reduce_dtype == "fp32"
     between_replicas = gradient = (2 if local_sum or not in_fp32 or stage else 4) * model.parameters
-    if job.cfg.sharding.grad_reduce_dtype == "fp8":
+    if plan.cfg.sharding.grad_reduce_dtype == "fp8":
         gradient = (1 + 1 / 128) * model.parameters  # E4M3, and an exponent per 128 values
-    if job.sharding.engine == "ddp":
+    if plan.sharding.engine == "ddp":
         return Exchange(2 * gradient, 0, 6 * model.parameters, 2 * layers)
     if stage in (1, 2):
-        rounds = job.accumulation if stage == 2 else 1
+        rounds = plan.accumulation if stage == 2 else 1
         copied = ZERO_COPIED[stage] * model.parameters
         return Exchange(rounds * gradient + 2 * model.parameters, 0, copied, 2 * layers)
-    gathers = 1 if job.sharding.gathers_once else 2 * job.accumulation
-    weights = 2 * model.parameters - job.gathers_fp8 * model.gemm_weights
-    rounds = job.accumulation if stage else 1
-    across = 2 * between_replicas / job.shards if job.sharding.in_groups else 0.0
+    gathers = 1 if plan.sharding.gathers_once else 2 * plan.accumulation
+    weights = 2 * model.parameters - plan.gathers_fp8 * model.gemm_weights
+    rounds = plan.accumulation if stage else 1
+    across = 2 * between_replicas / plan.shards if plan.sharding.in_groups else 0.0
     copied = (4 * gathers + 8 * rounds) * model.parameters
     return Exchange(gathers * weights + rounds * gradient, across, copied, layers * (gathers + rounds))
 
 
-def communication_seconds(job: StepPlan, gpu: Gpu, network: float) -> float:
+def communication_seconds(plan: StepPlan, gpu: Gpu, network: float) -> float:
     """Return the seconds of all transfers without overlap; `network` is bytes/s per GPU in one direction.
 
     A ring over n GPUs sends (n - 1) / n of the bytes through every link. Across nodes, the GPUs of a node
     share the traffic over their network cards, and every node adds a hop. The slower of links and network
     limits the transfer.
     """
-    sent, per_node = exchange(job), job.gpus_per_node
-    replicas, replicas_in_node = job.gpus // job.shards, max(1, per_node // job.shards)
-    across = 2 * job.model.shape.num_layers if sent.across else 0
+    sent, per_node = exchange(plan), plan.gpus_per_node
+    replicas, replicas_in_node = plan.gpus // plan.shards, max(1, per_node // plan.shards)
+    across = 2 * plan.model.shape.num_layers if sent.across else 0
     # (bytes, ring size, ring members per node, collectives) of the rings within and across replicas.
     rings = [
-        (sent.within, job.gpus if job.shards == 1 else job.shards, per_node, sent.collectives),
+        (sent.within, plan.gpus if plan.shards == 1 else plan.shards, per_node, sent.collectives),
         (sent.across, replicas, replicas_in_node, across),
     ]
     links = wires = hops = 0.0
@@ -231,33 +231,33 @@ def communication_seconds(job: StepPlan, gpu: Gpu, network: float) -> float:
     return max(links, wires) + hops * HOP_SECONDS
 
 
-def _launch_seconds(job: StepPlan) -> float:
+def _launch_seconds(plan: StepPlan) -> float:
     """Return the mean CPU time of a layer and micro-batch."""
-    once = ZERO3_LAUNCH_SECONDS if job.sharding.stage == 3 else LAUNCH_SECONDS
-    te_layers = job.cfg.model.use_te and job.sharding.stage != 3
+    once = ZERO3_LAUNCH_SECONDS if plan.sharding.stage == 3 else LAUNCH_SECONDS
+    te_layers = plan.cfg.model.use_te and plan.sharding.stage != 3
     again = RECOMPUTED_LAUNCH_SECONDS if te_layers else 4 / 3 * once  # forward is a third
-    return once * job.share_of("none") + again * (1 - job.share_of("none"))
+    return once * plan.share_of("none") + again * (1 - plan.share_of("none"))
 
 
-def step_seconds(job: StepPlan, gpu: Gpu, *, network: float = 50e9) -> dict[str, float]:
+def step_seconds(plan: StepPlan, gpu: Gpu, *, network: float = 50e9) -> dict[str, float]:
     """Return the seconds of one optimizer step by part, for full sequences and without data loading."""
-    model, bandwidth = job.model, gpu.memory_bandwidth * BANDWIDTH_SHARE
+    model, bandwidth = plan.model, gpu.memory_bandwidth * BANDWIDTH_SHARE
     each = {
-        "linear layers": _gemm_seconds(job, gpu),
-        "attention": _attention_seconds(job, gpu),
-        "LM head": _head_seconds(job, gpu),
-        "norms, SwiGLU, adds": _elementwise_bytes(job) / bandwidth,
-        "FP8 casts": _cast_bytes(job) / bandwidth,
+        "linear layers": _gemm_seconds(plan, gpu),
+        "attention": _attention_seconds(plan, gpu),
+        "LM head": _head_seconds(plan, gpu),
+        "norms, SwiGLU, adds": _elementwise_bytes(plan) / bandwidth,
+        "FP8 casts": _cast_bytes(plan) / bandwidth,
     }
-    parts = {name: job.accumulation * value for name, value in each.items()}
+    parts = {name: plan.accumulation * value for name, value in each.items()}
     compute = sum(parts.values())
-    parts["optimizer"] = _optimizer_seconds(job, gpu)
-    wire = communication_seconds(job, gpu, network)
-    if job.sharding.offload:
-        wire += 2 * model.parameters * (2 * job.accumulation + 1) / job.gpus / OPTIMIZER_HOST_BANDWIDTH
-    parts["copies around transfers"] = exchange(job).copied / bandwidth
+    parts["optimizer"] = _optimizer_seconds(plan, gpu)
+    wire = communication_seconds(plan, gpu, network)
+    if plan.sharding.offload:
+        wire += 2 * model.parameters * (2 * plan.accumulation + 1) / plan.gpus / OPTIMIZER_HOST_BANDWIDTH
+    parts["copies around transfers"] = exchange(plan).copied / bandwidth
     parts["exposed communication"] = max(EXPOSED * wire, wire - compute)
     parts["idle"] = IDLE * sum(parts.values())
-    launches = job.accumulation * model.shape.num_layers * _launch_seconds(job)
+    launches = plan.accumulation * model.shape.num_layers * _launch_seconds(plan)
     parts["waiting for the CPU"] = max(0.0, launches - sum(parts.values()))
     return parts

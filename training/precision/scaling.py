@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from core.errors import EXIT_BAD_SETTING, UserError
 from data.collate import IGNORE
+from training.parallel.strategies import Strategy
 
 # The first pass runs with scales of 1, where gradients underflow; the second uses the scales of the first.
 CALIBRATION_PASSES = 2
@@ -48,7 +49,7 @@ class DelayedScalingState(Scaling):
     model: nn.Module
     wrapped: nn.Module  # the model in the strategy's wrapper
     optimizer: torch.optim.Optimizer
-    strategy: Any
+    strategy: Strategy
     autocast: Callable[[], AbstractContextManager]
     micro_batches: int  # per step
     saved: dict[str, Tensor]  # state from the checkpoint, or empty
