@@ -10,7 +10,8 @@ from core.errors import UserError, bad_setting
 from core.settings import AUTO
 from training.config import Config, config_from_dict
 from training.parallel.activations import host_activations
-from training.parallel.fit import MEMORY_SAVING, Fit, Settings, contained, fewest_first, global_batch, room
+from training.parallel.advice import MEMORY_SAVING, Settings, contained, fewest_first
+from training.parallel.fit import Fit, global_batch, room
 from training.parallel.memory import host_bytes, peak
 from training.parallel.step_plan import StepPlan
 from training.parallel.step_time import Gpu, step_seconds

@@ -14,7 +14,7 @@ from te_models.build import ModelPlan, count_parameters
 from te_models.families import FAMILIES
 from training.config import Config, refused_by_zero_3
 from training.optim.optimizer import moment_warning, plan_optimizer
-from training.parallel import fit, memory, ranks
+from training.parallel import advice, fit, memory, ranks
 from training.parallel.fit import Fit
 from training.parallel.ranks import print_rank0
 from training.parallel.settings import MODES
@@ -58,7 +58,7 @@ def choose_strategy(
     if fitted.is_choice:
         print_rank0(fitted.describe())
     beta2 = moment_warning(fitted.plan.optimizer, cfg.optim.adam_beta2)
-    for text in filter(None, [fit.warning(fitted), beta2]):
+    for text in filter(None, [advice.warning(fitted), beta2]):
         print_rank0(text)
     return strategy, fitted
 
@@ -95,7 +95,7 @@ def _fit(
             gpu = installed_gpu(torch.cuda.get_device_name(device)) or REFERENCE_GPU
             found = fit.fit(replace(request, model=_size_of(model)), free, gpu)
             if fit.auto_settings(cfg):
-                fit.refuse_misfit(found)
+                advice.refuse_misfit(found)
             return found
         if names := fit.auto_settings(cfg):
             unknown = f"the memory of a step is unknown, as {reason}"
@@ -264,7 +264,7 @@ def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:
             "--moment_dtype fp8": {"moment_dtypes": ("fp8", "fp8")},
             "--offload_optimizer": {"offload": True},
         }
-        if plan.mode == "single" and fit.changed_config(plan.cfg, fit.FP8_WEIGHTS, plan.gpus):
+        if plan.mode == "single" and advice.changed_config(plan.cfg, advice.FP8_WEIGHTS, plan.gpus):
             smaller["--offload_optimizer --fp8_weights"] = {"offload": True, "fp8_weights": True}
         for flag, changes in smaller.items():
             other = replace(plan, optimizer=replace(plan.optimizer, **changes))

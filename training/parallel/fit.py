@@ -8,18 +8,16 @@ that change numerics or need host memory are only suggested. This module must no
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations, groupby
 from typing import Any
 
-from core.errors import EXIT_BAD_SETTING, UserError, bad_setting, counted
+from core.errors import UserError, bad_setting, counted
 from core.settings import AUTO
 from te_models.settings import RECOMPUTE_LEVELS
-from training.config import Config, config_from_dict
+from training.config import Config
 from training.optim.settings import DEFAULT_BATCH, OptimConfig
 from training.parallel.activations import recomputation_flops, stored_activations
-from training.parallel.memory import fp8_copies, host_room, offloaded_bytes, peak
+from training.parallel.memory import fp8_copies, peak
 from training.parallel.step_plan import StepPlan
 from training.parallel.step_time import REFERENCE_GPU, Gpu, step_seconds
 
@@ -29,24 +27,6 @@ RESERVED = 2e9
 HF_LEVELS = ("none", "mlp", "layer")  # levels of Hugging Face layers
 TIE = 1.001  # step times are as good as equal up to this ratio
 LARGEST_BATCH = 64  # sequences of a micro-batch that `auto` chooses
-# Warn if a prediction exceeds the GPU's memory by this factor. Predictions are within 4 % of recorded peaks.
-CLEARLY_ABOVE = 1.1
-Settings = dict[str, dict[str, Any]]  # by flags
-FP8_WEIGHTS = {"offload_optimizer": True, "fp8_weights": True}
-# Flags that reduce memory and change numerics or need host memory, and their settings.
-MEMORY_SAVING: Settings = {
-    "--recompute layer --offload_activations": {
-        "recompute": "layer",
-        "gradient_checkpointing": False,
-        "offload_activations": True,
-    },
-    "--moment_dtype fp8": {"moment_dtype": "fp8"},
-    "--offload_optimizer": {"offload_optimizer": True},
-    "--offload_optimizer --fp8_weights": FP8_WEIGHTS,
-    "--grad_reduce_dtype bf16": {"grad_reduce_dtype": "bf16"},
-}
-MOST_GPUS = 4096  # that advice names
-
 
 # The global batch
 
@@ -162,7 +142,7 @@ class Fit:
             chosen += f", --recompute {cfg.model.recompute}"
         if self.free is None:
             return f"fit: {chosen}"
-        predicted = f"predicted {self.needed / 1e9:.1f} of {_gb(self.free)}"
+        predicted = f"predicted {self.needed / 1e9:.1f} of {gb(self.free)}"
         return f"{'fit' if self.fits else 'no fit'}: {chosen}; {predicted}"
 
 
@@ -170,7 +150,7 @@ def counted_micro_batches(number: int) -> str:
     return f"{number:,} micro-batch{'es' * (number > 1)}"
 
 
-def _gb(size: float) -> str:
+def gb(size: float) -> str:
     return f"{size / 1e9:.1f} GB"
 
 
@@ -256,160 +236,7 @@ def unpredicted(cfg: Config, mode: str) -> tuple[str, dict[str, Any]] | None:
     return next(((reason, settings) for found, reason, settings in rules if found), None)
 
 
-# Advice
-
-
-def refuse_misfit(found: Fit) -> None:
-    """Raise UserError if nothing that the settings allow fits."""
-    if found.fits:
-        return
-    plan = found.plan
-    excess = found.needed - room(found.free)
-    least = f"{plan.cfg.optim.batch_size} x {plan.cfg.data.max_seq_length} tokens"
-    if found.request.cfg.model.recompute == AUTO:
-        least += f" and --recompute {plan.cfg.model.recompute}"
-    raise UserError(
-        f"{_requested(found)}: even with {least} {_shortage(found)}, {_gb(excess)} too much; {advice(found)}",
-        flags=auto_settings(found.request.cfg),
-        exit_code=EXIT_BAD_SETTING,
-    )
-
-
-def warning(found: Fit) -> str | None:
-    """Return a warning if the predicted peak is clearly above the GPU's memory, else None."""
-    if found.free is None or found.needed <= CLEARLY_ABOVE * found.free:
-        return None
-    return f"WARNING: {_shortage(found)}: it will probably run out of memory; {advice(found)}"
-
-
 def auto_settings(cfg: Config) -> list[str]:
     """Return the names of the settings that are `auto`."""
     given = cfg.to_dict()
     return [name for name in ("batch_size", "recompute") if given[name] == AUTO]
-
-
-def _requested(found: Fit) -> str:
-    return " ".join(f"--{name} auto" for name in auto_settings(found.request.cfg))
-
-
-def _shortage(found: Fit) -> str:
-    return f"a step is predicted to need {found.needed / 1e9:.1f} of {_gb(found.free)}"
-
-
-def advice(found: Fit) -> str:
-    """Return the ways to make a step fit with the fewest flags, and the bytes that each would need."""
-    total = global_batch(found.plan.cfg.optim, found.plan.gpus)
-    choice = {"global_batch_size": total, "batch_size": AUTO, "recompute": AUTO}
-    unset = {"gradient_accumulation_steps": None, "gradient_checkpointing": False}
-    if other := refit(found, choice | unset):
-        given = found.request.cfg.to_dict()
-        flags = " ".join(f"--{name} {value}" for name, value in choice.items() if given[name] != value)
-        replaced = [name for name, value in unset.items() if given[name] != value]
-        if flags and given["gradient_accumulation_steps"] == 1:  # the default, unless it is a flag
-            replaced.remove("gradient_accumulation_steps")
-        without = " and ".join(f"--{name}" for name in replaced)
-        if other.fits:
-            return f"{flags}{f' without {without}' * bool(without)} needs {_gb(other.needed)}".lstrip()
-        flags = f"with {flags}, " * bool(flags) + f"without {without}, " * bool(without)
-    else:  # such as --offload_activations, which needs a level
-        other, flags = found, ""
-    ways = [*_smaller_settings(other), *_shorter_sequences(other), *_more_gpus(other), *_smaller_steps(other)]
-    return flags + ", or ".join(ways) if ways else "no setting makes it fit; use a smaller model"
-
-
-def refit(found: Fit, changes: dict[str, Any], gpus: int = 0, mode: str = "") -> Fit | None:
-    """Return the fit with other settings, GPUs or mode; None if they are refused."""
-    from training.optim.optimizer import plan_optimizer  # imports torch
-
-    plan, mode = found.request, mode or found.request.mode
-    if not (cfg := changed_config(plan.cfg, changes, gpus or plan.gpus)):
-        return None
-    try:
-        optimizer = plan_optimizer(cfg, mode, on_gpu=True)
-        changed = replace(plan, cfg=cfg, optimizer=optimizer, mode=mode)
-        if gpus:
-            changed = replace(changed, gpus=gpus, gpus_per_node=max(plan.gpus_per_node, min(gpus, 8)))
-        return fit(changed, found.free, found.gpu)
-    except UserError:
-        return None
-
-
-def changed_config(cfg: Config, changes: dict[str, Any], ranks: int) -> Config | None:
-    """Return other settings; None if they are refused on this number of ranks."""
-    try:
-        changed = config_from_dict(cfg.to_dict() | changes)
-        check_launch(changed, ranks)
-    except UserError:
-        return None
-    return changed
-
-
-def contained(flags: str, table: Settings) -> list[str]:
-    """Return the keys of a table whose settings are among those of the key `flags`, itself included."""
-    return [other for other, settings in table.items() if settings.items() <= table[flags].items()]
-
-
-def fewest_first(table: Settings) -> Iterator[list[tuple[str, ...]]]:
-    """Yield the combinations of a table's keys in groups, those with the fewest flags first."""
-
-    def number(keys: tuple[str, ...]) -> int:
-        return sum(len(contained(key, table)) for key in keys)
-
-    keys = [each for count in range(1, len(table) + 1) for each in combinations(table, count)]
-    for _, group in groupby(sorted(keys, key=number), number):
-        yield list(group)
-
-
-def _smaller_settings(found: Fit) -> list[str]:
-    for group in fewest_first(MEMORY_SAVING):
-        ways = []
-        for flags in group:
-            changes = {name: value for flag in flags for name, value in MEMORY_SAVING[flag].items()}
-            if not (other := refit(found, changes)) or not other.fits:
-                continue
-            if (host := offloaded_bytes(other.plan)) <= host_room(other.plan):
-                offloaded = f", and {host / 1e9:.0f} GB of host memory" if host else ""
-                saved = found.needed - other.needed
-                ways.append(f"{' '.join(flags)} needs {_gb(other.needed)}, {_gb(saved)} less{offloaded}")
-        if ways:
-            return ways
-    return []
-
-
-def _shorter_sequences(found: Fit) -> list[str]:
-    length = 1 << (found.request.cfg.data.max_seq_length - 1).bit_length() - 1  # the next lower power of 2
-    while length >= 128:
-        if (other := refit(found, {"max_seq_length": length})) and other.fits:
-            return [f"--max_seq_length {length} needs {_gb(other.needed)}"]
-        length //= 2
-    return []
-
-
-def _smaller_steps(found: Fit) -> list[str]:
-    """Return the largest step without accumulation, for which FSDP keeps no whole gradients."""
-    plan = found.request
-    if not plan.fsdp or found.plan.accumulation == 1:
-        return []
-    each = global_batch(plan.cfg.optim, plan.gpus) // plan.gpus
-    for batch in (size for size in (64, 32, 16, 8, 4, 2, 1) if size <= each):
-        changes = {"batch_size": batch, "global_batch_size": None, "gradient_accumulation_steps": None}
-        if (other := refit(found, changes)) and other.fits:
-            return [f"--global_batch_size {batch * plan.gpus} needs {_gb(other.needed)}"]
-    return []
-
-
-def _more_gpus(found: Fit) -> list[str]:
-    plan, given = found.request, found.request.cfg.optim.global_batch_size
-    mode = "fsdp_full" if plan.mode in ("single", "ddp", "fsdp_grad", "hsdp") else plan.mode
-    changes: dict[str, Any] = {"hsdp_shard_size": None, "fp8_weights": False}
-    dropped = [name for name in changes if plan.cfg.to_dict()[name]]
-    without = f" without --{dropped[0]}" if dropped else ""
-    gpus = plan.gpus
-    while (gpus := 2 * gpus) <= MOST_GPUS:
-        larger = ""
-        if given:
-            changes |= {"gradient_accumulation_steps": None, "global_batch_size": max(given, gpus)}
-            larger = f", --global_batch_size {gpus} instead of {given}" if gpus > given else ""
-        if (other := refit(found, changes, gpus, mode)) and other.fits:
-            return [f"{gpus} GPUs with --sharding_mode {mode}{larger}{without} need {_gb(other.needed)} each"]
-    return []

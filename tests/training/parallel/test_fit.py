@@ -18,7 +18,7 @@ from te_models.settings import RECOMPUTE_LEVELS
 from training import prepare
 from training.config import config_from_dict
 from training.optim.optimizer import OptimizerPlan
-from training.parallel import choose, fit, memory
+from training.parallel import advice, choose, fit, memory
 from training.parallel.activations import kept_activations, recomputation_flops, stored_activations
 from training.parallel.fit import Fit, global_batch, resolve_auto, room
 from training.parallel.memory import peak
@@ -136,7 +136,7 @@ def test_auto_is_the_largest_micro_batch_that_fits(billions, mode, gpus, total, 
     assert found.fits == (sum(peak(found.plan).values()) <= room(gb * 1e9)) and found.is_choice
     if not found.fits:
         with pytest.raises(UserError, match="GB too much"):
-            fit.refuse_misfit(found)
+            advice.refuse_misfit(found)
 
 
 def test_numbers_are_kept_and_only_predicted():
@@ -255,7 +255,7 @@ def test_what_cannot_fit_is_refused_with_numbers_and_flags_that_fit():
     settings = {"global_batch_size": 64, "batch_size": "auto", "recompute": "auto", "mixed_precision": "fp8"}
     found = fitted(85.1, **settings)
     with pytest.raises(UserError) as error:
-        fit.refuse_misfit(found)
+        advice.refuse_misfit(found)
     text = str(error.value)
     start = "--batch_size auto --recompute auto: even with 1 x 8192 tokens and --recompute full a step is "
     assert text.startswith(f"{start}predicted to need {found.needed / 1e9:.1f} of 85.1 GB")
@@ -266,14 +266,16 @@ def test_what_cannot_fit_is_refused_with_numbers_and_flags_that_fit():
     offloaded = replace(FUSED, offload=True)
     assert "; --offload_optimizer needs" in text and fitted(85.1, optimizer=offloaded, **settings).fits
     alone = "alone each saves too little"
-    assert "--offload_optimizer --grad_reduce_dtype bf16 needs" in fit.advice(fitted(50, **settings)), alone
+    assert "--offload_optimizer --grad_reduce_dtype bf16 needs" in advice.advise(fitted(50, **settings)), (
+        alone
+    )
     assert not fitted(50, optimizer=offloaded, **settings).fits
     assert fitted(50, optimizer=offloaded, grad_reduce_dtype="bf16", **settings).fits
 
 
 def test_what_changes_numerics_is_advised_with_what_it_saves():
     settings = {"global_batch_size": 64, "batch_size": "auto", "recompute": "auto", "mixed_precision": "fp8"}
-    text = fit.advice(fitted(110, **settings))
+    text = advice.advise(fitted(110, **settings))
     needs, less = re.search(r"--moment_dtype fp8 needs ([\d.]+) GB, ([\d.]+) GB less", text).groups()
     assert float(needs) <= 108 and float(less) > 0
 
@@ -282,7 +284,7 @@ def test_sums_of_whole_gradients_that_do_not_fit_need_a_smaller_step():
     settings = {"batch_size": "auto", "recompute": "auto", "mode": "fsdp_full", "gpus": 64}
     found = fitted(150, 70.0, **settings, global_batch_size=4096)
     assert found.needed > 280e9, "FP32 sums of all gradients"
-    total = int(re.search(r"or --global_batch_size (\d+) needs", fit.advice(found))[1])
+    total = int(re.search(r"or --global_batch_size (\d+) needs", advice.advise(found))[1])
     assert total > 64 and fitted(150, 70.0, **settings, global_batch_size=total).fits
 
 
@@ -294,7 +296,7 @@ def test_sums_of_whole_gradients_that_do_not_fit_need_a_smaller_step():
     ],
 )
 def test_settings_that_the_advised_flags_replace_are_named(settings, replaced):
-    text = fit.advice(fitted(110, mode="fsdp_full", gpus=8, mixed_precision="fp8", **settings))
+    text = advice.advise(fitted(110, mode="fsdp_full", gpus=8, mixed_precision="fp8", **settings))
     assert text.startswith(
         f"--global_batch_size 256 --batch_size auto --recompute auto without {replaced} needs "
     )
@@ -307,20 +309,20 @@ def test_a_single_accumulation_step_that_prevents_a_fit_is_named():
         "recompute": "auto",
         "gradient_accumulation_steps": 1,
     }
-    text = fit.advice(fitted(110, mode="fsdp_full", gpus=8, mixed_precision="fp8", **auto))
+    text = advice.advise(fitted(110, mode="fsdp_full", gpus=8, mixed_precision="fp8", **auto))
     assert text.startswith("without --gradient_accumulation_steps needs ")
 
 
 def test_advice_keeps_settings_that_exclude_auto():
     settings = {"batch_size": 1, "recompute": "full", "offload_activations": True, "mixed_precision": "fp8"}
-    text = fit.advice(fitted(85.1, **settings))
+    text = advice.advise(fitted(85.1, **settings))
     assert "auto" not in text and text.startswith("--moment_dtype fp8 needs ")
 
 
 def test_more_gpus_are_advised_with_a_sequence_for_each_and_without_groups():
     fp8 = {"mixed_precision": "fp8"}
     groups = {"sharding_mode": "hsdp", "hsdp_shard_size": 8, "batch_size": 1}
-    text = fit.advice(fitted(60, 70.0, mode="hsdp", gpus=8, **groups, **fp8))
+    text = advice.advise(fitted(60, 70.0, mode="hsdp", gpus=8, **groups, **fp8))
     assert text.startswith("with --global_batch_size 8 --batch_size auto --recompute auto, ")
     way = r"(\d+) GPUs with --sharding_mode fsdp_full, --global_batch_size (\d+) instead of 8"
     gpus, total = map(int, re.search(f"{way} without --hsdp_shard_size need", text).groups())
@@ -332,13 +334,13 @@ def test_more_gpus_are_advised_with_a_sequence_for_each_and_without_groups():
 def test_a_model_too_large_for_any_number_of_gpus_is_refused():
     found = fitted(4, 70.0, "ddp", 8, global_batch_size=8, batch_size="auto")
     with pytest.raises(UserError, match=r"no setting makes it fit; use a smaller model$"):
-        fit.refuse_misfit(found)
+        advice.refuse_misfit(found)
 
 
 @pytest.mark.parametrize(("gb", "warns"), [(150, False), (133, False), (132, True)])
 def test_a_step_clearly_above_the_memory_is_warned_of(gb, warns):
     """One sequence of the 8B needs 146.2 GB."""
-    text = fit.warning(fitted(gb, batch_size=1, mixed_precision="fp8"))
+    text = advice.warning(fitted(gb, batch_size=1, mixed_precision="fp8"))
     assert bool(text) == warns
     if warns:
         assert text.startswith(
@@ -348,7 +350,7 @@ def test_a_step_clearly_above_the_memory_is_warned_of(gb, warns):
 
 def test_what_changes_no_numerics_is_advised_first():
     settings = {"mixed_precision": "fp8", "moment_dtype": "fp8", "optimizer": EIGHT_BITS}
-    text = fit.warning(fitted(150.1, batch_size=8, **settings))
+    text = advice.warning(fitted(150.1, batch_size=8, **settings))
     needs = re.search(
         r"memory; --global_batch_size 8 --batch_size auto --recompute auto needs ([\d.]+) GB$", text
     )
@@ -358,9 +360,9 @@ def test_what_changes_no_numerics_is_advised_first():
 
 def test_offload_is_advised_only_if_the_host_has_the_memory(monkeypatch):
     found = fitted(60, mixed_precision="fp8", batch_size=1, recompute="auto")
-    assert re.search(r"--offload_optimizer needs .* less, and \d+ GB of host memory", fit.advice(found))
+    assert re.search(r"--offload_optimizer needs .* less, and \d+ GB of host memory", advice.advise(found))
     monkeypatch.setattr(memory, "host_memory", lambda: 10**9)
-    assert "--offload" not in fit.advice(found)
+    assert "--offload" not in advice.advise(found)
 
 
 # In training
@@ -399,7 +401,7 @@ def test_training_chooses_for_the_speed_of_its_gpu(name, gpu, monkeypatch):
     settings = {"batch_size": "auto", "recompute": "auto", "global_batch_size": 48}
     found = chosen(3e9, effective="bf16", mixed_precision="bf16", **settings)
     assert found.gpu == (GPUS[gpu] if gpu else REFERENCE_GPU)
-    assert fit.refit(found, {"moment_dtype": "fp8"}).gpu == found.gpu
+    assert advice.refit(found, {"moment_dtype": "fp8"}).gpu == found.gpu
 
 
 @pytest.mark.parametrize("requested", ["mxfp8", "nvfp4"])
@@ -407,7 +409,7 @@ def test_a_recipe_that_falls_back_is_predicted_as_the_one_that_runs(requested):
     settings = {"batch_size": 8, "fp8_scenario": requested}
     expected, found = chosen(3e9, batch_size=8), chosen(3e9, **settings)
     assert found.needed == expected.needed != chosen(3e9, **settings, effective=requested).needed
-    assert fit.refit(found, {"moment_dtype": "fp8"}).plan.recipe == "delayed"
+    assert advice.refit(found, {"moment_dtype": "fp8"}).plan.recipe == "delayed"
 
 
 def test_training_plans_with_the_recipe_that_it_falls_back_to():
@@ -436,6 +438,6 @@ def test_auto_is_refused_where_memory_is_unknown(settings, message):
 
 
 def test_numerics_are_advised_on_top_of_what_changes_none():
-    text = fit.warning(fitted(85.1, batch_size=8, max_seq_length=4096, mixed_precision="fp8"))
+    text = advice.warning(fitted(85.1, batch_size=8, max_seq_length=4096, mixed_precision="fp8"))
     auto = "with --global_batch_size 8 --batch_size auto --recompute auto, "
     assert f"memory; {auto}--moment_dtype fp8 needs " in text
