@@ -14,13 +14,11 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def quantize_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Quantize the loaded GEMM weights to FP8. Return the original weights by name.
+    """Quantize the loaded GEMM weights to FP8, each with the scale of its largest value.
 
-    Every quantized parameter becomes a new object.
-
-    Every weight has the scale of its own largest value, also under delayed scaling, so that its FP8 values
-    depend on nothing else. Only the layout of forward is stored: TE transposes weights in backward, and each
-    layer frees the results after its own.
+    Return the original weights by name. Every quantized parameter becomes a new object. Its values do not
+    depend on amax histories, also under delayed scaling. Only the layout of forward is stored: TE transposes
+    weights in backward, and each layer frees the results after its own.
     """
     te = importlib.import_module("transformer_engine.pytorch")
     originals = {}

@@ -116,6 +116,7 @@ class HostState:
             weight: Tensor, grad: Tensor, state: State, scalars: Tensor, seed: Tensor, group: dict[str, Any]
         ) -> None:
             fp8 = WEIGHT in state
+            # The scale of an FP8 weight needs all of its updated BF16 values.
             updated = torch.empty_like(state[WEIGHT], device=self.device) if fp8 else weight
             flat, grad = updated.view(-1), grad.reshape(-1)
             for first in range(0, len(flat), CHUNK):

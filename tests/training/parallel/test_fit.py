@@ -337,6 +337,18 @@ def test_a_model_too_large_for_any_number_of_gpus_is_refused():
         advice.refuse_misfit(found)
 
 
+def test_fp8_weights_are_advised_on_one_gpu_only():
+    settings = {"mixed_precision": "fp8", "batch_size": 1, "recompute": "auto"}
+    assert "--offload_optimizer --fp8_weights needs" in advice.advise(fitted(34, **settings))
+    for mode, gb in (("ddp", 30), ("fsdp_full", 20)):
+        found = fitted(gb, 70.0, mode=mode, gpus=8, **settings)
+        assert not found.fits and "--fp8_weights" not in advice.advise(found)
+    small = {"fp8_weights": True, "offload_optimizer": True, "moment_dtype": "fp8"}
+    optimizer = replace(EIGHT_BITS, offload=True, fp8_weights=True)
+    text = advice.advise(fitted(15, **settings, **small, optimizer=optimizer))
+    assert re.search(r"GPUs with --sharding_mode fsdp_full without --fp8_weights need", text), text
+
+
 @pytest.mark.parametrize(("gb", "warns"), [(150, False), (133, False), (132, True)])
 def test_a_step_clearly_above_the_memory_is_warned_of(gb, warns):
     """One sequence of the 8B needs 146.2 GB."""
