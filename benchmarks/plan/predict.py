@@ -133,7 +133,10 @@ def largest_batch(job: StepPlan, room: float) -> int:
 
 
 def fewest_changes(plan: Plan) -> dict[str, Plan]:
-    """Return plans that fit, by the flags to add. All have as few flags as possible; {} if nothing fits."""
+    """Return plans that fit, by the flags to add: those with as few as possible, and faster pairs of flags.
+
+    {} if nothing fits.
+    """
     settings = plan.fit.request.cfg.to_dict()
     for group in fewest_first(SMALLER):
         found = {}
@@ -151,7 +154,13 @@ def fewest_changes(plan: Plan) -> dict[str, Plan]:
                 shown = " ".join(f"{flag} {chosen[flag]}" if flag in chosen else flag for flag in flags)
                 found[shown + _dropped(plan, other)] = other
         if found:
-            return found
+            best = max(other.tokens_per_second for other in found.values())
+            pairs = [flags for flags in MEMORY_SAVING if (flags,) not in group]
+            others = {flags: _fitting(plan, settings | MEMORY_SAVING[flags]) for flags in pairs}
+            faster = {
+                flags: other for flags, other in others.items() if other and other.tokens_per_second > best
+            }
+            return found | faster
     return {}
 
 

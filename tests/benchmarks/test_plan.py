@@ -419,6 +419,16 @@ def test_only_the_fewest_changes_are_advised(flags, advised):
     assert ("does not fit, even with --batch_size, --recompute" in text) == (advised is None)
 
 
+def test_fp8_weights_are_advised_although_another_flag_alone_would_do():
+    flags = (
+        f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 --max_seq_length 1024 --global_batch_size 64"
+    )
+    flags = f"{flags} --batch_size auto --recompute auto --moment_dtype fp8 --grad_reduce_dtype bf16"
+    text = run([*flags.split(), "--gpus", "1", "--gpu", "RTX 5090"])
+    fast, slow = advice(text)["1"]
+    assert fast == "--offload_optimizer --fp8_weights" and "fsdp_offload" in slow
+
+
 def test_host_memory_includes_offloaded_activations():
     """Layer inputs and attention results: 32 layers x 2 x 2**30 bytes."""
     flags = f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 --batch_size 1 --max_seq_length 131072"
