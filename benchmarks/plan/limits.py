@@ -11,9 +11,10 @@ from core.errors import UserError
 from te_models.presets import LOCAL_PRESETS, PRESETS
 from training.config import config_from_dict
 from training.parallel.fit import global_batch
+from training.parallel.step_time import GPUS
 
-# Size in the name of cards with FP8 -> GB of 10^9 bytes that CUDA reports.
-CARDS = {24: 25.3, 32: 33.7, 48: 47.7, 80: 85.1, 141: 150.1, 180: 191.0}
+# Sizes by which cards with FP8 are known, and one card of each size.
+CARDS = {24: "RTX 4090", 32: "RTX 5090", 48: "L40S", 80: "H100", 141: "H200", 180: "B200"}
 STEP = 1024  # the longest sequence is a multiple of this many tokens
 
 
@@ -36,8 +37,8 @@ def _fitting(plan: Plan, changes: dict[str, Any], memory_gb: float | None = None
 
 
 def smallest_card(plan: Plan) -> str:
-    for size, memory_gb in CARDS.items():
-        if _fitting(plan, {"memory_limit_gb": None}, memory_gb):
+    for size, card in CARDS.items():
+        if _fitting(plan, {"memory_limit_gb": None}, GPUS[card].memory_gb):
             return f"{size} GB"
     return f"above {max(CARDS)} GB"
 

@@ -25,7 +25,7 @@ from core.recipes import RECIPES, costs_of
 from core.settings import AUTO
 from training.config import Config, parse_config
 from training.parallel.fit import auto_settings, counted_micro_batches
-from training.parallel.step_time import GPUS, Gpu, find_gpu
+from training.parallel.step_time import GPUS, NETWORK_BANDWIDTH, Gpu, find_gpu
 
 PROG = "python -m benchmarks.plan"
 # Flag -> (field of `Gpu`, factor from the flag's unit to the field's, help).
@@ -277,7 +277,7 @@ def build_parser() -> argparse.ArgumentParser:
     for flag, (_, _, text) in GPU_FLAGS.items():
         add(f"--{flag}", type=_positive, metavar="X", help=text)
     network = "network bandwidth per GPU in GB/s, one direction (default: 50, or 400 Gbit/s; assumed by auto)"
-    add("--network_gbs", type=_positive, default=50.0, metavar="X", help=network)
+    add("--network_gbs", type=_positive, default=NETWORK_BANDWIDTH / 1e9, metavar="X", help=network)
     add(
         "--tokens",
         type=_positive,

@@ -14,7 +14,7 @@ from training.parallel.advice import MEMORY_SAVING, Settings, contained, fewest_
 from training.parallel.fit import Fit, global_batch, room
 from training.parallel.memory import host_bytes, peak
 from training.parallel.step_plan import StepPlan
-from training.parallel.step_time import Gpu, step_seconds
+from training.parallel.step_time import NETWORK_BANDWIDTH, Gpu, step_seconds
 from training.tracking.metrics import model_flops
 
 # Flags that reduce memory, and their settings. --batch_size is then raised to the largest that fits.
@@ -90,7 +90,9 @@ class Plan:
         return kept * each + host_activations(job) / 1e9, saving * each
 
 
-def make_plan(cfg: Config, gpu: Gpu, *, gpus: int, gpus_per_node: int = 8, network_gbs: float = 50.0) -> Plan:
+def make_plan(
+    cfg: Config, gpu: Gpu, *, gpus: int, gpus_per_node: int = 8, network_gbs: float = NETWORK_BANDWIDTH / 1e9
+) -> Plan:
     """Predict a run on `gpus` GPUs. UserError for settings that the planner or training refuses."""
     if limit := cfg.sharding.memory_limit_gb:
         if limit > gpu.memory_gb:

@@ -93,6 +93,7 @@ ZERO3_LAUNCH_SECONDS = 15e-3  # CPU time per layer in ZeRO 3's module hooks; mea
 HOP_SECONDS = 10e-6  # latency that each further node adds to a collective; assumed
 # --offload_optimizer: PCIe 5.0 x16 from or to pinned memory, both directions at once; assumed.
 PCIE_BANDWIDTH = 50e9
+NETWORK_BANDWIDTH = 50e9  # bytes/s per GPU between nodes, one direction: 400 Gbit/s; assumed
 OPTIMIZER_HOST_BANDWIDTH = 40e9  # CPU offload: PCIe and host memory bandwidth per GPU, with 16 cores per GPU
 
 
@@ -239,7 +240,7 @@ def _launch_seconds(plan: StepPlan) -> float:
     return once * plan.share_of("none") + again * (1 - plan.share_of("none"))
 
 
-def step_seconds(plan: StepPlan, gpu: Gpu, *, network: float = 50e9) -> dict[str, float]:
+def step_seconds(plan: StepPlan, gpu: Gpu, *, network: float = NETWORK_BANDWIDTH) -> dict[str, float]:
     """Return the seconds of one optimizer step by part, for full sequences and without data loading."""
     model, bandwidth = plan.model, gpu.memory_bandwidth * BANDWIDTH_SHARE
     each = {
