@@ -147,7 +147,7 @@ def _refused_fp8_weights(s: Any) -> Iterator[tuple[str, str]]:
         reason = f"needs TE layers in FP8: --use_te --mixed_precision fp8 --fp8_scenario {recipes}"
         yield "fp8_weights use_te mixed_precision fp8_scenario", reason
     if s.sharding_mode != "auto" or s.cpu_offload:
-        reason = "only on one GPU, where nothing is sharded; drop one of the two"
+        reason = "only on one GPU, without sharding; drop --fp8_weights"
         yield "fp8_weights " + ("cpu_offload" if s.cpu_offload else "sharding_mode"), reason
     if not s.offload_optimizer:
         yield "fp8_weights", "the masters of FP8 weights are in host memory; add --offload_optimizer"

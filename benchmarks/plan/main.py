@@ -200,9 +200,12 @@ def _advice(plans: list[Plan]) -> list[str]:
         else:
             hopeless.append(_gpus(plan))
     if hopeless:
+        given = plans[0].fit.request.cfg.to_dict()
+        tried = [flags for flags, settings in SMALLER.items() if not settings.items() <= given.items()]
+        limit = ", or a higher --memory_limit_gb" if given["memory_limit_gb"] else ""
         notes.append(
-            f"\n{', '.join(hopeless)}: does not fit, even with {', '.join(SMALLER)}; use more GPUs or a "
-            "shorter --max_seq_length."
+            f"\n{', '.join(hopeless)}: does not fit, even with {', '.join(tried)}; use more GPUs or a "
+            f"shorter --max_seq_length{limit}."
         )
     return notes
 

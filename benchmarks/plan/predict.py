@@ -22,8 +22,17 @@ SMALLER_BATCH, RECOMPUTE = "--batch_size", "--recompute"
 SMALLER: Settings = {
     SMALLER_BATCH: {"batch_size": 1},
     RECOMPUTE: {"recompute": AUTO, "gradient_checkpointing": False},
-    "--sharding_mode fsdp_full": {"sharding_mode": "fsdp_full", "hsdp_shard_size": None},
-    "--sharding_mode fsdp_offload": {"sharding_mode": "fsdp_offload", "hsdp_shard_size": None},
+    "--sharding_mode fsdp_full": {
+        "sharding_mode": "fsdp_full",
+        "hsdp_shard_size": None,
+        "fp8_weights": False,
+    },
+    "--sharding_mode fsdp_offload": {
+        "sharding_mode": "fsdp_offload",
+        "hsdp_shard_size": None,
+        "offload_optimizer": False,
+        "fp8_weights": False,
+    },
     **MEMORY_SAVING,
 }
 
@@ -181,14 +190,13 @@ def faster_settings(plan: Plan) -> dict[str, Plan]:
 
 def _dropped(plan: Plan, other: Plan) -> str:
     """Return what else changes from `plan` to `other`: dropped flags, the command, sequences per step."""
-    before, after, text = plan.fit.request.cfg, other.job.cfg, ""
-    if before.sharding.hsdp_shard_size and not after.sharding.hsdp_shard_size:
-        text += " without --hsdp_shard_size"
-    if before.model.gradient_checkpointing and not after.model.gradient_checkpointing:
-        text += " without --gradient_checkpointing"
+    before, after = plan.fit.request.cfg.to_dict(), other.job.cfg.to_dict()
+    names = "hsdp_shard_size", "gradient_checkpointing", "offload_optimizer", "fp8_weights"
+    dropped = [f"--{name}" for name in names if before[name] and not after[name]]
+    text = f" without {' and '.join(dropped)}" if dropped else ""
     if other.job.sharding.offload and other.job.gpus == 1:
         text += ", with torchrun --nproc_per_node=1 train_multi_gpu.py"
-    sequences = [global_batch(cfg.optim, plan.job.gpus) for cfg in (plan.job.cfg, after)]
+    sequences = [global_batch(job.cfg.optim, plan.job.gpus) for job in (plan.job, other.job)]
     return text + (f", {sequences[1]:,} sequences per step" if sequences[0] != sequences[1] else "")
 
 

@@ -416,7 +416,7 @@ def test_advised_flags_fit_as_predicted_the_fastest_first():
 def test_only_the_fewest_changes_are_advised(flags, advised):
     text = run(f"--model_name {LLAMA_8B} --use_te --mixed_precision fp8 {flags}".split())
     assert [list(found) for found in advice(text).values()] == ([advised] if advised else [])
-    assert ("does not fit, even with --batch_size, --recompute" in text) == (advised is None)
+    assert ("does not fit, even with --recompute, --sharding_mode" in text) == (advised is None)
 
 
 def test_fp8_weights_are_advised_although_another_flag_alone_would_do():
@@ -427,6 +427,9 @@ def test_fp8_weights_are_advised_although_another_flag_alone_would_do():
     text = run([*flags.split(), "--gpus", "1", "--gpu", "RTX 5090"])
     fast, slow = advice(text)["1"]
     assert fast == "--offload_optimizer --fp8_weights" and "fsdp_offload" in slow
+    text = run([*flags.split(), *fast.split(), "--gpus", "1", "--gpu", "RTX 4090"])
+    (way,) = advice(text)["1"]
+    assert way.startswith("--sharding_mode fsdp_offload without --offload_optimizer and --fp8_weights")
 
 
 def test_host_memory_includes_offloaded_activations():

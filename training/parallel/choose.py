@@ -215,10 +215,10 @@ def _choose_by_state(plan: StepPlan, gpu: int, modes: list[str]) -> tuple[str, s
     if needed["fsdp_full"] <= last_room:
         limit = "" if needed["fsdp_full"] <= room else f" into {last_room / 1e9:.1f} GB"
         return "fsdp_full", f"{why}; sharded over {plan.gpus} ranks they fit{limit}"
-    return (
-        "fsdp_offload",
-        f"{why}; sharded over {plan.gpus} ranks they do not fit into {last_room / 1e9:.1f} GB",
-    )
+    why += f"; sharded over {plan.gpus} ranks they do not fit into {last_room / 1e9:.1f} GB"
+    if plan.cfg.sharding.offload_optimizer:  # which fsdp_offload excludes
+        return "single" if plan.gpus == 1 else "fsdp_full", why
+    return "fsdp_offload", why
 
 
 def _gpu_bytes(plan: StepPlan) -> float:
