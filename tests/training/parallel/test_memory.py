@@ -64,6 +64,13 @@ def test_auto_chooses_the_fastest_mode_that_fits(billions, gpus, gpus_per_node, 
     assert mode == "single" or f"need {billions * 14:.1f} GB, a GPU has room for 60.0 GB" in why
 
 
+@pytest.mark.parametrize(("billions", "gpus", "mode"), [(400.0, 8, "fsdp_full"), (80.0, 1, "single")])
+def test_auto_keeps_an_offloaded_optimizer(billions, gpus, mode):
+    plan = plan_of(billions, gpus=gpus, optimizer=OFFLOADED, offload_optimizer=True)
+    found, why = choose_mode(plan, GPU)
+    assert found == mode and "they do not fit into 75.0 GB" in why
+
+
 @pytest.mark.parametrize(
     ("billions", "gpus", "gpu", "mode"),
     # 28 GB of shards, 16 gathered, 16 accumulated, or 56 GB whole; 35 GB of shards and 80 accumulated.
