@@ -10,7 +10,7 @@ from core.errors import UserError, bad_setting
 from core.settings import AUTO
 from training.config import Config, config_from_dict
 from training.parallel.activations import host_activations
-from training.parallel.advice import MEMORY_SAVING, Settings, contained, fewest_first
+from training.parallel.advice import MEMORY_SAVING, Settings, contained, fewest_first, without
 from training.parallel.fit import Fit, global_batch, room
 from training.parallel.memory import host_bytes, peak
 from training.parallel.step_plan import StepPlan
@@ -151,8 +151,8 @@ def fewest_changes(plan: Plan) -> dict[str, Plan]:
     settings = plan.fit.request.cfg.to_dict()
     for group in fewest_first(SMALLER):
         found = {}
-        for flags in group:
-            changed = settings | {name: value for flag in flags for name, value in SMALLER[flag].items()}
+        for flags, changes in group.items():
+            changed = settings | changes
             other = _fitting(plan, changed)
             if other and SMALLER_BATCH in flags:
                 largest = AUTO if settings["global_batch_size"] else other.largest_batch
@@ -179,21 +179,20 @@ def faster_settings(plan: Plan) -> dict[str, Plan]:
     """Return plans that are faster, also than with fewer flags, by the flags to add."""
     settings = plan.fit.request.cfg.to_dict()
     others = {flag: _fitting(plan, settings | changes) for flag, changes in MEMORY_SAVING.items()}
-    rates = {flag: other.tokens_per_second for flag, other in others.items() if other}
-    fewer = {
-        flag: [rates.get(part, 0) for part in contained(flag, MEMORY_SAVING) if part != flag]
-        for flag in rates
-    }
-    enough = {flag: FASTER * max([plan.tokens_per_second, *fewer[flag]]) for flag in rates}
-    return {flag: others[flag] for flag, rate in rates.items() if rate > enough[flag]}
+    rates = {flag: other.tokens_per_second if other else 0.0 for flag, other in others.items()}
+
+    def enough(flag: str) -> float:
+        fewer = [rates[part] for part in contained(flag, MEMORY_SAVING) if part != flag]
+        return FASTER * max(plan.tokens_per_second, *fewer, 0.0)
+
+    return {flag: other for flag, other in others.items() if other and rates[flag] > enough(flag)}
 
 
 def _dropped(plan: Plan, other: Plan) -> str:
     """Return what else changes from `plan` to `other`: dropped flags, the command, sequences per step."""
     before, after = plan.fit.request.cfg.to_dict(), other.job.cfg.to_dict()
     names = "hsdp_shard_size", "gradient_checkpointing", "offload_optimizer", "fp8_weights"
-    dropped = [f"--{name}" for name in names if before[name] and not after[name]]
-    text = f" without {' and '.join(dropped)}" if dropped else ""
+    text = without([name for name in names if before[name] and not after[name]])
     if other.job.sharding.offload and other.job.gpus == 1:
         text += ", with torchrun --nproc_per_node=1 train_multi_gpu.py"
     sequences = [global_batch(job.cfg.optim, plan.job.gpus) for job in (plan.job, other.job)]

@@ -77,10 +77,9 @@ def advise(found: Fit) -> str:
         replaced = [name for name, value in unset.items() if given[name] != value]
         if flags and given["gradient_accumulation_steps"] == 1:  # the default, unless it is a flag
             replaced.remove("gradient_accumulation_steps")
-        without = " and ".join(f"--{name}" for name in replaced)
         if other.fits:
-            return f"{flags}{f' without {without}' * bool(without)} needs {gb(other.needed)}".lstrip()
-        flags = f"with {flags}, " * bool(flags) + f"without {without}, " * bool(without)
+            return f"{flags}{without(replaced)} needs {gb(other.needed)}".lstrip()
+        flags = f"with {flags}, " * bool(flags) + f"{without(replaced).lstrip()}, " * bool(replaced)
     else:  # such as --offload_activations, which needs a level
         other, flags = found, ""
     ways = [*_smaller_settings(other), *_shorter_sequences(other), *_more_gpus(other), *_smaller_steps(other)]
@@ -119,22 +118,26 @@ def contained(flags: str, table: Settings) -> list[str]:
     return [other for other, settings in table.items() if settings.items() <= table[flags].items()]
 
 
-def fewest_first(table: Settings) -> Iterator[list[tuple[str, ...]]]:
-    """Yield the combinations of a table's keys in groups, those with the fewest flags first."""
+def fewest_first(table: Settings) -> Iterator[dict[tuple[str, ...], dict[str, Any]]]:
+    """Yield the combinations of a table's keys and their settings in groups, the fewest flags first."""
 
     def number(keys: tuple[str, ...]) -> int:
         return sum(len(contained(key, table)) for key in keys)
 
-    keys = [each for count in range(1, len(table) + 1) for each in combinations(table, count)]
-    for _, group in groupby(sorted(keys, key=number), number):
-        yield list(group)
+    combined = [each for count in range(1, len(table) + 1) for each in combinations(table, count)]
+    for _, group in groupby(sorted(combined, key=number), number):
+        yield {keys: {name: value for key in keys for name, value in table[key].items()} for keys in group}
+
+
+def without(names: list[str]) -> str:
+    """Return " without --NAME and --NAME", or "" without names."""
+    return f" without {' and '.join(f'--{name}' for name in names)}" if names else ""
 
 
 def _smaller_settings(found: Fit) -> list[str]:
     for group in fewest_first(MEMORY_SAVING):
         ways = []
-        for flags in group:
-            changes = {name: value for flag in flags for name, value in MEMORY_SAVING[flag].items()}
+        for flags, changes in group.items():
             if not (other := refit(found, changes)) or not other.fits:
                 continue
             if (host := offloaded_bytes(other.plan)) <= host_room(other.plan):
@@ -172,8 +175,7 @@ def _more_gpus(found: Fit) -> list[str]:
     plan, given = found.request, found.request.cfg.optim.global_batch_size
     mode = "fsdp_full" if plan.mode in ("single", "ddp", "fsdp_grad", "hsdp") else plan.mode
     changes: dict[str, Any] = {"hsdp_shard_size": None, "fp8_weights": False}
-    dropped = [name for name in changes if plan.cfg.to_dict()[name]]
-    without = f" without --{dropped[0]}" if dropped else ""
+    dropped = without([name for name in changes if plan.cfg.to_dict()[name]])
     gpus = plan.gpus
     while (gpus := 2 * gpus) <= MOST_GPUS:
         larger = ""
@@ -181,5 +183,5 @@ def _more_gpus(found: Fit) -> list[str]:
             changes |= {"gradient_accumulation_steps": None, "global_batch_size": max(given, gpus)}
             larger = f", --global_batch_size {gpus} instead of {given}" if gpus > given else ""
         if (other := refit(found, changes, gpus, mode)) and other.fits:
-            return [f"{gpus} GPUs with --sharding_mode {mode}{larger}{without} need {gb(other.needed)} each"]
+            return [f"{gpus} GPUs with --sharding_mode {mode}{larger}{dropped} need {gb(other.needed)} each"]
     return []

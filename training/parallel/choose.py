@@ -257,7 +257,7 @@ def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:
     ways_out, given = [], []
     sharded = replace(plan, mode="fsdp_full")
     if plan.fp8_weights and not plan.fsdp:
-        given = ["--fp8_weights"]
+        given = ["fp8_weights"]
         sharded = replace(sharded, optimizer=replace(plan.optimizer, fp8_weights=False))
     if plan.optimizer.kind == "fused_adamw":
         smaller = {
@@ -273,20 +273,16 @@ def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:
                 ways_out.append(f"{flag} needs {needed / 1e9:.1f} GB")
     if (room := LAST_ROOM * gpu - memory.accumulated_gradients(sharded)) > 0:
         gpus = math.ceil(parameters * _gpu_bytes(sharded) / room)
-        ways_out.append(f"--sharding_mode fsdp_full{_without(given)} needs {gpus} such GPUs")
+        ways_out.append(f"--sharding_mode fsdp_full{advice.without(given)} needs {gpus} such GPUs")
     torchrun = "torchrun --nproc_per_node=1 train_multi_gpu.py " if plan.mode == "single" else ""
-    given = ["--offload_optimizer"] * plan.optimizer.offload + given
-    ways_out.append(f"{torchrun}--sharding_mode fsdp_offload{_without(given)} uses host memory")
+    given = ["offload_optimizer"] * plan.optimizer.offload + given
+    ways_out.append(f"{torchrun}--sharding_mode fsdp_offload{advice.without(given)} uses host memory")
     where = "on one GPU" if plan.mode == "single" else f"--sharding_mode {plan.mode}"
     raise UserError(
         f"--model_name {plan.cfg.model.model_name}, {where}: {_on_gpu(plan)} of "
         f"{parameters / 1e9:.1f} B parameters need {total / shards / 1e9:.1f} GB per GPU, which has "
         f"{gpu / 1e9:.1f} GB: {', or '.join(ways_out)}"
     )
-
-
-def _without(flags: list[str]) -> str:
-    return f" without {' and '.join(flags)}" if flags else ""
 
 
 def _host_holds(plan: StepPlan) -> bool:
