@@ -53,12 +53,10 @@ def assemble(job: Job) -> Assembly:
     parameters = sum(parameter.numel() for parameter in model.parameters())
 
     originals = {}
-    if plan.optimizer.kind == "te_fused_adam":
-        originals = quantize_shards(model)
-    elif plan.optimizer.fp8_weights:
-        originals = quantize_weights(model)
+    if plan.fp8_weights:
+        originals = quantize_shards(model) if plan.gathers_fp8 else quantize_weights(model)
     optimizer = optim.build_optimizer(model, cfg.optim, plan.optimizer)
-    optim.set_masters(optimizer, model, originals)
+    optim.set_weights(optimizer, model, originals)
     originals.clear()
     if plan.gathers_fp8 and torchao:
         torchao_fp8.refresh_scales_after_steps(model, optimizer)

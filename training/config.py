@@ -187,8 +187,6 @@ def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
         yield "fp8_all_gather mixed_precision fp8_scenario", reason
     if s.master_weights != "fp32":
         yield "fp8_all_gather master_weights", "FP8 weights need FP32 master weights; drop one of the two"
-    if s.use_te and not {"fp32", "bf16"}.issuperset(parse_moment_dtype(s.moment_dtype)):
-        yield "fp8_all_gather moment_dtype", "TE's optimizer of FP8 weights keeps fp32 or bf16 moments"
 
 
 def _refused_offload(s: Any) -> Iterator[tuple[str, str]]:
@@ -198,8 +196,6 @@ def _refused_offload(s: Any) -> Iterator[tuple[str, str]]:
     if s.cpu_offload or s.sharding_mode == "fsdp_offload":
         reason = "fsdp_offload keeps all training state in host memory; drop one of the two"
         yield "offload_optimizer " + ("cpu_offload" if s.cpu_offload else "sharding_mode"), reason
-    if s.fp8_all_gather and s.use_te:
-        yield "offload_optimizer fp8_all_gather", "TE's optimizer of FP8 weights stays on the GPU; drop one"
 
 
 def refused_by_zero_3(s: Any) -> Iterator[tuple[str, str]]:

@@ -271,15 +271,14 @@ def open_loop(
 
 
 def export(job: Job, assembly: Assembly) -> None:
-    """Export the model in Hugging Face format; FP8 weights from their FP32 masters. Collective."""
+    """Export the model in Hugging Face format; FP8 weights as BF16. Collective."""
     strategy, watchdog = job.strategy, job.watchdog
     watchdog.beat("exporting")
     strategy.reshard(assembly.model)
 
     def gather(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         watchdog.beat("exporting")
-        masters = [optim.master_of(assembly.optimizer, parameter) for parameter in parameters]
-        return strategy.gather([p if m is None else m for p, m in zip(parameters, masters, strict=True)])
+        return strategy.gather([optim.weight_of(assembly.optimizer, parameter) for parameter in parameters])
 
     def write(tensors: Iterator[tuple[str, torch.Tensor]]) -> Path:
         plan, tokenizer = job.resolved.plan, job.tokenizer

@@ -119,10 +119,6 @@ def test_a_bad_value_is_one_line_that_names_flag_and_reason(argv, message):
             "--offload_optimizer --sharding_mode fsdp_offload",
             "--offload_optimizer --sharding_mode fsdp_offload",
         ),
-        (
-            "--offload_optimizer --fp8_all_gather --sharding_mode hsdp --mixed_precision fp8 --use_te",
-            "--offload_optimizer --fp8_all_gather",
-        ),
         ("--fp8_all_gather", "--fp8_all_gather --sharding_mode auto"),
         (
             "--fp8_all_gather --sharding_mode fsdp_full --cpu_offload",

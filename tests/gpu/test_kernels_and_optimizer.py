@@ -78,7 +78,7 @@ def trained(
     for step in range(steps):
         model.weight.grad = gradients(step, columns).to(device)
         apply, scale = torch.tensor(step != 3, device=device), torch.tensor(0.5, device=device)
-        step_if(optimizer, apply=apply, scale=scale, gradients=[model.weight.grad])
+        step_if(optimizer, apply=apply, scale=scale)
     state = {name.removeprefix("weight."): t for name, t in optimizer_state(optimizer, model).items()}
     assert optimizer_steps(optimizer) == steps - 1
     return start, model.weight.detach(), {name: tensor.cpu() for name, tensor in state.items()}

@@ -217,7 +217,7 @@ def test_fp8_all_gather_has_the_same_losses_and_resumes_exactly(tmp_path, one, m
     assert whole.keys() == again.keys() and all(torch.equal(whole[key], again[key]) for key in whole)
     exported = load_file(tmp_path / "whole" / "export" / "model.safetensors")
     ours = whole["model/layers.2.self_attention.proj.weight"]
-    torch.testing.assert_close(exported["model.layers.2.self_attn.o_proj.weight"], ours, rtol=2**-7, atol=0)
+    assert torch.equal(exported["model.layers.2.self_attn.o_proj.weight"], ours)
 
 
 def test_a_70b_is_built_on_the_meta_device_and_loaded_in_shards(folder, tmp_path):
@@ -292,13 +292,15 @@ def test_a_run_resumes_in_every_mode_with_exact_weights_and_optimizer(tmp_path, 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_full", "fsdp_grad", "hsdp"])
 def test_an_offloaded_optimizer_changes_no_bits_and_its_state_is_resharded(folder, tmp_path, mode):
-    check_offload(mode, "fsdp_full" if mode == "hsdp" else "hsdp", GPUS, tmp_path)
+    check_offload(mode, "fsdp_full" if mode == "hsdp" else "hsdp", "bf16", GPUS, tmp_path)
 
 
-def check_offload(mode: str, other: str, gpus: int, folder: Path, **variables: str) -> None:
+def check_offload(
+    mode: str, other: str, precision: str, gpus: int, folder: Path, options: str = "", **variables: str
+) -> None:
     """Train with and without --offload_optimizer, and resume in another mode without a step."""
-    given = "--moment_dtype fp8,fp32 --deterministic --no_export"
-    plain, there = (f"{flags(m, 'bf16', gpus=gpus)} {given}" for m in (mode, other))
+    given = f"--moment_dtype fp8,fp32 --deterministic --no_export {options}"
+    plain, there = (f"{flags(m, precision, gpus=gpus)} {given}" for m in (mode, other))
     resume = f"--offload_optimizer --resume {folder}/offloaded/checkpoints/step_{STEPS:06d}"
     runs = {"plain": plain, "offloaded": f"{plain} --offload_optimizer", "resumed": f"{there} {resume}"}
     printed = launch(folder, runs, gpus, **DETERMINISTIC | variables)

@@ -31,7 +31,7 @@ def step(model, optimizer, number: int) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator, device=DEVICE).bfloat16()
     apply, scale = torch.tensor(number != 3, device=DEVICE), torch.tensor(0.5, device=DEVICE)
-    step_if(optimizer, apply=apply, scale=scale, gradients=[])
+    step_if(optimizer, apply=apply, scale=scale)
     optimizer.zero_grad()
 
 

@@ -183,14 +183,13 @@ def weights_and_optimizer(
     The layout is the same in every sharding mode. FP32 weights are split into BF16 weights and 16-bit
     remainders, unless the run computes in FP32. Tensors that the model stores in this form are live
     references; the function copies the others back. `weights_only` allocates no optimizer state, except for
-    DeepSpeed and FP8 weights, whose masters are loaded in any case.
+    DeepSpeed, whose masters are loaded in any case.
     """
     strategy.reshard(model)
     if strategy.master_home == "zero":
         tensors, copy_back = strategy.state(model, optimizer)
     else:
-        needs_state = not weights_only or optim.has_fp32_masters(optimizer)
-        state = optim.optimizer_state(optimizer, model) if needs_state else {}
+        state = {} if weights_only else optim.optimizer_state(optimizer, model)
         tensors, copy_back = _plain_or_fsdp_state(model, optimizer, cfg, state)
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
@@ -205,18 +204,12 @@ def _plain_or_fsdp_state(
     """Implement `weights_and_optimizer` for plain and DTensor parameters, i.e. without ZeRO."""
     tensors = {f"optimizer/{name}": tensor for name, tensor in state.items()}
     masters: dict[str, Tensor] = {}
-    unquantized: dict[str, Tensor] = {}
     split = cfg.precision.mixed_precision != "fp32"
     for name, parameter in model.named_parameters():
-        tensors[f"model/{name}"] = _unwrapped(parameter.detach())
-        master = optim.master_of(optimizer, parameter)
-        if master is None and split and parameter.dtype == torch.float32:
-            master = parameter.detach()
-        if master is not None and master.dtype == torch.bfloat16:
-            tensors[f"model/{name}"] = unquantized[name] = master
-        elif master is not None:
-            masters[name] = master
-            weight, remainder = _like(master, adamw.split_master)
+        tensors[f"model/{name}"] = _unwrapped(optim.weight_of(optimizer, parameter).detach())
+        if split and parameter.dtype == torch.float32:
+            masters[name] = parameter.detach()
+            weight, remainder = _like(parameter, adamw.split_master)
             tensors |= {f"model/{name}": weight, f"optimizer/{name}.master_param": remainder}
 
     @torch.no_grad()
@@ -224,14 +217,10 @@ def _plain_or_fsdp_state(
         for name, master in masters.items():
             halves = tensors[f"model/{name}"], tensors[f"optimizer/{name}.master_param"]
             local(master).copy_(adamw.merge_master(*map(local, halves)))
-            weight = local(model.get_parameter(name).detach())
-            if hasattr(weight, "quantize_"):  # FP8 weight; all shards share one scale
-                weight.quantize_(local(master))
-            elif weight.dtype != torch.float32:
-                weight.copy_(local(halves[0]))
-        for name, weight in unquantized.items():
-            parameter = model.get_parameter(name)
-            parameter.quantize_(weight.to(parameter.device))
+        for parameter in model.parameters():
+            weight = optim.weight_of(optimizer, parameter)
+            if weight is not parameter:  # FP8; the shards of a weight share a scale, so this is a collective
+                local(parameter).quantize_(local(weight).to(parameter.device))
 
     return tensors, copy_back
 

@@ -27,8 +27,9 @@ class FusedAdamW(torch.optim.Optimizer):
 
     State per parameter: `exp_avg` and `exp_avg_sq` in the formats `moment_dtypes` (see `moments`); with
     `master_weights` also the int16 `master_param`, the low half of the FP32 weight (`split_master`). FP32
-    parameters are their own masters. With `offload` the state is in host memory (see `offload`). TE's FP8
-    parameters need that; their state has the BF16 `weight`, from which each step quantizes them.
+    parameters are their own masters. The state of TE's FP8 parameters has the BF16 `weight`, from which each
+    step quantizes them; shards share a scale, so for them a step is a collective. With `offload` the state is
+    in host memory (see `offload`).
     """
 
     def __init__(
@@ -49,24 +50,25 @@ class FusedAdamW(torch.optim.Optimizer):
         self.host = HostState(device) if offload else None
 
     def initialize_weight(self, parameter: Tensor) -> None:
-        """Allocate the BF16 weight of an FP8 parameter."""
-        assert self.host
-        layout = torch.empty(parameter.shape, dtype=torch.bfloat16, device="meta")
-        self.state[parameter] = self.host.place({WEIGHT: layout}, beside={})
+        """Allocate the BF16 weight of an FP8 parameter, sharded like the parameter."""
+        shard = local(parameter)
+        device = torch.device("meta") if self.host else shard.device
+        weight = torch.empty(shard.shape, dtype=torch.bfloat16, device=device)
+        state = {WEIGHT: moments.with_layout(weight, parameter)}
+        self.state[parameter] = self.host.place(state, beside={}) if self.host else state
 
     def initialize_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Allocate a parameter's state, sharded like the parameter; keep the weight of an FP8 one."""
         weight = self.state[parameter]
-        if WEIGHT in weight:
-            like = torch.empty(parameter.shape, dtype=torch.bfloat16, device="meta")
-        else:
-            like = torch.empty_like(parameter, device="meta") if self.host else parameter
+        like = weight.get(WEIGHT, parameter)
+        if self.host:
+            like = torch.empty_like(like, device="meta")
         state: dict[str, Tensor] = {}
         for moment, name in zip(moments.MOMENTS, self.moment_dtypes, strict=True):
             state |= moments.allocate(like, moment, name)
         if self.master_weights and parameter.dtype != torch.float32:
             state["master_param"] = torch.zeros_like(like, dtype=torch.int16)
-        self.state[parameter] = self.host.place(state, beside=weight) if self.host else state
+        self.state[parameter] = self.host.place(state, beside=weight) if self.host else weight | state
         return self.state[parameter]
 
     @torch.no_grad()
@@ -107,11 +109,11 @@ class FusedAdamW(torch.optim.Optimizer):
         return (self.steps.long() * primes[0] + numbers * primes[1])[::2]
 
     def _updating(self) -> AbstractContextManager[Update]:
-        """Return a context that yields the function to step a parameter: `update_`, streamed if offloaded."""
+        """Return a context that yields the function to step a parameter; it streams offloaded state."""
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if gradient_of(parameter) is not None and moments.FIRST not in self.state[parameter]:
                 self.initialize_state(parameter)
-        return self.host.streaming(update_) if self.host else nullcontext(update_)
+        return self.host.streaming(update_) if self.host else nullcontext(_update_stored)
 
     def synchronize(self) -> None:
         """Wait until the state may be read on the host."""
@@ -123,6 +125,20 @@ def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, without torchao's FP8 all-gather wrapper."""
     part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return getattr(part, "_tensor", part)
+
+
+def _update_stored(
+    weight: Tensor,
+    grad: Tensor,
+    state: dict[str, Tensor],
+    scalars: Tensor,
+    seed: Tensor,
+    group: dict[str, Any],
+) -> None:
+    """Apply `update_` to a weight; an FP8 one is quantized from the updated BF16 weight in its state."""
+    update_(state.get(WEIGHT, weight), grad, state, scalars, seed, group)
+    if WEIGHT in state:
+        weight.quantize_(state[WEIGHT])
 
 
 def update_(

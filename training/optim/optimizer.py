@@ -7,7 +7,6 @@ Otherwise the parameters are FP32.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,7 +34,6 @@ class Kind(NamedTuple):
 
 KINDS = {
     "fused_adamw": Kind("fused AdamW", "BF16 weights with FP32 masters", 2),
-    "te_fused_adam": Kind("TE FusedAdam", "FP8 weights with FP32 masters", 4),
     "torch_adamw": Kind("torch AdamW", "FP32 weights", 0),
     "plain_adamw": Kind("own AdamW", "FP32 weights", 0),
     "zero_adamw": Kind("torch AdamW", "FP32 masters in ZeRO", 4),
@@ -51,7 +49,7 @@ class OptimizerPlan:
     master_weights: bool
     moment_dtypes: tuple[str, str]  # keys of moments.FORMATS
     offload: bool = False  # masters and moments are in host memory
-    fp8_weights: bool = False  # linear weights are in FP8; if offloaded, in host memory also in BF16
+    fp8_weights: bool = False  # linear weights are in FP8, and the optimizer holds them in BF16
 
     @property
     def state_bytes(self) -> float:
@@ -76,7 +74,7 @@ class OptimizerPlan:
     def describe(self) -> str:
         """Summarise the plan for the log: optimizer, weights and moments."""
         name, weights, _ = KINDS[self.kind]
-        weights = KINDS["te_fused_adam"].weights if self.fp8_weights else weights
+        weights = "FP8 weights with FP32 masters" if self.fp8_weights else weights
         weights = weights if self.master_weights else "BF16 weights, no masters"
         formats = " and ".join(dict.fromkeys(map(str.upper, self.moment_dtypes)))
         return f"{name}, {weights}, {formats} moments{', offloaded' * self.offload}"
@@ -111,9 +109,9 @@ def plan_optimizer(cfg: Config, mode: str, *, on_gpu: bool) -> OptimizerPlan:
     masters, full = precision.master_weights == "fp32", precision.mixed_precision == "fp32"
     offload = cfg.sharding.offload_optimizer and master_home == "device"
     if on_gpu and not full and master_home == "device":
-        if cfg.sharding.fp8_all_gather and cfg.model.use_te and MODES[mode].engine == "fsdp":
-            return OptimizerPlan("te_fused_adam", torch.bfloat16, True, stored, fp8_weights=True)
-        return OptimizerPlan("fused_adamw", torch.bfloat16, masters, stored, offload, precision.fp8_weights)
+        in_shards = cfg.sharding.fp8_all_gather and cfg.model.use_te and MODES[mode].engine == "fsdp"
+        fp8_weights = precision.fp8_weights or in_shards
+        return OptimizerPlan("fused_adamw", torch.bfloat16, masters, stored, offload, fp8_weights)
     if master_home == "zero":
         if not masters:
             raise bad_setting(
@@ -153,30 +151,15 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig, plan: OptimizerPlan) -> 
     if plan.kind in ("fused_adamw", "plain_adamw"):
         dtypes = {"master_weights": plan.master_weights, "moment_dtypes": plan.moment_dtypes}
         return FusedAdamW(groups, **common, **dtypes, offload=plan.offload)
-    if plan.kind != "te_fused_adam":
-        return torch.optim.AdamW(groups, **common, fused=True)
-    # Only TE's optimizer supports FP8 weights.
-    optimizers = importlib.import_module("transformer_engine.pytorch.optimizers")
-    first, second = (moments.FORMATS[name].dtype for name in plan.moment_dtypes)
-    dtypes = {"exp_avg_dtype": first, "exp_avg_sq_dtype": second}
-    return optimizers.FusedAdam(groups, **common, master_weights=plan.master_weights, **dtypes)
+    return torch.optim.AdamW(groups, **common, fused=True)
 
 
-def step_if(
-    optimizer: torch.optim.Optimizer, *, apply: Tensor, scale: Tensor, gradients: list[Tensor]
-) -> None:
-    """Step with gradients times `scale` if `apply`. Both are scalars on the device.
-
-    Only TE's optimizer synchronizes with the host.
-    """
+def step_if(optimizer: torch.optim.Optimizer, *, apply: Tensor, scale: Tensor) -> None:
+    """Step with gradients times `scale` if `apply`. Both are scalars on the device."""
     if isinstance(optimizer, FusedAdamW):
         optimizer.step(scale=scale, apply=apply)
-    elif getattr(optimizer, "_step_supports_amp_scaling", False):
-        # Interface between torch's fused optimizers and GradScaler.
+    else:  # interface between torch's fused optimizers and GradScaler
         optimizer.grad_scale, optimizer.found_inf = 1 / scale, (~apply).float()
-        optimizer.step()
-    elif apply:
-        torch._foreach_mul_(gradients, scale)
         optimizer.step()
 
 
@@ -190,10 +173,8 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, T
             "exp_avg": torch.zeros_like(parameter),
             "exp_avg_sq": torch.zeros_like(parameter),
         }
-    elif isinstance(optimizer, FusedAdamW):
-        optimizer.initialize_state(parameter)
     else:
-        optimizer.initialize_state(parameter, False)
+        optimizer.initialize_state(parameter)
     return optimizer.state[parameter]
 
 
@@ -206,8 +187,7 @@ def allocate_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """Return live references to all state tensors as `<parameter>.<state>`, allocated if necessary.
 
-    Step counts and weights are excluded, see `optimizer_steps` and `master_of`. Tensors keep their dtypes:
-    TE's FusedAdam.state_dict would cast BF16 moments to float32, 32 GB more for an 8B model.
+    Step counts and weights are excluded, see `optimizer_steps` and `weight_of`.
     """
     if isinstance(optimizer, FusedAdamW):
         optimizer.synchronize()
@@ -218,40 +198,25 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
     return state
 
 
-def has_fp32_masters(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the optimizer stores whole FP32 masters, beside FP8 weights."""
-    return not isinstance(optimizer, (FusedAdamW, torch.optim.AdamW))
-
-
-def master_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
-    """Return an FP8 parameter in higher precision: TE's FP32 master or our BF16 weight. Else None.
-
-    TE's optimizer stores FP32 masters of its other parameters, too.
-    """
-    state = optimizer.state.get(parameter, {})
-    master = state.get(WEIGHT, state.get("master_param"))
-    return master if master is not None and master.dtype.is_floating_point else None
+def weight_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
+    """Return a parameter, or the BF16 weight from which an FP8 parameter is quantized."""
+    return optimizer.state.get(parameter, {}).get(WEIGHT, parameter)
 
 
 @torch.no_grad()
-def set_masters(optimizer: torch.optim.Optimizer, model: nn.Module, shards: dict[str, Tensor]) -> None:
-    """Initialize masters of FP8 weights from `shards`, this rank's unquantized weight shards by name."""
+def set_weights(optimizer: torch.optim.Optimizer, model: nn.Module, shards: dict[str, Tensor]) -> None:
+    """Initialize the BF16 weights of FP8 parameters from `shards`, this rank's shards by name."""
     for name, shard in shards.items():
         parameter = model.get_parameter(name)
-        if isinstance(optimizer, FusedAdamW):
-            optimizer.initialize_weight(parameter)
-        else:
-            state_of(optimizer, parameter)
-        local(master_of(optimizer, parameter)).copy_(shard)
+        optimizer.initialize_weight(parameter)
+        local(weight_of(optimizer, parameter)).copy_(shard)
 
 
 def optimizer_steps(optimizer: torch.optim.Optimizer) -> int:
     """Return the number of applied steps, for Adam's bias correction."""
     if isinstance(optimizer, torch.optim.AdamW):  # counts per parameter
         return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
-    if isinstance(optimizer, FusedAdamW):
-        return int(optimizer.steps)
-    return int(optimizer.param_groups[0].get("step", 0))
+    return int(optimizer.steps)
 
 
 def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -259,8 +224,5 @@ def set_optimizer_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
     if isinstance(optimizer, torch.optim.AdamW):
         for state in optimizer.state.values():
             state["step"].fill_(steps)
-    elif isinstance(optimizer, FusedAdamW):
+    else:
         optimizer.steps.fill_(steps)
-    elif steps:
-        for group in optimizer.param_groups:
-            group["step"] = steps

@@ -41,8 +41,7 @@ def state(plan: StepPlan) -> dict[str, float]:
     weight, moments = optimizer.parameter_dtype.itemsize, optimizer.moment_bytes
     masters = optimizer.master_bytes * shard
     weights = weight * (parameters if plan.sharding.stage in (1, 2) else shard)
-    if plan.fp8_weights:
-        weights -= plan.model.gemm_weights / plan.shards
+    weights += plan.fp8_bytes * shard
     if optimizer.offload:  # its buffers exist only in the step, when the memory of activations is free
         masters = moments = 0.0
     return {"weights": weights, "master weights": masters, "moments": moments * shard}

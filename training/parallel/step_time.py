@@ -77,7 +77,7 @@ ATTENTION_FORWARD = 0.25  # fraction of attention time in forward: 35 of 142 ms
 # Elementwise kernels reach 2 to 4.3 of 4.8 TB/s (norms 3.1, SwiGLU 3.5, casts 3.9, adds 4.3).
 BANDWIDTH_SHARE = 0.70
 ADAM_SHARE = 0.86  # the suite's AdamW: 26 bytes per parameter, 8.03e9 parameters, 50.5 ms
-TE_ADAM_SHARE = 0.415  # TE's FusedAdam, for FP8 weights: 105 ms; torch's AdamW in ZeRO is as slow
+TORCH_ADAM_SHARE = 0.415  # torch's AdamW in ZeRO: 105 ms
 IDLE = 0.03  # fraction of a step without any kernel in the profile
 # NCCL reaches 0.75 of NVLink's peak. Overlap hides only 0.3 of the transfer time within a node, because
 # transfers share SMs and memory with the kernels (1B ddp, 8B fsdp_grad and fsdp_full on 4 GPUs).
@@ -158,9 +158,9 @@ def _cast_bytes(plan: StepPlan) -> float:
 
 
 def adam_bytes(plan: StepPlan) -> float:
-    """Optimizer traffic in bytes per parameter: weight, gradient, 16-bit remainder and moments."""
-    optimizer = plan.optimizer
-    return 2 * 2 + 2 + (2 * 2 if optimizer.master_weights else 0) + 2 * optimizer.moment_bytes
+    """Optimizer traffic in bytes per parameter: weight, gradient, 16-bit remainder, moments, FP8 weight."""
+    optimizer, quantization = plan.optimizer, (2 + 1) * plan.fp8_share
+    return 2 * 2 + 2 + 2 * 2 * optimizer.master_weights + 2 * optimizer.moment_bytes + quantization
 
 
 def _optimizer_seconds(plan: StepPlan, gpu: Gpu) -> float:
@@ -168,7 +168,7 @@ def _optimizer_seconds(plan: StepPlan, gpu: Gpu) -> float:
     if plan.sharding.offload:
         return 28 * parameters / OPTIMIZER_HOST_BANDWIDTH
     fused = plan.optimizer.kind == "fused_adamw"
-    bandwidth = gpu.memory_bandwidth * (ADAM_SHARE if fused else TE_ADAM_SHARE)
+    bandwidth = gpu.memory_bandwidth * (ADAM_SHARE if fused else TORCH_ADAM_SHARE)
     gradient_norm = 2 * parameters / (gpu.memory_bandwidth * BANDWIDTH_SHARE)
     per_parameter = max(adam_bytes(plan) / bandwidth, plan.host_bytes / PCIE_BANDWIDTH)
     return per_parameter * parameters + gradient_norm

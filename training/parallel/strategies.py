@@ -129,13 +129,13 @@ class Strategy:
         """Clip gradients to `max_norm` (0: no clipping), step, and zero gradients.
 
         The step is skipped if `usable` (bool scalar) is False or a gradient is not finite. The decision stays
-        on the device, except with TE's optimizer (--fp8_all_gather): see `step_if`.
+        on the device.
         """
         gradients = [local(g) for p in model.parameters() if (g := gradient_of(p)) is not None]
         norm = self.total_norm(global_norm(gradients))
         applied = norm.isfinite() & usable.to(norm.device)
         scale = (max_norm / norm).clamp(max=1.0) if max_norm else torch.ones_like(norm)
-        step_if(optimizer, apply=applied, scale=scale, gradients=gradients)
+        step_if(optimizer, apply=applied, scale=scale)
         self.discard(model, optimizer)
         return StepOutcome(norm, applied)
 

@@ -13,6 +13,13 @@ from training.checkpoint.resume import ResumePoint
 from training.checkpoint.state import RunState, restore_run, save_run
 from training.checkpoint.store import Checkpoints
 from training.config import config_from_dict
+from training.optim.optimizer import (
+    build_optimizer,
+    optimizer_state,
+    optimizer_steps,
+    plan_optimizer,
+    set_optimizer_steps,
+)
 from training.parallel.strategies import Strategy
 from training.precision.recipes import Precision
 from training.precision.scaling import scaling_state
@@ -29,15 +36,18 @@ class Position:
 
 
 def parts(value: float, count: int):
-    """Model, optimizer and loader; Adagrad, given a count by group, counts its steps where FusedAdam does."""
+    """Model, optimizer after `count` steps, and loader; `value` fills all tensors."""
     model = nn.BatchNorm1d(3)
     for tensor in (*model.parameters(), model.running_mean):
         nn.init.constant_(tensor, value)
     model.register_buffer("scratch", torch.full((2,), value), persistent=False)
     tensors = SimpleNamespace(scale=torch.full((3,), value), amax_history=torch.full((4, 3), value))
     model.fp8_meta = {"scaling_fwd": tensors}
-    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=value)
-    optimizer.param_groups[0]["step"] = count
+    cfg = config_from_dict({})
+    optimizer = build_optimizer(model, cfg.optim, plan_optimizer(cfg, "single", on_gpu=True))
+    for tensor in optimizer_state(optimizer, model).values():
+        nn.init.constant_(tensor, value)
+    set_optimizer_steps(optimizer, count)
     return {"model": model, "optimizer": optimizer, "loader": Position(count)}
 
 
@@ -71,9 +81,9 @@ def test_a_checkpoint_restores_everything(tmp_path):
     scaling = restore_run(checkpoints, point, state(fresh, restored))
     assert restored == progress and meta["loader"] == {"row": 7}
     assert draw() == expected
-    assert fresh["optimizer"].param_groups[0]["step"] == 7
-    model, accumulated = fresh["model"], fresh["optimizer"].state
-    for tensor in (model.weight, model.bias, model.running_mean, accumulated[model.weight]["sum"]):
+    model, optimizer = fresh["model"], fresh["optimizer"]
+    assert optimizer_steps(optimizer) == 7
+    for tensor in (*model.parameters(), model.running_mean, *optimizer_state(optimizer, model).values()):
         assert tensor.eq(5).all()
     assert model.scratch.eq(1).all()  # non-persistent buffers are not saved
     assert scaling.keys() == scaling_state(model).keys() and all(t.eq(5).all() for t in scaling.values())

@@ -76,7 +76,7 @@ def test_a_scaled_step_is_the_step_of_scaled_gradients(precision):
     start, grad = torch.randn(8, 8).bfloat16(), torch.randn(8, 8).bfloat16()
     (one, scaled), (other, plain) = (build(start, precision=precision) for _ in range(2))
     one.weight.grad, other.weight.grad = grad, grad * 0.25  # exact in BF16
-    step_if(scaled, apply=torch.tensor(True), scale=torch.tensor(0.25), gradients=[grad])
+    step_if(scaled, apply=torch.tensor(True), scale=torch.tensor(0.25))
     plain.step()
     assert torch.equal(master(one, scaled), master(other, plain))
     expected = optimizer_state(plain, other)
@@ -91,7 +91,7 @@ def test_a_skipped_step_changes_nothing_and_is_not_counted():
     model, optimizer = build(start)
     nan = torch.tensor(torch.nan)
     model.weight.grad = nan.bfloat16().expand(8, 8)
-    step_if(optimizer, apply=torch.tensor(False), scale=nan, gradients=[model.weight.grad])
+    step_if(optimizer, apply=torch.tensor(False), scale=nan)
     assert torch.equal(model.weight, start) and optimizer_steps(optimizer) == 0
     assert not any(value.any() for value in optimizer_state(optimizer, model).values())
     model.weight.grad = torch.ones(8, 8).bfloat16()

@@ -20,8 +20,6 @@ from training.optim.settings import OptimConfig
 
 FP32, BF16 = torch.float32, torch.bfloat16
 GPU, CPU = {"on_gpu": True}, {"on_gpu": False}
-GATHERED_IN_FP8 = {"fp8_all_gather": True, "sharding_mode": "fsdp_full", "use_te": True}
-GATHERED_IN_FP8 |= {"mixed_precision": "fp8", "fp8_scenario": "current"}
 NO_MASTERS = {"master_weights": "none", "moment_dtype": "bf16"}
 
 
@@ -43,14 +41,19 @@ def plan_of(settings, *, on_gpu, mode="single"):
         (NO_MASTERS, CPU, ("torch_adamw", BF16, False, 2 + 2 + 4)),
         ({}, GPU | {"mode": "fsdp_offload"}, ("torch_adamw", FP32, True, 4 + 4 + 8)),
         ({}, GPU | {"mode": "ds_zero2"}, ("zero_adamw", BF16, True, 2 + 2 + 4 + 8)),
-        (GATHERED_IN_FP8, GPU | {"mode": "fsdp_full"}, ("te_fused_adam", BF16, True, 2 + 2 + 4 + 8)),
-        (GATHERED_IN_FP8, GPU, ("fused_adamw", BF16, True, 2 + 2 + 2 + 8)),  # nothing to gather
     ],
 )
 def test_the_plan_keeps_masters_in_fp32_unless_told_otherwise(settings, where, expected):
     plan = plan_of(settings, **where)
     assert (plan.kind, plan.parameter_dtype, plan.master_weights, plan.state_bytes) == expected
     assert ("no masters" in plan.describe()) == (settings == NO_MASTERS)
+
+
+@pytest.mark.parametrize(("mode", "fp8"), [("hsdp", True), ("single", False)])  # which gathers nothing
+def test_weights_that_are_gathered_in_fp8_are_stored_in_fp8(mode, fp8):
+    settings = {"fp8_all_gather": True, "use_te": True, "mixed_precision": "fp8", "fp8_scenario": "current"}
+    plan = plan_of(settings | {"sharding_mode": "hsdp"}, **GPU | {"mode": mode})
+    assert plan.fp8_weights == fp8 and ("FP8 weights with FP32 masters" in plan.describe()) == fp8
 
 
 @pytest.mark.parametrize(
@@ -142,7 +145,7 @@ def test_a_step_uses_gradients_times_the_scale_or_is_skipped(linear, apply):
     gradients = [torch.ones_like(parameter) for parameter in model.parameters()]
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = gradient
-    step_if(optimizer, apply=torch.tensor(apply), scale=torch.tensor(0.25), gradients=gradients)
+    step_if(optimizer, apply=torch.tensor(apply), scale=torch.tensor(0.25))
     moment = optimizer_state(optimizer, model)["weight.exp_avg"]
     torch.testing.assert_close(moment, torch.full((3, 4), 0.1 * 0.25 * apply))
     assert torch.equal(model.weight, before) != apply

@@ -21,7 +21,7 @@ from training.tracking.metrics import ModelShape
 FUSED = OptimizerPlan("fused_adamw", torch.bfloat16, True, ("fp32", "fp32"))
 FP8 = replace(FUSED, moment_dtypes=("fp8", "fp8"))
 OFFLOADED = replace(FUSED, offload=True)
-OF_FP8_SHARDS = replace(FUSED, kind="te_fused_adam", fp8_weights=True)
+OF_FP8_SHARDS = replace(FUSED, fp8_weights=True)
 GPU = int(100e9)
 
 
@@ -150,11 +150,10 @@ ADAM = OptimizerPlan("zero_adamw", torch.bfloat16, True, ("fp32", "fp32"))
             "has 20.0 GB: --sharding_mode fsdp_full without --fp8_weights needs 3 such GPUs, or torchrun .* "
             "fsdp_offload without --offload_optimizer and --fp8_weights uses",
         ),
-        # TE's optimizer of FP8 weights takes neither FP8 moments nor offload.
         (
             replace(SINGLE_8B, mode="fsdp_full", optimizer=OF_FP8_SHARDS),
             100e9,
-            "need 121.5 GB per GPU, which has 100.0 GB: --sharding_mode fsdp_full needs 2 such GPUs",
+            "need 119.4 GB per GPU, which has 100.0 GB: --moment_dtype fp8 needs 71.5 GB, or --offload_opt",
         ),
         # Accumulated gradients reduce the room of a shard, here to 60 - 32 GB, or leave none.
         (plan_of(8.0, "single", gradient_accumulation_steps=2), 80e9, "fsdp_full needs 4 such GPUs"),
