@@ -12,7 +12,7 @@ from training.config import Config, config_from_dict
 from training.parallel.activations import host_activations
 from training.parallel.advice import MEMORY_SAVING, Settings, contained, fewest_first, without
 from training.parallel.fit import Fit, global_batch, room
-from training.parallel.memory import host_bytes, peak
+from training.parallel.memory import host_state, peak
 from training.parallel.step_plan import StepPlan
 from training.parallel.step_time import NETWORK_BANDWIDTH, Gpu, step_seconds
 from training.tracking.metrics import model_flops
@@ -94,7 +94,7 @@ class Plan:
     def host_gb(self) -> tuple[float, float]:
         """Host memory per node in GB: always, and in addition while saving a checkpoint."""
         job = self.job
-        kept, saving = host_bytes(job) if job.offloads_state else (0.0, 0)
+        kept, saving = host_state(job) if job.offloads_state else (0.0, 0)
         each = job.model.parameters / job.nodes / 1e9
         return kept * each + host_activations(job) / 1e9, saving * each
 

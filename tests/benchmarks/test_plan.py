@@ -21,7 +21,7 @@ from te_models.presets import PRESETS
 from te_models.settings import RECOMPUTE_LEVELS
 from training.config import config_from_dict
 from training.parallel.fit import room
-from training.parallel.memory import host_bytes, start_of_backward
+from training.parallel.memory import host_state, start_of_backward
 from training.parallel.step_time import (
     BANDWIDTH_SHARE,
     GPUS,
@@ -132,8 +132,8 @@ def test_fp8_weights_take_a_byte_and_are_not_cast():
     plain, stored = (plan_of(**flags, gradient_accumulation_steps=8, fp8_weights=on) for on in (False, True))
     assert plain.memory["weights"] - stored.memory["weights"] == 32 * BLOCK
     assert start_of_backward(stored.job)["FP8 weight copies"] == BLOCK  # one layer's transposes
-    assert host_bytes(plain.job)[0] == pytest.approx(4, abs=0.1)
-    assert host_bytes(stored.job)[0] - host_bytes(plain.job)[0] == pytest.approx(2 * 32 * BLOCK / N8)
+    assert host_state(plain.job)[0] == pytest.approx(4, abs=0.1)
+    assert host_state(stored.job)[0] - host_state(plain.job)[0] == pytest.approx(2 * 32 * BLOCK / N8)
     # A byte read and one written instead of two casts of a weight, of 4 bytes each.
     saved = 8 * 6 * 32 * BLOCK / (GPUS["H200"].memory_bandwidth * BANDWIDTH_SHARE)
     assert plain.seconds["FP8 casts"] - stored.seconds["FP8 casts"] == pytest.approx(saved)

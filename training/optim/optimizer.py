@@ -57,11 +57,6 @@ class OptimizerPlan:
         return 2 * self.parameter_dtype.itemsize + self.master_bytes + self.moment_bytes
 
     @property
-    def host_bytes(self) -> float:
-        """Bytes per parameter of offloaded masters and moments."""
-        return self.offload * (self.master_bytes + self.moment_bytes)
-
-    @property
     def master_bytes(self) -> int:
         """Bytes per parameter of the master, in addition to the weight."""
         return KINDS[self.kind].master_bytes * self.master_weights

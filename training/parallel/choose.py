@@ -223,7 +223,7 @@ def _choose_by_state(plan: StepPlan, gpu: int, modes: list[str]) -> tuple[str, s
 
 def _gpu_bytes(plan: StepPlan) -> float:
     """Return the bytes per parameter of the training state that GPUs hold."""
-    return plan.optimizer.state_bytes - plan.optimizer.host_bytes + plan.fp8_bytes
+    return plan.optimizer.state_bytes + plan.fp8_share - plan.host_bytes
 
 
 def _on_gpu(plan: StepPlan) -> str:

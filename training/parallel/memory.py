@@ -41,8 +41,9 @@ def state(plan: StepPlan) -> dict[str, float]:
     weight, moments = optimizer.parameter_dtype.itemsize, optimizer.moment_bytes
     masters = optimizer.master_bytes * shard
     weights = weight * (parameters if plan.sharding.stage in (1, 2) else shard)
-    weights += plan.fp8_bytes * shard
+    weights += plan.fp8_share * shard
     if optimizer.offload:  # its buffers exist only in the step, when the memory of activations is free
+        weights -= 2 * plan.fp8_share * shard
         masters = moments = 0.0
     return {"weights": weights, "master weights": masters, "moments": moments * shard}
 
@@ -129,7 +130,7 @@ def _logits_fp8(plan: StepPlan) -> float:
     return kept + (gradient + chunk if several else max(gradient, chunk))
 
 
-def host_bytes(plan: StepPlan) -> tuple[float, int]:
+def host_state(plan: StepPlan) -> tuple[float, int]:
     """Return host memory of offloading in bytes per parameter: (always, additionally during a save).
 
     --offload_optimizer keeps masters and moments (--fp8_weights: and BF16 weights), once for every copy of
@@ -146,7 +147,7 @@ def host_bytes(plan: StepPlan) -> tuple[float, int]:
 
 def host_needs(plan: StepPlan) -> float:
     """Return the bytes of host memory per node that offloaded state needs."""
-    kept, saving = host_bytes(plan)
+    kept, saving = host_state(plan)
     return (kept + saving * plan.cfg.checkpoint.save_checkpoints) * plan.model.parameters / plan.nodes
 
 

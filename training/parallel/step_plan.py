@@ -137,14 +137,11 @@ class StepPlan:
         return self.model.gemm_weights / self.model.parameters if self.fp8_weights else 0.0
 
     @property
-    def fp8_bytes(self) -> float:
-        """Bytes per parameter that FP8 weights add on the GPU, negative if BF16 weights are offloaded."""
-        return -self.fp8_share if self.optimizer.offload else self.fp8_share
-
-    @property
     def host_bytes(self) -> float:
         """Bytes per parameter in host memory: offloaded masters and moments, and FP8 weights in BF16."""
-        return self.optimizer.host_bytes + 2 * self.fp8_share * self.optimizer.offload
+        optimizer = self.optimizer
+        state = optimizer.master_bytes + optimizer.moment_bytes + 2 * self.fp8_share
+        return state if optimizer.offload else 0.0
 
     @property
     def caches_fp8_weights(self) -> bool:

@@ -13,7 +13,7 @@ from training.config import config_from_dict
 from training.optim.optimizer import OptimizerPlan
 from training.parallel import choose, memory
 from training.parallel.choose import choose_mode
-from training.parallel.memory import host_bytes
+from training.parallel.memory import host_state
 from training.parallel.step_plan import ModelSize, StepPlan, hsdp_shard_size
 from training.tracking.metrics import ModelShape
 
@@ -279,7 +279,7 @@ def test_a_host_too_small_to_offload_to_is_refused(mode, each, monkeypatch):
 
 
 def test_deepspeed_keeps_gradients_in_fp32_on_the_host_if_several_add_up():
-    assert host_bytes(plan_of(8.0, "ds_zero3_offload", gradient_accumulation_steps=4)) == (22, 12)
+    assert host_state(plan_of(8.0, "ds_zero3_offload", gradient_accumulation_steps=4)) == (22, 12)
 
 
 @pytest.mark.parametrize(("given", "size"), [(None, 4), (2, 2), (8, 8), (1, 1), (3, None), (16, None)])
