@@ -1,4 +1,4 @@
-"""GEMM weights of native TE layers that the GPU holds in FP8 only: whole, or in FSDP2's shards.
+"""GEMM weights of native TE layers in FP8: whole, or in FSDP2's shards.
 
 The optimizer holds them in higher precision.
 """

@@ -10,7 +10,7 @@ from core.errors import UserError, bad_setting
 from core.settings import AUTO
 from training.config import Config, config_from_dict
 from training.parallel.activations import host_activations
-from training.parallel.advice import MEMORY_SAVING, Settings, contained, fewest_first, without
+from training.parallel.advice import MEMORY_SAVING, Settings, combined, without
 from training.parallel.fit import Fit, global_batch, room
 from training.parallel.memory import host_state, peak
 from training.parallel.step_plan import StepPlan
@@ -144,14 +144,14 @@ def largest_batch(job: StepPlan, room: float) -> int:
 
 
 def fewest_changes(plan: Plan) -> dict[str, Plan]:
-    """Return plans that fit, by the flags to add: those with as few as possible, and faster pairs of flags.
+    """Return plans that fit, by the flags to add: those with as few as possible, and a faster pair of flags.
 
     {} if nothing fits.
     """
     settings = plan.fit.request.cfg.to_dict()
-    for group in fewest_first(SMALLER):
+    for count in range(1, len(SMALLER) + 1):
         found = {}
-        for flags, changes in group.items():
+        for flags, changes in combined(SMALLER, count).items():
             changed = settings | changes
             other = _fitting(plan, changed)
             if other and SMALLER_BATCH in flags:
@@ -165,27 +165,29 @@ def fewest_changes(plan: Plan) -> dict[str, Plan]:
                 shown = " ".join(f"{flag} {chosen[flag]}" if flag in chosen else flag for flag in flags)
                 found[shown + _dropped(plan, other)] = other
         if found:
-            best = max(other.tokens_per_second for other in found.values())
-            pairs = [flags for flags in MEMORY_SAVING if (flags,) not in group]
-            others = {flags: _fitting(plan, settings | MEMORY_SAVING[flags]) for flags in pairs}
-            faster = {
-                flags: other for flags, other in others.items() if other and other.tokens_per_second > best
-            }
-            return found | faster
+            return found | _faster_pair(plan, found)
     return {}
 
 
 def faster_settings(plan: Plan) -> dict[str, Plan]:
-    """Return plans that are faster, also than with fewer flags, by the flags to add."""
+    """Return faster plans by the flags to add: with one flag, and with a pair that is faster still."""
     settings = plan.fit.request.cfg.to_dict()
     others = {flag: _fitting(plan, settings | changes) for flag, changes in MEMORY_SAVING.items()}
-    rates = {flag: other.tokens_per_second if other else 0.0 for flag, other in others.items()}
+    enough = FASTER * plan.tokens_per_second
+    faster = {flag: other for flag, other in others.items() if other and other.tokens_per_second > enough}
+    return faster | _faster_pair(plan, faster or {"": plan})
 
-    def enough(flag: str) -> float:
-        fewer = [rates[part] for part in contained(flag, MEMORY_SAVING) if part != flag]
-        return FASTER * max(plan.tokens_per_second, *fewer, 0.0)
 
-    return {flag: other for flag, other in others.items() if other and rates[flag] > enough(flag)}
+def _faster_pair(plan: Plan, others: dict[str, Plan]) -> dict[str, Plan]:
+    """Return the fastest plan with two memory-saving flags, by these; {} if one of `others` is as fast."""
+    settings = plan.fit.request.cfg.to_dict()
+    enough = FASTER * max(other.tokens_per_second for other in others.values())
+    fastest: dict[str, Plan] = {}
+    for flags, changes in combined(MEMORY_SAVING, 2).items():
+        other = _fitting(plan, settings | changes)
+        if other and other.tokens_per_second > enough:
+            fastest, enough = {" ".join(flags): other}, other.tokens_per_second
+    return fastest
 
 
 def _dropped(plan: Plan, other: Plan) -> str:

@@ -139,6 +139,14 @@ def test_fp8_weights_take_a_byte_and_are_not_cast():
     assert plain.seconds["FP8 casts"] - stored.seconds["FP8 casts"] == pytest.approx(saved)
 
 
+def test_fp8_weights_without_offload_replace_two_copies_of_a_byte():
+    flags = FP8 | {"gradient_accumulation_steps": 8}
+    plain, stored = (plan_of(**flags, fp8_weights=on) for on in (False, True))
+    assert stored.memory["weights"] - plain.memory["weights"] == 32 * BLOCK
+    copies = [plan.memory["FP8 weight copies"] for plan in (plain, stored)]
+    assert copies == [2 * 32 * BLOCK, 0]
+
+
 def test_an_fp8_lm_head_is_faster_and_keeps_its_own_copies():
     plain, fp8 = plan_of(**FP8), plan_of(**FP8, fp8_lm_head=True)
     # Its weight in two layouts, gradients of all logits, four of hidden size; a chunk's logits and gradients.
@@ -363,6 +371,7 @@ def test_advised_flags_fit_as_predicted_the_fastest_first():
     found = advice(text)
     assert list(found) == ["64"]  # where `auto`, which knows no activations, chooses fsdp_full
     assert list(found["64"]) == [
+        "--recompute layer --offload_activations --grad_reduce_dtype bf16",  # faster than with one of them
         "--recompute layer --offload_activations",
         "--moment_dtype fp8",
         "--offload_optimizer",

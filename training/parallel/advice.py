@@ -5,9 +5,8 @@ This module must not import torch, so that `benchmarks.plan` shows its help and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, groupby
+from itertools import combinations
 from typing import Any
 
 from core.errors import EXIT_BAD_SETTING, UserError
@@ -19,7 +18,6 @@ from training.parallel.memory import host_room, offloaded_bytes
 # Warn if a prediction exceeds the GPU's memory by this factor. Predictions are within 4 % of recorded peaks.
 CLEARLY_ABOVE = 1.1
 Settings = dict[str, dict[str, Any]]  # by flags
-FP8_WEIGHTS = {"offload_optimizer": True, "fp8_weights": True}
 # Flags that reduce memory and change numerics or need host memory, and their settings.
 MEMORY_SAVING: Settings = {
     "--recompute layer --offload_activations": {
@@ -29,7 +27,7 @@ MEMORY_SAVING: Settings = {
     },
     "--moment_dtype fp8": {"moment_dtype": "fp8"},
     "--offload_optimizer": {"offload_optimizer": True},
-    "--offload_optimizer --fp8_weights": FP8_WEIGHTS,
+    "--fp8_weights": {"fp8_weights": True},
     "--grad_reduce_dtype bf16": {"grad_reduce_dtype": "bf16"},
 }
 MOST_GPUS = 4096  # that advice names
@@ -113,20 +111,12 @@ def changed_config(cfg: Config, changes: dict[str, Any], ranks: int) -> Config |
     return changed
 
 
-def contained(flags: str, table: Settings) -> list[str]:
-    """Return the keys of a table whose settings are among those of the key `flags`, itself included."""
-    return [other for other, settings in table.items() if settings.items() <= table[flags].items()]
-
-
-def fewest_first(table: Settings) -> Iterator[dict[tuple[str, ...], dict[str, Any]]]:
-    """Yield the combinations of a table's keys and their settings in groups, the fewest flags first."""
-
-    def number(keys: tuple[str, ...]) -> int:
-        return sum(len(contained(key, table)) for key in keys)
-
-    combined = [each for count in range(1, len(table) + 1) for each in combinations(table, count)]
-    for _, group in groupby(sorted(combined, key=number), number):
-        yield {keys: {name: value for key in keys for name, value in table[key].items()} for keys in group}
+def combined(table: Settings, count: int) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Return the settings of all combinations of `count` keys of a table."""
+    return {
+        keys: {name: value for key in keys for name, value in table[key].items()}
+        for keys in combinations(table, count)
+    }
 
 
 def without(names: list[str]) -> str:
@@ -135,9 +125,9 @@ def without(names: list[str]) -> str:
 
 
 def _smaller_settings(found: Fit) -> list[str]:
-    for group in fewest_first(MEMORY_SAVING):
+    for count in range(1, len(MEMORY_SAVING) + 1):
         ways = []
-        for flags, changes in group.items():
+        for flags, changes in combined(MEMORY_SAVING, count).items():
             if not (other := refit(found, changes)) or not other.fits:
                 continue
             if (host := offloaded_bytes(other.plan)) <= host_room(other.plan):

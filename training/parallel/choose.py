@@ -264,7 +264,8 @@ def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:
             "--moment_dtype fp8": {"moment_dtypes": ("fp8", "fp8")},
             "--offload_optimizer": {"offload": True},
         }
-        if plan.mode == "single" and advice.changed_config(plan.cfg, advice.FP8_WEIGHTS, plan.gpus):
+        both = {"offload_optimizer": True, "fp8_weights": True}
+        if plan.mode == "single" and advice.changed_config(plan.cfg, both, plan.gpus):
             smaller["--offload_optimizer --fp8_weights"] = {"offload": True, "fp8_weights": True}
         for flag, changes in smaller.items():
             other = replace(plan, optimizer=replace(plan.optimizer, **changes))
@@ -301,19 +302,18 @@ def refuse_small_host(plan: StepPlan) -> None:
         return
     sizes = f"{_host_sizes(needed, room)}; "
     if plan.optimizer.offload:
-        ways_out, flags = [], {"offload_optimizer": True}
+        ways_out = []
         smaller = replace(plan, optimizer=replace(plan.optimizer, moment_dtypes=("fp8", "fp8")))
         if memory.host_needs(smaller) < needed and _host_holds(smaller):
             ways_out.append(f"--moment_dtype fp8 needs {memory.host_needs(smaller) / 1e9:.0f} GB")
-        if plan.fp8_weights:
-            flags["fp8_weights"] = True
+        if plan.optimizer.fp8_weights:
             needed = memory.host_needs(replace(plan, optimizer=replace(plan.optimizer, fp8_weights=False)))
             ways_out.append(f"dropping --fp8_weights needs {needed / 1e9:.0f} GB")
         if plan.shards < plan.gpus:
             sharded = replace(plan, mode="fsdp_full")
             ways_out.append(f"--sharding_mode fsdp_full needs {memory.host_needs(sharded) / 1e9:.0f} GB")
-        last = "drop both" if plan.fp8_weights else "use more nodes, or drop it"
-        raise bad_setting(f"masters and moments need {sizes}{', or '.join([*ways_out, last])}", **flags)
+        ways_out.append("use more nodes, or drop it")
+        raise bad_setting(f"masters and moments need {sizes}{', or '.join(ways_out)}", offload_optimizer=True)
     on_gpu = "ds_zero3" if plan.sharding.engine == "deepspeed" else "fsdp_full"
     raise UserError(
         f"--sharding_mode {plan.mode}: weights, gradients, moments and checkpoint saves need {sizes}use more "

@@ -128,7 +128,7 @@ class StepPlan:
 
     @property
     def fp8_weights(self) -> bool:
-        """True if linear weights exist on the GPU in FP8 only."""
+        """True if the model's linear weights are in FP8."""
         return self.optimizer.fp8_weights
 
     @property
