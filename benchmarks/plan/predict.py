@@ -165,7 +165,7 @@ def fewest_changes(plan: Plan) -> dict[str, Plan]:
                 shown = " ".join(f"{flag} {chosen[flag]}" if flag in chosen else flag for flag in flags)
                 found[shown + _dropped(plan, other)] = other
         if found:
-            return found | _faster_pair(plan, found)
+            return found | _faster_pair(plan, [*found.values()])
     return {}
 
 
@@ -175,13 +175,13 @@ def faster_settings(plan: Plan) -> dict[str, Plan]:
     others = {flag: _fitting(plan, settings | changes) for flag, changes in MEMORY_SAVING.items()}
     enough = FASTER * plan.tokens_per_second
     faster = {flag: other for flag, other in others.items() if other and other.tokens_per_second > enough}
-    return faster | _faster_pair(plan, faster or {"": plan})
+    return faster | _faster_pair(plan, [plan, *faster.values()])
 
 
-def _faster_pair(plan: Plan, others: dict[str, Plan]) -> dict[str, Plan]:
+def _faster_pair(plan: Plan, others: list[Plan]) -> dict[str, Plan]:
     """Return the fastest plan with two memory-saving flags, by these; {} if one of `others` is as fast."""
     settings = plan.fit.request.cfg.to_dict()
-    enough = FASTER * max(other.tokens_per_second for other in others.values())
+    enough = FASTER * max(other.tokens_per_second for other in others)
     fastest: dict[str, Plan] = {}
     for flags, changes in combined(MEMORY_SAVING, 2).items():
         other = _fitting(plan, settings | changes)
