@@ -515,7 +515,8 @@ def test_tokenization_processes_end_with_the_run(tmp_path, number, to_all, code)
     ):
         begun = 0
         while begun < 2:  # processes; a signal during their fork would be reported by torch
-            assert (line := printed.readline()), "it has ended"
+            line = printed.readline()
+            assert line, "it has ended"
             begun += line.count("tokenizing")
         (os.killpg if to_all else os.kill)(process.pid, number)
         output = printed.read()  # ends once no process holds the other end
