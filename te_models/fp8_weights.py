@@ -18,7 +18,7 @@ def quantize_weights(model: nn.Module) -> dict[str, Tensor]:
 
     Return the original weights by name. Every quantized parameter becomes a new object. Its values do not
     depend on amax histories, also under delayed scaling. Only the layout of forward is stored: TE transposes
-    weights in backward, and each layer frees the results after its own.
+    weights in backward, and each layer frees its transposes when its backward is done.
     """
     te = importlib.import_module("transformer_engine.pytorch")
     originals = {}

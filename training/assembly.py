@@ -17,10 +17,11 @@ from te_models.fp8_weights import quantize_shards, quantize_weights
 from te_models.options import BuildOptions, NativeOptions
 from training.config import Config
 from training.optim import optimizer as optim
+from training.parallel.choose import compiles_layers
 from training.precision import precision_map, torchao_fp8
 from training.precision.fp8_stats import Fp8Stats
 from training.precision.recipes import Precision, build_autocast
-from training.prepare import Job, compiles_layers
+from training.prepare import Job
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def _build_model(job: Job, dtypes: dict[str, torch.dtype]) -> nn.Module:
             weight_recipe=precision.recipe if plan.gathers_fp8 and not torchao else None,
         ),
         convert=(lambda model: _convert(model, cfg, precision, plan.gathers_fp8)) if torchao else None,
-        compile_layers=compiles_layers(cfg, strategy),
+        compile_layers=compiles_layers(cfg, strategy.mode, on_gpu=strategy.device.type == "cuda"),
     )
     return build_model(job.resolved.plan, options)
 

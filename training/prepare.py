@@ -35,7 +35,7 @@ from training.checkpoint.store import Checkpoints
 from training.config import Config, settings_path
 from training.kernels import Workload, enable_kernels
 from training.parallel import ranks
-from training.parallel.choose import choose_strategy
+from training.parallel.choose import choose_strategy, compiles_layers
 from training.parallel.fit import Fit
 from training.parallel.ranks import print_rank0
 from training.parallel.strategies import Strategy
@@ -146,20 +146,10 @@ def _decide(
     kernels = enable_kernels(Workload(cfg, resolved.precision, resolved.shape, device), cleanup)
     watchdog.starting("choosing how to shard")
     strategy, fit = choose_strategy(cfg, resolved.plan, device, resolved.precision.effective)
-    compiles = compiles_layers(cfg, strategy)
+    compiles = compiles_layers(cfg, strategy.mode, on_gpu=device.type == "cuda")
     ranks.run_on_all_ranks(lambda: fp8_stats.check(cfg, resolved.precision, compiles=compiles))
     ranks.run_on_all_ranks(lambda: profiling.check(cfg.log.profile_steps, device))
     return resolved, kernels, strategy, fit
-
-
-def compiles_layers(cfg: Config, strategy: Strategy) -> bool:
-    """True if Hugging Face layers run under torch.compile. On by default on a GPU.
-
-    Off by default under DeepSpeed: its hooks on every module cause graph breaks.
-    """
-    if cfg.model.use_te or cfg.model.compile is not None:
-        return bool(cfg.model.compile)
-    return strategy.device.type == "cuda" and strategy.master_home != "zero"
 
 
 def _on_each_rank(watchdog: Watchdog, doing: str, work: Callable[[], T], limit: float | None = None) -> T:

@@ -121,16 +121,15 @@ def run(job: Job, cleanup: ExitStack, signals: ExitStack) -> int:
     finally:
         trainer.logs.display.close()
         observers.close()
-    code = 0 if finished else EXIT_INTERRUPTED
+    saves = job.cfg.checkpoint.save_checkpoints
+    code = 0 if finished else EXIT_INTERRUPTED if saves else EXIT_FAILED
     job.watchdog.pause()  # uploads have their own timeout
     trainer.logs.tracker.finish(code)
     cleanup.close()
-    if finished:
-        return code
-    if not job.cfg.checkpoint.save_checkpoints:
+    if not finished and saves:
+        print_rank0(f"to resume, repeat the command with --output_dir {job.folder}")
+    elif not finished:
         print_rank0("nothing was saved (--no_save_checkpoints): the same command starts from scratch")
-        return EXIT_FAILED
-    print_rank0(f"to resume, repeat the command with --output_dir {job.folder}")
     return code
 
 
@@ -261,7 +260,7 @@ def open_loop(
         scaling,
         wall_time,
         saved_step=progress.step if job.resume is not None and job.resume.own else -1,
-        needs_evaluation=not evaluated,
+        restored_unevaluated=not evaluated,
     )
     wall_time.count()
     return Trainer(cfg, stack, job.loaders, logs, saver, progress, observers), observers

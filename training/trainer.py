@@ -27,7 +27,7 @@ class Saver(Protocol):
     """Interface for saving checkpoints."""
 
     saved_step: int  # step of this run's newest checkpoint; -1: none
-    needs_evaluation: bool  # this launch's first step has no eval loss yet
+    restored_unevaluated: bool  # the step of the restored checkpoint has no eval loss yet
 
     def save(self, step: int, eval_loss: float | None) -> None: ...
     def record_eval_loss(self, step: int, eval_loss: float) -> None: ...
@@ -180,7 +180,7 @@ class Trainer:
         """Prepare FP8 scaling and run an evaluation that is due, outside the timed region."""
         self.stack.scaling.prepare(batch)
         step, log = self.progress.step, self.cfg.log
-        missed = self.saver.needs_evaluation and step > 0 and _due(step, log.eval_interval)
+        missed = self.saver.restored_unevaluated and step > 0 and _due(step, log.eval_interval)
         if missed or (log.eval_at_start and step == 0):
             self._evaluate()
         self.logs.meter.restart_clock()

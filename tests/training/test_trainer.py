@@ -120,7 +120,7 @@ class Saver:
     """Saves nothing."""
 
     saved_step: int = -1
-    needs_evaluation: bool = False
+    restored_unevaluated: bool = False
     on_save: Callable = lambda step, eval_loss: None
     on_eval_loss: Callable = lambda step, eval_loss: None
 

@@ -168,10 +168,11 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
     if 1 in (meta["world_size"], world_size) and _same_sums(changed):
         permitted.append("grad_reduce_dtype")
     allowed = {name: changed.pop(name) for name in permitted if name in changed}
-    old, new = global_batch(meta["config"], meta["world_size"]), global_batch(cfg.to_dict(), world_size)
+    share, new_share = rank_batch(meta["config"]), rank_batch(cfg.to_dict())
+    old, new = share * meta["world_size"], new_share * world_size
     split = {name: changed.pop(name) for name in BATCH_SPLIT_SETTINGS if name in changed}
     both_given = None not in split.get("global_batch_size", (None,))
-    if old != new and (both_given or global_batch(meta["config"], 1) != global_batch(cfg.to_dict(), 1)):
+    if old != new and (both_given or share != new_share):
         changed |= split
     else:
         allowed |= split
@@ -214,7 +215,7 @@ def check_folder(cfg: Config, folder: Path) -> None:
     if (folder / "checkpoints").exists():  # `check_resume` compares these with the checkpoint
         ignored += [*BATCH_SPLIT_SETTINGS, "moment_dtype", *["grad_reduce_dtype"] * _same_sums(changed)]
     same_total = cfg.optim.global_batch_size is not None and "global_batch_size" not in changed
-    if same_total or global_batch(old, 1) == global_batch(cfg.to_dict(), 1):
+    if same_total or rank_batch(old) == rank_batch(cfg.to_dict()):
         ignored += BATCH_SPLIT_SETTINGS  # another split by --batch_size auto, or on other ranks
     changed = {name: values for name, values in changed.items() if name not in ignored}
     if changed:
@@ -249,9 +250,9 @@ def describe_changes(changed: dict[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"--{name} {old} there, {new} here" for name, (old, new) in changed.items())
 
 
-def global_batch(settings: dict[str, Any], world_size: int) -> int:
-    """Return the sequences per optimizer step."""
-    return settings["batch_size"] * settings["gradient_accumulation_steps"] * world_size
+def rank_batch(settings: dict[str, Any]) -> int:
+    """Return the sequences of one rank per optimizer step, of settings without `auto`."""
+    return settings["batch_size"] * settings["gradient_accumulation_steps"]
 
 
 # Steps
@@ -272,7 +273,7 @@ def count_resumed_steps(cfg: Config, meta: dict[str, Any], loader: Any, world_si
     the steps done plus ceil(remaining micro-batches / accumulation).
     """
     old, saved, per_epoch = meta["config"], meta["total_steps"], loader.micro_batches_per_epoch
-    if global_batch(old, meta["world_size"]) == global_batch(cfg.to_dict(), world_size):
+    if rank_batch(old) * meta["world_size"] == rank_batch(cfg.to_dict()) * world_size:
         then = replace(cfg.optim, max_steps=old["max_steps"], num_epochs=old["num_epochs"])
         if saved == count_steps(then, per_epoch):
             return count_steps(cfg.optim, per_epoch)

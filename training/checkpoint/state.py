@@ -75,10 +75,10 @@ class CheckpointSaver:
         wall_time: WallTime,
         *,
         saved_step: int,
-        needs_evaluation: bool,
+        restored_unevaluated: bool,
     ):
         self.checkpoints, self.run, self.scaling, self.wall_time = checkpoints, run, scaling, wall_time
-        self.saved_step, self.needs_evaluation = saved_step, needs_evaluation
+        self.saved_step, self.restored_unevaluated = saved_step, restored_unevaluated
 
     def save(self, step: int, eval_loss: float | None) -> None:
         self.saved_step = step

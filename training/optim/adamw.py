@@ -99,7 +99,7 @@ class FusedAdamW(torch.optim.Optimizer):
                     update(local(parameter), local(gradient), shard, scalars, seed, group)
 
     def _seeds(self) -> Tensor:
-        """Return an int64 seed per parameter, in the order of the groups; others in every step.
+        """Return an int64 seed per parameter, in the order of the groups; different in every step.
 
         The seeds are 16 bytes apart, because Triton compiles a kernel again for other alignments.
         """

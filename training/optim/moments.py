@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 BLOCK = 64
 MOMENTS = FIRST, SECOND = "exp_avg", "exp_avg_sq"  # names in torch.optim.AdamW
-# Of random bits: factor of an element's index, and step from the bits of the first moment to the second's.
+# Random bits are hashed from an element's index times the first; the second is added for the second moment.
 INDEX_FACTOR, NEXT_BITS = 0x9E3779B1, 0x7F4A7C15
 CONVERTED_AT_ONCE = 2**24  # elements
 EXPONENTS = "_exponents"  # suffix of the name of a moment's block exponents, uint8

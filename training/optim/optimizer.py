@@ -2,7 +2,7 @@
 
 BF16 spacing at a weight of 0.02 is 6e-5, so an update of 1e-5 is lost; training needs FP32 master weights. On
 a GPU each BF16 weight has a 16-bit remainder, and both together are the exact FP32 weight (`adamw`).
-Otherwise the parameters are FP32.
+Otherwise the parameters are FP32; DeepSpeed has BF16 parameters and its own masters.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class OptimizerPlan:
     master_weights: bool
     moment_dtypes: tuple[str, str]  # keys of moments.FORMATS
     offload: bool = False  # masters and moments are in host memory
-    fp8_weights: bool = False  # linear weights are in FP8, and the optimizer holds them in BF16
+    fp8_weights: bool = False  # linear weights are in FP8: --fp8_weights, or TE's --fp8_all_gather
 
     @property
     def state_bytes(self) -> float:

@@ -73,7 +73,7 @@ def advise(found: Fit) -> str:
         given = found.request.cfg.to_dict()
         flags = " ".join(f"--{name} {value}" for name, value in choice.items() if given[name] != value)
         replaced = [name for name, value in unset.items() if given[name] != value]
-        if flags and given["gradient_accumulation_steps"] == 1:  # the default, unless it is a flag
+        if flags and given["gradient_accumulation_steps"] == 1:  # the default, so probably no flag to drop
             replaced.remove("gradient_accumulation_steps")
         if other.fits:
             return f"{flags}{without(replaced)} needs {gb(other.needed)}".lstrip()

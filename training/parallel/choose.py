@@ -44,17 +44,17 @@ def choose_strategy(
     UserError if the training state, or a step with `auto`, cannot fit.
     """
     usable = ranks.run_on_all_ranks(lambda: limit_memory(cfg, device))
-    gpu = min(usable) if device.type == "cuda" else None
+    capacity = min(usable) if device.type == "cuda" else None
     ranks.run_on_rank0(lambda: fit.check_launch(cfg, ranks.world_size()))
-    mode = ranks.run_on_rank0(lambda: _resolve_mode(cfg, model, device, effective, gpu))
-    free = min(ranks.run_on_all_ranks(lambda: free_memory(gpu, device))) if gpu else None
+    mode = ranks.run_on_rank0(lambda: _resolve_mode(cfg, model, device, effective, capacity))
+    free = min(ranks.run_on_all_ranks(lambda: free_memory(capacity, device))) if capacity else None
     fitted = ranks.run_on_rank0(lambda: _fit(cfg, model, device, effective, mode, free))
     strategy = build_strategy(mode, device, fitted.plan.cfg)
     ranks.run_on_all_ranks(lambda: check_recomputation(strategy.cfg, strategy))
     if strategy.steps_on_cpu:
         threads = ranks.use_cores()
         print_rank0(f"the optimizer steps on the CPU, with {threads} threads per rank")
-    ranks.run_on_all_ranks(lambda: check_memory(fitted.plan, model, strategy, gpu))
+    ranks.run_on_all_ranks(lambda: check_memory(fitted.plan, model, strategy, capacity))
     if fitted.is_choice:
         print_rank0(fitted.describe())
     beta2 = moment_warning(fitted.plan.optimizer, cfg.optim.adam_beta2)
@@ -108,11 +108,20 @@ def _why_unpredicted(cfg: Config, model: ModelPlan, mode: str) -> str | None:
     """Return why the memory model does not cover a step, or None."""
     if not model.is_known_family:
         return f"model type {model.family} is not covered"
-    compiles = MODES[mode].engine != "deepspeed" if cfg.model.compile is None else cfg.model.compile
-    if not cfg.model.use_te and not compiles:
+    if not cfg.model.use_te and not compiles_layers(cfg, mode, on_gpu=True):
         return "layers without torch.compile keep more activations than are counted"
     found = fit.unpredicted(cfg, mode)
     return found and f"{' '.join(as_flag(*each) for each in found[1].items())}: {found[0]}"
+
+
+def compiles_layers(cfg: Config, mode: str, *, on_gpu: bool) -> bool:
+    """True if Hugging Face layers run under torch.compile. On by default on a GPU.
+
+    Off by default under DeepSpeed: its hooks on every module cause graph breaks.
+    """
+    if cfg.model.use_te or cfg.model.compile is not None:
+        return bool(cfg.model.compile)
+    return on_gpu and MODES[mode].engine != "deepspeed"
 
 
 def check_recomputation(cfg: Config, strategy: Strategy) -> None:
@@ -123,15 +132,15 @@ def check_recomputation(cfg: Config, strategy: Strategy) -> None:
         raise bad_setting(reason, **{name: getattr(cfg.model, name)})
 
 
-def check_memory(plan: StepPlan, model: ModelPlan, strategy: Strategy, gpu: int | None) -> None:
-    """Raise UserError if the training state cannot fit in host memory, or on a GPU of `gpu` bytes."""
+def check_memory(plan: StepPlan, model: ModelPlan, strategy: Strategy, capacity: int | None) -> None:
+    """Raise UserError if the training state cannot fit in host memory, or on a GPU of `capacity` bytes."""
     only_evaluates = plan.cfg.optim.max_steps == 0
     # Counting parameters builds the model on the meta device, where remote code may fail: no check then.
     if (only_evaluates or model.trust_remote_code) and not strategy.steps_on_cpu:
         return
     plan = replace(plan, model=_size_of(model))
-    if gpu is not None and not strategy.steps_on_cpu:
-        refuse_small_gpu(plan, gpu)
+    if capacity is not None and not strategy.steps_on_cpu:
+        refuse_small_gpu(plan, capacity)
     if strategy.steps_on_cpu or plan.optimizer.offload:
         refuse_small_host(plan)
     if plan.cfg.model.offload_activations and not only_evaluates:
@@ -139,7 +148,7 @@ def check_memory(plan: StepPlan, model: ModelPlan, strategy: Strategy, gpu: int 
 
 
 def _resolve_mode(
-    cfg: Config, model: ModelPlan, device: torch.device, effective: str, gpu: int | None
+    cfg: Config, model: ModelPlan, device: torch.device, effective: str, capacity: int | None
 ) -> str:
     mode = cfg.sharding.mode
     if not dist.is_initialized():
@@ -155,7 +164,10 @@ def _resolve_mode(
     if cfg.precision.fp8_weights:
         return "single"
     unsharded = _plan_step(cfg, device, effective, "ddp")
-    mode, why = choose_mode(replace(unsharded, model=_size_of(model)), gpu)
+    size = _size_of(model)
+    if _why_unpredicted(cfg, model, "fsdp_full"):
+        size = replace(size, shape=None)  # only the training state is known
+    mode, why = choose_mode(replace(unsharded, model=size), capacity)
     print_rank0(f"--sharding_mode auto: {mode} ({why})")
     return mode
 
@@ -172,33 +184,33 @@ def resident_bytes(plan: StepPlan) -> float:
     return resident
 
 
-def choose_mode(request: StepPlan, gpu: int | None) -> tuple[str, str]:
-    """Return the fastest mode that fits on GPUs of `gpu` bytes (None: no GPU), and the reason.
+def choose_mode(request: StepPlan, capacity: int | None) -> tuple[str, str]:
+    """Return the fastest mode that fits on GPUs of `capacity` bytes (None: no GPU), and the reason.
 
-    First the training state decides. Activations, which are unknown for architectures without TE layers, can
-    only change that to a mode that shards more, or avoid offloading.
+    First the training state decides. Activations, where they are known, can only change that to a mode that
+    shards more, or avoid offloading.
     """
-    if gpu is None:
+    if capacity is None:
         return "ddp", "no GPU, so GPU memory is no limit"
     plan = replace(request, cfg=fit.resolve_auto(request.cfg, request.gpus))
     groups = plan.nodes > 1 and plan.gpus_per_node > 1 and plan.gpus % plan.gpus_per_node == 0
     modes = ["ddp", "fsdp_grad", *["hsdp"] * groups, "fsdp_full"]
-    mode, why = _choose_by_state(plan, gpu, modes)
+    mode, why = _choose_by_state(plan, capacity, modes)
     if mode == "single" or not plan.model.shape or fit.unpredicted(plan.cfg, mode):
         return mode, why
     for other in modes[modes.index("fsdp_full" if mode == "fsdp_offload" else mode) :]:
-        found = fit.fit(replace(request, mode=other), gpu)
+        found = fit.fit(replace(request, mode=other), free=capacity)
         if found.fits:
             needs = f"; in {other} a step is predicted to need {found.needed / 1e9:.1f} GB"
             return other, why if other == mode else why + needs
     return mode, why
 
 
-def _choose_by_state(plan: StepPlan, gpu: int, modes: list[str]) -> tuple[str, str]:
+def _choose_by_state(plan: StepPlan, capacity: int, modes: list[str]) -> tuple[str, str]:
     """Return the fastest mode whose weights, gradients and optimizer state fit, and the reason."""
     needed = {mode: resident_bytes(replace(plan, mode=mode)) for mode in modes}
-    unsharded, room, last_room = needed["ddp"], ROOM * gpu, LAST_ROOM * gpu
-    if plan.gpus == 1 and unsharded <= ROOM_ON_ONE_GPU * gpu:
+    unsharded, room, last_room = needed["ddp"], ROOM * capacity, LAST_ROOM * capacity
+    if plan.gpus == 1 and unsharded <= ROOM_ON_ONE_GPU * capacity:
         return "single", "one GPU, nothing to shard"
     why = f"{_on_gpu(plan)} need {unsharded / 1e9:.1f} GB, "
     why += f"a GPU has room for {room / 1e9:.1f} GB"
@@ -248,15 +260,15 @@ def _size_of(model: ModelPlan) -> ModelSize:
     )
 
 
-def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:
-    """Raise UserError if a shard of weights, gradients and optimizer state exceeds `gpu` bytes."""
+def refuse_small_gpu(plan: StepPlan, capacity: int) -> None:
+    """Raise UserError if a shard of weights, gradients and optimizer state exceeds `capacity` bytes."""
     parameters, shards = plan.model.parameters, plan.shards
     total = parameters * _gpu_bytes(plan)
-    if total / shards <= gpu:
+    if total / shards <= capacity:
         return
     ways_out, given = [], []
     sharded = replace(plan, mode="fsdp_full")
-    if plan.fp8_weights and not plan.fsdp:
+    if plan.cfg.precision.fp8_weights:
         given = ["fp8_weights"]
         sharded = replace(sharded, optimizer=replace(plan.optimizer, fp8_weights=False))
     if plan.optimizer.kind == "fused_adamw":
@@ -270,19 +282,20 @@ def refuse_small_gpu(plan: StepPlan, gpu: int) -> None:
         for flag, changes in smaller.items():
             other = replace(plan, optimizer=replace(plan.optimizer, **changes))
             needed = parameters * _gpu_bytes(other) / shards
-            if needed <= gpu and _host_holds(other):
+            if needed <= capacity and _host_holds(other):
                 ways_out.append(f"{flag} needs {needed / 1e9:.1f} GB")
-    if (room := LAST_ROOM * gpu - memory.accumulated_gradients(sharded)) > 0:
+    if (room := LAST_ROOM * capacity - memory.accumulated_gradients(sharded)) > 0:
         gpus = math.ceil(parameters * _gpu_bytes(sharded) / room)
         ways_out.append(f"--sharding_mode fsdp_full{advice.without(given)} needs {gpus} such GPUs")
     torchrun = "torchrun --nproc_per_node=1 train_multi_gpu.py " if plan.mode == "single" else ""
     given = ["offload_optimizer"] * plan.optimizer.offload + given
+    given += ["fp8_all_gather"] * plan.cfg.sharding.fp8_all_gather
     ways_out.append(f"{torchrun}--sharding_mode fsdp_offload{advice.without(given)} uses host memory")
     where = "on one GPU" if plan.mode == "single" else f"--sharding_mode {plan.mode}"
     raise UserError(
         f"--model_name {plan.cfg.model.model_name}, {where}: {_on_gpu(plan)} of "
         f"{parameters / 1e9:.1f} B parameters need {total / shards / 1e9:.1f} GB per GPU, which has "
-        f"{gpu / 1e9:.1f} GB: {', or '.join(ways_out)}"
+        f"{capacity / 1e9:.1f} GB: {', or '.join(ways_out)}"
     )
 
 
@@ -306,7 +319,7 @@ def refuse_small_host(plan: StepPlan) -> None:
         smaller = replace(plan, optimizer=replace(plan.optimizer, moment_dtypes=("fp8", "fp8")))
         if memory.host_needs(smaller) < needed and _host_holds(smaller):
             ways_out.append(f"--moment_dtype fp8 needs {memory.host_needs(smaller) / 1e9:.0f} GB")
-        if plan.optimizer.fp8_weights:
+        if plan.cfg.precision.fp8_weights:
             needed = memory.host_needs(replace(plan, optimizer=replace(plan.optimizer, fp8_weights=False)))
             ways_out.append(f"dropping --fp8_weights needs {needed / 1e9:.0f} GB")
         if plan.shards < plan.gpus:

@@ -168,7 +168,7 @@ def host_room(plan: StepPlan) -> float:
 def at_loss(plan: StepPlan) -> dict[str, float]:
     """Return the bytes by part when the loss is computed, before backward."""
     copies = fp8_copies(plan) * plan.keeps_fp8_weights * plan.share_of("none")
-    if plan.fp8_weights and not plan.fsdp and plan.cfg.log.fp8_stats_interval:
+    if plan.cfg.precision.fp8_weights and plan.cfg.log.fp8_stats_interval:
         copies = fp8_copies(plan)  # in steps with statistics, TE transposes FP8 weights already in forward
     return state(plan) | {
         "gradients": accumulated_gradients(plan),

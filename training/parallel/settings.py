@@ -26,7 +26,7 @@ class Mode:
 
     @property
     def master_home(self) -> Literal["device", "cpu", "zero"]:
-        """Location of the FP32 weights."""
+        """Where the mode has the masters that the optimizer steps; --offload_optimizer is separate."""
         return "zero" if self.engine == "deepspeed" else "cpu" if self.offload else "device"
 
 

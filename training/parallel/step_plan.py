@@ -138,7 +138,7 @@ class StepPlan:
 
     @property
     def host_bytes(self) -> float:
-        """Bytes per parameter in host memory: offloaded masters and moments, and FP8 weights in BF16."""
+        """Bytes per parameter that --offload_optimizer keeps in host memory, see `memory.host_state`."""
         optimizer = self.optimizer
         state = optimizer.master_bytes + optimizer.moment_bytes + 2 * self.fp8_share
         return state if optimizer.offload else 0.0

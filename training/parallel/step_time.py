@@ -49,7 +49,7 @@ GPUS: dict[str, Gpu] = {
 }
 
 
-# Of a GPU that is not in the table: only ratios of its rates matter to a choice.
+# Stands in for a GPU that is not in the table: a choice depends only on ratios of rates.
 REFERENCE_GPU = GPUS["H100"]
 
 

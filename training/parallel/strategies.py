@@ -3,14 +3,14 @@
 A strategy shards the model, exchanges gradients, and runs backward and the optimizer step. Gradients are
 averaged over ranks; the training loop multiplies the loss by the world size, which makes them sums.
 
-Assembly, training loop and checkpoints depend on a mode only through these capabilities. Settings, the choice
-of mode, the memory model and the planner also read `settings.MODES` and test names of modes.
+Assembly, training loop and checkpoints depend on a mode only through these capabilities. The memory model and
+the planner read `settings.MODES`; rules of settings, the choice of mode and advice also test names of modes.
 
 | capability               | single          | ddp    | fsdp_*, hsdp                | deepspeed, ds_zero*    |
 | ------------------------ | --------------- | ------ | --------------------------- | ---------------------- |
 | shards_weights           | no              | no     | yes, before they are read   | no                     |
 | master_home              | device          | device | device; cpu with offload    | zero                   |
-| steps_on_cpu             | no              | no     | with offload                | with offload_optimizer |
+| steps_on_cpu             | no              | no     | with offload                | if its file offloads   |
 | reentrant                | no              | no     | no                          | stage 3                |
 | fuses_wgrad_accumulation | yes [1]         | no     | without --fp8_all_gather    | no                     |
 
@@ -53,7 +53,7 @@ from training.parallel.step_plan import hsdp_shard_size
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Result of an optimizer step. Both tensors stay on the device, so the host does not wait for them."""
+    """Result of an optimizer step, in tensors on the gradients' device: the host does not wait for a GPU."""
 
     grad_norm: Tensor  # norm of all gradients before clipping, float32 scalar
     # True if the step was applied (bool scalar). Otherwise weights and optimizer state are unchanged.
@@ -128,8 +128,8 @@ class Strategy:
     ) -> StepOutcome:
         """Clip gradients to `max_norm` (0: no clipping), step, and zero gradients.
 
-        The step is skipped if `usable` (bool scalar) is False or a gradient is not finite. The decision stays
-        on the device.
+        The step is skipped if `usable` (bool scalar) is False or a gradient is not finite. This is decided on
+        the gradients' device.
         """
         gradients = [local(g) for p in model.parameters() if (g := gradient_of(p)) is not None]
         norm = self.total_norm(global_norm(gradients))

@@ -9,6 +9,7 @@ import torch
 
 from core.errors import UserError
 from core.packages import ROOT
+from te_models.build import plan_model
 from training.config import config_from_dict
 from training.optim.optimizer import OptimizerPlan
 from training.parallel import choose, memory
@@ -22,6 +23,8 @@ FUSED = OptimizerPlan("fused_adamw", torch.bfloat16, True, ("fp32", "fp32"))
 FP8 = replace(FUSED, moment_dtypes=("fp8", "fp8"))
 OFFLOADED = replace(FUSED, offload=True)
 OF_FP8_SHARDS = replace(FUSED, fp8_weights=True)
+OF_FP8_WEIGHTS = replace(OFFLOADED, fp8_weights=True)
+GATHERED_IN_FP8 = {"fp8_all_gather": True, "sharding_mode": "fsdp_full", "fp8_scenario": "current"}
 GPU = int(100e9)
 
 
@@ -33,6 +36,10 @@ def plan_of(billions, mode="ddp", *, gpus=8, gpus_per_node=8, optimizer=FUSED, *
 SHAPE_8B = ModelShape(4096, 32, 32, 8, 128, 14_336, 128_256)
 SINGLE_8B = plan_of(8.03, "single", gpus=1, use_te=True, mixed_precision="fp8")
 SINGLE_8B = replace(SINGLE_8B, model=replace(SINGLE_8B.model, shape=SHAPE_8B))
+
+
+def with_settings(plan, optimizer, **settings):
+    return replace(plan, cfg=config_from_dict(plan.cfg.to_dict() | settings), optimizer=optimizer)
 
 
 def host(monkeypatch, room):
@@ -145,15 +152,16 @@ ADAM = OptimizerPlan("zero_adamw", torch.bfloat16, True, ("fp32", "fp32"))
             "needs 2 such GPUs, or torchrun .* fsdp_offload without --offload_optimizer uses",
         ),
         (
-            replace(SINGLE_8B, optimizer=replace(OFFLOADED, fp8_weights=True)),
+            with_settings(SINGLE_8B, OF_FP8_WEIGHTS, fp8_weights=True, offload_optimizer=True),
             20e9,
             "has 20.0 GB: --sharding_mode fsdp_full without --fp8_weights needs 3 such GPUs, or torchrun .* "
             "fsdp_offload without --offload_optimizer and --fp8_weights uses",
         ),
         (
-            replace(SINGLE_8B, mode="fsdp_full", optimizer=OF_FP8_SHARDS),
+            with_settings(replace(SINGLE_8B, mode="fsdp_full"), OF_FP8_SHARDS, **GATHERED_IN_FP8),
             100e9,
-            "need 119.4 GB per GPU, which has 100.0 GB: --moment_dtype fp8 needs 71.5 GB, or --offload_opt",
+            "need 119.4 GB per GPU, which has 100.0 GB: --moment_dtype fp8 needs 71.5 GB, or --offload_opt.* "
+            "fsdp_offload without --fp8_all_gather uses",
         ),
         # Accumulated gradients reduce the room of a shard, here to 60 - 32 GB, or leave none.
         (plan_of(8.0, "single", gradient_accumulation_steps=2), 80e9, "fsdp_full needs 4 such GPUs"),
@@ -314,6 +322,18 @@ def test_state_by_mode(mode, optimizer, held):
         sum(memory.state(plan_of(1.0, mode, gpus=4, gpus_per_node=2, optimizer=optimizer)).values())
         == held * 1e9
     )
+
+
+@pytest.mark.parametrize(("settings", "known"), [({}, True), ({"compile": False}, False)])
+def test_auto_ignores_activations_that_are_not_counted(settings, known, monkeypatch):
+    requests = []
+    monkeypatch.setattr(choose, "dist", SimpleNamespace(is_initialized=lambda: True))
+    monkeypatch.setattr(choose, "choose_mode", lambda request, gpu: (requests.append(request) or "ddp", ""))
+    cfg = config_from_dict({"model_name": "tiny-qwen3", "mixed_precision": "bf16"} | settings)
+    model = plan_model("tiny-qwen3", init="random", use_te=False)
+    assert choose._resolve_mode(cfg, model, torch.device("cuda"), "bf16", GPU) == "ddp"
+    (request,) = requests
+    assert (request.model.shape is not None) == known and request.model.parameters > 0
 
 
 def test_constants_are_those_of_deepspeeds_settings():
