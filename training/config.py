@@ -149,6 +149,8 @@ def _refused_fp8_weights(s: Any) -> Iterator[tuple[str, str]]:
     if s.sharding_mode != "auto" or s.cpu_offload:
         reason = "only on one GPU, without sharding; drop --fp8_weights"
         yield "fp8_weights " + ("cpu_offload" if s.cpu_offload else "sharding_mode"), reason
+    if not s.offload_optimizer:
+        yield "fp8_weights", "the GPU would hold BF16 weights too; add --offload_optimizer"
     if s.master_weights != "fp32":
         yield "fp8_weights master_weights", "FP8 weights need FP32 master weights; drop one of the two"
     if given := [name for name in BY_MODULE if getattr(s, name)]:

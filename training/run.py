@@ -29,7 +29,9 @@ from training.checkpoint.run_folder import SAMPLES_FILE, discarded_if_refused, t
 from training.checkpoint.state import CheckpointSaver, RunState, restore_run
 from training.config import Config, all_settings, changed_settings, parse_config
 from training.observers import Observers, open_environment, open_logs
+from training.optim import moments
 from training.optim import optimizer as optim
+from training.optim.adamw import local
 from training.optim.schedule import learning_rate
 from training.outcome import ignore_broken_pipes, report_failure
 from training.parallel import ranks
@@ -277,7 +279,13 @@ def export(job: Job, assembly: Assembly) -> None:
 
     def gather(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         watchdog.beat("exporting")
-        return strategy.gather([optim.weight_of(assembly.optimizer, parameter) for parameter in parameters])
+        weights = []
+        for parameter in parameters:
+            weight = optim.weight_of(assembly.optimizer, parameter)
+            if weight is not parameter:  # may be in host memory, where NCCL cannot gather
+                weight = moments.with_layout(local(weight).to(strategy.device), weight)
+            weights.append(weight)
+        return strategy.gather(weights)
 
     def write(tensors: Iterator[tuple[str, torch.Tensor]]) -> Path:
         plan, tokenizer = job.resolved.plan, job.tokenizer

@@ -165,7 +165,7 @@ def fewest_changes(plan: Plan) -> dict[str, Plan]:
                 shown = " ".join(f"{flag} {chosen[flag]}" if flag in chosen else flag for flag in flags)
                 found[shown + _dropped(plan, other)] = other
         if found:
-            return found | _faster_pair(plan, [*found.values()])
+            return found | (_faster_pair(plan, [*found.values()]) if count == 1 else {})
     return {}
 
 

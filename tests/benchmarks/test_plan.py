@@ -139,14 +139,6 @@ def test_fp8_weights_take_a_byte_and_are_not_cast():
     assert plain.seconds["FP8 casts"] - stored.seconds["FP8 casts"] == pytest.approx(saved)
 
 
-def test_fp8_weights_without_offload_replace_two_copies_of_a_byte():
-    flags = FP8 | {"gradient_accumulation_steps": 8}
-    plain, stored = (plan_of(**flags, fp8_weights=on) for on in (False, True))
-    assert stored.memory["weights"] - plain.memory["weights"] == 32 * BLOCK
-    copies = [plan.memory["FP8 weight copies"] for plan in (plain, stored)]
-    assert copies == [2 * 32 * BLOCK, 0]
-
-
 def test_an_fp8_lm_head_is_faster_and_keeps_its_own_copies():
     plain, fp8 = plan_of(**FP8), plan_of(**FP8, fp8_lm_head=True)
     # Its weight in two layouts, gradients of all logits, four of hidden size; a chunk's logits and gradients.
@@ -233,7 +225,8 @@ GATHERED_IN_FP8 = FP8 | {"fp8_scenario": "current", "sharding_mode": "fsdp_full"
 
 def test_zero_has_a_slower_optimizer_and_fp8_weights_are_quantized():
     suite, fp8 = (plan_of(gpus=8, **(GATHERED_IN_FP8 | {"fp8_all_gather": on})) for on in (False, True))
-    assert adam_bytes(fp8.job) - adam_bytes(suite.job) == pytest.approx(3 * fp8.job.fp8_share)
+    assert adam_bytes(fp8.job) - adam_bytes(suite.job) == pytest.approx(5 * 32 * BLOCK / N8)
+    assert 1 < fp8.seconds["optimizer"] / suite.seconds["optimizer"] < 1.25
     zero = plan_of(gpus=8, sharding_mode="ds_zero1")
     assert zero.seconds["optimizer"] > 1.5 * suite.seconds["optimizer"]
     one, plain = plan_of(**GATHERED_IN_FP8), plan_of(**GATHERED_IN_FP8 | {"fp8_all_gather": False})

@@ -140,6 +140,7 @@ def test_a_bad_value_is_one_line_that_names_flag_and_reason(argv, message):
             "--fp8_weights --offload_optimizer --use_te --mixed_precision fp8 --fp8_scenario block",
             "--fp8_weights --use_te --mixed_precision fp8 --fp8_scenario block",
         ),
+        ("--fp8_weights --use_te --mixed_precision fp8", "--fp8_weights"),
         (
             "--fp8_weights --offload_optimizer --use_te --mixed_precision fp8 --sharding_mode fsdp_full",
             "--fp8_weights --sharding_mode fsdp_full",

@@ -315,18 +315,22 @@ def refuse_small_host(plan: StepPlan) -> None:
         return
     sizes = f"{_host_sizes(needed, room)}; "
     if plan.optimizer.offload:
-        ways_out = []
+        ways_out, flags = [], {"offload_optimizer": True}
         smaller = replace(plan, optimizer=replace(plan.optimizer, moment_dtypes=("fp8", "fp8")))
         if memory.host_needs(smaller) < needed and _host_holds(smaller):
             ways_out.append(f"--moment_dtype fp8 needs {memory.host_needs(smaller) / 1e9:.0f} GB")
         if plan.cfg.precision.fp8_weights:
-            needed = memory.host_needs(replace(plan, optimizer=replace(plan.optimizer, fp8_weights=False)))
-            ways_out.append(f"dropping --fp8_weights needs {needed / 1e9:.0f} GB")
+            flags["fp8_weights"] = True
+            whole = replace(plan, optimizer=replace(plan.optimizer, fp8_weights=False))
+            if _host_holds(whole):
+                ways_out.append(f"dropping --fp8_weights needs {memory.host_needs(whole) / 1e9:.0f} GB")
         if plan.shards < plan.gpus:
             sharded = replace(plan, mode="fsdp_full")
             ways_out.append(f"--sharding_mode fsdp_full needs {memory.host_needs(sharded) / 1e9:.0f} GB")
-        ways_out.append("use more nodes, or drop it")
-        raise bad_setting(f"masters and moments need {sizes}{', or '.join(ways_out)}", offload_optimizer=True)
+        if plan.mode != "single":
+            ways_out.append("use more nodes")
+        ways_out.append("drop both" if len(flags) > 1 else "drop it")
+        raise bad_setting(f"masters and moments need {sizes}{', or '.join(ways_out)}", **flags)
     on_gpu = "ds_zero3" if plan.sharding.engine == "deepspeed" else "fsdp_full"
     raise UserError(
         f"--sharding_mode {plan.mode}: weights, gradients, moments and checkpoint saves need {sizes}use more "

@@ -133,7 +133,7 @@ def _logits_fp8(plan: StepPlan) -> float:
 def host_state(plan: StepPlan) -> tuple[float, int]:
     """Return host memory of offloading in bytes per parameter: (always, additionally during a save).
 
-    --offload_optimizer keeps masters and moments (--fp8_weights: and BF16 weights), once for every copy of
+    --offload_optimizer keeps masters and moments (of FP8 weights also BF16 weights), once for every copy of
     the model's state over all nodes. DeepSpeed keeps FP32 masters, gradients and moments, and BF16 weights
     and gradients; with accumulation the latter are FP32 too. A save copies masters and moments. FSDP2 keeps
     weights, gradients and moments; a save splits FP32 weights into two 16-bit halves.

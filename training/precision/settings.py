@@ -50,7 +50,7 @@ class PrecisionConfig(Section):
     )
     fp8_weights: bool = resumable(
         False,
-        "hold linear weights in FP8, quantized in each step from FP32 masters (one GPU; delayed, current)",
+        "hold linear weights in FP8 only, with FP32 masters in host memory (one GPU; --offload_optimizer)",
     )
     fp8_weight_cache: bool = resumable(True, "cast FP8 weights once per step (one GPU, ddp, fsdp_grad)")
 

@@ -187,7 +187,7 @@ def test_an_offloaded_optimizer_is_no_way_out_on_a_small_host(monkeypatch):
 @pytest.mark.parametrize(
     ("plan", "needed", "ways"),
     [
-        (plan_of(11.0, "single", gpus=1), 110, "--moment_dtype fp8 needs 44 GB, or use more nodes, or drop"),
+        (plan_of(11.0, "single", gpus=1), 110, "--moment_dtype fp8 needs 44 GB, or drop"),
         (plan_of(40.0, "fsdp_full"), 400, "use more nodes, or drop it"),
         (plan_of(40.0, "fsdp_grad", gpus=32), 100, None),
         (
@@ -212,6 +212,16 @@ def test_a_host_too_small_for_the_optimizers_state_is_refused(plan, needed, ways
     text = f"^--offload_optimizer: .* need {needed} GB .* has 100 GB beside .*; {ways}"
     with pytest.raises(UserError, match=text):
         choose.refuse_small_host(plan)
+
+
+def test_a_host_too_small_for_the_state_of_fp8_weights_is_refused(monkeypatch):
+    host(monkeypatch, 85e9)
+    whole = with_settings(SINGLE_8B, OF_FP8_WEIGHTS, fp8_weights=True, offload_optimizer=True)
+    with pytest.raises(UserError, match=r"or dropping --fp8_weights needs 80 GB, or drop both$"):
+        choose.refuse_small_host(whole)
+    shards = with_settings(replace(SINGLE_8B, mode="fsdp_full"), OF_FP8_WEIGHTS, **GATHERED_IN_FP8)
+    with pytest.raises(UserError, match=r"--moment_dtype fp8 needs 46 GB, or use more nodes, or drop it$"):
+        choose.refuse_small_host(shards)
 
 
 def test_a_host_too_small_for_activations_is_refused(monkeypatch):
