@@ -54,8 +54,8 @@ def _free_transposes_after_backward(layer: nn.Module, inputs: tuple[Tensor, ...]
 def quantize_shards(model: nn.Module) -> dict[str, Tensor]:
     """Quantize the loaded, sharded GEMM weights to FP8 by the recipe with which the model was built.
 
-    Return this rank's high-precision shards by name, for the optimizer. Every quantized
-    parameter becomes a new object. Collective, because the shards of a weight share a scale.
+    Return this rank's high-precision shards by name, for the optimizer. Every quantized parameter becomes a
+    new object. Collective, because the shards of a weight share a scale.
     """
     original = {}
     for prefix, module in model.named_modules():

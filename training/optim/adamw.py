@@ -96,7 +96,13 @@ class FusedAdamW(torch.optim.Optimizer):
                     if (gradient := gradient_of(parameter)) is None:
                         continue
                     shard = {name: local(tensor) for name, tensor in self.state[parameter].items()}
-                    update(local(parameter), local(gradient), shard, scalars, seed, group)
+                    weight = local(parameter)
+                    updated = shard.get(WEIGHT, weight)
+                    if self.host and WEIGHT in shard:
+                        updated = torch.empty_like(updated, device=device)
+                    update(updated, local(gradient), shard, scalars, seed, group)
+                    if updated is not weight:
+                        weight.quantize_(updated)  # after all chunks: the scale needs all values
 
     def _seeds(self) -> Tensor:
         """Return an int64 seed per parameter, in the order of the groups; different in every step.
@@ -113,7 +119,7 @@ class FusedAdamW(torch.optim.Optimizer):
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if gradient_of(parameter) is not None and moments.FIRST not in self.state[parameter]:
                 self.initialize_state(parameter)
-        return self.host.streaming(update_) if self.host else nullcontext(_update_stored)
+        return self.host.streaming(update_) if self.host else nullcontext(update_)
 
     def synchronize(self) -> None:
         """Wait until the state may be read on the host."""
@@ -125,20 +131,6 @@ def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, without torchao's FP8 all-gather wrapper."""
     part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return getattr(part, "_tensor", part)
-
-
-def _update_stored(
-    weight: Tensor,
-    grad: Tensor,
-    state: dict[str, Tensor],
-    scalars: Tensor,
-    seed: Tensor,
-    group: dict[str, Any],
-) -> None:
-    """Apply `update_` to a weight; an FP8 one is quantized from the updated BF16 weight in its state."""
-    update_(state.get(WEIGHT, weight), grad, state, scalars, seed, group)
-    if WEIGHT in state:
-        weight.quantize_(state[WEIGHT])
 
 
 def update_(

@@ -106,6 +106,7 @@ class HostState:
     def streaming(self, update: Update) -> Iterator[Update]:
         """Wrap one step: yield a version of `update` for parameters whose state is in host memory.
 
+        If the BF16 weight is there too, the weight that is passed only receives its updated values.
         Buffers exist only within a step, when the memory of activations is free.
         """
         current = self.api.current_stream()
@@ -115,19 +116,14 @@ class HostState:
         def update_streamed(
             weight: Tensor, grad: Tensor, state: State, scalars: Tensor, seed: Tensor, group: dict[str, Any]
         ) -> None:
-            fp8 = WEIGHT in state
-            # The scale of an FP8 weight needs all of its updated BF16 values.
-            updated = torch.empty_like(state[WEIGHT], device=self.device) if fp8 else weight
-            flat, grad = updated.view(-1), grad.reshape(-1)
+            flat, grad = weight.view(-1), grad.reshape(-1)
             for first in range(0, len(flat), CHUNK):
                 part = slice(first, first + CHUNK)
                 with self._on_device(_chunk(state, first), next(buffers), current) as staged:
                     high = staged.get(WEIGHT, flat[part])
                     update(high, grad[part], staged, scalars, moments.seed_at(seed, first), group)
-                    if fp8:
+                    if WEIGHT in staged:
                         flat[part].copy_(high)
-            if fp8:
-                weight.quantize_(updated)
 
         try:
             yield update_streamed
