@@ -171,23 +171,24 @@ def fewest_changes(plan: Plan) -> dict[str, Plan]:
 
 def faster_settings(plan: Plan) -> dict[str, Plan]:
     """Return faster plans by the flags to add: with one flag, and with a pair that is faster still."""
-    settings = plan.fit.request.cfg.to_dict()
-    others = {flag: _fitting(plan, settings | changes) for flag, changes in MEMORY_SAVING.items()}
-    enough = FASTER * plan.tokens_per_second
-    faster = {flag: other for flag, other in others.items() if other and other.tokens_per_second > enough}
+    enough, others = FASTER * plan.tokens_per_second, _saving_memory(plan, 1)
+    faster = {flag: other for flag, other in others.items() if other.tokens_per_second > enough}
     return faster | _faster_pair(plan, [plan, *faster.values()])
 
 
 def _faster_pair(plan: Plan, others: list[Plan]) -> dict[str, Plan]:
     """Return the fastest plan with two memory-saving flags, by these; {} if one of `others` is as fast."""
-    settings = plan.fit.request.cfg.to_dict()
     enough = FASTER * max(other.tokens_per_second for other in others)
-    fastest: dict[str, Plan] = {}
-    for flags, changes in combined(MEMORY_SAVING, 2).items():
-        other = _fitting(plan, settings | changes)
-        if other and other.tokens_per_second > enough:
-            fastest, enough = {" ".join(flags): other}, other.tokens_per_second
-    return fastest
+    pairs = _saving_memory(plan, 2)
+    fastest = max(pairs, key=lambda flags: pairs[flags].tokens_per_second, default=None)
+    return {fastest: pairs[fastest]} if fastest and pairs[fastest].tokens_per_second > enough else {}
+
+
+def _saving_memory(plan: Plan, count: int) -> dict[str, Plan]:
+    """Return the plans with `count` memory-saving flags that fit, by these."""
+    settings, ways = plan.fit.request.cfg.to_dict(), combined(MEMORY_SAVING, count)
+    others = {" ".join(flags): _fitting(plan, settings | changes) for flags, changes in ways.items()}
+    return {flags: other for flags, other in others.items() if other}
 
 
 def _dropped(plan: Plan, other: Plan) -> str:
