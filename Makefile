@@ -27,9 +27,9 @@ help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
 # Prints the flags. --help and wrong settings end it before torch is imported.
-FP8_FLAGS := from core.start import start_command; start_command(); import sys; sys.argv[0] = "train_fp8.py"; \
-  from training.launch import parse_early; parse_early("ARGS has these flags:"); \
-  import torch; from training.precision.te_runtime import why_not_te; \
+FP8_FLAGS := from fp8_suite.core.start import start_command; start_command(); import sys; sys.argv[0] = "train_fp8.py"; \
+  from fp8_suite.training.launch import parse_early; parse_early("ARGS has these flags:"); \
+  import torch; from fp8_suite.training.precision.te_runtime import why_not_te; \
   print("--mixed_precision fp8" if torch.cuda.is_available() and why_not_te() else "--use_te --mixed_precision fp8")
 
 # tee -i ignores Ctrl-C: the run saves a checkpoint then, and prints more before it ends.

@@ -1,27 +1,6 @@
 """Train a causal language model in FP8 or BF16 on one device. `--help` lists every setting."""
 
-import time
-
-STARTED = time.perf_counter()
-
-
-def one_device(cfg):
-    from training.parallel import ranks
-
-    ranks.refuse_several(
-        "train_fp8.py trains on one device", "torchrun --nproc_per_node=N train_multi_gpu.py"
-    )
-    return ranks.one_device()
-
-
-def main():
-    from core.start import start_command
-
-    start_command()
-    from training.launch import launch
-
-    launch(__doc__, start=one_device, started=STARTED)
-
+from fp8_suite.train_fp8 import main
 
 if __name__ == "__main__":
     main()

@@ -12,15 +12,14 @@ from statistics import median
 from typing import Any
 
 import matplotlib
+from fp8_suite.benchmarks.records.launch import command_parser, run_command
+from fp8_suite.benchmarks.records.table import TABLE, read_table
+from fp8_suite.benchmarks.report.figures import PALETTE, STYLE, draw_bars
+from fp8_suite.benchmarks.report.gaps import smooth
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
-
-from benchmarks.records.launch import command_parser, run_command
-from benchmarks.records.table import TABLE, read_table
-from benchmarks.report.figures import PALETTE, STYLE, draw_bars
-from benchmarks.report.gaps import smooth
-from core.errors import EXIT_BAD_SETTING, UserError
 
 PLAIN = dict.fromkeys(("fp8_fast_accumulation", "fp8_lm_head"))
 FASTEST = dict.fromkeys(PLAIN, True)

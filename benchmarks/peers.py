@@ -27,16 +27,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fp8_suite.benchmarks.records.launch import command_parser, run_command
+from fp8_suite.core.errors import bad_setting
+from fp8_suite.core.packages import ROOT, version
+from fp8_suite.core.recipes import TORCHAO_RECIPES
+from fp8_suite.core.settings import nearest
+from fp8_suite.te_models.presets import PRESETS
+from fp8_suite.training.tracking.environment import git_state
+from fp8_suite.training.tracking.metrics import ModelShape, model_flops, peak_tflops
 from torch import Tensor, nn
-
-from benchmarks.records.launch import command_parser, run_command
-from core.errors import bad_setting
-from core.packages import ROOT, version
-from core.recipes import TORCHAO_RECIPES
-from core.settings import nearest
-from te_models.presets import PRESETS
-from training.tracking.environment import git_state
-from training.tracking.metrics import ModelShape, model_flops, peak_tflops
 
 PROG = "python -m benchmarks.peers"
 PRECISIONS = ("bf16", *TORCHAO_RECIPES)

@@ -19,9 +19,8 @@ from typing import Any
 import xxhash
 import yaml
 from filelock import FileLock
-
-from benchmarks.plan.predict import Plan, make_plan
-from benchmarks.records.launch import (
+from fp8_suite.benchmarks.plan.predict import Plan, make_plan
+from fp8_suite.benchmarks.records.launch import (
     command_parser,
     folder_flag,
     is_finished,
@@ -29,16 +28,23 @@ from benchmarks.records.launch import (
     refuse_overwriting,
     run_command,
 )
-from benchmarks.records.runs import NO_EFFECT, bad_input
-from benchmarks.records.variants import OWNED, Variant, given_settings, parse_variants, resolve, split_flags
-from core.cli import YamlLoader, yaml_fault
-from core.errors import EXIT_OUT_OF_MEMORY, UserError, bad_setting
-from core.files import replace_file
-from core.settings import AUTO, convert, nearest
-from training.config import Config, all_settings
-from training.launch import require_inputs
-from training.parallel.fit import check_launch
-from training.parallel.step_time import GPUS, Gpu, find_gpu
+from fp8_suite.benchmarks.records.runs import NO_EFFECT, bad_input
+from fp8_suite.benchmarks.records.variants import (
+    OWNED,
+    Variant,
+    given_settings,
+    parse_variants,
+    resolve,
+    split_flags,
+)
+from fp8_suite.core.cli import YamlLoader, yaml_fault
+from fp8_suite.core.errors import EXIT_OUT_OF_MEMORY, UserError, bad_setting
+from fp8_suite.core.files import replace_file
+from fp8_suite.core.settings import AUTO, convert, nearest
+from fp8_suite.training.config import Config, all_settings
+from fp8_suite.training.launch import require_inputs
+from fp8_suite.training.parallel.fit import check_launch
+from fp8_suite.training.parallel.step_time import GPUS, Gpu, find_gpu
 
 PROG = "python -m benchmarks.sweep"
 # Short names of axes. All other settings are axes under their own names.
@@ -325,7 +331,7 @@ def sweep(argv: list[str]) -> int:
 
 def conclude(points: list[Point], results: dict[str, Result], folder: Path) -> int:
     """Write the report of the finished runs, list the others, and return the exit code."""
-    from benchmarks.report import main as report  # imports matplotlib, which is slow
+    from fp8_suite.benchmarks.report import main as report  # imports matplotlib, which is slow
 
     done = [str(point.folder) for point in points if results[point.name].status == "done"]
     with _lock(folder):

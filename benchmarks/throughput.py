@@ -30,15 +30,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records.launch import ROOT, command_parser, launch, run_command
-from benchmarks.records.runs import RunRecord, read_run
-from benchmarks.records.variants import given_settings, split_flags
-from core.errors import UserError, bad_setting
-from core.redact import redact
-from data.demo import TOKENIZER_DIR, read_demo
-from training.config import Config, config_from_dict
-from training.launch import require_inputs
-from training.parallel.fit import resolve_auto
+from fp8_suite.benchmarks.records.launch import ROOT, command_parser, launch, run_command
+from fp8_suite.benchmarks.records.runs import RunRecord, read_run
+from fp8_suite.benchmarks.records.variants import given_settings, split_flags
+from fp8_suite.core.errors import UserError, bad_setting
+from fp8_suite.core.redact import redact
+from fp8_suite.data.demo import TOKENIZER_DIR, read_demo
+from fp8_suite.training.config import Config, config_from_dict
+from fp8_suite.training.launch import require_inputs
+from fp8_suite.training.parallel.fit import resolve_auto
 
 PROG = "python -m benchmarks.throughput"
 RESULTS = ROOT / "runs" / "throughput.jsonl"

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-
-from core.errors import EXIT_BAD_SETTING, UserError, bad_setting, first_line
-from core.settings import TYPE_NAMES, Setting, nearest, split_hint
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, bad_setting, first_line
+from fp8_suite.core.settings import TYPE_NAMES, Setting, nearest, split_hint
 
 SWITCH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")  # often written after a switch
 

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fp8_suite.core.errors import UserError
 from safetensors import SafetensorError
-
-from core.errors import UserError
 
 # Errors of a write.
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}

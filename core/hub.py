@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from core.errors import bad_setting, first_line
+from fp8_suite.core.errors import bad_setting, first_line
 
 RETRIES = 2  # after 1 and 2 seconds
 

@@ -13,7 +13,7 @@ from dataclasses import Field, field, fields
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 
-from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, bad_setting
 
 # Settings in which ~ is expanded; add new path settings here.
 PATHS = ("output_dir", "log_dir", "data_cache_dir", "weights_cache_dir", "model_name", "tokenizer_name")

@@ -23,20 +23,19 @@ from typing import Any, Literal
 
 import numpy as np
 from datasets import Dataset
+from fp8_suite.core.errors import bad_setting, counted
+from fp8_suite.data.chat import Encoder
+from fp8_suite.data.demo import SPLIT_ALIASES
+from fp8_suite.data.loader import Loader
+from fp8_suite.data.order import Layout, Stored, Stream
+from fp8_suite.data.packing import permutation
+from fp8_suite.data.reading.cache import check_cache
+from fp8_suite.data.reading.rows import Status
+from fp8_suite.data.reading.sources import open_source
+from fp8_suite.data.report import DataReport, report_on
+from fp8_suite.data.samples import Selection, Split
+from fp8_suite.data.settings import DataConfig
 from transformers import PreTrainedTokenizerBase
-
-from core.errors import bad_setting, counted
-from data.chat import Encoder
-from data.demo import SPLIT_ALIASES
-from data.loader import Loader
-from data.order import Layout, Stored, Stream
-from data.packing import permutation
-from data.reading.cache import check_cache
-from data.reading.rows import Status
-from data.reading.sources import open_source
-from data.report import DataReport, report_on
-from data.samples import Selection, Split
-from data.settings import DataConfig
 
 NUM_PROMPTS = 256  # held-out prompts kept for sample answers
 HELD_OUT_KEY = 2**32 - 1  # shuffling key of the held-out part, different from every epoch number

@@ -19,13 +19,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from datasets import Features, List, Value
+from fp8_suite.core.errors import UserError, bad_setting, first_line
+from fp8_suite.data.reading.rows import ROLES, Row, Status, is_answer, judge
+from fp8_suite.data.tokenizer import adds_bos
 from jinja2.exceptions import TemplateError
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
-
-from core.errors import UserError, bad_setting, first_line
-from data.reading.rows import ROLES, Row, Status, is_answer, judge
-from data.tokenizer import adds_bos
 
 Segment = tuple[str, bool]  # (text, True if loss is computed on its tokens)
 

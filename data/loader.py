@@ -13,11 +13,10 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
+from fp8_suite.data.collate import Batch
+from fp8_suite.data.order import MicroBatches, Position, PositionedBatch, Stored, Stream
 from torch.utils.data import DataLoader
-
-from core.errors import EXIT_BAD_SETTING, UserError
-from data.collate import Batch
-from data.order import MicroBatches, Position, PositionedBatch, Stored, Stream
 
 DATA_FLAGS = (
     "--dataset_name, --dataset_*_field, --split_name, --num_of_samples, --eval_split, --eval_samples, "

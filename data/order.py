@@ -15,14 +15,13 @@ from itertools import chain, count, groupby, islice
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from fp8_suite.core.errors import UserError, bad_setting, counted
+from fp8_suite.data.collate import Batch, Sample, build_batch, round_up
+from fp8_suite.data.packing import pack, permutation
+from fp8_suite.data.reading.rows import DROPPED
+from fp8_suite.data.reading.sources import explaining_read_errors
+from fp8_suite.data.samples import Samples, Selection, Split
 from torch.utils.data import IterableDataset, get_worker_info
-
-from core.errors import UserError, bad_setting, counted
-from data.collate import Batch, Sample, build_batch, round_up
-from data.packing import pack, permutation
-from data.reading.rows import DROPPED
-from data.reading.sources import explaining_read_errors
-from data.samples import Samples, Selection, Split
 
 WINDOW = 1000  # rows of a stream that are shuffled and packed together
 Position = int | list[int]  # next bin; for a stream [first row of the window, next bin in the window]

@@ -6,10 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from core.errors import counted
-from data.order import Stored, Stream
-from data.reading.rows import DROPPED, USED, Status
-from data.samples import Selection, Split
+from fp8_suite.core.errors import counted
+from fp8_suite.data.order import Stored, Stream
+from fp8_suite.data.reading.rows import DROPPED, USED, Status
+from fp8_suite.data.samples import Selection, Split
 
 MAX_DROPPED = 0.05  # share of dropped rows above which they are a warning
 

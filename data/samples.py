@@ -25,19 +25,18 @@ from datasets import Dataset, Features
 from datasets.fingerprint import Hasher
 from datasets.table import InMemoryTable
 from filelock import FileLock
+from fp8_suite.core.errors import UserError, bad_setting, first_line, raise_interrupt
+from fp8_suite.core.machine import cores
+from fp8_suite.data import chat, packing
+from fp8_suite.data.chat import COLUMNS, Encoder
+from fp8_suite.data.collate import Sample
+from fp8_suite.data.reading import columns, rows
+from fp8_suite.data.reading.cache import cache_folder, delete_truncated, storage_error
+from fp8_suite.data.reading.rows import Row, Status
+from fp8_suite.data.reading.sources import Source, explaining_read_errors
+from fp8_suite.data.settings import DataConfig
 from multiprocess import get_start_method, parent_process
 from multiprocess.util import register_after_fork
-
-from core.errors import UserError, bad_setting, first_line, raise_interrupt
-from core.machine import cores
-from data import chat, packing
-from data.chat import COLUMNS, Encoder
-from data.collate import Sample
-from data.reading import columns, rows
-from data.reading.cache import cache_folder, delete_truncated, storage_error
-from data.reading.rows import Row, Status
-from data.reading.sources import Source, explaining_read_errors
-from data.settings import DataConfig
 
 CODE = (chat, columns, rows)  # modules that determine the tokens of a row
 ROWS_PER_PROCESS = 1000  # with fewer rows, starting a process takes longer than it saves

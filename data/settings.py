@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from core.errors import bad_setting
-from core.settings import Effect, Section, resumable, setting
+from fp8_suite.core.errors import bad_setting
+from fp8_suite.core.settings import Effect, Section, resumable, setting
 
 EVAL_SAMPLES = 1000  # default of --eval_samples
 SYSTEM_PROMPT = "Solve the math problem step by step. Put your final answer in \\boxed{}."

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from fp8_suite.core.errors import bad_setting, one_line
+from fp8_suite.core.hub import require_folder, require_reachable_hub
+from fp8_suite.data.demo import TOKENIZER_DIR
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
-
-from core.errors import bad_setting, one_line
-from core.hub import require_folder, require_reachable_hub
-from data.demo import TOKENIZER_DIR
 
 
 class Template(NamedTuple):

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import sys
 
+from fp8_suite.data.demo import TOKENIZER_DIR, read_demo
+from fp8_suite.data.settings import SYSTEM_PROMPT
+from fp8_suite.data.tokenizer import LLAMA3
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
-
-from data.demo import TOKENIZER_DIR, read_demo
-from data.settings import SYSTEM_PROMPT
-from data.tokenizer import LLAMA3
 
 SPECIAL_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>", *LLAMA3.markers, LLAMA3.pad]
 

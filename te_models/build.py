@@ -11,13 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import Tensor, nn
-
-from core.errors import UserError, bad_setting, first_line, one_line
-from core.hub import require_reachable_hub
-from te_models.decoder import TECausalLM
-from te_models.families import FAMILIES, wrong_sizes
-from te_models.hugging_face import (
+from fp8_suite.core.errors import UserError, bad_setting, first_line, one_line
+from fp8_suite.core.hub import require_reachable_hub
+from fp8_suite.te_models.decoder import TECausalLM
+from fp8_suite.te_models.families import FAMILIES, wrong_sizes
+from fp8_suite.te_models.hugging_face import (
     HFCausalLM,
     hf_state,
     materialize,
@@ -25,9 +23,9 @@ from te_models.hugging_face import (
     refuse_leaking_packing,
     tied_names,
 )
-from te_models.options import BuildOptions
-from te_models.presets import LOCAL_PRESETS, PRESETS, require_model
-from te_models.weights import (
+from fp8_suite.te_models.options import BuildOptions
+from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS, require_model
+from fp8_suite.te_models.weights import (
     EMBEDDING,
     LM_HEAD,
     Gather,
@@ -40,6 +38,7 @@ from te_models.weights import (
     te_to_hf,
     weight_files,
 )
+from torch import Tensor, nn
 
 SAMPLES, SAMPLE_BYTES = 16, 2**16  # number and size of the samples that `digests` reads of a weight file
 

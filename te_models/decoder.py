@@ -12,19 +12,18 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from fp8_suite.core.recipes import LM_HEAD_RECIPE
+from fp8_suite.te_models.backend import te_module
+from fp8_suite.te_models.families import FAMILIES, head_dim
+from fp8_suite.te_models.kernels.fused_residual import fuse_residual_gradients
+from fp8_suite.te_models.kernels.rope import Rope, fuse_qkv_rope, rope_table
+from fp8_suite.te_models.kernels.selection import Kernels
+from fp8_suite.te_models.loss import TokenLoss, linear_cross_entropy
+from fp8_suite.te_models.options import BuildOptions, NativeOptions
+from fp8_suite.te_models.recompute.layers import run_recomputed
+from fp8_suite.te_models.recompute.offload import ActivationOffload
+from fp8_suite.te_models.settings import recompute_levels
 from torch import Tensor, nn
-
-from core.recipes import LM_HEAD_RECIPE
-from te_models.backend import te_module
-from te_models.families import FAMILIES, head_dim
-from te_models.kernels.fused_residual import fuse_residual_gradients
-from te_models.kernels.rope import Rope, fuse_qkv_rope, rope_table
-from te_models.kernels.selection import Kernels
-from te_models.loss import TokenLoss, linear_cross_entropy
-from te_models.options import BuildOptions, NativeOptions
-from te_models.recompute.layers import run_recomputed
-from te_models.recompute.offload import ActivationOffload
-from te_models.settings import recompute_levels
 
 
 def layer_settings(*, packed: bool) -> dict[str, Any]:

@@ -13,15 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, bad_setting
+from fp8_suite.core.recipes import LM_HEAD_RECIPE
+from fp8_suite.te_models.loss import IGNORE, TokenLoss, linear_cross_entropy, logits_cross_entropy
+from fp8_suite.te_models.packed_attention import ATTENTION_NAME, install_packed_attention, sequence_boundaries
+from fp8_suite.te_models.settings import recompute_levels
+from fp8_suite.te_models.weights import Gather
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
-from core.recipes import LM_HEAD_RECIPE
-from te_models.loss import IGNORE, TokenLoss, linear_cross_entropy, logits_cross_entropy
-from te_models.packed_attention import ATTENTION_NAME, install_packed_attention, sequence_boundaries
-from te_models.settings import recompute_levels
-from te_models.weights import Gather
 
 # Recompilation limit per layer: training and evaluation, full and last batches, packed or not.
 COMPILED_VARIANTS = 64

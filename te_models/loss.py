@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from fp8_suite.te_models.settings import CHUNK_BYTES
 from torch import Tensor
-
-from te_models.settings import CHUNK_BYTES
 
 IGNORE = -100  # torch's ignore_index; the same as `data.collate.IGNORE`
 
@@ -32,7 +31,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, fp8:
     float32. Under torch.autocast the projection runs in the autocast dtype; for `fp8` see `loss_fp8`.
     """
     if fp8:
-        from te_models.loss_fp8 import linear_cross_entropy_fp8
+        from fp8_suite.te_models.loss_fp8 import linear_cross_entropy_fp8
 
         return linear_cross_entropy_fp8(hidden, weight, labels)
     device = hidden.device.type
@@ -93,7 +92,7 @@ def _accumulate(total: Tensor | None, grad_logits: Tensor, hidden: Tensor, *, on
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply `tensor` by the float32 scalar `factor` and convert to `dtype`."""
     if tensor.is_cuda:
-        from te_models.kernels.loss_triton import scaled
+        from fp8_suite.te_models.kernels.loss_triton import scaled
 
         return scaled(tensor, factor, dtype)
     return tensor.mul(factor).to(dtype)
@@ -107,7 +106,7 @@ def softmax_cross_entropy(
     `logits` [rows, V] and `labels` [rows]; `write_grad` overwrites the logits with their gradient.
     """
     if logits.is_cuda:
-        from te_models.kernels.loss_triton import cross_entropy
+        from fp8_suite.te_models.kernels.loss_triton import cross_entropy
 
         return cross_entropy(logits, labels, ignore=IGNORE, write_grad=write_grad)
     scores, valid = logits.float(), labels != IGNORE

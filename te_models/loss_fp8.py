@@ -22,17 +22,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from core.errors import first_line
-from te_models.loss import (
+from fp8_suite.core.errors import first_line
+from fp8_suite.te_models.loss import (
     IGNORE,
     LinearCrossEntropy,
     TokenLoss,
     softmax_cross_entropy,
     softmax_gradient,
 )
-from te_models.settings import CHUNK_BYTES, TOKENS_PER_GEMM
+from fp8_suite.te_models.settings import CHUNK_BYTES, TOKENS_PER_GEMM
+from torch import Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENT_SCALE = 2.0**15  # maps 1 below E5M2's maximum, 57,344; the smallest gradient is then 2**-31
@@ -119,7 +118,9 @@ def has_fp8_units(tensor: Tensor) -> bool:
 
 def _kernels(tensor: Tensor) -> Any:
     """Return the module of CUDA kernels for `tensor`, or None where plain PyTorch runs."""
-    return importlib.import_module("te_models.kernels.loss_triton") if has_fp8_units(tensor) else None
+    return (
+        importlib.import_module("fp8_suite.te_models.kernels.loss_triton") if has_fp8_units(tensor) else None
+    )
 
 
 def multiply(

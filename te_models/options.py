@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from fp8_suite.te_models.backend import Backend
+from fp8_suite.te_models.kernels.selection import DEFAULT_KERNELS, Kernels
 from torch import nn
-
-from te_models.backend import Backend
-from te_models.kernels.selection import DEFAULT_KERNELS, Kernels
 
 
 @dataclass(frozen=True, kw_only=True)

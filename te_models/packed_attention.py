@@ -24,11 +24,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fp8_suite.core.errors import UserError
+from fp8_suite.te_models.kernels import flash_attention
+from fp8_suite.te_models.kernels.selection import patched
 from torch import Tensor, nn
-
-from core.errors import UserError
-from te_models.kernels import flash_attention
-from te_models.kernels.selection import patched
 
 ATTENTION_NAME = "packed_causal"
 PROBE_NAME = "packed_causal_probe"

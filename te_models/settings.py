@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from core.errors import bad_setting
-from core.settings import AUTO, Section, nearest, resumable, setting
+from fp8_suite.core.errors import bad_setting
+from fp8_suite.core.settings import AUTO, Section, nearest, resumable, setting
 
 # Logits that exist at a time, enough to fill the GPU in the three GEMMs: 4,186 rows of Llama 3's 128,256.
 CHUNK_BYTES = 2**30

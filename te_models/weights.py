@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fp8_suite.core.errors import UserError, bad_setting, first_line
+from fp8_suite.te_models.families import FAMILIES
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-
-from core.errors import UserError, bad_setting, first_line
-from te_models.families import FAMILIES
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 

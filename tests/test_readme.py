@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp8_suite.benchmarks.compare import main as compare
+from fp8_suite.core.packages import ROOT
+from fp8_suite.training import outcome
 from torch.distributed import run as distributed_run
 
-from benchmarks.compare import main as compare
-from core.packages import ROOT
 from tests.benchmarks.folders import launch_here
 from tests.children import forked, preload
 from tests.training.parallel.jobs import LIMIT, redirect
-from training import outcome
 
 preload(__name__)
 

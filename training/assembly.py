@@ -8,20 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fp8_suite.core.recipes import TORCHAO_RECIPES
+from fp8_suite.data.collate import round_up
+from fp8_suite.te_models.build import build_model
+from fp8_suite.te_models.fp8_weights import quantize_shards, quantize_weights
+from fp8_suite.te_models.options import BuildOptions, NativeOptions
+from fp8_suite.training.config import Config
+from fp8_suite.training.optim import optimizer as optim
+from fp8_suite.training.parallel.choose import compiles_layers
+from fp8_suite.training.precision import precision_map, torchao_fp8
+from fp8_suite.training.precision.fp8_stats import Fp8Stats
+from fp8_suite.training.precision.recipes import Precision, build_autocast
+from fp8_suite.training.prepare import Job
 from torch import nn
-
-from core.recipes import TORCHAO_RECIPES
-from data.collate import round_up
-from te_models.build import build_model
-from te_models.fp8_weights import quantize_shards, quantize_weights
-from te_models.options import BuildOptions, NativeOptions
-from training.config import Config
-from training.optim import optimizer as optim
-from training.parallel.choose import compiles_layers
-from training.precision import precision_map, torchao_fp8
-from training.precision.fp8_stats import Fp8Stats
-from training.precision.recipes import Precision, build_autocast
-from training.prepare import Job
 
 
 @dataclass(frozen=True)

@@ -9,24 +9,29 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
-from core.cli import OneLineParser, add_setting, read_yaml_settings
-from core.errors import UserError, bad_setting
-from core.files import read_record
-from core.recipes import RECIPES, TE_RECIPES, TORCHAO_RECIPES
-from core.settings import AUTO, Setting, convert, lookup
-from data.settings import EVAL_SAMPLES, DataConfig
-from te_models.settings import ModelConfig, named_levels
-from training.checkpoint.settings import CheckpointConfig
-from training.optim.settings import OptimConfig
-from training.parallel.settings import DEEPSPEED_MODES, FP8_GATHER_MODES, ZERO_3_MODES, ShardingConfig
-from training.precision.settings import (
+from fp8_suite.core.cli import OneLineParser, add_setting, read_yaml_settings
+from fp8_suite.core.errors import UserError, bad_setting
+from fp8_suite.core.files import read_record
+from fp8_suite.core.recipes import RECIPES, TE_RECIPES, TORCHAO_RECIPES
+from fp8_suite.core.settings import AUTO, Setting, convert, lookup
+from fp8_suite.data.settings import EVAL_SAMPLES, DataConfig
+from fp8_suite.te_models.settings import ModelConfig, named_levels
+from fp8_suite.training.checkpoint.settings import CheckpointConfig
+from fp8_suite.training.optim.settings import OptimConfig
+from fp8_suite.training.parallel.settings import (
+    DEEPSPEED_MODES,
+    FP8_GATHER_MODES,
+    ZERO_3_MODES,
+    ShardingConfig,
+)
+from fp8_suite.training.precision.settings import (
     MAX_MARGIN,
     PrecisionConfig,
     parse_moment_dtype,
     parse_precision_map,
     unread_settings,
 )
-from training.tracking.settings import LogConfig
+from fp8_suite.training.tracking.settings import LogConfig
 
 
 @dataclass(frozen=True, kw_only=True)

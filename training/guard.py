@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-from core.errors import EXIT_FAILED, UserError
-from training.checkpoint.progress import Progress
-from training.optim.settings import OptimConfig
-from training.step import Stack, StepResult
+from fp8_suite.core.errors import EXIT_FAILED, UserError
+from fp8_suite.training.checkpoint.progress import Progress
+from fp8_suite.training.optim.settings import OptimConfig
+from fp8_suite.training.step import Stack, StepResult
 
 GRAD_NORM_SPIKE_FACTOR = 10  # warn above this multiple of the running median
 MIN_STEPS_FOR_MEDIAN = 20

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-
-from core.errors import bad_setting
-from te_models import loss_fp8, packed_attention
-from te_models.kernels import flash_attention, fused_residual, fused_swiglu, rope
-from te_models.kernels.selection import Kernels, on_hopper
-from training.config import Config
-from training.parallel import ranks
-from training.parallel.ranks import print_rank0
-from training.precision.recipes import Precision
-from training.tracking.metrics import ModelShape
+from fp8_suite.core.errors import bad_setting
+from fp8_suite.te_models import loss_fp8, packed_attention
+from fp8_suite.te_models.kernels import flash_attention, fused_residual, fused_swiglu, rope
+from fp8_suite.te_models.kernels.selection import Kernels, on_hopper
+from fp8_suite.training.config import Config
+from fp8_suite.training.parallel import ranks
+from fp8_suite.training.parallel.ranks import print_rank0
+from fp8_suite.training.precision.recipes import Precision
+from fp8_suite.training.tracking.metrics import ModelShape
 
 
 class Workload(NamedTuple):

@@ -10,16 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from core.errors import UserError
-from core.hub import require_folder
-from core.redact import redact
-from core.settings import AUTO
-from data.reading.formats import named_file
-from te_models.presets import LOCAL_PRESETS, PRESETS, require_model
-from te_models.settings import recompute_levels
-from training.config import Config, parse_config
-from training.parallel.fit import check_launch
-from training.parallel.settings import read_deepspeed_config
+from fp8_suite.core.errors import UserError
+from fp8_suite.core.hub import require_folder
+from fp8_suite.core.redact import redact
+from fp8_suite.core.settings import AUTO
+from fp8_suite.data.reading.formats import named_file
+from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS, require_model
+from fp8_suite.te_models.settings import recompute_levels
+from fp8_suite.training.config import Config, parse_config
+from fp8_suite.training.parallel.fit import check_launch
+from fp8_suite.training.parallel.settings import read_deepspeed_config
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +35,8 @@ def launch(description: str, *, start: Callable[[Config], torch.device], started
     if (interrupt := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.disable()  # Collecting while libraries load takes a fifth of the time and frees nothing.
-    from training.outcome import exit_process
-    from training.run import main
+    from fp8_suite.training.outcome import exit_process
+    from fp8_suite.training.run import main
 
     signal.signal(signal.SIGINT, interrupt)
     gc.freeze()

@@ -7,24 +7,24 @@ import platform
 import time
 from typing import Any
 
-from core.errors import EXIT_FAILED, UserError
-from core.files import explaining_write_errors, read_record, write_json
-from core.redact import redacted
-from te_models.kernels import flash_attention
-from training.assembly import Assembly
-from training.checkpoint.progress import WallTime
-from training.parallel import ranks
-from training.parallel.ranks import print_rank0
-from training.precision import te_runtime
-from training.precision.coverage import Coverage, coverage
-from training.prepare import Job
-from training.tracking import metrics
-from training.tracking.display import Display
-from training.tracking.environment import describe_environment
-from training.tracking.meter import Meter
-from training.tracking.profiling import StepProfiler
-from training.tracking.tracker import build_tracker
-from training.trainer import Hooks, Logs
+from fp8_suite.core.errors import EXIT_FAILED, UserError
+from fp8_suite.core.files import explaining_write_errors, read_record, write_json
+from fp8_suite.core.redact import redacted
+from fp8_suite.te_models.kernels import flash_attention
+from fp8_suite.training.assembly import Assembly
+from fp8_suite.training.checkpoint.progress import WallTime
+from fp8_suite.training.parallel import ranks
+from fp8_suite.training.parallel.ranks import print_rank0
+from fp8_suite.training.precision import te_runtime
+from fp8_suite.training.precision.coverage import Coverage, coverage
+from fp8_suite.training.prepare import Job
+from fp8_suite.training.tracking import metrics
+from fp8_suite.training.tracking.display import Display
+from fp8_suite.training.tracking.environment import describe_environment
+from fp8_suite.training.tracking.meter import Meter
+from fp8_suite.training.tracking.profiling import StepProfiler
+from fp8_suite.training.tracking.tracker import build_tracker
+from fp8_suite.training.trainer import Hooks, Logs
 
 # env.json fields that are only known after the first step.
 KNOWN_AFTER_FIRST_STEP = (

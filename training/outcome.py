@@ -16,13 +16,12 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-
-from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError, first_line
-from core.redact import redact
-from core.signals import stop_signals
-from data import loader
-from training.parallel import ranks
-from training.parallel.watchdog import Watchdog
+from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError, first_line
+from fp8_suite.core.redact import redact
+from fp8_suite.core.signals import stop_signals
+from fp8_suite.data import loader
+from fp8_suite.training.parallel import ranks
+from fp8_suite.training.parallel.watchdog import Watchdog
 
 # torchrun kills a node's other ranks as soon as one exits: local rank 0 needs time to print the error first.
 ERROR_REPORT_DELAY_SECONDS = 3.0

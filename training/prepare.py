@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-
-from core.errors import bad_setting
-from core.packages import software
-from data.build import BatchShape, Loaders, build_loaders
-from data.tokenizer import load_tokenizer
-from te_models.build import ModelPlan
-from te_models.kernels.selection import Kernels
-from te_models.presets import LOCAL_PRESETS
-from training.checkpoint.export import check_export
-from training.checkpoint.resume import (
+from fp8_suite.core.errors import bad_setting
+from fp8_suite.core.packages import software
+from fp8_suite.data.build import BatchShape, Loaders, build_loaders
+from fp8_suite.data.tokenizer import load_tokenizer
+from fp8_suite.te_models.build import ModelPlan
+from fp8_suite.te_models.kernels.selection import Kernels
+from fp8_suite.te_models.presets import LOCAL_PRESETS
+from fp8_suite.training.checkpoint.export import check_export
+from fp8_suite.training.checkpoint.resume import (
     ResumePoint,
     check_resume,
     count_resumed_steps,
@@ -30,20 +29,25 @@ from training.checkpoint.resume import (
     find_resume_point,
     is_finished,
 )
-from training.checkpoint.run_folder import check_shared, discarded_if_refused, open_run_folder, write_config
-from training.checkpoint.store import Checkpoints
-from training.config import Config, settings_path
-from training.kernels import Workload, enable_kernels
-from training.parallel import ranks
-from training.parallel.choose import choose_strategy, compiles_layers
-from training.parallel.fit import Fit
-from training.parallel.ranks import print_rank0
-from training.parallel.strategies import Strategy
-from training.parallel.watchdog import DATA_SECONDS, Watchdog
-from training.precision import fp8_stats, precision_map
-from training.precision.recipes import Precision
-from training.resolve import Resolved, resolve
-from training.tracking import profiling
+from fp8_suite.training.checkpoint.run_folder import (
+    check_shared,
+    discarded_if_refused,
+    open_run_folder,
+    write_config,
+)
+from fp8_suite.training.checkpoint.store import Checkpoints
+from fp8_suite.training.config import Config, settings_path
+from fp8_suite.training.kernels import Workload, enable_kernels
+from fp8_suite.training.parallel import ranks
+from fp8_suite.training.parallel.choose import choose_strategy, compiles_layers
+from fp8_suite.training.parallel.fit import Fit
+from fp8_suite.training.parallel.ranks import print_rank0
+from fp8_suite.training.parallel.strategies import Strategy
+from fp8_suite.training.parallel.watchdog import DATA_SECONDS, Watchdog
+from fp8_suite.training.precision import fp8_stats, precision_map
+from fp8_suite.training.precision.recipes import Precision
+from fp8_suite.training.resolve import Resolved, resolve
+from fp8_suite.training.tracking import profiling
 
 T = TypeVar("T")
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.errors import counted
-from core.recipes import FALLBACK_RECIPE, TORCHAO_RECIPES
-from core.settings import AUTO
-from te_models import build
-from te_models.build import ModelPlan
-from te_models.settings import recompute_levels
-from training.config import Config
-from training.optim import optimizer as optim
-from training.parallel import ranks
-from training.parallel.ranks import print_rank0
-from training.precision import checks, precision_map, recipes, torchao_fp8
-from training.precision.recipes import Precision
-from training.tracking.metrics import ModelShape
+from fp8_suite.core.errors import counted
+from fp8_suite.core.recipes import FALLBACK_RECIPE, TORCHAO_RECIPES
+from fp8_suite.core.settings import AUTO
+from fp8_suite.te_models import build
+from fp8_suite.te_models.build import ModelPlan
+from fp8_suite.te_models.settings import recompute_levels
+from fp8_suite.training.config import Config
+from fp8_suite.training.optim import optimizer as optim
+from fp8_suite.training.parallel import ranks
+from fp8_suite.training.parallel.ranks import print_rank0
+from fp8_suite.training.precision import checks, precision_map, recipes, torchao_fp8
+from fp8_suite.training.precision.recipes import Precision
+from fp8_suite.training.tracking.metrics import ModelShape
 
 
 @dataclass(frozen=True)

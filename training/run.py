@@ -15,35 +15,34 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from core.bf16_on_cpu import fast_bf16
-from core.errors import EXIT_FAILED, EXIT_INTERRUPTED, first_line
-from data.chat import turn_end
-from te_models.build import export_tensors
-from training.assembly import Assembly, assemble
-from training.checkpoint.export import export_hf
-from training.checkpoint.generate import generate_answers, generation_config, tokenizer_round_trips
-from training.checkpoint.progress import Progress, WallTime
-from training.checkpoint.resume import eval_losses, forget_evaluations, roll_back
-from training.checkpoint.run_folder import SAMPLES_FILE, discarded_if_refused, train_losses
-from training.checkpoint.state import CheckpointSaver, RunState, restore_run
-from training.config import Config, all_settings, changed_settings, parse_config
-from training.observers import Observers, open_environment, open_logs
-from training.optim import moments
-from training.optim import optimizer as optim
-from training.optim.adamw import local
-from training.optim.schedule import learning_rate
-from training.outcome import ignore_broken_pipes, report_failure
-from training.parallel import ranks
-from training.parallel.ranks import print_rank0
-from training.parallel.watchdog import Watchdog
-from training.precision.scaling import DelayedScalingState, Scaling
-from training.prepare import Job, prepare
-from training.step import Stack
-from training.tracking import profiling
-from training.tracking.metrics import tail_mean
-from training.tracking.tracker import replaces_finished_run
-from training.trainer import Trainer
+from fp8_suite.core.bf16_on_cpu import fast_bf16
+from fp8_suite.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, first_line
+from fp8_suite.data.chat import turn_end
+from fp8_suite.te_models.build import export_tensors
+from fp8_suite.training.assembly import Assembly, assemble
+from fp8_suite.training.checkpoint.export import export_hf
+from fp8_suite.training.checkpoint.generate import generate_answers, generation_config, tokenizer_round_trips
+from fp8_suite.training.checkpoint.progress import Progress, WallTime
+from fp8_suite.training.checkpoint.resume import eval_losses, forget_evaluations, roll_back
+from fp8_suite.training.checkpoint.run_folder import SAMPLES_FILE, discarded_if_refused, train_losses
+from fp8_suite.training.checkpoint.state import CheckpointSaver, RunState, restore_run
+from fp8_suite.training.config import Config, all_settings, changed_settings, parse_config
+from fp8_suite.training.observers import Observers, open_environment, open_logs
+from fp8_suite.training.optim import moments
+from fp8_suite.training.optim import optimizer as optim
+from fp8_suite.training.optim.adamw import local
+from fp8_suite.training.optim.schedule import learning_rate
+from fp8_suite.training.outcome import ignore_broken_pipes, report_failure
+from fp8_suite.training.parallel import ranks
+from fp8_suite.training.parallel.ranks import print_rank0
+from fp8_suite.training.parallel.watchdog import Watchdog
+from fp8_suite.training.precision.scaling import DelayedScalingState, Scaling
+from fp8_suite.training.prepare import Job, prepare
+from fp8_suite.training.step import Stack
+from fp8_suite.training.tracking import profiling
+from fp8_suite.training.tracking.metrics import tail_mean
+from fp8_suite.training.tracking.tracker import replaces_finished_run
+from fp8_suite.training.trainer import Trainer
 
 
 @ignore_broken_pipes()

@@ -9,11 +9,10 @@ from itertools import chain
 from typing import Any
 
 import torch
+from fp8_suite.training.parallel.strategies import Strategy
+from fp8_suite.training.precision.scaling import Scaling
+from fp8_suite.training.tracking.metrics import perplexity
 from torch import Tensor, nn
-
-from training.parallel.strategies import Strategy
-from training.precision.scaling import Scaling
-from training.tracking.metrics import perplexity
 
 SIGNAL_CHECK_INTERVAL = 16  # evaluation batches between two all-reduces of the stop flag
 

@@ -10,17 +10,16 @@ from itertools import islice
 from typing import Any, Protocol
 
 import torch
-
-from core.signals import StopFlag, Stopped
-from data.build import Loaders
-from training.checkpoint.progress import Progress
-from training.config import Config
-from training.guard import StepGuard
-from training.parallel import ranks
-from training.step import Stack, StepResult, evaluate, train_step
-from training.tracking.display import Display
-from training.tracking.meter import WARMUP_STEPS, Meter
-from training.tracking.tracker import Tracker
+from fp8_suite.core.signals import StopFlag, Stopped
+from fp8_suite.data.build import Loaders
+from fp8_suite.training.checkpoint.progress import Progress
+from fp8_suite.training.config import Config
+from fp8_suite.training.guard import StepGuard
+from fp8_suite.training.parallel import ranks
+from fp8_suite.training.step import Stack, StepResult, evaluate, train_step
+from fp8_suite.training.tracking.display import Display
+from fp8_suite.training.tracking.meter import WARMUP_STEPS, Meter
+from fp8_suite.training.tracking.tracker import Tracker
 
 
 class Saver(Protocol):

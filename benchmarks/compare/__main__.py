@@ -1,6 +1,6 @@
 import sys
 
-from benchmarks.compare.main import main
+from fp8_suite.benchmarks.compare.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records.launch import is_begun, is_finished
-from benchmarks.records.runs import bad_input, read_run
-from benchmarks.records.variants import Variant, resolve
-from core.errors import UserError, bad_setting, counted
-from training.config import Config
-from training.launch import require_inputs
-from training.parallel.fit import check_launch, global_batch
+from fp8_suite.benchmarks.records.launch import is_begun, is_finished
+from fp8_suite.benchmarks.records.runs import bad_input, read_run
+from fp8_suite.benchmarks.records.variants import Variant, resolve
+from fp8_suite.core.errors import UserError, bad_setting, counted
+from fp8_suite.training.config import Config
+from fp8_suite.training.launch import require_inputs
+from fp8_suite.training.parallel.fit import check_launch, global_batch
 
 # Defaults of the runs; training flags on the command line override them.
 DEFAULTS: dict[str, Any] = {

@@ -10,9 +10,9 @@ import math
 import shlex
 from pathlib import Path
 
-from benchmarks.compare.jobs import Job, build_jobs, check_before_start
-from benchmarks.compare.verdict import COLUMNS, conclude, exit_code, write_verdict
-from benchmarks.records.launch import (
+from fp8_suite.benchmarks.compare.jobs import Job, build_jobs, check_before_start
+from fp8_suite.benchmarks.compare.verdict import COLUMNS, conclude, exit_code, write_verdict
+from fp8_suite.benchmarks.records.launch import (
     Outcome,
     command_parser,
     folder_flag,
@@ -22,11 +22,11 @@ from benchmarks.records.launch import (
     refuse_overwriting,
     run_command,
 )
-from benchmarks.records.runs import RunRecord, read_run
-from benchmarks.records.variants import VARIANTS, given_settings, parse_variants, split_flags
-from benchmarks.report.tables import make_table
-from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError, bad_setting
-from core.redact import redact
+from fp8_suite.benchmarks.records.runs import RunRecord, read_run
+from fp8_suite.benchmarks.records.variants import VARIANTS, given_settings, parse_variants, split_flags
+from fp8_suite.benchmarks.report.tables import make_table
+from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError, bad_setting
+from fp8_suite.core.redact import redact
 
 PROG = "python -m benchmarks.compare"
 
@@ -94,8 +94,8 @@ def compare(argv: list[str]) -> int:
     refuse_overwriting(folder)
     check_before_start(jobs, args.gpus)
     failed = run_jobs(jobs, gpus=args.gpus, folder=folder)
-    from benchmarks.report import main as report  # imports matplotlib, which is slow
-    from benchmarks.report.page import Verdict
+    from fp8_suite.benchmarks.report import main as report  # imports matplotlib, which is slow
+    from fp8_suite.benchmarks.report.page import Verdict
 
     for name in ("verdict.json", "verdict.md"):  # delete the verdict of an earlier call
         (folder / name).unlink(missing_ok=True)

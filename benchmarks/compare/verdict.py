@@ -9,13 +9,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.compare.jobs import Job
-from benchmarks.records.launch import Outcome
-from benchmarks.records.runs import RunRecord, bad_input
-from benchmarks.report import gaps
-from benchmarks.report.tables import Columns, make_table, markdown, metric_columns, provenance
-from core.files import replace_file, to_json
-from training.tracking.metrics import summary_name, tail_mean
+from fp8_suite.benchmarks.compare.jobs import Job
+from fp8_suite.benchmarks.records.launch import Outcome
+from fp8_suite.benchmarks.records.runs import RunRecord, bad_input
+from fp8_suite.benchmarks.report import gaps
+from fp8_suite.benchmarks.report.tables import Columns, make_table, markdown, metric_columns, provenance
+from fp8_suite.core.files import replace_file, to_json
+from fp8_suite.training.tracking.metrics import summary_name, tail_mean
 
 FEW_LOSSES = 100
 QUALITY = ("eval/loss", "eval/perplexity", "eval/token_accuracy")

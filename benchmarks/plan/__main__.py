@@ -1,6 +1,6 @@
 import sys
 
-from benchmarks.plan.main import main
+from fp8_suite.benchmarks.plan.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

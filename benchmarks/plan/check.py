@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.plan.job import build_job
-from benchmarks.records.runs import RunRecord
-from benchmarks.records.table import read_table
-from benchmarks.report.tables import markdown
-from training.config import all_settings, config_from_dict
-from training.parallel.memory import peak
-from training.parallel.step_plan import StepPlan
-from training.parallel.step_time import Gpu, installed_gpu, step_seconds
+from fp8_suite.benchmarks.plan.job import build_job
+from fp8_suite.benchmarks.records.runs import RunRecord
+from fp8_suite.benchmarks.records.table import read_table
+from fp8_suite.benchmarks.report.tables import markdown
+from fp8_suite.training.config import all_settings, config_from_dict
+from fp8_suite.training.parallel.memory import peak
+from fp8_suite.training.parallel.step_plan import StepPlan
+from fp8_suite.training.parallel.step_time import Gpu, installed_gpu, step_seconds
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from core.errors import EXIT_BAD_SETTING, UserError, bad_setting, first_line
-from te_models.families import FAMILIES, Family
-from te_models.presets import PRESETS, closest_preset
-from training.config import Config
-from training.parallel.fit import Fit, check_launch, fit, unpredicted
-from training.parallel.settings import MODES
-from training.parallel.step_plan import ModelSize, StepPlan, hsdp_shard_size
-from training.parallel.step_time import Gpu
-from training.tracking.metrics import ModelShape
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, bad_setting, first_line
+from fp8_suite.te_models.families import FAMILIES, Family
+from fp8_suite.te_models.presets import PRESETS, closest_preset
+from fp8_suite.training.config import Config
+from fp8_suite.training.parallel.fit import Fit, check_launch, fit, unpredicted
+from fp8_suite.training.parallel.settings import MODES
+from fp8_suite.training.parallel.step_plan import ModelSize, StepPlan, hsdp_shard_size
+from fp8_suite.training.parallel.step_time import Gpu
+from fp8_suite.training.tracking.metrics import ModelShape
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def refuse_unplanned(cfg: Config) -> None:
 
 def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
     """Raise the UserError that training would raise for this model's layers, precision or sequence length."""
-    from training.precision import checks, precision_map  # imported here because they import torch
+    from fp8_suite.training.precision import checks, precision_map  # imported here because they import torch
 
     name, shape = cfg.model.model_name, model.size.shape
     if cfg.model.use_te and Path(name, "config.json").exists():  # TE supports all presets
@@ -106,8 +106,8 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
 
 def build_job(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int) -> tuple[Fit, str | None]:
     """Fit the job to GPUs. Also return why training refuses the mode that `auto` chooses, or None."""
-    from training.optim.optimizer import plan_optimizer  # imported here because they import torch
-    from training.parallel.choose import choose_mode
+    from fp8_suite.training.optim.optimizer import plan_optimizer  # imported here because they import torch
+    from fp8_suite.training.parallel.choose import choose_mode
 
     refuse_unplanned(cfg)
     check_launch(cfg, gpus)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.plan.job import read_model
-from benchmarks.plan.predict import Plan, make_plan
-from benchmarks.report.tables import markdown
-from core.errors import UserError
-from te_models.presets import LOCAL_PRESETS, PRESETS
-from training.config import config_from_dict
-from training.parallel.fit import global_batch
-from training.parallel.step_time import GPUS
+from fp8_suite.benchmarks.plan.job import read_model
+from fp8_suite.benchmarks.plan.predict import Plan, make_plan
+from fp8_suite.benchmarks.report.tables import markdown
+from fp8_suite.core.errors import UserError
+from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.parallel.fit import global_batch
+from fp8_suite.training.parallel.step_time import GPUS
 
 # Sizes by which cards with FP8 are known, and one card of each size.
 CARDS = {24: "RTX 4090", 32: "RTX 5090", 48: "L40S", 80: "H100", 141: "H200", 180: "B200"}

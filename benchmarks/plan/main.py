@@ -14,18 +14,18 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.plan.job import refuse_unplanned
-from benchmarks.plan.limits import limits_table
-from benchmarks.plan.predict import SMALLER, Plan, faster_settings, fewest_changes, make_plan
-from benchmarks.records.launch import command_parser
-from benchmarks.records.variants import split_flags
-from benchmarks.report.tables import markdown
-from core.errors import UserError, bad_setting, counted
-from core.recipes import RECIPES, costs_of
-from core.settings import AUTO
-from training.config import Config, parse_config
-from training.parallel.fit import auto_settings, counted_micro_batches
-from training.parallel.step_time import GPUS, NETWORK_BANDWIDTH, Gpu, find_gpu
+from fp8_suite.benchmarks.plan.job import refuse_unplanned
+from fp8_suite.benchmarks.plan.limits import limits_table
+from fp8_suite.benchmarks.plan.predict import SMALLER, Plan, faster_settings, fewest_changes, make_plan
+from fp8_suite.benchmarks.records.launch import command_parser
+from fp8_suite.benchmarks.records.variants import split_flags
+from fp8_suite.benchmarks.report.tables import markdown
+from fp8_suite.core.errors import UserError, bad_setting, counted
+from fp8_suite.core.recipes import RECIPES, costs_of
+from fp8_suite.core.settings import AUTO
+from fp8_suite.training.config import Config, parse_config
+from fp8_suite.training.parallel.fit import auto_settings, counted_micro_batches
+from fp8_suite.training.parallel.step_time import GPUS, NETWORK_BANDWIDTH, Gpu, find_gpu
 
 PROG = "python -m benchmarks.plan"
 # Flag -> (field of `Gpu`, factor from the flag's unit to the field's, help).
@@ -52,7 +52,7 @@ def run(argv: list[str]) -> str:
     parser = build_parser()
     args, training = split_flags(parser, argv)
     if args.check:
-        from benchmarks.plan.check import check_runs, check_table
+        from fp8_suite.benchmarks.plan.check import check_runs, check_table
 
         given = [f"--{n}" for n, v in vars(args).items() if n != "check" and v != parser.get_default(n)]
         if training or given:

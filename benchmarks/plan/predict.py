@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.plan.job import build_job
-from core.errors import UserError, bad_setting
-from core.settings import AUTO
-from training.config import Config, config_from_dict
-from training.parallel.activations import host_activations
-from training.parallel.advice import MEMORY_SAVING, Settings, combined, without
-from training.parallel.fit import Fit, global_batch, room
-from training.parallel.memory import host_state, peak
-from training.parallel.step_plan import StepPlan
-from training.parallel.step_time import NETWORK_BANDWIDTH, Gpu, step_seconds
-from training.tracking.metrics import model_flops
+from fp8_suite.benchmarks.plan.job import build_job
+from fp8_suite.core.errors import UserError, bad_setting
+from fp8_suite.core.settings import AUTO
+from fp8_suite.training.config import Config, config_from_dict
+from fp8_suite.training.parallel.activations import host_activations
+from fp8_suite.training.parallel.advice import MEMORY_SAVING, Settings, combined, without
+from fp8_suite.training.parallel.fit import Fit, global_batch, room
+from fp8_suite.training.parallel.memory import host_state, peak
+from fp8_suite.training.parallel.step_plan import StepPlan
+from fp8_suite.training.parallel.step_time import NETWORK_BANDWIDTH, Gpu, step_seconds
+from fp8_suite.training.tracking.metrics import model_flops
 
 # Flags that reduce memory, and their settings. --batch_size is then raised to the largest that fits.
 SMALLER_BATCH, RECOMPUTE = "--batch_size", "--recompute"

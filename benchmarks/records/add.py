@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks.records.launch import command_parser, run_command
-from benchmarks.records.runs import find_runs, read_run
-from benchmarks.records.table import TABLE, add_runs
-from core.errors import counted
+from fp8_suite.benchmarks.records.launch import command_parser, run_command
+from fp8_suite.benchmarks.records.runs import find_runs, read_run
+from fp8_suite.benchmarks.records.table import TABLE, add_runs
+from fp8_suite.core.errors import counted
 
 
 def add(argv: list[str]) -> int:

@@ -19,14 +19,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records.runs import NO_EFFECT, bad_input
-from core.cli import OneLineParser
-from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_IN_USE, EXIT_INTERRUPTED, UserError, bad_setting
-from core.redact import redact
-from core.settings import AUTO
-from core.signals import handling_stop_signals
-from training.config import Config, changed_settings, settings_path
-from training.parallel.fit import global_batch
+from fp8_suite.benchmarks.records.runs import NO_EFFECT, bad_input
+from fp8_suite.core.cli import OneLineParser
+from fp8_suite.core.errors import (
+    EXIT_BAD_SETTING,
+    EXIT_FAILED,
+    EXIT_IN_USE,
+    EXIT_INTERRUPTED,
+    UserError,
+    bad_setting,
+)
+from fp8_suite.core.redact import redact
+from fp8_suite.core.settings import AUTO
+from fp8_suite.core.signals import handling_stop_signals
+from fp8_suite.training.config import Config, changed_settings, settings_path
+from fp8_suite.training.parallel.fit import global_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.1
@@ -111,7 +118,7 @@ def command(cfg: Config, gpus: int) -> list[str]:
     if gpus == 1:
         start = [sys.executable, "-u", str(ROOT / "train_fp8.py")]
     else:
-        torchrun = [sys.executable, "-m", "benchmarks.records.torchrun", "--standalone"]
+        torchrun = [sys.executable, "-m", "fp8_suite.benchmarks.records.torchrun", "--standalone"]
         start = [*torchrun, f"--nproc_per_node={gpus}", str(ROOT / "train_multi_gpu.py")]
     return start + to_flags(cfg)
 

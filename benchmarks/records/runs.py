@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from core.errors import EXIT_BAD_SETTING, UserError
-from core.files import read_record
-from training.config import SECTIONS, Config, all_settings, comparable, settings_path
-from training.tracking.metrics import METRICS, RATES, summary_name, tail_mean
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
+from fp8_suite.core.files import read_record
+from fp8_suite.training.config import SECTIONS, Config, all_settings, comparable, settings_path
+from fp8_suite.training.tracking.metrics import METRICS, RATES, summary_name, tail_mean
 
 Series = list[tuple[int, float]]  # (optimizer step, value)
 

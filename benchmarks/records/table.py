@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.records.runs import NO_EFFECT, RunRecord, Series, with_numbers
-from core.errors import bad_setting
-from core.files import replace_file, to_json
-from training.tracking.metrics import METRICS
+from fp8_suite.benchmarks.records.runs import NO_EFFECT, RunRecord, Series, with_numbers
+from fp8_suite.core.errors import bad_setting
+from fp8_suite.core.files import replace_file, to_json
+from fp8_suite.training.tracking.metrics import METRICS
 
 TABLE = Path(__file__).resolve().parents[1] / "results" / "runs.jsonl.gz"
 MAX_POINTS = 200  # per curve

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records.runs import bad_input
-from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
-from core.recipes import TE_RECIPES, TORCHAO_RECIPES
-from core.settings import nearest
-from training.config import Config, all_settings, build_parser, config_from_dict, load_config_file
+from fp8_suite.benchmarks.records.runs import bad_input
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, bad_setting
+from fp8_suite.core.recipes import TE_RECIPES, TORCHAO_RECIPES
+from fp8_suite.core.settings import nearest
+from fp8_suite.training.config import Config, all_settings, build_parser, config_from_dict, load_config_file
 
 # A fallback recipe would be compared under the wrong name, so an unsupported recipe is an error.
 _TE = {"use_te": True, "fp8_fallback": "error"}

@@ -1,6 +1,6 @@
 import sys
 
-from benchmarks.report.main import main
+from fp8_suite.benchmarks.report.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

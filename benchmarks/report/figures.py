@@ -8,14 +8,21 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from fp8_suite.benchmarks.records.runs import DEFAULT, WORK, RunRecord, Series
+from fp8_suite.benchmarks.report.gaps import (
+    Comparison,
+    Result,
+    loss_gap,
+    noise_band,
+    results,
+    smooth,
+    tail_noise,
+)
+from fp8_suite.benchmarks.report.tables import Columns, labels, metric_columns, read_value
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
-
-from benchmarks.records.runs import DEFAULT, WORK, RunRecord, Series
-from benchmarks.report.gaps import Comparison, Result, loss_gap, noise_band, results, smooth, tail_noise
-from benchmarks.report.tables import Columns, labels, metric_columns, read_value
 
 # The colour-blind-safe palette of Okabe and Ito; violet replaces its yellow, which is too light on white.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5195")

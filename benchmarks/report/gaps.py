@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from benchmarks.records.runs import EFFECTS, RunRecord, Series
-from benchmarks.report.tables import labels
-from training.config import all_settings
-from training.tracking.metrics import tail_mean
+from fp8_suite.benchmarks.records.runs import EFFECTS, RunRecord, Series
+from fp8_suite.benchmarks.report.tables import labels
+from fp8_suite.training.config import all_settings
+from fp8_suite.training.tracking.metrics import tail_mean
 
 # Prefixes of precision settings, whose effect the gaps measure.
 PRECISION = ("mixed_precision", "fp8_", "bf16_", "te_backend", "precision_map")

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-
-from benchmarks.records.launch import command_parser, folder_flag, refuse_overwriting, run_command
-from benchmarks.records.runs import RunRecord, bad_input, find_runs, read_run
-from benchmarks.records.table import read_table
-from benchmarks.report import figures, page
-from benchmarks.report.gaps import compare_losses, pick_reference
-from benchmarks.report.tables import Table, labels, markdown, provenance, report_tables
-from training.tracking.settings import LogConfig
-from training.tracking.wandb_writer import start_wandb, wandb_id
+from fp8_suite.benchmarks.records.launch import command_parser, folder_flag, refuse_overwriting, run_command
+from fp8_suite.benchmarks.records.runs import RunRecord, bad_input, find_runs, read_run
+from fp8_suite.benchmarks.records.table import read_table
+from fp8_suite.benchmarks.report import figures, page
+from fp8_suite.benchmarks.report.gaps import compare_losses, pick_reference
+from fp8_suite.benchmarks.report.tables import Table, labels, markdown, provenance, report_tables
+from fp8_suite.training.tracking.settings import LogConfig
+from fp8_suite.training.tracking.wandb_writer import start_wandb, wandb_id
 
 
 def write(

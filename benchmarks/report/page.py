@@ -7,13 +7,12 @@ import io
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fp8_suite.benchmarks.records.runs import RunRecord
+from fp8_suite.benchmarks.report import gaps
+from fp8_suite.benchmarks.report.figures import Drawn
+from fp8_suite.benchmarks.report.tables import Table, labels, provenance, settings, tagged
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
-
-from benchmarks.records.runs import RunRecord
-from benchmarks.report import gaps
-from benchmarks.report.figures import Drawn
-from benchmarks.report.tables import Table, labels, provenance, settings, tagged
 
 
 class Verdict(NamedTuple):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
-from benchmarks.records.runs import RunRecord
-from core.redact import redacted
-from training.tracking.metrics import METRICS, summary_name, tail_mean
+from fp8_suite.benchmarks.records.runs import RunRecord
+from fp8_suite.core.redact import redacted
+from fp8_suite.training.tracking.metrics import METRICS, summary_name, tail_mean
 
 Source = str | Callable[[Any], Any]  # the name in `item.value(name)`, or a function of the item
 Columns = dict[str, tuple[Source, str]]  # heading -> (source, format)

@@ -7,11 +7,10 @@ import tempfile
 from pathlib import Path
 
 import datasets
+from fp8_suite.core.errors import UserError, bad_setting, causes
+from fp8_suite.core.files import DISK_FULL, NOT_WRITABLE
+from fp8_suite.data.settings import DataConfig
 from huggingface_hub.constants import HF_HUB_CACHE
-
-from core.errors import UserError, bad_setting, causes
-from core.files import DISK_FULL, NOT_WRITABLE
-from data.settings import DataConfig
 
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of a complete Arrow stream
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from core.errors import bad_setting
-from data.reading import rows
-from data.reading.rows import TOOLS, Row
-from data.settings import SYSTEM_PROMPT, DataConfig
+from fp8_suite.core.errors import bad_setting
+from fp8_suite.data.reading import rows
+from fp8_suite.data.reading.rows import TOOLS, Row
+from fp8_suite.data.settings import SYSTEM_PROMPT, DataConfig
 
 COLUMN_FLAGS = {  # kind of columns -> flags that name them
     "chats": ("dataset_messages_field",),

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core.errors import bad_setting
-from data.settings import DataConfig
+from fp8_suite.core.errors import bad_setting
+from fp8_suite.data.settings import DataConfig
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

@@ -19,13 +19,12 @@ from typing import Any
 import datasets
 from datasets import Dataset, IterableDataset
 from datasets.naming import camelcase_to_snakecase
-
-from core.errors import UserError, bad_setting, first_of, one_line, raise_interrupt
-from core.hub import require_reachable_hub
-from data import demo as demo_set
-from data.reading.cache import cache_folder, storage_error
-from data.reading.columns import Columns, choose_columns
-from data.reading.formats import (
+from fp8_suite.core.errors import UserError, bad_setting, first_of, one_line, raise_interrupt
+from fp8_suite.core.hub import require_reachable_hub
+from fp8_suite.data import demo as demo_set
+from fp8_suite.data.reading.cache import cache_folder, storage_error
+from fp8_suite.data.reading.columns import Columns, choose_columns
+from fp8_suite.data.reading.formats import (
     FORMATS,
     Format,
     cells_as_text,
@@ -34,8 +33,8 @@ from data.reading.formats import (
     named_file,
     read_files,
 )
-from data.reading.rows import Row, arrow_row, json_line, parse_line
-from data.settings import DataConfig
+from fp8_suite.data.reading.rows import Row, arrow_row, json_line, parse_line
+from fp8_suite.data.settings import DataConfig
 
 SAVED = ("dataset_dict.json", "state.json")  # files that `save_to_disk` writes
 PEEK = 100  # rows searched for column names if no schema lists them

@@ -9,10 +9,10 @@ with the same scales, and updates scales at the same time. Sums in GEMMs and att
 bits.
 """
 
-from te_models.emulation.layers import LayerNormLinear as LayerNormLinear
-from te_models.emulation.layers import LayerNormMLP as LayerNormMLP
-from te_models.emulation.layers import Linear as Linear
-from te_models.emulation.layers import RMSNorm as RMSNorm
-from te_models.emulation.scaling import autocast as autocast
-from te_models.emulation.scaling import checkpoint as checkpoint
-from te_models.emulation.transformer import TransformerLayer as TransformerLayer
+from fp8_suite.te_models.emulation.layers import LayerNormLinear as LayerNormLinear
+from fp8_suite.te_models.emulation.layers import LayerNormMLP as LayerNormMLP
+from fp8_suite.te_models.emulation.layers import Linear as Linear
+from fp8_suite.te_models.emulation.layers import RMSNorm as RMSNorm
+from fp8_suite.te_models.emulation.scaling import autocast as autocast
+from fp8_suite.te_models.emulation.scaling import checkpoint as checkpoint
+from fp8_suite.te_models.emulation.transformer import TransformerLayer as TransformerLayer

@@ -14,11 +14,10 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from fp8_suite.te_models.emulation.casts import Quantized, amax_of, widen
+from fp8_suite.te_models.emulation.scaling import Gemm
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-from te_models.emulation.casts import Quantized, amax_of, widen
-from te_models.emulation.scaling import Gemm
 
 
 @contextmanager

@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from fp8_suite.te_models.emulation.gemm import LinearFunction, RMSNormFunction, SwiGLUFunction
+from fp8_suite.te_models.emulation.scaling import Fp8Module, Gemm
 from torch import Tensor, nn
-
-from te_models.emulation.gemm import LinearFunction, RMSNormFunction, SwiGLUFunction
-from te_models.emulation.scaling import Fp8Module, Gemm
 
 INIT_STD = 0.023  # TE's default for weights that are not on the meta device
 

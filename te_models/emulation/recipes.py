@@ -16,9 +16,7 @@ from enum import Enum
 from typing import Literal
 
 import torch
-from torch import Tensor
-
-from te_models.emulation.casts import (
+from fp8_suite.te_models.emulation.casts import (
     BLOCK,
     Quantized,
     amax_of,
@@ -27,6 +25,7 @@ from te_models.emulation.casts import (
     cast_tensor,
     cast_with_scale,
 )
+from torch import Tensor
 
 Kind = Literal["input", "weight", "grad"]
 

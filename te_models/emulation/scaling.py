@@ -17,11 +17,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from fp8_suite.te_models.emulation.casts import FLOAT32_MAX, Quantized
+from fp8_suite.te_models.emulation.recipes import DelayedScaling, Kind, Operand, Recipe, Slot
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-
-from te_models.emulation.casts import FLOAT32_MAX, Quantized
-from te_models.emulation.recipes import DelayedScaling, Kind, Operand, Recipe, Slot
 
 Direction = Literal["scaling_fwd", "scaling_bwd"]
 # TE keeps state per GEMM for input, weight and output forward, and for the gradients of output and input.

@@ -10,11 +10,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fp8_suite.te_models.emulation.layers import (
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    RMSNorm,
+    activation_dtype,
+)
+from fp8_suite.te_models.emulation.scaling import Fp8Module
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-
-from te_models.emulation.layers import LayerNormLinear, LayerNormMLP, Linear, RMSNorm, activation_dtype
-from te_models.emulation.scaling import Fp8Module
 
 
 class DotProductAttention(Fp8Module):

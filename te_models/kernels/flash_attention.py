@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fp8_suite.core.errors import first_line
+from fp8_suite.core.packages import version
+from fp8_suite.te_models.kernels.selection import on_hopper, patched
 from torch import Tensor
-
-from core.errors import first_line
-from core.packages import version
-from te_models.kernels.selection import on_hopper, patched
 
 PACKAGE = "flash-attn-4"
 MODULE = "flash_attn.cute.interface"

@@ -18,10 +18,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from fp8_suite.core.errors import UserError, first_line
+from fp8_suite.te_models.kernels.selection import patched
 from torch import Tensor, nn
-
-from core.errors import UserError, first_line
-from te_models.kernels.selection import patched
 
 
 class Pending(NamedTuple):

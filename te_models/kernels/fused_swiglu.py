@@ -17,10 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from fp8_suite.core.errors import first_line
+from fp8_suite.te_models.kernels.selection import patched
 from torch import Tensor
-
-from core.errors import first_line
-from te_models.kernels.selection import patched
 
 TOKEN_MULTIPLE = 4  # the kernels pack four tokens' bytes into one 32-bit number
 # Largest share of FP8 values that may differ from TE's by one code, because the last bit of exp may differ.
@@ -64,7 +63,7 @@ def _can_cast(quantizer: Any, *inputs: Tensor) -> bool:
 
 def _run(kernel: str, inputs: list[Tensor], shape: tuple[int, ...], quantizer: Any) -> Any:
     """Run a kernel of `swiglu_triton` and return its output, a quantized tensor of this shape."""
-    triton = importlib.import_module("te_models.kernels.swiglu_triton")
+    triton = importlib.import_module("fp8_suite.te_models.kernels.swiglu_triton")
     out = quantizer.make_empty(shape, dtype=torch.bfloat16, device=quantizer.scale.device)
     rows = out._data if quantizer.rowwise_usage else None
     columns = out._transpose if quantizer.columnwise_usage else None

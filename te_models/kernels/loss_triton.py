@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from fp8_suite.te_models.kernels.fp8_triton import block, store_columns, to_fp8
 from torch import Tensor
-
-from te_models.kernels.fp8_triton import block, store_columns, to_fp8
 
 ROWS, COLUMNS = tl.constexpr(128), tl.constexpr(64)  # block size of casts to both layouts
 

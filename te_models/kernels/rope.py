@@ -14,9 +14,8 @@ import importlib
 from typing import Any, NamedTuple
 
 import torch
+from fp8_suite.core.errors import first_line
 from torch import Tensor, nn
-
-from core.errors import first_line
 
 # Arguments of te.TransformerLayer that are passed to its attention if present; TE versions differ.
 ATTENTION_ARGUMENTS = (
@@ -61,7 +60,7 @@ def _attend(attention: Any, unfused: Any, hidden_states: Tensor, *args: Any, **a
 
 
 def _kernel() -> type[torch.autograd.Function]:
-    return importlib.import_module("te_models.kernels.rope_triton").SplitQKVRope
+    return importlib.import_module("fp8_suite.te_models.kernels.rope_triton").SplitQKVRope
 
 
 def split_qkv_rope(qkv: Tensor, table: Tensor, positions: Tensor, groups: int) -> tuple:

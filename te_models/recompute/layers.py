@@ -27,12 +27,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from fp8_suite.te_models.kernels.selection import patched
+from fp8_suite.te_models.recompute.checkpoint import checkpoint_te
+from fp8_suite.te_models.recompute.offload import ActivationOffload
+from fp8_suite.te_models.settings import KEPT
 from torch import Tensor, nn
-
-from te_models.kernels.selection import patched
-from te_models.recompute.checkpoint import checkpoint_te
-from te_models.recompute.offload import ActivationOffload
-from te_models.settings import KEPT
 
 GEMMS = ("qkv", "output", "gate_up", "down")  # in the order in which a layer runs them
 # Modules and functions of the forward GEMMs and of attention. Other attention backends are recomputed.
@@ -41,7 +40,7 @@ GEMM_FUNCTIONS = {
         (f"transformer_engine.pytorch.module.{name}", "general_gemm")
         for name in ("layernorm_linear", "linear", "layernorm_mlp")
     ],
-    "emulated": [("te_models.emulation.gemm", "multiply")],
+    "emulated": [("fp8_suite.te_models.emulation.gemm", "multiply")],
 }
 ATTENTION_FUNCTIONS = {
     "native": [

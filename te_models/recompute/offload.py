@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from fp8_suite.te_models.settings import IN_FLIGHT
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-
-from te_models.settings import IN_FLIGHT
 
 SMALLEST = 2**20  # bytes; smaller tensors stay on the GPU
 

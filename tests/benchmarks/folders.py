@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from benchmarks.records.launch import Outcome, to_flags
-from benchmarks.records.runs import RunRecord, read_run
-from core.files import to_json
-from training import run
-from training.config import Config
+from fp8_suite.benchmarks.records.launch import Outcome, to_flags
+from fp8_suite.benchmarks.records.runs import RunRecord, read_run
+from fp8_suite.core.files import to_json
+from fp8_suite.training import run
+from fp8_suite.training.config import Config
 
 ENVIRONMENT = {
     "gpu_name": "NVIDIA H200",

@@ -1,10 +1,9 @@
 """The README's chart."""
 
 import pytest
-
-from benchmarks.chart import chart
-from core.errors import UserError
-from core.packages import ROOT
+from fp8_suite.benchmarks.chart import chart
+from fp8_suite.core.errors import UserError
+from fp8_suite.core.packages import ROOT
 
 
 def test_the_shipped_chart_shows_the_recorded_rates(tmp_path):

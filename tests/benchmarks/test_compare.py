@@ -11,15 +11,15 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from fp8_suite.benchmarks.compare import main as module
+from fp8_suite.benchmarks.compare.jobs import build_jobs, check_before_start
+from fp8_suite.benchmarks.compare.main import main, parse, read_runs, run_jobs
+from fp8_suite.benchmarks.compare.verdict import conclude, exit_code, write_verdict
+from fp8_suite.benchmarks.records.launch import Outcome
+from fp8_suite.benchmarks.records.variants import given_settings, parse_variants
+from fp8_suite.core.errors import UserError
+from fp8_suite.core.files import to_json
 
-from benchmarks.compare import main as module
-from benchmarks.compare.jobs import build_jobs, check_before_start
-from benchmarks.compare.main import main, parse, read_runs, run_jobs
-from benchmarks.compare.verdict import conclude, exit_code, write_verdict
-from benchmarks.records.launch import Outcome
-from benchmarks.records.variants import given_settings, parse_variants
-from core.errors import UserError
-from core.files import to_json
 from tests.benchmarks.folders import launch_here
 from tests.children import running
 
@@ -44,7 +44,7 @@ def wait_for(condition, seconds: float = 300) -> None:
 
 HELD = """
 import runpy, sys, time
-from training.trainer import Trainer
+from fp8_suite.training.trainer import Trainer
 
 step = Trainer._step
 
@@ -60,7 +60,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 # A comparison whose runs wait after their first step for a signal.
 COMPARE = f"""
 import runpy, sys
-from benchmarks.records import launch
+from fp8_suite.benchmarks.records import launch
 
 command = launch.command
 launch.command = lambda *args: [sys.executable, "-uc", {HELD!r}, *command(*args)[2:]]

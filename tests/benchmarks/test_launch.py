@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-
-from benchmarks.records import launch as launch_module
-from benchmarks.records.launch import (
+from fp8_suite.benchmarks.records import launch as launch_module
+from fp8_suite.benchmarks.records.launch import (
     Outcome,
     _workers,
     command,
@@ -19,11 +18,12 @@ from benchmarks.records.launch import (
     refuse_overwriting,
     to_flags,
 )
-from benchmarks.records.variants import VARIANTS, given_settings, parse_variants, resolve
-from core.errors import EXIT_IN_USE, EXIT_INTERRUPTED, UserError
+from fp8_suite.benchmarks.records.variants import VARIANTS, given_settings, parse_variants, resolve
+from fp8_suite.core.errors import EXIT_IN_USE, EXIT_INTERRUPTED, UserError
+from fp8_suite.training.config import config_from_dict, parse_config
+
 from tests.benchmarks.folders import write_run
 from tests.children import running
-from training.config import config_from_dict, parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-
-from benchmarks.peers import PRECISIONS, main
+from fp8_suite.benchmarks.peers import PRECISIONS, main
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

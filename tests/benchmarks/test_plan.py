@@ -8,21 +8,20 @@ import subprocess
 import sys
 
 import pytest
-
-from benchmarks.plan.check import Check, check_runs, gpu_of, recorded_job, why_not
-from benchmarks.plan.job import read_model
-from benchmarks.plan.limits import smallest_card
-from benchmarks.plan.main import main, run
-from benchmarks.plan.predict import make_plan
-from benchmarks.records.table import read_table
-from core.errors import UserError
-from core.packages import ROOT
-from te_models.presets import PRESETS
-from te_models.settings import RECOMPUTE_LEVELS
-from training.config import config_from_dict
-from training.parallel.fit import room
-from training.parallel.memory import host_state, start_of_backward
-from training.parallel.step_time import (
+from fp8_suite.benchmarks.plan.check import Check, check_runs, gpu_of, recorded_job, why_not
+from fp8_suite.benchmarks.plan.job import read_model
+from fp8_suite.benchmarks.plan.limits import smallest_card
+from fp8_suite.benchmarks.plan.main import main, run
+from fp8_suite.benchmarks.plan.predict import make_plan
+from fp8_suite.benchmarks.records.table import read_table
+from fp8_suite.core.errors import UserError
+from fp8_suite.core.packages import ROOT
+from fp8_suite.te_models.presets import PRESETS
+from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.parallel.fit import room
+from fp8_suite.training.parallel.memory import host_state, start_of_backward
+from fp8_suite.training.parallel.step_time import (
     BANDWIDTH_SHARE,
     GPUS,
     adam_bytes,

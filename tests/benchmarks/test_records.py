@@ -4,13 +4,13 @@ import json
 import math
 
 import pytest
+from fp8_suite.benchmarks.records import add
+from fp8_suite.benchmarks.records.runs import EFFECTS, NO_EFFECT, WORK, read_run
+from fp8_suite.benchmarks.records.table import MAX_POINTS, TABLE, read_table, thin
+from fp8_suite.benchmarks.report import main as report
+from fp8_suite.benchmarks.report.tables import report_tables
+from fp8_suite.core.errors import UserError
 
-from benchmarks.records import add
-from benchmarks.records.runs import EFFECTS, NO_EFFECT, WORK, read_run
-from benchmarks.records.table import MAX_POINTS, TABLE, read_table, thin
-from benchmarks.report import main as report
-from benchmarks.report.tables import report_tables
-from core.errors import UserError
 from tests.benchmarks.folders import COVERAGE, ENVIRONMENT, SUMMARY, write_run
 
 

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 import wandb
-
-from benchmarks.compare.verdict import COLUMNS, Row
-from benchmarks.records.runs import read_run
-from benchmarks.report import gaps
-from benchmarks.report.figures import (
+from fp8_suite.benchmarks.compare.verdict import COLUMNS, Row
+from fp8_suite.benchmarks.records.runs import read_run
+from fp8_suite.benchmarks.report import gaps
+from fp8_suite.benchmarks.report.figures import (
     MAX_POINTS,
     draw_gap,
     draw_losses,
@@ -24,10 +23,11 @@ from benchmarks.report.figures import (
     scaling,
     thin,
 )
-from benchmarks.report.main import main, read_all, upload, write
-from benchmarks.report.tables import make_table, report_tables
+from fp8_suite.benchmarks.report.main import main, read_all, upload, write
+from fp8_suite.benchmarks.report.tables import make_table, report_tables
+from fp8_suite.training.tracking.settings import LogConfig
+
 from tests.benchmarks.folders import COVERAGE, ENVIRONMENT, SUMMARY, append, rated, trained, write_run
-from training.tracking.settings import LogConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -484,7 +484,7 @@ def test_a_report_outlives_a_failure_of_wandb(tmp_path, capsys, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("no server")
 
-    monkeypatch.setattr("benchmarks.report.main.start_wandb", fail)
+    monkeypatch.setattr("fp8_suite.benchmarks.report.main.start_wandb", fail)
     assert not upload(tmp_path, LogConfig(use_wandb=True), {}, [])
     assert (
         capsys.readouterr().err == f"WARNING: the report of {tmp_path} was not uploaded to W&B (no server)\n"

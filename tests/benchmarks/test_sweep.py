@@ -6,14 +6,23 @@ from pathlib import Path
 
 import pytest
 import yaml
+from fp8_suite.benchmarks import sweep as module
+from fp8_suite.benchmarks.records.launch import Outcome
+from fp8_suite.benchmarks.sweep import (
+    Point,
+    Result,
+    build_points,
+    main,
+    read_axes,
+    read_sweep,
+    run_points,
+    why_skip,
+)
+from fp8_suite.core.errors import EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, UserError
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.parallel.step_time import GPUS
 
-from benchmarks import sweep as module
-from benchmarks.records.launch import Outcome
-from benchmarks.sweep import Point, Result, build_points, main, read_axes, read_sweep, run_points, why_skip
-from core.errors import EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, UserError
 from tests.benchmarks.folders import launch_here
-from training.config import config_from_dict
-from training.parallel.step_time import GPUS
 
 ROOT = Path(__file__).resolve().parents[2]
 # batch_one: 3 batches x 2 rates x 12 precisions; fsdp_finetuning: 4 x 2 x 2 x 8; modes: 2 x 3 x 8.

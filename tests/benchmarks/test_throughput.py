@@ -5,14 +5,13 @@ import shlex
 from pathlib import Path
 
 import pytest
-
-from benchmarks import throughput
-from benchmarks.records.launch import Outcome
-from benchmarks.records.runs import read_run
-from benchmarks.throughput import main, record
-from core.errors import UserError
-from training import trainer
-from training.tracking import profiling
+from fp8_suite.benchmarks import throughput
+from fp8_suite.benchmarks.records.launch import Outcome
+from fp8_suite.benchmarks.records.runs import read_run
+from fp8_suite.benchmarks.throughput import main, record
+from fp8_suite.core.errors import UserError
+from fp8_suite.training import trainer
+from fp8_suite.training.tracking import profiling
 
 PROFILE = {"steps": 3, "step_ms": 5.0, "kinds": {"GEMM": {"ms": 4.0}}}
 

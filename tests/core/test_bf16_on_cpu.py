@@ -2,9 +2,8 @@
 
 import pytest
 import torch
+from fp8_suite.core import bf16_on_cpu
 from torch.nn import functional as F
-
-from core import bf16_on_cpu
 
 
 @pytest.fixture

@@ -3,13 +3,12 @@
 import httpx
 import huggingface_hub
 import pytest
+from fp8_suite.core.errors import UserError
+from fp8_suite.core.hub import RETRIES, require_folder, require_reachable_hub
+from fp8_suite.data.reading.sources import is_prepared, open_path_or_hub
+from fp8_suite.data.settings import DataConfig
+from fp8_suite.te_models.build import plan_model
 from huggingface_hub.utils import _http
-
-from core.errors import UserError
-from core.hub import RETRIES, require_folder, require_reachable_hub
-from data.reading.sources import is_prepared, open_path_or_hub
-from data.settings import DataConfig
-from te_models.build import plan_model
 
 
 @pytest.fixture

@@ -43,9 +43,16 @@ def imports(path: Path, *, nested: bool = True) -> set[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_one_way(path):
-    candidates = [ROOT / f"{name.replace('.', '/')}.py" for name in imports(path)]
+    names = [name.removeprefix("fp8_suite.") for name in imports(path)]
+    candidates = [ROOT / f"{name.replace('.', '/')}.py" for name in names]
     later = LINE[LINE.index(folder(path)) + 1 :]
     assert [str(found) for found in candidates if found.exists() and folder(found) in later] == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_modules_are_imported_under_the_installed_name(path):
+    folders = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()} - {"fp8_suite"}
+    assert not {name.split(".")[0] for name in imports(path)} & folders
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

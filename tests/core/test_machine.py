@@ -3,8 +3,7 @@
 import os
 
 import pytest
-
-from core import machine
+from fp8_suite.core import machine
 
 GB = 10**9
 GROUPS = {

@@ -3,9 +3,8 @@
 import importlib
 
 import pytest
+from fp8_suite.core.packages import ROOT
 from packaging.requirements import Requirement
-
-from core.packages import ROOT
 
 tomllib = pytest.importorskip("tomllib")  # Python 3.11
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -4,9 +4,8 @@ import re
 import shlex
 
 import pytest
-
-from core.packages import ROOT
-from training.config import all_settings, parse_config
+from fp8_suite.core.packages import ROOT
+from fp8_suite.training.config import all_settings, parse_config
 
 CURRENT = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*CURRENT, ROOT / "CHANGELOG.md"]  # which names removed flags

@@ -1,8 +1,7 @@
 """Secrets are blanked out of text; ordinary text is unchanged."""
 
 import pytest
-
-from core.redact import redact, redacted
+from fp8_suite.core.redact import redact, redacted
 
 HUGGING_FACE_TOKEN = "hf_" + "aB3" * 11
 

@@ -6,10 +6,9 @@ import subprocess
 import sys
 
 import pytest
-
-from core.errors import EXIT_BAD_SETTING, UserError
-from core.files import write_json
-from training.config import (
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
+from fp8_suite.core.files import write_json
+from fp8_suite.training.config import (
     Config,
     all_settings,
     build_parser,

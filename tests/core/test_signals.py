@@ -8,8 +8,8 @@ import threading
 import time
 
 import pytest
+from fp8_suite.core.signals import announcing_stop_signals, handling_stop_signals
 
-from core.signals import announcing_stop_signals, handling_stop_signals
 from tests.children import running
 
 
@@ -46,7 +46,7 @@ def test_a_second_signal_ends_the_process(tmp_path):
     """The main thread sits in one uninterrupted call into C, as in a long GPU step."""
     code = """
 import hashlib
-from core.signals import StopFlag
+from fp8_suite.core.signals import StopFlag
 stop = StopFlag()
 with stop.listening():
     print("ready", flush=True)
@@ -70,7 +70,7 @@ with stop.listening():
 def test_a_worker_is_told_that_its_parent_is_gone():
     worker = """
 import signal
-from core.signals import handling_stop_signals, stop_with_parent
+from fp8_suite.core.signals import handling_stop_signals, stop_with_parent
 with handling_stop_signals(lambda number, frame: print(signal.Signals(number).name, flush=True)):
     stop_with_parent()
     print("ready", flush=True)

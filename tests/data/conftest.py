@@ -4,11 +4,10 @@ import json
 from dataclasses import fields
 
 import pytest
-
-from data.build import BatchShape, build_loaders
-from data.collate import IGNORE
-from data.settings import DataConfig
-from data.tokenizer import load_tokenizer
+from fp8_suite.data.build import BatchShape, build_loaders
+from fp8_suite.data.collate import IGNORE
+from fp8_suite.data.settings import DataConfig
+from fp8_suite.data.tokenizer import load_tokenizer
 
 VOCABULARY = 2048
 SHAPE = {field.name for field in fields(BatchShape)}

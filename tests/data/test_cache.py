@@ -11,11 +11,11 @@ import pytest
 from datasets import Dataset
 from datasets.arrow_writer import ArrowWriter, SchemaInferenceError
 from datasets.packaged_modules.text.text import Text
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
+from fp8_suite.data.reading.cache import NOT_WRITABLE, storage_error
+from fp8_suite.data.reading.sources import open_path_or_hub, unreadable
+from fp8_suite.data.settings import DataConfig
 
-from core.errors import EXIT_BAD_SETTING, UserError
-from data.reading.cache import NOT_WRITABLE, storage_error
-from data.reading.sources import open_path_or_hub, unreadable
-from data.settings import DataConfig
 from tests.data.conftest import json_lines
 
 ROWS = json_lines(*[{"text": f"row {i}"} for i in range(3)])
@@ -109,7 +109,7 @@ def test_killed_tokenizing_process_leaves_no_file(build, stored, cache, monkeypa
 
 
 def test_error_of_the_encoder_keeps_its_type(build, stored, monkeypatch):
-    from data.chat import Encoder
+    from fp8_suite.data.chat import Encoder
 
     def encode(*_):
         raise RuntimeError("a bug")

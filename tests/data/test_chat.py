@@ -7,15 +7,14 @@ from itertools import islice
 import huggingface_hub
 import numpy as np
 import pytest
+from fp8_suite.core.errors import UserError
+from fp8_suite.data.chat import Encoder, turn_end
+from fp8_suite.data.demo import TOKENIZER_DIR, read_demo
+from fp8_suite.data.reading.rows import Status, judge
+from fp8_suite.data.tokenizer import CHATML, LLAMA3, MISTRAL, load_tokenizer
 from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
-
-from core.errors import UserError
-from data.chat import Encoder, turn_end
-from data.demo import TOKENIZER_DIR, read_demo
-from data.reading.rows import Status, judge
-from data.tokenizer import CHATML, LLAMA3, MISTRAL, load_tokenizer
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -411,7 +410,7 @@ def test_error_for_unreadable_tokenizer_is_one_line(name, monkeypatch):
 
 
 def test_script_reproduces_the_demo_tokenizer(tmp_path):
-    from data.train_demo_tokenizer import train
+    from fp8_suite.data.train_demo_tokenizer import train
 
     tokenizer = train()
     tokenizer.save_pretrained(tmp_path, save_jinja_files=False)

@@ -5,11 +5,10 @@ import math
 
 import pytest
 from datasets import Dataset
-
-from core.errors import UserError
-from data.reading.columns import KNOWN_COLUMNS, choose_columns
-from data.reading.rows import ROLE_ALIASES, ROLES, TOOLS, Status, arrow_row, json_line, judge
-from data.settings import SYSTEM_PROMPT, DataConfig
+from fp8_suite.core.errors import UserError
+from fp8_suite.data.reading.columns import KNOWN_COLUMNS, choose_columns
+from fp8_suite.data.reading.rows import ROLE_ALIASES, ROLES, TOOLS, Status, arrow_row, json_line, judge
+from fp8_suite.data.settings import SYSTEM_PROMPT, DataConfig
 
 PAIR = {"problem": "What is 1 + 1?", "generated_solution": "It is 2."}
 CHAT = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "One."}]

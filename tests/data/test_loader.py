@@ -16,17 +16,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from fp8_suite.core.errors import UserError
+from fp8_suite.data import loader as loader_module
+from fp8_suite.data import order, samples
+from fp8_suite.data.build import open_split
+from fp8_suite.data.chat import Encoder
+from fp8_suite.data.order import MicroBatches, prefetched
+from fp8_suite.data.samples import count_labels
+from fp8_suite.data.settings import DataConfig
+from fp8_suite.data.tokenizer import load_tokenizer
 
-import data.loader
-import data.order
-import data.samples
-from core.errors import UserError
-from data.build import open_split
-from data.chat import Encoder
-from data.order import MicroBatches, prefetched
-from data.samples import count_labels
-from data.settings import DataConfig
-from data.tokenizer import load_tokenizer
 from tests.children import running
 from tests.data.conftest import json_lines
 
@@ -60,7 +59,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def make(folder, build, monkeypatch):
     """Function that builds loaders from the folder."""
-    monkeypatch.setattr(data.order, "WINDOW", 25)  # several windows in ROWS
+    monkeypatch.setattr(order, "WINDOW", 25)  # several windows in ROWS
     defaults = {
         "dataset_name": str(folder),
         "split_name": "train",
@@ -182,9 +181,9 @@ def test_loading_does_not_change_the_global_random_state(make):
 @pytest.mark.parametrize(("per_step", "ahead"), [(1, 4), (4, 4), (7, 8)])
 def test_workers_prefetch_a_step_but_the_state_ignores_prefetched_batches(make, per_step, ahead):
     loader = make(num_workers=2, micro_batches_per_step=per_step, batch_size=1).train
-    before, batches = set(data.loader.readers), iter(loader)
+    before, batches = set(loader_module.readers), iter(loader)
     next(batches)
-    (reader,) = set(data.loader.readers) - before
+    (reader,) = set(loader_module.readers) - before
     assert reader._send_idx - reader._rcvd_idx == ahead  # at least two per worker
     assert loader.state_dict()["position"] == 1
     start = {**loader.state_dict(), "position": 0}
@@ -218,10 +217,10 @@ ENDINGS = """
 import gc, os, sys
 gc.disable()  # until the libraries are loaded, whose objects need no collection
 import torch
-from data.build import BatchShape, build_loaders
-from data.order import Layout
-from data.settings import DataConfig
-from data.tokenizer import load_tokenizer
+from fp8_suite.data.build import BatchShape, build_loaders
+from fp8_suite.data.order import Layout
+from fp8_suite.data.settings import DataConfig
+from fp8_suite.data.tokenizer import load_tokenizer
 
 folder, cache = sys.argv[1:]
 settings = {"num_workers": 2, "max_seq_length": 128, "eval_samples": 5, "data_cache_dir": cache}
@@ -308,7 +307,7 @@ def test_stream_windows_are_tokenized_once(make, monkeypatch):
 
 
 def passes_batches(pipe):
-    data.loader.init_worker(0)
+    loader_module.init_worker(0)
     pipe.send(resource_sharer.DupFd(0)._id[0])  # the address where a worker passes its batches
     pipe.recv()
 
@@ -338,7 +337,7 @@ def test_read_error_in_a_stream_is_one_line_with_resume_hint(make, num_workers, 
             raise UserError("--dataset_name x: cannot be read: cut")
             yield
 
-    loader = data.loader.Loader(Broken(), identity={}, num_workers=num_workers, pin_memory=False)
+    loader = loader_module.Loader(Broken(), identity={}, num_workers=num_workers, pin_memory=False)
     with pytest.raises(UserError, match=r"cannot be read: cut; the same command .* resumes it$"):
         list(loader)
     assert len(list(MicroBatches(Broken(), 0, [0, 0]))) == 1
@@ -393,7 +392,9 @@ def test_evaluation_alone_reads_all_rows_of_its_split_and_no_others(make, stream
     assert evaluated(make(**alone, eval_samples=None)) == list(range(ROWS))
     assert evaluated(make(**alone, eval_samples=None, eval_split="test")) == list(range(20))
     assert len(encoded) == ROWS + 20
-    monkeypatch.setattr("data.settings.EVAL_SAMPLES", 5)  # an explicit number counts, also the default's
+    monkeypatch.setattr(
+        "fp8_suite.data.settings.EVAL_SAMPLES", 5
+    )  # an explicit number counts, also the default's
     few = evaluated(make(**alone, eval_samples=5))
     assert few == (list(range(5)) if streaming else list(range(0, ROWS, ROWS // 5)))
 
@@ -474,8 +475,8 @@ def test_parallel_tokenization_matches_serial_and_inherits_the_tokenizer(make, m
     assert [content(batch) for batch in several.train] == alone
     assert several.report.processes == 3 and several.report.rows_per_second > 0
     assert make(num_proc=3, data_cache_dir=str(tmp_path)).report.rows_per_second is None  # cached
-    monkeypatch.setattr(data.samples, "get_start_method", lambda: "spawn")
-    with data.samples.shared_with_forks(encoder := object()) as function:
+    monkeypatch.setattr(samples, "get_start_method", lambda: "spawn")
+    with samples.shared_with_forks(encoder := object()) as function:
         assert function is encoder  # spawned processes get a copy
 
 

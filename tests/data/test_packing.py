@@ -5,10 +5,9 @@ from itertools import chain, combinations, pairwise
 import numpy as np
 import pytest
 import torch
-
-import data.packing
-from data.collate import IGNORE, Sample, build_batch
-from data.packing import LOOK_AHEAD, best_fit_subset, pack, permutation, split_lengths
+from fp8_suite.data import packing
+from fp8_suite.data.collate import IGNORE, Sample, build_batch
+from fp8_suite.data.packing import LOOK_AHEAD, best_fit_subset, pack, permutation, split_lengths
 
 
 def sample(*ids, loss=None, row=0):
@@ -30,7 +29,7 @@ def random_rows(rng, width):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_bins_have_every_sample_once_within_capacity_without_starvation(seed, monkeypatch):
-    monkeypatch.setattr(data.packing, "CHUNK", 50)  # several chunks
+    monkeypatch.setattr(packing, "CHUNK", 50)  # several chunks
     rng = np.random.default_rng(seed)
     capacity = int(rng.integers(1, 200))
     lengths = rng.integers(1, capacity + 1, rng.integers(0, 400))

@@ -15,14 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
+from fp8_suite.core.errors import UserError
+from fp8_suite.data.chat import Encoder
+from fp8_suite.data.collate import IGNORE
+from fp8_suite.data.demo import FILES, read_demo
+from fp8_suite.data.reading.rows import judge
+from fp8_suite.data.reading.sources import DATASETS, open_path_or_hub, open_source, warn_about_other_files
+from fp8_suite.data.settings import DataConfig
 
-from core.errors import UserError
-from data.chat import Encoder
-from data.collate import IGNORE
-from data.demo import FILES, read_demo
-from data.reading.rows import judge
-from data.reading.sources import DATASETS, open_path_or_hub, open_source, warn_about_other_files
-from data.settings import DataConfig
 from tests.data.conftest import VOCABULARY, json_lines
 
 PAIR = {"problem": "What is 1 + 1?", "generated_solution": "It is 2."}
@@ -288,7 +288,7 @@ def test_bad_row_number_is_its_line_number(load, build, tmp_path, streaming):
 
 
 def test_stream_logs_later_bad_rows_on_rank_0(load, caplog, monkeypatch):
-    monkeypatch.setattr("data.order.WINDOW", 25)
+    monkeypatch.setattr("fp8_suite.data.order.WINDOW", 25)
     contents = json_lines(*[{"text": f"row {i}" if i != 30 else 5} for i in range(40)])
     for rank, logged in ((1, False), (0, True)):
         loaders = load(contents, streaming=True, rank=rank, world_size=2)

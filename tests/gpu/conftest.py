@@ -1,7 +1,6 @@
 import pytest
 import torch
-
-from training.precision.te_runtime import why_not_te
+from fp8_suite.training.precision.te_runtime import why_not_te
 
 
 @pytest.fixture(autouse=True)

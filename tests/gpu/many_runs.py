@@ -15,15 +15,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-from te_models.kernels.selection import patched
-from training import run as run_module
-from training.assembly import assemble
-from training.config import parse_config
-from training.parallel import ranks
-from training.parallel.watchdog import Watchdog
-from training.precision.scaling import scaling_state
-from training.prepare import prepare
+from fp8_suite.te_models.kernels.selection import patched
+from fp8_suite.training import run as run_module
+from fp8_suite.training.assembly import assemble
+from fp8_suite.training.config import parse_config
+from fp8_suite.training.parallel import ranks
+from fp8_suite.training.parallel.watchdog import Watchdog
+from fp8_suite.training.precision.scaling import scaling_state
+from fp8_suite.training.prepare import prepare
 
 
 def fingerprint(tensors: dict[str, torch.Tensor]) -> float:

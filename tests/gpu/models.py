@@ -4,11 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from fp8_suite.te_models.build import ModelPlan, build_model, weight_source
+from fp8_suite.te_models.options import BuildOptions
 from safetensors.torch import save_file
 from transformers import AutoConfig
-
-from te_models.build import ModelPlan, build_model, weight_source
-from te_models.options import BuildOptions
 
 DEVICE = torch.device("cuda", 0)
 OWN_SETTINGS = {

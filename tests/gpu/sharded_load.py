@@ -10,13 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from fp8_suite.te_models.build import build_model, plan_model, weight_source
+from fp8_suite.te_models.options import BuildOptions
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.parallel import ranks
+from fp8_suite.training.parallel.strategies import build_strategy
 from safetensors.torch import save_file
-
-from te_models.build import build_model, plan_model, weight_source
-from te_models.options import BuildOptions
-from training.config import config_from_dict
-from training.parallel import ranks
-from training.parallel.strategies import build_strategy
 
 NAME = "meta-llama/Llama-3.1-70B"
 
@@ -66,7 +65,7 @@ def options_on(device: torch.device, shard) -> BuildOptions:
 
 def meta_build(plan, options: BuildOptions) -> None:
     """Shard all 80 layers on the meta device without allocating memory."""
-    from te_models.decoder import TECausalLM
+    from fp8_suite.te_models.decoder import TECausalLM
 
     model = TECausalLM(plan.config, options)
     options.shard(model)

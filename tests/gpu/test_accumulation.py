@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fp8_suite.te_models.options import NativeOptions
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.optim.accumulation import gradient_of
+from fp8_suite.training.optim.optimizer import OptimizerPlan, build_optimizer
+from fp8_suite.training.parallel.strategies import Strategy
 
-from te_models.options import NativeOptions
 from tests.gpu.models import DEVICE, batch, build, perturbed, plan
 from tests.gpu.test_te_model import bf16, fp8, step
-from training.config import config_from_dict
-from training.optim.accumulation import gradient_of
-from training.optim.optimizer import OptimizerPlan, build_optimizer
-from training.parallel.strategies import Strategy
 
 pytestmark = pytest.mark.gpu
 STEPS = 3  # micro-batches

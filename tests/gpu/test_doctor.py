@@ -9,10 +9,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-
-from core.recipes import TE_RECIPES
-from training.precision.recipes import why_not
-from training.precision.te_runtime import torch_cudnn
+from fp8_suite.core.recipes import TE_RECIPES
+from fp8_suite.training.precision.recipes import why_not
+from fp8_suite.training.precision.te_runtime import torch_cudnn
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from fp8_suite.te_models.backend import te_module
+from fp8_suite.te_models.decoder import layer_settings, rope_angles
+from fp8_suite.te_models.emulation.casts import E4M3, E5M2, amax_of, cast_blocks, cast_tensor, cast_with_scale
+from fp8_suite.training.precision.recipes import Precision, build_autocast, make_recipe, why_not
+from fp8_suite.training.precision.scaling import restore_scaling, scaling_state
+from fp8_suite.training.precision.settings import PrecisionConfig
 
-from te_models.backend import te_module
-from te_models.decoder import layer_settings, rope_angles
-from te_models.emulation.casts import E4M3, E5M2, amax_of, cast_blocks, cast_tensor, cast_with_scale
 from tests.gpu.models import DEVICE, batch, build, plan
-from training.precision.recipes import Precision, build_autocast, make_recipe, why_not
-from training.precision.scaling import restore_scaling, scaling_state
-from training.precision.settings import PrecisionConfig
 
 pytestmark = pytest.mark.gpu
 BACKENDS = ("native", "emulated")

@@ -5,9 +5,9 @@ import json
 
 import pytest
 import torch
+from fp8_suite.te_models import packed_attention
+from fp8_suite.te_models.kernels import flash_attention
 
-from te_models import packed_attention
-from te_models.kernels import flash_attention
 from tests.gpu.models import DEVICE
 from tests.gpu.test_run import SMALL, losses, train
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp8_suite.te_models.emulation.casts import Quantized
+from fp8_suite.training.precision.fp8_counts import cast_counts
+from fp8_suite.training.precision.fp8_inspect import read_cast
+from fp8_suite.training.precision.recipes import why_not
 
-from te_models.emulation.casts import Quantized
 from tests.gpu.test_run import SMALL, losses, train
-from training.precision.fp8_counts import cast_counts
-from training.precision.fp8_inspect import read_cast
-from training.precision.recipes import why_not
 
 pytestmark = pytest.mark.gpu
 STATISTICS = {"underflow", "overflow", "amax", "scale_min", "scale_max"}

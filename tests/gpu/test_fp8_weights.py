@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from fp8_suite.te_models.fp8_weights import quantize_weights
 from safetensors.torch import load_file
 
-from te_models.fp8_weights import quantize_weights
 from tests.gpu.models import batch, build, plan
 from tests.gpu.test_offload import assert_same_bits, checkpoint
 from tests.gpu.test_run import SMALL, losses, train

@@ -4,9 +4,9 @@ import importlib
 
 import pytest
 import torch
+from fp8_suite.te_models.kernels import fused_swiglu
+from fp8_suite.te_models.kernels.fused_swiglu import difference, swiglu, swiglu_backward
 
-from te_models.kernels import fused_swiglu
-from te_models.kernels.fused_swiglu import difference, swiglu, swiglu_backward
 from tests.gpu.models import DEVICE, batch, build, plan
 from tests.gpu.test_te_model import bf16, fp8, step
 

@@ -3,21 +3,21 @@
 import pytest
 import torch
 import torch.nn.functional as F
-
-from te_models import loss as loss_module
-from te_models.loss import linear_cross_entropy
-from tests.gpu.models import DEVICE
-from training.optim import moments
-from training.optim.adamw import FusedAdamW, merge_master
-from training.optim.optimizer import (
+from fp8_suite.te_models import loss as loss_module
+from fp8_suite.te_models.loss import linear_cross_entropy
+from fp8_suite.training.optim import moments
+from fp8_suite.training.optim.adamw import FusedAdamW, merge_master
+from fp8_suite.training.optim.optimizer import (
     OptimizerPlan,
     build_optimizer,
     optimizer_state,
     optimizer_steps,
     step_if,
 )
-from training.optim.settings import OptimConfig
-from training.precision.settings import parse_moment_dtype
+from fp8_suite.training.optim.settings import OptimConfig
+from fp8_suite.training.precision.settings import parse_moment_dtype
+
+from tests.gpu.models import DEVICE
 
 pytestmark = pytest.mark.gpu
 

@@ -4,10 +4,9 @@ import json
 
 import pytest
 import torch
-
-from te_models import loss_fp8
-from te_models.loss import linear_cross_entropy
-from te_models.loss_fp8 import (
+from fp8_suite.te_models import loss_fp8
+from fp8_suite.te_models.loss import linear_cross_entropy
+from fp8_suite.te_models.loss_fp8 import (
     E5M2,
     GRADIENT_SCALE,
     add_labels_to_hidden_grad_,
@@ -16,6 +15,7 @@ from te_models.loss_fp8 import (
     cast_gradient,
     softmax_cross_entropy,
 )
+
 from tests.gpu.test_run import SMALL, losses, train
 
 pytestmark = pytest.mark.gpu

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp8_suite.training.checkpoint import index
+from fp8_suite.training.checkpoint.manifest import read_manifest
+from fp8_suite.training.checkpoint.store import Checkpoints
 from safetensors.torch import load_file
 
 from tests.children import running
 from tests.hugging_face_models import save_mixture
-from training.checkpoint import index
-from training.checkpoint.manifest import read_manifest
-from training.checkpoint.store import Checkpoints
 
 pytestmark = pytest.mark.multi_gpu
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp8_suite.training.optim import moments, offload
+from fp8_suite.training.optim.optimizer import OptimizerPlan, build_optimizer, optimizer_state, step_if
+from fp8_suite.training.optim.settings import OptimConfig
+from fp8_suite.training.precision.settings import parse_moment_dtype
 from safetensors.torch import load_file
 
 from tests.gpu.models import DEVICE
 from tests.gpu.test_run import SMALL, losses, train
-from training.optim import moments, offload
-from training.optim.optimizer import OptimizerPlan, build_optimizer, optimizer_state, step_if
-from training.optim.settings import OptimConfig
-from training.precision.settings import parse_moment_dtype
 
 pytestmark = pytest.mark.gpu
 

@@ -4,18 +4,18 @@ import json
 
 import pytest
 import torch
+from fp8_suite.core.errors import UserError
+from fp8_suite.te_models.build import plan_model
+from fp8_suite.te_models.families import FAMILIES
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.precision import precision_map
+from fp8_suite.training.precision.coverage import coverage
+from fp8_suite.training.precision.precision_map import te_names
+from fp8_suite.training.precision.recipes import Precision, build_autocast, resolve_precision, why_not
+from fp8_suite.training.precision.scaling import scaling_state
 
-from core.errors import UserError
-from te_models.build import plan_model
-from te_models.families import FAMILIES
 from tests.gpu.models import DEVICE, batch, build, plan
 from tests.gpu.test_run import SMALL, losses, train
-from training.config import config_from_dict
-from training.precision import precision_map
-from training.precision.coverage import coverage
-from training.precision.precision_map import te_names
-from training.precision.recipes import Precision, build_autocast, resolve_precision, why_not
-from training.precision.scaling import scaling_state
 
 pytestmark = pytest.mark.gpu
 LAYERS = 2

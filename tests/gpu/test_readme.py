@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
+from fp8_suite.core.packages import ROOT
 
-from core.packages import ROOT
 from tests.children import running
 from tests.test_readme import ADDED, COMMANDS, check, find_program, link_scripts
 

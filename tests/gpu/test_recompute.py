@@ -6,23 +6,23 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from fp8_suite.te_models.build import ModelPlan
+from fp8_suite.te_models.kernels import flash_attention
+from fp8_suite.te_models.options import NativeOptions
+from fp8_suite.te_models.recompute import offload
+from fp8_suite.te_models.recompute.layers import ATTENTION_FUNCTIONS, GEMM_FUNCTIONS
+from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.optim.optimizer import plan_optimizer
+from fp8_suite.training.parallel.activations import kept_activations
+from fp8_suite.training.parallel.memory import fp8_copies
+from fp8_suite.training.parallel.step_plan import ModelSize, StepPlan
+from fp8_suite.training.precision.scaling import scaling_state
+from fp8_suite.training.tracking.metrics import ModelShape
 from transformers import LlamaConfig
 
-from te_models.build import ModelPlan
-from te_models.kernels import flash_attention
-from te_models.options import NativeOptions
-from te_models.recompute import offload
-from te_models.recompute.layers import ATTENTION_FUNCTIONS, GEMM_FUNCTIONS
-from te_models.settings import RECOMPUTE_LEVELS
 from tests.gpu.models import DEVICE, batch, build, plan
 from tests.gpu.test_te_model import bf16, fp8
-from training.config import config_from_dict
-from training.optim.optimizer import plan_optimizer
-from training.parallel.activations import kept_activations
-from training.parallel.memory import fp8_copies
-from training.parallel.step_plan import ModelSize, StepPlan
-from training.precision.scaling import scaling_state
-from training.tracking.metrics import ModelShape
 
 pytestmark = pytest.mark.gpu
 LEVELS = RECOMPUTE_LEVELS[1:]

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp8_suite.core.recipes import TE_RECIPES
+from fp8_suite.te_models.build import plan_model
+from fp8_suite.training.precision.recipes import why_not
 from safetensors.torch import load_file
-
-from core.recipes import TE_RECIPES
-from te_models.build import plan_model
-from training.precision.recipes import why_not
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,21 +5,20 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from fp8_suite.core.recipes import TE_RECIPES
+from fp8_suite.te_models import decoder, hugging_face
+from fp8_suite.te_models.build import export_tensors
+from fp8_suite.te_models.kernels import fused_residual, rope
+from fp8_suite.te_models.kernels.selection import Kernels
+from fp8_suite.te_models.loss import linear_cross_entropy
+from fp8_suite.te_models.options import NativeOptions
+from fp8_suite.training.precision.coverage import coverage
+from fp8_suite.training.precision.recipes import Precision, build_autocast, make_recipe, why_not
+from fp8_suite.training.precision.scaling import frozen_scaling, scaling_state
+from fp8_suite.training.precision.settings import PrecisionConfig
+from fp8_suite.training.precision.te_runtime import attention_backend
 
-import te_models.decoder
-import te_models.hugging_face
-from core.recipes import TE_RECIPES
-from te_models.build import export_tensors
-from te_models.kernels import fused_residual, rope
-from te_models.kernels.selection import Kernels
-from te_models.loss import linear_cross_entropy
-from te_models.options import NativeOptions
 from tests.gpu.models import DEVICE, batch, build, perturbed, plan
-from training.precision.coverage import coverage
-from training.precision.recipes import Precision, build_autocast, make_recipe, why_not
-from training.precision.scaling import frozen_scaling, scaling_state
-from training.precision.settings import PrecisionConfig
-from training.precision.te_runtime import attention_backend
 
 pytestmark = pytest.mark.gpu
 # Other families, with tied or untied embeddings.
@@ -35,7 +34,7 @@ def logits_of(model, inputs, monkeypatch) -> tuple[torch.Tensor, float]:
         seen.append((hidden @ weight.T).float()[labels != -100])
         return linear_cross_entropy(hidden, weight, labels, **how)
 
-    for module in (te_models.decoder, te_models.hugging_face):
+    for module in (decoder, hugging_face):
         monkeypatch.setattr(module, "linear_cross_entropy", spy)
     with torch.no_grad():
         loss = model(**inputs).loss / (inputs["labels"] != -100).sum()
@@ -252,7 +251,7 @@ def test_batches_of_single_and_packed_sequences_alternate(name, recompute):
 
 
 def test_the_self_test_of_rope_fails_for_a_wrong_kernel(monkeypatch):
-    from te_models.kernels import rope_triton
+    from fp8_suite.te_models.kernels import rope_triton
 
     assert rope.self_test(32, 8, 128) is None and rope.self_test(14, 2, 64) is None
     split = rope_triton.SplitQKVRope.forward

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp8_suite.core.recipes import TORCHAO_RECIPES
+from fp8_suite.te_models.packed_attention import why_no_kernel
+from fp8_suite.training.precision import torchao_fp8
+from fp8_suite.training.precision.coverage import coverage
+from fp8_suite.training.precision.recipes import Precision
+from fp8_suite.training.run import main
 
-from core.recipes import TORCHAO_RECIPES
-from te_models.packed_attention import why_no_kernel
 from tests.gpu.models import DEVICE, batch, build, plan
 from tests.gpu.test_multi_gpu import launch, logged
-from training.precision import torchao_fp8
-from training.precision.coverage import coverage
-from training.precision.recipes import Precision
-from training.run import main
 
 ROWS = [[100, 60, 96], [256], [31, 200]]  # 256 tokens each; the last row is padded
 # Calls of _scaled_mm per linear layer and step; the last recipe computes weight gradients in BF16.

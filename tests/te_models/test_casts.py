@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-
-from te_models.emulation.casts import (
+from fp8_suite.te_models.emulation.casts import (
     E4M3,
     E5M2,
     amax_of,

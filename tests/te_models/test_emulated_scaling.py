@@ -3,15 +3,15 @@
 import pytest
 import torch
 import torch.distributed as dist
+from fp8_suite.te_models import emulation as te
+from fp8_suite.te_models.decoder import layer_settings
+from fp8_suite.te_models.emulation import recipes
+from fp8_suite.te_models.emulation.casts import E4M3, E5M2
+from fp8_suite.te_models.emulation.scaling import next_scales
+from fp8_suite.training.precision.scaling import scaling_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from te_models import emulation as te
-from te_models.decoder import layer_settings
-from te_models.emulation import recipes
-from te_models.emulation.casts import E4M3, E5M2
-from te_models.emulation.scaling import next_scales
 from tests.children import preload, run_ranks
-from training.precision.scaling import scaling_state
 
 preload(__name__)
 HIDDEN, FFN, HEADS, GROUPS = 64, 128, 4, 2

@@ -9,17 +9,17 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from fp8_suite.te_models import emulation as te
+from fp8_suite.te_models.decoder import layer_settings
+from fp8_suite.te_models.emulation import recipes
+from fp8_suite.te_models.emulation.casts import E4M3, E5M2, cast_blocks, cast_mx, cast_tensor, cast_with_scale
+from fp8_suite.training.precision.recipes import make_recipe, why_not
+from fp8_suite.training.precision.settings import PrecisionConfig
 from safetensors.torch import load_file
 
-from te_models import emulation as te
-from te_models.decoder import layer_settings
-from te_models.emulation import recipes
-from te_models.emulation.casts import E4M3, E5M2, cast_blocks, cast_mx, cast_tensor, cast_with_scale
 from tests.te_models.test_emulated_scaling import FFN, GROUPS, HEADS, HIDDEN, RECIPES, layer, rope
 from tests.training.test_run import curve as losses
 from tests.training.test_run import exported, train
-from training.precision.recipes import make_recipe, why_not
-from training.precision.settings import PrecisionConfig
 
 QK_NORM = {"qk_norm_type": "RMSNorm", "qk_norm_eps": 1e-6, "qk_norm_before_rope": True}
 LENGTHS = [5, 59, 32, 32]

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from fp8_suite.core.errors import UserError
+from fp8_suite.te_models.build import ModelPlan, count_parameters, export_tensors, plan_model, refuse_te
+from fp8_suite.te_models.decoder import rope_angles
+from fp8_suite.te_models.families import FAMILIES, head_dim
+from fp8_suite.te_models.kernels.rope import rope_table, split_qkv_rope
+from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS
+from fp8_suite.training.tracking.metrics import COUNTED
 from transformers import AutoConfig
 
-from core.errors import UserError
-from te_models.build import ModelPlan, count_parameters, export_tensors, plan_model, refuse_te
-from te_models.decoder import rope_angles
-from te_models.families import FAMILIES, head_dim
-from te_models.kernels.rope import rope_table, split_qkv_rope
-from te_models.presets import LOCAL_PRESETS, PRESETS
 from tests.gpu.models import batch, build, perturbed, plan
-from training.tracking.metrics import COUNTED
 
 CPU = torch.device("cpu")
 PADDED, PACKED = [[33], [20], [9]], [[10, 6, 17], [32], [3, 20]]

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-
-from te_models import packed_attention
-from te_models.kernels import flash_attention
+from fp8_suite.te_models import packed_attention
+from fp8_suite.te_models.kernels import flash_attention
 
 
 @pytest.fixture

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fp8_suite.core.errors import UserError
+from fp8_suite.te_models.kernels import fused_residual
+from fp8_suite.te_models.kernels.fused_residual import enabled, fuse_residual_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-from core.errors import UserError
-from te_models.kernels import fused_residual
-from te_models.kernels.fused_residual import enabled, fuse_residual_gradients
 
 WIDTH = 16
 

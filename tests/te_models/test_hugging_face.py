@@ -5,15 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from fp8_suite.core.errors import UserError
+from fp8_suite.te_models import hugging_face
+from fp8_suite.te_models.build import ModelPlan, build_model
+from fp8_suite.te_models.families import FAMILIES
+from fp8_suite.te_models.hugging_face import materialize, parameters_on_meta
+from fp8_suite.te_models.options import BuildOptions
+from fp8_suite.te_models.packed_attention import ATTENTION_NAME, packed_attention
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
-
-from core.errors import UserError
-from te_models import hugging_face
-from te_models.build import ModelPlan, build_model
-from te_models.families import FAMILIES
-from te_models.hugging_face import materialize, parameters_on_meta
-from te_models.options import BuildOptions
-from te_models.packed_attention import ATTENTION_NAME, packed_attention
 
 TINY = {
     "vocab_size": 64,

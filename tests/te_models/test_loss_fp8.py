@@ -7,14 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-
-from core.errors import EXIT_BAD_SETTING, EXIT_FAILED
-from te_models import loss_fp8
-from te_models.loss import linear_cross_entropy
-from te_models.loss_fp8 import E4M3, E5M2, GRADIENT_SCALE, cast, cast_gradient, softmax_cross_entropy
-from training import assembly
-from training.precision.recipes import Precision
-from training.run import main
+from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED
+from fp8_suite.te_models import loss_fp8
+from fp8_suite.te_models.loss import linear_cross_entropy
+from fp8_suite.te_models.loss_fp8 import (
+    E4M3,
+    E5M2,
+    GRADIENT_SCALE,
+    cast,
+    cast_gradient,
+    softmax_cross_entropy,
+)
+from fp8_suite.training import assembly
+from fp8_suite.training.precision.recipes import Precision
+from fp8_suite.training.run import main
 
 SMALL = (
     "--num_of_samples 60 --max_seq_length 128 --batch_size 2 --eval_samples 6 --num_workers 0 --num_proc 1 "

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fp8_suite.te_models.recompute.checkpoint import checkpoint_te
 from torch import nn
-
-from te_models.recompute.checkpoint import checkpoint_te
 
 
 class Manager:

@@ -7,12 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-from core.errors import UserError
-from data.demo import TOKENIZER_DIR
-from te_models.build import (
+from fp8_suite.core.errors import UserError
+from fp8_suite.data.demo import TOKENIZER_DIR
+from fp8_suite.te_models.build import (
     ModelPlan,
     _streamed_source,
     build_model,
@@ -20,9 +17,11 @@ from te_models.build import (
     export_tensors,
     plan_model,
 )
-from te_models.options import BuildOptions
-from training.checkpoint.export import export_hf
-from training.checkpoint.generate import generate_answers, generation_config
+from fp8_suite.te_models.options import BuildOptions
+from fp8_suite.training.checkpoint.export import export_hf
+from fp8_suite.training.checkpoint.generate import generate_answers, generation_config
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 CPU = torch.device("cpu")
 OPTIONS = BuildOptions(te_backend=None, dtype=torch.float32, device=CPU, packed=False, max_positions=64)

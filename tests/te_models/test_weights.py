@@ -9,17 +9,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM
-
-from core.errors import UserError
-from te_models.build import ModelPlan, build_model, export_tensors, no_gather, plan_model, weight_source
-from te_models.decoder import TECausalLM
-from te_models.families import FAMILIES
-from te_models.options import BuildOptions
-from te_models.weights import (
+from fp8_suite.core.errors import UserError
+from fp8_suite.te_models.build import (
+    ModelPlan,
+    build_model,
+    export_tensors,
+    no_gather,
+    plan_model,
+    weight_source,
+)
+from fp8_suite.te_models.decoder import TECausalLM
+from fp8_suite.te_models.families import FAMILIES
+from fp8_suite.te_models.options import BuildOptions
+from fp8_suite.te_models.weights import (
     RENAMED,
     RandomSource,
     SafetensorsSource,
@@ -30,8 +32,13 @@ from te_models.weights import (
     te_to_hf,
     weight_files,
 )
+from fp8_suite.training.checkpoint.export import export_hf
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
 from tests.children import preload, run_ranks
-from training.checkpoint.export import export_hf
 
 preload(__name__)
 CPU = torch.device("cpu")

@@ -7,16 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from core.errors import EXIT_BAD_SETTING, UserError
-from te_models import loss_fp8, packed_attention
-from te_models.kernels import flash_attention, fused_residual, fused_swiglu, rope
-from te_models.kernels.selection import Kernels, patched
-from training import kernels
-from training.config import config_from_dict
-from training.kernels import Workload, enable_kernels
-from training.precision.recipes import Precision
-from training.tracking.metrics import ModelShape
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
+from fp8_suite.te_models import loss_fp8, packed_attention
+from fp8_suite.te_models.kernels import flash_attention, fused_residual, fused_swiglu, rope
+from fp8_suite.te_models.kernels.selection import Kernels, patched
+from fp8_suite.training import kernels
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.kernels import Workload, enable_kernels
+from fp8_suite.training.precision.recipes import Precision
+from fp8_suite.training.tracking.metrics import ModelShape
 
 cleanup = ExitStack()
 

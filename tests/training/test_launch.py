@@ -5,9 +5,8 @@ import subprocess
 import sys
 
 import pytest
-
-from core.packages import ROOT
-from training.launch import launch, parse_early
+from fp8_suite.core.packages import ROOT
+from fp8_suite.training.launch import launch, parse_early
 
 
 def test_settings_are_parsed_except_under_torchrun_where_ranks_report_errors_together(monkeypatch, tmp_path):
@@ -32,8 +31,8 @@ def test_a_wrong_value_ends_it(monkeypatch, capsys):
 def test_garbage_is_collected_again_once_libraries_are_loaded(monkeypatch):
     ended = []
     monkeypatch.setattr(sys, "argv", ["train_fp8.py"])
-    monkeypatch.setattr("training.run.main", lambda *_, **__: gc.isenabled())
-    monkeypatch.setattr("training.outcome.exit_process", ended.append)
+    monkeypatch.setattr("fp8_suite.training.run.main", lambda *_, **__: gc.isenabled())
+    monkeypatch.setattr("fp8_suite.training.outcome.exit_process", ended.append)
     launch("description", start=None, started=0.0)
     assert ended == [True]
 
@@ -61,7 +60,7 @@ def test_garbage_is_collected_again_once_libraries_are_loaded(monkeypatch):
 def test_what_needs_no_torch_is_refused_before_it_is_imported(flags, message):
     program = f"""
 import sys
-from training.launch import parse_early
+from fp8_suite.training.launch import parse_early
 sys.argv = {["train_fp8.py", *flags.split()]}
 try:
     parse_early("")

@@ -15,11 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-from benchmarks.report import main as report
-from core.errors import (
+from fp8_suite.benchmarks.report import main as report
+from fp8_suite.core.errors import (
     EXIT_BAD_SETTING,
     EXIT_FAILED,
     EXIT_IN_USE,
@@ -27,21 +24,24 @@ from core.errors import (
     EXIT_OUT_OF_MEMORY,
     UserError,
 )
-from data.chat import Encoder
-from te_models.build import plan_model
+from fp8_suite.data.chat import Encoder
+from fp8_suite.te_models.build import plan_model
+from fp8_suite.training import outcome, trainer
+from fp8_suite.training.checkpoint import progress
+from fp8_suite.training.checkpoint.resume import ResumePoint, check_resume, count_steps
+from fp8_suite.training.checkpoint.run_folder import train_losses
+from fp8_suite.training.config import config_from_dict, parse_config
+from fp8_suite.training.optim import optimizer as optim
+from fp8_suite.training.optim.optimizer import plan_optimizer
+from fp8_suite.training.parallel import memory
+from fp8_suite.training.parallel.choose import check_memory
+from fp8_suite.training.parallel.step_plan import ModelSize, StepPlan
+from fp8_suite.training.parallel.strategies import Strategy
+from fp8_suite.training.run import main
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
 from tests.children import forked, preload, running
-from training import outcome, trainer
-from training.checkpoint import progress
-from training.checkpoint.resume import ResumePoint, check_resume, count_steps
-from training.checkpoint.run_folder import train_losses
-from training.config import config_from_dict, parse_config
-from training.optim import optimizer as optim
-from training.optim.optimizer import plan_optimizer
-from training.parallel import memory
-from training.parallel.choose import check_memory
-from training.parallel.step_plan import ModelSize, StepPlan
-from training.parallel.strategies import Strategy
-from training.run import main
 
 preload(__name__)
 

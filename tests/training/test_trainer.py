@@ -12,21 +12,20 @@ from statistics import median
 import pytest
 import torch
 import torch.nn.functional as F
+from fp8_suite.core.signals import Stopped, handling_stop_signals
+from fp8_suite.data.collate import Batch
+from fp8_suite.te_models.loss import TokenLoss
+from fp8_suite.training.checkpoint.progress import Progress
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.guard import NonFinite
+from fp8_suite.training.optim.schedule import learning_rate
+from fp8_suite.training.parallel.strategies import Strategy
+from fp8_suite.training.precision.scaling import Scaling
+from fp8_suite.training.step import Stack
+from fp8_suite.training.tracking.meter import WARMUP_STEPS, Meter
+from fp8_suite.training.tracking.metrics import ModelShape, model_flops
+from fp8_suite.training.trainer import Hooks, Logs, Trainer
 from torch import nn
-
-from core.signals import Stopped, handling_stop_signals
-from data.collate import Batch
-from te_models.loss import TokenLoss
-from training.checkpoint.progress import Progress
-from training.config import config_from_dict
-from training.guard import NonFinite
-from training.optim.schedule import learning_rate
-from training.parallel.strategies import Strategy
-from training.precision.scaling import Scaling
-from training.step import Stack
-from training.tracking.meter import WARMUP_STEPS, Meter
-from training.tracking.metrics import ModelShape, model_flops
-from training.trainer import Hooks, Logs, Trainer
 
 CPU = torch.device("cpu")
 SHAPE = ModelShape(

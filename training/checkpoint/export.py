@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fp8_suite.core.errors import UserError, bad_setting
+from fp8_suite.core.files import hidden, publish, read_record, recover, save_tensors, sync_to_disk, write_json
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
-
-from core.errors import UserError, bad_setting
-from core.files import hidden, publish, read_record, recover, save_tensors, sync_to_disk, write_json
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 MAX_SHARD_BYTES = 4 * 2**30

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fp8_suite.core.errors import first_line
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-
-from core.errors import first_line
 
 
 def generation_config(plan: Any, tokenizer: Any, *, turn_end: int | None, own_tokenizer: bool) -> Any:

@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from core.files import explaining_write_errors, hidden, recover, write_json
-from training.checkpoint.manifest import MANIFEST, DamagedCheckpoint, verify_files
+from fp8_suite.core.files import explaining_write_errors, hidden, recover, write_json
+from fp8_suite.training.checkpoint.manifest import MANIFEST, DamagedCheckpoint, verify_files
 
 INDEX = "index.json"
 STEP = re.compile(r"step_(\d{6,})")

@@ -8,9 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
-
-from core.errors import EXIT_BAD_SETTING, UserError
-from core.files import sync_to_disk, write_json
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
+from fp8_suite.core.files import sync_to_disk, write_json
 
 MANIFEST = "manifest.json"
 THREADS = 4  # per rank; reading, writing and hashing all release the GIL

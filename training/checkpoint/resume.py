@@ -17,14 +17,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from core.errors import bad_setting
-from core.files import read_record
-from training.checkpoint import index
-from training.checkpoint.index import Index, step_of
-from training.checkpoint.manifest import MANIFEST, read_manifest
-from training.checkpoint.store import Checkpoints
-from training.config import Config, all_settings, changed_settings, read_settings, settings_path
-from training.optim.settings import OptimConfig
+from fp8_suite.core.errors import bad_setting
+from fp8_suite.core.files import read_record
+from fp8_suite.training.checkpoint import index
+from fp8_suite.training.checkpoint.index import Index, step_of
+from fp8_suite.training.checkpoint.manifest import MANIFEST, read_manifest
+from fp8_suite.training.checkpoint.store import Checkpoints
+from fp8_suite.training.config import Config, all_settings, changed_settings, read_settings, settings_path
+from fp8_suite.training.optim.settings import OptimConfig
 
 # Settings that may change if the sequences of a step stay the same, of all ranks or of one.
 BATCH_SPLIT_SETTINGS = ("batch_size", "gradient_accumulation_steps", "global_batch_size")

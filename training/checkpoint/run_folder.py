@@ -12,13 +12,12 @@ from datetime import datetime
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-
-from core.errors import EXIT_BAD_SETTING, EXIT_IN_USE, UserError, bad_setting, first_of
-from core.files import DISK_FULL, write_json
-from training.checkpoint.index import step_folders
-from training.checkpoint.resume import check_folder
-from training.config import Config, read_settings
-from training.parallel import ranks
+from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_IN_USE, UserError, bad_setting, first_of
+from fp8_suite.core.files import DISK_FULL, write_json
+from fp8_suite.training.checkpoint.index import step_folders
+from fp8_suite.training.checkpoint.resume import check_folder
+from fp8_suite.training.config import Config, read_settings
+from fp8_suite.training.parallel import ranks
 
 LOG_SUFFIXES = (".log", ".txt", ".out", ".err")
 SAMPLES_FILE = "samples.txt"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from core.settings import Effect, Section, resumable
+from fp8_suite.core.settings import Effect, Section, resumable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,18 +10,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from fp8_suite.training.checkpoint.progress import Progress, WallTime
+from fp8_suite.training.checkpoint.resume import ResumePoint
+from fp8_suite.training.checkpoint.store import Checkpoints
+from fp8_suite.training.config import Config
+from fp8_suite.training.optim import adamw, moments
+from fp8_suite.training.optim import optimizer as optim
+from fp8_suite.training.optim.adamw import local
+from fp8_suite.training.precision.recipes import Precision
+from fp8_suite.training.precision.settings import parse_moment_dtype
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-
-from training.checkpoint.progress import Progress, WallTime
-from training.checkpoint.resume import ResumePoint
-from training.checkpoint.store import Checkpoints
-from training.config import Config
-from training.optim import adamw, moments
-from training.optim import optimizer as optim
-from training.optim.adamw import local
-from training.precision.recipes import Precision
-from training.precision.settings import parse_moment_dtype
 
 StoredMoments = dict[tuple[str, str], dict[str, Tensor]]  # tensors of (parameter's key, moment), by part
 ELEMENTS_AT_ONCE = 2**28  # of all ranks, loaded together when the format of moments changes

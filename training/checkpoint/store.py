@@ -21,14 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
+from fp8_suite.core.files import hidden, publish, save_tensors, write_json
+from fp8_suite.training.checkpoint import index
+from fp8_suite.training.checkpoint.index import step_name
+from fp8_suite.training.checkpoint.manifest import THREADS, digests, read_manifest, write_manifest
+from fp8_suite.training.parallel import ranks
 from torch import Tensor
-
-from core.errors import EXIT_BAD_SETTING, UserError
-from core.files import hidden, publish, save_tensors, write_json
-from training.checkpoint import index
-from training.checkpoint.index import step_name
-from training.checkpoint.manifest import THREADS, digests, read_manifest, write_manifest
-from training.parallel import ranks
 
 META = "meta.json"
 

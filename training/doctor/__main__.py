@@ -1,6 +1,6 @@
 import sys
 
-from training.doctor.report import main
+from fp8_suite.training.doctor.report import main
 
 if __name__ == "__main__":
     sys.exit(main())

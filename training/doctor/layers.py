@@ -6,18 +6,17 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+from fp8_suite.core.errors import UserError, first_line
+from fp8_suite.core.packages import version
+from fp8_suite.core.recipes import RECIPES, TE_RECIPES, TORCHAO_RECIPES
+from fp8_suite.te_models.backend import Backend
+from fp8_suite.te_models.build import build_model, plan_model
+from fp8_suite.te_models.options import BuildOptions
+from fp8_suite.training.doctor.machine import Finding, nvcc_cuda, this_pip
+from fp8_suite.training.precision import fp8_inspect, recipes, te_runtime, torchao_fp8
+from fp8_suite.training.precision.recipes import Precision
+from fp8_suite.training.precision.settings import PrecisionConfig
 from torch import Tensor
-
-from core.errors import UserError, first_line
-from core.packages import version
-from core.recipes import RECIPES, TE_RECIPES, TORCHAO_RECIPES
-from te_models.backend import Backend
-from te_models.build import build_model, plan_model
-from te_models.options import BuildOptions
-from training.doctor.machine import Finding, nvcc_cuda, this_pip
-from training.precision import fp8_inspect, recipes, te_runtime, torchao_fp8
-from training.precision.recipes import Precision
-from training.precision.settings import PrecisionConfig
 
 MODEL, TOKENS = "tiny-llama", 128
 TE_PARTS = ("transformer_engine", "transformer_engine_torch")

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from core.errors import first_line
-from core.machine import cores, host_memory
-from core.packages import version
-from core.start import MODULES, REQUIRED
+from fp8_suite.core.errors import first_line
+from fp8_suite.core.machine import cores, host_memory
+from fp8_suite.core.packages import version
+from fp8_suite.core.start import MODULES, REQUIRED
 
 MINIMUM = {"torch": (2, 11), "transformers": (5, 0)}
 OPTIONAL = ("torchao", "deepspeed", "wandb", "tensorboard", "matplotlib")

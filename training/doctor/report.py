@@ -20,19 +20,19 @@ from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import get_context
 
-from core.errors import first_line
-from core.start import hide_interrupts
-from training.doctor.machine import Finding
+from fp8_suite.core.errors import first_line
+from fp8_suite.core.start import hide_interrupts
+from fp8_suite.training.doctor.machine import Finding
 
 WIDTH = 110
 SECONDS = 300  # a check that takes longer hangs; the first TE layers on a GPU take some ten
 CHECKS = {  # functions that yield findings
-    "machine": "training.doctor.machine:check_machine",
-    "packages": "training.doctor.machine:check_packages",
-    "gpu": "training.doctor.machine:check_gpus",
-    "cudnn": "training.doctor.layers:check_cudnn",
-    "te": "training.doctor.layers:check_te",
-    "recipes": "training.doctor.layers:check_recipes",
+    "machine": "fp8_suite.training.doctor.machine:check_machine",
+    "packages": "fp8_suite.training.doctor.machine:check_packages",
+    "gpu": "fp8_suite.training.doctor.machine:check_gpus",
+    "cudnn": "fp8_suite.training.doctor.layers:check_cudnn",
+    "te": "fp8_suite.training.doctor.layers:check_te",
+    "recipes": "fp8_suite.training.doctor.layers:check_recipes",
 }
 WITHOUT_TORCH = ("machine", "packages")
 

@@ -12,12 +12,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from fp8_suite.training.optim import moments
+from fp8_suite.training.optim.accumulation import gradient_of
+from fp8_suite.training.optim.offload import WEIGHT, HostState, Update
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-from training.optim import moments
-from training.optim.accumulation import gradient_of
-from training.optim.offload import WEIGHT, HostState, Update
 
 ELEMENTS_AT_ONCE = 2**24  # on the CPU, which needs about 60 bytes of temporary memory for each
 
@@ -148,7 +147,7 @@ def update_(
     (`master_param`) the weight is its own master.
     """
     if weight.is_cuda:
-        from training.optim.adamw_triton import adamw_
+        from fp8_suite.training.optim.adamw_triton import adamw_
 
         return adamw_(weight, grad, state, scalars, seed, group)
     remainder = state.get("master_param")

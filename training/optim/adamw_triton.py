@@ -6,9 +6,8 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from fp8_suite.training.optim import moments
 from torch import Tensor
-
-from training.optim import moments
 
 BLOCK = tl.constexpr(moments.BLOCK)  # values that share an exponent
 INDEX_FACTOR = tl.constexpr(moments.INDEX_FACTOR)

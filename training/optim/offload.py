@@ -16,12 +16,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from fp8_suite.core.errors import UserError, bad_setting
+from fp8_suite.core.machine import cores
+from fp8_suite.training.optim import moments
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-from core.errors import UserError, bad_setting
-from core.machine import cores
-from training.optim import moments
 
 CHUNK = 2**23  # elements, a multiple of moments.BLOCK: at most 101 MB of state
 BUFFERS = 3  # one chunk arrives, one is stepped, one leaves

@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from fp8_suite.core.errors import bad_setting
+from fp8_suite.training.config import Config
+from fp8_suite.training.optim import moments
+from fp8_suite.training.optim.adamw import FusedAdamW, local
+from fp8_suite.training.optim.offload import WEIGHT
+from fp8_suite.training.optim.settings import OptimConfig
+from fp8_suite.training.parallel.settings import MODES
+from fp8_suite.training.precision.settings import parse_moment_dtype
 from torch import Tensor, nn
-
-from core.errors import bad_setting
-from training.config import Config
-from training.optim import moments
-from training.optim.adamw import FusedAdamW, local
-from training.optim.offload import WEIGHT
-from training.optim.settings import OptimConfig
-from training.parallel.settings import MODES
-from training.precision.settings import parse_moment_dtype
 
 
 class Kind(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from training.optim.settings import OptimConfig
+from fp8_suite.training.optim.settings import OptimConfig
 
 
 def learning_rate(step: int, cfg: OptimConfig, total_steps: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from core.settings import AUTO, Effect, Section, resumable, setting
+from fp8_suite.core.settings import AUTO, Effect, Section, resumable, setting
 
 DEFAULT_BATCH = 8
 BATCH = {"minimum": 1, "maximum": 2**20}

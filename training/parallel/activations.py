@@ -5,10 +5,10 @@ Sizes are bytes on one GPU.
 
 from __future__ import annotations
 
-from core.recipes import costs_of
-from te_models.settings import IN_FLIGHT, KEPT
-from training.parallel.step_plan import StepPlan
-from training.tracking.metrics import attention_flops
+from fp8_suite.core.recipes import costs_of
+from fp8_suite.te_models.settings import IN_FLIGHT, KEPT
+from fp8_suite.training.parallel.step_plan import StepPlan
+from fp8_suite.training.tracking.metrics import attention_flops
 
 # FLOPs that a GPU computes while it moves a byte: of an H100, 989 TFLOP/s and 3.35 TB/s.
 FLOPS_PER_BYTE = 300

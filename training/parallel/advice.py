@@ -9,11 +9,11 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from core.errors import EXIT_BAD_SETTING, UserError
-from core.settings import AUTO
-from training.config import Config, config_from_dict
-from training.parallel.fit import Fit, auto_settings, check_launch, fit, gb, global_batch, room
-from training.parallel.memory import host_room, offloaded_bytes
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
+from fp8_suite.core.settings import AUTO
+from fp8_suite.training.config import Config, config_from_dict
+from fp8_suite.training.parallel.fit import Fit, auto_settings, check_launch, fit, gb, global_batch, room
+from fp8_suite.training.parallel.memory import host_room, offloaded_bytes
 
 # Warn if a prediction exceeds the GPU's memory by this factor. Predictions are within 4 % of recorded peaks.
 CLEARLY_ABOVE = 1.1
@@ -86,7 +86,7 @@ def advise(found: Fit) -> str:
 
 def refit(found: Fit, changes: dict[str, Any], gpus: int = 0, mode: str = "") -> Fit | None:
     """Return the fit with other settings, GPUs or mode; None if they are refused."""
-    from training.optim.optimizer import plan_optimizer  # imports torch
+    from fp8_suite.training.optim.optimizer import plan_optimizer  # imports torch
 
     plan, mode = found.request, mode or found.request.mode
     if not (cfg := changed_config(plan.cfg, changes, gpus or plan.gpus)):

@@ -7,21 +7,20 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-
-from core.errors import UserError, as_flag, bad_setting
-from core.settings import AUTO
-from te_models.build import ModelPlan, count_parameters
-from te_models.families import FAMILIES
-from training.config import Config, refused_by_zero_3
-from training.optim.optimizer import moment_warning, plan_optimizer
-from training.parallel import advice, fit, memory, ranks
-from training.parallel.fit import Fit
-from training.parallel.ranks import print_rank0
-from training.parallel.settings import MODES
-from training.parallel.step_plan import ModelSize, StepPlan
-from training.parallel.step_time import REFERENCE_GPU, installed_gpu
-from training.parallel.strategies import Strategy, build_strategy
-from training.tracking.metrics import ModelShape
+from fp8_suite.core.errors import UserError, as_flag, bad_setting
+from fp8_suite.core.settings import AUTO
+from fp8_suite.te_models.build import ModelPlan, count_parameters
+from fp8_suite.te_models.families import FAMILIES
+from fp8_suite.training.config import Config, refused_by_zero_3
+from fp8_suite.training.optim.optimizer import moment_warning, plan_optimizer
+from fp8_suite.training.parallel import advice, fit, memory, ranks
+from fp8_suite.training.parallel.fit import Fit
+from fp8_suite.training.parallel.ranks import print_rank0
+from fp8_suite.training.parallel.settings import MODES
+from fp8_suite.training.parallel.step_plan import ModelSize, StepPlan
+from fp8_suite.training.parallel.step_time import REFERENCE_GPU, installed_gpu
+from fp8_suite.training.parallel.strategies import Strategy, build_strategy
+from fp8_suite.training.tracking.metrics import ModelShape
 
 # From this many parameters on, sharding the optimizer step saves more time than gathering weights costs.
 LARGE_MODEL = 2 * 10**9

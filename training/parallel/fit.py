@@ -11,15 +11,15 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any
 
-from core.errors import UserError, bad_setting, counted
-from core.settings import AUTO
-from te_models.settings import RECOMPUTE_LEVELS
-from training.config import Config
-from training.optim.settings import DEFAULT_BATCH, OptimConfig
-from training.parallel.activations import recomputation_flops, stored_activations
-from training.parallel.memory import fp8_copies, peak
-from training.parallel.step_plan import StepPlan
-from training.parallel.step_time import REFERENCE_GPU, Gpu, step_seconds
+from fp8_suite.core.errors import UserError, bad_setting, counted
+from fp8_suite.core.settings import AUTO
+from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
+from fp8_suite.training.config import Config
+from fp8_suite.training.optim.settings import DEFAULT_BATCH, OptimConfig
+from fp8_suite.training.parallel.activations import recomputation_flops, stored_activations
+from fp8_suite.training.parallel.memory import fp8_copies, peak
+from fp8_suite.training.parallel.step_plan import StepPlan
+from fp8_suite.training.parallel.step_time import REFERENCE_GPU, Gpu, step_seconds
 
 # For CUDA, NCCL and fragmentation. A recorded 8B run with 147.6 GB of tensors fit into 150.1 GB, and the
 # largest underestimate of a recorded peak is 0.54 GB (`benchmarks.plan --check`).

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from fp8_suite.training.parallel import ranks
 from torch import Tensor
-
-from training.parallel import ranks
 
 FP8_BLOCK = 128
 FP8_EXPONENT = 8  # a block is scaled to values below 2**8; E4M3 ends at 448

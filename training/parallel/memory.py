@@ -7,16 +7,16 @@ help and refuses wrong flags at once.
 
 from __future__ import annotations
 
-from core.machine import host_memory
-from core.recipes import costs_of
-from te_models.settings import CHUNK_BYTES, TOKENS_PER_GEMM
-from training.parallel.activations import (
+from fp8_suite.core.machine import host_memory
+from fp8_suite.core.recipes import costs_of
+from fp8_suite.te_models.settings import CHUNK_BYTES, TOKENS_PER_GEMM
+from fp8_suite.training.parallel.activations import (
     host_activations,
     kept_activations,
     layer_activations,
     stored_activations,
 )
-from training.parallel.step_plan import StepPlan
+from fp8_suite.training.parallel.step_plan import StepPlan
 
 # Workspaces of cuBLAS and TE, RoPE angles and the batch: what recorded runs use beyond the counted tensors.
 FIXED = 0.1e9

@@ -19,11 +19,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError, bad_setting, first_line
+from fp8_suite.core.machine import cores
+from fp8_suite.core.redact import redact
 from torch.distributed import distributed_c10d as c10d
-
-from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError, bad_setting, first_line
-from core.machine import cores
-from core.redact import redact
 
 T = TypeVar("T")
 

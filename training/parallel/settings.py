@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from core.errors import bad_setting
-from core.packages import ROOT
-from core.settings import Section, resumable, setting
+from fp8_suite.core.errors import bad_setting
+from fp8_suite.core.packages import ROOT
+from fp8_suite.core.settings import Section, resumable, setting
 
 WEEK = 7 * 24 * 60  # minutes
 

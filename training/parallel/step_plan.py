@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from core.errors import bad_setting
-from te_models.settings import recompute_levels
-from training.config import Config
-from training.parallel.settings import MODES, Mode
-from training.tracking.metrics import ModelShape, matmul_parameters
+from fp8_suite.core.errors import bad_setting
+from fp8_suite.te_models.settings import recompute_levels
+from fp8_suite.training.config import Config
+from fp8_suite.training.parallel.settings import MODES, Mode
+from fp8_suite.training.tracking.metrics import ModelShape, matmul_parameters
 
 if TYPE_CHECKING:  # imports torch
-    from training.optim.optimizer import OptimizerPlan
+    from fp8_suite.training.optim.optimizer import OptimizerPlan
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from core.errors import bad_setting
-from core.recipes import BF16_COSTS, RECIPES, costs_of
-from training.parallel.activations import recomputed_attention, recomputed_weights
-from training.parallel.step_plan import StepPlan
-from training.tracking.metrics import PEAK_TFLOPS, attention_flops, gpu_key
+from fp8_suite.core.errors import bad_setting
+from fp8_suite.core.recipes import BF16_COSTS, RECIPES, costs_of
+from fp8_suite.training.parallel.activations import recomputed_attention, recomputed_weights
+from fp8_suite.training.parallel.step_plan import StepPlan
+from fp8_suite.training.tracking.metrics import PEAK_TFLOPS, attention_flops, gpu_key
 
 
 class Gpu(NamedTuple):

@@ -30,6 +30,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fp8_suite.core.errors import UserError, bad_setting
+from fp8_suite.training.config import Config
+from fp8_suite.training.optim.accumulation import FSDPMainGradAccumulator, MainGradAccumulator, gradient_of
+from fp8_suite.training.optim.adamw import FusedAdamW, local
+from fp8_suite.training.optim.optimizer import step_if
+from fp8_suite.training.parallel import gradient_exchange, ranks
+from fp8_suite.training.parallel.settings import MODES
+from fp8_suite.training.parallel.step_plan import hsdp_shard_size
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -40,15 +48,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-
-from core.errors import UserError, bad_setting
-from training.config import Config
-from training.optim.accumulation import FSDPMainGradAccumulator, MainGradAccumulator, gradient_of
-from training.optim.adamw import FusedAdamW, local
-from training.optim.optimizer import step_if
-from training.parallel import gradient_exchange, ranks
-from training.parallel.settings import MODES
-from training.parallel.step_plan import hsdp_shard_size
 
 
 @dataclass(frozen=True)
@@ -330,7 +329,7 @@ def build_strategy(mode: str, device: torch.device, cfg: Config) -> Strategy:
     """Build the strategy of a sharding mode. Collective."""
     engine = MODES[mode].engine
     if engine == "deepspeed":
-        from training.parallel.zero import Zero  # imported here because it imports this module
+        from fp8_suite.training.parallel.zero import Zero  # imported here because it imports this module
 
         return Zero(device, cfg, mode)
     engines: dict[str, type[Strategy]] = {"none": Strategy, "ddp": DDP, "fsdp": FSDP}

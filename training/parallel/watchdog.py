@@ -22,9 +22,8 @@ from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
-
-from core.errors import EXIT_FAILED
-from training.parallel import ranks
+from fp8_suite.core.errors import EXIT_FAILED
+from fp8_suite.training.parallel import ranks
 
 T = TypeVar("T")
 

@@ -15,16 +15,15 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from fp8_suite.training.config import Config
+from fp8_suite.training.optim import adamw, moments
+from fp8_suite.training.optim import optimizer as optim
+from fp8_suite.training.parallel import ranks
+from fp8_suite.training.parallel.strategies import StepOutcome, Strategy
+from fp8_suite.training.parallel.zero_settings import CONFIGS, import_deepspeed, merge_settings
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-
-from training.config import Config
-from training.optim import adamw, moments
-from training.optim import optimizer as optim
-from training.parallel import ranks
-from training.parallel.strategies import StepOutcome, Strategy
-from training.parallel.zero_settings import CONFIGS, import_deepspeed, merge_settings
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,10 @@ import warnings
 from typing import Any
 
 import torch
-
-from core.errors import UserError, bad_setting
-from core.settings import nearest
-from training.config import Config
-from training.parallel.settings import MODES, read_deepspeed_config
+from fp8_suite.core.errors import UserError, bad_setting
+from fp8_suite.core.settings import nearest
+from fp8_suite.training.config import Config
+from fp8_suite.training.parallel.settings import MODES, read_deepspeed_config
 
 DEEPSPEED = "deepspeed==0.19.8"
 CONFIGS = {name: f"ds_configs/{name.removeprefix('ds_')}.json" for name, mode in MODES.items() if mode.stage}

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
-from core.errors import UserError, as_flag, bad_setting
-from core.recipes import LM_HEAD_RECIPE, RECIPES
-from training.config import Config
-from training.precision.precision_map import TE_GEMMS
-from training.precision.recipes import Precision, not_emulated
-from training.precision.settings import changed_recipe_settings, unread_settings
+from fp8_suite.core.errors import UserError, as_flag, bad_setting
+from fp8_suite.core.recipes import LM_HEAD_RECIPE, RECIPES
+from fp8_suite.training.config import Config
+from fp8_suite.training.precision.precision_map import TE_GEMMS
+from fp8_suite.training.precision.recipes import Precision, not_emulated
+from fp8_suite.training.precision.settings import changed_recipe_settings, unread_settings
 
 
 def unused_fp8_flags(cfg: Config, precision: Precision) -> str | None:

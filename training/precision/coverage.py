@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fp8_suite.core.recipes import RECIPES
+from fp8_suite.training.precision.precision_map import fold_layers
+from fp8_suite.training.precision.recipes import Precision, recipe_name
 from torch import nn
-
-from core.recipes import RECIPES
-from training.precision.precision_map import fold_layers
-from training.precision.recipes import Precision, recipe_name
 
 
 @dataclass(frozen=True)

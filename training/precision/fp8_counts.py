@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from fp8_suite.te_models.emulation.casts import Quantized, tiled
 from torch import Tensor
-
-from te_models.emulation.casts import Quantized, tiled
 
 Stats = dict[str, float]
 ROUNDING = 1 + 1e-6  # tolerance for float32 rounding of amax / scale

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fp8_suite.core.errors import UserError, bad_setting
+from fp8_suite.te_models.emulation.casts import Quantized
+from fp8_suite.training.precision.fp8_counts import Tally
+from fp8_suite.training.precision.recipes import Precision
 from torch import Tensor, nn
-
-from core.errors import UserError, bad_setting
-from te_models.emulation.casts import Quantized
-from training.precision.fp8_counts import Tally
-from training.precision.recipes import Precision
 
 INSTALL = "pip install nvdlfw-inspect==0.2.2"
 FEATURE = "CountCasts"  # name of the class in `count_feature`

@@ -22,16 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fp8_suite.core.errors import bad_setting
+from fp8_suite.te_models.backend import Backend
+from fp8_suite.te_models.emulation.casts import Quantized
+from fp8_suite.training.config import Config
+from fp8_suite.training.precision.fp8_counts import Stats, Tally
+from fp8_suite.training.precision.fp8_inspect import check_inspection, inspecting, watch_native
+from fp8_suite.training.precision.precision_map import TE_GEMMS
+from fp8_suite.training.precision.recipes import Precision
 from torch import Tensor, nn
-
-from core.errors import bad_setting
-from te_models.backend import Backend
-from te_models.emulation.casts import Quantized
-from training.config import Config
-from training.precision.fp8_counts import Stats, Tally
-from training.precision.fp8_inspect import check_inspection, inspecting, watch_native
-from training.precision.precision_map import TE_GEMMS
-from training.precision.recipes import Precision
 
 EMULATED_TENSORS = {"input": "activation", "weight": "weight", "grad": "gradient"}
 

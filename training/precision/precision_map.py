@@ -15,14 +15,13 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, bad_setting
+from fp8_suite.core.recipes import FALLBACK_RECIPE
+from fp8_suite.te_models.backend import te_module
+from fp8_suite.training.config import Config
+from fp8_suite.training.precision.recipes import Precision, make_recipe, recipe_or_fallback
+from fp8_suite.training.precision.settings import parse_precision_map
 from torch import nn
-
-from core.errors import EXIT_BAD_SETTING, UserError, bad_setting
-from core.recipes import FALLBACK_RECIPE
-from te_models.backend import te_module
-from training.config import Config
-from training.precision.recipes import Precision, make_recipe, recipe_or_fallback
-from training.precision.settings import parse_precision_map
 
 # GEMM modules of a TE layer, and the sizes of their weights.
 TE_GEMMS = {

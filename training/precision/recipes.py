@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
-from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
-from core.recipes import FALLBACK_RECIPE, RECIPES, TE_RECIPES
-from te_models.backend import Backend, te_module, te_recipes
-from training.config import Config
-from training.precision.settings import PrecisionConfig
-from training.precision.te_runtime import why_not_te
+from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
+from fp8_suite.core.recipes import FALLBACK_RECIPE, RECIPES, TE_RECIPES
+from fp8_suite.te_models.backend import Backend, te_module, te_recipes
+from fp8_suite.training.config import Config
+from fp8_suite.training.precision.settings import PrecisionConfig
+from fp8_suite.training.precision.te_runtime import why_not_te
 
 
 @dataclass(frozen=True)

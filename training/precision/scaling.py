@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
+from fp8_suite.data.collate import IGNORE
+from fp8_suite.training.parallel.strategies import Strategy
 from torch import Tensor, nn
-
-from core.errors import EXIT_BAD_SETTING, UserError
-from data.collate import IGNORE
-from training.parallel.strategies import Strategy
 
 # The first pass runs with scales of 1, where gradients underflow; the second uses the scales of the first.
 CALIBRATION_PASSES = 2

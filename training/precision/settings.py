@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from core.errors import bad_setting
-from core.recipes import RECIPES, TE_RECIPES, TORCHAO_RECIPES
-from core.settings import Section, nearest, resumable, setting
+from fp8_suite.core.errors import bad_setting
+from fp8_suite.core.recipes import RECIPES, TE_RECIPES, TORCHAO_RECIPES
+from fp8_suite.core.settings import Section, nearest, resumable, setting
 
 RECIPE_SETTINGS = frozenset().union(*(spec.settings for spec in RECIPES.values()))
 MAX_MARGIN = 18  # E4M3 holds 2**-9 to 448: with 19, the largest value of a tensor, 448 / 2**19, becomes zero

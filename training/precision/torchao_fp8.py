@@ -23,10 +23,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from fp8_suite.core.errors import UserError, bad_setting, first_line
+from fp8_suite.core.recipes import RECIPES
 from torch import Tensor, nn
-
-from core.errors import UserError, bad_setting, first_line
-from core.recipes import RECIPES
 
 INSTALL = "pip install torchao==0.18.0"
 # Class -> layer whose output transformers modifies in place. Autograd forbids that for torchao's layers.

@@ -7,9 +7,8 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from fp8_suite.training.tracking.metrics import METRICS
 from tqdm import tqdm
-
-from training.tracking.metrics import METRICS
 
 YEAR = 365 * 86400.0  # seconds
 

@@ -11,8 +11,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from core.packages import ROOT, versions
-from core.redact import redact
+from fp8_suite.core.packages import ROOT, versions
+from fp8_suite.core.redact import redact
 
 # Prefixes of environment variables that affect numerics, speed or memory.
 VARIABLES = ("CUBLAS", "CUDA_", "CUDNN_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCH_", "TRITON_")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from training.tracking.metrics import RATES, ModelShape, model_flops
+from fp8_suite.training.tracking.metrics import RATES, ModelShape, model_flops
 
 WARMUP_STEPS = 5  # excluded from the reported rates: kernel tuning, memory allocation
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from te_models.families import FAMILIES
+from fp8_suite.te_models.families import FAMILIES
 
 
 class Metric(NamedTuple):

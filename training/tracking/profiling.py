@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-
-from core.errors import bad_setting
-from core.files import write_json
+from fp8_suite.core.errors import bad_setting
+from fp8_suite.core.files import write_json
 
 # Kind -> regex of kernel names; the first match wins.
 KINDS: dict[str, str] = {

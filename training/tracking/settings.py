@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import ClassVar, Literal
 
-from core.errors import as_flag
-from core.settings import Effect, Section, resumable
+from fp8_suite.core.errors import as_flag
+from fp8_suite.core.settings import Effect, Section, resumable
 
 service = partial(resumable, affects="nothing")
 

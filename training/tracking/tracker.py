@@ -11,14 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fp8_suite.core.errors import bad_setting
+from fp8_suite.core.files import explaining_write_errors, replace_file, to_json
+from fp8_suite.core.packages import version
+from fp8_suite.core.redact import redact
+from fp8_suite.training.tracking.settings import LogConfig
+from fp8_suite.training.tracking.wandb_writer import WandbWriter, call_with_timeout
 from tqdm import tqdm
-
-from core.errors import bad_setting
-from core.files import explaining_write_errors, replace_file, to_json
-from core.packages import version
-from core.redact import redact
-from training.tracking.settings import LogConfig
-from training.tracking.wandb_writer import WandbWriter, call_with_timeout
 
 FAILED_RUN_SECONDS = 5.0  # upload timeout of a failed run; less than the watchdog's GRACE_SECONDS
 

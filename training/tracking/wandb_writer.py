@@ -10,11 +10,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from fp8_suite.core.files import replace_file
+from fp8_suite.core.redact import redacted
+from fp8_suite.training.tracking.settings import LogConfig
 from tqdm import tqdm
-
-from core.files import replace_file
-from core.redact import redacted
-from training.tracking.settings import LogConfig
 
 # Timeouts. `wandb.init` retries for hours if the server fails after its first response. Files that are not
 # uploaded at the end of a run stay on disk for `wandb sync`.

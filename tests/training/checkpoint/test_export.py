@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp8_suite.core.errors import UserError
+from fp8_suite.te_models.build import ModelPlan
+from fp8_suite.training.checkpoint import export
+from fp8_suite.training.checkpoint.export import check_export, export_hf
+from fp8_suite.training.checkpoint.generate import generation_config
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -17,12 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from core.errors import UserError
-from te_models.build import ModelPlan
 from tests.full_disk import disk_that_takes
-from training.checkpoint import export
-from training.checkpoint.export import check_export, export_hf
-from training.checkpoint.generate import generation_config
 
 torch.set_num_threads(1)
 

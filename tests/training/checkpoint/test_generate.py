@@ -1,10 +1,9 @@
 """Tokenizers of exports."""
 
 import pytest
+from fp8_suite.data.tokenizer import load_tokenizer
+from fp8_suite.training.checkpoint.generate import TOKENIZER_SAMPLE, tokenizer_round_trips
 from transformers import AutoConfig
-
-from data.tokenizer import load_tokenizer
-from training.checkpoint.generate import TOKENIZER_SAMPLE, tokenizer_round_trips
 
 
 @pytest.mark.parametrize(("family", "same"), [("llama", True), ("qwen3", True), ("qwen2", False)])

@@ -9,20 +9,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError
+from fp8_suite.data import loader
+from fp8_suite.data.build import Loaders
+from fp8_suite.training import run as run_module
+from fp8_suite.training import trainer as trainer_module
+from fp8_suite.training.checkpoint.progress import Progress
+from fp8_suite.training.checkpoint.resume import ResumePoint, check_folder, check_resume
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.optim import optimizer
+from fp8_suite.training.outcome import report_failure
+from fp8_suite.training.tracking.wandb_writer import wandb_id
 
-from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError
-from data import loader
-from data.build import Loaders
 from tests.training.test_run import curve as losses
 from tests.training.test_run import saved, train
-from training import run as run_module
-from training import trainer as trainer_module
-from training.checkpoint.progress import Progress
-from training.checkpoint.resume import ResumePoint, check_folder, check_resume
-from training.config import config_from_dict
-from training.optim import optimizer
-from training.outcome import report_failure
-from training.tracking.wandb_writer import wandb_id
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,11 @@ import json
 import shutil
 
 import pytest
+from fp8_suite.core.errors import UserError
+from fp8_suite.training.checkpoint.resume import forget_evaluations, resolve_resume, roll_back
+from fp8_suite.training.checkpoint.store import Checkpoints
 
-from core.errors import UserError
 from tests.training.checkpoint.test_store import index_of, save_steps
-from training.checkpoint.resume import forget_evaluations, resolve_resume, roll_back
-from training.checkpoint.store import Checkpoints
 
 
 def test_resume_accepts_auto_none_and_any_folder_of_a_run(tmp_path, monkeypatch):

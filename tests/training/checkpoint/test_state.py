@@ -6,23 +6,22 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from torch import nn
-
-from training.checkpoint.progress import Progress
-from training.checkpoint.resume import ResumePoint
-from training.checkpoint.state import RunState, restore_run, save_run
-from training.checkpoint.store import Checkpoints
-from training.config import config_from_dict
-from training.optim.optimizer import (
+from fp8_suite.training.checkpoint.progress import Progress
+from fp8_suite.training.checkpoint.resume import ResumePoint
+from fp8_suite.training.checkpoint.state import RunState, restore_run, save_run
+from fp8_suite.training.checkpoint.store import Checkpoints
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.optim.optimizer import (
     build_optimizer,
     optimizer_state,
     optimizer_steps,
     plan_optimizer,
     set_optimizer_steps,
 )
-from training.parallel.strategies import Strategy
-from training.precision.recipes import Precision
-from training.precision.scaling import scaling_state
+from fp8_suite.training.parallel.strategies import Strategy
+from fp8_suite.training.precision.recipes import Precision
+from fp8_suite.training.precision.scaling import scaling_state
+from torch import nn
 
 
 class Position:

@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from fp8_suite.core import files
+from fp8_suite.core.errors import UserError
+from fp8_suite.core.files import publish, replace_file
+from fp8_suite.training.checkpoint import index, manifest
+from fp8_suite.training.checkpoint.manifest import DamagedCheckpoint
+from fp8_suite.training.checkpoint.resume import eval_losses
+from fp8_suite.training.checkpoint.store import Checkpoints
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from core import files
-from core.errors import UserError
-from core.files import publish, replace_file
 from tests.children import forked, preload, run_ranks
 from tests.full_disk import disk_that_takes
-from training.checkpoint import index, manifest
-from training.checkpoint.manifest import DamagedCheckpoint
-from training.checkpoint.resume import eval_losses
-from training.checkpoint.store import Checkpoints
 
 torch.set_num_threads(1)
 

@@ -9,12 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from core.recipes import RECIPES, TE_RECIPES
-from training.doctor import layers, machine, report
-from training.doctor.machine import Finding
-from training.precision import recipes as precision
-from training.precision import te_runtime
+from fp8_suite.core.recipes import RECIPES, TE_RECIPES
+from fp8_suite.training.doctor import layers, machine, report
+from fp8_suite.training.doctor.machine import Finding
+from fp8_suite.training.precision import recipes as precision
+from fp8_suite.training.precision import te_runtime
 
 ROOT = Path(__file__).resolve().parents[3]
 PIP = f"{sys.executable} -m pip"
@@ -126,7 +125,7 @@ def test_checks_that_crash_raise_or_hang_are_faults_and_the_rest_runs(monkeypatc
     with pytest.raises(SystemExit) as refused:
         report.main(["--speed"])
     assert refused.value.code == 2
-    fine = "training.doctor.machine:check_machine"
+    fine = "fp8_suite.training.doctor.machine:check_machine"
     checks = {"crash": "os:abort", "raise": "json:loads", "machine": fine}
     monkeypatch.setattr(report, "CHECKS", checks)
     assert report.main(["--json"]) == 1

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.optim.accumulation import FSDPMainGradAccumulator, MainGradAccumulator, gradient_of
+from fp8_suite.training.optim.adamw import FusedAdamW
+from fp8_suite.training.parallel.strategies import Strategy
 from torch import nn
-
-from training.config import config_from_dict
-from training.optim.accumulation import FSDPMainGradAccumulator, MainGradAccumulator, gradient_of
-from training.optim.adamw import FusedAdamW
-from training.parallel.strategies import Strategy
 
 MICRO_BATCHES = 16
 

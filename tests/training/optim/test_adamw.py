@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-
-from training.config import config_from_dict
-from training.optim.adamw import FusedAdamW, merge_master, split_master
-from training.optim.optimizer import (
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.optim.adamw import FusedAdamW, merge_master, split_master
+from fp8_suite.training.optim.optimizer import (
     LARGEST_BETA2_IN_BF16,
     build_optimizer,
     optimizer_state,
@@ -14,7 +13,7 @@ from training.optim.optimizer import (
     set_optimizer_steps,
     step_if,
 )
-from training.optim.settings import OptimConfig
+from fp8_suite.training.optim.settings import OptimConfig
 
 BF16_MOMENTS = {"moment_dtype": "bf16"}
 NO_MASTERS = {"master_weights": "none"}

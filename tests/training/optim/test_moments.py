@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-
-from training.optim import adamw as adamw_module
-from training.optim import moments
-from training.optim.adamw import FusedAdamW
-from training.optim.moments import BLOCK, FIRST, SECOND, decode, encode
-from training.precision.settings import MOMENT_DTYPES
+from fp8_suite.training.optim import adamw as adamw_module
+from fp8_suite.training.optim import moments
+from fp8_suite.training.optim.adamw import FusedAdamW
+from fp8_suite.training.optim.moments import BLOCK, FIRST, SECOND, decode, encode
+from fp8_suite.training.precision.settings import MOMENT_DTYPES
 
 DTYPES = [moments.FORMATS[name].dtype for name in ("fp8", "fp16")]
 # Largest relative distance of a value from the nearest code.

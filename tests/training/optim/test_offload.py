@@ -10,13 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fp8_suite.core.errors import UserError
+from fp8_suite.training.optim import adamw, moments, offload
+from fp8_suite.training.optim.adamw import FusedAdamW
+from fp8_suite.training.optim.offload import HostState, PinnedMemory
+from fp8_suite.training.optim.optimizer import (
+    optimizer_state,
+    optimizer_steps,
+    set_weights,
+    step_if,
+    weight_of,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from core.errors import UserError
-from training.optim import adamw, moments, offload
-from training.optim.adamw import FusedAdamW
-from training.optim.offload import HostState, PinnedMemory
-from training.optim.optimizer import optimizer_state, optimizer_steps, set_weights, step_if, weight_of
 
 FORMATS = [("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp8", "fp8"), ("fp8", "fp16")]
 

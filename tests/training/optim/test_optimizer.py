@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-
-from core.errors import EXIT_BAD_SETTING, UserError
-from training.config import config_from_dict
-from training.optim.optimizer import (
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.optim.optimizer import (
     build_optimizer,
     moment_warning,
     optimizer_state,
@@ -16,8 +15,8 @@ from training.optim.optimizer import (
     state_of,
     step_if,
 )
-from training.optim.settings import OptimConfig
-from training.parallel.step_plan import ModelSize, StepPlan
+from fp8_suite.training.optim.settings import OptimConfig
+from fp8_suite.training.parallel.step_plan import ModelSize, StepPlan
 
 FP32, BF16 = torch.float32, torch.bfloat16
 GPU, CPU = {"on_gpu": True}, {"on_gpu": False}

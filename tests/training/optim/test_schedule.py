@@ -1,9 +1,8 @@
 """Learning rates of the schedules, by hand: 100 steps, 10 of warm-up, peak 1, floor 0.1."""
 
 import pytest
-
-from training.optim.schedule import learning_rate
-from training.optim.settings import OptimConfig
+from fp8_suite.training.optim.schedule import learning_rate
+from fp8_suite.training.optim.settings import OptimConfig
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401  (imported by every run)
+from fp8_suite.core.errors import EXIT_BAD_SETTING
+from fp8_suite.training import run
+from fp8_suite.training.checkpoint import index
+from fp8_suite.training.checkpoint.store import Checkpoints
+from fp8_suite.training.parallel.ranks import TORCHRUN
+from fp8_suite.training.trainer import Trainer
 from safetensors.torch import load_file
 
-from core.errors import EXIT_BAD_SETTING
+from fp8_suite.train_multi_gpu import join_torchrun
 from tests.children import forked
-from train_multi_gpu import join_torchrun
-from training import run
-from training.checkpoint import index
-from training.checkpoint.store import Checkpoints
-from training.parallel.ranks import TORCHRUN
-from training.trainer import Trainer
 
 HERE = platform.node()
 # 37 sequences; in the epoch's last step, of one sequence, the second rank has none.

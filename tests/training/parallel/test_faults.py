@@ -15,12 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError, bad_setting
+from fp8_suite.data import order
+from fp8_suite.data.order import Layout
+from fp8_suite.data.samples import Split
+from fp8_suite.training import outcome, prepare, run
+from fp8_suite.training.parallel import choose, ranks, watchdog
+from fp8_suite.training.parallel.watchdog import CAUSE_OF_DEATH, RESUME_HINT, Watchdog
+from fp8_suite.training.precision import recipes
+from fp8_suite.training.tracking.tracker import Tracker
+from fp8_suite.training.trainer import Trainer
 
-import train_fp8
-from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError, bad_setting
-from data import order
-from data.order import Layout
-from data.samples import Split
+from fp8_suite import train_fp8
+from fp8_suite.train_multi_gpu import join_torchrun
 from tests.children import forked, preload
 from tests.training.parallel import jobs
 from tests.training.parallel.jobs import (
@@ -34,13 +41,6 @@ from tests.training.parallel.jobs import (
     summary,
     train,
 )
-from train_multi_gpu import join_torchrun
-from training import outcome, prepare, run
-from training.parallel import choose, ranks, watchdog
-from training.parallel.watchdog import CAUSE_OF_DEATH, RESUME_HINT, Watchdog
-from training.precision import recipes
-from training.tracking.tracker import Tracker
-from training.trainer import Trainer
 
 preload(__name__)
 

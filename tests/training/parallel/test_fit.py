@@ -8,24 +8,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-from benchmarks.plan.job import read_model
-from core.errors import EXIT_BAD_SETTING, UserError
-from core.recipes import RECIPES, TE_RECIPES
-from te_models.build import plan_model
-from te_models.presets import LOCAL_PRESETS, PRESETS
-from te_models.settings import RECOMPUTE_LEVELS
-from training import prepare
-from training.config import config_from_dict
-from training.optim.optimizer import OptimizerPlan
-from training.parallel import advice, choose, fit, memory
-from training.parallel.activations import kept_activations, recomputation_flops, stored_activations
-from training.parallel.fit import Fit, global_batch, resolve_auto, room
-from training.parallel.memory import peak
-from training.parallel.step_plan import ModelSize, StepPlan
-from training.parallel.step_time import GPUS, REFERENCE_GPU, step_seconds
-from training.parallel.watchdog import Watchdog
-from training.tracking.metrics import ModelShape
+from fp8_suite.benchmarks.plan.job import read_model
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
+from fp8_suite.core.recipes import RECIPES, TE_RECIPES
+from fp8_suite.te_models.build import plan_model
+from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS
+from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
+from fp8_suite.training import prepare
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.optim.optimizer import OptimizerPlan
+from fp8_suite.training.parallel import advice, choose, fit, memory
+from fp8_suite.training.parallel.activations import kept_activations, recomputation_flops, stored_activations
+from fp8_suite.training.parallel.fit import Fit, global_batch, resolve_auto, room
+from fp8_suite.training.parallel.memory import peak
+from fp8_suite.training.parallel.step_plan import ModelSize, StepPlan
+from fp8_suite.training.parallel.step_time import GPUS, REFERENCE_GPU, step_seconds
+from fp8_suite.training.parallel.watchdog import Watchdog
+from fp8_suite.training.tracking.metrics import ModelShape
 
 FUSED = OptimizerPlan("fused_adamw", torch.bfloat16, True, ("fp32", "fp32"))
 EIGHT_BITS = replace(FUSED, moment_dtypes=("fp8", "fp8"))

@@ -6,17 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from core.errors import UserError
-from core.packages import ROOT
-from te_models.build import plan_model
-from training.config import config_from_dict
-from training.optim.optimizer import OptimizerPlan
-from training.parallel import choose, memory
-from training.parallel.choose import choose_mode
-from training.parallel.memory import host_state
-from training.parallel.step_plan import ModelSize, StepPlan, hsdp_shard_size
-from training.tracking.metrics import ModelShape
+from fp8_suite.core.errors import UserError
+from fp8_suite.core.packages import ROOT
+from fp8_suite.te_models.build import plan_model
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.optim.optimizer import OptimizerPlan
+from fp8_suite.training.parallel import choose, memory
+from fp8_suite.training.parallel.choose import choose_mode
+from fp8_suite.training.parallel.memory import host_state
+from fp8_suite.training.parallel.step_plan import ModelSize, StepPlan, hsdp_shard_size
+from fp8_suite.training.tracking.metrics import ModelShape
 
 # 14 bytes a parameter: BF16 weights and gradients, FP32 masters' 2 more bytes, two FP32 moments.
 FUSED = OptimizerPlan("fused_adamw", torch.bfloat16, True, ("fp32", "fp32"))

@@ -15,13 +15,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp8_suite.core.errors import EXIT_INTERRUPTED
+from fp8_suite.core.packages import ROOT
+from fp8_suite.te_models.hugging_face import HFCausalLM
+from fp8_suite.training import resolve, run
+from fp8_suite.training.optim import moments, offload
+from fp8_suite.training.parallel.ranks import COLLECTIVE_TIMEOUT
+from fp8_suite.training.tracking.tracker import Tracker
+from fp8_suite.training.trainer import Trainer
 from safetensors.torch import load_file, save_file
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed import run as distributed_run
 
-from core.errors import EXIT_INTERRUPTED
-from core.packages import ROOT
-from te_models.hugging_face import HFCausalLM
 from tests.children import forked, preload
 from tests.hugging_face_models import save_mixture, save_model_with_images
 from tests.training.parallel import jobs
@@ -44,11 +49,6 @@ from tests.training.parallel.jobs import (
     train,
     wait_until,
 )
-from training import resolve, run
-from training.optim import moments, offload
-from training.parallel.ranks import COLLECTIVE_TIMEOUT
-from training.tracking.tracker import Tracker
-from training.trainer import Trainer
 
 preload(__name__)
 

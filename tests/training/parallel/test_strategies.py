@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from fp8_suite.core.errors import UserError
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.parallel import gradient_exchange, ranks
+from fp8_suite.training.parallel.gradient_exchange import FP8ReduceScatter, FP32ReduceScatter
+from fp8_suite.training.parallel.settings import MODES
+from fp8_suite.training.parallel.strategies import build_strategy, global_norm
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from core.errors import UserError
 from tests.children import preload, run_ranks
-from training.config import config_from_dict
-from training.parallel import gradient_exchange, ranks
-from training.parallel.gradient_exchange import FP8ReduceScatter, FP32ReduceScatter
-from training.parallel.settings import MODES
-from training.parallel.strategies import build_strategy, global_norm
 
 preload(__name__)
 CPU = torch.device("cpu")

@@ -9,12 +9,12 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
+from fp8_suite.training.parallel import ranks
+from fp8_suite.training.parallel import watchdog as watchdog_module
+from fp8_suite.training.parallel.watchdog import PAUSED, RESUME_HINT, Heartbeat, Watchdog, name_stragglers
 
-from core.errors import EXIT_BAD_SETTING, UserError
 from tests.children import running
-from training.parallel import ranks
-from training.parallel import watchdog as watchdog_module
-from training.parallel.watchdog import PAUSED, RESUME_HINT, Heartbeat, Watchdog, name_stragglers
 
 
 def beats(**changes: dict) -> dict[int, Heartbeat]:

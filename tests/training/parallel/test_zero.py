@@ -11,22 +11,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp8_suite.core.errors import UserError
+from fp8_suite.core.packages import ROOT
+from fp8_suite.te_models.loss import IGNORE, TokenLoss, linear_cross_entropy
+from fp8_suite.training.checkpoint.state import weights_and_optimizer
+from fp8_suite.training.checkpoint.store import Checkpoints
+from fp8_suite.training.config import Config, config_from_dict
+from fp8_suite.training.optim import adamw
+from fp8_suite.training.optim import optimizer as optim
+from fp8_suite.training.optim.settings import OptimConfig
+from fp8_suite.training.parallel.settings import ShardingConfig
+from fp8_suite.training.parallel.zero import Zero
+from fp8_suite.training.parallel.zero_settings import CONFIGS, merge_settings
+from fp8_suite.training.precision.settings import PrecisionConfig
 from torch import Tensor, nn
 
-from core.errors import UserError
-from core.packages import ROOT
-from te_models.loss import IGNORE, TokenLoss, linear_cross_entropy
 from tests import children
-from training.checkpoint.state import weights_and_optimizer
-from training.checkpoint.store import Checkpoints
-from training.config import Config, config_from_dict
-from training.optim import adamw
-from training.optim import optimizer as optim
-from training.optim.settings import OptimConfig
-from training.parallel.settings import ShardingConfig
-from training.parallel.zero import Zero
-from training.parallel.zero_settings import CONFIGS, merge_settings
-from training.precision.settings import PrecisionConfig
 
 installed = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not installed, reason="deepspeed is not installed")

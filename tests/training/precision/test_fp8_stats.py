@@ -8,22 +8,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fp8_suite.benchmarks.report.figures import draw_casts, last_casts
+from fp8_suite.core.errors import UserError
+from fp8_suite.te_models import emulation as te
+from fp8_suite.te_models.emulation import recipes
+from fp8_suite.te_models.emulation.casts import Quantized
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.parallel.strategies import Strategy
+from fp8_suite.training.precision import fp8_counts, fp8_inspect, torchao_fp8
+from fp8_suite.training.precision.fp8_counts import Tally, cast_counts, shares
+from fp8_suite.training.precision.fp8_inspect import FEATURE, inspect_config, read_cast
+from fp8_suite.training.precision.fp8_stats import Fp8Stats, check
+from fp8_suite.training.precision.precision_map import te_names
+from fp8_suite.training.precision.recipes import Precision
+from fp8_suite.training.run import main
 from torch import nn
-
-from benchmarks.report.figures import draw_casts, last_casts
-from core.errors import UserError
-from te_models import emulation as te
-from te_models.emulation import recipes
-from te_models.emulation.casts import Quantized
-from training.config import config_from_dict
-from training.parallel.strategies import Strategy
-from training.precision import fp8_counts, fp8_inspect, torchao_fp8
-from training.precision.fp8_counts import Tally, cast_counts, shares
-from training.precision.fp8_inspect import FEATURE, inspect_config, read_cast
-from training.precision.fp8_stats import Fp8Stats, check
-from training.precision.precision_map import te_names
-from training.precision.recipes import Precision
-from training.run import main
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ONE = torch.tensor(1.0)

@@ -8,20 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
+from fp8_suite.te_models.build import ModelPlan, build_model
+from fp8_suite.te_models.options import BuildOptions
+from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.precision import precision_map
+from fp8_suite.training.precision import recipes as precision
+from fp8_suite.training.precision.checks import check_sizes
+from fp8_suite.training.precision.coverage import coverage
+from fp8_suite.training.precision.precision_map import assign, check_resume, matches, te_names
+from fp8_suite.training.precision.recipes import Precision, build_autocast, resolve_precision
+from fp8_suite.training.precision.scaling import scaling_state
 from torch import nn
 from transformers import LlamaConfig
-
-from core.errors import EXIT_BAD_SETTING, UserError
-from te_models.build import ModelPlan, build_model
-from te_models.options import BuildOptions
-from training.config import config_from_dict
-from training.precision import precision_map
-from training.precision import recipes as precision
-from training.precision.checks import check_sizes
-from training.precision.coverage import coverage
-from training.precision.precision_map import assign, check_resume, matches, te_names
-from training.precision.recipes import Precision, build_autocast, resolve_precision
-from training.precision.scaling import scaling_state
 
 ROOT = Path(__file__).resolve().parents[3]
 TE = {"use_te": True, "mixed_precision": "fp8"}

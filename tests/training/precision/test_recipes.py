@@ -11,16 +11,21 @@ from typing import get_args
 
 import pytest
 import torch
-
-from core import recipes as table
-from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
-from core.recipes import FALLBACK_RECIPE, RECIPES, TE_RECIPES, TORCHAO_RECIPES
-from te_models.emulation import recipes as emulated
-from training.config import Config, all_settings, config_from_dict
-from training.precision import checks, te_runtime
-from training.precision import recipes as precision
-from training.precision.recipes import Precision, build_autocast, make_recipe, resolve_precision, why_not
-from training.precision.settings import RECIPE_SETTINGS
+from fp8_suite.core import recipes as table
+from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
+from fp8_suite.core.recipes import FALLBACK_RECIPE, RECIPES, TE_RECIPES, TORCHAO_RECIPES
+from fp8_suite.te_models.emulation import recipes as emulated
+from fp8_suite.training.config import Config, all_settings, config_from_dict
+from fp8_suite.training.precision import checks, te_runtime
+from fp8_suite.training.precision import recipes as precision
+from fp8_suite.training.precision.recipes import (
+    Precision,
+    build_autocast,
+    make_recipe,
+    resolve_precision,
+    why_not,
+)
+from fp8_suite.training.precision.settings import RECIPE_SETTINGS
 
 ROOT = Path(__file__).resolve().parents[3]
 TE_FP8 = {"use_te": True, "mixed_precision": "fp8"}

@@ -5,10 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-
-from core.errors import UserError
-from data.collate import Sample, build_batch
-from training.precision.scaling import (
+from fp8_suite.core.errors import UserError
+from fp8_suite.data.collate import Sample, build_batch
+from fp8_suite.training.precision.scaling import (
     DelayedScalingState,
     first_tokens,
     frozen_scaling,

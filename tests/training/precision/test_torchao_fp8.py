@@ -10,24 +10,24 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
+from fp8_suite.core.recipes import TORCHAO_RECIPES
+from fp8_suite.te_models.build import ModelPlan, build_model
+from fp8_suite.te_models.hugging_face import HFCausalLM, high_precision_linears
+from fp8_suite.te_models.options import BuildOptions
+from fp8_suite.training.optim.adamw import FusedAdamW, local
+from fp8_suite.training.precision import torchao_fp8
+from fp8_suite.training.precision.coverage import coverage
+from fp8_suite.training.precision.recipes import Precision
+from fp8_suite.training.run import main
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
-from core.recipes import TORCHAO_RECIPES
-from te_models.build import ModelPlan, build_model
-from te_models.hugging_face import HFCausalLM, high_precision_linears
-from te_models.options import BuildOptions
 from tests.children import preload, run_ranks
 from tests.te_models.test_hugging_face import TINY
 from tests.training.parallel.test_multi_gpu import train as train_on_ranks
-from training.optim.adamw import FusedAdamW, local
-from training.precision import torchao_fp8
-from training.precision.coverage import coverage
-from training.precision.recipes import Precision
-from training.run import main
 
 preload(__name__)
 

@@ -4,17 +4,7 @@ import math
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
-
-from training.tracking.metrics import (
+from fp8_suite.training.tracking.metrics import (
     METRICS,
     PEAK_TFLOPS,
     RATES,
@@ -26,6 +16,15 @@ from training.tracking.metrics import (
     peak_tflops,
     perplexity,
     tail_mean,
+)
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
 )
 
 LLAMA_8B = ModelShape(

@@ -7,13 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from core.errors import UserError
-from training.observers import Observers
-from training.run import main
-from training.tracking import profiling
-from training.tracking.meter import Meter
-from training.tracking.profiling import IDLE, Kernel, breakdown, kind_of, lines, profiled_steps
+from fp8_suite.core.errors import UserError
+from fp8_suite.training.observers import Observers
+from fp8_suite.training.run import main
+from fp8_suite.training.tracking import profiling
+from fp8_suite.training.tracking.meter import Meter
+from fp8_suite.training.tracking.profiling import IDLE, Kernel, breakdown, kind_of, lines, profiled_steps
 
 NAMES = {
     "nvjet_sm90_qrtst_128x160_128x5_2x1_v_bz_coopA_algo2_TNT": "GEMM",

@@ -14,14 +14,14 @@ import time
 
 import pytest
 import torch
+from fp8_suite.core.errors import UserError
+from fp8_suite.training.tracking import display, tracker
+from fp8_suite.training.tracking.display import Display
+from fp8_suite.training.tracking.environment import describe_environment, git_state
+from fp8_suite.training.tracking.settings import LogConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from core.errors import UserError
 from tests.full_disk import disk_that_takes
-from training.tracking import display, tracker
-from training.tracking.display import Display
-from training.tracking.environment import describe_environment, git_state
-from training.tracking.settings import LogConfig
 
 TOKEN = "hf_" + "AbCdEfGh" * 4
 

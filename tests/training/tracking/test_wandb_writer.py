@@ -8,10 +8,10 @@ import threading
 
 import pytest
 import wandb
+from fp8_suite.core.errors import UserError
+from fp8_suite.training.tracking import tracker, wandb_writer
 
-from core.errors import UserError
 from tests.training.tracking.test_tracker import TOKEN, build, lines
-from training.tracking import tracker, wandb_writer
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 MODEL = f"https://me:{TOKEN}@host/m"
