@@ -1,4 +1,4 @@
-"""Building models: `plan_model` resolves a name, `build_model` builds TE or Hugging Face layers."""
+"""Building models: `find_model` resolves a name, `build_model` builds TE or Hugging Face layers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SAMPLES, SAMPLE_BYTES = 16, 2**16  # number and size of the samples that `digest
 
 
 @dataclass(frozen=True)
-class ModelPlan:
+class ModelSpec:
     """Model to build: its configuration and the folder of its weights (None: random weights)."""
 
     name: str
@@ -74,9 +74,9 @@ class ModelPlan:
         return self.family in FAMILIES and not self.uses_remote_code
 
 
-def plan_model(
+def find_model(
     name: str, *, init: str, use_te: bool, cache_dir: str | None = None, trust_remote_code: bool = False
-) -> ModelPlan:
+) -> ModelSpec:
     """Resolve `--model_name` and `--init`, downloading configuration and weights where needed.
 
     Raise UserError if the model does not exist, cannot be downloaded, or cannot be trained.
@@ -84,21 +84,21 @@ def plan_model(
     require_model(name, init)
     random = init == "random" or name in LOCAL_PRESETS
     config = _read_config(name, random=random, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
-    plan = ModelPlan(name, config, None, trust_remote_code)
-    _refuse_untrainable(plan)
+    spec = ModelSpec(name, config, None, trust_remote_code)
+    _refuse_untrainable(spec)
     if use_te:
         refuse_te(name, config)
-        if plan.uses_remote_code:
+        if spec.uses_remote_code:
             raise bad_setting(
                 "TE layers would replace the model's own Python code; drop --use_te or --trust_remote_code",
                 use_te=True,
                 model_name=name,
             )
     if not random:
-        plan = replace(plan, weights=_find_weights(name, cache_dir))
-        if use_te or weight_files(plan.weights):
-            plan = replace(plan, unused=tuple(_check_weights(plan, use_te=use_te)))
-    return plan
+        spec = replace(spec, weights=_find_weights(name, cache_dir))
+        if use_te or weight_files(spec.weights):
+            spec = replace(spec, unused=tuple(_check_weights(spec, use_te=use_te)))
+    return spec
 
 
 def _read_config(name: str, *, random: bool, cache_dir: str | None, trust_remote_code: bool) -> Any:
@@ -135,13 +135,13 @@ def _wrong_config(name: str, error: Exception) -> UserError:
     return bad_setting(f"its config.json: {type(error).__name__}: {one_line(error)}", model_name=name)
 
 
-def _refuse_untrainable(plan: ModelPlan) -> None:
-    name, config = plan.name, plan.config
-    if plan.is_known_family:
+def _refuse_untrainable(spec: ModelSpec) -> None:
+    name, config = spec.name, spec.config
+    if spec.is_known_family:
         if reason := wrong_sizes(config):
             raise bad_setting(f"its config.json: {reason}", model_name=name)
         try:
-            _on_meta(plan)
+            _on_meta(spec)
         except Exception as error:
             raise _wrong_config(name, error) from error
     if getattr(config.get_text_config(), "is_causal", True) is False:
@@ -190,38 +190,38 @@ def _find_weights(name: str, cache_dir: str | None) -> Path:
     return Path(folder)
 
 
-def _check_weights(plan: ModelPlan, *, use_te: bool) -> list[str]:
+def _check_weights(spec: ModelSpec, *, use_te: bool) -> list[str]:
     """Refuse unreadable safetensors and weights that do not fit TE layers, before anything is loaded.
 
     Return the tensors that a model of a known family lacks, which transformers leaves out.
     If the files hold both an embedding and an LM head, set the configuration's `tie_word_embeddings` to
     whether they are equal.
     """
-    source, config = SafetensorsSource(plan.weights), plan.config
+    source, config = SafetensorsSource(spec.weights), spec.config
     has_both = {EMBEDDING, LM_HEAD} <= source.shapes().keys()
     if has_both and getattr(config, "tie_word_embeddings", False):
         # As in transformers: a stored head that differs from the embedding is not tied.
         config.tie_word_embeddings = torch.equal(source.get(EMBEDDING), source.get(LM_HEAD))
-    if not plan.is_known_family:
+    if not spec.is_known_family:
         return []
-    model = _on_meta(plan)
+    model = _on_meta(spec)
     if use_te:
         source.require(_shapes(model), optional=tied_names(model))
     return sorted(source.shapes().keys() - model.state_dict().keys() - tied_names(model))
 
 
-def digests(plan: ModelPlan) -> dict[str, str]:
+def digests(spec: ModelSpec) -> dict[str, str]:
     """Return digests of a model's configuration and weight files, to compare copies on several hosts.
 
     Only the size and SAMPLES parts of a weight file are hashed, so it is fast for any size. The first sample
     contains the names and shapes of the tensors, and two revisions of a model differ nearly everywhere.
     """
-    settings = {k: v for k, v in plan.config.to_diff_dict().items() if not k.startswith("_")}
+    settings = {k: v for k, v in spec.config.to_diff_dict().items() if not k.startswith("_")}
     text = json.dumps(settings, sort_keys=True, default=str)
     result = {"configuration": xxhash.xxh3_64_hexdigest(text.encode())}
-    if plan.weights is not None:
+    if spec.weights is not None:
         digest = xxhash.xxh3_64()
-        for path in weight_files(plan.weights):
+        for path in weight_files(spec.weights):
             size = path.stat().st_size
             digest.update(f"{path.name} {size} ".encode())
             with path.open("rb") as file:
@@ -232,44 +232,44 @@ def digests(plan: ModelPlan) -> dict[str, str]:
     return result
 
 
-def build_model(plan: ModelPlan, options: BuildOptions) -> nn.Module:
+def build_model(spec: ModelSpec, options: BuildOptions) -> nn.Module:
     """Build a model of TE or Hugging Face layers, in training mode, with the same weights. Collective."""
     build = build_hf if options.te_backend is None else build_te
-    return build(plan, options).train()
+    return build(spec, options).train()
 
 
-def build_te(plan: ModelPlan, options: BuildOptions) -> TECausalLM:
+def build_te(spec: ModelSpec, options: BuildOptions) -> TECausalLM:
     """Build a decoder of TE layers: shard it on the meta device, then fill each rank's shards."""
     if options.te_backend == "emulated" and options.native.weight_recipe:
         raise bad_setting("--te_backend emulated has no FP8 weights; drop one of them", fp8_all_gather=True)
-    model = TECausalLM(plan.config, options)
+    model = TECausalLM(spec.config, options)
     if options.shard:
         options.shard(model)
         model.cache_fp8_weights_under_fsdp()
     model.materialize()
-    load_te(model, weight_source(plan, seed=options.seed, device=options.device))
+    load_te(model, weight_source(spec, seed=options.seed, device=options.device))
     return model
 
 
-def build_hf(plan: ModelPlan, options: BuildOptions) -> HFCausalLM:
+def build_hf(spec: ModelSpec, options: BuildOptions) -> HFCausalLM:
     """Build transformers' implementation; shard it on the meta device if its weights can be streamed."""
-    source = _streamed_source(plan, options) if options.shard else None
+    source = _streamed_source(spec, options) if options.shard else None
     if source:
         with parameters_on_meta():
-            inner = _from_config(plan, options.dtype)
-        model = _wrap(inner, plan, options)
+            inner = _from_config(spec, options.dtype)
+        model = _wrap(inner, spec, options)
         materialize(inner, options.parameter_device or options.device)
         fill_named(dict(inner.named_parameters()), source)
-    elif plan.weights:
+    elif spec.weights:
         # A model that is loaded whole stays on the CPU until it is sharded.
-        inner = _from_files(plan, options.dtype).to("cpu" if options.shard else options.device)
-        model = _wrap(inner, plan, options)
+        inner = _from_files(spec, options.dtype).to("cpu" if options.shard else options.device)
+        model = _wrap(inner, spec, options)
     else:
-        model = _wrap(_from_seed(plan, options), plan, options)
+        model = _wrap(_from_seed(spec, options), spec, options)
     model.choose_attention(options.device, options.compute_dtype or options.dtype)
     if options.packed:
         sharded = options.shard is not None and dist.is_initialized()
-        refuse_leaking_packing(model.eval(), plan.name, sharded=sharded)
+        refuse_leaking_packing(model.eval(), spec.name, sharded=sharded)
     if options.fp8_lm_head:  # after the packing check, which runs in high precision
         model.use_fp8_lm_head()
     if options.compile_layers:
@@ -277,7 +277,7 @@ def build_hf(plan: ModelPlan, options: BuildOptions) -> HFCausalLM:
     return model
 
 
-def _wrap(inner: nn.Module, plan: ModelPlan, options: BuildOptions) -> HFCausalLM:
+def _wrap(inner: nn.Module, spec: ModelSpec, options: BuildOptions) -> HFCausalLM:
     """Wrap a transformers model, convert its linear layers and shard it."""
     # The padding token may be the end-of-turn token, whose embedding must train. Labels mask padding.
     for module in inner.modules():
@@ -285,7 +285,7 @@ def _wrap(inner: nn.Module, plan: ModelPlan, options: BuildOptions) -> HFCausalL
             module.padding_idx = None
     model = HFCausalLM(
         inner,
-        known_family=plan.is_known_family,
+        known_family=spec.is_known_family,
         recompute=options.recompute,
         reentrant=options.reentrant,
     )
@@ -296,33 +296,33 @@ def _wrap(inner: nn.Module, plan: ModelPlan, options: BuildOptions) -> HFCausalL
     return model
 
 
-def _from_config(plan: ModelPlan, dtype: torch.dtype | None = None) -> nn.Module:
+def _from_config(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(
-        plan.config, dtype=dtype, trust_remote_code=plan.trust_remote_code
+        spec.config, dtype=dtype, trust_remote_code=spec.trust_remote_code
     )
 
 
-def _from_seed(plan: ModelPlan, options: BuildOptions) -> nn.Module:
+def _from_seed(spec: ModelSpec, options: BuildOptions) -> nn.Module:
     torch.manual_seed(options.seed)
     with torch.device(options.device):
-        model = _from_config(plan, options.dtype)
-    if plan.is_known_family:  # start from the same random weights as the TE layers
-        source = weight_source(plan, seed=options.seed, device=options.device)
+        model = _from_config(spec, options.dtype)
+    if spec.is_known_family:  # start from the same random weights as the TE layers
+        source = weight_source(spec, seed=options.seed, device=options.device)
         fill_named(dict(model.named_parameters()), source)
     return model
 
 
-def _from_files(plan: ModelPlan, dtype: torch.dtype) -> nn.Module:
+def _from_files(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
     """Load a model with transformers; raise UserError if files are unreadable or weights are missing."""
     from transformers import AutoModelForCausalLM
 
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            plan.weights,
+            spec.weights,
             dtype=dtype,
-            trust_remote_code=plan.trust_remote_code,
+            trust_remote_code=spec.trust_remote_code,
             output_loading_info=True,  # mismatches are reported below in one line
             ignore_mismatched_sizes=True,
         )
@@ -331,34 +331,34 @@ def _from_files(plan: ModelPlan, dtype: torch.dtype) -> nn.Module:
     except Exception as error:  # damaged files raise exceptions of any type
         reason = f"transformers cannot load the weights ({type(error).__name__}: {first_line(error)})"
         way = "download them again, or give another model"
-        raise bad_setting(f"{reason}; {way}", model_name=plan.weights) from error
+        raise bad_setting(f"{reason}; {way}", model_name=spec.weights) from error
     for key, stored, expected in info["mismatched_keys"]:
-        raise other_shape(plan.name, key, stored, expected)
+        raise other_shape(spec.name, key, stored, expected)
     if missing := set(info["missing_keys"]):
         raise bad_setting(
             f"the weights lack {', '.join(sorted(missing))}; give a complete model (transformers would "
             "initialize them at random)",
-            model_name=plan.name,
+            model_name=spec.name,
         )
     return model
 
 
-def weight_source(plan: ModelPlan, *, seed: int, device: torch.device) -> WeightSource:
-    """Return the plan's safetensors, or seeded random weights."""
-    if plan.weights is not None:
-        return SafetensorsSource(plan.weights)
-    return RandomSource(_shapes(_on_meta(plan)), seed=seed, std=plan.config.initializer_range, device=device)
+def weight_source(spec: ModelSpec, *, seed: int, device: torch.device) -> WeightSource:
+    """Return the spec's safetensors, or seeded random weights."""
+    if spec.weights is not None:
+        return SafetensorsSource(spec.weights)
+    return RandomSource(_shapes(_on_meta(spec)), seed=seed, std=spec.config.initializer_range, device=device)
 
 
-def _streamed_source(plan: ModelPlan, options: BuildOptions) -> WeightSource | None:
+def _streamed_source(spec: ModelSpec, options: BuildOptions) -> WeightSource | None:
     """Return a source whose tensors map 1:1 to parameters, so that each rank can stream its shards.
 
     Return None if only transformers can load the model: it renames, merges or scales tensors on loading, or
     the files contain buffers.
     """
-    if not (weight_files(plan.weights) if plan.weights else plan.is_known_family):
+    if not (weight_files(spec.weights) if spec.weights else spec.is_known_family):
         return None
-    source, model = weight_source(plan, seed=options.seed, device=options.device), _on_meta(plan)
+    source, model = weight_source(spec, seed=options.seed, device=options.device), _on_meta(spec)
     tied, parameters = tied_names(model), _shapes(model)
     stored = {name: shape for name, shape in source.shapes().items() if name not in tied}
     return source if stored == parameters and set(model.state_dict()) - tied == parameters.keys() else None
@@ -368,14 +368,14 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: p.shape for name, p in model.named_parameters()}
 
 
-def _on_meta(plan: ModelPlan) -> nn.Module:
+def _on_meta(spec: ModelSpec) -> nn.Module:
     with torch.device("meta"):
-        return _from_config(plan)
+        return _from_config(spec)
 
 
-def count_parameters(plan: ModelPlan) -> int:
+def count_parameters(spec: ModelSpec) -> int:
     """Count the parameters of the Hugging Face model, tied weights once."""
-    return sum(p.numel() for p in _on_meta(plan).parameters())
+    return sum(p.numel() for p in _on_meta(spec).parameters())
 
 
 def no_gather(tensors: list[Tensor]) -> list[Tensor]:

@@ -95,7 +95,7 @@ def _build_model(job: Job, dtypes: dict[str, torch.dtype]) -> nn.Module:
         convert=(lambda model: _convert(model, cfg, precision, plan.gathers_fp8)) if torchao else None,
         compile_layers=compiles_layers(cfg, strategy.mode, on_gpu=strategy.device.type == "cuda"),
     )
-    return build_model(job.resolved.plan, options)
+    return build_model(job.resolved.model, options)
 
 
 def _convert(model: Any, cfg: Config, precision: Precision, fp8_gather: bool) -> None:

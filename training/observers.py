@@ -182,7 +182,7 @@ def open_logs(job: Job, resume_step: int | None, environment: dict[str, Any]) ->
         cfg.log,
         job.folder,
         config=cfg.to_dict() | precision.as_dict(),
-        tags=[job.resolved.plan.short_name, precision.effective, layers, *emulated, *mode],
+        tags=[job.resolved.model.short_name, precision.effective, layers, *emulated, *mode],
         resume_step=resume_step,
         evaluates_again=done >= job.total_steps and job.loaders.eval is not None,
         enabled=strategy.rank == 0,

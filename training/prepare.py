@@ -17,7 +17,7 @@ from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.packages import software
 from fp8_suite.data.build import BatchShape, Loaders, build_loaders
 from fp8_suite.data.tokenizer import load_tokenizer
-from fp8_suite.te_models.build import ModelPlan
+from fp8_suite.te_models.build import ModelSpec
 from fp8_suite.te_models.kernels.selection import Kernels
 from fp8_suite.te_models.presets import LOCAL_PRESETS
 from fp8_suite.training.checkpoint.export import check_export
@@ -149,7 +149,7 @@ def _decide(
     watchdog.starting("testing kernels")
     kernels = enable_kernels(Workload(cfg, resolved.precision, resolved.shape, device), cleanup)
     watchdog.starting("choosing how to shard")
-    strategy, fit = choose_strategy(cfg, resolved.plan, device, resolved.precision.effective)
+    strategy, fit = choose_strategy(cfg, resolved.model, device, resolved.precision.effective)
     compiles = compiles_layers(cfg, strategy.mode, on_gpu=device.type == "cuda")
     ranks.run_on_all_ranks(lambda: fp8_stats.check(cfg, resolved.precision, compiles=compiles))
     ranks.run_on_all_ranks(lambda: profiling.check(cfg.log.profile_steps, device))
@@ -167,10 +167,10 @@ def _open_folder(cfg: Config, resolved: Resolved, cleanup: ExitStack) -> tuple[P
     """Return the run folder and True if it is new. Call on rank 0."""
     # Path.exists would raise if the folder cannot be read; open_run_folder explains that.
     is_new = not os.path.exists(cfg.checkpoint.output_dir or "")
-    folder, lock = open_run_folder(cfg, resolved.plan.short_name, resolved.precision.effective)
+    folder, lock = open_run_folder(cfg, resolved.model.short_name, resolved.precision.effective)
     cleanup.callback(lock.release)
     if cfg.exports:
-        check_export(folder / "export", resolved.plan.weights)
+        check_export(folder / "export", resolved.model.weights)
     if not cfg.checkpoint.output_dir:
         print_rank0(f"run folder: {folder}; to resume, repeat the command with --output_dir {folder}")
     return folder, is_new
@@ -203,10 +203,10 @@ def _record_settings(cfg: Config, folder: Path) -> None:
         write_config(cfg, folder)
 
 
-def _load_tokenizer(cfg: Config, plan: ModelPlan) -> Any:
+def _load_tokenizer(cfg: Config, spec: ModelSpec) -> Any:
     return load_tokenizer(
-        cfg.model.tokenizer_name or ("demo" if plan.name in LOCAL_PRESETS else plan.name),
-        family=plan.family,
+        cfg.model.tokenizer_name or ("demo" if spec.name in LOCAL_PRESETS else spec.name),
+        family=spec.family,
         trust_remote_code=cfg.model.trust_remote_code,
         cache_dir=cfg.model.weights_cache_dir,
     )
@@ -223,9 +223,9 @@ def _set_special_tokens(config: Any, tokenizer: Any) -> None:
 def _load_tokenizer_and_data(
     cfg: Config, resolved: Resolved, device: torch.device, *, resumes: bool
 ) -> tuple[Any, Loaders]:
-    tokenizer = _load_tokenizer(cfg, resolved.plan)
-    if resolved.plan.weights is None:  # randomly initialized
-        _set_special_tokens(resolved.plan.config, tokenizer)
+    tokenizer = _load_tokenizer(cfg, resolved.model)
+    if resolved.model.weights is None:  # randomly initialized
+        _set_special_tokens(resolved.model.config, tokenizer)
     return tokenizer, _load_data(cfg, resolved, tokenizer, device, resumes=resumes)
 
 
@@ -233,7 +233,7 @@ def _load_data(
     cfg: Config, resolved: Resolved, tokenizer: Any, device: torch.device, *, resumes: bool
 ) -> Loaders:
     """Build the loaders and print which columns and rows they use."""
-    config = resolved.plan.config.get_text_config()
+    config = resolved.model.config.get_text_config()
     evaluated = "checkpoint" if resumes else "model"
     loaders = build_loaders(
         cfg.data,

@@ -8,7 +8,7 @@ from fp8_suite.core.errors import counted
 from fp8_suite.core.recipes import FALLBACK_RECIPE, TORCHAO_RECIPES
 from fp8_suite.core.settings import AUTO
 from fp8_suite.te_models import build
-from fp8_suite.te_models.build import ModelPlan
+from fp8_suite.te_models.build import ModelSpec
 from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.training.config import Config
 from fp8_suite.training.optim import optimizer as optim
@@ -24,7 +24,7 @@ class Resolved:
     """Precision and model of a run."""
 
     precision: Precision
-    plan: ModelPlan
+    model: ModelSpec
     shape: ModelShape | None  # None for an unknown architecture
     flops_shape: ModelShape | None  # `shape`, or None if the run's FLOPs cannot be counted
     weights_digests: dict[str, str]  # compared across ranks; empty on a single rank
@@ -39,36 +39,36 @@ def resolve(cfg: Config) -> Resolved:
     torchao_fp8.silence_import()  # transformers imports torchao wherever it is installed
     if precision.effective in TORCHAO_RECIPES:
         torchao_fp8.require_torchao()
-    plan = build.plan_model(
+    spec = build.find_model(
         cfg.model.model_name,
         init=cfg.model.init,
         use_te=cfg.model.use_te,
         cache_dir=cfg.model.weights_cache_dir,
         trust_remote_code=cfg.model.trust_remote_code,
     )
-    precision = precision_map.resolve(cfg, precision, plan.config.get_text_config())
-    if unused := plan.unused:
+    precision = precision_map.resolve(cfg, precision, spec.config.get_text_config())
+    if unused := spec.unused:
         some = ", ".join(unused[:3]) + ", ..." * (len(unused) > 3)
         found = f"{counted(len(unused), 'tensor')} of its files, which the model does not have"
-        print_rank0(f"WARNING: --model_name {plan.name}: left out {found}: {some}")
+        print_rank0(f"WARNING: --model_name {spec.name}: left out {found}: {some}")
     for reason in filter(None, [precision.fallback_reason, *precision.map_fallbacks.values()]):
         rule = "!" * 100
         print_rank0(f"{rule}\nWARNING: {reason}\nRUNNING INSTEAD: {FALLBACK_RECIPE} scaling\n{rule}")
-    shape = ModelShape.from_hf_config(plan.config)
-    _check(cfg, precision, plan, shape)
+    shape = ModelShape.from_hf_config(spec.config)
+    _check(cfg, precision, spec, shape)
     for warning in filter(None, [checks.unused_fp8_flags(cfg, precision), cfg.log.unused_wandb_flags()]):
         print_rank0(f"WARNING: {warning}")
     if cfg.precision.master_weights == "none":
         print_rank0(optim.MASTER_NONE_WARNING)
-    digests = build.digests(plan) if ranks.world_size() > 1 else {}
-    return Resolved(precision, plan, shape, _flops_shape(cfg, plan, shape), digests)
+    digests = build.digests(spec) if ranks.world_size() > 1 else {}
+    return Resolved(precision, spec, shape, _flops_shape(cfg, spec, shape), digests)
 
 
-def _flops_shape(cfg: Config, plan: ModelPlan, shape: ModelShape | None) -> ModelShape | None:
+def _flops_shape(cfg: Config, spec: ModelSpec, shape: ModelShape | None) -> ModelShape | None:
     """Return the shape for counting FLOPs. If they cannot be counted, print why and return None."""
     prefix = "TFLOP/s and MFU are not reported"
     if shape is None:
-        print_rank0(f"{prefix}: the FLOPs of model type {plan.family} are not known")
+        print_rank0(f"{prefix}: the FLOPs of model type {spec.family} are not known")
     elif not shape.sees_all(length := cfg.data.max_seq_length):
         print_rank0(
             f"{prefix}: sliding-window attention ({shape.window}) is shorter than --max_seq_length {length}"
@@ -78,16 +78,16 @@ def _flops_shape(cfg: Config, plan: ModelPlan, shape: ModelShape | None) -> Mode
     return None
 
 
-def _check(cfg: Config, precision: Precision, plan: ModelPlan, shape: ModelShape | None) -> None:
+def _check(cfg: Config, precision: Precision, spec: ModelSpec, shape: ModelShape | None) -> None:
     """UserError if the model cannot run in this precision."""
     if shape is not None and cfg.model.recompute != AUTO:
         recompute_levels(cfg.model.recompute, shape.num_layers)
     if shape is not None and cfg.model.use_te:
-        checks.check_sizes(precision, plan.name, shape.gemm_sizes)
+        checks.check_sizes(precision, spec.name, shape.gemm_sizes)
         checks.check_fp8_attention(cfg, precision, shape.head_dim)
     checks.check_settings(cfg, precision)
     if cfg.precision.fp8_lm_head:
-        text = plan.config.get_text_config()
+        text = spec.config.get_text_config()
         sizes = {"hidden size": text.hidden_size, "vocabulary": text.vocab_size}
-        plain = cfg.model.use_te or plan.is_known_family
+        plain = cfg.model.use_te or spec.is_known_family
         checks.check_lm_head(cfg, sizes, plain=plain)

@@ -158,7 +158,7 @@ def _report_model(job: Job, assembly: Assembly) -> None:
         where = f"{strategy.world_size} x {job.device.type}{nodes}, {strategy.mode}"
     kind = layers.get(resolved.precision.te_backend, "Hugging Face")
     print_rank0(
-        f"{resolved.plan.name}: {assembly.parameters / 1e6:,.1f} M parameters, {kind} layers, on {where}"
+        f"{resolved.model.name}: {assembly.parameters / 1e6:,.1f} M parameters, {kind} layers, on {where}"
     )
     print_rank0(f"precision {resolved.precision.describe()}; {job.fit.plan.optimizer.describe()}")
 
@@ -287,22 +287,22 @@ def export(job: Job, assembly: Assembly) -> None:
         return strategy.gather(weights)
 
     def write(tensors: Iterator[tuple[str, torch.Tensor]]) -> Path:
-        plan, tokenizer = job.resolved.plan, job.tokenizer
+        spec, tokenizer = job.resolved.model, job.tokenizer
         folder = export_hf(
             job.folder / "export",
             tensors,
-            config=plan.config,
+            config=spec.config,
             tokenizer=tokenizer,
             generation_config=generation_config(
-                plan,
+                spec,
                 tokenizer,
                 turn_end=turn_end(tokenizer),
                 own_tokenizer=job.cfg.model.tokenizer_name is None,
             ),
-            trust_remote_code=plan.trust_remote_code,
-            code_folder=plan.weights,
+            trust_remote_code=spec.trust_remote_code,
+            code_folder=spec.weights,
         )
-        if not tokenizer_round_trips(folder, tokenizer, trust_remote_code=plan.trust_remote_code):
+        if not tokenizer_round_trips(folder, tokenizer, trust_remote_code=spec.trust_remote_code):
             print_rank0(
                 f"WARNING: AutoTokenizer loads a different tokenizer from {folder} than the one used in "
                 f"training; this suite reads it right, but other programs must load {tokenizer.name_or_path}"
@@ -335,7 +335,7 @@ def summarize(job: Job, trainer: Trainer, observers: Observers) -> dict[str, Any
         "train_seconds": progress.train_seconds,
         "peak_memory_gb": trainer.peak_memory_gb(),
         "predicted_memory_gb": job.fit.predicted_gb,
-        "num_layers": getattr(job.resolved.plan.config.get_text_config(), "num_hidden_layers", None),
+        "num_layers": getattr(job.resolved.model.config.get_text_config(), "num_hidden_layers", None),
         "gpu_name": observers.environment.get("gpu_name"),
         "gpus": job.gpus,
         "world_size": strategy.world_size,
@@ -352,7 +352,7 @@ def _generate_samples(job: Job) -> None:
     prompts = job.loaders.eval_prompts[: job.cfg.checkpoint.generate_samples]
     if not prompts or not (job.folder / "export").exists():
         return
-    trusted = job.resolved.plan.trust_remote_code
+    trusted = job.resolved.model.trust_remote_code
     try:
         export = job.folder / "export"
         text = generate_answers(export, prompts, job.tokenizer, job.device, trust_remote_code=trusted)

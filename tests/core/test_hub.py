@@ -7,7 +7,7 @@ from fp8_suite.core.errors import UserError
 from fp8_suite.core.hub import RETRIES, require_folder, require_reachable_hub
 from fp8_suite.data.reading.sources import is_prepared, open_path_or_hub
 from fp8_suite.data.settings import DataConfig
-from fp8_suite.te_models.build import plan_model
+from fp8_suite.te_models.build import find_model
 from huggingface_hub.utils import _http
 
 
@@ -27,8 +27,8 @@ def requests(monkeypatch) -> list[str]:
     huggingface_hub.set_client_factory(_http.default_client_factory)
 
 
-def plan(name: str, **options):
-    return plan_model(name, **{"init": "auto", "use_te": False} | options)
+def spec(name: str, **options):
+    return find_model(name, **{"init": "auto", "use_te": False} | options)
 
 
 @pytest.mark.parametrize("flag", ["--model_name", "--dataset_name"])
@@ -38,7 +38,7 @@ def test_a_hub_out_of_reach_is_one_line_after_few_tries(requests, tmp_path, capf
         (ValueError, UserError), match=rf"^{flag} some/Name: .*out of reach \(Name or service not known\)"
     ):
         if flag == "--model_name":
-            plan("some/Name", cache_dir=str(tmp_path))
+            spec("some/Name", cache_dir=str(tmp_path))
         else:
             open_path_or_hub(cfg, "train")
     assert len(requests) == 1 + RETRIES and all("some/Name/" in url for url in requests)
@@ -75,25 +75,25 @@ def test_a_name_close_to_a_preset_is_answered_with_it_unless_it_is_a_folder(
     name, preset, requests, tmp_path, monkeypatch
 ):
     with pytest.raises(UserError, match=rf"--model_name {name}: .*did you mean '{preset}'\?"):
-        plan(name)
+        spec(name)
     assert not requests
-    plan("tiny-qwen3").config.save_pretrained(tmp_path / name)
+    spec("tiny-qwen3").config.save_pretrained(tmp_path / name)
     monkeypatch.chdir(tmp_path)
-    assert plan(name, init="random").family == "qwen3"
+    assert spec(name, init="random").family == "qwen3"
 
 
 def test_an_unknown_name_is_answered_with_the_presets(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"a preset: tiny-llama, tiny-mistral, tiny-qwen2, tiny-qwen3$"):
-        plan("little")
+        spec("little")
     with pytest.raises(UserError, match=r"or a preset: .*Qwen/Qwen3-8B, .*tiny-llama"):
-        plan("little", init="random")
+        spec("little", init="random")
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./x", "../x/y", "runs/a/export", "~nobody/x"])
 def test_a_missing_folder_is_not_requested_from_the_hub(name, requests, tmp_path):
     with pytest.raises(UserError, match=rf"--model_name {name}: there is no such folder"):
-        plan(name)
+        spec(name)
     with pytest.raises(UserError, match=rf"--tokenizer_name {name}: there is no such folder"):
         require_folder("tokenizer_name", name)
     assert not requests
@@ -106,4 +106,4 @@ def test_a_run_folder_is_answered_with_its_export(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "export").mkdir()
     with pytest.raises(UserError, match=rf"is a run folder; .*{tmp_path}/export$"):
-        plan(str(tmp_path))
+        spec(str(tmp_path))

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from fp8_suite.te_models.build import ModelPlan, build_model, weight_source
+from fp8_suite.te_models.build import ModelSpec, build_model, weight_source
 from fp8_suite.te_models.options import BuildOptions
 from safetensors.torch import save_file
 from transformers import AutoConfig
@@ -25,14 +25,14 @@ LLAMA3_ROPE = {
 }
 
 
-def plan(
+def spec(
     *,
     family: str = "llama",
     tied: bool = False,
     scaled_rope: bool = True,
     layers: int = 4,
     init_std: float = 0.03,
-) -> ModelPlan:
+) -> ModelSpec:
     config = AutoConfig.for_model(
         family,
         hidden_size=512,
@@ -49,26 +49,26 @@ def plan(
         rope_parameters=LLAMA3_ROPE if scaled_rope else {"rope_type": "default", "rope_theta": 10000.0},
         **OWN_SETTINGS.get(family, {}),
     )
-    return ModelPlan(f"test-{family}", config, None)
+    return ModelSpec(f"test-{family}", config, None)
 
 
-def perturbed(model_plan: ModelPlan, folder: Path) -> ModelPlan:
+def perturbed(model_spec: ModelSpec, folder: Path) -> ModelSpec:
     """Save the model's weights with random norms and biases to `folder`; all values are exact in BF16."""
-    source = weight_source(model_plan, seed=0, device=torch.device("cpu"))
+    source = weight_source(model_spec, seed=0, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     tensors = {}
     for name, shape in source.shapes().items():
         noise = 0.3 * torch.randn(shape, generator=generator) if len(shape) == 1 else 0.0
         tensors[name] = (source.get(name) + noise).bfloat16()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    model_plan.config.save_pretrained(folder)
-    return replace(model_plan, weights=folder)
+    model_spec.config.save_pretrained(folder)
+    return replace(model_spec, weights=folder)
 
 
-def build(model_plan: ModelPlan, *, use_te: bool, packed: bool, backend: str = "native", **options):
+def build(model_spec: ModelSpec, *, use_te: bool, packed: bool, backend: str = "native", **options):
     defaults = {"dtype": torch.bfloat16, "device": DEVICE, "max_positions": 2048}
     te_backend = backend if use_te else None
-    return build_model(model_plan, BuildOptions(te_backend=te_backend, packed=packed, **defaults | options))
+    return build_model(model_spec, BuildOptions(te_backend=te_backend, packed=packed, **defaults | options))
 
 
 def batch(

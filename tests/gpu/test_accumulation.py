@@ -10,7 +10,7 @@ from fp8_suite.training.optim.accumulation import gradient_of
 from fp8_suite.training.optim.optimizer import OptimizerPlan, build_optimizer
 from fp8_suite.training.parallel.strategies import Strategy
 
-from tests.gpu.models import DEVICE, batch, build, perturbed, plan
+from tests.gpu.models import DEVICE, batch, build, perturbed, spec
 from tests.gpu.test_te_model import bf16, fp8, step
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +27,7 @@ def optimizer_of(model):
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "cast-again"])
 @pytest.mark.parametrize("name", [None, "delayed", "current", "block"])
 def test_sums_match_those_of_single_micro_batches(name, cached, recompute):
-    compare_with_single_micro_batches(plan(), name, cached=cached, recompute=recompute)
+    compare_with_single_micro_batches(spec(), name, cached=cached, recompute=recompute)
 
 
 @pytest.mark.parametrize(
@@ -40,23 +40,23 @@ def test_sums_match_those_of_single_micro_batches(name, cached, recompute):
     ],
 )
 def test_sums_match_for_tied_weights_biases_and_head_norms(family, tied, name, tmp_path):
-    model_plan = perturbed(plan(family=family, tied=tied, layers=2), tmp_path)
-    compare_with_single_micro_batches(model_plan, name)
+    model_spec = perturbed(spec(family=family, tied=tied, layers=2), tmp_path)
+    compare_with_single_micro_batches(model_spec, name)
 
 
 @pytest.mark.parametrize("name", [None, "delayed", "block"])
 def test_sums_match_in_bf16(name):
-    compare_with_single_micro_batches(plan(), name, sums=torch.bfloat16)
+    compare_with_single_micro_batches(spec(), name, sums=torch.bfloat16)
 
 
 def compare_with_single_micro_batches(
-    model_plan, name, *, cached=True, recompute=False, sums=torch.float32
+    model_spec, name, *, cached=True, recompute=False, sums=torch.float32
 ) -> None:
     autocast = fp8(name)[1] if name else bf16()
     inputs = [batch([[100, 156]] * 8, packed=True, seed=seed) for seed in range(STEPS)]
     options = {"use_te": True, "packed": True, "recompute": "layer" if recompute else "none"}
-    apart = build(model_plan, **options)
-    together = build(model_plan, **options, native=replace(SUMS_IN_GEMMS, cache_fp8_weights=cached))
+    apart = build(model_spec, **options)
+    together = build(model_spec, **options, native=replace(SUMS_IN_GEMMS, cache_fp8_weights=cached))
     settings = {"gradient_accumulation_steps": STEPS}
     settings["grad_reduce_dtype"] = {torch.float32: "fp32", torch.bfloat16: "bf16"}[sums]
     chosen = Strategy(DEVICE, config_from_dict(settings))
@@ -95,8 +95,8 @@ def compare_with_single_micro_batches(
 
 def test_a_step_with_gradients_accumulated_by_te_is_bit_for_bit_the_same():
     inputs = [batch([[100, 156]] * 8, packed=True, seed=seed) for seed in range(STEPS)]
-    model = build(plan(), use_te=True, packed=True, native=SUMS_IN_GEMMS)
-    twin = build(plan(), use_te=True, packed=True)
+    model = build(spec(), use_te=True, packed=True, native=SUMS_IN_GEMMS)
+    twin = build(spec(), use_te=True, packed=True)
     chosen = Strategy(DEVICE, config_from_dict({"gradient_accumulation_steps": STEPS}))
     optimizer = optimizer_of(model)
     wrapped = chosen.wrap(model, optimizer)
@@ -113,7 +113,7 @@ def test_a_step_with_gradients_accumulated_by_te_is_bit_for_bit_the_same():
 
 def test_a_step_is_not_affected_by_a_skipped_one():
     inputs = [batch([[100, 156]] * 8, packed=True, seed=seed) for seed in range(STEPS)]
-    model = build(plan(), use_te=True, packed=True, native=SUMS_IN_GEMMS)
+    model = build(spec(), use_te=True, packed=True, native=SUMS_IN_GEMMS)
     chosen = Strategy(DEVICE, config_from_dict({"gradient_accumulation_steps": STEPS}))
     optimizer = optimizer_of(model)
     wrapped = chosen.wrap(model, optimizer)

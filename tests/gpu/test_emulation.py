@@ -9,7 +9,7 @@ from fp8_suite.training.precision.recipes import Precision, build_autocast, make
 from fp8_suite.training.precision.scaling import restore_scaling, scaling_state
 from fp8_suite.training.precision.settings import PrecisionConfig
 
-from tests.gpu.models import DEVICE, batch, build, plan
+from tests.gpu.models import DEVICE, batch, build, spec
 
 pytestmark = pytest.mark.gpu
 BACKENDS = ("native", "emulated")
@@ -218,7 +218,7 @@ def test_layers_match_te(attention, options, name):
     x = torch.randn(
         8, 256, HIDDEN, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(2)
     ).bfloat16()
-    call = {"rotary_pos_emb": rope_angles(plan().config, 256).to(DEVICE)}
+    call = {"rotary_pos_emb": rope_angles(spec().config, 256).to(DEVICE)}
     if attention == "thd":
         x = x.flatten(0, 1)
         ends = torch.tensor([0, 100, 256, 290, 512, 768, 1000, 1024, 1280, 1500, 1536, 1792, 2048])
@@ -251,7 +251,7 @@ def test_delayed_scaling_state_of_a_linear_matches_te_exactly(algorithm):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_updates_scaling_state_as_in_te(reentrant):
     modules = pair(layer("bshd"))
-    call = {"rotary_pos_emb": rope_angles(plan().config, 128).to(DEVICE), "use_reentrant": reentrant}
+    call = {"rotary_pos_emb": rope_angles(spec().config, 128).to(DEVICE), "use_reentrant": reentrant}
     for step in range(4):
         x = torch.randn(2, 128, HIDDEN, device=DEVICE).bfloat16() * 2.0**step
         for backend, module in modules.items():
@@ -266,7 +266,7 @@ def test_recomputation_updates_scaling_state_as_in_te(reentrant):
 
 def test_backends_load_each_others_checkpoints():
     """Compare names, order, shapes and values of weights, and the state of delayed scaling."""
-    models = {b: build(plan(layers=2), use_te=True, packed=True, backend=b) for b in BACKENDS}
+    models = {b: build(spec(layers=2), use_te=True, packed=True, backend=b) for b in BACKENDS}
     native, ours = (list(weights_of(models[b]).items()) for b in BACKENDS)
     assert [name for name, _ in native] == [name for name, _ in ours]
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(native, ours, strict=True))
@@ -281,7 +281,7 @@ def test_backends_load_each_others_checkpoints():
 
 def curve(backend: str, name: str, batches: list[dict], steps: int) -> torch.Tensor:
     """Losses [steps] of a small model with FP32 weights."""
-    model = build(plan(layers=2), use_te=True, packed=True, backend=backend, dtype=torch.float32)
+    model = build(spec(layers=2), use_te=True, packed=True, backend=backend, dtype=torch.float32)
     precision = Precision(name, name, recipe=recipe_of(name, backend), te_backend=backend)
     autocast = build_autocast(precision, device=DEVICE, parameter_dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, fused=True)

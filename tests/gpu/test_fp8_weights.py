@@ -5,7 +5,7 @@ import torch
 from fp8_suite.te_models.fp8_weights import quantize_weights
 from safetensors.torch import load_file
 
-from tests.gpu.models import batch, build, plan
+from tests.gpu.models import batch, build, spec
 from tests.gpu.test_offload import assert_same_bits, checkpoint
 from tests.gpu.test_run import SMALL, losses, train
 from tests.gpu.test_te_model import fp8
@@ -19,7 +19,7 @@ def test_losses_and_gradients_are_those_of_weights_cast_in_every_pass(recompute,
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     autocast, found = fp8("current")[1], {}
     for stored in (False, True):
-        model = build(plan(layers=4), use_te=True, packed=False, recompute=recompute)
+        model = build(spec(layers=4), use_te=True, packed=False, recompute=recompute)
         originals = quantize_weights(model) if stored else {}
         assert len(originals) == 16 * stored
         for name, weight in originals.items():

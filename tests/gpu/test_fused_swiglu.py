@@ -7,7 +7,7 @@ import torch
 from fp8_suite.te_models.kernels import fused_swiglu
 from fp8_suite.te_models.kernels.fused_swiglu import difference, swiglu, swiglu_backward
 
-from tests.gpu.models import DEVICE, batch, build, plan
+from tests.gpu.models import DEVICE, batch, build, spec
 from tests.gpu.test_te_model import bf16, fp8, step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_hopper")]
@@ -56,8 +56,8 @@ def gradient_errors() -> dict[str, float]:
     """Relative error of a small model's gradients with delayed scaling against BF16, by parameter."""
     _, autocast = fp8("delayed")
     inputs = batch([[256]] * 8, packed=False)
-    exact, reference = step(build(plan(), use_te=True, packed=False), inputs, bf16())
-    model = build(plan(), use_te=True, packed=False)
+    exact, reference = step(build(spec(), use_te=True, packed=False), inputs, bf16())
+    model = build(spec(), use_te=True, packed=False)
     for _ in range(PASSES):
         loss, grads = step(model, inputs, autocast)
     assert loss == pytest.approx(exact, rel=1e-2)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from fp8_suite.core.errors import UserError
-from fp8_suite.te_models.build import plan_model
+from fp8_suite.te_models.build import find_model
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.precision import precision_map
@@ -14,7 +14,7 @@ from fp8_suite.training.precision.precision_map import te_names
 from fp8_suite.training.precision.recipes import Precision, build_autocast, resolve_precision, why_not
 from fp8_suite.training.precision.scaling import scaling_state
 
-from tests.gpu.models import DEVICE, batch, build, plan
+from tests.gpu.models import DEVICE, batch, build, spec
 from tests.gpu.test_run import SMALL, losses, train
 
 pytestmark = pytest.mark.gpu
@@ -24,12 +24,12 @@ INPUTS = [[100, 60, 96], [256], [31, 225]]
 
 def resolve(**values) -> Precision:
     cfg = config_from_dict({"use_te": True, "te_backend": "native", "mixed_precision": "fp8", **values})
-    return precision_map.resolve(cfg, resolve_precision(cfg), plan(layers=LAYERS).config)
+    return precision_map.resolve(cfg, resolve_precision(cfg), spec(layers=LAYERS).config)
 
 
 def train_steps(found: Precision, steps: int = 3, **options) -> tuple[torch.nn.Module, list[torch.Tensor]]:
     """Train some steps in these recipes; return the model, and its losses and gradients."""
-    model = build(plan(layers=LAYERS), use_te=True, packed=True, **options)
+    model = build(spec(layers=LAYERS), use_te=True, packed=True, **options)
     precision_map.apply(model, found, fp8_attention=False)
     autocast = build_autocast(found, device=DEVICE, parameter_dtype=torch.bfloat16)
     inputs, results = batch(INPUTS, packed=True), []
@@ -47,7 +47,7 @@ def train_steps(found: Precision, steps: int = 3, **options) -> tuple[torch.nn.M
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_module_names_match_a_te_model(family):
-    model = build(plan(layers=LAYERS, family=family), use_te=True, packed=False)
+    model = build(spec(layers=LAYERS, family=family), use_te=True, packed=False)
     kinds = ("Linear", "LayerNormLinear", "LayerNormMLP")
     gemms = [name for name, module in model.named_modules() if type(module).__name__ in kinds]
     assert [name for name in gemms if name != "lm_head"] == te_names(LAYERS)
@@ -143,7 +143,7 @@ def test_a_run_with_delayed_scaling_only_in_the_map_resumes_exactly(tmp_path):
 def test_fp8_attention_follows_the_precision_of_its_layer(tmp_path):
     """A BF16 layer has BF16 attention."""
     # FP8 attention on Hopper requires head size 128.
-    narrow = plan_model("tiny-llama", init="auto", use_te=True)
+    narrow = find_model("tiny-llama", init="auto", use_te=True)
     narrow.config.update({"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1})
     narrow.config.save_pretrained(tmp_path / "model")
     flags = f"{SMALL} --no_deterministic --no_packing --mixed_precision fp8 --fp8_attention --no_export"

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from fp8_suite.te_models.build import ModelPlan
+from fp8_suite.te_models.build import ModelSpec
 from fp8_suite.te_models.kernels import flash_attention
 from fp8_suite.te_models.options import NativeOptions
 from fp8_suite.te_models.recompute import offload
@@ -21,7 +21,7 @@ from fp8_suite.training.precision.scaling import scaling_state
 from fp8_suite.training.tracking.metrics import ModelShape
 from transformers import LlamaConfig
 
-from tests.gpu.models import DEVICE, batch, build, plan
+from tests.gpu.models import DEVICE, batch, build, spec
 from tests.gpu.test_te_model import bf16, fp8
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +36,7 @@ def autocast_of(name: str):
 def train(name: str, *, packed: bool, steps: int = 3, family: str = "llama", **options):
     """Return losses, gradients and scales of some steps of two micro-batches each."""
     autocast = autocast_of(name)
-    model = build(plan(family=family, layers=LAYERS), use_te=True, packed=packed, **options)
+    model = build(spec(family=family, layers=LAYERS), use_te=True, packed=packed, **options)
     lengths = [[100, 156]] * 8 if packed else [[256]] * 8
     found = []
     for step in range(steps):
@@ -91,7 +91,7 @@ def test_offloaded_activations_leave_the_gpu():
     inputs, kept = batch([[2048]] * 8, packed=False), {}
     for offloads in (False, True):
         options = {"recompute": "layer", "offload_activations": offloads}
-        model = build(plan(layers=8), use_te=True, packed=False, **options)
+        model = build(spec(layers=8), use_te=True, packed=False, **options)
         gc.collect()  # the model before
         for _ in range(2):
             before = torch.cuda.memory_allocated(DEVICE)
@@ -164,7 +164,7 @@ def test_levels_keep_the_predicted_memory(name):
     config = LlamaConfig(**SIZES, num_hidden_layers=LAYERS, initializer_range=0.02)
     inputs, kept = batch([[2048]] * 4, packed=False), {}
     for level in RECOMPUTE_LEVELS:
-        model = build(ModelPlan("test", config, None), use_te=True, packed=False, recompute=level)
+        model = build(ModelSpec("test", config, None), use_te=True, packed=False, recompute=level)
         gc.collect()  # the model before
         for _ in range(2):  # the first pass allocates workspaces
             before = torch.cuda.memory_allocated(DEVICE)

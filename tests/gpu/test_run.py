@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from fp8_suite.core.recipes import TE_RECIPES
-from fp8_suite.te_models.build import plan_model
+from fp8_suite.te_models.build import find_model
 from fp8_suite.training.precision.recipes import why_not
 from safetensors.torch import load_file
 
@@ -127,9 +127,9 @@ def test_options_train(tmp_path, flags):
 @pytest.fixture
 def wide_heads(tmp_path) -> Path:
     """Folder of a tiny Llama with a head size that FP8 attention supports."""
-    plan = plan_model("tiny-llama", init="auto", use_te=True)
-    plan.config.update({"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1})
-    plan.config.save_pretrained(tmp_path / "model")
+    spec = find_model("tiny-llama", init="auto", use_te=True)
+    spec.config.update({"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1})
+    spec.config.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 

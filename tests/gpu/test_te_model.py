@@ -18,7 +18,7 @@ from fp8_suite.training.precision.scaling import frozen_scaling, scaling_state
 from fp8_suite.training.precision.settings import PrecisionConfig
 from fp8_suite.training.precision.te_runtime import attention_backend
 
-from tests.gpu.models import DEVICE, batch, build, perturbed, plan
+from tests.gpu.models import DEVICE, batch, build, perturbed, spec
 
 pytestmark = pytest.mark.gpu
 # Other families, with tied or untied embeddings.
@@ -41,11 +41,11 @@ def logits_of(model, inputs, monkeypatch) -> tuple[torch.Tensor, float]:
     return seen[0], loss.item()
 
 
-def compare_logits(model_plan, packed, monkeypatch, *, cosine) -> None:
+def compare_logits(model_spec, packed, monkeypatch, *, cosine) -> None:
     """Compare logits of both forms; `cosine` is the smallest allowed cosine similarity of a token."""
     inputs = batch(PACKED if packed else PADDED, packed=packed)
-    reference, reference_loss = logits_of(build(model_plan, use_te=False, packed=packed), inputs, monkeypatch)
-    logits, loss = logits_of(build(model_plan, use_te=True, packed=packed), inputs, monkeypatch)
+    reference, reference_loss = logits_of(build(model_spec, use_te=False, packed=packed), inputs, monkeypatch)
+    logits, loss = logits_of(build(model_spec, use_te=True, packed=packed), inputs, monkeypatch)
     assert abs(loss - reference_loss) < 5e-3
     divergence = F.kl_div(
         logits.log_softmax(-1), reference.log_softmax(-1), log_target=True, reduction="none"
@@ -62,25 +62,25 @@ def compare_logits(model_plan, packed, monkeypatch, *, cosine) -> None:
 @pytest.mark.parametrize("scaled_rope", [False, True], ids=["rope", "llama3-rope"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_te_matches_hugging_face(tied, scaled_rope, packed, monkeypatch):
-    compare_logits(plan(tied=tied, scaled_rope=scaled_rope), packed, monkeypatch, cosine=0.9999)
+    compare_logits(spec(tied=tied, scaled_rope=scaled_rope), packed, monkeypatch, cosine=0.9999)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize(("family", "tied"), OTHERS)
 def test_families_match_hugging_face(family, tied, packed, monkeypatch, tmp_path):
     """Random biases and norms increase BF16's error: Hugging Face's BF16 has cosine 0.9998 to FP32."""
-    model_plan = perturbed(plan(family=family, tied=tied, layers=2), tmp_path)
-    compare_logits(model_plan, packed, monkeypatch, cosine=0.9995)
+    model_spec = perturbed(spec(family=family, tied=tied, layers=2), tmp_path)
+    compare_logits(model_spec, packed, monkeypatch, cosine=0.9995)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize(("family", "tied"), OTHERS)
 def test_gradients_of_families_match_hugging_face(family, tied, packed, tmp_path):
-    model_plan = perturbed(plan(family=family, tied=tied, layers=2), tmp_path)
+    model_spec = perturbed(spec(family=family, tied=tied, layers=2), tmp_path)
     inputs = batch(PACKED if packed else PADDED, packed=packed)
 
     def gradients(use_te):
-        model = build(model_plan, use_te=use_te, packed=packed)
+        model = build(model_spec, use_te=use_te, packed=packed)
         loss = model(**inputs).loss / (inputs["labels"] != -100).sum()
         loss.backward()
         return dict(export_tensors(model, lambda weights: [w.grad.float() for w in weights]))
@@ -95,9 +95,9 @@ def test_gradients_of_families_match_hugging_face(family, tied, packed, tmp_path
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), *OTHERS])
 def test_both_forms_export_the_same_weights(family, tied, tmp_path):
-    model_plan = perturbed(plan(family=family, tied=tied, layers=2), tmp_path)
-    hf = dict(export_tensors(build(model_plan, use_te=False, packed=True)))
-    te = dict(export_tensors(build(model_plan, use_te=True, packed=True)))
+    model_spec = perturbed(spec(family=family, tied=tied, layers=2), tmp_path)
+    hf = dict(export_tensors(build(model_spec, use_te=False, packed=True)))
+    te = dict(export_tensors(build(model_spec, use_te=True, packed=True)))
     assert te.keys() == hf.keys()
     assert all(torch.equal(te[name], hf[name]) for name in hf)
 
@@ -123,11 +123,11 @@ def bf16():
     return build_autocast(Precision("bf16", "bf16"), device=DEVICE, parameter_dtype=torch.bfloat16)
 
 
-def compare_with_bf16(model_plan, name, packed) -> None:
+def compare_with_bf16(model_spec, name, packed) -> None:
     precision, autocast = fp8(name)
     # Eight rows of 256 tokens, a multiple that every recipe supports.
     inputs = batch([[256]] * 8 if not packed else [[100, 156]] * 8, packed=packed)
-    model = build(model_plan, use_te=True, packed=packed)
+    model = build(model_spec, use_te=True, packed=packed)
     reference, reference_grads = step(model, inputs, bf16())
     if name == "delayed":
         step(model, inputs, autocast)  # calibrate delayed scaling, as in a run
@@ -137,7 +137,7 @@ def compare_with_bf16(model_plan, name, packed) -> None:
         error = (grad - reference_grads[key]).norm() / reference_grads[key].norm()
         assert error < 0.35, f"{key}: relative error {error:.3f}"
     found = coverage(model, precision)
-    assert found.fp8_modules == 3 * model_plan.config.num_hidden_layers  # qkv, proj, mlp
+    assert found.fp8_modules == 3 * model_spec.config.num_hidden_layers  # qkv, proj, mlp
     head = next(row for row in found.rows if row.modules == "lm_head")
     assert head.precision == "bf16" and found.fp8_gemm_share == pytest.approx(1 - head.gemm_share)
 
@@ -145,7 +145,7 @@ def compare_with_bf16(model_plan, name, packed) -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", TE_RECIPES)
 def test_recipe_is_close_to_bf16(name, packed):
-    compare_with_bf16(plan(), name, packed)
+    compare_with_bf16(spec(), name, packed)
 
 
 @pytest.mark.parametrize(
@@ -160,11 +160,11 @@ def test_recipe_is_close_to_bf16(name, packed):
 )
 def test_recipes_of_families_are_close_to_bf16(family, name, tmp_path):
     """Biases are tested in each recipe of Hopper, other families in one recipe."""
-    compare_with_bf16(perturbed(plan(family=family, layers=2), tmp_path), name, packed=True)
+    compare_with_bf16(perturbed(spec(family=family, layers=2), tmp_path), name, packed=True)
 
 
 def test_coverage_of_bf16_reports_no_fp8():
-    model = build(plan(), use_te=True, packed=True)
+    model = build(spec(), use_te=True, packed=True)
     step(model, batch(PACKED, packed=True), bf16())
     assert coverage(model, Precision("bf16", "bf16")).fp8_modules == 0
 
@@ -174,7 +174,7 @@ def test_fp8_gemms_run_on_the_gpu(name):
     """Check the profiler's kernels, since the coverage table only reads TE's flags."""
     _, autocast = fp8(name)
     inputs = batch([[256]] * 8, packed=False)
-    model = build(plan(), use_te=True, packed=False)
+    model = build(spec(), use_te=True, packed=False)
     step(model, inputs, autocast)
 
     def kernels(context):
@@ -192,9 +192,9 @@ def test_fp8_gemms_run_on_the_gpu(name):
 @pytest.mark.parametrize("name", [None, "delayed", "current"])
 def test_packed_samples_do_not_see_each_other(name):
     autocast = fp8(name)[1] if name else bf16()
-    model_plan = plan()
-    apart = build(model_plan, use_te=True, packed=False)
-    together = build(model_plan, use_te=True, packed=True)
+    model_spec = spec()
+    apart = build(model_spec, use_te=True, packed=False)
+    together = build(model_spec, use_te=True, packed=True)
     one = batch([[128], [128], [128], [128]], packed=False)
     row = {"input_ids": one["input_ids"].view(1, -1), "labels": one["labels"].view(1, -1)}
     row |= {"cu_seqlens": torch.arange(0, 513, 128, dtype=torch.int32, device=DEVICE), "max_seqlen": 512}
@@ -221,7 +221,7 @@ def test_recomputation_gives_the_same_gradients(family, name):
     results = []
     for recompute in (False, True):
         model = build(
-            plan(family=family), use_te=True, packed=True, recompute="layer" if recompute else "none"
+            spec(family=family), use_te=True, packed=True, recompute="layer" if recompute else "none"
         )
         for _ in range(3):
             loss, grads = step(model, inputs, autocast)
@@ -237,8 +237,8 @@ def test_recomputation_gives_the_same_gradients(family, name):
 def test_batches_of_single_and_packed_sequences_alternate(name, recompute):
     """Rows of one sequence use plain causal attention; the next batch is packed again."""
     autocast = fp8(name)[1] if name else bf16()
-    models = {packed: build(plan(), use_te=True, packed=packed) for packed in (True, False)}
-    mixed = build(plan(), use_te=True, packed=True, recompute="layer" if recompute else "none")
+    models = {packed: build(spec(), use_te=True, packed=packed) for packed in (True, False)}
+    mixed = build(spec(), use_te=True, packed=True, recompute="layer" if recompute else "none")
     for seed, lengths in enumerate([[256], [100, 156], [256], [100, 156]]):
         packed = len(lengths) > 1
         loss, grads = step(mixed, batch([lengths] * 8, packed=True, seed=seed), autocast)
@@ -264,7 +264,7 @@ def test_the_self_test_of_rope_fails_for_a_wrong_kernel(monkeypatch):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
 def test_fused_qkv_rope_matches_te(family, lengths):
     """Without positions TE applies its own RoPE; some cosines differ in the last bit."""
-    model = build(plan(family=family), use_te=True, packed=True)
+    model = build(spec(family=family), use_te=True, packed=True)
     inputs = batch([lengths] * 8, packed=True)
     loss, grads = step(model, inputs, bf16())
     expected, wanted = step(model, inputs | {"position_ids": None}, bf16())
@@ -291,7 +291,7 @@ def test_fused_residual_gradients_match_te(family, name, options, monkeypatch):
     """The fused kernel rounds to BF16 once less, and runs twice per layer."""
     autocast = bf16() if name == "bf16" else fp8(name)[1]
     inputs = batch([[100, 156]] * 8, packed=True)
-    build_ = functools.partial(build, plan(family=family), use_te=True, packed=True, **options)
+    build_ = functools.partial(build, spec(family=family), use_te=True, packed=True, **options)
     model = build_()
     if name == "delayed":
         step(model, inputs, autocast)
@@ -313,7 +313,7 @@ def test_fused_residual_gradients_match_te(family, name, options, monkeypatch):
 
 def test_evaluation_keeps_the_scaling_state():
     _, autocast = fp8("delayed")
-    model = build(plan(), use_te=True, packed=True)
+    model = build(spec(), use_te=True, packed=True)
     step(model, batch(PACKED, packed=True), autocast)
     before = {name: t.clone() for name, t in scaling_state(model).items()}
     assert before
@@ -325,7 +325,7 @@ def test_evaluation_keeps_the_scaling_state():
 
 
 def test_attention_backend_is_reported_and_fused():
-    model = build(plan(), use_te=True, packed=True)
+    model = build(spec(), use_te=True, packed=True)
     step(model, batch(PACKED, packed=True), bf16())
     assert attention_backend() in ("fused", "flash")
 
@@ -336,7 +336,7 @@ def test_unfused_attention_is_detected(monkeypatch):
     from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
 
     _attention_backends["backend_selection_requires_update"] = True
-    model = build(plan(layers=1), use_te=True, packed=False)
+    model = build(spec(layers=1), use_te=True, packed=False)
     step(model, batch([[128]], packed=False), bf16())
     found = attention_backend()
     _attention_backends["attention_params"] = None

@@ -13,7 +13,7 @@ from fp8_suite.training.precision.coverage import coverage
 from fp8_suite.training.precision.recipes import Precision
 from fp8_suite.training.run import main
 
-from tests.gpu.models import DEVICE, batch, build, plan
+from tests.gpu.models import DEVICE, batch, build, spec
 from tests.gpu.test_multi_gpu import launch, logged
 
 ROWS = [[100, 60, 96], [256], [31, 200]]  # 256 tokens each; the last row is padded
@@ -41,8 +41,8 @@ def worst(grads: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) ->
 @pytest.mark.parametrize("recipe", TORCHAO_RECIPES)
 def test_a_recipe_runs_fp8_kernels_and_is_close_to_bf16(recipe):
     inputs = batch([[100, 156]] * 8, packed=True)
-    model = build(plan(), use_te=False, packed=True, convert=convert(recipe))
-    reference, reference_grads = step(build(plan(), use_te=False, packed=True), inputs)
+    model = build(spec(), use_te=False, packed=True, convert=convert(recipe))
+    reference, reference_grads = step(build(spec(), use_te=False, packed=True), inputs)
     step(model, inputs)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -65,7 +65,7 @@ def test_a_recipe_runs_fp8_kernels_and_is_close_to_bf16(recipe):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])  # head sizes 64, 64, 128; all grouped
 def test_the_flash_kernel_matches_a_block_diagonal_mask(family):
     inputs = batch(ROWS, packed=True)
-    model = build(plan(family=family), use_te=False, packed=True)
+    model = build(spec(family=family), use_te=False, packed=True)
     assert model.attention == "packed_causal"
     assert why_no_kernel(torch.empty(1, 64, device=DEVICE, dtype=torch.bfloat16)) is None
     loss, grads = step(model, inputs)
@@ -84,7 +84,7 @@ def test_the_flash_kernel_matches_a_block_diagonal_mask(family):
 
 @pytest.mark.gpu
 def test_packed_samples_have_the_losses_of_unpacked_ones():
-    model = build(plan(), use_te=False, packed=True)
+    model = build(spec(), use_te=False, packed=True)
     one = batch([[128], [128], [128], [128]], packed=False)
     row = {"input_ids": one["input_ids"].view(1, -1), "labels": one["labels"].view(1, -1)}
     row["position_ids"] = one["position_ids"].view(1, -1)
@@ -100,8 +100,8 @@ def test_compiled_layers_share_a_graph_and_compute_the_same(recompute):
     counters = torch._dynamo.utils.counters
     counters.clear()
     options = {"convert": convert("tensorwise"), "recompute": "layer" if recompute else "none"}
-    eager = build(plan(), use_te=False, packed=True, **options)
-    compiled = build(plan(), use_te=False, packed=True, compile_layers=True, **options)
+    eager = build(spec(), use_te=False, packed=True, **options)
+    compiled = build(spec(), use_te=False, packed=True, compile_layers=True, **options)
     for rows in ([[100, 156]] * 4, [[50, 50, 156]] * 4, [[10, 46, 100, 100]] * 4):
         inputs = batch(rows, packed=True)
         (reference, reference_grads), (loss, grads) = step(eager, inputs), step(compiled, inputs)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fp8_suite.core.errors import UserError
-from fp8_suite.te_models.build import ModelPlan, count_parameters, export_tensors, plan_model, refuse_te
+from fp8_suite.te_models.build import ModelSpec, count_parameters, export_tensors, find_model, refuse_te
 from fp8_suite.te_models.decoder import rope_angles
 from fp8_suite.te_models.families import FAMILIES, head_dim
 from fp8_suite.te_models.kernels.rope import rope_table, split_qkv_rope
@@ -16,7 +16,7 @@ from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS
 from fp8_suite.training.tracking.metrics import COUNTED
 from transformers import AutoConfig
 
-from tests.gpu.models import batch, build, perturbed, plan
+from tests.gpu.models import batch, build, perturbed, spec
 
 CPU = torch.device("cpu")
 PADDED, PACKED = [[33], [20], [9]], [[10, 6, 17], [32], [3, 20]]
@@ -34,12 +34,12 @@ def loss_and_gradients(model, inputs: dict) -> tuple[torch.Tensor, dict[str, tor
     return loss.detach(), dict(export_tensors(model, lambda weights: [w.grad for w in weights]))
 
 
-def compare_forms(model_plan: ModelPlan, *, packed: bool, dtype: torch.dtype, loss: float, gradients: float):
+def compare_forms(model_spec: ModelSpec, *, packed: bool, dtype: torch.dtype, loss: float, gradients: float):
     """Train both forms on one batch; `loss` and `gradients` are the largest allowed differences."""
     inputs = batch(PACKED if packed else PADDED, packed=packed, device=CPU)
     forms = [
         loss_and_gradients(
-            build(model_plan, use_te=use_te, backend="emulated", packed=packed, dtype=dtype, device=CPU),
+            build(model_spec, use_te=use_te, backend="emulated", packed=packed, dtype=dtype, device=CPU),
             inputs,
         )
         for use_te in (False, True)
@@ -64,8 +64,8 @@ def compare_forms(model_plan: ModelPlan, *, packed: bool, dtype: torch.dtype, lo
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_te_form_matches_hugging_face(family, tied, packed, dtype, loss, gradients, tmp_path):
-    model_plan = perturbed(plan(family=family, tied=tied, layers=2), tmp_path)
-    compare_forms(model_plan, packed=packed, dtype=dtype, loss=loss, gradients=gradients)
+    model_spec = perturbed(spec(family=family, tied=tied, layers=2), tmp_path)
+    compare_forms(model_spec, packed=packed, dtype=dtype, loss=loss, gradients=gradients)
 
 
 ENDS = [128001, 128008, 128009]
@@ -94,10 +94,10 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_presets_are_the_published_models(name):
-    model_plan = plan_model(name, init="random", use_te=True)
-    config, (millions, *expected) = model_plan.config, PUBLISHED[name]
+    model_spec = find_model(name, init="random", use_te=True)
+    config, (millions, *expected) = model_spec.config, PUBLISHED[name]
     rope = config.rope_parameters
-    assert count_parameters(model_plan) / 1e6 == pytest.approx(millions, abs=0.1)
+    assert count_parameters(model_spec) / 1e6 == pytest.approx(millions, abs=0.1)
     found = [config.rms_norm_eps, config.max_position_embeddings, rope["rope_theta"], rope.get("factor")]
     assert [*found, config.eos_token_id, config.tie_word_embeddings] == expected
 
@@ -107,7 +107,7 @@ def test_presets_are_the_published_models(name):
     "name", [*sorted(LOCAL_PRESETS), "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-0.6B"]
 )
 def test_rope_angles_match_transformers(name):
-    config = plan_model(name, init="random", use_te=True).config
+    config = find_model(name, init="random", use_te=True).config
     kind = config.model_type
     modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     rotary = getattr(modeling, f"{kind.capitalize()}RotaryEmbedding")(config)
@@ -171,7 +171,7 @@ def test_unknown_family_is_refused_with_the_known_ones():
 def test_bidirectional_model_is_refused(tmp_path, use_te):
     config_of("llama", is_causal=False).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"--model_name .*is_causal is false in its config\.json"):
-        plan_model(str(tmp_path), init="random", use_te=use_te)
+        find_model(str(tmp_path), init="random", use_te=use_te)
 
 
 def test_flops_of_every_family_are_counted():
@@ -217,4 +217,4 @@ def test_impossible_sizes_are_named(changes, reason, tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(UserError, match=f"^--model_name {tmp_path}: its config.json: {reason}"):
-        plan_model(str(tmp_path), init="random", use_te=False)
+        find_model(str(tmp_path), init="random", use_te=False)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from fp8_suite.core.errors import UserError
 from fp8_suite.te_models import hugging_face
-from fp8_suite.te_models.build import ModelPlan, build_model
+from fp8_suite.te_models.build import ModelSpec, build_model
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.te_models.hugging_face import materialize, parameters_on_meta
 from fp8_suite.te_models.options import BuildOptions
@@ -41,7 +41,7 @@ def build(model_type: str, *, packed: bool = False, seed: int = 0, recompute: st
         reentrant=recompute == "reentrant",
     )
     config = AutoConfig.for_model(model_type, **TINY | changes)
-    return build_model(ModelPlan(model_type, config, None), options)
+    return build_model(ModelSpec(model_type, config, None), options)
 
 
 def inputs(lengths: list[int]) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fp8_suite.core.errors import UserError
-from fp8_suite.te_models.build import ModelPlan, build_model
+from fp8_suite.te_models.build import ModelSpec, build_model
 from fp8_suite.te_models.emulation import gemm
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.recompute import offload
@@ -30,7 +30,7 @@ SIZES = {
     "vocab_size": 256,
     "initializer_range": 0.1,
 }
-PLAN = ModelPlan("test", Qwen3Config(**SIZES), None)
+SPEC = ModelSpec("test", Qwen3Config(**SIZES), None)
 OPTIONS = BuildOptions(
     te_backend="emulated", dtype=torch.bfloat16, device=CPU, packed=False, max_positions=64
 )
@@ -42,9 +42,9 @@ def fp8(recipe: str) -> Precision:
     return resolve_precision(config_from_dict(flags))
 
 
-def train(options: BuildOptions, precision: Precision = BF16, plan: ModelPlan = PLAN) -> list[torch.Tensor]:
+def train(options: BuildOptions, precision: Precision = BF16, spec: ModelSpec = SPEC) -> list[torch.Tensor]:
     """Return losses and gradients of three steps, and the scales after them."""
-    model, computed = build_model(plan, options), []
+    model, computed = build_model(spec, options), []
     autocast = build_autocast(precision, device=CPU, parameter_dtype=options.dtype)
     ids = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
     for _ in range(3):
@@ -90,10 +90,10 @@ def test_a_level_runs_only_its_gemms_again(monkeypatch, level, again):
 
 
 def test_evaluation_recomputes_nothing():
-    model = build_model(PLAN, replace(OPTIONS, recompute="layer"))
+    model = build_model(SPEC, replace(OPTIONS, recompute="layer"))
     ids = torch.zeros(1, 16, dtype=torch.long)
     with torch.no_grad():
-        assert torch.equal(model(ids, ids).loss, build_model(PLAN, OPTIONS)(ids, ids).loss)
+        assert torch.equal(model(ids, ids).loss, build_model(SPEC, OPTIONS)(ids, ids).loss)
 
 
 @pytest.mark.parametrize("recompute", ["mlp", "layer", "full", "mlp:1+layer:1"])
@@ -109,7 +109,7 @@ def test_levels_that_a_model_lacks_are_refused():
     for text in ("cheap", "mlp:1+cheap"):
         with pytest.raises(UserError, match=r"--recompute .*cheap: without --use_te"):
             config_from_dict({"recompute": text})
-    experts = ModelPlan("test", MixtralConfig(**SIZES, num_local_experts=2), None)
+    experts = ModelSpec("test", MixtralConfig(**SIZES, num_local_experts=2), None)
     with pytest.raises(
         UserError, match="--recompute mlp: the MLP of MixtralForCausalLM is unknown; choose layer"
     ):
@@ -189,8 +189,8 @@ def buffers(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("recompute", ["cheap", "layer:2", "full"])
 def test_offloaded_activations_change_no_bits_and_reuse_their_buffers(recompute, buffers):
     lengths = (17, 24, 9)  # as without packing
-    model = build_model(PLAN, replace(OPTIONS, recompute=recompute, offload_activations=True))
-    plain = build_model(PLAN, OPTIONS)
+    model = build_model(SPEC, replace(OPTIONS, recompute=recompute, offload_activations=True))
+    plain = build_model(SPEC, OPTIONS)
     autocast = build_autocast(fp8("delayed"), device=CPU, parameter_dtype=torch.bfloat16)
     allocated = []
     for given in ((32,), lengths, lengths):

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from fp8_suite.core.errors import UserError
 from fp8_suite.data.demo import TOKENIZER_DIR
 from fp8_suite.te_models.build import (
-    ModelPlan,
+    ModelSpec,
     _streamed_source,
     build_model,
     count_parameters,
     export_tensors,
-    plan_model,
+    find_model,
 )
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.training.checkpoint.export import export_hf
@@ -70,24 +70,24 @@ def folder(tmp_path) -> str:
 
 def test_own_code_runs_only_with_the_flag(folder):
     with pytest.raises(UserError, match=f"--model_name {folder}: .*add --trust_remote_code"):
-        plan_model(folder, init="auto", use_te=False)
+        find_model(folder, init="auto", use_te=False)
 
 
 @pytest.mark.parametrize("shard", [None, lambda model: None], ids=["full", "sharded"])
 def test_model_with_own_code_is_built_counted_exported_and_generates(folder, tmp_path, shard):
-    plan = plan_model(folder, init="auto", use_te=False, trust_remote_code=True)
-    weights = dict(export_tensors(build_model(plan, replace(OPTIONS, shard=shard))))
-    assert count_parameters(plan) == sum(t.numel() for t in weights.values())
+    spec = find_model(folder, init="auto", use_te=False, trust_remote_code=True)
+    weights = dict(export_tensors(build_model(spec, replace(OPTIONS, shard=shard))))
+    assert count_parameters(spec) == sum(t.numel() for t in weights.values())
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER_DIR)
     out = export_hf(
         tmp_path / "export",
         weights.items(),
-        config=plan.config,
+        config=spec.config,
         tokenizer=tokenizer,
-        generation_config=generation_config(plan, tokenizer, turn_end=None, own_tokenizer=True),
+        generation_config=generation_config(spec, tokenizer, turn_end=None, own_tokenizer=True),
         dtype=torch.float32,
         trust_remote_code=True,
-        code_folder=plan.weights,
+        code_folder=spec.weights,
     )
     Path(folder, "own_code.py").unlink()  # the export must not need it
     loaded = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
@@ -100,8 +100,8 @@ def test_model_with_own_code_is_built_counted_exported_and_generates(folder, tmp
 def test_own_code_under_a_known_model_type_computes_the_loss(tmp_path):
     folder = save_model(tmp_path, model_type="llama")
     with pytest.raises(UserError, match=r"--use_te .* drop --use_te or --trust_remote_code"):
-        plan_model(folder, init="auto", use_te=True, trust_remote_code=True)
-    model = build_model(plan_model(folder, init="auto", use_te=False, trust_remote_code=True), OPTIONS)
+        find_model(folder, init="auto", use_te=True, trust_remote_code=True)
+    model = build_model(find_model(folder, init="auto", use_te=False, trust_remote_code=True), OPTIONS)
     with torch.no_grad():
         model.model.get_output_embeddings().weight.mul_(100)  # the cap must matter
     ids = torch.arange(3, 19)[None]
@@ -113,7 +113,7 @@ def test_own_code_under_a_known_model_type_computes_the_loss(tmp_path):
 def test_quantized_weights_are_refused(folder):
     change_config(Path(folder), quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     with pytest.raises(UserError, match=r"quantized weights .* \(quant_method fp8\).*original"):
-        plan_model(folder, init="auto", use_te=False, trust_remote_code=True)
+        find_model(folder, init="auto", use_te=False, trust_remote_code=True)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_quantized_weights_are_refused(folder):
 def test_weights_are_streamed_only_if_files_contain_exactly_the_parameters(extra, streamed, tmp_path):
     config = LlamaConfig(**TINY, tie_word_embeddings=False)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    plan, file = ModelPlan("m", config, tmp_path), tmp_path / "model.safetensors"
-    assert _streamed_source(plan, OPTIONS) is not None
+    spec, file = ModelSpec("m", config, tmp_path), tmp_path / "model.safetensors"
+    assert _streamed_source(spec, OPTIONS) is not None
     save_file(load_file(file) | {extra: torch.ones(2)}, file, metadata={"format": "pt"})
-    assert (_streamed_source(plan, OPTIONS) is not None) == streamed
+    assert (_streamed_source(spec, OPTIONS) is not None) == streamed

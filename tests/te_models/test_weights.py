@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from fp8_suite.core.errors import UserError
 from fp8_suite.te_models.build import (
-    ModelPlan,
+    ModelSpec,
     build_model,
     export_tensors,
+    find_model,
     no_gather,
-    plan_model,
     weight_source,
 )
 from fp8_suite.te_models.decoder import TECausalLM
@@ -47,19 +47,19 @@ HF_FORM, TE_FORM = (BuildOptions(te_backend=backend, **ON_CPU) for backend in (N
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def tiny(family: str = "llama", **changes) -> ModelPlan:
-    plan = plan_model(f"tiny-{family}", init="auto", use_te=True)
+def tiny(family: str = "llama", **changes) -> ModelSpec:
+    spec = find_model(f"tiny-{family}", init="auto", use_te=True)
     for name, value in changes.items():
-        setattr(plan.config, name, value)
-    return plan
+        setattr(spec.config, name, value)
+    return spec
 
 
 def heads_of(family: str, *, heads: int = 4, groups: int = 2) -> SimpleNamespace:
     return SimpleNamespace(model_type=family, num_attention_heads=heads, num_key_value_heads=groups)
 
 
-def te_form(plan: ModelPlan) -> TECausalLM:
-    return TECausalLM(plan.config, TE_FORM).materialize()
+def te_form(spec: ModelSpec) -> TECausalLM:
+    return TECausalLM(spec.config, TE_FORM).materialize()
 
 
 class Distinct(WeightSource):
@@ -75,8 +75,8 @@ class Distinct(WeightSource):
         return numbers.view(-1, *[1] * len(width)).expand(-1, *width)
 
 
-def distinct(plan: ModelPlan) -> Distinct:
-    return Distinct(weight_source(plan, seed=0, device=CPU).shapes())
+def distinct(spec: ModelSpec) -> Distinct:
+    return Distinct(weight_source(spec, seed=0, device=CPU).shapes())
 
 
 def save(folder: Path, tensors: dict[str, torch.Tensor], file: str = "model.safetensors") -> None:
@@ -142,14 +142,14 @@ def test_layer_conversions_use_every_tensor():
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_export_of_a_te_model_equals_the_loaded_hugging_face_model(family, tied, tmp_path):
-    plan = tiny(family, tie_word_embeddings=tied)
-    source = distinct(plan)
+    spec = tiny(family, tie_word_embeddings=tied)
+    source = distinct(spec)
     tensors = {name: source.get(name) for name in source.shapes()}
     save(tmp_path, tensors)
-    model = te_form(plan)
+    model = te_form(spec)
     load_te(model, SafetensorsSource(tmp_path))
     folder = export_hf(
-        tmp_path / "export", te_to_hf(model, no_gather), config=plan.config, dtype=torch.float32
+        tmp_path / "export", te_to_hf(model, no_gather), config=spec.config, dtype=torch.float32
     )
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(found for key, found in info.items() if key.endswith("keys"))
@@ -160,10 +160,10 @@ def test_export_of_a_te_model_equals_the_loaded_hugging_face_model(family, tied,
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_forms_start_from_the_same_random_weights(family):
-    plan = tiny(family)
-    model = te_form(plan)
-    load_te(model, weight_source(plan, seed=3, device=CPU))
-    te, hf = dict(te_to_hf(model, no_gather)), dict(export_tensors(build_model(plan, HF_FORM)))
+    spec = tiny(family)
+    model = te_form(spec)
+    load_te(model, weight_source(spec, seed=3, device=CPU))
+    te, hf = dict(te_to_hf(model, no_gather)), dict(export_tensors(build_model(spec, HF_FORM)))
     assert te.keys() == hf.keys() and all(torch.equal(te[name], hf[name]) for name in te)
 
 
@@ -206,41 +206,41 @@ OTHER = r"{}: \[8, 256\] in the weights, \[512, 256\] by its config.json"
     ],
 )
 def test_weights_that_do_not_fit_te_layers_are_refused_before_loading(family, key, shape, message, tmp_path):
-    plan, key = tiny(family), f"model.{key}"
-    source = weight_source(plan, seed=0, device=CPU)
+    spec, key = tiny(family), f"model.{key}"
+    source = weight_source(spec, seed=0, device=CPU)
     tensors = {name: source.get(name) for name in source.shapes()}
     tensors.pop(key, None)
     save(tmp_path, tensors | ({} if shape is None else {key: torch.zeros(shape)}))
-    plan.config.save_pretrained(tmp_path)
+    spec.config.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"^--model_name {tmp_path}: {message.format(key)}"):
-        plan_model(str(tmp_path), init="pretrained", use_te=True)
+        find_model(str(tmp_path), init="pretrained", use_te=True)
 
 
 def test_hugging_face_form_refuses_incomplete_weights(tmp_path):
-    plan = tiny()
-    source = weight_source(plan, seed=0, device=CPU)
+    spec = tiny()
+    source = weight_source(spec, seed=0, device=CPU)
     save(tmp_path, {name: source.get(name) for name in source.shapes().keys() - {"model.norm.weight"}})
-    plan.config.save_pretrained(tmp_path)
+    spec.config.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"the weights lack model\.norm\.weight"):
-        build_model(replace(plan, weights=tmp_path), HF_FORM)
+        build_model(replace(spec, weights=tmp_path), HF_FORM)
     save(
         tmp_path, {name: source.get(name) for name in source.shapes()} | {"model.norm.weight": torch.ones(8)}
     )
     with pytest.raises(UserError, match=r"model\.norm\.weight: \[8\] in the weights, \[256\] by its config"):
-        build_model(replace(plan, weights=tmp_path), HF_FORM)
+        build_model(replace(spec, weights=tmp_path), HF_FORM)
 
 
 def test_tensors_that_a_model_lacks_are_named_and_quantized_ones_refused(tmp_path):
-    plan = tiny()
-    source = weight_source(plan, seed=0, device=CPU)
+    spec = tiny()
+    source = weight_source(spec, seed=0, device=CPU)
     tensors = {name: source.get(name) for name in source.shapes()}
-    plan.config.save_pretrained(tmp_path)
+    spec.config.save_pretrained(tmp_path)
     save(tmp_path, tensors | {"model.layers.0.extra": torch.zeros(2), "rotary_emb.inv_freq": torch.zeros(2)})
-    assert plan_model(str(tmp_path), init="pretrained", use_te=False).unused == ("model.layers.0.extra",)
+    assert find_model(str(tmp_path), init="pretrained", use_te=False).unused == ("model.layers.0.extra",)
     for dtype, name in ((torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")):
         save(tmp_path, tensors | {"model.norm.weight": torch.zeros(256).to(dtype)})
         with pytest.raises(UserError, match=rf"model\.norm\.weight is {name}, and quantized weights cannot"):
-            plan_model(str(tmp_path), init="pretrained", use_te=False)
+            find_model(str(tmp_path), init="pretrained", use_te=False)
 
 
 # Tied embeddings
@@ -248,19 +248,19 @@ def test_tensors_that_a_model_lacks_are_named_and_quantized_ones_refused(tmp_pat
 
 def test_stored_head_is_tied_only_if_it_is_the_embedding(tmp_path):
     """transformers does not tie two stored tensors that differ, regardless of the configuration."""
-    plan = tiny("qwen2")
-    source = weight_source(plan, seed=0, device=CPU)
+    spec = tiny("qwen2")
+    source = weight_source(spec, seed=0, device=CPU)
     tensors = {name: source.get(name).float() for name in source.shapes()}
-    plan.config.save_pretrained(tmp_path)
+    spec.config.save_pretrained(tmp_path)
     for head, tied in ((tensors[EMBEDDING].clone(), True), (tensors[EMBEDDING] + 1, False)):
         save(tmp_path, tensors | {HEAD: head})
-        plan = plan_model(str(tmp_path), init="pretrained", use_te=True)
-        assert plan.config.tie_word_embeddings is tied
-        model = build_model(plan, TE_FORM)
+        spec = find_model(str(tmp_path), init="pretrained", use_te=True)
+        assert spec.config.tie_word_embeddings is tied
+        model = build_model(spec, TE_FORM)
         assert torch.equal(model.lm_head.weight, head)
-    exported = dict(export_tensors(build_model(plan, HF_FORM)))
+    exported = dict(export_tensors(build_model(spec, HF_FORM)))
     assert torch.equal(exported[HEAD], head)
-    export_hf(tmp_path / "export", exported.items(), config=plan.config)
+    export_hf(tmp_path / "export", exported.items(), config=spec.config)
 
 
 # Files
@@ -300,7 +300,7 @@ def test_missing_or_damaged_files_are_named_before_anything_is_loaded(file, cont
     with pytest.raises(
         UserError, match=f"--model_name {tmp_path}: {file} cannot be read .*; download it again"
     ):
-        plan_model(str(tmp_path), init="pretrained", use_te=use_te)
+        find_model(str(tmp_path), init="pretrained", use_te=use_te)
 
 
 def test_single_file_wins_over_the_index_of_an_earlier_save(tmp_path):
@@ -315,7 +315,7 @@ def test_te_form_requires_safetensors_before_anything_is_loaded(tmp_path):
     tiny().config.save_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"weights")
     with pytest.raises(UserError, match=r"no model\.safetensors"):
-        plan_model(str(tmp_path), init="pretrained", use_te=True)
+        find_model(str(tmp_path), init="pretrained", use_te=True)
 
 
 def test_pickled_weights_are_loaded_by_transformers_also_if_sharded(tmp_path):
@@ -323,8 +323,8 @@ def test_pickled_weights_are_loaded_by_transformers_also_if_sharded(tmp_path):
     model = AutoModelForCausalLM.from_config(config)
     config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    plan = plan_model(str(tmp_path), init="pretrained", use_te=False)
-    built = build_model(plan, replace(HF_FORM, shard=lambda model: None))
+    spec = find_model(str(tmp_path), init="pretrained", use_te=False)
+    built = build_model(spec, replace(HF_FORM, shard=lambda model: None))
     assert torch.equal(dict(export_tensors(built))[EMBEDDING], model.get_parameter(EMBEDDING))
 
 
@@ -361,13 +361,13 @@ class Counted(WeightSource):
 
 def load_shards(rank: int, folder: Path) -> None:
     for family, shape in (("qwen3", (4,)), ("qwen2", (2, 2))):
-        plan = tiny(family, **TINIER)
+        spec = tiny(family, **TINIER)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copy", "shard")[-len(shape) :])
-        model, unsharded = TECausalLM(plan.config, TE_FORM), te_form(plan)
+        model, unsharded = TECausalLM(spec.config, TE_FORM), te_form(spec)
         for block in (*model.layers, model):
             fully_shard(block, mesh=mesh)
         model.materialize()
-        source = Counted(distinct(plan))
+        source = Counted(distinct(spec))
         load_te(model, source)
         load_te(unsharded, source.source)
         expected = dict(te_to_hf(unsharded, no_gather))

@@ -25,7 +25,7 @@ from fp8_suite.core.errors import (
     UserError,
 )
 from fp8_suite.data.chat import Encoder
-from fp8_suite.te_models.build import plan_model
+from fp8_suite.te_models.build import find_model
 from fp8_suite.training import outcome, trainer
 from fp8_suite.training.checkpoint import progress
 from fp8_suite.training.checkpoint.resume import ResumePoint, check_resume, count_steps
@@ -622,7 +622,7 @@ def test_out_of_memory_is_one_line_and_an_error_of_a_library_keeps_its_traceback
 @pytest.mark.parametrize("max_steps", [None, 0])
 def test_a_model_too_large_for_the_gpu_is_refused_unless_the_run_only_evaluates(max_steps):
     cfg = config_from_dict({"max_steps": max_steps})
-    model = plan_model("tiny-llama", init="auto", use_te=False)
+    model = find_model("tiny-llama", init="auto", use_te=False)
     optimizer = plan_optimizer(cfg, "single", on_gpu=True)
     plan = StepPlan(cfg, ModelSize(0), optimizer, "single", 1, 1)
     arguments = plan, model, Strategy(CPU, cfg), 10**6
@@ -635,7 +635,7 @@ def test_a_model_too_large_for_the_gpu_is_refused_unless_the_run_only_evaluates(
 def test_host_memory_for_activations_is_checked_where_the_optimizer_steps_on_the_cpu(monkeypatch):
     monkeypatch.setattr(memory, "host_memory", lambda: 10**9)
     flags = {"use_te": True, "recompute": "layer", "offload_activations": True, "max_seq_length": 2048}
-    model = plan_model("tiny-llama", init="auto", use_te=True)
+    model = find_model("tiny-llama", init="auto", use_te=True)
     for batch, fits in ((8, True), (4096, False)):
         cfg = config_from_dict({**flags, "batch_size": batch, "sharding_mode": "fsdp_offload"})
         optimizer = plan_optimizer(cfg, "fsdp_offload", on_gpu=True)

@@ -10,7 +10,7 @@ from fp8_suite.core.errors import UserError, first_line
 from fp8_suite.core.packages import version
 from fp8_suite.core.recipes import RECIPES, TE_RECIPES, TORCHAO_RECIPES
 from fp8_suite.te_models.backend import Backend
-from fp8_suite.te_models.build import build_model, plan_model
+from fp8_suite.te_models.build import build_model, find_model
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.training.doctor.machine import Finding, nvcc_cuda, this_pip
 from fp8_suite.training.precision import fp8_inspect, recipes, te_runtime, torchao_fp8
@@ -73,8 +73,8 @@ def train_layer(recipe: str, backend: Backend | None) -> Tensor:
     `backend` None builds Hugging Face layers; recipe "bf16" runs without FP8.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    plan = plan_model(MODEL, init="random", use_te=backend is not None)
-    plan.config.num_hidden_layers = 1
+    spec = find_model(MODEL, init="random", use_te=backend is not None)
+    spec.config.num_hidden_layers = 1
     convert = te_recipe = None
     if recipe in TE_RECIPES:
         te_recipe = recipes.make_recipe(recipe, PrecisionConfig(), backend)
@@ -89,9 +89,9 @@ def train_layer(recipe: str, backend: Backend | None) -> Tensor:
         max_positions=TOKENS,
         convert=convert,
     )
-    model = build_model(plan, options)
+    model = build_model(spec, options)
     precision = Precision(recipe, recipe, recipe=te_recipe, te_backend=backend)
-    ids = torch.randint(0, plan.config.vocab_size, (1, TOKENS), device=device)
+    ids = torch.randint(0, spec.config.vocab_size, (1, TOKENS), device=device)
     with recipes.build_autocast(precision, device=device, parameter_dtype=torch.bfloat16)():
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from fp8_suite.core.errors import UserError, as_flag, bad_setting
 from fp8_suite.core.settings import AUTO
-from fp8_suite.te_models.build import ModelPlan, count_parameters
+from fp8_suite.te_models.build import ModelSpec, count_parameters
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.training.config import Config, refused_by_zero_3
 from fp8_suite.training.optim.optimizer import moment_warning, plan_optimizer
@@ -34,7 +34,7 @@ ROOM_ON_ONE_GPU = 0.9  # sharding cannot help there; an 8B trains with 80 % of a
 
 
 def choose_strategy(
-    cfg: Config, model: ModelPlan, device: torch.device, effective: str
+    cfg: Config, model: ModelSpec, device: torch.device, effective: str
 ) -> tuple[Strategy, Fit]:
     """Choose and build the strategy; choose optimizer and micro-batch, the same on every rank. Collective.
 
@@ -85,7 +85,7 @@ def free_memory(limit: int, device: torch.device) -> int:
 
 
 def _fit(
-    cfg: Config, model: ModelPlan, device: torch.device, effective: str, mode: str, free: int | None
+    cfg: Config, model: ModelSpec, device: torch.device, effective: str, mode: str, free: int | None
 ) -> Fit:
     """Choose values for `auto` on GPUs with `free` bytes. UserError if nothing fits or memory is unknown."""
     request = _plan_step(cfg, device, effective, mode)
@@ -103,7 +103,7 @@ def _fit(
     return Fit(request, replace(request, cfg=fit.resolve_auto(cfg, request.gpus)), None)
 
 
-def _why_unpredicted(cfg: Config, model: ModelPlan, mode: str) -> str | None:
+def _why_unpredicted(cfg: Config, model: ModelSpec, mode: str) -> str | None:
     """Return why the memory model does not cover a step, or None."""
     if not model.is_known_family:
         return f"model type {model.family} is not covered"
@@ -131,7 +131,7 @@ def check_recomputation(cfg: Config, strategy: Strategy) -> None:
         raise bad_setting(reason, **{name: getattr(cfg.model, name)})
 
 
-def check_memory(plan: StepPlan, model: ModelPlan, strategy: Strategy, capacity: int | None) -> None:
+def check_memory(plan: StepPlan, model: ModelSpec, strategy: Strategy, capacity: int | None) -> None:
     """Raise UserError if the training state cannot fit in host memory, or on a GPU of `capacity` bytes."""
     only_evaluates = plan.cfg.optim.max_steps == 0
     # Counting parameters builds the model on the meta device, where remote code may fail: no check then.
@@ -147,7 +147,7 @@ def check_memory(plan: StepPlan, model: ModelPlan, strategy: Strategy, capacity:
 
 
 def _resolve_mode(
-    cfg: Config, model: ModelPlan, device: torch.device, effective: str, capacity: int | None
+    cfg: Config, model: ModelSpec, device: torch.device, effective: str, capacity: int | None
 ) -> str:
     mode = cfg.sharding.mode
     if not dist.is_initialized():
@@ -249,7 +249,7 @@ def _plan_step(cfg: Config, device: torch.device, effective: str, mode: str) -> 
     return StepPlan(cfg, ModelSize(0), optimizer, mode, *gpus, effective)
 
 
-def _size_of(model: ModelPlan) -> ModelSize:
+def _size_of(model: ModelSpec) -> ModelSize:
     config, family = model.config.get_text_config(), FAMILIES.get(model.family)
     return ModelSize(
         count_parameters(model),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fp8_suite.core.errors import UserError
-from fp8_suite.te_models.build import ModelPlan
+from fp8_suite.te_models.build import ModelSpec
 from fp8_suite.training.checkpoint import export
 from fp8_suite.training.checkpoint.export import check_export, export_hf
 from fp8_suite.training.checkpoint.generate import generation_config
@@ -200,8 +200,8 @@ def test_generation_ends_at_every_end_token_of_source_tokenizer_and_template(
 ):
     """The source's ids, such as <end_of_turn>, are valid for its own tokenizer only."""
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 4]}))
-    plan = ModelPlan("m", build().config, tmp_path)
-    found = generation_config(plan, tokenizer, turn_end=6, own_tokenizer=own)
+    spec = ModelSpec("m", build().config, tmp_path)
+    found = generation_config(spec, tokenizer, turn_end=6, own_tokenizer=own)
     assert tokenizer.eos_token_id == 2 and found.eos_token_id == expected
 
 
@@ -210,8 +210,8 @@ def test_invalid_generation_settings_are_left_out_with_a_warning(settings, tmp_p
     path = tmp_path / "generation_config.json"
     path.write_text(settings)
     model = build()
-    plan = ModelPlan("m", model.config, tmp_path)
-    generation = generation_config(plan, tokenizer, turn_end=None, own_tokenizer=True)
+    spec = ModelSpec("m", model.config, tmp_path)
+    generation = generation_config(spec, tokenizer, turn_end=None, own_tokenizer=True)
     export_hf(tmp_path / "export", weights(model), config=model.config, generation_config=generation)
     warning = capsys.readouterr().out
     assert warning.startswith(f"WARNING: {path} is not exported: transformers rejects it (")

@@ -11,7 +11,7 @@ import torch
 from fp8_suite.benchmarks.plan.job import read_model
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.core.recipes import RECIPES, TE_RECIPES
-from fp8_suite.te_models.build import plan_model
+from fp8_suite.te_models.build import find_model
 from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
 from fp8_suite.training import prepare
@@ -381,7 +381,7 @@ def test_offload_is_advised_only_if_the_host_has_the_memory(monkeypatch):
 
 def chosen(free, model="tiny-qwen3", effective="delayed", **settings):
     cfg = config_from_dict({"model_name": model, "use_te": True, "mixed_precision": "fp8"} | settings)
-    plan = plan_model(model, init="auto", use_te=True)
+    plan = find_model(model, init="auto", use_te=True)
     return choose._fit(cfg, plan, torch.device("cuda"), effective, "single", free)
 
 

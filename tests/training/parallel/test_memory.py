@@ -8,7 +8,7 @@ import pytest
 import torch
 from fp8_suite.core.errors import UserError
 from fp8_suite.core.packages import ROOT
-from fp8_suite.te_models.build import plan_model
+from fp8_suite.te_models.build import find_model
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.optim.optimizer import OptimizerPlan
 from fp8_suite.training.parallel import choose, memory
@@ -339,7 +339,7 @@ def test_auto_ignores_activations_that_are_not_counted(settings, known, monkeypa
     monkeypatch.setattr(choose, "dist", SimpleNamespace(is_initialized=lambda: True))
     monkeypatch.setattr(choose, "choose_mode", lambda request, gpu: (requests.append(request) or "ddp", ""))
     cfg = config_from_dict({"model_name": "tiny-qwen3", "mixed_precision": "bf16"} | settings)
-    model = plan_model("tiny-qwen3", init="random", use_te=False)
+    model = find_model("tiny-qwen3", init="random", use_te=False)
     assert choose._resolve_mode(cfg, model, torch.device("cuda"), "bf16", GPU) == "ddp"
     (request,) = requests
     assert (request.model.shape is not None) == known and request.model.parameters > 0

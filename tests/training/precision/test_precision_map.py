@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
-from fp8_suite.te_models.build import ModelPlan, build_model
+from fp8_suite.te_models.build import ModelSpec, build_model
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.precision import precision_map
@@ -214,9 +214,9 @@ def test_a_recipe_of_the_map_falls_back_like_the_run(monkeypatch):
 
 
 def build(found: Precision, **options) -> torch.nn.Module:
-    plan, sizes = ModelPlan("test", CONFIG, None), {"packed": False, "max_positions": 64}
+    spec, sizes = ModelSpec("test", CONFIG, None), {"packed": False, "max_positions": 64}
     made = {"te_backend": "emulated", "dtype": torch.bfloat16, "device": CPU}
-    model = build_model(plan, BuildOptions(**made, **sizes, **options))
+    model = build_model(spec, BuildOptions(**made, **sizes, **options))
     precision_map.apply(model, found, fp8_attention=False)
     return model
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
 from fp8_suite.core.recipes import TORCHAO_RECIPES
-from fp8_suite.te_models.build import ModelPlan, build_model
+from fp8_suite.te_models.build import ModelSpec, build_model
 from fp8_suite.te_models.hugging_face import HFCausalLM, high_precision_linears
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.training.optim.adamw import FusedAdamW, local
@@ -49,7 +49,7 @@ def build(model_type: str = "llama", recipe_of=lambda name: "tensorwise", **chan
         convert=recipe_of and (lambda model: torchao_fp8.convert(model, recipe_of, emulated=True)),
     )
     return build_model(
-        ModelPlan(model_type, AutoConfig.for_model(model_type, **TINY | changes), None), options
+        ModelSpec(model_type, AutoConfig.for_model(model_type, **TINY | changes), None), options
     )
 
 
