@@ -85,7 +85,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="runs to measure (default: 1)")
     parser.add_argument("--profile", action="store_true", help="also record the GPU time by kind of kernel")
     parser.add_argument(
-        "--results", type=Path, default=RESULTS, metavar="FILE", help="appended to (default: %(default)s)"
+        "--results",
+        type=Path,
+        default=RESULTS,
+        metavar="FILE",
+        help="file to append to (default: runs/throughput.jsonl)",
     )
     parser.add_argument("--commit", metavar="TEXT", help="commit to record, where there is no .git")
     arguments, training = split_flags(parser, argv)

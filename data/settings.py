@@ -19,34 +19,34 @@ class DataConfig(Section):
     affects: ClassVar[Effect] = "learning"
 
     dataset_name: str = setting(
-        "demo", "demo, hub id (or ID:CONFIGURATION), folder or file (jsonl json parquet csv tsv txt)"
+        "demo", "demo, hub id (or ID:CONFIGURATION), folder, or file (jsonl json parquet csv tsv txt)"
     )
     split_name: str = setting("train_1M", "split to train on")
     eval_split: str | None = setting(None, "split to evaluate on; default: held out from --split_name")
     eval_samples: int | None = setting(
         None,
-        f"maximum evaluation samples, and 10 % of the data if held out; default: {EVAL_SAMPLES}; with "
+        f"evaluation samples, capped at 10 % of the data when held out; default: {EVAL_SAMPLES}; with "
         "--max_steps 0 all rows",
         minimum=0,
     )
-    num_of_samples: int | None = setting(None, "training rows to use; default: all", minimum=1)
+    num_of_samples: int | None = setting(None, "use only the first N training rows; default: all", minimum=1)
     dataset_messages_field: str | None = setting(None, "column of chat messages; default: detected by name")
     dataset_text_field: str | None = setting(None, "column of plain text; default: detected by name")
     dataset_prompt_field: str | None = setting(None, "column of the prompt; default: detected by name")
     dataset_completion_field: str | None = setting(None, "column of the answer; default: detected by name")
     system_prompt: str = setting(
         SYSTEM_PROMPT,
-        "system message for chats without one, '' for none; default: a math prompt for a `problem` column",
+        "system message for chats without one; '': none; default: a math prompt, for a `problem` column only",
     )
-    train_on_prompt: bool = setting(False, "compute the loss on prompt tokens too, not only on the answer")
+    train_on_prompt: bool = setting(False, "compute the loss on prompt tokens too")
     max_seq_length: int = setting(1024, "tokens per sequence", minimum=2, affects="step")
     packing: bool = setting(
-        True, "pack samples into sequences, without attention between samples", affects="step"
+        True, "pack several samples into each sequence; samples do not attend to each other", affects="step"
     )
     overlong: Literal["drop", "truncate"] = setting(
-        "drop", "drop or truncate samples over --max_seq_length (plain text is split)"
+        "drop", "samples longer than --max_seq_length (plain text is split instead)"
     )
-    streaming: bool = setting(False, "stream the data set instead of storing it; needs --max_steps")
+    streaming: bool = setting(False, "stream the data set instead of downloading it; needs --max_steps")
     num_proc: int | None = resumable(
         None,
         "tokenization processes; default: one per core, at most 16",
@@ -55,7 +55,11 @@ class DataConfig(Section):
         affects="nothing",
     )
     num_workers: int = resumable(
-        2, "data loader processes; 0: none", minimum=0, maximum=1024, affects="nothing"
+        2,
+        "data loader workers per rank; 0: load in the main process",
+        minimum=0,
+        maximum=1024,
+        affects="nothing",
     )
     data_cache_dir: str | None = resumable(
         None, "folder for prepared data; default: the Hugging Face cache of data sets", affects="nothing"

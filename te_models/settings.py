@@ -32,7 +32,7 @@ class ModelConfig(Section):
     )
     init: Literal["auto", "pretrained", "random"] = setting(
         "auto",
-        "load pretrained weights or start from random ones; auto: random only for tiny-* presets",
+        "load pretrained weights, or initialize at random; auto: random only for tiny-* presets",
         affects="learning",
     )
     tokenizer_name: str | None = setting(
@@ -42,21 +42,19 @@ class ModelConfig(Section):
     te_backend: Literal["auto", "native", "emulated"] = setting(
         "auto", "TE's CUDA kernels, or the same numerics in plain PyTorch; auto: native on a GPU"
     )
-    gradient_checkpointing: bool = resumable(
-        False, "activation checkpointing: recompute layers in backward (--recompute layer)"
-    )
+    gradient_checkpointing: bool = resumable(False, "activation checkpointing; same as --recompute layer")
     recompute: str = resumable(
         "none",
         "recompute in backward: cheap, mlp, layer, full, or LEVEL:N (first N layers); auto: least that fits",
     )
     offload_activations: bool = resumable(
-        False, "keep saved activations of recomputed TE layers in host memory, for long sequences"
+        False, "keep the saved activations of recomputed TE layers in host memory"
     )
     compile: bool | None = resumable(
-        None, "torch.compile each Hugging Face layer; default: on a GPU without DeepSpeed"
+        None, "compile each Hugging Face layer with torch.compile; default: on a GPU, without DeepSpeed"
     )
     flash_attention: bool = resumable(
-        True, "use FlashAttention 4 if installed (Hopper), else cuDNN (TE) or torch's kernel"
+        True, "use FlashAttention 4 on Hopper if installed, else cuDNN (TE) or torch's kernel"
     )
     fused_residuals: bool = resumable(True, "fuse the residual-gradient add into TE's norm backward kernel")
     weights_cache_dir: str | None = resumable(

@@ -21,7 +21,11 @@ def add(argv: list[str]) -> int:
     )
     parser.add_argument("--study", required=True, metavar="NAME", help="study to add the runs to")
     parser.add_argument(
-        "--table", type=Path, default=TABLE, metavar="FILE", help="table to write (default: %(default)s)"
+        "--table",
+        type=Path,
+        default=TABLE,
+        metavar="FILE",
+        help="table to write (default: benchmarks/results/runs.jsonl.gz)",
     )
     args = parser.parse_args(argv)
     runs = [read_run(path) for folder in args.runs for path in find_runs(folder) or [folder]]

@@ -18,21 +18,22 @@ class CheckpointConfig(Section):
         None, "run folder; an existing run in it is resumed; default: runs/<model>-<precision>-<time>"
     )
     save_checkpoints: bool = resumable(
-        True, "write checkpoints; if off, an interrupted run cannot be resumed"
+        True, "write checkpoints; without them an interrupted run cannot resume"
     )
     save_interval: int = resumable(
         500, "steps between checkpoints; 0: only at the end and on a stop signal", minimum=0
     )
     keep_last: int = resumable(
-        5, "newest checkpoints to keep; the best by evaluation loss is always kept", minimum=1
+        5, "newest checkpoints to keep, besides the best by evaluation loss", minimum=1
     )
     resume: str = resumable(
-        "auto", "auto: latest checkpoint in --output_dir; PATH: a run or checkpoint; none: start from scratch"
+        "auto",
+        "auto: newest checkpoint in --output_dir; PATH: newest derived from this one; none: from scratch",
     )
     convert_moments: bool = resumable(
         False, "at a resume, convert Adam's moments if --moment_dtype is another than the checkpoint's"
     )
     export: bool = resumable(True, "write a Hugging Face model (BF16 safetensors) at the end")
     generate_samples: int = resumable(
-        0, "number of evaluation prompts to answer with the exported model", minimum=0
+        0, "evaluation prompts to answer with the exported model; 0: none", minimum=0
     )

@@ -19,7 +19,7 @@ class OptimConfig(Section):
 
     batch_size: int | Literal["auto"] = setting(
         DEFAULT_BATCH,
-        "sequences per micro-batch and device; auto: the fastest that fits, with the same global batch",
+        "sequences per micro-batch and device; auto: fastest size that fits; global batch unchanged",
         **BATCH,
         affects="step",
     )
@@ -37,28 +37,30 @@ class OptimConfig(Section):
     num_epochs: int = resumable(1, "passes over the training data", minimum=1)
     max_steps: int | None = resumable(
         None,
-        "total optimizer steps, over all launches; 0: only evaluate; default: from --num_epochs",
+        "total optimizer steps, including earlier launches; 0: only evaluate; default: from --num_epochs",
         minimum=0,
     )
     learning_rate: float = setting(1e-5, "peak learning rate", above=0)
-    lr_scheduler: Literal["cosine", "linear", "constant"] = setting("cosine", "schedule after warmup")
-    min_lr_ratio: float = setting(0.0, "final learning rate, fraction of the peak", minimum=0, maximum=1)
-    num_warmup_steps: int | None = setting(None, "warmup steps; default: from --warmup_ratio", minimum=0)
-    warmup_ratio: float = setting(0.03, "warmup steps, fraction of all steps", minimum=0, maximum=1)
-    weight_decay: float = setting(0.01, "AdamW weight decay; not on norms and biases", minimum=0)
+    lr_scheduler: Literal["cosine", "linear", "constant"] = setting(
+        "cosine", "learning-rate schedule after warm-up"
+    )
+    min_lr_ratio: float = setting(0.0, "final learning rate as a fraction of the peak", minimum=0, maximum=1)
+    num_warmup_steps: int | None = setting(None, "warm-up steps; default: from --warmup_ratio", minimum=0)
+    warmup_ratio: float = setting(0.03, "warm-up steps as a fraction of all steps", minimum=0, maximum=1)
+    weight_decay: float = setting(0.01, "AdamW weight decay, not applied to norms and biases", minimum=0)
     adam_beta1: float = setting(0.9, "AdamW beta1", minimum=0, below=1)
     adam_beta2: float = setting(0.95, "AdamW beta2", minimum=0, below=1)
     adam_epsilon: float = setting(1e-8, "AdamW epsilon", minimum=1e-38)
-    max_grad_norm: float = setting(1.0, "clip the global gradient norm to this; 0: no clipping", minimum=0)
-    max_skipped_steps: int = resumable(
-        5, "stop after this many skipped (non-finite) steps in a row", minimum=1
+    max_grad_norm: float = setting(
+        1.0, "clip the global gradient norm to this value; 0: no clipping", minimum=0
     )
+    max_skipped_steps: int = resumable(5, "stop after this many consecutive non-finite steps", minimum=1)
     seed: int = setting(
-        42, "seed of weight init, shuffling and evaluation split", minimum=0, maximum=2**32 - 1
+        42, "seed of weight initialization, shuffling and held-out split", minimum=0, maximum=2**32 - 1
     )
     deterministic: bool = setting(
         False,
-        "bitwise reproducible kernels where they exist; slow for packed attention in TE",
+        "use bitwise reproducible kernels where they exist; slow for packed attention in TE",
         affects="step",
     )
 

@@ -54,42 +54,42 @@ class ShardingConfig(Section):
     """many GPUs (train_multi_gpu.py)"""
 
     sharding_mode: Literal[("auto", *list(MODES)[1:])] = resumable(
-        "auto", "how to shard the model (docs/multi_gpu.md); auto: the fastest mode that fits in memory"
+        "auto", "how to shard the model (docs/multi_gpu.md); auto: the fastest mode that fits"
     )
     deepspeed_config: str | None = resumable(
-        None, "JSON file with DeepSpeed's zero_optimization, required by --sharding_mode deepspeed"
+        None, "JSON file with zero_optimization; required by --sharding_mode deepspeed"
     )
     cpu_offload: bool = resumable(
         False, "keep weights and optimizer state in host memory; same as --sharding_mode fsdp_offload"
     )
     offload_optimizer: bool = resumable(
-        False, "keep masters and moments in host memory, streamed through the GPU in each step"
+        False, "keep masters and moments in host memory; stream them through the GPU every step"
     )
     hsdp_shard_size: int | None = resumable(
         None, "ranks that share one copy of the model under hsdp; default: the ranks of a node", minimum=1
     )
     grad_reduce_dtype: Literal["fp32", "bf16", "fp8"] = setting(
         "fp32",
-        "dtype of gradient sums over ranks and micro-batches; fp8: ranks send FP8, micro-batches sum in BF16",
+        "dtype of gradient sums over ranks and micro-batches; fp8: sent in FP8, accumulated in BF16",
     )
     fp8_all_gather: bool = setting(
         False,
-        "all-gather linear weights in FP8 (FSDP; recipe current with --use_te, else tensorwise)",
+        "all-gather linear weights in FP8 (FSDP; recipe current with --use_te, tensorwise without)",
     )
     memory_limit_gb: float | None = resumable(
         None,
-        "use at most this much memory of each GPU, in 10^9 bytes; default: all",
+        "GPU memory to use, in GB (10^9 bytes); default: all",
         above=0,
         affects="nothing",
     )
     empty_cache_freq: int = resumable(
         0,
-        "steps between torch.cuda.empty_cache calls, for a GPU that is almost full; 0: never",
+        "steps between calls of torch.cuda.empty_cache; 0: never",
         minimum=0,
     )
     timeout_minutes: float = resumable(
         30.0,
-        "minutes without progress after which the job ends; must be longer than any save",
+        "end the job after this many minutes without progress; must exceed the longest save",
         above=0,
         maximum=WEEK,
         affects="nothing",

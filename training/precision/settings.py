@@ -19,38 +19,43 @@ MOMENT_DTYPES = ("fp32", "bf16", "fp16", "fp8")
 class PrecisionConfig(Section):
     """precision of GEMMs, master weights and moments"""
 
-    mixed_precision: Literal["bf16", "fp8", "fp32"] = setting("bf16", "compute precision")
+    mixed_precision: Literal["bf16", "fp8", "fp32"] = setting("bf16", "precision of the GEMMs")
     fp8_scenario: Literal[("default", *RECIPES)] = setting(
         "default", "FP8 recipe; default: delayed with --use_te, else tensorwise (torchao)"
     )
-    bf16_first_layers: int = setting(0, "decoder layers at the start to keep in BF16", minimum=0)
-    bf16_last_layers: int = setting(0, "decoder layers at the end to keep in BF16", minimum=0)
+    bf16_first_layers: int = setting(0, "first decoder layers to keep in BF16", minimum=0)
+    bf16_last_layers: int = setting(0, "last decoder layers to keep in BF16", minimum=0)
     precision_map: str | None = setting(
-        None, "PATTERN=RECIPE,...: recipe by module, or bf16 (layers.*.self_attention=bf16); default: none"
+        None,
+        "PATTERN=RECIPE,...: recipe or bf16 by module (layers.*.self_attention=bf16); default: none",
     )
     fp8_fallback: Literal["warn", "error"] = setting(
-        "warn", "if mxfp8 or nvfp4 cannot run here: warn and use delayed scaling, or stop with an error"
+        "warn", "if mxfp8 or nvfp4 cannot run here: warn and use delayed scaling, or raise an error"
     )
-    fp8_format: Literal["hybrid", "e4m3"] = setting("hybrid", "hybrid: E4M3 forward, E5M2 backward")
-    fp8_margin: int = setting(0, "delayed scaling: divide scales by 2**N, N at most 18", minimum=0)
+    fp8_format: Literal["hybrid", "e4m3"] = setting(
+        "hybrid", "FP8 format; hybrid: E4M3 forward, E5M2 backward"
+    )
+    fp8_margin: int = setting(0, "delayed scaling: headroom; divide scales by 2**N, N at most 18", minimum=0)
     fp8_amax_history_len: int = setting(
-        1024, "delayed scaling: amax history, in micro-batches", minimum=1, maximum=2**16
+        1024, "delayed scaling: length of the amax history, in micro-batches", minimum=1, maximum=2**16
     )
-    fp8_amax_compute_algo: Literal["max", "most_recent"] = setting("max", "delayed scaling: amax to use")
-    fp8_fast_accumulation: bool = setting(False, "fast accumulation in backward too (delayed, current)")
-    fp8_fp32_scales: bool = setting(False, "do not round scales to powers of two (rowwise; block on Hopper)")
-    fp8_lm_head: bool = setting(False, "run the LM head's GEMMs in FP8 too")
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = setting(
+        "max", "delayed scaling: use the largest or the most recent amax of the history"
+    )
+    fp8_fast_accumulation: bool = setting(False, "fast accumulation in backward GEMMs too (delayed, current)")
+    fp8_fp32_scales: bool = setting(False, "FP32 scales instead of powers of two (rowwise; block on Hopper)")
+    fp8_lm_head: bool = setting(False, "run the LM head's GEMMs in FP8")
     fp8_attention: bool = setting(False, "run attention in FP8 too (TE fp8_dpa; delayed and current scaling)")
     master_weights: Literal["fp32", "none"] = setting(
-        "fp32", "none: BF16 weights only, which lose small updates"
+        "fp32", "FP32 master weights; none: BF16 weights only, which lose small updates"
     )
     moment_dtype: str = setting(
         "fp32",
-        "Adam's moments: fp32 (8 bytes a parameter), bf16, fp16 (4) or fp8 (2), or FIRST,SECOND (fp8,fp16)",
+        "Adam moments: fp32 (8 bytes per parameter), bf16, fp16 (4), fp8 (2), or FIRST,SECOND (fp8,fp16)",
     )
     fp8_weights: bool = resumable(
         False,
-        "hold linear weights in FP8 only, with FP32 masters in host memory (one GPU; --offload_optimizer)",
+        "keep linear weights only in FP8 on the GPU; needs one GPU and --offload_optimizer",
     )
     fp8_weight_cache: bool = resumable(True, "cast FP8 weights once per step (one GPU, ddp, fsdp_grad)")
 

@@ -19,13 +19,13 @@ class LogConfig(Section):
     affects: ClassVar[Effect] = "logging"
 
     eval_interval: int = resumable(500, "steps between evaluations; 0: only at the end", minimum=0)
-    eval_at_start: bool = resumable(False, "evaluate before the first step too")
+    eval_at_start: bool = resumable(False, "also evaluate before the first step")
     log_interval: int = resumable(10, "steps between log lines", minimum=1)
     fp8_stats_interval: int = resumable(
         0, "steps between FP8 statistics (underflow, overflow, scale, amax); 0: never", minimum=0
     )
     profile_steps: int = resumable(
-        0, "number of steps to profile, from step 9: kernel times and Chrome trace; 0: none", minimum=0
+        0, "steps to profile, starting at step 9: kernel times and a Chrome trace; 0: none", minimum=0
     )
     log_dir: str | None = service(None, "folder for TensorBoard logs; default: no TensorBoard")
     use_wandb: bool = service(False, "log to Weights & Biases")
