@@ -53,7 +53,7 @@ def assemble(job: Job) -> Assembly:
     parameters = sum(parameter.numel() for parameter in model.parameters())
 
     originals = {}
-    if plan.fp8_weights:
+    if plan.optimizer.holds_fp8_weights:
         originals = quantize_shards(model) if plan.gathers_fp8 else quantize_weights(model)
     optimizer = optim.build_optimizer(model, cfg.optim, plan.optimizer)
     optim.set_weights(optimizer, model, originals)

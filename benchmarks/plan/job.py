@@ -106,14 +106,14 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
 
 def build_job(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int) -> tuple[Fit, str | None]:
     """Fit the job to GPUs. Also return why training refuses the mode that `auto` chooses, or None."""
-    from fp8_suite.training.optim.optimizer import plan_optimizer  # imported here because they import torch
+    from fp8_suite.training.optim.optimizer import choose_optimizer  # imported here because they import torch
     from fp8_suite.training.parallel.choose import choose_mode
 
     refuse_unplanned(cfg)
     check_launch(cfg, gpus)
     model, mode, memory = read_model(cfg.model.model_name), cfg.sharding.mode, int(gpu.memory_gb * 1e9)
     refuse_what_training_refuses(cfg, model)
-    optimizer = plan_optimizer(cfg, "single", on_gpu=True)
+    optimizer = choose_optimizer(cfg, "single", on_gpu=True)
     job = StepPlan(cfg, model.size, optimizer, "single", gpus, min(gpus, gpus_per_node))
     if mode == "auto":
         mode = "single" if gpus == 1 else choose_mode(job, memory)[0]
@@ -123,7 +123,7 @@ def build_job(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int) -> tuple[
     if MODES[mode].in_groups:
         hsdp_shard_size(cfg, gpus, job.gpus_per_node)  # UserError if it does not divide the GPUs
     try:
-        job = replace(job, optimizer=plan_optimizer(cfg, mode, on_gpu=True))
+        job = replace(job, optimizer=choose_optimizer(cfg, mode, on_gpu=True))
     except UserError as error:
         refusal = f"--sharding_mode {mode}: {error}"
         if cfg.sharding.mode != "auto":

@@ -7,7 +7,7 @@ import torch
 from fp8_suite.te_models.options import NativeOptions
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.optim.accumulation import gradient_of
-from fp8_suite.training.optim.optimizer import OptimizerPlan, build_optimizer
+from fp8_suite.training.optim.optimizer import OptimizerSpec, build_optimizer
 from fp8_suite.training.parallel.strategies import Strategy
 
 from tests.gpu.models import DEVICE, batch, build, perturbed, spec
@@ -20,7 +20,7 @@ SUMS_IN_GEMMS = NativeOptions(fuse_gradient_sums=True)
 
 def optimizer_of(model):
     cfg = config_from_dict({}).optim
-    return build_optimizer(model, cfg, OptimizerPlan("fused_adamw", torch.bfloat16, True, ("fp32", "fp32")))
+    return build_optimizer(model, cfg, OptimizerSpec("fused_adamw", torch.bfloat16, True, ("fp32", "fp32")))
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])

@@ -8,7 +8,7 @@ from fp8_suite.te_models.loss import linear_cross_entropy
 from fp8_suite.training.optim import moments
 from fp8_suite.training.optim.adamw import FusedAdamW, merge_master
 from fp8_suite.training.optim.optimizer import (
-    OptimizerPlan,
+    OptimizerSpec,
     build_optimizer,
     optimizer_state,
     optimizer_steps,
@@ -73,8 +73,8 @@ def trained(
     torch.manual_seed(1)
     model = torch.nn.Linear(columns, 301, bias=False).bfloat16().to(device)
     start = model.weight.detach().clone()
-    plan = OptimizerPlan("fused_adamw", torch.bfloat16, master, formats)
-    optimizer = build_optimizer(model, OptimConfig(learning_rate=1e-2, weight_decay=0.1), plan)
+    spec = OptimizerSpec("fused_adamw", torch.bfloat16, master, formats)
+    optimizer = build_optimizer(model, OptimConfig(learning_rate=1e-2, weight_decay=0.1), spec)
     for step in range(steps):
         model.weight.grad = gradients(step, columns).to(device)
         apply, scale = torch.tensor(step != 3, device=device), torch.tensor(0.5, device=device)

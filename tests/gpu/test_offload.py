@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from fp8_suite.training.optim import moments, offload
-from fp8_suite.training.optim.optimizer import OptimizerPlan, build_optimizer, optimizer_state, step_if
+from fp8_suite.training.optim.optimizer import OptimizerSpec, build_optimizer, optimizer_state, step_if
 from fp8_suite.training.optim.settings import OptimConfig
 from fp8_suite.training.precision.settings import parse_moment_dtype
 from safetensors.torch import load_file
@@ -22,8 +22,8 @@ def build(formats: str, *, offloaded: bool, masters: bool = True, rows: int = 10
     torch.manual_seed(0)
     layers = torch.nn.Linear(640, rows), torch.nn.Linear(100, 37), torch.nn.LayerNorm(4097)
     model = torch.nn.Sequential(*layers).bfloat16().to(DEVICE)
-    plan = OptimizerPlan("fused_adamw", torch.bfloat16, masters, parse_moment_dtype(formats), offloaded)
-    return model, build_optimizer(model, OptimConfig(learning_rate=1e-2), plan)
+    spec = OptimizerSpec("fused_adamw", torch.bfloat16, masters, parse_moment_dtype(formats), offloaded)
+    return model, build_optimizer(model, OptimConfig(learning_rate=1e-2), spec)
 
 
 def step(model, optimizer, number: int) -> None:

@@ -32,7 +32,7 @@ from fp8_suite.training.checkpoint.resume import ResumePoint, check_resume, coun
 from fp8_suite.training.checkpoint.run_folder import train_losses
 from fp8_suite.training.config import config_from_dict, parse_config
 from fp8_suite.training.optim import optimizer as optim
-from fp8_suite.training.optim.optimizer import plan_optimizer
+from fp8_suite.training.optim.optimizer import choose_optimizer
 from fp8_suite.training.parallel import memory
 from fp8_suite.training.parallel.choose import check_memory
 from fp8_suite.training.parallel.step_plan import ModelSize, StepPlan
@@ -623,7 +623,7 @@ def test_out_of_memory_is_one_line_and_an_error_of_a_library_keeps_its_traceback
 def test_a_model_too_large_for_the_gpu_is_refused_unless_the_run_only_evaluates(max_steps):
     cfg = config_from_dict({"max_steps": max_steps})
     model = find_model("tiny-llama", init="auto", use_te=False)
-    optimizer = plan_optimizer(cfg, "single", on_gpu=True)
+    optimizer = choose_optimizer(cfg, "single", on_gpu=True)
     plan = StepPlan(cfg, ModelSize(0), optimizer, "single", 1, 1)
     arguments = plan, model, Strategy(CPU, cfg), 10**6
     if max_steps == 0:
@@ -638,7 +638,7 @@ def test_host_memory_for_activations_is_checked_where_the_optimizer_steps_on_the
     model = find_model("tiny-llama", init="auto", use_te=True)
     for batch, fits in ((8, True), (4096, False)):
         cfg = config_from_dict({**flags, "batch_size": batch, "sharding_mode": "fsdp_offload"})
-        optimizer = plan_optimizer(cfg, "fsdp_offload", on_gpu=True)
+        optimizer = choose_optimizer(cfg, "fsdp_offload", on_gpu=True)
         plan = StepPlan(cfg, ModelSize(0), optimizer, "fsdp_offload", 1, 1)
         with nullcontext() if fits else pytest.raises(UserError, match="--offload_activations: micro-batch"):
             check_memory(plan, model, SimpleNamespace(steps_on_cpu=True), None)

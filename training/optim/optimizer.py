@@ -40,7 +40,7 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class OptimizerPlan:
+class OptimizerSpec:
     """Optimizer of a run and the dtypes of weights and moments."""
 
     kind: str  # a key of KINDS
@@ -48,7 +48,7 @@ class OptimizerPlan:
     master_weights: bool
     moment_dtypes: tuple[str, str]  # keys of moments.FORMATS
     offload: bool = False  # masters and moments are in host memory
-    fp8_weights: bool = False  # linear weights are in FP8: --fp8_weights, or TE's --fp8_all_gather
+    holds_fp8_weights: bool = False  # in place of BF16: --fp8_weights, or TE's --fp8_all_gather
 
     @property
     def state_bytes(self) -> float:
@@ -66,9 +66,9 @@ class OptimizerPlan:
         return sum(moments.FORMATS[name].bytes for name in self.moment_dtypes)
 
     def describe(self) -> str:
-        """Summarise the plan for the log: optimizer, weights and moments."""
+        """Summarize for the log: optimizer, weights and moments."""
         name, weights, _ = KINDS[self.kind]
-        weights = "FP8 weights with FP32 masters" if self.fp8_weights else weights
+        weights = "FP8 weights with FP32 masters" if self.holds_fp8_weights else weights
         weights = weights if self.master_weights else "BF16 weights, no masters"
         formats = " and ".join(dict.fromkeys(map(str.upper, self.moment_dtypes)))
         return f"{name}, {weights}, {formats} moments{', offloaded' * self.offload}"
@@ -82,9 +82,9 @@ MASTER_NONE_WARNING = (
 LARGEST_BETA2_IN_BF16 = 0.99
 
 
-def moment_warning(plan: OptimizerPlan, beta2: float) -> str | None:
+def moment_warning(spec: OptimizerSpec, beta2: float) -> str | None:
     """Return a warning if BF16 moments cannot represent the decay of `beta2`, else None."""
-    if plan.moment_dtypes[1] != "bf16" or beta2 <= LARGEST_BETA2_IN_BF16:
+    if spec.moment_dtypes[1] != "bf16" or beta2 <= LARGEST_BETA2_IN_BF16:
         return None
     return (
         f"WARNING: --adam_beta2 {beta2:g} with BF16 moments: BF16 rounds away a decay of less than 0.4 % a "
@@ -93,7 +93,7 @@ def moment_warning(plan: OptimizerPlan, beta2: float) -> str | None:
     )
 
 
-def plan_optimizer(cfg: Config, mode: str, *, on_gpu: bool) -> OptimizerPlan:
+def choose_optimizer(cfg: Config, mode: str, *, on_gpu: bool) -> OptimizerSpec:
     """Choose the optimizer, and the dtypes of weights and moments, for a sharding mode.
 
     UserError for dtypes that the optimizer does not support.
@@ -104,8 +104,8 @@ def plan_optimizer(cfg: Config, mode: str, *, on_gpu: bool) -> OptimizerPlan:
     offload = cfg.sharding.offload_optimizer and master_home == "device"
     if on_gpu and not full and master_home == "device":
         in_shards = cfg.sharding.fp8_all_gather and cfg.model.use_te and MODES[mode].engine == "fsdp"
-        fp8_weights = precision.fp8_weights or in_shards
-        return OptimizerPlan("fused_adamw", torch.bfloat16, masters, stored, offload, fp8_weights)
+        in_fp8 = precision.fp8_weights or in_shards
+        return OptimizerSpec("fused_adamw", torch.bfloat16, masters, stored, offload, in_fp8)
     if master_home == "zero":
         if not masters:
             raise bad_setting(
@@ -116,7 +116,7 @@ def plan_optimizer(cfg: Config, mode: str, *, on_gpu: bool) -> OptimizerPlan:
                 "DeepSpeed keeps FP32 moments; drop it, or use another --sharding_mode",
                 moment_dtype=precision.moment_dtype,
             )
-        return OptimizerPlan("zero_adamw", torch.float32 if full else torch.bfloat16, True, stored)
+        return OptimizerSpec("zero_adamw", torch.float32 if full else torch.bfloat16, True, stored)
     dtype = torch.float32 if masters or full else torch.bfloat16
     same = stored == (("fp32", "fp32") if dtype == torch.float32 else ("bf16", "bf16"))
     if on_gpu and offload and same:
@@ -126,7 +126,7 @@ def plan_optimizer(cfg: Config, mode: str, *, on_gpu: bool) -> OptimizerPlan:
             offload_optimizer=True,
         )
     kind = "torch_adamw" if same else "plain_adamw"
-    return OptimizerPlan(kind, dtype, dtype == torch.float32, stored, offload and not same)
+    return OptimizerSpec(kind, dtype, dtype == torch.float32, stored, offload and not same)
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
@@ -138,13 +138,13 @@ def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) ->
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(model: nn.Module, cfg: OptimConfig, plan: OptimizerPlan) -> torch.optim.Optimizer:
-    """Build the planned optimizer over the model's parameters."""
+def build_optimizer(model: nn.Module, cfg: OptimConfig, spec: OptimizerSpec) -> torch.optim.Optimizer:
+    """Build the chosen optimizer over the model's parameters."""
     groups = parameter_groups(model.parameters(), cfg.weight_decay)
     common = {"lr": cfg.learning_rate, "betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon}
-    if plan.kind in ("fused_adamw", "plain_adamw"):
-        dtypes = {"master_weights": plan.master_weights, "moment_dtypes": plan.moment_dtypes}
-        return FusedAdamW(groups, **common, **dtypes, offload=plan.offload)
+    if spec.kind in ("fused_adamw", "plain_adamw"):
+        dtypes = {"master_weights": spec.master_weights, "moment_dtypes": spec.moment_dtypes}
+        return FusedAdamW(groups, **common, **dtypes, offload=spec.offload)
     return torch.optim.AdamW(groups, **common, fused=True)
 
 

@@ -86,13 +86,13 @@ def advise(found: Fit) -> str:
 
 def refit(found: Fit, changes: dict[str, Any], gpus: int = 0, mode: str = "") -> Fit | None:
     """Return the fit with other settings, GPUs or mode; None if they are refused."""
-    from fp8_suite.training.optim.optimizer import plan_optimizer  # imports torch
+    from fp8_suite.training.optim.optimizer import choose_optimizer  # imports torch
 
     plan, mode = found.request, mode or found.request.mode
     if not (cfg := changed_config(plan.cfg, changes, gpus or plan.gpus)):
         return None
     try:
-        optimizer = plan_optimizer(cfg, mode, on_gpu=True)
+        optimizer = choose_optimizer(cfg, mode, on_gpu=True)
         changed = replace(plan, cfg=cfg, optimizer=optimizer, mode=mode)
         if gpus:
             changed = replace(changed, gpus=gpus, gpus_per_node=max(plan.gpus_per_node, min(gpus, 8)))

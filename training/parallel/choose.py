@@ -12,7 +12,7 @@ from fp8_suite.core.settings import AUTO
 from fp8_suite.te_models.build import ModelSpec, count_parameters
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.training.config import Config, refused_by_zero_3
-from fp8_suite.training.optim.optimizer import moment_warning, plan_optimizer
+from fp8_suite.training.optim.optimizer import choose_optimizer, moment_warning
 from fp8_suite.training.parallel import advice, fit, memory, ranks
 from fp8_suite.training.parallel.fit import Fit
 from fp8_suite.training.parallel.ranks import print_rank0
@@ -244,7 +244,7 @@ def _on_gpu(plan: StepPlan) -> str:
 
 def _plan_step(cfg: Config, device: torch.device, effective: str, mode: str) -> StepPlan:
     """Return the step of these settings on this job's ranks, for a model of unknown size."""
-    optimizer = plan_optimizer(cfg, mode, on_gpu=device.type == "cuda")
+    optimizer = choose_optimizer(cfg, mode, on_gpu=device.type == "cuda")
     gpus = ranks.world_size(), ranks.local_rank_and_size()[1]
     return StepPlan(cfg, ModelSize(0), optimizer, mode, *gpus, effective)
 
@@ -269,7 +269,7 @@ def refuse_small_gpu(plan: StepPlan, capacity: int) -> None:
     sharded = replace(plan, mode="fsdp_full")
     if plan.cfg.precision.fp8_weights:
         given = ["fp8_weights"]
-        sharded = replace(sharded, optimizer=replace(plan.optimizer, fp8_weights=False))
+        sharded = replace(sharded, optimizer=replace(plan.optimizer, holds_fp8_weights=False))
     if plan.optimizer.kind == "fused_adamw":
         smaller = {
             "--moment_dtype fp8": {"moment_dtypes": ("fp8", "fp8")},
@@ -277,7 +277,7 @@ def refuse_small_gpu(plan: StepPlan, capacity: int) -> None:
         }
         both = {"offload_optimizer": True, "fp8_weights": True}
         if plan.mode == "single" and advice.changed_config(plan.cfg, both, plan.gpus):
-            smaller["--offload_optimizer --fp8_weights"] = {"offload": True, "fp8_weights": True}
+            smaller["--offload_optimizer --fp8_weights"] = {"offload": True, "holds_fp8_weights": True}
         for flag, changes in smaller.items():
             other = replace(plan, optimizer=replace(plan.optimizer, **changes))
             needed = parameters * _gpu_bytes(other) / shards
@@ -320,7 +320,7 @@ def refuse_small_host(plan: StepPlan) -> None:
             ways_out.append(f"--moment_dtype fp8 needs {memory.host_needs(smaller) / 1e9:.0f} GB")
         if plan.cfg.precision.fp8_weights:
             flags["fp8_weights"] = True
-            whole = replace(plan, optimizer=replace(plan.optimizer, fp8_weights=False))
+            whole = replace(plan, optimizer=replace(plan.optimizer, holds_fp8_weights=False))
             if _host_holds(whole):
                 ways_out.append(f"dropping --fp8_weights needs {memory.host_needs(whole) / 1e9:.0f} GB")
         if plan.shards < plan.gpus:

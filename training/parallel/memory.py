@@ -93,7 +93,7 @@ def fp8_exchange(plan: StepPlan) -> float:
 
 def fp8_copies(plan: StepPlan) -> float:
     """Return the bytes of FP8 copies of all GEMM weights; of weights in FP8, those are their transposes."""
-    copies = 1.0 if plan.fp8_weights else costs_of(plan.recipe).weight_copies
+    copies = 1.0 if plan.optimizer.holds_fp8_weights else costs_of(plan.recipe).weight_copies
     return copies * plan.model.gemm_weights * plan.fp8_layers
 
 

@@ -15,7 +15,7 @@ from fp8_suite.training.parallel.settings import MODES, Mode
 from fp8_suite.training.tracking.metrics import ModelShape, matmul_parameters
 
 if TYPE_CHECKING:  # imports torch
-    from fp8_suite.training.optim.optimizer import OptimizerPlan
+    from fp8_suite.training.optim.optimizer import OptimizerSpec
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class StepPlan:
 
     cfg: Config
     model: ModelSize
-    optimizer: OptimizerPlan
+    optimizer: OptimizerSpec
     mode: str
     gpus: int
     gpus_per_node: int
@@ -127,14 +127,10 @@ class StepPlan:
         return self.cfg.sharding.fp8_all_gather and self.fsdp
 
     @property
-    def fp8_weights(self) -> bool:
-        """True if the model's linear weights are in FP8."""
-        return self.optimizer.fp8_weights
-
-    @property
     def fp8_share(self) -> float:
         """Fraction of the parameters that are FP8 weights."""
-        return self.model.gemm_weights / self.model.parameters if self.fp8_weights else 0.0
+        held = self.optimizer.holds_fp8_weights
+        return self.model.gemm_weights / self.model.parameters if held else 0.0
 
     @property
     def host_bytes(self) -> float:
@@ -147,9 +143,9 @@ class StepPlan:
     def caches_fp8_weights(self) -> bool:
         """True if layers that are not recomputed cast their weights to FP8 once per step."""
         cfg = self.cfg
-        enabled = cfg.model.use_te and cfg.precision.fp8_weight_cache and not self.fp8_weights
+        enabled = cfg.model.use_te and cfg.precision.fp8_weight_cache
         gathered = self.sharding.engine in ("none", "ddp") or self.sharding.gathers_once
-        return enabled and gathered and self.accumulation > 1
+        return enabled and gathered and self.accumulation > 1 and not self.optimizer.holds_fp8_weights
 
     @property
     def keeps_fp8_weights(self) -> bool:
@@ -157,7 +153,8 @@ class StepPlan:
 
         Under FSDP2 TE casts the weights again in backward, unless the copies are cached.
         """
-        return self.cfg.model.use_te and (not self.fsdp or self.caches_fp8_weights) and not self.fp8_weights
+        kept = not self.fsdp or self.caches_fp8_weights
+        return self.cfg.model.use_te and kept and not self.optimizer.holds_fp8_weights
 
 
 def hsdp_shard_size(cfg: Config, gpus: int, gpus_per_node: int) -> int:

@@ -151,7 +151,7 @@ def _cast_bytes(plan: StepPlan) -> float:
         casts /= plan.accumulation
     again = 2.0 if plan.cfg.model.use_te and not plan.fsdp else 1.5
     per_weight = costs_of(plan.recipe).cast_bytes * (casts * stored + again * (1 - stored))
-    if plan.fp8_weights:
+    if plan.optimizer.holds_fp8_weights:
         per_weight = 2.0  # backward transposes them: a byte is read and one written
     moved = costs_of(plan.recipe).cast_bytes * values + per_weight * plan.model.gemm_weights
     return moved * plan.fp8_layers

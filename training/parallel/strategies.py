@@ -88,7 +88,7 @@ class Strategy:
         return self.cfg.sharding.grad_reduce_dtype == "fp8"
 
     def fuses_wgrad_accumulation(self, optimizer_kind: str) -> bool:
-        """True if TE's wgrad GEMMs may accumulate into `main_grad`. Takes `OptimizerPlan.kind`."""
+        """True if TE's wgrad GEMMs may accumulate into `main_grad`. Takes `OptimizerSpec.kind`."""
         return self.accumulates and optimizer_kind == "fused_adamw"
 
     def shard(self, model: nn.Module, *, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:

@@ -13,9 +13,9 @@ from fp8_suite.training.checkpoint.store import Checkpoints
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.optim.optimizer import (
     build_optimizer,
+    choose_optimizer,
     optimizer_state,
     optimizer_steps,
-    plan_optimizer,
     set_optimizer_steps,
 )
 from fp8_suite.training.parallel.strategies import Strategy
@@ -43,7 +43,7 @@ def parts(value: float, count: int):
     tensors = SimpleNamespace(scale=torch.full((3,), value), amax_history=torch.full((4, 3), value))
     model.fp8_meta = {"scaling_fwd": tensors}
     cfg = config_from_dict({})
-    optimizer = build_optimizer(model, cfg.optim, plan_optimizer(cfg, "single", on_gpu=True))
+    optimizer = build_optimizer(model, cfg.optim, choose_optimizer(cfg, "single", on_gpu=True))
     for tensor in optimizer_state(optimizer, model).values():
         nn.init.constant_(tensor, value)
     set_optimizer_steps(optimizer, count)

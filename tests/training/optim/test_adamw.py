@@ -7,9 +7,9 @@ from fp8_suite.training.optim.adamw import FusedAdamW, merge_master, split_maste
 from fp8_suite.training.optim.optimizer import (
     LARGEST_BETA2_IN_BF16,
     build_optimizer,
+    choose_optimizer,
     optimizer_state,
     optimizer_steps,
-    plan_optimizer,
     set_optimizer_steps,
     step_if,
 )
@@ -23,7 +23,7 @@ def build(weight, cfg=None, precision=None) -> tuple[torch.nn.Module, FusedAdamW
     model = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
         model.weight.copy_(weight)
-    plan = plan_optimizer(config_from_dict(precision or {}), "single", on_gpu=True)
+    plan = choose_optimizer(config_from_dict(precision or {}), "single", on_gpu=True)
     return model, build_optimizer(model, cfg or OptimConfig(learning_rate=1e-2), plan)
 
 

@@ -6,11 +6,11 @@ from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.optim.optimizer import (
     build_optimizer,
+    choose_optimizer,
     moment_warning,
     optimizer_state,
     optimizer_steps,
     parameter_groups,
-    plan_optimizer,
     set_optimizer_steps,
     state_of,
     step_if,
@@ -24,7 +24,7 @@ NO_MASTERS = {"master_weights": "none", "moment_dtype": "bf16"}
 
 
 def plan_of(settings, *, on_gpu, mode="single"):
-    return plan_optimizer(config_from_dict(settings), mode, on_gpu=on_gpu)
+    return choose_optimizer(config_from_dict(settings), mode, on_gpu=on_gpu)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_the_plan_keeps_masters_in_fp32_unless_told_otherwise(settings, where, e
 def test_weights_that_are_gathered_in_fp8_are_stored_in_fp8(mode, fp8):
     settings = {"fp8_all_gather": True, "use_te": True, "mixed_precision": "fp8", "fp8_scenario": "current"}
     plan = plan_of(settings | {"sharding_mode": "hsdp"}, **GPU | {"mode": mode})
-    assert plan.fp8_weights == fp8 and ("FP8 weights with FP32 masters" in plan.describe()) == fp8
+    assert plan.holds_fp8_weights == fp8 and ("FP8 weights with FP32 masters" in plan.describe()) == fp8
 
 
 @pytest.mark.parametrize(

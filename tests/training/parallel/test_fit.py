@@ -16,7 +16,7 @@ from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
 from fp8_suite.training import prepare
 from fp8_suite.training.config import config_from_dict
-from fp8_suite.training.optim.optimizer import OptimizerPlan
+from fp8_suite.training.optim.optimizer import OptimizerSpec
 from fp8_suite.training.parallel import advice, choose, fit, memory
 from fp8_suite.training.parallel.activations import kept_activations, recomputation_flops, stored_activations
 from fp8_suite.training.parallel.fit import Fit, global_batch, resolve_auto, room
@@ -26,7 +26,7 @@ from fp8_suite.training.parallel.step_time import GPUS, REFERENCE_GPU, step_seco
 from fp8_suite.training.parallel.watchdog import Watchdog
 from fp8_suite.training.tracking.metrics import ModelShape
 
-FUSED = OptimizerPlan("fused_adamw", torch.bfloat16, True, ("fp32", "fp32"))
+FUSED = OptimizerSpec("fused_adamw", torch.bfloat16, True, ("fp32", "fp32"))
 EIGHT_BITS = replace(FUSED, moment_dtypes=("fp8", "fp8"))
 SHAPES = {
     1.2: ModelShape(2048, 16, 32, 8, 64, 8192, 128_256),
@@ -343,7 +343,7 @@ def test_fp8_weights_are_advised_on_one_gpu_only():
         found = fitted(gb, 70.0, mode=mode, gpus=8, **settings)
         assert not found.fits and "--fp8_weights" not in advice.advise(found)
     small = {"fp8_weights": True, "offload_optimizer": True, "moment_dtype": "fp8"}
-    optimizer = replace(EIGHT_BITS, offload=True, fp8_weights=True)
+    optimizer = replace(EIGHT_BITS, offload=True, holds_fp8_weights=True)
     text = advice.advise(fitted(15, **settings, **small, optimizer=optimizer))
     assert re.search(r"GPUs with --sharding_mode fsdp_full, .* without --fp8_weights need", text), text
 

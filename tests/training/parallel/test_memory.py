@@ -10,7 +10,7 @@ from fp8_suite.core.errors import UserError
 from fp8_suite.core.packages import ROOT
 from fp8_suite.te_models.build import find_model
 from fp8_suite.training.config import config_from_dict
-from fp8_suite.training.optim.optimizer import OptimizerPlan
+from fp8_suite.training.optim.optimizer import OptimizerSpec
 from fp8_suite.training.parallel import choose, memory
 from fp8_suite.training.parallel.choose import choose_mode
 from fp8_suite.training.parallel.memory import host_state
@@ -18,11 +18,11 @@ from fp8_suite.training.parallel.step_plan import ModelSize, StepPlan, hsdp_shar
 from fp8_suite.training.tracking.metrics import ModelShape
 
 # 14 bytes a parameter: BF16 weights and gradients, FP32 masters' 2 more bytes, two FP32 moments.
-FUSED = OptimizerPlan("fused_adamw", torch.bfloat16, True, ("fp32", "fp32"))
+FUSED = OptimizerSpec("fused_adamw", torch.bfloat16, True, ("fp32", "fp32"))
 FP8 = replace(FUSED, moment_dtypes=("fp8", "fp8"))
 OFFLOADED = replace(FUSED, offload=True)
-OF_FP8_SHARDS = replace(FUSED, fp8_weights=True)
-OF_FP8_WEIGHTS = replace(OFFLOADED, fp8_weights=True)
+OF_FP8_SHARDS = replace(FUSED, holds_fp8_weights=True)
+OF_FP8_WEIGHTS = replace(OFFLOADED, holds_fp8_weights=True)
 GATHERED_IN_FP8 = {"fp8_all_gather": True, "sharding_mode": "fsdp_full", "fp8_scenario": "current"}
 GPU = int(100e9)
 
@@ -110,7 +110,7 @@ def test_auto_counts_what_stays_on_the_gpu_of_an_offloaded_optimizer():
     assert found == "fsdp_full" and "weights and gradients need 280.0 GB" in why
 
 
-ADAM = OptimizerPlan("zero_adamw", torch.bfloat16, True, ("fp32", "fp32"))
+ADAM = OptimizerSpec("zero_adamw", torch.bfloat16, True, ("fp32", "fp32"))
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_recomputation_that_cannot_run_is_refused_before_the_data_is_read(settin
 
 @pytest.mark.parametrize(("mode", "each"), [("fsdp_offload", 16 + 4), ("ds_zero3_offload", 20 + 12)])
 def test_a_host_too_small_to_offload_to_is_refused(mode, each, monkeypatch):
-    optimizer = OptimizerPlan("torch_adamw", torch.float32, True, ("fp32", "fp32"))
+    optimizer = OptimizerSpec("torch_adamw", torch.float32, True, ("fp32", "fp32"))
     host(monkeypatch, each * 4e9 + 1)
     choose.refuse_small_host(plan_of(8.0, mode, gpus=16, optimizer=optimizer))
     needs = f"^--sharding_mode {mode}: .* need {each * 8:.0f} GB .* has {each * 4} GB beside.* nodes, or "
