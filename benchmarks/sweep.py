@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-import yaml
 from filelock import FileLock
 from fp8_suite.benchmarks.plan.predict import Plan, make_plan
 from fp8_suite.benchmarks.records.launch import (
@@ -37,9 +36,9 @@ from fp8_suite.benchmarks.records.variants import (
     resolve,
     split_flags,
 )
-from fp8_suite.core.cli import YamlLoader, yaml_fault
 from fp8_suite.core.errors import EXIT_OUT_OF_MEMORY, UserError, bad_setting
 from fp8_suite.core.files import replace_file
+from fp8_suite.core.readers import UnreadableFile, read_yaml
 from fp8_suite.core.settings import AUTO, convert, nearest
 from fp8_suite.training.config import Config, all_settings
 from fp8_suite.training.launch import require_inputs
@@ -100,11 +99,9 @@ class Result:
 def read_sweep(path: Path) -> dict[str, Any]:
     """Return `grid`, `base` and `needs` of a sweep file. UserError for a malformed file."""
     try:
-        file = yaml.load(path.read_text(encoding="utf-8"), YamlLoader)
-    except OSError as fault:
-        raise bad_input(f"{path}: {fault.strerror or fault}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as fault:
-        raise bad_input(f"{path}: not valid YAML: {yaml_fault(fault)}") from None
+        file = read_yaml(path)
+    except UnreadableFile as fault:
+        raise bad_input(str(fault)) from None
     kinds = {"grid": dict, "base": dict, "needs": list}
     if not isinstance(file, dict) or not all(isinstance(file[key], kinds.get(key, ())) for key in file):
         raise bad_input(f"{path}: may only have `grid:` (axes), `base:` (settings) and `needs:` (a list)")

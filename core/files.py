@@ -90,15 +90,6 @@ def to_json(value: Any, indent: int | None = None) -> bytes:
     return json.dumps(strict, indent=indent, allow_nan=False).encode()
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """Read an optional JSON object; {} if it is missing or damaged."""
-    try:
-        record = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
 def save_tensors(tensors: dict[str, Any], path: Path, metadata: dict[str, str]) -> None:
     """Write a safetensors file with the permissions of the folder's other files. Raises OSError."""
     from safetensors.torch import save_file  # imports torch, which `--help` does without

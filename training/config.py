@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 from fp8_suite.core.cli import OneLineParser, add_setting, read_yaml_settings
 from fp8_suite.core.errors import UserError, bad_setting
-from fp8_suite.core.files import read_record
+from fp8_suite.core.readers import read_record
 from fp8_suite.core.recipes import RECIPES, TE_RECIPES, TORCHAO_RECIPES
 from fp8_suite.core.settings import AUTO, Setting, convert, lookup
 from fp8_suite.data.settings import EVAL_SAMPLES, DataConfig

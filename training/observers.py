@@ -8,7 +8,8 @@ import time
 from typing import Any
 
 from fp8_suite.core.errors import EXIT_FAILED, UserError
-from fp8_suite.core.files import explaining_write_errors, read_record, write_json
+from fp8_suite.core.files import explaining_write_errors, write_json
+from fp8_suite.core.readers import read_record
 from fp8_suite.core.redact import redacted
 from fp8_suite.te_models.kernels import flash_attention
 from fp8_suite.training.assembly import Assembly

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, bad_setting, first_line
+from fp8_suite.core.readers import UnreadableFile, read_json
 from fp8_suite.te_models.families import FAMILIES, Family
 from fp8_suite.te_models.presets import PRESETS, closest_preset
 from fp8_suite.training.config import Config
@@ -29,17 +29,20 @@ class Model:
 
 def read_model(name: str) -> Model:
     """Read the model's dimensions from a preset or a folder's config.json. UserError if there is neither."""
+    file = Path(name) / "config.json"
     try:
-        fields = PRESETS.get(name) or json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        fields = PRESETS.get(name) or read_json(file)
+    except UnreadableFile as error:
+        if file.is_file():
+            raise bad_setting(f"its config.json: {error.reason}", model_name=name) from None
         near = closest_preset(name.rpartition("/")[2])
-        reason = getattr(error, "strerror", None) or error
+        reason = error.reason
         raise bad_setting(
             f"neither a preset (te_models/presets.py) nor a folder with a config.json ({reason})"
             + (f"; did you mean {near!r}?" if near else "; correct it"),
             model_name=name,
         ) from None
-    kind = fields.get("model_type") if isinstance(fields, dict) else None
+    kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise bad_setting(f"cannot plan model type {kind!r}; choose one of {known}", model_name=name)

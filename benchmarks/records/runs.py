@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
-from fp8_suite.core.files import read_record
+from fp8_suite.core.readers import read_record
 from fp8_suite.training.config import SECTIONS, Config, all_settings, comparable, settings_path
 from fp8_suite.training.tracking.metrics import METRICS, RATES, summary_name, tail_mean
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from fp8_suite.core.errors import UserError, bad_setting
-from fp8_suite.core.files import hidden, publish, read_record, recover, save_tensors, sync_to_disk, write_json
+from fp8_suite.core.files import hidden, publish, recover, save_tensors, sync_to_disk, write_json
+from fp8_suite.core.readers import read_record
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion

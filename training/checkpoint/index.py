@@ -9,7 +9,6 @@ of a step that is being saved again, `.step_N.pruned` is being deleted.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -20,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8_suite.core.files import explaining_write_errors, hidden, recover, write_json
+from fp8_suite.core.readers import UnreadableFile, read_json
 from fp8_suite.training.checkpoint.manifest import MANIFEST, DamagedCheckpoint, verify_files
 
 INDEX = "index.json"
@@ -63,20 +63,21 @@ def read_index(folder: Path, *, rebuild: bool = False) -> Index:
     for replaced in folder.glob(".step_*.replaced"):  # from a save that was killed before publishing
         recover(folder / replaced.name[1 : -len(".replaced")])
     path = folder / INDEX
-    content = {"steps": [], "eval_losses": {}}
+    steps, losses, rolled_back_to = [], {}, None
     try:
         if path.exists():
-            content = json.loads(path.read_bytes())
-        steps = [int(step) for step in content["steps"]]
-        rolled_back_to = content.get("rolled_back_to", content.get("went_back"))  # the former name
-        losses = {int(step): float(loss) for step, loss in content["eval_losses"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        problem = f"{path}: unreadable ({type(error).__name__}: {error})"
+            content = read_json(path)
+            steps = [int(step) for step in content["steps"]]
+            losses = {int(step): float(loss) for step, loss in content["eval_losses"].items()}
+            rolled_back_to = content["rolled_back_to"]
+    except (UnreadableFile, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = getattr(error, "reason", f"{type(error).__name__}: {error}")
         if not rebuild:
-            reason = "delete it to continue from the last step, without its earlier eval losses"
-            raise DamagedCheckpoint(f"{problem}; {reason}") from None
-        warnings.warn(f"{problem}; rebuilt from the folders, without eval losses", stacklevel=2)
-        steps, losses, rolled_back_to = [], {}, None
+            remedy = "delete it to continue from the last step, without its earlier eval losses"
+            raise DamagedCheckpoint(f"{path}: unreadable ({reason}); {remedy}") from None
+        problem = f"{path}: unreadable ({reason}); rebuilt from the folders, without eval losses"
+        warnings.warn(problem, stacklevel=2)
+        steps, losses = [], {}
     folders = step_folders(folder)  # read after the index, so a concurrent save only adds newer ones
     # A folder that is not in the index is the newest: its save was killed before the index update.
     steps = [step for step in steps if step in folders] + sorted(folders.keys() - set(steps))

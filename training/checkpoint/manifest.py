@@ -10,6 +10,7 @@ from pathlib import Path
 import xxhash
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.core.files import sync_to_disk, write_json
+from fp8_suite.core.readers import UnreadableFile, read_json
 
 MANIFEST = "manifest.json"
 THREADS = 4  # per rank; reading, writing and hashing all release the GIL
@@ -53,14 +54,13 @@ def read_manifest(folder: Path) -> dict:
     """Read a folder's manifest. DamagedCheckpoint if it is missing, unreadable or modified."""
     path = folder / MANIFEST
     try:
-        outer = json.loads(path.read_bytes())
-        if outer["xxh3_128"] == _checksum(outer["manifest"]):
-            return outer["manifest"]
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{path}: missing, so the checkpoint is incomplete") from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DamagedCheckpoint(f"{path}: unreadable ({type(error).__name__}: {error})") from None
-    raise DamagedCheckpoint(f"{path}: does not match its checksum")
+        outer = read_json(path)
+    except UnreadableFile as error:
+        raise DamagedCheckpoint(f"{error}, so the checkpoint is incomplete or damaged") from None
+    manifest = outer.get("manifest")
+    if not isinstance(manifest, dict) or outer.get("xxh3_128") != _checksum(manifest):
+        raise DamagedCheckpoint(f"{path}: does not match its checksum")
+    return manifest
 
 
 def verify_files(

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from fp8_suite.core.files import read_record, write_json
+from fp8_suite.core.files import write_json
+from fp8_suite.core.readers import read_record
 from fp8_suite.training.parallel import ranks
 
 WRITE_INTERVAL_SECONDS = 30.0  # between writes of wall_time.json at log lines

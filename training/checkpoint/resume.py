@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8_suite.core.errors import bad_setting
-from fp8_suite.core.files import read_record
+from fp8_suite.core.readers import read_record
 from fp8_suite.training.checkpoint import index
 from fp8_suite.training.checkpoint.index import Index, step_of
 from fp8_suite.training.checkpoint.manifest import MANIFEST, read_manifest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 import uuid
@@ -14,6 +13,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_IN_USE, UserError, bad_setting, first_of
 from fp8_suite.core.files import DISK_FULL, write_json
+from fp8_suite.core.readers import parse_json
 from fp8_suite.training.checkpoint.index import step_folders
 from fp8_suite.training.checkpoint.resume import check_folder
 from fp8_suite.training.config import Config, read_settings
@@ -143,5 +143,5 @@ def train_losses(folder: Path) -> list[float]:
     """Return the finite training losses logged so far, over all launches."""
     log = folder / "metrics.jsonl"
     lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    losses = (json.loads(line).get("train/loss") for line in lines)
+    losses = (parse_json(line).get("train/loss") for line in lines)
     return [loss for loss in losses if isinstance(loss, float)]

@@ -23,6 +23,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.core.files import hidden, publish, save_tensors, write_json
+from fp8_suite.core.readers import read_json
 from fp8_suite.training.checkpoint import index
 from fp8_suite.training.checkpoint.index import step_name
 from fp8_suite.training.checkpoint.manifest import THREADS, digests, read_manifest, write_manifest
@@ -111,7 +112,7 @@ class Checkpoints:
     def read_meta(self, path: Path) -> dict:
         """Return the verified `meta` of a checkpoint."""
         index.verify(path, [META])
-        return json.loads((path / META).read_bytes())
+        return read_json(path / META)
 
     def shapes(self, path: Path) -> dict[str, torch.Size]:
         """Return the shapes of a checkpoint's tensors by name, from its verified manifest."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.packages import ROOT
+from fp8_suite.core.readers import UnreadableFile, read_json
 from fp8_suite.core.settings import Section, resumable, setting
 
 WEEK = 7 * 24 * 60  # minutes
@@ -108,9 +108,6 @@ def read_deepspeed_config(path: str) -> dict[str, Any]:
         ours = sorted(file.relative_to(ROOT).as_posix() for file in ROOT.glob("ds_configs/*.json"))
         raise bad_setting(f"no such file; ds_configs/ has {', '.join(ours)}", deepspeed_config=path)
     try:
-        loaded = json.loads(found.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise bad_setting(f"cannot be read as JSON: {error}", deepspeed_config=path) from None
-    if not isinstance(loaded, dict):
-        raise bad_setting(f"must contain a JSON object, not {type(loaded).__name__}", deepspeed_config=path)
-    return loaded
+        return read_json(found)
+    except UnreadableFile as error:
+        raise bad_setting(error.reason, deepspeed_config=path) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.files import explaining_write_errors, replace_file, to_json
 from fp8_suite.core.packages import version
+from fp8_suite.core.readers import parse_json
 from fp8_suite.core.redact import redact
 from fp8_suite.training.tracking.settings import LogConfig
 from fp8_suite.training.tracking.wandb_writer import WandbWriter, call_with_timeout
@@ -150,7 +150,7 @@ def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     complete = []
     for line in path.read_bytes().splitlines():
         with suppress(ValueError):
-            record = json.loads(line)
+            record = parse_json(line)
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 complete.append((line + b"\n", record))
     return complete
