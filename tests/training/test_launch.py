@@ -54,7 +54,7 @@ def test_garbage_is_collected_again_once_libraries_are_loaded(monkeypatch):
             "--deepspeed_config none.json --sharding_mode deepspeed",
             "no such file; ds_configs/ has ds_configs/",
         ),
-        ("--deepspeed_config README.md --sharding_mode deepspeed", "cannot be read as JSON"),
+        ("--deepspeed_config README.md --sharding_mode deepspeed", "not valid JSON"),
     ],
 )
 def test_what_needs_no_torch_is_refused_before_it_is_imported(flags, message):

@@ -230,9 +230,9 @@ DAMAGE = {
     "flipped shard": (lambda p: flip(shard_of(p), -1), "safetensors: .*checksum"),
     "foreign shard": (lambda p: (p / "x.safetensors").write_bytes(b"?"), "x.safetensors: not in manifest"),
     "missing meta": (lambda p: (p / "meta.json").unlink(), "meta.json: No such file"),
-    "garbled manifest": (lambda p: (p / "manifest.json").write_bytes(b"\xff{"), "manifest.json: unreadable"),
+    "garbled manifest": (lambda p: (p / "manifest.json").write_bytes(b"\xff{"), "manifest.json: not UTF-8"),
     "changed manifest": (change_manifest, "manifest.json: .*checksum"),
-    "empty folder": (lambda p: [file.unlink() for file in p.iterdir()], "manifest.json: missing"),
+    "empty folder": (lambda p: [file.unlink() for file in p.iterdir()], "manifest.json: No such file"),
 }
 
 
