@@ -235,6 +235,21 @@ def config_from_dict(values: dict[str, Any]) -> Config:
     return Config(**{s: SECTIONS[s](**v) for s, v in sections.items()})
 
 
+# Settings in files of earlier runs that this version no longer has -> the values that mean what it does now.
+REMOVED_SETTINGS: dict[str, tuple[Any, ...]] = {
+    "convert_moments": (False, True),
+    "fp8_weight_cache": (True, False),
+}
+
+
+def drop_removed(settings: dict[str, Any]) -> dict[str, Any]:
+    """Drop removed settings of a recorded run. UserError for a value that this version cannot run."""
+    for name, values in REMOVED_SETTINGS.items():
+        if settings.get(name, values[0]) not in values:
+            raise bad_setting("removed from this version; drop it", **{name: settings[name]})
+    return {name: value for name, value in settings.items() if name not in REMOVED_SETTINGS}
+
+
 # Values that earlier versions recorded for a flag that was not given.
 EARLIER_DEFAULTS = {"eval_samples": EVAL_SAMPLES}
 
@@ -315,6 +330,7 @@ def load_config_file(path: str) -> dict[str, Any]:
     """Read flat settings from a YAML file or a run's settings.json. UserError names the file."""
     loaded, table = read_yaml_settings(path), all_settings()
     try:
+        loaded = drop_removed(loaded)
         for name, value in loaded.items():
             convert(name, value, lookup(name, table).type)
     except UserError as error:

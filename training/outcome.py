@@ -29,9 +29,9 @@ ERROR_REPORT_DELAY_SECONDS = 3.0
 INTERRUPTED = "interrupted outside the training loop; earlier checkpoints are intact"
 OUT_OF_MEMORY = (
     "Try a smaller --batch_size with more --gradient_accumulation_steps, --recompute layer (or auto for "
-    "both; if they were auto, a lower --memory_limit_gb), a shorter --max_seq_length, --moment_dtype fp8 (at "
-    "a resume with --convert_moments), --offload_optimizer (on one GPU with --fp8_weights), "
-    "--grad_reduce_dtype bf16 or --no_fp8_weight_cache with accumulation, or more sharding "
+    "both; if they were auto, a lower --memory_limit_gb), a shorter --max_seq_length, --moment_dtype fp8, "
+    "--offload_optimizer (on one GPU with --fp8_weights), "
+    "--grad_reduce_dtype bf16 with accumulation, or more sharding "
     "(--sharding_mode fsdp_full)"
 )
 LOST_WORKER = (

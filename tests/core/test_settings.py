@@ -9,11 +9,14 @@ import pytest
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.core.files import write_json
 from fp8_suite.training.config import (
+    REMOVED_SETTINGS,
     Config,
     all_settings,
     build_parser,
     changed_settings,
     config_from_dict,
+    drop_removed,
+    load_config_file,
     parse_config,
 )
 
@@ -267,6 +270,18 @@ def test_json_indented_with_tabs_is_read(tmp_path):
     assert parse("--config", str(tmp_path / "settings.json")).optim.batch_size == 3
 
 
+def test_settings_of_earlier_runs_that_were_removed_are_read_if_they_mean_the_same(tmp_path):
+    path = tmp_path / "settings.json"
+    for name, values in REMOVED_SETTINGS.items():
+        assert name not in all_settings()
+        for value in values:
+            path.write_text(json.dumps({"max_steps": 3, name: value}))
+            assert load_config_file(str(path)) == {"max_steps": 3}
+        with pytest.raises(UserError) as refused:
+            drop_removed({name: "another value"})
+        assert refused.value.flags == {name}
+
+
 def test_only_settings_that_are_not_resumable_count_as_changed():
     old = parse("--batch_size", "4").to_dict()
     new = parse("--batch_size", "8", "--log_interval", "1", "--max_steps", "7")
@@ -281,7 +296,6 @@ def test_only_settings_that_are_not_resumable_count_as_changed():
         *("weights_cache_dir", "data_cache_dir", "num_proc", "num_workers", "flash_attention"),
         *(
             "fused_residuals",
-            "fp8_weight_cache",
             "fp8_weights",
             "gradient_checkpointing",
             "recompute",

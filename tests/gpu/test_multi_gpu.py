@@ -184,10 +184,10 @@ def test_gradients_sent_in_fp8_have_about_the_same_losses(tmp_path, mode):
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp_grad"])
-def test_fp8_weight_cache_has_the_same_losses(tmp_path, mode):
-    """Current scaling casts weights in the same way in every micro-batch."""
+def test_weights_cast_once_per_step_have_the_same_losses(tmp_path, mode):
+    """Recomputed layers cast their weights in every micro-batch, in the same way under current scaling."""
     each = f"{flags(mode, 'current', accumulation=2)} --no_save_checkpoints --no_export"
-    launch(tmp_path, {"once": each, "twice": f"{each} --no_fp8_weight_cache"}, GPUS)
+    launch(tmp_path, {"once": each, "twice": f"{each} --recompute layer"}, GPUS)
     once, twice = (logged(tmp_path / name, "train/loss") for name in ("once", "twice"))
     assert once[1] == pytest.approx(twice[1], rel=1e-5)
     assert once == pytest.approx(twice, rel=1e-2)

@@ -6,9 +6,9 @@
 - `--resume none` starts from scratch. It is an error if the folder already holds a run.
 - Settings that are not resumable must match the checkpoint, with few exceptions. The batch may be split
   differently; on another number of ranks its size may change too, if a rank's share stays. A run that starts
-  from another run's checkpoint may change learning rate, schedule, weight decay and clipping. With
-  --convert_moments the moments may have another dtype. On one rank, which exchanges no gradients,
-  --grad_reduce_dtype fp8 is bf16.
+  from another run's checkpoint may change learning rate, schedule, weight decay and clipping. Moments
+  of another --moment_dtype are converted. On one rank, which exchanges no gradients, --grad_reduce_dtype fp8
+  is bf16.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from fp8_suite.training.checkpoint import index
 from fp8_suite.training.checkpoint.index import Index, step_of
 from fp8_suite.training.checkpoint.manifest import MANIFEST, read_manifest
 from fp8_suite.training.checkpoint.store import Checkpoints
-from fp8_suite.training.config import Config, all_settings, changed_settings, read_settings, settings_path
+from fp8_suite.training.config import (
+    Config,
+    all_settings,
+    changed_settings,
+    drop_removed,
+    read_settings,
+    settings_path,
+)
 from fp8_suite.training.optim.settings import OptimConfig
 
 # Settings that may change if the sequences of a step stay the same, of all ranks or of one.
@@ -157,14 +164,14 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
     Return a notice about permitted changes ('' for none).
     """
     meta = point.meta
-    if unknown := sorted(meta["config"].keys() - all_settings().keys()):
+    if unknown := sorted(drop_removed(meta["config"]).keys() - all_settings().keys()):
         raise bad_setting(
             "written by another version of this suite, with settings that this one does not have "
             f"({', '.join(unknown)}); resume with that version, or start a new run from its export",
             resume=point.path,
         )
     changed = changed_settings(meta["config"], cfg)
-    permitted = [*_converted(cfg), *([] if point.own else RESTART_SETTINGS)]
+    permitted = ["moment_dtype", *([] if point.own else RESTART_SETTINGS)]
     if 1 in (meta["world_size"], world_size) and _same_sums(changed):
         permitted.append("grad_reduce_dtype")
     allowed = {name: changed.pop(name) for name in permitted if name in changed}
@@ -178,7 +185,6 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
         allowed |= split
     if meta["recipe"] != recipe:
         changed["fp8_scenario"] = (meta["recipe"], recipe)
-    _refuse_other_moments(changed, point.path)
     if changed:
         fits = split.keys() & changed.keys() and old % (cfg.optim.batch_size * world_size) == 0
         keep = f"--global_batch_size {old} keeps its batch; " if fits else ""
@@ -190,6 +196,8 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
             resume=point.path,
         )
     notices = [f"--resume {point.path}: settings changed: {describe_changes(allowed)}"] if allowed else []
+    if "moment_dtype" in allowed:
+        notices.append(f"Adam's moments are converted to {cfg.precision.moment_dtype}")
     if old != new:
         notices.append(
             f"WARNING: the checkpoint was saved on {meta['world_size']} ranks with a global batch of {old} "
@@ -211,7 +219,7 @@ def check_folder(cfg: Config, folder: Path) -> None:
             "continue from its checkpoints",
             output_dir=folder,
         )
-    changed, ignored = changed_settings(old, cfg), _converted(cfg)
+    changed, ignored = changed_settings(old, cfg), []
     if (folder / "checkpoints").exists():  # `check_resume` compares these with the checkpoint
         ignored += [*BATCH_SPLIT_SETTINGS, "moment_dtype", *["grad_reduce_dtype"] * _same_sums(changed)]
     same_total = cfg.optim.global_batch_size is not None and "global_batch_size" not in changed
@@ -228,22 +236,9 @@ def check_folder(cfg: Config, folder: Path) -> None:
         raise bad_setting("the folder holds a run already; choose another", resume="none", output_dir=folder)
 
 
-def _converted(cfg: Config) -> list[str]:
-    """Return the settings that --convert_moments permits to change."""
-    return ["moment_dtype"] if cfg.checkpoint.convert_moments else []
-
-
 def _same_sums(changed: dict[str, tuple[Any, Any]]) -> bool:
     """True if --grad_reduce_dtype changed between fp8 and bf16, which both sum micro-batches in BF16."""
     return set(changed.get("grad_reduce_dtype", ())) == {"bf16", "fp8"}
-
-
-def _refuse_other_moments(changed: dict[str, tuple[Any, Any]], path: Path) -> None:
-    """Raise UserError with the flag that converts moments, if they are the only difference."""
-    if changed.keys() == {"moment_dtype"}:
-        old, new = changed["moment_dtype"]
-        reason = f"saved with {old}; use that, or add --convert_moments"
-        raise bad_setting(reason, moment_dtype=new, resume=path)
 
 
 def describe_changes(changed: dict[str, tuple[Any, Any]]) -> str:

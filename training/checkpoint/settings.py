@@ -30,9 +30,6 @@ class CheckpointConfig(Section):
         "auto",
         "auto: newest checkpoint in --output_dir; PATH: newest derived from this one; none: from scratch",
     )
-    convert_moments: bool = resumable(
-        False, "at a resume, convert Adam's moments if --moment_dtype is another than the checkpoint's"
-    )
     export: bool = resumable(True, "write a Hugging Face model (BF16 safetensors) at the end")
     generate_samples: int = resumable(
         0, "evaluation prompts to answer with the exported model; 0: none", minimum=0

@@ -142,10 +142,9 @@ class StepPlan:
     @property
     def caches_fp8_weights(self) -> bool:
         """True if layers that are not recomputed cast their weights to FP8 once per step."""
-        cfg = self.cfg
-        enabled = cfg.model.use_te and cfg.precision.fp8_weight_cache
         gathered = self.sharding.engine in ("none", "ddp") or self.sharding.gathers_once
-        return enabled and gathered and self.accumulation > 1 and not self.optimizer.holds_fp8_weights
+        casts = self.cfg.model.use_te and not self.optimizer.holds_fp8_weights
+        return casts and gathered and self.accumulation > 1
 
     @property
     def keeps_fp8_weights(self) -> bool:

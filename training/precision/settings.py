@@ -57,7 +57,6 @@ class PrecisionConfig(Section):
         False,
         "keep linear weights only in FP8 on the GPU; needs one GPU and --offload_optimizer",
     )
-    fp8_weight_cache: bool = resumable(True, "cast FP8 weights once per step (one GPU, ddp, fsdp_grad)")
 
 
 def changed_recipe_settings(settings: Any) -> dict[str, Any]:

@@ -208,7 +208,7 @@ def test_moments_in_8_bits_are_sharded_and_resharded(tmp_path):
             ranks=ranks,
         )
         assert same_bits(saved(folder, 3), expected), (ranks, mode)
-    into_zero = "--sharding_mode ds_zero2 --moment_dtype fp32 --convert_moments"
+    into_zero = "--sharding_mode ds_zero2 --moment_dtype fp32"
     flags = f"--max_steps 3 --no_export --batch_size 3 {into_zero}"
     converted = saved(resume(tmp_path / "zero", whole, 3, flags), 3)
     for name in (name for name in expected if name.endswith("exp_avg_exponents")):
@@ -232,7 +232,7 @@ def test_an_offloaded_optimizer_changes_no_bits_and_may_change_at_a_resume(mode,
     assert losses(job.folder) == losses(plain)
     for folder in (job.folder, on, off):
         assert same_bits(saved(folder, 4), saved(plain, 4)), folder
-    other = "--moment_dtype fp16 --convert_moments"
+    other = "--moment_dtype fp16"
     one, two = (
         saved(resume(tmp_path / f"converted{i}", plain, 3, f"{given} {other}"), 4)
         for i, given in enumerate((flags, flags_on))
