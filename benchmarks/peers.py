@@ -29,12 +29,13 @@ import torch
 import torch.nn.functional as F
 from fp8_suite.benchmarks.records.launch import command_parser, run_command
 from fp8_suite.core.errors import bad_setting
+from fp8_suite.core.gpus import peak_tflops
 from fp8_suite.core.packages import ROOT, version
 from fp8_suite.core.recipes import TORCHAO_RECIPES
 from fp8_suite.core.settings import nearest
 from fp8_suite.te_models.presets import PRESETS
+from fp8_suite.te_models.shape import ModelShape, model_flops
 from fp8_suite.training.tracking.environment import git_state
-from fp8_suite.training.tracking.metrics import ModelShape, model_flops, peak_tflops
 from torch import Tensor, nn
 
 PROG = "python -m benchmarks.peers"

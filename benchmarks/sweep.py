@@ -38,12 +38,12 @@ from fp8_suite.benchmarks.records.variants import (
 )
 from fp8_suite.core.errors import EXIT_OUT_OF_MEMORY, UserError, bad_setting
 from fp8_suite.core.files import replace_file
+from fp8_suite.core.gpus import PLANNED, Gpu, find_gpu
 from fp8_suite.core.readers import UnreadableFile, read_yaml
 from fp8_suite.core.settings import AUTO, convert, nearest
 from fp8_suite.training.config import Config, all_settings
+from fp8_suite.training.estimate.sizes import check_launch
 from fp8_suite.training.launch import require_inputs
-from fp8_suite.training.parallel.fit import check_launch
-from fp8_suite.training.parallel.step_time import GPUS, Gpu, find_gpu
 
 PROG = "python -m benchmarks.sweep"
 # Short names of axes. All other settings are axes under their own names.
@@ -295,7 +295,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--output_dir", type=folder_flag, metavar="DIR", help=output)
     axis = "replace the values of an axis, such as gpus=1 or precision=bf16_hf,tensorwise"
     parser.add_argument("--axis", action="append", default=[], metavar="NAME=VALUE,...", help=axis)
-    gpu = f"skip runs that are predicted not to fit into this GPU's memory: {', '.join(GPUS)}"
+    gpu = f"skip runs that are predicted not to fit into this GPU's memory: {', '.join(PLANNED)}"
     parser.add_argument("--gpu", metavar="NAME", help=gpu)
     parser.add_argument("--retry", action="store_true", help="also run what ran out of memory before")
     parser.add_argument("--dry_run", action="store_true", help="list the runs and their status; run nothing")
@@ -309,8 +309,8 @@ def sweep(argv: list[str]) -> int:
     if missing := next((name for name in file["needs"] if name not in given), None):
         raise bad_input(f"{args.sweep}: needs --{missing}; add it to the command line")
     gpu = None
-    if args.gpu is not None and (gpu := GPUS.get(find_gpu(args.gpu))) is None:
-        reason = f"unknown GPU{nearest(args.gpu, GPUS)}; choose from {', '.join(GPUS)}"
+    if args.gpu is not None and (gpu := PLANNED.get(find_gpu(args.gpu))) is None:
+        reason = f"unknown GPU{nearest(args.gpu, PLANNED)}; choose from {', '.join(PLANNED)}"
         raise bad_setting(reason, gpu=args.gpu)
     folder = args.output_dir or Path("runs") / args.sweep.stem
     axes, precisions = read_axes(file["grid"], args.axis), file["grid"].get("precision", ())

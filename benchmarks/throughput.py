@@ -9,7 +9,7 @@ and the tokenizer is the demo's; --dataset_name, --init and --tokenizer_name cha
 
 - `tokens_per_second_per_gpu` without padding, `padded_tokens_per_second_per_gpu` with padding, and
   `useful_tokens_per_second`, without padding, of all GPUs;
-- `model_tflops_per_gpu`: see `training.tracking.metrics.model_flops`; padding and recomputation do not count;
+- `model_tflops_per_gpu`: see `te_models.shape.model_flops`; padding and recomputation do not count;
 - `mfu_bf16` and `mfu_fp8`: model FLOP/s as a fraction of the GPU's dense peak;
 - `data_wait_share`: fraction of the step time spent waiting for data.
 
@@ -37,8 +37,8 @@ from fp8_suite.core.errors import UserError, bad_setting
 from fp8_suite.core.redact import redact
 from fp8_suite.data.demo import TOKENIZER_DIR, read_demo
 from fp8_suite.training.config import Config, config_from_dict
+from fp8_suite.training.estimate.sizes import resolve_auto
 from fp8_suite.training.launch import require_inputs
-from fp8_suite.training.parallel.fit import resolve_auto
 
 PROG = "python -m benchmarks.throughput"
 RESULTS = ROOT / "runs" / "throughput.jsonl"

@@ -14,8 +14,8 @@ from fp8_suite.te_models.build import build_model
 from fp8_suite.te_models.fp8_weights import quantize_shards, quantize_weights
 from fp8_suite.te_models.options import BuildOptions, NativeOptions
 from fp8_suite.training.config import Config
+from fp8_suite.training.estimate.choose import compiles_layers
 from fp8_suite.training.optim import optimizer as optim
-from fp8_suite.training.parallel.choose import compiles_layers
 from fp8_suite.training.precision import precision_map, torchao_fp8
 from fp8_suite.training.precision.fp8_stats import Fp8Stats
 from fp8_suite.training.precision.recipes import Precision, build_autocast
@@ -39,7 +39,7 @@ def assemble(job: Job) -> Assembly:
     """Build and shard the model, load or initialize its weights, and build the optimizer. Collective."""
     cfg, precision, strategy = job.cfg, job.resolved.precision, job.strategy
     torchao = precision.effective in TORCHAO_RECIPES
-    plan = job.fit.plan
+    plan = job.sizing.chosen
     compute = torch.float32 if cfg.precision.mixed_precision == "fp32" else torch.bfloat16
     dtypes = {"parameter_dtype": plan.optimizer.parameter_dtype, "compute_dtype": compute}
 
@@ -70,7 +70,7 @@ def assemble(job: Job) -> Assembly:
 
 
 def _build_model(job: Job, dtypes: dict[str, torch.dtype]) -> nn.Module:
-    cfg, precision, strategy, plan = job.cfg, job.resolved.precision, job.strategy, job.fit.plan
+    cfg, precision, strategy, plan = job.cfg, job.resolved.precision, job.strategy, job.sizing.chosen
     torchao = precision.effective in TORCHAO_RECIPES
     options = BuildOptions(
         te_backend=precision.te_backend,

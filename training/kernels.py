@@ -12,11 +12,11 @@ from fp8_suite.core.errors import bad_setting
 from fp8_suite.te_models import loss_fp8, packed_attention
 from fp8_suite.te_models.kernels import flash_attention, fused_residual, fused_swiglu, rope
 from fp8_suite.te_models.kernels.selection import Kernels, on_hopper
+from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import Config
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.precision.recipes import Precision
-from fp8_suite.training.tracking.metrics import ModelShape
 
 
 class Workload(NamedTuple):

@@ -18,7 +18,7 @@ from fp8_suite.data.reading.formats import named_file
 from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS, require_model
 from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.training.config import Config, parse_config
-from fp8_suite.training.parallel.fit import check_launch
+from fp8_suite.training.estimate.sizes import check_launch
 from fp8_suite.training.parallel.settings import read_deepspeed_config
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fp8_suite.core.errors import EXIT_FAILED, UserError
 from fp8_suite.core.files import explaining_write_errors, write_json
+from fp8_suite.core.gpus import peak_tflops
 from fp8_suite.core.readers import read_record
 from fp8_suite.core.redact import redacted
 from fp8_suite.te_models.kernels import flash_attention
@@ -19,7 +20,6 @@ from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.precision import te_runtime
 from fp8_suite.training.precision.coverage import Coverage, coverage
 from fp8_suite.training.prepare import Job
-from fp8_suite.training.tracking import metrics
 from fp8_suite.training.tracking.display import Display
 from fp8_suite.training.tracking.environment import describe_environment
 from fp8_suite.training.tracking.meter import Meter
@@ -153,9 +153,9 @@ def open_environment(job: Job, assembly: Assembly, *, takes_steps: bool) -> dict
     environment = {
         **describe_environment(),
         **job.resolved.precision.as_dict(),
-        "optimizer": job.fit.plan.optimizer.describe(),
+        "optimizer": job.sizing.chosen.optimizer.describe(),
         "sharding_mode": strategy.mode,
-        "fit": job.fit.describe(),
+        "fit": job.sizing.describe(),
         "world_size": strategy.world_size,
         "nodes": strategy.num_nodes,
         "hosts": sorted(set(ranks.gather(platform.node()))),
@@ -189,7 +189,7 @@ def open_logs(job: Job, resume_step: int | None, environment: dict[str, Any]) ->
         enabled=strategy.rank == 0,
     )
     name = environment.get("gpu_name")
-    peaks = {p: metrics.peak_tflops(name, p) if name else None for p in ("bf16", "fp8")}
+    peaks = {p: peak_tflops(name, p) if name else None for p in ("bf16", "fp8")}
     if name and not peaks["bf16"]:
         print_rank0(f"MFU is not reported: no peak rate is known for {name}")
     rows = cfg.optim.batch_size * cfg.optim.gradient_accumulation_steps * strategy.world_size

@@ -37,10 +37,10 @@ from fp8_suite.training.checkpoint.run_folder import (
 )
 from fp8_suite.training.checkpoint.store import Checkpoints
 from fp8_suite.training.config import Config, settings_path
+from fp8_suite.training.estimate.choose import choose_strategy, compiles_layers
+from fp8_suite.training.estimate.sizes import Sizing
 from fp8_suite.training.kernels import Workload, enable_kernels
 from fp8_suite.training.parallel import ranks
-from fp8_suite.training.parallel.choose import choose_strategy, compiles_layers
-from fp8_suite.training.parallel.fit import Fit
 from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.parallel.strategies import Strategy
 from fp8_suite.training.parallel.watchdog import DATA_SECONDS, Watchdog
@@ -62,7 +62,7 @@ class Job:
     resolved: Resolved
     kernels: Kernels
     strategy: Strategy
-    fit: Fit
+    sizing: Sizing
     folder: Path
     new_folder: bool  # created by this launch
     checkpoints: Checkpoints
@@ -88,7 +88,7 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
 
     `cleanup` releases the run folder's lock and disables the kernels. UserError if the run cannot start.
     """
-    resolved, kernels, strategy, fit = _decide(cfg, device, watchdog, cleanup)
+    resolved, kernels, strategy, sizing = _decide(cfg, device, watchdog, cleanup)
     cfg = strategy.cfg
     folder, is_new = watchdog.run_on_rank0(
         "opening the run folder", lambda: _open_folder(cfg, resolved, cleanup)
@@ -123,7 +123,7 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
         resolved=resolved,
         kernels=kernels,
         strategy=strategy,
-        fit=fit,
+        sizing=sizing,
         folder=folder,
         new_folder=is_new,
         checkpoints=checkpoints,
@@ -137,7 +137,7 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
 
 def _decide(
     cfg: Config, device: torch.device, watchdog: Watchdog, cleanup: ExitStack
-) -> tuple[Resolved, Kernels, Strategy, Fit]:
+) -> tuple[Resolved, Kernels, Strategy, Sizing]:
     """Choose precision, model, kernels, sharding, micro-batch and optimizer. Enables kernels. Collective."""
     watchdog.starting("comparing settings")
     ranks.agree("the settings", cfg.to_dict())
@@ -149,11 +149,11 @@ def _decide(
     watchdog.starting("testing kernels")
     kernels = enable_kernels(Workload(cfg, resolved.precision, resolved.shape, device), cleanup)
     watchdog.starting("choosing how to shard")
-    strategy, fit = choose_strategy(cfg, resolved.model, device, resolved.precision.effective)
+    strategy, sizing = choose_strategy(cfg, resolved.model, device, resolved.precision.effective)
     compiles = compiles_layers(cfg, strategy.mode, on_gpu=device.type == "cuda")
     ranks.run_on_all_ranks(lambda: fp8_stats.check(cfg, resolved.precision, compiles=compiles))
     ranks.run_on_all_ranks(lambda: profiling.check(cfg.log.profile_steps, device))
-    return resolved, kernels, strategy, fit
+    return resolved, kernels, strategy, sizing
 
 
 def _on_each_rank(watchdog: Watchdog, doing: str, work: Callable[[], T], limit: float | None = None) -> T:

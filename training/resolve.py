@@ -10,13 +10,13 @@ from fp8_suite.core.settings import AUTO
 from fp8_suite.te_models import build
 from fp8_suite.te_models.build import ModelSpec
 from fp8_suite.te_models.settings import recompute_levels
+from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import Config
 from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.precision import checks, precision_map, recipes, torchao_fp8
 from fp8_suite.training.precision.recipes import Precision
-from fp8_suite.training.tracking.metrics import ModelShape
 
 
 @dataclass(frozen=True)

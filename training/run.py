@@ -160,7 +160,7 @@ def _report_model(job: Job, assembly: Assembly) -> None:
     print_rank0(
         f"{resolved.model.name}: {assembly.parameters / 1e6:,.1f} M parameters, {kind} layers, on {where}"
     )
-    print_rank0(f"precision {resolved.precision.describe()}; {job.fit.plan.optimizer.describe()}")
+    print_rank0(f"precision {resolved.precision.describe()}; {job.sizing.chosen.optimizer.describe()}")
 
 
 def restore(job: Job, assembly: Assembly) -> tuple[RunState, Scaling, bool]:
@@ -334,7 +334,7 @@ def summarize(job: Job, trainer: Trainer, observers: Observers) -> dict[str, Any
         "runtime_seconds": progress.wall_seconds,
         "train_seconds": progress.train_seconds,
         "peak_memory_gb": trainer.peak_memory_gb(),
-        "predicted_memory_gb": job.fit.predicted_gb,
+        "predicted_memory_gb": job.sizing.predicted_gb,
         "num_layers": getattr(job.resolved.model.config.get_text_config(), "num_hidden_layers", None),
         "gpu_name": observers.environment.get("gpu_name"),
         "gpus": job.gpus,

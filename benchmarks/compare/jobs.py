@@ -11,8 +11,8 @@ from fp8_suite.benchmarks.records.runs import bad_input, read_run
 from fp8_suite.benchmarks.records.variants import Variant, resolve
 from fp8_suite.core.errors import UserError, bad_setting, counted
 from fp8_suite.training.config import Config
+from fp8_suite.training.estimate.sizes import check_launch, global_batch
 from fp8_suite.training.launch import require_inputs
-from fp8_suite.training.parallel.fit import check_launch, global_batch
 
 # Defaults of the runs; training flags on the command line override them.
 DEFAULTS: dict[str, Any] = {

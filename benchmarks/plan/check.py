@@ -9,10 +9,11 @@ from fp8_suite.benchmarks.plan.job import build_job
 from fp8_suite.benchmarks.records.runs import RunRecord
 from fp8_suite.benchmarks.records.table import read_table
 from fp8_suite.benchmarks.report.tables import markdown
+from fp8_suite.core.gpus import Gpu, planned_gpu
 from fp8_suite.training.config import all_settings, config_from_dict
-from fp8_suite.training.parallel.memory import peak
-from fp8_suite.training.parallel.step_plan import StepPlan
-from fp8_suite.training.parallel.step_time import Gpu, installed_gpu, step_seconds
+from fp8_suite.training.estimate.memory import peak
+from fp8_suite.training.estimate.setup import TrainingSetup
+from fp8_suite.training.estimate.step_time import step_seconds
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ class Check:
 
 def gpu_of(run: RunRecord) -> Gpu | None:
     """Return the GPU of a recorded run; None if the planner does not know it."""
-    return installed_gpu(run.environment.get("gpu_name") or "CPU")
+    return planned_gpu(run.environment.get("gpu_name") or "CPU")
 
 
-def recorded_job(run: RunRecord, gpu: Gpu) -> StepPlan:
+def recorded_job(run: RunRecord, gpu: Gpu) -> TrainingSetup:
     """Return the job of a run recorded on this GPU."""
     known = all_settings()
     settings = {name: value for name, value in run.config.items() if name in known}
@@ -43,7 +44,7 @@ def recorded_job(run: RunRecord, gpu: Gpu) -> StepPlan:
         settings |= {"gradient_checkpointing": False, "recompute": "full"}
     mode = {"sharding_mode": "auto"} if run.mode == "single" else {"sharding_mode": run.mode}
     cfg = config_from_dict(settings | mode)
-    return build_job(cfg, gpu=gpu, gpus=run.gpus, gpus_per_node=run.gpus)[0].plan
+    return build_job(cfg, gpu=gpu, gpus=run.gpus, gpus_per_node=run.gpus)[0].chosen
 
 
 def recomputes_as_before(run: RunRecord) -> bool:

@@ -7,15 +7,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, bad_setting, first_line
+from fp8_suite.core.gpus import Gpu
 from fp8_suite.core.readers import UnreadableFile, read_json
 from fp8_suite.te_models.families import FAMILIES, Family
 from fp8_suite.te_models.presets import PRESETS, closest_preset
+from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import Config
-from fp8_suite.training.parallel.fit import Fit, check_launch, fit, unpredicted
+from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup
+from fp8_suite.training.estimate.sizes import Sizing, check_launch, choose_sizes, unpredicted
 from fp8_suite.training.parallel.settings import MODES
-from fp8_suite.training.parallel.step_plan import ModelSize, StepPlan, hsdp_shard_size
-from fp8_suite.training.parallel.step_time import Gpu
-from fp8_suite.training.tracking.metrics import ModelShape
 
 
 @dataclass(frozen=True)
@@ -107,28 +107,28 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
         raise bad_setting(reason, max_seq_length=length)
 
 
-def build_job(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int) -> tuple[Fit, str | None]:
+def build_job(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int) -> tuple[Sizing, str | None]:
     """Fit the job to GPUs. Also return why training refuses the mode that `auto` chooses, or None."""
+    from fp8_suite.training.estimate.choose import choose_mode
     from fp8_suite.training.optim.optimizer import choose_optimizer  # imported here because they import torch
-    from fp8_suite.training.parallel.choose import choose_mode
 
     refuse_unplanned(cfg)
     check_launch(cfg, gpus)
     model, mode, memory = read_model(cfg.model.model_name), cfg.sharding.mode, int(gpu.memory_gb * 1e9)
     refuse_what_training_refuses(cfg, model)
     optimizer = choose_optimizer(cfg, "single", on_gpu=True)
-    job = StepPlan(cfg, model.size, optimizer, "single", gpus, min(gpus, gpus_per_node))
+    job = TrainingSetup(cfg, model.size, optimizer, "single", gpus, min(gpus, gpus_per_node))
     if mode == "auto":
         mode = "single" if gpus == 1 else choose_mode(job, memory)[0]
     elif gpus == 1 and not MODES[mode].offload:
         mode = "single"
     job, refusal = replace(job, mode=mode), None
     if MODES[mode].in_groups:
-        hsdp_shard_size(cfg, gpus, job.gpus_per_node)  # UserError if it does not divide the GPUs
+        cfg.sharding.shard_size(gpus, job.gpus_per_node)  # UserError if it does not divide the GPUs
     try:
         job = replace(job, optimizer=choose_optimizer(cfg, mode, on_gpu=True))
     except UserError as error:
         refusal = f"--sharding_mode {mode}: {error}"
         if cfg.sharding.mode != "auto":
             raise UserError(refusal, flags=["sharding_mode"], exit_code=EXIT_BAD_SETTING) from None
-    return fit(job, memory, gpu), refusal
+    return choose_sizes(job, memory, gpu), refusal

@@ -8,10 +8,10 @@ from fp8_suite.benchmarks.plan.job import read_model
 from fp8_suite.benchmarks.plan.predict import Plan, make_plan
 from fp8_suite.benchmarks.report.tables import markdown
 from fp8_suite.core.errors import UserError
+from fp8_suite.core.gpus import GPUS
 from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS
 from fp8_suite.training.config import config_from_dict
-from fp8_suite.training.parallel.fit import global_batch
-from fp8_suite.training.parallel.step_time import GPUS
+from fp8_suite.training.estimate.sizes import global_batch
 
 # Sizes by which cards with FP8 are known, and one card of each size.
 CARDS = {24: "RTX 4090", 32: "RTX 5090", 48: "L40S", 80: "H100", 141: "H200", 180: "B200"}
@@ -28,7 +28,7 @@ def _fitting(plan: Plan, changes: dict[str, Any], memory_gb: float | None = None
     """Return the plan with other settings or memory; None if refused, or if only offload fits."""
     gpu = plan.gpu._replace(memory_gb=memory_gb or plan.gpu.memory_gb)
     try:
-        cfg = config_from_dict(plan.fit.request.cfg.to_dict() | changes)
+        cfg = config_from_dict(plan.sizing.requested.cfg.to_dict() | changes)
         other = make_plan(cfg, gpu, gpus=plan.job.gpus, gpus_per_node=plan.job.gpus_per_node)
     except UserError:
         return None

@@ -21,11 +21,12 @@ from fp8_suite.benchmarks.records.launch import command_parser
 from fp8_suite.benchmarks.records.variants import split_flags
 from fp8_suite.benchmarks.report.tables import markdown
 from fp8_suite.core.errors import UserError, bad_setting, counted
+from fp8_suite.core.gpus import PLANNED, Gpu, find_gpu
 from fp8_suite.core.recipes import RECIPES, costs_of
 from fp8_suite.core.settings import AUTO
 from fp8_suite.training.config import Config, parse_config
-from fp8_suite.training.parallel.fit import auto_settings, counted_micro_batches
-from fp8_suite.training.parallel.step_time import GPUS, NETWORK_BANDWIDTH, Gpu, find_gpu
+from fp8_suite.training.estimate.sizes import auto_settings, counted_micro_batches
+from fp8_suite.training.estimate.step_time import NETWORK_BANDWIDTH
 
 PROG = "python -m benchmarks.plan"
 # Flag -> (field of `Gpu`, factor from the flag's unit to the field's, help).
@@ -99,12 +100,12 @@ def _tables(plans: list[Plan], tokens: float | None, price: float | None) -> lis
     """Return a table with a row per number of GPUs, and tables of memory and time by part."""
     job, gpu = plans[0].job, plans[0].gpu
     parameters, optim = job.model.parameters, job.cfg.optim
-    level = plans[0].fit.request.cfg.model.recomputation
+    level = plans[0].sizing.requested.cfg.model.recomputation
     size = f"{parameters / 1e9:.2f} billion" if parameters > 1e8 else f"{parameters / 1e6:.2f} million"
     head = [*COLUMNS, *["days"] * bool(tokens), *["cost"] * bool(tokens and price)]
     split = f"{optim.batch_size} x {job.cfg.data.max_seq_length} tokens per micro-batch and GPU, "
     split += f"{counted_micro_batches(job.accumulation)} per step"
-    if plans[0].fit.is_choice:
+    if plans[0].sizing.is_choice:
         split = f"sequences of {job.cfg.data.max_seq_length} tokens"
     lines = [
         f"{size} parameters, {job.recipe}, {split}"
@@ -158,7 +159,7 @@ def _parts(title: str, plans: list[Plan], read: Callable[[Plan], dict[str, float
 
 def _choices(plans: list[Plan]) -> list[str]:
     """Return what training would choose for `auto`, for each number of GPUs."""
-    return [f"\n{_gpus(plan)}: {plan.fit.describe()}" for plan in plans if plan.fit.is_choice]
+    return [f"\n{_gpus(plan)}: {plan.sizing.describe()}" for plan in plans if plan.sizing.is_choice]
 
 
 def _hosts(plan: Plan) -> str:
@@ -200,7 +201,7 @@ def _advice(plans: list[Plan]) -> list[str]:
         else:
             hopeless.append(_gpus(plan))
     if hopeless:
-        given = plans[0].fit.request.cfg.to_dict()
+        given = plans[0].sizing.requested.cfg.to_dict()
         tried = [flags for flags, settings in SMALLER.items() if not settings.items() <= given.items()]
         limit = ", or a higher --memory_limit_gb" if given["memory_limit_gb"] else ""
         notes.append(
@@ -218,14 +219,14 @@ def read_gpu(args: argparse.Namespace, cfg: Config) -> Gpu:
     values = {flag: getattr(args, flag) for flag in GPU_FLAGS}
     given = {GPU_FLAGS[flag][0]: value * GPU_FLAGS[flag][1] for flag, value in values.items() if value}
     if name := find_gpu(args.gpu):
-        gpu = GPUS[name]._replace(**given)
+        gpu = PLANNED[name]._replace(**given)
         if cfg.precision.mixed_precision == "fp8":
             if gpu.fp8_tflops is None:
                 raise bad_setting("this GPU has no FP8; use bf16", gpu=name, mixed_precision="fp8")
             _refuse_architecture(name, cfg)
         return gpu
     if missing := [f"--{flag}" for flag, value in values.items() if not value and flag != "fp8_tflops"]:
-        known = "" if given else f"choose from {', '.join(GPUS)}, or "
+        known = "" if given else f"choose from {', '.join(PLANNED)}, or "
         fp8 = "" if args.fp8_tflops else " (and --fp8_tflops, if it has FP8)"
         raise bad_setting(f"unknown GPU; {known}add {', '.join(missing)}{fp8}", gpu=args.gpu)
     return Gpu(**({"fp8_tflops": None} | given))
@@ -234,10 +235,10 @@ def read_gpu(args: argparse.Namespace, cfg: Config) -> Gpu:
 def _refuse_architecture(name: str, cfg: Config) -> None:
     def able(architectures: tuple[str, ...]) -> str:
         return "needs a GPU of " + ", ".join(
-            n for n, gpu in GPUS.items() if gpu.architecture in architectures
+            n for n, gpu in PLANNED.items() if gpu.architecture in architectures
         )
 
-    architectures, own = RECIPES[cfg.recipe].architectures, GPUS[name].architecture
+    architectures, own = RECIPES[cfg.recipe].architectures, PLANNED[name].architecture
     if architectures and own not in architectures:
         raise bad_setting(able(architectures), fp8_scenario=cfg.recipe, gpu=name)
     if cfg.model.use_te and cfg.precision.fp8_fp32_scales and own != "Hopper":
@@ -276,7 +277,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="numbers of GPUs to plan for (default: 1,8,64,512,4096)",
     )
     add("--gpus_per_node", type=_whole, default=8, metavar="N", help="GPUs per node (default: 8)")
-    add("--gpu", default="H200", metavar="NAME", help=f"{', '.join(GPUS)} (default: H200)")
+    add("--gpu", default="H200", metavar="NAME", help=f"{', '.join(PLANNED)} (default: H200)")
     for flag, (_, _, text) in GPU_FLAGS.items():
         add(f"--{flag}", type=_positive, metavar="X", help=text)
     network = "network bandwidth per GPU in GB/s, one direction (default: 50, or 400 Gbit/s; assumed by auto)"

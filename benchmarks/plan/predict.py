@@ -7,15 +7,16 @@ from typing import Any
 
 from fp8_suite.benchmarks.plan.job import build_job
 from fp8_suite.core.errors import UserError, bad_setting
+from fp8_suite.core.gpus import Gpu
 from fp8_suite.core.settings import AUTO
+from fp8_suite.te_models.shape import model_flops
 from fp8_suite.training.config import Config, config_from_dict
-from fp8_suite.training.parallel.activations import host_activations
-from fp8_suite.training.parallel.advice import MEMORY_SAVING, Settings, combined, without
-from fp8_suite.training.parallel.fit import Fit, global_batch, room
-from fp8_suite.training.parallel.memory import host_state, peak
-from fp8_suite.training.parallel.step_plan import StepPlan
-from fp8_suite.training.parallel.step_time import NETWORK_BANDWIDTH, Gpu, step_seconds
-from fp8_suite.training.tracking.metrics import model_flops
+from fp8_suite.training.estimate.activations import host_activations
+from fp8_suite.training.estimate.advice import MEMORY_SAVING, Settings, combined, without
+from fp8_suite.training.estimate.memory import host_state, peak
+from fp8_suite.training.estimate.setup import TrainingSetup
+from fp8_suite.training.estimate.sizes import Sizing, global_batch, room
+from fp8_suite.training.estimate.step_time import NETWORK_BANDWIDTH, step_seconds
 
 # Flags that reduce memory, and their settings. --batch_size is then raised to the largest that fits.
 SMALLER_BATCH, RECOMPUTE = "--batch_size", "--recompute"
@@ -44,7 +45,7 @@ FASTER = 1.03  # gain in speed from which a flag is suggested
 class Plan:
     """Prediction for a job: bytes per GPU and seconds per step, by part."""
 
-    fit: Fit
+    sizing: Sizing
     gpu: Gpu
     network_gbs: float
     memory: dict[str, float]
@@ -52,8 +53,8 @@ class Plan:
     refusal: str | None  # why training would refuse the mode that `auto` chooses
 
     @property
-    def job(self) -> StepPlan:
-        return self.fit.plan
+    def job(self) -> TrainingSetup:
+        return self.sizing.chosen
 
     @property
     def peak(self) -> float:
@@ -61,7 +62,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.fit.fits
+        return self.sizing.fits
 
     @property
     def offloads(self) -> bool:
@@ -109,7 +110,7 @@ def make_plan(
             raise bad_setting(reason, memory_limit_gb=limit)
         gpu = gpu._replace(memory_gb=limit)
     found, refusal = build_job(cfg, gpu=gpu, gpus=gpus, gpus_per_node=gpus_per_node)
-    job = found.plan
+    job = found.chosen
     return Plan(
         found, gpu, network_gbs, peak(job), step_seconds(job, gpu, network=network_gbs * 1e9), refusal
     )
@@ -127,7 +128,7 @@ def replan(plan: Plan, settings: dict[str, Any]) -> Plan:
     )
 
 
-def largest_batch(job: StepPlan, room: float) -> int:
+def largest_batch(job: TrainingSetup, room: float) -> int:
     """Return the largest micro-batch with a peak of at most `room` bytes; 0 if a sequence is too long."""
 
     def fits(batch: int) -> bool:
@@ -148,7 +149,7 @@ def fewest_changes(plan: Plan) -> dict[str, Plan]:
 
     {} if nothing fits.
     """
-    settings = plan.fit.request.cfg.to_dict()
+    settings = plan.sizing.requested.cfg.to_dict()
     for count in range(1, len(SMALLER) + 1):
         found = {}
         for flags, changes in combined(SMALLER, count).items():
@@ -186,14 +187,14 @@ def _faster_pair(plan: Plan, others: list[Plan]) -> dict[str, Plan]:
 
 def _saving_memory(plan: Plan, count: int) -> dict[str, Plan]:
     """Return the plans with `count` memory-saving flags that fit, by these."""
-    settings, ways = plan.fit.request.cfg.to_dict(), combined(MEMORY_SAVING, count)
+    settings, ways = plan.sizing.requested.cfg.to_dict(), combined(MEMORY_SAVING, count)
     others = {" ".join(flags): _fitting(plan, settings | changes) for flags, changes in ways.items()}
     return {flags: other for flags, other in others.items() if other}
 
 
 def _dropped(plan: Plan, other: Plan) -> str:
     """Return what else changes from `plan` to `other`: dropped flags, the command, sequences per step."""
-    before, after = plan.fit.request.cfg.to_dict(), other.job.cfg.to_dict()
+    before, after = plan.sizing.requested.cfg.to_dict(), other.job.cfg.to_dict()
     names = "hsdp_shard_size", "gradient_checkpointing", "offload_optimizer", "fp8_weights"
     text = without([name for name in names if before[name] and not after[name]])
     if other.job.sharding.offload and other.job.gpus == 1:

@@ -33,7 +33,7 @@ from fp8_suite.core.redact import redact
 from fp8_suite.core.settings import AUTO
 from fp8_suite.core.signals import handling_stop_signals
 from fp8_suite.training.config import Config, changed_settings, settings_path
-from fp8_suite.training.parallel.fit import global_batch
+from fp8_suite.training.estimate.sizes import global_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.1

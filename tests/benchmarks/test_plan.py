@@ -15,15 +15,15 @@ from fp8_suite.benchmarks.plan.main import main, run
 from fp8_suite.benchmarks.plan.predict import make_plan
 from fp8_suite.benchmarks.records.table import read_table
 from fp8_suite.core.errors import UserError
+from fp8_suite.core.gpus import GPUS
 from fp8_suite.core.packages import ROOT
 from fp8_suite.te_models.presets import PRESETS
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
 from fp8_suite.training.config import config_from_dict
-from fp8_suite.training.parallel.fit import room
-from fp8_suite.training.parallel.memory import host_state, start_of_backward
-from fp8_suite.training.parallel.step_time import (
+from fp8_suite.training.estimate.memory import host_state, start_of_backward
+from fp8_suite.training.estimate.sizes import room
+from fp8_suite.training.estimate.step_time import (
     BANDWIDTH_SHARE,
-    GPUS,
     adam_bytes,
     communication_seconds,
     exchange,
@@ -285,7 +285,7 @@ def test_rates_days_and_cost_by_hand():
     plan = plan_of(gpus=8, sharding_mode="fsdp_grad", **FP8)
     assert plan.tokens_per_second == pytest.approx(8 * 8192 / plan.step)
     assert plan.days(1e12) == pytest.approx(1e12 / (8 * 8192 / plan.step) / 86_400)
-    # 51.47 GFLOP a token (training/tracking/metrics.py).
+    # 51.47 GFLOP a token (te_models/shape.py).
     assert plan.tflops == pytest.approx(51.47e-3 * 8192 / plan.step, rel=1e-3)
     flags = "--batch_size 1 --max_seq_length 8192 --use_te --mixed_precision fp8 --sharding_mode fsdp_grad"
     text = run(f"--model_name {LLAMA_8B} {flags} --gpus 8 --tokens 1e12 --price_per_gpu_hour 2.5".split())

@@ -19,8 +19,8 @@ from fp8_suite.benchmarks.sweep import (
     why_skip,
 )
 from fp8_suite.core.errors import EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, UserError
+from fp8_suite.core.gpus import GPUS
 from fp8_suite.training.config import config_from_dict
-from fp8_suite.training.parallel.step_time import GPUS
 
 from tests.benchmarks.folders import launch_here
 

@@ -12,13 +12,13 @@ from fp8_suite.te_models.options import NativeOptions
 from fp8_suite.te_models.recompute import offload
 from fp8_suite.te_models.recompute.layers import ATTENTION_FUNCTIONS, GEMM_FUNCTIONS
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
+from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.estimate.activations import kept_activations
+from fp8_suite.training.estimate.memory import fp8_copies
+from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup
 from fp8_suite.training.optim.optimizer import choose_optimizer
-from fp8_suite.training.parallel.activations import kept_activations
-from fp8_suite.training.parallel.memory import fp8_copies
-from fp8_suite.training.parallel.step_plan import ModelSize, StepPlan
 from fp8_suite.training.precision.scaling import scaling_state
-from fp8_suite.training.tracking.metrics import ModelShape
 from transformers import LlamaConfig
 
 from tests.gpu.models import DEVICE, batch, build, spec
@@ -185,7 +185,7 @@ def test_levels_keep_the_predicted_memory(name):
         vocab_size=2048,
     )
     size = ModelSize(10**8, shape)
-    job = StepPlan(cfg, size, choose_optimizer(cfg, "single", on_gpu=True), "single", 1, 1)
+    job = TrainingSetup(cfg, size, choose_optimizer(cfg, "single", on_gpu=True), "single", 1, 1)
     for level in RECOMPUTE_LEVELS:
         more = kept[level] - kept["full"]
         predicted = LAYERS * (kept_activations(job, level) - kept_activations(job, "full"))

@@ -13,7 +13,7 @@ from fp8_suite.te_models.decoder import rope_angles
 from fp8_suite.te_models.families import FAMILIES, head_dim
 from fp8_suite.te_models.kernels.rope import rope_table, split_qkv_rope
 from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS
-from fp8_suite.training.tracking.metrics import COUNTED
+from fp8_suite.te_models.shape import COUNTED
 from transformers import AutoConfig
 
 from tests.gpu.models import batch, build, perturbed, spec

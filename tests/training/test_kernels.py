@@ -11,11 +11,11 @@ from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.te_models import loss_fp8, packed_attention
 from fp8_suite.te_models.kernels import flash_attention, fused_residual, fused_swiglu, rope
 from fp8_suite.te_models.kernels.selection import Kernels, patched
+from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training import kernels
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.kernels import Workload, enable_kernels
 from fp8_suite.training.precision.recipes import Precision
-from fp8_suite.training.tracking.metrics import ModelShape
 
 cleanup = ExitStack()
 

@@ -31,11 +31,11 @@ from fp8_suite.training.checkpoint import progress
 from fp8_suite.training.checkpoint.resume import ResumePoint, check_resume, count_steps
 from fp8_suite.training.checkpoint.run_folder import train_losses
 from fp8_suite.training.config import config_from_dict, parse_config
+from fp8_suite.training.estimate import memory
+from fp8_suite.training.estimate.choose import check_memory
+from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup
 from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.optim.optimizer import choose_optimizer
-from fp8_suite.training.parallel import memory
-from fp8_suite.training.parallel.choose import check_memory
-from fp8_suite.training.parallel.step_plan import ModelSize, StepPlan
 from fp8_suite.training.parallel.strategies import Strategy
 from fp8_suite.training.run import main
 from safetensors.torch import load_file
@@ -624,7 +624,7 @@ def test_a_model_too_large_for_the_gpu_is_refused_unless_the_run_only_evaluates(
     cfg = config_from_dict({"max_steps": max_steps})
     model = find_model("tiny-llama", init="auto", use_te=False)
     optimizer = choose_optimizer(cfg, "single", on_gpu=True)
-    plan = StepPlan(cfg, ModelSize(0), optimizer, "single", 1, 1)
+    plan = TrainingSetup(cfg, ModelSize(0), optimizer, "single", 1, 1)
     arguments = plan, model, Strategy(CPU, cfg), 10**6
     if max_steps == 0:
         return check_memory(*arguments)
@@ -639,7 +639,7 @@ def test_host_memory_for_activations_is_checked_where_the_optimizer_steps_on_the
     for batch, fits in ((8, True), (4096, False)):
         cfg = config_from_dict({**flags, "batch_size": batch, "sharding_mode": "fsdp_offload"})
         optimizer = choose_optimizer(cfg, "fsdp_offload", on_gpu=True)
-        plan = StepPlan(cfg, ModelSize(0), optimizer, "fsdp_offload", 1, 1)
+        plan = TrainingSetup(cfg, ModelSize(0), optimizer, "fsdp_offload", 1, 1)
         with nullcontext() if fits else pytest.raises(UserError, match="--offload_activations: micro-batch"):
             check_memory(plan, model, SimpleNamespace(steps_on_cpu=True), None)
 

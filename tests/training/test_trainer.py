@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from fp8_suite.core.signals import Stopped, handling_stop_signals
 from fp8_suite.data.collate import Batch
 from fp8_suite.te_models.loss import TokenLoss
+from fp8_suite.te_models.shape import ModelShape, model_flops
 from fp8_suite.training.checkpoint.progress import Progress
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.guard import NonFinite
@@ -23,7 +24,6 @@ from fp8_suite.training.parallel.strategies import Strategy
 from fp8_suite.training.precision.scaling import Scaling
 from fp8_suite.training.step import Stack
 from fp8_suite.training.tracking.meter import WARMUP_STEPS, Meter
-from fp8_suite.training.tracking.metrics import ModelShape, model_flops
 from fp8_suite.training.trainer import Hooks, Logs, Trainer
 from torch import nn
 

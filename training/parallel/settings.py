@@ -100,6 +100,16 @@ class ShardingConfig(Section):
         """Sharding mode, with --cpu_offload applied."""
         return "fsdp_offload" if self.cpu_offload else self.sharding_mode
 
+    def shard_size(self, gpus: int, gpus_per_node: int) -> int:
+        """Return the ranks that share one copy of the model under hsdp. UserError if they cannot."""
+        size = self.hsdp_shard_size or min(gpus, gpus_per_node)
+        if gpus % size:
+            raise bad_setting(
+                f"does not divide the {gpus} ranks; use a divisor, or --sharding_mode fsdp_full",
+                hsdp_shard_size=size,
+            )
+        return size
+
 
 def read_deepspeed_config(path: str) -> dict[str, Any]:
     """Read a DeepSpeed JSON file. Relative paths start at the working directory or this repository."""

@@ -37,7 +37,6 @@ from fp8_suite.training.optim.adamw import FusedAdamW, local
 from fp8_suite.training.optim.optimizer import step_if
 from fp8_suite.training.parallel import gradient_exchange, ranks
 from fp8_suite.training.parallel.settings import MODES
-from fp8_suite.training.parallel.step_plan import hsdp_shard_size
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -225,7 +224,7 @@ class FSDP(Strategy):
         self.steps_on_cpu, self.gathers_once = MODES[mode].offload, MODES[mode].gathers_once
         size, local_size = self.world_size, ranks.local_rank_and_size()[1]
         if MODES[mode].in_groups:
-            size = ranks.run_on_rank0(lambda: hsdp_shard_size(cfg, self.world_size, local_size))
+            size = ranks.run_on_rank0(lambda: cfg.sharding.shard_size(self.world_size, local_size))
         if size == self.world_size:
             self.mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
         else:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from fp8_suite.training.tracking.metrics import RATES, ModelShape, model_flops
+from fp8_suite.te_models.shape import ModelShape, model_flops
+from fp8_suite.training.tracking.metrics import RATES
 
 WARMUP_STEPS = 5  # excluded from the reported rates: kernel tuning, memory allocation
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup
 from fp8_suite.training.optim.optimizer import (
     build_optimizer,
     choose_optimizer,
@@ -16,7 +17,6 @@ from fp8_suite.training.optim.optimizer import (
     step_if,
 )
 from fp8_suite.training.optim.settings import OptimConfig
-from fp8_suite.training.parallel.step_plan import ModelSize, StepPlan
 
 FP32, BF16 = torch.float32, torch.bfloat16
 GPU, CPU = {"on_gpu": True}, {"on_gpu": False}
@@ -98,7 +98,9 @@ def test_dtypes_that_the_optimizer_cannot_hold_are_refused(settings, where, mess
 )
 def test_masters_and_moments_are_offloaded(settings, where, on_host):
     plan = plan_of(settings | {"offload_optimizer": True}, **where)
-    step = StepPlan(config_from_dict(settings), ModelSize(10**9), plan, "single", gpus=1, gpus_per_node=1)
+    step = TrainingSetup(
+        config_from_dict(settings), ModelSize(10**9), plan, "single", gpus=1, gpus_per_node=1
+    )
     assert step.host_bytes == on_host and ("offloaded" in plan.describe()) == bool(on_host)
 
 

@@ -20,7 +20,8 @@ from fp8_suite.data import order
 from fp8_suite.data.order import Layout
 from fp8_suite.data.samples import Split
 from fp8_suite.training import outcome, prepare, run
-from fp8_suite.training.parallel import choose, ranks, watchdog
+from fp8_suite.training.estimate import choose
+from fp8_suite.training.parallel import ranks, watchdog
 from fp8_suite.training.parallel.watchdog import CAUSE_OF_DEATH, RESUME_HINT, Watchdog
 from fp8_suite.training.precision import recipes
 from fp8_suite.training.tracking.tracker import Tracker

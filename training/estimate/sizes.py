@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fp8_suite.core.errors import UserError, bad_setting, counted
+from fp8_suite.core.gpus import REFERENCE_GPU, Gpu
 from fp8_suite.core.settings import AUTO
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
 from fp8_suite.training.config import Config
+from fp8_suite.training.estimate.activations import recomputation_flops, stored_activations
+from fp8_suite.training.estimate.memory import fp8_copies, peak
+from fp8_suite.training.estimate.setup import TrainingSetup
+from fp8_suite.training.estimate.step_time import step_seconds
 from fp8_suite.training.optim.settings import DEFAULT_BATCH, OptimConfig
-from fp8_suite.training.parallel.activations import recomputation_flops, stored_activations
-from fp8_suite.training.parallel.memory import fp8_copies, peak
-from fp8_suite.training.parallel.step_plan import StepPlan
-from fp8_suite.training.parallel.step_time import REFERENCE_GPU, Gpu, step_seconds
 
 # For CUDA, NCCL and fragmentation. A recorded 8B run with 147.6 GB of tensors fit into 150.1 GB, and the
 # largest underestimate of a recorded peak is 0.54 GB (`benchmarks.plan --check`).
@@ -106,18 +107,18 @@ def check_launch(cfg: Config, ranks: int) -> None:
 
 
 @dataclass(frozen=True)
-class Fit:
+class Sizing:
     """Settings chosen for a GPU; `free` are the bytes of its memory that the run may use."""
 
-    request: StepPlan  # settings as given
-    plan: StepPlan  # with numbers in place of `auto`
+    requested: TrainingSetup  # settings as given
+    chosen: TrainingSetup  # with numbers in place of `auto`
     free: float | None  # None: no GPU, or a step that the memory model does not cover
     gpu: Gpu = REFERENCE_GPU
 
     @property
     def needed(self) -> float:
         """Predicted peak in bytes."""
-        return sum(peak(self.plan).values())
+        return sum(peak(self.chosen).values())
 
     @property
     def predicted_gb(self) -> float | None:
@@ -132,13 +133,13 @@ class Fit:
     @property
     def is_choice(self) -> bool:
         """True if some settings were chosen here."""
-        return self.request.cfg != self.plan.cfg
+        return self.requested.cfg != self.chosen.cfg
 
     def describe(self) -> str:
         """Return the choice and the prediction in one line."""
-        cfg = self.plan.cfg
-        chosen = f"--batch_size {cfg.optim.batch_size} x {counted_micro_batches(self.plan.accumulation)}"
-        if self.request.cfg.model.recompute == AUTO:
+        cfg = self.chosen.cfg
+        chosen = f"--batch_size {cfg.optim.batch_size} x {counted_micro_batches(self.chosen.accumulation)}"
+        if self.requested.cfg.model.recompute == AUTO:
             chosen += f", --recompute {cfg.model.recompute}"
         if self.free is None:
             return f"fit: {chosen}"
@@ -159,7 +160,7 @@ def room(free: float) -> float:
     return free - RESERVED
 
 
-def fit(request: StepPlan, free: float, gpu: Gpu = REFERENCE_GPU) -> Fit:
+def choose_sizes(request: TrainingSetup, free: float, gpu: Gpu = REFERENCE_GPU) -> Sizing:
     """Choose values for `auto`, so that the predicted peak fits into `free` bytes of GPU memory.
 
     Each size of micro-batch recomputes as little as possible. The choice is the largest of those whose step
@@ -169,16 +170,16 @@ def fit(request: StepPlan, free: float, gpu: Gpu = REFERENCE_GPU) -> Fit:
     found = [_least_recomputation(request, size, free, gpu) for size in sizes]
     if not (fitting := [each for each in found if each.fits]):
         return min(found, key=lambda each: each.needed)
-    seconds = [sum(step_seconds(each.plan, gpu).values()) for each in fitting]
+    seconds = [sum(step_seconds(each.chosen, gpu).values()) for each in fitting]
     return next(each for each, time in zip(fitting, seconds, strict=True) if time <= TIE * min(seconds))
 
 
-def _least_recomputation(request: StepPlan, batch: int, free: float, gpu: Gpu) -> Fit:
+def _least_recomputation(request: TrainingSetup, batch: int, free: float, gpu: Gpu) -> Sizing:
     """Return the fit of a micro-batch with the least recomputation at which it fits, or else the most."""
 
-    def choose(recompute: str) -> Fit:
+    def choose(recompute: str) -> Sizing:
         cfg = resolve_auto(request.cfg, request.gpus, batch, recompute)
-        return Fit(request, replace(request, cfg=cfg), free, gpu)
+        return Sizing(request, replace(request, cfg=cfg), free, gpu)
 
     segments = recomputations(request, batch)
     for segment in segments:
@@ -189,7 +190,7 @@ def _least_recomputation(request: StepPlan, batch: int, free: float, gpu: Gpu) -
     return choose(segments[-1][-1])
 
 
-def recomputations(request: StepPlan, batch: int) -> list[list[str]]:
+def recomputations(request: TrainingSetup, batch: int) -> list[list[str]]:
     """Return values of --recompute, least work first, in segments from one level to the next.
 
     A segment moves layer by layer to the level that saves the most bytes for its work.
@@ -197,15 +198,17 @@ def recomputations(request: StepPlan, batch: int) -> list[list[str]]:
     model = request.cfg.model
     if model.recompute != AUTO:
         return [[model.recompute]]
-    plan = replace(request, cfg=resolve_auto(request.cfg, request.gpus, batch))
+    setup = replace(request, cfg=resolve_auto(request.cfg, request.gpus, batch))
     levels = [level for level in RECOMPUTE_LEVELS if level in HF_LEVELS or model.use_te]
-    if plan.sharding.stage == 3 and model.use_te:  # ZeRO 3 recomputes all of a layer
+    if setup.sharding.stage == 3 and model.use_te:  # ZeRO 3 recomputes all of a layer
         levels = ["none", "layer"]
-    plans = {name: replace(plan, cfg=resolve_auto(request.cfg, request.gpus, batch, name)) for name in levels}
-    work = {name: recomputation_flops(each) for name, each in plans.items()}
-    kept = {name: stored_activations(each) for name, each in plans.items()}
-    kept["none"] += fp8_copies(plan) * plan.keeps_fp8_weights
-    segments, now, layers = [["none"]], "none", plan.model.shape.num_layers
+    setups = {
+        name: replace(setup, cfg=resolve_auto(request.cfg, request.gpus, batch, name)) for name in levels
+    }
+    work = {name: recomputation_flops(each) for name, each in setups.items()}
+    kept = {name: stored_activations(each) for name, each in setups.items()}
+    kept["none"] += fp8_copies(setup) * setup.keeps_fp8_weights
+    segments, now, layers = [["none"]], "none", setup.model.shape.num_layers
     while further := [name for name in levels if kept[name] < kept[now] and work[name] > work[now]]:
         best = max(further, key=lambda name: (kept[now] - kept[name]) / (work[name] - work[now]))
         rest = "" if now == "none" else f"+{now}"

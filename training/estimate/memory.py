@@ -10,13 +10,13 @@ from __future__ import annotations
 from fp8_suite.core.machine import host_memory
 from fp8_suite.core.recipes import costs_of
 from fp8_suite.te_models.settings import CHUNK_BYTES, TOKENS_PER_GEMM
-from fp8_suite.training.parallel.activations import (
+from fp8_suite.training.estimate.activations import (
     host_activations,
     kept_activations,
     layer_activations,
     stored_activations,
 )
-from fp8_suite.training.parallel.step_plan import StepPlan
+from fp8_suite.training.estimate.setup import TrainingSetup
 
 # Workspaces of cuBLAS and TE, RoPE angles and the batch: what recorded runs use beyond the counted tensors.
 FIXED = 0.1e9
@@ -32,105 +32,105 @@ HOST_RESERVED, RESERVED_SHARE = 4e9, 0.25
 # Terms of the sum
 
 
-def state(plan: StepPlan) -> dict[str, float]:
+def state(setup: TrainingSetup) -> dict[str, float]:
     """Return the bytes of weights, master weights and moments between steps."""
-    if plan.sharding.offload:
+    if setup.sharding.offload:
         return {"weights": 0.0, "master weights": 0.0, "moments": 0.0}
-    optimizer, parameters = plan.optimizer, plan.model.parameters
-    shard = parameters / plan.shards
+    optimizer, parameters = setup.optimizer, setup.model.parameters
+    shard = parameters / setup.shards
     weight, moments = optimizer.parameter_dtype.itemsize, optimizer.moment_bytes
     masters = optimizer.master_bytes * shard
-    weights = weight * (parameters if plan.sharding.stage in (1, 2) else shard)
-    weights += plan.fp8_share * shard
+    weights = weight * (parameters if setup.sharding.stage in (1, 2) else shard)
+    weights += setup.fp8_share * shard
     if optimizer.offload:  # its buffers exist only in the step, when the memory of activations is free
-        weights -= 2 * plan.fp8_share * shard
+        weights -= 2 * setup.fp8_share * shard
         masters = moments = 0.0
     return {"weights": weights, "master weights": masters, "moments": moments * shard}
 
 
-def accumulated_gradients(plan: StepPlan) -> float:
+def accumulated_gradients(setup: TrainingSetup) -> float:
     """Return the bytes of gradients kept between micro-batches.
 
     ZeRO 3's gradients and DDP's buckets are also kept between steps.
     """
-    parameters, stage = plan.model.parameters, plan.sharding.stage
-    if plan.sharding.engine == "ddp":
+    parameters, stage = setup.model.parameters, setup.sharding.stage
+    if setup.sharding.engine == "ddp":
         return 2.0 * parameters
-    if stage and not plan.sharding.offload:
-        if plan.accumulates_in_zero1:
+    if stage and not setup.sharding.offload:
+        if setup.accumulates_in_zero1:
             return 4.0 * parameters
-        if plan.accumulation > 1:
-            return 4.0 * parameters / plan.gpus
-        return 2.0 * parameters / plan.gpus if stage == 3 else 0.0
-    if stage or plan.accumulation == 1:
+        if setup.accumulation > 1:
+            return 4.0 * parameters / setup.gpus
+        return 2.0 * parameters / setup.gpus if stage == 3 else 0.0
+    if stage or setup.accumulation == 1:
         return 0.0
-    return (4.0 if plan.cfg.sharding.grad_reduce_dtype == "fp32" else 2.0) * parameters
+    return (4.0 if setup.cfg.sharding.grad_reduce_dtype == "fp32" else 2.0) * parameters
 
 
-def gathered_weights(plan: StepPlan) -> float:
+def gathered_weights(setup: TrainingSetup) -> float:
     """Return the bytes of gathered weights and communication buffers when backward begins."""
-    model, sharding = plan.model, plan.sharding
+    model, sharding = setup.model, setup.sharding
     if sharding.stage == 3:
         return 2 * model.root + ZERO_LIVE + ZERO_BUCKETS
-    ddp = plan.sharding.engine == "ddp"
-    if ddp and plan.nodes > 1 and plan.cfg.sharding.grad_reduce_dtype == "fp32":
+    ddp = setup.sharding.engine == "ddp"
+    if ddp and setup.nodes > 1 and setup.cfg.sharding.grad_reduce_dtype == "fp32":
         return 4.0 * model.parameters  # buffers of the FP32 all-reduce, until the next backward
-    if not plan.fsdp:
-        return fp8_exchange(plan) * model.head if ddp else 0.0
+    if not setup.fsdp:
+        return fp8_exchange(setup) * model.head if ddp else 0.0
     return 2.0 * (model.parameters if sharding.gathers_once else model.root + model.block)
 
 
-def fp8_exchange(plan: StepPlan) -> float:
+def fp8_exchange(setup: TrainingSetup) -> float:
     """Return the bytes per gradient that an exchange in FP8 takes beside its BF16 input; 0 without one.
 
     It sends and receives a byte, and decodes and sums 1/N in FP32 (8.0 bytes on 2 ranks and 3.5 on 8, by
     PyTorch's profiler). DDP exchanges the gradient of the LM head as one bucket.
     """
-    if plan.cfg.sharding.grad_reduce_dtype != "fp8":
+    if setup.cfg.sharding.grad_reduce_dtype != "fp8":
         return 0.0
-    return max(3.5, 2.0 + 12.0 / (plan.shards if plan.fsdp else plan.gpus))
+    return max(3.5, 2.0 + 12.0 / (setup.shards if setup.fsdp else setup.gpus))
 
 
-def fp8_copies(plan: StepPlan) -> float:
+def fp8_copies(setup: TrainingSetup) -> float:
     """Return the bytes of FP8 copies of all GEMM weights; of weights in FP8, those are their transposes."""
-    copies = 1.0 if plan.optimizer.holds_fp8_weights else costs_of(plan.recipe).weight_copies
-    return copies * plan.model.gemm_weights * plan.fp8_layers
+    copies = 1.0 if setup.optimizer.holds_fp8_weights else costs_of(setup.recipe).weight_copies
+    return copies * setup.model.gemm_weights * setup.fp8_layers
 
 
-def logits(plan: StepPlan) -> float:
+def logits(setup: TrainingSetup) -> float:
     """Return the peak bytes of the loss: a chunk of logits, the LM head's gradient, and hidden states.
 
     With several chunks the gradient accumulates in FP32; its BF16 copy exists after the last chunk is freed.
     """
-    if plan.cfg.precision.fp8_lm_head:
-        return _logits_fp8(plan)
-    s, head = plan.model.shape, plan.model.head
-    rows = min(plan.tokens, CHUNK_BYTES // (2 * s.vocab_size))
+    if setup.cfg.precision.fp8_lm_head:
+        return _logits_fp8(setup)
+    s, head = setup.model.shape, setup.model.head
+    rows = min(setup.tokens, CHUNK_BYTES // (2 * s.vocab_size))
     chunk = 2.0 * rows * s.vocab_size
-    hidden = 3 * 2.0 * plan.tokens * s.hidden_size  # output of the last layer, its norm, and their gradient
-    if rows == plan.tokens:
+    hidden = 3 * 2.0 * setup.tokens * s.hidden_size  # output of the last layer, its norm, and their gradient
+    if rows == setup.tokens:
         return chunk + 2 * head + hidden
     return 4 * head + max(chunk, 2 * head) + hidden
 
 
-def _logits_fp8(plan: StepPlan) -> float:
+def _logits_fp8(setup: TrainingSetup) -> float:
     """Return the peak bytes of the loss with an FP8 LM head.
 
     Kept throughout: both FP8 layouts of the head's weight, the transposed FP8 gradients of one GEMM's logits,
     and hidden states. In addition: a chunk of logits with its FP8 gradient, and the head's gradient. With one
     GEMM the head's gradient is BF16 and follows the chunk; with several it is FP32 and exists beside it.
     """
-    s, head = plan.model.shape, plan.model.head
-    tokens = min(plan.tokens, TOKENS_PER_GEMM)
-    several = plan.tokens > tokens
+    s, head = setup.model.shape, setup.model.head
+    tokens = min(setup.tokens, TOKENS_PER_GEMM)
+    several = setup.tokens > tokens
     rows = min(tokens, max(128, CHUNK_BYTES // (2 * s.vocab_size) // 128 * 128))
     chunk = (2.0 + 1.0) * rows * s.vocab_size
     gradient = (4.0 if several else 2.0) * head
-    kept = 2.0 * head + tokens * s.vocab_size + 4 * 2.0 * plan.tokens * s.hidden_size
+    kept = 2.0 * head + tokens * s.vocab_size + 4 * 2.0 * setup.tokens * s.hidden_size
     return kept + (gradient + chunk if several else max(gradient, chunk))
 
 
-def host_state(plan: StepPlan) -> tuple[float, int]:
+def host_state(setup: TrainingSetup) -> tuple[float, int]:
     """Return host memory of offloading in bytes per parameter: (always, additionally during a save).
 
     --offload_optimizer keeps masters and moments (of FP8 weights also BF16 weights), once for every copy of
@@ -138,129 +138,129 @@ def host_state(plan: StepPlan) -> tuple[float, int]:
     and gradients; with accumulation the latter are FP32 too. A save copies masters and moments. FSDP2 keeps
     weights, gradients and moments; a save splits FP32 weights into two 16-bit halves.
     """
-    if plan.optimizer.offload:
-        return plan.host_bytes * plan.gpus / plan.shards, 0
-    if plan.sharding.engine == "deepspeed":
-        return 20 + 2 * (plan.accumulation > 1), 12
-    return plan.optimizer.state_bytes, 4
+    if setup.optimizer.offload:
+        return setup.host_bytes * setup.gpus / setup.shards, 0
+    if setup.sharding.engine == "deepspeed":
+        return 20 + 2 * (setup.accumulation > 1), 12
+    return setup.optimizer.state_bytes, 4
 
 
-def host_needs(plan: StepPlan) -> float:
+def host_needs(setup: TrainingSetup) -> float:
     """Return the bytes of host memory per node that offloaded state needs."""
-    kept, saving = host_state(plan)
-    return (kept + saving * plan.cfg.checkpoint.save_checkpoints) * plan.model.parameters / plan.nodes
+    kept, saving = host_state(setup)
+    return (kept + saving * setup.cfg.checkpoint.save_checkpoints) * setup.model.parameters / setup.nodes
 
 
-def offloaded_bytes(plan: StepPlan) -> float:
+def offloaded_bytes(setup: TrainingSetup) -> float:
     """Return the bytes of host memory per node that offloaded state and activations need."""
-    return (host_needs(plan) if plan.offloads_state else 0.0) + host_activations(plan)
+    return (host_needs(setup) if setup.offloads_state else 0.0) + host_activations(setup)
 
 
-def host_room(plan: StepPlan) -> float:
+def host_room(setup: TrainingSetup) -> float:
     """Return the bytes of this node's memory for offloaded state and activations."""
     total = host_memory()
-    return total - min(HOST_RESERVED * min(plan.gpus, plan.gpus_per_node), RESERVED_SHARE * total)
+    return total - min(HOST_RESERVED * min(setup.gpus, setup.gpus_per_node), RESERVED_SHARE * total)
 
 
 # Points in a step where memory may peak
 
 
-def at_loss(plan: StepPlan) -> dict[str, float]:
+def at_loss(setup: TrainingSetup) -> dict[str, float]:
     """Return the bytes by part when the loss is computed, before backward."""
-    copies = fp8_copies(plan) * plan.keeps_fp8_weights * plan.share_of("none")
-    if plan.cfg.precision.fp8_weights and plan.cfg.log.fp8_stats_interval:
-        copies = fp8_copies(plan)  # in steps with statistics, TE transposes FP8 weights already in forward
-    return state(plan) | {
-        "gradients": accumulated_gradients(plan),
+    copies = fp8_copies(setup) * setup.keeps_fp8_weights * setup.share_of("none")
+    if setup.cfg.precision.fp8_weights and setup.cfg.log.fp8_stats_interval:
+        copies = fp8_copies(setup)  # in steps with statistics, TE transposes FP8 weights already in forward
+    return state(setup) | {
+        "gradients": accumulated_gradients(setup),
         "FP8 weight copies": copies,
-        "activations": stored_activations(plan),
-        "logits and head gradient": logits(plan),
-        "gathered, communication": gathered_weights(plan),
+        "activations": stored_activations(setup),
+        "logits and head gradient": logits(setup),
+        "gathered, communication": gathered_weights(setup),
         "fixed": FIXED,
     }
 
 
-def start_of_backward(plan: StepPlan) -> dict[str, float]:
+def start_of_backward(setup: TrainingSetup) -> dict[str, float]:
     """Return the bytes by part in backward of the last layer, with new gradients and all activations."""
-    model, parts, s = plan.model, at_loss(plan), plan.model.shape
-    copies, last = parts["FP8 weight copies"], plan.recompute[-1]
-    if plan.cfg.model.use_te and (last != "none" or not plan.keeps_fp8_weights):
-        copies += fp8_copies(plan) / s.num_layers  # TE casts this layer's weights again
+    model, parts, s = setup.model, at_loss(setup), setup.model.shape
+    copies, last = parts["FP8 weight copies"], setup.recompute[-1]
+    if setup.cfg.model.use_te and (last != "none" or not setup.keeps_fp8_weights):
+        copies += fp8_copies(setup) / s.num_layers  # TE casts this layer's weights again
     # BF16 gradients of gate, up and product, and two of the hidden size.
-    activations = parts["activations"] + 2.0 * plan.tokens * (3 * s.ffn_hidden_size + 2 * s.hidden_size)
+    activations = parts["activations"] + 2.0 * setup.tokens * (3 * s.ffn_hidden_size + 2 * s.hidden_size)
     # The next block's gathered weights, and send and receive buffers of this block's gradients, all in BF16.
-    communication = max(6.0, 4.0 + fp8_exchange(plan)) * model.block if plan.fsdp else 0.0
+    communication = max(6.0, 4.0 + fp8_exchange(setup)) * model.block if setup.fsdp else 0.0
     return parts | {
         "gradients": parts["gradients"] + 2.0 * model.block,
         "FP8 weight copies": copies,
-        "activations": activations + layer_activations(plan) - kept_activations(plan, last),
+        "activations": activations + layer_activations(setup) - kept_activations(setup, last),
         "logits and head gradient": 2.0 * model.head,
         "gathered, communication": parts["gathered, communication"] + communication,
     }
 
 
-def end_of_backward(plan: StepPlan) -> dict[str, float]:
+def end_of_backward(setup: TrainingSetup) -> dict[str, float]:
     """Return the bytes by part in backward of the first layer, when all gradients but the embedding's exist.
 
     Memory peaks here if the other layers' activations were not on the GPU. Under FSDP2 the other blocks'
     gradients are sharded, and no further block is gathered.
     """
-    model, parts, fsdp = plan.model, start_of_backward(plan), plan.fsdp
-    others = 0.0 if plan.sharding.offload else (model.parameters - model.root - model.block) / plan.shards
+    model, parts, fsdp = setup.model, start_of_backward(setup), setup.fsdp
+    others = 0.0 if setup.sharding.offload else (model.parameters - model.root - model.block) / setup.shards
     gradients = 2.0 * (others + model.block)
-    one_layer = fp8_copies(plan) / model.shape.num_layers
+    one_layer = fp8_copies(setup) / model.shape.num_layers
     copies = parts["FP8 weight copies"]
-    stored = stored_activations(plan) - kept_activations(plan, plan.recompute[-1])
+    stored = stored_activations(setup) - kept_activations(setup, setup.recompute[-1])
     return parts | {
         "gradients": max(parts["gradients"], gradients),
-        "FP8 weight copies": copies if fsdp else max(copies * plan.caches_fp8_weights, one_layer),
+        "FP8 weight copies": copies if fsdp else max(copies * setup.caches_fp8_weights, one_layer),
         "activations": parts["activations"] - stored,
         "gathered, communication": parts["gathered, communication"] - 2.0 * model.block * fsdp,
     }
 
 
-def after_backward(plan: StepPlan) -> dict[str, float]:
+def after_backward(setup: TrainingSetup) -> dict[str, float]:
     """Return the bytes by part at the end of backward, with the first layer's activations left."""
-    model, parts, sharding = plan.model, at_loss(plan), plan.sharding
+    model, parts, sharding = setup.model, at_loss(setup), setup.sharding
     gradients, communication = parts["gradients"], parts["gathered, communication"]
-    if plan.fsdp:
+    if setup.fsdp:
         # The root's gradients are reduced last: its gathered weights, gradients, send and receive buffers are
         # BF16. The blocks' weights and gradients are sharded again by then.
         gradients *= model.root / model.parameters
-        gradients += 0.0 if sharding.offload else 2.0 * (model.parameters - model.root) / plan.shards
-        communication = max(8.0, 4.0 + fp8_exchange(plan)) * model.root
-        if sharding.in_groups and plan.cfg.sharding.grad_reduce_dtype == "fp32":
+        gradients += 0.0 if sharding.offload else 2.0 * (model.parameters - model.root) / setup.shards
+        communication = max(8.0, 4.0 + fp8_exchange(setup)) * model.root
+        if sharding.in_groups and setup.cfg.sharding.grad_reduce_dtype == "fp32":
             # Inputs of the FP32 all-reduce between replicas live until backward ends.
-            communication += 4.0 * model.parameters / plan.shards
+            communication += 4.0 * model.parameters / setup.shards
     elif sharding.stage in (1, 2):
         communication = ZERO_BUCKETS
-        gradients = max(gradients, 2.0 * model.parameters / plan.gpus)
+        gradients = max(gradients, 2.0 * model.parameters / setup.gpus)
     elif not sharding.stage:
         gradients = max(gradients, 2.0 * model.parameters)
-    one_layer = 0.0 if plan.fsdp else fp8_copies(plan) / model.shape.num_layers
+    one_layer = 0.0 if setup.fsdp else fp8_copies(setup) / model.shape.num_layers
     return parts | {
         "gradients": gradients,
-        "FP8 weight copies": max(parts["FP8 weight copies"] * plan.caches_fp8_weights, one_layer),
-        "activations": 0.0 if plan.fsdp else layer_activations(plan),
+        "FP8 weight copies": max(parts["FP8 weight copies"] * setup.caches_fp8_weights, one_layer),
+        "activations": 0.0 if setup.fsdp else layer_activations(setup),
         "logits and head gradient": 0.0,
         "gathered, communication": communication,
     }
 
 
-def at_step(plan: StepPlan) -> dict[str, float]:
+def at_step(setup: TrainingSetup) -> dict[str, float]:
     """Return the bytes by part in the optimizer step of ZeRO 1 or 2, which copies its gradients to FP32.
 
     Derived from DeepSpeed's code: no recorded run has its peak here.
     """
-    parts = after_backward(plan)
-    copies = 0.0 if plan.accumulates_in_zero1 else 4.0 * plan.model.parameters / plan.gpus
+    parts = after_backward(setup)
+    copies = 0.0 if setup.accumulates_in_zero1 else 4.0 * setup.model.parameters / setup.gpus
     gradients = parts["gradients"] + copies
     return parts | {"gradients": gradients, "activations": 0.0, "gathered, communication": 0.0}
 
 
-def peak(plan: StepPlan) -> dict[str, float]:
+def peak(setup: TrainingSetup) -> dict[str, float]:
     """Return the bytes by part at the point of the step with the largest sum."""
     points = [at_loss, start_of_backward, after_backward]
-    points += [at_step] if plan.sharding.stage in (1, 2) else []
-    points += [] if plan.sharding.stage else [end_of_backward]
-    return max((point(plan) for point in points), key=lambda parts: sum(parts.values()))
+    points += [at_step] if setup.sharding.stage in (1, 2) else []
+    points += [] if setup.sharding.stage else [end_of_backward]
+    return max((point(setup) for point in points), key=lambda parts: sum(parts.values()))

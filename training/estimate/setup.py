@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fp8_suite.core.errors import bad_setting
 from fp8_suite.te_models.settings import recompute_levels
+from fp8_suite.te_models.shape import ModelShape, matmul_parameters
 from fp8_suite.training.config import Config
 from fp8_suite.training.parallel.settings import MODES, Mode
-from fp8_suite.training.tracking.metrics import ModelShape, matmul_parameters
 
 if TYPE_CHECKING:  # imports torch
     from fp8_suite.training.optim.optimizer import OptimizerSpec
@@ -49,7 +48,7 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class TrainingSetup:
     """Inputs of the memory and time models: settings, model size, optimizer, sharding mode and GPUs."""
 
     cfg: Config
@@ -73,7 +72,7 @@ class StepPlan:
     def shards(self) -> int:
         """Number of parts of the optimizer state, one per GPU; 1 if every GPU has all of it."""
         if self.sharding.in_groups:
-            return hsdp_shard_size(self.cfg, self.gpus, self.gpus_per_node)
+            return self.cfg.sharding.shard_size(self.gpus, self.gpus_per_node)
         return self.gpus if self.sharding.engine in ("fsdp", "deepspeed") else 1
 
     @property
@@ -154,14 +153,3 @@ class StepPlan:
         """
         kept = not self.fsdp or self.caches_fp8_weights
         return self.cfg.model.use_te and kept and not self.optimizer.holds_fp8_weights
-
-
-def hsdp_shard_size(cfg: Config, gpus: int, gpus_per_node: int) -> int:
-    """Return the number of ranks that share one copy of the model. UserError if it does not divide `gpus`."""
-    size = cfg.sharding.hsdp_shard_size or min(gpus, gpus_per_node)
-    if gpus % size:
-        raise bad_setting(
-            f"does not divide the {gpus} ranks; use a divisor, or --sharding_mode fsdp_full",
-            hsdp_shard_size=size,
-        )
-    return size

@@ -12,8 +12,16 @@ from typing import Any
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.core.settings import AUTO
 from fp8_suite.training.config import Config, config_from_dict
-from fp8_suite.training.parallel.fit import Fit, auto_settings, check_launch, fit, gb, global_batch, room
-from fp8_suite.training.parallel.memory import host_room, offloaded_bytes
+from fp8_suite.training.estimate.memory import host_room, offloaded_bytes
+from fp8_suite.training.estimate.sizes import (
+    Sizing,
+    auto_settings,
+    check_launch,
+    choose_sizes,
+    gb,
+    global_batch,
+    room,
+)
 
 # Warn if a prediction exceeds the GPU's memory by this factor. Predictions are within 4 % of recorded peaks.
 CLEARLY_ABOVE = 1.1
@@ -33,44 +41,44 @@ MEMORY_SAVING: Settings = {
 MOST_GPUS = 4096  # that advice names
 
 
-def refuse_misfit(found: Fit) -> None:
+def refuse_misfit(found: Sizing) -> None:
     """Raise UserError if nothing that the settings allow fits."""
     if found.fits:
         return
-    plan = found.plan
+    setup = found.chosen
     excess = found.needed - room(found.free)
-    least = f"{plan.cfg.optim.batch_size} x {plan.cfg.data.max_seq_length} tokens"
-    if found.request.cfg.model.recompute == AUTO:
-        least += f" and --recompute {plan.cfg.model.recompute}"
+    least = f"{setup.cfg.optim.batch_size} x {setup.cfg.data.max_seq_length} tokens"
+    if found.requested.cfg.model.recompute == AUTO:
+        least += f" and --recompute {setup.cfg.model.recompute}"
     raise UserError(
         f"{_requested(found)}: even with {least} {_shortage(found)}, {gb(excess)} too much; {advise(found)}",
-        flags=auto_settings(found.request.cfg),
+        flags=auto_settings(found.requested.cfg),
         exit_code=EXIT_BAD_SETTING,
     )
 
 
-def warning(found: Fit) -> str | None:
+def warning(found: Sizing) -> str | None:
     """Return a warning if the predicted peak is clearly above the GPU's memory, else None."""
     if found.free is None or found.needed <= CLEARLY_ABOVE * found.free:
         return None
     return f"WARNING: {_shortage(found)}: it will probably run out of memory; {advise(found)}"
 
 
-def _requested(found: Fit) -> str:
-    return " ".join(f"--{name} auto" for name in auto_settings(found.request.cfg))
+def _requested(found: Sizing) -> str:
+    return " ".join(f"--{name} auto" for name in auto_settings(found.requested.cfg))
 
 
-def _shortage(found: Fit) -> str:
+def _shortage(found: Sizing) -> str:
     return f"a step is predicted to need {found.needed / 1e9:.1f} of {gb(found.free)}"
 
 
-def advise(found: Fit) -> str:
+def advise(found: Sizing) -> str:
     """Return the ways to make a step fit with the fewest flags, and the bytes that each would need."""
-    total = global_batch(found.plan.cfg.optim, found.plan.gpus)
+    total = global_batch(found.chosen.cfg.optim, found.chosen.gpus)
     choice = {"global_batch_size": total, "batch_size": AUTO, "recompute": AUTO}
     unset = {"gradient_accumulation_steps": None, "gradient_checkpointing": False}
-    if other := refit(found, choice | unset):
-        given = found.request.cfg.to_dict()
+    if other := resize(found, choice | unset):
+        given = found.requested.cfg.to_dict()
         flags = " ".join(f"--{name} {value}" for name, value in choice.items() if given[name] != value)
         replaced = [name for name, value in unset.items() if given[name] != value]
         if flags and given["gradient_accumulation_steps"] == 1:  # the default, so probably no flag to drop
@@ -84,19 +92,19 @@ def advise(found: Fit) -> str:
     return flags + ", or ".join(ways) if ways else "no setting makes it fit; use a smaller model"
 
 
-def refit(found: Fit, changes: dict[str, Any], gpus: int = 0, mode: str = "") -> Fit | None:
+def resize(found: Sizing, changes: dict[str, Any], gpus: int = 0, mode: str = "") -> Sizing | None:
     """Return the fit with other settings, GPUs or mode; None if they are refused."""
     from fp8_suite.training.optim.optimizer import choose_optimizer  # imports torch
 
-    plan, mode = found.request, mode or found.request.mode
-    if not (cfg := changed_config(plan.cfg, changes, gpus or plan.gpus)):
+    setup, mode = found.requested, mode or found.requested.mode
+    if not (cfg := changed_config(setup.cfg, changes, gpus or setup.gpus)):
         return None
     try:
         optimizer = choose_optimizer(cfg, mode, on_gpu=True)
-        changed = replace(plan, cfg=cfg, optimizer=optimizer, mode=mode)
+        changed = replace(setup, cfg=cfg, optimizer=optimizer, mode=mode)
         if gpus:
-            changed = replace(changed, gpus=gpus, gpus_per_node=max(plan.gpus_per_node, min(gpus, 8)))
-        return fit(changed, found.free, found.gpu)
+            changed = replace(changed, gpus=gpus, gpus_per_node=max(setup.gpus_per_node, min(gpus, 8)))
+        return choose_sizes(changed, found.free, found.gpu)
     except UserError:
         return None
 
@@ -124,13 +132,13 @@ def without(names: list[str]) -> str:
     return f" without {' and '.join(f'--{name}' for name in names)}" if names else ""
 
 
-def _smaller_settings(found: Fit) -> list[str]:
+def _smaller_settings(found: Sizing) -> list[str]:
     for count in range(1, len(MEMORY_SAVING) + 1):
         ways = []
         for flags, changes in combined(MEMORY_SAVING, count).items():
-            if not (other := refit(found, changes)) or not other.fits:
+            if not (other := resize(found, changes)) or not other.fits:
                 continue
-            if (host := offloaded_bytes(other.plan)) <= host_room(other.plan):
+            if (host := offloaded_bytes(other.chosen)) <= host_room(other.chosen):
                 offloaded = f", and {host / 1e9:.0f} GB of host memory" if host else ""
                 saved = found.needed - other.needed
                 ways.append(f"{' '.join(flags)} needs {gb(other.needed)}, {gb(saved)} less{offloaded}")
@@ -139,39 +147,39 @@ def _smaller_settings(found: Fit) -> list[str]:
     return []
 
 
-def _shorter_sequences(found: Fit) -> list[str]:
-    length = 1 << (found.request.cfg.data.max_seq_length - 1).bit_length() - 1  # the next lower power of 2
+def _shorter_sequences(found: Sizing) -> list[str]:
+    length = 1 << (found.requested.cfg.data.max_seq_length - 1).bit_length() - 1  # the next lower power of 2
     while length >= 128:
-        if (other := refit(found, {"max_seq_length": length})) and other.fits:
+        if (other := resize(found, {"max_seq_length": length})) and other.fits:
             return [f"--max_seq_length {length} needs {gb(other.needed)}"]
         length //= 2
     return []
 
 
-def _smaller_steps(found: Fit) -> list[str]:
+def _smaller_steps(found: Sizing) -> list[str]:
     """Return the largest step without accumulation, for which FSDP keeps no whole gradients."""
-    plan = found.request
-    if not plan.fsdp or found.plan.accumulation == 1:
+    setup = found.requested
+    if not setup.fsdp or found.chosen.accumulation == 1:
         return []
-    each = global_batch(plan.cfg.optim, plan.gpus) // plan.gpus
+    each = global_batch(setup.cfg.optim, setup.gpus) // setup.gpus
     for batch in (size for size in (64, 32, 16, 8, 4, 2, 1) if size <= each):
         changes = {"batch_size": batch, "global_batch_size": None, "gradient_accumulation_steps": None}
-        if (other := refit(found, changes)) and other.fits:
-            return [f"--global_batch_size {batch * plan.gpus} needs {gb(other.needed)}"]
+        if (other := resize(found, changes)) and other.fits:
+            return [f"--global_batch_size {batch * setup.gpus} needs {gb(other.needed)}"]
     return []
 
 
-def _more_gpus(found: Fit) -> list[str]:
-    plan, given = found.request, found.request.cfg.optim.global_batch_size
-    mode = "fsdp_full" if plan.mode in ("single", "ddp", "fsdp_grad", "hsdp") else plan.mode
+def _more_gpus(found: Sizing) -> list[str]:
+    setup, given = found.requested, found.requested.cfg.optim.global_batch_size
+    mode = "fsdp_full" if setup.mode in ("single", "ddp", "fsdp_grad", "hsdp") else setup.mode
     changes: dict[str, Any] = {"hsdp_shard_size": None, "fp8_weights": False}
-    dropped = without([name for name in changes if plan.cfg.to_dict()[name]])
-    gpus = plan.gpus
+    dropped = without([name for name in changes if setup.cfg.to_dict()[name]])
+    gpus = setup.gpus
     while (gpus := 2 * gpus) <= MOST_GPUS:
         larger = ""
         if given:
             changes |= {"gradient_accumulation_steps": None, "global_batch_size": max(given, gpus)}
             larger = f", --global_batch_size {gpus} instead of {given}" if gpus > given else ""
-        if (other := refit(found, changes, gpus, mode)) and other.fits:
+        if (other := resize(found, changes, gpus, mode)) and other.fits:
             return [f"{gpus} GPUs with --sharding_mode {mode}{larger}{dropped} need {gb(other.needed)} each"]
     return []

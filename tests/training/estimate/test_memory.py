@@ -9,13 +9,13 @@ import torch
 from fp8_suite.core.errors import UserError
 from fp8_suite.core.packages import ROOT
 from fp8_suite.te_models.build import find_model
+from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.estimate import choose, memory
+from fp8_suite.training.estimate.choose import choose_mode
+from fp8_suite.training.estimate.memory import host_state
+from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup
 from fp8_suite.training.optim.optimizer import OptimizerSpec
-from fp8_suite.training.parallel import choose, memory
-from fp8_suite.training.parallel.choose import choose_mode
-from fp8_suite.training.parallel.memory import host_state
-from fp8_suite.training.parallel.step_plan import ModelSize, StepPlan, hsdp_shard_size
-from fp8_suite.training.tracking.metrics import ModelShape
 
 # 14 bytes a parameter: BF16 weights and gradients, FP32 masters' 2 more bytes, two FP32 moments.
 FUSED = OptimizerSpec("fused_adamw", torch.bfloat16, True, ("fp32", "fp32"))
@@ -29,7 +29,7 @@ GPU = int(100e9)
 
 def plan_of(billions, mode="ddp", *, gpus=8, gpus_per_node=8, optimizer=FUSED, **settings):
     cfg = config_from_dict({"model_name": "m"} | settings)
-    return StepPlan(cfg, ModelSize(int(billions * 1e9)), optimizer, mode, gpus, gpus_per_node)
+    return TrainingSetup(cfg, ModelSize(int(billions * 1e9)), optimizer, mode, gpus, gpus_per_node)
 
 
 SHAPE_8B = ModelShape(4096, 32, 32, 8, 128, 14_336, 128_256)
@@ -303,10 +303,10 @@ def test_deepspeed_keeps_gradients_in_fp32_on_the_host_if_several_add_up():
 def test_hsdp_shards_over_a_node_or_a_divisor_of_the_ranks(given, size):
     cfg = config_from_dict({"sharding_mode": "hsdp", "hsdp_shard_size": given})
     if size:
-        assert hsdp_shard_size(cfg, 8, 4) == size
+        assert cfg.sharding.shard_size(8, 4) == size
     else:
         with pytest.raises(UserError, match=f"--hsdp_shard_size {given}: does not divide the 8 ranks"):
-            hsdp_shard_size(cfg, 8, 4)
+            cfg.sharding.shard_size(8, 4)
 
 
 # Bytes a parameter of weights, masters and moments, as in docs/multi_gpu.md; DeepSpeed's masters are FP32.

@@ -8,19 +8,20 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from fp8_suite.core.errors import UserError, as_flag, bad_setting
+from fp8_suite.core.gpus import REFERENCE_GPU, planned_gpu
 from fp8_suite.core.settings import AUTO
 from fp8_suite.te_models.build import ModelSpec, count_parameters
 from fp8_suite.te_models.families import FAMILIES
+from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import Config, refused_by_zero_3
+from fp8_suite.training.estimate import advice, memory, sizes
+from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup
+from fp8_suite.training.estimate.sizes import Sizing
 from fp8_suite.training.optim.optimizer import choose_optimizer, moment_warning
-from fp8_suite.training.parallel import advice, fit, memory, ranks
-from fp8_suite.training.parallel.fit import Fit
+from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.parallel.settings import MODES
-from fp8_suite.training.parallel.step_plan import ModelSize, StepPlan
-from fp8_suite.training.parallel.step_time import REFERENCE_GPU, installed_gpu
 from fp8_suite.training.parallel.strategies import Strategy, build_strategy
-from fp8_suite.training.tracking.metrics import ModelShape
 
 # From this many parameters on, sharding the optimizer step saves more time than gathering weights costs.
 LARGE_MODEL = 2 * 10**9
@@ -35,7 +36,7 @@ ROOM_ON_ONE_GPU = 0.9  # sharding cannot help there; an 8B trains with 80 % of a
 
 def choose_strategy(
     cfg: Config, model: ModelSpec, device: torch.device, effective: str
-) -> tuple[Strategy, Fit]:
+) -> tuple[Strategy, Sizing]:
     """Choose and build the strategy; choose optimizer and micro-batch, the same on every rank. Collective.
 
     `effective` is the precision that runs, also after a fallback. The strategy's settings have numbers in
@@ -44,22 +45,22 @@ def choose_strategy(
     """
     usable = ranks.run_on_all_ranks(lambda: limit_memory(cfg, device))
     capacity = min(usable) if device.type == "cuda" else None
-    ranks.run_on_rank0(lambda: fit.check_launch(cfg, ranks.world_size()))
+    ranks.run_on_rank0(lambda: sizes.check_launch(cfg, ranks.world_size()))
     mode = ranks.run_on_rank0(lambda: _resolve_mode(cfg, model, device, effective, capacity))
     free = min(ranks.run_on_all_ranks(lambda: free_memory(capacity, device))) if capacity else None
-    fitted = ranks.run_on_rank0(lambda: _fit(cfg, model, device, effective, mode, free))
-    strategy = build_strategy(mode, device, fitted.plan.cfg)
+    sizing = ranks.run_on_rank0(lambda: _choose_sizes(cfg, model, device, effective, mode, free))
+    strategy = build_strategy(mode, device, sizing.chosen.cfg)
     ranks.run_on_all_ranks(lambda: check_recomputation(strategy.cfg, strategy))
     if strategy.steps_on_cpu:
         threads = ranks.use_cores()
         print_rank0(f"the optimizer steps on the CPU, with {threads} threads per rank")
-    ranks.run_on_all_ranks(lambda: check_memory(fitted.plan, model, strategy, capacity))
-    if fitted.is_choice:
-        print_rank0(fitted.describe())
-    beta2 = moment_warning(fitted.plan.optimizer, cfg.optim.adam_beta2)
-    for text in filter(None, [advice.warning(fitted), beta2]):
+    ranks.run_on_all_ranks(lambda: check_memory(sizing.chosen, model, strategy, capacity))
+    if sizing.is_choice:
+        print_rank0(sizing.describe())
+    beta2 = moment_warning(sizing.chosen.optimizer, cfg.optim.adam_beta2)
+    for text in filter(None, [advice.warning(sizing), beta2]):
         print_rank0(text)
-    return strategy, fitted
+    return strategy, sizing
 
 
 def limit_memory(cfg: Config, device: torch.device) -> int | None:
@@ -84,23 +85,23 @@ def free_memory(limit: int, device: torch.device) -> int:
     return min(limit, torch.cuda.mem_get_info(device)[0] + cached)
 
 
-def _fit(
+def _choose_sizes(
     cfg: Config, model: ModelSpec, device: torch.device, effective: str, mode: str, free: int | None
-) -> Fit:
+) -> Sizing:
     """Choose values for `auto` on GPUs with `free` bytes. UserError if nothing fits or memory is unknown."""
-    request = _plan_step(cfg, device, effective, mode)
+    request = _setup_of(cfg, device, effective, mode)
     if free is not None and cfg.optim.max_steps != 0:
         if not (reason := _why_unpredicted(cfg, model, mode)):
-            gpu = installed_gpu(torch.cuda.get_device_name(device)) or REFERENCE_GPU
-            found = fit.fit(replace(request, model=_size_of(model)), free, gpu)
-            if fit.auto_settings(cfg):
+            gpu = planned_gpu(torch.cuda.get_device_name(device)) or REFERENCE_GPU
+            found = sizes.choose_sizes(replace(request, model=_size_of(model)), free, gpu)
+            if sizes.auto_settings(cfg):
                 advice.refuse_misfit(found)
             return found
-        if names := fit.auto_settings(cfg):
+        if names := sizes.auto_settings(cfg):
             unknown = f"the memory of a step is unknown, as {reason}"
             way_out = ", or give a value" if ";" in reason else "; give a value"
             raise bad_setting(unknown + way_out, **dict.fromkeys(names, AUTO))
-    return Fit(request, replace(request, cfg=fit.resolve_auto(cfg, request.gpus)), None)
+    return Sizing(request, replace(request, cfg=sizes.resolve_auto(cfg, request.gpus)), None)
 
 
 def _why_unpredicted(cfg: Config, model: ModelSpec, mode: str) -> str | None:
@@ -109,7 +110,7 @@ def _why_unpredicted(cfg: Config, model: ModelSpec, mode: str) -> str | None:
         return f"model type {model.family} is not covered"
     if not cfg.model.use_te and not compiles_layers(cfg, mode, on_gpu=True):
         return "layers without torch.compile keep more activations than are counted"
-    found = fit.unpredicted(cfg, mode)
+    found = sizes.unpredicted(cfg, mode)
     return found and f"{' '.join(as_flag(*each) for each in found[1].items())}: {found[0]}"
 
 
@@ -131,19 +132,19 @@ def check_recomputation(cfg: Config, strategy: Strategy) -> None:
         raise bad_setting(reason, **{name: getattr(cfg.model, name)})
 
 
-def check_memory(plan: StepPlan, model: ModelSpec, strategy: Strategy, capacity: int | None) -> None:
+def check_memory(setup: TrainingSetup, model: ModelSpec, strategy: Strategy, capacity: int | None) -> None:
     """Raise UserError if the training state cannot fit in host memory, or on a GPU of `capacity` bytes."""
-    only_evaluates = plan.cfg.optim.max_steps == 0
+    only_evaluates = setup.cfg.optim.max_steps == 0
     # Counting parameters builds the model on the meta device, where remote code may fail: no check then.
     if (only_evaluates or model.trust_remote_code) and not strategy.steps_on_cpu:
         return
-    plan = replace(plan, model=_size_of(model))
+    setup = replace(setup, model=_size_of(model))
     if capacity is not None and not strategy.steps_on_cpu:
-        refuse_small_gpu(plan, capacity)
-    if strategy.steps_on_cpu or plan.optimizer.offload:
-        refuse_small_host(plan)
-    if plan.cfg.model.offload_activations and not only_evaluates:
-        refuse_activations(plan)
+        refuse_small_gpu(setup, capacity)
+    if strategy.steps_on_cpu or setup.optimizer.offload:
+        refuse_small_host(setup)
+    if setup.cfg.model.offload_activations and not only_evaluates:
+        refuse_activations(setup)
 
 
 def _resolve_mode(
@@ -162,7 +163,7 @@ def _resolve_mode(
         return mode
     if cfg.precision.fp8_weights:
         return "single"
-    unsharded = _plan_step(cfg, device, effective, "ddp")
+    unsharded = _setup_of(cfg, device, effective, "ddp")
     size = _size_of(model)
     if _why_unpredicted(cfg, model, "fsdp_full"):
         size = replace(size, shape=None)  # only the training state is known
@@ -171,19 +172,19 @@ def _resolve_mode(
     return mode
 
 
-def resident_bytes(plan: StepPlan) -> float:
+def resident_bytes(setup: TrainingSetup) -> float:
     """Return the bytes on a GPU of optimizer state, weights and gradients, also gathered and accumulated."""
-    resident = plan.model.parameters * _gpu_bytes(plan) / plan.shards
-    if plan.fsdp:
-        resident += memory.accumulated_gradients(plan)
-    if plan.sharding.gathers_once:
+    resident = setup.model.parameters * _gpu_bytes(setup) / setup.shards
+    if setup.fsdp:
+        resident += memory.accumulated_gradients(setup)
+    if setup.sharding.gathers_once:
         # Weights, and gradients until they are reduced. With accumulation this is an upper bound, as each
         # block's gradient is then added to the sums above and freed.
-        resident += 2 * plan.model.parameters * (4 if plan.cfg.precision.mixed_precision == "fp32" else 2)
+        resident += 2 * setup.model.parameters * (4 if setup.cfg.precision.mixed_precision == "fp32" else 2)
     return resident
 
 
-def choose_mode(request: StepPlan, capacity: int | None) -> tuple[str, str]:
+def choose_mode(request: TrainingSetup, capacity: int | None) -> tuple[str, str]:
     """Return the fastest mode that fits on GPUs of `capacity` bytes (None: no GPU), and the reason.
 
     First the training state decides. Activations, where they are known, can only change that to a mode that
@@ -191,62 +192,62 @@ def choose_mode(request: StepPlan, capacity: int | None) -> tuple[str, str]:
     """
     if capacity is None:
         return "ddp", "no GPU, so GPU memory is no limit"
-    plan = replace(request, cfg=fit.resolve_auto(request.cfg, request.gpus))
-    groups = plan.nodes > 1 and plan.gpus_per_node > 1 and plan.gpus % plan.gpus_per_node == 0
+    setup = replace(request, cfg=sizes.resolve_auto(request.cfg, request.gpus))
+    groups = setup.nodes > 1 and setup.gpus_per_node > 1 and setup.gpus % setup.gpus_per_node == 0
     modes = ["ddp", "fsdp_grad", *["hsdp"] * groups, "fsdp_full"]
-    mode, why = _choose_by_state(plan, capacity, modes)
-    if mode == "single" or not plan.model.shape or fit.unpredicted(plan.cfg, mode):
+    mode, why = _choose_by_state(setup, capacity, modes)
+    if mode == "single" or not setup.model.shape or sizes.unpredicted(setup.cfg, mode):
         return mode, why
     for other in modes[modes.index("fsdp_full" if mode == "fsdp_offload" else mode) :]:
-        found = fit.fit(replace(request, mode=other), free=capacity)
+        found = sizes.choose_sizes(replace(request, mode=other), free=capacity)
         if found.fits:
             needs = f"; in {other} a step is predicted to need {found.needed / 1e9:.1f} GB"
             return other, why if other == mode else why + needs
     return mode, why
 
 
-def _choose_by_state(plan: StepPlan, capacity: int, modes: list[str]) -> tuple[str, str]:
+def _choose_by_state(setup: TrainingSetup, capacity: int, modes: list[str]) -> tuple[str, str]:
     """Return the fastest mode whose weights, gradients and optimizer state fit, and the reason."""
-    needed = {mode: resident_bytes(replace(plan, mode=mode)) for mode in modes}
+    needed = {mode: resident_bytes(replace(setup, mode=mode)) for mode in modes}
     unsharded, room, last_room = needed["ddp"], ROOM * capacity, LAST_ROOM * capacity
-    if plan.gpus == 1 and unsharded <= ROOM_ON_ONE_GPU * capacity:
+    if setup.gpus == 1 and unsharded <= ROOM_ON_ONE_GPU * capacity:
         return "single", "one GPU, nothing to shard"
-    why = f"{_on_gpu(plan)} need {unsharded / 1e9:.1f} GB, "
+    why = f"{_on_gpu(setup)} need {unsharded / 1e9:.1f} GB, "
     why += f"a GPU has room for {room / 1e9:.1f} GB"
-    if accumulated := memory.accumulated_gradients(replace(plan, mode="fsdp_full")):
+    if accumulated := memory.accumulated_gradients(replace(setup, mode="fsdp_full")):
         why += f"; accumulated gradients need {accumulated / 1e9:.1f} GB"
-    if unsharded <= room and plan.model.parameters < LARGE_MODEL:
+    if unsharded <= room and setup.model.parameters < LARGE_MODEL:
         return "ddp", why
     if needed["fsdp_grad"] <= room:
         return "fsdp_grad", f"{why}; a shard plus gathered weights and gradients fits"
     if unsharded <= room:
         return "ddp", why
     if "hsdp" in modes and needed["hsdp"] <= room:
-        return "hsdp", f"{why}; sharded over the {plan.gpus_per_node} ranks of a node they fit"
+        return "hsdp", f"{why}; sharded over the {setup.gpus_per_node} ranks of a node they fit"
     if needed["fsdp_full"] <= last_room:
         limit = "" if needed["fsdp_full"] <= room else f" into {last_room / 1e9:.1f} GB"
-        return "fsdp_full", f"{why}; sharded over {plan.gpus} ranks they fit{limit}"
-    why += f"; sharded over {plan.gpus} ranks they do not fit into {last_room / 1e9:.1f} GB"
-    if plan.cfg.sharding.offload_optimizer:  # which fsdp_offload excludes
-        return "single" if plan.gpus == 1 else "fsdp_full", why
+        return "fsdp_full", f"{why}; sharded over {setup.gpus} ranks they fit{limit}"
+    why += f"; sharded over {setup.gpus} ranks they do not fit into {last_room / 1e9:.1f} GB"
+    if setup.cfg.sharding.offload_optimizer:  # which fsdp_offload excludes
+        return "single" if setup.gpus == 1 else "fsdp_full", why
     return "fsdp_offload", why
 
 
-def _gpu_bytes(plan: StepPlan) -> float:
+def _gpu_bytes(setup: TrainingSetup) -> float:
     """Return the bytes per parameter of the training state that GPUs hold."""
-    return plan.optimizer.state_bytes + plan.fp8_share - plan.host_bytes
+    return setup.optimizer.state_bytes + setup.fp8_share - setup.host_bytes
 
 
-def _on_gpu(plan: StepPlan) -> str:
+def _on_gpu(setup: TrainingSetup) -> str:
     """Name the training state that GPUs hold."""
-    return "weights and gradients" if plan.optimizer.offload else "weights, gradients and optimizer state"
+    return "weights and gradients" if setup.optimizer.offload else "weights, gradients and optimizer state"
 
 
-def _plan_step(cfg: Config, device: torch.device, effective: str, mode: str) -> StepPlan:
+def _setup_of(cfg: Config, device: torch.device, effective: str, mode: str) -> TrainingSetup:
     """Return the step of these settings on this job's ranks, for a model of unknown size."""
     optimizer = choose_optimizer(cfg, mode, on_gpu=device.type == "cuda")
     gpus = ranks.world_size(), ranks.local_rank_and_size()[1]
-    return StepPlan(cfg, ModelSize(0), optimizer, mode, *gpus, effective)
+    return TrainingSetup(cfg, ModelSize(0), optimizer, mode, *gpus, effective)
 
 
 def _size_of(model: ModelSpec) -> ModelSize:
@@ -259,47 +260,47 @@ def _size_of(model: ModelSpec) -> ModelSize:
     )
 
 
-def refuse_small_gpu(plan: StepPlan, capacity: int) -> None:
+def refuse_small_gpu(setup: TrainingSetup, capacity: int) -> None:
     """Raise UserError if a shard of weights, gradients and optimizer state exceeds `capacity` bytes."""
-    parameters, shards = plan.model.parameters, plan.shards
-    total = parameters * _gpu_bytes(plan)
+    parameters, shards = setup.model.parameters, setup.shards
+    total = parameters * _gpu_bytes(setup)
     if total / shards <= capacity:
         return
     ways_out, given = [], []
-    sharded = replace(plan, mode="fsdp_full")
-    if plan.cfg.precision.fp8_weights:
+    sharded = replace(setup, mode="fsdp_full")
+    if setup.cfg.precision.fp8_weights:
         given = ["fp8_weights"]
-        sharded = replace(sharded, optimizer=replace(plan.optimizer, holds_fp8_weights=False))
-    if plan.optimizer.kind == "fused_adamw":
+        sharded = replace(sharded, optimizer=replace(setup.optimizer, holds_fp8_weights=False))
+    if setup.optimizer.kind == "fused_adamw":
         smaller = {
             "--moment_dtype fp8": {"moment_dtypes": ("fp8", "fp8")},
             "--offload_optimizer": {"offload": True},
         }
         both = {"offload_optimizer": True, "fp8_weights": True}
-        if plan.mode == "single" and advice.changed_config(plan.cfg, both, plan.gpus):
+        if setup.mode == "single" and advice.changed_config(setup.cfg, both, setup.gpus):
             smaller["--offload_optimizer --fp8_weights"] = {"offload": True, "holds_fp8_weights": True}
         for flag, changes in smaller.items():
-            other = replace(plan, optimizer=replace(plan.optimizer, **changes))
+            other = replace(setup, optimizer=replace(setup.optimizer, **changes))
             needed = parameters * _gpu_bytes(other) / shards
             if needed <= capacity and _host_holds(other):
                 ways_out.append(f"{flag} needs {needed / 1e9:.1f} GB")
     if (room := LAST_ROOM * capacity - memory.accumulated_gradients(sharded)) > 0:
         gpus = math.ceil(parameters * _gpu_bytes(sharded) / room)
         ways_out.append(f"--sharding_mode fsdp_full{advice.without(given)} needs {gpus} such GPUs")
-    torchrun = "torchrun --nproc_per_node=1 train_multi_gpu.py " if plan.mode == "single" else ""
-    given = ["offload_optimizer"] * plan.optimizer.offload + given
-    given += ["fp8_all_gather"] * plan.cfg.sharding.fp8_all_gather
+    torchrun = "torchrun --nproc_per_node=1 train_multi_gpu.py " if setup.mode == "single" else ""
+    given = ["offload_optimizer"] * setup.optimizer.offload + given
+    given += ["fp8_all_gather"] * setup.cfg.sharding.fp8_all_gather
     ways_out.append(f"{torchrun}--sharding_mode fsdp_offload{advice.without(given)} uses host memory")
-    where = "on one GPU" if plan.mode == "single" else f"--sharding_mode {plan.mode}"
+    where = "on one GPU" if setup.mode == "single" else f"--sharding_mode {setup.mode}"
     raise UserError(
-        f"--model_name {plan.cfg.model.model_name}, {where}: {_on_gpu(plan)} of "
+        f"--model_name {setup.cfg.model.model_name}, {where}: {_on_gpu(setup)} of "
         f"{parameters / 1e9:.1f} B parameters need {total / shards / 1e9:.1f} GB per GPU, which has "
         f"{capacity / 1e9:.1f} GB: {', or '.join(ways_out)}"
     )
 
 
-def _host_holds(plan: StepPlan) -> bool:
-    return not plan.optimizer.offload or memory.host_needs(plan) <= memory.host_room(plan)
+def _host_holds(setup: TrainingSetup) -> bool:
+    return not setup.optimizer.offload or memory.host_needs(setup) <= memory.host_room(setup)
 
 
 def _host_sizes(needed: float, room: float) -> str:
@@ -307,42 +308,42 @@ def _host_sizes(needed: float, room: float) -> str:
     return f"{sizes} beside what its processes need"
 
 
-def refuse_small_host(plan: StepPlan) -> None:
+def refuse_small_host(setup: TrainingSetup) -> None:
     """Raise UserError if offloaded state does not fit in this node's memory."""
-    needed, room = memory.host_needs(plan), memory.host_room(plan)
+    needed, room = memory.host_needs(setup), memory.host_room(setup)
     if needed <= room:
         return
     sizes = f"{_host_sizes(needed, room)}; "
-    if plan.optimizer.offload:
+    if setup.optimizer.offload:
         ways_out, flags = [], {"offload_optimizer": True}
-        smaller = replace(plan, optimizer=replace(plan.optimizer, moment_dtypes=("fp8", "fp8")))
+        smaller = replace(setup, optimizer=replace(setup.optimizer, moment_dtypes=("fp8", "fp8")))
         if memory.host_needs(smaller) < needed and _host_holds(smaller):
             ways_out.append(f"--moment_dtype fp8 needs {memory.host_needs(smaller) / 1e9:.0f} GB")
-        if plan.cfg.precision.fp8_weights:
+        if setup.cfg.precision.fp8_weights:
             flags["fp8_weights"] = True
-            whole = replace(plan, optimizer=replace(plan.optimizer, holds_fp8_weights=False))
+            whole = replace(setup, optimizer=replace(setup.optimizer, holds_fp8_weights=False))
             if _host_holds(whole):
                 ways_out.append(f"dropping --fp8_weights needs {memory.host_needs(whole) / 1e9:.0f} GB")
-        if plan.shards < plan.gpus:
-            sharded = replace(plan, mode="fsdp_full")
+        if setup.shards < setup.gpus:
+            sharded = replace(setup, mode="fsdp_full")
             ways_out.append(f"--sharding_mode fsdp_full needs {memory.host_needs(sharded) / 1e9:.0f} GB")
-        if plan.mode != "single":
+        if setup.mode != "single":
             ways_out.append("use more nodes")
         ways_out.append("drop both" if len(flags) > 1 else "drop it")
         raise bad_setting(f"masters and moments need {sizes}{', or '.join(ways_out)}", **flags)
-    on_gpu = "ds_zero3" if plan.sharding.engine == "deepspeed" else "fsdp_full"
+    on_gpu = "ds_zero3" if setup.sharding.engine == "deepspeed" else "fsdp_full"
     raise UserError(
-        f"--sharding_mode {plan.mode}: weights, gradients, moments and checkpoint saves need {sizes}use more "
-        f"nodes, or --sharding_mode {on_gpu}"
+        f"--sharding_mode {setup.mode}: weights, gradients, moments and checkpoint saves need {sizes}use "
+        f"more nodes, or --sharding_mode {on_gpu}"
     )
 
 
-def refuse_activations(plan: StepPlan) -> None:
+def refuse_activations(setup: TrainingSetup) -> None:
     """Raise UserError if activations do not fit in this node's memory, beside offloaded state."""
-    needed, room = memory.offloaded_bytes(plan), memory.host_room(plan)
+    needed, room = memory.offloaded_bytes(setup), memory.host_room(setup)
     if needed > room:
         raise bad_setting(
-            f"micro-batches of {plan.tokens:,} tokens need {_host_sizes(needed, room)}; use --recompute full "
-            "or fewer tokens, or drop it",
+            f"micro-batches of {setup.tokens:,} tokens need {_host_sizes(needed, room)}; use --recompute "
+            "full or fewer tokens, or drop it",
             offload_activations=True,
         )

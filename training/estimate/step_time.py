@@ -10,59 +10,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fp8_suite.core.errors import bad_setting
+from fp8_suite.core.gpus import Gpu
 from fp8_suite.core.recipes import BF16_COSTS, RECIPES, costs_of
-from fp8_suite.training.parallel.activations import recomputed_attention, recomputed_weights
-from fp8_suite.training.parallel.step_plan import StepPlan
-from fp8_suite.training.tracking.metrics import PEAK_TFLOPS, attention_flops, gpu_key
-
-
-class Gpu(NamedTuple):
-    """GPU specifications: memory in GB, dense peaks in TFLOP/s, bandwidths in bytes/s."""
-
-    memory_gb: float
-    bf16_tflops: float
-    fp8_tflops: float | None
-    memory_bandwidth: float
-    link_bandwidth: float  # to the other GPUs of a node, one direction
-    architecture: str | None = None  # name used by `core.recipes`
-
-
-def _gpu(name: str, memory_gb: float, memory_tbs: float, link_gbs: float, architecture: str) -> Gpu:
-    peaks = PEAK_TFLOPS[name]
-    return Gpu(memory_gb, peaks.bf16, peaks.fp8, memory_tbs * 1e12, link_gbs * 1e9, architecture)
-
-
-# The H200's memory is what CUDA reports. All other values are from NVIDIA's datasheets, with the bandwidths
-# of NVLink and PCIe halved for one direction.
-GPUS: dict[str, Gpu] = {
-    "A100": _gpu("A100", 85.1, 2.04, 300, "Ampere"),  # SXM, 80 GB
-    "H100": _gpu("H100", 85.1, 3.35, 450, "Hopper"),
-    "H100 NVL": _gpu("H100 NVL", 100.0, 3.9, 300, "Hopper"),
-    "H200": _gpu("H200", 150.1, 4.8, 450, "Hopper"),
-    "GH200": _gpu("GH200", 150.1, 4.9, 450, "Hopper"),  # 144 GB HBM3e
-    "B200": _gpu("B200", 191.0, 8.0, 900, "Blackwell"),
-    "GB200": _gpu("GB200", 198.0, 8.0, 900, "Blackwell"),
-    "B300": _gpu("B300", 288.0, 8.0, 900, "Blackwell"),
-    "L40S": _gpu("L40S", 47.7, 0.864, 32, "Ada"),
-    "RTX 4090": _gpu("RTX 4090", 25.3, 1.008, 32, "Ada"),
-    "RTX 5090": _gpu("RTX 5090", 33.7, 1.792, 64, "RTX Blackwell"),
-}
-
-
-# Stands in for a GPU that is not in the table: a choice depends only on ratios of rates.
-REFERENCE_GPU = GPUS["H100"]
-
-
-def installed_gpu(name: str) -> Gpu | None:
-    """Return the GPU with CUDA's name, such as "NVIDIA H100 80GB HBM3"; None if it is not in the table."""
-    return GPUS.get(gpu_key(name))
-
-
-def find_gpu(name: str) -> str | None:
-    """Return the key in GPUS for a name, ignoring case and "NVIDIA"; None if unknown."""
-    wanted = name.upper().removeprefix("NVIDIA").strip()
-    return next((key for key in GPUS if key.upper() == wanted), None)
-
+from fp8_suite.te_models.shape import attention_flops
+from fp8_suite.training.estimate.activations import recomputed_attention, recomputed_weights
+from fp8_suite.training.estimate.setup import TrainingSetup
 
 HEAD_SHARE = 0.725  # LM head, BF16: 25.8 TFLOP in 36 ms
 FP8_HEAD_SHARE = 0.63  # LM head, FP8, including casts: 25.8 TFLOP in 21 ms
@@ -97,81 +49,81 @@ NETWORK_BANDWIDTH = 50e9  # bytes/s per GPU between nodes, one direction: 400 Gb
 OPTIMIZER_HOST_BANDWIDTH = 40e9  # CPU offload: PCIe and host memory bandwidth per GPU, with 16 cores per GPU
 
 
-def _gemm_seconds(plan: StepPlan, gpu: Gpu) -> float:
+def _gemm_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
     """Time of the linear layers' GEMMs: forward, recomputation, dgrad and wgrad."""
-    flops = 2.0 * plan.model.gemm_weights * plan.tokens
-    passes = 3 + recomputed_weights(plan) / plan.model.gemm_weights
+    flops = 2.0 * setup.model.gemm_weights * setup.tokens
+    passes = 3 + recomputed_weights(setup) / setup.model.gemm_weights
     bf16 = flops / (gpu.bf16_tflops * 1e12 * BF16_COSTS.gemm_share)
-    if plan.recipe == "bf16":
+    if setup.recipe == "bf16":
         return passes * bf16
     if gpu.fp8_tflops is None:
         raise bad_setting("the GPU's FP8 peak is unknown; add --fp8_tflops", mixed_precision="fp8")
-    fp8 = flops / (gpu.fp8_tflops * 1e12 * costs_of(plan.recipe).gemm_share)
-    low = (passes - 1) * fp8 + bf16 if RECIPES[plan.recipe].bf16_wgrad else passes * fp8
-    return low * plan.fp8_layers + passes * bf16 * (1 - plan.fp8_layers)
+    fp8 = flops / (gpu.fp8_tflops * 1e12 * costs_of(setup.recipe).gemm_share)
+    low = (passes - 1) * fp8 + bf16 if RECIPES[setup.recipe].bf16_wgrad else passes * fp8
+    return low * setup.fp8_layers + passes * bf16 * (1 - setup.fp8_layers)
 
 
-def _attention_seconds(plan: StepPlan, gpu: Gpu) -> float:
-    s, length = plan.model.shape, plan.cfg.data.max_seq_length
-    flops = attention_flops(s, plan.tokens * length)
-    at_best, half = ATTENTION["flash" if plan.cfg.model.flash_attention else "cudnn"]
+def _attention_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
+    s, length = setup.model.shape, setup.cfg.data.max_seq_length
+    flops = attention_flops(s, setup.tokens * length)
+    at_best, half = ATTENTION["flash" if setup.cfg.model.flash_attention else "cudnn"]
     share = at_best * s.head_dim / (s.head_dim + half) * length / (length + HALF_LENGTH)
-    again = 1 + ATTENTION_FORWARD * recomputed_attention(plan)
+    again = 1 + ATTENTION_FORWARD * recomputed_attention(setup)
     return again * flops / (gpu.bf16_tflops * 1e12 * share)
 
 
-def _head_seconds(plan: StepPlan, gpu: Gpu) -> float:
-    fp8 = plan.cfg.precision.fp8_lm_head
+def _head_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
+    fp8 = setup.cfg.precision.fp8_lm_head
     tflops = gpu.fp8_tflops * FP8_HEAD_SHARE if fp8 else gpu.bf16_tflops * HEAD_SHARE
-    return 6.0 * plan.model.head * plan.tokens / (1e12 * tflops)
+    return 6.0 * setup.model.head * setup.tokens / (1e12 * tflops)
 
 
-def _elementwise_bytes(plan: StepPlan) -> float:
+def _elementwise_bytes(setup: TrainingSetup) -> float:
     """Memory traffic of norms, RoPE, residuals and SwiGLU, in BF16, forward and backward."""
-    s = plan.model.shape
+    s = setup.model.shape
     hidden, ffn = s.hidden_size, s.ffn_hidden_size
     # Bytes per token and layer, 2 for each value read or written: two norms, RoPE, two residual adds, SwiGLU.
     rope = 2 * 2 * (s.num_heads + s.num_kv_heads) * s.head_dim
     forward = 2 * (2 * 2 * hidden) + rope + 2 * 6 * hidden + 2 * 3 * ffn
     backward = 2 * (2 * 3 * hidden) + rope + 2 * 6 * hidden + 2 * 5 * ffn
-    return s.num_layers * plan.tokens * (forward * (2 - plan.share_of("none")) + backward)
+    return s.num_layers * setup.tokens * (forward * (2 - setup.share_of("none")) + backward)
 
 
-def _cast_bytes(plan: StepPlan) -> float:
+def _cast_bytes(setup: TrainingSetup) -> float:
     """Memory traffic of casting inputs, output gradients and weights to FP8."""
-    s = plan.model.shape
+    s = setup.model.shape
     queries, keys = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     inputs = 2 * s.hidden_size + queries + s.ffn_hidden_size
     gradients = 2 * s.hidden_size + queries + 2 * keys + 2 * s.ffn_hidden_size
-    values = s.num_layers * plan.tokens * (inputs * (2 - plan.share_of("none")) + gradients)
+    values = s.num_layers * setup.tokens * (inputs * (2 - setup.share_of("none")) + gradients)
     # Casts of a weight per micro-batch: one, to both layouts, if it is kept for backward. Under FSDP2 and in
     # torchao's layers forward makes one layout and backward both; a recomputed TE layer makes both twice.
-    stored, casts = plan.share_of("none"), 1.0 if plan.keeps_fp8_weights else 1.5
-    if plan.caches_fp8_weights:
-        casts /= plan.accumulation
-    again = 2.0 if plan.cfg.model.use_te and not plan.fsdp else 1.5
-    per_weight = costs_of(plan.recipe).cast_bytes * (casts * stored + again * (1 - stored))
-    if plan.optimizer.holds_fp8_weights:
+    stored, casts = setup.share_of("none"), 1.0 if setup.keeps_fp8_weights else 1.5
+    if setup.caches_fp8_weights:
+        casts /= setup.accumulation
+    again = 2.0 if setup.cfg.model.use_te and not setup.fsdp else 1.5
+    per_weight = costs_of(setup.recipe).cast_bytes * (casts * stored + again * (1 - stored))
+    if setup.optimizer.holds_fp8_weights:
         per_weight = 2.0  # backward transposes them: a byte is read and one written
-    moved = costs_of(plan.recipe).cast_bytes * values + per_weight * plan.model.gemm_weights
-    return moved * plan.fp8_layers
+    moved = costs_of(setup.recipe).cast_bytes * values + per_weight * setup.model.gemm_weights
+    return moved * setup.fp8_layers
 
 
-def adam_bytes(plan: StepPlan) -> float:
+def adam_bytes(setup: TrainingSetup) -> float:
     """Optimizer traffic in bytes per parameter: weight, gradient, 16-bit remainder, moments, FP8 weight."""
-    optimizer = plan.optimizer
-    quantization = (2 + 2 + 1) * plan.fp8_share  # finding the largest value is a pass of its own
+    optimizer = setup.optimizer
+    quantization = (2 + 2 + 1) * setup.fp8_share  # finding the largest value is a pass of its own
     return 2 * 2 + 2 + 2 * 2 * optimizer.master_weights + 2 * optimizer.moment_bytes + quantization
 
 
-def _optimizer_seconds(plan: StepPlan, gpu: Gpu) -> float:
-    parameters = plan.model.parameters / plan.shards
-    if plan.sharding.offload:
+def _optimizer_seconds(setup: TrainingSetup, gpu: Gpu) -> float:
+    parameters = setup.model.parameters / setup.shards
+    if setup.sharding.offload:
         return 28 * parameters / OPTIMIZER_HOST_BANDWIDTH
-    fused = plan.optimizer.kind == "fused_adamw"
+    fused = setup.optimizer.kind == "fused_adamw"
     bandwidth = gpu.memory_bandwidth * (ADAM_SHARE if fused else TORCH_ADAM_SHARE)
     gradient_norm = 2 * parameters / (gpu.memory_bandwidth * BANDWIDTH_SHARE)
-    per_parameter = max(adam_bytes(plan) / bandwidth, plan.host_bytes / PCIE_BANDWIDTH)
+    per_parameter = max(adam_bytes(setup) / bandwidth, setup.host_bytes / PCIE_BANDWIDTH)
     return per_parameter * parameters + gradient_norm
 
 
@@ -184,44 +136,45 @@ class Exchange(NamedTuple):
     collectives: float  # number of collectives
 
 
-def exchange(plan: StepPlan) -> Exchange:
+def exchange(setup: TrainingSetup) -> Exchange:
     """Count the communication of one step: all-gathers of weights and reductions of gradients."""
-    model, layers, stage = plan.model, plan.model.shape.num_layers, plan.sharding.stage
-    if plan.gpus == 1:
+    model, layers, stage = setup.model, setup.model.shape.num_layers, setup.sharding.stage
+    if setup.gpus == 1:
         return Exchange(0, 0, 0, 0)
     # Within a node ranks exchange BF16 gradients and sum them locally; across nodes NCCL reduces in FP32.
-    local_sum = plan.nodes == 1 and (plan.accumulation == 1 or not plan.fsdp) and not plan.sharding.in_groups
-    in_fp32 = plan.cfg.sharding.grad_reduce_dtype == "fp32"
+    accumulates = setup.fsdp and setup.accumulation > 1
+    local_sum = setup.nodes == 1 and not accumulates and not setup.sharding.in_groups
+    in_fp32 = setup.cfg.sharding.grad_reduce_dtype == "fp32"
     between_replicas = gradient = (2 if local_sum or not in_fp32 or stage else 4) * model.parameters
-    if plan.cfg.sharding.grad_reduce_dtype == "fp8":
+    if setup.cfg.sharding.grad_reduce_dtype == "fp8":
         gradient = (1 + 1 / 128) * model.parameters  # E4M3, and an exponent per 128 values
-    if plan.sharding.engine == "ddp":
+    if setup.sharding.engine == "ddp":
         return Exchange(2 * gradient, 0, 6 * model.parameters, 2 * layers)
     if stage in (1, 2):
-        rounds = plan.accumulation if stage == 2 else 1
+        rounds = setup.accumulation if stage == 2 else 1
         copied = ZERO_COPIED[stage] * model.parameters
         return Exchange(rounds * gradient + 2 * model.parameters, 0, copied, 2 * layers)
-    gathers = 1 if plan.sharding.gathers_once else 2 * plan.accumulation
-    weights = 2 * model.parameters - plan.gathers_fp8 * model.gemm_weights
-    rounds = plan.accumulation if stage else 1
-    across = 2 * between_replicas / plan.shards if plan.sharding.in_groups else 0.0
+    gathers = 1 if setup.sharding.gathers_once else 2 * setup.accumulation
+    weights = 2 * model.parameters - setup.gathers_fp8 * model.gemm_weights
+    rounds = setup.accumulation if stage else 1
+    across = 2 * between_replicas / setup.shards if setup.sharding.in_groups else 0.0
     copied = (4 * gathers + 8 * rounds) * model.parameters
     return Exchange(gathers * weights + rounds * gradient, across, copied, layers * (gathers + rounds))
 
 
-def communication_seconds(plan: StepPlan, gpu: Gpu, network: float) -> float:
+def communication_seconds(setup: TrainingSetup, gpu: Gpu, network: float) -> float:
     """Return the seconds of all transfers without overlap; `network` is bytes/s per GPU in one direction.
 
     A ring over n GPUs sends (n - 1) / n of the bytes through every link. Across nodes, the GPUs of a node
     share the traffic over their network cards, and every node adds a hop. The slower of links and network
     limits the transfer.
     """
-    sent, per_node = exchange(plan), plan.gpus_per_node
-    replicas, replicas_in_node = plan.gpus // plan.shards, max(1, per_node // plan.shards)
-    across = 2 * plan.model.shape.num_layers if sent.across else 0
+    sent, per_node = exchange(setup), setup.gpus_per_node
+    replicas, replicas_in_node = setup.gpus // setup.shards, max(1, per_node // setup.shards)
+    across = 2 * setup.model.shape.num_layers if sent.across else 0
     # (bytes, ring size, ring members per node, collectives) of the rings within and across replicas.
     rings = [
-        (sent.within, plan.gpus if plan.shards == 1 else plan.shards, per_node, sent.collectives),
+        (sent.within, setup.gpus if setup.shards == 1 else setup.shards, per_node, sent.collectives),
         (sent.across, replicas, replicas_in_node, across),
     ]
     links = wires = hops = 0.0
@@ -233,33 +186,33 @@ def communication_seconds(plan: StepPlan, gpu: Gpu, network: float) -> float:
     return max(links, wires) + hops * HOP_SECONDS
 
 
-def _launch_seconds(plan: StepPlan) -> float:
+def _launch_seconds(setup: TrainingSetup) -> float:
     """Return the mean CPU time of a layer and micro-batch."""
-    once = ZERO3_LAUNCH_SECONDS if plan.sharding.stage == 3 else LAUNCH_SECONDS
-    te_layers = plan.cfg.model.use_te and plan.sharding.stage != 3
+    once = ZERO3_LAUNCH_SECONDS if setup.sharding.stage == 3 else LAUNCH_SECONDS
+    te_layers = setup.cfg.model.use_te and setup.sharding.stage != 3
     again = RECOMPUTED_LAUNCH_SECONDS if te_layers else 4 / 3 * once  # forward is a third
-    return once * plan.share_of("none") + again * (1 - plan.share_of("none"))
+    return once * setup.share_of("none") + again * (1 - setup.share_of("none"))
 
 
-def step_seconds(plan: StepPlan, gpu: Gpu, *, network: float = NETWORK_BANDWIDTH) -> dict[str, float]:
+def step_seconds(setup: TrainingSetup, gpu: Gpu, *, network: float = NETWORK_BANDWIDTH) -> dict[str, float]:
     """Return the seconds of one optimizer step by part, for full sequences and without data loading."""
-    model, bandwidth = plan.model, gpu.memory_bandwidth * BANDWIDTH_SHARE
+    model, bandwidth = setup.model, gpu.memory_bandwidth * BANDWIDTH_SHARE
     each = {
-        "linear layers": _gemm_seconds(plan, gpu),
-        "attention": _attention_seconds(plan, gpu),
-        "LM head": _head_seconds(plan, gpu),
-        "norms, SwiGLU, adds": _elementwise_bytes(plan) / bandwidth,
-        "FP8 casts": _cast_bytes(plan) / bandwidth,
+        "linear layers": _gemm_seconds(setup, gpu),
+        "attention": _attention_seconds(setup, gpu),
+        "LM head": _head_seconds(setup, gpu),
+        "norms, SwiGLU, adds": _elementwise_bytes(setup) / bandwidth,
+        "FP8 casts": _cast_bytes(setup) / bandwidth,
     }
-    parts = {name: plan.accumulation * value for name, value in each.items()}
+    parts = {name: setup.accumulation * value for name, value in each.items()}
     compute = sum(parts.values())
-    parts["optimizer"] = _optimizer_seconds(plan, gpu)
-    wire = communication_seconds(plan, gpu, network)
-    if plan.sharding.offload:
-        wire += 2 * model.parameters * (2 * plan.accumulation + 1) / plan.gpus / OPTIMIZER_HOST_BANDWIDTH
-    parts["copies around transfers"] = exchange(plan).copied / bandwidth
+    parts["optimizer"] = _optimizer_seconds(setup, gpu)
+    wire = communication_seconds(setup, gpu, network)
+    if setup.sharding.offload:
+        wire += 2 * model.parameters * (2 * setup.accumulation + 1) / setup.gpus / OPTIMIZER_HOST_BANDWIDTH
+    parts["copies around transfers"] = exchange(setup).copied / bandwidth
     parts["exposed communication"] = max(EXPOSED * wire, wire - compute)
     parts["idle"] = IDLE * sum(parts.values())
-    launches = plan.accumulation * model.shape.num_layers * _launch_seconds(plan)
+    launches = setup.accumulation * model.shape.num_layers * _launch_seconds(setup)
     parts["waiting for the CPU"] = max(0.0, launches - sum(parts.values()))
     return parts

@@ -7,98 +7,98 @@ from __future__ import annotations
 
 from fp8_suite.core.recipes import costs_of
 from fp8_suite.te_models.settings import IN_FLIGHT, KEPT
-from fp8_suite.training.parallel.step_plan import StepPlan
-from fp8_suite.training.tracking.metrics import attention_flops
+from fp8_suite.te_models.shape import attention_flops
+from fp8_suite.training.estimate.setup import TrainingSetup
 
 # FLOPs that a GPU computes while it moves a byte: of an H100, 989 TFLOP/s and 3.35 TB/s.
 FLOPS_PER_BYTE = 300
 
 
-def layer_activations(plan: StepPlan) -> float:
+def layer_activations(setup: TrainingSetup) -> float:
     """Return the bytes of activations that one layer saves for backward.
 
     In BF16 these are, per token: input, attention norm, residual and MLP norm (hidden size each); queries and
     attention output (width of the query heads); keys and values (width of the key heads); gate, up and their
     product (MLP width). FP8 recipes store less (`core.recipes`). TE's QK norms (Qwen3) add theirs.
     """
-    s, costs = plan.model.shape, costs_of(plan.recipe)
+    s, costs = setup.model.shape, costs_of(setup.recipe)
     queries, keys = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     bf16 = 2 * (4 * s.hidden_size + 2 * queries + 2 * keys + 3 * s.ffn_hidden_size)
-    if plan.cfg.model.use_te and plan.model.qk_norm:
+    if setup.cfg.model.use_te and setup.model.qk_norm:
         bf16 += 2 * (queries + 2 * keys)
     less = costs.less_per_ffn * s.ffn_hidden_size + costs.less_per_hidden * s.hidden_size
-    return plan.tokens * (bf16 - less * plan.fp8_layers)
+    return setup.tokens * (bf16 - less * setup.fp8_layers)
 
 
-def _kept_widths(plan: StepPlan, level: str) -> list[int]:
+def _kept_widths(setup: TrainingSetup, level: str) -> list[int]:
     """Return the values per token of each BF16 tensor that a layer recomputed at `level` keeps.
 
     TE layers: see `te_models.recompute.layers`. Hugging Face layers keep their input, and so do all layers
     under ZeRO 3.
     """
-    s = plan.model.shape
+    s = setup.model.shape
     queries, keys, hidden = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, s.hidden_size
     widths = {"qkv": queries + 2 * keys, "attention": queries, "output": hidden}
     widths["gate_up"] = 2 * s.ffn_hidden_size
-    keeps_results = plan.cfg.model.use_te and plan.sharding.stage != 3
+    keeps_results = setup.cfg.model.use_te and setup.sharding.stage != 3
     return [hidden, *(widths[name] for name in KEPT[level] if keeps_results)]
 
 
-def kept_activations(plan: StepPlan, level: str) -> float:
+def kept_activations(setup: TrainingSetup, level: str) -> float:
     """Return the bytes of activations that a layer recomputed at `level` keeps from forward to backward."""
     if level == "none":
-        return layer_activations(plan)
-    if level == "mlp" and not plan.cfg.model.use_te:  # all but the inside of the MLP
-        per_ffn = 6.0 - costs_of(plan.recipe).less_per_ffn * plan.fp8_layers
-        return layer_activations(plan) - plan.tokens * per_ffn * plan.model.shape.ffn_hidden_size
-    return plan.tokens * 2.0 * sum(_kept_widths(plan, level))
+        return layer_activations(setup)
+    if level == "mlp" and not setup.cfg.model.use_te:  # all but the inside of the MLP
+        per_ffn = 6.0 - costs_of(setup.recipe).less_per_ffn * setup.fp8_layers
+        return layer_activations(setup) - setup.tokens * per_ffn * setup.model.shape.ffn_hidden_size
+    return setup.tokens * 2.0 * sum(_kept_widths(setup, level))
 
 
-def recomputed_weights(plan: StepPlan) -> float:
+def recomputed_weights(setup: TrainingSetup) -> float:
     """Return the number of GEMM weights, of all layers, that are multiplied again in backward."""
-    s = plan.model.shape
-    layer, down = plan.model.gemm_weights / s.num_layers, s.hidden_size * s.ffn_hidden_size
-    if plan.cfg.model.use_te:
+    s = setup.model.shape
+    layer, down = setup.model.gemm_weights / s.num_layers, s.hidden_size * s.ffn_hidden_size
+    if setup.cfg.model.use_te:
         again = {"none": 0.0, "cheap": 0.0, "mlp": 2.0 * down}
         whole = layer - down  # kernels do not run again if backward does not need their result
     else:
         again, whole = {"none": 0.0, "mlp": 3.0 * down}, layer
-    return sum(again.get(level, whole) for level in plan.recompute)
+    return sum(again.get(level, whole) for level in setup.recompute)
 
 
-def recomputed_attention(plan: StepPlan) -> float:
+def recomputed_attention(setup: TrainingSetup) -> float:
     """Return the fraction of layers whose attention runs again in backward."""
-    keeps_result = plan.cfg.model.use_te and plan.sharding.stage != 3
-    return plan.share_of("full") if keeps_result else plan.share_of("full", "layer")
+    keeps_result = setup.cfg.model.use_te and setup.sharding.stage != 3
+    return setup.share_of("full") if keeps_result else setup.share_of("full", "layer")
 
 
-def recomputation_flops(plan: StepPlan) -> float:
+def recomputation_flops(setup: TrainingSetup) -> float:
     """Return the FLOPs of recomputation in backward, with elementwise operations counted by their bytes."""
-    s = plan.model.shape
-    attention = attention_flops(s, plan.tokens * plan.cfg.data.max_seq_length) / 3  # its forward pass
-    moved = 2.0 * plan.tokens * (10 * s.hidden_size + 3 * s.ffn_hidden_size)  # norms, residuals, SwiGLU
-    layers = s.num_layers * (1 - plan.share_of("none"))
-    flops = 2.0 * plan.tokens * recomputed_weights(plan) + recomputed_attention(plan) * attention
+    s = setup.model.shape
+    attention = attention_flops(s, setup.tokens * setup.cfg.data.max_seq_length) / 3  # its forward pass
+    moved = 2.0 * setup.tokens * (10 * s.hidden_size + 3 * s.ffn_hidden_size)  # norms, residuals, SwiGLU
+    layers = s.num_layers * (1 - setup.share_of("none"))
+    flops = 2.0 * setup.tokens * recomputed_weights(setup) + recomputed_attention(setup) * attention
     return flops + FLOPS_PER_BYTE * moved * layers
 
 
-def host_activations(plan: StepPlan) -> float:
+def host_activations(setup: TrainingSetup) -> float:
     """Return the bytes of host memory per node that --offload_activations takes.
 
     Each tensor has a buffer of pinned memory, which PyTorch allocates in powers of two. Without packing,
     shorter micro-batches use smaller buffers: up to as many bytes again.
     """
-    if not plan.cfg.model.offload_activations:
+    if not setup.cfg.model.offload_activations:
         return 0.0
-    widths = (_kept_widths(plan, level) for level in plan.recompute if level != "none")
-    longest = sum(1 << (2 * plan.tokens * width - 1).bit_length() for layer in widths for width in layer)
-    return (1 if plan.cfg.data.packing else 2) * longest * plan.gpus / plan.nodes
+    widths = (_kept_widths(setup, level) for level in setup.recompute if level != "none")
+    longest = sum(1 << (2 * setup.tokens * width - 1).bit_length() for layer in widths for width in layer)
+    return (1 if setup.cfg.data.packing else 2) * longest * setup.gpus / setup.nodes
 
 
-def stored_activations(plan: StepPlan) -> float:
+def stored_activations(setup: TrainingSetup) -> float:
     """Return the bytes of activations on the GPU when backward begins."""
-    kept = [(level, kept_activations(plan, level)) for level in plan.recompute]
-    if not plan.cfg.model.offload_activations:
+    kept = [(level, kept_activations(setup, level)) for level in setup.recompute]
+    if not setup.cfg.model.offload_activations:
         return sum(size for _, size in kept)
     leaving = [size for level, size in kept if level != "none"][-IN_FLIGHT:]
     return sum(size for level, size in kept if level == "none") + sum(leaving)

@@ -10,21 +10,22 @@ import pytest
 import torch
 from fp8_suite.benchmarks.plan.job import read_model
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
+from fp8_suite.core.gpus import GPUS, REFERENCE_GPU
 from fp8_suite.core.recipes import RECIPES, TE_RECIPES
 from fp8_suite.te_models.build import find_model
 from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
+from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training import prepare
 from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.estimate import advice, choose, memory, sizes
+from fp8_suite.training.estimate.activations import kept_activations, recomputation_flops, stored_activations
+from fp8_suite.training.estimate.memory import peak
+from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup
+from fp8_suite.training.estimate.sizes import Sizing, global_batch, resolve_auto, room
+from fp8_suite.training.estimate.step_time import step_seconds
 from fp8_suite.training.optim.optimizer import OptimizerSpec
-from fp8_suite.training.parallel import advice, choose, fit, memory
-from fp8_suite.training.parallel.activations import kept_activations, recomputation_flops, stored_activations
-from fp8_suite.training.parallel.fit import Fit, global_batch, resolve_auto, room
-from fp8_suite.training.parallel.memory import peak
-from fp8_suite.training.parallel.step_plan import ModelSize, StepPlan
-from fp8_suite.training.parallel.step_time import GPUS, REFERENCE_GPU, step_seconds
 from fp8_suite.training.parallel.watchdog import Watchdog
-from fp8_suite.training.tracking.metrics import ModelShape
 
 FUSED = OptimizerSpec("fused_adamw", torch.bfloat16, True, ("fp32", "fp32"))
 EIGHT_BITS = replace(FUSED, moment_dtypes=("fp8", "fp8"))
@@ -45,15 +46,15 @@ def _large_host(monkeypatch):
 def plan_of(billions=8.0, mode="single", gpus=1, optimizer=FUSED, **settings):
     cfg = config_from_dict({"model_name": "m", "use_te": True, "max_seq_length": 8192} | settings)
     model = ModelSize(int(billions * 1e9), SHAPES[billions])
-    return StepPlan(cfg, model, optimizer, mode, gpus, min(gpus, 8))
+    return TrainingSetup(cfg, model, optimizer, mode, gpus, min(gpus, 8))
 
 
-def fitted(gb, billions=8.0, mode="single", gpus=1, **settings) -> Fit:
-    return fit.fit(plan_of(billions, mode, gpus, **settings), gb * 1e9)
+def fitted(gb, billions=8.0, mode="single", gpus=1, **settings) -> Sizing:
+    return sizes.choose_sizes(plan_of(billions, mode, gpus, **settings), gb * 1e9)
 
 
-def split(found: Fit) -> tuple[int, int]:
-    return found.plan.cfg.optim.batch_size, found.plan.accumulation
+def split(found: Sizing) -> tuple[int, int]:
+    return found.chosen.cfg.optim.batch_size, found.chosen.accumulation
 
 
 # The global batch
@@ -132,7 +133,7 @@ def test_auto_is_the_largest_micro_batch_that_fits(billions, mode, gpus, total, 
     if total:
         fits = {n: fitted(gb, billions, mode, gpus, **settings, batch_size=n).fits for n in (*larger, batch)}
         assert not any(fits[size] for size in larger) and fits[batch] == found.fits
-    assert found.fits == (sum(peak(found.plan).values()) <= room(gb * 1e9)) and found.is_choice
+    assert found.fits == (sum(peak(found.chosen).values()) <= room(gb * 1e9)) and found.is_choice
     if not found.fits:
         with pytest.raises(UserError, match="GB too much"):
             advice.refuse_misfit(found)
@@ -158,7 +159,7 @@ def test_the_choice_is_one_line_with_the_prediction():
     gb = f"{found.needed / 1e9:.1f} of 150.1 GB"
     assert found.describe() == f"fit: --batch_size {batch} x {accumulation} micro-batches; predicted {gb}"
     assert batch > 1 and found.predicted_gb == found.needed / 1e9 < 148.1
-    unknown = Fit(found.request, found.plan, None)
+    unknown = Sizing(found.requested, found.chosen, None)
     assert unknown.describe() == f"fit: --batch_size {batch} x {accumulation} micro-batches" and unknown.fits
 
 
@@ -169,7 +170,7 @@ def test_the_choice_is_one_line_with_the_prediction():
 @pytest.mark.parametrize("length", [1024, 8192])
 def test_recomputations_are_ordered_by_work_and_each_keeps_less(use_te, length):
     plan = plan_of(use_te=use_te, mixed_precision="fp8", max_seq_length=length, recompute="auto")
-    values = [value for segment in fit.recomputations(plan, 1) for value in segment]
+    values = [value for segment in sizes.recomputations(plan, 1) for value in segment]
     assert values[0] == "none" and values[-1] in ("full", "layer", "mlp")
     plans = [replace(plan, cfg=resolve_auto(plan.cfg, 1, 1, value)) for value in values]
     work, kept = ([count(each) for each in plans] for count in (recomputation_flops, stored_activations))
@@ -185,7 +186,7 @@ def test_recomputations_are_ordered_by_work_and_each_keeps_less(use_te, length):
 def test_each_level_keeps_less_than_the_one_before(recipe):
     use_te = recipe in TE_RECIPES
     plan = plan_of(use_te=use_te, mixed_precision="fp8", fp8_scenario=recipe)
-    levels = RECOMPUTE_LEVELS if use_te else fit.HF_LEVELS
+    levels = RECOMPUTE_LEVELS if use_te else sizes.HF_LEVELS
     for model in (name for name in PRESETS if name not in LOCAL_PRESETS):
         sized = replace(plan, model=read_model(model).size)
         kept = [kept_activations(sized, level) for level in levels]
@@ -194,16 +195,16 @@ def test_each_level_keeps_less_than_the_one_before(recipe):
 
 def test_zero3_has_no_cheap_recomputation():
     plan = plan_of(mode="ds_zero3", gpus=8, recompute="auto")
-    assert not any("cheap" in value for segment in fit.recomputations(plan, 1) for value in segment)
+    assert not any("cheap" in value for segment in sizes.recomputations(plan, 1) for value in segment)
 
 
 @pytest.mark.parametrize("gb", [400, 120, 100, 90, 80, 70, 60])
 def test_auto_recomputes_as_little_as_fits(gb):
     settings = {"mode": "fsdp_full", "gpus": 8, "mixed_precision": "fp8", "batch_size": 2}
     found = fitted(gb, **settings, recompute="auto")
-    values = [value for segment in fit.recomputations(found.request, 2) for value in segment]
+    values = [value for segment in sizes.recomputations(found.requested, 2) for value in segment]
     first = next((v for v in values if fitted(gb, **settings, recompute=v).fits), values[-1])
-    assert found.plan.cfg.model.recompute == first and split(found) == (2, 1)
+    assert found.chosen.cfg.model.recompute == first and split(found) == (2, 1)
     assert f", --recompute {first}; predicted" in found.describe()
 
 
@@ -211,7 +212,7 @@ def test_a_larger_micro_batch_forces_no_recomputation():
     """Without recomputation 1 x 8192 tokens fit, with it 8."""
     settings = {"mode": "fsdp_grad", "gpus": 8, "mixed_precision": "fp8", "global_batch_size": 64}
     found = fitted(120, **settings, batch_size="auto", recompute="auto")
-    assert (*split(found), found.plan.cfg.model.recompute) == (1, 8, "none")
+    assert (*split(found), found.chosen.cfg.model.recompute) == (1, 8, "none")
     assert not fitted(120, **settings, batch_size=2).fits
     assert fitted(120, **settings, batch_size=8, recompute="auto").fits
 
@@ -220,15 +221,15 @@ def test_gathering_weights_in_every_micro_batch_is_worth_recomputation():
     settings = {"mode": "fsdp_full", "gpus": 8, "mixed_precision": "fp8", "global_batch_size": 64}
     settings |= {"max_seq_length": 4096}
     found = fitted(85.1, **settings, batch_size="auto", recompute="auto")
-    assert split(found) == (8, 1) and found.plan.cfg.model.recompute != "none"
+    assert split(found) == (8, 1) and found.chosen.cfg.model.recompute != "none"
     assert fitted(85.1, **settings, batch_size=1).fits
 
 
 @pytest.mark.parametrize(("mode", "gpus"), [("single", 1), ("ddp", 4), ("fsdp_full", 16), ("ds_zero2", 8)])
 @pytest.mark.parametrize("gb", [85, 150])
 def test_no_other_micro_batch_is_predicted_to_be_faster(mode, gpus, gb):
-    def seconds(found: Fit) -> float:
-        return sum(step_seconds(found.plan, REFERENCE_GPU).values())
+    def seconds(found: Sizing) -> float:
+        return sum(step_seconds(found.chosen, REFERENCE_GPU).values())
 
     settings = {"max_seq_length": 1024, "global_batch_size": 64 * gpus, "recompute": "auto"}
     settings |= {"mode": mode, "gpus": gpus, "mixed_precision": "fp8"}
@@ -242,9 +243,9 @@ def test_a_micro_batch_that_waits_for_the_cpu_is_raised_by_recomputation():
     two = fitted(400, **settings, batch_size=2).needed / 1e9 + 2.1
     assert split(fitted(two, **settings, **AUTO)) == (2, 512)
     found = fitted(two, **settings, **AUTO, recompute="auto")
-    assert split(found)[0] >= 4 and found.plan.cfg.model.recompute != "none" and found.fits
+    assert split(found)[0] >= 4 and found.chosen.cfg.model.recompute != "none" and found.fits
     few = fitted(two, **settings | {"global_batch_size": 2}, **AUTO, recompute="auto")
-    assert split(few) == (2, 1) and few.plan.cfg.model.recompute == "none", "there are no more"
+    assert split(few) == (2, 1) and few.chosen.cfg.model.recompute == "none", "there are no more"
 
 
 # Advice
@@ -382,13 +383,13 @@ def test_offload_is_advised_only_if_the_host_has_the_memory(monkeypatch):
 def chosen(free, model="tiny-qwen3", effective="delayed", **settings):
     cfg = config_from_dict({"model_name": model, "use_te": True, "mixed_precision": "fp8"} | settings)
     plan = find_model(model, init="auto", use_te=True)
-    return choose._fit(cfg, plan, torch.device("cuda"), effective, "single", free)
+    return choose._choose_sizes(cfg, plan, torch.device("cuda"), effective, "single", free)
 
 
 def test_training_plans_with_the_size_of_its_model():
     found = chosen(3e9, batch_size="auto", recompute="auto", global_batch_size=48)
     size = read_model("tiny-qwen3").size
-    assert found.plan.model == size and found.plan.gpus == 1 and found.fits
+    assert found.chosen.model == size and found.chosen.gpus == 1 and found.fits
     predicted = f"predicted {found.needed / 1e9:.1f} of 3.0 GB"
     assert found.describe() == f"fit: --batch_size 48 x 1 micro-batch, --recompute layer; {predicted}"
     with pytest.raises(UserError, match=r"--batch_size auto --recompute auto: even with 1 x 1024 tokens and"):
@@ -412,7 +413,7 @@ def test_training_chooses_for_the_speed_of_its_gpu(name, gpu, monkeypatch):
     settings = {"batch_size": "auto", "recompute": "auto", "global_batch_size": 48}
     found = chosen(3e9, effective="bf16", mixed_precision="bf16", **settings)
     assert found.gpu == (GPUS[gpu] if gpu else REFERENCE_GPU)
-    assert advice.refit(found, {"moment_dtype": "fp8"}).gpu == found.gpu
+    assert advice.resize(found, {"moment_dtype": "fp8"}).gpu == found.gpu
 
 
 @pytest.mark.parametrize("requested", ["mxfp8", "nvfp4"])
@@ -420,7 +421,7 @@ def test_a_recipe_that_falls_back_is_predicted_as_the_one_that_runs(requested):
     settings = {"batch_size": 8, "fp8_scenario": requested}
     expected, found = chosen(3e9, batch_size=8), chosen(3e9, **settings)
     assert found.needed == expected.needed != chosen(3e9, **settings, effective=requested).needed
-    assert advice.refit(found, {"moment_dtype": "fp8"}).plan.recipe == "delayed"
+    assert advice.resize(found, {"moment_dtype": "fp8"}).chosen.recipe == "delayed"
 
 
 def test_training_plans_with_the_recipe_that_it_falls_back_to():
@@ -428,7 +429,7 @@ def test_training_plans_with_the_recipe_that_it_falls_back_to():
     cfg = config_from_dict(flags | {"fp8_scenario": "nvfp4"})  # not emulated
     with ExitStack() as cleanup:
         resolved, *_, found = prepare._decide(cfg, torch.device("cpu"), Watchdog(1.0), cleanup)
-    assert (resolved.precision.requested, found.plan.recipe) == ("nvfp4", "delayed")
+    assert (resolved.precision.requested, found.chosen.recipe) == ("nvfp4", "delayed")
 
 
 @pytest.mark.parametrize(
@@ -445,7 +446,7 @@ def test_auto_is_refused_where_memory_is_unknown(settings, message):
     known = {name: value for name, value in settings.items() if name != "recompute"}
     assert chosen(3e9, **known).predicted_gb is None
     only_evaluates = chosen(3e9, **settings, **AUTO, max_steps=0)
-    assert split(only_evaluates) == (8, 1) and only_evaluates.plan.cfg.model.recompute == "none"
+    assert split(only_evaluates) == (8, 1) and only_evaluates.chosen.cfg.model.recompute == "none"
 
 
 def test_numerics_are_advised_on_top_of_what_changes_none():

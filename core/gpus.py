@@ -1,0 +1,89 @@
+"""Table of GPUs: peaks, memory and bandwidths. Importing this module must not import torch."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple
+
+
+class Gpu(NamedTuple):
+    """GPU specifications. Those that only the planner reads are None where no run needed them."""
+
+    bf16_tflops: float  # dense peak with FP32 accumulation
+    fp8_tflops: float | None  # None: no FP8 tensor cores
+    memory_gb: float | None = None
+    memory_bandwidth: float | None = None  # bytes/s
+    link_bandwidth: float | None = None  # bytes/s to the other GPUs of a node, one direction
+    architecture: str | None = None  # name used by `core.recipes`
+
+
+def _gpu(
+    bf16: float, fp8: float | None, gb: float, memory_tbs: float, link_gbs: float, architecture: str
+) -> Gpu:
+    return Gpu(bf16, fp8, gb, memory_tbs * 1e12, link_gbs * 1e9, architecture)
+
+
+# A key matches if CUDA's device name contains all its words. The first match wins, so variants come before
+# the plain name. Peaks with sparsity are halved, and so are bandwidths of NVLink and PCIe, for one direction.
+# The H200's memory is what CUDA reports; all other values are from NVIDIA's datasheets.
+GPUS: dict[str, Gpu] = {
+    "A100": _gpu(312, None, 85.1, 2.04, 300, "Ampere"),  # NVIDIA A100 datasheet; SXM, 80 GB
+    "A800": Gpu(312, None),  # an A100 with slower NVLink
+    "H100 PCIe": Gpu(756, 1513),  # NVIDIA H100 datasheet, PCIe column
+    "H100 NVL": _gpu(835, 1671, 100.0, 3.9, 300, "Hopper"),  # NVIDIA H100 NVL datasheet, per GPU
+    # NVIDIA H100 datasheet, SXM column; "NVIDIA H100 80GB HBM3"
+    "H100": _gpu(989, 1979, 85.1, 3.35, 450, "Hopper"),
+    "H800 PCIe": Gpu(756, 1513),  # an H100 PCIe with slower NVLink
+    "H800": Gpu(989, 1979),  # an H100 SXM with slower NVLink
+    "H200 NVL": Gpu(835, 1671),  # NVIDIA H200 datasheet, NVL column
+    "H200": _gpu(989, 1979, 150.1, 4.8, 450, "Hopper"),  # NVIDIA H200 datasheet, SXM column
+    "GH200": _gpu(989, 1979, 150.1, 4.9, 450, "Hopper"),  # NVIDIA GH200 datasheet, 144 GB HBM3e
+    "H20": Gpu(148, 296),  # NVIDIA H20 product brief
+    "B100": Gpu(1750, 3500),  # NVIDIA Blackwell architecture brief, HGX B100 / 8
+    "B200": _gpu(2250, 4500, 191.0, 8.0, 900, "Blackwell"),  # same brief, HGX B200 / 8
+    "GB200": _gpu(2500, 5000, 198.0, 8.0, 900, "Blackwell"),  # NVIDIA GB200 NVL72 datasheet / 72
+    "B300": _gpu(2250, 4500, 288.0, 8.0, 900, "Blackwell"),  # NVIDIA HGX B300 datasheet / 8
+    "GB300": Gpu(2500, 5000),  # NVIDIA GB300 NVL72 datasheet / 72
+    "L4": Gpu(121, 242),  # NVIDIA L4 datasheet
+    "L40": Gpu(181, 362),  # NVIDIA L40 datasheet
+    "L40S": _gpu(362, 733, 47.7, 0.864, 32, "Ada"),  # NVIDIA L40S datasheet
+    "RTX 6000 Ada": Gpu(364, 728),  # NVIDIA Ada professional GPU architecture whitepaper
+    "RTX PRO 6000 Max Q": Gpu(439, 878),  # NVIDIA RTX Blackwell PRO GPU architecture whitepaper
+    "RTX PRO 6000": Gpu(504, 1008),  # NVIDIA RTX Blackwell PRO GPU architecture whitepaper
+    # NVIDIA Ada GPU architecture whitepaper, appendix A
+    "RTX 4090": _gpu(165.2, 330.3, 25.3, 1.008, 32, "Ada"),
+    # NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A
+    "RTX 5090": _gpu(209.5, 419, 33.7, 1.792, 64, "RTX Blackwell"),
+}
+PLANNED = {name: gpu for name, gpu in GPUS.items() if gpu.memory_gb}  # GPUs with all values
+
+# Stands in for a GPU without all values: choices depend only on ratios of rates.
+REFERENCE_GPU = GPUS["H100"]
+# Words in names of MIG slices and cut-down variants, whose peaks are lower.
+_LOWER_PEAK_VARIANTS = {"MIG", "LAPTOP", "D"}
+
+
+def installed_gpu(device_name: str) -> Gpu | None:
+    """Return the GPU with CUDA's name, such as "NVIDIA H100 80GB HBM3"; None if it is not in the table."""
+    words = set(re.findall(r"\w+", device_name.upper()))
+    if words & _LOWER_PEAK_VARIANTS:
+        return None
+    return next((gpu for key, gpu in GPUS.items() if words.issuperset(key.upper().split())), None)
+
+
+def planned_gpu(device_name: str) -> Gpu | None:
+    """Return the GPU with CUDA's name; None if it is not in the table with all values."""
+    gpu = installed_gpu(device_name)
+    return gpu if gpu and gpu.memory_gb else None
+
+
+def find_gpu(name: str) -> str | None:
+    """Return the key in PLANNED for a name, ignoring case and "NVIDIA"; None if unknown."""
+    wanted = name.upper().removeprefix("NVIDIA").strip()
+    return next((key for key in PLANNED if key.upper() == wanted), None)
+
+
+def peak_tflops(device_name: str, precision: Literal["bf16", "fp8"]) -> float | None:
+    """Return the dense peak of one GPU in TFLOP/s; None for an unknown GPU or an unsupported precision."""
+    gpu = installed_gpu(device_name)
+    return getattr(gpu, f"{precision}_tflops") if gpu else None
