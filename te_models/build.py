@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -45,7 +46,7 @@ SAMPLES, SAMPLE_BYTES = 16, 2**16  # number and size of the samples that `digest
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Model to build: its configuration and the folder of its weights (None: random weights)."""
+    """Model to build: its configuration, never changed, and its weights' folder (None: random weights)."""
 
     name: str
     config: Any
@@ -97,8 +98,28 @@ def find_model(
     if not random:
         spec = replace(spec, weights=_find_weights(name, cache_dir))
         if use_te or weight_files(spec.weights):
-            spec = replace(spec, unused=tuple(_check_weights(spec, use_te=use_te)))
+            spec = _check_weights(spec, use_te=use_te)
     return spec
+
+
+def with_special_tokens(spec: ModelSpec, tokenizer: Any) -> ModelSpec:
+    """Return the spec with the tokenizer's special token ids, for a model with random weights."""
+    # Models zero the padding token's embedding, which must not affect the end-of-text token.
+    has_pad = tokenizer.pad_token_id != tokenizer.eos_token_id
+    return _with_fields(
+        spec,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id if has_pad else None,
+    )
+
+
+def _with_fields(spec: ModelSpec, **fields: Any) -> ModelSpec:
+    """Return the spec with a changed copy of its configuration."""
+    config = copy.deepcopy(spec.config)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return replace(spec, config=config)
 
 
 def _read_config(name: str, *, random: bool, cache_dir: str | None, trust_remote_code: bool) -> Any:
@@ -137,9 +158,9 @@ def _wrong_config(name: str, error: Exception) -> UserError:
 
 def _refuse_untrainable(spec: ModelSpec) -> None:
     name, config = spec.name, spec.config
+    if reason := wrong_sizes(config.get_text_config().to_dict()):
+        raise bad_setting(f"its config.json: {reason}; correct it", model_name=name)
     if spec.is_known_family:
-        if reason := wrong_sizes(config):
-            raise bad_setting(f"its config.json: {reason}", model_name=name)
         try:
             _on_meta(spec)
         except Exception as error:
@@ -190,24 +211,24 @@ def _find_weights(name: str, cache_dir: str | None) -> Path:
     return Path(folder)
 
 
-def _check_weights(spec: ModelSpec, *, use_te: bool) -> list[str]:
+def _check_weights(spec: ModelSpec, *, use_te: bool) -> ModelSpec:
     """Refuse unreadable safetensors and weights that do not fit TE layers, before anything is loaded.
 
-    Return the tensors that a model of a known family lacks, which transformers leaves out.
-    If the files hold both an embedding and an LM head, set the configuration's `tie_word_embeddings` to
-    whether they are equal.
+    Return the spec with `unused` tensors, for a known family, and tied as in the files: a stored LM head
+    that differs from the embedding is not tied, as in transformers.
     """
-    source, config = SafetensorsSource(spec.weights), spec.config
+    source = SafetensorsSource(spec.weights)
     has_both = {EMBEDDING, LM_HEAD} <= source.shapes().keys()
-    if has_both and getattr(config, "tie_word_embeddings", False):
-        # As in transformers: a stored head that differs from the embedding is not tied.
-        config.tie_word_embeddings = torch.equal(source.get(EMBEDDING), source.get(LM_HEAD))
+    if has_both and getattr(spec.config, "tie_word_embeddings", False):
+        tied = torch.equal(source.get(EMBEDDING), source.get(LM_HEAD))
+        spec = _with_fields(spec, tie_word_embeddings=tied)
     if not spec.is_known_family:
-        return []
+        return spec
     model = _on_meta(spec)
     if use_te:
         source.require(_shapes(model), optional=tied_names(model))
-    return sorted(source.shapes().keys() - model.state_dict().keys() - tied_names(model))
+    unused = source.shapes().keys() - model.state_dict().keys() - tied_names(model)
+    return replace(spec, unused=tuple(sorted(unused)))
 
 
 def digests(spec: ModelSpec) -> dict[str, str]:

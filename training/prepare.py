@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.packages import software
 from fp8_suite.data.build import BatchShape, Loaders, build_loaders
 from fp8_suite.data.tokenizer import load_tokenizer
-from fp8_suite.te_models.build import ModelSpec
+from fp8_suite.te_models.build import ModelSpec, with_special_tokens
 from fp8_suite.te_models.kernels.selection import Kernels
 from fp8_suite.te_models.presets import LOCAL_PRESETS
 from fp8_suite.training.checkpoint.export import check_export
@@ -111,6 +111,8 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
             DATA_SECONDS,
         )
         ranks.agree("the data", loaders.identity)
+        if resolved.model.weights is None:
+            resolved = replace(resolved, model=with_special_tokens(resolved.model, tokenizer))
         if resume and loaders.train:
             loaders.train.load_state_dict(resume.meta["loader"])
         total_steps, finished = _count_steps(cfg, folder, resume, loaders)
@@ -212,20 +214,10 @@ def _load_tokenizer(cfg: Config, spec: ModelSpec) -> Any:
     )
 
 
-def _set_special_tokens(config: Any, tokenizer: Any) -> None:
-    """Copy the tokenizer's special token ids to a model's configuration."""
-    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    # Models zero the padding token's embedding, which must not affect the end-of-text token.
-    own_pad = tokenizer.pad_token_id != tokenizer.eos_token_id
-    config.pad_token_id = tokenizer.pad_token_id if own_pad else None
-
-
 def _load_tokenizer_and_data(
     cfg: Config, resolved: Resolved, device: torch.device, *, resumes: bool
 ) -> tuple[Any, Loaders]:
     tokenizer = _load_tokenizer(cfg, resolved.model)
-    if resolved.model.weights is None:  # randomly initialized
-        _set_special_tokens(resolved.model.config, tokenizer)
     return tokenizer, _load_data(cfg, resolved, tokenizer, device, resumes=resumes)
 
 

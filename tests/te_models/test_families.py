@@ -3,14 +3,22 @@
 import importlib
 import json
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fp8_suite.core.errors import UserError
-from fp8_suite.te_models.build import ModelSpec, count_parameters, export_tensors, find_model, refuse_te
+from fp8_suite.te_models.build import (
+    ModelSpec,
+    count_parameters,
+    export_tensors,
+    find_model,
+    refuse_te,
+    with_special_tokens,
+)
 from fp8_suite.te_models.decoder import rope_angles
-from fp8_suite.te_models.families import FAMILIES, head_dim
+from fp8_suite.te_models.families import FAMILIES, SIZES, head_dim, wrong_sizes
 from fp8_suite.te_models.kernels.rope import rope_table, split_qkv_rope
 from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS
 from fp8_suite.te_models.shape import COUNTED
@@ -209,6 +217,7 @@ def test_reference_of_the_rope_kernel_matches_transformers():
         ({"hidden_act": "nope"}, "KeyError: 'nope'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "KeyError: .*Missing required keys"),
         ({"head_dim": 33}, r"head_dim \(33\) is not even"),
+        ({"num_hidden_layers": 100_000}, "num_hidden_layers is 100000, not a whole number from 1 to 1000"),
     ],
 )
 def test_impossible_sizes_are_named(changes, reason, tmp_path):
@@ -218,3 +227,25 @@ def test_impossible_sizes_are_named(changes, reason, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(UserError, match=f"^--model_name {tmp_path}: its config.json: {reason}"):
         find_model(str(tmp_path), init="random", use_te=False)
+
+
+@pytest.mark.parametrize("size", [0, -2048, 2048.5, float("nan"), float("inf"), "2048", True, 2**31, {}])
+@pytest.mark.parametrize("name", SIZES)
+def test_every_size_is_a_positive_whole_number(name, size):
+    fields = PRESETS["Qwen/Qwen3-8B"]
+    assert wrong_sizes(fields) is None
+    assert f"{name} is {size!r}, not a whole number" in wrong_sizes(fields | {name: size})
+
+
+def test_sizes_of_other_model_types_are_checked_as_far_as_they_have_one_meaning():
+    assert wrong_sizes({"model_type": "gemma", "head_dim": 0, "num_key_value_heads": [1, 2]}) is None
+    assert wrong_sizes({"model_type": "gemma", "num_attention_heads": 0}) is not None
+
+
+def test_special_tokens_make_a_new_specification():
+    model = find_model("tiny-llama", init="random", use_te=True)
+    before = model.config.to_dict()
+    tokenizer = SimpleNamespace(bos_token_id=7, eos_token_id=8, pad_token_id=8)
+    config = with_special_tokens(model, tokenizer).config
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (7, 8, None)
+    assert model.config.to_dict() == before
