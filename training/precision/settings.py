@@ -27,7 +27,7 @@ class PrecisionConfig(Section):
     bf16_last_layers: int = setting(0, "last decoder layers to keep in BF16", minimum=0)
     precision_map: str | None = setting(
         None,
-        "PATTERN=RECIPE,...: recipe or bf16 by module (layers.*.self_attention=bf16); default: none",
+        "PATTERN=RECIPE,...: by module, a recipe or bf16 (layers.*.self_attention=bf16); default: none",
     )
     fp8_fallback: Literal["warn", "error"] = setting(
         "warn", "if mxfp8 or nvfp4 cannot run here: warn and use delayed scaling, or raise an error"
