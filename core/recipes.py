@@ -57,7 +57,6 @@ class RecipeSpec:
     may_fall_back: bool = False
     # It keeps scales and amax histories across steps, which need calibration and checkpointing.
     stateful: bool = False
-    fp8_attention_before_blackwell: bool = False
     # Its scale of a weight is the same for all shards, so that FSDP2 can gather weights in FP8.
     fp8_all_gather: bool = False
     # TE can hold a weight as one FP8 tensor with one scale (--fp8_weights).
@@ -78,12 +77,11 @@ def _delayed(cfg: Any, te: Any) -> Any:
         fp8_format=te.Format[cfg.fp8_format.upper()],
         amax_history_len=cfg.fp8_amax_history_len,
         amax_compute_algo=cfg.fp8_amax_compute_algo,
-        fp8_dpa=cfg.fp8_attention,
     )
 
 
 def _current(cfg: Any, te: Any) -> Any:
-    return te.Float8CurrentScaling(fp8_format=te.Format[cfg.fp8_format.upper()], fp8_dpa=cfg.fp8_attention)
+    return te.Float8CurrentScaling(fp8_format=te.Format[cfg.fp8_format.upper()])
 
 
 def _block(cfg: Any, te: Any) -> Any:
@@ -97,7 +95,7 @@ def _block(cfg: Any, te: Any) -> Any:
     return recipe
 
 
-_PER_TENSOR = frozenset({"fp8_format", "fp8_attention", "fp8_fast_accumulation"})
+_PER_TENSOR = frozenset({"fp8_format", "fp8_fast_accumulation"})
 _DELAYED = frozenset({"fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"})
 _FP32_SCALES = frozenset({"fp8_fp32_scales"})
 
@@ -118,7 +116,6 @@ RECIPES: dict[str, RecipeSpec] = {
     "delayed": RecipeSpec(
         settings=_PER_TENSOR | _DELAYED,
         stateful=True,
-        fp8_attention_before_blackwell=True,
         fp8_weights=True,
         te_class="DelayedScaling",
         make=_delayed,

@@ -47,7 +47,7 @@ def assemble(job: Job) -> Assembly:
     model = _build_model(job, dtypes)
     # A phase of its own, so that the watchdog can name ranks that are still loading weights.
     job.watchdog.starting("building the optimizer")
-    precision_map.apply(model, precision, fp8_attention=cfg.precision.fp8_attention)
+    precision_map.apply(model, precision)
     fp8_stats.attach(model)
     strategy.reshard(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -108,8 +108,6 @@ def precision_rules(s: Any) -> Iterator[tuple[str, str]]:
         yield "mixed_precision use_te", "TE layers run in bf16 or fp8; drop one of the two"
     if s.te_backend != "auto" and not s.use_te:
         yield "te_backend", "only valid with --use_te; add that or drop this"
-    if s.fp8_attention and "fp8_attention" not in RECIPES[s.recipe].settings and s.fp8_scenario != "default":
-        yield "fp8_attention fp8_scenario", "TE's FP8 attention needs delayed or current scaling; drop one"
     recipes, layers = (TE_RECIPES, "with") if s.use_te else (TORCHAO_RECIPES, "without")
     if s.mixed_precision == "fp8" and s.fp8_scenario not in ("default", *recipes):
         reason = f"the recipes {layers} --use_te are {', '.join(recipes)}; pick one, or add/drop --use_te"
@@ -238,6 +236,7 @@ def config_from_dict(values: dict[str, Any]) -> Config:
 # Settings in files of earlier runs that this version no longer has -> the values that mean what it does now.
 REMOVED_SETTINGS: dict[str, tuple[Any, ...]] = {
     "convert_moments": (False, True),
+    "fp8_attention": (False,),
     "fp8_weight_cache": (True, False),
 }
 

@@ -49,8 +49,8 @@ def _flash_attention_applies(run: Workload) -> bool:
     if run.precision.te_backend == "emulated" or (run.native and flash_attention.set_by_user()):
         return False
     cfg = run.cfg
-    supported = cfg.precision.mixed_precision != "fp32" and not cfg.precision.fp8_attention  # cuDNN only
-    enabled = cfg.model.flash_attention and supported and run.shape is not None
+    supported = cfg.precision.mixed_precision != "fp32" and run.shape is not None
+    enabled = cfg.model.flash_attention and supported
     return enabled and flash_attention.why_not(run.shape.head_dim) is None
 
 
@@ -83,7 +83,7 @@ KERNELS = (
     ),
     Kernel(
         "qkv_rope",
-        applies=lambda run: run.native and not run.cfg.precision.fp8_attention,
+        applies=lambda run: run.native,
         self_test=lambda run: rope.self_test(run.shape.num_heads, run.shape.num_kv_heads, run.shape.head_dim),
         fallback="TE splits queries, keys and values and applies RoPE in separate passes",
     ),

@@ -84,7 +84,6 @@ def _check(cfg: Config, precision: Precision, spec: ModelSpec, shape: ModelShape
         recompute_levels(cfg.model.recompute, shape.num_layers)
     if shape is not None and cfg.model.use_te:
         checks.check_sizes(precision, spec.name, shape.gemm_sizes)
-        checks.check_fp8_attention(cfg, precision, shape.head_dim)
     checks.check_settings(cfg, precision)
     if cfg.precision.fp8_lm_head:
         text = spec.config.get_text_config()

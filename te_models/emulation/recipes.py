@@ -57,7 +57,6 @@ class Recipe:
     """Base class of the recipes; an instance of it keeps operands in high precision."""
 
     fp8_format: Format = Format.HYBRID
-    fp8_dpa: bool = False  # for TE's signature; FP8 attention is not emulated
 
     casts_float32 = False  # norm and SwiGLU are cast from float32
     scales_float32 = False  # SwiGLU's scale comes from its float32 result

@@ -464,7 +464,7 @@ def test_a_variant_that_failed_is_not_repeated_with_other_seeds(tmp_path, monkey
         ("--variants bf16,delayed+sharding_mode=deepspeed+deepspeed_config=x.json", "x.json: no such file"),
         ("--variants bf16,current+fp8_margin=1", "variant current+fp8_margin=1: --fp8_margin 1: applies to"),
         ("--variants bf16,delayed+precision_map=proj=bf6", "did you mean 'bf16'?"),
-        ("--variants bf16,block --fp8_attention", "variant block: --fp8_attention"),
+        ("--variants bf16,block --fp8_margin 1", "variant block: --fp8_margin 1"),
         ("--variants bf16 --output_dir=", "--output_dir: '' is no folder; give a path"),
         ("--variants bf16 --output_dir=/dev/null/out", "Not a directory"),
         ("--variants bf16 --gpus 0", "--gpus 0: must be at least 1"),

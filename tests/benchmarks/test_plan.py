@@ -525,7 +525,6 @@ BAD_INPUT = {
     "--mixed_precision fp8 --use_te --bf16_first_layers 32": "--bf16_first_layers 32",
     "--mixed_precision bf16 --use_te --bf16_last_layers 1": "--bf16_last_layers 1: needs --mixed_precision",
     "--use_te --mixed_precision bf16 --fp8_lm_head": "--fp8_lm_head: this run is in bf16",
-    "--use_te --mixed_precision fp8 --fp8_attention": "--fp8_attention: predictions cover",
     "--use_te --te_backend emulated --mixed_precision fp8": "--te_backend emulated",
     "--gpus 0": "--gpus: '0'",
     "--gpus 8,x": "--gpus: 'x'",

@@ -101,7 +101,6 @@ def test_a_bad_value_is_one_line_that_names_flag_and_reason(argv, message):
         ("--use_te --compile", "--compile --use_te"),
         ("--use_te --mixed_precision fp32", "--mixed_precision fp32 --use_te"),
         ("--te_backend emulated", "--te_backend emulated"),
-        ("--fp8_attention --fp8_scenario block", "--fp8_attention --fp8_scenario block"),
         ("--mixed_precision fp8 --fp8_scenario block", "--fp8_scenario block"),
         ("--mixed_precision fp8 --fp8_scenario rowwise --use_te", "--fp8_scenario rowwise"),
         ("--hsdp_shard_size 2 --sharding_mode fsdp_full", "--hsdp_shard_size 2 --sharding_mode fsdp_full"),
@@ -178,7 +177,6 @@ def test_settings_that_clash_are_refused_by_name(argv, named):
         "--fp8_all_gather --sharding_mode fsdp_grad --mixed_precision fp8 --fp8_scenario current --use_te",
         "--sharding_mode deepspeed --deepspeed_config ds_configs/zero1.json",
         "--dataset_prompt_field q --dataset_completion_field a",
-        "--fp8_attention --fp8_scenario current --use_te --mixed_precision fp8",
         "--fp8_weights --offload_optimizer --use_te --mixed_precision fp8 --fp8_scenario current",
     ],
 )

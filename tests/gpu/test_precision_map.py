@@ -1,11 +1,8 @@
 """Precision map of Transformer Engine layers: nested autocasts, scales, recomputation, attention."""
 
-import json
-
 import pytest
 import torch
 from fp8_suite.core.errors import UserError
-from fp8_suite.te_models.build import find_model
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.precision import precision_map
@@ -30,7 +27,7 @@ def resolve(**values) -> Precision:
 def train_steps(found: Precision, steps: int = 3, **options) -> tuple[torch.nn.Module, list[torch.Tensor]]:
     """Train some steps in these recipes; return the model, and its losses and gradients."""
     model = build(spec(layers=LAYERS), use_te=True, packed=True, **options)
-    precision_map.apply(model, found, fp8_attention=False)
+    precision_map.apply(model, found)
     autocast = build_autocast(found, device=DEVICE, parameter_dtype=torch.bfloat16)
     inputs, results = batch(INPUTS, packed=True), []
     for _ in range(steps):
@@ -138,23 +135,3 @@ def test_a_run_with_delayed_scaling_only_in_the_map_resumes_exactly(tmp_path):
     whole = losses(tmp_path / "whole")
     assert losses(tmp_path / "again") == {step: whole[step] for step in range(7, 13)}
     assert whole[12] < 0.8 * whole[1]
-
-
-def test_fp8_attention_follows_the_precision_of_its_layer(tmp_path):
-    """A BF16 layer has BF16 attention."""
-    # FP8 attention on Hopper requires head size 128.
-    narrow = find_model("tiny-llama", init="auto", use_te=True)
-    narrow.config.update({"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1})
-    narrow.config.save_pretrained(tmp_path / "model")
-    flags = f"{SMALL} --no_deterministic --no_packing --mixed_precision fp8 --fp8_attention --no_export"
-    flags += f" --model_name {tmp_path / 'model'} --init random --tokenizer_name demo"
-    train(tmp_path / "run", f"{flags} --bf16_first_layers 1")
-    rows = json.loads((tmp_path / "run" / "env.json").read_text())["coverage"]["rows"]
-    ran = {
-        row["precision"]: row["count"]
-        for row in rows
-        if row["modules"].endswith("self_attention.core_attention")
-    }
-    assert ran == {"bf16": 1, "fp8 delayed": 2}
-    found = losses(tmp_path / "run")
-    assert found[12] < 0.8 * found[1]

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from fp8_suite.core.recipes import TE_RECIPES
-from fp8_suite.te_models.build import find_model
 from fp8_suite.training.precision.recipes import why_not
 from safetensors.torch import load_file
 
@@ -122,35 +121,6 @@ def test_options_train(tmp_path, flags):
     train(tmp_path / "run", f"{SMALL} --mixed_precision fp8 {flags} --no_export")
     found = losses(tmp_path / "run")
     assert found[12] < 0.8 * found[1]
-
-
-@pytest.fixture
-def wide_heads(tmp_path) -> Path:
-    """Folder of a tiny Llama with a head size that FP8 attention supports."""
-    spec = find_model("tiny-llama", init="auto", use_te=True)
-    spec.config.update({"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1})
-    spec.config.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
-def test_fp8_attention_runs_and_is_in_the_coverage_table(tmp_path, wide_heads):
-    flags = f"{SMALL} --no_deterministic --mixed_precision fp8 --no_packing --fp8_attention --no_export"
-    train(tmp_path / "run", f"{flags} --model_name {wide_heads} --init random --tokenizer_name demo")
-    rows = json.loads((tmp_path / "run" / "env.json").read_text())["coverage"]["rows"]
-    attention = next(row for row in rows if row["modules"].endswith("core_attention"))
-    assert attention["precision"] == "fp8 delayed"
-    found = losses(tmp_path / "run")
-    assert found[12] < 0.8 * found[1]
-
-
-def test_fp8_attention_that_cannot_run_is_refused_with_the_reason(tmp_path):
-    if torch.cuda.get_device_capability() >= (10, 0):
-        pytest.skip("Blackwell runs it")
-    flags = f"{SMALL} --no_deterministic --mixed_precision fp8 --fp8_attention"
-    output = train(tmp_path / "run", f"{flags} --fp8_scenario current", code=1)
-    for reason in ("on Blackwell only", "head size 64", "--fp8_attention cannot run here"):
-        assert reason in output
-    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize("options", ["", "--no_deterministic --compile"], ids=["eager", "compiled"])

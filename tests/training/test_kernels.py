@@ -78,7 +78,6 @@ OF_TE = {"qkv_rope", "residual_gradients"}
         ({"recipe": "bf16", "mixed_precision": "bf16"}, OF_TE | {"flash_attention"}),
         ({"fused_residuals": False}, {"qkv_rope", "flash_attention", "swiglu"}),
         ({"flash_attention": False}, OF_TE | {"swiglu"}),
-        ({"fp8_attention": True}, {"residual_gradients", "swiglu"}),
         ({"backend": "emulated", "te_backend": "emulated"}, set()),
         ({"backend": None, "recipe": "tensorwise"}, {"flash_attention"}),
         ({"backend": None, "recipe": "fp32", "mixed_precision": "fp32"}, set()),
@@ -147,9 +146,8 @@ def switches() -> set[str]:
 def test_te_uses_flash_attention_4_only_if_it_passed(problems):
     choose()
     assert switches() == {"NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN_V3"}
-    for how in ({"flash_attention": False}, {"fp8_attention": True}):
-        choose(**how)
-        assert switches() == {"NVTE_FLASH_ATTN_V4"}, "TE would choose it untested"
+    choose(flash_attention=False)
+    assert switches() == {"NVTE_FLASH_ATTN_V4"}, "TE would choose it untested"
     problems["flash_attention"] = "it computes zeros"
     choose()
     assert switches() == {"NVTE_FLASH_ATTN_V4"}

@@ -228,7 +228,6 @@ def unpredicted(cfg: Config, mode: str) -> tuple[str, dict[str, Any]] | None:
         (model.te_backend == "emulated", "predictions cover GPUs only; drop it", {"te_backend": "emulated"}),
         (own.mixed_precision == "fp32", "predictions cover bf16 and fp8", {"mixed_precision": "fp32"}),
         (own.precision_map, layers_apart, {"precision_map": own.precision_map}),
-        (own.fp8_attention, "predictions cover attention in BF16 only; drop it", {"fp8_attention": True}),
         (
             cfg.optim.deterministic and model.use_te and not model.flash_attention,
             unfused,

@@ -84,25 +84,3 @@ def check_lm_head(cfg: Config, sizes: dict[str, int], *, plain: bool) -> None:
             f"{model_name} computes its logits with more than one GEMM; drop it", fp8_lm_head=True
         )
     check_lm_head_sizes(model_name, sizes)
-
-
-def check_fp8_attention(cfg: Config, precision: Precision, head_size: int) -> None:
-    """UserError listing the unmet conditions of FP8 attention before Blackwell (of TE 2.20)."""
-    if not cfg.precision.fp8_attention or precision.recipe is None or _on_blackwell():
-        return
-    cudnn = torch.backends.cudnn.version()
-    recipes = [
-        n for n in sorted(precision.attention_recipes) if not RECIPES[n].fp8_attention_before_blackwell
-    ]
-    reasons = [
-        f"{name} scaling supports it on Blackwell only: use --fp8_scenario delayed" for name in recipes
-    ]
-    if head_size != 128:
-        reasons.append(f"head size {head_size}: only 128 is supported before Blackwell")
-    if cfg.data.packing and cudnn < 92300:
-        reasons.append(f"--packing needs cuDNN 9.23.0, this is {cudnn}: add --no_packing")
-    if cfg.optim.deterministic and cudnn < 91900:
-        reasons.append(f"--deterministic needs cuDNN 9.19.0, this is {cudnn}: drop it")
-    if reasons:
-        reason = f"--fp8_attention cannot run here: {'; '.join(reasons)}; or drop --fp8_attention"
-        raise UserError(reason, flags=("fp8_attention",))

@@ -83,10 +83,6 @@ def _last_recipe(module: nn.Module, is_attention: bool) -> str | None:
     """Return the recipe of a module's last forward pass, or None. torchao layers always run in FP8."""
     if recipe := getattr(module, "fp8_recipe", None):
         return recipe
-    meta = getattr(module, "fp8_meta", {})
-    # Attention may combine two recipes; the global recipe is the requested one.
-    recipe = meta.get("global_recipe", meta.get("recipe"))
-    quantized = getattr(module, "fp8", False) and getattr(module, "fp8_initialized", False)
-    if quantized and (not is_attention or getattr(recipe, "fp8_dpa", False)):
-        return recipe_name(recipe)
-    return None
+    if is_attention or not (getattr(module, "fp8", False) and getattr(module, "fp8_initialized", False)):
+        return None
+    return recipe_name(module.fp8_meta["recipe"])

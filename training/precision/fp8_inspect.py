@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fp8_suite.core.errors import UserError, bad_setting
+from fp8_suite.core.errors import UserError
 from fp8_suite.te_models.emulation.casts import Quantized
 from fp8_suite.training.precision.fp8_counts import Tally
 from fp8_suite.training.precision.recipes import Precision
@@ -60,11 +60,8 @@ def _as_fp8(quantized: Any, data: Tensor) -> Tensor:
     return data.flatten(0, -2).view(formats[quantized._fp8_dtype.name])
 
 
-def check_inspection(interval: int, *, fp8_attention: bool) -> None:
+def check_inspection(interval: int) -> None:
     """UserError if TE's inspection is not available."""
-    if fp8_attention:
-        reason = "TE's inspection does not see the FP8 tensors between attention and proj; drop one"
-        raise bad_setting(reason, fp8_stats_interval=interval, fp8_attention=True)
     if find_spec("nvdlfw_inspect") is None:
         message = f"--fp8_stats_interval {interval}: nvdlfw_inspect is not installed; run: {INSTALL}"
         raise UserError(message, flags=("fp8_stats_interval",))

@@ -115,7 +115,7 @@ def check(cfg: Config, precision: Precision, *, compiles: bool) -> None:
         reason = "casts of compiled layers cannot be observed; add --no_compile (slower), or drop it"
         raise bad_setting(reason, fp8_stats_interval=interval)
     if precision.te_backend == "native":
-        check_inspection(interval, fp8_attention=cfg.precision.fp8_attention)
+        check_inspection(interval)
 
 
 WATCHERS: dict[Backend | None, Callable[..., AbstractContextManager]] = {

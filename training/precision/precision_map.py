@@ -113,26 +113,16 @@ def resolve(cfg: Config, precision: Precision, config: Any) -> Precision:
             if reason:
                 fallbacks[name] = reason
     by_module = {module: effective[name] for module, name in requested.items()}
-    _refuse_mixes(cfg, by_module, num_layers)
+    _refuse_mixes(cfg, by_module)
     return replace(precision, by_module=by_module, recipes=recipes, map_fallbacks=fallbacks)
 
 
-def _refuse_mixes(cfg: Config, by_module: dict[str, str], num_layers: int) -> None:
-    """UserError for recipes that TE cannot mix."""
+def _refuse_mixes(cfg: Config, by_module: dict[str, str]) -> None:
+    """UserError for --fp8_all_gather with modules of several recipes."""
     others = sorted(set(by_module.values()) - {cfg.recipe})
     if cfg.sharding.fp8_all_gather and others:
         reason = f"it gathers weights that are all in {cfg.recipe}; drop it, or {', '.join(others)}"
         raise bad_setting(reason, fp8_all_gather=True, **_given(cfg))
-    for layer in range(num_layers if cfg.precision.fp8_attention else 0):
-        attention = f"layers.{layer}.self_attention"
-        qkv, proj = (by_module[f"{attention}.{gemm}"] for gemm in ("layernorm_qkv", "proj"))
-        if qkv != proj:
-            raise bad_setting(
-                f"{attention}.proj gets attention's output in FP8, so it must run in the recipe of "
-                f"{attention}.layernorm_qkv (here {proj} and {qkv}); use a pattern for all of {attention}, "
-                "or drop --fp8_attention",
-                fp8_attention=True,
-            )
 
 
 def check_resume(meta: dict[str, Any], precision: Precision) -> None:
@@ -148,21 +138,12 @@ def check_resume(meta: dict[str, Any], precision: Precision) -> None:
         )
 
 
-def apply(model: nn.Module, precision: Precision, *, fp8_attention: bool) -> None:
-    """Run each TE module in its own recipe, inside the run's autocast.
-
-    With FP8 attention a layer's self_attention shares one autocast, because its parts exchange FP8 tensors.
-    """
+def apply(model: nn.Module, precision: Precision) -> None:
+    """Run each TE module in its own recipe, inside the run's autocast."""
     for name, recipe in precision.by_module.items():
-        if recipe == precision.effective:
-            continue
-        parent, _, part = name.rpartition(".")
-        if fp8_attention and parent.endswith("self_attention"):
-            if part == "proj":
-                continue
-            name = parent
-        module = model.get_submodule(name)
-        module.forward = _own_autocast(precision, precision.recipes.get(recipe))(module.forward)
+        if recipe != precision.effective:
+            module = model.get_submodule(name)
+            module.forward = _own_autocast(precision, precision.recipes.get(recipe))(module.forward)
 
 
 @contextmanager

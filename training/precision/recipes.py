@@ -50,13 +50,6 @@ class Precision:
         return self.fp8 and any(RECIPES[name].stateful for name in self.in_use)
 
     @property
-    def attention_recipes(self) -> set[str]:
-        """Recipes of attention with --fp8_attention."""
-        modules = self.by_module or {"self_attention": self.effective}
-        names = {recipe for name, recipe in modules.items() if "self_attention" in name} & RECIPES.keys()
-        return {name for name in names if "fp8_attention" in RECIPES[name].settings}
-
-    @property
     def token_multiple(self) -> int:
         """Required multiple of tokens per micro-batch; 8 keeps BF16 GEMMs aligned."""
         return max(RECIPES[name].token_multiple for name in self.in_use) if self.fp8 else 8
@@ -90,9 +83,8 @@ def resolve_precision(cfg: Config) -> Precision:
         return Precision(name, name, te_backend=backend, emulated=backend == "emulated")
     if backend is None:
         return Precision(cfg.recipe, cfg.recipe, emulated=fp8_gemms_are_emulated())
-    for flag in ("fp8_attention", "fp8_weights"):
-        if getattr(cfg.precision, flag) and backend == "emulated":
-            raise not_emulated(cfg, flag, "not available")
+    if cfg.precision.fp8_weights and backend == "emulated":
+        raise not_emulated(cfg, "fp8_weights", "not available")
     flag = f"--fp8_scenario {cfg.precision.fp8_scenario}"
     name, fallback_reason = recipe_or_fallback(cfg.recipe, flag, cfg, backend)
     recipe = make_recipe(name, cfg.precision, backend)

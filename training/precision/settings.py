@@ -45,7 +45,6 @@ class PrecisionConfig(Section):
     fp8_fast_accumulation: bool = setting(False, "fast accumulation in backward GEMMs too (delayed, current)")
     fp8_fp32_scales: bool = setting(False, "FP32 scales instead of powers of two (rowwise; block on Hopper)")
     fp8_lm_head: bool = setting(False, "run the LM head's GEMMs in FP8")
-    fp8_attention: bool = setting(False, "run attention in FP8 too (TE fp8_dpa; delayed and current scaling)")
     master_weights: Literal["fp32", "none"] = setting(
         "fp32", "FP32 master weights; none: BF16 weights only, which lose small updates"
     )

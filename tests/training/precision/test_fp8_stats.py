@@ -306,7 +306,6 @@ NATIVE = Precision("delayed", "delayed", te_backend="native")
     [
         ({}, Precision("bf16", "bf16"), False, r": nothing .*bf16; use fp8"),
         ({}, Precision("tensorwise", "tensorwise"), True, r": .*add --no_compile"),
-        ({"fp8_attention": True}, NATIVE, False, r"--fp8_attention: .*drop one"),
         ({}, NATIVE, False, r"not installed; run: pip install nvdlfw"),
     ],
 )

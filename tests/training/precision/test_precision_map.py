@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-from collections import OrderedDict
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ from fp8_suite.training.precision.coverage import coverage
 from fp8_suite.training.precision.precision_map import assign, check_resume, matches, te_names
 from fp8_suite.training.precision.recipes import Precision, build_autocast, resolve_precision
 from fp8_suite.training.precision.scaling import scaling_state
-from torch import nn
 from transformers import LlamaConfig
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -75,10 +72,9 @@ def test_a_pattern_matches_a_run_of_parts(pattern, name, expected):
     assert matches(pattern, name) == expected
 
 
-@pytest.mark.parametrize("path", ["docs/precision.md", "training/precision/settings.py"])
-def test_documented_maps_can_be_given(path):
-    text = (ROOT / path).read_text(encoding="utf-8")
-    maps = re.findall(r"(?:--precision_map \"|bf16 \()([^\s\"()]+=[^\s\"()]+)", text)
+def test_documented_maps_can_be_given():
+    text = (ROOT / "docs/precision.md").read_text(encoding="utf-8")
+    maps = re.findall(r"--precision_map \"([^\s\"()]+=[^\s\"()]+)", text)
     assert maps
     for found in maps:
         names = te_names(4) if "self_attention" in found else HF_NAMES
@@ -158,37 +154,9 @@ def test_tokens_sizes_and_calibration_follow_every_recipe_in_use():
 
 
 def test_recipes_that_te_cannot_mix_are_refused():
-    cfg = config_from_dict(TE | {"fp8_attention": True})
-    precision_map._refuse_mixes(cfg, native(layernorm_mlp="bf16").by_module, 2)
-    with pytest.raises(UserError, match=r"--fp8_attention: .*proj .*\(here bf16 and delayed\)"):
-        precision_map._refuse_mixes(cfg, native(proj="bf16").by_module, 2)
     gather = {"fp8_all_gather": True, "sharding_mode": "fsdp_full", "fp8_scenario": "current"}
     with pytest.raises(UserError, match=r"--fp8_all_gather.*: .*all in current; drop it, or bf16, delayed"):
-        precision_map._refuse_mixes(config_from_dict(TE | gather), native(proj="bf16").by_module, 2)
-
-
-@pytest.mark.parametrize(
-    ("fp8_attention", "expected"),
-    [(True, ["current", "proj", "end"]), (False, ["current", "end", "proj", "current", "end"])],
-)
-def test_fp8_attention_runs_whole_in_its_recipe(monkeypatch, fp8_attention, expected):
-    seen = []
-
-    @contextmanager
-    def own_autocast(precision, recipe):
-        seen.append(recipe)
-        yield
-        seen.append("end")
-
-    monkeypatch.setattr(precision_map, "_own_autocast", own_autocast)
-    attention = nn.Sequential(OrderedDict(layernorm_qkv=nn.Identity(), proj=nn.Identity()))
-    attention.proj.register_forward_pre_hook(lambda *_: seen.append("proj"))
-    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"self_attention": attention})])})
-    given = dict(zip(te_names(1), ("current", "current", "delayed"), strict=True))
-    mapped = Precision("delayed", "delayed", by_module=given, recipes={"current": "current"})
-    precision_map.apply(model, mapped, fp8_attention=fp8_attention)
-    attention(torch.ones(1))
-    assert seen == expected
+        precision_map._refuse_mixes(config_from_dict(TE | gather), native(proj="bf16").by_module)
 
 
 def test_a_resume_on_a_gpu_that_replaces_other_recipes_is_refused():
@@ -217,7 +185,7 @@ def build(found: Precision, **options) -> torch.nn.Module:
     spec, sizes = ModelSpec("test", CONFIG, None), {"packed": False, "max_positions": 64}
     made = {"te_backend": "emulated", "dtype": torch.bfloat16, "device": CPU}
     model = build_model(spec, BuildOptions(**made, **sizes, **options))
-    precision_map.apply(model, found, fp8_attention=False)
+    precision_map.apply(model, found)
     return model
 
 

@@ -101,9 +101,9 @@ def test_every_setting_reaches_the_recipe(monkeypatch):
     te = own(DelayedScaling=own, Float8CurrentScaling=own, Format={"E4M3": 1, "HYBRID": 2}, MMParams=own)
     monkeypatch.setattr(precision, "te_recipes", lambda backend: te)
     given = {"fp8_margin": 3, "fp8_amax_history_len": 7, "fp8_amax_compute_algo": "most_recent"}
-    given |= {"fp8_format": "e4m3", "fp8_attention": True, "fp8_fast_accumulation": True}
+    given |= {"fp8_format": "e4m3", "fp8_fast_accumulation": True}
     slow = own(use_split_accumulator=False)
-    shared = own(fp8_format=1, fp8_dpa=True, fp8_gemm_dgrad=slow, fp8_gemm_wgrad=slow)
+    shared = own(fp8_format=1, fp8_gemm_dgrad=slow, fp8_gemm_wgrad=slow)
     assert make_recipe("current", settings(**given).precision) == shared
     delayed = own(**vars(shared), margin=3, amax_history_len=7, amax_compute_algo="most_recent")
     assert make_recipe("delayed", settings(**given).precision) == delayed
@@ -172,9 +172,9 @@ def test_what_emulated_layers_lack_is_a_bad_setting_only_if_they_were_chosen(mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     base = TE_FP8 | {"te_backend": te_backend}
     with pytest.raises(
-        UserError, match=r"^--fp8_attention: not available under .*; drop it, or run TE"
+        UserError, match=r"^--fp8_weights: not available under .*; drop it, or run TE"
     ) as error:
-        resolve_precision(settings(**base, fp8_attention=True))
+        resolve_precision(settings(**base, fp8_weights=True, offload_optimizer=True))
     assert error.value.exit_code == code
     fast = settings(**base, fp8_fast_accumulation=True)
     with pytest.raises(UserError, match=r"--fp8_fast_accumulation: .*drop it") as error:
@@ -187,7 +187,6 @@ VALUES = {
     "fp8_amax_history_len": 16,
     "fp8_amax_compute_algo": "most_recent",
     "fp8_format": "e4m3",
-    "fp8_attention": True,
     "fp8_fast_accumulation": True,
     "fp8_fp32_scales": True,
 }
@@ -217,10 +216,10 @@ def test_a_flag_that_no_recipe_in_use_reads_is_refused(monkeypatch, name):
 
 def test_fp8_flags_in_a_bf16_run_are_warned_about():
     bf16, delayed = Precision("bf16", "bf16"), Precision("delayed", "delayed")
-    cfg = settings(fp8_scenario="delayed", fp8_attention=True, fp8_margin=2)
+    cfg = settings(fp8_scenario="delayed", fp8_margin=2)
     checks.check_settings(cfg, bf16)
     warning = checks.unused_fp8_flags(cfg, bf16)
-    assert warning.startswith("--fp8_scenario delayed, --fp8_margin 2, --fp8_attention: not used in bf16;")
+    assert warning.startswith("--fp8_scenario delayed, --fp8_margin 2: not used in bf16;")
     assert checks.unused_fp8_flags(cfg, delayed) is None and checks.unused_fp8_flags(settings(), bf16) is None
 
 
@@ -229,22 +228,6 @@ def test_fp32_scales_of_blocks_are_refused_on_blackwell(monkeypatch):
     block = Precision("block", "block", te_backend="native")
     with pytest.raises(UserError, match=r"--fp8_fp32_scales .*capability 10\.0.* powers of two; drop it"):
         checks.check_settings(settings(fp8_fp32_scales=True), block)
-
-
-def test_fp8_attention_names_everything_it_lacks(monkeypatch):
-    on_gpu(monkeypatch, (9, 0))
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91800)
-    current = Precision("current", "current", recipe=object())
-    cfg = settings(**TE_FP8, fp8_attention=True, deterministic=True)
-    with pytest.raises(UserError) as error:
-        checks.check_fp8_attention(cfg, current, 64)
-    for reason in ("current scaling", "head size 64", "--no_packing", "--deterministic needs cuDNN"):
-        assert reason in str(error.value)
-    checks.check_fp8_attention(settings(**TE_FP8), current, 64)
-    mixed = replace(current, by_module={"layers.0.self_attention.proj": "delayed", "layers.0.mlp": "current"})
-    assert mixed.attention_recipes == {"delayed"} and current.attention_recipes == {"current"}
-    on_gpu(monkeypatch, (10, 0))
-    checks.check_fp8_attention(cfg, current, 64)
 
 
 @pytest.mark.parametrize("name", TE_RECIPES)
