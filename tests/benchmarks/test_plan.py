@@ -505,10 +505,10 @@ def test_readme_names_the_smallest_gpu_of_each_model(model):
         smallest_card(plan_of(READMES_MODELS[model], **settings, offload_optimizer=small, fp8_weights=small))
         for small in (False, True)
     ]
-    expected = cards[0] if cards[0] == cards[1] else f"{cards[0].removesuffix(' GB')} / {cards[1]}"
-    assert re.search(
-        rf"^\| {re.escape(model)} \|.*\| {expected} \|$", (ROOT / "README.md").read_text(), re.MULTILINE
+    row = next(
+        line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {model} |")
     )
+    assert row.endswith(f"| {cards[0]} | {cards[1]} |")
 
 
 BAD_INPUT = {
