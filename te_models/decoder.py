@@ -15,7 +15,6 @@ import torch
 from fp8_suite.core.recipes import LM_HEAD_RECIPE
 from fp8_suite.te_models.backend import te_module
 from fp8_suite.te_models.families import FAMILIES, head_dim
-from fp8_suite.te_models.kernels.fused_residual import fuse_residual_gradients
 from fp8_suite.te_models.kernels.rope import Rope, fuse_qkv_rope, rope_table
 from fp8_suite.te_models.kernels.selection import Kernels
 from fp8_suite.te_models.loss import TokenLoss, linear_cross_entropy
@@ -104,8 +103,6 @@ class TECausalLM(nn.Module):
             )
         if self._fuses_qkv_rope:
             fuse_qkv_rope(layer)
-        if self.native.kernels.residual_gradients:
-            fuse_residual_gradients(layer)
         return layer
 
     @property

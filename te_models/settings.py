@@ -56,7 +56,6 @@ class ModelConfig(Section):
     flash_attention: bool = resumable(
         True, "use FlashAttention 4 on Hopper if installed, else cuDNN (TE) or torch's kernel"
     )
-    fused_residuals: bool = resumable(True, "fuse the residual-gradient add into TE's norm backward kernel")
     weights_cache_dir: str | None = resumable(
         None, "folder for downloaded weights; default: the Hugging Face cache", affects="nothing"
     )

@@ -238,6 +238,7 @@ REMOVED_SETTINGS: dict[str, tuple[Any, ...]] = {
     "convert_moments": (False, True),
     "fp8_attention": (False,),
     "fp8_weight_cache": (True, False),
+    "fused_residuals": (True, False),
 }
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from fp8_suite.core.errors import bad_setting
 from fp8_suite.te_models import loss_fp8, packed_attention
-from fp8_suite.te_models.kernels import flash_attention, fused_residual, fused_swiglu, rope
+from fp8_suite.te_models.kernels import flash_attention, fused_swiglu, rope
 from fp8_suite.te_models.kernels.selection import Kernels, on_hopper
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training.config import Config
@@ -86,13 +86,6 @@ KERNELS = (
         applies=lambda run: run.native,
         self_test=lambda run: rope.self_test(run.shape.num_heads, run.shape.num_kv_heads, run.shape.head_dim),
         fallback="TE splits queries, keys and values and applies RoPE in separate passes",
-    ),
-    Kernel(
-        "residual_gradients",
-        applies=lambda run: run.native and run.cfg.model.fused_residuals,
-        self_test=lambda run: fused_residual.self_test(run.shape.hidden_size),
-        fallback="gradients of residual connections are added in a separate pass",
-        on=lambda run: fused_residual.enabled(),
     ),
     Kernel(
         "swiglu",

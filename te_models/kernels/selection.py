@@ -22,7 +22,6 @@ class Kernels:
     flash_attention: bool = False  # FlashAttention 4, see `flash_attention`
     fp8_lm_head: bool = False  # see `te_models.loss_fp8`
     qkv_rope: bool = False  # QKV split and RoPE in one pass, see `rope`
-    residual_gradients: bool = False  # residual gradients added in norm backward, see `fused_residual`
     swiglu: bool = False  # SwiGLU fused with its FP8 casts, see `fused_swiglu`
 
 

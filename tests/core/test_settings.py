@@ -293,7 +293,6 @@ def test_only_settings_that_are_not_resumable_count_as_changed():
     assert resumable - of_records == {
         *("weights_cache_dir", "data_cache_dir", "num_proc", "num_workers", "flash_attention"),
         *(
-            "fused_residuals",
             "fp8_weights",
             "gradient_checkpointing",
             "recompute",

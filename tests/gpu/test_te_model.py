@@ -1,17 +1,13 @@
 """TE layers against Hugging Face layers with the same weights, and FP8 recipes against BF16."""
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
 from fp8_suite.core.recipes import TE_RECIPES
 from fp8_suite.te_models import decoder, hugging_face
 from fp8_suite.te_models.build import export_tensors
-from fp8_suite.te_models.kernels import fused_residual, rope
-from fp8_suite.te_models.kernels.selection import Kernels
+from fp8_suite.te_models.kernels import rope
 from fp8_suite.te_models.loss import linear_cross_entropy
-from fp8_suite.te_models.options import NativeOptions
 from fp8_suite.training.precision.coverage import coverage
 from fp8_suite.training.precision.recipes import Precision, build_autocast, make_recipe, why_not
 from fp8_suite.training.precision.scaling import frozen_scaling, scaling_state
@@ -271,44 +267,6 @@ def test_fused_qkv_rope_matches_te(family, lengths):
     assert loss == pytest.approx(expected, rel=1e-5)
     for key, grad in wanted.items():
         assert (grads[key] - grad).norm() / grad.norm() < 1e-2, key
-
-
-@pytest.mark.parametrize("width", [512, 2048, 4096, 896])
-def test_the_self_test_of_the_norm_kernel_passes(width):
-    assert fused_residual.self_test(width) is None
-
-
-# Largest allowed relative change of the small model's gradients. For comparison: BF16 rounding noise on the
-# gradients between emulated FP8 layers changes them by 0.15 (delayed, which also changes scales) and 0.07
-# (block).
-MAX_GRADIENT_CHANGE = {"bf16": 0.02, "delayed": 0.25, "block": 0.1}
-
-
-@pytest.mark.parametrize("options", [{}, {"recompute": "layer"}], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("name", MAX_GRADIENT_CHANGE)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_fused_residual_gradients_match_te(family, name, options, monkeypatch):
-    """The fused kernel rounds to BF16 once less, and runs twice per layer."""
-    autocast = bf16() if name == "bf16" else fp8(name)[1]
-    inputs = batch([[100, 156]] * 8, packed=True)
-    build_ = functools.partial(build, spec(family=family), use_te=True, packed=True, **options)
-    model = build_()
-    if name == "delayed":
-        step(model, inputs, autocast)
-    loss, wanted = step(model, inputs, autocast)
-    added = []
-    pop = fused_residual._pop_pending
-    monkeypatch.setattr(fused_residual, "_pop_pending", lambda x: added.append(pop(x)) or added[-1])
-    with fused_residual.enabled():
-        model = build_(native=NativeOptions(kernels=Kernels(qkv_rope=True, residual_gradients=True)))
-        if name == "delayed":
-            step(model, inputs, autocast)
-            added.clear()
-        found, grads = step(model, inputs, autocast)
-    assert sum(one is not None for one in added) == 2 * len(model.layers)
-    assert found == pytest.approx(loss, rel=1e-5)
-    for key, grad in wanted.items():
-        assert (grads[key] - grad).norm() / grad.norm() < MAX_GRADIENT_CHANGE[name], key
 
 
 def test_evaluation_keeps_the_scaling_state():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.te_models import loss_fp8, packed_attention
-from fp8_suite.te_models.kernels import flash_attention, fused_residual, fused_swiglu, rope
+from fp8_suite.te_models.kernels import flash_attention, fused_swiglu, rope
 from fp8_suite.te_models.kernels.selection import Kernels, patched
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training import kernels
@@ -27,9 +27,7 @@ def plain_act_func(activation, recipe=None):
 @pytest.fixture(autouse=True)
 def te(monkeypatch, tmp_path):
     """TE's modules that kernels patch, on a Hopper, with no kernel found wrong."""
-    tex = SimpleNamespace(rmsnorm_bwd="plain", rmsnorm_bwd_add="fused")
     mlp = SimpleNamespace(_act_func=plain_act_func)
-    monkeypatch.setitem(sys.modules, "transformer_engine_torch", tex)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.module.layernorm_mlp", mlp)
     for module in (flash_attention, kernels):
         monkeypatch.setattr(module, "on_hopper", lambda: True)
@@ -39,7 +37,7 @@ def te(monkeypatch, tmp_path):
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path))
     for name in flash_attention.TE_SWITCHES:
         monkeypatch.delenv(name, raising=False)
-    yield SimpleNamespace(tex=tex, mlp=mlp)
+    yield SimpleNamespace(mlp=mlp)
     cleanup.close()
 
 
@@ -50,7 +48,6 @@ def problems(monkeypatch):
     monkeypatch.setattr(loss_fp8, "self_test", lambda: found["fp8_lm_head"])
     monkeypatch.setattr(flash_attention, "self_test", lambda *_: found["flash_attention"])
     monkeypatch.setattr(rope, "self_test", lambda *heads: found["qkv_rope"])
-    monkeypatch.setattr(fused_residual, "self_test", lambda width: found["residual_gradients"])
     monkeypatch.setattr(fused_swiglu, "self_test", lambda: found["swiglu"])
     return found
 
@@ -67,7 +64,7 @@ def used(selected: Kernels) -> set[str]:
     return {name for name, on in vars(selected).items() if on}
 
 
-OF_TE = {"qkv_rope", "residual_gradients"}
+OF_TE = {"qkv_rope"}
 
 
 @pytest.mark.parametrize(
@@ -76,7 +73,6 @@ OF_TE = {"qkv_rope", "residual_gradients"}
         ({}, OF_TE | {"flash_attention", "swiglu"}),
         ({"recipe": "current"}, OF_TE | {"flash_attention"}),
         ({"recipe": "bf16", "mixed_precision": "bf16"}, OF_TE | {"flash_attention"}),
-        ({"fused_residuals": False}, {"qkv_rope", "flash_attention", "swiglu"}),
         ({"flash_attention": False}, OF_TE | {"swiglu"}),
         ({"backend": "emulated", "te_backend": "emulated"}, set()),
         ({"backend": None, "recipe": "tensorwise"}, {"flash_attention"}),
@@ -119,9 +115,9 @@ def test_a_kernel_that_fails_or_is_missing_on_one_rank_is_used_on_none(other, pr
 
 def test_cleanup_restores_the_libraries(problems, te):
     choose()
-    assert te.mlp._act_func is not plain_act_func and callable(te.tex.rmsnorm_bwd)
+    assert te.mlp._act_func is not plain_act_func
     cleanup.close()
-    assert te.mlp._act_func is plain_act_func and te.tex.rmsnorm_bwd == "plain"
+    assert te.mlp._act_func is plain_act_func
 
 
 def test_swiglu_is_fused_under_delayed_scaling_where_the_kernels_can_cast(problems, te, monkeypatch):
