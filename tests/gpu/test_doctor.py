@@ -33,6 +33,11 @@ def examine(*arguments: str, **environment: str) -> tuple[int, dict[str, list[di
     return done.returncode, checks
 
 
+def cudnn(checks: dict[str, list[dict]]) -> dict:
+    """Return the finding about cuDNN."""
+    return next(finding for finding in checks["te"] if "loaded" in finding["data"])
+
+
 @cache
 def healthy() -> tuple[int, dict[str, list[dict]]]:
     return examine()
@@ -40,16 +45,16 @@ def healthy() -> tuple[int, dict[str, list[dict]]]:
 
 def test_a_healthy_host():
     code, checks = healthy()
-    assert code == 0
-    assert {"gpu", "cudnn", "te", "recipes"} <= checks.keys()
-    assert len(checks["cudnn"][0]["data"]["loaded"]) == 1
+    assert code == 0 and {"gpus", "te", "recipes"} <= checks.keys()
+    assert len(cudnn(checks)["data"]["loaded"]) == 1
 
 
 def test_reported_recipes_are_those_available_to_training():
-    rows = {
-        f["data"]["recipe"]: f["data"]["native"] for f in healthy()[1]["recipes"] if "native" in f["data"]
+    rows = {finding["data"]["recipe"]: finding["data"] for finding in healthy()[1]["recipes"]}
+    assert {name: rows[name]["runs"] for name in TE_RECIPES} == {
+        name: why_not(name) is None for name in TE_RECIPES
     }
-    assert rows == {"bf16": True, **{name: why_not(name) is None for name in TE_RECIPES}}
+    assert all(rows[name]["backend"] == "native" for name in TE_RECIPES)
 
 
 @pytest.fixture
@@ -65,12 +70,12 @@ def second(tmp_path):
 
 def test_libraries_from_two_cudnns_are_a_fault(second):
     code, checks = examine(CUDNN_HOME=str(second))
-    fault = next(finding for finding in checks["cudnn"] if finding["status"] == "fault")
+    fault = cudnn(checks)
     assert code == 1 and set(fault["data"]["loaded"]) == {str(second.resolve()), str(torch_cudnn())}
-    assert fault["cure"] == f"export CUDNN_HOME={torch_cudnn()}"
+    assert fault["status"] == "fault" and fault["cure"] == f"export CUDNN_HOME={torch_cudnn()}"
 
 
 def test_a_second_cudnn_is_not_loaded(second):
     code, checks = examine(CUDNN_PATH=str(second))
-    assert code == 0 and [finding["status"] for finding in checks["cudnn"]] == ["ok"]
-    assert checks["cudnn"][0]["data"]["loaded"] == [str(torch_cudnn())]
+    assert code == 0 and cudnn(checks)["status"] == "ok"
+    assert cudnn(checks)["data"]["loaded"] == [str(torch_cudnn())]

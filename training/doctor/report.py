@@ -2,39 +2,28 @@
 
 python -m training.doctor [--json]
 
-Exit code 0: healthy, also without a GPU (TE layers and FP8 are emulated there); 1: something is broken; 2: an
-unknown flag. Checks run in a child process: one that crashes or hangs is a fault, and the rest still runs.
+Exit code 0: healthy, also without a GPU (TE layers and FP8 are emulated there); 1: something is broken.
+Checks that import torch run in processes of their own: if one crashes or hangs, the rest still runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import subprocess
+import sys
 import textwrap
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, TimeoutError
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
-from importlib import import_module
 from importlib.util import find_spec
-from multiprocessing import get_context
 
-from fp8_suite.core.errors import first_line
 from fp8_suite.core.start import hide_interrupts
-from fp8_suite.training.doctor.machine import Finding
+from fp8_suite.training.doctor import checks
+from fp8_suite.training.doctor.checks import Finding
 
 WIDTH = 110
 SECONDS = 300  # a check that takes longer hangs; the first TE layers on a GPU take some ten
-CHECKS = {  # functions that yield findings
-    "machine": "fp8_suite.training.doctor.machine:check_machine",
-    "packages": "fp8_suite.training.doctor.machine:check_packages",
-    "gpu": "fp8_suite.training.doctor.machine:check_gpus",
-    "cudnn": "fp8_suite.training.doctor.layers:check_cudnn",
-    "te": "fp8_suite.training.doctor.layers:check_te",
-    "recipes": "fp8_suite.training.doctor.layers:check_recipes",
-}
-WITHOUT_TORCH = ("machine", "packages")
+CHECKS = ("machine", "packages", "gpus", "te", "recipes")
+WITH_TORCH = ("gpus", "te", "recipes")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,74 +31,50 @@ def main(argv: list[str] | None = None) -> int:
     hide_interrupts()
     parser = argparse.ArgumentParser(prog="python -m training.doctor", description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--check", choices=CHECKS, help=argparse.SUPPRESS)  # of a child process
     args = parser.parse_args(argv)
+    if args.check:
+        print(json.dumps([asdict(finding) for finding in examine(args.check)]))
+        return 0
     rows: list[dict] = []
-    for name, findings in supervise(list(CHECKS if find_spec("torch") else WITHOUT_TORCH)):
+    for name in CHECKS if find_spec("torch") else CHECKS[:2]:
+        findings = examine_in_child(name) if name in WITH_TORCH else examine(name)
         rows += [{"check": name, **asdict(finding)} for finding in findings]
         for number, finding in enumerate(() if args.json else findings):
             print(render("" if number else name, finding), flush=True)
     faults = [row for row in rows if row["status"] == "fault"]
-    install = " && ".join(dict.fromkeys(row["install"] for row in rows if row["install"]))
     if args.json:
-        print(json.dumps({"exit_code": int(bool(faults)), "install": install, "findings": rows}, indent=2))
+        print(json.dumps({"exit_code": int(bool(faults)), "findings": rows}, indent=2))
         return int(bool(faults))
     print(f"{len(faults)} broken" if faults else "healthy: nothing is broken")
-    for command in dict.fromkeys(row["cure"] for row in faults if row["cure"]):
-        print(f"to fix: {command}")
-    if install:
-        print(f"to install what is missing: {install}")
+    for word, status in (("to fix", "fault"), ("to install what is missing", "note")):
+        for command in dict.fromkeys(row["cure"] for row in rows if row["cure"] and row["status"] == status):
+            print(f"{word}: {command}")
     return int(bool(faults))
+
+
+def examine(name: str) -> list[Finding]:
+    return list(getattr(checks, f"check_{name}")())
+
+
+def examine_in_child(name: str) -> list[Finding]:
+    """Return the findings of a check, or the fault that ended its process."""
+    command = [sys.executable, "-m", "fp8_suite.training.doctor", "--check", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return [Finding("fault", f"this check hangs: no answer in {SECONDS} s")]
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return [Finding("fault", f"this check ends with exit code {done.returncode}: {last}")]
+    return [Finding(**finding) for finding in json.loads(done.stdout.splitlines()[-1])]
 
 
 def render(name: str, finding: Finding) -> str:
     """Format a finding as a line of the report, wrapped under its label."""
-    label = finding.status.upper() if finding.status in ("warn", "fault") else finding.status
-    cure = f" (see: {finding.cure})" if finding.status == "warn" and finding.cure else ""
-    head, text = f"{label:<6}{name:<11}", finding.text + cure
-    if len(head + text) <= WIDTH:  # keeps the columns of recipes
-        return head + text
-    lines = textwrap.wrap(text, WIDTH - len(head), break_long_words=False, break_on_hyphens=False)
+    label = finding.status.upper() if finding.status == "fault" else finding.status
+    head = f"{label:<6}{name:<9}"
+    if len(head + finding.text) <= WIDTH:  # keeps the columns of recipes
+        return head + finding.text
+    lines = textwrap.wrap(finding.text, WIDTH - len(head), break_long_words=False, break_on_hyphens=False)
     return head + f"\n{' ' * len(head)}".join(lines)
-
-
-def supervise(names: list[str]) -> Iterator[tuple[str, list[Finding]]]:
-    """Yield checks with their findings, also checks that crash or hang their process."""
-    context, pool = get_context("spawn"), None
-    for name in names:
-        pool = pool or ProcessPoolExecutor(1, context, initializer=_silence)
-        findings: list[Finding] = []
-        try:
-            findings, problem = pool.submit(run_check, CHECKS[name]).result(SECONDS)
-        except TimeoutError:
-            problem = f"hangs: no answer in {SECONDS} s"
-        except BrokenProcessPool:
-            problem = "crashes its process"
-        if problem:  # a CUDA error spoils every later call in its process
-            findings.append(Finding("fault", f"this check {problem}"))
-            pool = _end(pool)
-        yield name, findings
-    _end(pool)
-
-
-def run_check(check: str) -> tuple[list[Finding], str]:
-    """Return the findings of a check, and the error that ended it, or ""."""
-    module, function = check.split(":")
-    findings: list[Finding] = []
-    try:
-        for finding in getattr(import_module(module), function)():
-            findings.append(finding)  # one by one, to keep those before an exception
-    except Exception as error:
-        return findings, f"failed: {type(error).__name__}: {first_line(error)}"
-    return findings, ""
-
-
-def _silence() -> None:
-    if os.environ.get("NVTE_DEBUG") != "1":  # messages of libraries would hide the report
-        for stream in (1, 2):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-
-
-def _end(pool: ProcessPoolExecutor | None) -> None:
-    """Kill a pool's process, which may hang."""
-    for process in list(((pool and pool._processes) or {}).values()):
-        process.kill()
