@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import re
 import sys
 from collections import Counter
@@ -323,6 +324,7 @@ def sweep(argv: list[str]) -> int:
         if not is_finished(point.cfg):
             require_inputs(point.cfg)
     folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("WANDB_RUN_GROUP", folder.resolve().name)
     return conclude(points, run_points(points, folder, retry=args.retry, gpu=gpu), folder)
 
 

@@ -21,7 +21,7 @@ def require_folder(flag: str, name: str) -> None:
 
 
 def require_reachable_hub(
-    name: str, files: tuple[str, ...], cache_dir: str | None, repo_type: str = "model"
+    name: str, files: tuple[str, ...], cache_dir: str | None = None, repo_type: str = "model"
 ) -> None:
     """Raise OSError if none of a hub id's `files` is in the cache and the hub is out of reach.
 

@@ -56,9 +56,7 @@ TEMPLATES: dict[str, Template] = {
 }
 
 
-def load_tokenizer(
-    name: str, *, family: str, trust_remote_code: bool = False, cache_dir: str | None = None
-) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, *, family: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a hub id, a local folder or `demo`, and set chat template and padding token.
 
     `family` is the model's `model_type`. A tokenizer without a template gets the family's if its vocabulary
@@ -67,9 +65,8 @@ def load_tokenizer(
     path = str(TOKENIZER_DIR) if name == "demo" else name
     require_folder("tokenizer_name", name)
     try:
-        require_reachable_hub(path, ("tokenizer_config.json", "tokenizer.json"), cache_dir)
-        options = {"trust_remote_code": trust_remote_code, "cache_dir": cache_dir}
-        tokenizer = _load_as_saved(path, **options)
+        require_reachable_hub(path, ("tokenizer_config.json", "tokenizer.json"))
+        tokenizer = _load_as_saved(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # a hub client, a parser or remote code may raise anything
         way_out = "use a local folder, or --tokenizer_name demo (default: the tokenizer of --model_name)"
         raise bad_setting(f"{one_line(error)}; {way_out}", tokenizer_name=name) from error

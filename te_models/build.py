@@ -75,16 +75,14 @@ class ModelSpec:
         return self.family in FAMILIES and not self.uses_remote_code
 
 
-def find_model(
-    name: str, *, init: str, use_te: bool, cache_dir: str | None = None, trust_remote_code: bool = False
-) -> ModelSpec:
+def find_model(name: str, *, init: str, use_te: bool, trust_remote_code: bool = False) -> ModelSpec:
     """Resolve `--model_name` and `--init`, downloading configuration and weights where needed.
 
     Raise UserError if the model does not exist, cannot be downloaded, or cannot be trained.
     """
     require_model(name, init)
     random = init == "random" or name in LOCAL_PRESETS
-    config = _read_config(name, random=random, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
+    config = _read_config(name, random=random, trust_remote_code=trust_remote_code)
     spec = ModelSpec(name, config, None, trust_remote_code)
     _refuse_untrainable(spec)
     if use_te:
@@ -96,7 +94,7 @@ def find_model(
                 model_name=name,
             )
     if not random:
-        spec = replace(spec, weights=_find_weights(name, cache_dir))
+        spec = replace(spec, weights=_find_weights(name))
         if use_te or weight_files(spec.weights):
             spec = _check_weights(spec, use_te=use_te)
     return spec
@@ -122,7 +120,7 @@ def _with_fields(spec: ModelSpec, **fields: Any) -> ModelSpec:
     return replace(spec, config=config)
 
 
-def _read_config(name: str, *, random: bool, cache_dir: str | None, trust_remote_code: bool) -> Any:
+def _read_config(name: str, *, random: bool, trust_remote_code: bool) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
     if random and name in PRESETS:
@@ -132,11 +130,11 @@ def _read_config(name: str, *, random: bool, cache_dir: str | None, trust_remote
     if Path(name, "metrics.jsonl").exists() and export.exists():
         raise bad_setting(f"this is a run folder; give its exported model, {export}", model_name=name)
     try:
-        require_reachable_hub(name, ("config.json",), cache_dir)
-        fields, _ = PretrainedConfig.get_config_dict(name, cache_dir=cache_dir)
+        require_reachable_hub(name, ("config.json",))
+        fields, _ = PretrainedConfig.get_config_dict(name)
         auto_map, model_type = fields.get("auto_map") or {}, fields.get("model_type")
         if trust_remote_code or "AutoConfig" not in auto_map or model_type in CONFIG_MAPPING:
-            return AutoConfig.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
+            return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except UserError:
         raise
     except (OSError, ValueError) as error:
@@ -189,7 +187,7 @@ def refuse_te(name: str, config: Any) -> None:
         raise bad_setting(f"{reason}. {way}", use_te=True, model_name=name)
 
 
-def _find_weights(name: str, cache_dir: str | None) -> Path:
+def _find_weights(name: str) -> Path:
     """Return the local folder of a model's weights; download them from the hub if necessary."""
     if Path(name).is_dir():
         return Path(name)
@@ -198,7 +196,6 @@ def _find_weights(name: str, cache_dir: str | None) -> Path:
     try:
         folder = snapshot_download(
             name,
-            cache_dir=cache_dir,
             allow_patterns=["*.safetensors*", "*.json", "*.py"],
             ignore_patterns=["consolidated*", "original/*"],  # the same weights in other layouts
         )

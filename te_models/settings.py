@@ -56,9 +56,6 @@ class ModelConfig(Section):
     flash_attention: bool = resumable(
         True, "use FlashAttention 4 on Hopper if installed, else cuDNN (TE) or torch's kernel"
     )
-    weights_cache_dir: str | None = resumable(
-        None, "folder for downloaded weights; default: the Hugging Face cache", affects="nothing"
-    )
     trust_remote_code: bool = setting(False, "run Python code from the model's repository", affects="nothing")
 
     @property

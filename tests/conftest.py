@@ -13,6 +13,7 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # torch.compile would reuse code that it compiled for other CPU instructions (ATEN_CPU_CAPABILITY), which
     # computes NaN or aborts. Worker processes inherit the variable.
+    os.environ["WANDB_MODE"] = "offline"
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="torchinductor_")
         config.add_cleanup(folder.cleanup)

@@ -30,7 +30,7 @@ COMMANDS = [(command, shown) for command, shown in COMMANDS if "training.doctor"
 FEW = " --max_steps 2 --num_of_samples 24 --eval_samples 4 --num_workers 0"
 TINY = f" --model_name tiny-llama --dataset_name demo{FEW}"
 ADDED = {
-    "train_fp8.py": f"{TINY} --wandb_mode offline",
+    "train_fp8.py": f"{TINY}",
     "train_multi_gpu.py": TINY,
     "benchmarks.compare": f"{FEW} --variants bf16,delayed",
     "benchmarks.plan": "",

@@ -233,8 +233,10 @@ def config_from_dict(values: dict[str, Any]) -> Config:
     return Config(**{s: SECTIONS[s](**v) for s, v in sections.items()})
 
 
-# Settings in files of earlier runs that this version no longer has -> the values that mean what it does now.
+# Settings in files of earlier runs that this version no longer has -> the values that mean what it does now;
+# none: any value, as results do not depend on it.
 REMOVED_SETTINGS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("wandb_mode", "wandb_tags", "wandb_group", "weights_cache_dir"), ()),
     "convert_moments": (False, True),
     "fp8_attention": (False,),
     "fp8_weight_cache": (True, False),
@@ -245,7 +247,7 @@ REMOVED_SETTINGS: dict[str, tuple[Any, ...]] = {
 def drop_removed(settings: dict[str, Any]) -> dict[str, Any]:
     """Drop removed settings of a recorded run. UserError for a value that this version cannot run."""
     for name, values in REMOVED_SETTINGS.items():
-        if settings.get(name, values[0]) not in values:
+        if values and settings.get(name, values[0]) not in values:
             raise bad_setting("removed from this version; drop it", **{name: settings[name]})
     return {name: value for name, value in settings.items() if name not in REMOVED_SETTINGS}
 
@@ -315,9 +317,8 @@ def parse_config(argv: list[str], *, prog: str, description: str) -> Config:
 
 
 def settings_path(folder: Path) -> Path:
-    """Return the file with a run's settings: settings.json, or config.json in folders of earlier versions."""
-    path, earlier = folder / "settings.json", folder / "config.json"
-    return earlier if earlier.exists() and not path.exists() else path
+    """Return the file with a run's settings."""
+    return folder / "settings.json"
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -210,7 +210,6 @@ def _load_tokenizer(cfg: Config, spec: ModelSpec) -> Any:
         cfg.model.tokenizer_name or ("demo" if spec.name in LOCAL_PRESETS else spec.name),
         family=spec.family,
         trust_remote_code=cfg.model.trust_remote_code,
-        cache_dir=cfg.model.weights_cache_dir,
     )
 
 

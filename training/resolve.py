@@ -43,7 +43,6 @@ def resolve(cfg: Config) -> Resolved:
         cfg.model.model_name,
         init=cfg.model.init,
         use_te=cfg.model.use_te,
-        cache_dir=cfg.model.weights_cache_dir,
         trust_remote_code=cfg.model.trust_remote_code,
     )
     precision = precision_map.resolve(cfg, precision, spec.config.get_text_config())

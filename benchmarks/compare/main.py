@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import shlex
 from pathlib import Path
 
@@ -93,6 +94,7 @@ def compare(argv: list[str]) -> int:
         raise bad_setting("nothing is trained, so nothing can be compared; use at least 1", max_steps=0)
     refuse_overwriting(folder)
     check_before_start(jobs, args.gpus)
+    os.environ.setdefault("WANDB_RUN_GROUP", folder.resolve().name)
     failed = run_jobs(jobs, gpus=args.gpus, folder=folder)
     from fp8_suite.benchmarks.report import main as report  # imports matplotlib, which is slow
     from fp8_suite.benchmarks.report.page import Verdict

@@ -121,8 +121,7 @@ def given_settings(argv: list[str], prog: str, owned: Iterable[str] = OWNED) -> 
 def resolve(settings: dict[str, Any], folder: Path) -> Config:
     """Return the configuration of a run of a comparison or sweep; `folder` is DIR/runs/NAME.
 
-    On W&B the run is NAME in the group DIR, unless the settings name others.
+    On W&B the run is NAME, unless the settings name another.
     """
-    names = {"wandb_group": folder.resolve().parents[1].name, "wandb_run_name": folder.name}
-    tracking = names if settings.get("use_wandb") else {}
+    tracking = {"wandb_run_name": folder.name} if settings.get("use_wandb") else {}
     return config_from_dict(tracking | settings | {"output_dir": str(folder)})

@@ -107,12 +107,8 @@ def report(argv: list[str]) -> int:
     parser.add_argument("--reference", type=Path, metavar="RUN", help=reference)
     output = "folder for figures and report.html (default: the run folder; required for several runs)"
     parser.add_argument("--output_dir", type=folder_flag, metavar="DIR", help=output)
-    parser.add_argument(
-        "--use_wandb", action="store_true", help="upload the report to W&B, in the reference's group"
-    )
+    parser.add_argument("--use_wandb", action="store_true", help="upload the report to W&B")
     parser.add_argument("--wandb_project", metavar="NAME", help="W&B project (default: the reference's)")
-    modes = ("online", "offline", "disabled")
-    parser.add_argument("--wandb_mode", choices=modes, help="W&B mode (default: WANDB_MODE, else online)")
     args = parser.parse_args(argv)
     if bool(args.runs) == bool(args.study):
         raise bad_input("give either run folders or --study")
@@ -131,8 +127,6 @@ def report(argv: list[str]) -> int:
         cfg = LogConfig(
             use_wandb=True,
             wandb_project=args.wandb_project or reference.setting("wandb_project"),
-            wandb_group=reference.setting("wandb_group"),
-            wandb_mode=args.wandb_mode,
         )
         upload(target, cfg, tables, drawn)
     return 0

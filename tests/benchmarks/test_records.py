@@ -125,7 +125,7 @@ def test_an_emulated_run_has_no_speed(tmp_path, finished):
 
 def test_every_setting_has_an_effect_by_which_runs_are_compared():
     assert set(EFFECTS.values()) == {"step", "learning", "logging", "nothing"}
-    assert {"output_dir", "resume", "num_workers", "wandb_group", "save_interval"} <= NO_EFFECT
+    assert {"output_dir", "resume", "num_workers", "wandb_run_name", "save_interval"} <= NO_EFFECT
     assert {"batch_size", "moment_dtype", "fp8_lm_head", "flash_attention", "packing"} <= set(WORK)
     assert not {"seed", "learning_rate", "dataset_name", "log_interval", "sharding_mode"} & set(WORK)
 

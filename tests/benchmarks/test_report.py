@@ -449,7 +449,7 @@ def offline(monkeypatch):
 
 
 def test_a_report_on_wandb_is_a_run_of_the_group_with_tables_figures_and_page(tmp_path, offline, capsys):
-    folder = whole_run(tmp_path / "run", wandb_group="my-group", wandb_project="my-project")
+    folder = whole_run(tmp_path / "run", wandb_project="my-project")
     (folder / "wandb_id.txt").write_text("of-training")
     assert main([str(folder), "--use_wandb"]) == 0
     wandb.teardown()  # everything is on disk after it
@@ -463,7 +463,7 @@ def test_a_report_on_wandb_is_a_run_of_the_group_with_tables_figures_and_page(tm
     assert found["runs"]["run"] == ["run"] and found["runs"]["tokens/s"] == [14376.4], "numbers, not text"
     assert found["hours"]["GPU-hours"] == [3.0] and found["training_loss"]["minimum"] == [2.0]
     written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
-    for text in ("my-group", "my-project", "run-report", "report/loss", "Training report: run"):
+    for text in ("my-project", "run-report", "report/loss", "Training report: run"):
         assert text.encode() in written, text
     assert (folder / "wandb_id.txt").read_text() == "of-training", "the W&B run of the training stays another"
     assert "WARNING" not in capsys.readouterr().err

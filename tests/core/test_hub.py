@@ -38,7 +38,7 @@ def test_a_hub_out_of_reach_is_one_line_after_few_tries(requests, tmp_path, capf
         (ValueError, UserError), match=rf"^{flag} some/Name: .*out of reach \(Name or service not known\)"
     ):
         if flag == "--model_name":
-            spec("some/Name", cache_dir=str(tmp_path))
+            spec("some/Name")
         else:
             open_path_or_hub(cfg, "train")
     assert len(requests) == 1 + RETRIES and all("some/Name/" in url for url in requests)

@@ -409,12 +409,6 @@ def test_an_output_folder_may_hold_a_launcher_s_log(tmp_path):
     assert (tmp_path / "settings.json").exists()
 
 
-def test_a_run_folder_of_an_earlier_version_resumes(copied):
-    (copied / "settings.json").rename(copied / "config.json")
-    train(copied, "--max_steps 9")
-    assert record(copied, "settings.json")["max_steps"] == 9 and max(curve(copied)) == 9
-
-
 def test_a_refused_command_keeps_the_settings_of_an_interrupted_run(copied):
     (copied / "summary.json").unlink()
     settings = (copied / "settings.json").read_bytes()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from fp8_suite.core.errors import as_flag
 from fp8_suite.core.settings import Effect, Section, resumable
@@ -31,11 +31,6 @@ class LogConfig(Section):
     use_wandb: bool = service(False, "log to Weights & Biases")
     wandb_project: str = service("llm-fp8", "W&B project")
     wandb_run_name: str | None = service(None, "W&B run name; default: the run folder's name")
-    wandb_mode: Literal["online", "offline", "disabled"] | None = service(
-        None, "W&B mode; default: WANDB_MODE, else online"
-    )
-    wandb_tags: str | None = service(None, "W&B tags, separated by commas")
-    wandb_group: str | None = service(None, "W&B group")
 
     def unused_wandb_flags(self) -> str | None:
         """Return a warning about W&B settings given without --use_wandb, or None."""

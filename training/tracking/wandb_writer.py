@@ -29,16 +29,16 @@ class WandbWriter:
         self, cfg: LogConfig, run_folder: Path, config: dict[str, Any], tags: list[str], *, new: bool
     ) -> None:
         run_id, resumed = wandb_id(run_folder, new=new)
-        own_tags = [tag.strip() for tag in (cfg.wandb_tags or "").split(",") if tag.strip()]
         self._run = start_wandb(
             cfg,
             run_folder,
             name=cfg.wandb_run_name or run_folder.resolve().name,
             id=run_id,
             resume="allow" if resumed else None,
-            tags=[*own_tags, *tags],
             config=redacted(config),
         )
+        # An argument of wandb.init would replace WANDB_TAGS.
+        self._run.tags = (*(self._run.tags or ()), *tags)
         # Steps repeat after a resume, but W&B drops values for an earlier step of its own counter.
         self._run.define_metric("train/step")
         self._run.define_metric("*", step_metric="train/step")
@@ -66,14 +66,15 @@ def wandb_id(folder: Path, *, new: bool = False, name: str = "wandb_id.txt") -> 
 def start_wandb(cfg: LogConfig, folder: Path, **options: Any) -> Any:
     """Start a W&B run in `folder`, with `options` of `wandb.init`. May raise any error.
 
+    Mode, group and tags are those of WANDB_MODE, WANDB_RUN_GROUP and WANDB_TAGS.
     If the server does not respond, the run is offline, with a warning. Terminal output and command line are
     not uploaded, because they may contain tokens.
     """
     import requests  # wandb's own HTTP library, so proxies and certificates are the same
     import wandb
 
-    settings, mode = wandb.setup().settings, cfg.wandb_mode
-    if (mode or settings.mode) == "online":
+    settings = wandb.setup().settings
+    if settings.mode == "online":
         try:  # query the API: the front page may be up while the API is down
             query = {"query": "{__typename}"}
             reply = requests.post(f"{settings.base_url}/graphql", json=query, timeout=SERVER_SECONDS)
@@ -81,10 +82,11 @@ def start_wandb(cfg: LogConfig, folder: Path, **options: Any) -> Any:
         except requests.RequestException as error:
             problem = f"does not respond ({type(error).__name__})"
         if problem:
-            mode, where = "offline", f"logging offline to {folder / 'wandb'}, `wandb sync` uploads it"
+            options["mode"] = "offline"
+            where = f"logging offline to {folder / 'wandb'}, `wandb sync` uploads it"
             tqdm.write(f"WARNING: W&B: {settings.base_url} {problem}; {where}", file=sys.stderr)
     limits = {"finish_timeout": UPLOAD_SECONDS, "finish_timeout_raises": True}
-    options |= {"project": cfg.wandb_project, "group": cfg.wandb_group, "mode": mode, "dir": str(folder)}
+    options |= {"project": cfg.wandb_project, "dir": str(folder)}
     options["settings"] = wandb.Settings(console="off", x_disable_meta=True, **limits)
     return call_with_timeout(INIT_SECONDS, lambda: wandb.init(**options))
 

@@ -33,9 +33,11 @@ def written_in(folder):
     return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_resumed_run_continues_its_wandb_run_and_uploads_no_secrets(tmp_path, offline, capsys):
+def test_a_resumed_run_continues_its_wandb_run_and_uploads_no_secrets(tmp_path, offline, monkeypatch, capsys):
     folder = tmp_path / "my-run"
-    settings = {"use_wandb": True, "wandb_tags": "x, y", "wandb_group": "my-group"}
+    settings = {"use_wandb": True}
+    monkeypatch.setenv("WANDB_TAGS", "x,own-tag")
+    monkeypatch.setenv("WANDB_RUN_GROUP", "my-group")
     log = build(folder, config={"model_name": MODEL, "learning_rate": 0.125}, tags=["fp8-tag"], **settings)
     log.log(10, {"train/loss": 1.5, "fp8/amax": math.nan})
     log.summary({"train_loss": 1.25})
@@ -51,7 +53,16 @@ def test_a_resumed_run_continues_its_wandb_run_and_uploads_no_secrets(tmp_path, 
     files = sorted(path.name for path in folder.glob("wandb/offline-run-*/run-*.wandb"))
     assert files.count(f"run-{run_id}.wandb") == 3 and len(set(files)) == 2
     content = written_in(folder)
-    for text in ("my-run", "my-group", "fp8-tag", "llm-fp8", "train/step", "train_loss", "***@host"):
+    for text in (
+        "my-run",
+        "my-group",
+        "own-tag",
+        "fp8-tag",
+        "llm-fp8",
+        "train/step",
+        "train_loss",
+        "***@host",
+    ):
         assert text.encode() in content, text
     assert TOKEN.encode() not in content and KEY.encode() not in content
     assert "WARNING" not in capsys.readouterr().err
@@ -82,6 +93,7 @@ def server(monkeypatch):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     wandb.teardown()
     yield server
@@ -114,7 +126,7 @@ def test_an_unreachable_server_is_one_warning_and_the_run_is_logged_offline(
     if outage == "silence":
         server.answers = 0
         monkeypatch.setattr(wandb_writer, "SERVER_SECONDS", 0.2)
-    log_one_step(tmp_path, wandb_mode="online")
+    log_one_step(tmp_path)
     warning = capsys.readouterr().err
     assert warning.count("WARNING") == 1
     assert f"WARNING: W&B: {os.environ['WANDB_BASE_URL']} {problem}; logging offline to" in warning
@@ -126,7 +138,7 @@ def test_an_unreachable_server_is_one_warning_and_the_run_is_logged_offline(
 def test_a_server_that_stops_answering_does_not_hold_a_run_up(tmp_path, monkeypatch, capsys, server):
     server.status, server.answers = 200, 1
     monkeypatch.setattr(wandb_writer, "INIT_SECONDS", 0.5)
-    log_one_step(tmp_path, wandb_mode="online")
+    log_one_step(tmp_path)
     warning = capsys.readouterr().err
     assert "WARNING: W&B failed and is disabled" in warning and "TimeoutError" in warning
 
