@@ -1,14 +1,22 @@
-"""Optional kernels that replace library ones. Each is used only if its self-test passes on every rank."""
+"""Optional kernels that replace library ones. Each is used only if its self-test passes on every rank.
+
+A pass is remembered for the same software, GPU and sizes, so that only the first start runs the test.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from fp8_suite.core.errors import bad_setting
+from fp8_suite.core.packages import software
 from fp8_suite.te_models import loss_fp8, packed_attention
 from fp8_suite.te_models.kernels import flash_attention, fused_swiglu, rope
 from fp8_suite.te_models.kernels.selection import Kernels, on_hopper
@@ -19,7 +27,7 @@ from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.precision.recipes import Precision
 
 
-class Workload(NamedTuple):
+class KernelInputs(NamedTuple):
     """Properties of a run that decide which kernels apply."""
 
     cfg: Config
@@ -32,73 +40,80 @@ class Workload(NamedTuple):
         """True if the model uses native Transformer Engine layers."""
         return self.precision.te_backend == "native"
 
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, key/value heads and head size."""
+        return self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim
+
 
 @dataclass(frozen=True)
-class Kernel:
-    """An optional kernel: its condition, self-test, on and off switches, and fallback."""
+class OptionalKernel:
+    """A kernel with its condition, self-test, on and off switches, and fallback."""
 
     name: str  # field of `Kernels`
-    applies: Callable[[Workload], bool]
-    self_test: Callable[[Workload], str | None]  # compares with the library; a problem, or None
+    applies: Callable[[KernelInputs], bool]
+    self_test: Callable[..., str | None]  # compares with the library; a problem, or None
     fallback: str | None  # warning if the self-test fails; None: there is no fallback, raise an error
-    on: Callable[[Workload], AbstractContextManager] = lambda run: nullcontext()
-    off: Callable[[Workload], AbstractContextManager] = lambda run: nullcontext()
+    arguments: Callable[[KernelInputs], tuple[Any, ...]] = lambda run: ()  # of the self-test
+    on: Callable[[KernelInputs], AbstractContextManager] = lambda run: nullcontext()
+    off: Callable[[KernelInputs], AbstractContextManager] = lambda run: nullcontext()
 
 
-def _flash_attention_applies(run: Workload) -> bool:
+def _flash_attention_applies(run: KernelInputs) -> bool:
     if run.precision.te_backend == "emulated" or (run.native and flash_attention.set_by_user()):
         return False
-    cfg = run.cfg
-    supported = cfg.precision.mixed_precision != "fp32" and run.shape is not None
-    enabled = cfg.model.flash_attention and supported
+    supported = run.cfg.precision.mixed_precision != "fp32" and run.shape is not None
+    enabled = run.cfg.model.flash_attention and supported
     return enabled and flash_attention.why_not(run.shape.head_dim) is None
 
 
-def _test_flash_attention(run: Workload) -> str | None:
-    sizes = run.shape.num_heads, run.shape.num_kv_heads, run.shape.head_dim
+def _test_flash_attention(
+    native: bool, packed: bool, deterministic: bool, heads: tuple[int, int, int]
+) -> str | None:
     if not flash_attention.compiled():
         print_rank0("compiling FlashAttention 4's kernels, once on this machine")
-    if not run.native:
-        return packed_attention.self_test(*sizes)
-    options = {"packed": run.cfg.data.packing, "deterministic": run.cfg.optim.deterministic}
-    return flash_attention.self_test_te(*sizes, **options)
+    if not native:
+        return packed_attention.self_test(*heads)
+    return flash_attention.self_test_te(*heads, packed=packed, deterministic=deterministic)
 
 
 KERNELS = (
-    Kernel(
+    OptionalKernel(
         "fp8_lm_head",
         applies=lambda run: run.cfg.precision.fp8_lm_head and run.device.type == "cuda",
-        self_test=lambda run: loss_fp8.self_test(),
+        self_test=lambda: loss_fp8.self_test(),
         fallback=None,
     ),
-    Kernel(
+    OptionalKernel(
         "flash_attention",
         applies=_flash_attention_applies,
         self_test=_test_flash_attention,
+        arguments=lambda run: (run.native, run.cfg.data.packing, run.cfg.optim.deterministic, run.heads),
         fallback="FlashAttention 4 is not used",
         on=lambda run: (
             flash_attention.enabled_in_te() if run.native else packed_attention.flash_attention_4()
         ),
         off=lambda run: flash_attention.disabled_in_te() if run.native else nullcontext(),
     ),
-    Kernel(
+    OptionalKernel(
         "qkv_rope",
         applies=lambda run: run.native,
-        self_test=lambda run: rope.self_test(run.shape.num_heads, run.shape.num_kv_heads, run.shape.head_dim),
+        self_test=lambda *heads: rope.self_test(*heads),
+        arguments=lambda run: run.heads,
         fallback="TE splits queries, keys and values and applies RoPE in separate passes",
     ),
-    Kernel(
+    OptionalKernel(
         "swiglu",
         # On other GPUs and with other recipes TE's own kernels are as fast.
         applies=lambda run: run.native and "delayed" in run.precision.in_use and on_hopper(),
-        self_test=lambda run: fused_swiglu.self_test(),
+        self_test=lambda: fused_swiglu.self_test(),
         fallback="SwiGLU is not fused with its FP8 casts",
         on=lambda run: fused_swiglu.enabled(),
     ),
 )
 
 
-def enable_kernels(run: Workload, cleanup: ExitStack) -> Kernels:
+def enable_kernels(run: KernelInputs, cleanup: ExitStack) -> Kernels:
     """Self-test the kernels that apply and enable those that pass on every rank. Collective.
 
     A kernel that fails falls back to the library's, with a warning. UserError if it has no fallback.
@@ -118,6 +133,30 @@ def enable_kernels(run: Workload, cleanup: ExitStack) -> Kernels:
     return Kernels(**used)
 
 
-def _test(kernel: Kernel, run: Workload) -> tuple[bool, str | None]:
-    applies = kernel.applies(run)
-    return applies, kernel.self_test(run) if applies else None
+def _test(kernel: OptionalKernel, run: KernelInputs) -> tuple[bool, str | None]:
+    """Return whether a kernel applies, and the problem that its self-test finds."""
+    if not kernel.applies(run):
+        return False, None
+    arguments = kernel.arguments(run)
+    passed = _passed_test(kernel.name, arguments)
+    if passed.exists():
+        return True, None
+    problem = kernel.self_test(*arguments)
+    if problem is None:
+        with suppress(OSError):  # a folder that cannot be written only means a test at every start
+            passed.parent.mkdir(parents=True, exist_ok=True)
+            passed.touch()
+    return True, problem
+
+
+def _passed_test(name: str, arguments: tuple[Any, ...]) -> Path:
+    """Return the empty file that exists if this self-test passed with this software on such a GPU."""
+    key = hashlib.sha256(repr((arguments, *_machine())).encode()).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "fp8_suite" / f"{name}-{key[:16]}"
+
+
+@functools.cache
+def _machine() -> tuple[str, str]:
+    """Return the GPU's name, and the versions and source code that its kernels come from."""
+    return torch.cuda.get_device_name(), repr(software())

@@ -39,7 +39,7 @@ from fp8_suite.training.checkpoint.store import Checkpoints
 from fp8_suite.training.config import Config, settings_path
 from fp8_suite.training.estimate.choose import choose_strategy, compiles_layers
 from fp8_suite.training.estimate.sizes import Sizing
-from fp8_suite.training.kernels import Workload, enable_kernels
+from fp8_suite.training.kernels import KernelInputs, enable_kernels
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.parallel.strategies import Strategy
@@ -149,7 +149,7 @@ def _decide(
     ranks.agree("the effective precision", resolved.precision.comparable())
     ranks.agree("the model's files", resolved.weights_digests)
     watchdog.starting("testing kernels")
-    kernels = enable_kernels(Workload(cfg, resolved.precision, resolved.shape, device), cleanup)
+    kernels = enable_kernels(KernelInputs(cfg, resolved.precision, resolved.shape, device), cleanup)
     watchdog.starting("choosing how to shard")
     strategy, sizing = choose_strategy(cfg, resolved.model, device, resolved.precision.effective)
     compiles = compiles_layers(cfg, strategy.mode, on_gpu=device.type == "cuda")

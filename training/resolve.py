@@ -45,7 +45,7 @@ def resolve(cfg: Config) -> Resolved:
         use_te=cfg.model.use_te,
         trust_remote_code=cfg.model.trust_remote_code,
     )
-    precision = precision_map.resolve(cfg, precision, spec.config.get_text_config())
+    precision = precision_map.resolve_map(cfg, precision, spec.config.get_text_config())
     if unused := spec.unused:
         some = ", ".join(unused[:3]) + ", ..." * (len(unused) > 3)
         found = f"{counted(len(unused), 'tensor')} of its files, which the model does not have"

@@ -21,7 +21,7 @@ INPUTS = [[100, 60, 96], [256], [31, 225]]
 
 def resolve(**values) -> Precision:
     cfg = config_from_dict({"use_te": True, "te_backend": "native", "mixed_precision": "fp8", **values})
-    return precision_map.resolve(cfg, resolve_precision(cfg), spec(layers=LAYERS).config)
+    return precision_map.resolve_map(cfg, resolve_precision(cfg), spec(layers=LAYERS).config)
 
 
 def train_steps(found: Precision, steps: int = 3, **options) -> tuple[torch.nn.Module, list[torch.Tensor]]:

@@ -1,6 +1,7 @@
 """Selection of kernels: used where they apply and pass their self-test on every rank, and undone again."""
 
 import os
+import shutil
 import sys
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from fp8_suite.te_models.kernels.selection import Kernels, patched
 from fp8_suite.te_models.shape import ModelShape
 from fp8_suite.training import kernels
 from fp8_suite.training.config import config_from_dict
-from fp8_suite.training.kernels import Workload, enable_kernels
+from fp8_suite.training.kernels import KernelInputs, enable_kernels
 from fp8_suite.training.precision.recipes import Precision
 
 cleanup = ExitStack()
@@ -35,6 +36,8 @@ def te(monkeypatch, tmp_path):
     (tmp_path / "version" / "fwd").mkdir(parents=True)
     (tmp_path / "version" / "fwd" / "kernel.o").touch()
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "passed"))
+    monkeypatch.setattr(kernels, "_machine", lambda: ("H100", "torch 2.13"))
     for name in flash_attention.TE_SWITCHES:
         monkeypatch.delenv(name, raising=False)
     yield SimpleNamespace(mlp=mlp)
@@ -44,18 +47,20 @@ def te(monkeypatch, tmp_path):
 @pytest.fixture
 def problems(monkeypatch):
     """Problem that each kernel's self-test finds, by its field of `Kernels`; none unless set."""
-    found = dict.fromkeys(Kernels.__dataclass_fields__)
-    monkeypatch.setattr(loss_fp8, "self_test", lambda: found["fp8_lm_head"])
-    monkeypatch.setattr(flash_attention, "self_test", lambda *_: found["flash_attention"])
-    monkeypatch.setattr(rope, "self_test", lambda *heads: found["qkv_rope"])
-    monkeypatch.setattr(fused_swiglu, "self_test", lambda: found["swiglu"])
-    return found
+    problems = dict.fromkeys(Kernels.__dataclass_fields__)
+    monkeypatch.setattr(loss_fp8, "self_test", lambda: problems["fp8_lm_head"])
+    monkeypatch.setattr(flash_attention, "self_test", lambda *_: problems["flash_attention"])
+    monkeypatch.setattr(rope, "self_test", lambda *heads: problems["qkv_rope"])
+    monkeypatch.setattr(fused_swiglu, "self_test", lambda: problems["swiglu"])
+    return problems
 
 
-def choose(backend="native", recipe="delayed", device="cpu", **settings):
+def choose(backend="native", recipe="delayed", device="cpu", *, warm=False, **settings):
+    if not warm:
+        shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
     settings |= {"use_te": backend is not None, "mixed_precision": settings.get("mixed_precision", "fp8")}
     precision = Precision(recipe, recipe, te_backend=backend)
-    run = Workload(config_from_dict(settings), precision, ModelShape(*[64] * 7), torch.device(device))
+    run = KernelInputs(config_from_dict(settings), precision, ModelShape(*[64] * 7), torch.device(device))
     cleanup.close()  # the run before has ended
     return enable_kernels(run, cleanup)
 
@@ -111,6 +116,31 @@ def test_a_kernel_that_fails_or_is_missing_on_one_rank_is_used_on_none(other, pr
     monkeypatch.setattr(kernels.ranks, "run_on_all_ranks", with_another_rank)
     assert used(choose()) == set() and os.environ["NVTE_FLASH_ATTN_V4"] == "0"
     assert ("its cache is locked" in capsys.readouterr().out) == (other[1] is not None)
+
+
+def test_a_passed_self_test_is_remembered_for_its_software_gpu_and_sizes(problems, monkeypatch):
+    tested = []
+    monkeypatch.setattr(rope, "self_test", lambda *heads: tested.append(heads) or problems["qkv_rope"])
+    problems["qkv_rope"] = "it computes zeros"
+    for _ in range(2):
+        assert not choose(warm=True).qkv_rope
+    problems["qkv_rope"] = None
+    for _ in range(2):
+        assert choose(warm=True).qkv_rope
+    assert len(tested) == 3, "a failure is not remembered, a pass is"
+    for machine in (("H200", "torch 2.13"), ("H100", "torch 2.14")):
+        monkeypatch.setattr(kernels, "_machine", lambda machine=machine: machine)
+        assert choose(warm=True).qkv_rope
+    monkeypatch.setattr(kernels.KernelInputs, "heads", (8, 8, 8))
+    assert choose(warm=True).qkv_rope and tested[3:] == [(64, 64, 64)] * 2 + [(8, 8, 8)]
+
+
+def test_a_cache_that_cannot_be_written_only_means_a_test_at_every_start(problems, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert choose(warm=True).qkv_rope
+    problems["qkv_rope"] = "it computes zeros"
+    assert not choose(warm=True).qkv_rope
 
 
 def test_cleanup_restores_the_libraries(problems, te):

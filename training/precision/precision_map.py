@@ -92,7 +92,7 @@ def te_names(num_layers: int) -> list[str]:
     return [f"layers.{layer}.{gemm}" for layer in range(num_layers) for gemm in TE_GEMMS]
 
 
-def resolve(cfg: Config, precision: Precision, config: Any) -> Precision:
+def resolve_map(cfg: Config, precision: Precision, config: Any) -> Precision:
     """Return `precision` with a recipe for each TE module, if the user gave a map.
 
     `config` is the model's. Unavailable recipes fall back or fail like --fp8_scenario. The modules of a

@@ -42,7 +42,7 @@ def te(layers: int = 4, **values) -> dict[str, str]:
 
 def resolve(**values) -> Precision:
     cfg = config_from_dict({"te_backend": "emulated", **TE, **values})
-    return precision_map.resolve(cfg, resolve_precision(cfg), CONFIG)
+    return precision_map.resolve_map(cfg, resolve_precision(cfg), CONFIG)
 
 
 def native(**by_module: str) -> Precision:
