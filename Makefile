@@ -1,14 +1,14 @@
-# make train            train the demo model in FP8 (emulated without a GPU) and draw its loss curve
-# make test             tests that need no GPU, in parallel; one by one, by name: make test ARGS="-n 0 -k NAME"
-# make lint             ruff check and format
-# make test-gpu         tests on one GPU with Transformer Engine
-# make test-multi-gpu   tests on two or more GPUs
+# make train            train the demo model in FP8 (emulated without a GPU) and plot its loss
+# make test             run the CPU tests in parallel; run one test: make test ARGS="-n 0 -k NAME"
+# make lint             run ruff check and ruff format
+# make test-gpu         run the tests that need one GPU with Transformer Engine
+# make test-multi-gpu   run the tests that need two or more GPUs
 #
-# The first call makes .venv and installs requirements.txt into it; Python 3.10 or newer must be in PATH.
-# More settings for training:   make train ARGS="--max_steps 50 --log_interval 1"
-# Another interpreter, as it is: make train PYTHON=python3
-# That is for a machine whose python3 already has torch and Transformer Engine, such as NVIDIA's containers;
-# a fresh .venv would hide them. Install what else is missing there, without touching torch:
+# The first call creates .venv and installs requirements.txt into it. Python 3.10 or newer must be in PATH.
+# Pass flags to the training: make train ARGS="--max_steps 50 --log_interval 1"
+# Use an installed Python:    make train PYTHON=python3
+# PYTHON is for machines whose python3 has torch and Transformer Engine, such as NVIDIA's containers: a new .venv
+# would not see them. Install the other requirements there without replacing torch:
 #   grep -v '^torch==' requirements.txt | python3 -m pip install -r /dev/stdin
 
 SHELL := /bin/bash
@@ -26,13 +26,13 @@ endif
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
-# Prints the flags. --help and wrong settings end it before torch is imported.
+# Print the precision flags for this machine. --help and wrong settings exit before torch is imported.
 FP8_FLAGS := from fp8_suite.core.start import start_command; start_command(); import sys; sys.argv[0] = "train_fp8.py"; \
   from fp8_suite.training.launch import parse_early; parse_early("ARGS has these flags:"); \
   import torch; from fp8_suite.training.precision.te_runtime import why_not_te; \
   print("--mixed_precision fp8" if torch.cuda.is_available() and why_not_te() else "--use_te --mixed_precision fp8")
 
-# tee -i ignores Ctrl-C: the run saves a checkpoint then, and prints more before it ends.
+# tee -i ignores Ctrl-C, because the run still prints while it saves a checkpoint and stops.
 train: $(INSTALLED)
 	@set -eo pipefail; \
 	log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
@@ -41,7 +41,7 @@ train: $(INSTALLED)
 	(set -x; $(PY) train_fp8.py --config configs/demo.yaml $$fp8 $(ARGS)) | tee -i "$$log"; \
 	$(PY) -m benchmarks.report "$$(sed -n 's/^run folder: //p' "$$log" | tail -n 1)"
 
-# One process per core. Tests of a file share runs, so they share a process. GPUs are hidden: these are CPU tests.
+# One process per core. Tests of one file share training runs, so they share a process. GPUs are hidden.
 test: $(INSTALLED)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
