@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 TOKENS = (
@@ -12,22 +13,52 @@ TOKENS = (
     (re.compile(r"\bwandb_v\d+_[A-Za-z0-9_-]{16,}"), "wandb_***"),
     (re.compile(r"\b[0-9a-f]{40}\b"), "***"),  # older W&B keys; full git commits look the same
     (re.compile(r"\bsk-[A-Za-z0-9_-]{16,}"), "sk-***"),
+    (re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), "***"),  # AWS access key ids
+    (re.compile(r"\b(?:gh[opsu]|github_pat)_[A-Za-z0-9_]{20,}"), "gh_***"),
 )
-SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
+# A variable's name: a part of it ends with one of these words (TOKENIZER does not) ...
+PASSWORD_NAME = re.compile(r"(SECRET|PASSWORD|PASSWD|PASSPHRASE)S?\d*(_|$)", re.IGNORECASE)
+KEY_NAME = re.compile(r"(KEY|TOKEN|CREDENTIAL)S?\d*(_|$)", re.IGNORECASE)
+# ... unless the last part says that the value is something else: KEY_FIELD, TOKEN_PATH.
+NAME_OF_NO_SECRET = re.compile(
+    r"_(FIELD|COLUMN|NAME|PATH|FILE|DIR|FOLDER|TYPE|COUNT|LIMIT|LENGTH)S?$", re.IGNORECASE
+)
+WORD = re.compile(r"[a-z]+(_[a-z]+)*")  # such as a column's name
+HUB_ID = re.compile(
+    r"[\w.-]+/[\w.-]*[-._][\w.-]*"
+)  # owner/name; keys in base64 have slashes, but none of -._
+LONGEST_WORD = 20  # characters
 
 
 def redact(text: str) -> str:
-    """Replace API tokens, user:password@ in URLs, and values of secret environment variables by ***.
-
-    A variable is secret if its name contains KEY, TOKEN, SECRET or PASSWORD. Values under 8 characters are
-    kept: they are switches (TOKENIZERS_PARALLELISM=false).
-    """
-    values = {value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= 8}
+    """Replace API tokens, user:password@ in URLs, and values of secret environment variables by ***."""
+    values = {value for name, value in os.environ.items() if is_secret(name, value)}
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, "***")
     for pattern, replacement in TOKENS:
         text = pattern.sub(replacement, text)
     return text
+
+
+def is_secret(name: str, value: str) -> bool:
+    """True if an environment variable holds a secret, by its name and value.
+
+    A value under 8 characters is a switch. A key or token whose value is a path, a short word or a hub id
+    configures something: SORT_KEY=question.
+    """
+    if len(value) < 8 or NAME_OF_NO_SECRET.search(name):
+        return False
+    if PASSWORD_NAME.search(name):
+        return True
+    word = len(value) <= LONGEST_WORD and WORD.fullmatch(value)
+    return bool(KEY_NAME.search(name)) and not (word or HUB_ID.fullmatch(value) or _is_path(value))
+
+
+def _is_path(value: str) -> bool:
+    """True for a path, existing or not; a key in base64 may begin with a slash, but with no folder's name."""
+    if value.startswith(("./", "../", "~/")) or os.path.exists(value):
+        return True
+    return value.startswith("/") and value.count("/") > 1 and Path(*Path(value).parts[:2]).exists()
 
 
 def redacted(values: dict[str, Any]) -> dict[str, Any]:

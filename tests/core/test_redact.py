@@ -13,6 +13,8 @@ HUGGING_FACE_TOKEN = "hf_" + "aB3" * 11
         ("key=" + "0123456789abcdef" * 2 + "01234567.", "key=***."),
         ("key=wandb_v1_" + "aB3_-" * 12, "key=wandb_***"),
         ("key=sk-proj-" + "a1B2_c3" * 4, "key=sk-***"),
+        ("key=AKIAIOSFODNN7EXAMPLE", "key=***"),
+        ("key=ghp_" + "aB3" * 12, "key=gh_***"),
         ("clone https://user:pa%40ss@host/x now", "clone https://***@host/x now"),
         ("clone https://only-a-token@host:80/x?a=b", "clone https://***@host:80/x?a=b"),
         *((text, text) for text in ("risk-" + "a" * 30, "https://host:8080/a@b", "s3://bucket/key")),
@@ -24,8 +26,43 @@ def test_tokens_are_blanked_and_ordinary_text_is_kept(text, expected):
     assert redacted({"text": text, "number": 3}) == {"text": expected, "number": 3}
 
 
-def test_values_of_secret_environment_variables_are_blanked(monkeypatch):
-    monkeypatch.setenv("MY_service_Token", "correct horse")
-    monkeypatch.setenv("LONGER_SECRET", "correct horse battery")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    assert redact("a correct horse battery, a correct horse: false") == "a ***, a ***: false"
+SECRETS = {
+    "MY_service_Token": "correct horse",
+    "LONGER_SECRET": "correct horse battery",
+    "DB_PASSWORD_1": "swordfish",
+    "OPENAI_API_KEY": "1f9c0aa2b7d84e55",
+    "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY",
+    "OTHER_ACCESS_KEY": "/JalrXUtnFEMIK7MDENG/bPxRfiCYEXAMPLEKEY",
+    "API_KEYS_PROD": "deadbeef01 deadbeef02",
+    "HFTOKEN": "AbCdEfGhIjKl",
+}
+SHOWN = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "TOKENIZER_PATH": "/data/tokenizer-v2",
+    "TOKENIZER_NAME": "my-tokenizer",
+    "KEY_FIELD": "question",
+    "SORT_KEY": "problem_text",
+    "SSH_KEY": "/tmp/keys/id_ed25519",
+    "TOKEN_FILE": "/run/secrets/hf",
+    "MODEL_KEY": "meta-llama/Llama-3.2-1B",
+    "MAX_TOKENS": "1048576000",
+    "KEYBOARD_LAYOUT": "qwerty-us",
+}
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_values_of_secret_environment_variables_are_blanked(name, monkeypatch):
+    monkeypatch.setenv(name, SECRETS[name])
+    assert redact(f"a {SECRETS[name]}: {SECRETS[name]!r}") == "a ***: '***'"
+
+
+def test_the_longest_secret_is_blanked_first(monkeypatch):
+    for name in ("MY_service_Token", "LONGER_SECRET"):
+        monkeypatch.setenv(name, SECRETS[name])
+    assert redact("a correct horse battery, a correct horse") == "a ***, a ***"
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_paths_and_names_are_shown(name, monkeypatch):
+    monkeypatch.setenv(name, SHOWN[name])
+    assert redact(f"--model_name {SHOWN[name]}") == f"--model_name {SHOWN[name]}"
