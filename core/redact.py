@@ -23,10 +23,9 @@ KEY_NAME = re.compile(r"(KEY|TOKEN|CREDENTIAL)S?\d*(_|$)", re.IGNORECASE)
 NAME_OF_NO_SECRET = re.compile(
     r"_(FIELD|COLUMN|NAME|PATH|FILE|DIR|FOLDER|TYPE|COUNT|LIMIT|LENGTH)S?$", re.IGNORECASE
 )
-WORD = re.compile(r"[a-z]+(_[a-z]+)*")  # such as a column's name
-HUB_ID = re.compile(
-    r"[\w.-]+/[\w.-]*[-._][\w.-]*"
-)  # owner/name; keys in base64 have slashes, but none of -._
+WORD = re.compile(r"[a-z]+(_[a-z]+)*|\d{1,12}")  # such as a column's name
+# owner/name; a key in base64 may have a slash, but none of -._
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]*[-._][\w.-]*")
 LONGEST_WORD = 20  # characters
 
 
