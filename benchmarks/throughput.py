@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
 import shlex
@@ -136,8 +137,9 @@ def measure(argv: list[str]) -> int:
             text = Path(name) / "synthetic.txt"
             rows = steps * accumulation * optim.batch_size * arguments.gpus
             write_text(text, rows=rows, tokens=cfg.data.max_seq_length)
-            settings = {"split_name": "train", "data_cache_dir": name} | settings
+            settings = {"split_name": "train"} | settings
             settings["dataset_name"] = str(text)
+            os.environ["HF_DATASETS_CACHE"] = name  # of the runs: nothing of the made-up rows remains
         for number in range(1, arguments.repeats + 1):
             run = Path(cfg.checkpoint.output_dir or name) / f"run-{number}"
             this = config_from_dict(settings | {"output_dir": str(run)})

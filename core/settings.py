@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, bad_setting
 
 # Settings in which ~ is expanded; add new path settings here.
-PATHS = ("output_dir", "log_dir", "data_cache_dir", "model_name", "tokenizer_name")
+PATHS = ("output_dir", "log_dir", "model_name", "tokenizer_name")
 AUTO = "auto"  # value of settings that a run chooses at its start
 TYPE_NAMES = {"int": "a whole number", "float": "a number", "str": "text"}
 BOUNDS = {

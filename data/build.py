@@ -93,7 +93,7 @@ def build_loaders(
     `vocab_size` and `max_positions` are the model's. With `evaluate_only` (of a model, or of a run's
     checkpoint) there is no training data. UserError for settings or data that cannot be used.
     """
-    check_cache(cfg)
+    check_cache()
     cfg.check_length(max_positions)
     layout = build_layout(cfg, tokenizer, shape, vocab_size)
     if evaluate_only:
@@ -224,7 +224,7 @@ def split_train_eval(split: Split, num_held_out: int, seed: int) -> tuple[Select
     numbers = np.arange(len(held_out))
     rows = split.source.rows
     tokens, speed = split.tokenize(rows.select(range(len(numbers))) if len(numbers) < len(rows) else rows)
-    train = replace(split.select(tokens, ~held_out, numbers), speed=speed)
+    train = replace(split.select(tokens, ~held_out, numbers), rows_per_second=speed)
     return train, split.select(tokens, held_out, numbers) if held_out.any() else None
 
 
@@ -257,35 +257,24 @@ def require_usable(split: Split, selection: Selection, **flag: str | None) -> No
 
 def require_full_step(cfg: DataConfig, source: Stored | Stream, micro_batches: int) -> None:
     """Raise UserError if ranks would get no sequence in every step; warn if steps are never full."""
-    layout, is_whole = source.layout, not isinstance(source, Stream) or source.is_one_window
-    wanted, found = micro_batches * layout.stride, counted(source.num_bins, "sequence")
-    if not is_whole or source.num_bins >= wanted:
+    layout, available = source.layout, counted(source.num_bins, "sequence")
+    if isinstance(source, Stream) and not source.is_one_window:
         return
-    if source.num_bins >= layout.stride:
-        logger.warning("a step should have %d sequences: there are only %s, so it has those", wanted, found)
-        return
-    if layout.world_size == 1:
-        logger.warning(
-            "--batch_size %d: there are only %s to train on, so no micro-batch is full",
-            layout.batch_size,
-            found,
+    if source.num_bins < layout.stride and layout.world_size > 1:
+        raise bad_setting(
+            f"on {layout.world_size} ranks a micro-batch needs {layout.stride} sequences, but --split_name "
+            f"{cfg.split_name} has {available}; use a smaller --batch_size, fewer ranks or more data",
+            batch_size=layout.batch_size,
         )
-        return
-    raise bad_setting(
-        f"on {layout.world_size} ranks a micro-batch needs {layout.stride} sequences, but --split_name "
-        f"{cfg.split_name} has {found}; use a smaller --batch_size, fewer ranks or more data",
-        batch_size=layout.batch_size,
-    )
+    if source.num_bins < (wanted := micro_batches * layout.stride):
+        logger.warning("a step should have %d sequences: it has all there are, %s", wanted, available)
 
 
 def evaluation_prompts(split: Split, selection: Selection) -> list[tuple[str, str]]:
     """Return the prompts and answers of a selection's first NUM_PROMPTS rows; [] for plain text."""
     if not split.source.columns.chat:
         return []
-    rows, wanted = split.source.rows, np.unique(selection.samples.row)[:NUM_PROMPTS].tolist()
-    if isinstance(rows, Dataset):
-        found = list(rows.select(wanted))
-    else:
-        head = list(islice(rows, wanted[-1] + 1))
-        found = [head[number] for number in wanted]
-    return [split.encoder.prompt_and_answer(split.source.to_sample(row)) for row in found]
+    rows, numbers = split.source.rows, np.unique(selection.samples.row)[:NUM_PROMPTS].tolist()
+    stored = rows if isinstance(rows, Dataset) else list(islice(rows, numbers[-1] + 1))
+    samples = (split.source.to_sample(stored[number]) for number in numbers)
+    return [split.encoder.prompt_and_answer(sample) for sample in samples]

@@ -1,36 +1,30 @@
 """Convert samples to token ids and loss spans.
 
-Prompt and answer are tokenized separately. The prompt ends with the generation prompt, so its tokens are the
-same as at inference. In chats, loss is computed on the assistant's answers with their end-of-turn token; in
-plain text, on every token.
+Prompt and answer are tokenized separately, so a prompt's tokens are the same as at inference. In chats, loss
+is computed on the assistant's answers with their end-of-turn token; in plain text, on every token.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import date
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from datasets import Features, List, Value
 from fp8_suite.core.errors import UserError, bad_setting, first_line
 from fp8_suite.data.reading.rows import ROLES, Row, Status, is_answer, judge
+from fp8_suite.data.rendering import Renderer, Segment
 from fp8_suite.data.tokenizer import adds_bos
 from jinja2.exceptions import TemplateError
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-Segment = tuple[str, bool]  # (text, True if loss is computed on its tokens)
-
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
-# Some templates write today's date into the prompt. A fixed date keeps the text the same after a resume.
-TEMPLATE_DATE = date(2024, 7, 26)
 COLUMNS = {  # one entry per sample
     "input_ids": List(Value("int32")),
     "spans": List(Value("int32")),  # tokens with loss: start, stop, start, stop, ...
@@ -38,7 +32,17 @@ COLUMNS = {  # one entry per sample
     "status": Value("int8"),
     "crc": Value("int64"),  # checksum of ids and spans
     "max_id": Value("int32"),  # largest token id
+    "left_out": Value("string"),  # parts of the row's answers that the template leaves out, joined by ", "
 }
+
+
+class Draft(NamedTuple):
+    """A row before tokenization."""
+
+    status: Status
+    reason: str  # why it is BAD
+    samples: list[list[Segment]]  # one empty sample if the row is unusable
+    left_out: list[str]  # parts of its answers that the chat template leaves out
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -62,6 +66,7 @@ class Encoder:
         self.tokenizer = tokenizer
         self.to_sample = to_sample
         self.adds_bos = adds_bos(tokenizer)
+        self.renderer = Renderer(tokenizer, adds_bos=self.adds_bos)
         backend = tokenizer.backend_tokenizer
         self.mid_text = without_leading_space(backend)
         # Special token id -> True if text after it is tokenized as at the start of a document.
@@ -98,14 +103,14 @@ class Encoder:
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         chat = [{"role": "system", "content": system}, *chat] if system else chat
         try:
-            samples = self.segments(chat)
+            samples = self.renderer.samples(chat).samples
         except TemplateError as error:
             way_out = "try --system_prompt ''" if system else "use another tokenizer"
             raise bad_setting(
                 f"its chat template refuses: {first_line(error).rstrip('.')}; {way_out}", tokenizer_name=name
             ) from error
         with suppress(TemplateError):
-            self.renders_tools = self.render(chat, [TOOL]) != self.render(chat)
+            self.renders_tools = self.renderer.render(chat, [TOOL]) != self.renderer.render(chat)
         (answer, _), (tail, _) = samples[-1][-2:]
         ids = self.tokenize([answer])[0].ids
         self.turn_end = ids[-1] if ids and ids[-1] in self.special else None
@@ -115,59 +120,12 @@ class Encoder:
     def _find_next_turn_token(self, chat: list[Row]) -> None:
         """Set `turn_end` to the special token that starts a user turn, if nothing else ends an answer."""
         with suppress(TemplateError):
-            through, longer = self.render(chat), self.render([*chat, {"role": "user", "content": "c"}])
+            through = self.renderer.render(chat)
+            longer = self.renderer.render([*chat, {"role": "user", "content": "c"}])
             ids = self.tokenize([longer[len(through) :]])[0].ids
             if longer.startswith(through) and ids and ids[0] in self.special:
                 self.turn_end = ids[0]
                 self.next_turn_token = self.tokenizer.backend_tokenizer.id_to_token(ids[0])
-
-    def render(self, messages: list[Row], tools: list[Row] | None = None, *, generate: bool = False) -> str:
-        """Render a conversation including special tokens; tokenize the text with add_special_tokens=False.
-
-        `generate` adds the generation prompt. Every error of a template is raised as TemplateError.
-        """
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=generate,
-                date_string=TEMPLATE_DATE.strftime("%d %b %Y"),
-                strftime_now=TEMPLATE_DATE.strftime,
-            )
-        except TemplateError:
-            raise
-        except Exception as error:  # templates are programs and raise any error on unexpected keys
-            raise TemplateError(f"{type(error).__name__}: {first_line(error)}") from error
-        bos = self.tokenizer.bos_token
-        return bos + text if self.adds_bos and not text.startswith(bos) else text
-
-    def segments(self, messages: list[Row], tools: list[Row] | None = None) -> list[list[Segment]]:
-        """Return the samples of a conversation as text segments. TemplateError if the template refuses it.
-
-        A conversation is one sample, unless the template rewrites earlier turns: Qwen3 drops their reasoning
-        once a later turn follows. Each answer is then a sample with the prompt that inference would render.
-        Turns after the last answer are dropped.
-        """
-        samples: list[list[Segment]] = [[]]
-        done = tail = ""  # text rendered so far, and text after its last answer
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            prompt, shared, through = self._answer(messages[:i], message, tools)
-            if not is_answer(message):
-                continue
-            if not prompt.startswith(done):
-                samples[-1].append((tail, False))
-                samples.append([])
-                done = ""
-            # ChatML writes a newline after the end-of-turn token. Inference stops before it: no loss on it.
-            answer = through[len(shared) :].rstrip()
-            tail = through[len(shared) + len(answer) :]
-            samples[-1] += [(prompt[len(done) :], False), (answer, True)]
-            done = prompt + answer
-        samples[-1].append((tail, False))
-        return [self._move_next_turn_token(sample) for sample in samples] if self.next_turn_token else samples
 
     def _move_next_turn_token(self, sample: list[Segment]) -> list[Segment]:
         """Move the special token that follows an answer into the answer; add one to the last answer."""
@@ -184,27 +142,6 @@ class Encoder:
         tokens = map(self.tokenizer.backend_tokenizer.id_to_token, self.special)
         return next((token for token in tokens if text.startswith(token)), "")
 
-    def _answer(self, before: list[Row], message: Row, tools: list[Row] | None) -> tuple[str, str, str]:
-        """Return (prompt as rendered at inference, its prefix that the chat keeps, chat with the answer)."""
-        prompt = self.render(before, tools, generate=True)
-        through = self.render([*before, message], tools)
-        if "tool_calls" in message:
-            without = {key: value for key, value in message.items() if key != "tool_calls"}
-            if through == self.render([*before, without], tools):
-                raise TemplateError("it drops the tool calls of an answer")
-        if through.startswith(prompt):
-            return prompt, prompt, through
-        # The generation prompt may contain text that a finished answer lacks, such as an opening <think>.
-        # Render a second, different answer: the common prefix of both ends where answers begin.
-        try:
-            other = self.render([*before, {**message, "content": "\ufdd0"}], tools)
-        except TemplateError:
-            other = through
-        shared = os.path.commonprefix([prompt, through, other])  # noqa: RUF071 - characters are meant
-        if len(shared) < len(self.render(before, tools)):
-            raise TemplateError("an answer does not follow its own prompt")
-        return prompt, shared, through
-
     def document(self, text: str) -> list[list[Segment]]:
         """Return plain text as one sample with loss on all of it; add EOS, and BOS if the tokenizer does."""
         bos = self.tokenizer.bos_token if self.adds_bos else ""
@@ -216,18 +153,24 @@ class Encoder:
         messages = sample["messages"]
         last = max(i for i, message in enumerate(messages) if is_answer(message))
         answer = messages[last]["content"] or json.dumps(messages[last].get("tool_calls"))
-        return self.render(messages[:last], sample.get("tools"), generate=True), answer
+        tools, options = sample.get("tools"), sample.get("options")
+        return self.renderer.render(messages[:last], tools, options, generate=True), answer
 
-    def to_segments(self, row: Row) -> tuple[Status, str, list[list[Segment]]]:
-        """Return a row's status, the reason if BAD, and its samples; an unusable row has one empty sample."""
+    def draft(self, row: Row) -> Draft:
+        """Return a row as text segments."""
         sample = self.to_sample(row)
         status, reason = judge(sample, self.roles)
         if status == Status.USED:
             try:
-                return status, "", self.document(**sample) if "text" in sample else self.segments(**sample)
+                if "text" in sample:
+                    return Draft(status, "", self.document(**sample), [])
+                samples, left_out = self.renderer.samples(**sample)
+                if self.next_turn_token:
+                    samples = [self._move_next_turn_token(segments) for segments in samples]
+                return Draft(status, "", samples, left_out)
             except TemplateError as error:
                 status, reason = Status.BAD, f"the chat template refuses it: {first_line(error).rstrip('.')}"
-        return status, reason, [[]]
+        return Draft(status, reason, [[]], [])
 
     def __call__(self, batch: dict[str, list], numbers: list[int]) -> pa.Table:
         """Encode the columns that `datasets.map` passes."""
@@ -236,16 +179,14 @@ class Encoder:
 
     def encode(self, rows: Sequence[Row], numbers: Sequence[int]) -> pa.Table:
         """Return a table of COLUMNS with at least one sample per row; unusable rows have no tokens."""
-        drafts: list[tuple[int, Status, list[Segment]]] = []
-        for number, row in zip(numbers, rows, strict=True):
-            status, _, samples = self.to_segments(row)
-            drafts += [(number, status, segments) for segments in samples]
-        texts = [text for _, _, segments in drafts for text, _ in segments]
+        drafts = [(number, self.draft(row)) for number, row in zip(numbers, rows, strict=True)]
+        samples = [(number, draft, segments) for number, draft in drafts for segments in draft.samples]
+        texts = [text for _, _, segments in samples for text, _ in segments]
         starting = self.tokenize(texts)
         following = starting if self.mid_text is None else self.tokenize(texts, self.mid_text)
         encodings = zip(starting, following, strict=True)
         columns: dict[str, list] = {name: [] for name in COLUMNS}
-        for number, status, segments in drafts:
+        for number, draft, segments in samples:
             ids: list[int] = []
             spans: list[int] = []
             for _, loss in segments:
@@ -255,8 +196,9 @@ class Encoder:
                 spans += [start, len(ids)] if loss else []
             arrays = np.array(ids, dtype=np.int32), np.array(spans, dtype=np.int32)
             crc = zlib.crc32(arrays[1].tobytes(), zlib.crc32(arrays[0].tobytes()))
-            sample = (*arrays, number, int(status), crc, int(arrays[0].max(initial=0)))
-            for column, value in zip(columns.values(), sample, strict=True):
+            left_out = ", ".join(draft.left_out)
+            values = (*arrays, number, int(draft.status), crc, int(arrays[0].max(initial=0)), left_out)
+            for column, value in zip(columns.values(), values, strict=True):
                 column.append(value)
         lists = {name: list_column(columns[name]) for name in ("input_ids", "spans")}
         return pa.table({**columns, **lists}, schema=Features(COLUMNS).arrow_schema)

@@ -19,7 +19,7 @@ from fp8_suite.data.order import MicroBatches, Position, PositionedBatch, Stored
 from torch.utils.data import DataLoader
 
 DATA_FLAGS = (
-    "--dataset_name, --dataset_*_field, --split_name, --num_of_samples, --eval_split, --eval_samples, "
+    "--dataset_name, --dataset_text_field, --split_name, --num_of_samples, --eval_split, --eval_samples, "
     "--tokenizer_name, --system_prompt, --overlong or the data itself"
 )
 

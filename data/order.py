@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import chain, count, groupby, islice
-from typing import Any, NamedTuple, TypeVar
+from itertools import count, groupby, islice
+from typing import Any, NamedTuple
 
 import numpy as np
 from fp8_suite.core.errors import UserError, bad_setting, counted
@@ -26,7 +25,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 WINDOW = 1000  # rows of a stream that are shuffled and packed together
 Position = int | list[int]  # next bin; for a stream [first row of the window, next bin in the window]
 PositionedBatch = tuple[Position, Batch]  # (position after the micro-batch, micro-batch)
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -147,11 +145,9 @@ class Stream:
     def bins(self, epoch: int, position: list[int]) -> Iterator[Bin]:
         """Yield the bins of an epoch, starting at a position."""
         for row, selection in self._windows(position[0]):
-            dropped = int(selection.counts[[*DROPPED]].sum())
             # The data report covers the first window; rank 0 logs the others.
-            if dropped and row != self.start[0] and self.layout.rank == 0:
-                rows = counted(dropped, "row")
-                logger.warning("stream window starting at row %d: %s dropped", row + 1, rows)
+            if row != self.start[0] and self.layout.rank == 0:
+                log_losses(row, selection)
             skip = position[1] if row == position[0] else 0
             planned = islice(self._bins(epoch, row, selection), skip, None)
             for after, members in enumerate(planned, skip + 1):
@@ -161,12 +157,11 @@ class Stream:
         return self.layout.bins(selection.samples.length, (self.seed, epoch, row))
 
     def _windows(self, row: int) -> Iterator[tuple[int, Selection]]:
-        """Yield (first row, selection) of each window, starting at `row`; prefetches one window."""
-        known = []
+        """Yield (first row, selection) of each window, starting at `row`."""
         if row == self.start[0]:
-            known = [(row, self.selection)]
+            yield row, self.selection
             row += int(self.selection.counts.sum())
-        return prefetched(chain(known, self._read(row)))
+        yield from self._read(row)
 
     def _read(self, row: int) -> Iterator[tuple[int, Selection]]:
         rows = iter(self.split.source.rows.skip(row))
@@ -179,16 +174,13 @@ class Stream:
             row += len(window)
 
 
-def prefetched(items: Iterator[T]) -> Iterator[T]:
-    """Yield items; a thread computes the next item while the current one is in use."""
-    pool = ThreadPoolExecutor(1)
-    try:
-        made = pool.submit(next, items, None)
-        while (item := made.result()) is not None:
-            made = pool.submit(next, items, None)
-            yield item
-    finally:
-        pool.shutdown(wait=False)
+def log_losses(row: int, selection: Selection) -> None:
+    """Log what a window of a stream, starting at `row`, loses: rows, and parts of answers."""
+    dropped = int(selection.counts[[*DROPPED]].sum())
+    losses = [f"{counted(dropped, 'row')} dropped"] * bool(dropped)
+    losses += [f"{part} left out in {counted(rows, 'row')}" for part, rows in selection.left_out.items()]
+    if losses:
+        logger.warning("stream window starting at row %d: %s", row + 1, ", ".join(losses))
 
 
 class MicroBatches(IterableDataset):

@@ -32,15 +32,17 @@ class DataReport:
     label_tokens: int
     sequences: int  # packed sequences in the first epoch; samples if not packing
     packing_efficiency: float  # tokens / (tokens + padding), 0 to 1
-    columns: str  # columns and system prompt in use
+    columns: str  # columns and system prompt in use, and columns not used
+    tokenizer: str
+    split_chats: int  # rows of one sample per answer, because the template renders earlier turns differently
+    left_out: dict[str, int]  # part of an answer that the chat template leaves out -> number of rows
     fingerprint: str  # hash of the samples in order, the same on every machine
     first_bad_row: str | None  # number, starting at 1, and the reason
     streaming: bool
     rows_per_second: float | None  # tokenization speed; None if tokens were cached or are streamed
-    processes: int | None  # used for tokenization
 
-    def lines(self, printed_before: DataReport | None = None) -> list[str]:
-        """Return lines to print: rows used, columns (if not printed before), rows dropped and cut.
+    def lines(self) -> list[str]:
+        """Return lines to print: rows used, columns, rows dropped, cut and split, parts left out.
 
         Above MAX_DROPPED of the rows, the line on dropped rows is a warning.
         """
@@ -50,14 +52,19 @@ class DataReport:
             f"{self.used:,} of {counted(self.rows, 'row')}{scope}: {self.tokens:,} tokens ({share:.1%} with "
             f"loss) in {counted(self.sequences, 'sequence')}, {self.packing_efficiency:.1%} full"
         )
-        if self.rows_per_second:
-            used += f"; tokenized at {self.rows_per_second:,.0f} rows/s, processes: {self.processes}"
-        is_known = printed_before is not None and printed_before.columns == self.columns
-        columns = "" if is_known else f"columns: {self.columns}"
-        cut = f"cut to --max_seq_length: {counted(self.overlong_truncated, 'row')}"
-        return [used, *filter(None, [columns, self._dropped(scope), cut * bool(self.overlong_truncated)])]
+        used += f"; tokenized at {self.rows_per_second:,.0f} rows/s" if self.rows_per_second else ""
+        lines = [used, f"columns: {self.columns}", *self._dropped(scope)]
+        if self.overlong_truncated:
+            lines.append(f"cut to --max_seq_length: {counted(self.overlong_truncated, 'row')}")
+        if self.split_chats:
+            reason = "the chat template renders earlier turns differently once later ones follow"
+            lines.append(f"split at answers, as {reason}: {counted(self.split_chats, 'row')}")
+        if parts := [f"{part} in {counted(rows, 'row')}" for part, rows in self.left_out.items()]:
+            template = f"the chat template of {self.tokenizer}"
+            lines.append(f"WARNING: {template} leaves out of answers{scope}: {'; '.join(parts)}")
+        return lines
 
-    def _dropped(self, scope: str) -> str:
+    def _dropped(self, scope: str) -> list[str]:
         dropped = self.rows - self.used
         reasons = {
             "over --max_seq_length": self.overlong_dropped,
@@ -68,8 +75,8 @@ class DataReport:
         shown = "; ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count)
         if dropped > MAX_DROPPED * self.rows:
             share = f"{dropped:,} of {counted(self.rows, 'row')}{scope} dropped ({dropped / self.rows:.1%})"
-            return f"WARNING: {share}: {shown}"
-        return f"rows dropped: {shown}" if shown else ""
+            return [f"WARNING: {share}: {shown}"]
+        return [f"rows dropped: {shown}"] if shown else []
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -77,7 +84,7 @@ class DataReport:
 
 def report_on(split: Split, selection: Selection, source: Stored | Stream) -> DataReport:
     """Return the report on the selected rows of a split; `source` holds their samples."""
-    counts, speed = selection.counts, selection.speed
+    counts = selection.counts
     tokens = int(selection.samples.length.sum())
     return DataReport(
         rows=int(counts[[*USED, *DROPPED]].sum()),
@@ -92,9 +99,11 @@ def report_on(split: Split, selection: Selection, source: Stored | Stream) -> Da
         sequences=source.num_bins,
         packing_efficiency=tokens / max(source.padded_tokens, 1),
         columns=split.source.columns.shown,
+        tokenizer=split.encoder.tokenizer.name_or_path,
+        split_chats=selection.split_chats,
+        left_out=selection.left_out,
         fingerprint=selection.fingerprint,
         first_bad_row=split.describe_first_bad(selection),
         streaming=selection.is_window,
-        rows_per_second=speed and speed.rows_per_second,
-        processes=speed and speed.processes,
+        rows_per_second=selection.rows_per_second,
     )

@@ -11,12 +11,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +25,7 @@ from datasets.table import InMemoryTable
 from filelock import FileLock
 from fp8_suite.core.errors import UserError, bad_setting, first_line, raise_interrupt
 from fp8_suite.core.machine import cores
-from fp8_suite.data import chat, packing
+from fp8_suite.data import chat, packing, rendering
 from fp8_suite.data.chat import COLUMNS, Encoder
 from fp8_suite.data.collate import Sample
 from fp8_suite.data.reading import columns, rows
@@ -35,17 +33,12 @@ from fp8_suite.data.reading.cache import cache_folder, delete_truncated, storage
 from fp8_suite.data.reading.rows import Row, Status
 from fp8_suite.data.reading.sources import Source, explaining_read_errors
 from fp8_suite.data.settings import DataConfig
-from multiprocess import get_start_method, parent_process
+from multiprocess import parent_process
 from multiprocess.util import register_after_fork
 
-CODE = (chat, columns, rows)  # modules that determine the tokens of a row
+CODE = (chat, columns, rendering, rows)  # modules that determine the tokens of a row
 ROWS_PER_PROCESS = 1000  # with fewer rows, starting a process takes longer than it saves
 PARENT_CHECK_SECONDS = 0.5
-
-
-class Speed(NamedTuple):
-    rows_per_second: float
-    processes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +76,9 @@ class Selection:
     label_tokens: int
     fingerprint: str  # hash of the content
     first_bad_row: int | None  # number, starting at 0, of the first BAD row
-    speed: Speed | None = None  # tokenization speed, if tokens were not cached
+    split_chats: int  # rows of several samples, because their template renders earlier turns differently
+    left_out: dict[str, int]  # part of an answer that the chat template leaves out -> number of rows
+    rows_per_second: float | None = None  # speed of tokenization; None if tokens were cached
     is_window: bool = False  # first window of a stream
 
 
@@ -96,14 +91,14 @@ class Split:
     encoder: Encoder
     vocab_size: int
 
-    def tokenize(self, rows: Dataset) -> tuple[Dataset, Speed | None]:
-        """Return a table of COLUMNS for `rows`, cached, and the speed if it was not in the cache.
+    def tokenize(self, rows: Dataset) -> tuple[Dataset, float | None]:
+        """Return a table of COLUMNS for `rows`, cached, and the rows per second if it was not in the cache.
 
         If several processes (the ranks of a node) call this at once, one tokenizes and the others wait.
         """
         processes = self.cfg.num_proc or min(len(cores()), 16, 1 + len(rows) // ROWS_PER_PROCESS)
         key = self.cache_key(rows)
-        folder = cache_folder(self.cfg) / f"tokenize_{key}"
+        folder = cache_folder() / f"tokenize_{key}"
         with FileLock(f"{folder}.lock"):
             began, start = time.time(), time.perf_counter()
             folder.mkdir(exist_ok=True)
@@ -113,26 +108,26 @@ class Split:
         self._check_vocabulary(tokens)
         files = [Path(file["filename"]) for file in tokens.cache_files]
         fresh = len(rows) and all(file.stat().st_mtime >= began for file in files)
-        return tokens, Speed(len(rows) / seconds, processes) if fresh else None
+        return tokens, len(rows) / seconds if fresh else None
 
     def _map(self, rows: Dataset, processes: int, file: Path, key: str) -> Dataset:
         """Encode all rows into `file`, or into one file per process; delete partial files on failure."""
+        register_after_fork(self.encoder, end_with_parent)
         try:
-            with shared_with_forks(self.encoder) as encode:
-                return rows.map(
-                    encode,
-                    batched=True,
-                    with_indices=True,
-                    remove_columns=rows.column_names,
-                    features=Features(COLUMNS),
-                    num_proc=processes if processes > 1 else None,
-                    cache_file_name=str(file),
-                    new_fingerprint=key,
-                    desc="tokenize",
-                )
+            return rows.map(
+                self.encoder,
+                batched=True,
+                with_indices=True,
+                remove_columns=rows.column_names,
+                features=Features(COLUMNS),
+                num_proc=processes if processes > 1 else None,
+                cache_file_name=str(file),
+                new_fingerprint=key,
+                desc="tokenize",
+            )
         except Exception as error:
             raise_interrupt(error)
-            if (reason := storage_error(self.cfg, error)) is not None:
+            if (reason := storage_error(error)) is not None:
                 raise reason from error
             # An error from a worker has the worker's traceback as its cause. No cause: a worker was killed.
             if isinstance(error, RuntimeError) and error.__cause__ is None and processes > 1:
@@ -175,7 +170,7 @@ class Split:
         """Select rows by their ascending numbers, int64 [rows], and tokenize only these."""
         rows = self.source.rows
         tokens, speed = self.tokenize(rows.select(numbers) if len(numbers) < len(rows) else rows)
-        return replace(self.select(tokens, np.ones(len(numbers), dtype=bool), numbers), speed=speed)
+        return replace(self.select(tokens, np.ones(len(numbers), dtype=bool), numbers), rows_per_second=speed)
 
     def _check_vocabulary(self, tokens: Dataset) -> None:
         top = tokens.data.column("max_id").to_numpy().max(initial=0)
@@ -219,7 +214,15 @@ class Split:
             content.update(np.ascontiguousarray(array).tobytes())
         counts = np.bincount(worst[keep], minlength=len(Status))
         first_bad_row = next(iter(numbers[keep & (worst == Status.BAD)].tolist()), None)
-        return Selection(samples, counts, label_tokens, content.hexdigest(), first_bad_row)
+        return Selection(
+            samples,
+            counts,
+            label_tokens,
+            content.hexdigest(),
+            first_bad_row,
+            split_chats=int((np.bincount(row[document]) > 1).sum()) if is_chat else 0,
+            left_out=count_rows_by_part(column["left_out"].take(document), row[document]),
+        )
 
     def describe_first_bad(self, selection: Selection) -> str | None:
         """Return number (starting at 1, as in editors) and reason of the selection's first bad row."""
@@ -227,7 +230,7 @@ class Split:
             return None
         rows = self.source.rows
         row = rows[number] if isinstance(rows, Dataset) else next(islice(rows, number, None))
-        return f"{self.source.unit} {number + 1}: {self.encoder.to_segments(row)[1]}"
+        return f"{self.source.unit} {number + 1}: {self.encoder.draft(row).reason}"
 
 
 def arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
@@ -244,29 +247,14 @@ def count_labels(column: pa.ChunkedArray, limits: np.ndarray) -> np.ndarray:
     return np.bincount(owner, weights=np.maximum(counts, 0), minlength=len(column)).astype(np.int64)
 
 
-inherited: list[Encoder] = []  # forked processes use the last one
-
-
-@contextmanager
-def shared_with_forks(encoder: Encoder) -> Iterator[Callable[..., pa.Table]]:
-    """Yield an encoding function that forked processes inherit; they end when this process ends.
-
-    `datasets` pickles the function for every process. Pickling a tokenizer of 128,256 tokens takes 0.1 s and
-    unpickling 0.3 s, for each of up to 16 processes; a module-level function costs nothing.
-    """
-    if get_start_method() != "fork":
-        yield encoder
-        return
-    inherited.append(encoder)
-    register_after_fork(encoder, end_with_parent)
-    try:
-        yield encode_inherited
-    finally:
-        inherited.pop()
-
-
-def encode_inherited(batch: dict[str, list], numbers: list[int]) -> pa.Table:
-    return inherited[-1](batch, numbers)
+def count_rows_by_part(column: pa.ChunkedArray, rows: np.ndarray) -> dict[str, int]:
+    """Return the number of rows by left-out part. `column`: names of parts, `rows`: row of each sample."""
+    encoded = column.combine_chunks().dictionary_encode()  # few different values, mostly ""
+    codes, counts = encoded.indices.to_numpy(), Counter()
+    for code, names in enumerate(encoded.dictionary.to_pylist()):
+        number = len(np.unique(rows[codes == code]))
+        counts.update(dict.fromkeys(filter(None, names.split(", ")), number))
+    return dict(counts)
 
 
 def end_with_parent(_: Encoder) -> None:

@@ -30,10 +30,9 @@ class DataConfig(Section):
         minimum=0,
     )
     num_of_samples: int | None = setting(None, "use only the first N training rows; default: all", minimum=1)
-    dataset_messages_field: str | None = setting(None, "column of chat messages; default: detected by name")
-    dataset_text_field: str | None = setting(None, "column of plain text; default: detected by name")
-    dataset_prompt_field: str | None = setting(None, "column of the prompt; default: detected by name")
-    dataset_completion_field: str | None = setting(None, "column of the answer; default: detected by name")
+    dataset_text_field: str | None = setting(
+        None, "column of plain text or chat messages to train on; default: detected by name"
+    )
     system_prompt: str = setting(
         SYSTEM_PROMPT,
         "system message for chats without one; '': none; default: a math prompt, for a `problem` column only",
@@ -60,9 +59,6 @@ class DataConfig(Section):
         minimum=0,
         maximum=1024,
         affects="nothing",
-    )
-    data_cache_dir: str | None = resumable(
-        None, "folder for prepared data; default: the Hugging Face cache of data sets", affects="nothing"
     )
 
     @property

@@ -84,12 +84,6 @@ BY_MODULE = "precision_map", "bf16_first_layers", "bf16_last_layers"  # settings
 
 
 def data_rules(s: Any) -> Iterator[tuple[str, str]]:
-    if (s.dataset_prompt_field is None) != (s.dataset_completion_field is None):
-        reason = "--dataset_prompt_field and --dataset_completion_field need each other; give both"
-        yield "dataset_prompt_field dataset_completion_field", reason
-    columns = s.dataset_messages_field, s.dataset_text_field, s.dataset_prompt_field
-    if sum(column is not None for column in columns) > 1:
-        yield "dataset_messages_field dataset_text_field dataset_prompt_field", "exclude each other; give one"
     if s.streaming and s.max_steps is None:
         yield "streaming", "a stream's length is unknown; give --max_steps"
     if s.eval_samples == 0 and (s.generate_samples or s.max_steps == 0):
@@ -236,7 +230,8 @@ def config_from_dict(values: dict[str, Any]) -> Config:
 # Settings in files of earlier runs that this version no longer has -> the values that mean what it does now;
 # none: any value, as results do not depend on it.
 REMOVED_SETTINGS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("wandb_mode", "wandb_tags", "wandb_group", "weights_cache_dir"), ()),
+    **dict.fromkeys(("wandb_mode", "wandb_tags", "wandb_group", "weights_cache_dir", "data_cache_dir"), ()),
+    **dict.fromkeys(("dataset_messages_field", "dataset_prompt_field", "dataset_completion_field"), (None,)),
     "convert_moments": (False, True),
     "fp8_attention": (False,),
     "fp8_weight_cache": (True, False),

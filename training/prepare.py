@@ -251,7 +251,7 @@ def _load_data(
         )
     for line in loaders.report.lines() if loaders.report else ():
         print_rank0(line)
-    for line in loaders.eval_report.lines(loaders.report) if loaders.eval_report else ():
+    for line in loaders.eval_report.lines() if loaders.eval_report else ():
         print_rank0(f"evaluation: {line}")
     return loaders
 

@@ -7,9 +7,8 @@ import tempfile
 from pathlib import Path
 
 import datasets
-from fp8_suite.core.errors import UserError, bad_setting, causes
+from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, causes
 from fp8_suite.core.files import DISK_FULL, NOT_WRITABLE
-from fp8_suite.data.settings import DataConfig
 from huggingface_hub.constants import HF_HUB_CACHE
 
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of a complete Arrow stream
@@ -17,36 +16,36 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of a complete Arrow st
 logger = logging.getLogger(__name__)
 
 
-def cache_folder(cfg: DataConfig) -> Path:
-    return Path(cfg.data_cache_dir or datasets.config.HF_DATASETS_CACHE)
+def cache_folder() -> Path:
+    return Path(datasets.config.HF_DATASETS_CACHE)
 
 
-def check_cache(cfg: DataConfig) -> None:
+def check_cache() -> None:
     """Raise UserError if the cache folder is not writable."""
-    folder = cache_folder(cfg)
+    folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        reason = f"{error.strerror}; use a writable folder"
-        raise bad_setting(reason, data_cache_dir=folder) from None
+        reason = f"{folder}: {error.strerror}; set HF_DATASETS_CACHE to a writable folder"
+        raise UserError(reason, exit_code=EXIT_BAD_SETTING) from None
 
 
-def storage_error(cfg: DataConfig, error: BaseException) -> UserError | None:
+def storage_error(error: BaseException) -> UserError | None:
     """Return a UserError if the cause is a full disk or a read-only cache; None for other errors."""
-    folder = cache_folder(cfg)
+    folder = cache_folder()
     for origin in causes(error):
         if not isinstance(origin, OSError):
             continue
         reason = f"{origin.filename or folder}: {origin.strerror}"
         if origin.errno in DISK_FULL:
             return UserError(
-                f"{reason}; free disk space, or use another --data_cache_dir (now {folder}) and, for "
-                f"downloads, another HF_HUB_CACHE (now {HF_HUB_CACHE})"
+                f"{reason}; free disk space, or set HF_DATASETS_CACHE (now {folder}) and, for downloads, "
+                f"HF_HUB_CACHE (now {HF_HUB_CACHE}) to folders with more space"
             )
         if origin.errno in NOT_WRITABLE and str(folder) in str(origin.filename):
-            return UserError(f"{reason}; use a writable --data_cache_dir")
+            return UserError(f"{reason}; set HF_DATASETS_CACHE to a writable folder")
     return None
 
 

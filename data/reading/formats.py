@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
 
 REPLACE = {"encoding_errors": "replace"}  # undecodable bytes become U+FFFD, which marks the row as bad
 TEXT = {"encoding": "utf-8-sig", **REPLACE}  # skips a byte-order mark
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -95,13 +92,8 @@ def cells_as_text(file: str, options: dict[str, Any]) -> dict[str, Any]:
 
     try:
         first = pd.read_csv(file, **options | REPLACE | {"nrows": 1, "chunksize": None})
-        written = pd.read_csv(file, **options | REPLACE | {"header": None, "nrows": 1, "chunksize": None})
     except ValueError:  # an archive of several tables
         return {}
     if len(first) and options.get("index_col") is None and not isinstance(first.index, pd.RangeIndex):
         raise ValueError("row 1 has more cells than the header; quote cells that contain the separator")
-    if options.get("header", "infer") == "infer" and options.get("names") is None:
-        cells = written.iloc[0].tolist() if len(written) else []
-        for name in sorted({str(cell) for cell in cells if cells.count(cell) > 1}):
-            logger.warning("%s: several columns are called %s; the first is used", file, name)
     return {"keep_default_na": False, "features": Features({str(n): Value("string") for n in first.columns})}

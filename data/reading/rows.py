@@ -1,13 +1,12 @@
-"""Convert rows to samples: `{"messages": [...]}`, optionally with `"tools"`, or `{"text": ...}`.
+"""Convert rows to samples: `{"text": ...}`, or `{"messages": [...]}`, optionally with tools and options.
 
-Conversions keep values of a wrong type; `judge` reports them. Invalid JSON becomes `{"fault": reason}`.
+Conversions keep values of a wrong type; `judge` reports them. Other faults become `{"fault": reason}`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Collection
 from enum import IntEnum
 from itertools import dropwhile
@@ -15,7 +14,11 @@ from typing import Any
 
 Row = dict[str, Any]
 
-TOOLS = "tools"  # column of tool definitions
+# Columns of a conversation beside its messages, or prompt and answer:
+TOOLS = "tools"  # tool definitions
+SYSTEM = ("system", "system_prompt")  # system message of a chat without one
+HISTORY = "history"  # turns before a prompt
+TEMPLATE_OPTIONS = "chat_template_kwargs"  # variables of the chat template
 CALLS = "tool_calls"  # message key of tool calls
 WEIGHT = "weight"  # message key of OpenAI's chats: 1, or 0 for no loss
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -36,30 +39,60 @@ def text(field: str, row: Row) -> Row:
 
 
 def messages(field: str, system: str, row: Row) -> Row:
-    """Return a sample of OpenAI or ShareGPT messages; `system` is added if there is no system message.
-
-    Assistant turns at the start answer no prompt; they are dropped if other turns follow, as in FastChat.
-    """
-    tools, turns = from_json(row.get(TOOLS)), row.get(field)
-    if is_objects(turns):
-        turns = [message(turn) for turn in turns]
-        turns = list(dropwhile(lambda turn: turn.get("role") == "assistant", turns)) or turns
-        if system and turns and turns[0].get("role") not in ("system", "developer"):
-            turns = [{"role": "system", "content": system}, *turns]
-    return {"messages": turns} | ({"tools": as_objects(tools)} if tools else {})
+    """Return a sample of OpenAI or ShareGPT messages."""
+    return conversation(row.get(field), system, row)
 
 
 def pair(prompt: str, answer: str, contexts: tuple[str, ...], system: str, row: Row) -> Row:
-    """Return a chat from prompt and answer, texts or messages; `contexts` are appended to the prompt."""
-    question, reply = as_text(row.get(prompt)), as_text(row.get(answer))
-    if is_objects(question) and is_objects(reply):
-        turns = question + reply
-    else:
-        if isinstance(question, str):
-            parts = [part for name in contexts for part in passages(row.get(name))]
-            question = "\n\n".join([question, *parts])
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
-    return messages(prompt, system, {prompt: turns, TOOLS: row.get(TOOLS)})
+    """Return a chat from prompt and answer, texts or messages; `contexts` are appended to a text prompt."""
+    question, reply, history = as_text(row.get(prompt)), as_text(row.get(answer)), row.get(HISTORY)
+    if (earlier := earlier_turns(history)) is None:
+        return {"fault": f"its {HISTORY} is not a list of prompts with their answers, or of messages"}
+    if isinstance(question, str):
+        parts = [part for name in contexts for part in passages(row.get(name))]
+        question = "\n\n".join([question, *parts])
+    turns = [*earlier, *as_turns("user", question), *as_turns("assistant", reply)]
+    return conversation(turns, system, row)
+
+
+def conversation(turns: Any, system: str, row: Row) -> Row:
+    """Return the sample of a row's turns, with its system message, tools and template options.
+
+    `system` is the system message of a row without one. Assistant turns at the start answer no prompt; they
+    are dropped if other turns follow, as in FastChat.
+    """
+    if is_objects(turns):
+        turns = [message(turn) for turn in turns]
+        turns = list(dropwhile(lambda turn: turn.get("role") == "assistant", turns)) or turns
+        system = next((row[name] for name in SYSTEM if row.get(name)), system)
+        if system and turns and turns[0].get("role") not in ("system", "developer"):
+            turns = [{"role": "system", "content": system}, *turns]
+    sample = {"messages": turns}
+    if tools := from_json(row.get(TOOLS)):
+        if as_objects(tools) is None:
+            return {"fault": f"its {TOOLS} are not a list of tools"}
+        sample[TOOLS] = as_objects(tools)
+    if options := from_json(row.get(TEMPLATE_OPTIONS)):
+        if not isinstance(options, dict):
+            return {"fault": f"its {TEMPLATE_OPTIONS} are not an object"}
+        sample["options"] = options
+    return sample
+
+
+def earlier_turns(history: Any) -> list[Row] | None:
+    """Return the turns of a history: messages, or (prompt, answer) pairs; None if it is neither."""
+    history = from_json(history) or []
+    if is_objects(history):
+        return history
+    if not isinstance(history, list) or not all(isinstance(p, list) and len(p) == 2 for p in history):
+        return None
+    pairs = ((as_turns("user", prompt), as_turns("assistant", answer)) for prompt, answer in history)
+    return [turn for question, reply in pairs for turn in (*question, *reply)]
+
+
+def as_turns(role: str, content: Any) -> list[Row]:
+    """Return messages as they are, and any other content as one message."""
+    return content if is_objects(content) else [{"role": role, "content": content}]
 
 
 def message(turn: Row) -> Row:
@@ -90,15 +123,11 @@ def with_parsed_arguments(call: Row) -> Row:
 
 
 def from_json(value: Any) -> Any:
-    """Parse a JSON string, or each JSON string in a list; drop nulls in lists; return other values as is."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    elif isinstance(value, list):
-        value = [item if isinstance(item, list) else from_json(item) for item in value]
-    return [item for item in value if item is not None] if isinstance(value, list) else value
+    """Parse a JSON string; return other values as is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 def is_objects(value: Any) -> bool:
@@ -136,10 +165,8 @@ def parse_line(row: Row) -> Row | str:
     """Return the object in a line of JSON, or the reason why the line is invalid."""
     try:
         line = json.loads(row["text"])
-    except (json.JSONDecodeError, RecursionError):  # RecursionError: nested too deeply
+    except (ValueError, RecursionError):  # nested too deeply, or an integer that is too long
         return "not valid JSON"
-    except ValueError:  # Python's limit: the time to parse an integer grows with the square of its length
-        return f"an integer has over {sys.get_int_max_str_digits():,} digits"
     return line if isinstance(line, dict) else "not a JSON object"
 
 

@@ -37,6 +37,8 @@ from fp8_suite.data.reading.rows import Row, arrow_row, json_line, parse_line
 from fp8_suite.data.settings import DataConfig
 
 SAVED = ("dataset_dict.json", "state.json")  # files that `save_to_disk` writes
+# Names without suffix of files that are not data, whatever their format.
+NO_DATA = ("readme", "license", "notice", "notes", "requirements", "dataset_infos", "config")
 PEEK = 100  # rows searched for column names if no schema lists them
 
 logger = logging.getLogger(__name__)
@@ -71,12 +73,12 @@ def open_path_or_hub(cfg: DataConfig, split: str) -> Source:
             raise bad_setting(reason, dataset_name=cfg.dataset_name)
         return source_of_saved(cfg, path, split)
     with explaining_read_errors(cfg):
-        if not is_prepared(cfg, name):
+        if not is_prepared(name):
             require_reachable_hub(name, ("README.md",), None, repo_type="dataset")
-        builder = datasets.load_dataset_builder(name, configuration, cache_dir=cfg.data_cache_dir)
+        builder = datasets.load_dataset_builder(name, configuration)
     splits = {str(key): list(value) for key, value in (builder.config.data_files or {}).items()}
     if len(builder.builder_configs) < 2:
-        warn_about_other_files(path, tuple(chain.from_iterable(splits.values())))
+        warn_about_unread_files(path, tuple(chain.from_iterable(splits.values())))
     split = choose_split(cfg, split, splits) if splits else split
     files = splits.get(split, [])
     format = common_format(files)
@@ -120,24 +122,19 @@ def source_of_files(cfg: DataConfig, format: Format, split: str, files: list[str
         reason = f"no line can be read as a JSON object in UTF-8 (the first: {next(iter(lines), 'blank')})"
         way_out = "a file with one list of rows must be called .json"
         raise bad_setting(f"{reason}; {way_out}", dataset_name=cfg.dataset_name)
-    columns = choose_columns(cfg, first_keys(objects))
+    columns = choose_columns(cfg, first_keys(objects), objects)
     return Source(rows, columns, partial(json_line, columns.to_sample), "line" if len(files) == 1 else "row")
 
 
 @cache
-def warn_about_other_files(folder: Path, read: tuple[str, ...]) -> None:
-    """Warn once of data files in a folder that `datasets` assigns to no split.
-
-    Files such as LICENSE.txt or dataset_infos.json are data only beside others of their format.
-    """
+def warn_about_unread_files(folder: Path, read: tuple[str, ...]) -> None:
+    """Warn once of data files in a folder that `datasets` assigns to no split."""
     known, names = {Path(file).resolve() for file in read}, []
-    formats = [format for suffix, format in FORMATS.items() if suffix not in (".txt", ".json")]
-    formats += filter(None, (common_format([file]) for file in read))
     with suppress(OSError):  # a subfolder that cannot be read
         for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
             name = path.relative_to(folder)
-            hidden = any(part.startswith(".") for part in name.parts)
-            if not hidden and common_format([path.name]) in formats and path.resolve() not in known:
+            hidden = any(part.startswith(".") for part in name.parts) or path.stem.lower() in NO_DATA
+            if not hidden and common_format([path.name]) and path.resolve() not in known:
                 names.append(str(name))
     if names:
         logger.warning("--dataset_name %s: not read, by name or format: %s", folder, first_of(names))
@@ -153,7 +150,7 @@ def source_of_saved(cfg: DataConfig, folder: Path, split: str) -> Source:
 
 
 def source_of_rows(cfg: DataConfig, rows: Dataset | IterableDataset) -> Source:
-    columns = choose_columns(cfg, rows.column_names or first_keys(rows))
+    columns = choose_columns(cfg, rows.column_names or first_keys(rows), islice(rows, PEEK))
     return Source(rows, columns, partial(arrow_row, columns.to_sample), "row")
 
 
@@ -167,16 +164,16 @@ def load_options(cfg: DataConfig, split: str, files: list[str]) -> dict[str, Any
 
     Otherwise `load_dataset` downloads all splits: OpenMathInstruct-2's `train` is 14 times its `train_1M`.
     """
-    options = {"split": split, "cache_dir": cfg.data_cache_dir, "streaming": cfg.streaming}
+    options = {"split": split, "streaming": cfg.streaming}
     # `datasets` reads each name as a pattern, in which the brackets of data[1].jsonl are special.
     names = [glob.escape(file) if Path(file).is_file() else file for file in files]
     return options | ({"data_files": {split: names}, "verification_mode": "no_checks"} if files else {})
 
 
-def is_prepared(cfg: DataConfig, name: str) -> bool:
+def is_prepared(name: str) -> bool:
     """True if the cache has rows of this hub id; `datasets` uses them if the hub is unreachable."""
     *owner, last = name.split("/")
-    return (cache_folder(cfg) / "___".join([*owner, camelcase_to_snakecase(last)])).is_dir()
+    return (cache_folder() / "___".join([*owner, camelcase_to_snakecase(last)])).is_dir()
 
 
 def choose_split(cfg: DataConfig, split: str, splits: Iterable[str]) -> str:
@@ -203,7 +200,7 @@ def explaining_read_errors(cfg: DataConfig) -> Iterator[None]:
         raise
     except Exception as error:
         raise_interrupt(error)
-        raise storage_error(cfg, error) or unreadable(cfg, error) from error
+        raise storage_error(error) or unreadable(cfg, error) from error
 
 
 def unreadable(cfg: DataConfig, error: Exception) -> UserError:
@@ -214,11 +211,8 @@ def unreadable(cfg: DataConfig, error: Exception) -> UserError:
     reason = one_line(cause)
     if empty := re.fullmatch(r'Instruction "(.*)" corresponds to no data!', reason):
         return without_rows(cfg, empty[1])
-    choose = "NAME:CONFIGURATION chooses one of several configurations"
+    check = "the name and the network"
     if Path(name_and_configuration(cfg)[0]).expanduser().exists():
-        way_out = f"check that all files are complete and the files of a split have equal columns; {choose}"
-    else:
-        places = f"a local folder, a file ({', '.join(FORMATS)}), or --dataset_name demo"
-        check = f"check the name ({choose}), the network and the disk space in --data_cache_dir"
-        way_out = f"{check}, or give {places}"
+        check = "that all files are complete and the files of a split have equal columns"
+    way_out = f"check {check}; NAME:CONFIGURATION chooses one of several configurations"
     return bad_setting(f"cannot be read: {reason}; {way_out}", dataset_name=cfg.dataset_name)

@@ -1,5 +1,6 @@
 """Names of models, tokenizers and data sets: missing folders, near misses, and a hub that does not answer."""
 
+import datasets
 import httpx
 import huggingface_hub
 import pytest
@@ -32,8 +33,9 @@ def spec(name: str, **options):
 
 
 @pytest.mark.parametrize("flag", ["--model_name", "--dataset_name"])
-def test_a_hub_out_of_reach_is_one_line_after_few_tries(requests, tmp_path, capfd, flag):
-    cfg = DataConfig(dataset_name="some/Name", data_cache_dir=str(tmp_path))
+def test_a_hub_out_of_reach_is_one_line_after_few_tries(requests, tmp_path, capfd, flag, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    cfg = DataConfig(dataset_name="some/Name")
     with pytest.raises(
         (ValueError, UserError), match=rf"^{flag} some/Name: .*out of reach \(Name or service not known\)"
     ):
@@ -43,9 +45,9 @@ def test_a_hub_out_of_reach_is_one_line_after_few_tries(requests, tmp_path, capf
             open_path_or_hub(cfg, "train")
     assert len(requests) == 1 + RETRIES and all("some/Name/" in url for url in requests)
     assert capfd.readouterr() == ("", "")
-    assert not is_prepared(cfg, "some/Name")
+    assert not is_prepared("some/Name")
     (tmp_path / "some___name").mkdir()  # as `datasets` calls it
-    assert is_prepared(cfg, "some/Name")
+    assert is_prepared("some/Name")
 
 
 def test_what_is_here_is_not_requested_and_a_hub_that_answers_is_left_to_its_client(requests, tmp_path):

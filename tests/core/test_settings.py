@@ -87,12 +87,6 @@ def test_a_bad_value_is_one_line_that_names_flag_and_reason(argv, message):
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        ("--dataset_prompt_field q", "--dataset_prompt_field q"),
-        ("--dataset_completion_field a", "--dataset_completion_field a"),
-        (
-            "--dataset_text_field t --dataset_messages_field m",
-            "--dataset_messages_field m --dataset_text_field t",
-        ),
         ("--streaming", "--streaming"),
         ("--eval_samples 0 --generate_samples 1", "--eval_samples 0"),
         ("--eval_samples 0 --max_steps 0", "--eval_samples 0"),
@@ -176,7 +170,6 @@ def test_settings_that_clash_are_refused_by_name(argv, named):
         "--fp8_all_gather --sharding_mode hsdp --hsdp_shard_size 2 --mixed_precision fp8",
         "--fp8_all_gather --sharding_mode fsdp_grad --mixed_precision fp8 --fp8_scenario current --use_te",
         "--sharding_mode deepspeed --deepspeed_config ds_configs/zero1.json",
-        "--dataset_prompt_field q --dataset_completion_field a",
         "--fp8_weights --offload_optimizer --use_te --mixed_precision fp8 --fp8_scenario current",
     ],
 )
@@ -292,7 +285,7 @@ def test_only_settings_that_are_not_resumable_count_as_changed():
     resumable = {name for name, (_, f, _) in all_settings().items() if f.metadata["resumable"]}
     of_records = {name for name, (section, *_) in all_settings().items() if section in ("checkpoint", "log")}
     assert resumable - of_records == {
-        *("data_cache_dir", "num_proc", "num_workers", "flash_attention"),
+        *("num_proc", "num_workers", "flash_attention"),
         *(
             "fp8_weights",
             "gradient_checkpointing",

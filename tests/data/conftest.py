@@ -3,6 +3,7 @@
 import json
 from dataclasses import fields
 
+import datasets
 import pytest
 from fp8_suite.data.build import BatchShape, build_loaders
 from fp8_suite.data.collate import IGNORE
@@ -18,19 +19,26 @@ def json_lines(*rows) -> bytes:
 
 
 @pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Empty cache of prepared data."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+@pytest.fixture
 def tokenizer():
     return load_tokenizer("demo", family="llama")
 
 
 @pytest.fixture
-def build(tmp_path, tokenizer):
+def build(cache, tokenizer):
     """Function that builds loaders from fields of DataConfig and BatchShape."""
 
     def build(*, seed=3, vocab_size=VOCABULARY, evaluate_only=None, **settings):
         shape = {"batch_size": 1, "pad_multiple": 8}
         shape |= {name: settings.pop(name) for name in SHAPE & set(settings)}
         shape.setdefault("eval_batch_size", shape["batch_size"])
-        cfg = {"num_workers": 0, "num_proc": 1, "eval_samples": 0, "data_cache_dir": str(tmp_path / "cache")}
+        cfg = {"num_workers": 0, "num_proc": 1, "eval_samples": 0}
         limits = {"evaluate_only": evaluate_only, "vocab_size": vocab_size, "max_positions": 2048}
         cfg = DataConfig(**cfg | settings)
         return build_loaders(cfg, tokenizer, BatchShape(**shape), seed=seed, **limits)

@@ -22,26 +22,20 @@ ROWS = json_lines(*[{"text": f"row {i}"} for i in range(3)])
 
 
 @pytest.fixture
-def cache(tmp_path):
-    return tmp_path / "cache"
-
-
-@pytest.fixture
 def stored(tmp_path, cache):
     """Data file with cached rows but no cached tokens."""
     (tmp_path / "rows.jsonl").write_bytes(ROWS)
     settings = {"dataset_name": str(tmp_path / "rows.jsonl"), "split_name": "train"}
-    open_path_or_hub(DataConfig(**settings, data_cache_dir=str(cache)), "train")
+    open_path_or_hub(DataConfig(**settings), "train")
     return settings
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["given", "default"])
-def test_cache_folder_that_cannot_be_created_is_refused(load, tmp_path, monkeypatch, given):
+def test_cache_folder_that_cannot_be_created_is_refused(load, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "datasets"
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
-    with pytest.raises(UserError, match=f"^--data_cache_dir {folder}: Not a directory; use") as info:
-        load(ROWS, data_cache_dir=str(folder) if given else None)
+    with pytest.raises(UserError, match=f"^{folder}: Not a directory; set HF_DATASETS_CACHE") as info:
+        load(ROWS)
     assert info.value.exit_code == EXIT_BAD_SETTING
 
 
@@ -54,24 +48,22 @@ def test_unwritable_cache_is_reported(build, load, stored, cache, monkeypatch, n
         raise OSError(number, os.strerror(number), *([f"{cache}/file"] if number in NOT_WRITABLE else []))
 
     monkeypatch.setattr(ArrowWriter, "write_table", write_table)
-    way_out = "use a writable --data_cache_dir" if number in NOT_WRITABLE else "free disk space, or use"
+    way_out = "set HF_DATASETS_CACHE to a writable" if number in NOT_WRITABLE else "free disk space, or set"
     with pytest.raises(UserError, match=f"^{cache}.*: {os.strerror(number)}; {way_out}"):
         build(**stored, num_proc=processes) if processes else load(ROWS)
     assert not list(cache.rglob("tmp*"))
 
 
-def test_full_disk_outside_the_cache_is_reported(tmp_path):
-    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/dev/shm/sem.mp-1")
-    message = str(storage_error(DataConfig(data_cache_dir=str(tmp_path)), error))
-    assert message.startswith("/dev/shm/sem.mp-1: No space left on device; free disk space, or use")
+def test_full_disk_outside_the_cache_is_reported():
+    message = str(storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/dev/shm/sem.mp-1")))
+    assert message.startswith("/dev/shm/sem.mp-1: No space left on device; free disk space, or set")
     assert "HF_HUB_CACHE" in message
 
 
 def test_permission_error_outside_the_cache_is_not_a_cache_error():
-    cfg = DataConfig(dataset_name="owner/set")
     refused = OSError(errno.EACCES, os.strerror(errno.EACCES))  # errors of a socket have no file name
-    assert storage_error(cfg, refused) is None
-    assert "the network" in str(unreadable(cfg, refused))
+    assert storage_error(refused) is None
+    assert "the network" in str(unreadable(DataConfig(dataset_name="owner/set"), refused))
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -141,7 +133,5 @@ def test_full_download_folder_is_reported(build, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets, "load_dataset_builder", download)
-    with pytest.raises(
-        UserError, match=r"No space left .*; free disk space, .*for downloads, another HF_HUB_CACHE"
-    ):
+    with pytest.raises(UserError, match=r"No space left .*; free disk space, .*for downloads, HF_HUB_CACHE"):
         build(dataset_name="owner/set", split_name="train")

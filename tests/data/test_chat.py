@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fp8_suite.core.errors import UserError
 from fp8_suite.data.chat import Encoder, turn_end
-from fp8_suite.data.demo import TOKENIZER_DIR, read_demo
+from fp8_suite.data.demo import read_demo
 from fp8_suite.data.reading.rows import Status, judge
 from fp8_suite.data.tokenizer import CHATML, LLAMA3, MISTRAL, load_tokenizer
 from jinja2.exceptions import TemplateError
@@ -62,6 +62,10 @@ def with_loss(tokenizer, sample):
     return [tokenizer.decode(ids[a:b]) for ids, spans in encode(tokenizer, sample) for a, b in spans]
 
 
+def render(tokenizer, messages, **options):
+    return encoder(tokenizer).renderer.render(messages, **options)
+
+
 @pytest.fixture
 def demo(tokenizer):
     return tokenizer
@@ -107,8 +111,8 @@ def test_family_template_matches_reference_text_and_all_answers_have_loss(
     tokenizer = request.getfixturevalue(name)
     assert tokenizer.chat_template == template.text and tokenizer.pad_token is not None
     made = encoder(tokenizer)
-    assert made.render(CHAT) == text
-    assert text.startswith(made.render(CHAT[:2], generate=True) + answers[0])
+    assert made.renderer.render(CHAT) == text
+    assert text.startswith(made.renderer.render(CHAT[:2], generate=True) + answers[0])
     [(ids, _)] = encode(tokenizer, {"messages": CHAT})
     assert tokenizer.decode(ids) == text
     assert with_loss(tokenizer, {"messages": CHAT}) == answers
@@ -121,12 +125,12 @@ def test_family_template_matches_reference_text_and_all_answers_have_loss(
 )
 def test_mistral_template_refuses_unsupported_roles(mistral, messages, role):
     with pytest.raises(TemplateError, match=f"no place for role {role}"):
-        encoder(mistral).segments(messages)
+        encoder(mistral).renderer.samples(messages)
 
 
 def test_empty_system_prompt_adds_nothing_to_mistral(mistral):
     silent = [{"role": "system", "content": ""}, *CHAT[1:]]
-    assert encoder(mistral).render(silent) == encoder(mistral).render(CHAT[1:])
+    assert render(mistral, silent) == render(mistral, CHAT[1:])
 
 
 def test_family_template_needs_its_markers(demo, tmp_path):
@@ -175,7 +179,7 @@ def piece_by_piece(made, samples):
     rows = []
     for number, sample in enumerate(samples):
         status = judge(sample)[0]
-        for segments in [[]] if status else made.segments(sample["messages"]):
+        for segments in [[]] if status else made.renderer.samples(sample["messages"])[0]:
             ids, spans = [], []
             for text, loss in segments:
                 start = len(ids)
@@ -183,7 +187,7 @@ def piece_by_piece(made, samples):
                 spans += [start, len(ids)] if loss else []
             crc = zlib.crc32(np.array(ids, dtype=np.int32).tobytes())
             crc = zlib.crc32(np.array(spans, dtype=np.int32).tobytes(), crc)
-            row = {"input_ids": ids, "spans": spans, "row": number, "status": status}
+            row = {"input_ids": ids, "spans": spans, "row": number, "status": status, "left_out": ""}
             rows.append(row | {"crc": crc, "max_id": max(ids, default=0)})
     return rows
 
@@ -212,7 +216,7 @@ def test_template_that_rewrites_history_gives_one_sample_per_answer(chatml):
     samples = encode(chatml, {"messages": CHAT})
     assert len(samples) == 2
     for (ids, [[start, stop]]), turns in zip(samples, (3, 5), strict=True):
-        assert chatml.decode(ids[:start]) == encoder(chatml).render(CHAT[: turns - 1], generate=True)
+        assert chatml.decode(ids[:start]) == render(chatml, CHAT[: turns - 1], generate=True)
         answer = CHAT[turns - 1]["content"]
         assert chatml.decode(ids[start:stop]) == f"<think>\n\n</think>\n\n{answer}<|im_end|>"
 
@@ -231,8 +235,8 @@ def test_answer_of_weight_0_is_prompt(chatml, template, turn, kept):
     chat = [message | {"weight": int(i != turn)} for i, message in enumerate(CHAT)]
     [(ids, [[start, stop]])] = encode(chatml, {"messages": chat})
     made = encoder(chatml)
-    assert chatml.decode(ids[:start]) == made.render(CHAT[:kept], generate=True)
-    assert chatml.decode(ids[:stop]) == made.render(CHAT[: kept + 1]).rstrip()
+    assert chatml.decode(ids[:start]) == made.renderer.render(CHAT[:kept], generate=True)
+    assert chatml.decode(ids[:stop]) == made.renderer.render(CHAT[: kept + 1]).rstrip()
     assert made.prompt_and_answer({"messages": chat})[1] == CHAT[kept]["content"]
 
 
@@ -248,7 +252,7 @@ def test_reasoning_tag_in_the_generation_prompt_has_no_loss(chatml, answer):
 @pytest.mark.parametrize("today", ["{{ date_string }}", "{{ strftime_now('%d %b %Y') }}"])
 def test_templates_get_a_fixed_date(today, demo):
     demo.chat_template = today + LLAMA3.text
-    assert "26 Jul 2024" in encoder(demo).render(CHAT)
+    assert "26 Jul 2024" in render(demo, CHAT)
 
 
 def test_plain_text_gets_bos_if_the_tokenizer_adds_it_and_eos_with_loss(demo, chatml):
@@ -266,11 +270,11 @@ def test_refused_conversation_is_a_bad_row_with_the_reason(demo):
     made = encoder(demo)
     table = made.encode([refused, {"messages": CHAT}], [0, 1])
     assert table["status"].to_pylist() == [Status.BAD, Status.USED] and table["input_ids"][0].as_py() == []
-    assert made.to_segments(refused)[1] == "the chat template refuses it: no tools"
+    assert made.draft(refused).reason == "the chat template refuses it: no tools"
     demo.chat_template = "{% for m in messages %}{{ m['calls'] | length if 'calls' in m else '' }}"
     demo.chat_template += "{{ m['content'] }}<|eot_id|>{% endfor %}"
     crash = {"messages": [{**message, "calls": None} for message in CHAT]}
-    assert "TypeError: object of type 'NoneType' has no len" in encoder(demo).to_segments(crash)[1]
+    assert "TypeError: object of type 'NoneType' has no len" in encoder(demo).draft(crash).reason
 
 
 @pytest.mark.parametrize(
@@ -278,11 +282,11 @@ def test_refused_conversation_is_a_bad_row_with_the_reason(demo):
     [
         ("{{ raise_exception('no system role') }}", "no system role; try --system_prompt ''"),
         (
-            "{% if add_generation_prompt %}a: {% else %}b: {% endif %}{{ messages[-1]['content'] }}",
-            "does not follow its own prompt",
+            "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}\n{% endfor %}",
+            "writes nothing of",
         ),
     ],
-    ids=["raises", "moves the prompt"],
+    ids=["raises", "leaves out answers"],
 )
 def test_unusable_template_is_refused(demo, template, message):
     demo.chat_template = template
@@ -309,17 +313,17 @@ def test_token_of_the_next_role_ends_answers_with_loss(demo):
     chat = [*CHAT[:3], {"role": "tool", "content": "5"}, CHAT[2], *CHAT[3:]]
     [(ids, _)] = encode(demo, {"messages": chat})
     # The last answer ends like one that a user turn follows.
-    assert ids == demo(made.render(chat) + "<|user|>", add_special_tokens=False).input_ids
+    assert ids == demo(made.renderer.render(chat) + "<|user|>", add_special_tokens=False).input_ids
     five, seven = "\nIt is 5.", "\nIt is 7."
     assert with_loss(demo, {"messages": chat}) == [f"{five}<|tool|>", f"{five}<|user|>", f"{seven}<|user|>"]
 
 
 def test_roles_that_the_template_names_are_accepted(demo):
     chat = {"messages": [CHAT[1], {"role": "critic", "content": "Hm."}, CHAT[2]]}
-    status, reason, _ = encoder(demo).to_segments(chat)
+    status, reason, *_ = encoder(demo).draft(chat)
     assert status == Status.BAD and reason.startswith("unknown role 'critic'; known are system, ")
     demo.chat_template = "{% set known = ['critic'] %}" + demo.chat_template
-    assert encoder(demo).to_segments(chat)[0] == Status.USED
+    assert encoder(demo).draft(chat).status == Status.USED
 
 
 def test_turn_end_is_the_end_of_turn_token(demo, chatml):
@@ -349,7 +353,7 @@ WITH_TOOLS = (
 def test_tool_call_has_loss_and_tools_are_in_the_prompt(chatml):
     chatml.chat_template = WITH_TOOLS
     made = encoder(chatml)
-    [segments] = made.segments(CALLING, [{"type": "function", "function": {"name": "weather"}}])
+    [segments], _ = made.renderer.samples(CALLING, [{"type": "function", "function": {"name": "weather"}}])
     assert made.renders_tools and '"weather"' in segments[0][0]
     call = '{"name": "weather", "arguments": {"place": "Oslo"}}<|im_end|>'
     assert [text for text, loss in segments if loss] == [call, "It is sunny.<|im_end|>"]
@@ -357,13 +361,98 @@ def test_tool_call_has_loss_and_tools_are_in_the_prompt(chatml):
     assert prompt.endswith("assistant\n") and json.loads(answer) == [CALL]
 
 
-def test_template_that_drops_tool_calls_makes_a_bad_row(chatml):
+# Templates of reasoning models strip the reasoning of finished answers; some open it in the prompt.
+STRIPPING = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[user]{{ m.content }}[/user]"
+    "{% elif m.role == 'assistant' %}[answer]{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}[answer]OPENED{% endif %}"
+)
+THOUGHT = "Six sevens are forty-two.\n</think>\n\nThe product is 42."
+
+
+@pytest.mark.parametrize("opened", ["<think>{{ '\\n' }}", "<think>", ""])
+@pytest.mark.parametrize("written", ["<think>\n", "<think>", ""])
+def test_stripped_reasoning_is_trained_on(demo, opened, written):
+    demo.chat_template = STRIPPING.replace("OPENED", opened)
+    question = {"role": "user", "content": "6 times 7?"}
+    chat = [question, {"role": "assistant", "content": written + THOUGHT}] * 2
+    samples, left_out = encoder(demo).renderer.samples(chat)
+    assert not left_out and len(samples) == 2  # the second prompt lacks the first reasoning
+    for sample, turns in zip(samples, (1, 3), strict=True):
+        (prompt, _), (answer, _), _ = sample
+        assert prompt == render(demo, chat[:turns], generate=True)
+        assert answer.endswith(f"{THOUGHT}<|eot_id|>") and (prompt + answer).count("<think>") <= 1
+
+
+CALLING_WITH = {**CALLING[1], "content": "I look."}
+
+
+@pytest.mark.parametrize(
+    ("answer", "left_out"),
+    [
+        (CALLING_WITH, ["tool_calls"]),
+        ({"role": "assistant", "content": "Yes.", "reasoning_content": "Because."}, ["reasoning_content"]),
+        ({"role": "assistant", "content": "Yes.", "reasoning_content": "", "tool_calls": []}, []),
+        (CALLING_WITH | {"weight": 0}, []),
+    ],
+)
+def test_parts_that_the_template_leaves_out_are_named(chatml, answer, left_out):
+    chat = {"messages": [CHAT[1], answer, *CHAT[1:3]]}
+    assert encoder(chatml).draft(chat)[::3] == (Status.USED, left_out)
+
+
+def test_content_and_single_calls_that_the_template_leaves_out_are_named(chatml):
+    calls = "{% if m['tool_calls'] %}{{ m['tool_calls'][0]['function'] | tojson }}{% else %}"
+    chatml.chat_template = (
+        CHATML.text.replace("message", "m")
+        .replace("ms", "messages")
+        .replace("{{ m['content'] }}", calls + "{{ m['content'] }}{% endif %}")
+    )
+    search = {"type": "function", "function": {"name": "search"}}
     made = encoder(chatml)
-    assert not made.renders_tools
-    for weight in (1, 0):
-        chat = [CALLING[0], CALLING[1] | {"weight": weight}, *CALLING[2:]]
-        status, reason, _ = made.to_segments({"messages": chat})
-        assert status == Status.BAD and reason.endswith("it drops the tool calls of an answer")
+    for answer, left_out in ((CALLING[1], []), (CALLING_WITH, ["content"])):
+        assert made.draft({"messages": [CHAT[1], answer]}).left_out == left_out
+    several = CALLING[1] | {"tool_calls": [CALL, search]}
+    assert made.draft({"messages": [CHAT[1], several]}).left_out == ["tool_calls"]
+
+
+def test_answer_of_which_nothing_is_written_makes_a_bad_row(chatml):
+    status, reason, *_ = encoder(chatml).draft({"messages": CALLING[:2]})
+    assert status == Status.BAD and reason.endswith("it writes nothing of an answer")
+
+
+# Mistral's own template puts the system message into the last turn, if that is a user's.
+MOVING = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]{% if loop.last %}"
+    "{% for s in messages if s.role == 'system' %}{{ s.content }} {% endfor %}{% endif %}{{ m.content }}"
+    "[/INST]{% elif m.role == 'assistant' %}SPACE{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("space", ["", " "])
+def test_prompts_are_those_of_inference_where_later_turns_change_them(demo, space):
+    demo.chat_template = MOVING.replace("SPACE", space)
+    bos, first, second = "<|begin_of_text|>", "It is 5.<|eot_id|>", "It is 7.<|eot_id|>"
+    one, other = CHAT[1]["content"], CHAT[3]["content"]
+    samples, _ = encoder(demo).renderer.samples(CHAT)
+    assert samples == [
+        [(f"{bos}[INST]Be brief. {one}[/INST]", False), (space + first, True), ("", False)],
+        [
+            (f"{bos}[INST]{one}[/INST]{space}{first}[INST]Be brief. {other}[/INST]", False),
+            (space + second, True),
+            ("", False),
+        ],
+    ]
+    assert [sample[0][0] for sample in samples] == [render(demo, CHAT[:i], generate=True) for i in (2, 4)]
+
+
+def test_template_options_reach_the_template(demo):
+    demo.chat_template = LLAMA3.text + "{% if add_generation_prompt and thinking %}<think>{% endif %}"
+    for thinking in (True, False):
+        sample = {"messages": CHAT[:3], "options": {"thinking": thinking}}
+        [(ids, [[start, _]])] = encode(demo, sample)
+        assert demo.decode(ids[:start]).endswith("<think>") == thinking
+        assert encoder(demo).prompt_and_answer(sample)[0].endswith("<think>") == thinking
 
 
 LLAMA2 = (
@@ -395,7 +484,7 @@ def test_segment_tokens_match_tokens_of_the_joined_text(kind, template):
     tokenizer = with_word_borders(kind)
     tokenizer.chat_template = template
     made = encoder(tokenizer)
-    whole = tokenizer(made.render(CHAT[1:]), add_special_tokens=False).input_ids
+    whole = tokenizer(made.renderer.render(CHAT[1:]), add_special_tokens=False).input_ids
     assert (made.mid_text is None) == (kind == "never")
     [(ids, _)] = encode(tokenizer, {"messages": CHAT[1:]})
     assert ids == whole
@@ -407,14 +496,3 @@ def test_error_for_unreadable_tokenizer_is_one_line(name, monkeypatch):
     with pytest.raises(UserError, match=rf"--tokenizer_name {name}: .*; (give|use) ") as info:
         load_tokenizer(name, family="llama")
     assert "\n" not in str(info.value)
-
-
-def test_script_reproduces_the_demo_tokenizer(tmp_path):
-    from fp8_suite.data.train_demo_tokenizer import train
-
-    tokenizer = train()
-    tokenizer.save_pretrained(tmp_path, save_jinja_files=False)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / name).read_bytes() == (TOKENIZER_DIR / name).read_bytes()
-    text = "Gr\u00fc\u00dfe, \u4e16\u754c!"
-    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text

@@ -2,26 +2,27 @@
 
 import json
 import multiprocessing
+import os
 import socket
 import subprocess
 import sys
-import threading
 from collections import Counter
 from itertools import islice
 from multiprocessing import resource_sharer
 from multiprocessing.connection import Client
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 from fp8_suite.core.errors import UserError
 from fp8_suite.data import loader as loader_module
-from fp8_suite.data import order, samples
+from fp8_suite.data import order
 from fp8_suite.data.build import open_split
 from fp8_suite.data.chat import Encoder
-from fp8_suite.data.order import MicroBatches, prefetched
+from fp8_suite.data.order import MicroBatches
 from fp8_suite.data.samples import count_labels
 from fp8_suite.data.settings import DataConfig
 from fp8_suite.data.tokenizer import load_tokenizer
@@ -58,7 +59,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def make(folder, build, monkeypatch):
-    """Function that builds loaders from the folder."""
+    """Function that builds loaders from the folder, with one cache for all tests."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder.parent / "cache")
     monkeypatch.setattr(order, "WINDOW", 25)  # several windows in ROWS
     defaults = {
         "dataset_name": str(folder),
@@ -66,7 +68,6 @@ def make(folder, build, monkeypatch):
         "max_seq_length": 128,
         "batch_size": 2,
         "pad_multiple": 16,
-        "data_cache_dir": str(folder.parent / "cache"),
     }
     return lambda **settings: build(**defaults | settings)
 
@@ -150,20 +151,12 @@ def test_data_smaller_than_a_micro_batch_is_refused(make, streaming):
 
 
 @streaming
-def test_a_batch_size_above_the_number_of_sequences_is_a_warning(make, streaming, caplog):
-    make(num_of_samples=9, packing=False, batch_size=9, streaming=streaming)
-    assert "--batch_size" not in caplog.text
-    make(num_of_samples=9, packing=False, batch_size=12, streaming=streaming)
-    assert "--batch_size 12: there are only 9 sequences to train on" in caplog.text
-
-
-@streaming
 def test_a_step_of_more_sequences_than_there_are_is_a_warning(make, streaming, caplog):
-    given = {"num_of_samples": 9, "packing": False, "batch_size": 3, "streaming": streaming}
-    make(**given, micro_batches_per_step=3)
+    rows = {"num_of_samples": 9, "packing": False, "batch_size": 3, "streaming": streaming}
+    make(**rows, micro_batches_per_step=3)
     assert "a step" not in caplog.text
-    make(**given, micro_batches_per_step=4)
-    assert "a step should have 12 sequences: there are only 9 sequences, so it has those" in caplog.text
+    make(**rows, micro_batches_per_step=4)
+    assert "a step should have 12 sequences: it has all there are, 9 sequences" in caplog.text
 
 
 def test_padding_multiple_changes_only_widths(make):
@@ -222,9 +215,8 @@ from fp8_suite.data.order import Layout
 from fp8_suite.data.settings import DataConfig
 from fp8_suite.data.tokenizer import load_tokenizer
 
-folder, cache = sys.argv[1:]
-settings = {"num_workers": 2, "max_seq_length": 128, "eval_samples": 5, "data_cache_dir": cache}
-cfg = DataConfig(dataset_name=folder, split_name="train", **settings)
+settings = {"num_workers": 2, "max_seq_length": 128, "eval_samples": 5}
+cfg = DataConfig(dataset_name=sys.argv[1], split_name="train", **settings)
 shape = BatchShape(batch_size=2, eval_batch_size=2, pad_multiple=16)
 limits = {"vocab_size": 2048, "max_positions": 2048}
 loaders = build_loaders(cfg, load_tokenizer("demo", family="llama"), shape, seed=3, **limits)
@@ -265,8 +257,10 @@ for child, name in children.items():
 
 
 def test_process_exits_although_workers_ignore_sigterm(folder, tmp_path):
-    arguments = [sys.executable, "-c", ENDINGS, str(folder), str(tmp_path)]
-    with running(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    arguments = [sys.executable, "-c", ENDINGS, str(folder)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path)}
+    with running(arguments, cwd=ROOT, env=environment, **pipes) as process:
         output, errors = process.communicate(timeout=600)
     codes = dict(line.split() for line in output.splitlines() if len(line.split()) == 2)
     assert codes == {
@@ -276,27 +270,6 @@ def test_process_exits_although_workers_ignore_sigterm(folder, tmp_path):
         "with_an_error_in_a_worker": "1",
     }, errors
     assert "'NoneType' object is not callable" in errors
-
-
-def test_prefetched_computes_one_item_ahead_and_propagates_errors():
-    second, stuck = threading.Event(), threading.Event()
-
-    def items():
-        yield 1
-        second.set()
-        yield 2
-        raise KeyError("the third")
-
-    found = prefetched(items())
-    assert next(found) == 1 and second.wait(timeout=300)
-    assert next(found) == 2
-    with pytest.raises(KeyError, match="the third"):
-        next(found)
-    assert list(prefetched(iter([]))) == []
-    found = prefetched(item if item == 1 else stuck.wait() for item in (1, 2))
-    assert next(found) == 1
-    found.close()  # does not wait for the second item
-    stuck.set()
 
 
 def test_stream_windows_are_tokenized_once(make, monkeypatch):
@@ -380,15 +353,11 @@ def evaluated(loaders):
 
 
 @streaming
-def test_evaluation_alone_reads_all_rows_of_its_split_and_no_others(make, streaming, monkeypatch, tmp_path):
+def test_evaluation_alone_reads_all_rows_of_its_split_and_no_others(make, cache, streaming, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
     encoded, encode = [], Encoder.encode
     monkeypatch.setattr(Encoder, "encode", lambda *args: encoded.extend(args[1]) or encode(*args))
-    alone = {
-        "streaming": streaming,
-        "packing": False,
-        "evaluate_only": "model",
-        "data_cache_dir": str(tmp_path),
-    }
+    alone = {"streaming": streaming, "packing": False, "evaluate_only": "model"}
     assert evaluated(make(**alone, eval_samples=None)) == list(range(ROWS))
     assert evaluated(make(**alone, eval_samples=None, eval_split="test")) == list(range(20))
     assert len(encoded) == ROWS + 20
@@ -401,12 +370,13 @@ def test_evaluation_alone_reads_all_rows_of_its_split_and_no_others(make, stream
 
 @streaming
 @pytest.mark.parametrize("eval_split", [None, "test"])
-def test_a_checkpoint_is_evaluated_on_the_rows_of_its_run(make, eval_split, streaming, monkeypatch, tmp_path):
+def test_a_checkpoint_is_evaluated_on_the_rows_of_its_run(make, cache, eval_split, streaming, monkeypatch):
     settings = {"streaming": streaming, "eval_samples": 6, "eval_split": eval_split, "num_of_samples": 70}
     run = make(**settings)
     encoded, encode = [], Encoder.encode
     monkeypatch.setattr(Encoder, "encode", lambda *args: encoded.extend(args[1]) or encode(*args))
-    alone = make(**settings, evaluate_only="checkpoint", data_cache_dir=str(tmp_path))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    alone = make(**settings, evaluate_only="checkpoint")
     assert alone.train is None and alone.eval_fingerprint == run.eval_fingerprint and len(encoded) == 6
     assert alone.eval_prompts == run.eval_prompts
 
@@ -452,11 +422,11 @@ def test_token_cache_is_shared_by_every_seed_length_and_layout(make, monkeypatch
     ],
     ids=["template", "bos", "eos", "vocabulary", "system prompt"],
 )
-def test_cache_key_depends_on_tokenizer_and_prompt_format(folder, change, settings):
+def test_cache_key_depends_on_tokenizer_and_prompt_format(folder, cache, change, settings):
     def key(change, **settings):
         tokenizer = load_tokenizer("demo", family="llama")
         change(tokenizer)
-        cfg = DataConfig(dataset_name=str(folder), data_cache_dir=str(folder.parent / "cache"), **settings)
+        cfg = DataConfig(dataset_name=str(folder), **settings)
         split = open_split(cfg, "train", tokenizer, 2048)
         return split.cache_key(split.source.rows)
 
@@ -464,20 +434,13 @@ def test_cache_key_depends_on_tokenizer_and_prompt_format(folder, change, settin
     assert key(lambda tokenizer: None) == before and key(change, **settings) != before
 
 
-def test_parallel_tokenization_matches_serial_and_inherits_the_tokenizer(make, monkeypatch, tmp_path):
-    def unpicklable(_):
-        raise TypeError("the encoder was pickled")
-
+def test_parallel_tokenization_matches_serial(make, cache, monkeypatch):
     alone = [content(batch) for batch in make(num_proc=1).train]
-    monkeypatch.setattr(Encoder, "__reduce__", unpicklable)
-    several = make(num_proc=3, data_cache_dir=str(tmp_path))
-    assert len(list(tmp_path.rglob("cache-*_of_00003.arrow"))) == 3
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    several = make(num_proc=3)
+    assert len(list(cache.rglob("cache-*_of_00003.arrow"))) == 3
     assert [content(batch) for batch in several.train] == alone
-    assert several.report.processes == 3 and several.report.rows_per_second > 0
-    assert make(num_proc=3, data_cache_dir=str(tmp_path)).report.rows_per_second is None  # cached
-    monkeypatch.setattr(samples, "get_start_method", lambda: "spawn")
-    with samples.shared_with_forks(encoder := object()) as function:
-        assert function is encoder  # spawned processes get a copy
+    assert several.report.rows_per_second > 0 and make(num_proc=3).report.rows_per_second is None  # cached
 
 
 @streaming
@@ -491,7 +454,7 @@ def test_token_id_outside_the_vocabulary_is_refused(make, streaming):
     [
         ({"split_name": "test"}, "--split_name"),
         ({"num_of_samples": 40}, "--num_of_samples"),
-        ({"dataset_text_field": "completion"}, r"--dataset_\*_field"),
+        ({"dataset_text_field": "completion"}, "--dataset_text_field"),
         ({"system_prompt": "Be brief."}, "--system_prompt"),
         ({"max_seq_length": 256}, r"--max_seq_length \(128, now 256\)"),
         ({"packing": False}, r"--packing \(True, now False\)"),

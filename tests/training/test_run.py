@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from fp8_suite.benchmarks.report import main as report
@@ -479,6 +480,8 @@ def test_a_run_needs_no_stdout(tmp_path, monkeypatch, state):
 
 
 def tokenize_without_end(argv: list[str], output: Path) -> None:
+    datasets.config.HF_DATASETS_CACHE = output.parent / "cache"
+
     def encode(*_):
         print("tokenizing", flush=True)
         time.sleep(6000)
@@ -501,8 +504,7 @@ def tokenize_without_end(argv: list[str], output: Path) -> None:
 )
 def test_tokenization_processes_end_with_the_run(tmp_path, number, to_all, code):
     os.mkfifo(tmp_path / "output")
-    folders = f"--output_dir {tmp_path}/run --data_cache_dir {tmp_path}/cache"
-    argv = f"{SMALL} {folders} --num_proc 2".split()
+    argv = f"{SMALL} --output_dir {tmp_path}/run --num_proc 2".split()
     with (
         forked(tokenize_without_end, argv, tmp_path / "output") as process,
         (tmp_path / "output").open() as printed,
