@@ -60,6 +60,11 @@ class Section:
 
     affects: ClassVar[Effect] = "step"
 
+    @classmethod
+    def completed(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the values that were given, with those that follow from them."""
+        return values
+
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)

@@ -224,7 +224,7 @@ def config_from_dict(values: dict[str, Any]) -> Config:
     for name, value in values.items():
         setting = lookup(name, table)
         sections[setting.section][name] = convert(name, value, setting.type)
-    return Config(**{s: SECTIONS[s](**v) for s, v in sections.items()})
+    return Config(**{s: SECTIONS[s](**SECTIONS[s].completed(v)) for s, v in sections.items()})
 
 
 # Settings in files of earlier runs that this version no longer has -> the values that mean what it does now;

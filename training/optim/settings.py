@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from fp8_suite.core.settings import AUTO, Effect, Section, resumable, setting
 
@@ -32,7 +32,7 @@ class OptimConfig(Section):
         None, "sequences per evaluation batch and device; default: --batch_size", **BATCH, affects="logging"
     )
     gradient_accumulation_steps: int | None = setting(
-        None, "micro-batches per step; default: from --global_batch_size, else 1", **BATCH, affects="step"
+        1, "micro-batches per step; default: from --global_batch_size, else 1", **BATCH, affects="step"
     )
     num_epochs: int = resumable(1, "passes over the training data", minimum=1)
     max_steps: int | None = resumable(
@@ -64,8 +64,10 @@ class OptimConfig(Section):
         affects="step",
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        open_split = self.batch_size == AUTO or self.global_batch_size is not None
-        if self.gradient_accumulation_steps is None and not open_split:
-            object.__setattr__(self, "gradient_accumulation_steps", 1)
+    @classmethod
+    def completed(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Set accumulation that was not given to 1, or to None if the run chooses it at its start."""
+        if values.get("gradient_accumulation_steps") is not None:
+            return values
+        chosen = values.get("batch_size") == AUTO or values.get("global_batch_size") is not None
+        return values | {"gradient_accumulation_steps": None if chosen else 1}

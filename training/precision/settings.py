@@ -61,8 +61,8 @@ class PrecisionConfig(Section):
 def changed_recipe_settings(settings: Any) -> dict[str, Any]:
     """Return the recipe settings that differ from their defaults."""
     default = vars(PrecisionConfig())
-    found = {name: value for name, value in vars(settings).items() if name in RECIPE_SETTINGS}
-    return {name: value for name, value in found.items() if value != default[name]}
+    values = {name: value for name, value in vars(settings).items() if name in RECIPE_SETTINGS}
+    return {name: value for name, value in values.items() if value != default[name]}
 
 
 def unread_settings(settings: Any, recipes: set[str]) -> Iterator[tuple[str, str]]:
@@ -76,9 +76,10 @@ def unread_settings(settings: Any, recipes: set[str]) -> Iterator[tuple[str, str
 def parse_moment_dtype(text: str) -> tuple[str, str]:
     """Return the formats of the first and second moment. UserError for another one."""
     names = [name.strip() for name in text.split(",")]
-    if len(names) > 2 or not set(names) <= set(MOMENT_DTYPES):
-        found = nearest(text, MOMENT_DTYPES)
-        raise bad_setting(f"not one of {', '.join(MOMENT_DTYPES)}, or two of them{found}", moment_dtype=text)
+    unknown = [name for name in names if name not in MOMENT_DTYPES]
+    if unknown or len(names) > 2:
+        hint = nearest(unknown[0].lower(), MOMENT_DTYPES) if unknown else ""
+        raise bad_setting(f"not one of {', '.join(MOMENT_DTYPES)}, or two of them{hint}", moment_dtype=text)
     return names[0], names[-1]
 
 

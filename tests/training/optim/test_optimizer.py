@@ -65,6 +65,8 @@ def test_weights_that_are_gathered_in_fp8_are_stored_in_fp8(mode, fp8):
             r"^--moment_dtype fp8: DeepSpeed keeps FP32 moments; .* another --sharding_mode",
         ),
         ({"moment_dtype": "bf61"}, GPU, r"^--moment_dtype bf61: not one of fp32, .* 'bf16'"),
+        ({"moment_dtype": "FP8"}, GPU, r"did you mean 'fp8'"),
+        ({"moment_dtype": "fp8,BF16"}, GPU, r"did you mean 'bf16'"),
         ({"moment_dtype": "fp8,fp8,fp8"}, GPU, r"^--moment_dtype fp8,fp8,fp8: .* two of them"),
         (
             {"mixed_precision": "fp32", "offload_optimizer": True},
