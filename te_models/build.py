@@ -284,7 +284,8 @@ def build_hf(spec: ModelSpec, options: BuildOptions) -> HFCausalLM:
         model = _wrap(inner, spec, options)
     else:
         model = _wrap(_from_seed(spec, options), spec, options)
-    model.choose_attention(options.device, options.compute_dtype or options.dtype)
+    dtype, flash_4 = options.compute_dtype or options.dtype, options.kernels.flash_attention
+    model.choose_attention(options.device, dtype, flash_4=flash_4)
     if options.packed:
         sharded = options.shard is not None and dist.is_initialized()
         refuse_leaking_packing(model.eval(), spec.name, sharded=sharded)

@@ -16,7 +16,6 @@ from fp8_suite.core.recipes import LM_HEAD_RECIPE
 from fp8_suite.te_models.backend import te_module
 from fp8_suite.te_models.families import FAMILIES, head_dim
 from fp8_suite.te_models.kernels.rope import Rope, fuse_qkv_rope, rope_table
-from fp8_suite.te_models.kernels.selection import Kernels
 from fp8_suite.te_models.loss import TokenLoss, linear_cross_entropy
 from fp8_suite.te_models.options import BuildOptions, NativeOptions
 from fp8_suite.te_models.recompute.layers import run_recomputed
@@ -52,7 +51,7 @@ class TECausalLM(nn.Module):
         te = te_module(options.te_backend)
         self.config, self.options, self.family = config, options, FAMILIES[config.model_type]
         is_native = options.te_backend == "native"
-        self.native = options.native if is_native else NativeOptions(kernels=Kernels())
+        self.native = options.native if is_native else NativeOptions()
         # True in the first micro-batch of a step, False in the others, None outside of a step.
         self.first_micro_batch: bool | None = None
         self.recompute = recompute_levels(options.recompute, config.num_hidden_layers)  # level of each layer
@@ -107,7 +106,8 @@ class TECausalLM(nn.Module):
 
     @property
     def _fuses_qkv_rope(self) -> bool:
-        return self.native.kernels.qkv_rope and not self.family.qk_norm
+        is_native = self.options.te_backend == "native"
+        return is_native and self.options.kernels.qkv_rope and not self.family.qk_norm
 
     @property
     def blocks(self) -> list[nn.Module]:

@@ -6,7 +6,7 @@ B rows, S tokens per row, T = B*S tokens, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, bad_setting
+from fp8_suite.core.patches import PARAMETERS_ON_META
 from fp8_suite.core.recipes import LM_HEAD_RECIPE
 from fp8_suite.te_models.loss import IGNORE, TokenLoss, linear_cross_entropy, logits_cross_entropy
-from fp8_suite.te_models.packed_attention import ATTENTION_NAME, install_packed_attention, sequence_boundaries
+from fp8_suite.te_models.packed_attention import install_packed_attention, sequence_boundaries
 from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.weights import Gather
 from torch import Tensor, nn
@@ -93,17 +94,18 @@ class HFCausalLM(nn.Module):
     def attention(self) -> str:
         """Name of the attention in use, for the run's records."""
         reason = self.attention_fallback
-        return ATTENTION_NAME if reason is None else f"transformers' own ({reason})"
+        return self.model.config._attn_implementation if reason is None else f"transformers' own ({reason})"
 
     @property
     def has_router_loss(self) -> bool:
         """True if the configuration enables the load-balancing loss of a mixture of experts."""
         return getattr(self.model.config, "output_router_logits", False)
 
-    def choose_attention(self, device: torch.device, dtype: torch.dtype) -> None:
+    def choose_attention(self, device: torch.device, dtype: torch.dtype, *, flash_4: bool = False) -> None:
         """Install `packed_attention` if the model supports it; call after loading. `dtype`: attention's."""
         with high_precision_linears(self):
-            self.attention_fallback = install_packed_attention(self.model, self, device, dtype)
+            arguments = self.model, self, device, dtype
+            self.attention_fallback = install_packed_attention(*arguments, flash_4=flash_4)
 
     def use_fp8_lm_head(self) -> None:
         """Run the LM head's GEMMs in FP8, see `loss_fp8`."""
@@ -255,21 +257,18 @@ def _plain_linear(module: nn.Linear, hidden: Tensor) -> Tensor:
     return F.linear(hidden, weight, module.bias)
 
 
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> AbstractContextManager[None]:
     """Create parameters on the meta device, but buffers with storage: weight files do not contain them."""
-    register = nn.Module.register_parameter
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
+    def on_meta(register: Callable) -> Callable:
+        def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            if parameter is not None and not parameter.is_meta:
+                parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            register(module, name, parameter)
 
-    nn.Module.register_parameter = on_meta
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register
+        return register_on_meta
+
+    return PARAMETERS_ON_META.on(on_meta)
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

@@ -19,7 +19,6 @@ class NativeOptions:
     # Cast weights in a step's first micro-batch (`TECausalLM.first_micro_batch`, set by the strategy) only.
     cache_fp8_weights: bool = False
     fuse_gradient_sums: bool = False  # wgrad GEMMs accumulate in `main_grad`: `training.optim.accumulation`
-    kernels: Kernels = DEFAULT_KERNELS  # selected by `training.kernels`
     weight_recipe: Any = None  # recipe of FP8 primary weights, see `fp8_weights.quantize_shards`
 
 
@@ -40,6 +39,7 @@ class BuildOptions:
     reentrant: bool = False  # reentrant activation checkpointing, required by DeepSpeed's ZeRO-3 hooks
     shard: Callable[[nn.Module], None] | None = None  # shards the model, if possible on the meta device
     parameter_device: torch.device | None = None  # device of the shards (CPU offload), default `device`
+    kernels: Kernels = DEFAULT_KERNELS  # selected by `training.kernels`
     native: NativeOptions = field(default_factory=NativeOptions)
     # Options of Hugging Face's layers only:
     convert: Callable[[nn.Module], None] | None = None  # replaces linear layers before sharding

@@ -3,7 +3,7 @@
 transformers separates packed samples by a block-diagonal mask [B, 1, S, S], which flash kernels do not
 support. `packed_attention` reads the sequence boundaries (`cu_seqlens`) instead. It runs in
 
-- FlashAttention 4 inside `enabled` (self-tested by `training.kernels`, see `kernels.flash_attention`);
+- FlashAttention 4 if the run uses it (self-tested by `training.kernels`, see `kernels.flash_attention`);
 - otherwise torch's FlashAttention 2 on a GPU, for 16-bit inputs and head sizes that it supports;
 - otherwise plain PyTorch in float32, which is also the reference in tests.
 
@@ -16,9 +16,9 @@ R = H / G, K head size.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
@@ -26,27 +26,22 @@ import torch
 import torch.nn.functional as F
 from fp8_suite.core.errors import UserError
 from fp8_suite.te_models.kernels import flash_attention
-from fp8_suite.te_models.kernels.selection import patched
 from torch import Tensor, nn
 
-ATTENTION_NAME = "packed_causal"
+ATTENTION_NAME, FLASH_4_NAME = "packed_causal", "packed_causal_flash_4"
 PROBE_NAME = "packed_causal_probe"
 # Arguments of attention functions that `hf_attention` supports, or that do not affect causal attention.
 SUPPORTED_ARGUMENTS = {"dropout", "is_causal", "scaling", "position_ids", "cache_position", "use_cache"}
 SUPPORTED_ARGUMENTS |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
-_flash_attention_4 = False  # True inside `flash_attention_4`
-
-
-def flash_attention_4() -> AbstractContextManager[None]:
-    """Run `packed_attention` in FlashAttention 4, which must be installed, instead of torch's kernel."""
-    return patched(globals(), _flash_attention_4=True)
-
 
 def self_test(heads: int, groups: int, head_size: int) -> str | None:
     """Compare packed attention in FlashAttention 4 with the reference; return the problem, or None."""
-    with flash_attention_4():
-        return flash_attention.self_test(attend_packed, heads, groups, head_size)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        return packed_attention(q, k, v, cu_seqlens, max_seqlen, q.shape[-1] ** -0.5, True)[0]
+
+    return flash_attention.self_test(attend, heads, groups, head_size)
 
 
 def why_no_kernel(q: Tensor) -> str | None:
@@ -62,7 +57,7 @@ def why_no_kernel(q: Tensor) -> str | None:
 
 @torch.library.custom_op("fp8_suite::packed_attention", mutates_args=())
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, flash_4: bool
 ) -> tuple[Tensor, Tensor]:
     """Attend causally within each sequence: q [T, H, K], k and v [T, G, K] -> out [T, H, K], log-sum-exp.
 
@@ -71,7 +66,7 @@ def packed_attention(
     that torch.compile does not trace into it.
     """
     if why_no_kernel(q) is None:
-        if _flash_attention_4:
+        if flash_4:
             forward = flash_attention.interface()._flash_attn_fwd
             arguments = _flash_4_arguments(cu_seqlens, max_seqlen, scale)
             out, lse, *_ = forward(q, k, v, return_lse=True, **arguments)
@@ -90,7 +85,7 @@ def packed_attention(
 
 
 @packed_attention.register_fake
-def _(q, k, v, cu_seqlens, max_seqlen, scale):
+def _(q, k, v, cu_seqlens, max_seqlen, scale, flash_4):
     size = (0,) if why_no_kernel(q) else (q.shape[1], q.shape[0])
     return torch.empty_like(q), q.new_empty(size, dtype=torch.float32)
 
@@ -106,10 +101,11 @@ def _packed_attention_backward(
     cu_seqlens: Tensor,
     max_seqlen: int,
     scale: float,
+    flash_4: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv; for weights P, dS = P * (dO V^T - rowsum(dO * O)) (arXiv:2205.14135)."""
     if why_no_kernel(q) is None:
-        if _flash_attention_4:
+        if flash_4:
             arguments = _flash_4_arguments(cu_seqlens, max_seqlen, scale)
             arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
             grads = flash_attention.interface()._flash_attn_bwd(q, k, v, out, grad, lse, **arguments)
@@ -135,26 +131,22 @@ def _packed_attention_backward(
 
 
 @_packed_attention_backward.register_fake
-def _(grad, q, k, v, out, lse, cu_seqlens, max_seqlen, scale):
+def _(grad, q, k, v, out, lse, cu_seqlens, max_seqlen, scale, flash_4):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    q, k, v, cu_seqlens, ctx.max_seqlen, ctx.scale = inputs
+    q, k, v, cu_seqlens, *ctx.settings = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
-    saved = *ctx.saved_tensors, ctx.max_seqlen, ctx.scale
-    return (*torch.ops.fp8_suite.packed_attention_backward(grad.contiguous(), *saved), None, None, None)
+    saved = *ctx.saved_tensors, *ctx.settings
+    grads = torch.ops.fp8_suite.packed_attention_backward(grad.contiguous(), *saved)
+    return *grads, None, None, None, None
 
 
 packed_attention.register_autograd(_backward, setup_context=_save)
-
-
-def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """Run `packed_attention` with the scale 1/sqrt(K) and return its output [T, H, K]."""
-    return packed_attention(q, k, v, cu_seqlens, max_seqlen, q.shape[-1] ** -0.5)[0]
 
 
 def _flash_4_arguments(cu_seqlens: Tensor, max_seqlen: int, scale: float) -> dict[str, Any]:
@@ -186,6 +178,7 @@ def hf_attention(
     scaling: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    flash_4: bool = False,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: query [B, H, S, K], key and value [B, G, S, K] -> [B, S, H, K].
@@ -205,7 +198,7 @@ def hf_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     rows, heads, tokens, size = query.shape
     scale = size**-0.5 if scaling is None else scaling
-    if cu_seq_lens_q is None and _flash_attention_4 and not why_no_kernel(query):
+    if cu_seq_lens_q is None and flash_4 and not why_no_kernel(query):
         max_length_q = tokens
         cu_seq_lens_q = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * tokens
     if cu_seq_lens_q is None:
@@ -215,7 +208,7 @@ def hf_attention(
         )
         return out.transpose(1, 2), None
     q, k, v = (t.transpose(1, 2).flatten(0, 1).contiguous() for t in (query, key, value))  # [T, H or G, K]
-    out, _ = packed_attention(q, k, v, cu_seq_lens_q, max_length_q, float(scale))
+    out, _ = packed_attention(q, k, v, cu_seq_lens_q, max_length_q, float(scale), flash_4)
     return out.unflatten(0, (rows, -1)), None
 
 
@@ -236,12 +229,18 @@ def _unsupported(module: nn.Module, mask: Tensor | None, arguments: dict[str, An
 
 @torch.no_grad()
 def install_packed_attention(
-    model: nn.Module, forward: Callable[..., Any], device: torch.device, dtype: torch.dtype
+    model: nn.Module,
+    forward: Callable[..., Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    flash_4: bool = False,
 ) -> str | None:
     """Install `hf_attention` in a transformers model; return why it must keep its own attention, or None.
 
     `forward` runs `model` on a small packed batch, during which every attention call and mask is inspected.
-    `dtype` is the compute dtype of attention. Collective if the model is sharded.
+    `dtype` is the compute dtype of attention; `flash_4` runs it in FlashAttention 4, which must be installed.
+    Collective if the model is sharded.
     """
     parameters = inspect.signature(model.get_decoder().forward).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -263,7 +262,7 @@ def install_packed_attention(
     if not calls:
         return "its attention does not use transformers' attention interface"
     if not reasons:
-        model.set_attn_implementation(ATTENTION_NAME)
+        model.set_attn_implementation(FLASH_4_NAME if flash_4 else ATTENTION_NAME)
     return next(iter(reasons), None)
 
 
@@ -303,6 +302,7 @@ def _register(dtype: torch.dtype) -> tuple[list[str], list[str]]:
     ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, mask)
     # It has no mask function, so transformers builds no mask.
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, hf_attention)
+    ALL_ATTENTION_FUNCTIONS.register(FLASH_4_NAME, functools.partial(hf_attention, flash_4=True))
     return calls, reasons
 
 

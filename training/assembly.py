@@ -86,10 +86,10 @@ def _build_model(job: Job, dtypes: dict[str, torch.dtype]) -> nn.Module:
         reentrant=strategy.reentrant,
         shard=(lambda model: strategy.shard(model, **dtypes)) if strategy.shards_weights else None,
         parameter_device=torch.device("cpu") if strategy.master_home == "cpu" else strategy.device,
+        kernels=job.kernels,
         native=NativeOptions(
             cache_fp8_weights=precision.fp8 and plan.caches_fp8_weights,
             fuse_gradient_sums=strategy.fuses_wgrad_accumulation(plan.optimizer.kind),
-            kernels=job.kernels,
             weight_recipe=precision.recipe if plan.gathers_fp8 and not torchao else None,
         ),
         convert=(lambda model: _convert(model, cfg, precision, plan.gathers_fp8)) if torchao else None,

@@ -90,9 +90,7 @@ KERNELS = (
         self_test=_test_flash_attention,
         arguments=lambda run: (run.native, run.cfg.data.packing, run.cfg.optim.deterministic, run.heads),
         fallback="FlashAttention 4 is not used",
-        on=lambda run: (
-            flash_attention.enabled_in_te() if run.native else packed_attention.flash_attention_4()
-        ),
+        on=lambda run: flash_attention.enabled_in_te() if run.native else nullcontext(),
         off=lambda run: flash_attention.disabled_in_te() if run.native else nullcontext(),
     ),
     OptionalKernel(

@@ -9,29 +9,23 @@ fewer bits, in forward GEMMs of per-tensor recipes; this is not emulated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from fp8_suite.core.patches import BF16_MATMUL_ON_CPU
 from fp8_suite.te_models.emulation.casts import Quantized, amax_of, widen
 from fp8_suite.te_models.emulation.scaling import Gemm
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-@contextmanager
-def bfloat16_units() -> Iterator[None]:
-    """Multiply float32 matrices in a CPU's BF16 units, which is several times as fast.
+def bfloat16_units() -> AbstractContextManager[None]:
+    """Multiply float32 matrices in a CPU's BF16 units.
 
     Products of BF16 and FP8 values, also scaled by powers of two, are exact; sums are in float32.
     """
-    settings = torch.backends.mkldnn.matmul
-    before, settings.fp32_precision = settings.fp32_precision, "bf16"
-    try:
-        yield
-    finally:
-        settings.fp32_precision = before
+    return BF16_MATMUL_ON_CPU.on(lambda precision: "bf16")
 
 
 def multiply(a: Quantized, b: Quantized, *, transpose_a: bool = False, transpose_b: bool = False) -> Tensor:

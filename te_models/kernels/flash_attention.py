@@ -15,7 +15,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from fp8_suite.core.errors import first_line
 from fp8_suite.core.packages import version
-from fp8_suite.te_models.kernels.selection import on_hopper, patched
+from fp8_suite.core.patches import FLASH_ATTENTION_4_OFF, FLASH_ATTENTION_4_ON
+from fp8_suite.te_models.kernels.selection import on_hopper
 from torch import Tensor
 
 PACKAGE = "flash-attn-4"
@@ -82,12 +83,12 @@ def set_by_user() -> bool:
 
 def enabled_in_te() -> AbstractContextManager[None]:
     """Make TE use FlashAttention 4 instead of cuDNN; enter before the first forward pass."""
-    return patched(os.environ, NVTE_FUSED_ATTN="0", NVTE_FLASH_ATTN_V3="0")
+    return FLASH_ATTENTION_4_ON.on(lambda value: "0")
 
 
 def disabled_in_te() -> AbstractContextManager[None]:
     """Keep TE from selecting FlashAttention 4 without a self-test, unless the user selected it."""
-    return patched(os.environ, **({} if set_by_user() else {"NVTE_FLASH_ATTN_V4": "0"}))
+    return nullcontext() if set_by_user() else FLASH_ATTENTION_4_OFF.on(lambda value: "0")
 
 
 def self_test_te(

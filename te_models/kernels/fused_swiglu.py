@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from fp8_suite.core.errors import first_line
-from fp8_suite.te_models.kernels.selection import patched
+from fp8_suite.core.patches import SWIGLU
 from torch import Tensor
 
 TOKEN_MULTIPLE = 4  # the kernels pack four tokens' bytes into one 32-bit number
@@ -28,7 +28,7 @@ MAX_ROUNDING_DIFFERENCES = 1e-3
 
 def enabled() -> AbstractContextManager[None]:
     """Make TE's MLP use the fused functions under delayed scaling."""
-    return patched(_mlp_module(), _act_func=functools.partial(_act_func, _mlp_module()._act_func))
+    return SWIGLU.on(lambda unfused: functools.partial(_act_func, unfused))
 
 
 def _act_func(unfused: Any, activation: str, recipe: Any = None) -> tuple:

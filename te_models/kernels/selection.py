@@ -1,16 +1,13 @@
-"""Kernels selected for a run, and `patched`, with which kernels replace functions of libraries.
+"""Kernels selected for a run.
 
-Each kernel that replaces a library function has a context manager. `training.kernels` enters it if the
-kernel's self-test passed, and exits it before another run in the same process. Kernels that change single
-layers are applied by the decoder when it builds them.
+Each kernel that replaces a library function has a context manager (`core.patches`). `training.kernels` enters
+it if the kernel's self-test passed, and exits it before another run in the same process. Kernels that change
+single layers are applied by the decoder when it builds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -26,20 +23,6 @@ class Kernels:
 
 
 DEFAULT_KERNELS = Kernels(qkv_rope=True)  # used without a selection; patches no library
-
-
-@contextmanager
-def patched(owner: Any, **replacements: Any) -> Iterator[None]:
-    """Replace attributes of a module, or entries of a mapping such as os.environ, until exit."""
-    names = owner if isinstance(owner, MutableMapping) else vars(owner)
-    originals = {name: names[name] for name in replacements if name in names}
-    names.update(replacements)
-    try:
-        yield
-    finally:
-        for name in replacements.keys() - originals.keys():
-            names.pop(name, None)
-        names.update(originals)
 
 
 def on_hopper() -> bool:

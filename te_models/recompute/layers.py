@@ -20,35 +20,18 @@ The down projection never runs again: backward does not need its result.
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from fp8_suite.te_models.kernels.selection import patched
+from fp8_suite.core.patches import EMULATED_GEMMS, TE_ATTENTION, TE_GEMMS
 from fp8_suite.te_models.recompute.checkpoint import checkpoint_te
 from fp8_suite.te_models.recompute.offload import ActivationOffload
 from fp8_suite.te_models.settings import KEPT
 from torch import Tensor, nn
 
 GEMMS = ("qkv", "output", "gate_up", "down")  # in the order in which a layer runs them
-# Modules and functions of the forward GEMMs and of attention. Other attention backends are recomputed.
-GEMM_FUNCTIONS = {
-    "native": [
-        (f"transformer_engine.pytorch.module.{name}", "general_gemm")
-        for name in ("layernorm_linear", "linear", "layernorm_mlp")
-    ],
-    "emulated": [("fp8_suite.te_models.emulation.gemm", "multiply")],
-}
-ATTENTION_FUNCTIONS = {
-    "native": [
-        ("transformer_engine.pytorch.attention.dot_product_attention.backends", "fused_attn_fwd"),
-        ("flash_attn.cute.interface", "_flash_attn_fwd"),
-    ],
-    "emulated": [],
-}
 
 
 def run_recomputed(
@@ -109,13 +92,13 @@ class _Results:
         self.passes += 1
         call = self._record if self.passes == 1 else self._replay
         gemms = iter(GEMMS)
+        is_native = self.backend == "native"
         with ExitStack() as stack:
-            for owner, name, kernel in _functions(GEMM_FUNCTIONS[self.backend]):
-                replacement = _wrap(kernel, lambda: next(gemms), call)
-                stack.enter_context(patched(owner, **{name: replacement}))
-            for owner, name, kernel in _functions(ATTENTION_FUNCTIONS[self.backend]):
-                replacement = _wrap(kernel, lambda: "attention", call)
-                stack.enter_context(patched(owner, **{name: replacement}))
+            patch = TE_GEMMS if is_native else EMULATED_GEMMS
+            stack.enter_context(patch.on(lambda kernel: _wrap(kernel, lambda: next(gemms), call)))
+            if is_native:
+                patch = TE_ATTENTION
+                stack.enter_context(patch.on(lambda kernel: _wrap(kernel, lambda: "attention", call)))
             yield
 
     def _record(self, name: str, kernel: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -136,15 +119,6 @@ class _Results:
 def _allocation(result: Tensor) -> functools.partial:
     """Return a function that allocates a tensor like this one, with any values."""
     return functools.partial(torch.empty, result.shape, dtype=result.dtype, device=result.device)
-
-
-def _functions(names: list[tuple[str, str]]) -> Iterator[tuple[Any, str, Callable]]:
-    """Yield (module, name, function), except FlashAttention 4's if this process has not imported it."""
-    for module, name in names:
-        optional = module.startswith("flash_attn")
-        owner = sys.modules.get(module) if optional else importlib.import_module(module)
-        if owner is not None:
-            yield owner, name, getattr(owner, name)
 
 
 def _wrap(kernel: Callable, name: Callable[[], str], call: Callable) -> Callable:

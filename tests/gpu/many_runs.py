@@ -12,10 +12,10 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from fp8_suite.te_models.kernels.selection import patched
 from fp8_suite.training import run as run_module
 from fp8_suite.training.assembly import assemble
 from fp8_suite.training.config import parse_config
@@ -54,7 +54,8 @@ def join_on_one_gpu() -> torch.device:
     def with_gloo(backend: str, *, device_id: torch.device | None, **arguments) -> None:
         initialize(backend.replace("nccl", "gloo"), **arguments)
 
-    with patched(dist, init_process_group=with_gloo), patched(ranks, local_rank_and_size=lambda: (0, 1)):
+    on_first_gpu = patch.object(ranks, "local_rank_and_size", lambda: (0, 1))
+    with patch.object(dist, "init_process_group", with_gloo), on_first_gpu:
         return ranks.join(5.0)
 
 

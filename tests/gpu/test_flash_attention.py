@@ -61,15 +61,14 @@ def test_packed_attention_matches_the_reference(heads):
     k, v = (torch.randn(sum(lengths), groups, size, device=DEVICE) for _ in range(2))
     grad = torch.randn_like(q)
 
-    def run(dtype):
+    def run(dtype, flash_4):
         inputs = [t.to(dtype, copy=True).requires_grad_() for t in (q, k, v)]
-        out, _ = packed_attention.packed_attention(*inputs, cu_seqlens, max(lengths), size**-0.5)
+        out, _ = packed_attention.packed_attention(*inputs, cu_seqlens, max(lengths), size**-0.5, flash_4)
         out.backward(grad.to(dtype))
         return [out, *(t.grad for t in inputs)]
 
-    expected = run(torch.float32)  # runs the float32 reference
-    with packed_attention.flash_attention_4():
-        found = run(torch.bfloat16)
+    expected = run(torch.float32, False)  # runs the float32 reference
+    found = run(torch.bfloat16, True)
     assert packed_attention.self_test(*heads) is None
     for a, b in zip(found, expected, strict=True):
         assert (a.float() - b).norm() / b.norm() < 1e-2

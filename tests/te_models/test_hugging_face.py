@@ -95,7 +95,7 @@ def test_packed_attention_matches_attention_with_a_block_diagonal_mask():
     for own in (True, False):
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         if own:
-            out = packed_attention(*leaves, borders(lengths)["cu_seqlens"], 12, 0.3)[0]
+            out = packed_attention(*leaves, borders(lengths)["cu_seqlens"], 12, 0.3, False)[0]
         else:
             parts = [t.transpose(0, 1)[None] for t in leaves]
             out = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=0.3, enable_gqa=True)
@@ -110,7 +110,7 @@ def test_packed_attention_passes_opcheck():
     torch.manual_seed(0)
     shapes = ((9, 4, 8), (9, 2, 8), (9, 2, 8))
     q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
-    arguments = (q, k, v, torch.tensor([0, 4, 9], dtype=torch.int32), 5, 0.5)
+    arguments = (q, k, v, torch.tensor([0, 4, 9], dtype=torch.int32), 5, 0.5, False)
     torch.library.opcheck(packed_attention, arguments)
 
 
@@ -230,7 +230,7 @@ def test_leak_of_a_short_convolution_is_detected():
 
 def test_lost_sequence_boundaries_are_detected(monkeypatch):
     monkeypatch.setattr(hugging_face, "sequence_boundaries", lambda cu_seqlens, max_seqlen: {})
-    use = lambda model, *_: model.set_attn_implementation(ATTENTION_NAME)  # noqa: E731
+    use = lambda model, *_, **__: model.set_attn_implementation(ATTENTION_NAME)  # noqa: E731
     monkeypatch.setattr(hugging_face, "install_packed_attention", use)
     with pytest.raises(UserError, match="LlamaForCausalLM lets packed samples see each other"):
         build("llama", packed=True)
