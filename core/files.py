@@ -15,7 +15,7 @@ from fp8_suite.core.errors import UserError
 from safetensors import SafetensorError
 
 # Errors of a write.
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NOT_WRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
@@ -24,14 +24,23 @@ def explaining_write_errors(path: Path) -> Iterator[None]:
     """Turn an OSError while writing `path`, a record of the run, into a UserError."""
     try:
         yield
+    except FileNotFoundError as error:
+        reason = f"{error.strerror}; the folder was deleted; start the run again"
+        raise UserError(f"cannot write {path}: {reason}") from None
     except OSError as error:
-        rerun = "rerun with the same --output_dir to resume"
-        remedies = {
-            errno.ENOENT: "the folder was deleted; start the run again",
-            **dict.fromkeys(NOT_WRITABLE, f"make it writable, then {rerun}"),
-        }
-        remedy = remedies.get(error.errno, f"free space, then {rerun}")
+        remedy = f"{write_remedy(error)}, then rerun with the same --output_dir to resume"
         raise UserError(f"cannot write {path}: {error.strerror or error}; {remedy}") from None
+
+
+def write_remedy(error: OSError) -> str:
+    """Return what to do about an error of a write."""
+    if error.errno is None or error.errno in DISK_FULL:  # None: safetensors' error has no number
+        return "free space"
+    if error.errno in NOT_WRITABLE:
+        return "make it writable"
+    if error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
+        return "move away the file or folder of that name"
+    return "check the disk"
 
 
 def hidden(path: Path, state: str) -> Path:

@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 from fp8_suite.core.errors import UserError, bad_setting
-from fp8_suite.core.files import hidden, publish, recover, save_tensors, sync_to_disk, write_json
+from fp8_suite.core.files import (
+    hidden,
+    publish,
+    recover,
+    save_tensors,
+    sync_to_disk,
+    write_json,
+    write_remedy,
+)
 from fp8_suite.core.readers import read_record
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -61,10 +69,10 @@ def export_hf(
                 shutil.copy(path, partial)
         _publish_export(folder, partial)
     except OSError as error:
-        raise UserError(
-            f"cannot write the export to {folder}: {error.strerror or error}; an earlier export is intact. "
-            "Free space, or point --output_dir at another disk"
-        ) from error
+        kept = "an earlier export is intact; " if folder.exists() else ""
+        remedy = f"{kept}{write_remedy(error)}, or use an --output_dir on another disk"
+        reason = f"cannot write the export to {folder}: {error.strerror or error}"
+        raise UserError(f"{reason}; {remedy}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder

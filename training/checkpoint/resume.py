@@ -170,27 +170,19 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
             f"({', '.join(unknown)}); resume with that version, or start a new run from its export",
             resume=point.path,
         )
-    changed = changed_settings(meta["config"], cfg)
-    permitted = ["moment_dtype", *([] if point.own else RESTART_SETTINGS)]
-    if 1 in (meta["world_size"], world_size) and _same_sums(changed):
-        permitted.append("grad_reduce_dtype")
-    allowed = {name: changed.pop(name) for name in permitted if name in changed}
-    share, new_share = rank_batch(meta["config"]), rank_batch(cfg.to_dict())
-    old, new = share * meta["world_size"], new_share * world_size
-    split = {name: changed.pop(name) for name in BATCH_SPLIT_SETTINGS if name in changed}
-    both_given = None not in split.get("global_batch_size", (None,))
-    if old != new and (both_given or share != new_share):
-        changed |= split
-    else:
-        allowed |= split
+    saved_ranks, batch = meta["world_size"], rank_batch(meta["config"]) * meta["world_size"]
+    new_batch = rank_batch(cfg.to_dict()) * world_size
+    allowed, refused = split_changes(meta["config"], cfg, saved_ranks, world_size, restarts=not point.own)
     if meta["recipe"] != recipe:
-        changed["fp8_scenario"] = (meta["recipe"], recipe)
-    if changed:
-        fits = split.keys() & changed.keys() and old % (cfg.optim.batch_size * world_size) == 0
-        keep = f"--global_batch_size {old} keeps its batch; " if fits else ""
+        refused["fp8_scenario"] = (meta["recipe"], recipe)
+    if refused:
+        can_keep = (
+            refused.keys() & set(BATCH_SPLIT_SETTINGS) and batch % (cfg.optim.batch_size * world_size) == 0
+        )
+        keep = f"--global_batch_size {batch} keeps its batch; " if can_keep else ""
         export = "" if meta["config"]["export"] else " --export"
         raise bad_setting(
-            f"saved with other settings ({describe_changes(changed)}); {keep}use the same settings, or "
+            f"saved with other settings ({describe_changes(refused)}); {keep}use the same settings, or "
             f"export it (by its own command with --resume {point.path} --max_steps {point.step}{export} and "
             "another --output_dir) and train from that export",
             resume=point.path,
@@ -198,47 +190,61 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
     notices = [f"--resume {point.path}: settings changed: {describe_changes(allowed)}"] if allowed else []
     if "moment_dtype" in allowed:
         notices.append(f"Adam's moments are converted to {cfg.precision.moment_dtype}")
-    if old != new:
+    if batch != new_batch:
         notices.append(
-            f"WARNING: the checkpoint was saved on {meta['world_size']} ranks with a global batch of {old} "
-            f"sequences; it is {new} on {world_size}, and steps and learning rate follow it. To keep {old}, "
-            f"give --global_batch_size {old}"
+            f"WARNING: the checkpoint was saved on {saved_ranks} ranks with a global batch of {batch} "
+            f"sequences; it is {new_batch} on {world_size}, and steps and learning rate follow it. To keep "
+            f"{batch}, give --global_batch_size {batch}"
         )
     return "\n".join(notices)
 
 
-def check_folder(cfg: Config, folder: Path) -> None:
-    """UserError if --output_dir holds a run with other settings, unless that run logged nothing."""
-    log = folder / "metrics.jsonl"
-    if not (folder / "checkpoints").exists() and not (log.exists() and log.stat().st_size):
+def split_changes(
+    old: dict[str, Any], cfg: Config, old_ranks: int, new_ranks: int, *, restarts: bool = False
+) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
+    """Split the settings that differ from a run's `old` ones into those that may change and others.
+
+    `restarts` if a new run starts from the old one's checkpoint.
+    """
+    refused = changed_settings(old, cfg)
+    permitted = ["moment_dtype", *(RESTART_SETTINGS if restarts else ())]
+    # fp8 and bf16 both sum micro-batches in BF16, and one rank exchanges nothing.
+    if 1 in (old_ranks, new_ranks) and set(refused.get("grad_reduce_dtype", ())) == {"bf16", "fp8"}:
+        permitted.append("grad_reduce_dtype")
+    share, new_share = rank_batch(old), rank_batch(cfg.to_dict())
+    grows_with_ranks = share == new_share and None in refused.get("global_batch_size", (None,))
+    if share * old_ranks == new_share * new_ranks or grows_with_ranks:
+        permitted += BATCH_SPLIT_SETTINGS
+    allowed = {name: refused.pop(name) for name in permitted if name in refused}
+    return allowed, refused
+
+
+def check_folder(cfg: Config, folder: Path, world_size: int) -> None:
+    """UserError if --output_dir holds a run that this launch would replace by another.
+
+    Settings of a run with checkpoints are compared by `check_resume`.
+    """
+    log, has_checkpoints = folder / "metrics.jsonl", bool(index.step_folders(folder / "checkpoints"))
+    if not has_checkpoints and not (log.is_file() and log.stat().st_size):
         return
-    old, name = read_settings(folder), settings_path(folder).name
-    if not old:
+    if cfg.checkpoint.resume == "none":
+        raise bad_setting("the folder holds a run already; choose another", resume="none", output_dir=folder)
+    if has_checkpoints:
+        return
+    if not (old := read_settings(folder)):
         raise bad_setting(
-            f"its {name} is missing or damaged; choose another folder, with --resume {folder} to "
-            "continue from its checkpoints",
+            f"its {settings_path(folder).name} is missing or damaged; choose another folder",
             output_dir=folder,
         )
-    changed, ignored = changed_settings(old, cfg), []
-    if (folder / "checkpoints").exists():  # `check_resume` compares these with the checkpoint
-        ignored += [*BATCH_SPLIT_SETTINGS, "moment_dtype", *["grad_reduce_dtype"] * _same_sums(changed)]
-    same_total = cfg.optim.global_batch_size is not None and "global_batch_size" not in changed
-    if same_total or rank_batch(old) == rank_batch(cfg.to_dict()):
-        ignored += BATCH_SPLIT_SETTINGS  # another split by --batch_size auto, or on other ranks
-    changed = {name: values for name, values in changed.items() if name not in ignored}
-    if changed:
+    old_ranks = read_record(folder / "env.json").get("world_size", world_size)
+    allowed, refused = split_changes(old, cfg, old_ranks, world_size)
+    refused |= {name: values for name, values in allowed.items() if name not in BATCH_SPLIT_SETTINGS}
+    if refused:
         raise bad_setting(
-            f"holds another run ({describe_changes(changed)}); choose another folder, or use the settings it "
+            f"holds another run ({describe_changes(refused)}); choose another folder, or use the settings it "
             "was started with to resume it",
             output_dir=folder,
         )
-    if cfg.checkpoint.resume == "none":
-        raise bad_setting("the folder holds a run already; choose another", resume="none", output_dir=folder)
-
-
-def _same_sums(changed: dict[str, tuple[Any, Any]]) -> bool:
-    """True if --grad_reduce_dtype changed between fp8 and bf16, which both sum micro-batches in BF16."""
-    return set(changed.get("grad_reduce_dtype", ())) == {"bf16", "fp8"}
 
 
 def describe_changes(changed: dict[str, tuple[Any, Any]]) -> str:

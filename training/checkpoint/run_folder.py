@@ -43,7 +43,7 @@ def open_run_folder(cfg: Config, model_name: str, recipe: str) -> tuple[Path, Fi
         with _explaining_errors(output_dir=folder):
             folder.mkdir(parents=True, exist_ok=True)
             lock.acquire(blocking=False)
-            check_folder(cfg, folder)
+            check_folder(cfg, folder, ranks.world_size())
     except Timeout:
         raise UserError(
             f"--output_dir {folder}: another run is writing to it; wait for it, or choose another folder",

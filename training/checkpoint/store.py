@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
-from fp8_suite.core.files import hidden, publish, save_tensors, write_json
+from fp8_suite.core.files import hidden, publish, save_tensors, write_json, write_remedy
 from fp8_suite.core.readers import read_json
 from fp8_suite.training.checkpoint import index
 from fp8_suite.training.checkpoint.index import step_name
@@ -63,11 +63,14 @@ class Checkpoints:
             self._seal(partial, step, specs)
             ranks.run_on_rank0(lambda: self._publish(partial, final, step, eval_loss))
         except OSError as error:
-            fewer = f" or lower --keep_last (now {self.keep_last})" if self.keep_last > 1 else ""
-            failure = UserError(
-                f"{final}: cannot write this checkpoint: {error.strerror or error}; earlier ones are intact. "
-                f"Free space{fewer}, then rerun with `--output_dir {self.folder.parent}` to resume"
-            )
+            reason, remedy = error.strerror or error, write_remedy(error)
+            earlier = index.step_folders(self.folder)
+            if remedy == "free space" and earlier and self.keep_last > 1:
+                remedy += f" or lower --keep_last (now {self.keep_last})"
+            remedy += f", then rerun with `--output_dir {self.folder.parent}`"
+            if earlier:
+                remedy = f"earlier ones are intact; {remedy} to resume"
+            failure = UserError(f"{final}: cannot write this checkpoint: {reason}; {remedy}")
             failure.ranks = error.ranks  # set by ranks.run_on_all_ranks or _run_dcp
             raise failure from None
         finally:

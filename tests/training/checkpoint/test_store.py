@@ -318,6 +318,13 @@ def test_a_write_error_names_the_way_out_and_loses_nothing(tmp_path, num_bytes):
     assert holds(checkpoints, checkpoints.latest(), 2)
 
 
+def test_a_write_error_at_the_first_save_claims_no_earlier_checkpoints(tmp_path):
+    with pytest.raises(UserError) as first, disk_that_takes(450):
+        Checkpoints(tmp_path, keep_last=3).save(1, filled(1), {})
+    assert "earlier" not in str(first.value) and "resume" not in str(first.value)
+    assert "free space, then rerun" in str(first.value)
+
+
 def test_a_lower_keep_last_frees_space_before_the_next_save(tmp_path):
     save_steps(tmp_path, 1, 2, 3)
     checkpoints = Checkpoints(tmp_path, keep_last=1)
