@@ -85,7 +85,5 @@ def _check(cfg: Config, precision: Precision, spec: ModelSpec, shape: ModelShape
         checks.check_sizes(precision, spec.name, shape.gemm_sizes)
     checks.check_settings(cfg, precision)
     if cfg.precision.fp8_lm_head:
-        text = spec.config.get_text_config()
-        sizes = {"hidden size": text.hidden_size, "vocabulary": text.vocab_size}
-        plain = cfg.model.use_te or spec.is_known_family
-        checks.check_lm_head(cfg, sizes, plain=plain)
+        text, one_gemm = spec.config.get_text_config(), cfg.model.use_te or spec.is_known_family
+        checks.check_lm_head(spec.name, text.hidden_size, text.vocab_size, one_gemm=one_gemm)

@@ -99,8 +99,7 @@ def refuse_what_training_refuses(cfg: Config, model: Model) -> None:
         if cfg.model.use_te:
             checks.check_gemm_sizes(cfg.recipe, shape.gemm_sizes, fp8_scenario=cfg.recipe, model_name=name)
         if cfg.precision.fp8_lm_head:
-            head = {"hidden size": shape.hidden_size, "vocabulary": shape.vocab_size}
-            checks.check_lm_head_sizes(name, head)
+            checks.check_lm_head(name, shape.hidden_size, shape.vocab_size)
     cfg.data.check_length(model.positions)
     if not shape.sees_all(length := cfg.data.max_seq_length):
         reason = f"predictions do not cover the sliding window of {shape.window} tokens; use at most that"

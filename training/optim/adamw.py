@@ -7,7 +7,7 @@ the gradient norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,8 +17,6 @@ from fp8_suite.training.optim.accumulation import gradient_of
 from fp8_suite.training.optim.offload import WEIGHT, HostState, Update
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-ELEMENTS_AT_ONCE = 2**24  # on the CPU, which needs about 60 bytes of temporary memory for each
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -71,15 +69,8 @@ class FusedAdamW(torch.optim.Optimizer):
         return self.state[parameter]
 
     @torch.no_grad()
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        *,
-        scale: Tensor | None = None,
-        apply: Tensor | None = None,
-    ) -> None:
+    def step(self, *, scale: Tensor | None = None, apply: Tensor | None = None) -> None:
         """Step with gradients times `scale` if `apply`. Both are scalars on the device."""
-        assert closure is None
         device = self.steps.device
         apply = torch.ones((), device=device) if apply is None else apply.float()
         scale = torch.ones((), device=device) if scale is None else scale.float()
@@ -153,13 +144,6 @@ def update_(
     remainder = state.get("master_param")
     scale, apply, correction1, correction2 = scalars
     if not apply:
-        return
-    row = weight.shape[1:].numel()
-    if weight.ndim > 1 and len(weight) > (rows := max(1, ELEMENTS_AT_ONCE // row)):
-        for first in range(0, len(weight), rows):
-            part = slice(first, first + rows)
-            tensors = {name: tensor[part] for name, tensor in state.items()}
-            update_(weight[part], grad[part], tensors, scalars, moments.seed_at(seed, first * row), group)
         return
     lr, (beta1, beta2), eps, weight_decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
     master = weight.float() if remainder is None else merge_master(weight, remainder)

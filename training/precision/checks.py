@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fp8_suite.core.errors import UserError, as_flag, bad_setting
+from fp8_suite.core.errors import as_flag, bad_setting
 from fp8_suite.core.recipes import LM_HEAD_RECIPE, RECIPES
 from fp8_suite.training.config import Config
 from fp8_suite.training.precision.precision_map import TE_GEMMS
-from fp8_suite.training.precision.recipes import Precision, not_emulated
+from fp8_suite.training.precision.recipes import Precision
 from fp8_suite.training.precision.settings import changed_recipe_settings, unread_settings
 
 
 def unused_fp8_flags(cfg: Config, precision: Precision) -> str | None:
     """Return a warning about FP8 flags in a run without FP8, or None."""
     scenario = cfg.precision.fp8_scenario
-    given = {} if scenario == "default" else {"fp8_scenario": scenario}
-    given |= changed_recipe_settings(cfg.precision)
-    if precision.fp8 or not given:
+    unused = {} if scenario == "default" else {"fp8_scenario": scenario}
+    unused |= changed_recipe_settings(cfg.precision)
+    if precision.fp8 or not unused:
         return None
-    flags = ", ".join(as_flag(name, value) for name, value in given.items())
+    flags = ", ".join(as_flag(name, value) for name, value in unused.items())
     return f"{flags}: not used in {precision.effective}; FP8 needs --mixed_precision fp8"
 
 
@@ -31,23 +31,14 @@ def check_flags_apply(cfg: Config, recipes: set[str]) -> None:
 
 
 def check_settings(cfg: Config, precision: Precision) -> None:
-    """UserError for a setting that the recipes in use ignore or that is not available here."""
+    """UserError for a setting that the recipes in use ignore or that this GPU does not have."""
     if not precision.fp8:
         return
     check_flags_apply(cfg, precision.in_use)
-    if cfg.precision.fp8_fp32_scales and precision.te_backend == "native" and _on_blackwell():
-        raise UserError(
-            "--fp8_fp32_scales --fp8_scenario block: on this GPU (compute capability "
-            f"{'.'.join(map(str, torch.cuda.get_device_capability()))}) TE runs block scaling in MXFP8's "
-            "GEMMs, whose scales are powers of two; drop it",
-            flags=("fp8_fp32_scales",),
-        )
-    if cfg.precision.fp8_fast_accumulation and precision.te_backend == "emulated":
-        raise not_emulated(cfg, "fp8_fast_accumulation", "not available")
-
-
-def _on_blackwell() -> bool:
-    return torch.cuda.get_device_capability() >= (10, 0)
+    scales_on_te = cfg.precision.fp8_fp32_scales and precision.te_backend == "native"
+    if scales_on_te and torch.cuda.get_device_capability() >= (10, 0):
+        reason = "on this GPU TE runs block scaling in MXFP8's GEMMs, whose scales are powers of two; drop it"
+        raise bad_setting(reason, fp8_fp32_scales=True)
 
 
 def check_gemm_sizes(recipe: str, sizes: dict[str, int], *, way_out: str = "", **settings: Any) -> None:
@@ -70,17 +61,10 @@ def check_sizes(precision: Precision, model_name: str, sizes: dict[str, int]) ->
             check_gemm_sizes(recipe, module_sizes, way_out=way_out, model_name=model_name)
 
 
-def check_lm_head_sizes(model_name: str, sizes: dict[str, int]) -> None:
-    """UserError if --fp8_lm_head cannot run an LM head of these sizes."""
-    given = {"fp8_lm_head": True, "model_name": model_name}
-    check_gemm_sizes(LM_HEAD_RECIPE, sizes, way_out="drop --fp8_lm_head", **given)
-
-
-def check_lm_head(cfg: Config, sizes: dict[str, int], *, plain: bool) -> None:
-    """UserError if --fp8_lm_head cannot run. `plain`: the logits are the output of one GEMM."""
-    model_name = cfg.model.model_name
-    if not plain:
-        raise bad_setting(
-            f"{model_name} computes its logits with more than one GEMM; drop it", fp8_lm_head=True
-        )
-    check_lm_head_sizes(model_name, sizes)
+def check_lm_head(model_name: str, hidden_size: int, vocab_size: int, *, one_gemm: bool = True) -> None:
+    """UserError if --fp8_lm_head cannot run. `one_gemm`: the logits are the output of a single GEMM."""
+    settings = {"fp8_lm_head": True, "model_name": model_name}
+    if not one_gemm:
+        raise bad_setting("this model computes its logits with more than one GEMM; drop it", **settings)
+    sizes = {"hidden size": hidden_size, "vocabulary": vocab_size}
+    check_gemm_sizes(LM_HEAD_RECIPE, sizes, way_out="drop --fp8_lm_head", **settings)

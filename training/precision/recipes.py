@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
+from fp8_suite.core.errors import UserError, bad_setting
 from fp8_suite.core.recipes import FALLBACK_RECIPE, RECIPES, TE_RECIPES
 from fp8_suite.te_models.backend import Backend, te_module, te_recipes
 from fp8_suite.training.config import Config
 from fp8_suite.training.precision.settings import PrecisionConfig
 from fp8_suite.training.precision.te_runtime import why_not_te
+
+NOT_EMULATED = ("fp8_weights", "fp8_fast_accumulation")
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,9 @@ def resolve_precision(cfg: Config) -> Precision:
         return Precision(name, name, te_backend=backend, emulated=backend == "emulated")
     if backend is None:
         return Precision(cfg.recipe, cfg.recipe, emulated=fp8_gemms_are_emulated())
-    if cfg.precision.fp8_weights and backend == "emulated":
-        raise not_emulated(cfg, "fp8_weights", "not available")
+    for setting in NOT_EMULATED if backend == "emulated" else ():
+        if getattr(cfg.precision, setting):
+            raise bad_setting("not available with emulated TE layers; drop it", **{setting: True})
     flag = f"--fp8_scenario {cfg.precision.fp8_scenario}"
     name, fallback_reason = recipe_or_fallback(cfg.recipe, flag, cfg, backend)
     recipe = make_recipe(name, cfg.precision, backend)
@@ -100,19 +103,11 @@ def resolve_backend(cfg: Config) -> Backend | None:
         return "emulated"
     if reason := why_not_te():
         raise UserError(
-            f"--use_te --te_backend {requested} cannot run here: {reason}. `python -m training.doctor` "
-            "checks the installation; --te_backend emulated runs the same numerics, slowly; without --use_te "
-            "the Hugging Face model runs",
+            f"--use_te --te_backend {requested} cannot run here: {reason}; `python -m training.doctor` "
+            "checks the installation",
             flags=("use_te", "te_backend"),
         )
     return "native"
-
-
-def not_emulated(cfg: Config, flag: str, reason: str) -> UserError:
-    """Return the error for a setting that emulated TE layers do not support."""
-    code = EXIT_BAD_SETTING if cfg.model.te_backend == "emulated" else EXIT_FAILED
-    message = f"--{flag}: {reason} under --te_backend emulated; drop it, or run TE's layers on a GPU"
-    return UserError(message, flags=(flag,), exit_code=code)
 
 
 def fp8_gemms_are_emulated() -> bool:
@@ -138,10 +133,8 @@ def recipe_or_fallback(requested: str, flag: str, cfg: Config, backend: Backend)
     able = [name for name in TE_RECIPES if why_not(name, backend) is None]
     runs = ", ".join(able) or "none; use --mixed_precision bf16"
     message = f"{flag} cannot run here: {reason}. This machine runs: {runs}"
-    may_fall_back = RECIPES[requested].may_fall_back
-    if may_fall_back and backend == "native":
-        message += f"; --te_backend emulated can run it here, slowly: {requested}"
-    if not may_fall_back or cfg.precision.fp8_fallback == "error" or FALLBACK_RECIPE not in able:
+    may_fall_back = RECIPES[requested].may_fall_back and cfg.precision.fp8_fallback == "warn"
+    if not may_fall_back or FALLBACK_RECIPE not in able:
         raise UserError(message, flags=("fp8_scenario", "fp8_fallback"))
     return FALLBACK_RECIPE, message
 

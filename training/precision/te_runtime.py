@@ -96,23 +96,20 @@ def attention_backend() -> str | None:
 def flash_attention_version() -> str | None:
     """Return the version of FlashAttention that TE used last, or None."""
     selected = _selected_attention()
-    found = selected.get("flash_attention_backend") if selected.get("use_flash_attention") else None
-    return str(found) if found else None
+    backend = selected.get("use_flash_attention") and selected.get("flash_attention_backend")
+    return str(backend) if backend else None
 
 
 def unfused_warning(*, deterministic: bool, flash_attention: bool) -> str:
-    """Return the warning about unfused attention, with the likely cause and fix."""
-    cause = ""
-    if off := [name for name in ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN") if os.environ.get(name) == "0"]:
-        cause = f"The environment disables the fused kernels: unset {' '.join(off)}. "
-    elif len(cudnns := loaded_cudnns()) > 1:
-        cause = f"Two cuDNNs are mixed, {' and '.join(map(str, cudnns))}: set CUDNN_HOME to torch's. "
-    elif flash_attention:
-        cause = "Transformer Engine refused FlashAttention 4: add --no_flash_attention. "
-    elif deterministic:
-        way_out = f"install FlashAttention 4 ({INSTALL_FLASH}), add --no_packing or drop it."
-        cause = f"--deterministic has no fused kernel for large packed batches: {way_out} "
-    return (
-        f"WARNING: attention runs UNFUSED, about 4x slower and with 5x the memory. {cause}"
-        "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints TE's reasons"
+    """Return the warning about unfused attention, with the likely cause and its fix."""
+    off = [name for name in ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN") if os.environ.get(name) == "0"]
+    cudnns = " and ".join(map(str, loaded_cudnns()))
+    causes = (
+        (off, f"the environment disables the fused kernels: unset {' '.join(off)}"),
+        (" and " in cudnns, f"two cuDNNs are mixed, {cudnns}: set CUDNN_HOME to torch's"),
+        (flash_attention, "TE refused FlashAttention 4: add --no_flash_attention"),
+        (deterministic, f"--deterministic has no fused kernel for large packed batches: {INSTALL_FLASH}"),
+        (True, "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints TE's reasons"),
     )
+    cause = next(text for applies, text in causes if applies)
+    return f"WARNING: attention runs UNFUSED, about 4x slower and with 5x the memory; {cause}"

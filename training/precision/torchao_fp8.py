@@ -93,7 +93,10 @@ def convert(
         if reason := in_place or why_not_fp8(modules[name], RECIPES[wanted[name]].feature_multiple):
             bf16_reasons[name] = modules[name].bf16_reason = reason
     if len(bf16_reasons) == len(wanted) and (wanted or not names):
-        raise _nothing_to_convert(model, bf16_reasons)
+        reasons = Counter(bf16_reasons.values()) or {"its decoder layers have no nn.Linear": 1}
+        text = "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
+        problem = f"no linear layer of {type(model.model).__name__} can run in FP8 ({text})"
+        raise bad_setting(f"{problem}; use bf16, or --use_te if it has this model", mixed_precision="fp8")
     for recipe in dict.fromkeys(wanted.values()):
         chosen = {name for name in wanted if wanted[name] == recipe and name not in bf16_reasons}
         changes = {"round_scales_to_power_of_2": False} if fp32_scales else {}
@@ -120,16 +123,6 @@ def why_not_fp8(linear: nn.Linear, multiple: int) -> str | None:
     sizes = {"inputs": linear.in_features, "outputs": linear.out_features}
     odd = ", ".join(f"{name} {size}" for name, size in sizes.items() if size % multiple)
     return f"{odd}: not a multiple of {multiple}" if odd else None
-
-
-def _nothing_to_convert(model: nn.Module, bf16_reasons: dict[str, str]) -> UserError:
-    """Return the error for a model whose linear layers cannot run in FP8."""
-    problem = "its decoder layers have no nn.Linear, which torchao converts"
-    if bf16_reasons:
-        reasons = "; ".join(f"{n} x {reason}" for reason, n in Counter(bf16_reasons.values()).items())
-        problem = f"none of its {len(bf16_reasons)} linear layers can run in FP8 ({reasons})"
-    reason = f"{type(model.model).__name__}: {problem}; use bf16, or --use_te if it has this model"
-    return bad_setting(reason, mixed_precision="fp8")
 
 
 @cache

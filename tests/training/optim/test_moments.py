@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from fp8_suite.training.optim import adamw as adamw_module
 from fp8_suite.training.optim import moments
 from fp8_suite.training.optim.adamw import FusedAdamW
 from fp8_suite.training.optim.moments import BLOCK, FIRST, SECOND, decode, encode
@@ -32,6 +31,7 @@ def test_values_in_range_come_back_to_the_nearest_code(dtype, signed):
     assert ((decoded - values).abs() <= ERROR[dtype] * values.abs()).all()
     again, same = encode(decoded, dtype, signed=signed)
     assert torch.equal(decode(again, same, signed=signed), decoded)
+    assert not decode(*encode(torch.zeros(2, BLOCK), dtype, signed=signed), signed=signed).any()
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 2 * BLOCK), (100,), ()], ids=["matrices", "vector", "scalar"])
@@ -48,13 +48,6 @@ def test_a_conversion_in_parts_equals_one_of_the_whole(saved, now, shape, monkey
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
 
 
-@BOTH
-@SIGNED
-def test_zeros_are_kept(dtype, signed):
-    values = torch.zeros(2, BLOCK)
-    assert not decode(*encode(values, dtype, signed=signed), signed=signed).any()
-
-
 @SIGNED
 def test_stochastic_rounding_keeps_the_mean(signed):
     """Also below the range of a first moment, where values become the smallest code or zero."""
@@ -68,17 +61,6 @@ def test_stochastic_rounding_keeps_the_mean(signed):
     # A rounding is off by at most a step: an eighth of the value, or the smallest code.
     step = torch.maximum(values.abs() / 8, largest * 2**-15 * signed)
     assert ((total / draws - values).abs() < 5 * step / 2 / draws**0.5).all()
-
-
-def test_a_first_moment_below_the_smallest_code_keeps_its_mean():
-    for fraction in (0.01, 0.5, 0.9, 0.95, 0.99):
-        values = torch.full((400, BLOCK), fraction * 1.125 * 2**-15)
-        values[:, 0] = 1.0
-        noise = moments.random_bits(values.numel(), torch.tensor(7))[0].view_as(values)
-        decoded = decode(*encode(values, torch.uint8, signed=True, noise=noise), signed=True)[:, 1:]
-        assert decoded.mean().item() == pytest.approx(
-            values[0, 1].item(), rel=0.03 if fraction > 0.1 else 0.3
-        )
 
 
 def test_a_second_moment_below_the_range_is_the_smallest_code():
@@ -178,18 +160,6 @@ def test_parameters_draw_different_random_bits():
         assert 0.2 < (one != other).float().mean() < 0.6  # a third, if the bits are independent
     drawn = [moments.random_bits(4096, seed)[0] for seed in adamw._seeds()]
     assert not set(drawn[0].tolist()) & set(drawn[1].tolist()), "not even at other elements"
-
-
-def test_a_large_parameter_is_stepped_in_parts_as_if_whole(monkeypatch):
-    found = []
-    for elements in (2**24, 2 * BLOCK * 3):
-        monkeypatch.setattr(adamw_module, "ELEMENTS_AT_ONCE", elements)
-        weight, adamw = optimizer(("fp8", "fp16"))
-        for step in range(3):
-            weight.grad = torch.linspace(-1, 1, weight.numel()).view_as(weight) * (step + 1)
-            adamw.step()
-        found.append({"weight": weight.detach(), **adamw.state[weight]})
-    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
 
 
 def test_every_format_is_a_setting():

@@ -2,10 +2,8 @@
 
 import gc
 import random
-import re
 from collections import deque
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -230,55 +228,26 @@ def test_any_order_that_the_events_permit_gives_the_same_bits(names, chunk, seed
     assert same_bits(values(*expected), values(*run))
 
 
-@pytest.fixture
-def runtime(monkeypatch):
-    """Replace the CUDA runtime; records registered addresses."""
-    registered, code = {}, SimpleNamespace(value=0)
+def test_pinned_memory_has_its_exact_size_until_the_last_tensor_is_gone(monkeypatch):
+    registered = {}
 
-    def register(address, nbytes, flags):
+    def register(address: int, nbytes: int, flags: int) -> int:
         registered[address] = nbytes
-        return code.value
+        return 0
 
-    fake = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=registered.pop)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
-    return SimpleNamespace(registered=registered, code=code, fake=fake)
-
-
-def test_pinned_memory_has_its_exact_size_until_the_last_tensor_is_gone(runtime):
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=registered.pop)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     zeros = offload.host_zeros(torch.Size((3, 1000)), torch.float32, pinned=True)
-    assert runtime.registered == {zeros.data_ptr(): 12_000} and not zeros.any()
+    assert registered == {zeros.data_ptr(): 12_000} and not zeros.any()
     part = zeros.view(-1)[5:]
     del zeros
     gc.collect()
     part.fill_(1)
-    assert len(runtime.registered) == 1 and part.sum() == 2995
+    assert len(registered) == 1 and part.sum() == 2995
     del part
     gc.collect()
-    assert not runtime.registered
+    assert not registered
     assert offload.host_zeros(torch.Size((0, 64)), torch.uint8, pinned=True).shape == (0, 64)
-
-
-def test_pages_are_allocated_before_they_are_pinned(runtime, monkeypatch):
-    def resident() -> int:
-        return 1024 * int(re.search(r"RssShmem:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-
-    before, found, register = resident(), [], runtime.fake.cudaHostRegister
-
-    def measured(*arguments) -> int:
-        found.append(resident())
-        return register(*arguments)
-
-    monkeypatch.setattr(runtime.fake, "cudaHostRegister", measured)
-    PinnedMemory(2**26 + 5)
-    assert found[0] - before >= 2**26
-
-
-def test_memory_that_cannot_be_pinned_is_refused(runtime):
-    runtime.code.value = 2
-    text = r"^--offload_optimizer: cannot page-lock 8 MB of host memory \(CUDA error 2\); drop it"
-    with pytest.raises(UserError, match=text):
-        PinnedMemory(2**23)
-    with pytest.raises(
-        UserError, match=r"^--offload_optimizer: cannot .* memory \(.*allocate memory\); drop it"
-    ):
+    with pytest.raises(UserError) as refused:
         PinnedMemory(2**50)
+    assert refused.value.flags == {"offload_optimizer"}

@@ -1,7 +1,6 @@
 """The table of recipes, and what a run's precision is resolved to, without a GPU."""
 
 import ast
-import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +18,7 @@ from fp8_suite.training.config import Config, all_settings, config_from_dict
 from fp8_suite.training.precision import checks, te_runtime
 from fp8_suite.training.precision import recipes as precision
 from fp8_suite.training.precision.recipes import (
+    NOT_EMULATED,
     Precision,
     build_autocast,
     make_recipe,
@@ -121,9 +121,7 @@ def test_without_a_gpu_te_and_fp8_are_emulated_and_native_te_is_refused():
     torchao = resolve_precision(settings(mixed_precision="fp8"))
     assert (torchao.te_backend, torchao.emulated, torchao.effective) == (None, True, "tensorwise")
     assert "needs a CUDA GPU" in why_not("delayed")
-    with pytest.raises(
-        UserError, match=r"--te_backend native cannot run here.*--te_backend emulated"
-    ) as error:
+    with pytest.raises(UserError, match=r"--te_backend native cannot run here") as error:
         resolve_precision(settings(use_te=True, te_backend="native", mixed_precision="bf16"))
     assert error.value.exit_code == EXIT_FAILED
 
@@ -140,15 +138,6 @@ def test_a_gpu_without_fp8_or_without_te_is_refused_with_the_way_out(monkeypatch
         resolve_precision(settings(**TE_FP8))
 
 
-def test_tes_advice_to_install_another_attention_is_not_shown(caplog):
-    logger = logging.getLogger("DotProductAttention")
-    te_runtime.silence_advice()
-    logger.warning("flash-attn may provide important feature support. Please install %s", "flash-attn")
-    logger.warning("a warning")
-    assert caplog.messages == ["a warning"]
-    logger.filters.clear()
-
-
 def test_a_recipe_falls_back_with_a_reason_or_stops(monkeypatch):
     on_gpu(monkeypatch, (9, 0))
     default = resolve_precision(settings(**TE_FP8))
@@ -158,7 +147,7 @@ def test_a_recipe_falls_back_with_a_reason_or_stops(monkeypatch):
     found = resolve_precision(settings(**mxfp8))
     assert (found.requested, found.effective, found.recipe) == ("mxfp8", "delayed", "delayed")
     assert "capability 10.0" in found.fallback_reason and found.as_dict()["fallback_reason"]
-    message = r"--fp8_scenario mxfp8 cannot run here: .*This machine runs: delayed, current, block;"
+    message = r"--fp8_scenario mxfp8 cannot run here: .*This machine runs: delayed, current, block"
     with pytest.raises(UserError, match=message):
         resolve_precision(settings(**mxfp8, fp8_fallback="error"))
     monkeypatch.setattr(precision, "why_not", lambda name, _: None if name == "current" else "too old")
@@ -167,19 +156,13 @@ def test_a_recipe_falls_back_with_a_reason_or_stops(monkeypatch):
             resolve_precision(settings(**mxfp8 | {"fp8_scenario": name}))
 
 
-@pytest.mark.parametrize(("te_backend", "code"), [("auto", EXIT_FAILED), ("emulated", EXIT_BAD_SETTING)])
-def test_what_emulated_layers_lack_is_a_bad_setting_only_if_they_were_chosen(monkeypatch, te_backend, code):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    base = TE_FP8 | {"te_backend": te_backend}
-    with pytest.raises(
-        UserError, match=r"^--fp8_weights: not available under .*; drop it, or run TE"
-    ) as error:
-        resolve_precision(settings(**base, fp8_weights=True, offload_optimizer=True))
-    assert error.value.exit_code == code
-    fast = settings(**base, fp8_fast_accumulation=True)
-    with pytest.raises(UserError, match=r"--fp8_fast_accumulation: .*drop it") as error:
-        checks.check_settings(fast, resolve_precision(fast))
-    assert error.value.exit_code == code
+@pytest.mark.parametrize("setting", NOT_EMULATED)
+def test_what_emulated_layers_lack_is_refused(setting):
+    with pytest.raises(UserError) as refused:
+        resolve_precision(
+            settings(**TE_FP8, te_backend="emulated", offload_optimizer=True, **{setting: True})
+        )
+    assert refused.value.flags == {setting} and refused.value.exit_code == EXIT_BAD_SETTING
 
 
 VALUES = {
@@ -226,7 +209,7 @@ def test_fp8_flags_in_a_bf16_run_are_warned_about():
 def test_fp32_scales_of_blocks_are_refused_on_blackwell(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     block = Precision("block", "block", te_backend="native")
-    with pytest.raises(UserError, match=r"--fp8_fp32_scales .*capability 10\.0.* powers of two; drop it"):
+    with pytest.raises(UserError, match=r"--fp8_fp32_scales: .* powers of two; drop it"):
         checks.check_settings(settings(fp8_fp32_scales=True), block)
 
 

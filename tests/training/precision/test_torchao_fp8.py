@@ -1,7 +1,6 @@
 """FP8 through torchao, emulated: converted layers, quantized values, runs of any architecture."""
 
 import json
-import logging
 import shlex
 from importlib.util import find_spec
 from pathlib import Path
@@ -104,12 +103,10 @@ def test_parameters_keep_names_values_and_ties(tied):
 
 
 def test_a_model_without_linear_layers_is_refused_with_what_it_has():
-    gpt2 = r"GPT2LMHeadModel: its decoder layers have no nn\.Linear, .*; use bf16"
-    with pytest.raises(UserError, match=gpt2) as error:
+    with pytest.raises(UserError, match=r"GPT2LMHeadModel .* have no nn\.Linear") as refused:
         build("gpt2")
-    assert error.value.exit_code == EXIT_BAD_SETTING
-    odd = r"none of its 14 linear layers can .* \(8 x inputs 24, outputs 24: not"
-    with pytest.raises(UserError, match=odd):
+    assert refused.value.exit_code == EXIT_BAD_SETTING
+    with pytest.raises(UserError, match=r"\(8 x inputs 24, outputs 24: not"):
         build(hidden_size=24, num_key_value_heads=4, intermediate_size=40)
 
 
@@ -117,14 +114,7 @@ def test_missing_torchao_is_refused_before_anything_is_read(monkeypatch, tmp_pat
     torchao_fp8.require_torchao()
     monkeypatch.setattr(torchao_fp8, "find_spec", lambda name: None)
     train(tmp_path / "run", "--mixed_precision fp8 --model_name /nowhere", code=EXIT_FAILED)
-    assert "which is not installed; install it with `pip install torchao==0.18.0`" in capsys.readouterr().err
-
-
-def test_torchao_messages_about_other_gpus_are_filtered(caplog):
-    torchao_fp8.silence_import()
-    logging.getLogger("torchao").warning("Failed to load a_C_mxfp8.so: no such GPU")
-    logging.getLogger("torchao").warning("something else")
-    assert [record.getMessage() for record in caplog.records] == ["something else"]
+    assert torchao_fp8.INSTALL in capsys.readouterr().err
 
 
 def quantized(tensor: torch.Tensor, dtype: torch.dtype, dim: int | None, power_of_two: bool) -> torch.Tensor:
