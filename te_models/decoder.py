@@ -17,6 +17,7 @@ from fp8_suite.te_models.backend import te_module
 from fp8_suite.te_models.families import FAMILIES, head_dim
 from fp8_suite.te_models.kernels.rope import Rope, fuse_qkv_rope, rope_table
 from fp8_suite.te_models.loss import TokenLoss, linear_cross_entropy
+from fp8_suite.te_models.loss_fp8 import linear_cross_entropy_fp8
 from fp8_suite.te_models.options import BuildOptions, NativeOptions
 from fp8_suite.te_models.recompute.layers import run_recomputed
 from fp8_suite.te_models.recompute.offload import ActivationOffload
@@ -182,9 +183,8 @@ class TECausalLM(nn.Module):
         for layer, level in zip(self.layers, self.recompute, strict=True):
             hidden = self._run(layer, level, hidden, arguments)
         hidden = self.norm(hidden).flatten(0, -2)  # [T, D]
-        return linear_cross_entropy(
-            hidden, self.lm_head.weight, labels.flatten(), fp8=self.options.fp8_lm_head
-        )
+        head_loss = linear_cross_entropy_fp8 if self.options.fp8_lm_head else linear_cross_entropy
+        return head_loss(hidden, self.lm_head.weight, labels.flatten())
 
     def _qkv_format(self, rows: int, cu_seqlens: Tensor | None) -> str:
         """Return TE's layout of q, k and v: "thd" if packed, or the faster "bshd" if rows are sequences."""

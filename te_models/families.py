@@ -37,14 +37,11 @@ class Family:
         rope = config.rope_parameters["rope_type"]
         if rope not in ROPE_TYPES:
             return f"RoPE type {rope!r}: TE layers are built for {', '.join(ROPE_TYPES)}"
-        window = getattr(config, "sliding_window", None) if self.uses_window(config) else None
-        positions = config.max_position_embeddings
-        if window is not None and window < positions:
-            return (
-                f"sliding_window={window} is less than max_position_embeddings={positions}: TE layers are "
-                "built with full attention"
-            )
         return None
+
+    def window(self, config: Any) -> int | None:
+        """Return the sliding window of some layer in tokens, or None; TE layers have full attention."""
+        return getattr(config, "sliding_window", None) if self.uses_window(config) else None
 
 
 def _has_sliding_layer(config: Any) -> bool:

@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError, bad_setting
 from fp8_suite.core.patches import PARAMETERS_ON_META
 from fp8_suite.core.recipes import LM_HEAD_RECIPE
+from fp8_suite.te_models.kernels.packed_attention import install_packed_attention, sequence_boundaries
 from fp8_suite.te_models.loss import IGNORE, TokenLoss, linear_cross_entropy, logits_cross_entropy
-from fp8_suite.te_models.packed_attention import install_packed_attention, sequence_boundaries
+from fp8_suite.te_models.loss_fp8 import linear_cross_entropy_fp8
 from fp8_suite.te_models.settings import recompute_levels
+from fp8_suite.te_models.spec import tied_names
 from fp8_suite.te_models.weights import Gather
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -85,8 +87,12 @@ class HFCausalLM(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """Decoder layers: the longest ModuleList that is not nested in another, as lists of experts are."""
-        lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList)]
+        """Decoder layers: the longest ModuleList that is not nested in another, as lists of experts are.
+
+        Image encoders, which may have more layers, lie outside of the decoder.
+        """
+        decoder = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model
+        lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList)]
         nested = {id(m) for outer in lists for layer in outer for m in layer.modules()}
         return list(max((m for m in lists if id(m) not in nested), key=len, default=[]))
 
@@ -144,7 +150,8 @@ class HFCausalLM(nn.Module):
             return self._add_router_loss(result, output, labels) if self.training else result
         hidden = self.model.get_decoder()(**inputs).last_hidden_state.flatten(0, 1)  # [T, D]
         head = self.model.get_output_embeddings()
-        return linear_cross_entropy(hidden, head.weight, labels.flatten(), fp8=self.fp8_lm_head)
+        head_loss = linear_cross_entropy_fp8 if self.fp8_lm_head else linear_cross_entropy
+        return head_loss(hidden, head.weight, labels.flatten())
 
     def _add_router_loss(self, result: TokenLoss, output: Any, labels: Tensor) -> TokenLoss:
         """Add the load-balancing loss of a mixture of experts, times the number of label tokens.
@@ -279,12 +286,6 @@ def materialize(model: nn.Module, device: torch.device) -> None:
                 empty = torch.empty_like(parameter, device=device)
                 setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
     model.tie_weights()
-
-
-def tied_names(model: nn.Module) -> set[str]:
-    """Return the names of parameters that share storage with an earlier parameter."""
-    first = {name for name, _ in model.named_parameters()}
-    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
 
 
 def hf_state(model: HFCausalLM, gather: Gather) -> Iterator[tuple[str, Tensor]]:

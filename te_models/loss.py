@@ -24,16 +24,12 @@ class TokenLoss(NamedTuple):
     correct: Tensor
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, fp8: bool = False) -> TokenLoss:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> TokenLoss:
     """Sum the cross entropy of `hidden @ weight.T` against `labels` over labels other than -100.
 
     `hidden` [T, D] and `weight` [V, D] are floating point, `labels` [T] int64. Softmax is always computed in
-    float32. Under torch.autocast the projection runs in the autocast dtype; for `fp8` see `loss_fp8`.
+    float32. Under torch.autocast the projection runs in the autocast dtype.
     """
-    if fp8:
-        from fp8_suite.te_models.loss_fp8 import linear_cross_entropy_fp8
-
-        return linear_cross_entropy_fp8(hidden, weight, labels)
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)

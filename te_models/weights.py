@@ -9,7 +9,6 @@ lack is an error and never dropped silently.
 
 from __future__ import annotations
 
-import json
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 from fp8_suite.core.errors import UserError, bad_setting, first_line
+from fp8_suite.core.readers import parse_json
 from fp8_suite.te_models.families import FAMILIES
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -171,7 +171,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not index.exists():
         return []
     try:
-        return sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
+        return sorted({folder / name for name in parse_json(index.read_bytes())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise unreadable(index, error) from None
 

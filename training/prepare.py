@@ -17,9 +17,9 @@ from fp8_suite.core.errors import bad_setting
 from fp8_suite.core.packages import software
 from fp8_suite.data.build import BatchShape, Loaders, build_loaders
 from fp8_suite.data.tokenizer import load_tokenizer
-from fp8_suite.te_models.build import ModelSpec, with_special_tokens
 from fp8_suite.te_models.kernels.selection import Kernels
 from fp8_suite.te_models.presets import LOCAL_PRESETS
+from fp8_suite.te_models.spec import ModelSpec, with_special_tokens
 from fp8_suite.training.checkpoint.export import check_export
 from fp8_suite.training.checkpoint.resume import (
     ResumePoint,

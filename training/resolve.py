@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from fp8_suite.core.errors import counted
 from fp8_suite.core.recipes import FALLBACK_RECIPE, TORCHAO_RECIPES
 from fp8_suite.core.settings import AUTO
-from fp8_suite.te_models import build
-from fp8_suite.te_models.build import ModelSpec
 from fp8_suite.te_models.settings import recompute_levels
 from fp8_suite.te_models.shape import ModelShape
+from fp8_suite.te_models.spec import ModelSpec, digests, find_model
 from fp8_suite.training.config import Config
 from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.parallel import ranks
@@ -39,11 +38,12 @@ def resolve(cfg: Config) -> Resolved:
     torchao_fp8.silence_import()  # transformers imports torchao wherever it is installed
     if precision.effective in TORCHAO_RECIPES:
         torchao_fp8.require_torchao()
-    spec = build.find_model(
+    spec = find_model(
         cfg.model.model_name,
         init=cfg.model.init,
         use_te=cfg.model.use_te,
         trust_remote_code=cfg.model.trust_remote_code,
+        max_seq_length=cfg.data.max_seq_length,
     )
     precision = precision_map.resolve_map(cfg, precision, spec.config.get_text_config())
     if unused := spec.unused:
@@ -59,8 +59,8 @@ def resolve(cfg: Config) -> Resolved:
         print_rank0(f"WARNING: {warning}")
     if cfg.precision.master_weights == "none":
         print_rank0(optim.MASTER_NONE_WARNING)
-    digests = build.digests(spec) if ranks.world_size() > 1 else {}
-    return Resolved(precision, spec, shape, _flops_shape(cfg, spec, shape), digests)
+    weights_digests = digests(spec) if ranks.world_size() > 1 else {}
+    return Resolved(precision, spec, shape, _flops_shape(cfg, spec, shape), weights_digests)
 
 
 def _flops_shape(cfg: Config, spec: ModelSpec, shape: ModelShape | None) -> ModelShape | None:

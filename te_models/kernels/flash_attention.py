@@ -1,7 +1,7 @@
 """FlashAttention 4 on Hopper: package, self-test and use in TE's layers.
 
 FlashAttention 4 is used if it is installed and passes the self-test: in TE's layers inside `enabled_in_te`,
-in transformers models by `te_models.packed_attention`. Otherwise TE selects a backend, usually cuDNN, and
+in transformers models by `packed_attention`. Otherwise TE selects a backend, usually cuDNN, and
 transformers models run torch's FlashAttention 2. Both are slower on Hopper (docs/performance.md).
 
 FlashAttention 4 is a beta. Versions 4.0.0b30 and later silently return zeros for the causal mask as TE 2.20

@@ -4,8 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from fp8_suite.te_models.build import ModelSpec, build_model, weight_source
+from fp8_suite.te_models.build import build_model
 from fp8_suite.te_models.options import BuildOptions
+from fp8_suite.te_models.spec import ModelSpec, weight_source
 from safetensors.torch import save_file
 from transformers import AutoConfig
 

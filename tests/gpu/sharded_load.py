@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from fp8_suite.te_models.build import build_model, find_model, weight_source
+from fp8_suite.te_models.build import build_model
 from fp8_suite.te_models.options import BuildOptions
+from fp8_suite.te_models.spec import find_model, weight_source
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.strategies import build_strategy

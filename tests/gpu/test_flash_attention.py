@@ -5,8 +5,7 @@ import json
 
 import pytest
 import torch
-from fp8_suite.te_models import packed_attention
-from fp8_suite.te_models.kernels import flash_attention
+from fp8_suite.te_models.kernels import flash_attention, packed_attention
 
 from tests.gpu.models import DEVICE
 from tests.gpu.test_run import SMALL, losses, train

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from fp8_suite.te_models import loss_fp8
-from fp8_suite.te_models.loss import linear_cross_entropy
 from fp8_suite.te_models.loss_fp8 import (
     E5M2,
     GRADIENT_SCALE,
@@ -13,6 +12,7 @@ from fp8_suite.te_models.loss_fp8 import (
     add_labels_to_weight_grad_,
     cast,
     cast_gradient,
+    linear_cross_entropy_fp8,
     softmax_cross_entropy,
 )
 
@@ -98,7 +98,7 @@ def test_loss_and_gradients_match_the_cpu(tokens, tokens_per_gemm, monkeypatch):
 
     def step(device):
         h, w = (t.bfloat16().to(device).requires_grad_() for t in (hidden, weight))
-        out = linear_cross_entropy(h, w, labels.to(device), fp8=True)
+        out = linear_cross_entropy_fp8(h, w, labels.to(device))
         (out.loss / tokens).backward()
         return out.loss.item(), h.grad.cpu().float(), w.grad.cpu().float()
 

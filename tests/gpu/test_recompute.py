@@ -6,13 +6,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from fp8_suite.te_models.build import ModelSpec
 from fp8_suite.te_models.kernels import flash_attention
 from fp8_suite.te_models.options import NativeOptions
 from fp8_suite.te_models.recompute import offload
 from fp8_suite.te_models.recompute.layers import ATTENTION_FUNCTIONS, GEMM_FUNCTIONS
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
 from fp8_suite.te_models.shape import ModelShape
+from fp8_suite.te_models.spec import ModelSpec
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate.activations import kept_activations
 from fp8_suite.training.estimate.memory import fp8_copies

@@ -3,25 +3,20 @@
 import importlib
 import json
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fp8_suite.core.errors import UserError
-from fp8_suite.te_models.build import (
-    ModelSpec,
-    count_parameters,
-    export_tensors,
-    find_model,
-    refuse_te,
-    with_special_tokens,
-)
+from fp8_suite.te_models.build import export_tensors
 from fp8_suite.te_models.decoder import rope_angles
 from fp8_suite.te_models.families import FAMILIES, SIZES, head_dim, wrong_sizes
 from fp8_suite.te_models.kernels.rope import rope_table, split_qkv_rope
 from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS
 from fp8_suite.te_models.shape import COUNTED
+from fp8_suite.te_models.spec import ModelSpec, count_parameters, find_model, refuse_te, with_special_tokens
 from transformers import AutoConfig
 
 from tests.gpu.models import batch, build, perturbed, spec
@@ -144,8 +139,6 @@ def rope_of(kind: str) -> dict[str, Any]:
         ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ("llama", rope_of("yarn"), "RoPE type 'yarn'"),  # it rescales attention
         ("llama", rope_of("dynamic"), "RoPE type 'dynamic'"),  # its angles depend on the length
-        ("mistral", {"sliding_window": 1024}, "sliding_window=1024 is less than max_position_emb"),
-        ("mistral", {"sliding_window": 2048}, None),
     ],
 )
 def test_config_without_a_te_form_is_refused(family, changes, message):
@@ -166,8 +159,25 @@ def test_config_without_a_te_form_is_refused(family, changes, message):
     ],
 )
 def test_qwen_window_is_refused_if_some_layer_uses_it(family, settings, refused):
-    with pytest.raises(UserError, match="sliding_window=64") if refused else nullcontext():
+    with pytest.raises(UserError, match="one of 64 tokens") if refused else nullcontext():
         refuse_te("m", config_of(family, **settings))
+
+
+@pytest.mark.parametrize(
+    ("window", "length", "refused"),
+    [(1024, 1024, False), (1024, 1025, True), (1024, None, True), (2048, None, False), (None, 4096, False)],
+)
+def test_a_sliding_window_is_compared_with_the_length_of_the_run(window, length, refused, tmp_path):
+    """The model has 2,048 positions. A longer length is refused at every start, so also on resume."""
+    config_of("mistral", sliding_window=window).save_pretrained(tmp_path)
+    find = partial(find_model, str(tmp_path), init="random", max_seq_length=length)
+    assert find(use_te=False).config.sliding_window == window
+    if not refused:
+        assert find(use_te=True)
+        return
+    with pytest.raises(UserError, match="1024 tokens; use at most that length, or drop --use_te") as error:
+        find(use_te=True)
+    assert error.value.flags == {"use_te", "max_seq_length"}
 
 
 def test_unknown_family_is_refused_with_the_known_ones():
@@ -249,3 +259,28 @@ def test_special_tokens_make_a_new_specification():
     config = with_special_tokens(model, tokenizer).config
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (7, 8, None)
     assert model.config.to_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"[" * 100_000, "nested too deeply"),
+        (b"\xef\xbb\xbf{}", "BOM"),
+        (b"{'model_type': 1}", "not valid JSON"),
+        (b"\xff", "not UTF-8|can't decode"),
+        (b"", "is empty"),
+    ],
+    ids=["brackets", "byte-order-mark", "quotes", "encoding", "empty"],
+)
+def test_a_damaged_config_is_refused_with_the_reason_in_one_line(content, reason, tmp_path):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(UserError, match=rf"^--model_name .*config\.json: .*({reason})") as error:
+        find_model(str(tmp_path), init="random", use_te=False)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("model_type", ["t5", "blip", "clip"])
+def test_a_type_without_a_text_decoder_is_refused(model_type, tmp_path):
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"no causal language model of type '{model_type}'"):
+        find_model(str(tmp_path), init="random", use_te=False)

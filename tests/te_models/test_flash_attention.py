@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_suite.te_models import packed_attention
-from fp8_suite.te_models.kernels import flash_attention
+from fp8_suite.te_models.kernels import flash_attention, packed_attention
 
 
 @pytest.fixture

@@ -7,12 +7,16 @@ import torch
 import torch.nn.functional as F
 from fp8_suite.core.errors import UserError
 from fp8_suite.te_models import hugging_face
-from fp8_suite.te_models.build import ModelSpec, build_model
+from fp8_suite.te_models.build import build_model, export_tensors
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.te_models.hugging_face import materialize, parameters_on_meta
+from fp8_suite.te_models.kernels.packed_attention import ATTENTION_NAME, packed_attention
 from fp8_suite.te_models.options import BuildOptions
-from fp8_suite.te_models.packed_attention import ATTENTION_NAME, packed_attention
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from fp8_suite.te_models.spec import ModelSpec, find_model
+from fp8_suite.training.checkpoint.export import export_hf
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaForCausalLM
+
+from tests.hugging_face_models import WITH_IMAGES, save_model_with_images
 
 TINY = {
     "vocab_size": 64,
@@ -264,6 +268,27 @@ def test_blocks_are_decoder_layers_and_recompute_on_request(monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "supports_gradient_checkpointing", False)
     with pytest.raises(UserError, match="--recompute layer: LlamaForCausalLM"):
         build("llama", recompute="plain")
+
+
+@pytest.mark.parametrize("model_type", WITH_IMAGES)
+def test_the_text_of_a_model_with_images_is_trained_and_exported(model_type, tmp_path):
+    """Its image encoder has more layers than its decoder, and gets no gradient."""
+    save_model_with_images(tmp_path / "source", model_type)
+    model_spec = find_model(str(tmp_path / "source"), init="pretrained", use_te=False)
+    options = BuildOptions(
+        te_backend=None, dtype=torch.float32, device=torch.device("cpu"), packed=True, max_positions=64
+    )
+    model = build_model(model_spec, options)
+    assert len(model.blocks) == 2 and {type(block).__name__ for block in model.blocks} == {
+        {"gemma3": "Gemma3", "mistral3": "Mistral", "qwen2_5_vl": "Qwen2_5_VL"}[model_type] + "DecoderLayer"
+    }
+    model(**inputs([5, 11]), **borders([5, 11])).loss.backward()
+    assert all(p.grad is not None for block in model.blocks for p in block.parameters())
+    with torch.no_grad():
+        model.model.get_input_embeddings().weight.add_(1)
+    export_hf(tmp_path / "export", export_tensors(model), config=model_spec.config, dtype=torch.float32)
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "export")
+    assert all(torch.equal(*pair) for pair in zip(loaded.parameters(), model.model.parameters(), strict=True))
 
 
 def test_blocks_are_layers_even_if_experts_outnumber_them():

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED
 from fp8_suite.te_models import loss_fp8
-from fp8_suite.te_models.loss import linear_cross_entropy
 from fp8_suite.te_models.loss_fp8 import (
     E4M3,
     E5M2,
     GRADIENT_SCALE,
     cast,
     cast_gradient,
+    linear_cross_entropy_fp8,
     softmax_cross_entropy,
 )
 from fp8_suite.training import assembly
@@ -87,7 +87,7 @@ def test_loss_and_gradients_match_torch_on_the_cast_operands(
     monkeypatch.setattr(loss_fp8, "TOKENS_PER_GEMM", tokens_per_gemm)
     monkeypatch.setattr(loss_fp8, "VOCABULARY_PER_SUM", 32)
     h, w, labels = case(tokens)
-    out = linear_cross_entropy(h, w, labels, fp8=True)
+    out = linear_cross_entropy_fp8(h, w, labels)
     (out.loss / 7).backward()
     x, v = dequantized(h), dequantized(w)
     logits = (x @ v.T).bfloat16().float()
@@ -100,7 +100,7 @@ def test_loss_and_gradients_match_torch_on_the_cast_operands(
     torch.testing.assert_close(h.grad, (by_hidden / 7).bfloat16(), rtol=2e-2, atol=1e-3)
     torch.testing.assert_close(w.grad, (by_weight / 7).bfloat16(), rtol=2e-2, atol=1e-2)
     with torch.no_grad():
-        evaluated = linear_cross_entropy(h, w, labels, fp8=True)
+        evaluated = linear_cross_entropy_fp8(h, w, labels)
     assert not evaluated.loss.requires_grad and torch.equal(evaluated.loss, out.loss.detach())
 
 
@@ -111,7 +111,7 @@ def test_a_tokens_gradients_nearly_sum_to_zero_despite_the_casts():
     """
     h, w, labels = case(2000)
     h, w = (h.detach().float() / 6 + 1).bfloat16(), (w.detach() / 8).requires_grad_()
-    linear_cross_entropy(h, w, labels, fp8=True).loss.backward()
+    linear_cross_entropy_fp8(h, w, labels).loss.backward()
     x = dequantized(h)
     grads, at_label = cast_gradients((x @ dequantized(w).T).bfloat16().float(), labels)
     at_label = (at_label * GRADIENT_SCALE).to(E5M2).float() / GRADIENT_SCALE

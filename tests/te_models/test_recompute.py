@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fp8_suite.core.errors import UserError
-from fp8_suite.te_models.build import ModelSpec, build_model
+from fp8_suite.te_models.build import build_model
 from fp8_suite.te_models.emulation import gemm
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.recompute import offload
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS, recompute_levels
+from fp8_suite.te_models.spec import ModelSpec
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.precision.recipes import Precision, build_autocast, resolve_precision
 from fp8_suite.training.precision.scaling import scaling_state

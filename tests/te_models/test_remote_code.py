@@ -9,15 +9,9 @@ import torch
 import torch.nn.functional as F
 from fp8_suite.core.errors import UserError
 from fp8_suite.data.demo import TOKENIZER_DIR
-from fp8_suite.te_models.build import (
-    ModelSpec,
-    _streamed_source,
-    build_model,
-    count_parameters,
-    export_tensors,
-    find_model,
-)
+from fp8_suite.te_models.build import _streamed_source, build_model, export_tensors
 from fp8_suite.te_models.options import BuildOptions
+from fp8_suite.te_models.spec import ModelSpec, count_parameters, find_model
 from fp8_suite.training.checkpoint.export import export_hf
 from fp8_suite.training.checkpoint.generate import generate_answers, generation_config
 from safetensors.torch import load_file, save_file

@@ -10,17 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from fp8_suite.core.errors import UserError
-from fp8_suite.te_models.build import (
-    ModelSpec,
-    build_model,
-    export_tensors,
-    find_model,
-    no_gather,
-    weight_source,
-)
+from fp8_suite.te_models.build import build_model, export_tensors, no_gather
 from fp8_suite.te_models.decoder import TECausalLM
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.te_models.options import BuildOptions
+from fp8_suite.te_models.spec import ModelSpec, find_model, weight_source
 from fp8_suite.te_models.weights import (
     RENAMED,
     RandomSource,

@@ -26,7 +26,7 @@ from fp8_suite.core.errors import (
     UserError,
 )
 from fp8_suite.data.chat import Encoder
-from fp8_suite.te_models.build import find_model
+from fp8_suite.te_models.spec import find_model
 from fp8_suite.training import outcome, trainer
 from fp8_suite.training.checkpoint import progress
 from fp8_suite.training.checkpoint.resume import ResumePoint, check_resume, count_steps

@@ -22,8 +22,9 @@ from fp8_suite.core.files import (
     write_remedy,
 )
 from fp8_suite.core.readers import read_record
+from fp8_suite.te_models.spec import auto_class
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -57,7 +58,8 @@ def export_hf(
         config = copy.deepcopy(config)
         config.dtype = dtype
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            kind = auto_class(config, trust_remote_code=trust_remote_code)
+            model = kind.from_config(config, trust_remote_code=trust_remote_code)
         config.architectures = [type(model).__name__]
         _write_shards(partial, _to_hub_format(model, _check_and_cast(model, tensors, dtype)))
         config.save_pretrained(partial)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from fp8_suite.core.errors import first_line
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from fp8_suite.te_models.spec import auto_class
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 
 def generation_config(plan: Any, tokenizer: Any, *, turn_end: int | None, own_tokenizer: bool) -> Any:
@@ -63,7 +64,9 @@ def generate_answers(
         "dtype": torch.bfloat16 if device.type == "cuda" else torch.float32,
         "trust_remote_code": trust_remote_code,
     }
-    model = AutoModelForCausalLM.from_pretrained(export, **options).to(device).eval()
+    config = AutoConfig.from_pretrained(export, trust_remote_code=trust_remote_code)
+    kind = auto_class(config, trust_remote_code=trust_remote_code)
+    model = kind.from_pretrained(export, **options).to(device).eval()
     texts = []
     for prompt, reference in prompts:
         inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(device)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from fp8_suite.core.errors import UserError, as_flag, bad_setting
 from fp8_suite.core.gpus import REFERENCE_GPU, planned_gpu
 from fp8_suite.core.settings import AUTO
-from fp8_suite.te_models.build import ModelSpec, count_parameters
 from fp8_suite.te_models.families import FAMILIES
 from fp8_suite.te_models.shape import ModelShape
+from fp8_suite.te_models.spec import ModelSpec, count_parameters
 from fp8_suite.training.config import Config, refused_by_zero_3
 from fp8_suite.training.estimate import advice, memory, sizes
 from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fp8_suite.core.errors import UserError
-from fp8_suite.te_models.build import ModelSpec
+from fp8_suite.te_models.spec import ModelSpec
 from fp8_suite.training.checkpoint import export
 from fp8_suite.training.checkpoint.export import check_export, export_hf
 from fp8_suite.training.checkpoint.generate import generation_config

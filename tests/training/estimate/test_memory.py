@@ -8,8 +8,8 @@ import pytest
 import torch
 from fp8_suite.core.errors import UserError
 from fp8_suite.core.packages import ROOT
-from fp8_suite.te_models.build import find_model
 from fp8_suite.te_models.shape import ModelShape
+from fp8_suite.te_models.spec import find_model
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate import choose, memory
 from fp8_suite.training.estimate.choose import choose_mode

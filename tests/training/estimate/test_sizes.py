@@ -12,10 +12,10 @@ from fp8_suite.benchmarks.plan.job import read_model
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.core.gpus import GPUS, REFERENCE_GPU
 from fp8_suite.core.recipes import RECIPES, TE_RECIPES
-from fp8_suite.te_models.build import find_model
 from fp8_suite.te_models.presets import LOCAL_PRESETS, PRESETS
 from fp8_suite.te_models.settings import RECOMPUTE_LEVELS
 from fp8_suite.te_models.shape import ModelShape
+from fp8_suite.te_models.spec import find_model
 from fp8_suite.training import prepare
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.estimate import advice, choose, memory, sizes

@@ -394,8 +394,8 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(tmp_path):
 
 def other_model(folder: Path, rank: int) -> None:
     if rank == 1:
-        find_model = resolve.build.find_model
-        resolve.build.find_model = lambda *args, **kw: replace(find_model(*args, **kw), weights=folder)
+        find_model = resolve.find_model
+        resolve.find_model = lambda *args, **kw: replace(find_model(*args, **kw), weights=folder)
 
 
 def test_ranks_with_different_weights_of_one_model_are_refused(sharded, tmp_path):

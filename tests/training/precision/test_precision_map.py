@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
-from fp8_suite.te_models.build import ModelSpec, build_model
+from fp8_suite.te_models.build import build_model
 from fp8_suite.te_models.options import BuildOptions
+from fp8_suite.te_models.spec import ModelSpec
 from fp8_suite.training.config import config_from_dict
 from fp8_suite.training.precision import precision_map
 from fp8_suite.training.precision import recipes as precision

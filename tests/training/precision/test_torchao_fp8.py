@@ -11,9 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError
 from fp8_suite.core.recipes import TORCHAO_RECIPES
-from fp8_suite.te_models.build import ModelSpec, build_model
+from fp8_suite.te_models.build import build_model
 from fp8_suite.te_models.hugging_face import HFCausalLM, high_precision_linears
 from fp8_suite.te_models.options import BuildOptions
+from fp8_suite.te_models.spec import ModelSpec
 from fp8_suite.training.optim.adamw import FusedAdamW, local
 from fp8_suite.training.precision import torchao_fp8
 from fp8_suite.training.precision.coverage import coverage
