@@ -60,7 +60,7 @@ class Switch(argparse.Action):
         setattr(namespace, self.dest, not str(option_string).startswith("--no_"))
 
 
-def add_setting(group: Any, name: str, setting: Setting, aliases: Sequence[str] = ()) -> None:
+def add_setting(group: Any, name: str, setting: Setting) -> None:
     """Add a setting's flag, absent from the parsed result unless given, with its default in the help."""
     kind, others = split_hint(setting.type)
     text, default = setting.field.metadata["help"].replace("%", "%%"), setting.field.default
@@ -69,8 +69,7 @@ def add_setting(group: Any, name: str, setting: Setting, aliases: Sequence[str] 
         text += f" (default: {shown})"
     common = {"dest": name, "default": argparse.SUPPRESS, "help": text}
     if kind is bool:
-        options = [f"--{no}{n}" for n in (name, *aliases) for no in ("", "no_")]
-        group.add_argument(*options, action=Switch, **common)
+        group.add_argument(f"--{name}", f"--no_{name}", action=Switch, **common)
         return
     choices = ",".join(get_args(kind)) if get_origin(kind) is Literal else ""
     metavar = f"{{{choices}}}" if choices else {int: "N", float: "X"}.get(kind, "TEXT")

@@ -9,6 +9,7 @@ import os
 import re
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import Field, field, fields
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
@@ -74,22 +75,24 @@ class Section:
                     raise bad_setting(f"must be {words} {limit}", **{f.name: value})
 
 
-def nearest(name: Any, candidates: Any) -> str:
+def nearest(name: Any, candidates: Iterable[str]) -> str:
     """Return "; did you mean ...?" with the candidate of initials `name` (lr), else of the closest spelling.
 
-    The cutoff of 0.7 finds --model_name for --model.
+    Case does not matter. The cutoff of 0.7 finds --model_name for --model.
     """
-    name = str(name)
-    words = {c: c.lstrip("-").split("_") for c in candidates}
-    close = [c for c, found in words.items() if "".join(w[:1] for w in found) == name.lstrip("-") != ""]
-    close += difflib.get_close_matches(name, list(words), n=1, cutoff=0.7)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    typed = str(name).lower()
+    by_spelling = {candidate.lower(): candidate for candidate in candidates}
+    initials = {"".join(word[:1] for word in c.lstrip("-").split("_")): c for c in reversed(by_spelling)}
+    close = [initials[short]] if (short := typed.lstrip("-")) in initials and short else []
+    close += difflib.get_close_matches(typed, by_spelling, n=1, cutoff=0.7)
+    return f"; did you mean {by_spelling[close[0]]!r}?" if close else ""
 
 
 def lookup(name: str, settings: dict[str, Setting]) -> Setting:
     """Return the setting called `name`; UserError with the nearest name if there is none."""
     if name not in settings:
-        raise UserError(f"unknown setting {name!r}{nearest(name, settings)}", exit_code=EXIT_BAD_SETTING)
+        reason = f"unknown setting {name!r}{nearest(name, settings)}"
+        raise UserError(reason, flags=[name], exit_code=EXIT_BAD_SETTING)
     return settings[name]
 
 

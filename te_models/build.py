@@ -63,7 +63,7 @@ def build_hf(spec: ModelSpec, options: BuildOptions) -> HFCausalLM:
         with parameters_on_meta():
             inner = from_config(spec, options.dtype)
         model = _wrap(inner, spec, options)
-        materialize(inner, options.parameter_device or options.device)
+        materialize(inner, options.device)
         fill_named(dict(inner.named_parameters()), source)
     elif spec.weights:
         # A model that is loaded whole stays on the CPU until it is sharded.

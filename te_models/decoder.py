@@ -126,7 +126,7 @@ class TECausalLM(nn.Module):
 
     def materialize(self) -> TECausalLM:
         """Allocate uninitialized parameters (or shards) and compute the RoPE tables."""
-        self.to_empty(device=self.options.parameter_device or self.options.device)
+        self.to_empty(device=self.options.device)
         self.tie()  # to_empty() unties
         self.rope = rope_angles(self.config, self.options.max_positions).to(self.options.device)
         self.rope_table = rope_table(self.rope)

@@ -38,7 +38,6 @@ class BuildOptions:
     offload_activations: bool = False  # see `te_models.recompute.offload`
     reentrant: bool = False  # reentrant activation checkpointing, required by DeepSpeed's ZeRO-3 hooks
     shard: Callable[[nn.Module], None] | None = None  # shards the model, if possible on the meta device
-    parameter_device: torch.device | None = None  # device of the shards (CPU offload), default `device`
     kernels: Kernels = DEFAULT_KERNELS  # selected by `training.kernels`
     native: NativeOptions = field(default_factory=NativeOptions)
     # Options of Hugging Face's layers only:

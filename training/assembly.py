@@ -60,7 +60,7 @@ def assemble(job: Job) -> Assembly:
     originals.clear()
     if plan.gathers_fp8 and torchao:
         torchao_fp8.refresh_scales_after_steps(model, optimizer)
-    if job.total_steps and strategy.master_home != "zero":
+    if job.total_steps and not strategy.owns_masters:
         optim.allocate_state(optimizer, model)  # now, so that what fits in the first step fits in the second
     wrapped = strategy.wrap(model, optimizer)
     autocast = build_autocast(
@@ -85,7 +85,6 @@ def _build_model(job: Job, dtypes: dict[str, torch.dtype]) -> nn.Module:
         offload_activations=cfg.model.offload_activations,
         reentrant=strategy.reentrant,
         shard=(lambda model: strategy.shard(model, **dtypes)) if strategy.shards_weights else None,
-        parameter_device=torch.device("cpu") if strategy.master_home == "cpu" else strategy.device,
         kernels=job.kernels,
         native=NativeOptions(
             cache_fp8_weights=precision.fp8 and plan.caches_fp8_weights,

@@ -20,7 +20,7 @@ from fp8_suite.training.checkpoint.settings import CheckpointConfig
 from fp8_suite.training.optim.settings import OptimConfig
 from fp8_suite.training.parallel.settings import (
     DEEPSPEED_MODES,
-    FP8_GATHER_MODES,
+    FSDP_MODES,
     ZERO_3_MODES,
     ShardingConfig,
 )
@@ -143,9 +143,8 @@ def _refused_fp8_weights(s: Any) -> Iterator[tuple[str, str]]:
         recipes = " or ".join(name for name, spec in RECIPES.items() if spec.fp8_weights)
         reason = f"needs TE layers in FP8: --use_te --mixed_precision fp8 --fp8_scenario {recipes}"
         yield "fp8_weights use_te mixed_precision fp8_scenario", reason
-    if s.sharding_mode != "auto" or s.cpu_offload:
-        reason = "only on one GPU, without sharding; drop --fp8_weights"
-        yield "fp8_weights " + ("cpu_offload" if s.cpu_offload else "sharding_mode"), reason
+    if s.sharding_mode != "auto":
+        yield "fp8_weights sharding_mode", "only on one GPU, without sharding; drop --fp8_weights"
     if not s.offload_optimizer:
         yield "fp8_weights", "the GPU would hold BF16 weights too; add --offload_optimizer"
     if s.master_weights != "fp32":
@@ -161,38 +160,24 @@ def sharding_rules(s: Any) -> Iterator[tuple[str, str]]:
         yield "sharding_mode", "needs a --deepspeed_config, such as ds_configs/zero2.json"
     if s.sharding_mode != "deepspeed" and s.deepspeed_config is not None:
         yield "deepspeed_config sharding_mode", "only valid with --sharding_mode deepspeed"
-    if s.cpu_offload and s.sharding_mode not in ("auto", "fsdp_full", "fsdp_offload"):
-        reason = "--cpu_offload is shorthand for --sharding_mode fsdp_offload; drop one of the two"
-        yield "cpu_offload sharding_mode", reason
-    if s.offload_optimizer:
-        yield from _refused_offload(s)
+    if s.offload_optimizer and s.sharding_mode in DEEPSPEED_MODES:
+        reason = "DeepSpeed has its own offload; drop it and use ds_zero3_offload, or use another mode"
+        yield "offload_optimizer sharding_mode", reason
     if s.sharding_mode in ZERO_3_MODES:
         yield from refused_by_zero_3(s)
     if s.grad_reduce_dtype == "fp8" and s.sharding_mode in DEEPSPEED_MODES:
         reason = "DeepSpeed exchanges fp32 or bf16; choose one, or another mode"
         yield "grad_reduce_dtype sharding_mode", reason
-    if s.grad_reduce_dtype == "fp8" and s.hsdp_shard_size == 1:
-        yield "grad_reduce_dtype hsdp_shard_size", "groups of one rank exchange nothing in FP8; use ddp"
     if not s.fp8_all_gather:
         return
-    if s.cpu_offload or s.sharding_mode not in FP8_GATHER_MODES:
-        reason = f"only valid with {', '.join(FP8_GATHER_MODES)}, and without offload"
-        yield "fp8_all_gather sharding_mode", reason
+    if s.sharding_mode not in FSDP_MODES:
+        yield "fp8_all_gather sharding_mode", f"only valid with {', '.join(FSDP_MODES)}; choose one"
     if s.mixed_precision != "fp8" or not RECIPES[s.recipe].fp8_all_gather:
         reason = "needs one scale per weight: --mixed_precision fp8 and --fp8_scenario current (--use_te) "
         reason += "or tensorwise (without)"
         yield "fp8_all_gather mixed_precision fp8_scenario", reason
     if s.master_weights != "fp32":
         yield "fp8_all_gather master_weights", "FP8 weights need FP32 master weights; drop one of the two"
-
-
-def _refused_offload(s: Any) -> Iterator[tuple[str, str]]:
-    if s.sharding_mode in DEEPSPEED_MODES:
-        reason = "DeepSpeed has its own offload; drop it and use ds_zero3_offload, or use another mode"
-        yield "offload_optimizer sharding_mode", reason
-    if s.cpu_offload or s.sharding_mode == "fsdp_offload":
-        reason = "fsdp_offload keeps all training state in host memory; drop one of the two"
-        yield "offload_optimizer " + ("cpu_offload" if s.cpu_offload else "sharding_mode"), reason
 
 
 def refused_by_zero_3(s: Any) -> Iterator[tuple[str, str]]:
@@ -234,6 +219,7 @@ REMOVED_SETTINGS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("dataset_messages_field", "dataset_prompt_field", "dataset_completion_field"), (None,)),
     "convert_moments": (False, True),
     "fp8_attention": (False,),
+    "cpu_offload": (False,),
     "fp8_weight_cache": (True, False),
     "fused_residuals": (True, False),
 }
@@ -276,9 +262,6 @@ def changed_settings(
     }
 
 
-FLAG_ALIASES = {"compile": "compile_model"}  # setting -> second name of its flag
-
-
 def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """Return a parser with --config and a flag per setting; flags not given are absent from the result."""
     parser = OneLineParser(
@@ -293,8 +276,7 @@ def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
     )
     groups = {s: parser.add_argument_group(cls.__doc__) for s, cls in SECTIONS.items()}
     for name, setting in all_settings().items():
-        aliases = [FLAG_ALIASES[name]] if name in FLAG_ALIASES else []
-        add_setting(groups[setting.section], name, setting, aliases)
+        add_setting(groups[setting.section], name, setting)
     return parser
 
 
@@ -324,14 +306,11 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def load_config_file(path: str) -> dict[str, Any]:
     """Read flat settings from a YAML file or a run's settings.json. UserError names the file."""
-    loaded, table = read_yaml_settings(path), all_settings()
     try:
-        loaded = drop_removed(loaded)
-        for name, value in loaded.items():
-            convert(name, value, lookup(name, table).type)
+        loaded = drop_removed(read_yaml_settings(path))
     except UserError as error:
-        raise bad_setting(str(error), config=path) from None
-    if loaded.get("global_batch_size") and loaded.keys() >= table.keys():
+        raise error if "config" in error.flags else bad_setting(str(error), config=path) from None
+    if loaded.get("global_batch_size") and loaded.keys() >= all_settings().keys():
         # A run's settings.json: on other ranks the run keeps its global batch, and accumulation follows.
         return loaded | {"gradient_accumulation_steps": None}
     return loaded

@@ -112,7 +112,7 @@ def run(job: Job, cleanup: ExitStack, signals: ExitStack) -> int:
     signals.enter_context(trainer.stop.listening())
     job.watchdog.starting("training")
     try:
-        finished = trainer.fit()
+        finished = trainer.train()
         trainer.stop.remaining_work = "the export and the logs"
         trainer.logs.display.close()
         if finished and job.cfg.exports:

@@ -56,7 +56,7 @@ def train_step(
     """Run one optimizer step. The result does not depend on the split into micro-batches and ranks.
 
     `done` is the number of steps before this one. `stop_requested` is called after backward, so that a signal
-    during the step is not missed. Does not wait for the GPU, except with DeepSpeed and fsdp_offload.
+    during the step is not missed. Does not wait for the GPU, except with DeepSpeed.
     """
     strategy, optimizer = stack.strategy, stack.optimizer
     stack.heartbeat(f"computing step {done + 1}")

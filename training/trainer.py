@@ -71,81 +71,69 @@ class Trainer:
         self._unsaved_counts = {"real_tokens": 0, "label_tokens": 0}  # on this rank, since the last save
         self._loader_state: dict[str, Any] = {}  # before the current step's micro-batches
 
-    def fit(self) -> bool:
+    def train(self) -> bool:
         """Train to the end and save. False if a stop signal ended it early, see `StopFlag`. Collective."""
         if self.total_steps == 0:
             self._evaluate()
             return not self._any_stop()
+        stopped = False
         try:
-            stopped = self._train()
+            for window, waited in self._windows():
+                self._before_step(window)
+                result = train_step(
+                    self.stack,
+                    window,
+                    done=self.progress.step,
+                    max_grad_norm=self.cfg.optim.max_grad_norm,
+                    stop_requested=lambda: self.stop.requested,
+                )
+                if stopped := self._after_step(window, waited, result):
+                    break
         except Stopped:
             self.loaders.train.load_state_dict(self._loader_state)
             stopped = True
+        if not stopped:
+            self._finish()
+            stopped = self._any_stop()
         if stopped:
-            self._finish_stopped()
-            return False
-        if skipped := self.progress.skipped_in_a_row:
-            self.logs.display.message(
-                f"WARNING: the last {skipped} steps were skipped; the final weights are those of step "
-                f"{self.progress.step - skipped}"
-            )
-        self._save()
-        self._evaluate()
-        evaluated, metrics = self.last_eval
-        if evaluated == self.progress.step:
-            self.guard.check_final(metrics["eval/loss"])
-        if stopped := self._any_stop():
             self._finish_stopped()
         return not stopped
 
-    def _train(self) -> bool:
-        """Run all remaining steps. True if any rank received a stop signal."""
+    def _windows(self) -> Iterator[tuple[list[Any], float]]:
+        """Yield (micro-batches of a step, seconds waited for them) for all remaining steps.
+
+        The last window of an epoch may have fewer micro-batches.
+        """
         while self.progress.step < self.total_steps:
             self.logs.meter.restart_clock()
-            for window, waited in self._windows():
-                if self._step(window, waited):
-                    return True
-                if self.progress.step >= self.total_steps:
-                    break
-        return False
+            batches, began = iter(self.loaders.train), time.perf_counter()
+            while self.progress.step < self.total_steps and (window := self._next_window(batches)):
+                yield window, time.perf_counter() - began
+                began = time.perf_counter()
 
-    def _windows(self) -> Iterator[tuple[list[Any], float]]:
-        """Yield (micro-batches of a step, seconds waited for them) until the epoch ends.
+    def _next_window(self, batches: Iterator[Any]) -> list[Any]:
+        """Return the next step's micro-batches on the device; none at the end of an epoch."""
+        strategy, size = self.stack.strategy, self.cfg.optim.gradient_accumulation_steps
+        self.stack.heartbeat(f"loading the data of step {self.progress.step + 1}")
+        self._loader_state = self.loaders.train.state_dict()
+        window = self.stop.wait_for(
+            lambda: list(islice(batches, size)), interruptible=strategy.world_size == 1
+        )
+        return [batch.to(strategy.device) for batch in window]
 
-        The last window may have fewer micro-batches.
-        """
-        size, began = self.cfg.optim.gradient_accumulation_steps, time.perf_counter()
-        batches = iter(self.loaders.train)
-        while True:
-            self.stack.heartbeat(f"loading the data of step {self.progress.step + 1}")
-            self._loader_state = self.loaders.train.state_dict()
-            window = self.stop.wait_for(
-                lambda: list(islice(batches, size)), interruptible=self.stack.strategy.world_size == 1
-            )
-            if not window:
-                return
-            yield window, time.perf_counter() - began
-            began = time.perf_counter()
+    def _before_step(self, window: list[Any]) -> None:
+        step = self.progress.step + 1
+        if step == self.first_step:
+            self._before_first_step(window[0])
+        self.hooks.before_step(step)
 
-    def _step(self, window: list[Any], waited: float) -> bool:
-        """Run one step and whatever is due after it. True if any rank received a stop signal.
+    def _after_step(self, window: list[Any], waited: float, result: StepResult) -> bool:
+        """Do what is due after a step. True if any rank received a stop signal.
 
         The step's time excludes evaluation and saving.
         """
         progress, cfg, strategy = self.progress, self.cfg, self.stack.strategy
-        window = [batch.to(strategy.device) for batch in window]
         first = progress.step + 1 == self.first_step
-        if first:
-            self._before_first_step(window[0])
-            waited = 0.0
-        self.hooks.before_step(progress.step + 1)
-        result = train_step(
-            self.stack,
-            window,
-            done=progress.step,
-            max_grad_norm=cfg.optim.max_grad_norm,
-            stop_requested=lambda: self.stop.requested,
-        )
         progress.step += 1
         last = progress.step == self.total_steps
         log = last or _due(progress.step, cfg.log.log_interval)
@@ -157,7 +145,7 @@ class Trainer:
         stop = self.guard.read(all_steps=wait)
         if on_gpu and (log or evaluates or saves):
             torch.cuda.synchronize(strategy.device)  # include the optimizer step in this interval
-        progress.train_seconds += self.logs.meter.end_step(window, waited)
+        progress.train_seconds += self.logs.meter.end_step(window, 0.0 if first else waited)
         for name in self._unsaved_counts:
             self._unsaved_counts[name] += sum(getattr(batch, name) for batch in window)
         self.hooks.after_step(progress.step)
@@ -183,6 +171,20 @@ class Trainer:
         if missed or (log.eval_at_start and step == 0):
             self._evaluate()
         self.logs.meter.restart_clock()
+
+    def _finish(self) -> None:
+        """Save and evaluate the final weights. Raises NonFinite if their loss is not finite."""
+        if skipped := self.progress.skipped_in_a_row:
+            were = "step was" if skipped == 1 else f"{skipped} steps were"
+            applied = self.progress.step - skipped
+            self.logs.display.message(
+                f"WARNING: the last {were} skipped; the final weights are those of step {applied}"
+            )
+        self._save()
+        self._evaluate()
+        evaluated, metrics = self.last_eval
+        if evaluated == self.progress.step:
+            self.guard.check_final(metrics["eval/loss"])
 
     def _finish_stopped(self) -> None:
         """Read the last outcomes and save, after a stop signal. Collective."""

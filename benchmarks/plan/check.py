@@ -14,6 +14,7 @@ from fp8_suite.training.config import all_settings, config_from_dict
 from fp8_suite.training.estimate.memory import peak
 from fp8_suite.training.estimate.setup import TrainingSetup
 from fp8_suite.training.estimate.step_time import step_seconds
+from fp8_suite.training.parallel.settings import MODES
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ def why_not(run: RunRecord) -> str | None:
     """Return the reason to leave out a recorded run, or None."""
     if run.summary is None:
         return "did not finish"
+    if run.mode not in MODES:
+        return "in a mode that this version no longer has"
     if gpu_of(run) is None:
         return "not on a GPU that the planner knows"
     return run.remarks.get("plan") or run.remarks.get("older_code")

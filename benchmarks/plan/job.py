@@ -74,7 +74,7 @@ def _parameters(shape: ModelShape, family: Family, *, tied: bool) -> int:
 
 def refuse_unplanned(cfg: Config) -> None:
     """Raise UserError for settings that the planner does not cover."""
-    if found := unpredicted(cfg, cfg.sharding.mode):
+    if found := unpredicted(cfg, cfg.sharding.sharding_mode):
         reason, settings = found
         raise bad_setting(reason, **settings)
 
@@ -113,7 +113,8 @@ def build_job(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int) -> tuple[
 
     refuse_unplanned(cfg)
     check_launch(cfg, gpus)
-    model, mode, memory = read_model(cfg.model.model_name), cfg.sharding.mode, int(gpu.memory_gb * 1e9)
+    model, mode = read_model(cfg.model.model_name), cfg.sharding.sharding_mode
+    memory = int(gpu.memory_gb * 1e9)
     refuse_what_training_refuses(cfg, model)
     optimizer = choose_optimizer(cfg, "single", on_gpu=True)
     job = TrainingSetup(cfg, model.size, optimizer, "single", gpus, min(gpus, gpus_per_node))
@@ -128,6 +129,6 @@ def build_job(cfg: Config, *, gpu: Gpu, gpus: int, gpus_per_node: int) -> tuple[
         job = replace(job, optimizer=choose_optimizer(cfg, mode, on_gpu=True))
     except UserError as error:
         refusal = f"--sharding_mode {mode}: {error}"
-        if cfg.sharding.mode != "auto":
+        if cfg.sharding.sharding_mode != "auto":
             raise UserError(refusal, flags=["sharding_mode"], exit_code=EXIT_BAD_SETTING) from None
     return choose_sizes(job, memory, gpu), refusal

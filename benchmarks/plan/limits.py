@@ -25,15 +25,14 @@ def limits_table(plans: list[Plan]) -> str:
 
 
 def _fitting(plan: Plan, changes: dict[str, Any], memory_gb: float | None = None) -> Plan | None:
-    """Return the plan with other settings or memory; None if refused, or if only offload fits."""
+    """Return the plan with other settings or memory; None if it is refused."""
     gpu = plan.gpu._replace(memory_gb=memory_gb or plan.gpu.memory_gb)
     try:
         cfg = config_from_dict(plan.sizing.requested.cfg.to_dict() | changes)
         other = make_plan(cfg, gpu, gpus=plan.job.gpus, gpus_per_node=plan.job.gpus_per_node)
     except UserError:
         return None
-    needs_host = other.job.sharding.offload and cfg.sharding.mode == "auto"
-    return other if other.fits and not other.refusal and not needs_host else None
+    return other if other.fits and not other.refusal else None
 
 
 def smallest_card(plan: Plan) -> str:

@@ -28,12 +28,6 @@ SMALLER: Settings = {
         "hsdp_shard_size": None,
         "fp8_weights": False,
     },
-    "--sharding_mode fsdp_offload": {
-        "sharding_mode": "fsdp_offload",
-        "hsdp_shard_size": None,
-        "offload_optimizer": False,
-        "fp8_weights": False,
-    },
     **MEMORY_SAVING,
 }
 

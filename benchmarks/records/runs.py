@@ -26,7 +26,7 @@ NO_EFFECT = frozenset(name for name, effect in EFFECTS.items() if effect == "not
 # These may be `auto` or fall back, so `RunRecord.work` compares what actually ran.
 RESOLVED = {"model_name", "use_te", "te_backend", "mixed_precision", "fp8_scenario", "fp8_fallback"}
 # Scaling compares one GPU, without sharding, with several GPUs.
-SHARDING = {"sharding_mode", "deepspeed_config", "cpu_offload", "offload_optimizer", "hsdp_shard_size"}
+SHARDING = {"sharding_mode", "deepspeed_config", "offload_optimizer", "hsdp_shard_size"}
 # Other settings that change the work of a step; equal in runs whose speeds are comparable.
 WORK = tuple(n for n, effect in EFFECTS.items() if effect == "step" and n not in RESOLVED | SHARDING)
 

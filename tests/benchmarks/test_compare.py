@@ -46,14 +46,14 @@ HELD = """
 import runpy, sys, time
 from fp8_suite.training.trainer import Trainer
 
-step = Trainer._step
+step = Trainer._before_step
 
 def held(trainer, *args):
     while trainer.progress.step and not trainer.stop.requested:
         time.sleep(0.02)
     return step(trainer, *args)
 
-Trainer._step = held
+Trainer._before_step = held
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -10,7 +10,7 @@ from fp8_suite.training.config import all_settings, parse_config
 CURRENT = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*CURRENT, ROOT / "CHANGELOG.md"]  # which names removed flags
 TORCHRUN = {"nproc_per_node", "nnodes", "max_restarts", "rdzv_backend", "rdzv_endpoint", "rdzv_id"}
-OTHERS = {"config", "help", "flag", "no", "compile_model", "no_compile_model"}
+OTHERS = {"config", "help", "flag", "no"}
 
 
 def anchors(page):

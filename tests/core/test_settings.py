@@ -33,8 +33,7 @@ def test_flags_set_fields_of_frozen_sections(monkeypatch):
     assert cfg.model.use_te and not cfg.data.packing and cfg.optim.learning_rate == 3e-4
     assert (cfg.data.split_name, cfg.log.wandb_project) == ("train_1M", "llm-fp8"), "defaults"
     assert (cfg.checkpoint.output_dir, cfg.optim.max_steps) == ("/home/me/a", 1000)
-    assert parse("--compile_model").model.compile and parse("--compile").model.compile
-    assert parse("--no_compile_model").model.compile is False and cfg.model.compile is None
+    assert parse("--no_compile").model.compile is False and cfg.model.compile is None
     with pytest.raises(dataclasses.FrozenInstanceError):
         cfg.optim.learning_rate = 1.0
 
@@ -68,6 +67,12 @@ def test_flags_set_fields_of_frozen_sections(monkeypatch):
         ("--timeout_minutes 1e9", "--timeout_minutes 1000000000.0: must be at most 10080"),
         ("--mixed_precision fp16", "--mixed_precision fp16: not one of bf16, fp8, fp32; did you mean"),
         ("--fp8_scenario mxfp", "did you mean 'mxfp8'?"),
+        ("--fp8_scenario MXFP8", "did you mean 'mxfp8'?"),
+        (
+            "--moment_dtype FP8",
+            "--moment_dtype FP8: not one of fp32, bf16, fp16, fp8, or two of them; did you mean 'fp8'?",
+        ),
+        ("--sharding_mode fsdp_offload", "not one of auto, ddp, fsdp_full"),
         ("--mixed_precision fp8 --fp8_margin 2", "--fp8_margin 2: applies to delayed, not to tensorwise"),
         ("--use_te --mixed_precision fp8 --fp8_margin 19", "--fp8_margin 19: scales a tensor's largest"),
         ("--fp8_lm_head", "--fp8_lm_head: this run is in bf16; drop it, or add --mixed_precision fp8"),
@@ -98,27 +103,13 @@ def test_a_bad_value_is_one_line_that_names_flag_and_reason(argv, message):
         ("--mixed_precision fp8 --fp8_scenario block", "--fp8_scenario block"),
         ("--mixed_precision fp8 --fp8_scenario rowwise --use_te", "--fp8_scenario rowwise"),
         ("--hsdp_shard_size 2 --sharding_mode fsdp_full", "--hsdp_shard_size 2 --sharding_mode fsdp_full"),
-        (
-            "--grad_reduce_dtype fp8 --sharding_mode hsdp --hsdp_shard_size 1",
-            "--grad_reduce_dtype fp8 --hsdp_shard_size 1",
-        ),
         ("--deepspeed_config x.json", "--deepspeed_config x.json --sharding_mode auto"),
         ("--sharding_mode deepspeed", "--sharding_mode deepspeed"),
-        ("--cpu_offload --sharding_mode ddp", "--cpu_offload --sharding_mode ddp"),
         (
             "--offload_optimizer --sharding_mode ds_zero2",
             "--offload_optimizer --sharding_mode ds_zero2",
-        ),
-        ("--offload_optimizer --cpu_offload", "--offload_optimizer --cpu_offload"),
-        (
-            "--offload_optimizer --sharding_mode fsdp_offload",
-            "--offload_optimizer --sharding_mode fsdp_offload",
         ),
         ("--fp8_all_gather", "--fp8_all_gather --sharding_mode auto"),
-        (
-            "--fp8_all_gather --sharding_mode fsdp_full --cpu_offload",
-            "--fp8_all_gather --sharding_mode fsdp_full",
-        ),
         (
             "--fp8_all_gather --sharding_mode hsdp --mixed_precision fp8 --use_te",
             "--fp8_all_gather --mixed_precision fp8 --fp8_scenario default",
@@ -165,7 +156,6 @@ def test_settings_that_clash_are_refused_by_name(argv, named):
     [
         "--streaming --max_steps 3",
         "--eval_samples 0 --max_steps 3",
-        "--cpu_offload --sharding_mode fsdp_full",
         "--offload_optimizer --sharding_mode hsdp",
         "--fp8_all_gather --sharding_mode hsdp --hsdp_shard_size 2 --mixed_precision fp8",
         "--fp8_all_gather --sharding_mode fsdp_grad --mixed_precision fp8 --fp8_scenario current --use_te",
@@ -293,7 +283,7 @@ def test_only_settings_that_are_not_resumable_count_as_changed():
             "offload_activations",
         ),
         *("compile", "eval_batch_size", "num_epochs", "max_steps", "max_skipped_steps"),
-        *("sharding_mode", "deepspeed_config", "cpu_offload", "offload_optimizer", "hsdp_shard_size"),
+        *("sharding_mode", "deepspeed_config", "offload_optimizer", "hsdp_shard_size"),
         *("memory_limit_gb", "empty_cache_freq", "timeout_minutes"),
     }
     assert of_records <= resumable

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.multi_gpu
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = min(4, torch.cuda.device_count())
 ROWS = 8  # per optimizer step, on all GPUs together
-FSDP = ["fsdp_full", "fsdp_offload", "fsdp_grad", "hsdp"]
+FSDP = ["fsdp_full", "fsdp_grad", "hsdp"]
 ZERO = ["ds_zero1", "ds_zero2", "ds_zero3", "ds_zero3_offload"]
 MODES = ["ddp", *FSDP, *ZERO]
 PRECISIONS = {
@@ -227,8 +227,8 @@ def test_a_70b_is_built_on_the_meta_device_and_loaded_in_shards(folder, tmp_path
 def test_weights_from_files_reach_every_shard(tmp_path, one):
     """An exported model, loaded in shards, has the evaluation loss of the run that exported it."""
     score = f"--model_name {one}/single-bf16/export --init pretrained --max_steps 0 --no_save_checkpoints"
-    launch(tmp_path, {m: f"{flags(m, 'bf16')} {score}" for m in ("ddp", "fsdp_full", "fsdp_offload")}, GPUS)
-    for mode in ("ddp", "fsdp_full", "fsdp_offload"):
+    launch(tmp_path, {m: f"{flags(m, 'bf16')} {score}" for m in ("ddp", "fsdp_full")}, GPUS)
+    for mode in ("ddp", "fsdp_full"):
         ran = summary(one / "single-bf16")["eval_loss"]
         assert summary(tmp_path / mode)["eval_loss"] == pytest.approx(ran, rel=1e-3)
 
@@ -240,8 +240,8 @@ def test_a_model_that_only_transformers_can_load_is_sharded_from_the_cpu(tmp_pat
     )
     run = f"--model_name {tmp_path / 'model'} --tokenizer_name demo {rows} --max_steps 8 --log_interval 1"
     run += " --no_compile --no_export --no_save_checkpoints --eval_samples 0 --sharding_mode"
-    launch(tmp_path, {mode: f"{run} {mode}" for mode in ("ddp", "fsdp_full", "fsdp_offload")}, GPUS)
-    for mode in ("fsdp_full", "fsdp_offload"):
+    launch(tmp_path, {mode: f"{run} {mode}" for mode in ("ddp", "fsdp_full")}, GPUS)
+    for mode in ("fsdp_full",):
         found, expected = (logged(tmp_path / name, "train/loss") for name in (mode, "ddp"))
         assert found == pytest.approx(expected, rel=1e-2) and len(found) == 8
 
@@ -272,7 +272,7 @@ def whole_checkpoint(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("source", "targets"),
-    [("fsdp_full", ["ddp", "fsdp_offload"]), ("fsdp_full", ZERO), ("ds_zero2", ["ddp", "ds_zero3"])],
+    [("fsdp_full", ["ddp", "fsdp_grad"]), ("fsdp_full", ZERO), ("ds_zero2", ["ddp", "ds_zero3"])],
     ids=["fsdp", "fsdp to zero", "zero"],
 )
 def test_a_run_resumes_in_every_mode_with_exact_weights_and_optimizer(tmp_path, many, source, targets):

@@ -9,9 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -32,7 +31,6 @@ from fp8_suite.training.checkpoint import progress
 from fp8_suite.training.checkpoint.resume import ResumePoint, check_resume, count_steps
 from fp8_suite.training.checkpoint.run_folder import train_losses
 from fp8_suite.training.config import config_from_dict, parse_config
-from fp8_suite.training.estimate import memory
 from fp8_suite.training.estimate.choose import check_memory
 from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup
 from fp8_suite.training.optim import optimizer as optim
@@ -194,14 +192,14 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_by_bit(finished, tmp_pat
 @pytest.fixture
 def stop_after_a_step(monkeypatch) -> None:
     """Have the next run in this process get SIGTERM when it has finished a step."""
-    step, stops = trainer.Trainer._step, iter([signal.SIGTERM])
+    step, stops = trainer.Trainer._before_step, iter([signal.SIGTERM])
 
     def stop_or_step(self, *arguments):
         if self.progress.step and (number := next(stops, None)):
             os.kill(os.getpid(), number)
         return step(self, *arguments)
 
-    monkeypatch.setattr(trainer.Trainer, "_step", stop_or_step)
+    monkeypatch.setattr(trainer.Trainer, "_before_step", stop_or_step)
 
 
 @pytest.mark.usefixtures("stop_after_a_step")
@@ -341,7 +339,7 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_repeated(tmp_path, monkey
 
 def test_the_time_of_a_launch_that_died_counts_once(tmp_path, monkeypatch):
     folder, flags = tmp_path / "run", "--max_steps 4 --save_interval 2 --no_export"
-    step, dies_at = trainer.Trainer._step, [3, 0]
+    step, dies_at = trainer.Trainer._before_step, [3, 0]
 
     def step_or_die(self, *arguments):
         if self.progress.step == dies_at[-1]:
@@ -349,7 +347,7 @@ def test_the_time_of_a_launch_that_died_counts_once(tmp_path, monkeypatch):
         return step(self, *arguments)
 
     monkeypatch.setattr(progress, "WRITE_INTERVAL_SECONDS", 0.0)
-    monkeypatch.setattr(trainer.Trainer, "_step", step_or_die)
+    monkeypatch.setattr(trainer.Trainer, "_before_step", step_or_die)
     while dies_at:
         with pytest.raises(KeyError):
             train(folder, flags)
@@ -622,23 +620,11 @@ def test_a_model_too_large_for_the_gpu_is_refused_unless_the_run_only_evaluates(
     model = find_model("tiny-llama", init="auto", use_te=False)
     optimizer = choose_optimizer(cfg, "single", on_gpu=True)
     plan = TrainingSetup(cfg, ModelSize(0), optimizer, "single", 1, 1)
-    arguments = plan, model, Strategy(CPU, cfg), 10**6
+    arguments = plan, model, Strategy("single", CPU, cfg), 10**6
     if max_steps == 0:
         return check_memory(*arguments)
     with pytest.raises(UserError, match=r"--model_name tiny-llama"):
         check_memory(*arguments)
-
-
-def test_host_memory_for_activations_is_checked_where_the_optimizer_steps_on_the_cpu(monkeypatch):
-    monkeypatch.setattr(memory, "host_memory", lambda: 10**9)
-    flags = {"use_te": True, "recompute": "layer", "offload_activations": True, "max_seq_length": 2048}
-    model = find_model("tiny-llama", init="auto", use_te=True)
-    for batch, fits in ((8, True), (4096, False)):
-        cfg = config_from_dict({**flags, "batch_size": batch, "sharding_mode": "fsdp_offload"})
-        optimizer = choose_optimizer(cfg, "fsdp_offload", on_gpu=True)
-        plan = TrainingSetup(cfg, ModelSize(0), optimizer, "fsdp_offload", 1, 1)
-        with nullcontext() if fits else pytest.raises(UserError, match="--offload_activations: micro-batch"):
-            check_memory(plan, model, SimpleNamespace(steps_on_cpu=True), None)
 
 
 def test_steps_follow_from_epochs_unless_they_are_given(tmp_path):

@@ -172,7 +172,7 @@ def after_step(work) -> Hooks:
 def stopped(made) -> bool:
     """True if a stop signal ended the training early."""
     with handling_stop_signals(made.stop):
-        return not made.fit()
+        return not made.train()
 
 
 def weight(made) -> torch.Tensor:
@@ -238,7 +238,7 @@ def test_any_split_into_micro_batches_gives_the_same_run(size):
     whole, expected = trainer([to_batch(data[i : i + 6]) for i in range(0, 24, 6)], total_steps=4)
     micro_batches = [to_batch(data[i : i + size]) for i in range(0, 24, size)]
     split, got = trainer(micro_batches, total_steps=4, gradient_accumulation_steps=6 // size)
-    assert whole.fit() and split.fit()
+    assert whole.train() and split.train()
     for name in ("train/loss", "train/grad_norm"):
         assert got.series(name) == pytest.approx(expected.series(name), rel=1e-5)
     torch.testing.assert_close(weight(split), weight(whole), rtol=1e-5, atol=1e-6)
@@ -248,7 +248,7 @@ def test_two_ranks_with_the_same_batches_train_like_one():
     data = [to_batch([r]) for r in rows(4)]
     options = {"total_steps": 3, "eval_batches": data, "gradient_accumulation_steps": 2}
     (one, expected), (two, got) = (trainer(data, strategy=s, **options) for s in (None, TwoRanks(CPU)))
-    assert one.fit() and two.fit()
+    assert one.train() and two.train()
     for name in ("train/loss", "train/grad_norm", "eval/loss", "eval/token_accuracy"):
         assert got.series(name) == pytest.approx(expected.series(name), rel=1e-6)
     torch.testing.assert_close(weight(two), weight(one))
@@ -272,7 +272,7 @@ def test_the_loss_is_the_mean_over_label_tokens_of_the_whole_step():
     with torch.no_grad():
         logits = made.stack.model.table(ids).flatten(0, 1)
         expected = F.cross_entropy(logits, labels.flatten(), ignore_index=-100).item()
-    made.fit()
+    made.train()
     assert record.series("train/loss") == [pytest.approx(expected, rel=1e-6)]
 
 
@@ -280,7 +280,7 @@ def test_the_last_window_of_an_epoch_is_trained_on():
     """7 micro-batches at 3 a step: 3 steps an epoch, the third with one micro-batch."""
     data = rows(7)
     made, record = trainer([to_batch([r]) for r in data], total_steps=6, gradient_accumulation_steps=3)
-    made.fit()
+    made.train()
     labels = sum(int((r[1] != -100).sum()) for r in data)
     assert made.progress.label_tokens == 2 * labels and made.loaders.train.epoch == 2
     assert made.progress.real_tokens == 2 * 7 * 12
@@ -292,7 +292,7 @@ def test_gradients_are_clipped_by_their_global_norm():
     free, unclipped = trainer(data, total_steps=1, max_grad_norm=0)
     clipped, record = trainer(data, total_steps=1, max_grad_norm=1e-3)
     loose, _ = trainer(data, total_steps=1, max_grad_norm=1e3)
-    assert free.fit() and clipped.fit() and loose.fit()
+    assert free.train() and clipped.train() and loose.train()
     assert record.series("train/grad_norm") == unclipped.series("train/grad_norm")
     moment = clipped.stack.optimizer.state[clipped.stack.model.table.weight]["exp_avg"]
     assert moment.norm().item() == pytest.approx(0.1 * 1e-3, rel=1e-4)  # 1 - beta1 is 0.1
@@ -308,7 +308,7 @@ def test_the_learning_rate_of_every_step_reaches_all_parameter_groups():
     made.stack.optimizer.register_step_pre_hook(
         lambda opt, *_: used.append([g["lr"] for g in opt.param_groups])
     )
-    made.fit()
+    made.train()
     logged = record.series("train/learning_rate")
     assert logged == pytest.approx([0.2, 0.4, 0.4, 0.2])
     assert used == [[rate, rate] for rate in logged]
@@ -340,7 +340,7 @@ def test_a_non_finite_step_is_skipped(value):
     model = Poisoned({2}, value)
     made, record = trainer([to_batch(rows(4))], total_steps=3, model=model, scaling=scaling)
     made.hooks.after_step = lambda step: before.update({step: weight(made)})
-    made.fit()
+    made.train()
     assert torch.equal(before[1], before[2]) and not torch.equal(before[2], before[3])
     assert made.progress.skipped_steps == scaling.events.count("scrub") == 1
     assert made.stack.optimizer.state[model.table.weight]["step"] == 2
@@ -362,7 +362,7 @@ def test_loss_and_gradient_must_both_be_finite(spoil):
     spoil(made.stack.model)
     before = weight(made)
     with pytest.raises(NonFinite):
-        made.fit()
+        made.train()
     assert made.progress.skipped_steps == 1 and torch.equal(before, weight(made))
 
 
@@ -382,27 +382,27 @@ def test_steps_skipped_in_a_row_stop_the_run(calls, skipped_before, stops_at, me
         [to_batch(rows(4))], total_steps=9, model=Poisoned(calls), progress=progress, max_skipped_steps=3
     )
     with pytest.raises(NonFinite, match=message):
-        made.fit()
+        made.train()
     assert made.progress.step == stops_at
 
 
 def test_a_run_in_which_every_step_was_skipped_fails():
     made, _ = trainer([to_batch(rows(4))], total_steps=2, model=Poisoned({1, 2}), max_skipped_steps=5)
     with pytest.raises(NonFinite, match=r"2 steps in a row.* weights of --model_name may be damaged"):
-        made.fit()
+        made.train()
 
 
 def test_a_run_whose_final_weights_have_no_finite_eval_loss_is_saved_and_fails():
     saver, batches = Saver(), [to_batch(rows(4))]
     made, _ = trainer(batches, total_steps=2, eval_batches=batches, model=Poisoned({3}), saver=saver)
     with pytest.raises(NonFinite, match=r"the final weights have eval loss nan and are not exported; lower"):
-        made.fit()
+        made.train()
     assert saver.saved_step == 2
 
 
 def test_a_run_that_ends_with_skipped_steps_names_the_step_of_its_weights():
     made, record = trainer([to_batch(rows(4))], total_steps=3, model=Poisoned({2, 3}))
-    assert made.fit() and made.progress.skipped_in_a_row == 2
+    assert made.train() and made.progress.skipped_in_a_row == 2
     assert "WARNING: the last 2 steps were skipped; the final weights are those of step 1" in record.messages
 
 
@@ -410,7 +410,7 @@ def test_a_step_without_label_tokens_is_skipped():
     ids, labels = rows(1)[0]
     made, record = trainer([to_batch([(ids, torch.full_like(labels, -100))])], total_steps=1)
     before = weight(made)
-    made.fit()
+    made.train()
     assert torch.equal(before, weight(made)) and record.series("train/loss") == [0.0]
     assert made.progress.skipped_steps == 1 and "no label tokens" in record.messages[0]
 
@@ -422,13 +422,13 @@ def test_steps_without_label_tokens_stop_the_run_and_blame_the_data():
     with pytest.raises(
         NonFinite, match=r"^2 steps in a row had no label tokens .* look at the data near step 2$"
     ):
-        made.fit()
+        made.train()
 
 
 @pytest.mark.parametrize(("calls", "value", "spikes"), [({5, 25}, 15.0, [25]), (range(1, 29), 0.0, [])])
 def test_gradient_spikes_are_applied_and_logged_once_there_is_a_median(calls, value, spikes):
     made, record = trainer([to_batch(rows(4))], total_steps=30, model=Poisoned(calls, value))
-    made.fit()
+    made.train()
     logged = [message for message in record.messages if "times the median" in message]
     assert [int(message.split()[2].rstrip(":")) for message in logged] == spikes
     assert made.progress.skipped_steps == 0
@@ -443,7 +443,7 @@ def test_evaluation_is_weighted_by_tokens():
         [to_batch(data)], total_steps=0, eval_batches=[to_batch(data[:1]), to_batch(data[1:])]
     )
     before = weight(made)
-    assert made.fit()
+    assert made.train()
     ids, labels = (torch.stack(t) for t in zip(*data, strict=True))
     with torch.no_grad():
         logits = made.stack.model.table(ids)
@@ -470,7 +470,7 @@ def test_evaluations_and_saves_happen_when_due_and_once_at_the_end():
         save_interval=2,
         eval_at_start=True,
     )
-    made.fit()
+    made.train()
     assert [step for step, metrics in record.lines if "eval/loss" in metrics] == [0, 3, 6, 7]
     assert saved == [(2, None), (4, None), (6, None), "6 evaluated", (7, None), "7 evaluated"], "saved first"
     assert made.progress.best_eval_loss == min(record.series("eval/loss"))
@@ -479,7 +479,7 @@ def test_evaluations_and_saves_happen_when_due_and_once_at_the_end():
 def test_a_non_finite_evaluation_is_never_the_best():
     batches = [to_batch(rows(4))]
     made, record = trainer(batches, total_steps=2, eval_batches=batches, eval_interval=1, model=Poisoned({2}))
-    made.fit()
+    made.train()
     losses = record.series("eval/loss")
     assert math.isnan(losses[0]) and made.progress.best_eval_loss == losses[1]
 
@@ -497,7 +497,7 @@ def test_a_resumed_run_makes_up_for_a_missed_evaluation_only(missed):
         eval_at_start=True,
         saver=saver,
     )
-    made.fit()
+    made.train()
     assert evaluated == [3] * missed + [8], "saved steps: the resumed one and the last"
     assert [step for step, metrics in record.lines if "eval/loss" in metrics] == [3] * missed + [6, 8]
 
@@ -507,7 +507,7 @@ def test_evaluation_runs_in_eval_mode_with_frozen_scaling_that_is_prepared_first
     model.register_forward_pre_hook(lambda module, _: seen.append((module.training, scaling.events[-1:])))
     batches = [to_batch(rows(4))]
     made, _ = trainer(batches, total_steps=1, model=model, eval_batches=batches, scaling=scaling)
-    made.fit()
+    made.train()
     assert seen == [(True, ["prepare"]), (False, ["freeze"])]
     assert scaling.events == ["prepare", "prepare", "freeze", "thaw"]
 
@@ -561,7 +561,7 @@ def test_rates_count_every_second_of_a_step_and_none_of_evaluation_and_saving(mo
     )
     made.loaders.eval = SlowEvaluation([to_batch(rows(2))])
     made.stack.optimizer.register_step_pre_hook(lambda *_: advance(4 if made.progress.step < 3 else 2))
-    made.fit()
+    made.train()
     assert record.series("perf/step_seconds") == [4.0, 3.0, 2.0, 2.0]
     assert record.series("perf/tokens_per_second") == [12.0, 16.0, 24.0, 24.0]
     assert made.progress.train_seconds == 22.0
@@ -581,7 +581,7 @@ def test_data_wait_excludes_step_and_logging_time(monkeypatch):
     made, record = trainer(SlowList([to_batch(rows(2))] * 4), total_steps=4)
     made.hooks.after_log = lambda: advance(4)
     made.stack.optimizer.register_step_pre_hook(lambda *_: advance(1))
-    assert made.fit()
+    assert made.train()
     assert record.series("perf/data_wait_share") == [0.0, 3 / 4, 3 / 8, 3 / 8]
 
 
@@ -590,7 +590,7 @@ def test_rates_exclude_the_warm_up_of_each_launch():
     resumed, _ = trainer(
         [to_batch(rows(4))], total_steps=30, log_interval=5, batch_size=4, progress=Progress(step=10)
     )
-    assert made.fit() and resumed.fit()
+    assert made.train() and resumed.train()
     assert (len(made.logs.meter.rates), len(resumed.logs.meter.rates)) == (5, 3)
 
 
@@ -598,7 +598,7 @@ def test_rates_exclude_the_warm_up_of_each_launch():
 def test_smaller_steps_count_for_rates_only_if_there_is_no_full_one(batch_size, smaller):
     batches = [to_batch(rows(4)), to_batch(rows(4)), to_batch(rows(2))]
     made, record = trainer(batches, total_steps=30, batch_size=batch_size)
-    made.fit()
+    made.train()
     logged = record.series("perf/tokens_per_second")
     counted = [rate for step, rate in enumerate(logged) if step >= WARMUP_STEPS and step % 3 != smaller]
     assert made.results()["tokens_per_second"] == median(counted)

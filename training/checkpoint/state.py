@@ -185,7 +185,7 @@ def weights_and_optimizer(
     DeepSpeed, whose masters are loaded in any case.
     """
     strategy.reshard(model)
-    if strategy.master_home == "zero":
+    if strategy.owns_masters:
         tensors, copy_back = strategy.state(model, optimizer)
     else:
         state = {} if weights_only else optim.optimizer_state(optimizer, model)

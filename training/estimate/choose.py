@@ -19,16 +19,17 @@ from fp8_suite.training.estimate.setup import ModelSize, TrainingSetup
 from fp8_suite.training.estimate.sizes import Sizing
 from fp8_suite.training.optim.optimizer import choose_optimizer, moment_warning
 from fp8_suite.training.parallel import ranks
+from fp8_suite.training.parallel.engines import build_strategy
 from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.parallel.settings import MODES
-from fp8_suite.training.parallel.strategies import Strategy, build_strategy
+from fp8_suite.training.parallel.strategies import Strategy
 
 # From this many parameters on, sharding the optimizer step saves more time than gathering weights costs.
 LARGE_MODEL = 2 * 10**9
 # Fractions of a GPU's memory for weights, gradients and optimizer state. The rest is for activations, FP8
 # copies and NCCL.
 ROOM = 0.6
-# fsdp_full may fill this much before fsdp_offload, the slowest mode, is chosen: activations still fit with
+# fsdp_full, the last mode that `auto` chooses, may fill this much: activations still fit with
 # --gradient_checkpointing.
 LAST_ROOM = 0.75
 ROOM_ON_ONE_GPU = 0.9  # sharding cannot help there; an 8B trains with 80 % of an H200
@@ -39,8 +40,7 @@ def choose_strategy(
 ) -> tuple[Strategy, Sizing]:
     """Choose and build the strategy; choose optimizer and micro-batch, the same on every rank. Collective.
 
-    `effective` is the precision that runs, also after a fallback. The strategy's settings have numbers in
-    place of `auto`. Applies --memory_limit_gb, and sets the CPU threads for an optimizer on the CPU.
+    `effective` is the precision that runs, also after a fallback. Applies --memory_limit_gb.
     UserError if the training state, or a step with `auto`, cannot fit.
     """
     usable = ranks.run_on_all_ranks(lambda: limit_memory(cfg, device))
@@ -50,10 +50,7 @@ def choose_strategy(
     free = min(ranks.run_on_all_ranks(lambda: free_memory(capacity, device))) if capacity else None
     sizing = ranks.run_on_rank0(lambda: _choose_sizes(cfg, model, device, effective, mode, free))
     strategy = build_strategy(mode, device, sizing.chosen.cfg)
-    ranks.run_on_all_ranks(lambda: check_recomputation(strategy.cfg, strategy))
-    if strategy.steps_on_cpu:
-        threads = ranks.use_cores()
-        print_rank0(f"the optimizer steps on the CPU, with {threads} threads per rank")
+    ranks.run_on_all_ranks(lambda: check_recomputation(sizing.chosen.cfg, strategy))
     ranks.run_on_all_ranks(lambda: check_memory(sizing.chosen, model, strategy, capacity))
     if sizing.is_choice:
         print_rank0(sizing.describe())
@@ -150,7 +147,7 @@ def check_memory(setup: TrainingSetup, model: ModelSpec, strategy: Strategy, cap
 def _resolve_mode(
     cfg: Config, model: ModelSpec, device: torch.device, effective: str, capacity: int | None
 ) -> str:
-    mode = cfg.sharding.mode
+    mode = cfg.sharding.sharding_mode
     if not dist.is_initialized():
         if mode != "auto":
             gather = " --fp8_all_gather" if cfg.sharding.fp8_all_gather else ""
@@ -177,6 +174,8 @@ def resident_bytes(setup: TrainingSetup) -> float:
     resident = setup.model.parameters * _gpu_bytes(setup) / setup.shards
     if setup.fsdp:
         resident += memory.accumulated_gradients(setup)
+    if setup.exchanges_sums:
+        resident += memory.accumulated_gradients(setup) - 2 * setup.model.parameters  # FP32 instead of BF16
     if setup.sharding.gathers_once:
         # Weights, and gradients until they are reduced. With accumulation this is an upper bound, as each
         # block's gradient is then added to the sums above and freed.
@@ -188,7 +187,7 @@ def choose_mode(request: TrainingSetup, capacity: int | None) -> tuple[str, str]
     """Return the fastest mode that fits on GPUs of `capacity` bytes (None: no GPU), and the reason.
 
     First the training state decides. Activations, where they are known, can only change that to a mode that
-    shards more, or avoid offloading.
+    shards more.
     """
     if capacity is None:
         return "ddp", "no GPU, so GPU memory is no limit"
@@ -198,7 +197,7 @@ def choose_mode(request: TrainingSetup, capacity: int | None) -> tuple[str, str]
     mode, why = _choose_by_state(setup, capacity, modes)
     if mode == "single" or not setup.model.shape or sizes.unpredicted(setup.cfg, mode):
         return mode, why
-    for other in modes[modes.index("fsdp_full" if mode == "fsdp_offload" else mode) :]:
+    for other in modes[modes.index(mode) :]:
         found = sizes.choose_sizes(replace(request, mode=other), free=capacity)
         if found.fits:
             needs = f"; in {other} a step is predicted to need {found.needed / 1e9:.1f} GB"
@@ -228,9 +227,7 @@ def _choose_by_state(setup: TrainingSetup, capacity: int, modes: list[str]) -> t
         limit = "" if needed["fsdp_full"] <= room else f" into {last_room / 1e9:.1f} GB"
         return "fsdp_full", f"{why}; sharded over {setup.gpus} ranks they fit{limit}"
     why += f"; sharded over {setup.gpus} ranks they do not fit into {last_room / 1e9:.1f} GB"
-    if setup.cfg.sharding.offload_optimizer:  # which fsdp_offload excludes
-        return "single" if setup.gpus == 1 else "fsdp_full", why
-    return "fsdp_offload", why
+    return "single" if setup.gpus == 1 else "fsdp_full", why
 
 
 def _gpu_bytes(setup: TrainingSetup) -> float:
@@ -287,15 +284,11 @@ def refuse_small_gpu(setup: TrainingSetup, capacity: int) -> None:
     if (room := LAST_ROOM * capacity - memory.accumulated_gradients(sharded)) > 0:
         gpus = math.ceil(parameters * _gpu_bytes(sharded) / room)
         ways_out.append(f"--sharding_mode fsdp_full{advice.without(given)} needs {gpus} such GPUs")
-    torchrun = "torchrun --nproc_per_node=1 train_multi_gpu.py " if setup.mode == "single" else ""
-    given = ["offload_optimizer"] * setup.optimizer.offload + given
-    given += ["fp8_all_gather"] * setup.cfg.sharding.fp8_all_gather
-    ways_out.append(f"{torchrun}--sharding_mode fsdp_offload{advice.without(given)} uses host memory")
     where = "on one GPU" if setup.mode == "single" else f"--sharding_mode {setup.mode}"
     raise UserError(
         f"--model_name {setup.cfg.model.model_name}, {where}: {_on_gpu(setup)} of "
         f"{parameters / 1e9:.1f} B parameters need {total / shards / 1e9:.1f} GB per GPU, which has "
-        f"{capacity / 1e9:.1f} GB: {', or '.join(ways_out)}"
+        f"{capacity / 1e9:.1f} GB: {', or '.join(ways_out) or 'use a smaller model'}"
     )
 
 
@@ -331,10 +324,9 @@ def refuse_small_host(setup: TrainingSetup) -> None:
             ways_out.append("use more nodes")
         ways_out.append("drop both" if len(flags) > 1 else "drop it")
         raise bad_setting(f"masters and moments need {sizes}{', or '.join(ways_out)}", **flags)
-    on_gpu = "ds_zero3" if setup.sharding.engine == "deepspeed" else "fsdp_full"
     raise UserError(
         f"--sharding_mode {setup.mode}: weights, gradients, moments and checkpoint saves need {sizes}use "
-        f"more nodes, or --sharding_mode {on_gpu}"
+        "more nodes, or --sharding_mode ds_zero3"
     )
 
 

@@ -54,7 +54,7 @@ def accumulated_gradients(setup: TrainingSetup) -> float:
     ZeRO 3's gradients and DDP's buckets are also kept between steps.
     """
     parameters, stage = setup.model.parameters, setup.sharding.stage
-    if setup.sharding.engine == "ddp":
+    if setup.sharding.engine == "ddp" and not setup.exchanges_sums:
         return 2.0 * parameters
     if stage and not setup.sharding.offload:
         if setup.accumulates_in_zero1:
@@ -73,7 +73,8 @@ def gathered_weights(setup: TrainingSetup) -> float:
     if sharding.stage == 3:
         return 2 * model.root + ZERO_LIVE + ZERO_BUCKETS
     ddp = setup.sharding.engine == "ddp"
-    if ddp and setup.nodes > 1 and setup.cfg.sharding.grad_reduce_dtype == "fp32":
+    in_fp32 = setup.cfg.sharding.grad_reduce_dtype == "fp32"
+    if ddp and setup.nodes > 1 and in_fp32 and not setup.exchanges_sums:
         return 4.0 * model.parameters  # buffers of the FP32 all-reduce, until the next backward
     if not setup.fsdp:
         return fp8_exchange(setup) * model.head if ddp else 0.0
@@ -135,14 +136,11 @@ def host_state(setup: TrainingSetup) -> tuple[float, int]:
 
     --offload_optimizer keeps masters and moments (of FP8 weights also BF16 weights), once for every copy of
     the model's state over all nodes. DeepSpeed keeps FP32 masters, gradients and moments, and BF16 weights
-    and gradients; with accumulation the latter are FP32 too. A save copies masters and moments. FSDP2 keeps
-    weights, gradients and moments; a save splits FP32 weights into two 16-bit halves.
+    and gradients; with accumulation the latter are FP32 too. A save copies masters and moments.
     """
     if setup.optimizer.offload:
         return setup.host_bytes * setup.gpus / setup.shards, 0
-    if setup.sharding.engine == "deepspeed":
-        return 20 + 2 * (setup.accumulation > 1), 12
-    return setup.optimizer.state_bytes, 4
+    return 20 + 2 * (setup.accumulation > 1), 12
 
 
 def host_needs(setup: TrainingSetup) -> float:
@@ -206,7 +204,7 @@ def end_of_backward(setup: TrainingSetup) -> dict[str, float]:
     gradients are sharded, and no further block is gathered.
     """
     model, parts, fsdp = setup.model, start_of_backward(setup), setup.fsdp
-    others = 0.0 if setup.sharding.offload else (model.parameters - model.root - model.block) / setup.shards
+    others = (model.parameters - model.root - model.block) / setup.shards
     gradients = 2.0 * (others + model.block)
     one_layer = fp8_copies(setup) / model.shape.num_layers
     copies = parts["FP8 weight copies"]
@@ -227,7 +225,7 @@ def after_backward(setup: TrainingSetup) -> dict[str, float]:
         # The root's gradients are reduced last: its gathered weights, gradients, send and receive buffers are
         # BF16. The blocks' weights and gradients are sharded again by then.
         gradients *= model.root / model.parameters
-        gradients += 0.0 if sharding.offload else 2.0 * (model.parameters - model.root) / setup.shards
+        gradients += 2.0 * (model.parameters - model.root) / setup.shards
         communication = max(8.0, 4.0 + fp8_exchange(setup)) * model.root
         if sharding.in_groups and setup.cfg.sharding.grad_reduce_dtype == "fp32":
             # Inputs of the FP32 all-reduce between replicas live until backward ends.

@@ -81,6 +81,12 @@ class TrainingSetup:
         return self.sharding.engine == "fsdp"
 
     @property
+    def exchanges_sums(self) -> bool:
+        """True for DDP with FP32 sums of micro-batches: ranks exchange those, after the last micro-batch."""
+        in_fp32 = self.cfg.sharding.grad_reduce_dtype == "fp32"
+        return self.sharding.engine == "ddp" and in_fp32 and self.accumulation > 1
+
+    @property
     def accumulates_in_zero1(self) -> bool:
         """True for ZeRO 1 with accumulation: DeepSpeed then keeps unsharded FP32 gradients on every GPU."""
         return self.sharding.stage == 1 and self.accumulation > 1

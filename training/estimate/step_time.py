@@ -142,8 +142,8 @@ def exchange(setup: TrainingSetup) -> Exchange:
     if setup.gpus == 1:
         return Exchange(0, 0, 0, 0)
     # Within a node ranks exchange BF16 gradients and sum them locally; across nodes NCCL reduces in FP32.
-    accumulates = setup.fsdp and setup.accumulation > 1
-    local_sum = setup.nodes == 1 and not accumulates and not setup.sharding.in_groups
+    sums = setup.exchanges_sums or (setup.fsdp and setup.accumulation > 1)
+    local_sum = setup.nodes == 1 and not sums and not setup.sharding.in_groups
     in_fp32 = setup.cfg.sharding.grad_reduce_dtype == "fp32"
     between_replicas = gradient = (2 if local_sum or not in_fp32 or stage else 4) * model.parameters
     if setup.cfg.sharding.grad_reduce_dtype == "fp8":
@@ -211,7 +211,8 @@ def step_seconds(setup: TrainingSetup, gpu: Gpu, *, network: float = NETWORK_BAN
     if setup.sharding.offload:
         wire += 2 * model.parameters * (2 * setup.accumulation + 1) / setup.gpus / OPTIMIZER_HOST_BANDWIDTH
     parts["copies around transfers"] = exchange(setup).copied / bandwidth
-    parts["exposed communication"] = max(EXPOSED * wire, wire - compute)
+    exposed = wire if setup.exchanges_sums else max(EXPOSED * wire, wire - compute)
+    parts["exposed communication"] = exposed
     parts["idle"] = IDLE * sum(parts.values())
     launches = setup.accumulation * model.shape.num_layers * _launch_seconds(setup)
     parts["waiting for the CPU"] = max(0.0, launches - sum(parts.values()))

@@ -98,15 +98,15 @@ def choose_optimizer(cfg: Config, mode: str, *, on_gpu: bool) -> OptimizerSpec:
 
     UserError for dtypes that the optimizer does not support.
     """
-    precision, master_home = cfg.precision, MODES[mode].master_home
+    precision, engine = cfg.precision, MODES[mode].engine
     stored = parse_moment_dtype(precision.moment_dtype)
     masters, full = precision.master_weights == "fp32", precision.mixed_precision == "fp32"
-    offload = cfg.sharding.offload_optimizer and master_home == "device"
-    if on_gpu and not full and master_home == "device":
-        in_shards = cfg.sharding.fp8_all_gather and cfg.model.use_te and MODES[mode].engine == "fsdp"
+    offload = cfg.sharding.offload_optimizer and engine != "deepspeed"
+    if on_gpu and not full and engine != "deepspeed":
+        in_shards = cfg.sharding.fp8_all_gather and cfg.model.use_te and engine == "fsdp"
         in_fp8 = precision.fp8_weights or in_shards
         return OptimizerSpec("fused_adamw", torch.bfloat16, masters, stored, offload, in_fp8)
-    if master_home == "zero":
+    if engine == "deepspeed":
         if not masters:
             raise bad_setting(
                 "DeepSpeed always has FP32 masters; use another --sharding_mode", master_weights="none"

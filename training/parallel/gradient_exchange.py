@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from fp8_suite.training.parallel import ranks
-from torch import Tensor
+from torch import Tensor, nn
 
 FP8_BLOCK = 128
 FP8_EXPONENT = 8  # a block is scaled to values below 2**8; E4M3 ends at 448
@@ -135,6 +135,23 @@ def _average_fp8(gradients: Tensor) -> None:
     each = -(-len(received) // PARTS)
     for part, rows in zip(received.split(each), gradients.view(len(received), -1).split(each), strict=True):
         rows.copy_(unpack_fp8(part)[:, : shard.numel()])
+
+
+def average_sums(model: nn.Module, *, uses_all_parameters: bool) -> None:
+    """Average the sums in `main_grad` over ranks, in FP32. Every rank adds zeros for a sum that it lacks."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not uses_all_parameters:
+        used = [getattr(p, "main_grad", None) is not None for p in parameters]
+        used = torch.tensor(used, dtype=torch.uint8, device=parameters[0].device)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        parameters = [p for p, is_used in zip(parameters, used.tolist(), strict=True) if is_used]
+    for p in parameters:
+        if getattr(p, "main_grad", None) is None:
+            p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+    sums = [p.main_grad for p in parameters]
+    torch._foreach_div_(sums, dist.get_world_size())
+    for exchange in [dist.all_reduce(total, async_op=True) for total in sums]:
+        exchange.wait()
 
 
 def all_reduce_hook(dtype: torch.dtype) -> Callable[[Any, dist.GradBucket], torch.futures.Future]:

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from fp8_suite.core.errors import EXIT_BAD_SETTING, EXIT_FAILED, UserError, bad_setting, first_line
-from fp8_suite.core.machine import cores
 from fp8_suite.core.redact import redact
 from torch.distributed import distributed_c10d as c10d
 
@@ -61,19 +60,6 @@ def local_rank_and_size() -> tuple[int, int]:
 
 def num_nodes() -> int:
     return int(os.environ.get("GROUP_WORLD_SIZE", 1)) if dist.is_initialized() else 1
-
-
-def use_cores() -> int:
-    """Set this rank's CPU threads to its share of the node's cores and return their number. Collective.
-
-    torchrun defaults to OMP_NUM_THREADS=1, which would leave an optimizer on the CPU with one core. Any other
-    value is kept. Ranks bound to different cores do not share them.
-    """
-    mine = (platform.node(), cores())
-    sharing = gather(mine).count(mine)
-    if under_torchrun() and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        torch.set_num_threads(max(1, len(mine[1]) // sharing))
-    return torch.get_num_threads()
 
 
 # Start and end of the process group

@@ -22,12 +22,7 @@ class Mode:
     stage: int = 0  # ZeRO stage; 0 if --deepspeed_config sets it
     gathers_once: bool = False  # weights stay gathered for all micro-batches of a step
     in_groups: bool = False  # shards within groups of --hsdp_shard_size ranks, replicates across groups
-    offload: bool = False  # weights and optimizer state live in host memory
-
-    @property
-    def master_home(self) -> Literal["device", "cpu", "zero"]:
-        """Where the mode has the masters that the optimizer steps; --offload_optimizer is separate."""
-        return "zero" if self.engine == "deepspeed" else "cpu" if self.offload else "device"
+    offload: bool = False  # DeepSpeed keeps weights and optimizer state in host memory
 
 
 # "single" is the mode without torchrun; all others are choices of --sharding_mode.
@@ -36,7 +31,6 @@ MODES: dict[str, Mode] = {
     "ddp": Mode("ddp"),
     "fsdp_full": Mode("fsdp"),
     "fsdp_grad": Mode("fsdp", gathers_once=True),
-    "fsdp_offload": Mode("fsdp", offload=True),
     "hsdp": Mode("fsdp", in_groups=True),
     "deepspeed": Mode("deepspeed"),
     "ds_zero1": Mode("deepspeed", stage=1),
@@ -46,7 +40,7 @@ MODES: dict[str, Mode] = {
 }
 DEEPSPEED_MODES = tuple(name for name, m in MODES.items() if m.engine == "deepspeed")
 ZERO_3_MODES = tuple(name for name, m in MODES.items() if m.stage == 3)
-FP8_GATHER_MODES = tuple(name for name, m in MODES.items() if m.engine == "fsdp" and not m.offload)
+FSDP_MODES = tuple(name for name, m in MODES.items() if m.engine == "fsdp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +52,6 @@ class ShardingConfig(Section):
     )
     deepspeed_config: str | None = resumable(
         None, "JSON file with zero_optimization; required by --sharding_mode deepspeed"
-    )
-    cpu_offload: bool = resumable(
-        False, "keep weights and optimizer state in host memory; same as --sharding_mode fsdp_offload"
     )
     offload_optimizer: bool = resumable(
         False, "keep masters and moments in host memory; stream them through the GPU every step"
@@ -95,11 +86,6 @@ class ShardingConfig(Section):
         affects="nothing",
     )
 
-    @property
-    def mode(self) -> str:
-        """Sharding mode, with --cpu_offload applied."""
-        return "fsdp_offload" if self.cpu_offload else self.sharding_mode
-
     def shard_size(self, gpus: int, gpus_per_node: int) -> int:
         """Return the ranks that share one copy of the model under hsdp. UserError if they cannot."""
         size = self.hsdp_shard_size or min(gpus, gpus_per_node)
@@ -108,6 +94,9 @@ class ShardingConfig(Section):
                 f"does not divide the {gpus} ranks; use a divisor, or --sharding_mode fsdp_full",
                 hsdp_shard_size=size,
             )
+        if size == 1 and self.grad_reduce_dtype == "fp8":
+            reason = "groups of one rank exchange nothing in FP8; use ddp, or larger groups"
+            raise bad_setting(reason, grad_reduce_dtype="fp8", hsdp_shard_size=size)
         return size
 
 

@@ -1,7 +1,8 @@
 """Sharding strategies: the differences between one device, DDP, FSDP2 and DeepSpeed.
 
-A strategy shards the model, exchanges gradients, and runs backward and the optimizer step. Gradients are
-averaged over ranks; the training loop multiplies the loss by the world size, which makes them sums.
+`engines.build_strategy` builds one. A strategy shards the model, exchanges gradients, and runs backward and
+the optimizer step. Gradients are averaged over ranks; the training loop multiplies the loss by the world
+size, which makes them sums.
 
 Assembly, training loop and checkpoints depend on a mode only through these capabilities. The memory model and
 the planner read `settings.MODES`; rules of settings, the choice of mode and advice also test names of modes.
@@ -9,12 +10,13 @@ the planner read `settings.MODES`; rules of settings, the choice of mode and adv
 | capability               | single          | ddp    | fsdp_*, hsdp                | deepspeed, ds_zero*    |
 | ------------------------ | --------------- | ------ | --------------------------- | ---------------------- |
 | shards_weights           | no              | no     | yes, before they are read   | no                     |
-| master_home              | device          | device | device; cpu with offload    | zero                   |
-| steps_on_cpu             | no              | no     | with offload                | if its file offloads   |
+| steps_on_cpu             | no              | no     | no                          | if its file offloads   |
+| owns_masters             | no              | no     | no                          | yes                    |
 | reentrant                | no              | no     | no                          | stage 3                |
-| fuses_wgrad_accumulation | yes [1]         | no     | without --fp8_all_gather    | no                     |
+| fuses_wgrad_accumulation | [1]             | [1][2] | without --fp8_all_gather    | no                     |
 
-[1] With an optimizer of kind `fused_adamw`. The whole row needs steps of several micro-batches.
+The last row needs steps of several micro-batches. [1] With an optimizer of kind `fused_adamw`. [2] With sums
+in FP32.
 
 docs/development.md lists what a new mode needs.
 """
@@ -22,30 +24,20 @@ docs/development.md lists what a new mode needs.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from fp8_suite.core.errors import UserError, bad_setting
+from fp8_suite.core.errors import UserError
 from fp8_suite.training.config import Config
 from fp8_suite.training.optim.accumulation import FSDPMainGradAccumulator, MainGradAccumulator, gradient_of
 from fp8_suite.training.optim.adamw import FusedAdamW, local
 from fp8_suite.training.optim.optimizer import step_if
 from fp8_suite.training.parallel import gradient_exchange, ranks
-from fp8_suite.training.parallel.settings import MODES
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 from torch.distributed.tensor import DTensor
 
 
@@ -62,29 +54,26 @@ class Strategy:
     """Training on one device, and the defaults of all other modes."""
 
     shards_weights = False
-    steps_on_cpu = False
+    steps_on_cpu = False  # True if DeepSpeed keeps the optimizer in host memory
+    owns_masters = False  # True if an engine holds the FP32 master weights and steps them
     reentrant = False  # True if activation checkpointing has to be reentrant, see `zero.Zero`
 
-    def __init__(self, device: torch.device, cfg: Config, mode: str = "single"):
-        self.device, self.cfg, self.mode = device, cfg, mode
-        self.master_home = MODES[mode].master_home
+    def __init__(self, mode: str, device: torch.device, cfg: Config):
+        self.mode, self.device = mode, device
+        self.accumulates = cfg.optim.gradient_accumulation_steps > 1  # a step has several micro-batches
+        self.reduce_dtype = cfg.sharding.grad_reduce_dtype  # fp32, bf16 or fp8
         self.rank, self.world_size, self.num_nodes = ranks.rank(), ranks.world_size(), ranks.num_nodes()
         self.gradient_sums: MainGradAccumulator | FSDPMainGradAccumulator | None = None
 
     @property
-    def accumulates(self) -> bool:
-        """True if a step has several micro-batches."""
-        return self.cfg.optim.gradient_accumulation_steps > 1
-
-    @property
     def sum_dtype(self) -> torch.dtype:
         """Dtype of sums over micro-batches, and of the gradients that FSDP2 hands over for reduction."""
-        return torch.float32 if self.cfg.sharding.grad_reduce_dtype == "fp32" else torch.bfloat16
+        return torch.float32 if self.reduce_dtype == "fp32" else torch.bfloat16
 
     @property
     def sends_fp8(self) -> bool:
         """True if gradients travel between ranks in FP8."""
-        return self.cfg.sharding.grad_reduce_dtype == "fp8"
+        return self.reduce_dtype == "fp8"
 
     def fuses_wgrad_accumulation(self, optimizer_kind: str) -> bool:
         """True if TE's wgrad GEMMs may accumulate into `main_grad`. Takes `OptimizerSpec.kind`."""
@@ -175,12 +164,24 @@ class Strategy:
 
 
 class DDP(Strategy):
-    """A whole model on every rank. Gradients are averaged in buckets during backward."""
+    """A whole model on every rank.
+
+    Gradients are averaged in buckets during backward. Sums of several BF16 micro-batches in FP32 are averaged
+    after the last one instead: DDP's buckets have the parameters' dtype.
+    """
+
+    def __init__(self, mode: str, device: torch.device, cfg: Config):
+        super().__init__(mode, device, cfg)
+        self.sums_in_fp32 = self.accumulates and self.sum_dtype == torch.float32
 
     def fuses_wgrad_accumulation(self, optimizer_kind: str) -> bool:
-        return False  # DDP exchanges `grad`
+        return self.sums_in_fp32 and optimizer_kind == "fused_adamw"
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        has_low_precision = any(p.dtype != torch.float32 for p in model.parameters())
+        if self.sums_in_fp32 and has_low_precision:
+            self.gradient_sums = MainGradAccumulator(model, torch.float32)
+            return model
         with warnings.catch_warnings():
             # torch 2.13 deprecates `broadcast_buffers`; its successor does not exist in torch 2.11.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
@@ -190,149 +191,40 @@ class DDP(Strategy):
                 broadcast_buffers=False,
                 gradient_as_bucket_view=True,
                 bucket_cap_mb=100,
-                find_unused_parameters=not getattr(model, "uses_all_parameters", True),
+                find_unused_parameters=not _uses_all_parameters(model),
             )
-        has_low_precision = any(p.dtype != torch.float32 for p in model.parameters())
-        hook = None
-        if self.sends_fp8:
-            hook = gradient_exchange.all_to_all_hook(self.device, fp8=True)
-        elif has_low_precision and self.sum_dtype == torch.float32:
-            if self.device.type == "cuda" and gradient_exchange.within_a_node(self.world_size):
-                hook = gradient_exchange.all_to_all_hook(self.device, fp8=False)
-            else:
-                hook = gradient_exchange.all_reduce_hook(torch.float32)
-        elif self.sum_dtype == torch.bfloat16 and not has_low_precision:
-            hook = gradient_exchange.all_reduce_hook(torch.bfloat16)
-        if hook:
+        if hook := self._exchange(has_low_precision):
             wrapped.register_comm_hook(None, hook)
         return wrapped
 
+    def _exchange(self, has_low_precision: bool) -> Callable | None:
+        """Return the function that averages a bucket of gradients, or None for DDP's own."""
+        if self.sends_fp8:
+            return gradient_exchange.all_to_all_hook(self.device, fp8=True)
+        if has_low_precision and self.sum_dtype == torch.float32:
+            if self.device.type == "cuda" and gradient_exchange.within_a_node(self.world_size):
+                return gradient_exchange.all_to_all_hook(self.device, fp8=False)
+            return gradient_exchange.all_reduce_hook(torch.float32)
+        if self.sum_dtype == torch.bfloat16 and not has_low_precision:
+            return gradient_exchange.all_reduce_hook(torch.bfloat16)
+        return None
+
     @contextmanager
     def accumulating(self, model: nn.Module, *, first: bool, last: bool) -> Iterator[None]:
+        if self.gradient_sums:
+            with super().accumulating(model, first=first, last=last):
+                yield
+            if last:
+                gradient_exchange.average_sums(model, uses_all_parameters=_uses_all_parameters(model))
+            return
         exchange = nullcontext() if last else model.no_sync()
         with super().accumulating(model.module, first=first, last=last), exchange:
             yield
 
 
-class FSDP(Strategy):
-    """FSDP2, which shards weights, gradients and optimizer state of every block along dim 0."""
-
-    shards_weights = True
-
-    def __init__(self, device: torch.device, cfg: Config, mode: str):
-        super().__init__(device, cfg, mode)
-        self.steps_on_cpu, self.gathers_once = MODES[mode].offload, MODES[mode].gathers_once
-        size, local_size = self.world_size, ranks.local_rank_and_size()[1]
-        if MODES[mode].in_groups:
-            size = ranks.run_on_rank0(lambda: cfg.sharding.shard_size(self.world_size, local_size))
-        if size == self.world_size:
-            self.mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-        else:
-            shape = (self.world_size // size, size)
-            self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-
-    def shard(self, model: nn.Module, *, parameter_dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
-        self._check_dtypes(model, parameter_dtype)
-        reduce_dtype = self.sum_dtype
-        # `FP32ReduceScatter` exchanges BF16 gradients. With accumulation they are already FP32 sums.
-        custom_reduce_scatter = (
-            parameter_dtype == compute_dtype == torch.bfloat16
-            and reduce_dtype == torch.float32
-            and not self.accumulates
-            and self.mesh.ndim == 1
-            and gradient_exchange.within_a_node(self.world_size)
-        )
-        if custom_reduce_scatter:
-            reduce_dtype = compute_dtype
-        pinned = self.device.type == "cuda"
-        options: dict[str, Any] = {
-            "mesh": self.mesh,
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=None if compute_dtype == parameter_dtype else compute_dtype,
-                reduce_dtype=None if compute_dtype == reduce_dtype else reduce_dtype,
-                cast_forward_inputs=False,  # keeps RoPE angles in FP32
-            ),
-            "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if self.steps_on_cpu else OffloadPolicy(),
-        }
-        blocks = model.blocks
-        if self.cfg.sharding.fp8_all_gather:
-            self._check_rows(blocks)
-        for block in blocks:
-            fully_shard(block, reshard_after_forward=not self.gathers_once, **options)
-        # Embedding, final norm and LM head form one group, because embedding and head may share a weight.
-        fully_shard(model, reshard_after_forward=False, **options)
-        if custom_reduce_scatter or self.sends_fp8:
-            kind = (
-                gradient_exchange.FP8ReduceScatter if self.sends_fp8 else gradient_exchange.FP32ReduceScatter
-            )
-            for module in (*blocks, model):
-                module.set_custom_reduce_scatter(kind())
-        # Without prefetch a block is gathered when the CPU reaches it: too late if kernel launches are slow.
-        for block, following in pairwise(blocks):
-            block.set_modules_to_forward_prefetch([following])
-
-    def _check_dtypes(self, model: nn.Module, parameter_dtype: torch.dtype) -> None:
-        """Raise UserError if parameters differ in dtype: FSDP2 gathers those of a group as one tensor."""
-        others = [name for name, p in model.named_parameters() if p.dtype != parameter_dtype]
-        if others:
-            raise bad_setting(
-                f"transformers keeps {len(others)} parameters of this model, such as {others[0]}, in another "
-                "dtype than the rest, and FSDP2 cannot shard them together; use --sharding_mode ddp, or "
-                "--mixed_precision fp32",
-                sharding_mode=self.mode,
-            )
-
-    def _check_rows(self, blocks: Iterable[nn.Module]) -> None:
-        """Raise UserError for uneven shards under --fp8_all_gather: FSDP2 does not pad FP8 shards."""
-        shards = self.mesh["shard"].size()
-        weights = (item for block in blocks for item in block.named_parameters() if item[1].ndim == 2)
-        for name, weight in weights:
-            if weight.shape[0] % shards:
-                raise bad_setting(
-                    f"{name} has {weight.shape[0]} rows, which {shards} ranks do not divide evenly; use a "
-                    "number of ranks that does, or drop --fp8_all_gather",
-                    fp8_all_gather=True,
-                )
-
-    def fuses_wgrad_accumulation(self, optimizer_kind: str) -> bool:
-        return self.accumulates and not self.cfg.sharding.fp8_all_gather
-
-    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
-        if self.accumulates:
-            self.gradient_sums = FSDPMainGradAccumulator(model, self.sum_dtype)
-        return model
-
-    def reshard(self, model: nn.Module) -> None:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-    @contextmanager
-    def accumulating(self, model: nn.Module, *, first: bool, last: bool) -> Iterator[None]:
-        model.set_requires_gradient_sync(last)
-        if self.gathers_once:
-            model.set_reshard_after_backward(last)
-        with super().accumulating(model, first=first, last=last):
-            yield
-
-    def total_norm(self, norm: Tensor) -> Tensor:
-        square = norm.square()
-        dist.all_reduce(square, group=self.mesh.get_group("shard"))
-        if self.mesh.ndim == 2:
-            # Replicas add in different orders, and clipping by different norms would make them diverge.
-            dist.all_reduce(square, op=dist.ReduceOp.MAX, group=self.mesh.get_group("replicate"))
-        return square.sqrt()
-
-
-def build_strategy(mode: str, device: torch.device, cfg: Config) -> Strategy:
-    """Build the strategy of a sharding mode. Collective."""
-    engine = MODES[mode].engine
-    if engine == "deepspeed":
-        from fp8_suite.training.parallel.zero import Zero  # imported here because it imports this module
-
-        return Zero(device, cfg, mode)
-    engines: dict[str, type[Strategy]] = {"none": Strategy, "ddp": DDP, "fsdp": FSDP}
-    return engines[engine](device, cfg, mode)
+def _uses_all_parameters(model: nn.Module) -> bool:
+    """True unless a forward pass may leave parameters unused, such as experts without tokens."""
+    return getattr(model, "uses_all_parameters", True)
 
 
 def global_norm(gradients: list[Tensor]) -> Tensor:

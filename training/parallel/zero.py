@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from fp8_suite.core.machine import cores
 from fp8_suite.training.config import Config
 from fp8_suite.training.optim import adamw, moments
 from fp8_suite.training.optim import optimizer as optim
@@ -44,8 +46,10 @@ class Zero(Strategy):
     gradients, and its `safe_set_full_fp32_param` fails for padded ZeRO-3 shards.
     """
 
-    def __init__(self, device: torch.device, cfg: Config, mode: str):
-        super().__init__(device, cfg, mode)
+    owns_masters = True
+
+    def __init__(self, mode: str, device: torch.device, cfg: Config):
+        super().__init__(mode, device, cfg)
         path = cfg.sharding.deepspeed_config or CONFIGS[mode]
         merged = ranks.run_on_all_ranks(lambda: merge_settings(path, cfg, self.world_size))
         self.settings = merged[self.rank]
@@ -53,6 +57,8 @@ class Zero(Strategy):
         zero = self.settings["zero_optimization"]
         self.stage = zero["stage"]
         self.steps_on_cpu = (zero.get("offload_optimizer") or {}).get("device") == "cpu"
+        if self.steps_on_cpu and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's default
+            torch.set_num_threads(max(1, len(cores()) // ranks.local_rank_and_size()[1]))
         # ZeRO 3 frees a layer's weights after each forward pass, also a recomputed one. Hooks in the graph of
         # that pass gather them again for backward, and only the reentrant variant runs backward through it.
         self.reentrant = self.stage == 3

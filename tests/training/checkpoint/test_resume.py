@@ -142,7 +142,7 @@ def test_a_rollback_killed_before_its_first_save_is_resumed_from_there(folder, m
 
     resume = f"--resume {folder}/checkpoints/step_000002"
     with monkeypatch.context() as patch:
-        patch.setattr(run_module.Trainer, "fit", killed)
+        patch.setattr(run_module.Trainer, "train", killed)
         train(folder, f"--max_steps 6 {resume}", code=130)
     train(folder, "--max_steps 6")
     assert "step_000002 at step 2" in capsys.readouterr().out

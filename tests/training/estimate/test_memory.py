@@ -58,10 +58,10 @@ def host(monkeypatch, room):
         (20.0, 8, 1, "fsdp_full"),  # a node is one GPU
         (70.0, 32, 8, "fsdp_full"),  # 980 GB; over a node 122.5, over all ranks 31
         (40.0, 8, 8, "fsdp_full"),  # 560 GB; over all ranks 70, within the last room of 75
-        (70.0, 8, 8, "fsdp_offload"),
+        (70.0, 8, 8, "fsdp_full"),  # refused then, with the way out
         (0.5, 1, 1, "single"),
         (6.4, 1, 1, "single"),  # 90 of 100 GB, where sharding cannot help
-        (6.5, 1, 1, "fsdp_offload"),
+        (6.5, 1, 1, "single"),  # as above
     ],
 )
 def test_auto_chooses_the_fastest_mode_that_fits(billions, gpus, gpus_per_node, mode):
@@ -79,8 +79,13 @@ def test_auto_keeps_an_offloaded_optimizer(billions, gpus, mode):
 
 @pytest.mark.parametrize(
     ("billions", "gpus", "gpu", "mode"),
-    # 28 GB of shards, 16 gathered, 16 accumulated, or 56 GB whole; 35 GB of shards and 80 accumulated.
-    [(4.0, 2, 95e9, "ddp"), (20.0, 8, 100e9, "fsdp_offload")],
+    # 28 GB of shards, 16 accumulated, 16 gathered; 56 GB whole and 8 more for gradients in FP32.
+    [
+        (4.0, 2, 105e9, "fsdp_grad"),
+        (4.0, 2, 95e9, "fsdp_full"),
+        (1.0, 2, 27e9, "ddp"),
+        (1.0, 2, 26e9, "fsdp_grad"),
+    ],
 )
 def test_auto_counts_whole_gradients_that_fsdp_accumulates(billions, gpus, gpu, mode):
     found, why = choose_mode(plan_of(billions, gpus=gpus, gradient_accumulation_steps=2), int(gpu))
@@ -122,14 +127,13 @@ ADAM = OptimizerSpec("zero_adamw", torch.bfloat16, True, ("fp32", "fp32"))
             100e9,
             "on one GPU: .* need 112.0 GB per GPU, which has 100.0 GB: "
             "--moment_dtype fp8 needs 64.2 GB, or --offload_optimizer needs 32.0 GB, "
-            "or --sharding_mode fsdp_full needs 2 such GPUs, or torchrun .*fsdp_offload uses host memory",
+            "or --sharding_mode fsdp_full needs 2 such GPUs$",
         ),
         (
             plan_of(70.0, "fsdp_full"),
             100e9,
             "--sharding_mode fsdp_full: .* need 122.5 GB .*fp8 needs 70.3 GB, or "
-            "--offload_optimizer needs 35.0 GB, or --sharding_mode fsdp_full needs 14 such GPUs, or "
-            "--sharding_mode fsdp_offload",
+            "--offload_optimizer needs 35.0 GB, or --sharding_mode fsdp_full needs 14 such GPUs$",
         ),
         # Another optimizer cannot hold its state in BF16.
         (
@@ -148,23 +152,25 @@ ADAM = OptimizerSpec("zero_adamw", torch.bfloat16, True, ("fp32", "fp32"))
             replace(SINGLE_8B, optimizer=OFFLOADED),
             30e9,
             "has 30.0 GB: --offload_optimizer --fp8_weights needs 25.1 GB, or --sharding_mode fsdp_full "
-            "needs 2 such GPUs, or torchrun .* fsdp_offload without --offload_optimizer uses",
+            "needs 2 such GPUs$",
         ),
         (
             with_settings(SINGLE_8B, OF_FP8_WEIGHTS, fp8_weights=True, offload_optimizer=True),
             20e9,
-            "has 20.0 GB: --sharding_mode fsdp_full without --fp8_weights needs 3 such GPUs, or torchrun .* "
-            "fsdp_offload without --offload_optimizer and --fp8_weights uses",
+            "has 20.0 GB: --sharding_mode fsdp_full without --fp8_weights needs 3 such GPUs$",
         ),
         (
             with_settings(replace(SINGLE_8B, mode="fsdp_full"), OF_FP8_SHARDS, **GATHERED_IN_FP8),
             100e9,
-            "need 119.4 GB per GPU, which has 100.0 GB: --moment_dtype fp8 needs 71.5 GB, or --offload_opt.* "
-            "fsdp_offload without --fp8_all_gather uses",
+            "need 119.4 GB per GPU, which has 100.0 GB: --moment_dtype fp8 needs 71.5 GB, or --offload_opt",
         ),
         # Accumulated gradients reduce the room of a shard, here to 60 - 32 GB, or leave none.
         (plan_of(8.0, "single", gradient_accumulation_steps=2), 80e9, "fsdp_full needs 4 such GPUs"),
-        (plan_of(8.0, "single", gradient_accumulation_steps=2), 40e9, "has 40.0 GB: --off.* or torchrun"),
+        (
+            plan_of(8.0, "single", gradient_accumulation_steps=2),
+            40e9,
+            "has 40.0 GB: --offload_optimizer needs 32.0 GB$",
+        ),
     ],
 )
 def test_a_gpu_that_cannot_hold_its_shard_is_refused_with_ways_that_fit(plan, gpu, ways, monkeypatch):
@@ -236,7 +242,7 @@ def test_a_host_too_small_for_activations_is_refused(monkeypatch):
         choose.refuse_activations(plan)
     padded = config_from_dict(plan.cfg.to_dict() | {"packing": False})
     assert memory.offloaded_bytes(replace(plan, cfg=padded)) == 2 * 64 * 2**30
-    offloaded = replace(plan, mode="fsdp_offload", gpus_per_node=1)
+    offloaded = replace(plan, optimizer=OFFLOADED)
     assert memory.offloaded_bytes(offloaded) == 64 * 2**30 + memory.host_needs(offloaded)
 
 
@@ -283,14 +289,13 @@ def test_recomputation_that_cannot_run_is_refused_before_the_data_is_read(settin
         choose.check_recomputation(config_from_dict({"use_te": True, **settings}), strategy)
 
 
-@pytest.mark.parametrize(("mode", "each"), [("fsdp_offload", 16 + 4), ("ds_zero3_offload", 20 + 12)])
-def test_a_host_too_small_to_offload_to_is_refused(mode, each, monkeypatch):
+def test_a_host_too_small_to_offload_to_is_refused(monkeypatch):
+    mode, each = "ds_zero3_offload", 20 + 12
     optimizer = OptimizerSpec("torch_adamw", torch.float32, True, ("fp32", "fp32"))
     host(monkeypatch, each * 4e9 + 1)
     choose.refuse_small_host(plan_of(8.0, mode, gpus=16, optimizer=optimizer))
     needs = f"^--sharding_mode {mode}: .* need {each * 8:.0f} GB .* has {each * 4} GB beside.* nodes, or "
-    on_gpu = {"fsdp_offload": "fsdp_full", "ds_zero3_offload": "ds_zero3"}[mode]
-    with pytest.raises(UserError, match=f"{needs}--sharding_mode {on_gpu}$"):
+    with pytest.raises(UserError, match=f"{needs}--sharding_mode ds_zero3$"):
         choose.refuse_small_host(plan_of(8.0, mode, gpus=8, optimizer=optimizer))
     choose.refuse_small_host(plan_of(1.0, mode, gpus=2, gpus_per_node=2, optimizer=optimizer))
 
@@ -319,7 +324,6 @@ def test_hsdp_shards_over_a_node_or_a_divisor_of_the_ranks(given, size):
         ("hsdp", FUSED, 12 / 2),
         ("ddp", OFFLOADED, 2),
         ("hsdp", OFFLOADED, 2 / 2),
-        ("fsdp_offload", FUSED, 0),
         ("ds_zero1", ADAM, 2 + 12 / 4),
         ("ds_zero2", ADAM, 2 + 12 / 4),
         ("ds_zero3", ADAM, 14 / 4),

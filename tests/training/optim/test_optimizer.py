@@ -39,7 +39,6 @@ def plan_of(settings, *, on_gpu, mode="single"):
         ({"mixed_precision": "fp32"}, GPU, ("torch_adamw", FP32, True, 4 + 4 + 8)),
         ({}, CPU, ("torch_adamw", FP32, True, 4 + 4 + 8)),
         (NO_MASTERS, CPU, ("torch_adamw", BF16, False, 2 + 2 + 4)),
-        ({}, GPU | {"mode": "fsdp_offload"}, ("torch_adamw", FP32, True, 4 + 4 + 8)),
         ({}, GPU | {"mode": "ds_zero2"}, ("zero_adamw", BF16, True, 2 + 2 + 4 + 8)),
     ],
 )
@@ -95,7 +94,6 @@ def test_dtypes_that_the_optimizer_cannot_hold_are_refused(settings, where, mess
         (NO_MASTERS, GPU, 4),
         ({"moment_dtype": "fp8"}, CPU, 2 + 2 / 64),
         ({}, CPU, 0),  # it is in host memory anyway
-        ({}, GPU | {"mode": "fsdp_offload"}, 0),
     ],
 )
 def test_masters_and_moments_are_offloaded(settings, where, on_host):

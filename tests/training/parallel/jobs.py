@@ -198,4 +198,4 @@ def delay(owner: type, name: str, seconds: float, rank: int = 0, message: str = 
 
 def slow(rank: int) -> None:
     """Make steps slow enough for a test to act in one."""
-    delay(Trainer, "_step", 0.1)
+    delay(Trainer, "_before_step", 0.1)

@@ -57,14 +57,14 @@ def no_process_left() -> Iterator[None]:
 
 def before_step(number: int, action: Callable[[], None], rank: int, *, whose: int = 1) -> None:
     """Make a rank call `action` before this step."""
-    step = Trainer._step
+    step = Trainer._before_step
 
     def changed(trainer, *args):
         if rank == whose and trainer.progress.step + 1 == number:
             action()
         return step(trainer, *args)
 
-    Trainer._step = changed
+    Trainer._before_step = changed
 
 
 def while_loading(number: int, action: Callable[[], None], rank: int) -> None:

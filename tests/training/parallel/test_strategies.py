@@ -1,7 +1,9 @@
 """Strategies: gradient norm, sums over ranks and micro-batches, and collectives of a step."""
 
+import copy
 import functools
 from collections import Counter
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,13 @@ import torch
 import torch.distributed as dist
 from fp8_suite.core.errors import UserError
 from fp8_suite.training.config import config_from_dict
+from fp8_suite.training.optim.accumulation import gradient_of
+from fp8_suite.training.optim.optimizer import OptimizerSpec, build_optimizer
+from fp8_suite.training.optim.settings import OptimConfig
 from fp8_suite.training.parallel import gradient_exchange, ranks
+from fp8_suite.training.parallel.engines import build_strategy
 from fp8_suite.training.parallel.gradient_exchange import FP8ReduceScatter, FP32ReduceScatter
-from fp8_suite.training.parallel.settings import MODES
-from fp8_suite.training.parallel.strategies import build_strategy, global_norm
+from fp8_suite.training.parallel.strategies import global_norm
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -21,11 +26,12 @@ from tests.children import preload, run_ranks
 
 preload(__name__)
 CPU = torch.device("cpu")
+FUSED = OptimizerSpec("fused_adamw", torch.bfloat16, True, ("fp32", "fp32"))
 
 
 def build(mode: str, **settings):
-    settings |= {"deepspeed_config": "ds_configs/zero1.json"} if mode == "deepspeed" else {}
-    return build_strategy(mode, CPU, config_from_dict({"sharding_mode": mode} | settings))
+    chosen = {} if mode == "single" else {"sharding_mode": mode}
+    return build_strategy(mode, CPU, config_from_dict(chosen | settings))
 
 
 def test_the_norm_is_that_of_all_gradients_in_fp32():
@@ -36,28 +42,6 @@ def test_the_norm_is_that_of_all_gradients_in_fp32():
     torch.testing.assert_close(norm, many.double().norm().float(), rtol=1e-6, atol=0)
     with pytest.raises(UserError, match="no parameter has a gradient"):
         global_norm([])
-
-
-@pytest.mark.parametrize(
-    ("variable", "sharing", "expected"),
-    [("1", 2, 3), ("1", 8, 1), (None, 3, 2), ("5", 2, 2), ("1", 1, 6)],
-    ids=["torchrun's default", "more ranks than cores", "not set", "the user's own", "bound to its own"],
-)
-def test_a_rank_that_steps_on_the_cpu_uses_its_share_of_the_cores(monkeypatch, variable, sharing, expected):
-    for name in ranks.TORCHRUN:
-        monkeypatch.setenv(name, "0")
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if variable:
-        monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    monkeypatch.setattr(ranks, "cores", lambda: list(range(6)))
-    others = [("another node", list(range(6))), ("here", list(range(6, 12)))]
-    monkeypatch.setattr(ranks, "gather", lambda mine: [mine] * sharing + others)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert ranks.use_cores() == expected
-    finally:
-        torch.set_num_threads(before)
 
 
 # Over three ranks: sums in FP32
@@ -144,10 +128,10 @@ def test_gradients_are_exchanged_in_fewer_bits(tmp_path):
 class Blocks(nn.Module):
     """Two blocks and a root with a weight each."""
 
-    def __init__(self):
+    def __init__(self, width: int = 8):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
-        self.head = nn.Linear(8, 8, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(2))
+        self.head = nn.Linear(width, width, bias=False)
 
     def forward(self, x):
         for block in self.blocks:
@@ -288,16 +272,42 @@ def collectives_of_a_step(rank: int, folder: Path) -> None:
             model.zero_grad()
 
 
-def capabilities(rank: int, folder: Path) -> None:
-    """The table of strategies.py."""
-    for name in ("single", "ddp", "fsdp_full", "fsdp_grad", "fsdp_offload", "hsdp"):
-        settings = {"hsdp_shard_size": 1} if name == "hsdp" else {}
-        mode = {} if name == "single" else {"sharding_mode": name}
-        strategy = build_strategy(name, CPU, config_from_dict(mode | settings))
-        assert strategy.mode == name and strategy.shards_weights == (MODES[name].engine == "fsdp")
-        if strategy.shards_weights:
-            assert strategy.mesh["shard"].size() == (1 if name == "hsdp" else 2)
-        assert strategy.steps_on_cpu == (name == "fsdp_offload") == (strategy.master_home == "cpu")
+def error_of_sums(mode: str, dtype: str, micro_batches: int, rank: int = 0) -> float:
+    """Return the relative error of a step's gradient; the exact one sums the same BF16 gradients in FP64."""
+    groups = {"hsdp_shard_size": 2 if dtype == "fp8" else 1} if mode == "hsdp" else {}
+    settings = {"gradient_accumulation_steps": micro_batches, "grad_reduce_dtype": dtype}
+    strategy = build(mode, **settings, **groups)
+    torch.manual_seed(0)
+    model = Blocks(16).bfloat16()
+    plain = copy.deepcopy(model)
+    strategy.shard(model, parameter_dtype=torch.bfloat16, compute_dtype=torch.bfloat16)
+    wrapped = strategy.wrap(model, build_optimizer(model, OptimConfig(), FUSED))
+    exact = [torch.zeros(16, 16, dtype=torch.float64) for _ in plain.parameters()]
+    batches = [batches_of(r, micro_batches) for r in range(strategy.world_size)]
+    for x in chain.from_iterable(batches):
+        plain.zero_grad()
+        plain(x).float().square().sum().backward()
+        for total, parameter in zip(exact, plain.parameters(), strict=True):
+            total += parameter.grad.double() / strategy.world_size
+    for i, x in enumerate(batches[rank]):
+        with strategy.accumulating(wrapped, first=i == 0, last=i == micro_batches - 1):
+            strategy.backward(wrapped, wrapped(x).float().square().sum())
+    gradients = strategy.gather([gradient_of(parameter) for parameter in model.parameters()])
+    error, exact = (torch.cat([t.double().flatten() for t in ts]) for ts in (gradients, exact))
+    return ((error - exact).norm() / exact.norm()).item()
+
+
+def every_dtype_has_an_effect(rank: int, folder: Path) -> None:
+    """A step's gradient is the better, the larger the format of its sums."""
+    for mode, micro_batches in product(("ddp", "fsdp_full", "fsdp_grad", "hsdp"), (8, 64)):
+        error = {dtype: error_of_sums(mode, dtype, micro_batches, rank) for dtype in ("fp32", "bf16", "fp8")}
+        # FSDP2 rounds the FP32 sum to the parameters' dtype, once.
+        assert error["fp32"] < (1e-6 if mode == "ddp" else 2e-3), (mode, micro_batches, error)
+        assert 1.5 * error["fp32"] < error["bf16"] < error["fp8"], (mode, micro_batches, error)
+
+
+def test_micro_batches_on_one_device_are_summed_in_the_dtype_asked_for():
+    assert error_of_sums("single", "fp32", 64) < 1e-6 < 2e-3 < error_of_sums("single", "bf16", 64)
 
 
 def fsdp_exchanges_fp8(rank: int, folder: Path) -> None:
@@ -320,6 +330,12 @@ def fsdp_exchanges_fp8(rank: int, folder: Path) -> None:
             assert 0 < (found - exact).norm() < 0.05 * exact.norm()
 
 
+def groups_of_one_rank_send_nothing_in_fp8(rank: int, folder: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        build("hsdp", grad_reduce_dtype="fp8")  # each rank is on a node of its own
+    assert refused.value.flags == {"grad_reduce_dtype", "hsdp_shard_size"}
+
+
 def uneven_models(rank: int, folder: Path) -> None:
     for settings, weight, reason in (
         (
@@ -337,6 +353,15 @@ def uneven_models(rank: int, folder: Path) -> None:
             )
 
 
-@pytest.mark.parametrize("work", [collectives_of_a_step, capabilities, fsdp_exchanges_fp8, uneven_models])
+@pytest.mark.parametrize(
+    "work",
+    [
+        collectives_of_a_step,
+        every_dtype_has_an_effect,
+        groups_of_one_rank_send_nothing_in_fp8,
+        fsdp_exchanges_fp8,
+        uneven_models,
+    ],
+)
 def test_on_two_ranks(work, tmp_path):
     run_ranks(work, tmp_path)
