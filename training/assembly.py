@@ -19,13 +19,13 @@ from fp8_suite.training.optim import optimizer as optim
 from fp8_suite.training.precision import precision_map, torchao_fp8
 from fp8_suite.training.precision.fp8_stats import Fp8Stats
 from fp8_suite.training.precision.recipes import Precision, build_autocast
-from fp8_suite.training.prepare import Job
+from fp8_suite.training.prepare import PreparedRun
 from torch import nn
 
 
-@dataclass(frozen=True)
+@dataclass
 class Assembly:
-    """The model with its optimizer and autocast context."""
+    """The model with its optimizer, which training changes, and its autocast context."""
 
     model: nn.Module  # without the strategy's wrapper; saved and exported
     wrapped: nn.Module  # called by the training loop
@@ -35,32 +35,32 @@ class Assembly:
     fp8_stats: Fp8Stats  # inactive without --fp8_stats_interval
 
 
-def assemble(job: Job) -> Assembly:
+def assemble(prepared: PreparedRun) -> Assembly:
     """Build and shard the model, load or initialize its weights, and build the optimizer. Collective."""
-    cfg, precision, strategy = job.cfg, job.resolved.precision, job.strategy
+    cfg, precision, strategy = prepared.cfg, prepared.resolved.precision, prepared.strategy
     torchao = precision.effective in TORCHAO_RECIPES
-    plan = job.sizing.chosen
+    setup = prepared.sizing.chosen
     compute = torch.float32 if cfg.precision.mixed_precision == "fp32" else torch.bfloat16
-    dtypes = {"parameter_dtype": plan.optimizer.parameter_dtype, "compute_dtype": compute}
+    dtypes = {"parameter_dtype": setup.optimizer.parameter_dtype, "compute_dtype": compute}
 
-    fp8_stats = Fp8Stats(cfg, precision, job.folder)  # TE inspects only modules built after this
-    model = _build_model(job, dtypes)
+    fp8_stats = Fp8Stats(cfg, precision, prepared.folder)  # TE inspects only modules built after this
+    model = _build_model(prepared, dtypes)
     # A phase of its own, so that the watchdog can name ranks that are still loading weights.
-    job.watchdog.starting("building the optimizer")
+    prepared.watchdog.starting("building the optimizer")
     precision_map.apply(model, precision)
     fp8_stats.attach(model)
     strategy.reshard(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
 
     originals = {}
-    if plan.optimizer.holds_fp8_weights:
-        originals = quantize_shards(model) if plan.gathers_fp8 else quantize_weights(model)
-    optimizer = optim.build_optimizer(model, cfg.optim, plan.optimizer)
+    if setup.optimizer.holds_fp8_weights:
+        originals = quantize_shards(model) if setup.gathers_fp8 else quantize_weights(model)
+    optimizer = optim.build_optimizer(model, cfg.optim, setup.optimizer)
     optim.set_weights(optimizer, model, originals)
     originals.clear()
-    if plan.gathers_fp8 and torchao:
+    if setup.gathers_fp8 and torchao:
         torchao_fp8.refresh_scales_after_steps(model, optimizer)
-    if job.total_steps and not strategy.owns_masters:
+    if prepared.total_steps and not strategy.owns_masters:
         optim.allocate_state(optimizer, model)  # now, so that what fits in the first step fits in the second
     wrapped = strategy.wrap(model, optimizer)
     autocast = build_autocast(
@@ -69,8 +69,9 @@ def assemble(job: Job) -> Assembly:
     return Assembly(model, wrapped, optimizer, parameters, autocast, fp8_stats)
 
 
-def _build_model(job: Job, dtypes: dict[str, torch.dtype]) -> nn.Module:
-    cfg, precision, strategy, plan = job.cfg, job.resolved.precision, job.strategy, job.sizing.chosen
+def _build_model(prepared: PreparedRun, dtypes: dict[str, torch.dtype]) -> nn.Module:
+    cfg, precision, strategy = prepared.cfg, prepared.resolved.precision, prepared.strategy
+    setup = prepared.sizing.chosen
     torchao = precision.effective in TORCHAO_RECIPES
     options = BuildOptions(
         te_backend=precision.te_backend,
@@ -85,16 +86,16 @@ def _build_model(job: Job, dtypes: dict[str, torch.dtype]) -> nn.Module:
         offload_activations=cfg.model.offload_activations,
         reentrant=strategy.reentrant,
         shard=(lambda model: strategy.shard(model, **dtypes)) if strategy.shards_weights else None,
-        kernels=job.kernels,
+        kernels=prepared.kernels,
         native=NativeOptions(
-            cache_fp8_weights=precision.fp8 and plan.caches_fp8_weights,
-            fuse_gradient_sums=strategy.fuses_wgrad_accumulation(plan.optimizer.kind),
-            weight_recipe=precision.recipe if plan.gathers_fp8 and not torchao else None,
+            cache_fp8_weights=precision.fp8 and setup.caches_fp8_weights,
+            fuse_gradient_sums=strategy.fuses_wgrad_accumulation(setup.optimizer.kind),
+            weight_recipe=precision.recipe if setup.gathers_fp8 and not torchao else None,
         ),
-        convert=(lambda model: _convert(model, cfg, precision, plan.gathers_fp8)) if torchao else None,
+        convert=(lambda model: _convert(model, cfg, precision, setup.gathers_fp8)) if torchao else None,
         compile_layers=compiles_layers(cfg, strategy.mode, on_gpu=strategy.device.type == "cuda"),
     )
-    return build_model(job.resolved.model, options)
+    return build_model(prepared.resolved.model, options)
 
 
 def _convert(model: Any, cfg: Config, precision: Precision, fp8_gather: bool) -> None:

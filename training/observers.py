@@ -12,6 +12,7 @@ from fp8_suite.core.files import explaining_write_errors, write_json
 from fp8_suite.core.gpus import peak_tflops
 from fp8_suite.core.readers import read_record
 from fp8_suite.core.redact import redacted
+from fp8_suite.data.build import Loaders
 from fp8_suite.te_models.kernels import flash_attention
 from fp8_suite.training.assembly import Assembly
 from fp8_suite.training.checkpoint.progress import WallTime
@@ -19,7 +20,7 @@ from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.precision import te_runtime
 from fp8_suite.training.precision.coverage import Coverage, coverage
-from fp8_suite.training.prepare import Job
+from fp8_suite.training.prepare import PreparedRun
 from fp8_suite.training.tracking.display import Display
 from fp8_suite.training.tracking.environment import describe_environment
 from fp8_suite.training.tracking.meter import Meter
@@ -42,7 +43,8 @@ class Observers(Hooks):
 
     def __init__(
         self,
-        job: Job,
+        prepared: PreparedRun,
+        loader: Any,
         assembly: Assembly,
         logs: Logs,
         *,
@@ -50,7 +52,8 @@ class Observers(Hooks):
         wall_time: WallTime,
         profiler: StepProfiler,
     ):
-        self.job, self.assembly, self.logs, self.environment = job, assembly, logs, environment
+        self.prepared, self.loader, self.assembly, self.logs = prepared, loader, assembly, logs
+        self.environment = environment  # contents of env.json; the first step adds to them
         self.wall_time, self.profiler, self.fp8_stats = wall_time, profiler, assembly.fp8_stats
         self.first_step_done = False
 
@@ -62,7 +65,7 @@ class Observers(Hooks):
                 self.profiler.start()
 
     def after_step(self, step: int) -> None:
-        strategy = self.job.strategy
+        strategy = self.prepared.strategy
         if found := self.fp8_stats.after_step(step, strategy):
             self.logs.tracker.log(step, found)
         if step in self.profiler.steps[-1:]:
@@ -76,11 +79,9 @@ class Observers(Hooks):
 
     def after_log(self) -> None:
         self.wall_time.count(write=False)
-        if self.job.cfg.data.streaming:  # at the start, ranks compared only the first rows of the stream
-            loader = self.job.loaders.train
-            ranks.agree(
-                "positions in the stream", {"epoch": loader.epoch, "row and sequence": loader.position}
-            )
+        if self.prepared.cfg.data.streaming:  # at the start, ranks compared only the first rows of the stream
+            position = {"epoch": self.loader.epoch, "row and sequence": self.loader.position}
+            ranks.agree("positions in the stream", position)
 
     def close(self) -> None:
         self.fp8_stats.close()
@@ -89,17 +90,17 @@ class Observers(Hooks):
 
     def _record_first_step(self) -> None:
         """Record FP8 coverage, attention backend and time to the first step in env.json."""
-        cfg, precision = self.job.cfg, self.job.resolved.precision
+        cfg, precision = self.prepared.cfg, self.prepared.resolved.precision
         found = coverage(self.assembly.model, precision)
         backend = te_runtime.attention_backend() if cfg.model.use_te else self.assembly.model.attention
         self.environment |= {
             "coverage": found.as_dict(),
             "attention_backend": backend,
             "flash_attention": self._flash_attention_version(),
-            "seconds_to_first_step": round(time.perf_counter() - self.job.started, 2),
+            "seconds_to_first_step": round(time.perf_counter() - self.prepared.started, 2),
             "seconds_by_phase": self._start_up(),
         }
-        write_environment(self.job, self.environment)
+        write_environment(self.prepared, self.environment)
         self.logs.display.message("\n".join(found.lines()))
         if precision.fp8 and not _layers_in_fp8(found):
             raise UserError(
@@ -110,13 +111,14 @@ class Observers(Hooks):
         if backend == "unfused":
             self.logs.display.message(
                 te_runtime.unfused_warning(
-                    deterministic=cfg.optim.deterministic, flash_attention=self.job.kernels.flash_attention
+                    deterministic=cfg.optim.deterministic,
+                    flash_attention=self.prepared.kernels.flash_attention,
                 )
             )
 
     def _start_up(self) -> dict[str, float]:
         """Return the seconds of each phase up to now, the end of the first step, without very short ones."""
-        phases = [("importing libraries", self.job.started), *self.job.watchdog.phases]
+        phases = [("importing libraries", self.prepared.started), *self.prepared.watchdog.phases]
         ends = [start for _, start in phases[1:]] + [time.perf_counter()]
         seconds: dict[str, float] = {}
         for (name, start), end in zip(phases, ends, strict=True):
@@ -125,9 +127,9 @@ class Observers(Hooks):
 
     def _flash_attention_version(self) -> str | None:
         """Version of the FlashAttention used, or None."""
-        if self.job.resolved.precision.te_backend == "native":
+        if self.prepared.resolved.precision.te_backend == "native":
             return te_runtime.flash_attention_version()
-        used = self.job.kernels.flash_attention and self.assembly.model.attention_fallback is None
+        used = self.prepared.kernels.flash_attention and self.assembly.model.attention_fallback is None
         return flash_attention.installed() if used else None
 
 
@@ -136,26 +138,26 @@ def _layers_in_fp8(found: Coverage) -> bool:
     return any("lm_head" not in row.modules for row in found.rows if row.precision.startswith("fp8"))
 
 
-def write_environment(job: Job, environment: dict[str, Any]) -> None:
+def write_environment(prepared: PreparedRun, environment: dict[str, Any]) -> None:
     """Write env.json on rank 0. UserError if the disk is full."""
     if ranks.rank() == 0:
-        path = job.folder / "env.json"
+        path = prepared.folder / "env.json"
         with explaining_write_errors(path):
             write_json(path, environment)
 
 
-def open_environment(job: Job, assembly: Assembly, *, takes_steps: bool) -> dict[str, Any]:
+def open_environment(prepared: PreparedRun, loaders: Loaders, *, takes_steps: bool) -> dict[str, Any]:
     """Write env.json with the fields known before the first step, and return them. Collective.
 
     A launch without training steps keeps the other fields of an earlier launch.
     """
-    strategy, loaders = job.strategy, job.loaders
+    strategy = prepared.strategy
     environment = {
         **describe_environment(),
-        **job.resolved.precision.as_dict(),
-        "optimizer": job.sizing.chosen.optimizer.describe(),
+        **prepared.resolved.precision.as_dict(),
+        "optimizer": prepared.sizing.chosen.optimizer.describe(),
         "sharding_mode": strategy.mode,
-        "fit": job.sizing.describe(),
+        "fit": prepared.sizing.describe(),
         "world_size": strategy.world_size,
         "nodes": strategy.num_nodes,
         "hosts": sorted(set(ranks.gather(platform.node()))),
@@ -165,27 +167,29 @@ def open_environment(job: Job, assembly: Assembly, *, takes_steps: bool) -> dict
         },
     }
     if not takes_steps:
-        previous = ranks.run_on_rank0(lambda: read_record(job.folder / "env.json"))
+        previous = ranks.run_on_rank0(lambda: read_record(prepared.folder / "env.json"))
         environment |= {name: previous[name] for name in KNOWN_AFTER_FIRST_STEP if name in previous}
-    write_environment(job, environment)
+    write_environment(prepared, environment)
     return environment
 
 
-def open_logs(job: Job, resume_step: int | None, environment: dict[str, Any]) -> Logs:
+def open_logs(
+    prepared: PreparedRun, resume_step: int | None, environment: dict[str, Any], *, evaluates: bool
+) -> Logs:
     """Open tracker, terminal display and throughput meter."""
-    cfg, strategy, precision = job.cfg, job.strategy, job.resolved.precision
-    job.watchdog.starting("opening the logs")
+    cfg, strategy, precision = prepared.cfg, prepared.strategy, prepared.resolved.precision
+    prepared.watchdog.starting("opening the logs")
     layers = "te" if cfg.model.use_te else "hf"
     emulated = ["emulated"] if precision.emulated else []
     mode = [strategy.mode] if strategy.world_size > 1 else []
     done = resume_step or 0
     tracker = build_tracker(
         cfg.log,
-        job.folder,
+        prepared.folder,
         config=cfg.to_dict() | precision.as_dict(),
-        tags=[job.resolved.model.short_name, precision.effective, layers, *emulated, *mode],
+        tags=[prepared.resolved.model.short_name, precision.effective, layers, *emulated, *mode],
         resume_step=resume_step,
-        evaluates_again=done >= job.total_steps and job.loaders.eval is not None,
+        evaluates_again=done >= prepared.total_steps and evaluates,
         enabled=strategy.rank == 0,
     )
     name = environment.get("gpu_name")
@@ -194,9 +198,9 @@ def open_logs(job: Job, resume_step: int | None, environment: dict[str, Any]) ->
         print_rank0(f"MFU is not reported: no peak rate is known for {name}")
     rows = cfg.optim.batch_size * cfg.optim.gradient_accumulation_steps * strategy.world_size
     meter = Meter(
-        job.resolved.flops_shape, strategy.world_size, peaks, emulated=precision.emulated, full_rows=rows
+        prepared.resolved.flops_shape, strategy.world_size, peaks, emulated=precision.emulated, full_rows=rows
     )
-    return Logs(tracker, Display(job.total_steps, done, enabled=strategy.rank == 0), meter)
+    return Logs(tracker, Display(prepared.total_steps, done, enabled=strategy.rank == 0), meter)
 
 
 def _tune_garbage_collection() -> None:

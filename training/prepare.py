@@ -53,9 +53,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Job:
-    """Everything decided and loaded before the model is built."""
+class PreparedRun:
+    """Decisions of a run before its model is built, and the services that carry it out.
 
+    What training changes is elsewhere: `Loaders`, `Assembly`, `RunState`.
+    """
+
+    cfg: Config  # with numbers in place of `auto`
     device: torch.device
     watchdog: Watchdog
     started: float  # time.perf_counter() at process start
@@ -68,14 +72,8 @@ class Job:
     checkpoints: Checkpoints
     resume: ResumePoint | None
     tokenizer: Any
-    loaders: Loaders
     total_steps: int
     finished: bool  # an earlier launch wrote the summary and the export
-
-    @property
-    def cfg(self) -> Config:
-        """Settings, with numbers in place of `auto`."""
-        return self.strategy.cfg
 
     @property
     def gpus(self) -> int:
@@ -83,13 +81,15 @@ class Job:
         return self.strategy.world_size if self.device.type == "cuda" else 0
 
 
-def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: float, cleanup: ExitStack) -> Job:
+def prepare(
+    cfg: Config, device: torch.device, watchdog: Watchdog, started: float, cleanup: ExitStack
+) -> tuple[PreparedRun, Loaders]:
     """Resolve and check the settings and load the data. Collective.
 
     `cleanup` releases the run folder's lock and disables the kernels. UserError if the run cannot start.
     """
     resolved, kernels, strategy, sizing = _decide(cfg, device, watchdog, cleanup)
-    cfg = strategy.cfg
+    cfg = sizing.chosen.cfg
     folder, is_new = watchdog.run_on_rank0(
         "opening the run folder", lambda: _open_folder(cfg, resolved, cleanup)
     )
@@ -118,7 +118,8 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
         total_steps, finished = _count_steps(cfg, folder, resume, loaders)
     if not finished:
         ranks.run_on_rank0(lambda: write_config(cfg, folder))
-    return Job(
+    prepared = PreparedRun(
+        cfg=cfg,
         device=device,
         watchdog=watchdog,
         started=started,
@@ -131,10 +132,10 @@ def prepare(cfg: Config, device: torch.device, watchdog: Watchdog, started: floa
         checkpoints=checkpoints,
         resume=resume,
         tokenizer=tokenizer,
-        loaders=loaders,
         total_steps=total_steps,
         finished=finished,
     )
+    return prepared, loaders
 
 
 def _decide(

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from fp8_suite.core.bf16_on_cpu import fast_bf16
 from fp8_suite.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, first_line
+from fp8_suite.data.build import Loaders
 from fp8_suite.data.chat import turn_end
 from fp8_suite.te_models.build import export_tensors
 from fp8_suite.training.assembly import Assembly, assemble
@@ -37,7 +38,7 @@ from fp8_suite.training.parallel import ranks
 from fp8_suite.training.parallel.ranks import print_rank0
 from fp8_suite.training.parallel.watchdog import Watchdog
 from fp8_suite.training.precision.scaling import DelayedScalingState, Scaling
-from fp8_suite.training.prepare import Job, prepare
+from fp8_suite.training.prepare import PreparedRun, prepare
 from fp8_suite.training.step import Stack
 from fp8_suite.training.tracking import profiling
 from fp8_suite.training.tracking.metrics import tail_mean
@@ -71,18 +72,19 @@ def main(
         _seed(cfg.optim.seed, deterministic=cfg.optim.deterministic)
         if ranks.rank() > 0:  # all ranks read the same rows: log once
             logging.getLogger("data").setLevel(logging.ERROR)
-        job = prepare(cfg, device, watchdog, started or time.perf_counter(), cleanup)
-        code = run(job, cleanup, signals)
+        started = started or time.perf_counter()
+        prepared, loaders = prepare(cfg, device, watchdog, started, cleanup)
+        code = run(prepared, loaders, cleanup, signals)
         watchdog.pause()
         on_rank0 = ranks.rank() == 0
         ranks.leave(watchdog.close)
         try:
             if code == 0 and on_rank0:  # after the other ranks have released their GPUs
                 signals.close()
-                _generate_samples(job)
+                _generate_samples(prepared, loaders.eval_prompts)
         finally:
             if on_rank0:
-                print(f"run folder: {job.folder}", flush=True)
+                print(f"run folder: {prepared.folder}", flush=True)
         return code
     except (Exception, KeyboardInterrupt) as error:
         return report_failure(error, watchdog, cleanup.close)
@@ -90,45 +92,45 @@ def main(
         signals.close()
 
 
-def run(job: Job, cleanup: ExitStack, signals: ExitStack) -> int:
-    """Train a prepared job and return the exit code. Collective."""
-    if job.finished:
+def run(prepared: PreparedRun, loaders: Loaders, cleanup: ExitStack, signals: ExitStack) -> int:
+    """Train a prepared prepared and return the exit code. Collective."""
+    if prepared.finished:
         cleanup.close()
-        remedy = f"it has {job.resume.step:,} steps; raise --max_steps or --num_epochs to continue"
-        if not job.total_steps:
-            remedy = f"to evaluate it: --resume {job.folder} --max_steps 0 and another --output_dir"
+        remedy = f"it has {prepared.resume.step:,} steps; raise --max_steps or --num_epochs to continue"
+        if not prepared.total_steps:
+            remedy = f"to evaluate it: --resume {prepared.folder} --max_steps 0 and another --output_dir"
         print_rank0(f"this run is finished; {remedy}")
         return 0
-    job.watchdog.starting("building the model")
-    assembly = assemble(job)
+    prepared.watchdog.starting("building the model")
+    assembly = assemble(prepared)
     if ranks.world_size() > 1:
-        torch.manual_seed(job.cfg.optim.seed + ranks.rank())  # dropout must differ between ranks
+        torch.manual_seed(prepared.cfg.optim.seed + ranks.rank())  # dropout must differ between ranks
     ranks.raise_process_group_timeouts()
-    _report_model(job, assembly)
-    with discarded_if_refused(job.folder, is_new=job.new_folder):
-        state, scaling, evaluated = restore(job, assembly)
-    trainer, observers = open_loop(job, assembly, state, scaling, evaluated=evaluated)
+    _report_model(prepared, assembly)
+    with discarded_if_refused(prepared.folder, is_new=prepared.new_folder):
+        state, scaling, evaluated = restore(prepared, loaders, assembly)
+    trainer, observers = open_loop(prepared, loaders, assembly, state, scaling, evaluated=evaluated)
     cleanup.callback(trainer.logs.tracker.give_up, EXIT_FAILED)  # does nothing after `finish`
     signals.enter_context(trainer.stop.listening())
-    job.watchdog.starting("training")
+    prepared.watchdog.starting("training")
     try:
         finished = trainer.train()
         trainer.stop.remaining_work = "the export and the logs"
         trainer.logs.display.close()
-        if finished and job.cfg.exports:
-            export(job, assembly)
+        if finished and prepared.cfg.exports:
+            export(prepared, assembly)
         if finished:
-            trainer.logs.tracker.summary(summarize(job, trainer, observers))
+            trainer.logs.tracker.summary(summarize(prepared, trainer, observers))
     finally:
         trainer.logs.display.close()
         observers.close()
-    saves = job.cfg.checkpoint.save_checkpoints
+    saves = prepared.cfg.checkpoint.save_checkpoints
     code = 0 if finished else EXIT_INTERRUPTED if saves else EXIT_FAILED
-    job.watchdog.pause()  # uploads have their own timeout
+    prepared.watchdog.pause()  # uploads have their own timeout
     trainer.logs.tracker.finish(code)
     cleanup.close()
     if not finished and saves:
-        print_rank0(f"to resume, repeat the command with --output_dir {job.folder}")
+        print_rank0(f"to resume, repeat the command with --output_dir {prepared.folder}")
     elif not finished:
         print_rank0("nothing was saved (--no_save_checkpoints): the same command starts from scratch")
     return code
@@ -149,130 +151,139 @@ def _seed(seed: int, *, deterministic: bool) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # slow and not needed
 
 
-def _report_model(job: Job, assembly: Assembly) -> None:
-    strategy, resolved = job.strategy, job.resolved
+def _report_model(prepared: PreparedRun, assembly: Assembly) -> None:
+    strategy, resolved = prepared.strategy, prepared.resolved
     layers = {"native": "Transformer Engine", "emulated": "emulated Transformer Engine"}
-    where = str(job.device)
+    where = str(prepared.device)
     if strategy.world_size > 1:
         nodes = f" on {strategy.num_nodes} nodes" if strategy.num_nodes > 1 else ""
-        where = f"{strategy.world_size} x {job.device.type}{nodes}, {strategy.mode}"
+        where = f"{strategy.world_size} x {prepared.device.type}{nodes}, {strategy.mode}"
     kind = layers.get(resolved.precision.te_backend, "Hugging Face")
     print_rank0(
         f"{resolved.model.name}: {assembly.parameters / 1e6:,.1f} M parameters, {kind} layers, on {where}"
     )
-    print_rank0(f"precision {resolved.precision.describe()}; {job.sizing.chosen.optimizer.describe()}")
+    print_rank0(f"precision {resolved.precision.describe()}; {prepared.sizing.chosen.optimizer.describe()}")
 
 
-def restore(job: Job, assembly: Assembly) -> tuple[RunState, Scaling, bool]:
-    """Restore job.resume, if any. Return (state, FP8 scaling, True if its step has an eval loss)."""
+def restore(prepared: PreparedRun, loaders: Loaders, assembly: Assembly) -> tuple[RunState, Scaling, bool]:
+    """Restore prepared.resume, if any. Return (state, FP8 scaling, True if its step has an eval loss)."""
     state = RunState(
-        cfg=job.cfg,
-        precision=job.resolved.precision,
+        cfg=prepared.cfg,
+        precision=prepared.resolved.precision,
         model=assembly.model,
         optimizer=assembly.optimizer,
-        strategy=job.strategy,
-        loader=job.loaders.train,
+        strategy=prepared.strategy,
+        loader=loaders.train,
         progress=Progress(),
-        total_steps=job.total_steps,
-        evaluation=job.loaders.eval_fingerprint,
+        total_steps=prepared.total_steps,
+        evaluation=loaders.eval_fingerprint,
     )
     saved, evaluated = {}, False
-    if job.resume:
-        job.watchdog.starting("restoring the checkpoint")
-        saved = restore_run(job.checkpoints, job.resume, state)
-        evaluated = _restore_evaluations(job, state.progress)
-        if not _same_training_config(job):
+    if prepared.resume:
+        prepared.watchdog.starting("restoring the checkpoint")
+        saved = restore_run(prepared.checkpoints, prepared.resume, state)
+        evaluated = _restore_evaluations(prepared, loaders.eval_fingerprint, state.progress)
+        if not _same_training_config(prepared):
             state.progress.rates = {}
-        if job.resume.rollback and state.progress.step < job.total_steps:
-            ranks.run_on_rank0(lambda: roll_back(job.checkpoints, job.resume.path))
-        print_rank0(f"resumed from {job.resume.path} at step {state.progress.step}")
+        if prepared.resume.rollback and state.progress.step < prepared.total_steps:
+            ranks.run_on_rank0(lambda: roll_back(prepared.checkpoints, prepared.resume.path))
+        print_rank0(f"resumed from {prepared.resume.path} at step {state.progress.step}")
     scaling = Scaling()
-    if job.resolved.precision.needs_calibration:
+    if prepared.resolved.precision.needs_calibration:
         scaling = DelayedScalingState(
             model=assembly.model,
             wrapped=assembly.wrapped,
             optimizer=assembly.optimizer,
-            strategy=job.strategy,
+            strategy=prepared.strategy,
             autocast=assembly.autocast,
-            micro_batches=job.cfg.optim.gradient_accumulation_steps,
+            micro_batches=prepared.cfg.optim.gradient_accumulation_steps,
             saved=saved,
         )
     return state, scaling, evaluated
 
 
-def _restore_evaluations(job: Job, progress: Progress) -> bool:
+def _restore_evaluations(prepared: PreparedRun, fingerprint: str | None, progress: Progress) -> bool:
     """Restore the best eval loss. True if the restored step has an eval loss on the same data."""
     losses: dict[int, float] = {}
-    if job.resume.meta.get("evaluation", job.loaders.eval_fingerprint) != job.loaders.eval_fingerprint:
+    if prepared.resume.meta.get("evaluation", fingerprint) != fingerprint:
         print_rank0("WARNING: the evaluation data has changed; earlier evaluations are discarded")
         progress.best_eval_loss = None
-        ranks.run_on_rank0(lambda: forget_evaluations(job.checkpoints))
+        ranks.run_on_rank0(lambda: forget_evaluations(prepared.checkpoints))
     else:
-        losses = ranks.run_on_rank0(lambda: eval_losses(job.resume.path))
+        losses = ranks.run_on_rank0(lambda: eval_losses(prepared.resume.path))
     candidates = [loss for loss in (progress.best_eval_loss, *losses.values()) if loss is not None]
     progress.best_eval_loss = min(filter(math.isfinite, candidates), default=None)
     return progress.step in losses
 
 
-def _same_training_config(job: Job) -> bool:
+def _same_training_config(prepared: PreparedRun) -> bool:
     """True if settings and world size match the checkpoint, so its throughput is still valid."""
-    meta = job.resume.meta
+    meta = prepared.resume.meta
     ignored = [name for name, (section, *_) in all_settings().items() if section in ("checkpoint", "log")]
-    same = not changed_settings(meta["config"], job.cfg, ignore=ignored)
-    return same and meta["world_size"] == job.strategy.world_size
+    same = not changed_settings(meta["config"], prepared.cfg, ignore=ignored)
+    return same and meta["world_size"] == prepared.strategy.world_size
 
 
 # The loop
 
 
 def open_loop(
-    job: Job, assembly: Assembly, state: RunState, scaling: Scaling, *, evaluated: bool
+    prepared: PreparedRun,
+    loaders: Loaders,
+    assembly: Assembly,
+    state: RunState,
+    scaling: Scaling,
+    *,
+    evaluated: bool,
 ) -> tuple[Trainer, Observers]:
     """Open the logs and build the trainer. Collective."""
-    cfg, strategy, progress = job.cfg, job.strategy, state.progress
-    resume_step = progress.step if job.resume else None
-    wall_time = WallTime(job.folder, progress, job.started, gpus=job.gpus, nodes=strategy.num_nodes)
-    if not replaces_finished_run(job.folder, resume_step):
+    cfg, strategy, progress = prepared.cfg, prepared.strategy, state.progress
+    resume_step = progress.step if prepared.resume else None
+    wall_time = WallTime(
+        prepared.folder, progress, prepared.started, gpus=prepared.gpus, nodes=strategy.num_nodes
+    )
+    if not replaces_finished_run(prepared.folder, resume_step):
         wall_time.restore()
-    steps = profiling.profiled_steps(cfg.log.profile_steps, done=progress.step, total=job.total_steps)
-    environment = open_environment(job, assembly, takes_steps=progress.step < job.total_steps)
-    logs = open_logs(job, resume_step, environment)
+    steps = profiling.profiled_steps(cfg.log.profile_steps, done=progress.step, total=prepared.total_steps)
+    environment = open_environment(prepared, loaders, takes_steps=progress.step < prepared.total_steps)
+    logs = open_logs(prepared, resume_step, environment, evaluates=loaders.eval is not None)
     observers = Observers(
-        job,
+        prepared,
+        loaders.train,
         assembly,
         logs,
         environment=environment,
         wall_time=wall_time,
-        profiler=profiling.StepProfiler(job.folder, steps),
+        profiler=profiling.StepProfiler(prepared.folder, steps),
     )
     stack = Stack(
         assembly.wrapped,
         assembly.optimizer,
         strategy,
         assembly.autocast,
-        learning_rate=lambda step: learning_rate(step, cfg.optim, job.total_steps),
-        total_steps=job.total_steps,
+        learning_rate=lambda step: learning_rate(step, cfg.optim, prepared.total_steps),
+        total_steps=prepared.total_steps,
         scaling=scaling,
-        heartbeat=job.watchdog.beat,
+        heartbeat=prepared.watchdog.beat,
     )
     saver = CheckpointSaver(
-        job.checkpoints if cfg.checkpoint.save_checkpoints else None,
+        prepared.checkpoints if cfg.checkpoint.save_checkpoints else None,
         state,
         scaling,
         wall_time,
-        saved_step=progress.step if job.resume is not None and job.resume.own else -1,
+        saved_step=progress.step if prepared.resume is not None and prepared.resume.own else -1,
         restored_unevaluated=not evaluated,
     )
     wall_time.count()
-    return Trainer(cfg, stack, job.loaders, logs, saver, progress, observers), observers
+    return Trainer(cfg, stack, loaders, logs, saver, progress, observers), observers
 
 
 # Export and summary
 
 
-def export(job: Job, assembly: Assembly) -> None:
+def export(prepared: PreparedRun, assembly: Assembly) -> None:
     """Export the model in Hugging Face format; FP8 weights as BF16. Collective."""
-    strategy, watchdog = job.strategy, job.watchdog
+    strategy, watchdog = prepared.strategy, prepared.watchdog
     watchdog.beat("exporting")
     strategy.reshard(assembly.model)
 
@@ -287,9 +298,9 @@ def export(job: Job, assembly: Assembly) -> None:
         return strategy.gather(weights)
 
     def write(tensors: Iterator[tuple[str, torch.Tensor]]) -> Path:
-        spec, tokenizer = job.resolved.model, job.tokenizer
+        spec, tokenizer = prepared.resolved.model, prepared.tokenizer
         folder = export_hf(
-            job.folder / "export",
+            prepared.folder / "export",
             tensors,
             config=spec.config,
             tokenizer=tokenizer,
@@ -297,7 +308,7 @@ def export(job: Job, assembly: Assembly) -> None:
                 spec,
                 tokenizer,
                 turn_end=turn_end(tokenizer),
-                own_tokenizer=job.cfg.model.tokenizer_name is None,
+                own_tokenizer=prepared.cfg.model.tokenizer_name is None,
             ),
             trust_remote_code=spec.trust_remote_code,
             code_folder=spec.weights,
@@ -313,16 +324,16 @@ def export(job: Job, assembly: Assembly) -> None:
     print_rank0(f"exported to {ranks.iterate_on_rank0(tensors, write)}")
 
 
-def summarize(job: Job, trainer: Trainer, observers: Observers) -> dict[str, Any]:
+def summarize(prepared: PreparedRun, trainer: Trainer, observers: Observers) -> dict[str, Any]:
     """Return summary.json: totals over all launches, rates of the last launch with steps. Collective."""
     observers.wall_time.count()
-    cfg, strategy, progress = job.cfg, job.strategy, trainer.progress
-    losses = ranks.run_on_rank0(lambda: train_losses(job.folder))
+    cfg, strategy, progress = prepared.cfg, prepared.strategy, trainer.progress
+    losses = ranks.run_on_rank0(lambda: train_losses(prepared.folder))
     return {
         "model_name": cfg.model.model_name,
         "mixed_precision": cfg.precision.mixed_precision,
         "use_te": cfg.model.use_te,
-        **job.resolved.precision.as_dict(),
+        **prepared.resolved.precision.as_dict(),
         "steps": progress.step,
         "skipped_steps": progress.skipped_steps,
         "tokens": progress.real_tokens,
@@ -334,10 +345,10 @@ def summarize(job: Job, trainer: Trainer, observers: Observers) -> dict[str, Any
         "runtime_seconds": progress.wall_seconds,
         "train_seconds": progress.train_seconds,
         "peak_memory_gb": trainer.peak_memory_gb(),
-        "predicted_memory_gb": job.sizing.predicted_gb,
-        "num_layers": getattr(job.resolved.model.config.get_text_config(), "num_hidden_layers", None),
+        "predicted_memory_gb": prepared.sizing.predicted_gb,
+        "num_layers": getattr(prepared.resolved.model.config.get_text_config(), "num_hidden_layers", None),
         "gpu_name": observers.environment.get("gpu_name"),
-        "gpus": job.gpus,
+        "gpus": prepared.gpus,
         "world_size": strategy.world_size,
         "sharding_mode": strategy.mode,
         "nodes": strategy.num_nodes,
@@ -347,16 +358,15 @@ def summarize(job: Job, trainer: Trainer, observers: Observers) -> dict[str, Any
     }
 
 
-def _generate_samples(job: Job) -> None:
+def _generate_samples(prepared: PreparedRun, prompts: list[Any]) -> None:
     """Generate answers to --generate_samples evaluation prompts with the exported model, on one rank."""
-    prompts = job.loaders.eval_prompts[: job.cfg.checkpoint.generate_samples]
-    if not prompts or not (job.folder / "export").exists():
+    prompts, export = prompts[: prepared.cfg.checkpoint.generate_samples], prepared.folder / "export"
+    if not prompts or not export.exists():
         return
-    trusted = job.resolved.model.trust_remote_code
+    trusts = {"trust_remote_code": prepared.resolved.model.trust_remote_code}
     try:
-        export = job.folder / "export"
-        text = generate_answers(export, prompts, job.tokenizer, job.device, trust_remote_code=trusted)
-        (job.folder / SAMPLES_FILE).write_text(text, encoding="utf-8")
+        text = generate_answers(export, prompts, prepared.tokenizer, prepared.device, **trusts)
+        (prepared.folder / SAMPLES_FILE).write_text(text, encoding="utf-8")
     except Exception as error:  # must not fail a finished run
         print_rank0(f"WARNING: --generate_samples: no answers ({type(error).__name__}: {first_line(error)})")
         return

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 SIGNAL_CHECK_INTERVAL = 16  # evaluation batches between two all-reduces of the stop flag
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stack:
-    """Objects needed to compute a step.
+    """Model, optimizer and what else a step computes with and changes.
 
     `model(**batch.inputs)` returns (loss summed over label tokens, number of correct predictions).
     """

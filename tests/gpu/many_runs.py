@@ -35,9 +35,9 @@ def execute(name: str, flags: str, folder: Path, device: torch.device, watchdog:
     torch.cuda.reset_peak_memory_stats()
     built = []
     with ExitStack() as cleanup, ExitStack() as signals:
-        job = prepare(cfg, device, watchdog, time.perf_counter(), cleanup)
+        prepared, loaders = prepare(cfg, device, watchdog, time.perf_counter(), cleanup)
         run_module.assemble = lambda *args: built.append(assemble(*args)) or built[-1]
-        code = run_module.run(job, cleanup, signals)
+        code = run_module.run(prepared, loaders, cleanup, signals)
     model = built[0].model
     state = {"code": code, "scaling": fingerprint(scaling_state(model))}
     state["fp8_weights"] = sum(len(getattr(m, "_fp8_workspaces", ())) for m in model.modules())

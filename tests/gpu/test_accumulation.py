@@ -59,7 +59,7 @@ def compare_with_single_micro_batches(
     together = build(model_spec, **options, native=replace(SUMS_IN_GEMMS, cache_fp8_weights=cached))
     settings = {"gradient_accumulation_steps": STEPS}
     settings["grad_reduce_dtype"] = {torch.float32: "fp32", torch.bfloat16: "bf16"}[sums]
-    chosen = Strategy(DEVICE, config_from_dict(settings))
+    chosen = Strategy("single", DEVICE, config_from_dict(settings))
     optimizer = optimizer_of(together)
     wrapped = chosen.wrap(together, optimizer)
     names = {id(p): name for name, p in together.named_parameters()}
@@ -97,7 +97,7 @@ def test_a_step_with_gradients_accumulated_by_te_is_bit_for_bit_the_same():
     inputs = [batch([[100, 156]] * 8, packed=True, seed=seed) for seed in range(STEPS)]
     model = build(spec(), use_te=True, packed=True, native=SUMS_IN_GEMMS)
     twin = build(spec(), use_te=True, packed=True)
-    chosen = Strategy(DEVICE, config_from_dict({"gradient_accumulation_steps": STEPS}))
+    chosen = Strategy("single", DEVICE, config_from_dict({"gradient_accumulation_steps": STEPS}))
     optimizer = optimizer_of(model)
     wrapped = chosen.wrap(model, optimizer)
     for i, one in enumerate(inputs):
@@ -114,7 +114,7 @@ def test_a_step_with_gradients_accumulated_by_te_is_bit_for_bit_the_same():
 def test_a_step_is_not_affected_by_a_skipped_one():
     inputs = [batch([[100, 156]] * 8, packed=True, seed=seed) for seed in range(STEPS)]
     model = build(spec(), use_te=True, packed=True, native=SUMS_IN_GEMMS)
-    chosen = Strategy(DEVICE, config_from_dict({"gradient_accumulation_steps": STEPS}))
+    chosen = Strategy("single", DEVICE, config_from_dict({"gradient_accumulation_steps": STEPS}))
     optimizer = optimizer_of(model)
     wrapped = chosen.wrap(model, optimizer)
     before = {name: p.clone() for name, p in model.named_parameters()}

@@ -146,7 +146,8 @@ def trainer(
 ):
     settings = {"log_interval": 1, "learning_rate": 0.05, "eval_interval": 0, "save_interval": 0} | settings
     cfg = config_from_dict(settings)
-    model, record, strategy = model or Bigram(), Record(), strategy or Strategy(CPU, config_from_dict({}))
+    model, record = model or Bigram(), Record()
+    strategy = strategy or Strategy("single", CPU, config_from_dict({}))
     stack = Stack(
         model,
         torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True),
@@ -207,7 +208,7 @@ class TwoRanks(Strategy):
     """One of two ranks with the same batches: sums double, averaged gradients stay."""
 
     def __init__(self, device, other_stops=False):
-        super().__init__(device, config_from_dict({}))
+        super().__init__("single", device, config_from_dict({}))
         self.world_size = 2
         self.other_stops, self.exchanges = other_stops, []
 

@@ -26,9 +26,9 @@ StoredMoments = dict[tuple[str, str], dict[str, Tensor]]  # tensors of (paramete
 ELEMENTS_AT_ONCE = 2**28  # of all ranks, loaded together when the format of moments changes
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunState:
-    """References to all state in a checkpoint. Saving reads it; `restore_run` fills it in place."""
+    """All state in a checkpoint. Saving reads it; `restore_run` fills it in place."""
 
     cfg: Config
     precision: Precision

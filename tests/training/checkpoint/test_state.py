@@ -62,7 +62,7 @@ def test_a_checkpoint_restores_everything(tmp_path):
     cfg, resolved = config_from_dict({}), Precision("mxfp8", "delayed", "too old")
 
     def state(parts, progress):
-        strategy = Strategy(torch.device("cpu"), cfg)
+        strategy = Strategy("single", torch.device("cpu"), cfg)
         return RunState(
             cfg, resolved, strategy=strategy, progress=progress, total_steps=9, evaluation="samples", **parts
         )

@@ -33,7 +33,7 @@ def adamw(model):
 
 def wrapped(model, dtype="fp32", steps=MICRO_BATCHES):
     cfg = config_from_dict({"gradient_accumulation_steps": steps, "grad_reduce_dtype": dtype})
-    strategy = Strategy(torch.device("cpu"), cfg)
+    strategy = Strategy("single", torch.device("cpu"), cfg)
     optimizer = adamw(model)
     strategy.wrap(model, optimizer)
     return strategy, optimizer

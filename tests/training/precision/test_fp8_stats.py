@@ -31,7 +31,7 @@ PROJ = "layers.0.self_attention.proj"
 
 
 def alone():
-    return Strategy(torch.device("cpu"), config_from_dict({}))
+    return Strategy("single", torch.device("cpu"), config_from_dict({}))
 
 
 def counted(values: list[float], data: list[float], scale_inv=ONE, dtype=E4M3) -> dict[str, float]:
