@@ -67,11 +67,15 @@ class Layout:
     def collate(self, bins: list[Bin]) -> Batch:
         """Build this rank's batch of a global micro-batch; a rank without bins gets one row of padding."""
         rows = list(fetch(bins[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]))
-        if not self.packing:
+        if self.packing:
+            width = self.width if rows else self.pad_multiple
+            batch = build_batch(rows, width, self.pad_id, max_seqlen=self.width)
+        else:
             longest = max((len(sample.ids) for row in rows for sample in row), default=1)
-            return build_batch(rows, round_up(longest, self.pad_multiple), self.pad_id)
-        width = self.width if rows else self.pad_multiple
-        return build_batch(rows, width, self.pad_id, max_seqlen=self.width)
+            batch = build_batch(rows, round_up(longest, self.pad_multiple), self.pad_id)
+        # The model may have no more positions than max_seq_length, also for padding.
+        batch.inputs["position_ids"].clamp_(max=self.max_seq_length - 1)
+        return batch
 
     def measure(self, lengths: np.ndarray, bins: Iterator[list[int]]) -> tuple[int, int]:
         """Return the number of bins, and their token count including padding."""

@@ -13,7 +13,7 @@ from fp8_suite.te_models.hugging_face import (
     hf_state,
     materialize,
     parameters_on_meta,
-    refuse_leaking_packing,
+    refuse_dependent_samples,
 )
 from fp8_suite.te_models.options import BuildOptions
 from fp8_suite.te_models.spec import (
@@ -73,9 +73,13 @@ def build_hf(spec: ModelSpec, options: BuildOptions) -> HFCausalLM:
         model = _wrap(_from_seed(spec, options), spec, options)
     dtype, flash_4 = options.compute_dtype or options.dtype, options.kernels.flash_attention
     model.choose_attention(options.device, dtype, flash_4=flash_4)
-    if options.packed:
-        sharded = options.shard is not None and dist.is_initialized()
-        refuse_leaking_packing(model.eval(), spec.name, sharded=sharded)
+    refuse_dependent_samples(
+        model.eval(),
+        spec.name,
+        packed=options.packed,
+        max_length=options.max_positions,
+        sharded=options.shard is not None and dist.is_initialized(),
+    )
     if options.fp8_lm_head:  # after the packing check, which runs in high precision
         model.use_fp8_lm_head()
     if options.compile_layers:

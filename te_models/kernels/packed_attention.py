@@ -280,10 +280,10 @@ def _register(dtype: torch.dtype) -> tuple[list[str], list[str]]:
     reasons: list[str] = []
 
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> Any:
         calls.append(type(module).__name__)
-        if unsupported := _unsupported(module, mask, kwargs):
+        if unsupported := _unsupported(module, attention_mask, kwargs):
             reasons.append(f"attention with {unsupported}")
         if kwargs.get("cu_seq_lens_q") is None:
             reasons.append("sequence boundaries do not reach its attention")
@@ -291,7 +291,7 @@ def _register(dtype: torch.dtype) -> tuple[list[str], list[str]]:
             reasons.append("queries, keys and values of different head sizes")
         if query.is_cuda and (reason := why_no_kernel(query.new_empty(0, query.shape[-1], dtype=dtype))):
             reasons.append(reason)
-        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
     def mask(*, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> Any:
         if local_size is not None or use_vmap:

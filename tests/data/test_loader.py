@@ -159,10 +159,13 @@ def test_a_step_of_more_sequences_than_there_are_is_a_warning(make, streaming, c
     assert "a step should have 12 sequences: it has all there are, 9 sequences" in caplog.text
 
 
-def test_padding_multiple_changes_only_widths(make):
-    narrow, wide = (list(make(pad_multiple=multiple).train) for multiple in (16, 96))
+@pytest.mark.parametrize("packing", [True, False])
+def test_padding_multiple_changes_only_widths_and_exceeds_no_position(make, packing):
+    settings = {"packing": packing, "max_seq_length": 80}
+    narrow, wide = (list(make(pad_multiple=multiple, **settings).train) for multiple in (1, 96))
     assert ids(narrow) == ids(wide)
-    assert [{b.inputs["input_ids"].shape[1] for b in batches} for batches in (narrow, wide)] == [{128}, {192}]
+    assert {batch.inputs["input_ids"].shape[1] for batch in wide} == {96}
+    assert max(int(batch.inputs["position_ids"].max()) for batch in wide) <= 79
 
 
 def test_loading_does_not_change_the_global_random_state(make):

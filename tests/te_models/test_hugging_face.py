@@ -255,7 +255,7 @@ def test_damaged_weights_are_not_reported_as_leaking():
     with torch.no_grad():
         next(model.parameters())[3, 0] = float("nan")
     with pytest.raises(UserError, match=r"its loss is nan, so its weights or config.json are damaged"):
-        hugging_face.refuse_leaking_packing(model.eval(), "a/b")
+        hugging_face.refuse_dependent_samples(model.eval(), "a/b", packed=True, max_length=64)
 
 
 # Blocks, recomputation, models on the meta device
