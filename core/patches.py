@@ -110,3 +110,94 @@ BF16_MATMUL_ON_CPU = Patch(
     tested_by="tests/te_models/test_emulation.py",
 )
 PATCHES = {name: value for name, value in globals().items() if isinstance(value, Patch)}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the process's or a library's state that is not a replaced attribute."""
+
+    what: str
+    why: str
+    by: str  # FILE:FUNCTION
+    tested_by: str
+    until: str = "the process ends"
+
+
+CHANGES = (
+    Change(
+        "environment: PYTORCH_ALLOC_CONF, unless the user set it",
+        "expandable segments lose less memory to fragmentation",
+        by="training/launch.py:launch",
+        tested_by="tests/training/test_launch.py",
+    ),
+    Change(
+        "environment: CUBLAS_WORKSPACE_CONFIG, NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+        "--deterministic; cuBLAS and TE read them once, before the first CUDA call",
+        by="training/run.py:_seed",
+        tested_by="tests/gpu/test_flash_attention.py",
+    ),
+    Change(
+        "environment: CUDNN_HOME, unless the user set it",
+        "TE prefers a system cuDNN; beside torch's, attention silently runs unfused",
+        by="training/precision/te_runtime.py:point_te_at_torchs_cudnn",
+        tested_by="tests/training/doctor/test_doctor.py",
+    ),
+    Change(
+        "environment: FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED, FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
+        "FlashAttention 4 compiles its kernels once on a machine, not at every start",
+        by="te_models/kernels/flash_attention.py:cache_on_disk",
+        tested_by="tests/gpu/test_flash_attention.py",
+    ),
+    Change(
+        "environment: DS_ACCELERATOR, unless the user set it",
+        "DeepSpeed warns on a machine without a GPU",
+        by="training/parallel/zero_settings.py:import_deepspeed",
+        tested_by="tests/training/parallel/test_zero.py",
+    ),
+    Change(
+        "environment: TOKENIZERS_PARALLELISM",
+        "threads of the tokenizer do not survive a fork",
+        by="data/loader.py:init_worker",
+        tested_by="tests/data/test_loader.py",
+        until="the data worker ends",
+    ),
+    Change(
+        "ATen's CPU kernels of BF16 matrix products",
+        "PyTorch multiplies BF16 a hundred times slower than FP32 on CPUs without BF16 instructions",
+        by="core/bf16_on_cpu.py:fast_bf16",
+        tested_by="tests/core/test_bf16_on_cpu.py",
+        until="the run ends",
+    ),
+    Change(
+        "TE's flag of the first FP8 module",
+        "an autocast of a single module resets it, and TE would reduce all backward amaxes again",
+        by="training/precision/precision_map.py:_module_autocast",
+        tested_by="tests/gpu/test_precision_map.py",
+        until="the forward pass ends",
+    ),
+    Change(
+        "a feature in nvdlfw_inspect's registry",
+        "--fp8_stats_interval counts the casts of TE's layers",
+        by="training/precision/fp8_inspect.py:inspecting",
+        tested_by="tests/gpu/test_fp8_stats.py",
+        until="the run ends",
+    ),
+    Change(
+        "log filter of TE",
+        "advice to install FlashAttention 2, which runs in none of the suite's modes",
+        by="training/precision/te_runtime.py:silence_advice",
+        tested_by="tests/gpu/test_run.py",
+    ),
+    Change(
+        "log filters of torchao",
+        "messages about features that training does not use",
+        by="training/precision/torchao_fp8.py:silence_import",
+        tested_by="tests/training/precision/test_torchao_fp8.py",
+    ),
+    Change(
+        "log filter and extensions of DeepSpeed",
+        "skipped steps are logged by the suite; building an extension takes a minute on a CPU",
+        by="training/parallel/zero_settings.py:import_deepspeed",
+        tested_by="tests/training/parallel/test_zero.py",
+    ),
+)

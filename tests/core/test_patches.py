@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fp8_suite.core.patches import PATCHES, Patch
+from fp8_suite.core.patches import CHANGES, PATCHES, Patch
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,6 +18,23 @@ def test_every_patch_is_explained_and_tested(name):
     assert patch.why and patch.during and (ROOT / patch.tested_by).is_file()
     files = [path for folder in ("te_models", "training") for path in (ROOT / folder).rglob("*.py")]
     assert any(re.search(rf"\b{name}\b", path.read_text()) for path in files), "not used"
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.what)
+def test_every_other_change_is_where_the_table_says(change):
+    path, _, function = change.by.partition(":")
+    text = (ROOT / path).read_text()
+    assert f"def {function}(" in text and (ROOT / change.tested_by).is_file()
+    assert all(variable in text for variable in re.findall(r"\b[A-Z]+_[A-Z_]+\b", change.what))
+
+
+def test_every_environment_variable_that_is_set_is_in_the_table():
+    listed = " ".join(change.what for change in CHANGES)
+    for path in (
+        path for folder in ("core", "data", "te_models", "training") for path in (ROOT / folder).rglob("*.py")
+    ):
+        for name in re.findall(r'os\.environ(?:\.setdefault\(|\[)"(\w+)"(?:,|\] =)', path.read_text()):
+            assert name in listed, (path, name)
 
 
 def test_originals_return_even_after_an_error(monkeypatch):

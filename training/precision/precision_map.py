@@ -143,11 +143,11 @@ def apply(model: nn.Module, precision: Precision) -> None:
     for name, recipe in precision.by_module.items():
         if recipe != precision.effective:
             module = model.get_submodule(name)
-            module.forward = _own_autocast(precision, precision.recipes.get(recipe))(module.forward)
+            module.forward = _module_autocast(precision, precision.recipes.get(recipe))(module.forward)
 
 
 @contextmanager
-def _own_autocast(precision: Precision, recipe: Any) -> Iterator[None]:
+def _module_autocast(precision: Precision, recipe: Any) -> Iterator[None]:
     """Run in `recipe` (None: BF16) inside the run's autocast.
 
     TE reduces forward amaxes of delayed scaling when the outermost autocast exits. It reduces all backward
