@@ -62,7 +62,7 @@ class Switch(argparse.Action):
 
 def add_setting(group: Any, name: str, setting: Setting) -> None:
     """Add a setting's flag, absent from the parsed result unless given, with its default in the help."""
-    kind, others = split_hint(setting.type)
+    kind, single_values = split_hint(setting.type)
     text, default = setting.field.metadata["help"].replace("%", "%%"), setting.field.default
     if default is not None and "default:" not in text:
         shown = {True: "on", False: "off"}[default] if kind is bool else default
@@ -73,7 +73,7 @@ def add_setting(group: Any, name: str, setting: Setting) -> None:
         return
     choices = ",".join(get_args(kind)) if get_origin(kind) is Literal else ""
     metavar = f"{{{choices}}}" if choices else {int: "N", float: "X"}.get(kind, "TEXT")
-    group.add_argument(f"--{name}", metavar="|".join([metavar, *filter(None, others)]), **common)
+    group.add_argument(f"--{name}", metavar="|".join([metavar, *filter(None, single_values)]), **common)
 
 
 def read_yaml_settings(path: str) -> dict[str, Any]:

@@ -68,11 +68,11 @@ def causes(error: BaseException) -> Iterator[BaseException]:
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:
-        found = waiting.pop(0)
-        if found is not None and id(found) not in seen:
-            seen.add(id(found))
-            yield found
-            waiting += [found.__cause__, found.__context__]
+        cause = waiting.pop(0)
+        if cause is not None and id(cause) not in seen:
+            seen.add(id(cause))
+            yield cause
+            waiting += [cause.__cause__, cause.__context__]
 
 
 def raise_interrupt(error: BaseException) -> None:

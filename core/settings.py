@@ -100,14 +100,14 @@ def split_hint(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     """Split single values off a type: int | Literal["auto"] | None becomes int and ("auto", None)."""
     if get_origin(hint) not in (types.UnionType, typing.Union):
         return hint, ()
-    kind, *others = get_args(hint)
-    return kind, tuple(value for other in others for value in get_args(other) or (None,))
+    kind, *alternatives = get_args(hint)
+    return kind, tuple(value for literal in alternatives for value in get_args(literal) or (None,))
 
 
 def convert(name: str, value: Any, hint: Any) -> Any:
     """Convert the value of a flag or YAML key to its field's type. UserError if it is invalid."""
-    hint, others = split_hint(hint)
-    optional = None in others
+    hint, single_values = split_hint(hint)
+    optional = None in single_values
 
     def wrong(reason: str) -> UserError:
         return bad_setting(reason, **{name: str(value)})
@@ -116,7 +116,7 @@ def convert(name: str, value: Any, hint: Any) -> Any:
         if optional:
             return None
         raise wrong("needs a value")
-    if value in others:
+    if value in single_values:
         return value
     if get_origin(hint) is Literal:
         choices = get_args(hint)
@@ -130,11 +130,18 @@ def convert(name: str, value: Any, hint: Any) -> Any:
     try:
         converted = _convert_scalar(value, hint)
     except (ValueError, OverflowError):
-        words = [TYPE_NAMES[hint.__name__], *filter(None, others)]
+        words = [TYPE_NAMES[hint.__name__], *filter(None, single_values)]
         raise wrong(f"must be {' or '.join(words)}") from None
     if hint is float and not math.isfinite(converted):
         raise wrong("must be a finite number")
-    return os.path.expanduser(converted) if name in PATHS else converted  # shells do not expand --x=~/y
+    if name in PATHS:
+        converted = os.path.expanduser(converted)  # shells do not expand --x=~/y
+        try:
+            os.fsencode(converted)
+            converted.encode()  # safetensors takes UTF-8 only
+        except UnicodeEncodeError:
+            raise wrong("the locale cannot encode it; set LC_ALL=C.UTF-8, or use another name") from None
+    return converted
 
 
 def _convert_scalar(value: Any, hint: type) -> Any:

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 from fp8_suite.core.errors import EXIT_BAD_SETTING, UserError
 from fp8_suite.core.files import write_json
+from fp8_suite.core.packages import ROOT
 from fp8_suite.training.config import (
     REMOVED_SETTINGS,
     Config,
@@ -331,3 +333,19 @@ finally:
         assert done.stderr == "error: unknown flag --max_step; did you mean '--max_steps'?\n"
     else:
         assert all(f"--{name}" in done.stdout for name in all_settings())
+
+
+@pytest.mark.parametrize(("name", "path"), [("output_dir", "runs/\udcc3\udca9"), ("log_dir", "\ud800")])
+def test_a_path_that_cannot_be_encoded_is_refused_at_the_start(name, path):
+    with pytest.raises(UserError) as refused:
+        parse(f"--{name}", path)
+    assert refused.value.flags == {name} and "locale" in str(refused.value)
+
+
+def test_a_path_outside_the_locale_is_refused_at_the_start(tmp_path):
+    (tmp_path / "run.yaml").write_text("output_dir: mod\u00e8le", encoding="utf-8")
+    environment = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "train_fp8.py", "--config", str(tmp_path / "run.yaml")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == EXIT_BAD_SETTING and done.stderr.count("\n") == 1
+    assert "the locale cannot encode it" in done.stderr

@@ -83,12 +83,12 @@ def resolve_resume(resume: str, checkpoints: Checkpoints) -> Path | None:
     latest = checkpoints.latest()
     if resume == "auto":
         return latest
-    path, own = Path(resume).expanduser().resolve(), checkpoints.folder.resolve()
-    if own not in (path, *path.parents, path / "checkpoints"):
+    path, folder = Path(resume).expanduser().resolve(), checkpoints.folder.resolve()
+    if folder not in (path, *path.parents, path / "checkpoints"):
         if latest:  # --resume set the starting point; this run has saved newer checkpoints
             _check_origin(path, latest, checkpoints.folder.parent)
             return latest
-    elif path.parent == own and (newer := _saved_since_rollback(checkpoints.folder, path)):
+    elif path.parent == folder and (newer := _saved_since_rollback(checkpoints.folder, path)):
         return newer
     if path.is_dir() and (step_of(path) is not None or (path / MANIFEST).is_file()):
         return path
@@ -134,7 +134,7 @@ def roll_back(checkpoints: Checkpoints, path: Path) -> None:
     """
     step, recorded = read_manifest(path)["step"], index.read_index(checkpoints.folder)
     if path.resolve().parent == checkpoints.folder.resolve() and step in recorded.steps:
-        steps = [*(other for other in recorded.steps if other != step), step]
+        steps = [*(number for number in recorded.steps if number != step), step]
         index.write_index(checkpoints.folder, Index(steps, _losses_until(step, recorded), step))
 
 
@@ -145,7 +145,7 @@ def eval_losses(path: Path) -> dict[int, float]:
 
 
 def _losses_until(step: int, recorded: Index) -> dict[int, float]:
-    return {other: loss for other, loss in recorded.eval_losses.items() if other <= step}
+    return {number: loss for number, loss in recorded.eval_losses.items() if number <= step}
 
 
 def forget_evaluations(checkpoints: Checkpoints) -> None:

@@ -150,11 +150,11 @@ def _load_moments(
         }
         checkpoints.read(path, {f"{key}.{part}": t for (key, _), p in saved.items() for part, t in p.items()})
         for key, moment in group:
-            there, here = (
+            source, target = (
                 {part: local(tensor) for part, tensor in tensors[key, moment].items()}
                 for tensors in (saved, live)
             )
-            moments.convert_(here, there, moment, device)
+            moments.convert_(target, source, moment, device)
 
 
 def _groups(sizes: dict[tuple[str, str], int]) -> Iterator[list[tuple[str, str]]]:

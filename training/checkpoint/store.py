@@ -136,9 +136,9 @@ class Checkpoints:
     def _seal(self, partial: Path, step: int, specs: dict[str, dict]) -> None:
         """Flush and hash every file, split over the ranks, then write the manifest."""
         names = ranks.run_on_rank0(lambda: sorted(path.name for path in partial.iterdir()))
-        own = names[ranks.rank() :: ranks.world_size()]
+        share = names[ranks.rank() :: ranks.world_size()]
         shares = ranks.run_on_all_ranks(
-            lambda: digests(partial, own, flush=True, on_progress=self.on_progress)
+            lambda: digests(partial, share, flush=True, on_progress=self.on_progress)
         )
         files = {name: digest for share in shares for name, digest in share.items()}
         ranks.run_on_rank0(lambda: write_manifest(partial, {"step": step, "files": files, "tensors": specs}))
@@ -146,10 +146,10 @@ class Checkpoints:
     def _publish(self, partial: Path, final: Path, step: int, eval_loss: float | None) -> None:
         saved = index.read_index(self.folder, rebuild=True)
         publish(partial, final)
-        losses = {other: loss for other, loss in saved.eval_losses.items() if other != step}
+        losses = {number: loss for number, loss in saved.eval_losses.items() if number != step}
         if eval_loss is not None:
             losses[step] = eval_loss
-        steps = [*(other for other in saved.steps if other != step), step]
+        steps = [*(number for number in saved.steps if number != step), step]
         saved = replace(saved, steps=steps, eval_losses=losses)
         index.write_index(self.folder, index.prune(self.folder, saved, self.keep_last))
 
@@ -184,8 +184,8 @@ def _spec(tensor: Tensor) -> dict:
 def _specs_of_all_ranks(tensors: dict[str, Tensor]) -> dict[str, dict]:
     """Return shape and dtype of the tensors of all ranks, by key."""
     specs: dict[str, dict] = {}
-    for own in ranks.gather({key: _spec(tensor) for key, tensor in tensors.items()}):
-        for key, spec in own.items():
+    for rank_specs in ranks.gather({key: _spec(tensor) for key, tensor in tensors.items()}):
+        for key, spec in rank_specs.items():
             same = specs.setdefault(key, spec) == spec
             assert same, f"tensor {key!r} is {specs[key]} on one rank and {spec} on another"
     return specs
@@ -194,9 +194,11 @@ def _specs_of_all_ranks(tensors: dict[str, Tensor]) -> dict[str, dict]:
 def _check_before_load(path: Path, tensors: dict[str, Tensor]) -> None:
     saved = index.verify(path, share=(ranks.rank(), ranks.world_size()))["tensors"]
     for key, tensor in tensors.items():
-        there, here = saved.get(key), _spec(tensor)
-        if there != here:
-            reason = f"is {there} in the checkpoint, but {here} here" if there else "is not in the checkpoint"
+        stored, live = saved.get(key), _spec(tensor)
+        if stored != live:
+            reason = (
+                f"is {stored} in the checkpoint, but {live} here" if stored else "is not in the checkpoint"
+            )
             raise UserError(f"{path}: tensor {key!r} {reason}", flags=("resume",), exit_code=EXIT_BAD_SETTING)
 
 

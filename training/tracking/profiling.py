@@ -30,7 +30,7 @@ OTHER, IDLE = "other", "idle"
 FIRST_PROFILED_STEP = 9  # first profiled step of a run, after warm-up
 
 
-class Kernel(NamedTuple):
+class KernelLaunch(NamedTuple):
     """One kernel launch; times in microseconds."""
 
     name: str
@@ -42,7 +42,7 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), OTHER)
 
 
-def breakdown(kernels: Iterable[Kernel], steps: int) -> dict[str, Any]:
+def breakdown(kernels: Iterable[KernelLaunch], steps: int) -> dict[str, Any]:
     """Return time and launches per step by kind of kernel, the length of a step, and its idle time.
 
     Overlapping kernels each count in full, so the kinds may add up to more than the step.
@@ -109,7 +109,7 @@ class StepProfiler:
         profiler = self._profiler
         self.close()
         kernels = [
-            Kernel(event.name, event.time_range.start, event.time_range.end)
+            KernelLaunch(event.name, event.time_range.start, event.time_range.end)
             for event in profiler.events()
             if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
         ]

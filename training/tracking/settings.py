@@ -34,8 +34,10 @@ class LogConfig(Section):
 
     def unused_wandb_flags(self) -> str | None:
         """Return a warning about W&B settings given without --use_wandb, or None."""
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("wandb_")}
-        changed = [as_flag(name, value) for name, value in given.items() if value != getattr(LogConfig, name)]
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name.startswith("wandb_")}
+        changed = [
+            as_flag(name, value) for name, value in values.items() if value != getattr(LogConfig, name)
+        ]
         if self.use_wandb or not changed:
             return None
         return f"{', '.join(changed)}: no effect without --use_wandb"

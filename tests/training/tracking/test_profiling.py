@@ -12,7 +12,14 @@ from fp8_suite.training.observers import Observers
 from fp8_suite.training.run import main
 from fp8_suite.training.tracking import profiling
 from fp8_suite.training.tracking.meter import Meter
-from fp8_suite.training.tracking.profiling import IDLE, Kernel, breakdown, kind_of, lines, profiled_steps
+from fp8_suite.training.tracking.profiling import (
+    IDLE,
+    KernelLaunch,
+    breakdown,
+    kind_of,
+    lines,
+    profiled_steps,
+)
 
 NAMES = {
     "nvjet_sm90_qrtst_128x160_128x5_2x1_v_bz_coopA_algo2_TNT": "GEMM",
@@ -41,11 +48,11 @@ def test_kernels_are_classified_by_name():
 
 def test_times_add_up_by_kind_and_gaps_are_idle():
     kernels = [
-        Kernel("nvjet_a", 0, 4000),
-        Kernel("adamw_kernel", 3000, 5000),  # overlaps by 1 ms
-        Kernel("nvjet_b", 7000, 8000),  # 2 ms after everything ended
-        Kernel("cast", 7200, 7400),  # inside another
-        Kernel("nvjet_a", 8000, 10000),
+        KernelLaunch("nvjet_a", 0, 4000),
+        KernelLaunch("adamw_kernel", 3000, 5000),  # overlaps by 1 ms
+        KernelLaunch("nvjet_b", 7000, 8000),  # 2 ms after everything ended
+        KernelLaunch("cast", 7200, 7400),  # inside another
+        KernelLaunch("nvjet_a", 8000, 10000),
     ]
     found = breakdown(reversed(kernels), steps=2)
     assert found["step_ms"] == 5.0
