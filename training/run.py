@@ -271,7 +271,7 @@ def open_loop(
         state,
         scaling,
         wall_time,
-        saved_step=progress.step if prepared.resume is not None and prepared.resume.own else -1,
+        saved_step=progress.step if prepared.resume is not None and prepared.resume.same_run else -1,
         restored_unevaluated=not evaluated,
     )
     wall_time.count()

@@ -431,7 +431,9 @@ def test_a_resume_in_another_effective_recipe_is_refused():
     meta |= {"total_steps": 9, "progress": {"step": 4}}
 
     def check(**changes) -> None:
-        check_resume(ResumePoint(Path("run"), meta | changes, own=True, rollback=False), cfg, "delayed", 1)
+        check_resume(
+            ResumePoint(Path("run"), meta | changes, same_run=True, rollback=False), cfg, "delayed", 1
+        )
 
     check()
     with pytest.raises(UserError, match="mxfp8 there, delayed here"):  # by --fp8_fallback on another GPU

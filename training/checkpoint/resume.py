@@ -48,7 +48,7 @@ class ResumePoint:
 
     path: Path
     meta: dict[str, Any]
-    own: bool  # saved by the run in --output_dir
+    same_run: bool  # saved by the run in --output_dir
     rollback: bool  # --resume names this checkpoint, so later steps of this run are discarded
 
     @property
@@ -65,9 +65,11 @@ def find_resume_point(resume: str, checkpoints: Checkpoints) -> tuple[ResumePoin
     path = resolve_resume(resume, checkpoints)
     if path is None:
         return None, ""
-    own = path.resolve().parent == checkpoints.folder.resolve()
+    same_run = path.resolve().parent == checkpoints.folder.resolve()
     requested = Path(resume).expanduser().resolve()
-    point = ResumePoint(path, checkpoints.read_meta(path), own=own, rollback=requested == path.resolve())
+    point = ResumePoint(
+        path, checkpoints.read_meta(path), same_run=same_run, rollback=requested == path.resolve()
+    )
     if not point.rollback and step_of(requested) is not None and requested.parent == path.resolve().parent:
         return point, (
             f"--resume {resume}: this run was already restarted from there; resuming from its newer "
@@ -172,7 +174,9 @@ def check_resume(point: ResumePoint, cfg: Config, recipe: str, world_size: int) 
         )
     saved_ranks, batch = meta["world_size"], rank_batch(meta["config"]) * meta["world_size"]
     new_batch = rank_batch(cfg.to_dict()) * world_size
-    allowed, refused = split_changes(meta["config"], cfg, saved_ranks, world_size, restarts=not point.own)
+    allowed, refused = split_changes(
+        meta["config"], cfg, saved_ranks, world_size, restarts=not point.same_run
+    )
     if meta["recipe"] != recipe:
         refused["fp8_scenario"] = (meta["recipe"], recipe)
     if refused:
@@ -290,7 +294,7 @@ def is_finished(point: ResumePoint, cfg: Config, folder: Path, total_steps: int,
     UserError if the run already has more steps than requested.
     """
     summarized = _summarized_steps(point, cfg, folder)
-    if point.own and total_steps <= point.step < (summarized or 0):
+    if point.same_run and total_steps <= point.step < (summarized or 0):
         raise bad_setting(
             f"the run in this folder is finished, with {summarized:,} steps; to export or evaluate its step "
             f"{point.step:,}, use another --output_dir",
@@ -312,4 +316,4 @@ def _summarized_steps(point: ResumePoint, cfg: Config, folder: Path) -> int | No
     summary, recorded = map(read_record, (folder / "summary.json", settings_path(folder)))
     # Evaluating another run's checkpoint always runs again, even with the same --resume.
     same = recorded.get("resume") == cfg.checkpoint.resume and cfg.optim.max_steps != 0
-    return summary.get("steps") if point.own or same else None
+    return summary.get("steps") if point.same_run or same else None

@@ -98,7 +98,7 @@ def test_a_batch_may_be_split_differently_and_grow_with_the_ranks(tmp_path):
 
     def resume(ranks: int, batch: int, accumulation: int) -> str:
         meta = {"config": settings(4, 2).to_dict(), "world_size": 4, "recipe": "fp32"}
-        point = ResumePoint(Path("run"), meta | {"progress": {"step": 1}}, own=True, rollback=False)
+        point = ResumePoint(Path("run"), meta | {"progress": {"step": 1}}, same_run=True, rollback=False)
         return check_resume(point, settings(batch, accumulation), "fp32", ranks)
 
     assert "--batch_size 4 there, 8 here" in resume(4, 8, 1)
@@ -126,7 +126,7 @@ def test_on_one_rank_an_exchange_in_fp8_resumes_as_bf16():
 
     def resume(saved: str, ranks: int, now: str, ranks_now: int) -> str:
         meta = {"config": settings(saved).to_dict(), "world_size": ranks, "recipe": "fp32"}
-        point = ResumePoint(Path("run"), meta | {"progress": {"step": 1}}, own=True, rollback=False)
+        point = ResumePoint(Path("run"), meta | {"progress": {"step": 1}}, same_run=True, rollback=False)
         return check_resume(point, settings(now), "fp32", ranks_now)
 
     assert "--grad_reduce_dtype fp8 there, bf16 here" in resume("fp8", 2, "bf16", 1)
@@ -184,7 +184,7 @@ def test_settings_of_a_newer_version_are_refused_and_its_counters_dropped():
     cfg = config_from_dict({})
     meta = {"config": cfg.to_dict() | {"label_smoothing": 0.1}, "total_steps": 9}
     with pytest.raises(UserError, match=r"another version .* \(label_smoothing\)"):
-        check_resume(ResumePoint(Path("run"), meta, own=True, rollback=False), cfg, "fp32", 1)
+        check_resume(ResumePoint(Path("run"), meta, same_run=True, rollback=False), cfg, "fp32", 1)
     assert Progress.from_meta({"progress": {"step": 3, "spikes": 1}}) == Progress(step=3)
 
 

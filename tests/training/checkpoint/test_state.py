@@ -76,7 +76,7 @@ def test_a_checkpoint_restores_everything(tmp_path):
     path, fresh, restored = checkpoints.latest(), parts(1.0, 0), Progress()
     meta = checkpoints.read_meta(path)
     assert (meta["config"], meta["recipe"]) == (cfg.to_dict(), "delayed")
-    point = ResumePoint(path, meta, own=True, rollback=False)
+    point = ResumePoint(path, meta, same_run=True, rollback=False)
     scaling = restore_run(checkpoints, point, state(fresh, restored))
     assert restored == progress and meta["loader"] == {"row": 7}
     assert draw() == expected

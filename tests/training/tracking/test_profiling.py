@@ -105,8 +105,8 @@ def test_profiled_steps_do_not_count_in_rates(monkeypatch):
     fp8_stats = SimpleNamespace(before_step=lambda step: None, after_step=lambda step, strategy: None)
     assembly = SimpleNamespace(fp8_stats=fp8_stats)
     logs = SimpleNamespace(meter=meter, display=SimpleNamespace(message=calls.append))
-    job = SimpleNamespace(strategy=None)
-    observers = Observers(job, assembly, logs, environment={}, wall_time=None, profiler=profiler)
+    prepared = SimpleNamespace(strategy=None)
+    observers = Observers(prepared, None, assembly, logs, environment={}, wall_time=None, profiler=profiler)
     observers.first_step_done = True
     batch = SimpleNamespace(inputs={"input_ids": [[0]]}, padded_tokens=9, sum_squared_lengths=9)
     batch.real_tokens = batch.label_tokens = 8
